@@ -282,7 +282,7 @@ class Tuner:
                 break
             # Later buckets take what is left: fewer rows matter more, and compile more.
             share = (self.end_alone - now) / (len(shapes) - i) / (1 if buckets == 1 else 2)
-            found[shape, rows] = self._bucket(shape, x, plans[shape], now + share)
+            found[shape, rows] = self._measure_bucket(shape, x, plans[shape], now + share)
         return found
 
     def copies(self, shape: Shape) -> list[Matrix]:
@@ -301,7 +301,9 @@ class Tuner:
             plans = candidates(rows, *shape, self.chip)
         return plans[:FEW_CANDIDATES] if self.is_limited else plans
 
-    def _bucket(self, shape: Shape, x: Tensor, plans: Sequence[TritonPlan | LibraryPlan], end: float = inf) -> Measured:
+    def _measure_bucket(
+        self, shape: Shape, x: Tensor, plans: Sequence[TritonPlan | LibraryPlan], end: float = inf
+    ) -> Measured:
         """Measure the plans until `end`, and then the fastest of them again."""
         weights, rows = self.copies(shape), len(x)
         ends = (x[:FEWEST_ROWS], x) if rows == ROWS_BUCKETS[0] else (x,)

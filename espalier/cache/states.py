@@ -183,7 +183,7 @@ class PassStates:
         """
         states, is_tree = self.table.states[layer], self.access.length is None
         columns = states.keeps.columns if columns is None else columns
-        out = _room(states, len(inputs), is_tree)
+        out = _buffers_for(states, len(inputs), is_tree)
         rows = RowInputs(states.tail, self.access.slots, self.parents, self._follows, width)
         prepare(inputs, gates if isinstance(gates, GateInputs) else None, conv, columns, rows, out)
         if not is_tree:
@@ -261,7 +261,7 @@ def _allocated(
     return LayerStates(keeps, recurrent, tail, zeros(staged, keeps.channels), rows)
 
 
-def _room(states: LayerStates, count: int, is_tree: bool) -> Prepared:
+def _buffers_for(states: LayerStates, count: int, is_tree: bool) -> Prepared:
     """Where `count` rows of a layer are prepared: in staging, or in memory of their own."""
     keeps, inputs = states.keeps, states.inputs
     staged_inputs = inputs[:count] if is_tree else None

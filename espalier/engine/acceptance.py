@@ -68,7 +68,7 @@ def gains(tree: TreeShape, first_child: Sequence[float]) -> list[float]:
 
     first_child: how often the first child is accepted, by depth from 1 on.
     """
-    others = _others(tree)
+    others = _other_child_rate(tree)
     reached, summed = 1.0, [0.0]
     for depth in range(1, depth_of(tree) + 1):
         first = first_child[depth - 1]
@@ -78,7 +78,7 @@ def gains(tree: TreeShape, first_child: Sequence[float]) -> list[float]:
 
 
 @cache
-def _others(tree: TreeShape) -> float:
+def _other_child_rate(tree: TreeShape) -> float:
     """How often another child is accepted if the first child is not.  Solved so that `accept_length` comes out."""
     if tree.topk == 1:
         return 0.0

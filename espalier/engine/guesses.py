@@ -39,10 +39,10 @@ class Guesses:
     def next(self, batch: Sequence[Request]) -> tuple[OfSlots, np.ndarray | None]:
         """LaunchInput.guesses and LaunchInput.survival for a round of these requests.  Both empty without requests."""
         survival = None if self.survival is None or not batch else self.survival.to_send()
-        found = ((request.slot, self._of(request)) for request in batch if request.slot is not None)
+        found = ((request.slot, self._guesses_of(request)) for request in batch if request.slot is not None)
         return tuple((slot, guesses) for slot, guesses in found if guesses), survival
 
-    def _of(self, request: Request) -> tuple[Guess, ...]:
+    def _guesses_of(self, request: Request) -> tuple[Guess, ...]:
         if not request.params.depth_limit(self.layout.steps):
             return ()
         width = guess_width(self.layout)

@@ -119,7 +119,7 @@ class MaskBuilder:
         def fill(place: int, masker: TokenMasker) -> None:
             masker.node_masks(*trees[rows[place]], masks[place])
 
-        answers = self._ask([maskers[row] for row in rows], fill, at_once=True)
+        answers = self._ask_each([maskers[row] for row in rows], fill, at_once=True)
         slow = [place for place, answer in enumerate(answers) if answer is TOO_SLOW]
         if slow:
             # A copy, because an abandoned thread may still write.
@@ -136,7 +136,7 @@ class MaskBuilder:
         rows = _masked(picking)
         if not rows:
             return None
-        answers = self._ask([picking[row] for row in rows], lambda _, masker: masker.root_mask(), at_once=True)
+        answers = self._ask_each([picking[row] for row in rows], lambda _, masker: masker.root_mask(), at_once=True)
         masks = [np.zeros(self.num_words, np.int32) if mask is TOO_SLOW else mask for mask in answers]
         return RowMasks(rows, np.stack(masks)[:, None]).whole(len(batch))
 
@@ -150,7 +150,7 @@ class MaskBuilder:
         masks = np.full((len(rows), self.num_words), ALL_ALLOWED, dtype=np.int32)
         levels = np.zeros(len(rows), dtype=np.int64)
         most = self.steps if self.tells_forced else 0
-        answers = self._ask([maskers[row] for row in rows], lambda _, masker: masker.known_next(most))
+        answers = self._ask_each([maskers[row] for row in rows], lambda _, masker: masker.known_next(most))
         for place, answer in enumerate(answers):
             known = NOTHING_KNOWN if answer is TOO_SLOW else answer
             forced[place, : len(known.forced)] = known.forced
@@ -173,7 +173,7 @@ class MaskBuilder:
             return [masker.mask_after([t for e, t in enumerate(drafted) if _has_bit(words, e)]) for words in bits]
 
         if self.tells_deeper:
-            for place, answer in enumerate(self._ask([maskers[row] for row in rows], masks_of)):
+            for place, answer in enumerate(self._ask_each([maskers[row] for row in rows], masks_of)):
                 for beam, mask in enumerate(() if answer is TOO_SLOW else answer):
                     self._tell(found, place, beam, mask)
         return found
@@ -190,12 +190,12 @@ class MaskBuilder:
         """Why the grammar allows no token; None if it allows one, or if there is no grammar."""
         if masker is None:
             return None
-        [is_stuck] = self._ask([masker], lambda _, masker: masker.is_stuck)
+        [is_stuck] = self._ask_each([masker], lambda _, masker: masker.is_stuck)
         if is_stuck is TOO_SLOW:
             return TOOK_TOO_LONG
         return NO_TOKEN_LEFT if is_stuck else None
 
-    def _ask(
+    def _ask_each(
         self, maskers: Maskers, question: Callable[[int, TokenMasker], Any], *, at_once: bool = False
     ) -> list[Any]:
         """question(place, masker) of each; TOO_SLOW of those that took too long, now or before.

@@ -24,11 +24,11 @@ class RoundTrees:
 
     def next_tree(self, batch: Sequence[Request]) -> TreeShape | None:
         """The tree of the next round, of these requests; None for the layout's."""
-        tree = self._chosen(batch)
+        tree = self._chosen_tree(batch)
         self.num_rounds[tree or self.layout.at(len(batch)).tree] += 1
         return tree
 
-    def _chosen(self, batch: Sequence[Request]) -> TreeShape | None:
+    def _chosen_tree(self, batch: Sequence[Request]) -> TreeShape | None:
         if not self.runs_any_tree and any(request.masker for request in batch):
             # Rounds with a grammar run in stages, which only the layout's tree has.
             return None

@@ -155,10 +155,10 @@ class TreeChoice:
 
     def read(self, samples: Sequence[Sample], guesses: int) -> None:
         picked = self._in_flight.popleft()
-        self._time(picked, guesses)
+        self._count_time(picked, guesses)
         self.acceptance.add(picked.tree, samples)
 
-    def _time(self, picked: Picked, guesses: int) -> None:
+    def _count_time(self, picked: Picked, guesses: int) -> None:
         tree, batch, context = picked.tree, picked.batch, picked.context
         if not self.costs.by_clock:
             seconds = self.costs.of_guesses(batch, None if tree == PLAIN else guesses)
@@ -185,8 +185,8 @@ class TreeChoice:
             tree = bucket.trying
         else:
             rates = {form: self.rate(form, at, share, context) for form in bucket.forms}
-            self._switch(bucket, rates)
-            tree = self._trial(bucket, at, rates, share) or bucket.current
+            self._switch_if_better(bucket, rates)
+            tree = self._start_trial_if_due(bucket, at, rates, share) or bucket.current
             self._log_if_settled(bucket, at, context)
         bucket.tried[tree] = self.rounds
         return tree
@@ -196,7 +196,7 @@ class TreeChoice:
         gained = share * (self.acceptance.length(tree) - 1)
         return (1 + gained) / self.times.seconds(tree, at, context)
 
-    def _switch(self, bucket: Bucket, rates: dict[TreeShape, float]) -> None:
+    def _switch_if_better(self, bucket: Bucket, rates: dict[TreeShape, float]) -> None:
         bucket.held += 1
         best = max(bucket.forms, key=lambda form: rates[form])
         if bucket.held > self.pace.dwell and rates[best] > WORTH_A_CHANGE * rates[bucket.current]:
@@ -206,7 +206,9 @@ class TreeChoice:
             bucket.length = bucket.pause = bucket.plain_pause if best == PLAIN else SHORTEST
             bucket.current, bucket.held, bucket.switches = best, 0, bucket.switches + 1
 
-    def _trial(self, bucket: Bucket, at: int, rates: dict[TreeShape, float], share: float) -> TreeShape | None:
+    def _start_trial_if_due(
+        self, bucket: Bucket, at: int, rates: dict[TreeShape, float], share: float
+    ) -> TreeShape | None:
         """The form that is tried from this round on, if a trial is due."""
         bucket.pause -= 1
         if bucket.pause > 0:

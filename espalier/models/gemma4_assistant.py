@@ -62,7 +62,7 @@ def read_assistant(path: Path, raw: Raw, target: ModelConfig) -> AssistantConfig
     hidden = given.count("backbone_hidden_size")
     refuse_sizes(path, target, hidden, layer.vocab_size)
     of_target = layer_specs_of(target)
-    specs = tuple(_reading(spec, of_target, path) for spec in layer_specs_of(layer))
+    specs = tuple(_spec_reading_target(spec, of_target, path) for spec in layer_specs_of(layer))
     spec = DraftSpec("assistant", specs, modules=1, reads="hidden", hidden_size=hidden, vocab_size=layer.vocab_size)
     layer = replace(layer, family=replace(layer.family, layer_specs=lambda config: specs))
     if not given.flag("use_ordered_embeddings"):
@@ -73,7 +73,7 @@ def read_assistant(path: Path, raw: Raw, target: ModelConfig) -> AssistantConfig
     return AssistantConfig(layer, spec, clusters, given.count("centroid_intermediate_top_k", 1, clusters))
 
 
-def _reading(spec: LayerSpec, target: Sequence[LayerSpec], path: Path) -> LayerSpec:
+def _spec_reading_target(spec: LayerSpec, target: Sequence[LayerSpec], path: Path) -> LayerSpec:
     """The spec of a layer that reads a target layer's rows: the last one of the same kind that has rows of its own."""
     own = [i for i, each in enumerate(target) if each.shares is None and (each.window is None) == (spec.window is None)]
     if not own or target[own[-1]].keeps != spec.keeps:

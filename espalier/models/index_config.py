@@ -80,10 +80,12 @@ def indexer_types(full: dict[str, Any]) -> tuple[str, ...]:
     layers = full["num_hidden_layers"]
     declared, pattern, freq = (full.get(name) for name in (TYPES, PATTERN, FREQ))
     read = [
-        _listed(name, value, layers) for name, value in ((TYPES, declared), (PATTERN, pattern)) if value is not None
+        _types_of_list(name, value, layers)
+        for name, value in ((TYPES, declared), (PATTERN, pattern))
+        if value is not None
     ]
     if pattern is None and (freq is not None or not read):
-        read.append(_scheduled(full, layers))
+        read.append(_types_of_schedule(full, layers))
     for other in read[1:]:
         if other != read[0]:
             layer = next(i for i, (a, b) in enumerate(zip(read[0], other, strict=True)) if a != b)
@@ -97,7 +99,7 @@ def indexer_types(full: dict[str, Any]) -> tuple[str, ...]:
     return read[0]
 
 
-def _listed(name: str, value: Any, layers: int) -> tuple[str, ...]:
+def _types_of_list(name: str, value: Any, layers: int) -> tuple[str, ...]:
     if not isinstance(value, list | tuple | str):
         raise EspalierError(f"{name} = {shown(value)}; a list or null is needed; correct it")
     unknown = [each for each in value if not isinstance(each, str) or each not in LETTERS]
@@ -108,7 +110,7 @@ def _listed(name: str, value: Any, layers: int) -> tuple[str, ...]:
     return tuple(LETTERS[each] for each in value)
 
 
-def _scheduled(full: dict[str, Any], layers: int) -> tuple[str, ...]:
+def _types_of_schedule(full: dict[str, Any], layers: int) -> tuple[str, ...]:
     freq, offset = full.get(FREQ), full.get(OFFSET)
     freq, offset = 1 if freq is None else freq, DEFAULT_OFFSET if offset is None else offset
     for name, value in ((FREQ, freq), (OFFSET, offset)):

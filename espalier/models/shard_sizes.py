@@ -95,7 +95,7 @@ class DeclaredWeights(Weights):
     def weight(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Weight:
         self.require_parts(names, (*rows, columns))
         for name, size in zip(names, rows, strict=True):
-            with self._naming([name]):
+            with self._naming_matrices([name]):
                 self._require_cut(self.formats(name), part_of(size), part_of(columns))
         return DenseWeight(self.empty(sum(len(part_of(size)) for size in rows), len(part_of(columns))))
 
@@ -105,7 +105,7 @@ class DeclaredWeights(Weights):
         return self.empty(sum(len(part_of(size)) for size in rows), len(part_of(columns)))
 
     def stacked_matrix(self, name: str, matrix: str, count: int, rows: Size, columns: Size) -> QuantisedMatrix:
-        with self._naming([name]):
+        with self._naming_matrices([name]):
             require_format_with_parts(self.formats(name))
         return super().stacked_matrix(name, matrix, count, rows, columns)
 
@@ -119,7 +119,7 @@ class DeclaredWeights(Weights):
         return torch.empty(stored.shape, dtype=dtype or self.dtype, device=NOWHERE)
 
     @contextmanager
-    def _naming(self, names: Sequence[str]) -> Iterator[None]:
+    def _naming_matrices(self, names: Sequence[str]) -> Iterator[None]:
         try:
             yield
         except EspalierError as error:

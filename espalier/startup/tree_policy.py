@@ -57,7 +57,7 @@ def choose_trees(
     elif machine is None:
         chosen, why = {}, "trees of smaller batches are not predicted for this device"
     else:
-        chosen, why = _predicted(configured, machine, max_batch)
+        chosen, why = _predicted_trees(configured, machine, max_batch)
     if requested == "auto":
         chosen, why = _bounded(chosen, configured, max_batch), why
     listed = "; ".join(f"from {least} requests on {shape}" for least, shape in chosen.items())
@@ -86,7 +86,7 @@ def choose_while_running(
     return None, ()
 
 
-def _predicted(configured: TreeShape, machine: Machine, max_batch: int) -> tuple[Trees, str]:
+def _predicted_trees(configured: TreeShape, machine: Machine, max_batch: int) -> tuple[Trees, str]:
     """The trees that tree_cost.py predicts, and the figures behind the prediction in words."""
     chip, routing = machine.chip, "for uniform routing " if machine.weights.expert else ""
     why = (

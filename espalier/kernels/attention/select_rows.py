@@ -51,7 +51,7 @@ def _chunk_of(score_ptr, chunk, length, capacity, rows, CHUNK: tl.constexpr):
 
 
 @kernel
-def _find(bin_ptr, wanted, BINS: tl.constexpr):
+def _find_bin(bin_ptr, wanted, BINS: tl.constexpr):
     """(the bin that holds the `wanted`-th largest score, how many of that bin are wanted); bin 0 if there are fewer."""
     place = tl.arange(0, BINS)
     count = tl.load(bin_ptr + place)
@@ -66,13 +66,13 @@ def _threshold(bin_ptr, wanted, LEVEL: tl.constexpr, BINS: tl.constexpr):
     """(the leading bits of the threshold that the first LEVEL levels give, how many scores with them are wanted)."""
     found = tl.zeros([], tl.uint32)
     if LEVEL > 0:
-        place, wanted = _find(bin_ptr, wanted, BINS)
+        place, wanted = _find_bin(bin_ptr, wanted, BINS)
         found = place.to(tl.uint32)
     if LEVEL > 1:
-        place, wanted = _find(bin_ptr + BINS, wanted, BINS)
+        place, wanted = _find_bin(bin_ptr + BINS, wanted, BINS)
         found = (found << 11) | place.to(tl.uint32)
     if LEVEL > 2:
-        place, wanted = _find(bin_ptr + 2 * BINS, wanted, BINS)
+        place, wanted = _find_bin(bin_ptr + 2 * BINS, wanted, BINS)
         found = (found << 10) | place.to(tl.uint32)
     return found, wanted
 

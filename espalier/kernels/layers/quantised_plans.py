@@ -133,7 +133,7 @@ def fp8_rule(
         together.append(PROGRAMS_PER_PROCESSOR + 1)
     most_splits = min(max_splits, num_in // block_in // LEAST_STEPS)
     found = [max(min(count * gpu.processors // programs, most_splits), 1) for count in together]
-    splits = max(found, key=lambda splits: _fill(programs * splits, gpu))
+    splits = max(found, key=lambda splits: _filled_share(programs * splits, gpu))
     if streams:
         # All programs at once, if registers allow: a second wave would be mostly empty.
         sharing = min(-(-programs * splits // gpu.processors), 3 if grouped and tile > MIN_BLOCK_ROWS else 4)
@@ -144,7 +144,7 @@ def fp8_rule(
     return replace(plan, stages=max(min(shared // (block_in * (block_out + tile * input_bytes)), most), 1))
 
 
-def _fill(programs: int, gpu: Chip) -> float:
+def _filled_share(programs: int, gpu: Chip) -> float:
     """The share of multiprocessors' places for programs that `programs` programs take."""
     return programs / (-(-programs // gpu.processors) * gpu.processors)
 

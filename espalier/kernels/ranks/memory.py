@@ -60,19 +60,19 @@ class CountedAnew(Store):
         self.store = store
         self.first: int | None = None
 
-    def _own(self, key: str) -> str:
+    def _own_key(self, key: str) -> str:
         name, step, rank = key.rsplit("/", 2)
         self.first = int(step) if self.first is None else self.first
         return f"{name}/{int(step) - self.first}/{rank}"
 
     def set(self, key: str, value: Any) -> None:
-        self.store.set(self._own(key), value)
+        self.store.set(self._own_key(key), value)
 
     def get(self, key: str) -> bytes:
-        return self.store.get(self._own(key))
+        return self.store.get(self._own_key(key))
 
     def wait(self, keys: list[str], *timeout: Any) -> None:
-        self.store.wait([self._own(key) for key in keys], *timeout)
+        self.store.wait([self._own_key(key) for key in keys], *timeout)
 
 
 def peer_memory(name: str, store: Store, rank: int, count: int, device: torch.device, most_bytes: int) -> PeerMemory:

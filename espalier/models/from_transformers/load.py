@@ -77,7 +77,7 @@ def _load(
     # If accelerate is not installed, a model is loaded into host memory first and then moved to the GPU.
     direct = {"device_map": {"": device}} if device.type != "cpu" and find_spec("accelerate") else {}
     try:
-        with _quietly():
+        with _without_progress_bars():
             model, found = model_class.from_pretrained(
                 source,
                 config=copy.deepcopy(probed.config),
@@ -114,7 +114,7 @@ def experts_implementation(model_class: Any, device: torch.device) -> str:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def _without_progress_bars() -> Iterator[None]:
     """Turns transformers' progress bars off, which would disturb our log."""
     from transformers.utils import logging as bars
 

@@ -79,13 +79,13 @@ class IndexSource:
             if place < 0 or place in seen:
                 continue
             seen.add(place)
-            matching = self._matching(text, place, salt)
-            ahead = self._ahead(place, width)
+            matching = self._num_matching(text, place, salt)
+            ahead = self._following(place, width)
             if matching >= run and ahead:
                 made.append((matching, ahead))
         return made
 
-    def _matching(self, text: np.ndarray, place: int, salt: int) -> int:
+    def _num_matching(self, text: np.ndarray, place: int, salt: int) -> int:
         """How many tokens up to `place` equal the last tokens of `text`, inside of one text with this salt."""
         if self.texts[place] >> NUMBER_BITS != salt:
             return 0
@@ -93,7 +93,7 @@ class IndexSource:
         equal = (self.tokens[places] == text[::-1]) & (self.texts[places] == self.texts[place])
         return int(equal.cumprod().sum())
 
-    def _ahead(self, place: int, width: int) -> tuple[int, ...]:
+    def _following(self, place: int, width: int) -> tuple[int, ...]:
         places = (place + 1 + np.arange(min(width, self.size - 1))) % self.size
         inside = (self.texts[places] == self.texts[place]).cumprod().sum()
         return tuple(self.tokens[places[:inside]].tolist())
