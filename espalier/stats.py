@@ -69,7 +69,7 @@ class SpeculationStats:
         self.taken += [0] * (len(self.reached) - len(self.taken))
 
     def merge(self, other: "SpeculationStats") -> None:
-        """Add another's counts to these."""
+        """Add the counts of `other`."""
         self.drafted += other.drafted
         for mine, theirs in (
             (self.histogram, other.histogram),

@@ -58,7 +58,7 @@ class SelectedMask(NamedTuple):
     mask: Tensor
 
 
-# What the queries of a layer that chooses attend to, in the form of its backend.
+# The chosen rows of a layer's queries, in the form of its backend.
 Selection = SelectedMask | SelectedRows
 
 

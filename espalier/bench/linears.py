@@ -92,8 +92,8 @@ class ExpertSizes:
 class RoutedExperts:
     """The experts behind a router.
 
-    weights: how they are stored, as of a Run.  touched: those of a layer that have rows, the mean over layers; None:
-    the number that uniform routing touches.
+    weights: how they are stored, as of a Run.  touched: how many experts of a layer have rows, the mean over layers;
+    None: the number that uniform routing touches.
     """
 
     sizes: ExpertSizes

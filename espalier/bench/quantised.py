@@ -34,7 +34,7 @@ Texts = list[tuple[list[int], list[int]]]
 @dataclass(frozen=True)
 class Accuracy:
     """agreement: share of positions with the same likeliest token.  kl: mean, in nats.  perplexity: of the text, by the
-    model and by its quantised copy.  accept_length: with the draft, of both; None without a draft.
+    model and by its quantised copy.  accept_length: of both models with the draft; None without a draft.
     is_own_text: whether the original wrote the text.
     """
 

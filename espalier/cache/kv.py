@@ -155,7 +155,7 @@ class PagedKV:
             commit_rows(stack.stacked, pages[stack.layers].stacked, source, rows)
 
     def commit_layer(self, staged: StagedKV, layer: int, source: Tensor, rows: Tensor) -> None:
-        """As `commit`, of one layer."""
+        """`commit` for one layer."""
         of_staged, of_pages = ([plane[None] for plane in kv.layers[layer]] for kv in (staged, self))
         commit_rows(of_staged, of_pages, source, rows)
 

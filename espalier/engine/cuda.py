@@ -7,8 +7,8 @@ for passes that a grammar masks or that report log-probabilities of the prompt.
 The host waits only for results: a second stream copies the launch's entry of the results ring to the host.  The entry
 and its pinned buffers are used again only after the event of that copy.
 
-All graphs are captured before the first launch.  Their kernels are compiled before it too, and so are those of eager
-launches (startup/measure_memory.py): no request waits for a compiler.
+All graphs are captured before the first launch.  The kernels of graphs and of eager launches are compiled before it too
+(startup/measure_memory.py), so no request waits for a compiler.
 """
 
 import logging

@@ -131,7 +131,7 @@ class TreeSize:
 
     @property
     def depth(self) -> int:
-        """Of the deepest draft token."""
+        """The depth of the deepest draft token."""
         return len(self.at_depth)
 
     def drafted(self, depth: int) -> int:

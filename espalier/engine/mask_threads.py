@@ -17,13 +17,13 @@ from typing import Any
 
 from espalier.cores import available_cores, lower_priority
 
-# The processor time that all grammars of a round may take together, half of what they took in the round before
-# included.  Then the engine goes on without those that took more than their share.  Ordinary grammars take less than a
+# The processor time that all grammars of a round may take together.  Half of the time of the round before counts too.
+# After that the engine goes on without grammars that took more than their share.  Ordinary grammars take less than a
 # hundredth.
 GRAMMAR_S = 0.25
-# A half of it is shared out, to so many grammars at most: of more, each has as much as if they were so many.
+# Half of the time is divided among the grammars.  A share is never less than 1 / MAX_SHARES of that half.
 MAX_SHARES = 16
-# While so many abandoned threads run, requests with a grammar are refused.
+# While this many abandoned threads run, requests with a grammar are refused.
 MAX_ABANDONED = 4
 # Threads at once, abandoned ones not counted.
 MAX_THREADS = 8

@@ -98,7 +98,7 @@ class MaskBuilder:
 
     steps: levels of the largest tree.
     tells_forced, tells_mask: whether the draft is told which tokens are forced, and which are allowed; tells_deeper:
-    whether it may ask the same at deeper levels (of_beams).  False exists to measure what each brings.
+    whether it may ask the same at deeper levels (of_beams).  False exists to measure the gain of each.
     too_slow: maskers whose answer took too long.  They are never asked again.
     """
 
@@ -198,7 +198,7 @@ class MaskBuilder:
     def _ask_each(
         self, maskers: Maskers, question: Callable[[int, TokenMasker], Any], *, at_once: bool = False
     ) -> list[Any]:
-        """question(place, masker) of each; TOO_SLOW of those that took too long, now or before.
+        """The answers question(place, masker) for each masker.  TOO_SLOW for maskers that took too long, now or before.
 
         at_once: as in MaskThreads.run.
         """

@@ -164,7 +164,8 @@ class Peer:
             self.process.kill()
 
     def exit_code(self, within_s: float) -> int | None:
-        """Of the process, as Process.poll, when it has ended or this time is over."""
+        """The process's exit code, as Process.poll gives it.  Waits until the process has ended or this time is
+        over."""
         with suppress(Exception):
             self.process.wait(within_s)
         return self.process.poll()

@@ -58,7 +58,7 @@ class TreeChooser(Protocol):
     def pick(self, batch: int, drafting: int, context: float) -> TreeShape | None:
         """The tree of the next round; None for the layout's.
 
-        batch: requests; drafting: how many of them can accept guesses; context: tokens of each, the mean.
+        batch: requests; drafting: how many of them can accept guesses; context: the mean number of tokens of a request.
         """
         ...
 

@@ -132,7 +132,7 @@ class Weights:
         return float(self.take(name, 1))
 
     def take_parts(self, name: str, shape: tuple[int, ...], dim: int, parts: Sequence[Part]) -> Tensor:
-        """As `take`, but only these parts along a dimension, one behind the other."""
+        """`take`, but only these parts along a dimension, one after the other."""
         stored = StoredTensor("", shape, row_dim=dim)
         return self._stack([name] * len(parts), [stored] * len(parts), [stored.cut(part, part) for part in parts])
 

@@ -63,7 +63,7 @@ class Choice:
 
     @cached_property
     def sink(self) -> TextStream | None:
-        """Made with the first part: before, the request would wait for it."""
+        """Made when the first part arrives, so that the request does not wait for it."""
         return self.make_sink()
 
     def take(self, output: OutputChunk, keep: bool) -> OutputChunk:

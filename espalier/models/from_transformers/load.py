@@ -55,7 +55,7 @@ def made_by_transformers(
     capture: tuple[int, ...],
     state: Mapping[str, Tensor] | None = None,
 ) -> TransformersTarget:
-    """state: the weights by name, in the place of those in the directory of the config."""
+    """state: the weights by name, which replace the weights in the config's directory."""
     probed = config.probed
     assert probed is not None
     model = _load(None if state else config.path, config.path, probed, dtype, device, state)
