@@ -309,8 +309,7 @@ class Request:
     """One sequence that the engine runs, from arrival to its last token.  Mutable: only the scheduler writes it.
 
     prompt: token ids; seed: of this sample; arrival: its number in the order of requests.  A lower priority goes first
-    and is preempted last; of equal priorities the first to arrive comes first, and several clients take turns
-    (engine/queue.py).
+    and is preempted last; equal priorities go by arrival, and several clients take turns (engine/queue.py).
     stop_ids: tokens that end it; text: None if nobody reads text; masker: None if every token is allowed; index: which
     of n samples; after: a sibling with the same prompt, whose prefill this request waits for, to share its pages;
     streamed: whether its tokens are read as they come; prompt_logprobs: of prompt tokens from the second on, when read.

@@ -23,7 +23,7 @@ from espalier.models.layers.experts import rounding_in_norm
 from espalier.models.quantisers import QUANTISERS
 
 # The ends of the names of layers that read a norm, which rounds for them in its own launch up to `kernel_rows`.  The
-# qkv of an EAGLE head reads two norms in one launch, which does not round: the floor leaves out its rounding.
+# qkv of an EAGLE head reads two norms in one launch, which does not round.  The floor leaves out the rounding there.
 BEHIND_A_NORM = ("qkv", "q and kv", "gate_up")
 
 # The least copies of a weight (one name and shape), and the least bytes of all its copies.

@@ -68,7 +68,7 @@ class Load:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of the prompts that `texts` takes."""
+        """The lengths in tokens of the prompts that `texts` takes."""
         return [self.prefix_tokens] * self.prefixes + [sum(self.of(i).inputs) for i in range(self.count)]
 
 

@@ -361,8 +361,7 @@ class CudaExecutor:
         return on_host.copy_(value, non_blocking=True)
 
     def _capture(self) -> None:
-        """Capture rounds, then passes.  The largest form of each kind comes first, so that the others reuse its
-        memory."""
+        """Capture rounds, then passes, each from the largest form on, so that the others reuse its memory."""
         if not self.captured_buckets:
             return
         began, before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
@@ -414,8 +413,7 @@ class CudaExecutor:
         return Graph(vector, graph)
 
     def _capture_stages(self, pool: Any) -> None:
-        """Capture the stages of each bucket, in the memory of the rounds' graphs.  Stages that do not fit run
-        eagerly."""
+        """Capture each bucket's stages, in the memory of the rounds' graphs.  Stages that do not fit run eagerly."""
         began, before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
         for batch in track(
             self.captured_buckets[::-1], "capturing staged rounds", console=Console(stderr=True), transient=True

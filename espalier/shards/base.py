@@ -60,7 +60,7 @@ def on_every_rank(size: int) -> Part:
 
 
 def part_of(size: Size) -> Part:
-    """The part; of an int all entries."""
+    """The Part of a size; for an int, the part with all entries."""
     return size if isinstance(size, Part) else Part(0, size, size)
 
 
