@@ -93,9 +93,9 @@ PLAIN = TreeShape(steps=0, topk=1, num_draft_tokens=1)
 
 
 class RoundCosts(Protocol):
-    """What rounds are predicted to take.  A plain value: it can be sent to another process.
+    """Predicts the times of rounds.  A plain value: it can be sent to another process.
 
-    by_clock: whether the clock corrects the prediction, which is in seconds then.
+    by_clock: whether a clock corrects the prediction, which must then be in seconds.
     """
 
     @property
@@ -126,7 +126,7 @@ def next_bucket(batch: int) -> int:
 
 
 class LaunchForm(NamedTuple):
-    """What decides the shapes of a launch, padding included.
+    """The numbers from which all shapes of a launch follow, with padding.
 
     batch: requests; width: rows of each piece of a prefill pass, 0 for a round; pieces: of the pass, 0 where each
     request has one; tree: of a round, None for the layout's.
@@ -180,9 +180,10 @@ class RoundLayout:
     busy_chunk_size: rows of a prefill pass while running requests wait for it; None: chunk_size;
     block_rows: rows of the one pass of a block draft; 0 for other drafts;
     choices: (n, shapes), n ascending from 1, all batches of a bucket alike: what rounds of n or more requests may use
-    instead of `trees`, up to the next n, the first of them to begin with; empty where nothing is chosen;
-    text_paths, sent_paths: paths that are grafted onto each tree: of the request's own text, of the host's guesses;
-    shared_rows: rows of a verify pass for each request of the batch, shared out by score; 0: each has num_draft_tokens.
+    instead of `trees`, up to the next n; the first is used at the start; empty if the engine does not choose;
+    text_paths, sent_paths: how many paths are grafted onto each tree, from the request's own text and from the host's
+    guesses; shared_rows: rows of a verify pass for each request of the batch, given to the nodes with the best scores;
+    0: each request has num_draft_tokens.
     """
 
     max_batch: int
@@ -323,9 +324,9 @@ class RoundLayout:
 
     @property
     def captured_passes(self) -> tuple[LaunchForm, ...]:
-        """The forms of prefill passes that can be CUDA graphs.  Passes are padded to them: they are few.
+        """The few forms of prefill passes that can be CUDA graphs.  Passes are padded to these forms.
 
-        Those with the fewest rows come first; of equally many rows, the widest.
+        Forms with fewer rows come first; among equally many rows, the wider form.
         """
         forms = (
             LaunchForm(min(pieces, self.max_batch), width, pieces)
@@ -337,7 +338,7 @@ class RoundLayout:
         return tuple(sorted(fitting, key=lambda form: (form.pass_rows, -form.width)))
 
     def max_pass_rows(self, decoding: bool) -> int:
-        """Rows of a prefill pass.  decoding: whether running requests wait for it."""
+        """Rows of a prefill pass.  decoding: whether running requests wait for the pass."""
         return (decoding and self.busy_chunk_size) or self.chunk_size
 
     def tokens_ahead(self, rounds: int) -> int:

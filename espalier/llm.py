@@ -218,7 +218,7 @@ class LLM:
         """The n requests of one prompt, not queued.  Requests 1 to n - 1 wait until the first has cached the prompt.
 
         name: prefix of their ids, by default the prompt's number; detokenize: whether chunks have text; grammar:
-        `params.grammar`, compiled; client: whose requests take turns with those of others;
+        `params.grammar`, compiled; client: its name; the requests of several clients take turns;
         streamed: whether somebody reads the tokens as they come.
         """
         number = self._num_requests

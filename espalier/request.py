@@ -201,7 +201,7 @@ class ResolvedParams(SamplingParams):
 
     The defaults are neutral: they leave the target's distribution as it is.  eos_token_ids: those of stop_token_ids
     that are the model's own.  shown_special_tokens: special tokens that the text has by name in any case, because a
-    parser of tool calls or reasoning reads them.  form: set where stop strings are those of a message's content.
+    parser of tool calls or reasoning reads them.  form: set if stop strings apply only to a message's content.
     """
 
     temperature: float = _slot_param(1.0)
@@ -309,7 +309,7 @@ class Request:
     """One sequence that the engine runs, from arrival to its last token.  Mutable: only the scheduler writes it.
 
     prompt: token ids; seed: of this sample; arrival: its number in the order of requests.  A lower priority goes first
-    and is preempted last; equal priorities go by arrival, and those of several clients in turns (engine/queue.py).
+    and is preempted last; equal priorities go by arrival, and several clients take turns (engine/queue.py).
     stop_ids: tokens that end it; text: None if nobody reads text; masker: None if every token is allowed; index: which
     of n samples; after: a sibling with the same prompt, whose prefill this request waits for, to share its pages;
     streamed: whether its tokens are read as they come; prompt_logprobs: of prompt tokens from the second on, when read.

@@ -1,4 +1,4 @@
-"""What the device knows of each request.
+"""The device's data of each request.
 
 A slot is one row of every field.  Slot 0 is the dummy request that pads a batch; it never advances.  A launch passes
 state to the next launch only through slots, so the host can launch without knowing any length.  Sampling and drafting
@@ -36,8 +36,8 @@ INTS = (
 # float32 each.
 FLOATS = tuple(f.name for f in SLOT_PARAMS if f.type is float)
 
-# What proposes paths of tokens beside a draft.  A path's kind is its source and how well it matches the text, from 1 to
-# STRENGTHS; kind 0 is no path.
+# The sources of paths beside a draft.  A path's kind is its source and its strength: how well it matches the text, from
+# 1 to STRENGTHS.  Kind 0 is no path.
 SOURCES = ("text", "prediction", "index")
 STRENGTHS = 4
 PATH_KINDS = 1 + len(SOURCES) * STRENGTHS
@@ -106,7 +106,7 @@ class SlotInit:
 
 @dataclass(frozen=True)
 class Guess:
-    """Tokens that may follow token `start` of a request, which is the last that the host knows."""
+    """Tokens that may follow a request's token number `start`, the last one that the host knows."""
 
     start: int
     kind: int
@@ -114,12 +114,12 @@ class Guess:
 
 
 def guess_width(layout: RoundLayout) -> int:
-    """Tokens of a guess: what rounds in flight may decide, and a path behind it."""
+    """The length of a guess: the most tokens that rounds in flight may decide, and a path after them."""
     return (ROUNDS_IN_FLIGHT - 1) * layout.extend_width + layout.steps
 
 
 def guess_cells(layout: RoundLayout) -> int:
-    """Numbers of a slot's guesses."""
+    """How many int64 numbers the guesses of a slot take."""
     return layout.sent_paths * (GUESS_HEAD + guess_width(layout))
 
 
@@ -141,9 +141,10 @@ class SlotTable:
 
     Numbers are columns of `ints` (int64, INTS) and `floats` (float32, FLOATS).  Each column is also an attribute, a
     view [num_slots].  Page tables are int32; rows of pages are computed in int64.  carried: what the drafter hands from
-    round to round, by name, shaped per slot.  guesses: [num_slots, P, GUESS_HEAD + W], of the host; survival:
-    [PATH_KINDS, S], of all requests: the log-probability that a path of a kind goes on at each depth.  said:
-    [num_slots, P, 1 + S], kind and tokens of the paths of the request's own text, as the last round found them.
+    round to round, by name, shaped per slot.  guesses: [num_slots, P, GUESS_HEAD + W], the host's guesses; survival:
+    [PATH_KINDS, S], the log-probability that a path of a kind is right at a depth if it was right above, over all
+    requests.  said: [num_slots, P, 1 + S], kind and tokens of the paths that the last round found in the request's own
+    text.
     """
 
     if TYPE_CHECKING:
@@ -181,7 +182,7 @@ class SlotTable:
         self.seen = zeros(vocab_size, dtype=torch.bool)
 
     def init_updates(self, slot_inits: Sequence[SlotInit]) -> dict[str, ScatterUpdate]:
-        """What fills these slots, by field.  All other cells of them must be cleared before."""
+        """The updates that fill these slots, by field.  All other cells of them must be cleared before."""
         fields: dict[str, list[ScatterUpdate]] = {}
         for init in slot_inits:
             for name, values in _row(init).items():

@@ -9,8 +9,8 @@ from typing import Any
 class Usage:
     """Token counts of one request.
 
-    cached_tokens: prompt tokens that were found in the prefix cache; accepted_prediction_tokens,
-    rejected_prediction_tokens: of the prediction, those that the output has had and the others.
+    cached_tokens: prompt tokens that were found in the prefix cache; accepted_prediction_tokens: tokens of the
+    prediction that came in the output; rejected_prediction_tokens: its other tokens.
     """
 
     prompt_tokens: int = 0
@@ -69,7 +69,7 @@ class SpeculationStats:
         self.taken += [0] * (len(self.reached) - len(self.taken))
 
     def merge(self, other: "SpeculationStats") -> None:
-        """Add another's counts to these."""
+        """Add the counts of `other`."""
         self.drafted += other.drafted
         for mine, theirs in (
             (self.histogram, other.histogram),

@@ -58,7 +58,7 @@ class SelectedMask(NamedTuple):
     mask: Tensor
 
 
-# What the queries of a layer that chooses attend to, in the form of its backend.
+# The chosen rows of a layer's queries, in the form of its backend.
 Selection = SelectedMask | SelectedRows
 
 
@@ -130,7 +130,7 @@ class Attention:
         splits: KVSplits,
         sink: Tensor | None = None,
     ) -> Inputs:
-        """What a kernel of ours attends with, in a layer."""
+        """The arguments of one of our attention kernels in a layer."""
         spec, pages, page_size = self.specs[layer], self.committed(layer), self.pages.page_size
         rows = (q, pages, page_size, prefix, self.nodes, splits, spec.softmax_scale, staged)
         return Inputs(*rows, spec.window, sink, spec.softcap, self.scales(layer))

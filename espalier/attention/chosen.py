@@ -1,8 +1,8 @@
-"""Attention of the GPU backend over chosen rows (LayerSpec.topk): the selection, and the attention that it directs.
+"""Attention of the GPU backend to chosen rows (LayerSpec.topk): choosing the rows, and attention to them.
 
-Each query is a request of its own to a kernel of ours: its chosen committed rows are pages of one row.  A second launch
-attends to the staged rows that it chose.  For requests whose rows all fit the choice it also attends to their committed
-rows, as without a choice: their results are the same to the bit.
+The kernel of a layer runs twice.  The first launch attends to committed rows.  It treats each query as a request, whose
+pages are the chosen rows, one row a page.  The second launch attends to the chosen staged rows.  A request with at most
+topk rows has no rows in the first launch.  The second attends to all of its rows, so it has the bits of full attention.
 """
 
 from collections.abc import Callable
@@ -18,18 +18,18 @@ from espalier.kernels.ops.attention import Inputs, Nodes, Prefix, merge
 from espalier.kernels.ops.kv_splits import KVSplitPolicy, kv_splits
 from espalier.kernels.ops.selection import IndexKeys, IndexQueries, SelectedRows, index_scores, select_rows
 
-# The most scores that are held at once, for the pieces of prompts: 256 MiB.
+# The most scores in memory at once (256 MiB).  More are needed for long prompts, so their queries are taken in turn.
 MAX_SCORES = 2**26
 
 
-# Attends with the kernel for a layer's rows: (out, lse), as in kernels/ops/attention.py:tree_attention.
-Run = Callable[[Inputs], tuple[Tensor, Tensor]]
+# The attention kernel for a layer's rows: (out, lse), as kernels/ops/attention.py:tree_attention returns them.
+AttentionKernel = Callable[[Inputs], tuple[Tensor, Tensor]]
 
 
 def select(
     pages: PagedKV, spec: LayerSpec, layer: int, prefix: Prefix, nodes: Nodes, queries: IndexQueries, keys: Tensor
 ) -> SelectedRows | None:
-    """As Attention.select.  None where no request can have more rows than the layer's topk."""
+    """Attention.select, by kernels.  None if no request can have more rows than the layer's topk."""
     table, (batch, staged) = prefix.page_table, keys.shape[:2]
     columns = table.shape[1] * pages.page_size + staged
     assert spec.topk is not None
@@ -52,15 +52,15 @@ def bits_of(nodes: Nodes) -> Tensor:
     if nodes.ancestor_bits is not None:
         return nodes.ancestor_bits
     batch, rows = nodes.row_positions.shape
-    each = torch.arange(rows, device=nodes.row_positions.device)
-    return bits_up_to(each, rows).transpose(0, 1).expand(batch, -1, -1)
+    row = torch.arange(rows, device=nodes.row_positions.device)
+    return bits_up_to(row, rows).transpose(0, 1).expand(batch, -1, -1)
 
 
-def attend(run: Run, rest: Inputs, chosen: SelectedRows, policy: KVSplitPolicy) -> Tensor:
-    """As Attention.attend_selected.
+def attend(run: AttentionKernel, rest: Inputs, chosen: SelectedRows, policy: KVSplitPolicy) -> Tensor:
+    """Attention.attend_selected, by kernels.
 
-    rest: the staged rows, and the prefixes of requests whose rows all fit the choice; of the others empty ones.
-    policy: of the splits of chosen rows.
+    rest: the staged rows of all requests, and the prefixes of requests with at most topk rows (others are empty here).
+    policy: how the chosen rows are split over programs.
     """
     counts, queries = chosen.counts.flatten(), rest.nodes.positions
     over_chosen = run(

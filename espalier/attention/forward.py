@@ -1,6 +1,6 @@
-"""One forward pass as an object: the rows that a model runs, what they see, and where its layers keep what they keep.
+"""One forward pass as an object: the rows that a model runs, the rows that they see, and where its layers keep theirs.
 
-`ModelCache.begin` makes every pass, of a round and of a drafter alike.  A layer calls `write`, then `attend`.
+`ModelCache.begin` makes every pass, for rounds and for drafters.  A layer calls `write`, then `attend`.
 """
 
 from collections.abc import Hashable, Sequence
@@ -230,7 +230,8 @@ class Pass:
         return plan.attend_selected(index, q, k, v, self._selected(layer, plan, planes))
 
     def _selected(self, layer: int, plan: Attention, planes: tuple[Tensor, ...]) -> Selection | None:
-        """What the layer's queries attend to: chosen by itself, or by the last layer that chose; None: all rows."""
+        """The rows that the layer's queries attend to, chosen by this layer or by the last layer that chose; None: all
+        rows."""
         kept = self.kept(layer)
         if self._choosing is not None:
             q, weights = (self._of_kept(layer, values.unflatten(0, self.tokens.shape)) for values in self._choosing)
@@ -246,7 +247,7 @@ class Pass:
         return q if gates is not None else self._of_kept(layer, q)
 
     def _of_kept(self, layer: int, values: Tensor) -> Tensor:
-        """Of values [B, Q, ...], those of the rows that the layer computes."""
+        """The rows of values [B, Q, ...] that the layer computes."""
         kept = self.kept(layer)
         return values if kept is None else values.flatten(0, 1)[kept][:, None]
 

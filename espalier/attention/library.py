@@ -58,7 +58,7 @@ class LibraryAttention(Attention):
     def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec, page_size = self.specs[layer], self.pages.page_size
         if spec.window is not None:
-            return self._ours("all").over_prefix(q, layer)
+            return self._our_plan("all").over_prefix(q, layer)
         if q.shape[0] and self.rest.page_table.shape[1]:
             out, lse = self.over_rest(q, layer)
             rest = out, torch.where(self.rest.length[:, None, None] > 0, lse, -torch.inf)
@@ -67,7 +67,7 @@ class LibraryAttention(Attention):
             rest = q.new_zeros(*q.shape[:3], spec.keeps.v_size), q.new_full(q.shape[:3], -torch.inf, dtype=exact)
         if self.prefix.first == self.skipped * page_size:
             return rest
-        head = self._ours("head").over_prefix(q, layer)
+        head = self._our_plan("head").over_prefix(q, layer)
         return merge(rest, head), torch.logaddexp(rest[1], head[1])
 
     def paged(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -87,7 +87,7 @@ class LibraryAttention(Attention):
         rows = self.skipped * self.pages.page_size
         return Prefix(self.prefix.page_table[:, : self.skipped], self.prefix.length.clamp(max=rows), self.prefix.first)
 
-    def _ours(self, part: str) -> Attention:
+    def _our_plan(self, part: str) -> Attention:
         """Our kernels' plan.  part: "all" of the prefix, or its "head", the pages before `rest`."""
         if part not in self.ours:
             prefix = self.prefix.shared("head", self._head) if part == "head" else self.prefix

@@ -54,5 +54,5 @@ def matrix() -> tuple[list[str], list[list[str]]]:
 
 
 def limits() -> dict[str, dict[str, str]]:
-    """By backend, why a library has its limits, by property."""
+    """For each backend: property -> why its library has this limit."""
     return {name: dict(made.support.limits) for name, made in BACKENDS.items() if made.support.limits}

@@ -13,14 +13,14 @@ from espalier.kernels.ops.selection import IndexQueries
 class ReferenceAttention(Attention):
     def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec = self.specs[layer]
-        positions, exists, _ = self._held()
+        positions, exists, _ = self._held_rows()
         mask = exists[:, None, :].expand(-1, q.shape[1], -1)
         if spec.window is not None:
             mask = mask & (self.nodes.positions[:, :, None] - positions[:, None, :] < spec.window)
         return self._over(q, layer, mask)
 
     def select(self, layer: int, queries: IndexQueries, keys: Tensor) -> SelectedMask:
-        _, exists, rows = self._held()
+        _, exists, rows = self._held_rows()
         return self.select_by_mask(layer, queries, keys, rows, exists)
 
     def attend_selected(self, layer: int, q: Tensor, k: Tensor, v: Tensor, selection: Selection | None) -> Tensor:
@@ -33,10 +33,10 @@ class ReferenceAttention(Attention):
     def _over(self, q: Tensor, layer: int, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Attention over the committed rows where mask [B, Q, P] is true."""
         spec = self.specs[layer]
-        k, v = (buffer[self._held()[2]] for buffer in self.committed(layer))
+        k, v = (buffer[self._held_rows()[2]] for buffer in self.committed(layer))
         return masked_attention(q, k, v, mask, spec.softmax_scale, self.scales(layer), spec.softcap)
 
-    def _held(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _held_rows(self) -> tuple[Tensor, Tensor, Tensor]:
         """All positions of the page tables, whether they hold a row, and the rows of the pages, [B, P] each."""
         return self.prefix.shared("held", self._find_held)
 

@@ -98,7 +98,7 @@ class SdpaAttention(Attention):
             q, k, v = times_k_scale(q, scales), k.to(q.dtype), v.to(q.dtype)
         bias = self._bias(spec.window, groups, q.dtype)
         if selection is not None:
-            bias = _biased(selection.mask, groups, q.dtype)
+            bias = _additive_mask(selection.mask, groups, q.dtype)
         if sink is not None:
             # One more key, all zeros, whose bias is the sink.  Its value is zero.
             k, v = (F.pad(rows, (0, 0, 0, 0, 0, 1)) for rows in (k, v))
@@ -126,7 +126,7 @@ class SdpaAttention(Attention):
         key = (window, groups)
         if key not in self.bias:
             seen = torch.cat((self._seen(window), self.nodes.seen(window)), 2)
-            self.bias[key] = _biased(seen, groups, dtype)
+            self.bias[key] = _additive_mask(seen, groups, dtype)
         return self.bias[key]
 
     def _seen(self, window: int | None) -> Tensor:
@@ -138,7 +138,7 @@ class SdpaAttention(Attention):
         return seen
 
 
-def _biased(seen: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+def _additive_mask(seen: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     """The additive mask [B, 1, groups * Q, rows] of seen [B, Q, rows]."""
     bias = torch.where(seen, 0.0, -torch.inf).to(dtype)
     return bias[:, None].expand(-1, groups, -1, -1).flatten(1, 2)[:, None]

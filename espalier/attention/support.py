@@ -45,8 +45,8 @@ class Support:
     latent row, None if latent rows are limited by head_sizes too; latents: if any, the only supported latent rows.
     window_on_chain, window_on_tree: sliding windows in passes over chains and over trees; left_bound: prefixes whose
     rows below `first` do not exist; sinks: see Attention.attend; fp8: rows in FP8 (kv_dtype); softcap: of logits.
-    selection: layers that attend to chosen rows (LayerSpec.topk), of which most_selected at most; largest_index: values
-    of an index key; None: any number.
+    selection: layers that attend to chosen rows (LayerSpec.topk); most_selected: the most chosen rows; largest_index:
+    values of an index key; None: any number.
     needs_exact_lengths: kinds of layers for which `prepare` must announce exact lengths; prefill_graph: whether prefill
     passes are captured, as rounds are; majors: of the compute capabilities it runs on, None for any; ran_on: hardware
     that its tests have passed on; limits: by the name of a property, why the library has its limit.
@@ -138,7 +138,7 @@ class Support:
             yield too_old, f"kv_dtype=fp8_e4m3 on {have}", f"it from compute capability {first} on", "fp8"
 
     def _unsupported_sizes(self, keeps: Keeps) -> list[int]:
-        """Those of the sizes of K and V that the backend does not support."""
+        """The sizes of K and V that the backend does not support."""
         sizes, largest = (keeps.k_size, keeps.v_size), self.largest_latent
         if isinstance(keeps, LatentKV) and self.latents:
             return [] if replace(keeps, dtype=None, index_size=0) in self.latents else [keeps.size]

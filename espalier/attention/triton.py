@@ -62,7 +62,7 @@ class TritonAttention(Attention):
         return chosen.attend(partial(self._run, spec), inputs, selection, of_choice)
 
     def _rest(self, spec: LayerSpec, policy: KVSplitPolicy, staged: int) -> tuple[Prefix, KVSplits]:
-        """The prefixes of requests with at most topk rows, committed and staged together; of the others empty ones."""
+        """The prefixes, which are empty for requests with more than topk rows (committed and staged together)."""
         assert spec.topk is not None
         prefix = self.prefix
         length = prefix.length.where(prefix.length + staged <= spec.topk, 0)

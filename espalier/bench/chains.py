@@ -23,21 +23,21 @@ from espalier.models.layers.experts import rounding_in_norm
 from espalier.models.quantisers import QUANTISERS
 
 # The ends of the names of layers that read a norm, which rounds for them in its own launch up to `kernel_rows`.  The
-# qkv of an EAGLE head reads two norms in one launch, which does not round: the floor leaves out its rounding.
+# qkv of an EAGLE head reads two norms in one launch, which does not round.  The floor leaves out the rounding there.
 BEHIND_A_NORM = ("qkv", "q and kv", "gate_up")
 
-# Of weights of one name and shape: at least so many, and so many bytes of them.
+# The least copies of a weight (one name and shape), and the least bytes of all its copies.
 MIN_COPIES, MIN_BYTES = 4, 2**30
 
 Matrix = Tensor | QuantisedMatrix
 Multiply = Callable[[Rows, Matrix], Tensor]
 Product = Callable[[], object]
-# By heads, rows and columns.
+# (heads, rows, columns) -> random inputs.
 Inputs = dict[tuple[int, int, int], Tensor]
 
 
 class Weights:
-    """Random weights on a GPU, for each name and shape those of its layers.  Passes share them.
+    """Random weights on a GPU: for each name and shape, a weight for each layer.  Passes share them.
 
     Layers share as well where that leaves MIN_COPIES weights and MIN_BYTES of them, which no cache holds: a model and
     its floor fit the memory together.

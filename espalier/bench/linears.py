@@ -32,7 +32,7 @@ class Run:
     heads: if above 1, each weight is [heads, out, in], and one batched product multiplies each head with its own rows.
     weights: how it is stored, "dense" or a name of espalier/models/quantisers.py:QUANTISERS.
     experts: of a router, what follows each of its products; None for other layers.
-    first: index of the first weight, among those of this name and shape.
+    first: index of the first weight among the weights of this name and shape.
     """
 
     name: str
@@ -92,8 +92,8 @@ class ExpertSizes:
 class RoutedExperts:
     """The experts behind a router.
 
-    weights: how they are stored, as of a Run.  touched: those of a layer that have rows, the mean over layers; None:
-    the number that uniform routing touches.
+    weights: how they are stored, as of a Run.  touched: how many experts of a layer have rows, the mean over layers;
+    None: the number that uniform routing touches.
     """
 
     sizes: ExpertSizes
@@ -135,7 +135,8 @@ class BlockSizes:
     edge_kind: EdgeKind = "vanilla"
 
     def edge_products(self, batch: int, steps: int, topk: int, draft_vocab: int) -> "tuple[Run, ...]":
-        """Of the block's hidden states, then of each depth: the root, then topk rows.  Depths read the same weights."""
+        """The products of a block draft's edges: for the block's hidden states, then for each depth (the root, then
+        topk rows).  Depths read the same weights."""
         rank, (parts, inputs) = self.edge_rank, EDGE_PARTS[self.edge_kind]
         runs = [Run("draft edge hidden", (parts * rank, self.layers.hidden), 1, batch * steps)]
         # The first depth reads no state.
@@ -187,7 +188,7 @@ class ModelShape:
 
     @property
     def dense_layers(self) -> int:
-        """The first layers, which have no experts.  Of layers that are one block: none."""
+        """The first layers, which have no experts.  0 if a layer is one block."""
         return (
             0
             if self.one_block
@@ -244,7 +245,7 @@ class ModelShape:
 
     @property
     def draft_sizes(self) -> "ModelShape":
-        """Of a module's decoder layer, or of all layers of a block draft."""
+        """The sizes of a module's decoder layer, or of all layers of a block draft."""
         if self.mtp is not None:
             return self.mtp.layer
         if self.block is not None:
@@ -319,7 +320,7 @@ class ModelShape:
         )
 
     def _indexer(self, prefix: str, latent: LatentConfig, spec: LayerSpec, count: int, rows: int) -> tuple[Run, ...]:
-        """Of layers that keep index keys."""
+        """The products of indexers, in layers that keep index keys."""
         index = latent.index
         if index is None or latent.q_rank is None or not spec.keeps.planes.get(INDEX_PLANE):
             return ()
@@ -336,7 +337,8 @@ class ModelShape:
         )
 
     def _run(self, name: str, shape: Shape, count: int, rows: int) -> Run:
-        """Of a matrix that the format quantises, if it takes one of this name and these sizes."""
+        """A Run with quantised weights if the format takes a matrix of this name and these sizes, else with dense
+        ones."""
         return Run(name, shape, count, rows, weights=self.weights if self._quantises(name, shape[1]) else DENSE)
 
     def _quantises(self, name: str, columns: int) -> bool:

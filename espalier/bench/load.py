@@ -68,7 +68,7 @@ class Load:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of the prompts that `texts` takes."""
+        """The lengths in tokens of the prompts that `texts` takes."""
         return [self.prefix_tokens] * self.prefixes + [sum(self.of(i).inputs) for i in range(self.count)]
 
 
@@ -138,7 +138,8 @@ class Timeline:
 
 
 class Spent:
-    """What the time of a load was spent on: an engine's observer, in front of the one that it has.
+    """Counts how the time of a load is spent.  It is an engine's observer, and calls the observer that was there
+    before.
 
     seconds: by "prefill", "rounds" and "idle"; the time of a launch ends when its result is read.
     rows: that the target ran, padding of passes included, padding of a round to its graph's batch not.
@@ -239,7 +240,7 @@ def serve(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, arrivals
     due = [begun + at for at in arrivals.due(load.count)]
     timelines: list[Timeline] = []
     requests: list[Request] = []
-    # Of each conversation: (when its next turn is due, its number, its turn, what was said before).
+    # For each conversation: (when its next turn is due, its number, its turn, the text before).
     waiting: list[tuple[float, int, int, list[int]]] = [(due[i], i, 0, []) for i in range(load.count)]
     running: dict[str, tuple[int, int]] = {}
     max_running = arrivals.concurrency or load.count

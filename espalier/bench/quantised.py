@@ -34,7 +34,7 @@ Texts = list[tuple[list[int], list[int]]]
 @dataclass(frozen=True)
 class Accuracy:
     """agreement: share of positions with the same likeliest token.  kl: mean, in nats.  perplexity: of the text, by the
-    model and by its quantised copy.  accept_length: with the draft, of both; None without a draft.
+    model and by its quantised copy.  accept_length: of both models with the draft; None without a draft.
     is_own_text: whether the original wrote the text.
     """
 
@@ -48,7 +48,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class ModelRun:
-    """What one model made of the texts.
+    """The results of one model for the texts.
 
     hidden: of each text the final hidden states [positions, H] before the tokens that are counted, on the CPU;
     following: these tokens; logits: the model's head, without the model.

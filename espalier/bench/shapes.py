@@ -114,7 +114,7 @@ class Shape:
 
     @property
     def draft_config(self) -> DraftConfig:
-        """Of the EAGLE-3 head."""
+        """The config of the EAGLE-3 head."""
         path = Path(f"{self.name} draft")
         return format_of(self.draft_json, path).read(path, self.draft_json, self.target)
 

@@ -60,11 +60,11 @@ class Stopwatch:
 
 def timed(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, seconds: float) -> list[float]:
     """Median ms of each graph, as `Stopwatch.ms`."""
-    num_replays = [_num_replays(times[-1]) for times in _replayed(graphs, 2, [1] * len(graphs))]
+    num_replays = [_num_replays(times[-1]) for times in _replay_times(graphs, 2, [1] * len(graphs))]
     times_of: list[list[float]] = [[] for _ in graphs]
     begun = time.perf_counter()
     while not times_of[0] or time.perf_counter() - begun < seconds:
-        for times, new in zip(times_of, _replayed(graphs, turns, num_replays), strict=True):
+        for times, new in zip(times_of, _replay_times(graphs, turns, num_replays), strict=True):
             times += new
     return [statistics.median(times[len(times) // 2 :]) for times in times_of]
 
@@ -74,7 +74,7 @@ def _num_replays(ms: float) -> int:
     return max(1, min(MAX_REPLAYS, int(MIN_MS / max(ms, 1e-3))))
 
 
-def _replayed(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, num_replays: Sequence[int]) -> list[list[float]]:
+def _replay_times(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, num_replays: Sequence[int]) -> list[list[float]]:
     """ms of one replay of each graph, [graphs][turns].  num_replays: replays of each graph a turn.  No synchronisation
     in between."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(turns * len(graphs) + 1)]

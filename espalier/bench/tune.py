@@ -157,7 +157,7 @@ def _run(args: Namespace, config: EngineConfig) -> int:
     def keep(found: PlanTable) -> None:
         LINEARS.write(path, TuningTable(tuner.chip, dtype, plans_by_shape(found, kept), versions(), tuner.format))
 
-    # Of buckets that are not measured.
+    # The plans of buckets that are not measured stay.
     kept = dict(LINEARS.measured(tuner.chip, DTYPES[dtype], tuner.format))
     for known in LINEARS.read(path) if path.exists() else ():
         kept |= known.plans if known.key == (tuner.chip, dtype, tuner.format) else {}
@@ -181,7 +181,7 @@ def _run(args: Namespace, config: EngineConfig) -> int:
 
 
 def _weights_of(args: Namespace) -> str:
-    """The format to measure, of target and draft.  Raises EspalierError for two."""
+    """The format to measure, which target and draft share.  Raises EspalierError if they name two."""
     if args.weights and args.draft_weights not in (None, args.weights):
         raise EspalierError(
             f"--weights={args.weights} and --draft-weights={args.draft_weights} are two formats, and --tune measures "
@@ -191,7 +191,7 @@ def _weights_of(args: Namespace) -> str:
 
 
 def _shapes(model: ModelShape, weights: str) -> tuple[Shape, ...]:
-    """Of a format for stacked experts: those of dense layers, as `python -m lab linears` multiplies them."""
+    """The shapes to measure.  For a format of stacked experts: the dense layers', as in `python -m lab linears`."""
     if weights == DENSE or not QUANTISERS[weights].experts:
         return model.shapes(weights)
     columns = QUANTISERS[weights].groups[0]
@@ -282,7 +282,7 @@ class Tuner:
                 break
             # Later buckets take what is left: fewer rows matter more, and compile more.
             share = (self.end_alone - now) / (len(shapes) - i) / (1 if buckets == 1 else 2)
-            found[shape, rows] = self._bucket(shape, x, plans[shape], now + share)
+            found[shape, rows] = self._measure_bucket(shape, x, plans[shape], now + share)
         return found
 
     def copies(self, shape: Shape) -> list[Matrix]:
@@ -301,7 +301,9 @@ class Tuner:
             plans = candidates(rows, *shape, self.chip)
         return plans[:FEW_CANDIDATES] if self.is_limited else plans
 
-    def _bucket(self, shape: Shape, x: Tensor, plans: Sequence[TritonPlan | LibraryPlan], end: float = inf) -> Measured:
+    def _measure_bucket(
+        self, shape: Shape, x: Tensor, plans: Sequence[TritonPlan | LibraryPlan], end: float = inf
+    ) -> Measured:
         """Measure the plans until `end`, and then the fastest of them again."""
         weights, rows = self.copies(shape), len(x)
         ends = (x[:FEWEST_ROWS], x) if rows == ROWS_BUCKETS[0] else (x,)

@@ -66,8 +66,8 @@ class StagedKV:
         self.layers = by_layer(self.stacks, specs)
         self.rows = rows
         self.row_indices = torch.arange(rows, device=device)
-        # By layer, the last sizes and views of `rows_of`, and no others: prompts have many lengths.  On a CPU, making
-        # them anew in each round would be 3% of a small model's round.
+        # For each layer only the last sizes and views of `rows_of`, because prompts have many lengths.  On a CPU,
+        # making them anew in each round would be 3% of a small model's round.
         self._views: dict[int, tuple[tuple[int, int, int], tuple[Tensor, ...]]] = {}
 
     def places(self, positions: Tensor, width: int, first: int) -> Tensor:
@@ -155,7 +155,7 @@ class PagedKV:
             commit_rows(stack.stacked, pages[stack.layers].stacked, source, rows)
 
     def commit_layer(self, staged: StagedKV, layer: int, source: Tensor, rows: Tensor) -> None:
-        """As `commit`, of one layer."""
+        """`commit` for one layer."""
         of_staged, of_pages = ([plane[None] for plane in kv.layers[layer]] for kv in (staged, self))
         commit_rows(of_staged, of_pages, source, rows)
 

@@ -179,7 +179,7 @@ class RecurrentState:
 
     @property
     def columns(self) -> Columns:
-        """Of inputs whose channels are in order."""
+        """Where the channels stand in inputs that have them in order."""
         return plain_columns(self.heads, self.k_heads, self.k_size, self.v_size, self.channels, self.units)
 
 
@@ -260,7 +260,7 @@ def stored_as(specs: Sequence[LayerSpec], dtype: torch.dtype | None) -> tuple[La
 
 
 def with_rows(specs: Sequence[LayerSpec], layers: Sequence[int]) -> list[int]:
-    """Those of the layers that keep rows, to which an attention backend attends."""
+    """The layers of `layers` that keep rows (an attention backend attends to them)."""
     return [layer for layer in layers if not isinstance(specs[layer].keeps, RecurrentState)]
 
 

@@ -189,7 +189,7 @@ class PrefixTree:
 
 @dataclass(frozen=True)
 class Room:
-    """Free pages, and those that become free when the prefix tree, None for none, gives them up."""
+    """Free pages, and the pages that the prefix tree can give up.  prefixes: None without a prefix cache."""
 
     pool: PagePool
     prefixes: PrefixTree | None

@@ -43,7 +43,7 @@ class Marks(NamedTuple):
 
 @dataclass(frozen=True)
 class StateAccess:
-    """Whose states a pass reads, and how many of its rows they take in.
+    """Which states a pass reads, and how many of its rows change them.
 
     slots: [B]; length: [B], rows that exist; None for a tree, whose path is committed later.
     prefix_len: [B], tokens before the first row; marks: None for none.
@@ -66,19 +66,19 @@ class StateAccess:
 
     @cached_property
     def follows(self) -> Tensor:
-        """[B] bool: whether the batch row before holds the request's rows before."""
+        """[B] bool: whether the batch row before holds the earlier rows of the same request."""
         same = self.slots[1:] == self.slots[:-1]
         return torch.cat((same[:0].new_zeros(min(len(self.slots), 1)), same & self.is_split))
 
     @cached_property
     def ends(self) -> Tensor:
-        """[B] bool: whether the slot's state behind the pass is the one behind this batch row."""
+        """[B] bool: whether this batch row is the request's last, so that its state becomes the slot's."""
         assert self.length is not None
         has_rows = self.length > 0
         return has_rows & ~torch.cat((self.follows[1:] & has_rows[1:], has_rows.new_zeros(min(len(has_rows), 1))))
 
     def path(self, source: Tensor | None, width: int, spare: int) -> PathRows:
-        """As kernels/ops/states.py has it."""
+        """The PathRows (kernels/ops/states.py) of this pass."""
         assert self.length is not None
         follows, ends = (self.follows, self.ends) if self.is_split else (None, None)
         mark_row = None if self.marks is None else self.marks.row
@@ -87,7 +87,7 @@ class StateAccess:
 
 @dataclass
 class LayerStates:
-    """Those of layers that keep the same, or of one of them, without the first dimension.
+    """The states of all layers with the same sizes; or of one layer, then without the first dimension.
 
     recurrent: [layers, rows, heads, k_size, v_size], None without heads; tail: [layers, rows, taps - 1, channels].
     inputs, rows: staged, [layers, n, ...] each; those without heads have inputs alone.
@@ -106,9 +106,10 @@ class LayerStates:
 
 
 class StateTable:
-    """stacks: of the layers that keep the same, in one tensor, so that a launch takes all of them; states: by layer.
+    """stacks: the layers with states of the same sizes in one tensor, so that one launch commits them all; states: by
+    layer.
 
-    num_rows: of the table, the spare one included.
+    num_rows: rows of the table, with the spare row.
     """
 
     def __init__(
@@ -173,14 +174,16 @@ class PassStates:
         conv: ShortConv,
         columns: Columns | None = None,
     ) -> Tensor:
-        """Convolve inputs [N, columns] of N new rows, `width` for each request, and keep what they bring.
+        """Convolve inputs [N, columns] of N new rows, `width` for each request, and keep the results for `read` and
+        `commit`.
 
-        gates: [N, 2, heads], as StateRows has them, or what they are computed from; None without heads.  columns: None
-        for channels in order.  Returns q [B, width, k_heads, k_size], or the convolution's output [B, width, channels].
+        gates: [N, 2, heads], as in StateRows, or the inputs from which they are computed; None without heads.  columns:
+        None for channels in order.  Returns q [B, width, k_heads, k_size], or the convolution's output [B, width,
+        channels].
         """
         states, is_tree = self.table.states[layer], self.access.length is None
         columns = states.keeps.columns if columns is None else columns
-        out = _room(states, len(inputs), is_tree)
+        out = _buffers_for(states, len(inputs), is_tree)
         rows = RowInputs(states.tail, self.access.slots, self.parents, self._follows, width)
         prepare(inputs, gates if isinstance(gates, GateInputs) else None, conv, columns, rows, out)
         if not is_tree:
@@ -258,7 +261,7 @@ def _allocated(
     return LayerStates(keeps, recurrent, tail, zeros(staged, keeps.channels), rows)
 
 
-def _room(states: LayerStates, count: int, is_tree: bool) -> Prepared:
+def _buffers_for(states: LayerStates, count: int, is_tree: bool) -> Prepared:
     """Where `count` rows of a layer are prepared: in staging, or in memory of their own."""
     keeps, inputs = states.keeps, states.inputs
     staged_inputs = inputs[:count] if is_tree else None

@@ -24,7 +24,7 @@ from espalier.terminal.console import QUIET, stdout
 from espalier.terminal.flags import engine_settings, flag_of, given_flags
 from espalier.terminal.machine import describe, installed
 
-# Of one machine.
+# The most GPUs of one machine.
 MOST_RANKS = 8
 OPTIONAL = ("triton", "flashinfer-python", "sglang-kernel", "flash-attn-3", "accelerate")
 

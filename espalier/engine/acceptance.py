@@ -1,9 +1,9 @@
 """Estimates how many tokens a round of any tree emits, from the rounds that the host has read.
 
-What is learned: by depth, how often the first child of a path of first children is accepted, from trees of any form;
-and for each form, by how much it gains more or less than follows from that.  What is assumed of a form that did not
-run: the other children of a node together are accepted more often where the first is, in the proportion of
-FIRST_CHILD; how much they add follows from ACCEPT_LENGTHS.
+Trees of every form teach how often the first child is accepted at each depth, along paths of first children.  A form's
+gain (its tokens beyond the first) is predicted from these shares.  Each form that ran also has a factor: its real gain
+over the predicted one.  For a form that did not run, two things are assumed.  The other children of a node are accepted
+in proportion to the first child (FIRST_CHILD).  How much they add follows from ACCEPT_LENGTHS.
 """
 
 import math
@@ -15,29 +15,29 @@ from typing import NamedTuple
 
 from espalier.layout import TreeShape
 
-# Accept length by number of nodes, and whose they are.
+# (nodes, accept length) as measured, and the draft that was measured.
 ACCEPT_LENGTHS = ((1, 1.0), (2, 1.76), (4, 2.55), (8, 2.85), (16, 3.5), (64, 4.0))
 ACCEPTED_BY = "an EAGLE-3 head of llama-3.1-8b"
-# How often that head's first child is accepted after its parent, by depth; the last holds for all deeper ones.
+# How often that head's first child is accepted after its parent, by depth.  The last value holds for all deeper levels.
 FIRST_CHILD = (0.76, 0.64, 0.63)
-# No estimate is above it: a depth at which every guess was accepted says little of the next.
+# The highest estimate: even if every guess at a depth was accepted, later guesses may fail.
 MOST = 0.98
-# What is assumed before anything was found counts as so many requests of a round; that a form gains what follows from
-# the acceptance of first children, as so many tokens.
+# Assumptions count as samples until rounds replace them.  FIRST_CHILD counts as PRIOR samples (requests of a round).  A
+# form's factor of 1 counts as FORM_PRIOR tokens.
 PRIOR, FORM_PRIOR = 3.0, 12.0
-# With each round the former weighs so much of what it did.
+# Each round multiplies the weight of the prior by FADING.
 FADING = 0.9
-# Another text is noticed in so many requests of rounds: what they gained differs from what was expected by so many
-# standard deviations.  A token that a round gains counts as SPREAD of variance.
+# The text has changed if the gain of the last RECENT samples differs from the expected one by SURPRISE standard
+# deviations.  The variance is SPREAD for each expected token.
 RECENT, SURPRISE, SPREAD = 32, 4.0, 1.5
 
 
 class Sample(NamedTuple):
     """One request of a round.
 
-    allowed: depth down to which it may accept nodes; ranks: of each accepted node among its siblings, 0 for the most
-    probable; is_leaf: whether the last accepted node has no child in the tree; is_short: whether the draft had fewer
-    guesses than the tree has nodes.
+    allowed: the greatest depth at which the request may accept nodes; ranks: for each accepted node its rank among its
+    siblings, 0 for the most probable; is_leaf: whether the last accepted node has no child in the tree; is_short:
+    whether the draft had fewer guesses than the tree has nodes.
     """
 
     allowed: int
@@ -47,7 +47,7 @@ class Sample(NamedTuple):
 
 
 def accept_length(tree: TreeShape) -> float:
-    """The accept length of a tree: ACCEPT_LENGTHS, interpolated over the logarithm of the number of nodes."""
+    """The assumed accept length of a tree: ACCEPT_LENGTHS, interpolated over the logarithm of the number of nodes."""
     nodes = min(tree.num_draft_tokens, ACCEPT_LENGTHS[-1][0])
     low, high = next((low, high) for low, high in pairwise(ACCEPT_LENGTHS) if nodes <= high[0])
     share = math.log2(nodes / low[0]) / math.log2(high[0] / low[0])
@@ -64,11 +64,11 @@ def depth_of(tree: TreeShape) -> int:
 
 
 def gains(tree: TreeShape, first_child: Sequence[float]) -> list[float]:
-    """[depth + 1]: tokens beyond the first that a round emits down to each depth, from 0 on.
+    """[depth + 1]: the tokens beyond the first that a round emits if it may accept nodes down to depth 0, 1, 2, ...
 
     first_child: how often the first child is accepted, by depth from 1 on.
     """
-    others = _others(tree)
+    others = _other_child_rate(tree)
     reached, summed = 1.0, [0.0]
     for depth in range(1, depth_of(tree) + 1):
         first = first_child[depth - 1]
@@ -78,8 +78,8 @@ def gains(tree: TreeShape, first_child: Sequence[float]) -> list[float]:
 
 
 @cache
-def _others(tree: TreeShape) -> float:
-    """How often another child is accepted where the first is not, so that the tree has its `accept_length`."""
+def _other_child_rate(tree: TreeShape) -> float:
+    """How often another child is accepted if the first child is not.  Solved so that `accept_length` comes out."""
     if tree.topk == 1:
         return 0.0
     low, high = 0.0, 1.0
@@ -94,13 +94,13 @@ def _others(tree: TreeShape) -> float:
 
 
 def at_level(level: float, steps: int) -> list[float]:
-    """First children's acceptance by depth, in the proportion of FIRST_CHILD, with `level` at depth 1."""
+    """How often first children are accepted, by depth: FIRST_CHILD, scaled so that depth 1 has `level`."""
     return [min(level * assumed(depth) / assumed(1), MOST) for depth in range(1, steps + 1)]
 
 
 @dataclass
 class Count:
-    """Sums in which what is older counts less."""
+    """How often something was tried and found.  Older tries count less."""
 
     tried: float = 0.0
     found: float = 0.0
@@ -115,8 +115,8 @@ class Count:
 
 @dataclass
 class Acceptance:
-    """steps: of the deepest tree; least_rounds, least_samples: what an estimate remembers, the longer of both;
-    least_prior: down to which what is assumed fades, so that it does not take the place of findings that are doubted.
+    """steps: depth of the deepest tree; least_rounds, least_samples: an estimate remembers so many rounds and so many
+    samples, whichever takes longer; least_prior: the least weight of the assumptions.
     """
 
     steps: int
@@ -136,7 +136,7 @@ class Acceptance:
         self.forms, self.recent, self.prior = {}, Count(), PRIOR
 
     def doubt(self, samples: float) -> None:
-        """Let all that was found so far count as so many samples at most."""
+        """Let all rounds so far count as at most this many samples."""
         if self.steps and self.depths[0].tried > samples:
             factor = samples / self.depths[0].tried
             for each in (*self.depths, *self.forms.values()):
@@ -144,7 +144,7 @@ class Acceptance:
 
     @property
     def first_child(self) -> list[float]:
-        """By depth.  A depth that was rarely tried follows the one above it."""
+        """How often the first child is accepted, by depth.  A depth that was rarely tried follows the depth above."""
         found: list[float] = []
         follows = 1.0
         for depth, count in enumerate(self.depths, 1):
@@ -153,10 +153,11 @@ class Acceptance:
         return found
 
     def length(self, tree: TreeShape) -> float:
-        """Tokens that a round of this tree is expected to emit for a request without limits."""
-        return 1 + gains(tree, self.first_child)[-1] * self._lift(tree)
+        """The tokens that a round of this tree is expected to emit for a request that may accept any depth."""
+        return 1 + gains(tree, self.first_child)[-1] * self._form_factor(tree)
 
-    def _lift(self, tree: TreeShape) -> float:
+    def _form_factor(self, tree: TreeShape) -> float:
+        """How many times its predicted gain the form has had."""
         count = self.forms.get(tree)
         return 1.0 if count is None else (count.found + FORM_PRIOR) / (count.tried + FORM_PRIOR)
 
@@ -168,20 +169,21 @@ class Acceptance:
         factor = 1 - 1 / max(self.least_rounds, self.least_samples / len(samples))
         form = self.forms.setdefault(tree, Count())
         expected = gains(tree, self.first_child)
-        self._watch(sum(expected[min(each.allowed, depth)] for each in samples) * self._lift(tree), samples)
+        predicted = sum(expected[min(sample.allowed, depth)] for sample in samples)
+        self._doubt_if_surprised(predicted * self._form_factor(tree), samples)
         self.prior = max(FADING * self.prior, self.least_prior)
-        for each in (*self.depths, *self.forms.values()):
-            each.fade(factor)
+        for count in (*self.depths, *self.forms.values()):
+            count.fade(factor)
         for sample in samples:
             self._add_path(sample, min(sample.allowed, depth))
             form.tried += expected[min(sample.allowed, depth)]
             form.found += len(sample.ranks)
 
-    def _watch(self, expected: float, samples: Sequence[Sample]) -> None:
-        """Doubt what is old if a round gains otherwise than expected."""
+    def _doubt_if_surprised(self, expected: float, samples: Sequence[Sample]) -> None:
+        """Doubt the older rounds if the latest ones gain much more or less than expected."""
         self.recent.fade(1 - 1 / max(2, RECENT / len(samples)))
         self.recent.tried += expected
-        self.recent.found += sum(len(each.ranks) for each in samples)
+        self.recent.found += sum(len(sample.ranks) for sample in samples)
         tried, found = self.recent.tried, self.recent.found
         if abs(found - tried) > SURPRISE * math.sqrt(SPREAD * tried + 1):
             self.doubt(max(RECENT / 4, len(samples)))
@@ -193,7 +195,7 @@ class Acceptance:
         for depth in range(min(allowed, len(ranks) + 1)):
             count = self.depths[depth]
             if depth == len(ranks):
-                # A leaf may have no child because others were more probable; then nothing is known.
+                # A leaf may have no child because other nodes were more probable.  Then nothing is known.
                 count.tried += not sample.is_leaf or sample.is_short
                 return
             count.tried += 1

@@ -7,8 +7,8 @@ for passes that a grammar masks or that report log-probabilities of the prompt.
 The host waits only for results: a second stream copies the launch's entry of the results ring to the host.  The entry
 and its pinned buffers are used again only after the event of that copy.
 
-All graphs are captured before the first launch.  Their kernels are compiled before it too, and so are those of eager
-launches (startup/measure_memory.py): no request waits for a compiler.
+All graphs are captured before the first launch.  The kernels of graphs and of eager launches are compiled before it too
+(startup/measure_memory.py), so no request waits for a compiler.
 """
 
 import logging
@@ -361,7 +361,7 @@ class CudaExecutor:
         return on_host.copy_(value, non_blocking=True)
 
     def _capture(self) -> None:
-        """Capture rounds, then passes.  Of each, the largest form comes first: the others then reuse its memory."""
+        """Capture rounds, then passes, each from the largest form on, so that the others reuse its memory."""
         if not self.captured_buckets:
             return
         began, before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
@@ -383,7 +383,7 @@ class CudaExecutor:
 
     @property
     def dummy_rounds(self) -> list[LaunchInput]:
-        """Of all forms, the largest first."""
+        """Rounds of dummies, one for each form, the largest first."""
         rounds = [of_dummies(*form) for form in self.runner.layout.round_forms(self.buckets)]
         staged = self.buckets[::-1] if self.capture_stages else ()
         return [*rounds, *(replace(of_dummies(batch), is_staged=True) for batch in staged)]
@@ -413,7 +413,7 @@ class CudaExecutor:
         return Graph(vector, graph)
 
     def _capture_stages(self, pool: Any) -> None:
-        """Capture the stages of each bucket, in the memory of the rounds' graphs.  What does not fit runs eagerly."""
+        """Capture each bucket's stages, in the memory of the rounds' graphs.  Stages that do not fit run eagerly."""
         began, before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
         for batch in track(
             self.captured_buckets[::-1], "capturing staged rounds", console=Console(stderr=True), transient=True

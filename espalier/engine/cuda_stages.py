@@ -3,10 +3,10 @@
 The propose stage is split into one graph for each level of the tree, because between two levels the draft may ask the
 host which tokens can follow.  A bucket whose graphs do not fit into memory runs its stages eagerly.
 
-What grammars say goes to the device as one copy for each run of adjacent rows (`GrammarRows`).
+Masks and forced tokens of grammars go to the device as one copy for each run of adjacent rows (`GrammarRows`).
 
-One round at a time is in stages, from its begin to its settle.  So the stages of all batch sizes share memory: that of
-their CUDA graphs, and that of their GrammarRows (`StageMemory`).
+One round at a time is in stages, from its begin to its settle.  So the stages of all batch sizes share the memory of
+their CUDA graphs and of their GrammarRows (`StageMemory`).
 """
 
 import gc
@@ -142,7 +142,7 @@ def unpack(packed: Tensor, num_values: int, num_words: int) -> tuple[Tensor, Ten
 
 @dataclass
 class Question:
-    """What the draft asks at one level, and the answer, on the device.
+    """The draft's question at one level and its answer, on the device.
 
     packed: [B, E + Q * W] int64, tokens and ancestor bits (sampling.mask.AskHost) side by side, so that one copy brings
     both to the host.  answer: [B, Q, 1 + packed_words(words)] int64, the only token of each row and its mask (`pack`).
@@ -281,7 +281,7 @@ class EagerStages:
         words, steps = mask_words(runner.target.config.vocab_size), runner.layout.steps
         self.ask = DeviceAsk(words, memory)
         nothing = torch.full((steps + 1 + packed_words(words),), ALL_ALLOWED, dtype=torch.int64)
-        # Of a level that is not known.
+        # The question of a level that is not known.
         nothing[steps] = 0
         free = nothing.pin_memory().to(device, non_blocking=True)
         self.guide_rows = memory.rows("guide", (batch, len(nothing)), nothing.dtype, free)

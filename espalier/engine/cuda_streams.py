@@ -1,4 +1,4 @@
-"""The streams of GPU executors: those of closed executors are used again by later ones.
+"""The streams of GPU executors.  Later executors use the streams of closed ones again.
 
 PyTorch keeps a cuBLAS workspace for each stream (32 MiB on Hopper) until the process ends, so new streams for each
 executor would leak memory.
@@ -15,7 +15,7 @@ class Streams(NamedTuple):
     copies: torch.cuda.Stream
 
 
-# Of closed executors.
+# The streams of closed executors.
 # This is a module global because the workspaces belong to the process.  Two alternatives fail: clearing the workspaces
 # (a private PyTorch call) would free memory that another engine's graphs use, and with one pair of streams for all
 # engines, the capture of one would record launches of another.  No engine state is kept here.

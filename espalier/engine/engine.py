@@ -44,7 +44,7 @@ class Started:
 
 @dataclass
 class InFlight:
-    """What the host has started and not read yet.
+    """The launches that the host has started and not read yet.
 
     unread: with overlap, the launch that the last step started, so the host works while the device runs.  In lock-step
     a launch is read in the step that started it, and this stays None.

@@ -93,8 +93,8 @@ class Executor(Protocol):
 
     @property
     def runs_any_tree(self) -> bool:
-        """Whether a round may have any tree up to the configured one, at no more cost than its rows; else only those of
-        the layout, and a staged round only the first of them."""
+        """Whether a round may have any tree up to the configured one, and costs only its rows.  If not, a round has a
+        tree of the layout, and a staged round the first one of its bucket."""
         ...
 
     @property
@@ -158,8 +158,8 @@ def execute(
 class StagedRound:
     """A round in four stages: `begin`, `propose`, `verify`, then `settle` with masks that the host made from the trees.
 
-    They are those of `decode_round`.  They run eagerly or as CUDA graphs; this object holds the tensors that one stage
-    leaves for the next.
+    The stages are the same as in `decode_round`.  They run eagerly or as CUDA graphs; this object holds the tensors
+    that one stage leaves for the next.
     """
 
     def __init__(self, runner: ModelRunner, results: Results, device_launch: LaunchBuffer, needs: SamplingNeeds):
@@ -315,7 +315,7 @@ class CpuStagedHandle:
     def settle(self, masks: RowMasks) -> None:
         self.work: Future[list[RequestResult]] = self.executor.submit(self._settle, masks)
 
-    # What runs as a task finds the tasks before it done: `result` returns at once, or raises what they raised.
+    # Tasks run in order, so inside of a task the `result` of an earlier one returns at once, or raises its error.
 
     def _propose(self, guide: GuideRows | None, ask: AskRows) -> Trees:
         return self.executor.propose(self.begun.result(), len(self.launch_input.slots), guide, ask)

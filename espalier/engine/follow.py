@@ -1,6 +1,6 @@
 """The other side of engine/ranks.py: a rank that runs what rank 0 sends.
 
-Its calls of the executor are those of rank 0's engine, in the same order.
+It makes the same calls of the executor as rank 0's engine, in the same order.
 """
 
 import os
@@ -36,7 +36,7 @@ FAILED = 1
 
 
 class Source(Protocol):
-    """What a rank loads.  It is pickled."""
+    """The model that a rank loads.  It is pickled."""
 
     def load(self, rank: int) -> Executor:
         """Make the executor of this rank."""

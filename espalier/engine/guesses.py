@@ -1,4 +1,4 @@
-"""What the host's sources guess for the rounds of a batch, and what became of it."""
+"""Asks the host's sources for guesses for the rounds of a batch, and counts which guesses came true."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -16,7 +16,7 @@ OfSlots = tuple[tuple[int, tuple[Guess, ...]], ...]
 
 
 class Guesses:
-    """sources: in order of preference, where there are more guesses than a round carries."""
+    """sources: in order of preference.  If there are more guesses than a round carries, the first ones are taken."""
 
     def __init__(self, layout: RoundLayout, sources: Sequence[HostSource]):
         self.layout = layout
@@ -28,7 +28,7 @@ class Guesses:
             source.enter(request)
 
     def read(self, request: Request, tokens: Sequence[int]) -> None:
-        """tokens: that were appended to the request."""
+        """Called when tokens were appended to the request."""
         for source in self.sources:
             source.read(request, tokens)
 
@@ -37,12 +37,12 @@ class Guesses:
             source.leave(request)
 
     def next(self, batch: Sequence[Request]) -> tuple[OfSlots, np.ndarray | None]:
-        """What a round of these requests carries: LaunchInput.guesses and survival.  Nothing for no requests."""
+        """LaunchInput.guesses and LaunchInput.survival for a round of these requests.  Both empty without requests."""
         survival = None if self.survival is None or not batch else self.survival.to_send()
-        found = ((request.slot, self._of(request)) for request in batch if request.slot is not None)
+        found = ((request.slot, self._guesses_of(request)) for request in batch if request.slot is not None)
         return tuple((slot, guesses) for slot, guesses in found if guesses), survival
 
-    def _of(self, request: Request) -> tuple[Guess, ...]:
+    def _guesses_of(self, request: Request) -> tuple[Guess, ...]:
         if not request.params.depth_limit(self.layout.steps):
             return ()
         width = guess_width(self.layout)
@@ -53,7 +53,8 @@ class Guesses:
         return tuple(by_token.values())[: self.layout.sent_paths]
 
     def count(self, launch: Launch, rows: Sequence[RequestResult]) -> None:
-        """Count what became of a launch's guesses, before its tokens are appended.  rows: its results."""
+        """Count the guesses of a launch that came true.  Called before its tokens are appended.  rows: the launch's
+        results."""
         by_slot = dict(launch.launch_input.guesses)
         for (request, generation, _), row in zip(launch.members, rows, strict=True):
             if generation == request.generation and request.slot is not None:

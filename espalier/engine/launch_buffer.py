@@ -156,7 +156,7 @@ def _padded_sizes(layout: RoundLayout, launch_input: LaunchInput, form: LaunchFo
 
 
 def _of_sources(table: SlotTable, launch_input: LaunchInput) -> dict[str, ScatterUpdate]:
-    """What sources beside the draft send with a round.  A zero in `survival` is written to a kind that is no path."""
+    """The guesses and the survival table of a round.  A zero in `survival` is written to a kind that is no path."""
     if not (table.layout.text_paths or table.layout.sent_paths):
         return {}
     survival = np.zeros(0, dtype=np.float32) if launch_input.survival is None else launch_input.survival

@@ -1,4 +1,5 @@
-"""What the host sends for a launch and what it reads back: plain values, so both can be sent to another process."""
+"""The input that the host sends with a launch, and the results that it reads back.  Both are plain values, so they can
+be sent to another process."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -130,7 +131,7 @@ class TreeSize:
 
     @property
     def depth(self) -> int:
-        """Of the deepest draft token."""
+        """The depth of the deepest draft token."""
         return len(self.at_depth)
 
     def drafted(self, depth: int) -> int:
@@ -140,7 +141,7 @@ class TreeSize:
 
 @dataclass(frozen=True)
 class RequestResult:
-    """What a launch decided for one request.
+    """The result of a launch for one request.
 
     tokens: empty after a chunk that is not the last of its prompt.  finite: False if the token after `tokens` was
     picked from logits that were not finite.  logprobs: rows of espalier/logprobs.py, one for each token; None if the

@@ -17,13 +17,13 @@ from typing import Any
 
 from espalier.cores import available_cores, lower_priority
 
-# The processor time that all grammars of a round may take together, half of what they took in the round before
-# included.  Then the engine goes on without those that took more than their share.  Ordinary grammars take less than a
+# The processor time that all grammars of a round may take together.  Half of the time of the round before counts too.
+# After that the engine goes on without grammars that took more than their share.  Ordinary grammars take less than a
 # hundredth.
 GRAMMAR_S = 0.25
-# A half of it is shared out, to so many grammars at most: of more, each has as much as if they were so many.
+# Half of the time is divided among the grammars.  A share is never less than 1 / MAX_SHARES of that half.
 MAX_SHARES = 16
-# While so many abandoned threads run, requests with a grammar are refused.
+# While this many abandoned threads run, requests with a grammar are refused.
 MAX_ABANDONED = 4
 # Threads at once, abandoned ones not counted.
 MAX_THREADS = 8
@@ -109,7 +109,8 @@ class MaskThreads:
 
 
 class _Queue:
-    """What the threads share.  They do not hold the pool, so that one that nobody closed ends with its owner.
+    """The data that the threads share.  The threads do not hold the pool, so a pool that nobody closed ends with its
+    owner.
 
     Threads wait in a pipe.  To wake one takes half as long as with queue.SimpleQueue, because writing releases the GIL.
     num_threads: those that take calls; num_abandoned: abandoned threads that still run.
@@ -228,7 +229,7 @@ class _MaskThread(threading.Thread):
             if self.is_abandoned:
                 self.queue.forget()
                 return
-            # What the call holds must not live on while this waits.
+            # The objects that the call holds must not live on while this thread waits.
             del call
             call = self.queue.get()
         self.queue.leave()

@@ -1,4 +1,4 @@
-"""What grammars bring to a launch: masks of prompts, of trees' nodes, and the guide for the draft.
+"""The grammars' part of a launch: masks for prompts and for the nodes of trees, and the guide for the draft.
 
 All grammars of a round share one limit of time.  A grammar that takes too long (mask_threads.py) allows no token from
 then on, so its request ends.
@@ -19,7 +19,7 @@ from espalier.request import Request
 from espalier.sampling.mask import ALL_ALLOWED, mask_words, only_token
 
 Trees = list[tuple[list[int], list[int]]]
-# Of each row of a batch; None for a row that is free.
+# One masker for each row of a batch; None for a row without a grammar.
 Maskers = Sequence[TokenMasker | None]
 NO_TOKEN_LEFT = (
     "the grammar leaves no token that may follow the output so far: this model's tokens cannot spell what it asks for; "
@@ -89,7 +89,7 @@ class BeamRows:
         return forced, RowMasks(self.rows, self.masks).whole(batch)
 
 
-# (tokens, ancestor_bits) of draft rows, on the host: what may follow them.
+# A function of the (tokens, ancestor_bits) of draft rows on the host: which tokens may follow them.
 AskRows = Callable[[Tensor, Tensor], BeamRows]
 
 
@@ -98,7 +98,7 @@ class MaskBuilder:
 
     steps: levels of the largest tree.
     tells_forced, tells_mask: whether the draft is told which tokens are forced, and which are allowed; tells_deeper:
-    whether it may ask the same at deeper levels (of_beams).  False exists to measure what each brings.
+    whether it may ask the same at deeper levels (of_beams).  False exists to measure the gain of each.
     too_slow: maskers whose answer took too long.  They are never asked again.
     """
 
@@ -119,7 +119,7 @@ class MaskBuilder:
         def fill(place: int, masker: TokenMasker) -> None:
             masker.node_masks(*trees[rows[place]], masks[place])
 
-        answers = self._ask([maskers[row] for row in rows], fill, at_once=True)
+        answers = self._ask_each([maskers[row] for row in rows], fill, at_once=True)
         slow = [place for place, answer in enumerate(answers) if answer is TOO_SLOW]
         if slow:
             # A copy, because an abandoned thread may still write.
@@ -136,12 +136,12 @@ class MaskBuilder:
         rows = _masked(picking)
         if not rows:
             return None
-        answers = self._ask([picking[row] for row in rows], lambda _, masker: masker.root_mask(), at_once=True)
+        answers = self._ask_each([picking[row] for row in rows], lambda _, masker: masker.root_mask(), at_once=True)
         masks = [np.zeros(self.num_words, np.int32) if mask is TOO_SLOW else mask for mask in answers]
         return RowMasks(rows, np.stack(masks)[:, None]).whole(len(batch))
 
     def guide(self, maskers: Maskers) -> GuideRows | None:
-        """What is known before a tree is drafted; None without a tree or a grammar."""
+        """The guide before a tree is drafted; None without a tree or a grammar."""
         rows = _masked(maskers)
         self._begin_round()
         if not rows or not self.steps:
@@ -150,7 +150,7 @@ class MaskBuilder:
         masks = np.full((len(rows), self.num_words), ALL_ALLOWED, dtype=np.int32)
         levels = np.zeros(len(rows), dtype=np.int64)
         most = self.steps if self.tells_forced else 0
-        answers = self._ask([maskers[row] for row in rows], lambda _, masker: masker.known_next(most))
+        answers = self._ask_each([maskers[row] for row in rows], lambda _, masker: masker.known_next(most))
         for place, answer in enumerate(answers):
             known = NOTHING_KNOWN if answer is TOO_SLOW else answer
             forced[place, : len(known.forced)] = known.forced
@@ -159,7 +159,8 @@ class MaskBuilder:
         return GuideRows(rows, forced, masks, levels)
 
     def of_beams(self, maskers: Maskers, tokens: Tensor, ancestor_bits: Tensor) -> BeamRows:
-        """What may follow the beams of a level.  tokens, ancestor_bits: as in sampling.mask.AskHost, on the host."""
+        """The tokens that may follow the beams of a level.  tokens, ancestor_bits: as in sampling.mask.AskHost, on the
+        host."""
         rows, beams = _masked(maskers), ancestor_bits.shape[1]
         found = BeamRows(
             rows,
@@ -172,7 +173,7 @@ class MaskBuilder:
             return [masker.mask_after([t for e, t in enumerate(drafted) if _has_bit(words, e)]) for words in bits]
 
         if self.tells_deeper:
-            for place, answer in enumerate(self._ask([maskers[row] for row in rows], masks_of)):
+            for place, answer in enumerate(self._ask_each([maskers[row] for row in rows], masks_of)):
                 for beam, mask in enumerate(() if answer is TOO_SLOW else answer):
                     self._tell(found, place, beam, mask)
         return found
@@ -189,15 +190,15 @@ class MaskBuilder:
         """Why the grammar allows no token; None if it allows one, or if there is no grammar."""
         if masker is None:
             return None
-        [is_stuck] = self._ask([masker], lambda _, masker: masker.is_stuck)
+        [is_stuck] = self._ask_each([masker], lambda _, masker: masker.is_stuck)
         if is_stuck is TOO_SLOW:
             return TOOK_TOO_LONG
         return NO_TOKEN_LEFT if is_stuck else None
 
-    def _ask(
+    def _ask_each(
         self, maskers: Maskers, question: Callable[[int, TokenMasker], Any], *, at_once: bool = False
     ) -> list[Any]:
-        """question(place, masker) of each; TOO_SLOW of those that took too long, now or before.
+        """The answers question(place, masker) for each masker.  TOO_SLOW for maskers that took too long, now or before.
 
         at_once: as in MaskThreads.run.
         """

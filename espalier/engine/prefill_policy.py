@@ -15,7 +15,8 @@ from espalier.request import Request
 PASS_OVERHEAD_ROWS = 256
 # An eager pass of fewer rows takes the host longer than an H200, if the model is an 8B (docs/log.md).
 EAGER_ROWS = 1024
-# Of the widths that enter nearly as many tokens a second as the best one, the largest is used: it makes few pieces.
+# The largest width is used that enters at least this share of the best width's tokens a second, because it makes few
+# pieces.
 NEAR_BEST = 0.98
 
 

@@ -1,8 +1,8 @@
 """The queue of waiting requests: by priority, then in turns by client, each client's by arrival.
 
 A client's turn follows the last one that it had, or begins at the one that is served when it comes.  So a client with
-a thousand requests and one with two are served alternately (start-time fair queueing).  With one client the order is
-that of arrival.
+a thousand requests and one with two are served alternately (start-time fair queueing).  With one client, requests run
+in the order of arrival.
 """
 
 from collections.abc import Callable, Iterator
@@ -167,6 +167,6 @@ class WaitingQueue:
         return len(self._numbers)
 
     def __iter__(self) -> Iterator[Request]:
-        """Requests by priority and arrival.  Those of several clients are served in turns.  O(n log n)."""
+        """Requests by priority and arrival.  Several clients are served in turns.  O(n log n)."""
         for _, turns in sorted(self._turns.items()):
             yield from (entry.request for entry in sorted(turns))

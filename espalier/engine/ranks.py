@@ -1,4 +1,4 @@
-"""The other ranks as rank 0 sees them: what it sends them, what they answer, and how they fail.
+"""Rank 0's side of the other ranks: its messages to them, their answers, and their failures.
 
 Rank 0 schedules.  It sends each launch as plain values, and what the host says in the middle of a launch.  Every rank
 runs the same launches and picks the same tokens, so no decision is sent.  The answers say what was decided: ranks that
@@ -119,7 +119,7 @@ class Failed:
 
 
 def decisions_of(results: Sequence[RequestResult]) -> bytes:
-    """What a launch decided, log-probabilities and trees included: the same bytes on every rank."""
+    """The decisions of a launch with log-probabilities and trees, as bytes that are equal on every rank."""
     parts = []
     for each in results:
         parts.append(repr((each.tokens, each.finite, each.tree_sum)).encode())
@@ -164,7 +164,8 @@ class Peer:
             self.process.kill()
 
     def exit_code(self, within_s: float) -> int | None:
-        """Of the process, as Process.poll, when it has ended or this time is over."""
+        """The process's exit code, as Process.poll gives it.  Waits until the process has ended or this time is
+        over."""
         with suppress(Exception):
             self.process.wait(within_s)
         return self.process.poll()

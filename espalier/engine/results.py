@@ -27,7 +27,8 @@ from espalier.speculate.tree import VOID, Tree
 class Fields:
     """The columns of a row: a slice of [0, width) for each field.
 
-    logprobs: for each emitted token a row of espalier/logprobs.py.  Those of requests that did not ask are undefined.
+    logprobs: for each emitted token a row of espalier/logprobs.py.  Values of requests that did not ask for them are
+    undefined.
     said: as in RoundOutput, P paths of 1 + S numbers.
     most_likeliest: how many likeliest tokens a row has at most, which the vocabulary limits too.
     weights: int64, of tokens and parents in RequestResult.tree_sum.

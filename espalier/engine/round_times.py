@@ -1,7 +1,7 @@
-"""The time of a round of any tree: as predicted, corrected by the rounds that ran.
+"""The time of a round of any tree: the predicted time, corrected by the rounds that ran.
 
-A GPU's prediction is corrected by the clock.  On a CPU the time follows from the rows that a round had, so that equal
-requests run equal rounds.
+On a GPU a clock gives the times that correct the prediction.  On a CPU the time is computed from the rows of a round,
+so that equal requests run equal rounds.
 """
 
 from collections import deque
@@ -10,15 +10,16 @@ from statistics import fmean, median
 
 from espalier.layout import PLAIN, RoundCosts, TreeShape
 
-# Rounds of a form that its correction remembers.
+# A form's correction is made from its last MEMORY rounds.
 MEMORY = 9
 
 
 @dataclass(frozen=True)
 class CpuCosts:
-    """RoundCosts of n-gram lookup on a CPU, in units of a round of one row.
+    """RoundCosts of n-gram lookup on a CPU.  The unit is a round of one row.
 
-    row: of a row more; lookup: of looking for guesses.  As measured on one core with models of 135M and less.
+    row: the cost of one more row; lookup: the cost of looking for guesses.  Measured on one core with models of at most
+    135M parameters.
     """
 
     row: float = 0.03
@@ -34,7 +35,7 @@ class CpuCosts:
 
 
 class RoundTimes:
-    """latest: by batch and tree, the times over their predictions; corrections: their averages."""
+    """latest: for each batch and tree, the last times divided by the predicted ones; corrections: their averages."""
 
     def __init__(self, costs: RoundCosts) -> None:
         self.costs = costs
@@ -46,7 +47,7 @@ class RoundTimes:
         return self.costs.seconds(tree, batch, context) * self._correction(tree, batch)
 
     def _correction(self, tree: TreeShape, batch: int) -> float:
-        """Where nothing was found at this batch, that of the nearest one."""
+        """The correction of this batch, else of the nearest batch at which the tree ran, else 1."""
         own = self.corrections.get((batch, tree))
         if own is not None:
             return own
@@ -59,5 +60,5 @@ class RoundTimes:
         """Count the time of a round."""
         latest = self.latest.setdefault((batch, tree), deque(maxlen=MEMORY))
         latest.append(seconds / self.costs.seconds(tree, batch, context))
-        # By the clock, a pause of the host makes a round several times as long.
+        # A pause of the host makes a clocked round several times as long, so the median is taken there.
         self.corrections[batch, tree] = median(latest) if self.costs.by_clock else fmean(latest)

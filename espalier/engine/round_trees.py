@@ -1,4 +1,4 @@
-"""The tree of each round: asks the chooser (tree_choice.py), and tells it what came of the rounds."""
+"""Names the tree of each round: asks the chooser (tree_choice.py) for it, and gives it the results of the rounds."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,9 +11,9 @@ from espalier.request import Request
 
 
 class RoundTrees:
-    """chooser: None for the layout's trees; runs_any_tree: as Executor has it.
+    """chooser: None for the layout's trees; runs_any_tree: the executor's attribute of this name.
 
-    num_rounds: rounds launched so far, by tree.
+    num_rounds: how many rounds of each tree were launched.
     """
 
     def __init__(self, layout: RoundLayout, chooser: TreeChooser | None = None, runs_any_tree: bool = False) -> None:
@@ -24,24 +24,24 @@ class RoundTrees:
 
     def next_tree(self, batch: Sequence[Request]) -> TreeShape | None:
         """The tree of the next round, of these requests; None for the layout's."""
-        tree = self._chosen(batch)
+        tree = self._chosen_tree(batch)
         self.num_rounds[tree or self.layout.at(len(batch)).tree] += 1
         return tree
 
-    def _chosen(self, batch: Sequence[Request]) -> TreeShape | None:
+    def _chosen_tree(self, batch: Sequence[Request]) -> TreeShape | None:
         if not self.runs_any_tree and any(request.masker for request in batch):
-            # A staged round.
+            # Rounds with a grammar run in stages, which only the layout's tree has.
             return None
         drafting = sum(request.params.depth_limit(self.layout.steps) > 0 for request in batch)
         tree = self.chooser.pick(len(batch), drafting, sum(request.num_known for request in batch) / len(batch))
         return PLAIN if tree is None and not drafting and self.runs_any_tree else tree
 
     def rows(self, tree: TreeShape | None, batch: int) -> int:
-        """The nodes of a round."""
+        """How many nodes a round verifies."""
         return batch * (tree or self.layout.at(batch).tree).num_draft_tokens
 
     def read(self, launch_input: LaunchInput, rows: Sequence[RequestResult], allowed: Iterable[int]) -> None:
-        """Count a launch.  rows: its results; allowed: for each, the depth down to which it could accept guesses."""
+        """Count a launch.  rows: its results; allowed: for each row, the greatest depth that it could accept."""
         tree = launch_input.tree
         if launch_input.is_prefill:
             self.chooser.restart()

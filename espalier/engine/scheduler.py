@@ -82,7 +82,7 @@ class Scheduler:
         self.num_rounds: Counter[int] = Counter()
         self._in_flight = 0
         self._last_was_prefill = False
-        # What the slots that wait for a prefill pass have cost since the last one: rows that a pass could have run.
+        # The cost of slots that wait for a prefill pass: the rows that a pass could have run since the last pass.
         self._idle_rows = 0.0
         self._chunks: list[OutputChunk] = []
         self._aborted: list[Request] = []

@@ -1,8 +1,8 @@
 """Chooses the tree of each round while the engine runs: the one with the most expected tokens a second.
 
-The forms among which it chooses are those of RoundLayout.choices.  What a round emits is estimated by acceptance.py,
-what it takes by round_times.py.  Forms that nearly compete are tried for a few rounds now and then, and while plain
-decoding runs, a small tree is, so that the estimates stay true.  Tokens never depend on the choice.
+RoundLayout.choices lists the trees (called forms here) that it may choose.  acceptance.py estimates the tokens that a
+round emits, round_times.py the seconds that it takes.  To keep the estimates true, forms that are nearly as good are
+tried for a few rounds now and then, and a small tree while plain decoding runs.  Tokens never depend on the choice.
 """
 
 import logging
@@ -16,15 +16,17 @@ from espalier.engine.acceptance import Acceptance, Sample
 from espalier.engine.round_times import RoundTimes
 from espalier.layout import PLAIN, RoundCosts, RoundLayout, TreeShape, next_bucket
 
-# A form replaces another if it is expected to emit so many times the tokens a second.
+# A form replaces the current one if its expected tokens a second are at least this many times as many.
 WORTH_A_CHANGE = 1.02
-# The first trial of a form comes SHORTEST rounds after another was chosen; then twice as many pass, up to LONGEST.
+# Rounds before the first trial after a change.  Each pause is twice as long as the one before, up to LONGEST.
 SHORTEST, LONGEST = 16, 256
-# A form is tried if its expected rate is that share of the best one: predicted times are within 15% (tree_cost.py).
+# A form is tried if its expected tokens a second are at least this share of the best form's.  Predicted times have
+# errors of up to 15% (tree_cost.py).
 COMPETES = 0.75
-# While plain decoding runs, nothing is found; a trial then weighs more than all before it.
+# While plain decoding runs, acceptance is not measured.  So at a trial, all older rounds together count DOUBT times as
+# much as the trial.
 DOUBT = 0.5
-# Rounds after which a choice was no mistake, and after which it is logged.
+# A choice that lasted LASTING rounds was no mistake.  A choice that lasted SETTLED rounds is logged.
 LASTING, SETTLED = 12, 64
 log = logging.getLogger("espalier")
 
@@ -32,9 +34,9 @@ log = logging.getLogger("espalier")
 class Pace(NamedTuple):
     """How fast the choice follows the text.
 
-    rounds, samples: what estimates of acceptance remember (acceptance.py); trial: rounds of a trial; alone: how many
-    more a single request needs, because each of its rounds says less; dwell: rounds after which a choice may change;
-    least_prior: as in acceptance.py.
+    rounds, samples: least_rounds and least_samples of Acceptance; trial: rounds of a trial; alone: how many more rounds
+    a trial has for a single request, because one request shows less in a round; dwell: rounds before a choice may
+    change; least_prior: as in Acceptance.
     """
 
     rounds: int
@@ -45,7 +47,7 @@ class Pace(NamedTuple):
     least_prior: float
 
 
-# Of a draft model; and of guesses that are looked up in the text, which depend on the place in it.
+# Guesses of a draft model succeed about equally everywhere.  Guesses looked up in the text depend on the place in it.
 DRAFTED = Pace(48, 400, trial=4, alone=4, dwell=8, least_prior=0.25)
 LOOKED_UP = Pace(16, 24, trial=2, alone=0, dwell=2, least_prior=3.0)
 
@@ -56,24 +58,24 @@ class TreeChooser(Protocol):
     def pick(self, batch: int, drafting: int, context: float) -> TreeShape | None:
         """The tree of the next round; None for the layout's.
 
-        batch: requests; drafting: how many of them can accept guesses; context: tokens of each, the mean.
+        batch: requests; drafting: how many of them can accept guesses; context: the mean number of tokens of a request.
         """
         ...
 
     def read(self, samples: Sequence[Sample], guesses: int) -> None:
         """Count the result of a round for which `pick` named a tree.
 
-        samples: of its requests that can accept guesses; guesses: of the largest tree.
+        samples: one for each request that can accept guesses; guesses: how many the largest tree of the batch had.
         """
         ...
 
     def restart(self) -> None:
-        """A prompt has entered."""
+        """Called when a prompt has entered."""
         ...
 
 
 class FixedTrees:
-    """The layout's tree in every round, of which nothing is to be read."""
+    """Runs the layout's tree in every round and ignores results."""
 
     def pick(self, batch: int, drafting: int, context: float) -> TreeShape | None:
         return None
@@ -87,7 +89,7 @@ class FixedTrees:
 
 @dataclass(frozen=True)
 class Picked:
-    """A round in flight.  at: when it was picked."""
+    """A round in flight.  at: the time when its tree was picked, in seconds of the clock."""
 
     tree: TreeShape
     batch: int
@@ -99,9 +101,9 @@ class Picked:
 class Bucket:
     """The choice for the batches of one bucket.
 
-    held: rounds since `current` was chosen; switches: of `current`; pause: rounds until the next trial, length: of the
-    pauses now, plain_pause: of those while plain decoding runs; trying, left: the form on trial and its rounds; tried:
-    when each form ran last; said: the form that was logged.
+    held: rounds since `current` was chosen; switches: how often `current` changed; pause: rounds until the next trial;
+    length: rounds of the present pause; plain_pause: rounds of a pause while plain decoding runs; trying, left: the
+    form on trial and its remaining rounds; tried: the round in which each form ran last; logged: the form logged last.
     """
 
     forms: tuple[TreeShape, ...]
@@ -114,7 +116,7 @@ class Bucket:
     trying: TreeShape | None = None
     left: int = 0
     tried: dict[TreeShape, int] = field(default_factory=dict)
-    said: TreeShape | None = None
+    logged: TreeShape | None = None
 
 
 class TreeChoice:
@@ -135,7 +137,7 @@ class TreeChoice:
         self._last: tuple[TreeShape, int, float] | None = None
 
     def restart(self) -> None:
-        """On a CPU, a prompt brings another text, which may repeat itself.  On a GPU prompts enter all the time."""
+        """On a CPU, forget all estimates: the new text may repeat itself.  On a GPU prompts enter all the time."""
         self._last = None
         if not self.costs.by_clock:
             self.acceptance.forget()
@@ -153,17 +155,17 @@ class TreeChoice:
 
     def read(self, samples: Sequence[Sample], guesses: int) -> None:
         picked = self._in_flight.popleft()
-        self._time(picked, guesses)
+        self._count_time(picked, guesses)
         self.acceptance.add(picked.tree, samples)
 
-    def _time(self, picked: Picked, guesses: int) -> None:
+    def _count_time(self, picked: Picked, guesses: int) -> None:
         tree, batch, context = picked.tree, picked.batch, picked.context
         if not self.costs.by_clock:
             seconds = self.costs.of_guesses(batch, None if tree == PLAIN else guesses)
             self.times.add(tree, batch, context, seconds)
             return
         now, last, self._last = self.clock(), self._last, None
-        # A round that follows one of another form, or a prefill pass, may have waited for it.
+        # A round after another form or after a prefill pass may have waited for it, so its time is not counted.
         if last is not None and last[:2] == (tree, batch):
             self.times.add(tree, batch, context, now - max(last[2], picked.at))
         self._last = tree, batch, now
@@ -175,7 +177,7 @@ class TreeChoice:
         return self.buckets[at]
 
     def _choose(self, bucket: Bucket, at: int, share: float, context: float) -> TreeShape:
-        """share: of the requests, those that can accept guesses."""
+        """share: the share of the batch's requests that can accept guesses."""
         self.rounds += 1
         if bucket.left:
             bucket.left -= 1
@@ -183,9 +185,9 @@ class TreeChoice:
             tree = bucket.trying
         else:
             rates = {form: self.rate(form, at, share, context) for form in bucket.forms}
-            self._switch(bucket, rates)
-            tree = self._trial(bucket, at, rates, share) or bucket.current
-            self._say(bucket, at, context)
+            self._switch_if_better(bucket, rates)
+            tree = self._start_trial_if_due(bucket, at, rates, share) or bucket.current
+            self._log_if_settled(bucket, at, context)
         bucket.tried[tree] = self.rounds
         return tree
 
@@ -194,7 +196,7 @@ class TreeChoice:
         gained = share * (self.acceptance.length(tree) - 1)
         return (1 + gained) / self.times.seconds(tree, at, context)
 
-    def _switch(self, bucket: Bucket, rates: dict[TreeShape, float]) -> None:
+    def _switch_if_better(self, bucket: Bucket, rates: dict[TreeShape, float]) -> None:
         bucket.held += 1
         best = max(bucket.forms, key=lambda form: rates[form])
         if bucket.held > self.pace.dwell and rates[best] > WORTH_A_CHANGE * rates[bucket.current]:
@@ -204,7 +206,9 @@ class TreeChoice:
             bucket.length = bucket.pause = bucket.plain_pause if best == PLAIN else SHORTEST
             bucket.current, bucket.held, bucket.switches = best, 0, bucket.switches + 1
 
-    def _trial(self, bucket: Bucket, at: int, rates: dict[TreeShape, float], share: float) -> TreeShape | None:
+    def _start_trial_if_due(
+        self, bucket: Bucket, at: int, rates: dict[TreeShape, float], share: float
+    ) -> TreeShape | None:
         """The form that is tried from this round on, if a trial is due."""
         bucket.pause -= 1
         if bucket.pause > 0:
@@ -223,12 +227,11 @@ class TreeChoice:
         bucket.left = self.pace.trial + self.pace.alone // at - 1
         return bucket.trying
 
-    def _say(self, bucket: Bucket, at: int, context: float) -> None:
-        """Log a choice that has lasted."""
+    def _log_if_settled(self, bucket: Bucket, at: int, context: float) -> None:
         tree = bucket.current
-        if bucket.held != SETTLED or bucket.said == tree or not self.costs.by_clock:
+        if bucket.held != SETTLED or bucket.logged == tree or not self.costs.by_clock:
             return
-        bucket.said = tree
+        bucket.logged = tree
         log.info(
             "trees: rounds of up to %d requests run %s: %.2f tokens in %.2f ms (predicted: %.2f in %.2f ms)",
             at,

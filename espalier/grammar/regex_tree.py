@@ -20,14 +20,14 @@ class Chars:
 
 @dataclass(frozen=True)
 class Seq:
-    """All parts, one after another.  Without parts: the empty text."""
+    """All parts, one after another.  Without parts it is the empty text."""
 
     parts: tuple["Node", ...]
 
 
 @dataclass(frozen=True)
 class Alt:
-    """One of the branches.  Without branches: no text at all."""
+    """One of the branches.  Without branches no text matches."""
 
     branches: tuple["Node", ...]
 
@@ -111,7 +111,7 @@ def num_ranges(node: Node) -> int:
 
 
 def regex_of(node: Node) -> str:
-    """The regex in ASCII, of classes, groups and repetitions alone, which no part of xgrammar reads otherwise.
+    """The regex in ASCII.  It has only classes, groups and repetitions, which all parts of xgrammar read alike.
 
     xgrammar merges the states of a rule that are reached alike, and those at which a text ends.  It does so wrongly
     where a text can end in several states, or come back to the first one.  The empty groups bring a first state and a

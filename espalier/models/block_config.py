@@ -29,10 +29,11 @@ from espalier.models.layer_loading import layer_specs_of
 Z_LAB, DEEP_SPEC = "DFlashDraftModel", "Qwen3DSparkModel"
 ARCHITECTURES = (Z_LAB, DEEP_SPEC)
 SPECULATORS_TYPES = ("dflash", "dspark")
-# What DSpark's Markov head reads: the token before; the block's hidden state too; the whole path too.
+# The inputs of DSpark's Markov head.  vanilla: the token before; gated: also the block's hidden state; rnn: also the
+# whole path.
 EdgeKind = Literal["vanilla", "gated", "rnn"]
 EDGE_KINDS: tuple[EdgeKind, ...] = get_args(EdgeKind)
-# The size of each kind's projection, in ranks: its rows, and its columns besides those of the hidden state.
+# The size of each kind's projection in units of the rank: its rows, and its columns without the hidden state's.
 EDGE_PARTS: Mapping[EdgeKind, tuple[int, int]] = {"vanilla": (0, 0), "gated": (1, 1), "rnn": (3, 2)}
 # Fields of dflash_config that are read.
 DFLASH_FIELDS = ("target_layer_ids", "mask_token_id", "block_size", "causal_head", "target_hidden_size", "draft_shift")
@@ -89,7 +90,7 @@ def read_block(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
 
 
 def _read_published(given: Fields, target: ModelConfig) -> BlockConfig:
-    """As read_block, of z-lab's and DeepSpec's forms; not yet checked against the target."""
+    """read_block for z-lab's and DeepSpec's forms; not yet checked against the target."""
     is_deep_spec = architecture_of(dict(given.raw)) == DEEP_SPEC
     own = own_fields(given, DFLASH_FIELDS)
     layer = layer_of(given, target, own.get("target_hidden_size"))
@@ -119,7 +120,7 @@ def _read_published(given: Fields, target: ModelConfig) -> BlockConfig:
 
 
 def read_speculators(given: Fields, target: ModelConfig) -> BlockConfig:
-    """As read_block, of speculators' form; not yet checked against the target."""
+    """read_block for speculators' form; not yet checked against the target."""
     layer = layer_of(Fields(given.layer(), given.path), target, given.get("target_hidden_size"))
     is_dspark = given.get("speculators_model_type") == "dspark"
     slides_causally = not given.flag("sliding_window_non_causal")

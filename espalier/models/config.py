@@ -108,7 +108,7 @@ class Family:
     to, itself included; by default, None for all.
     qk_norm: whether q and k are normed for each head, or the name of the field that says so.
     wide_qk_norm: whether these are norms of all of q and all of k, not of each head.
-    layer_norms: where a layer has norms.  names: of the other weights of a layer.
+    layer_norms: where a layer has norms.  names: the names of a layer's other weights.
     norm_offset: what is added, in float32 at least, to the weight of every RMS norm.
     sinks: whether each head has an attention sink, a logit that joins the softmax and has no value.
     experts: from the completed config, the layers with experts; None if there are none.  It raises EspalierError for
@@ -182,8 +182,9 @@ class ModelConfig:
 
     max_position: the longest context that the checkpoint was trained for (the limit of a dynamic rope, see RopeConfig).
     ropes: of each layer; rope: of the first.
-    logit_cap: logits are bounded to ±logit_cap by a tanh; None: they are not.  softcap: those of attention.
-    eos_token_ids: all ids that config.json and generation_config.json name, or those of an override.
+    logit_cap: logits are bounded to ±logit_cap by a tanh; None: they are not.  softcap: the same bound for the logits
+    of attention.
+    eos_token_ids: all ids that config.json and generation_config.json name, or the ids of an override.
     latent: the sizes of latent attention; None for layers with K and V heads.  With it, heads share one key-value head,
     and head_size is the size of q and k before the latent is multiplied in.
     formats: the storage format of each matrix.
@@ -386,7 +387,7 @@ def attention_in_some_layer(full: Raw) -> Windows:
 
 
 def _declared(read: Callable[[Raw], Read], full: Raw, path: Path) -> Read:
-    """What a family reads from the completed config.  Its EspalierErrors get the path."""
+    """The result of a family's function `read` for the completed config.  Its EspalierErrors get the path."""
     try:
         return read(full)
     except EspalierError as error:

@@ -1,4 +1,4 @@
-"""Checks the single values of a config.json: their kinds and ranges.  What they mean together is config.py's."""
+"""Checks the single values of a config.json: their kinds and ranges.  config.py checks how values fit together."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -10,7 +10,7 @@ from espalier.model_files import MAX_HEAD_SIZE, MAX_LAYERS, MAX_NUMBER, MAX_SIZE
 from espalier.models.rope import type_of_rope
 
 Raw = dict[str, Any]
-# Of sizes that take memory before a weight is read: layers, and the columns of the rotary tables.
+# The most of sizes that take memory before a weight is read: layers, and the columns of the rotary tables.
 HEAD_SIZES = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 MOST: Mapping[str, int] = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(HEAD_SIZES, MAX_HEAD_SIZE)}
 # Fields that are not counts: (name, type, in words).
@@ -56,7 +56,8 @@ def _optional() -> Iterator[tuple[str, tuple[Callable[[Any], bool], str]]]:
         yield name, (lambda value: isinstance(value, str), "text")
 
 
-# Of fields that a family may honour, or that are supported with few values: what tells a right kind, and in words.
+# For fields that a family may honour, or that are supported with few values: a check of the kind of value, and the kind
+# in words.
 OPTIONAL: Mapping[str, tuple[Callable[[Any], bool], str]] = dict(_optional())
 
 

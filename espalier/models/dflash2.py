@@ -31,8 +31,8 @@ from espalier.models.weights import Weights
 class BlockConv:
     """The two convolutions of a sublayer.
 
-    base: [2, T, H], coefficients by channel; weight: [2 · T · G, H], which makes those of each row.  The input's come
-    first.
+    base: [2, T, H], coefficients by channel; weight: [2 · T · G, H], which makes the coefficients of each row.  The
+    input's come first.
     """
 
     base: Tensor

@@ -1,4 +1,4 @@
-"""Reads single fields of a draft's config.json.  What they mean together is for the reader of each format."""
+"""Reads single fields of a draft's config.json.  The reader of each format checks how they fit together."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Fields:
         return EspalierError(f"{self.path}: {message}")
 
     def over(self, defaults: Mapping[str, Any]) -> "Fields":
-        """The fields, and those of `defaults` that are missing."""
+        """These fields, with the values of `defaults` for missing ones."""
         return Fields({**defaults, **self.raw}, self.path)
 
     def get(self, name: str, default: Any = None) -> Any:

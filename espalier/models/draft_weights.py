@@ -22,7 +22,7 @@ def draft_embedding(weights: Weights, shape: Sequence[int], target: CausalLM, na
     """The draft's embedding, or the target's.  Raises EspalierError if the target's does not fit."""
     if is_borrowed(weights, name, "model.embed_tokens", shape, target.embed.shape):
         embed = whole_embedding(target)
-        # Without the target's scale, which a draft's config would name.
+        # The target's scale is left out: a draft's config would name it.
         return Embedding(embed.weight)
     return Embedding(weights.take(f"{name}.weight", *shape))
 

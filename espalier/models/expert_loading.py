@@ -136,7 +136,7 @@ def _stacked_quantised(
 
 
 def _own_size(weights: Weights, experts: Experts) -> Part:
-    """What this rank holds of each expert's intermediate size."""
+    """This rank's part of each expert's intermediate size."""
     return weights.shards.part(experts.size, "intermediate size of experts")
 
 

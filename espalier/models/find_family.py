@@ -1,7 +1,7 @@
 """Finds the family of a config.json among those that there are, and says why there is none.
 
-A multimodal checkpoint (`...ForConditionalGeneration`) has the config of its text part in `text_config`.  What stands
-for its weights' names is in stored_names.py.
+A multimodal checkpoint (`...ForConditionalGeneration`) has the config of its text part in `text_config`.  The names of
+its weights are in stored_names.py.
 """
 
 import re
@@ -51,7 +51,7 @@ def is_multimodal(raw: Raw, families: Iterable[Family]) -> bool:
 
 
 def text_config(raw: Raw, families: Iterable[Family], path: Path) -> Raw:
-    """The config of the text part of a multimodal checkpoint, as that of a checkpoint of its own.
+    """The config of a multimodal checkpoint's text part, in the form of a text model's config.
 
     Raises EspalierError if the text part is of another family.
     """

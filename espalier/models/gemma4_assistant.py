@@ -1,8 +1,8 @@
 """Gemma 4's assistants: drafts of a few layers that keep no rows and read the target's K and V.
 
-A row reads the embedding of its token, which is the target's, and a hidden state of the target's size: of the token
-before the root the target's last one, and inside a tree the draft's own at its parent.  Every row stands at the root's
-position and sees the committed rows alone (transformers' SinglePositionMultiTokenCandidateGenerator).
+The input of a row is the target's embedding of its token and a hidden state.  The root's row gets the target's last
+hidden state of the token before it.  Every other row gets the output of the draft at its parent.  All rows have the
+root's position and attend to committed rows only (transformers' SinglePositionMultiTokenCandidateGenerator).
 """
 
 from collections.abc import Sequence
@@ -34,14 +34,14 @@ from espalier.models.weights import Weights
 from espalier.shards import WHOLE, Shards, on_every_rank
 
 ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
-# What such layers cannot have, as transformers' config says.
+# Fields that must be off in an assistant, as in transformers' config.
 WITHOUT = ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp")
 
 
 @dataclass(frozen=True)
 class AssistantConfig:
-    """layer: the config of its layers.  clusters: of its vocabulary, and read: those whose tokens a row scores; 0, 0:
-    all tokens."""
+    """layer: the config of its layers; clusters: the clusters of its vocabulary, 0 if it has none; read: how many
+    clusters a row scores."""
 
     layer: ModelConfig
     spec: DraftSpec
@@ -62,7 +62,7 @@ def read_assistant(path: Path, raw: Raw, target: ModelConfig) -> AssistantConfig
     hidden = given.count("backbone_hidden_size")
     refuse_sizes(path, target, hidden, layer.vocab_size)
     of_target = layer_specs_of(target)
-    specs = tuple(_reading(spec, of_target, path) for spec in layer_specs_of(layer))
+    specs = tuple(_spec_reading_target(spec, of_target, path) for spec in layer_specs_of(layer))
     spec = DraftSpec("assistant", specs, modules=1, reads="hidden", hidden_size=hidden, vocab_size=layer.vocab_size)
     layer = replace(layer, family=replace(layer.family, layer_specs=lambda config: specs))
     if not given.flag("use_ordered_embeddings"):
@@ -73,8 +73,8 @@ def read_assistant(path: Path, raw: Raw, target: ModelConfig) -> AssistantConfig
     return AssistantConfig(layer, spec, clusters, given.count("centroid_intermediate_top_k", 1, clusters))
 
 
-def _reading(spec: LayerSpec, target: Sequence[LayerSpec], path: Path) -> LayerSpec:
-    """The spec of a layer that reads the rows of the last target layer of its kind that has its own."""
+def _spec_reading_target(spec: LayerSpec, target: Sequence[LayerSpec], path: Path) -> LayerSpec:
+    """The spec of a layer that reads a target layer's rows: the last one of the same kind that has rows of its own."""
     own = [i for i, each in enumerate(target) if each.shares is None and (each.window is None) == (spec.window is None)]
     if not own or target[own[-1]].keeps != spec.keeps:
         keeps = target[own[-1]].keeps if own else "no such layer"
@@ -82,15 +82,15 @@ def _reading(spec: LayerSpec, target: Sequence[LayerSpec], path: Path) -> LayerS
             f"{path} does not fit its target: its layers read {spec.keeps}, the target has {keeps}; use the draft "
             "trained for it"
         )
-    # The last committed row, one before the root, and `window` rows before that one.
+    # It sees the last committed row, at the position before the root, and `window` rows before that row.
     return replace(spec, shares=own[-1], window=None if spec.window is None else spec.window + 2)
 
 
 @dataclass(frozen=True)
 class Clusters:
-    """Scores the tokens of the likeliest clusters alone.
+    """Scores only the tokens of the likeliest clusters.
 
-    head: [V, H]; tokens: [clusters, size]; read: clusters of a row.
+    head: [V, H]; tokens: [clusters, size], the tokens of each cluster; read: how many clusters a row scores.
     """
 
     head: Tensor
@@ -99,7 +99,7 @@ class Clusters:
     read: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [B, Q, H] -> [B, Q, V]; other tokens are below all of these."""
+        """x [B, Q, H] -> scores [B, Q, V].  The tokens of other clusters get a lower score than all of these."""
         tokens = self.tokens[self.centroids(x).topk(self.read).indices].flatten(2)
         scores = (self.head[tokens] @ x[..., None])[..., 0]
         below = scores.amin(-1, keepdim=True) - 1
@@ -110,7 +110,8 @@ class Clusters:
 class Assistant:
     """A loaded assistant: a DraftModel, and its only module (espalier/models/draft.py).
 
-    embed: the target's.  project: [embedding, hidden state] -> H; back: H -> a hidden state; score: H -> logits.
+    embed: the target's embedding; project: [embedding, hidden state] -> H; back: H -> the target's hidden size; score:
+    H -> logits.
     """
 
     has_experts = False
@@ -154,7 +155,7 @@ class Assistant:
 
 
 def make_assistant(weights: Weights, config: AssistantConfig, target: CausalLM, position_rows: int) -> Assistant:
-    """Build the draft from its weights.  Raises EspalierError for what does not fit, and a weight that is not used."""
+    """Build the draft from its weights.  Raises EspalierError if a weight does not fit, is missing or is not used."""
     layer, hidden, wide = config.layer, config.layer.hidden_size, config.spec.hidden_size
     tables = {rope: RopeTables(rope, position_rows, weights.dtype, weights.device) for rope in set(layer.ropes)}
     load = layer.family.load_layer

@@ -1,8 +1,8 @@
-"""Reads how layers choose the rows that they attend to (an indexer) from a completed config.json.
+"""Reads the fields of an indexer from a completed config.json: how layers choose the rows that they attend to.
 
-A layer is `full`, with an indexer of its own, or `shared`: it attends to what the last full layer before it chose.
-Three fields say which, as transformers reads them: `indexer_types`, else `index_topk_pattern`, else `index_topk_freq`
-and `index_skip_topk_offset`.
+A `full` layer has an indexer.  A `shared` layer takes the choice of the last full layer before it.  The types of layers
+stand in `indexer_types`, or in `index_topk_pattern`, or follow from `index_topk_freq` and `index_skip_topk_offset`, as
+transformers reads them.
 """
 
 from collections.abc import Callable
@@ -15,10 +15,10 @@ from espalier.errors import EspalierError, shown
 FULL, SHARED = "full", "shared"
 LETTERS = {"F": FULL, "S": SHARED, FULL: FULL, SHARED: SHARED}
 TYPES, PATTERN, FREQ, OFFSET = "indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"
-# What the first layers that are full are counted from, without the field.
+# index_skip_topk_offset of a config that does not have the field.
 DEFAULT_OFFSET = 2
-# Defaults of the fields of families with an indexer.  index_share_for_mtp_iteration does not change a target's output:
-# here every row of an MTP layer chooses for itself.
+# The defaults of families with an indexer.  index_share_for_mtp_iteration is accepted and not used: every row of an MTP
+# layer chooses for itself here, which does not change the target's output.
 INDEX_FIELDS: dict[str, Any] = {
     "index_topk": 2048,
     "index_head_dim": 128,
@@ -32,8 +32,9 @@ INDEX_FIELDS: dict[str, Any] = {
 class IndexConfig:
     """The sizes of the indexers of a model's layers (DeepSeek-AI 2025, "DeepSeek-V3.2", section 2.1).
 
-    topk: the most rows that a query attends to.  heads: of index queries; size: values of such a head and of a key.
-    interleaved: as in espalier/kernels/ops/selection.py:IndexRows.  types: FULL or SHARED, of each layer.
+    topk: the most rows that a query attends to; heads: the number of index heads; size: values of an index query's head
+    and of an index key; interleaved: see espalier/kernels/ops/selection.py:IndexRows; types: FULL or SHARED for each
+    layer.
     """
 
     topk: int
@@ -47,7 +48,10 @@ class IndexConfig:
 
 
 def read_index(full: dict[str, Any], count: Callable[[str], int], path: Path) -> IndexConfig:
-    """count: the positive integer of a field.  Raises EspalierError naming a field that is missing or wrong."""
+    """count: a function that reads a field as a positive integer.
+
+    Raises EspalierError naming a field that is missing or wrong.
+    """
     try:
         types = indexer_types(full)
     except EspalierError as error:
@@ -76,10 +80,12 @@ def indexer_types(full: dict[str, Any]) -> tuple[str, ...]:
     layers = full["num_hidden_layers"]
     declared, pattern, freq = (full.get(name) for name in (TYPES, PATTERN, FREQ))
     read = [
-        _listed(name, value, layers) for name, value in ((TYPES, declared), (PATTERN, pattern)) if value is not None
+        _types_of_list(name, value, layers)
+        for name, value in ((TYPES, declared), (PATTERN, pattern))
+        if value is not None
     ]
     if pattern is None and (freq is not None or not read):
-        read.append(_scheduled(full, layers))
+        read.append(_types_of_schedule(full, layers))
     for other in read[1:]:
         if other != read[0]:
             layer = next(i for i, (a, b) in enumerate(zip(read[0], other, strict=True)) if a != b)
@@ -93,7 +99,7 @@ def indexer_types(full: dict[str, Any]) -> tuple[str, ...]:
     return read[0]
 
 
-def _listed(name: str, value: Any, layers: int) -> tuple[str, ...]:
+def _types_of_list(name: str, value: Any, layers: int) -> tuple[str, ...]:
     if not isinstance(value, list | tuple | str):
         raise EspalierError(f"{name} = {shown(value)}; a list or null is needed; correct it")
     unknown = [each for each in value if not isinstance(each, str) or each not in LETTERS]
@@ -104,7 +110,7 @@ def _listed(name: str, value: Any, layers: int) -> tuple[str, ...]:
     return tuple(LETTERS[each] for each in value)
 
 
-def _scheduled(full: dict[str, Any], layers: int) -> tuple[str, ...]:
+def _types_of_schedule(full: dict[str, Any], layers: int) -> tuple[str, ...]:
     freq, offset = full.get(FREQ), full.get(OFFSET)
     freq, offset = 1 if freq is None else freq, DEFAULT_OFFSET if offset is None else offset
     for name, value in ((FREQ, freq), (OFFSET, offset)):

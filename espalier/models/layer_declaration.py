@@ -1,4 +1,4 @@
-"""What a family's declaration says of a layer: the names of its weights, its norms, its experts."""
+"""The parts of a family's declaration that describe a layer: the names of its weights, its norms, its experts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,9 +98,9 @@ class Experts:
 
 
 def as_stored(names: Sequence[str], rows: Sequence[Size]) -> tuple[Sequence[str], Sequence[Size]]:
-    """The names and rows to read of matrices [rows, ...], which are stored apart, or as one, one over the other.
+    """The names and rows to read for matrices [rows, ...].  They are stored apart, or one over the other as one matrix.
 
-    Of one that ranks divide, each matrix's part is read on its own.
+    If ranks divide such a matrix, the rank's part of each matrix in it is read on its own.
     """
     if len(names) == len(rows):
         return names, rows

@@ -32,7 +32,8 @@ FULL = "full_attention"
 
 
 def specs_by_type(config: ModelConfig, others: Mapping[str, LayerSpec]) -> tuple[LayerSpec, ...]:
-    """The spec of each layer by its entry in `layer_types`: K and V heads for full attention, else that of `others`."""
+    """The spec of each layer by its entry in `layer_types`: K and V heads for full attention, else the spec in
+    `others`."""
     keeps = KVHeads(config.kv_heads, config.head_size, config.head_size)
     of_type = {FULL: LayerSpec(config.heads, keeps, scale=config.softmax_scale), **others}
     return tuple(of_type[kind] for kind in config.raw["layer_types"])
@@ -98,7 +99,7 @@ def load_attention(
 
 
 def _wide_norms(weights: Weights, config: ModelConfig, prefix: str, q_rows: Part, kv_rows: Part) -> WideNorms:
-    """Of the rank's heads, by the length of all."""
+    """Norms of the rank's heads of q and k, by the length over all heads."""
     q, k = (
         RMSNorm(weights.take_parts(f"{prefix}{name}_norm.weight", (rows.size,), 0, [rows]), config.rms_norm_eps)
         for name, rows in (("q", q_rows), ("k", kv_rows))

@@ -66,7 +66,7 @@ def _runs_by_transformers(raw: Raw, model_impl: str) -> bool:
 def read_raw(path: Path) -> dict[str, Any]:
     """config.json of a target or a draft, and the quantisation that ModelOpt describes in a file of its own.
 
-    Of a GGUF file, the config.json that says the same.
+    For a GGUF file, a config.json with the same meaning.
     """
     if is_gguf(path):
         return gguf_config(path)

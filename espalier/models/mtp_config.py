@@ -1,7 +1,7 @@
 """Reads the config.json of multi-token prediction layers: a target's own, or a head in vLLM's speculators format.
 
 `num_nextn_predict_layers` is the number of layers.  `mtp_form` is ours: "chain" or "target" (DraftSpec.form); without
-it, the form is that of DeepSeek-V3's paper, "chain".
+it, the form is "chain", as in DeepSeek-V3's paper.
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ class MTPConfig:
         return self.layer.num_layers - self.spec.modules
 
     def prefix(self, module: int) -> str:
-        """Of the names of a module's weights.  module: from 0."""
+        """The beginning of the names of a module's weights.  module: from 0."""
         return self.family.prefix_of(module, self.num_layers)
 
     def owned(self, module: int) -> str:
@@ -58,7 +58,7 @@ class MTPConfig:
 def read_mtp(path: Path, raw: Raw, target: ModelConfig) -> MTPConfig:
     """Read the config.json `raw` of the layers at `path` and check it against the target's.  Loads no weights.
 
-    A config of the target's architecture is that of its own layers, and follows the target's overrides.
+    If the config is of the target's architecture, the layers are the target's own, and the target's overrides apply.
     Raises EspalierError if the layers do not fit this target.
     """
     is_head = raw.get("speculators_model_type") is not None or architecture_of(raw) in HEADS

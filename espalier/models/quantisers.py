@@ -20,8 +20,8 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import E2M1, E8M0_BIAS, FP8, FP8_MAX, QuantisedMatrix, pack_nibbles
 from espalier.models.weight_formats import FormatOf, read_formats
 
-# Columns of a group of int4, of which the first that divides a matrix's columns is used; rows and columns of a block of
-# FP8, and values of a block of MXFP4.
+# Columns of a group of int4 (the first of GROUPS that divides a matrix's columns); rows and columns of a block of FP8;
+# values of a block of MXFP4.
 GROUP = 128
 GROUPS = (GROUP, 64, 32)
 BLOCK = 128
@@ -46,12 +46,12 @@ KEPT_IN_DRAFTS = (*KEPT_DENSE, *OF_EDGES, "kernel_projection")
 # The exponent of the largest value of E2M1, 6 = 1.5 · 2^2.
 E2M1_EXPONENT = 2
 
-# By suffix of the matrix's name.
+# Suffix of the matrix's name -> tensor.
 Stored = dict[str, Tensor]
 
 
 def _pattern(names: Sequence[str]) -> str:
-    """Of matrices that have one of these names, under any prefix."""
+    """A pattern for matrices that have one of these names, under any prefix."""
     return rf"(.*\.)?({'|'.join(map(re.escape, names))})$"
 
 

@@ -1,7 +1,7 @@
 """Refuses a number of ranks into which a model cannot be divided, by its config.json, before weights are read.
 
-The layers are loaded from declarations alone, so a family needs no list of what ranks divide: what says each rank's
-part of a weight where it is made says it here.
+The layers are loaded without data.  The code that makes a weight declares each rank's part of it, and that declaration
+is read here too.  So a family needs no list of divided sizes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,7 +51,7 @@ def require_shards(config: ModelConfig, count: int) -> None:
 
 
 def numbers_of_ranks(config: ModelConfig, most: int) -> list[int]:
-    """Those from 1 to `most` that can divide this model."""
+    """The numbers of ranks from 1 to `most` that can divide this model."""
     return [count for count in range(1, most + 1) if _divides(config, count)]
 
 
@@ -95,7 +95,7 @@ class DeclaredWeights(Weights):
     def weight(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Weight:
         self.require_parts(names, (*rows, columns))
         for name, size in zip(names, rows, strict=True):
-            with self._naming([name]):
+            with self._naming_matrices([name]):
                 self._require_cut(self.formats(name), part_of(size), part_of(columns))
         return DenseWeight(self.empty(sum(len(part_of(size)) for size in rows), len(part_of(columns))))
 
@@ -105,7 +105,7 @@ class DeclaredWeights(Weights):
         return self.empty(sum(len(part_of(size)) for size in rows), len(part_of(columns)))
 
     def stacked_matrix(self, name: str, matrix: str, count: int, rows: Size, columns: Size) -> QuantisedMatrix:
-        with self._naming([name]):
+        with self._naming_matrices([name]):
             require_format_with_parts(self.formats(name))
         return super().stacked_matrix(name, matrix, count, rows, columns)
 
@@ -119,7 +119,7 @@ class DeclaredWeights(Weights):
         return torch.empty(stored.shape, dtype=dtype or self.dtype, device=NOWHERE)
 
     @contextmanager
-    def _naming(self, names: Sequence[str]) -> Iterator[None]:
+    def _naming_matrices(self, names: Sequence[str]) -> Iterator[None]:
         try:
             yield
         except EspalierError as error:

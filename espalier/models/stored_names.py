@@ -1,4 +1,4 @@
-"""What a checkpoint calls the weights of a text model, which may be a part of a multimodal one."""
+"""The names of a text model's weights in a checkpoint.  The checkpoint may be of a multimodal model."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,23 +8,24 @@ from espalier.models.weight_formats import FormatOf, WeightFormat
 
 @dataclass(frozen=True)
 class StoredNames:
-    """prefixes: of stored names, each with what a checkpoint of the text model alone has in its place.
+    """An *own name* is the name of a weight in a checkpoint of the text model alone.
 
-    has_parts: whether names with none of the prefixes are of other parts (vision, audio), which are not read.
+    prefixes: (beginning of a stored name, beginning of the own name) pairs.  has_parts: whether names with other
+    beginnings belong to other parts (vision, audio), which are not read.
     """
 
     prefixes: tuple[tuple[str, str], ...] = ()
     has_parts: bool = False
 
     def own(self, stored: str) -> str | None:
-        """What a checkpoint of the text model alone calls a weight; None for a weight of another part."""
+        """The own name of a stored name; None for a weight of another part."""
         for prefix, own in self.prefixes:
             if stored.startswith(prefix):
                 return own + stored.removeprefix(prefix)
         return None if self.has_parts else stored
 
     def formats(self, formats: FormatOf, stored: Iterable[str]) -> FormatOf:
-        """`formats`, which knows names as the checkpoint has them, asked with own names.  stored: all stored names."""
+        """A FormatOf that takes own names, made from `formats`, which takes stored names.  stored: all stored names."""
         prefixes = {own: prefix for prefix, own in self.prefixes if any(name.startswith(prefix) for name in stored)}
         if not prefixes:
             return formats
@@ -37,8 +38,7 @@ class StoredNames:
 
 
 AS_OWN = StoredNames()
-# The first two are in published checkpoints, the third is how transformers 5 calls them in memory; `mtp.` are MTP
-# layers.
+# Published checkpoints have the first two prefixes.  transformers 5 has the third in memory.  `mtp.` are MTP layers.
 TEXT_PART = StoredNames(
     (
         ("language_model.model.", "model."),

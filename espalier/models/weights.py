@@ -58,7 +58,7 @@ class Weights:
     tensor is dense, whatever `formats` says: checkpoints leave layers out that their config.json does not name.
     shards: what this rank holds of the matrices that are declared in parts.
     allow_bin: also read pytorch_model.bin (with weights_only), which many drafts use.
-    stored: what the files call the weights; all names here are those of a checkpoint of the text model alone.
+    stored: what the files call the weights; all names here are own names (stored_names.py).
     other_parts: what the parts are called that are not read.
     """
 
@@ -81,7 +81,7 @@ class Weights:
         self.device = device
         self.other_parts: set[str] = set()
         self._loaded: Mapping[str, Tensor] = {}
-        # By name, the file and the name that it has there.
+        # Own name -> (the file, the name in the file).
         self._files: dict[str, tuple[safe_open, str]] = {}
         files = [] if is_gguf(path) else shards_of(path)
         for file in files:
@@ -132,7 +132,7 @@ class Weights:
         return float(self.take(name, 1))
 
     def take_parts(self, name: str, shape: tuple[int, ...], dim: int, parts: Sequence[Part]) -> Tensor:
-        """As `take`, but only these parts along a dimension, one behind the other."""
+        """`take`, but only these parts along a dimension, one after the other."""
         stored = StoredTensor("", shape, row_dim=dim)
         return self._stack([name] * len(parts), [stored] * len(parts), [stored.cut(part, part) for part in parts])
 
@@ -200,7 +200,7 @@ class Weights:
         return Linear(weight, self.once(biases))
 
     def once(self, bias: Tensor | None) -> Tensor | None:
-        """What is added on one rank alone, where results are summed over the ranks: zeros on all others."""
+        """The bias on rank 0, and zeros on all others, so that a sum over the ranks adds it once."""
         return bias if bias is None or self.shards.rank == 0 else torch.zeros_like(bias)
 
     def weight(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Weight:
@@ -212,7 +212,7 @@ class Weights:
         for format, alike in groupby(zip(names, rows, strict=True), lambda each: self.format_of(each[0])):
             own_names, own_rows = zip(*alike, strict=True)
             stored = self._stored(format, own_names, own_rows, columns)
-            with self._naming(own_names):
+            with self._naming_matrices(own_names):
                 parts.append(format.build(*stored))
                 parts[-1].require_kernels(self.dtype)
         return parts[0] if len(parts) == 1 else StackedWeights(parts)
@@ -248,7 +248,7 @@ class Weights:
         """As `weight`, but the matrix itself, dense or quantised."""
         format = self._format_of_all(names)
         stored = self._stored(format, names, rows, columns)
-        with self._naming(names):
+        with self._naming_matrices(names):
             matrix = format.matrix(*stored)
             if not isinstance(matrix, Tensor):
                 require_supported(matrix, self.dtype)
@@ -258,7 +258,7 @@ class Weights:
         """`count` experts [rows, columns] that are stored in one tensor, name + matrix and the format's suffixes."""
         format, own = self.formats(name), (part_of(rows), part_of(columns))
         self.require_parts([f"{name}{matrix}"], (rows, columns))
-        with self._naming([f"{name}{matrix}"]):
+        with self._naming_matrices([f"{name}{matrix}"]):
             tensors = {
                 stored.suffix: self._checked(f"{name}{matrix}{stored.suffix}", stored)[stored.cut(*own)].to(self.device)
                 for stored in format.expert_tensors(count, own[0].size, own[1].size)
@@ -298,19 +298,19 @@ class Weights:
         tensors: Mapping[str, Tensor] = {}
         self.require_parts(names, (*rows, columns))
         parts, of_columns = [part_of(size) for size in rows], part_of(columns)
-        with self._naming(names):
+        with self._naming_matrices(names):
             wanted = [format.tensors(part.size, of_columns.size) for part in parts]
             cuts = [[each.cut(part, of_columns) for each in of] for of, part in zip(wanted, parts, strict=True)]
         for stored, own in zip(zip(*wanted, strict=True), zip(*cuts, strict=True), strict=True):
             suffix = stored[0].suffix
             tensors = {**tensors, suffix: self._stack([f"{name}{suffix}" for name in names], stored, own)}
         if not all(part.is_whole for part in (*parts, of_columns)):
-            with self._naming(names):
+            with self._naming_matrices(names):
                 tensors = format.of_part(tensors, parts, of_columns)
         return tensors, [len(part) for part in parts], len(of_columns)
 
     @contextmanager
-    def _naming(self, names: Sequence[str]) -> Iterator[None]:
+    def _naming_matrices(self, names: Sequence[str]) -> Iterator[None]:
         """Put the names of matrices before the errors of their format."""
         try:
             yield

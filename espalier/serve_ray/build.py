@@ -100,7 +100,8 @@ def _scaling(model: ServedModel) -> dict[str, Any]:
 
 
 def resources_of(model: ServedModel) -> dict[str, Any]:
-    """What Ray reserves for a replica: a GPU for each rank; nothing for the CPU, whose cores replicas may share.
+    """The resources that Ray reserves for a replica: a GPU for each rank; nothing for the CPU, whose cores replicas may
+    share.
 
     Ray takes an actor's resources from one machine.  Raises EspalierError for fewer GPUs than ranks.
     """

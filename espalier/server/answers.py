@@ -63,7 +63,7 @@ class Choice:
 
     @cached_property
     def sink(self) -> TextStream | None:
-        """Made with the first part: before, the request would wait for it."""
+        """Made when the first part arrives, so that the request does not wait for it."""
         return self.make_sink()
 
     def take(self, output: OutputChunk, keep: bool) -> OutputChunk:
@@ -203,13 +203,13 @@ class Answer:
         choices = [self._whole_choice(choice) | self._beyond_openai(choice) for choice in self.choices]
         return {**self.head, "object": self.object_whole, "choices": choices, "usage": self.usage()}
 
-    def _first(self, choice: Choice) -> Choice:
+    def _first_sample(self, choice: Choice) -> Choice:
         """The first sample of the choice's prompt.  It holds the prompt's log-probabilities."""
         return self.choices[choice.index // self.params.n * self.params.n]
 
     def _of_prompt(self, choice: Choice) -> dict[str, Any]:
         """prompt_logprobs, if requested, in vLLM's format: null, then for each token an object keyed by token id."""
-        count, entries = self.body.prompt_logprobs, self._first(choice).prompt_logprobs
+        count, entries = self.body.prompt_logprobs, self._first_sample(choice).prompt_logprobs
         if count is None or entries is None:
             return {}
         return {"prompt_logprobs": [None if entry is None else self._ranked(entry, count) for entry in entries]}
@@ -315,7 +315,7 @@ class TextAnswer(Answer):
         return {
             "index": choice.index,
             "text": self._echo(choice) + "".join(choice.texts),
-            "logprobs": self._logprobs(choice, self._first(choice).prompt_logprobs, choice.logprobs),
+            "logprobs": self._logprobs(choice, self._first_sample(choice).prompt_logprobs, choice.logprobs),
             "finish_reason": choice.finish_reason,
             **self._of_prompt(choice),
         }
@@ -332,11 +332,11 @@ class TextAnswer(Answer):
         return {
             "tokens": [self._token_text(token) for token in tokens],
             "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
-            "top_logprobs": [None if entry is None else self._top(entry) for entry in entries],
+            "top_logprobs": [None if entry is None else self._top_logprobs(entry) for entry in entries],
             "text_offset": [self._advance(choice, token) for token in tokens],
         }
 
-    def _top(self, entry: TokenLogprob) -> dict[str, float]:
+    def _top_logprobs(self, entry: TokenLogprob) -> dict[str, float]:
         """Log-probabilities by token text.  If several tokens have one text, all but the likeliest appear by id."""
         by_text: dict[str, float] = {}
         for token, value in entry.top[: self.body.logprobs]:

@@ -194,7 +194,7 @@ class Conversing(Body):
 
 
 class Prediction(Body):
-    """What a client guesses of the answer."""
+    """A client's guess of the answer."""
 
     type: Literal["content"]
     content: str | Annotated[list[TextPart], FIRST] = Field(description="text, or a list of text parts, joined")
@@ -230,8 +230,8 @@ class ChatRequest(Conversing, Generating):
     )
     prediction: Prediction | None = Field(
         None,
-        description="what the answer is likely to be, such as a file that it edits: where they agree, more of it is "
-        "verified at once; needs the engine's source prediction, as on a CPU by default",
+        description="the likely answer, such as the file that is edited: while answer and prediction agree, more "
+        "tokens are verified at once; needs the engine's source prediction, as on a CPU by default",
     )
     functions: Annotated[Nothing | None, FUNCTIONS] = None
     function_call: Annotated[Literal["none", "auto"] | None, FUNCTIONS] = None

@@ -32,8 +32,8 @@ class Start(msgspec.Struct, tag=True):
 class Submit(msgspec.Struct):
     """A prompt with n samples.
 
-    detokenize: the engine process makes the text, which stop strings need; client: whose prompts take turns with those
-    of others; streamed: whether somebody reads the tokens as they come.
+    detokenize: the engine process makes the text, which stop strings need; client: its name; the prompts of several
+    clients take turns; streamed: whether somebody reads the tokens as they come.
     """
 
     name: str

@@ -45,7 +45,7 @@ DONE, REFUSED, BROKEN = 0, 2, 1
 class Running:
     """The samples of one submitted prompt.
 
-    num_left: those that still run; aborted_at: the number of engine steps when an abort arrived, None if none did.
+    num_left: requests that still run; aborted_at: the number of engine steps when an abort arrived, None if none did.
     """
 
     requests: list[Request]

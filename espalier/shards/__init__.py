@@ -1,4 +1,4 @@
-"""What one of several ranks holds of a model, and how ranks join their results."""
+"""Each rank's part of a model, and how ranks join their results."""
 
 from espalier.shards.base import WHOLE, Collectives, Part, Shards, Size, on_every_rank, part_of
 

@@ -60,7 +60,7 @@ def on_every_rank(size: int) -> Part:
 
 
 def part_of(size: Size) -> Part:
-    """The part; of an int all entries."""
+    """The Part of a size; for an int, the part with all entries."""
     return size if isinstance(size, Part) else Part(0, size, size)
 
 
@@ -104,7 +104,8 @@ def joined_columns(collectives: Collectives, x: Tensor, each: int, size: int) ->
 
 @dataclass(frozen=True)
 class Shards:
-    """What one rank holds: the `rank`-th part of `count`.  collectives: None for one rank, or before ranks are joined.
+    """One rank's share of a model: the `rank`-th part of `count`.  collectives: None for one rank, or before ranks are
+    joined.
 
     Parts are equal.  Where `count` divides no size, the model is refused before its weights are read
     (models/shard_sizes.py).
@@ -131,7 +132,7 @@ class Shards:
         return Part(head, head + 1, count)
 
     def tokens(self, vocab_size: int) -> Part:
-        """The rank's part of the vocabulary.  Those of the last ranks may be shorter, or empty."""
+        """The rank's part of the vocabulary.  The parts of the last ranks may be shorter, or empty."""
         begin, end = (min(rank * self.tokens_each(vocab_size), vocab_size) for rank in (self.rank, self.rank + 1))
         return Part(begin, end, vocab_size)
 
@@ -154,7 +155,7 @@ class Shards:
         return x if self.collectives is None else self.collectives.all_reduce(x)
 
 
-# Of one rank: the whole model.
+# The shards of a single rank, which holds the whole model.
 WHOLE = Shards()
 
 

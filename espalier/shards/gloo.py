@@ -13,9 +13,9 @@ from torch.distributed import FileStore, ProcessGroupGloo
 
 from espalier.shards.base import joined_columns
 
-# Of joining, where every rank is known to be alive.
+# The time limit for joining, when every rank is known to be alive.
 JOIN_LIMIT = timedelta(seconds=60)
-# Of one operation.  The host that watches the ranks ends it long before (engine/ranks.py).
+# The time limit of one operation.  The thread that watches the ranks ends it long before (engine/ranks.py).
 OPERATION_LIMIT = timedelta(days=1)
 
 

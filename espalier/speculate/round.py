@@ -75,7 +75,8 @@ class ModelRunner:
         return replace(self, layout=self.layout.with_tree(replace(self.layout.tree, num_draft_tokens=nodes)))
 
     def of_tree(self, tree: TreeShape | None) -> "ModelRunner":
-        """The runner for rounds of this tree at every batch; None: of the layout's.  Models and buffers are shared."""
+        """The runner for rounds with this tree at every batch; None: with the layout's trees.  Models and buffers are
+        shared."""
         if tree is None:
             return self
         layout = self.layout.with_tree(tree)

@@ -58,7 +58,7 @@ class Loaded:
 
     @property
     def specs(self) -> tuple[LayerSpec, ...]:
-        """As of cache_specs."""
+        """The result of cache_specs for target and draft."""
         drafts = () if self.draft is None else self.draft.layer_specs
         return cache_specs(self.target.layer_specs, drafts, self.config.kv_dtype, self.config.draft_kv_dtype)
 

@@ -40,8 +40,8 @@ class Needs:
 def measure_pages(loaded: Loaded, requested: int | None) -> int:
     """Number of pages, dummy page included, that fit in addition to models, buffers and the largest launches.
 
-    requested: pages that the user wants.  These are checked and returned.  Raises EspalierError if they do not fit, or,
-    without them, if not even one full context fits.
+    requested: pages that the user wants.  Their number is checked and returned.  Raises EspalierError if they do not
+    fit, or, without them, if not even one full context fits.
     """
     layout, device, graph_batch = loaded.config.layout, loaded.device, loaded.config.graph_batch
     page_bytes = layout.tokens_in(bytes_per_token(loaded.specs, loaded.dtype))

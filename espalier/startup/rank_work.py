@@ -1,4 +1,4 @@
-"""What each rank does at the start: join the others, load its part, measure pages, make its executor.
+"""The work of each rank at the start: join the others, load its part, measure pages, make its executor.
 
 Rank 0 sends a RankWork to the other ranks and does the same itself.
 """

@@ -68,7 +68,7 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about machine and models, known before weights are loaded.  Of several ranks, those of each one.
+    """Facts about machine and models, known before weights are loaded.  With several ranks, each has its own.
 
     free_bytes: free memory of the device; weights: of target and draft together; stored_dtype: dtype of the target's
     checkpoint; layer_specs: specs of the target's layers, then of the draft's; hidden_size, num_layers: of the target;

@@ -1,4 +1,4 @@
-"""Resolves what proposes tokens beside the draft, and whether the rows of a verify pass are shared out."""
+"""Resolves which sources propose tokens beside the draft, and whether requests share the rows of a verify pass."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,13 @@ from espalier.errors import EspalierError
 from espalier.layout import TreeShape
 from espalier.slots import SOURCES
 
-# Paths that are grafted onto a tree: of the request's own text, and of what the host guesses.
+# How many paths are grafted onto a tree: from the request's own text, and from the host's guesses.
 TEXT_PATHS, SENT_PATHS = 2, 2
 INDEX_BYTES = 2**26
 
 
 def shared_rows(speculation: SpeculationConfig, layer_specs: Sequence[LayerSpec], model_impl: str) -> int:
-    """As of RoundLayout.  Raises EspalierError for a model that cannot run chosen rows."""
+    """RoundLayout.shared_rows.  Raises EspalierError for a model that cannot run chosen rows."""
     if is_open(speculation.shared_rows):
         return 0
     if (
@@ -42,7 +42,7 @@ def source_sizes(
 def choose_sources(
     speculation: SpeculationConfig, algorithm: str, tree: TreeShape, device: torch.device
 ) -> tuple[str, ...]:
-    """What proposes tokens beside the drafter of this algorithm.  Raises EspalierError for what nothing is known of."""
+    """The sources beside the drafter of this algorithm.  Raises EspalierError for unknown ones."""
     if is_open(speculation.sources):
         return ("prediction",) if tree.steps and device.type == "cpu" else ()
     named = [name.strip() for name in speculation.sources.split(",")]

@@ -23,9 +23,9 @@ from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig
 from espalier.models.layer_loading import layer_specs_of
 
-# Smaller trees that are compared with the configured one.  Of a block draft only their numbers of nodes count.
+# Smaller trees that are compared with the configured one.  For a block draft only their numbers of nodes count.
 SMALLER_TREES = (TreeShape(5, 4, 16), TreeShape(3, 2, 8), TreeShape(3, 1, 4), TreeShape(1, 1, 2))
-# Seconds of a layer's launches that are neither reading nor products: those of an 8B's layer, of an H100 (docs/log.md).
+# Seconds that a layer's launches take beside reading and products, measured for an 8B on an H100 (docs/log.md).
 LAYER_SECONDS = 1.2e-5
 # A tree replaces the one of smaller batches if it is predicted to be this much faster.
 WORTH_A_CHANGE = 1.03
@@ -35,7 +35,7 @@ CONTEXT = 1024
 
 @dataclass(frozen=True)
 class ChipFigures:
-    """What a GPU was measured to do (measure_chip.py): bytes read or written a second, bf16 FLOPs a second."""
+    """The measured speed of a GPU (measure_chip.py): bytes read or written a second, bf16 FLOPs a second."""
 
     gpu: str
     bandwidth: float
@@ -175,7 +175,7 @@ def _attention_weights(config: ModelConfig, spec: LayerSpec) -> int:
 def trees_by_cost(
     configured: TreeShape, weights: PassWeights, max_batch: int, chip: ChipFigures
 ) -> dict[int, TreeShape]:
-    """The trees that are predicted to be fastest, by the least number of requests that uses each.
+    """The trees that are predicted to be fastest: least number of requests -> tree.
 
     Empty if the configured tree is predicted to be the fastest at every batch.
     """

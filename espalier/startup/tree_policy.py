@@ -41,7 +41,7 @@ class Machine:
 def choose_trees(
     requested: Any, configured: TreeShape, machine: Machine | None, is_named: bool = False, max_batch: int = 1
 ) -> Trees:
-    """The trees that differ from the configured one, by the least number of requests that uses them.
+    """The trees that differ from the configured one: least number of requests -> tree.
 
     requested: a table, the path of one, or "auto"; machine: None where nothing is predicted, as on a CPU.
     is_named: whether the user set the configured tree; max_batch: the largest batch.
@@ -57,7 +57,7 @@ def choose_trees(
     elif machine is None:
         chosen, why = {}, "trees of smaller batches are not predicted for this device"
     else:
-        chosen, why = _predicted(configured, machine, max_batch)
+        chosen, why = _predicted_trees(configured, machine, max_batch)
     if requested == "auto":
         chosen, why = _bounded(chosen, configured, max_batch), why
     listed = "; ".join(f"from {least} requests on {shape}" for least, shape in chosen.items())
@@ -70,10 +70,11 @@ def choose_trees(
 def choose_while_running(
     speculation: SpeculationConfig, configured: TreeShape, machine: Machine | None, max_batch: int, algorithm: str
 ) -> tuple[RoundCosts | None, Choices]:
-    """For ResolvedConfig.round_costs and RoundLayout.choices: None and nothing where trees are not chosen anew.
+    """The values of ResolvedConfig.round_costs and RoundLayout.choices.  None and () if the engine does not choose
+    trees while it runs.
 
-    speculation: as the user gave it.  On a CPU, costs are known of n-gram lookup alone, and whoever names a tree gets
-    it in every round.
+    speculation: as the user gave it.  On a CPU, costs are known only for n-gram lookup, and a tree that the user names
+    runs in every round.
     """
     if speculation.by_batch != "auto" or configured == PLAIN:
         return None, ()
@@ -85,8 +86,8 @@ def choose_while_running(
     return None, ()
 
 
-def _predicted(configured: TreeShape, machine: Machine, max_batch: int) -> tuple[Trees, str]:
-    """The trees by tree_cost.py, and in words what they were predicted from."""
+def _predicted_trees(configured: TreeShape, machine: Machine, max_batch: int) -> tuple[Trees, str]:
+    """The trees that tree_cost.py predicts, and the figures behind the prediction in words."""
     chip, routing = machine.chip, "for uniform routing " if machine.weights.expert else ""
     why = (
         f"predicted {routing}from {chip.bandwidth / 1e12:.1f} TB/s and {chip.peak / 1e12:.0f} TFLOP/s, as measured on "
@@ -97,7 +98,8 @@ def _predicted(configured: TreeShape, machine: Machine, max_batch: int) -> tuple
 
 
 def _bounded(trees: Trees, configured: TreeShape, max_batch: int) -> Trees:
-    """These trees and, up to the first of them, half the nodes wherever a batch would exceed MAX_VERIFY_ROWS."""
+    """These trees.  Smaller batches than theirs get trees of half the nodes, as often as they would exceed
+    MAX_VERIFY_ROWS."""
     halves: Trees = {}
     shape, end = configured, min([*trees, max_batch + 1])
     while shape.num_draft_tokens > 1 and (least := MAX_VERIFY_ROWS // shape.num_draft_tokens + 1) < end:

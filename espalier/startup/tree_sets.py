@@ -1,8 +1,8 @@
-"""The trees among which the engine chooses while it runs: for each bucket of batch sizes a few, because each one that a
-GPU runs is a CUDA graph.
+"""Selects the trees from which the engine chooses while it runs.  Each bucket of batch sizes has only a few, because a
+GPU needs a CUDA graph for each tree.
 
-Acceptance is not known at the start.  So the set of a bucket is the one that loses least against all trees, over drafts
-from those that guess noise to those that are nearly always right.
+Acceptance is not known at the start.  So many drafts are supposed, from one that guesses noise to one that is nearly
+always right.  A bucket gets the set of trees whose worst loss against the best tree is least.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from espalier.engine.acceptance import FIRST_CHILD, at_level, gains
 from espalier.layout import PLAIN, TreeShape, next_bucket
 from espalier.startup.tree_cost import CONTEXT, ChipFigures, PassWeights, smaller_trees
 
-# Trees of a bucket, plain decoding included.
+# The most trees of a bucket, plain decoding included.
 MOST_TREES = 4
-# How often the first child is accepted at depth 1.
+# The supposed drafts: how often the first child is accepted at depth 1.
 LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
-# How much faster than predicted any one tree may be.
+# Any single tree may be this many times as fast as predicted.
 UNSURE = 1.1
 
 Choices = tuple[tuple[int, tuple[TreeShape, ...]], ...]
@@ -25,7 +25,7 @@ Choices = tuple[tuple[int, tuple[TreeShape, ...]], ...]
 
 @dataclass(frozen=True)
 class PredictedCosts:
-    """RoundCosts of a GPU."""
+    """RoundCosts of a GPU, predicted from the sizes of the models and the chip's figures."""
 
     weights: PassWeights
     chip: ChipFigures
@@ -39,10 +39,9 @@ class PredictedCosts:
 
 
 def tree_sets(configured: TreeShape, costs: PredictedCosts, max_batch: int, most_rows: int) -> Choices:
-    """For RoundLayout.choices: the sets by the least batch of their bucket, the tree that is predicted to be fastest
-    first.
+    """The value of RoundLayout.choices: (least batch of a bucket, its trees), the trees in order of predicted speed.
 
-    most_rows: nodes that all trees of a batch may have together.
+    most_rows: the most nodes that the trees of a batch may have together.
     """
     trees = [configured, *smaller_trees(configured, costs.weights)]
     halved = configured
@@ -60,7 +59,7 @@ def tree_sets(configured: TreeShape, costs: PredictedCosts, max_batch: int, most
 
 
 def best_set(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) -> tuple[TreeShape, ...]:
-    """Plain decoding and those of the trees that lose least, the one that is predicted to be fastest first."""
+    """Plain decoding and the trees that lose least beside it, in order of predicted speed."""
     every = (*trees, PLAIN)
     known, *supposed = (_rates(every, costs, batch, level) for level in (FIRST_CHILD[0], *LEVELS))
     supposed += [{**rates, tree: rates[tree] * UNSURE} for rates in supposed for tree in trees]
@@ -74,6 +73,6 @@ def best_set(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) -> t
 
 
 def _rates(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int, level: float) -> dict[TreeShape, float]:
-    """Tokens of a request a second.  level: how often the first child is accepted at depth 1."""
+    """A request's tokens a second, by tree.  level: how often the first child is accepted at depth 1."""
     first_child = at_level(level, max(tree.steps for tree in trees))
     return {tree: (1 + gains(tree, first_child)[-1]) / costs.seconds(tree, batch, CONTEXT) for tree in trees}

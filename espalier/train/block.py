@@ -88,7 +88,7 @@ def train_block(target_dir: Path, stream: np.ndarray, out: Path, work: Path, con
 
 
 def token_rows(target: FrozenTarget, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As draft_run.training_rows, with tokens in place of embeddings: edges need the tokens."""
+    """draft_run.training_rows with tokens in place of embeddings, because edges need the tokens."""
     reads, logits = target(tokens)
     return tokens[:, 1:], reads[:, :-1], logits[:, 1:]
 

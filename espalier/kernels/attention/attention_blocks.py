@@ -294,7 +294,8 @@ def share_beside_sink(lse, sink_ptr, head):
 
 @kernel
 def _with_sink(out, lse, sink_ptr, head, SINK: tl.constexpr):
-    """A tile's out [M, V] after the sinks of its heads [M] have joined the softmax.  lse: [M], of the rows alone."""
+    """A tile's out [M, V] after the sinks of its heads [M] have joined the softmax.  lse: [M], of the rows without the
+    sinks."""
     if SINK:
         out = out * share_beside_sink(lse, sink_ptr, head)[:, None]
     return out

@@ -1,8 +1,8 @@
 """Scores of index keys, the sum over index heads of weight · max(q · k, 0), for rows in pages and staged rows.
 
 Few queries and many rows: a block of keys is loaded once and multiplied with the heads of one query after another.  A
-request's programs take its blocks in turns, so a captured launch does no work for rows that do not exist.  The block
-behind the committed ones is that of the staged rows, of which a query sees its ancestors.
+request's programs take its blocks in turns, so a captured launch does no work for rows that do not exist.  The last
+block holds the staged rows; a query sees its ancestors among them.
 
 With 64 heads of 128 values a query computes 16,384 flops and reads 256 bytes for a key: from 4 queries on a launch is
 bound by its products, not by the keys' bytes.

@@ -39,18 +39,19 @@ def _ordered(score):
 
 @kernel
 def _chunk_of(score_ptr, chunk, length, capacity, rows, CHUNK: tl.constexpr):
-    """(columns, whether they exist, ordered scores) of a chunk of committed or, behind those, of staged rows."""
+    """(columns, whether they exist, ordered scores) of a chunk.  Chunks of committed rows come before chunks of staged
+    rows."""
     num_committed = (capacity + CHUNK - 1) // CHUNK
     is_staged = chunk >= num_committed
     at = (chunk - tl.where(is_staged, num_committed, 0)) * CHUNK + tl.arange(0, CHUNK)
     exists = at < tl.where(is_staged, rows, length)
     ordered = _ordered(tl.load(score_ptr + tl.where(is_staged, capacity, 0) + at, mask=exists, other=float("-inf")))
-    # Not those of -inf.
+    # Scores of -inf are not counted.
     return at, exists & (ordered > 0x007FFFFF), ordered
 
 
 @kernel
-def _find(bin_ptr, wanted, BINS: tl.constexpr):
+def _find_bin(bin_ptr, wanted, BINS: tl.constexpr):
     """(the bin that holds the `wanted`-th largest score, how many of that bin are wanted); bin 0 if there are fewer."""
     place = tl.arange(0, BINS)
     count = tl.load(bin_ptr + place)
@@ -65,13 +66,13 @@ def _threshold(bin_ptr, wanted, LEVEL: tl.constexpr, BINS: tl.constexpr):
     """(the leading bits of the threshold that the first LEVEL levels give, how many scores with them are wanted)."""
     found = tl.zeros([], tl.uint32)
     if LEVEL > 0:
-        place, wanted = _find(bin_ptr, wanted, BINS)
+        place, wanted = _find_bin(bin_ptr, wanted, BINS)
         found = place.to(tl.uint32)
     if LEVEL > 1:
-        place, wanted = _find(bin_ptr + BINS, wanted, BINS)
+        place, wanted = _find_bin(bin_ptr + BINS, wanted, BINS)
         found = (found << 11) | place.to(tl.uint32)
     if LEVEL > 2:
-        place, wanted = _find(bin_ptr + 2 * BINS, wanted, BINS)
+        place, wanted = _find_bin(bin_ptr + 2 * BINS, wanted, BINS)
         found = (found << 10) | place.to(tl.uint32)
     return found, wanted
 
@@ -137,7 +138,7 @@ def _write_chunk(
     """
     at, exists, ordered = _chunk_of(scores, chunk, length, capacity, rows, CHUNK)
     is_equal = (exists & (ordered == least)).to(tl.int32)
-    # Of equal scores the last ones are taken.
+    # Among equal scores the last rows are taken.
     behind = equal_behind + tl.cumsum(is_equal, 0, reverse=True)
     taken = (exists & (ordered > least)) | ((is_equal > 0) & (behind <= wanted))
     taken_before = tl.minimum(tl.maximum(wanted - equal_behind - tl.sum(is_equal, 0), 0), before)

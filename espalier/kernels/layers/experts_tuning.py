@@ -84,7 +84,7 @@ def _plan(fields: dict[str, Any], size: Size) -> ExpertsPlan:
 
 
 def _fields(plan: ExpertsPlan) -> dict[str, Any]:
-    """Of each product block_out, block_in, warps and stages."""
+    """The fields of a plan in the file: for each product block_out, block_in, warps and stages."""
     return {"rows": plan.rows, **{name: [*asdict(getattr(plan, name)).values()] for name in ("gated", "down")}}
 
 

@@ -28,7 +28,7 @@ MIN_BLOCK_IN = 64
 log = logging.getLogger(__name__)
 
 
-# The plans of one weight shape, in the order of ROWS_BUCKETS.  None: F.linear; of quantised weights, the rule.
+# The plans of one weight shape, in the order of ROWS_BUCKETS.  None: F.linear, or the rule if weights are quantised.
 LinearPlans = tuple[LinearPlan, ...]
 NO_PLANS: LinearPlans = (None,) * len(ROWS_BUCKETS)
 

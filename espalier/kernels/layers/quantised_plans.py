@@ -35,7 +35,7 @@ PROGRAMS_PER_PROCESSOR, WARPS_PER_PROCESSOR = 2, 8
 MAX_SPLITS = 8
 # The fewest steps of a split of FP8 weights: fewer do not fill a pipeline.
 LEAST_STEPS = 4
-# Of 4-bit weights: (most rows of a tile, (block_out, most block_in, warps), programs that registers let share a
+# For 4-bit weights: (most rows of a tile, (block_out, most block_in, warps), programs that registers let share a
 # multiprocessor).  Up to 16 rows a step reads 128 bytes of each row of the weight.  With more, the inputs are the
 # larger part of what is read, and blocks of 128 rows of the weight halve it.  For MXFP4 they are slower up to 32 rows
 # (docs/log.md); the rest is not measured.  A thread needs four of a step's exponents of MXFP4, or they are not copied
@@ -127,13 +127,13 @@ def fp8_rule(
     # Scales of groups multiply the sums of a tile at every step: a small tile keeps both in registers.
     block_out, warps = (64, 4) if streams or grouped else (128, 8)
     programs, sharing, most = num_tiles * -(-num_out // block_out), 1, 4
-    # Of few rows, two or three programs share a multiprocessor: whichever number leaves fewer places empty.
+    # For few rows, two or three programs share a multiprocessor: the number that leaves fewer places empty.
     together = [PROGRAMS_PER_PROCESSOR if streams else WARPS_PER_PROCESSOR // warps]
     if is_few:
         together.append(PROGRAMS_PER_PROCESSOR + 1)
     most_splits = min(max_splits, num_in // block_in // LEAST_STEPS)
     found = [max(min(count * gpu.processors // programs, most_splits), 1) for count in together]
-    splits = max(found, key=lambda splits: _fill(programs * splits, gpu))
+    splits = max(found, key=lambda splits: _filled_share(programs * splits, gpu))
     if streams:
         # All programs at once, if registers allow: a second wave would be mostly empty.
         sharing = min(-(-programs * splits // gpu.processors), 3 if grouped and tile > MIN_BLOCK_ROWS else 4)
@@ -144,7 +144,7 @@ def fp8_rule(
     return replace(plan, stages=max(min(shared // (block_in * (block_out + tile * input_bytes)), most), 1))
 
 
-def _fill(programs: int, gpu: Chip) -> float:
+def _filled_share(programs: int, gpu: Chip) -> float:
     """The share of multiprocessors' places for programs that `programs` programs take."""
     return programs / (-(-programs // gpu.processors) * gpu.processors)
 

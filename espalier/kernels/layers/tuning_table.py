@@ -30,7 +30,7 @@ DENSE = "dense"
 # The list of tables that every file has.
 ALWAYS = "tables"
 
-# Of a linear layer [out, in]; of an expert (hidden, inner).
+# [out, in] of a linear layer, or (hidden, inner) of an expert.
 Size = tuple[int, int]
 Key = tuple[Chip, str, str]
 P = TypeVar("P")
@@ -74,7 +74,7 @@ class TunedKind(Generic[P]):
     log: Callable[[Key, Mapping[Size, tuple[P, ...]], Sequence[str]], None]
 
     def at(self, plans: Sequence[P], count: float) -> P | None:
-        """Of a size's plans, that of the bucket of `count`; None above the largest."""
+        """The plan of a size for the bucket of `count`; None above the largest."""
         for bound, plan in zip(self.buckets, plans, strict=True):
             if count <= bound:
                 return plan

@@ -118,7 +118,7 @@ class Nodes:
         return cls(positions, positions, None)
 
     def only(self, row: Tensor) -> Nodes:
-        """Of a chain, the query in `row` [B] of each request, over the same rows."""
+        """The Nodes with one query for each request of a chain, in `row` [B], over the same rows."""
         positions = self.positions.gather(1, row[:, None])
         return Nodes(positions, self.row_positions, bits_up_to(row, self.row_positions.shape[1]))
 
@@ -128,7 +128,7 @@ class Nodes:
 
 
 class Inputs(NamedTuple):
-    """What one launch of an attention kernel attends with, and to what.
+    """The arguments of one launch of an attention kernel.
 
     q: [B, Q, heads, k_size]; pages: K and V [rows, kv_heads, size], row = page * page_size + offset.
     splits: of the prefix and this window; scale: of scores.
@@ -206,8 +206,8 @@ def has_kernel(inputs: Inputs) -> bool:
 def count_contiguous_blocks(splits: KVSplits, page_table: Tensor, page_size: int, first: int) -> Tensor:
     """[B * max_splits] int32: for each split, how many of its first unmasked blocks are contiguous in the pool.
 
-    The count of a split ends at its first block that is not contiguous.  Unmasked blocks are those of
-    work_items.committed_blocks.  Entries past the last split are undefined.
+    The count of a split ends at its first block that is not contiguous.  work_items.committed_blocks defines unmasked
+    blocks.  Entries past the last split are undefined.
     page_table: [B, T] int32; rows below `first` do not exist.
     """
     out = torch.zeros(splits.table.shape[0], dtype=torch.int32)

@@ -1,8 +1,9 @@
-"""Which rows a query attends to in layers with an index: scores of index keys, and the rows with the highest scores.
+"""Chooses the rows that a query attends to in layers with an indexer: the rows whose index keys have the highest
+scores.
 
 A query has several index heads, each with a weight.  The score of a row is the sum over heads of weight · max(q · k, 0)
-(DeepSeek-AI 2025, "DeepSeek-V3.2", section 2.1).  Of equal scores the later position comes first, so a selection
-follows from scores and positions alone.
+(DeepSeek-AI 2025, "DeepSeek-V3.2", section 2.1).  Among equal scores the later position comes first, so a selection
+follows only from scores and positions.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from espalier.kernels.ops.rope import Rotation, rotate
 from espalier.kernels.ops.state import page_rows
 from espalier.kernels.runtime.op import op
 
-# Products of queries and keys that the reference holds at once.
+# The most products of queries and keys that the reference holds at once.
 MAX_PRODUCTS = 2**25
-# What the kernels take: values of a key, and rows that are chosen.
+# Limits of the kernels: values of a key, and chosen rows.
 MAX_INDEX_SIZE = 256
 MAX_TOPK = 8192
 
@@ -35,7 +36,7 @@ class IndexNorm(NamedTuple):
 
 
 class IndexRows(NamedTuple):
-    """What new rows bring to a layer with an index.
+    """The indexer's values for new rows.
 
     q: [N, heads, size]; k: [N, size], not normed; weights: [N, heads] float32 (float64 for float64), the scale of
     scores included.  rotation: of the first values of q and k.
@@ -77,8 +78,8 @@ class SelectedRows(NamedTuple):
     """The rows that each query attends to.
 
     rows: [B, Q, K] int32, committed rows of the pages in order of position, of which the first `counts` [B, Q] int64
-    exist; the others are the dummy row.  A count is 0 where all committed and staged rows of a request are no more than
-    topk: its queries attend to all that they see.  bits: [B, Q, W] int64, the staged rows, as ancestor bits.
+    exist; the others are the dummy row.  A count is 0 if a request has at most topk committed and staged rows: its
+    queries attend to all rows that they see.  bits: [B, Q, W] int64, the staged rows, as ancestor bits.
     """
 
     rows: Tensor
@@ -87,9 +88,9 @@ class SelectedRows(NamedTuple):
 
 
 def top_rows(scores: Tensor, topk: int) -> Tensor:
-    """[..., N] bool: the topk highest of scores [..., N], all those above -inf where there are fewer.
+    """[..., N] bool: the topk highest of scores [..., N]; if fewer are above -inf, all of these.
 
-    The columns are in order of position: of equal scores, the later ones are taken.
+    The columns are in order of position.  Among equal scores the later ones are taken.
     """
     exists = scores > -torch.inf
     if scores.shape[-1] <= topk:
@@ -138,7 +139,7 @@ def _rotated(x: Tensor, rotation: Rotation, rotary: int, interleaved: bool) -> T
 def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) -> Tensor:
     """[B, Q, C + R] float32: scores of the C positions of the page table, then of the staged rows.
 
-    Those of positions past a request's length are undefined.  -inf for other rows that a query does not see: below
+    Scores of positions past a request's length are undefined.  -inf for other rows that a query does not see: below
     `first`, and staged rows whose bit is not in ancestor_bits [B, Q, W].
     """
     batch, num_staged = keys.staged.shape[:2]

@@ -1,4 +1,4 @@
-"""What a layer that keeps a state does with rows: convolves their inputs, reads, and takes them in.
+"""The operations of a layer that keeps a state: convolve the inputs of rows, compute outputs, update states.
 
 The tables have a row for each slot (cache/states.py).  Everything is computed in float32 (float64 for float64).  On a
 GPU float64 and trees of more than MAX_TREE_ROWS nodes take the references, which have static shapes too.
@@ -34,12 +34,12 @@ MAX_TREE_ROWS = 64
 
 
 class Columns(NamedTuple):
-    """Where a row of projections holds the channels of a convolution, which are those of q, k and v, in this order.
+    """Where a row of projections holds the channels of a convolution: first q's, then k's, then v's.
 
-    heads, k_heads, k_size, v_size: as of cache/layer_spec.py:RecurrentState; heads: 0 for a convolution alone.
-    q, k, v: the columns of the first heads; k_step: from a head of q or k to the next; v_step: from the heads of v that
-    share a head of k to those of the next.  units: whether q and k are divided by their lengths, and q by the root of
-    k_size.
+    heads, k_heads, k_size, v_size: see cache/layer_spec.py:RecurrentState; heads is 0 for a convolution without heads.
+    q, k, v: the columns of the first heads; k_step: columns from one head of q or k to the next; v_step: columns from
+    one group of v's heads to the next (a group shares a head of k).  units: whether q and k are divided by their
+    lengths, and q by the root of k_size.
     """
 
     heads: int
@@ -65,7 +65,7 @@ class Columns(NamedTuple):
         return self.channels - 2 * self.shared if not self.k_heads else self.heads // self.k_heads * self.v_size
 
     def in_order(self, inputs: Tensor) -> Tensor:
-        """[N, channels] of inputs [N, columns]."""
+        """Inputs [N, columns] -> [N, channels], the channels in order."""
         if self.k_step == self.k_size and self.v_step == self.of_group:
             if (self.k, self.v) == (self.q + self.shared, self.q + 2 * self.shared):
                 return inputs[:, self.q : self.q + self.channels]
@@ -77,12 +77,12 @@ class Columns(NamedTuple):
 
     @property
     def of_tail(self) -> tuple[int, ...]:
-        """As kernels/recurrence/inputs.py:input_column takes them."""
+        """The arguments of kernels/recurrence/inputs.py:input_column."""
         return self.q, self.k, self.v, self.k_step, self.v_step, max(self.k_size, 1), self.shared, self.of_group
 
 
 def plain_columns(heads: int, k_heads: int, k_size: int, v_size: int, channels: int, units: bool) -> Columns:
-    """Of inputs whose channels are in order, from column 0 on."""
+    """The Columns of inputs whose channels are in order, from column 0 on."""
     shared, of_group = k_heads * k_size, heads // k_heads * v_size if k_heads else channels
     return Columns(heads, k_heads, k_size, v_size, channels, 0, shared, 2 * shared, k_size, of_group, units)
 
@@ -96,11 +96,11 @@ def strided(values: Tensor, groups: int, step: int, size: int) -> Tensor:
 
 
 class GateInputs(NamedTuple):
-    """What gates are computed from: the decay is exp(-exp(A_log) · t) with t = softplus(decay + dt_bias).
+    """The inputs of gates: the decay is exp(-exp(A_log) · t) with t = softplus(decay + dt_bias).
 
-    decay: [N, columns], in which the heads that share a head of k begin every `step` columns; beta: likewise, of which
-    the sigmoid is taken, or None where t itself is beta (Mamba-2).  A_log, dt_bias: [heads], float32 at least.
-    bounds: of t; None: there is none.
+    decay: [N, columns], in which the heads that share a head of k begin every `step` columns; beta: the same shape,
+    before its sigmoid, or None if t itself is beta (Mamba-2).  A_log, dt_bias: [heads], float32 at least.
+    bounds: the least and the largest t; None: no bound.
     """
 
     decay: Tensor
@@ -112,7 +112,7 @@ class GateInputs(NamedTuple):
     bounds: tuple[float | None, float | None] = (None, None)
 
     def computed(self) -> Tensor:
-        """[N, 2, heads], as StateRows has them."""
+        """The gates [N, 2, heads], as in StateRows."""
         groups, exact = len(self.A_log) // self.share, self.A_log.dtype
         decay = strided(self.decay, groups, self.step, self.share).to(exact)
         t = F.softplus(decay + self.dt_bias)
@@ -125,8 +125,8 @@ class GateInputs(NamedTuple):
 class RowInputs(NamedTuple):
     """The rows of a pass, `width` for each request.
 
-    tail: [rows, taps - 1, channels], of all slots; slots: [B]; parents: [B, width] of a tree, else None.
-    follows: [B] bool, whether the request's rows before are those of the batch row before; None: nowhere.
+    tail: [rows, taps - 1, channels], the tails of all slots; slots: [B]; parents: [B, width] for a tree, else None.
+    follows: [B] bool, whether the batch row before holds the earlier rows of the same request; None: nowhere.
     """
 
     tail: Tensor
@@ -137,9 +137,9 @@ class RowInputs(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What `prepare` fills.  q: [N, k_heads, k_size], k, v, gates: as StateRows, [N, ...] each; without heads v is the
-    convolution's output [N, channels], and the others are None.  inputs: [N, channels], or None where nobody needs
-    them."""
+    """The buffers that `prepare` fills.  q: [N, k_heads, k_size]; k, v, gates: as in StateRows, but [N, ...].  Without
+    heads v is the convolution's output [N, channels], and q, k and gates are None.  inputs: [N, channels], or None if
+    nobody needs them."""
 
     q: Tensor | None
     k: Tensor | None
@@ -159,9 +159,10 @@ class PathRows(NamedTuple):
     """Which rows go into the states.
 
     slots: [B]; source: [B, width], staged rows of each request in order, or None: its own `width` rows.
-    taken: [B], how many rows; marked: [B], of them those before the mark, 0 for no mark; mark_row: [B], the row of
-    the table that gets the state there; None: no marks.  follows, ends: [B] bool, as cache/states.py:StateAccess has
-    them; None: no request has several batch rows.  spare: the row of the table that takes what nobody keeps.
+    taken: [B], how many rows go into the state; marked: [B], how many of them come before the mark, 0 for no mark;
+    mark_row: [B], the row of the table that gets the state at the mark; None: no marks.  follows, ends: [B] bool, as
+    cache/states.py:StateAccess has them; None: no request has several batch rows.  spare: the row of the table that
+    takes what nobody keeps.
     """
 
     slots: Tensor
@@ -179,7 +180,8 @@ class PathRows(NamedTuple):
         return (self.taken,) if self.marked is None else (self.taken, self.marked)
 
     def store(self, values: Tensor, made: Tensor, at_mark: Tensor | None = None) -> None:
-        """Write to the slots what is behind the rows, [B, ...], and to the marks' rows what is behind their rows."""
+        """Write the states after the rows, `made` [B, ...], to the slots, and the states at the marks to the marks'
+        rows."""
         ends = self.taken > 0 if self.ends is None else self.ends
         values.index_copy_(0, self.slots.where(ends, self.spare), made)
         if at_mark is not None:
@@ -234,11 +236,12 @@ def tail_before(ordered: Tensor, rows: RowInputs) -> Tensor:
 def tree_outputs(
     q: Tensor, rows: StateRows, state: StateColumns, bits: Tensor, skip: Tensor | None, delta: bool
 ) -> Tensor:
-    """[B, D, heads, v_size] in v's dtype: the output of each node from its parent's state, behind the slots' states.
+    """[B, D, heads, v_size] in v's dtype: the output of each node from the state after its path, which begins with the
+    slot's state.
 
     q: [B, D, k_heads, k_size]; bits: [B, D, W] int64, ancestor bits; skip: [heads], the factor of v that is added;
-    delta: by the delta rule.  On a GPU a node that brings what is no number spoils its descendants alone, else its
-    whole tree.
+    delta: by the delta rule.  A node with NaN or infinity spoils its descendants on a GPU, and its whole tree
+    elsewhere.
     """
     before, seen = state.table[state.slots], unpack(bits, q.shape[1])
     return _in_dtype(outputs(q, solve(rows, before, seen, delta), before, seen), rows, skip)
@@ -248,7 +251,7 @@ def tree_outputs(
 def chain_outputs(
     q: Tensor, rows: StateRows, state: StateColumns, path: PathRows, skip: Tensor | None, delta: bool
 ) -> Tensor:
-    """[B, R, heads, v_size] in v's dtype: the outputs of a chain of rows, which the slots' states take in."""
+    """[B, R, heads, v_size] in v's dtype: the outputs of a chain of rows, which also change the slots' states."""
     before = state.table[state.slots]
     scan_rows = scan if path.follows is None or not len(q) else _scan_pieces(path.follows)
     scanned = scan_rows(q, rows, before, path.taken, path.marked, delta)
@@ -258,7 +261,7 @@ def chain_outputs(
 
 @op("espalier.kernels.recurrence.path", when=lambda state: _has_kernels(state))
 def commit_states(state: Tensor, rows: StateRows, path: PathRows, delta: bool) -> None:
-    """The slots' states take in paths.
+    """Update the slots' states by the rows of accepted paths.
 
     state: [layers, rows, heads, k_size, v_size]; rows: staged, [layers, n, ...] each.
     """
@@ -272,7 +275,7 @@ def commit_states(state: Tensor, rows: StateRows, path: PathRows, delta: bool) -
 
 @op("espalier.kernels.recurrence.path", when=lambda tail: _has_kernels(tail))
 def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: Columns) -> None:
-    """The tails end in the last inputs taken.
+    """Shift the last inputs of accepted paths into the tails.
 
     tail: [layers, rows, taps - 1, channels]; inputs: [layers, n, columns].
     """
@@ -316,7 +319,7 @@ def _in_dtype(out: Tensor, rows: StateRows, skip: Tensor | None) -> Tensor:
 
 
 def _scan_pieces(follows: Tensor):
-    """As `scan`, one batch row after another: a piece begins with the state behind the one before it."""
+    """Like `scan`, but one batch row after another: a piece begins with the state after the piece before it."""
 
     def scan_rows(
         q: Tensor, rows: StateRows, before: Tensor, count: Tensor, marked: Tensor | None, delta: bool

@@ -1,4 +1,6 @@
-"""Joins ranks on GPUs of one host: small tensors in memory that all reach, inside of CUDA graphs, others by NCCL."""
+"""Joins ranks on GPUs of one host.  Kernels join small tensors in memory that all GPUs reach, also inside of CUDA
+graphs.  NCCL joins larger ones.
+"""
 
 import logging
 from pathlib import Path
@@ -9,10 +11,10 @@ from torch import Tensor
 from espalier.kernels.ranks.memory import PeerMemory, peer_memory
 from espalier.shards import Collectives
 
-# Bytes of a rank's values up to which they are summed in peer memory.  Above, NCCL is not slower: on two H100s 82 µs of
-# 2,048 rows of 4,096 values in bfloat16, one-shot 71 (`python -m lab ranks`).
+# The most bytes of a rank's values that are summed in peer memory.  For more, NCCL is not slower.  On two H100s a sum
+# of this size (2,048 rows of 4,096 values in bfloat16) takes 71 µs one-shot and 82 by NCCL (`python -m lab ranks`).
 PEER_BYTES = 2**24
-# Bytes that a rank reads over NVLink in the time in which ranks meet once more: 3 µs on those H100s.
+# In the time of one meeting of the ranks (3 µs on those H100s), a rank reads this many bytes over NVLink.
 MEETING_BYTES = 2**20
 log = logging.getLogger("espalier")
 
@@ -50,15 +52,16 @@ class PeerCollectives:
         return self.join.gather_columns(self.memory, x, each, size)
 
     def abort(self) -> None:
-        # First: NCCL waits for its own kernels, which may come after one that waits for a rank.
+        # First, because NCCL waits for its own kernels.  They may stand behind a kernel that waits for a rank.
         self.memory.wait_for_nobody()
         self.nccl.abort()
 
 
 def two_shot(parts: Tensor, dtype: torch.dtype, count: int) -> bool:
-    """Whether `count` ranks sum parts [rows, H] or [splits, rows, H] two-shot: they meet once more and read less.
+    """Whether `count` ranks sum parts [rows, H] or [splits, rows, H] two-shot.
 
-    One-shot, a rank reads the values of each other rank; two-shot, its share of them, and the sums.
+    One-shot, a rank reads all values of every other rank.  Two-shot, it reads its share of the values, and then the
+    sums: fewer bytes, but the ranks meet once more.
     """
     rows, size = parts.shape[-2:]
     saved = (count - 1) * (1 - 2 / count)
@@ -66,9 +69,9 @@ def two_shot(parts: Tensor, dtype: torch.dtype, count: int) -> bool:
 
 
 def join_gpus(file: Path, rank: int, count: int, device: torch.device, peer_bytes: int = PEER_BYTES) -> Collectives:
-    """Meet the other ranks.  file, device: of NcclCollectives; peer_bytes: of the largest sum in peer memory.
+    """Meet the other ranks.  file, device: as for NcclCollectives; peer_bytes: of the largest sum in peer memory.
 
-    NCCL alone where a rank cannot map the others' memory; the log says so.
+    If a rank cannot map the others' memory, NCCL joins everything, and the log says so.
     """
     from espalier.shards.nccl import NcclCollectives
 
@@ -78,7 +81,7 @@ def join_gpus(file: Path, rank: int, count: int, device: torch.device, peer_byte
         memory = peer_memory(str(file), nccl.store, rank, count, device, peer_bytes)
     except Exception as error:
         reason = f"{error}".partition("\n")[0]
-    # It also makes sure that all flags are zero before one is set.
+    # After this, the flags of all ranks are zero, so kernels may set them.
     joined = nccl.all_gather(torch.tensor(memory is not None, dtype=torch.int32, device=device))
     if memory is None or not bool(joined.all()):
         log.warning("ranks join by NCCL alone: no memory that all GPUs reach (%s)", reason or "another rank says why")

@@ -1,16 +1,16 @@
-"""The sum of all ranks' rows, alone or fused with the residual addition and the norm, and the gathering of columns.
+"""Kernels that join ranks: the sum of all ranks' rows, alone or with residual and norm, and the gathering of columns.
 
-Ranks meet inside of the kernels: a program writes its rank's values into its slot, tells the programs of the same
-number on the other ranks, and waits for theirs (`_meet`).
+Ranks meet inside of the kernels (`_meet`).  Programs of the same number on all ranks work together.  A program writes
+its rank's values into its slot, sets a flag on every other rank, and waits for the flags of the others.
 
 - One-shot: each rank reads the rows of all ranks.
-- Two-shot: each rank sums a part of the columns and writes it to all ranks.  Ranks meet twice, and less is read.
+- Two-shot: each rank sums a part of the columns and writes the sums to all ranks.  Ranks meet twice, and read less.
 
 Sums are in the order of the ranks, in float32 (float64 for float64), rounded once.  So both ways give all ranks the
 bits of espalier/shards/gloo.py.
 
-A slot is written again at its program's next use but one.  By then every rank has begun the use between, and so has
-read what it held.
+A program has two slots and uses them in turn.  So it writes a slot again after one other use.  In that use it met the
+other ranks, which had then read the slot.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # Columns that a program gathers at a time.
 GATHERED = 2048
-# Waiting threads look at the host's memory, which is far away, once in so many looks at their own.
+# While a thread waits for a flag, it reads the host's stop word only once in 4,096 looks: host memory is slow to read.
 _SIGNAL = """{
 .reg .pred live;
 setp.ne.u32 live, $3, 0;
@@ -61,9 +61,9 @@ SIGNAL, WAIT = tl.constexpr(_SIGNAL), tl.constexpr(_WAIT)
 
 @kernel
 def _meet(memory_ptr, stop_ptr, rank, program, mark, WORLD: tl.constexpr, LANES: tl.constexpr):
-    """Wait until the programs of this number on all ranks have come to `mark`.  What they wrote before can be read.
+    """Wait until the programs of this number on all ranks have set their flag to `mark`.
 
-    LANES: the threads of the program; one for each rank signals and waits.
+    Then their earlier writes can be read.  LANES: threads of the program; one for each rank sets a flag and waits.
     """
     tl.debug_barrier()
     peer = tl.arange(0, LANES)
@@ -79,7 +79,7 @@ def _meet(memory_ptr, stop_ptr, rank, program, mark, WORLD: tl.constexpr, LANES:
 
 @kernel
 def _values_at(address, TYPE: tl.constexpr):
-    """A pointer to values at an address, of which 16 is a divisor."""
+    """A pointer to values at an address that is a multiple of 16."""
     return tl.multiple_of(address.to(tl.pointer_type(TYPE)), 16)
 
 
@@ -102,9 +102,9 @@ def _sum_kernel(
     OWN: tl.constexpr, BLOCK_OWN: tl.constexpr, ROW_BYTES: tl.constexpr, WORLD: tl.constexpr,
     FLAGS: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out: the sum over the ranks, or with a residual the norm of residual + sum, which goes to sum_ptr.
+    """Without a residual, out is the sum over the ranks.  With one, sum_ptr gets residual + sum, and out its norm.
 
-    OWN: columns that each rank sums in the two-shot way; 0: one-shot.
+    OWN: how many columns each rank sums two-shot; 0: one-shot.
     """
     pdl_trigger_and_wait(DEPENDENT)
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
@@ -142,7 +142,7 @@ def _sum_kernel(
         if residual_ptr is not None:
             weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(EXACT)
             residual = tl.load(residual_ptr + row * residual_row_stride + column, mask=mask, other=0.0)
-            # As norm.py: the norm is of the values that the residual stream holds.
+            # Rounded first, as in norm.py: the norm reads the values that the residual stream holds.
             x = (residual.to(EXACT) + total.to(EXACT)).to(TYPE)
             tl.store(sum_ptr + at, x, mask=mask, eviction_policy="evict_last")
             x = x.to(EXACT)
@@ -164,7 +164,7 @@ def sum_rows(memory: PeerMemory, parts: Tensor, dtype: torch.dtype, two_shot: bo
 def sum_add_norm(
     memory: PeerMemory, parts: Tensor, residual: Tensor, weight: Tensor, eps: float, two_shot: bool
 ) -> tuple[Tensor, Tensor]:
-    """As espalier/kernels/ops/norm.py:add_rms_norm of `sum_rows`: the same sum to the bit."""
+    """(residual + sum, its norm), as espalier/kernels/ops/norm.py:add_rms_norm.  The sum has the bits of `sum_rows`."""
     total, out = (residual.new_empty(residual.shape) for _ in range(2))
     _launch_sum(memory, parts, out, two_shot, residual, weight, eps, total)
     return total, out
@@ -206,7 +206,7 @@ def _gather_kernel(
     EACH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr, WORLD: tl.constexpr,
     FLAGS: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, size]: the columns of all ranks side by side, EACH of every rank but the last ones."""
+    """out [rows, size]: the columns of all ranks side by side.  Each rank has EACH; the last ones may have fewer."""
     pdl_trigger_and_wait(DEPENDENT)
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
     BLOCKS: tl.constexpr = (EACH + BLOCK - 1) // BLOCK
@@ -234,7 +234,7 @@ def _gather_kernel(
 
 
 def gather_columns(memory: PeerMemory, x: Tensor, each: int, size: int) -> Tensor:
-    """As espalier/shards/base.py:Collectives.gather_columns."""
+    """Collectives.gather_columns of espalier/shards/base.py."""
     rows, own_size = x.shape
     out = x.new_empty(rows, size)
     _gather_kernel[(min(rows * -(-each // GATHERED), PROGRAMS),)](
@@ -251,6 +251,6 @@ def gathers(memory: PeerMemory, x: Tensor, each: int) -> bool:
 
 
 def _shared(memory: PeerMemory, warps: int) -> dict[str, object]:
-    """The arguments by which ranks meet."""
+    """The arguments of both kernels that `_meet` and the slots need."""
     sizes = {"FLAGS": FLAGS_BYTES, "SLOT": memory.slot_bytes, "SLOTS": PROGRAMS}
     return {**sizes, "WORLD": memory.count, "LANES": 32 * warps, **pdl_arguments(chip(memory.addresses))}

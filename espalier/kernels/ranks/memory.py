@@ -1,7 +1,7 @@
 """Memory on each rank's GPU that the GPUs of all ranks read and write, through PyTorch's symmetric memory.
 
-A rank's memory begins with flags, by which programs of the same number meet.  Each program has a slot in two areas: the
-rank's own values, and what the ranks have summed.  Both are there twice, and used in turn.
+A rank's memory begins with flags, with which programs of the same number on all ranks meet.  Then come slots for each
+program: two for the rank's values and two for sums.  A program uses the two in turn.
 """
 
 import os
@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Store
 
-# The most programs that meet, and the most ranks.
+# The most programs of a kernel that joins ranks, and the most ranks.
 PROGRAMS, MAX_RANKS = 128, 16
 FLAGS_BYTES = PROGRAMS * MAX_RANKS * torch.int32.itemsize
-# NVLink's multicast is never used: a program that ends while it does may block the GPUs of its host.
+# NVLink's multicast is never used: a process that ends while it uses multicast may block the GPUs of its host.
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """addresses: [ranks] int64, where each rank's memory begins; uses: [PROGRAMS] int32, how often each program of this
-    rank has met its peers; stop: [1] int32 in host memory, not zero if nobody is to be waited for; held: what keeps the
-    memory mapped.
+    """addresses: [ranks] int64, where each rank's memory begins; uses: [PROGRAMS] int32, in how many launches each
+    program of this rank has met its peers; stop: [1] int32 in host memory, nonzero to end all waiting; held: objects
+    that keep the memory mapped.
     """
 
     rank: int
@@ -44,39 +44,42 @@ class PeerMemory:
         return PROGRAMS * self.slot_bytes
 
     def wait_for_nobody(self) -> None:
-        """End the waiting of kernels, with wrong results.  Without a call of CUDA, which might wait for them."""
+        """Let kernels stop waiting.  Their results are wrong.  Calls no CUDA function, which might wait for them."""
         self.stop.numpy()[0] = 1
 
 
 class CountedAnew(Store):
-    """A store for one rendezvous.  PyTorch numbers the steps of all rendezvous of a process, so the numbers of a
-    process that has joined ranks before differ from those of a new one.  Here they count from the first."""
+    """A store for one rendezvous, which numbers its steps from 0.
+
+    PyTorch goes on counting over all rendezvous of a process.  So a process that has joined ranks before would have
+    other step numbers than a new process.
+    """
 
     def __init__(self, store: Store) -> None:
         super().__init__()
         self.store = store
         self.first: int | None = None
 
-    def _own(self, key: str) -> str:
+    def _own_key(self, key: str) -> str:
         name, step, rank = key.rsplit("/", 2)
         self.first = int(step) if self.first is None else self.first
         return f"{name}/{int(step) - self.first}/{rank}"
 
     def set(self, key: str, value: Any) -> None:
-        self.store.set(self._own(key), value)
+        self.store.set(self._own_key(key), value)
 
     def get(self, key: str) -> bytes:
-        return self.store.get(self._own(key))
+        return self.store.get(self._own_key(key))
 
     def wait(self, keys: list[str], *timeout: Any) -> None:
-        self.store.wait([self._own(key) for key in keys], *timeout)
+        self.store.wait([self._own_key(key) for key in keys], *timeout)
 
 
 def peer_memory(name: str, store: Store, rank: int, count: int, device: torch.device, most_bytes: int) -> PeerMemory:
-    """Map the memory of all ranks.  Every rank calls it, with a store of all and a name that was not used before.
+    """Map the memory of all ranks.  Every rank calls this, with a store that all share and a name not used before.
 
-    The flags are zero, but not on every rank, when this returns: the ranks must meet before they use them.
-    Raises RuntimeError, among others, where the GPUs do not reach one another.
+    Then this rank's flags are zero; those of other ranks may not be yet, so ranks must meet before kernels use them.
+    Raises RuntimeError if the GPUs do not reach one another, and PyTorch's own errors.
     """
     from torch.distributed._symmetric_memory import _SymmetricMemory
 
@@ -104,8 +107,10 @@ def peer_memory(name: str, store: Store, rank: int, count: int, device: torch.de
 
 
 def register(name: str, store: Store, rank: int, count: int) -> ProcessGroup:
-    """Tell PyTorch who meets under this name.  Later versions read it of the process group, which the caller keeps,
-    earlier ones of a table."""
+    """Tell PyTorch which ranks meet under this name.
+
+    Later versions of PyTorch read this from the process group, which the caller keeps; earlier versions from a table.
+    """
     from torch._C._distributed_c10d import _register_process_group
     from torch.distributed._symmetric_memory import _SymmetricMemory
 

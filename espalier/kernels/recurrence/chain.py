@@ -1,9 +1,9 @@
-"""Prompts: chunks of CHUNK rows, whose state goes from one to the next (Yang et al. 2024, arXiv:2406.06484).
+"""The outputs and states of prompts, in chunks of CHUNK rows (Yang et al. 2024, arXiv:2406.06484).
 
-First, for all chunks and heads at once, the products of keys and queries, and the inverse of I + A, a lower triangle.
-The inverse of a matrix of blocks, [[P, 0], [C, R]], is [[P', 0], [-R' C P', R']]: blocks of 1, 2, 4, ... rows become
-blocks of twice as many in two products, and no step depends on a row.  Then one program for each part of a head's state
-goes over the chunks, and holds that part from the first to the last.
+The first kernel takes all chunks and heads at once.  It multiplies keys and queries, and inverts I + A, a lower
+triangle.  The inverse of [[P, 0], [C, R]] is [[P', 0], [-R' C P', R']].  So two products turn inverses of blocks of n
+rows into those of blocks of 2n rows: n = 1, 2, 4, ...  In the second kernel a program holds a part of a head's state,
+and goes over the chunks in order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 @kernel
 def _rows_of_chunk(request, chunk, rows, count_ptr, CHUNK: tl.constexpr):
-    """(places of the chunk's rows, whether there is such a row, whether it exists)."""
+    """For each row of the chunk: (its place, whether it is in the batch row, whether it is no padding)."""
     within = chunk * CHUNK + tl.arange(0, CHUNK)
     return request * rows + within, within < rows, within < tl.load(count_ptr + request)
 
@@ -34,8 +34,8 @@ def _products_kernel(
     PRECISION: tl.constexpr, OUT_PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk and a head: the decay from the chunk's start to each row; beta times the inverse; the queries' scores.
-    Rows that do not exist bring nothing."""
+    """For each chunk and head: the log-decay from the chunk's start to each row, the inverse times beta, and the
+    queries' scores.  Rows of padding add nothing."""
     pdl_trigger_and_wait(DEPENDENT)
     head, chunk, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     row, is_row, exists = _rows_of_chunk(request, chunk, rows, count_ptr, CHUNK)
@@ -77,7 +77,7 @@ def _chain_kernel(
     EXACT: tl.constexpr, PRECISION: tl.constexpr, OUT_PRECISION: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """follows_ptr: None, or whether a request of the batch holds the rows behind those of the one before it."""
+    """follows_ptr: None, or for each batch row whether it continues the piece of a prompt in the batch row before."""
     pdl_trigger_and_wait(DEPENDENT)
     v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
     head, first = tl.program_id(0) // v_blocks, tl.program_id(1).to(tl.int64)
@@ -146,7 +146,7 @@ def chain_outputs(
     skip: Tensor | None,
     delta: bool,
 ) -> Tensor:
-    """Tolerance: as tree_outputs, times the condition of a chunk's system."""
+    """Tolerance: that of tree_outputs times the condition number of a chunk's system."""
     k, v, gates = (x.contiguous() for x in rows)
     q = q.contiguous()
     (batch, count, heads, v_size), (k_heads, k_size) = v.shape, k.shape[2:]

@@ -1,4 +1,4 @@
-"""The norm of what heads read, with its gate: a launch for both.
+"""The norm of the heads' outputs and their gate, in one launch.
 
 Grid: (blocks of rows, groups).  Computed in float32 (float64 for float64), rounded where the reference rounds.
 """
@@ -14,7 +14,7 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# Values that a program holds at least, where there are as many.
+# A program takes so many rows that it holds at least VALUES values.
 VALUES = 512
 
 

@@ -1,7 +1,7 @@
-"""What rows bring to a state: the short convolution of their inputs along their own paths, then lengths and gates.
+"""Computes the q, k, v and gates of new rows: a short convolution along each row's path, then norms and gates.
 
 Grid: (blocks of rows, heads of q, k and v).  A program convolves one head's channels, divides a head of q or k by its
-length, and computes the gates of a head of v.  A row that a launch only pads is computed like the others.
+length, and computes the gates of a head of v.  Rows of padding are computed too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
-# Channels of a program of a convolution alone.
+# Channels of a program if the layer is a convolution without heads.
 BLOCK_C = 128
 
 
@@ -24,7 +24,7 @@ def input_column(
     channel, Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
     K_SIZE: tl.constexpr, SHARED: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The column of a channel.  SHARED: channels of q; GROUP: of the heads of v that share a head of k."""
+    """The column of a channel.  SHARED: channels of q; GROUP: channels of the heads of v that share a head of k."""
     of_v = channel - 2 * SHARED
     column = V_AT + of_v // GROUP * V_STEP + of_v % GROUP
     if SHARED:
@@ -36,7 +36,7 @@ def input_column(
 
 @kernel
 def softplus(x):
-    """log(1 + exp(x)).  1 + exp(x) is rounded: the factor makes up for it (Kahan)."""
+    """log(1 + exp(x)).  The factor corrects the rounding of 1 + exp(x) (Kahan)."""
     y = tl.exp(tl.where(x > 20.0, 20.0, x))
     u = 1.0 + y
     return tl.where(x > 20.0, x, tl.where(u == 1.0, y, tl.log(u) * (y / tl.where(u == 1.0, 1.0, u - 1.0))))
@@ -104,7 +104,7 @@ def _q_or_k(
     K_STEP: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, UNITS: tl.constexpr, EPS: tl.constexpr,
     EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A head of q or k.  part: of those of q, then of k."""
+    """One head of q or k.  part: the head's number if q's heads are counted first, then k's."""
     of_head = tl.arange(0, BLOCK)
     is_channel = of_head < K_SIZE
     is_q = part < K_HEADS
@@ -135,7 +135,7 @@ def _v_and_gates(
     V_AT: tl.constexpr, V_STEP: tl.constexpr, GATE_STEP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     TAPS: tl.constexpr, SILU: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A head of v and its gates, or channels of a convolution alone.  FIRST: the first channel of v."""
+    """One head of v and its gates, or channels of a convolution without heads.  FIRST: the first channel of v."""
     of_head = tl.arange(0, BLOCK)
     channel = FIRST + head * V_SIZE + of_head
     is_channel = (of_head < V_SIZE) & (channel < CHANNELS)
@@ -166,8 +166,8 @@ def _prepare_kernel(
     UNITS: tl.constexpr, EPS: tl.constexpr, EXACT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Channels and columns: as in ops/states.py:Columns.  Waits first and triggers then: the kernel behind it may read
-    states before it waits (tree.py)."""
+    """Channels and columns: see ops/states.py:Columns.  The next kernel may read states before it waits (tree.py), so
+    this one waits before it triggers that kernel."""
     pdl_wait(DEPENDENT)
     pdl_trigger(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -200,7 +200,7 @@ def _prepare_kernel(
 def prepare(
     inputs: Tensor, gates: GateInputs | None, conv: ShortConv, columns: Columns, rows: RowInputs, out: Prepared
 ) -> None:
-    """Tolerance: an ulp of the inputs' dtype behind the convolution, then an ulp of float32 (float64 for float64)."""
+    """Tolerance: an ulp of the inputs' dtype after the convolution, then an ulp of float32 (float64 for float64)."""
     num_rows = len(inputs)
     if not num_rows:
         return

@@ -1,8 +1,8 @@
-"""Commits: the rows of accepted paths go into the states, and their inputs into the tails of the convolutions.
+"""Commits accepted paths: updates the states by their rows, and the tails of the convolutions by their inputs.
 
-A state takes in one row after another, in float32 (float64 for float64) and always in the same order of operations, so
-that it does not depend on how a text was cut into rounds.  Each program holds a part of a state in registers, and reads
-and writes it once.  Grid: (parts of a state, requests, layers).
+Rows are applied to a state one after another, in float32 (float64 for float64), with the same operations in the same
+order.  So a state does not depend on how a text was cut into rounds.  Each program holds a part of a state in
+registers, and reads and writes it once.  Grid: (parts of a state, requests, layers).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# Columns of a state that a program holds; channels of a tail.
+# Columns of a state, and channels of a tail, that a program holds.
 BLOCK_V, BLOCK_C = 32, 256
 
 
@@ -56,7 +56,7 @@ def _commit_states_kernel(
             if DELTA:
                 v -= tl.sum(state * k[:, None], 0)
             state += k[:, None] * (beta * v)[None, :]
-            # Both conditions of one `and` would be compiled, so the second one stands alone.
+            # With `and`, Triton would compile the second condition even if there is no mark.
             if marked_ptr is not None:  # noqa: SIM102
                 if i + 1 == marked:
                     mark_row = tl.load(mark_row_ptr + request)
@@ -65,7 +65,7 @@ def _commit_states_kernel(
 
 
 def commit_states(state: Tensor, rows: tuple[Tensor, Tensor, Tensor], path: PathRows, delta: bool) -> None:
-    """Tolerance: a unit in the last place of float32 for each row, times the condition of the delta rule's system."""
+    """Tolerance: an ulp of float32 for each row, times the condition number of the delta rule's system."""
     k, v, gates = rows
     layers, _, heads, k_size, v_size = state.shape
     _require_rows_contiguous(state, k, v, gates)
@@ -105,8 +105,8 @@ def _commit_tails_kernel(
     K_STEP: tl.constexpr, V_STEP: tl.constexpr, K_SIZE: tl.constexpr, SHARED: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """source_ptr: None, or rows of x are `width` for each request.  follows_ptr, ends_ptr: None outside of passes whose
-    requests may have several pieces."""
+    """source_ptr: None if x has `width` rows for each request in order.  follows_ptr, ends_ptr: None unless the pass
+    may have several pieces of a request."""
     pdl_trigger_and_wait(DEPENDENT)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     request, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -116,7 +116,7 @@ def _commit_tails_kernel(
     tail_ptr += layer * tail_layer
     slot = tl.load(slot_ptr + request)
     before = tail_ptr + slot * TAIL * CHANNELS + channel
-    # The mark's first: the second overwrites what it reads.
+    # The mark's tail is written first, because writing the slot's tail overwrites the old inputs.
     for turn in tl.static_range(2):
         if turn == 0:
             count = tl.load(marked_ptr + request) if marked_ptr is not None else 0
@@ -127,7 +127,7 @@ def _commit_tails_kernel(
                 count = tl.where(tl.load(ends_ptr + request), count, 0)
             after = tail_ptr + slot * TAIL * CHANNELS
         if count > 0:
-            # In order: each place is read before it is written.
+            # Ascending, so that each place is read before it is written.
             for i in tl.static_range(TAIL):
                 at = count - TAIL + i
                 row = request * width + at
@@ -140,7 +140,7 @@ def _commit_tails_kernel(
 
 
 def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: Columns) -> None:
-    """Copies, so the result equals the reference's."""
+    """It only copies, so the result equals the reference's."""
     layers, _, kept, channels = tail.shape
     batch = len(path.slots)
     if not kept or not batch:

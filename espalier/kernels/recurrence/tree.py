@@ -1,16 +1,15 @@
 """The outputs of a tree's nodes from the state behind its prefix, which is read once and never written.
 
-Grid: (parts of a state, requests).  A program holds K_SIZE x BLOCK_V values of a head's state, and all nodes.  What
-nodes add is the solution x of (I + A) x = b, with A nonzero at ancestors alone: x = b - A x is repeated as often as the
-tree is deep.  A row is right once its ancestors are, so a shallow tree takes few small products, no matter how many
-nodes it has, and no error is carried on.
+Grid: (parts of a state, requests).  A program holds K_SIZE x BLOCK_V values of a head's state, and all nodes.  The
+nodes' additions to the state are the solution x of (I + A) x = b.  A is nonzero only at a node's ancestors.  The kernel
+repeats x = b - A x once for each depth of the tree.  A node is exact one step after its ancestors, so a shallow tree
+takes few small products, no matter how many nodes it has, and errors do not add up.
 
-Arithmetic of a head of 128 x 128 for D nodes, in units of 2 · 128 · 128 FLOP, by tensor cores: D for each of S k and
-S q, D² / 128 for each of k k, k q, and the sum over ancestors, and depth · D² / 128 for the solution.  One node after
-another it would be 3 D of fused multiply-adds outside of tensor cores and as many sums across threads as nodes, and a
-state for each depth.  At D = 16 and depth 4: 48 and 48, where tensor cores are four times as fast at three products
-for each (tf32x3); at D = 64: 384 and 192.  The state takes 64 KiB, which is 2.7 µs of a multiprocessor's share of
-memory bandwidth.
+The work for a head of 128 x 128 and D nodes, in units of 2 · 128 · 128 FLOP on tensor cores: D each for S k and S q,
+D² / 128 each for k k, k q and the sum over ancestors, and depth · D² / 128 for the solution.  One node after another
+would take 3 D outside of tensor cores, a sum across threads for each node, and a state for each depth.  At D = 16 and
+depth 4 both are 48, and tensor cores are four times as fast, with three products for each (tf32x3).  At D = 64 they are
+384 and 192.  The state has 64 KiB, which a multiprocessor's share of memory bandwidth reads in 2.7 µs.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
 # The smallest block that tensor cores take.
 SMALLEST = 16
-# Of products behind a state: three terms of TF32.
+# The precision of products that read or change a state: three terms of TF32.
 PRECISION = "tf32x3"
 
 
@@ -44,7 +43,8 @@ def _tree_kernel(
     head, request = tl.program_id(0) // v_blocks, tl.program_id(1).to(tl.int64)
     key, value = tl.arange(0, BLOCK_K), tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     is_key, is_value = key < K_SIZE, value < V_SIZE
-    # The state first: the kernel before this one writes none, and waited for those before it.
+    # The state can be read before waiting.  The kernel before this one writes no state, and it waited for the kernels
+    # that do.
     slot = tl.load(slot_ptr + request)
     state = tl.load(
         state_ptr + ((slot * HEADS + head) * K_SIZE + key[:, None]) * V_SIZE + value[None, :],
@@ -64,7 +64,8 @@ def _tree_kernel(
     v_place = (row * HEADS + head)[:, None] * V_SIZE + value[None, :]
     k = tl.load(k_ptr + k_place, mask=is_node[:, None] & is_key[None, :], other=0.0).to(EXACT)
     v = tl.load(v_ptr + v_place, mask=is_node[:, None] & is_value[None, :], other=0.0).to(EXACT)
-    # Products would carry what is no number to nodes that do not see it: it is left out, and comes back at the end.
+    # Products would carry NaN and infinity to nodes that do not see them.  So they are replaced by zeros here, and put
+    # back at the end.
     is_bad = ~(
         (tl.sum(k * 0.0, 1) == 0.0) & (tl.sum(v * 0.0, 1) == 0.0) & (log_decay * 0.0 == 0.0) & (beta * 0.0 == 0.0)
     )
@@ -97,8 +98,8 @@ def _tree_kernel(
 def tree_outputs(
     q: Tensor, rows: tuple[Tensor, Tensor, Tensor], state: StateColumns, bits: Tensor, skip: Tensor | None, delta: bool
 ) -> Tensor:
-    """Tolerance: as products of three terms of TF32 differ from those of float32; those that only outputs take have one
-    term if the model's dtype is coarser."""
+    """Tolerance: the error of products of three terms of TF32.  Products that only outputs read have one term if the
+    model's dtype is coarser than TF32."""
     k, v, gates = rows
     batch, count, heads, v_size = v.shape
     table, slots = state
@@ -141,8 +142,8 @@ def tree_outputs(
 
 
 class Config(NamedTuple):
-    """Of a launch.  block_v: columns of a state for each program; precision: of the products behind a state, and
-    out_precision of those that outputs alone take, as Triton names them."""
+    """Launch parameters.  block_v: columns of a state for each program; precision: Triton's name for the precision of
+    products that read or change a state; out_precision: for products that only outputs read."""
 
     block_v: int
     num_warps: int
@@ -151,8 +152,8 @@ class Config(NamedTuple):
 
 
 def choose_config(v_size: int, heads: int, block_r: int, dtype: torch.dtype, processors: int) -> Config:
-    """heads: of all requests.  Few heads are cut into more parts, so that every multiprocessor reads; those of many
-    nodes into fewer, because each part multiplies the keys again."""
+    """heads: the sum over requests.  If there are few heads, each is cut into more parts, so that all multiprocessors
+    read.  If a tree has many nodes, a head is cut into fewer, because each part multiplies the keys again."""
     largest = 64 if SMALLEST < block_r < MAX_TREE_ROWS and heads >= 2 * processors else 32
     block_v = max(min(power_of_two(v_size), largest), SMALLEST)
     # Products of one term of TF32 are finer than the rounding of outputs to 16 bits.

@@ -6,7 +6,7 @@ from espalier.errors import EspalierError, shown
 from espalier.models.config import Raw, Windows
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-# By type of layer, the field that older configs have for the base of its RoPE, and its default.
+# Type of layer -> (the field that older configs have for the base of its RoPE, the default base).
 Bases = Mapping[str, tuple[str, float]]
 
 

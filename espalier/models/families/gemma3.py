@@ -12,7 +12,7 @@ BASES: Bases = {
 }
 
 
-def _kinds(full: Raw) -> list[str]:
+def _layer_types(full: Raw) -> list[str]:
     """The type of each layer: of `layer_types`; without it, every sliding_window_pattern-th has full attention."""
     every = full["sliding_window_pattern"]
     is_number = isinstance(every, int) and not isinstance(every, bool) and every > 0
@@ -39,13 +39,13 @@ FAMILY = Family(
         "sliding_window_pattern": 6,
         "rope_local_base_freq": None,
     },
-    windows=lambda full: windows_of(full, _kinds(full)),
+    windows=lambda full: windows_of(full, _layer_types(full)),
     qk_norm=True,
     layer_norms=FOUR_NORMS,
     norm_offset=1.0,
     embedding_scale=lambda full: float(full["hidden_size"] ** 0.5),
     softmax_scale=lambda full: positive(full, "query_pre_attn_scalar") ** -0.5,
-    ropes=lambda full: ropes_of(full, _kinds(full), BASES),
+    ropes=lambda full: ropes_of(full, _layer_types(full), BASES),
     honours=("query_pre_attn_scalar",),
     activation_field="hidden_activation",
     multimodal=("Gemma3ForConditionalGeneration",),

@@ -32,11 +32,11 @@ ROPES: Mapping[str, Raw] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
-# What may differ by layer in per_layer_config.
+# The fields that may differ by layer in per_layer_config.
 BY_LAYER = ("head_dim", "num_key_value_heads")
 
 
-def _kinds(full: Raw) -> list[str]:
+def _layer_types(full: Raw) -> list[str]:
     """The type of each layer: of `layer_types`; without it, every sixth and the last have full attention."""
     return kinds_of(full, lambda layer: layer % 6 == 0 or layer == full["num_hidden_layers"])
 
@@ -48,7 +48,7 @@ def _windows(full: Raw) -> Windows:
     window = full["sliding_window"]
     if not isinstance(window, int) or window < 1:
         raise EspalierError(f"sliding_window = {shown(window)}; sliding layers need a positive integer; correct it")
-    kinds = _kinds(full)
+    kinds = _layer_types(full)
     if kinds and kinds[-1] != FULL:
         raise EspalierError(f"layer_types ends with {shown(kinds[-1])}; Gemma 4 ends with {FULL!r}; correct it")
     return tuple(window if kind == SLIDING else None for kind in kinds)
@@ -60,7 +60,7 @@ def _sizes(full: Raw) -> list[Raw]:
     `per_layer_config` says so, in what transformers writes; in published files, global_head_dim and
     num_global_key_value_heads.
     """
-    by_layer, kinds = full.get("per_layer_config"), _kinds(full)
+    by_layer, kinds = full.get("per_layer_config"), _layer_types(full)
     if by_layer is None:
         of_full = {"head_dim": full["global_head_dim"]}
         if full["attention_k_eq_v"] and full["num_global_key_value_heads"] is not None:
@@ -76,7 +76,7 @@ def _sizes(full: Raw) -> list[Raw]:
 
 def _ropes(full: Raw) -> list[Raw]:
     """The RoPE of each layer, by its type, over the heads that the layer has."""
-    kinds, given = _kinds(full), full.get("rope_parameters") or ROPES
+    kinds, given = _layer_types(full), full.get("rope_parameters") or ROPES
     for name in ("rope_theta", "rope_scaling"):
         if full.get(name) is not None:
             raise EspalierError(f"{name} = {shown(full[name])} has no effect in Gemma 4; set it in rope_parameters")
@@ -92,7 +92,8 @@ def _ropes(full: Raw) -> list[Raw]:
 
 
 def _rotating_all(parameters: Raw) -> Raw:
-    """Without the rotated share, which transformers' Gemma 4 does not read beside the type `default`."""
+    """The parameters without `partial_rotary_factor` if the type is `default`: transformers' Gemma 4 ignores it
+    there."""
     is_default = parameters.get("rope_type", "default") == "default"
     return {name: value for name, value in parameters.items() if not (is_default and name == "partial_rotary_factor")}
 
@@ -115,7 +116,7 @@ def _experts(full: Raw) -> Experts | None:
 
 def _specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     full, specs = config.raw, list[LayerSpec]()
-    kinds, shared = _kinds(full), full["num_kv_shared_layers"] or 0
+    kinds, shared = _layer_types(full), full["num_kv_shared_layers"] or 0
     if not isinstance(shared, int) or not 0 <= shared < config.num_layers:
         raise EspalierError(
             f"{config.path}: num_kv_shared_layers = {shown(shared)} of {config.num_layers} layers; fewer than the "

@@ -1,7 +1,7 @@
 """The families with the experts of DeepSeek-V3 and other attention: GLM-4.5, 4.6, 4.7, GLM-4.7-Flash, dots.llm1.
 
-GLM-4.5, 4.6 and 4.7 have K and V heads, of which half is rotated.  GLM-4.7-Flash has latent attention.  dots.llm1 has
-the attention of Qwen3.
+GLM-4.5, 4.6 and 4.7 have K and V heads, and rotate half of the values of a head.  GLM-4.7-Flash has latent attention.
+dots.llm1 has the attention of Qwen3.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
-"""Granite 3 and 4, dense and with experts: factors of embeddings, of blocks' outputs, of scores and of logits.
+"""Granite 3 and 4, dense and with experts: embeddings, blocks' outputs, scores and logits have factors.
 
-Granite 4 is `granitemoehybrid`.  Its models without experts have the shared expert as their MLP.  Those with layers
-that keep recurrent state are refused.
+Granite 4 is `granitemoehybrid`.  Its models without experts have the shared expert as their MLP.  Configs with
+recurrent layers are refused.
 """
 
 from dataclasses import replace

@@ -23,7 +23,7 @@ BASES: Bases = {FULL: ("", 5e5), SLIDING: ("", 1e4)}
 PER_HEAD, PER_VALUE = (True, "per-head"), ("per-element",)
 
 
-def _kinds(full: Raw) -> list[str]:
+def _layer_types(full: Raw) -> list[str]:
     return kinds_of(full, lambda layer: True)
 
 
@@ -48,7 +48,7 @@ def _windows(full: Raw) -> Windows:
         raise EspalierError(
             f"gating = {shown(full['gating'])} is not supported, only true, 'per-head' or 'per-element'"
         )
-    return windows_of(full, _kinds(full))
+    return windows_of(full, _layer_types(full))
 
 
 def _experts(full: Raw) -> Experts:
@@ -115,7 +115,7 @@ FAMILY = Family(
     },
     windows=_windows,
     qk_norm=True,
-    ropes=lambda full: ropes_of(full, _kinds(full), BASES),
+    ropes=lambda full: ropes_of(full, _layer_types(full), BASES),
     experts=_experts,
     load_layer=_load_layer,
     layer_specs=_layer_specs,

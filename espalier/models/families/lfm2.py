@@ -38,7 +38,7 @@ def _check(full: Raw) -> Windows:
     return attention_in_some_layer(full)
 
 
-def _inner(config: ModelConfig) -> int:
+def _mlp_size(config: ModelConfig) -> int:
     """The size of the MLP, which the config may give before it is adjusted."""
     size, raw = config.intermediate_size, config.raw
     if not raw["block_auto_adjust_ff_dim"]:
@@ -57,7 +57,7 @@ def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> DecoderLayer:
     """As espalier/models/config.py:LoadLayer."""
-    hidden, inner = config.hidden_size, _inner(config)
+    hidden, inner = config.hidden_size, _mlp_size(config)
     norms = [weights.norm(f"{prefix}{name}_norm", hidden, config.rms_norm_eps) for name in ("operator", "ffn")]
     under = f"{prefix}feed_forward."
     gate_up = weights.linear(under, ("w1", "w3"), (inner, inner), hidden, bias=False)

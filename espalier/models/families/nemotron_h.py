@@ -26,15 +26,15 @@ from espalier.models.weight_formats import dense_weight
 from espalier.models.weights import Weights
 
 MOE, MLP = "moe", "mlp"
-# Of hybrid_override_pattern, and of older configs' lists.
+# The kinds of layers, by the letters of hybrid_override_pattern and by the names in older configs' lists.
 KINDS = {"M": LINEAR, "*": FULL, "E": MOE, "-": MLP, "mamba": LINEAR, "attention": FULL}
 COUNTS = ("mamba_num_heads", "n_groups", "ssm_state_size", "mamba_head_dim", "conv_kernel")
 RENAMED = {"layer_norm_epsilon": "rms_norm_eps", "layers_block_type": "layer_types"}
 
 
 def _own_fields(raw: Raw) -> Raw:
-    """The fields under the names of other families, with a type for each layer.  What a config calls rms_norm_eps is no
-    field of this family: transformers does not read it."""
+    """The fields under the names of other families, with a type for each layer.  rms_norm_eps is left out, because
+    transformers does not read it in this family."""
     own = {name: value for name, value in raw.items() if name != "rms_norm_eps"}
     fields = with_limits({**own, **{other: raw[name] for name, other in RENAMED.items() if name in raw}})
     types = fields.get("layer_types") or raw.get("hybrid_override_pattern")

@@ -9,7 +9,7 @@ from espalier.models.families.llama import FAMILY as LLAMA
 BASES: Bases = {FULL: ("rope_theta", 5e5), SLIDING: ("rope_theta", 5e5)}
 
 
-def _kinds(full: Raw) -> list[str]:
+def _layer_types(full: Raw) -> list[str]:
     """The type of each layer; without `layer_types`, every fourth has full attention."""
     return kinds_of(full, lambda layer: layer % 4 == 0)
 
@@ -29,6 +29,6 @@ OLMO3 = replace(
     architecture="Olmo3ForCausalLM",
     model_type="olmo3",
     defaults={**OLMO2.defaults, "sliding_window": 4096},
-    windows=lambda full: windows_of(full, _kinds(full)),
-    ropes=lambda full: ropes_of(full, _kinds(full), BASES),
+    windows=lambda full: windows_of(full, _layer_types(full)),
+    ropes=lambda full: ropes_of(full, _layer_types(full), BASES),
 )

@@ -1,6 +1,6 @@
 """Qwen3-Next: three layers of the gated delta rule to one of gated attention; experts with a gated shared one.
 
-Of a head's values a quarter is rotated, and norms store their weights less 1.  Checkpoints may hold an MTP layer, whose
+A quarter of a head's values is rotated, and norms store their weights less 1.  Checkpoints may hold an MTP layer, whose
 attention is gated too.
 """
 

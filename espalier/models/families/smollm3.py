@@ -8,7 +8,7 @@ from espalier.models.families.llama import FAMILY as LLAMA
 
 
 def _with_rope(full: Raw) -> list[bool]:
-    """Of each layer, whether it has RoPE: as `no_rope_layers` says, which has 1 for yes."""
+    """Whether each layer has RoPE.  In `no_rope_layers` 1 means that it has."""
     layers, given = full["num_hidden_layers"], full["no_rope_layers"]
     if given is None:
         every = full["no_rope_layer_interval"]

@@ -54,13 +54,13 @@ def made_by_transformers(
     capture: tuple[int, ...],
     state: Mapping[str, Tensor] | None = None,
 ) -> TransformersTarget:
-    """state: the weights by name, in the place of those in the directory of the config."""
+    """state: the weights by name, which replace the weights in the config's directory."""
     probed = config.probed
     assert probed is not None
-    # Without accelerate a model comes to a GPU by way of the host's memory.
+    # If accelerate is not installed, a model is loaded into host memory first and then moved to the GPU.
     direct = {"device_map": {"": device}} if device.type != "cpu" and find_spec("accelerate") else {}
     try:
-        with _quietly():
+        with _without_progress_bars():
             model, found = probed.model_class.from_pretrained(
                 None if state else config.path,
                 config=copy.deepcopy(probed.config),
@@ -104,8 +104,8 @@ def experts_implementation(model_class: Any, device: torch.device) -> str:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Without transformers' progress bars, which belong to no log of ours."""
+def _without_progress_bars() -> Iterator[None]:
+    """Turns transformers' progress bars off, which would disturb our log."""
     from transformers.utils import logging as bars
 
     was = bars.is_progress_bar_enabled()

@@ -19,7 +19,7 @@ from espalier.shards import WHOLE, Shards
 
 
 class WideNorms(NamedTuple):
-    """q, k: norms of the whole projections, over all heads, of which `shards` has a part: as many on each rank."""
+    """q, k: norms over all heads of the projections.  Each rank has an equal part of the heads."""
 
     q: RMSNorm
     k: RMSNorm
@@ -38,7 +38,7 @@ class WideNorms(NamedTuple):
 
 
 def _normed(norm: RMSNorm, x: Tensor, mean_square: Tensor) -> Tensor:
-    """norm of rows [N, size], of which x has a part; mean_square: of the rows, [N, 1]."""
+    """The norm of x, a part of the columns of some rows; mean_square: [N, 1], over all columns."""
     return (x * (mean_square + norm.eps).rsqrt() * norm.weight).to(x.dtype)
 
 

@@ -18,8 +18,8 @@ from espalier.shards import WHOLE, Shards
 class Embedding:
     """weight [vocab, hidden]; scale: factor of every embedding, a number that the model's dtype holds.
 
-    row_norm: of every embedding, before the factor; None: there is none.
-    vocab_size, shards: of several ranks, whose `weight` is that of their part of the vocabulary (Shards.tokens).
+    row_norm: the norm of every embedding before the factor, or None.
+    vocab_size, shards: set with several ranks.  Then `weight` holds the rank's part of the vocabulary (Shards.tokens).
     """
 
     weight: Tensor
@@ -30,7 +30,7 @@ class Embedding:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the embedding of all ranks."""
+        """[vocab, hidden] of the whole embedding, over all ranks."""
         return len(self.weight) if self.vocab_size is None else self.vocab_size, self.weight.shape[1]
 
     def __call__(self, p: Pass, rope: RopeTables, beside: DraftHidden | None = None) -> Stream:

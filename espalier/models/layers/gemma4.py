@@ -39,7 +39,7 @@ class PerLayerEmbedding(Embedding):
     def __call__(self, p: Pass, rope: RopeTables, beside: DraftHidden | None = None) -> Stream:
         s = super().__call__(p, rope, beside)
         size = self.norm.weight.shape[0]
-        # Of void rows nothing is read.
+        # Nothing reads the values of void rows.
         of_tokens = F.embedding(p.tokens.flatten().clamp(min=0), self.table).unflatten(1, (-1, size))
         of_rows = self.norm(self.project(s.x).unflatten(1, (-1, size)))
         s.beside = torch.add(of_rows, of_tokens, alpha=self.table_scale)
@@ -48,7 +48,7 @@ class PerLayerEmbedding(Embedding):
 
 @dataclass(eq=False, slots=True)
 class LayerInput:
-    """What a layer makes of its own input: norm(project(activation(gate(x)) · input))."""
+    """A layer's use of its own input: norm(project(activation(gate(x)) · input))."""
 
     gate: Linear
     project: Linear

@@ -25,7 +25,7 @@ INDEX_EPS = 1e-6
 
 
 class IndexedRows(NamedTuple):
-    """x: [N, hidden], normed rows; of_products: the same as the layer's projections take them."""
+    """x: [N, hidden], normed rows; of_products: the same rows in the form that the layer's projections take."""
 
     x: Tensor
     of_products: Rows
@@ -63,7 +63,7 @@ class Indexer:
     interleaved: bool
 
     def __call__(self, rows: IndexedRows, q_latent: Tensor, rotation: Rotation) -> IndexRows:
-        """What the rows bring.  q_latent: [N, q_rank]."""
+        """The indexer's values for new rows.  q_latent: [N, q_rank]."""
         heads, size = len(self.weights), self.k.shape[0]
         parts = router_logits(rows.x, self.weights)
         weights = sum_parts(parts, parts.dtype) * (heads * size) ** -0.5

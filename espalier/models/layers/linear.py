@@ -42,7 +42,7 @@ class Linear:
         return self.weight.apply(x.reshape(-1, x.shape[-1]), self.bias).view(*x.shape[:-1], self.shape[0])
 
     def for_stream(self, x: Rows) -> Tensor | Unsummed:
-        """As `in_parts`.  Of a layer whose columns ranks divide: what the next norm sums over the ranks too."""
+        """`in_parts`, or Unsummed if ranks divide the columns: then the next norm sums over the ranks too."""
         if isinstance(self.weight, SummedWeight):
             return self.weight.unsummed(x, self.bias)
         return self.in_parts(x)

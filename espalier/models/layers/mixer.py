@@ -59,6 +59,6 @@ class BlockLayer:
 
 
 def of_kept(values: Tensor, layer: int, p: Pass) -> Tensor:
-    """Of values [N, ...], those of the rows that the layer computes after its write."""
+    """The rows of values [N, ...] that the layer computes after its write."""
     kept = p.kept(layer)
     return values if kept is None else values[kept]

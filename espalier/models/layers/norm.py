@@ -19,7 +19,7 @@ from espalier.kernels.ops.norm import (
 from espalier.kernels.runtime.launch import chip
 from espalier.models.weight_formats.sharded import Unsummed, over_ranks
 
-# What a block gives and the next norm adds to the stream.
+# The output of a block, which the next norm adds to the stream.
 Delta = Tensor | Unsummed | None
 
 

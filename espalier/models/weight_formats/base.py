@@ -151,7 +151,8 @@ class WeightFormat(ABC):
 
     @property
     def note(self) -> str | None:
-        """What loading says of a checkpoint in this format: what it asks for and is not done."""
+        """A message for the log when a checkpoint in this format is loaded: a property of the format that is not
+        followed."""
         return None
 
     def spelled(self, stored: Callable[[str], bool]) -> "WeightFormat":

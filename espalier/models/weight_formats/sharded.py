@@ -47,13 +47,14 @@ class SummedWeight(ShardedWeight):
         return total if bias is None else total + bias
 
     def unsummed(self, x: Rows, bias: Tensor | None) -> "Unsummed":
-        """As `apply`, summed over the ranks by whoever reads it.  The bias is added on one rank."""
+        """`apply` without the sum over the ranks, which the reader of the result makes.  The bias is added on one
+        rank."""
         once = bias if bias is None or self.shards.rank == 0 else torch.zeros_like(bias)
         return Unsummed(self.own.parts(x, once), self.shards, x.dtype)
 
 
 class Unsummed:
-    """What a block of one rank gives, to be summed over the ranks.
+    """A block's output on one rank, still to be summed over the ranks.
 
     parts: [N, H] in `dtype`, or [parts, N, H] float32 at least, which are summed in order.
     """

@@ -50,7 +50,7 @@ class AssistantDrafter(AutoregressiveDrafter):
     ) -> None:
         assert target_features is not None
         if last is not None:
-            # Of a prefill pass, only the last token of each request is kept.
+            # After a prefill pass, only the last token of each request is kept.
             row = last.row[:, None, None].expand(-1, 1, target_features.shape[2])
             target_features, length = target_features.gather(1, row), torch.ones_like(length)
             target_features, length = last.of_requests(target_features), last.of_requests(length)

@@ -1,6 +1,6 @@
-"""A drafter with other sources beside it: their paths are grafted onto its trees.
+"""Combines a drafter with other sources: their paths are grafted onto the drafter's trees.
 
-What the drafter drafts with stays as it is.  A drafter without files may have sources too.
+The drafter itself does not change.  A drafter without files may have sources too.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from espalier.speculate.tree import VOID, Tree
 
 
 class GraftedDrafter:
-    """drafter: proposes the trees; layout: of the rounds."""
+    """drafter: proposes the trees; layout: the layout of the rounds."""
 
     def __init__(self, drafter: Drafter, layout: RoundLayout):
         self.drafter = drafter

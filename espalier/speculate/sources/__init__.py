@@ -1,1 +1,1 @@
-"""What proposes tokens beside the draft: paths of tokens, which are grafted onto the draft's trees in one place."""
+"""Sources: they propose paths of tokens beside the draft, and graft.py joins all paths with the draft's trees."""

@@ -1,7 +1,8 @@
-"""The contract of a source: paths of tokens that may follow a request's text, and how well each matches the text.
+"""The contract of a source: it proposes paths of tokens that may follow a request's text, and says how well each
+matches the text.
 
-A source on the device makes Paths of the slots (text.py).  A source on the host makes a Guess, which crosses with a
-launch as data and becomes a path on the device (sent.py).  graft.py joins all paths with the draft's tree.
+A source on the device makes Paths from the slots (text.py).  A source on the host makes a Guess.  Each launch carries
+the guesses to the device, where they become paths (sent.py).  graft.py joins all paths with the draft's tree.
 """
 
 from collections.abc import Sequence
@@ -15,19 +16,19 @@ from espalier.slots import SOURCES, STRENGTHS, Guess
 
 
 def kind_of(source: str, strength: int) -> int:
-    """The kind of a path.  strength: from 1 to STRENGTHS."""
+    """The number of a path's kind, from 1 on.  strength: from 1 to STRENGTHS."""
     return 1 + SOURCES.index(source) * STRENGTHS + strength - 1
 
 
 def strength_of(matching: int) -> int:
-    """The strength of a guess whose source has the text's last `matching` tokens too."""
+    """The strength of a guess if the text's last `matching` tokens also stand before it in the source."""
     return min(STRENGTHS, max(matching, 1).bit_length())
 
 
 class Paths(NamedTuple):
     """Paths under the roots of a batch.
 
-    tokens: [B, P, S] int64, of depths 1 to S; a VOID token ends its path.  kinds: [B, P] int64.
+    tokens: [B, P, S] int64, a path's tokens at depths 1 to S; a VOID token ends the path.  kinds: [B, P] int64.
     """
 
     tokens: Tensor
@@ -39,20 +40,20 @@ class Paths(NamedTuple):
 
 
 class HostSource(Protocol):
-    """A source that the host asks.  It never decides a token, so it may guess anything."""
+    """A source on the host.  The target checks every guess, so a source may guess anything."""
 
     def enter(self, request: Request) -> None:
-        """The request has a slot."""
+        """Called when a request has got a slot."""
         ...
 
     def read(self, request: Request, tokens: Sequence[int]) -> None:
-        """These tokens were appended to the request."""
+        """Called when tokens were appended to a request."""
         ...
 
     def guesses(self, request: Request, width: int) -> list[Guess]:
-        """Guesses of at most `width` tokens behind the request's last known token, the best first."""
+        """Guesses for the tokens after the request's last known one, at most `width` tokens each, the best first."""
         ...
 
     def leave(self, request: Request) -> None:
-        """The request is done."""
+        """Called when a request has ended."""
         ...

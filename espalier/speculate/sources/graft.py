@@ -11,16 +11,16 @@ from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack, unpack
 from espalier.kernels.ops.tree import VOID, Tree, usable
 from espalier.speculate.sources.base import Paths
 
-# A depth that a node does not have: no token, and not VOID.
+# Fills the depths below a node.  It differs from every token and from VOID.
 NOTHING = -2
 
 
 def graft(tree: Tree, paths: Paths, survival: Tensor, steps: int) -> Tree:
-    """The trees of the best nodes of the trees and the paths, as many as the trees have.  steps: the greatest depth.
+    """Make trees of the same size from the best nodes of the draft's trees and of the paths.
 
-    survival: [KINDS, S] float32, log-probability, at most 0, that a path of a kind goes on at each depth if it did so
-    up to there.  A node's score is that of its likeliest occurrence.  Ties go to the draft's node, then to the first
-    path, so a parent comes before its children.
+    survival: [KINDS, S] float32, the log-probability that a path of a kind is right at a depth if it was right above.
+    steps: the greatest depth.  A node that occurs several times has the highest of its scores.  Of equal scores the
+    draft's node comes first, then the first path's, so a parent comes before its children.
     """
     sequences = torch.cat((tree_sequences(tree, steps), path_sequences(paths.tokens[..., :steps])), 1)
     path_scores = survival[paths.kinds][..., :steps].cumsum(-1).flatten(1)
@@ -29,19 +29,19 @@ def graft(tree: Tree, paths: Paths, survival: Tensor, steps: int) -> Tree:
     exists = _exists(tree, paths.tokens[..., :steps])
     scores = scores.masked_fill(~exists, -torch.inf)
     same = (sequences[:, :, None] == sequences[:, None]).all(-1) & exists[:, :, None] & exists[:, None]
-    # The first occurrence stands for all.
+    # Nodes with the same tokens become one: the first of them.
     order = torch.arange(size, device=scores.device)
     first = torch.where(same, order, size - 1).amin(-1)
     best = torch.where(same, scores[:, None], -torch.inf).amax(-1)
     best = best.masked_fill(first != order, -torch.inf)
-    # The root is never left out, whatever the paths say.
+    # The root always stays.
     best[:, 0] = torch.inf
     chosen = torch.sort(best, dim=1, descending=True, stable=True).indices[:, : tree.tokens.shape[1]]
     return _tree_of(tree, paths, chosen, first, best, steps)
 
 
 def tree_sequences(tree: Tree, steps: int) -> Tensor:
-    """[B, D, S]: the tokens from depth 1 down to each node, NOTHING behind it."""
+    """[B, D, S]: for each node the tokens from depth 1 down to it, then NOTHING."""
     nodes = tree.tokens.shape[1]
     lineage = unpack(tree.ancestors, nodes)
     at = torch.where(lineage, tree.depths[:, None], 0)
@@ -50,26 +50,26 @@ def tree_sequences(tree: Tree, steps: int) -> Tensor:
 
 
 def path_sequences(tokens: Tensor) -> Tensor:
-    """[B, P · S, S]: the tokens from depth 1 down to each node of paths [B, P, S]."""
+    """[B, P · S, S]: for each node of paths [B, P, S] the tokens from depth 1 down to it, then NOTHING."""
     steps = tokens.shape[2]
     above = torch.ones(steps, steps, dtype=torch.bool, device=tokens.device).tril()
     return torch.where(above, tokens[:, :, None], NOTHING).flatten(1, 2)
 
 
 def _exists(tree: Tree, tokens: Tensor) -> Tensor:
-    """[B, D + P · S]: nodes that are not void."""
+    """[B, D + P · S] bool: whether a node is not void."""
     drafted = tree.tokens != VOID
-    # Of the root the token may be anything.
+    # The root exists, whatever its token.
     drafted[:, 0] = True
     return torch.cat((drafted, (tokens != VOID).cumprod(2).bool().flatten(1)), 1)
 
 
 def _tree_of(tree: Tree, paths: Paths, chosen: Tensor, first: Tensor, best: Tensor, steps: int) -> Tree:
-    """The tree of the nodes `chosen` [B, D] of all, in this order: by score, so a parent comes before its children."""
+    """The tree of the nodes `chosen` [B, D], in this order.  Parents come before their children."""
     (batch, size), drafted = best.shape, tree.tokens.shape[1]
     device = best.device
     order = torch.arange(size - drafted, device=device)
-    # The node before it in its path; the root at its beginning.
+    # For each node of a path, the node before it.  Before the first node: the root.
     before = torch.where(order % steps == 0, 0, drafted + order - 1).expand(batch, -1)
     parents = first.gather(1, torch.cat((tree.parents, before), 1))
     place = torch.zeros_like(first).scatter_(1, chosen, torch.arange(chosen.shape[1], device=device).expand_as(chosen))

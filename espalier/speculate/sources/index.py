@@ -1,8 +1,8 @@
-"""Texts that the engine has served as a source: what followed the same tokens there.
+"""A source that searches the texts that the engine has served, and guesses what followed the same tokens there.
 
-The texts stand in a ring, and tables say where runs of tokens ended last.  Both have a fixed size.  A table may name a
-place that something else was written to since, so tokens are compared before they are believed.  Requests of one client
-see only texts of that client.
+The texts stand in a ring of tokens.  Hash tables give the place where a run of tokens ended last.  Ring and tables have
+a fixed size.  Since then the place may have been overwritten, so the tokens there are compared first.  A request sees
+only texts of its own client.
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,20 @@ from espalier.speculate.sources.base import kind_of, strength_of
 
 # The lengths of the runs that are looked up, the longest first.
 RUNS = (12, 6, 3)
-# Of a token: its id, its text and a place in each table.
+# Memory for one token: its id, the number of its text, and a place in each table.
 BYTES_A_TOKEN = 4 + 8 + 8 * len(RUNS)
-# The most tokens that are compared to find how well a place matches.
+# At most this many tokens are compared to find how well a place matches.
 MOST_MATCHING = 16
 ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 class IndexSource:
-    """num_bytes: of the ring and its tables."""
+    """num_bytes: the size of the ring and its tables together."""
 
     def __init__(self, num_bytes: int) -> None:
         self.size = max(num_bytes // BYTES_A_TOKEN, 1)
         self.tokens = np.full(self.size, -1, dtype=np.int32)
-        # Of each token: the number of its text, and the salt of the text by number.
+        # For each token, the salt and the number of its text (_text).
         self.texts = np.zeros(self.size, dtype=np.int64)
         self.tables = {run: np.full(self.size, -1, dtype=np.int64) for run in RUNS}
         self.end = 0
@@ -46,12 +46,12 @@ class IndexSource:
             self.add(request.tokens, salt_of(request.client))
 
     def add(self, tokens: Sequence[int], salt: int) -> None:
-        """Append a text, of which the last tokens stay if it is longer than the ring."""
+        """Append a text.  If the text is longer than the ring, only its last tokens stay."""
         text = np.array(tokens[-self.size :], dtype=np.int64)
         places = (self.end + np.arange(len(text))) % self.size
         self.num_texts += 1
         self.tokens[places] = text
-        # A text is known by its salt and its number: no run goes over from one to the next.
+        # Salt and number tell neighbouring texts apart, so that no run goes over from one text to the next.
         self.texts[places] = _text(salt, self.num_texts)
         self.end = (self.end + len(text)) % self.size
         for run, table in self.tables.items():
@@ -67,7 +67,10 @@ class IndexSource:
         ]
 
     def find(self, last: Sequence[int], salt: int, width: int) -> list[tuple[int, tuple[int, ...]]]:
-        """(tokens that match, the tokens that followed) of places where the last tokens stand, longest runs first."""
+        """(number of matching tokens, the tokens that followed) for each place where the last tokens stand.
+
+        Places that were found by longer runs come first.
+        """
         text, made, seen = np.array(last, dtype=np.int64), [], set()
         for run, table in self.tables.items():
             if len(text) < run:
@@ -76,32 +79,32 @@ class IndexSource:
             if place < 0 or place in seen:
                 continue
             seen.add(place)
-            matching = self._matching(text, place, salt)
-            ahead = self._ahead(place, width)
+            matching = self._num_matching(text, place, salt)
+            ahead = self._following(place, width)
             if matching >= run and ahead:
                 made.append((matching, ahead))
         return made
 
-    def _matching(self, text: np.ndarray, place: int, salt: int) -> int:
-        """How many of the last tokens of `text` end at `place`, in one text of this salt."""
+    def _num_matching(self, text: np.ndarray, place: int, salt: int) -> int:
+        """How many tokens up to `place` equal the last tokens of `text`, inside of one text with this salt."""
         if self.texts[place] >> NUMBER_BITS != salt:
             return 0
         places = (place - np.arange(len(text))) % self.size
         equal = (self.tokens[places] == text[::-1]) & (self.texts[places] == self.texts[place])
         return int(equal.cumprod().sum())
 
-    def _ahead(self, place: int, width: int) -> tuple[int, ...]:
+    def _following(self, place: int, width: int) -> tuple[int, ...]:
         places = (place + 1 + np.arange(min(width, self.size - 1))) % self.size
         inside = (self.texts[places] == self.texts[place]).cumprod().sum()
         return tuple(self.tokens[places[:inside]].tolist())
 
 
-# A text's number has the low bits, so that a text is told from the one before it; its salt has the others.
+# The low bits hold a text's number, which tells texts of one client apart.  The high bits hold the client's salt.
 NUMBER_BITS = 16
 
 
 def salt_of(client: str) -> int:
-    """47 bits that tell clients apart."""
+    """A hash of the client's name, of 47 bits."""
     return int.from_bytes(blake2b(client.encode(), digest_size=8).digest()) >> (NUMBER_BITS + 1)
 
 
@@ -110,7 +113,7 @@ def _text(salt: int, number: int) -> int:
 
 
 def _hashes(text: np.ndarray, run: int, salt: int) -> np.ndarray:
-    """[n - run + 1] uint64: of each run of tokens, in order."""
+    """[n - run + 1] uint64: the hashes of all runs of `run` tokens, in order."""
     made = np.full(len(text) - run + 1, salt, dtype=np.uint64)
     for at in range(run):
         made = (made ^ text[at : at + len(made)].astype(np.uint64)) * ODD

@@ -1,4 +1,4 @@
-"""A continuation that a client sends (`prediction`) as a source: what it says next, from where the output agrees."""
+"""A source for `prediction`, a text that the client expects as the output.  It follows the output through that text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from espalier.request import Request
 from espalier.slots import Guess
 from espalier.speculate.sources.base import kind_of, strength_of
 
-# The output has left the prediction; it is found again where this many of its last tokens stand.
+# After the output left the prediction, its place there is found again by its last REJOIN tokens.
 REJOIN = 3
 
 
@@ -15,8 +15,9 @@ REJOIN = 3
 class Followed:
     """A prediction and how far the output has followed it.
 
-    tokens: of the prediction; places: where each run of REJOIN tokens ends, in order; next: the token that is expected;
-    matching: tokens that agreed up to there; appeared: for each token, whether the output has had it.
+    tokens: the prediction's; places: for each run of REJOIN tokens the positions where it ends, in order; next: the
+    position of the expected token; matching: how many tokens before `next` agreed in a row; appeared: for each token of
+    the prediction, whether it has come in the output.
     """
 
     tokens: Sequence[int]
@@ -31,7 +32,7 @@ class Followed:
             self.places.setdefault(tuple(self.tokens[end - REJOIN : end]), []).append(end)
 
     def push(self, last: Sequence[int]) -> None:
-        """Go on by a token.  last: the last REJOIN tokens of the output, or fewer; the new one at the end."""
+        """Take in a new token of the output.  last: the output's last REJOIN tokens or fewer, with the new one."""
         if self.next < len(self.tokens) and self.tokens[self.next] == last[-1]:
             self.appeared[self.next] = True
             self.next += 1
@@ -40,7 +41,7 @@ class Followed:
         self.matching = 0
         places = self.places.get(tuple(last), ())
         if places:
-            # Edits go forward: the next such place, else the last one.
+            # Edits go forward, so the next place is taken.  If there is none, the last.
             self.next = next((end for end in places if end > self.next), places[-1])
             self.matching = REJOIN
             self.appeared[self.next - REJOIN : self.next] = b"\1" * REJOIN
@@ -65,7 +66,7 @@ class PredictionSource:
 
     def guesses(self, request: Request, width: int) -> list[Guess]:
         followed = self.followed.get(request.id)
-        # While the output is elsewhere, nothing is expected.
+        # While the output does not agree with the prediction, there is nothing to guess.
         if followed is None or (request.output and not followed.matching):
             return []
         ahead = tuple(followed.tokens[followed.next : followed.next + width])

@@ -1,8 +1,8 @@
-"""Guesses of the host, on the device: rows of the slot table that a launch writes.
+"""Makes paths from the host's guesses.  A launch carries the guesses to rows of the slot table.
 
-The host does not know what rounds in flight decide.  So a guess begins behind the last token that the host knew, and
-the device drops what has been decided since.  A guess that something else was decided against is no path.  A row that
-no launch has written again is such a guess too, or still a good one.
+The host does not know the tokens that rounds in flight decide.  So a guess begins after the last token that the host
+knew.  The device compares the guess with the tokens decided since.  If they agree, the rest of the guess is a path; if
+not, there is none.  A row of an earlier launch is treated in the same way.
 """
 
 import torch
@@ -12,7 +12,7 @@ from espalier.speculate.sources.base import Paths
 
 
 def paths_of_guesses(slots: BatchState, steps: int) -> Paths:
-    """The paths of the slots' rows of guesses."""
+    """The paths of the guesses that the slot table holds for a batch."""
     rows = slots.table.guesses.index_select(0, slots.index)
     start, kind, tokens = rows[..., 0], rows[..., 1], rows[..., GUESS_HEAD:]
     width = tokens.shape[2]

@@ -1,7 +1,7 @@
-"""How likely paths go on, counted by kind and depth over all requests; older counts fade.
+"""Counts how often paths are right, by kind and depth, over all requests.  Older counts fade.
 
-The counts come from results that the host reads anyway, and each guess is counted once: when the round that it was sent
-with is read.  So equal requests in equal order give equal numbers.
+The counts come from results that the host reads anyway.  Each guess is counted once, when the result of its round is
+read.  So equal requests in equal order give equal numbers.
 """
 
 from collections.abc import Sequence
@@ -10,17 +10,18 @@ import numpy as np
 
 from espalier.slots import PATH_KINDS, SOURCES, STRENGTHS
 
-# The first survival of each source, by strength.  Of text, a match of m tokens: m / (m + 1).
+# The assumed survival (the share of paths that are right) of each source, by strength.  For "text" a match of m tokens
+# has m / (m + 1).
 FIRST = {"text": (1 / 2, 2 / 3, 3 / 4, 4 / 5), "prediction": (0.6, 0.8, 0.9, 0.95), "index": (0.5, 0.7, 0.85, 0.92)}
-# The first survival counts as much as PRIOR paths.  A path counts half after HALF_LIFE others of its kind.
+# The assumption counts as PRIOR paths.  A path's weight is halved after HALF_LIFE more paths of its kind.
 PRIOR = 4.0
 HALF_LIFE = 256.0
-# Numbers are sent again when one has moved by so much.
+# The table is sent again when one probability has changed by this much.
 WORTH_SENDING = 0.02
 
 
 class Survival:
-    """tried, followed: [PATH_KINDS, S], paths that agreed down to a depth, and how many of them agreed there too."""
+    """tried: [PATH_KINDS, S], how many paths were right above a depth; followed: how many of them were right there."""
 
     def __init__(self, steps: int) -> None:
         by_kind = [1.0, *(FIRST[source][strength] for source in SOURCES for strength in range(STRENGTHS))]
@@ -32,9 +33,9 @@ class Survival:
 
     @property
     def probabilities(self) -> np.ndarray:
-        """[PATH_KINDS, S]: that a path goes on at a depth, if it did down to there.
+        """[PATH_KINDS, S]: the probability that a path is right at a depth if it was right above.
 
-        Few paths come to a great depth, so the depth above counts too: as PRIOR paths.
+        Few paths reach a great depth, so the probability of the depth above counts as PRIOR paths.
         """
         made = np.empty_like(self.tried)
         above = self.first
@@ -44,7 +45,7 @@ class Survival:
         return made
 
     def add(self, kind: int, path: Sequence[int], emitted: Sequence[int]) -> None:
-        """Count a path.  emitted: the tokens that were decided in its place, all of which the target has picked."""
+        """Count a path.  emitted: the tokens that the target picked at the depths of the path."""
         self._is_counted = True
         pairs = list(zip(path, emitted, strict=False))[: self.tried.shape[1]]
         followed = next((at for at, (said, got) in enumerate(pairs) if said != got), len(pairs))
@@ -54,7 +55,7 @@ class Survival:
             counts[kind, :depth] += 1
 
     def to_send(self) -> np.ndarray | None:
-        """[PATH_KINDS, S] float32: log-probabilities, if they have changed since they were sent; else None."""
+        """[PATH_KINDS, S] float32: log-probabilities.  None if they have hardly changed since they were sent."""
         if not self._is_counted:
             return None
         now, self._is_counted = self.probabilities, False

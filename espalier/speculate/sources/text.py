@@ -1,4 +1,4 @@
-"""The request's own text as a source: what followed its last tokens before (n-gram lookup), on the device."""
+"""A source on the device that searches the request's own text for its last tokens (n-gram lookup)."""
 
 import torch
 
@@ -8,11 +8,11 @@ from espalier.speculate.sources.base import Paths, kind_of
 
 
 def paths_of_text(slots: BatchState, count: int, steps: int) -> Paths:
-    """`count` paths of each slot, of the longest match, then of the latest.  They begin with distinct tokens."""
+    """`count` paths for each slot, which begin with distinct tokens.  Longer matches come first, then later ones."""
     matches = find_matches(slots.table.history, slots.index, slots.prefix_len, count)
     depths = torch.arange(steps, device=matches.ends.device)
     period = (slots.prefix_len[:, None] - matches.ends).clamp(min=1)
-    # Past the root, the text between match and root is continued periodically.
+    # Where a path would go beyond the known text, the text between match and root is repeated.
     positions = matches.ends[..., None] + 1 + depths % period[..., None]
     tokens = slots.history_at(positions.flatten(1)).view(positions.shape)
     kinds = torch.where(matches.length > 0, matches.length + (kind_of("text", 1) - 1), 0)
