@@ -1,8 +1,12 @@
 """Write docs/support.md from the declarations that the code checks: `python scripts/make_support.py`."""
 
+import sys
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
+
+# The package of this clone, also where another one is installed.
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from espalier.attention.matrix import limits, matrix
 from espalier.cache.layer_spec import KVHeads, LatentKV

@@ -18,6 +18,7 @@ from transformers import (
     DeepseekV3Config,
     DeepseekV32Config,
     Dots1Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -95,6 +96,7 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "smollm3": SmolLM3Config,
     "olmo2": Olmo2Config,
     "olmo3": Olmo3Config,
+    "exaone4": Exaone4Config,
     "laguna": LagunaConfig,
     "muse_glimmer": MuseGlimmerConfig,
     # Without a native family.
@@ -291,6 +293,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "olmo3": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "exaone4": {"sliding_window": 7, "sliding_window_pattern": 2},
     "phi3": {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 10000.0}},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 7, "swiglu_limit": 0.8},

@@ -74,7 +74,8 @@ class ExpertSizes:
     shared: intermediate size of the shared expert, 0: none.  shared_gate: whether the shared expert has a gate.
     shared_joins: whether few rows take the shared expert in the launches of the routed ones, where all are dense
     (espalier/models/layers/experts.py).
-    biases, activation: of the routed experts.
+    biases, activation: of the routed experts.  joined: whether one tensor stores them, which formats of matrices leave
+    dense.
     """
 
     layers: int
@@ -84,6 +85,7 @@ class ExpertSizes:
     shared_joins: bool = False
     biases: bool = False
     activation: Activation = SILU
+    joined: bool = False
 
 
 @dataclass(frozen=True)
@@ -349,7 +351,7 @@ class ModelShape:
         experts = self.experts
         if experts is None:
             return ()
-        routed = RoutedExperts(experts, self.weights)
+        routed = RoutedExperts(experts, DENSE if experts.joined else self.weights)
         router = Run(f"{prefix}router", (experts.shape.num_experts, self.hidden), count, rows, experts=routed)
         gate = (Run(f"{prefix}shared gate", (1, self.hidden), count, rows),) if experts.shared_gate else ()
         shared = self._mlp(f"{prefix}shared ", experts.shared, count, rows) if experts.shared else ()
@@ -396,6 +398,7 @@ def model_sizes(config: ModelConfig) -> ModelShape:
             shared_joins=is_plain and own.shared_size > 0 and own.shared_size % own.size == 0,
             biases=own.biases,
             activation=own.activation,
+            joined=own.stored == "joined",
         )
     return ModelShape(
         hidden=config.hidden_size,

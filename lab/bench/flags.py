@@ -119,7 +119,13 @@ def kernels(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--in-order", action="store_true", help="use consecutive pages, as a pool that was never full gives them"
     )
-    parser.add_argument("--only", nargs="+", choices=("attention", "experts", "states"), help="parts to time (all)")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=("attention", "experts", "states"),
+        metavar="PART",
+        help="parts to time: attention, experts, states (all)",
+    )
     add_json_flag(parser)
 
 

@@ -88,6 +88,7 @@ class SymbolicDevice:
     def __init__(self, layout: RoundLayout, num_pages: int, overlap: bool, random: Random, poison: int | None = None):
         self.layout = layout
         self.captured_passes = ()
+        self.runs_any_tree = False
         self.overlap = overlap
         self.random = random
         self.poison = poison

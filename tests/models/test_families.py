@@ -267,6 +267,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "exaone4": ("exaone4", {}),
+    "exaone4, full attention alone, RoPE in every layer, scaled": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3, "rope_parameters": {**YARN, "mscale": None}},
+    ),
+    "exaone4, full attention alone, no RoPE": ("exaone4", {"layer_types": ["full_attention"] * 3}),
+    "exaone4, a pattern of letters beside layer types": (
+        "exaone4",
+        {
+            "sliding_window_pattern": "LLG",
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "tie_word_embeddings": True,
+        },
+    ),
     "laguna": ("laguna", {}),
     "laguna, a gate of each value, layers by type": (
         "laguna",
@@ -429,6 +443,8 @@ def test_gemma3_refuses_what_it_cannot_compute(fields: dict[str, Any], message: 
         ("smollm3", {"no_rope_layers": [1, 2, 0]}, "no_rope_layers = .*; 0 or 1 is needed"),
         ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval = 0; a positive"),
         ("olmo3", {"sliding_window": None}, "sliding_window = None; sliding layers need"),
+        ("exaone4", {"sliding_window": None}, "layer_types calls layer 0 'sliding_attention', but the layer has no"),
+        ("exaone4", {"layer_types": None, "sliding_window_pattern": "LLG"}, "sliding_window_pattern = 'LLG'; without"),
         ("laguna", {"num_attention_heads_per_layer": [4, 2]}, "num_attention_heads_per_layer = .* each of 3 layers"),
         ("laguna", {"num_attention_heads_per_layer": [4, 3, 2]}, "num_attention_heads_per_layer = .*; a multiple of"),
         ("laguna", {"gating": "per-token"}, "gating = 'per-token' is not supported, only"),
@@ -461,6 +477,7 @@ def test_layers_by_their_places(tmp_path: Path) -> None:
             (False, *[True] * 3, False),
         ),
         ("ministral", {"layer_types": None}, (7,) * 5, (True,) * 5),
+        ("exaone4", {"layer_types": None}, (7, None, 7, None, 7), (True, False, True, False, True)),
     ):
         path = make_target(
             tmp_path / family, family, layers=5, **{"no_rope_layers": None, "layer_types": None, **fields}

@@ -10,7 +10,7 @@ from tests.models.reference import load_reference
 DENSE = (
     *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gemma4", "gemma4_e", "deepseek_v3_dense"),
     *("ministral", "ministral3", "phi3", "granite", "granitemoehybrid", "smollm3", "olmo2", "olmo3", "muse_glimmer"),
-    *("qwen3_5", "lfm2"),
+    *("qwen3_5", "lfm2", "exaone4"),
 )
 MIXTURES = (
     *("gemma4_moe", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"),

@@ -6,6 +6,7 @@ from espalier.models.config import Family
 from espalier.models.families import (
     deepseek,
     deepseek_v32,
+    exaone4,
     gemma2,
     gemma3,
     gemma4,
@@ -42,7 +43,7 @@ FAMILIES: dict[str, Family] = {
         *(gemma2.FAMILY, gemma3.FAMILY, gemma4.FAMILY, gemma4.UNIFIED),
         *(mistral.MINISTRAL, mistral.MINISTRAL3, mixtral.FAMILY, phi3.FAMILY, smollm3.FAMILY),
         *(granite.FAMILY, granite.MOE, granite.SHARED, GRANITE_HYBRID, olmo.OLMO2, olmo.OLMO3, laguna.FAMILY),
-        muse_glimmer.FAMILY,
+        *(muse_glimmer.FAMILY, exaone4.FAMILY),
         *(qwen3_next.FAMILY, qwen3_5.DENSE, qwen3_5.MOE, lfm2.FAMILY, nemotron_h.FAMILY),
         *(deepseek.V2, deepseek.V3, glm4_moe.GLM, glm4_moe.GLM_LITE, glm4_moe.DOTS),
         *(deepseek_v32.FAMILY, glm_moe_dsa.FAMILY),

@@ -17,12 +17,16 @@ NAME = "espalier"
 
 @dataclass(frozen=True)
 class Call:
-    """How a layer attends, besides its queries, keys and values.
+    """A layer's attention.  q: [B, heads, Q, k_size]; k, v: [B, kv_heads, Q, size] of the new rows.
 
     scale: factor of q·k; window: as LayerSpec.window; softcap: scores are bounded to ±softcap by a tanh; sink: [heads],
     as Attention.attend takes it; masked: whether the model brings a mask of its own.
     """
 
+    module: nn.Module
+    q: Tensor
+    k: Tensor
+    v: Tensor
     scale: float | None
     window: int | None
     softcap: float | None
@@ -41,33 +45,22 @@ class Attends(Protocol):
     @property
     def live(self) -> Tensor | None: ...
 
-    def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """q: [B, heads, Q, k_size]; k, v: [B, kv_heads, Q, size] of the new rows.  Returns [B, Q, heads, v_size]."""
+    def __call__(self, call: Call) -> Tensor:
+        """[B, Q, heads, v_size]."""
         ...
 
 
-_RUNNING: ContextVar[Attends] = ContextVar("the attention of the forward pass that runs")
+RUNNING: ContextVar[Attends] = ContextVar("the attention of the forward pass that runs")
 
 
 @contextmanager
 def attending(run: Attends) -> Iterator[None]:
     """Let `run` answer the attention calls of this thread."""
-    token = _RUNNING.set(run)
+    token = RUNNING.set(run)
     try:
         yield
     finally:
-        _RUNNING.reset(token)
-
-
-def running() -> Attends:
-    """What answers the calls of the forward pass that runs."""
-    return _RUNNING.get()
-
-
-def live_rows() -> Tensor | None:
-    """Attends.live of the forward pass that runs; None if none does."""
-    run = _RUNNING.get(None)
-    return None if run is None else run.live
+        RUNNING.reset(token)
 
 
 def register() -> None:
@@ -88,11 +81,10 @@ def _attend(
     v: Tensor,
     attention_mask: Tensor | None = None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    call = Call(scaling, sliding_window or None, softcap or None, s_aux, attention_mask is not None)
-    return running()(module, q, k, v, call), None
+    call = Call(module, q, k, v, scaling, sliding_window or None, softcap or None, s_aux, attention_mask is not None)
+    return RUNNING.get()(call), None

@@ -3,7 +3,6 @@
 What cannot run is refused here, before weights are read.
 """
 
-import copy
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,10 +10,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from espalier.errors import EspalierError, one_line
+from espalier.errors import EspalierError
 from espalier.model_files import MAX_LAYERS
 from espalier.models.config import INERT, Family, ModelConfig, Raw, architecture_of, parse, with_overrides
 from espalier.models.from_transformers.probe import Probed, probe
+from espalier.models.from_transformers.refusal import refusing
 from espalier.models.weight_formats import QUANTISATION_FIELDS
 
 # Kinds of RoPE whose frequencies change behind a length, and the field that says which.
@@ -82,10 +82,8 @@ def _probed(model_type: str, fields: str) -> Probed:
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
     if getattr(model_class, "_is_stateful", False):
         raise EspalierError("it keeps recurrent state")
-    try:
+    with refusing("its config is refused"):
         config = config_class.from_dict({**json.loads(fields), "output_router_logits": False})
-    except Exception as error:  # any: each class checks its fields in its own way
-        raise EspalierError(f"its config is refused ({one_line(error)})") from None
     if getattr(config, "is_encoder_decoder", False):
         raise EspalierError("it is half of an encoder-decoder")
     if not hasattr(config, "num_hidden_layers"):
@@ -111,6 +109,7 @@ def _config(
         "head_dim": first.rows.k_size,
         "max_position_embeddings": _longest(hf, path),
         "rms_norm_eps": 1e-6,
+        "attention_bias": False,
         "tie_word_embeddings": bool(getattr(hf, "tie_word_embeddings", False)),
         "eos_token_id": full.get("eos_token_id"),
     }
@@ -118,8 +117,6 @@ def _config(
         architecture=probed.model_class.__name__,
         model_type=full["model_type"],
         defaults={},
-        qkv_bias=lambda full: False,
-        out_bias=lambda full: False,
         windows=lambda full: windows,
         layer_specs=lambda config: probed.specs,
     )
@@ -134,9 +131,7 @@ def _longest(hf: Any, path: Path) -> int:
         raise EspalierError(
             f"{path}: max_position_embeddings = {longest!r}; an integer of at least 2 is needed; correct the config"
         )
-    ropes = copy.copy(getattr(hf, "rope_parameters", None) or {})
+    ropes = getattr(hf, "rope_parameters", None) or {}
     sets = [each for each in ropes.values() if isinstance(each, Mapping)] or [ropes]
-    for each in sets:
-        limit = each.get(CHANGING_ROPES.get(str(each.get("rope_type")), "")) or longest
-        longest = min(longest, int(limit))
-    return longest
+    limits = (each.get(CHANGING_ROPES.get(str(each.get("rope_type")), "")) for each in sets)
+    return min([longest, *(int(limit) for limit in limits if limit)])

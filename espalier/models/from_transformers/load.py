@@ -14,7 +14,6 @@ from torch import Tensor
 from espalier.errors import EspalierError, one_line
 from espalier.models.config import ModelConfig
 from espalier.models.from_transformers.attention import NAME
-from espalier.models.from_transformers.probe import Probed
 from espalier.models.from_transformers.target import Body, TransformersTarget
 from espalier.models.weight_count import stored_weights
 from espalier.models.weights import HARMLESS, Weights
@@ -58,33 +57,17 @@ def made_by_transformers(
     """state: the weights by name, in the place of those in the directory of the config."""
     probed = config.probed
     assert probed is not None
-    model = _load(None if state else config.path, config.path, probed, dtype, device, state)
-    body = Body(model, probed.layers, probed.equal, capture)
-    log.info("%s runs by transformers; replaced by ours: %s", config.architecture, probed.in_words)
-    return TransformersTarget(config, probed.specs, body, probed.attention, capture)
-
-
-def _load(
-    source: Path | None,
-    path: Path,
-    probed: Probed,
-    dtype: torch.dtype,
-    device: torch.device,
-    state: Mapping[str, Tensor] | None,
-) -> Any:
-    """source: what transformers reads; None: `state`.  path: for messages."""
-    model_class = probed.model_class
     # Without accelerate a model comes to a GPU by way of the host's memory.
     direct = {"device_map": {"": device}} if device.type != "cpu" and find_spec("accelerate") else {}
     try:
         with _quietly():
-            model, found = model_class.from_pretrained(
-                source,
+            model, found = probed.model_class.from_pretrained(
+                None if state else config.path,
                 config=copy.deepcopy(probed.config),
                 state_dict=state,
                 dtype=dtype,
                 attn_implementation=NAME,
-                experts_implementation=experts_implementation(model_class, device),
+                experts_implementation=experts_implementation(probed.model_class, device),
                 use_safetensors=True,
                 local_files_only=True,
                 output_loading_info=True,
@@ -93,17 +76,24 @@ def _load(
             )
     except Exception as error:  # any: it is another's code
         raise EspalierError(
-            f"{path}: transformers cannot load the model ({one_line(error)}); download the checkpoint again"
+            f"{config.path}: transformers cannot load the model ({one_line(error)}); download the checkpoint again"
         ) from None
+    _require_all(found, config)
+    body = Body(model.to(device).eval().requires_grad_(False), probed.layers, probed.equal, capture)
+    log.info("%s runs by transformers; replaced by ours: %s", config.architecture, probed.in_words)
+    return TransformersTarget(config, body, capture)
+
+
+def _require_all(found: Mapping[str, Any], config: ModelConfig) -> None:
+    """Raise EspalierError for weights that are missing or not used, by what from_pretrained found."""
     unused = [name for name in found["unexpected_keys"] if not HARMLESS.search(name)]
     for names, what in ((found["missing_keys"], "is missing from it"), (unused, "belongs to no parameter")):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise EspalierError(
-                f"{path}: weight {min(names)!r}{more} {what} of {model_class.__name__}; config.json and weights do not "
-                "belong together: download both again"
+                f"{config.path}: weight {min(names)!r}{more} {what} of {config.architecture}; config.json and weights "
+                "do not belong together: download both again"
             )
-    return model.to(device).eval().requires_grad_(False)
 
 
 def experts_implementation(model_class: Any, device: torch.device) -> str:

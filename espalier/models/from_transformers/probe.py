@@ -7,23 +7,29 @@ to each path.  Nothing is known of a class but what it does here.
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from espalier.cache.layer_spec import KVHeads, LayerSpec
-from espalier.errors import EspalierError, one_line
+from espalier.errors import EspalierError
+from espalier.kernels.ops.attention import masked_attention, with_sink
 from espalier.models.from_transformers.attention import NAME, Call, attending, register
+from espalier.models.from_transformers.refusal import refusing
 from espalier.models.from_transformers.replace import Make, find_equal
 from espalier.models.from_transformers.shrink import shrunk
 from espalier.models.from_transformers.target import Body, fix_ropes
 
 # Relative to the largest logit, in float32.
 TOLERANCE = 1e-4
-# Committed tokens of the two requests that are tried together, and their trees: the parent of each node.
+# Committed tokens of the two requests that are tried together, and their trees: the path to each node.
 PREFIXES = (13, 9)
-PARENTS = ((-1, 0, 0, 1, 1, 2), (-1, 0, 1, 2, 0, 4))
+PATHS = (
+    ((0,), (0, 1), (0, 2), (0, 1, 3), (0, 1, 4), (0, 2, 5)),
+    ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (0, 4), (0, 4, 5)),
+)
 MOST_WEIGHTS = 50_000_000
 
 
@@ -57,66 +63,36 @@ class Probed:
         return ", ".join(f"{count} {name}" for name, count in self.replaced.items()) or "none of its modules"
 
 
-class Asked(NamedTuple):
-    """An attention call: the module, its rows, and how it attends.  q, k, v: [B, heads, Q, size]."""
-
-    module: nn.Module
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    call: Call
-
-
-@dataclass
-class Traced:
-    """The attention calls of a forward pass, in order."""
-
-    calls: list[Asked] = field(default_factory=list)
-    inputs: dict[int, Tensor] = field(default_factory=dict)
-    live: Tensor | None = None
-
-    def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        self.calls.append(Asked(module, q, k, v, call))
-        return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
-
-
 @dataclass
 class Trial:
-    """Attention over rows kept in a list, in the plainest words.
+    """A pass over rows that see what they are told to see, and its attention calls in order.
 
-    past: of each request and layer, K and V [kv_heads, n, size] of its committed rows.  seen: [Q, Q] by request.
+    positions: [B, Q].  seen: [B, Q, P + Q] bool, of the P rows of `past`, the pass before, and of its own rows.
     """
 
     positions: Tensor
-    seen: Sequence[Tensor]
-    past: Sequence[dict[nn.Module, tuple[Tensor, Tensor]]]
-    made: list[dict[nn.Module, tuple[Tensor, Tensor]]] = field(default_factory=list)
+    seen: Tensor
+    past: "Trial | None" = None
+    calls: list[Call] = field(default_factory=list)
     inputs: dict[int, Tensor] = field(default_factory=dict)
     live: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        self.made = [{} for _ in self.past]
-
-    def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        out = [self._of_request(i, module, q[i], k[i], v[i], call) for i in range(len(q))]
-        return torch.stack(out)
-
-    def _of_request(self, i: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        self.made[i][module] = k, v
-        nothing = k[:, :0], v[:, :0]
-        k, v = (torch.cat(pair, 1) for pair in zip(self.past[i].get(module, nothing), (k, v), strict=True))
-        k, v = (rows.repeat_interleave(len(q) // len(rows), 0) for rows in (k, v))
-        scores = q @ k.mT * (q.shape[2] ** -0.5 if call.scale is None else call.scale)
-        if call.softcap is not None:
-            scores = torch.tanh(scores / call.softcap) * call.softcap
-        num_past, at = k.shape[1] - q.shape[1], self.positions[i]
-        seen = torch.cat((torch.ones(len(at), num_past, dtype=torch.bool), self.seen[i]), 1)
+    def __call__(self, call: Call) -> Tensor:
+        q, k, v, at, seen = call.q, call.k, call.v, self.positions, self.seen
+        if self.past is not None:
+            before = self.past.calls[len(self.calls)]
+            k, v = torch.cat((before.k, k), 2), torch.cat((before.v, v), 2)
+            at = torch.cat((self.past.positions, at), 1)
+        self.calls.append(call)
+        if k.shape[2] != seen.shape[2]:
+            # Over other rows than the tokens'.  By its calls or its logits, the class is refused.
+            return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
         if call.window is not None:
-            seen = seen & (at[:, None] - torch.cat((torch.arange(num_past), at)) < call.window)
-        scores = scores.masked_fill(~seen, -torch.inf)
-        if call.sink is not None:
-            scores = torch.cat((scores, call.sink[:, None, None].expand(-1, scores.shape[1], 1).to(scores.dtype)), 2)
-        return (scores.softmax(-1)[..., : k.shape[1]] @ v).transpose(0, 1)
+            seen = seen & (self.positions[:, :, None] - at[:, None] < call.window)
+        q, k, v = (rows.transpose(1, 2) for rows in (q, k, v))
+        scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
+        out, lse = masked_attention(q, k, v, seen, scale, softcap=call.softcap)
+        return (out if call.sink is None else with_sink(out, lse, call.sink)).contiguous()
 
 
 def layers_of(model: nn.Module, modules: Sequence[nn.Module]) -> str:
@@ -124,68 +100,59 @@ def layers_of(model: nn.Module, modules: Sequence[nn.Module]) -> str:
 
     Raises EspalierError, with the reason, if they are in no such list.
     """
-    names = {module: name for name, module in model.named_modules()}
-    lists = {name: each for name, each in model.named_modules() if isinstance(each, nn.ModuleList)}
-    paths = [names[module].split(".") for module in modules]
-    found = [".".join(paths[0][:i]) for i in range(1, len(paths[0])) if ".".join(paths[0][:i]) in lists]
-    if not found:
+    lists = ((name, each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList))
+    name, layers = next(((name, each) for name, each in lists if modules[0] in set(each.modules())), ("", None))
+    if layers is None:
         raise EspalierError("its layers are in no list")
-    stem = found[0].split(".")
-    at = [int(path[len(stem)]) if path[: len(stem)] == stem else -1 for path in paths]
+    layer_of = {module: i for i, layer in enumerate(layers) for module in layer.modules()}
+    at = [layer_of.get(module, -1) for module in modules]
     if len(set(at)) < len(at):
         raise EspalierError("it has several attention calls in a layer")
-    wanted = list(range(len(lists[found[0]])))
-    if without := [layer for layer in wanted if layer not in at]:
-        kind = type(lists[found[0]][without[0]]).__name__
+    if without := [i for i in range(len(layers)) if i not in at]:
+        kind = type(layers[without[0]]).__name__
         raise EspalierError(f"its layer {without[0]} ({kind}) keeps no K and V: it has recurrent state or no attention")
-    if at != wanted:
+    if at != list(range(len(layers))):
         raise EspalierError("its layers do not run in order, or attend in several lists")
-    return found[0]
+    return name
 
 
-def spec_of(calls: Sequence[Asked], layer: int) -> LayerSpec:
+def spec_of(calls: Sequence[Call], layer: int) -> LayerSpec:
     """The spec of a layer that attends so.  Raises EspalierError, with the reason, for what no backend computes.
 
     A layer that is given the very K and V of an earlier one shares its rows.
     """
-    _, q, k, v, call = calls[layer]
+    call = calls[layer]
     if call.scale is not None and not isinstance(call.scale, int | float):
         raise EspalierError("the factor of its attention scores is no number")
-    first = next(i for i, other in enumerate(calls) if other.k is k and other.v is v)
+    first = next(i for i, other in enumerate(calls) if other.k is call.k and other.v is call.v)
     shares = None if first == layer else first
-    keeps = KVHeads(k.shape[1], k.shape[3], v.shape[3])
-    return LayerSpec(q.shape[1], keeps, call.window, call.scale, call.softcap, shares)
+    keeps = KVHeads(call.k.shape[1], call.k.shape[3], call.v.shape[3])
+    return LayerSpec(call.q.shape[1], keeps, call.window, call.scale, call.softcap, shares)
 
 
-def trace(model: nn.Module, failing: str) -> list[Asked]:
-    """The attention calls of a model, which may be on the meta device.
+def trace(model: nn.Module, tokens: Tensor) -> Trial:
+    """A model's pass over tokens [B, Q], which follow each other.  Both may be on the meta device.
 
-    Raises EspalierError, with the reason, for attention that is not ours to compute; `failing`: why it does not run.
+    Raises EspalierError, with the reason, for attention that is not ours to compute.
     """
-    traced, device = Traced(), next(model.parameters()).device
-    tokens = torch.ones(1, 3, dtype=torch.int64, device=device)
-    try:
-        with torch.no_grad(), attending(traced):
-            model(input_ids=tokens, position_ids=torch.arange(3, device=device)[None], use_cache=False)
-    except Exception as error:  # any: it is another's code
-        raise EspalierError(f"{failing} ({type(error).__name__}: {one_line(error)})") from None
-    if not traced.calls:
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    trial = Trial(positions, positions[:, None] <= positions[:, :, None])
+    with torch.no_grad(), attending(trial):
+        model(input_ids=tokens, position_ids=positions, use_cache=False)
+    if not trial.calls:
         raise EspalierError("its attention does not go through transformers' AttentionInterface")
-    if any(each.call.masked for each in traced.calls):
+    if any(call.masked for call in trial.calls):
         raise EspalierError("its attention has a mask of its own, which may be not causal")
-    return traced.calls
+    return trial
 
 
 def probe(model_class: Any, config: Any) -> Probed:
     """Raises EspalierError, with the reason, for a class that cannot be a target."""
     register()
-    tiny = tiny_model(model_class, tiny_config(config))
-    tiny.set_attn_implementation(NAME)
-    calls = trace(tiny, "a small model of it does not run")
-    layers = layers_of(tiny, [each.module for each in calls])
-    equal, can_capture = try_tree(tiny, layers)
+    layers, equal, can_capture = try_tree(tiny_model(model_class, tiny_config(config)))
     full = on_meta(model_class, config)
-    calls = trace(full, "it reads values on the host while it runs, which no captured pass can")
+    with refusing("it reads values on the host while it runs, which no captured pass can", with_kind=True):
+        calls = trace(full, torch.ones(1, 3, dtype=torch.int64, device="meta")).calls
     names = {module: name for name, module in full.named_modules()}
     specs = tuple(spec_of(calls, layer) for layer in range(len(calls)))
     kinds = [type(module) for module in full.modules() if type(module) in equal]
@@ -195,7 +162,7 @@ def probe(model_class: Any, config: Any) -> Probed:
         config=config,
         specs=specs,
         layers=layers,
-        attention=tuple(names[each.module] for each in calls),
+        attention=tuple(names[call.module] for call in calls),
         equal=equal,
         replaced={kind.__name__: kinds.count(kind) for kind in equal},
         can_capture=can_capture,
@@ -207,47 +174,39 @@ def probe(model_class: Any, config: Any) -> Probed:
     )
 
 
+@refusing("its class refuses its config")
 def on_meta(model_class: Any, config: Any) -> Any:
     """The model without weights."""
     config = copy.deepcopy(config)
     config._attn_implementation = NAME
     # Of all implementations of experts it alone reads nothing on the host for any input.
     config._experts_implementation = "batched_mm"
-    try:
-        with torch.device("meta"):
-            model = model_class(config).eval()
-            fix_ropes(model)
-            return model
-    except Exception as error:  # any: it is another's code
-        raise EspalierError(f"its class refuses its config ({one_line(error)})") from None
+    with torch.device("meta"):
+        model = model_class(config).eval()
+        fix_ropes(model)
+        return model
 
 
+@refusing("a small model of it cannot be made")
 def tiny_config(config: Any) -> Any:
     """A config of the same kind, with tiny sizes.  Raises EspalierError if its class refuses it."""
     fields = {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
     for name, own in config.attribute_map.items():
         if own in fields:
             fields[name] = fields.pop(own)
-    try:
-        tiny = type(config).from_dict(shrunk(fields, config.num_hidden_layers))
-    except Exception as error:  # any: each class checks its fields in its own way
-        raise EspalierError(f"a small model of it cannot be made ({one_line(error)})") from None
+    tiny = type(config).from_dict(shrunk(fields, config.num_hidden_layers))
     tiny._experts_implementation = "eager"
     return tiny
 
 
+@refusing("a small model of it cannot be made")
 def tiny_model(model_class: Any, config: Any, seed: int = 0) -> Any:
     """A random float32 model whose logits depend on every token before.  Raises EspalierError if there is none."""
-    try:
-        with torch.device("meta"):
-            num_weights = sum(each.numel() for each in model_class(copy.deepcopy(config)).parameters())
-        if num_weights > MOST_WEIGHTS:
-            raise EspalierError(f"a small model of it has {num_weights} weights still, too many to try")
-        model = model_class(config).float().eval().requires_grad_(False)
-    except EspalierError:
-        raise
-    except Exception as error:  # any: it is another's code
-        raise EspalierError(f"a small model of it cannot be made ({one_line(error)})") from None
+    with torch.device("meta"):
+        num_weights = sum(each.numel() for each in model_class(copy.deepcopy(config)).parameters())
+    if num_weights > MOST_WEIGHTS:
+        raise EspalierError(f"a small model of it has {num_weights} weights still, too many to try")
+    model = model_class(config).float().eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         drawn = torch.randn(parameter.shape, generator=generator)
@@ -255,70 +214,57 @@ def tiny_model(model_class: Any, config: Any, seed: int = 0) -> Any:
     return model
 
 
-def try_tree(model: Any, layers: str) -> tuple[Mapping[type, Make], bool]:
-    """The classes whose modules may be replaced by ours, and whether layers' inputs can be captured.
+@refusing("a small model of it does not run", with_kind=True)
+def try_tree(model: Any) -> tuple[str, Mapping[type, Make], bool]:
+    """The name of the list of layers, the classes whose modules may be ours, whether layers' inputs can be captured.
 
     Raises EspalierError, with the reason, unless a tree's nodes get the logits of the plain model.
     """
-    try:
-        wanted, equal = _plain(model), find_equal(model)
-        for replaced in (equal, {}) if equal else ({},):
-            capture = tuple(range(len(model.get_submodule(layers)) + 1))
-            got, inputs = _as_tree(Body(copy.deepcopy(model), layers, replaced, capture))
-            difference = float((got - wanted).abs().max() / wanted.abs().max())
-            if difference <= TOLERANCE:
-                shape = (*got.shape[:2], model.config.hidden_size)
-                return replaced, all(i in inputs and inputs[i].shape == shape for i in capture)
-    except Exception as error:  # any: it is another's code
-        raise EspalierError(f"a small model of it does not run ({type(error).__name__}: {one_line(error)})") from None
+    prefixes, trees = _random_tokens(model)
+    model.set_attn_implementation(NAME)
+    past = trace(model, prefixes)
+    layers = layers_of(model, [call.module for call in past.calls])
+    wanted, equal = _plain(model, prefixes, trees), find_equal(model)
+    for replaced in (equal, {}) if equal else ({},):
+        capture = tuple(range(len(model.get_submodule(layers)) + 1))
+        got, inputs = _as_tree(Body(copy.deepcopy(model), layers, replaced, capture), trees, past)
+        difference = float((got - wanted).abs().max() / wanted.abs().max())
+        if difference <= TOLERANCE:
+            shape = (*got.shape[:2], model.config.hidden_size)
+            return layers, replaced, all(i in inputs and inputs[i].shape == shape for i in capture)
     raise EspalierError(
         "its rows do not see just the rows before them, at the positions that they are given: a tree's logits differ "
         f"from the plain model's by {difference:.1e} of the largest"
     )
 
 
-def _random_tokens(model: Any) -> tuple[list[Tensor], Tensor]:
-    """The prefixes, and the trees' nodes [2, Q]."""
+def _random_tokens(model: Any) -> tuple[Tensor, Tensor]:
+    """The prefixes, padded to the longest, and the trees' nodes [2, Q]."""
     vocab = model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(1)
     prefixes = [torch.randint(0, vocab, (n,), generator=generator) for n in PREFIXES]
-    return prefixes, torch.randint(0, vocab, (len(PARENTS), len(PARENTS[0])), generator=generator)
+    trees = torch.randint(0, vocab, (len(PATHS), len(PATHS[0])), generator=generator)
+    return pad_sequence(prefixes, batch_first=True), trees
 
 
-def _paths(parents: Sequence[int]) -> list[list[int]]:
-    """The nodes on the path to each node."""
-    paths: list[list[int]] = []
-    for node, parent in enumerate(parents):
-        paths.append([*([] if parent < 0 else paths[parent]), node])
-    return paths
-
-
-def _plain(model: Any) -> Tensor:
+@torch.no_grad()
+def _plain(model: Any, prefixes: Tensor, trees: Tensor) -> Tensor:
     """[2, Q, V]: the logits of each node of the trees, as the plain model gives them to its path."""
-    prefixes, trees = _random_tokens(model)
     model.set_attn_implementation("eager")
-    with torch.no_grad():
-        logits = [
-            model(input_ids=torch.cat((prefix, tree[path]))[None], use_cache=False).logits[0, -1]
-            for prefix, tree, parents in zip(prefixes, trees, PARENTS, strict=True)
-            for path in _paths(parents)
-        ]
+    logits = [
+        model(input_ids=torch.cat((prefix[:n], tree[list(path)]))[None], use_cache=False).logits[0, -1]
+        for prefix, n, tree, paths in zip(prefixes, PREFIXES, trees, PATHS, strict=True)
+        for path in paths
+    ]
     model.set_attn_implementation(NAME)
     return torch.stack(logits).unflatten(0, trees.shape)
 
 
 @torch.no_grad()
-def _as_tree(body: Body) -> tuple[Tensor, dict[int, Tensor]]:
+def _as_tree(body: Body, trees: Tensor, past: Trial) -> tuple[Tensor, dict[int, Tensor]]:
     """The logits of both trees' nodes, run at once, and what they captured."""
-    prefixes, trees = _random_tokens(body.model)
-    past = []
-    for prefix in prefixes:
-        n = len(prefix)
-        chain = Trial(torch.arange(n)[None], [torch.ones(n, n, dtype=torch.bool).tril()], [{}])
-        body(prefix[None], chain.positions, chain)
-        past += chain.made
-    paths = [_paths(parents) for parents in PARENTS]
-    seen = [torch.tensor([[node in path for node in range(len(each))] for path in each]) for each in paths]
-    depths = torch.tensor([[len(path) - 1 for path in each] for each in paths])
-    trial = Trial(torch.tensor(PREFIXES)[:, None] + depths, seen, past)
+    lengths = torch.tensor(PREFIXES)[:, None]
+    committed = (past.positions < lengths)[:, None].expand(-1, trees.shape[1], -1)
+    nodes = torch.tensor([[[node in path for node in range(len(paths))] for path in paths] for paths in PATHS])
+    trial = Trial(lengths + nodes.sum(2) - 1, torch.cat((committed, nodes), 2), past)
     return body.logits(body(trees, trial.positions, trial)), trial.inputs

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
 from espalier.kernels.ops.experts import grouped_experts
 from espalier.kernels.ops.linear import sum_parts
-from espalier.models.from_transformers.attention import live_rows
+from espalier.models.from_transformers.attention import RUNNING
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.weight_formats import dense_weight
@@ -30,24 +30,26 @@ EXPERT_INPUTS = ("hidden_states", "top_k_index", "top_k_weights")
 class OurLinear(nn.Module):
     """A linear layer.  weight: empty; for code that asks for its dtype or device, or whether there is a bias."""
 
-    def __init__(self, linear: Linear, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, module: Any) -> None:
         super().__init__()
-        self.linear = linear
-        self.weight = torch.empty(0, dtype=dtype, device=device)
-        self.bias = linear.bias
+        weight = module.weight.data
+        self.bias = None if module.bias is None else module.bias.data
+        self.linear = Linear(dense_weight(weight), self.bias)
+        self.weight = weight.new_empty(0)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x)
 
 
 class OurNorm(nn.Module):
-    """An RMS norm of the last dimension."""
+    """An RMS norm of the last dimension.  offset: what is added to its weight."""
 
-    def __init__(self, weight: Tensor, eps: float, offset: float) -> None:
+    def __init__(self, module: Any, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight = weight
-        exact = torch.promote_types(weight.dtype, torch.float32)
-        self.norm = RMSNorm(weight.to(exact) + offset if offset else weight, eps)
+        self.weight = module.weight.data
+        exact = torch.promote_types(self.weight.dtype, torch.float32)
+        eps = next(getattr(module, name) for name in EPSILONS if hasattr(module, name))
+        self.norm = RMSNorm(self.weight.to(exact) + offset if offset else self.weight, float(eps))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x.contiguous())
@@ -56,34 +58,23 @@ class OurNorm(nn.Module):
 class OurExperts(nn.Module):
     """Gated experts in two stacked matrices, gate over up."""
 
-    def __init__(self, gate_up: Tensor, down: Tensor, activation: Activation) -> None:
+    def __init__(self, module: Any, activation: Activation) -> None:
         super().__init__()
-        self.gate_up, self.down, self.activation = gate_up, down, activation
+        self.gate_up, self.down, self.activation = module.gate_up_proj.data, module.down_proj.data, activation
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        weights = top_k_weights.to(torch.promote_types(hidden_states.dtype, torch.float32))
+        run, weights = RUNNING.get(None), top_k_weights.to(torch.promote_types(hidden_states.dtype, torch.float32))
         parts = grouped_experts(
             *(hidden_states, self.gate_up, self.down, top_k_index, weights),
-            live=live_rows(),
+            live=None if run is None else run.live,
             activation=self.activation,
         )
         return sum_parts(parts, hidden_states.dtype)
 
 
-def our_linear(module: nn.Linear) -> OurLinear:
-    weight, bias = module.weight.data, None if module.bias is None else module.bias.data
-    return OurLinear(Linear(dense_weight(weight), bias), weight.dtype, weight.device)
-
-
-def _our_norm(module: Any, offset: float) -> nn.Module:
-    if not isinstance(getattr(module, "weight", None), Tensor):
-        return module  # of a class whose norms have weights or not, as their place asks
-    eps = next(getattr(module, name) for name in EPSILONS if hasattr(module, name))
-    return OurNorm(module.weight.data, float(eps), offset)
-
-
-def _our_experts(module: Any, activation: Activation) -> OurExperts:
-    return OurExperts(module.gate_up_proj.data, module.down_proj.data, activation)
+# What may compute the same as a norm, and as experts.
+NORMS: tuple[Make, ...] = (OurNorm, partial(OurNorm, offset=1.0))
+EXPERTS: tuple[Make, ...] = (partial(OurExperts, activation=SILU), partial(OurExperts, activation=GELU_TANH))
 
 
 def find_equal(model: nn.Module) -> dict[type, Make]:
@@ -98,19 +89,17 @@ def find_equal(model: nn.Module) -> dict[type, Make]:
 
 def _equal_to(module: nn.Module) -> Make | None:
     if type(module) is nn.Linear:
-        return our_linear
-    names = [name for name, _ in module.named_parameters()]
+        return OurLinear
+    names = sorted(name for name, _ in module.named_parameters())
     if names == ["weight"] and type(module).__name__.endswith("Norm") and any(hasattr(module, n) for n in EPSILONS):
-        norms = (partial(_our_norm, offset=offset) for offset in (0.0, 1.0))
-        return next((make for make in norms if _are_equal(module, make, _rows_of_norm(module))), None)
-    if sorted(names) == ["down_proj", "gate_up_proj"] and _takes_experts(module):
-        experts = (partial(_our_experts, activation=activation) for activation in (SILU, GELU_TANH))
-        return next((make for make in experts if _are_equal(module, make, _rows_of_experts(module))), None)
+        return next((make for make in NORMS if _are_equal(module, make, _rows_of_norm(module))), None)
+    if names == ["down_proj", "gate_up_proj"] and _inputs_of(module) == EXPERT_INPUTS:
+        return next((make for make in EXPERTS if _are_equal(module, make, _rows_of_experts(module))), None)
     return None
 
 
-def _takes_experts(module: nn.Module) -> bool:
-    return tuple(inspect.signature(type(module).forward).parameters)[1:] == EXPERT_INPUTS
+def _inputs_of(module: nn.Module) -> tuple[str, ...]:
+    return tuple(inspect.signature(type(module).forward).parameters)[1:]
 
 
 def _rows_of_norm(module: Any) -> list[tuple[Tensor, ...]]:
@@ -138,5 +127,6 @@ def replace(model: nn.Module, equal: Mapping[type, Make]) -> None:
     """Put our modules in the place of those of the classes in `equal`."""
     for parent in list(model.modules()):
         for name, module in parent.named_children():
-            if type(module) in equal:
+            # Some classes of norms have weights or not, as their place asks.
+            if type(module) in equal and any(True for _ in module.parameters()):
                 setattr(parent, name, equal[type(module)](module))

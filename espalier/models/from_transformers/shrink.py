@@ -8,24 +8,23 @@ HEADS, HEAD_SIZE, HIDDEN, VOCAB, POSITIONS, WINDOW, MOST_LAYERS = 4, 16, 64, 96,
 # Sizes by the names that config classes give them; the first that matches.  A size is never raised.
 SIZES: tuple[tuple[str, int], ...] = (
     (r"vocab_size", VOCAB),
+    (r"token_id$", VOCAB - 1),
     (r"^num_layers$|kv_shared", 2),
     (r"window|chunk_size", WINDOW),
     (r"position|max_seq|n_ctx|seq_len", POSITIONS),
     (r"experts_per_tok|top_?k|moe_k$|num_selected", 2),
-    (r"topk_group", 1),
     (r"n_group", 2),
-    (r"shared_experts$|n_shared", 1),
-    (r"experts$|num_expert|expert_num|moe_num", HEADS),
+    (r"shared_experts$", 1),
+    (r"experts$|num_expert|expert_num", HEADS),
     (r"qk_head_dim", 2 * HEAD_SIZE),
     (r"head_dim|head_size|kv_channels|rotary_dim|_lora_rank|lora_dim|low_rank", HEAD_SIZE),
     (r"(key_value|kv)_heads", 2),
     (r"heads|n_head$", HEADS),
     (r"intermediate|inner|ffn|mlp_(dim|size)|d_ff|ff_", 2 * HIDDEN),
     (r"hidden_size|d_model|n_embd|embed(ding)?_(dim|size)|proj_dim|model_dim|hidden_dim", HIDDEN),
-    (r"first_k_dense|max_window_layers|num_dense|dense_layers", 1),
+    (r"first_k_dense|num_dense", 1),
 )
-
-
+ROPE_LENGTHS = {"original_max_position_embeddings": WINDOW, "max_position_embeddings": POSITIONS}
 SCALINGS = ("type", "rope_type", "factor")
 
 
@@ -56,8 +55,6 @@ def _small(name: str, value: Any, num_layers: int, layers: int, fields: Mapping[
         return _plain_rope(value)
     if name == "head_dim" and value is None:
         return HEAD_SIZE
-    if name.endswith("token_id") and isinstance(value, int):
-        return value % VOCAB
     if not isinstance(value, int) or isinstance(value, bool):
         return value
     if value == num_layers and re.search(r"layers?$", name):
@@ -74,9 +71,5 @@ def _plain_rope(value: Any) -> Any:
         return value
     if any(isinstance(each, Mapping) for each in value.values()):
         return {kind: _plain_rope(each) for kind, each in value.items()}
-    kept = {name: each for name, each in value.items() if not isinstance(each, list) and name not in SCALINGS}
-    if "original_max_position_embeddings" in kept:
-        kept["original_max_position_embeddings"] = WINDOW
-    if "max_position_embeddings" in kept:
-        kept["max_position_embeddings"] = POSITIONS
-    return {**kept, "rope_type": "default"}
+    plain = (name for name, each in value.items() if name not in SCALINGS and not isinstance(each, list))
+    return {**{name: ROPE_LENGTHS.get(name, value[name]) for name in plain}, "rope_type": "default"}

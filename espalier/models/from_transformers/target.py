@@ -1,20 +1,21 @@
 """A model of transformers as a target: its layers write to the pass, and attend through it."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from espalier.attention import Pass
-from espalier.cache.layer_spec import LayerSpec, ReadyHeads
+from espalier.cache.layer_spec import ReadyHeads
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.models.base import ModelOutput
 from espalier.models.config import ModelConfig
-from espalier.models.from_transformers.attention import Attends, Call, attending, running
-from espalier.models.from_transformers.replace import Make, OurLinear, our_linear, replace
+from espalier.models.from_transformers.attention import RUNNING, Attends, Call, attending
+from espalier.models.from_transformers.replace import Make, OurLinear, replace
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 
@@ -33,7 +34,7 @@ class Body:
         fix_ropes(model)
         _capture(model.get_submodule(layers), capture)
         head = model.get_output_embeddings()
-        self.head: Linear = (head if isinstance(head, OurLinear) else our_linear(head)).linear
+        self.head: Linear = (head if isinstance(head, OurLinear) else OurLinear(head)).linear
         self._given = copy.copy(model)
         self._given._modules = {**model._modules, layers.partition(".")[0]: GivenHidden()}
 
@@ -82,53 +83,48 @@ def fix_ropes(model: nn.Module) -> None:
     module: Any
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
-        if isinstance(kind, str):
-            module.rope_type = "default"
-        elif isinstance(kind, dict):
-            module.rope_type = dict.fromkeys(kind, "default")
+        if kind is not None:
+            module.rope_type = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
 
 
 def _capture(layers: nn.ModuleList, capture: tuple[int, ...]) -> None:
     """Copy the inputs of layers as they come: a class may write to the residual that it gets."""
 
-    def before(index: int) -> Callable[..., None]:
-        def keep(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-            running().inputs[index] = (args[0] if args else options["hidden_states"]).clone()
-
-        return keep
+    def before(index: int, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        RUNNING.get().inputs[index] = (args[0] if args else options["hidden_states"]).clone()
 
     def behind(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        running().inputs[len(layers)] = out[0] if isinstance(out, tuple) else out
+        RUNNING.get().inputs[len(layers)] = out[0] if isinstance(out, tuple) else out
 
     for index in capture:
         if index == len(layers):
             layers[-1].register_forward_hook(behind)
         else:
-            layers[index].register_forward_pre_hook(before(index), with_kwargs=True)
+            layers[index].register_forward_pre_hook(partial(before, index), with_kwargs=True)
 
 
+@dataclass
 class PassRun:
     """A pass that answers a model's attention calls.
 
     layers: the number of each attention module's layer; sharing: the layers that share rows and write none.
     """
 
-    def __init__(self, p: Pass, layers: Mapping[nn.Module, int], sharing: frozenset[int]) -> None:
-        self.p = p
-        self.layers = layers
-        self.sharing = sharing
-        self.inputs: dict[int, Tensor] = {}
+    p: Pass
+    layers: Mapping[nn.Module, int]
+    sharing: frozenset[int]
+    inputs: dict[int, Tensor] = field(default_factory=dict)
 
     @cached_property
     def live(self) -> Tensor | None:
         return (self.p.tokens >= 0).flatten()
 
-    def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        p, layer = self.p, self.layers[module]
+    def __call__(self, call: Call) -> Tensor:
+        p, layer, k, v = self.p, self.layers[call.module], call.k, call.v
         if layer in self.sharing:
             k, v = k[:, :0], v[:, :0]
-        ready = ReadyHeads(*(rows.transpose(1, 2).flatten(0, 1).contiguous() for rows in (q, k, v)))
-        sink = None if call.sink is None else call.sink.to(torch.promote_types(q.dtype, torch.float32))
+        ready = ReadyHeads(*(rows.transpose(1, 2).flatten(0, 1).contiguous() for rows in (call.q, k, v)))
+        sink = None if call.sink is None else call.sink.to(torch.promote_types(call.q.dtype, torch.float32))
         attended = p.attend(layer, p.write(layer, ready), sink)
         kept = p.kept(layer)
         if kept is None:
@@ -139,26 +135,20 @@ class PassRun:
 
 
 class TransformersTarget:
-    """A CausalLM (espalier/models/base.py).  layers: the number of each attention module's layer."""
+    """A CausalLM (espalier/models/base.py), whose config is `probed`."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        specs: tuple[LayerSpec, ...],
-        body: Body,
-        layers: Sequence[str],
-        capture: tuple[int, ...],
-    ) -> None:
+    def __init__(self, config: ModelConfig, body: Body, capture: tuple[int, ...]) -> None:
+        assert config.probed is not None
         self.config = config
-        self.layer_specs = specs
+        self.layer_specs = config.probed.specs
         self.capture = capture
-        self.kv_scales: tuple[KVScales | None, ...] = (None,) * len(specs)
+        self.kv_scales: tuple[KVScales | None, ...] = (None,) * len(self.layer_specs)
         # Some have a row more, for audio or an unknown token.
         self.embed = Embedding(body.model.get_input_embeddings().weight[: config.vocab_size])
         self.head = body.head
         self.body = body
-        self._sharing = frozenset(i for i, spec in enumerate(specs) if spec.shares is not None)
-        self._layers = {body.model.get_submodule(name): i for i, name in enumerate(layers)}
+        self._sharing = frozenset(i for i, spec in enumerate(self.layer_specs) if spec.shares is not None)
+        self._layers = {body.model.get_submodule(name): i for i, name in enumerate(config.probed.attention)}
 
     def __call__(self, p: Pass) -> ModelOutput:
         run = PassRun(p, self._layers, self._sharing)

@@ -176,6 +176,27 @@ def test_the_weights_of_a_pass_are_those_of_the_checkpoint(shape):
     assert counted == sum(stored.values())
 
 
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3.6-moe"])
+def test_experts_are_counted_as_they_are_stored(name):
+    """Apart in FP8, whose scales are small, or joined in 16 bits."""
+    recipe = Recipe(mixture(name), weights="fp8")
+    tensors, _ = recipe.tensors(torch.bfloat16, "meta")
+    stored = sum(
+        torch.Size(size).numel() * tensors.itemsize(name)
+        for name, size in tensors.shapes.items()
+        if ".experts." in name and "scale" not in name
+    )
+    counted = sum(run.expert_bytes for run in recipe_sizes(recipe).target_pass(10**6))
+    assert counted == pytest.approx(stored)
+
+
+def test_layers_share_weights_that_no_cache_holds(monkeypatch):
+    monkeypatch.setattr("espalier.bench.chains.MIN_BYTES", 2 * 6 * 8 * 4)
+    run = Run("out", (4, 8), 10, 1)
+    weights = [each.data_ptr() for each in Weights(torch.float32, torch.device("cpu")).of(run)]
+    assert len(weights) == 10 and len(set(weights)) == 6 and weights[6:] == weights[:4]
+
+
 def test_layers_of_several_sizes_run_and_read_what_each_has():
     """Windows of 1,024 with 16 KV heads of 256, and every sixth layer without, with 4 of 512 whose V is K."""
     shape = shape_named("gemma-4-31b")
