@@ -74,7 +74,7 @@ RUNS = [
     ("ngram", "at random", False, 3, FEW[:4]),
     ("ngram", "by score", True, 2, FEW[:4]),
     *(
-        pytest.param(algorithm, sharing, overlap, rows, [*FEW, *STYLES.values()], marks=FULL)
+        pytest.param(algorithm, sharing, overlap, rows, [*FEW[:4], *STYLES.values()], marks=FULL)
         for algorithm in ("eagle3", "ngram")
         for sharing in ("by score", "at random")
         for overlap, rows in ((True, 2), (False, 3))

@@ -7,9 +7,14 @@ from random import Random
 import pytest
 
 from espalier.engine.guesses import Guesses
+from espalier.engine.round_times import CpuCosts
+from espalier.layout import PLAIN
 from espalier.request import Request, SamplingParams
 from espalier.slots import PATH_KINDS, Guess
+from espalier.speculate import round as of_round
 from espalier.speculate.sources.survival import Survival
+from espalier.startup.build import assemble
+from espalier.startup.load import Loaded
 from tests.harness import VOCAB, Ran, Setup, prompts, request, run
 from tests.properties.test_tokens import STYLES
 
@@ -83,6 +88,27 @@ def test_tokens_are_those_of_plain_decoding(algorithm, temperature):
     # four rounds do where a likelier node of the draft takes the place of a path's end.
     if temperature is not None:
         assert min(lengths[overlap, "true"] for overlap in (False, True)) >= 13 / 4, lengths
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
+def test_without_a_prediction_rounds_are_those_of_an_engine_without_sources(algorithm, monkeypatch):
+    """As on a CPU by default: the same launches, trees and rows."""
+    verified, verify = [], of_round.verify
+    monkeypatch.setattr(of_round, "verify", lambda proposed: (verified.append(proposed.tree), verify(proposed))[1])
+    found = []
+    for sources in (("prediction",), ()):
+        setup = replace(TREE, algorithm=algorithm, overlap=True, text_paths=0, sent_paths=2 * len(sources))
+        config = setup.config(sources=sources, round_costs=CpuCosts() if algorithm == "ngram" else None)
+        config = replace(config, layout=replace(config.layout, choices=((1, (config.layout.tree, PLAIN)),)))
+        engine, launches = assemble(Loaded(config, *setup.models(setup.layout.position_rows))), []
+        launch = engine.executor.launch
+        engine.executor.launch = lambda sent, to=launch, noted=launches: (noted.append(sent), to(sent))[1]
+        ran = run(engine, traffic(None)[::3])
+        trees = [[part.tolist() for part in tree] for tree in verified]
+        # Numbers of how paths survive are sent, and no paths.
+        found.append((ran.tokens, trees, [repr(replace(each, survival=None)) for each in launches]))
+        verified.clear()
+    assert found[0] == found[1]
 
 
 def test_a_text_that_repeats_itself_is_grafted_onto_a_draft():

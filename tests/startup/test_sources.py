@@ -1,0 +1,49 @@
+"""What proposes tokens beside the draft, as asked for and by default; what cannot be is refused by name."""
+
+import pytest
+import torch
+
+from espalier.config import SpeculationConfig
+from espalier.errors import EspalierError
+from espalier.layout import PLAIN, TreeShape
+from espalier.startup.sources import choose_sources, source_sizes
+
+TREE = TreeShape(4, 2, 9)
+
+
+@pytest.mark.parametrize(
+    ("asked", "tree", "device", "sources", "sizes"),
+    [
+        ({}, TREE, "cpu", ("prediction",), (0, 2)),
+        ({}, TREE, "cuda", (), (0, 0)),
+        ({}, PLAIN, "cpu", (), (0, 0)),
+        ({"sources": "none"}, TREE, "cpu", (), (0, 0)),
+        ({"sources": "index, text"}, TREE, "cuda", ("text", "index"), (2, 2)),
+        ({"sources": "text"}, TREE, "cpu", ("text",), (2, 0)),
+    ],
+)
+def test_by_default_predictions_on_a_cpu(asked, tree, device, sources, sizes):
+    speculation = SpeculationConfig(**asked)
+    chosen = choose_sources(speculation, "eagle3", tree, torch.device(device))
+    assert {*chosen} == {*sources}
+    got = source_sizes(speculation, chosen, [], "native")
+    assert (got["text_paths"], got["sent_paths"], got["shared_rows"]) == (*sizes, 0)
+
+
+@pytest.mark.parametrize(
+    ("sources", "algorithm", "tree", "says"),
+    [
+        ("text,psychic", "eagle3", TREE, r"^sources='psychic' is not supported; use text, "),
+        ("none,text", "eagle3", TREE, r"^sources='none' is not supported; use text, .*, or none alone$"),
+        ("text", "eagle3", PLAIN, "^sources='text' needs a tree"),
+        ("text", "ngram", TREE, "^sources='text' is what algorithm='ngram' drafts with; leave it out"),
+    ],
+)
+def test_what_cannot_be_is_refused(sources, algorithm, tree, says):
+    with pytest.raises(EspalierError, match=says):
+        choose_sources(SpeculationConfig(sources=sources), algorithm, tree, torch.device("cpu"))
+
+
+def test_rows_are_not_shared_where_all_must_run():
+    with pytest.raises(EspalierError, match=r"^shared_rows=3 is not supported for a model"):
+        source_sizes(SpeculationConfig(shared_rows=3), (), [], "transformers")
