@@ -23,7 +23,7 @@ LOGITS_BYTES = 2**27
 # A verify pass: the same.  With that vocabulary it is 4185 rows, more than trees have by default
 # (startup/tree_policy.py).
 NODE_LOGITS_BYTES = 2**31
-# Prefill passes that are captured: widths of their pieces, and the most pieces and rows.  A slow host needs some
+# Limits of captured prefill passes: the widths of their pieces, and the most pieces and rows.  A slow host needs some
 # 60 ms to launch a pass of an 8B in FP8, and an H100 37 ms to run one of 2,048 rows (docs/log.md).
 CAPTURED_WIDTHS = (16, 64, 256)
 CAPTURED_PIECES = 16

@@ -2,10 +2,10 @@
 
 A model without a tokenizer cannot read that: the text is what the original itself continues random tokens with.
 
-Both read the same tokens.  Agreement is the share of positions with the same likeliest token; KL is that of the
+Both read the same tokens.  Agreement is the share of positions with the same likeliest token; KL compares the
 distributions over the whole vocabulary.  For this the hidden states of the original are kept, with its head.
 
-Accept lengths are those of the tree at every batch, also where an engine would choose plain decoding for its speed.
+Accept lengths are measured with the tree at every batch, even if an engine would choose plain decoding there.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

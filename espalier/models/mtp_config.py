@@ -51,7 +51,7 @@ class MTPConfig:
         return self.family.prefix_of(module, self.num_layers)
 
     def owned(self, module: int) -> str:
-        """As MTPFamily.owned.  module: from 0."""
+        """The result of MTPFamily.owned for this module.  module: from 0."""
         return self.family.owned(module, self.num_layers)
 
 

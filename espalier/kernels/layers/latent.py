@@ -154,7 +154,8 @@ def _store_latent(
     EPS: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
     EXACT: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate one latent at `values`, and store it at `to`.  scale_ptr: of an FP8 row; else None."""
+    """Norm and rotate one latent at `values`, and store it at `to`.  scale_ptr: the scale of an FP8 row; None for other
+    rows."""
     column = tl.arange(0, BLOCK_RANK)
     exists = column < RANK
     x = tl.load(values + column, mask=exists, other=0.0).to(EXACT)
