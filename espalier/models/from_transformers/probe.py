@@ -84,8 +84,8 @@ class Trial:
             k, v = torch.cat((before.k, k), 2), torch.cat((before.v, v), 2)
             at = torch.cat((self.past.positions, at), 1)
         self.calls.append(call)
-        if k.shape[2] != seen.shape[2]:
-            # Over other rows than the tokens'.  By its calls or its logits, the class is refused.
+        if q.is_meta or k.shape[2] != seen.shape[2]:
+            # Nothing to compute.  A class that attends over other rows is refused by its calls or its logits.
             return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
         if call.window is not None:
             seen = seen & (self.positions[:, :, None] - at[:, None] < call.window)
