@@ -140,11 +140,11 @@ class DraftFormat:
     unmarked: tuple[str, ...] = ()
     in_parts: bool = False
 
-    @property
-    def names(self) -> str:
-        """What a config.json of this format may be called."""
-        types = f"speculators' {', '.join(self.speculators_types)}" if self.speculators_types else ""
-        return "; ".join(filter(None, (", ".join(self.architectures), types)))
+    def names(self, by_speculators: bool) -> str:
+        """The names by which `takes` knows this format, if speculators wrote the config.json or not."""
+        if not by_speculators:
+            return ", ".join(self.architectures)
+        return f"speculators' {', '.join(self.speculators_types)}" if self.speculators_types else ""
 
     def takes(self, raw: Raw) -> bool:
         declared = raw.get("speculators_model_type")

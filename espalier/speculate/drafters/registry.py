@@ -177,7 +177,9 @@ def format_of(raw: Raw, path: Path) -> DraftFormat:
     for known in DRAFT_FORMATS.values():
         if known.takes(raw):
             return known
-    supported = "; ".join(f"{known.title} ({known.names})" for known in DRAFT_FORMATS.values())
+    by_speculators = raw.get("speculators_model_type") is not None
+    names = {known.title: known.names(by_speculators) for known in DRAFT_FORMATS.values()}
+    supported = "; ".join(f"{title} ({named})" for title, named in names.items() if named)
     raise EspalierError(f"{path}: {_why_unknown(raw, path)}; supported are {supported}")
 
 
