@@ -198,7 +198,7 @@ def test_the_algorithm_follows_from_the_draft():
     with pytest.raises(EspalierError, match="needs a draft"):
         resolved(has_draft=False, speculation=SpeculationConfig(algorithm="eagle3"))
     with pytest.raises(
-        EspalierError, match=r"'eagle' is not supported; use eagle3, .*, dflash2, ngram, none or 'auto'"
+        EspalierError, match=r"'eagle' is not supported; use eagle3, .*, dflash2, assistant, ngram, none or 'auto'"
     ):
         load.find(EngineConfig(model="/no/such/place", speculation=SpeculationConfig(algorithm="eagle")))
     with pytest.raises(EspalierError, match="takes no draft"):
