@@ -49,7 +49,7 @@ class Pace(NamedTuple):
 
 # Guesses of a draft model succeed about equally everywhere.  Guesses looked up in the text depend on the place in it.
 DRAFTED = Pace(48, 400, trial=4, alone=4, dwell=8, least_prior=0.25)
-LOOKED_UP = Pace(16, 24, trial=2, alone=0, dwell=2, least_prior=3.0)
+LOOKED_UP = Pace(16, 24, trial=2, alone=0, dwell=2, least_prior=1.0)
 
 
 class TreeChooser(Protocol):
