@@ -77,7 +77,7 @@ def _try_one(matcher: Any, num_bytes: np.ndarray, rng: random.Random, repeats: b
     length, token = 0, END
     for _ in range(NUM_TOKENS):
         took_s = _time_of(matcher.fill_next_token_bitmask, mask)
-        # Once more, because the first time may be the system's.
+        # A slow mask is made once more, and a slow token is read once more: the first time may be the system's.
         _require(took_s <= MASK_S or _time_of(matcher.fill_next_token_bitmask, mask) <= MASK_S, length)
         allowed = np.unpackbits(mask[0].view(np.uint8), count=len(sizes), bitorder="little")
         if not (repeats and allowed[token] and sizes[token]):
@@ -85,9 +85,13 @@ def _try_one(matcher: Any, num_bytes: np.ndarray, rng: random.Random, repeats: b
             if not (longest := allowed.max()):
                 return
             token = _first(allowed == longest if prefers_long else allowed > 0, rng.randrange(len(sizes)))
+        limit_s = BYTE_S * num_bytes[token]
         took_s = _time_of(matcher.accept_token, token)
+        if took_s > limit_s:
+            matcher.rollback(1)
+            took_s = _time_of(matcher.accept_token, token)
         length += int(num_bytes[token])
-        _require(took_s <= BYTE_S * num_bytes[token], length)
+        _require(took_s <= limit_s, length)
 
 
 def _first(is_liked: np.ndarray, start: int) -> int:

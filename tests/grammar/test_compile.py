@@ -3,7 +3,9 @@
 import json
 import threading
 import time
+from collections.abc import Callable
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import xgrammar
 
 from espalier import LLM, EspalierError, Grammar, SamplingParams
 from espalier.masking import compile as of_compile
+from espalier.masking import trial as of_trial
 from espalier.masking.compile import CompilerBusy, GrammarCompiler, compile_form, token_bytes
 from espalier.masking.masker import allowed_tokens
 from espalier.masking.trial import TRIAL_S, try_masks
@@ -276,3 +279,24 @@ def test_a_trial_with_a_large_vocabulary_takes_a_small_part_of_its_time():
     begun = time.thread_time()
     try_masks(form, np.array([len(each) for each in vocabulary]))
     assert time.thread_time() - begun < TRIAL_S / 2
+
+
+@pytest.mark.parametrize("slow", [1, 2])
+def test_a_call_that_is_slow_once_refuses_no_grammar(monkeypatch, slow):
+    """Every mask and every token takes the system a second when it is timed first; twice in a row is the grammar's."""
+    before: list[str] = []
+
+    def time_of(call: Callable[..., Any], *arguments: Any) -> float:
+        call(*arguments)
+        before.append(call.__name__)
+        in_a_row = next((i for i, name in enumerate(reversed(before)) if name != call.__name__), len(before))
+        return 1.0 if in_a_row <= slow else 0.0
+
+    monkeypatch.setattr(of_trial, "_time_of", time_of)
+    info = xgrammar.TokenizerInfo([b"", b"a", b"b"], xgrammar.VocabType.RAW, stop_token_ids=[])
+    form = compile_form(xgrammar.GrammarCompiler(info, max_threads=1), Grammar("regex", "[ab]{9}"))
+    if slow == 1:
+        try_masks(form, np.array([0, 1, 1]))
+    else:
+        with pytest.raises(EspalierError, match="too ambiguous"):
+            try_masks(form, np.array([0, 1, 1]))
