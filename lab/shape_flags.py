@@ -17,8 +17,8 @@ SHAPE_FLAGS = (
 # Names of synthetic models: those of espalier/bench/shapes.py, which imports PyTorch, as the help does not.
 SHAPE_NAMES = (
     "llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite",
-    "deepseek-v3-1gpu", "gpt-oss-20b", "gemma-4-31b", "gemma-4-26b-a4b", "ministral3-14b", "phi-4", "qwen3.6-27b",
-    "qwen3.6-35b-a3b", "nemotron-30b-a3b",
+    "deepseek-v3-1gpu", "deepseek-v3-cut", "deepseek-v3.2-cut", "gpt-oss-20b", "gemma-4-31b", "gemma-4-26b-a4b",
+    "ministral3-14b", "qwen3.6-27b", "qwen3.6-35b-a3b", "nemotron-30b-a3b", "phi-4",
 )  # fmt: skip
 
 

@@ -20,7 +20,6 @@ from espalier.errors import EspalierError
 from espalier.layout import TreeShape
 from espalier.llm import LLM
 from espalier.request import SamplingParams
-from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
 from espalier.terminal.console import print_table, progress, write_json
 from lab.bench.checks import refuse_tree_flags
 from lab.faults.planted import plant
@@ -148,9 +147,8 @@ def measure(
 
 def form_of(engine: Engine) -> str | None:
     """The form of a draft of several MTP modules; None for other drafts, which have no form."""
-    drafter = engine.executor.runner.drafter
-    has_form = isinstance(drafter, AutoregressiveDrafter) and drafter.spec.modules > 1
-    return drafter.spec.form if has_form else None
+    spec = engine.executor.runner.drafter.spec
+    return spec.form if spec.modules > 1 else None
 
 
 def _settings_of(variant: Variant, settings: dict[str, Any]) -> dict[str, Any]:
