@@ -178,12 +178,14 @@ class RoundLayout:
     trees: (n, shape), n ascending: rounds of n or more requests use this shape, up to the next n; smaller rounds use
     the configured tree.  The configured tree is the largest, and sets the size of the buffers;
     busy_chunk_size: rows of a prefill pass while running requests wait for it; None: chunk_size;
-    block_rows: rows of the one pass of a block draft; 0 for other drafts;
-    choices: (n, shapes), n ascending from 1, all batches of a bucket alike: what rounds of n or more requests may use
-    instead of `trees`, up to the next n; the first is used at the start; empty if the engine does not choose;
+    block_rows: rows of the one pass of a block draft; 0 for other drafts.
+    choices: (n, shapes), n ascending from 1.  Rounds of n or more requests, up to the next n, use one of these shapes
+    instead of `trees`.  The first is used at the start.  All batches of a bucket have the same.  Empty if the engine
+    does not choose.
     text_paths, sent_paths: how many paths are grafted onto each tree, from the request's own text and from the host's
-    guesses; shared_rows: rows of a verify pass for each request of the batch, given to the nodes with the best scores;
-    0: each request has num_draft_tokens.
+    guesses.
+    shared_rows: rows of a verify pass for each request of the batch.  The nodes with the best scores get them.  0: each
+    request has num_draft_tokens.
     """
 
     max_batch: int
