@@ -21,6 +21,20 @@ class Usage:
 
 
 @dataclass
+class LearnFigures:
+    """Of online learning.  before, after: accept lengths on held-back traffic, of the draft that was served and of the
+    one that was trained last; 0 before the first."""
+
+    swaps: int = 0
+    trainings: int = 0
+    failures: int = 0
+    before: float = 0.0
+    after: float = 0.0
+    texts: int = 0
+    bytes: int = 0
+
+
+@dataclass
 class SpeculationStats:
     """Counts over rounds.  The token of the prefill and a discarded last round are not counted.
 

@@ -3,13 +3,15 @@
 import asyncio
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace, _ArgumentGroup
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from espalier.chat import require_template
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
+from espalier.learn.folder import LearnConfig
+from espalier.learn.folder import flag_of as learn_flag
 from espalier.server import logs
 from espalier.server.logs import LEVELS
 from espalier.terminal.console import read_text
@@ -54,6 +56,36 @@ def _add_batch_flags(group: _ArgumentGroup) -> None:
     group.add_argument(
         "--max-file-bytes", type=int, metavar="N", help="with --batch-dir: largest upload of a file (209715200)"
     )
+
+
+def _add_learn_flags(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("online learning (docs/server.md)")
+    group.add_argument(
+        "--learn",
+        metavar="DIR",
+        help="keep a sample of the served texts there, and train the draft further from it; by default nothing is kept",
+    )
+    for f in fields(LearnConfig)[1:]:
+        about = f"with --learn: {f.metadata['help']} ({f.default})"
+        group.add_argument(learn_flag(f.name), type=int, metavar="N", help=about)
+
+
+def _learn_settings(args: Namespace, num_keys: int) -> dict[str, Any] | None:
+    """The fields of LearnConfig.  Raises EspalierError."""
+    names = [f.name for f in fields(LearnConfig)[1:]]
+    given = {name: value for name in names if (value := getattr(args, f"learn_{name}")) is not None}
+    if args.learn is None:
+        if given:
+            raise EspalierError(f"{learn_flag(next(iter(given)))} is for --learn; give that too, or leave it out")
+        return None
+    if num_keys > 1:
+        raise EspalierError(
+            "--learn trains one draft from all clients' texts, and several --api-key keep clients apart: give one key, "
+            "or leave out --learn"
+        )
+    if args.replicas is not None:
+        raise EspalierError("--learn is for one engine; leave out --replicas")
+    return asdict(LearnConfig(args.learn, **given))
 
 
 def _add_timeout_flags(group: _ArgumentGroup) -> None:
@@ -141,6 +173,7 @@ def add_flags(parser: ArgumentParser) -> None:
     http.add_argument("--log-level", choices=LEVELS, default="info", help="lowest level that is logged (info)")
     http.add_argument("--log-json", action="store_true", help="log a JSON object per line")
     _add_replica_flags(parser)
+    _add_learn_flags(parser)
     add_engine_flags(parser, leave_out=("model",))
     add_plain_flag(parser)
 
@@ -182,6 +215,9 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
     if args.batch_dir is None:
         _refuse_beside(args, ("max_file_bytes",), "is for --batch-dir; give that too, or leave it out")
     keys = api_keys(args)
+    learn = _learn_settings(args, len(keys))
+    if learn is not None and worker is not None:
+        raise EspalierError("--learn trains from a model's files; a synthetic model has none: leave it out")
     # With "auto" and a draft, the name is that of the target's directory.
     names = args.served_model_name or [name for name in [name] if name != "auto"]
     options = ServeOptions(
@@ -197,6 +233,7 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
             log_level=args.log_level,
             log_json=args.log_json,
             worker=worker or MODEL_WORKER,
+            learn=learn,
         ),
         front=front_options(args, names, args.max_queue, args.request_timeout or None, args.strict_fields),
         api=ApiOptions(

@@ -117,6 +117,14 @@ class Engine:
                 self._read(started)
             return self._forget_finished(self.scheduler.take_chunks())
 
+    def drain(self) -> None:
+        """Read the launch in flight, so that nothing uses the models until the next step, which hands its chunks out.
+        A request goes on where it is."""
+        with self._stop_on_error():
+            self._settle()
+            previous, self.in_flight.unread = self.in_flight.unread, None
+            self._read(previous)
+
     def require_ranks(self) -> None:
         """Raises what `step` would raise because another rank has failed, also while nothing runs."""
         if self.executor.failure is not None:

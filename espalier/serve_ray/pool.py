@@ -125,13 +125,14 @@ class EnginePool:
         detokenize: bool,
         client: str = "",
         streamed: bool = False,
+        private: bool = False,
     ) -> Generation:
         self.require_up()
         names = [f"{name}-{self._num_submitted + i}" for i in range(len(prompts))]
         self._num_submitted += len(prompts)
         generation = Generation(self, names, params.n)
         for each, prompt in zip(names, prompts, strict=True):
-            submit = Submit(each, prompt, params, priority, detokenize, client, streamed)
+            submit = Submit(each, prompt, params, priority, detokenize, client, streamed, private)
             self._open[each] = generation, asyncio.create_task(self._run(Prompt(submit, generation)))
         return generation
 

@@ -56,7 +56,7 @@ LOADING_S = 30.0
 class ClientOptions:
     """heartbeat_s: seconds between messages of an idle engine; timeout_s: seconds without a message, once the model is
     loaded, after which the engine is ended; load_timeout_s: limit for loading the model, None for no limit; worker: the
-    module that the engine process runs."""
+    module that the engine process runs; learn: as in protocol.Start."""
 
     restart: bool = False
     heartbeat_s: float = 1.0
@@ -65,6 +65,7 @@ class ClientOptions:
     log_level: str = "info"
     log_json: bool = False
     worker: str = MODEL_WORKER
+    learn: dict[str, Any] | None = None
 
 
 class EngineClient:
@@ -139,6 +140,7 @@ class EngineClient:
         detokenize: bool,
         client: str = "",
         streamed: bool = False,
+        private: bool = False,
     ) -> Generation:
         self.require_up()
         names = [f"{name}-{self._num_submitted + i}" for i in range(len(prompts))]
@@ -146,7 +148,7 @@ class EngineClient:
         generation = Generation(self, names, params.n)
         for each, prompt in zip(names, prompts, strict=True):
             self._generations[each] = generation
-            self._outbox.add(Submit(each, prompt, params, priority, detokenize, client, streamed))
+            self._outbox.add(Submit(each, prompt, params, priority, detokenize, client, streamed, private))
         return generation
 
     async def sent(self) -> None:
@@ -209,7 +211,7 @@ class EngineClient:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         options = self.options
-        self._send(Start(self.settings, options.heartbeat_s, options.log_level, options.log_json))
+        self._send(Start(self.settings, options.heartbeat_s, options.log_level, options.log_json, options.learn))
         first = await self._first_message(socket, self.process)
         if not isinstance(first, Ready):
             raise EspalierError(first.error if isinstance(first, Failed) else "the engine process broke the protocol")

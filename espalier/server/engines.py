@@ -78,9 +78,11 @@ class Engines(Protocol):
         detokenize: bool,
         client: str = "",
         streamed: bool = False,
+        private: bool = False,
     ) -> "Generation":
         """Queue prompts.  name: prefix of their names in log lines; client: who takes turns;
-        streamed: somebody reads the tokens as they come.  Raises EngineGone.
+        streamed: somebody reads the tokens as they come; private: the engine learns nothing from them.
+        Raises EngineGone.
         """
 
     async def sent(self) -> None:

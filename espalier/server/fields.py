@@ -51,7 +51,9 @@ STATELESS = Refused(
     "the server stores nothing between requests; leave it out, and send the whole conversation each time"
 )
 NOT_STORED = NoEffect(
-    "the server stores nothing between requests: send the whole conversation each time", neutral=False
+    "the server stores nothing between requests: send the whole conversation each time; with --learn, false keeps a "
+    "request out of the sample",
+    neutral=False,
 )
 VERBOSITY = NoEffect("ask for short or long answers in the messages")
 

@@ -256,7 +256,8 @@ class Front:
         name = request_id.get()
         try:
             waits = body.priority or 0, makes_text_there(params), client.get(), bool(body.stream)
-            return self.engines.submit(name, prompts, params, *waits)
+            private = getattr(body, "store", None) is False
+            return self.engines.submit(name, prompts, params, *waits, private=private)
         except EngineGone as error:
             raise _gone(error) from None
 

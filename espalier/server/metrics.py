@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from espalier.server.engines import Engines, Figures
-from espalier.stats import SpeculationStats
+from espalier.stats import LearnFigures, SpeculationStats
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -134,6 +134,8 @@ def _of_engine(figures: Figures) -> Iterator[Metric]:
     )
     yield _labelled(trees, (("{},{},{}".format(*tree), count) for *tree, count in report.trees))
     yield _abort_steps(figures.abort_steps)
+    if report.learning is not None:
+        yield from _of_learning(report.learning)
 
 
 def _of_speculation(totals: SpeculationStats) -> Iterator[Metric]:
@@ -146,6 +148,18 @@ def _of_speculation(totals: SpeculationStats) -> Iterator[Metric]:
     yield _labelled(tried, enumerate(totals.reached, 1))
     taken = CounterMetricFamily("espalier_depth_accepted", "rounds in which a depth was accepted", labels=["depth"])
     yield _labelled(taken, enumerate(totals.taken, 1))
+
+
+def _of_learning(figures: LearnFigures) -> Iterator[Metric]:
+    yield _counter("learn_swaps", "drafts swapped in", figures.swaps)
+    yield _counter("learn_trainings", "trainings of the draft that ended", figures.trainings)
+    yield _counter("learn_failures", "trainings that failed, and failures to write", figures.failures)
+    lengths = GaugeMetricFamily(
+        "espalier_learn_accept_length", "accept length on held-back traffic, at the last training", labels=["draft"]
+    )
+    yield _labelled(lengths, (("served", figures.before), ("trained", figures.after)))
+    yield _counter("learn_texts", "texts kept", figures.texts)
+    yield _gauge("learn_bytes", "size of the kept sample", figures.bytes)
 
 
 def _gauge(name: str, about: str, value: float) -> Metric:

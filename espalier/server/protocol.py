@@ -13,27 +13,29 @@ import numpy as np
 from espalier.inputs import ModelFacts
 from espalier.logprobs import TokenLogprobs
 from espalier.request import OutputChunk, ResolvedParams
-from espalier.stats import SpeculationStats, Usage
+from espalier.stats import LearnFigures, SpeculationStats, Usage
 
 
 class Start(msgspec.Struct, tag=True):
     """The first message.
 
     settings: what the worker loads, for a model the keywords of EngineConfig; heartbeat_s: seconds between messages of
-    an idle engine.
+    an idle engine; learn: the fields of LearnConfig, None for an engine that does not learn.
     """
 
     settings: dict[str, Any]
     heartbeat_s: float
     log_level: str
     log_json: bool
+    learn: dict[str, Any] | None = None
 
 
 class Submit(msgspec.Struct):
     """A prompt with n samples.
 
     detokenize: the engine process makes the text, which stop strings need; client: its name; the prompts of several
-    clients take turns; streamed: whether somebody reads the tokens as they come.
+    clients take turns; streamed: whether somebody reads the tokens as they come; private: never part of what an engine
+    learns from.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Submit(msgspec.Struct):
     detokenize: bool
     client: str = ""
     streamed: bool = False
+    private: bool = False
 
 
 class Submits(msgspec.Struct, tag=True):
@@ -94,7 +97,7 @@ class Report(msgspec.Struct):
     harvests: engine steps so far; pages_owned: pages of running requests that are not in the prefix cache; rounds:
     (bucket, whether a CUDA graph ran them, number of rounds); trees: (steps, topk, num_draft_tokens, number of rounds);
     abort_steps: for each abort that was completed since the
-    last report, the engine steps from its arrival to the release of its pages.
+    last report, the engine steps from its arrival to the release of its pages; learning: None if the engine does not.
     """
 
     harvests: int = 0
@@ -109,6 +112,7 @@ class Report(msgspec.Struct):
     totals: SpeculationStats = msgspec.field(default_factory=SpeculationStats)
     low_acceptance: bool = False
     abort_steps: list[int] = []
+    learning: LearnFigures | None = None
 
 
 class Harvest(msgspec.Struct, tag=True):

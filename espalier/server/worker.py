@@ -17,18 +17,21 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from espalier.config import SpeculationConfig
+from espalier.config import EngineConfig, SpeculationConfig
 from espalier.errors import EspalierError
 from espalier.layout import bucket_of
-from espalier.llm import LLM, low_acceptance
+from espalier.llm import LLM, low_acceptance, prepare
 from espalier.masking.compile import CompiledGrammar, CompilerBusy
 from espalier.request import OutputChunk, Request
 from espalier.server import logs, protocol
 from espalier.server.protocol import Abort, Failed, Harvest, Part, Ready, Refused, Report, Start, Submit, Submits
+
+if TYPE_CHECKING:
+    from espalier.learn.learner import Learner
 
 log = logging.getLogger("espalier.server")
 WAIT_FOR_START_MS = 60_000
@@ -45,10 +48,12 @@ DONE, REFUSED, BROKEN = 0, 2, 1
 class Running:
     """The samples of one submitted prompt.
 
-    num_left: requests that still run; aborted_at: the number of engine steps when an abort arrived, None if none did.
+    private: nothing of it is kept; num_left: requests that still run; aborted_at: the number of engine steps when an
+    abort arrived, None if none did.
     """
 
     requests: list[Request]
+    private: bool = False
     num_left: int = field(init=False)
     aborted_at: int | None = None
 
@@ -57,13 +62,15 @@ class Running:
 
 
 class Worker:
-    """socket: a connected PAIR.  start: the front's first message.  front_pid: the front, with which this ends."""
+    """socket: a connected PAIR.  start: the front's first message.  front_pid: the front, with which this ends.
+    learner: attached to the engine; None if it does not learn."""
 
-    def __init__(self, socket: zmq.Socket, llm: LLM, start: Start, front_pid: int):
+    def __init__(self, socket: zmq.Socket, llm: LLM, start: Start, front_pid: int, learner: "Learner | None" = None):
         self.socket = socket
         self.llm = llm
         self.heartbeat_ms = int(1000 * start.heartbeat_s)
         self.front_pid = front_pid
+        self.learner = learner
         self.running: dict[str, Running] = {}
         # Prompts that wait for their grammars, which compile in threads.
         self.compiling: dict[str, tuple[Submit, Future[CompiledGrammar]]] = {}
@@ -75,6 +82,8 @@ class Worker:
     def run(self) -> None:
         """Serve until Shutdown.  If the engine raises, sends each request's last part and raises the same."""
         while os.getppid() == self.front_pid and self._take_in():
+            if self.learner is not None:
+                self.learner.between_steps(self.llm.engine)
             chunks: list[OutputChunk] = []
             try:
                 self.llm.engine.require_ranks()
@@ -137,7 +146,7 @@ class Worker:
             # The samples of a prompt are alike: if any is refused, the first is, and none was added.
             self.socket.send(protocol.encode(Refused(submit.name, str(error))))
             return
-        self.running[submit.name] = Running(group)
+        self.running[submit.name] = Running(group, submit.private)
 
     def _abort(self, name: str) -> None:
         self.compiling.pop(name, None)
@@ -161,6 +170,8 @@ class Worker:
         request = entry.requests[chunk.index]
         if chunk.error is not None:
             log.error("%s", chunk.error, extra=logs.about(chunk.request_id))
+        if self.learner is not None and not entry.private:
+            self.learner.keep(request)
         entry.num_left -= 1
         if not entry.num_left:
             del self.running[name]
@@ -187,6 +198,7 @@ class Worker:
             totals=engine.totals,
             low_acceptance=low_acceptance(engine.totals),
             abort_steps=abort_steps,
+            learning=None if self.learner is None else self.learner.figures,
         )
 
     def _rounds(self) -> list[tuple[int, bool, int]]:
@@ -206,6 +218,22 @@ def settings_of(sent: dict[str, Any]) -> dict[str, Any]:
 def load_model(settings: dict[str, Any]) -> LLM:
     """The model of Start.settings."""
     return LLM(**settings_of(settings))
+
+
+def _load_learning(settings: dict[str, Any], learn: dict[str, Any], stack: ExitStack) -> "tuple[LLM, Learner]":
+    """As load_model, with an attached learner.  Raises EspalierError, for its folder before weights are loaded."""
+    # Imported here: the trainer's modules take seconds.
+    from espalier.learn.folder import LearnConfig
+    from espalier.learn.learner import Learner
+
+    prepared = prepare(EngineConfig(**settings_of(settings)))
+    learner = Learner(LearnConfig(**learn), prepared)
+    stack.callback(learner.close)
+    llm = stack.enter_context(LLM.of(prepared))
+    # Closed before the engine, whose thread this is.
+    stack.callback(learner.close)
+    learner.attach(llm)
+    return llm, learner
 
 
 Load = Callable[[dict[str, Any]], AbstractContextManager[LLM]]
@@ -280,13 +308,17 @@ def _ending_with_front(front_pid: int, address: Path) -> Iterator[None]:
 def _serve(socket: zmq.Socket, start: Start, front_pid: int, load: Load, address: Path) -> None:
     began = time.perf_counter()
     with ExitStack() as stack:
+        learner = None
         with _ending_with_front(front_pid, address):
-            llm = stack.enter_context(load(start.settings))
+            if start.learn is None:
+                llm = stack.enter_context(load(start.settings))
+            else:
+                llm, learner = _load_learning(start.settings, start.learn, stack)
         # Until now there was nothing to drain.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         log.info("engine process %d: %s loaded in %.1f s", os.getpid(), llm.config.model, time.perf_counter() - began)
         socket.send(protocol.encode(Ready(llm.inputs.facts, llm.config.as_dict())))
-        worker = Worker(socket, llm, start, front_pid)
+        worker = Worker(socket, llm, start, front_pid, learner)
         # The loaded model lives as long as the process: garbage collections must not search it.
         gc.collect()
         gc.freeze()

@@ -7,6 +7,7 @@ kinds, and no confidence head; the embedding and the lm_head are the target's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from espalier.speculate.drafters.one_pass import with_edges, without_edges
 from espalier.train.block_head import BlockHead, BlockShape, block_loss
 from espalier.train.checkpoint import layer_fields, shape_in, write_checkpoint
 from espalier.train.configs import MIN_CAPTURED_LAYERS, read_config
-from espalier.train.draft_run import DraftRun, prepare_run, train_draft
+from espalier.train.draft_run import DraftRun, Loss, prepare_run, train_draft
 from espalier.train.evaluate import AcceptReport, continued, print_reports, report, require_room
 from espalier.train.own_text import load_own_text
 from espalier.train.settings import BlockConfig
@@ -65,13 +66,6 @@ def train_block(target_dir: Path, stream: np.ndarray, out: Path, work: Path, con
     texts = [text for text in texts if len(text) > HELDOUT_TOKENS + config.block_size]
     firsts = [HELDOUT_TOKENS] * len(texts)
     loss = torch.compile(block_loss) if target.device.type == "cuda" else block_loss
-    generator = torch.Generator().manual_seed(config.seed)
-
-    def loss_of(tokens: Tensor, features: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        roots = torch.randperm(tokens.shape[1] - config.block_size + 1, generator=generator)[: config.anchors] + 1
-        embeds = target.embed(tokens), mask_embedding(target, head)
-        anchors = roots.sort().values.to(tokens.device)
-        return loss(head, target.head, embeds, tokens, features, logits, anchors, config.decay)
 
     def measured() -> str:
         if not texts:
@@ -80,11 +74,27 @@ def train_block(target_dir: Path, stream: np.ndarray, out: Path, work: Path, con
         return "held out: " + ", ".join(f"{name} {r.every_root:.3f}" for name, r in reports.items())
 
     run = DraftRun(
-        *(head, target, loss_of, lambda: save_block(head, target, target_dir, out), files.state, config),
+        *(head, target, loss_at_anchors(head, target, config, loss)),
+        *(lambda: save_block(head, target, target_dir, out), files.state, config),
         rows_of=token_rows,
         measure=measured,
     )
     return train_draft(run, own.stream, stream)
+
+
+def loss_at_anchors(
+    head: BlockHead, target: FrozenTarget, config: BlockConfig, loss: Callable[..., tuple[Tensor, Tensor]] = block_loss
+) -> Loss:
+    """The loss of a batch's blocks at random places."""
+    generator = torch.Generator().manual_seed(config.seed)
+
+    def loss_of(tokens: Tensor, features: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        roots = torch.randperm(tokens.shape[1] - config.block_size + 1, generator=generator)[: config.anchors] + 1
+        embeds = target.embed(tokens), mask_embedding(target, head)
+        anchors = roots.sort().values.to(tokens.device)
+        return loss(head, target.head, embeds, tokens, features, logits, anchors, config.decay)
+
+    return loss_of
 
 
 def token_rows(target: FrozenTarget, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:

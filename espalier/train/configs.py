@@ -63,6 +63,12 @@ def read_target(directory: Path, min_layers: int = 1) -> dict[str, Any]:
     return config
 
 
+def captured_layers(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """The layers of a target whose inputs a draft reads.  config: the target's config.json."""
+    num_layers = int(config["num_hidden_layers"])
+    return 2, num_layers // 2, num_layers - 3
+
+
 def kind_in(directory: Path) -> str | None:
     """The kind of the draft in a directory; None if it holds something else."""
     config = read_config(directory)

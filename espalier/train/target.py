@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from espalier.errors import EspalierError, one_line
-from espalier.train.configs import MIN_CAPTURED_LAYERS, read_target
+from espalier.train.configs import MIN_CAPTURED_LAYERS, captured_layers, read_target
 
 # Text that repeats this many tokens of itself is taken for a loop.
 LOOP = 16
@@ -75,8 +75,7 @@ class Eagle3Target(FrozenTarget):
 
     def __init__(self, directory: Path, device: torch.device) -> None:
         super().__init__(directory, device, MIN_CAPTURED_LAYERS)
-        num_layers = int(self.config["num_hidden_layers"])
-        self.captured = (2, num_layers // 2, num_layers - 3)
+        self.captured = captured_layers(self.config)
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:

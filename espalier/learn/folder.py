@@ -1,0 +1,253 @@
+"""The folder of --learn: the kept sample, the drafts that were learned from it, and what both were made for.
+
+The sample is token ids alone: a row of text costs 4 bytes, its hidden states and the target's distribution, which
+training needs too, hundreds of kilobytes; the trainer computes them again in one pass.  Files are whole or not there.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import threading
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from espalier.config import check, option
+from espalier.errors import EspalierError
+from espalier.train.work import require_folder, whole_file
+
+SPACE = "free some space there"
+# One prompt in so many is held back, with all its outputs; the held-back part has this share of the bytes.
+HELD_BACK = 8
+KINDS = ("train", "held-back")
+# A kind's part of the bytes is in about this many files, of which the oldest goes.
+SEGMENTS = 16
+# Outputs of fewer tokens say little about a draft.
+LEAST_OUTPUT = 16
+HEADER = 2
+
+
+def flag_of(name: str) -> str:
+    return "--learn" if name == "folder" else f"--learn-{name}"
+
+
+@dataclass(frozen=True)
+class LearnConfig:
+    """What `espalier serve --learn` is told.  Raises EspalierError."""
+
+    folder: str
+    bytes: int = option("largest size of the kept sample", 64 * 2**20, low=2**16)
+    tokens: int = option("tokens of new traffic after which the draft is trained", 2**16, low=2**10)
+    seconds: int = option("longest time of the steps of a training", 600, low=1)
+
+    def __post_init__(self) -> None:
+        check(self, flag_of)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A served text: prompt and output.  first: where the output begins."""
+
+    tokens: np.ndarray
+    first: int
+
+
+class Sample:
+    """Texts in files of int32 rows, each after (first, number of tokens).  `add` only queues; `flush` writes.
+
+    max_bytes: of all files and of what is queued.  Both may be called from different threads.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder = folder
+        self.part = {"train": max_bytes - max_bytes // HELD_BACK, "held-back": max_bytes // HELD_BACK}
+        self.num_texts = self.num_tokens = 0
+        self._queued: dict[str, list[np.ndarray]] = {kind: [] for kind in KINDS}
+        self._lock = threading.Lock()
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+    def add(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """Queue a text.  Too short an output, and a text for which there is no room, are left out."""
+        if len(output) < LEAST_OUTPUT:
+            return
+        row = np.array([len(prompt), len(prompt) + len(output), *prompt, *output], dtype=np.int32)
+        # By the prompt, so that one that comes again is never in both parts.
+        kind = KINDS[zlib.crc32(row[HEADER : HEADER + len(prompt)].tobytes()) % HELD_BACK == 0]
+        with self._lock:
+            if self._queued_bytes(kind) + row.nbytes <= self.part[kind] // SEGMENTS:
+                self._queued[kind].append(row)
+                self.num_texts += 1
+                self.num_tokens += len(prompt) + len(output)
+
+    def is_full(self) -> bool:
+        """Whether a kind's queue fills half a file."""
+        return any(self._queued_bytes(kind) * 2 * SEGMENTS >= self.part[kind] for kind in KINDS)
+
+    def flush(self) -> None:
+        """Write what is queued, and drop the oldest files beyond the limit.  Raises OSError; then that is lost."""
+        for kind in KINDS:
+            with self._lock:
+                rows, self._queued[kind] = self._queued[kind], []
+            files = self.files(kind)
+            if rows:
+                number = int(files[-1].stem.rpartition(".")[2]) + 1 if files else 0
+                room = self.part[kind] * (SEGMENTS - 1) // SEGMENTS - sum(row.nbytes for row in rows) - 256
+                while files and sum(file.stat().st_size for file in files) > room:
+                    files.pop(0).unlink()
+                with whole_file(self.folder / f"{kind}.{number:08}.npy", SPACE) as half, half.open("wb") as file:
+                    np.save(file, np.concatenate(rows))
+
+    def files(self, kind: str) -> list[Path]:
+        return sorted(self.folder.glob(f"{kind}.*.npy"))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files and of what is queued."""
+        files = sum(file.stat().st_size for kind in KINDS for file in self.files(kind))
+        return files + sum(self._queued_bytes(kind) for kind in KINDS)
+
+    def _queued_bytes(self, kind: str) -> int:
+        return sum(row.nbytes for row in self._queued[kind])
+
+
+def texts_of(files: Sequence[Path]) -> Iterator[Text]:
+    """The texts of a sample's files, the newest first."""
+    for file in reversed(files):
+        rows, at, found = np.load(file), 0, []
+        while at < len(rows):
+            first, length = int(rows[at]), int(rows[at + 1])
+            found.append(Text(rows[at + HEADER : at + HEADER + length], first))
+            at += HEADER + length
+        yield from reversed(found)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Of a learned draft.  files: (bytes, sha256) by name; before, after: accept lengths of the draft that was served
+    and of this one on the same held-back traffic."""
+
+    files: Mapping[str, tuple[int, str]]
+    before: float
+    after: float
+    num_tokens: int
+    seconds: float
+
+
+class Folder:
+    """The folder, locked for this process.  origin: digests of the target and of the draft that the server was given.
+
+    Raises EspalierError for one of another model, one in use, and one with other files.
+    """
+
+    def __init__(self, path: Path, origin: Mapping[str, str]) -> None:
+        self.path = path
+        require_folder("--learn", path)
+        made_for, others = path / "learn.json", {each.name for each in path.iterdir()}
+        if "learn.json" not in others and others - {"lock"}:
+            raise EspalierError(f"--learn {path} holds other files; give a new folder")
+        self._lock = _locked(path)
+        try:
+            _require_origin(made_for, origin)
+        except BaseException:
+            self.close()
+            raise
+        self.drafts = path / "drafts"
+        self.drafts.mkdir(mode=0o700, exist_ok=True)
+
+    def close(self) -> None:
+        self._lock.close()
+
+    def served(self) -> Path | None:
+        """The learned draft that was swapped in last; None before the first.  Raises EspalierError if it is damaged."""
+        try:
+            name = json.loads((self.path / "served.json").read_text())["draft"]
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError):
+            raise EspalierError(f"{self.path / 'served.json'} cannot be read; delete it") from None
+        read_manifest(self.drafts / str(name))
+        return self.drafts / str(name)
+
+    def next_draft(self) -> Path:
+        """Where the next draft goes."""
+        numbers = [int(each.name) for each in self.drafts.iterdir() if each.name.isdecimal()]
+        return self.drafts / str(max(numbers, default=0) + 1)
+
+    def serve(self, draft: Path) -> None:
+        """Remember the draft, and remove all others.  Raises OSError."""
+        with whole_file(self.path / "served.json", SPACE) as half:
+            half.write_text(json.dumps({"draft": draft.name}))
+        for other in self.drafts.iterdir():
+            if other != draft:
+                remove(other)
+
+
+def _locked(path: Path) -> IO[str]:
+    lock = (path / "lock").open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise EspalierError(f"--learn {path} is in use by another server; give another folder") from None
+    return lock
+
+
+def _require_origin(made_for: Path, origin: Mapping[str, str]) -> None:
+    if not made_for.exists():
+        with whole_file(made_for, SPACE) as half:
+            half.write_text(json.dumps(dict(origin)))
+        return
+    try:
+        before = dict(json.loads(made_for.read_text()))
+    except (OSError, ValueError, TypeError):
+        raise EspalierError(f"{made_for} cannot be read; give another folder for --learn") from None
+    for what, digest in origin.items():
+        if before.get(what) != digest:
+            raise EspalierError(f"--learn {made_for.parent} was made with another {what}; give another folder")
+
+
+def remove(draft: Path) -> None:
+    with suppress(OSError):
+        shutil.rmtree(draft)
+
+
+def publish(unfinished: Path, draft: Path, before: float, after: float, num_tokens: int, seconds: float) -> None:
+    """Give a draft that is written whole its manifest and its name.  Raises OSError."""
+    files = {file.name: (file.stat().st_size, _digest(file)) for file in sorted(unfinished.iterdir())}
+    manifest = Manifest(files, before, after, num_tokens, seconds)
+    (unfinished / "manifest.json").write_text(json.dumps(asdict(manifest), indent=1))
+    for file in unfinished.iterdir():
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+    unfinished.rename(draft)
+
+
+def read_manifest(draft: Path) -> Manifest:
+    """Check the draft's files by it.  Raises EspalierError for one that is not whole."""
+    try:
+        raw: dict[str, Any] = json.loads((draft / "manifest.json").read_text())
+        manifest = Manifest(**raw)
+        broken = [
+            name
+            for name, (size, digest) in manifest.files.items()
+            if (draft / name).stat().st_size != size or _digest(draft / name) != digest
+        ]
+    except (OSError, ValueError, TypeError):
+        raise EspalierError(f"{draft} is no whole draft: it has no manifest of its files") from None
+    if broken or "model.safetensors" not in manifest.files:
+        raise EspalierError(
+            f"{draft} is no whole draft: {broken[0] if broken else 'model.safetensors'} is not as it was written"
+        )
+    return manifest
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -1,0 +1,315 @@
+"""The engine process's part of online learning: keeps texts, runs the trainer's process, swaps drafts in.
+
+All that may wait for a disk or a process is in a thread.  The engine's thread calls `keep` and `between_steps`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from espalier.engine.engine import Engine
+from espalier.errors import EspalierError, one_line
+from espalier.learn.folder import Folder, LearnConfig, Manifest, Sample, read_manifest, remove
+from espalier.learn.swap import Swap
+from espalier.learn.trainer import CONTINUED, GO, WAIT
+from espalier.llm import LLM, Prepared
+from espalier.models.draft import DraftModel
+from espalier.request import Request
+from espalier.speculate.drafters.registry import load_draft
+from espalier.stats import LearnFigures
+from espalier.train.configs import MIN_CAPTURED_LAYERS, captured_layers, kind_in, read_target
+from espalier.train.work import target_digest
+
+log = logging.getLogger("espalier")
+LOOK_S = 0.5
+# After a training that failed, the pause before the next; it doubles up to the longest.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 600.0
+# A draft is swapped in if it accepts more by this many tokens a round: less may be the held-back texts' chance.
+LEAST_GAIN = 0.02
+TRAINER = (sys.executable, "-m", "espalier.learn.trainer")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the trainer runs.  waits: it computes only while the engine has no work, because both share a GPU."""
+
+    name: str
+    environment: Mapping[str, str]
+    waits: bool = False
+
+
+def require_learnable(prepared: Prepared) -> str:
+    """The kind of the draft.  Raises EspalierError, naming what cannot be trained further or swapped, before weights
+    are loaded."""
+    found, config = prepared.checkpoint, prepared.resolved
+    if found.draft_path is None:
+        raise EspalierError(f"--learn trains a draft model further, and {config.algorithm} has none; give --draft")
+    if config.tensor_parallel > 1:
+        raise EspalierError("--learn is for one rank: leave out --tensor-parallel, or --learn")
+    if config.model_overrides:
+        raise EspalierError("--learn trains beside the model as its files are; leave out --model-overrides, or --learn")
+    if found.draft_path == found.target_path:
+        raise EspalierError(
+            f"--learn cannot swap MTP layers that are part of the target's files ({found.target_path}); give --draft"
+        )
+    kind = kind_in(found.draft_path)
+    if kind is None:
+        raise EspalierError(
+            f"--learn cannot train {found.draft_path} further: it is no draft of `python -m espalier.train` "
+            f"({', '.join(CONTINUED)})"
+        )
+    read = read_target(found.target_path, MIN_CAPTURED_LAYERS if found.spec.reads == "captured" else 1)
+    if found.spec.reads == "captured" and found.spec.capture != (known := captured_layers(read)):
+        raise EspalierError(
+            f"--learn cannot train {found.draft_path} further: it reads the target's layers {found.spec.capture}, and "
+            f"the trainer's drafts read {known}"
+        )
+    _require_trainer_form(kind, found.draft_path)
+    return kind
+
+
+def _require_trainer_form(kind: str, draft: Path) -> None:
+    """Raises EspalierError for a draft with other weights than the trainer's module has."""
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            CONTINUED[kind].load(draft)
+    except (RuntimeError, KeyError, TypeError, OSError) as error:
+        raise EspalierError(f"--learn cannot train {draft} further ({one_line(error)})") from None
+
+
+def trainers_machine(device: torch.device, num_pages: int | str | None) -> Machine:
+    """The second GPU if there is one, else the engine's device.  Raises EspalierError for a GPU without room."""
+    if device.type == "cpu":
+        return Machine("the CPU, with one thread", {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
+    own, count = device.index or 0, torch.cuda.device_count()
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    if count > 1:
+        other = next(i for i in range(count) if i != own)
+        return Machine(f"cuda:{other}", {"CUDA_VISIBLE_DEVICES": names[other]})
+    if not isinstance(num_pages, int):
+        raise EspalierError(
+            "--learn beside the engine's only GPU needs memory for the trainer, and by default the pages take all; "
+            "give --num-pages, or make a second GPU visible"
+        )
+    return Machine("the engine's GPU, while no request runs", {"CUDA_VISIBLE_DEVICES": names[own]}, waits=True)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A learned draft that is to be swapped in."""
+
+    directory: Path
+    manifest: Manifest
+    swap: Swap
+
+
+class Learner:
+    """Of one engine.  Made before the weights are loaded, attached to the engine after it.
+
+    figures: for metrics.  trainer: the command of the training process, without the folder.
+    """
+
+    def __init__(self, config: LearnConfig, prepared: Prepared, trainer: Sequence[str] = TRAINER) -> None:
+        """Raises EspalierError; then the folder is as it was."""
+        self.config, self.trainer, self.resolved = config, trainer, prepared.resolved
+        self.kind, found = require_learnable(prepared), prepared.checkpoint
+        assert found.draft_path is not None
+        self.machine = trainers_machine(torch.device(prepared.resolved.device), prepared.config.num_pages)
+        self.target, self.draft = found.target_path, found.draft_path
+        origin = {"target": target_digest(found.target_path), "draft": target_digest(found.draft_path)}
+        self.folder = Folder(Path(config.folder).expanduser(), origin)
+        self.sample = Sample(self.folder.path / "sample", config.bytes)
+        self.figures = LearnFigures()
+        self._trained_at = self._num_failed = 0
+        self._may_start_at = 0.0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._said = b""
+        self._is_busy = False
+        # Set by the thread, taken by the engine's; and the other way round.
+        self._candidate: Candidate | None = None
+        self._swapped: Candidate | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
+
+    def attach(self, llm: LLM) -> None:
+        """Serve the draft that was learned last, and begin.  Raises EspalierError for one that cannot be swapped."""
+        runner = llm.engine.executor.runner
+        self._target = runner.target
+        drafter = getattr(runner.drafter, "drafter", runner.drafter)  # of a GraftedDrafter, the one with the model
+        self._served: DraftModel = drafter.draft
+        Swap(self._served, self._load(self.draft))
+        try:
+            if (learned := self.folder.served()) is not None:
+                Swap(self._served, self._load(learned)).run()
+                self.draft = learned
+        except EspalierError as error:
+            log.warning("learning: %s; the draft that was given is served", error)
+        log.info(
+            "learning is on: token ids of served texts are kept under %s, at most %d bytes, and the draft %s is "
+            "trained further on %s",
+            *(self.folder.path, self.config.bytes, self.draft, self.machine.name),
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the training process and the thread.  Idempotent."""
+        self._over.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._end_process()
+        self.folder.close()
+
+    # The engine's thread
+
+    def keep(self, request: Request) -> None:
+        """Keep the text of a request that has ended by itself."""
+        if request.finish_reason in ("stop", "length"):
+            self.sample.add(request.prompt, request.output)
+
+    def between_steps(self, engine: Engine) -> None:
+        """Swap a draft in if there is one.  What the draft has kept of open requests is stale then, but only guesses
+        follow from it."""
+        self._is_busy = engine.has_work
+        if self._candidate is not None:
+            engine.drain()
+            self._candidate.swap.run()
+            self._swapped, self._candidate = self._candidate, None
+
+    # The thread
+
+    def _run(self) -> None:
+        while not self._over.wait(LOOK_S):
+            try:
+                self._turn()
+            except (OSError, ValueError, RuntimeError) as error:
+                self._fail(one_line(error))
+
+    def _turn(self) -> None:
+        if self._swapped is not None:
+            swapped, self._swapped = self._swapped, None
+            self._remember(swapped)
+        self.figures.texts, self.figures.bytes = self.sample.num_texts, self.sample.num_bytes
+        if self._process is not None:
+            self._watch(self._process)
+        elif self._candidate is None and time.monotonic() >= self._may_start_at:
+            if self.sample.is_full():
+                self.sample.flush()
+            if self.sample.num_tokens - self._trained_at >= self.config.tokens:
+                self.sample.flush()
+                if self.sample.files("held-back"):
+                    self._start()
+
+    def _start(self) -> None:
+        tree = self.resolved.layout.tree
+        self._out = self.folder.next_draft()
+        run = {
+            "kind": self.kind,
+            "target": str(self.target),
+            "draft": str(self.draft),
+            "tree": [tree.steps, tree.topk, tree.num_draft_tokens],
+            "out": str(self._out),
+            "seconds": self.config.seconds,
+        }
+        (self.folder.path / "run.json").write_text(json.dumps(run))
+        num_tokens, environment = self.sample.num_tokens, {**os.environ, **self.machine.environment}
+        with (self.folder.path / "trainer.log").open("wb") as output:
+            self._process = subprocess.Popen(
+                [*self.trainer, str(self.folder.path)],
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+        self._trained_at, self._said = num_tokens, b""
+        self._tell(self._process)
+        log.info("learning: process %d trains the draft further on %s", self._process.pid, self.machine.name)
+
+    def _tell(self, process: subprocess.Popen[bytes]) -> None:
+        """Say when the trainer may compute; its stdin's end ends it."""
+        said = WAIT if self.machine.waits and self._is_busy else GO
+        if said != self._said and process.stdin is not None:
+            with suppress(BrokenPipeError):
+                process.stdin.write(said)
+            self._said = said
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        status = process.poll()
+        if status is None:
+            self._tell(process)
+            return
+        self._end_process()
+        if status:
+            how = f"was ended by signal {-status}" if status < 0 else f"ended: {self._last_line()}"
+            self._fail(f"the training process {process.pid} {how}")
+            return
+        self._num_failed = 0
+        self.figures.trainings += 1
+        self._judge(self._out)
+
+    def _judge(self, draft: Path) -> None:
+        """Make a candidate of a draft that accepts more.  Raises EspalierError for one that is not whole."""
+        manifest = read_manifest(draft)
+        self.figures.before, self.figures.after = manifest.before, manifest.after
+        if manifest.after < manifest.before + LEAST_GAIN:
+            log.info(
+                "learning: the new draft is not used: accept length %.3f on held-back traffic, the served one's %.3f",
+                *(manifest.after, manifest.before),
+            )
+            remove(draft)
+            return
+        self._candidate = Candidate(draft, manifest, Swap(self._served, self._load(draft)))
+
+    def _remember(self, swapped: Candidate) -> None:
+        self.draft, manifest = swapped.directory, swapped.manifest
+        self.figures.swaps += 1
+        log.info(
+            "learning: swapped in a draft: accept length %.3f on held-back traffic, before %.3f; trained on %d tokens "
+            "in %.0f s",
+            *(manifest.after, manifest.before, manifest.num_tokens, manifest.seconds),
+        )
+        self.folder.serve(self.draft)
+
+    def _load(self, draft: Path) -> DraftModel:
+        """A draft as the engine loads it.  Half precision has the same form on every device, and needs no GPU memory
+        here until it is copied."""
+        dtype = getattr(torch, self.resolved.dtype)
+        device = self.resolved.device if dtype.itemsize > 2 else "cpu"
+        position_rows = self.resolved.layout.position_rows
+        return load_draft(draft, self._target, dtype=dtype, device=device, position_rows=position_rows)
+
+    def _fail(self, why: str) -> None:
+        self._num_failed += 1
+        self.figures.failures += 1
+        pause = min(FIRST_PAUSE_S * 2 ** (self._num_failed - 1), LONGEST_PAUSE_S)
+        self._may_start_at = time.monotonic() + pause
+        self._trained_at = self.sample.num_tokens - self.config.tokens  # due again after the pause
+        log.warning("learning: %s; serving goes on, and the next try is in %g s", why, pause)
+
+    def _last_line(self) -> str:
+        with suppress(OSError):
+            lines = (self.folder.path / "trainer.log").read_text(errors="replace").split("\n")
+            return next((line for line in reversed(lines) if line.strip()), "without a word")
+        return "without a word"
+
+    def _end_process(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            if process.stdin is not None:
+                process.stdin.close()

@@ -1,0 +1,91 @@
+"""Puts the weights of one loaded draft into another of the same form, in place, while no launch is in flight.
+
+CUDA graphs keep the addresses of tensors, so values are copied into the tensors that are there.  Weights in oneDNN's
+layout, which only a CPU has, are replaced.  What a draft shares with its target is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.models.draft import DraftModel
+
+HOUSE = "espalier."
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor of a model, and the object or list that holds it under `key`.  path: for messages."""
+
+    path: str
+    holder: Any
+    key: Any
+    tensor: Tensor
+
+
+def places(value: Any, path: str = "draft") -> Iterator[Place]:
+    """Every tensor that a model's objects hold, in the order of their fields, each object once."""
+    return _walk(value, path, set())
+
+
+def _walk(value: Any, path: str, seen: set[int]) -> Iterator[Place]:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    for key, part in _parts(value):
+        inner = f"{path}.{key}"
+        if isinstance(part, Tensor):
+            yield Place(inner, value, key, part)
+        else:
+            yield from _walk(part, inner, seen)
+
+
+def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, list | tuple):
+        yield from enumerate(value)
+    elif isinstance(value, dict):
+        yield from value.items()
+    elif type(value).__module__.startswith(HOUSE) and not isinstance(value, type):
+        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        for name in dict.fromkeys([*getattr(value, "__dict__", ()), *slots]):
+            if hasattr(value, name):
+                yield name, getattr(value, name)
+
+
+class Swap:
+    """The pairs (place in the served draft, new tensor).  Raises EspalierError, naming the first that does not fit."""
+
+    def __init__(self, served: DraftModel, learned: DraftModel) -> None:
+        old, new = list(places(served)), list(places(learned))
+        if [place.path for place in old] != [place.path for place in new]:
+            raise EspalierError("a draft with other parts than the served one cannot be swapped in")
+        self.pairs = [(one, two.tensor) for one, two in zip(old, new, strict=True) if one.tensor is not two.tensor]
+        for place, tensor in self.pairs:
+            _require_fitting(place, tensor)
+
+    def run(self) -> None:
+        """Only while nothing of the served draft runs or is queued on the device."""
+        with torch.no_grad():
+            for place, tensor in self.pairs:
+                if place.tensor.is_mkldnn:
+                    setattr(place.holder, place.key, tensor)
+                else:
+                    place.tensor.copy_(tensor)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
+
+def _require_fitting(place: Place, tensor: Tensor) -> None:
+    old = place.tensor
+    same = (old.shape, old.dtype, old.is_mkldnn) == (tensor.shape, tensor.dtype, tensor.is_mkldnn)
+    if not same or (old.is_mkldnn and isinstance(place.key, int)):
+        raise EspalierError(
+            f"{place.path} is {old.dtype} {list(old.shape)}, in the new draft {tensor.dtype} {list(tensor.shape)}: "
+            "weights that are quantised or packed for the device cannot be swapped"
+        )
