@@ -33,6 +33,7 @@ COMMANDS = MappingProxyType(
         "fault": Command("run espalier with a planted fault", flags="lab.faults.command", work="lab.faults.command"),
         "sharing": bench("sharing", "on paper: rows of a batch shared out by the draft's scores"),
         "sources": bench("sources", "a draft with other sources beside it, against each alone"),
+        "learn": bench("learn", "online learning: the topic of the traffic shifts, and the draft follows"),
         "bundled": Command("make the bundled model again", flags="lab.bundle.command", work="lab.bundle.command"),
     }
 )

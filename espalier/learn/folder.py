@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import threading
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -79,7 +78,8 @@ class Sample:
             return
         row = np.array([len(prompt), len(prompt) + len(output), *prompt, *output], dtype=np.int32)
         # By the prompt, so that one that comes again is never in both parts.
-        kind = KINDS[zlib.crc32(row[HEADER : HEADER + len(prompt)].tobytes()) % HELD_BACK == 0]
+        digest = hashlib.blake2b(row[HEADER : HEADER + len(prompt)].tobytes(), digest_size=1).digest()
+        kind = KINDS[digest[0] % HELD_BACK == 0]
         with self._lock:
             if self._queued_bytes(kind) + row.nbytes <= self.part[kind] // SEGMENTS:
                 self._queued[kind].append(row)
@@ -233,13 +233,13 @@ def read_manifest(draft: Path) -> Manifest:
     """Check the draft's files by it.  Raises EspalierError for one that is not whole."""
     try:
         raw: dict[str, Any] = json.loads((draft / "manifest.json").read_text())
-        manifest = Manifest(**raw)
+        manifest = Manifest(**{**raw, "files": dict(raw["files"])})
         broken = [
             name
             for name, (size, digest) in manifest.files.items()
             if (draft / name).stat().st_size != size or _digest(draft / name) != digest
         ]
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, KeyError):
         raise EspalierError(f"{draft} is no whole draft: it has no manifest of its files") from None
     if broken or "model.safetensors" not in manifest.files:
         raise EspalierError(

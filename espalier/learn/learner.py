@@ -165,6 +165,16 @@ class Learner:
         )
         self._thread.start()
 
+    @property
+    def training_pid(self) -> int | None:
+        process = self._process
+        return None if process is None else process.pid
+
+    @property
+    def is_swapping(self) -> bool:
+        """Whether a draft waits to be swapped in, or to be written down as the one that is served."""
+        return self._candidate is not None or self._swapped is not None
+
     def close(self) -> None:
         """End the training process and the thread.  Idempotent."""
         self._over.set()
@@ -197,11 +207,11 @@ class Learner:
                 self._turn()
             except (OSError, ValueError, RuntimeError) as error:
                 self._fail(one_line(error))
+        with suppress(OSError):
+            self._remember_swap()
 
     def _turn(self) -> None:
-        if self._swapped is not None:
-            swapped, self._swapped = self._swapped, None
-            self._remember(swapped)
+        self._remember_swap()
         self.figures.texts, self.figures.bytes = self.sample.num_texts, self.sample.num_bytes
         if self._process is not None:
             self._watch(self._process)
@@ -257,15 +267,15 @@ class Learner:
             how = f"was ended by signal {-status}" if status < 0 else f"ended: {self._last_line()}"
             self._fail(f"the training process {process.pid} {how}")
             return
+        self._judge(self._out)
         self._num_failed = 0
         self.figures.trainings += 1
-        self._judge(self._out)
 
     def _judge(self, draft: Path) -> None:
         """Make a candidate of a draft that accepts more.  Raises EspalierError for one that is not whole."""
         manifest = read_manifest(draft)
         self.figures.before, self.figures.after = manifest.before, manifest.after
-        if manifest.after < manifest.before + LEAST_GAIN:
+        if not manifest.after >= manifest.before + LEAST_GAIN:  # also if it is not a number
             log.info(
                 "learning: the new draft is not used: accept length %.3f on held-back traffic, the served one's %.3f",
                 *(manifest.after, manifest.before),
@@ -274,7 +284,11 @@ class Learner:
             return
         self._candidate = Candidate(draft, manifest, Swap(self._served, self._load(draft)))
 
-    def _remember(self, swapped: Candidate) -> None:
+    def _remember_swap(self) -> None:
+        """Write down what the engine's thread has swapped in.  Raises OSError; then a restart serves the one before."""
+        swapped, self._swapped = self._swapped, None
+        if swapped is None:
+            return
         self.draft, manifest = swapped.directory, swapped.manifest
         self.figures.swaps += 1
         log.info(

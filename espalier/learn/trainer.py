@@ -36,7 +36,7 @@ from espalier.train.target import Eagle3Target, FrozenTarget, training_device
 from espalier.train.windows import Windows, num_windows
 
 GO, WAIT = b"1", b"0"
-LENGTH, PASSES = 256, 4
+LENGTH, PASSES = 256, 3
 # Tokens of a text on both sides of its output's start, and of all texts, that are measured.
 MEASURED_SIDE, MEASURED = 256, 2**13
 # Far fewer than a new draft's: the rates of a training from nothing would first undo what the draft has learned.

@@ -299,3 +299,11 @@ def _sizes(text: str) -> tuple[int, int, int]:
 
 
 _sizes.__name__ = "tree: steps,topk,nodes, such as 5,8,64"
+
+
+def learn(parser: ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, default=32768, metavar="N", help="new tokens before a training (32768)")
+    parser.add_argument("--seconds", type=int, default=600, metavar="N", help="longest time of a training (600)")
+    parser.add_argument("--prompts", type=int, default=24, metavar="N", help="prompts after each swap (24)")
+    parser.add_argument("--busy", action="store_true", help="the trainer without its low priority, on a busy machine")
+    add_json_flag(parser)

@@ -1,14 +1,17 @@
-"""`python -m lab learn`: a shift of topic in the traffic of a server that learns, on the bundled model and a CPU.
+"""`python -m lab learn`: the topic of the traffic shifts, and the draft follows; the bundled model on a CPU.
 
-The same prompts go to an engine without a draft, which must say the same tokens, and to one whose draft stays as it is.
-Prose comes first, then one code base.  Once, the training process is killed.
+Prose comes first, then one code base.  An engine without a draft must say the same tokens, and one whose draft stays as
+it is gets the prompts after the last swap too.  The first training on code is killed.
 """
 
 import os
+import random
 import signal
+import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter, sleep
@@ -16,46 +19,134 @@ from typing import Any
 
 from espalier.config import EngineConfig
 from espalier.learn.folder import LearnConfig
-from espalier.learn.learner import Learner
+from espalier.learn.learner import TRAINER, Learner
 from espalier.llm import LLM, prepare
 from espalier.request import Request, SamplingParams
 from espalier.stats import SpeculationStats
 from espalier.terminal.console import print_table, write_json
 
 ROOT = Path(__file__).parents[2]
-TEXTS = {"prose": "docs/*.md", "one code base": "espalier/**/*.py"}
-CHARACTERS, STRIDE = 400, 250
-AT_ONCE, COMPARED = 4, 32
-HALF_LIFE = 0.5
+TOPICS = {"prose": "docs/*.md", "one code base": "espalier/**/*.py"}
+CHARACTERS = 2000
+PARAMS = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+# The trainer's process without its low priority, for a machine that others keep busy.
+NOT_NICED = """
+import os, sys
+from pathlib import Path
+os.nice = lambda n: n
+from espalier.learn.trainer import main
+sys.exit(main(Path(sys.argv[1])))
+"""
+# Seconds between requests while the trainer runs.
+PAUSE_S = 2.0
+
+
+@dataclass
+class Traffic:
+    """An engine that learns, driven as the engine process drives it, and the two that it is compared with."""
+
+    llm: LLM
+    learner: Learner
+    static: LLM
+    plain: LLM
+    equal: int = 0
+    compared: int = 0
+
+    def answer(self, prompt: str, keep: bool = True) -> Request:
+        tokens = self.llm.inputs.tokens(prompt)
+        [request] = self.llm.group(tokens, self.llm.inputs.resolve(PARAMS), detokenize=False)
+        self.llm.engine.add(request)
+        while self.llm.engine.has_work:
+            self.learner.between_steps(self.llm.engine)
+            self.llm.step()
+        self.learner.between_steps(self.llm.engine)
+        if keep:
+            self.learner.keep(request)
+        return request
+
+    def compare(self, prompt: str, request: Request) -> None:
+        [output] = self.plain.generate(prompt, PARAMS)
+        self.compared += 1
+        self.equal += output.token_ids == request.output
 
 
 @dataclass
 class Phase:
-    """What one topic's traffic came to.  live: accept lengths before the swap and after it, and of the draft that stays
-    as it is, on the prompts after it."""
+    """One topic.  before, after: this engine's rounds before and after the swap; static: those of the other draft, on
+    the prompts after it."""
 
     topic: str
+    before: SpeculationStats = field(default_factory=SpeculationStats)
+    after: SpeculationStats = field(default_factory=SpeculationStats)
+    static: SpeculationStats = field(default_factory=SpeculationStats)
     answers: int = 0
-    equal: int = 0
-    minutes: float = 0.0
-    swaps: int = 0
-    killed: int = 0
-    live: dict[str, SpeculationStats] = field(default_factory=dict)
-    held_back: tuple[float, float] = (0.0, 0.0)
+    while_down: int = 0
+    seconds: float = 0.0
 
-    def row(self) -> dict[str, Any]:
-        lengths = {name: round(stats.accept_length, 2) for name, stats in self.live.items()}
-        before, after = (round(length, 2) for length in self.held_back)
-        return {
-            "traffic": self.topic,
-            "answers": self.answers,
-            "before the swap": lengths["before"],
-            "after it": lengths.get("after", "-"),
-            "static draft": lengths.get("static", "-"),
-            "held back: before": before,
-            "after": after,
-            "minutes": round(self.minutes, 1),
-            "swaps": self.swaps,
-            "trainers killed": self.killed,
-            "tokens equal": f"{self.equal} of {self.answers}",
-        }
+
+def run(args: Namespace) -> None:
+    trainer = (sys.executable, "-c", NOT_NICED) if args.busy else TRAINER
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        prepared = prepare(EngineConfig("bundled", draft="bundled", threads=1))
+        learner = Learner(LearnConfig(folder, tokens=args.tokens, seconds=args.seconds), prepared, trainer)
+        llm = stack.enter_context(LLM.of(prepared))
+        stack.callback(learner.close)
+        learner.attach(llm)
+        static = stack.enter_context(LLM("bundled", draft="bundled", threads=1))
+        plain = stack.enter_context(LLM("bundled", speculation=None, threads=1))
+        traffic = Traffic(llm, learner, static, plain)
+        rows = [row(traffic, topic, args.prompts) for topic in TOPICS]
+    print_table([list(rows[0]), *([str(value) for value in each.values()] for each in rows)])
+    write_json(args.json, {"learn": rows})
+
+
+def row(traffic: Traffic, topic: str, num_compared: int) -> dict[str, Any]:
+    figures = traffic.learner.figures
+    swaps = figures.swaps
+    phase = learn_from(traffic, topic, num_compared, is_killed=topic != next(iter(TOPICS)))
+    return {
+        "traffic": topic,
+        "answers": phase.answers,
+        "before": round(phase.before.accept_length, 2),
+        "after": round(phase.after.accept_length, 2),
+        "static draft": round(phase.static.accept_length, 2),
+        "held back": f"{figures.before:.2f} to {figures.after:.2f}",
+        "swaps": figures.swaps - swaps,
+        "minutes": round(phase.seconds / 60, 1),
+        "answers while the trainer was down": phase.while_down,
+        "tokens equal": f"{traffic.equal} of {traffic.compared}",
+    }
+
+
+def learn_from(traffic: Traffic, topic: str, num_compared: int, is_killed: bool) -> Phase:
+    phase, prompts, learner = Phase(topic), prompts_of(topic), traffic.learner
+    begun, trainings, failures = perf_counter(), learner.figures.trainings, learner.figures.failures
+    while learner.figures.trainings == trainings or learner.is_swapping:
+        prompt = next(prompts)
+        request = traffic.answer(prompt)
+        phase.answers += 1
+        phase.before.merge(request.stats)
+        if learner.training_pid is not None:
+            if is_killed:
+                os.kill(learner.training_pid, signal.SIGKILL)
+                is_killed = False
+            traffic.compare(prompt, request)
+            sleep(PAUSE_S)
+        elif learner.figures.failures > failures:
+            phase.while_down += 1
+            traffic.compare(prompt, request)
+    phase.seconds = perf_counter() - begun
+    for prompt, _ in zip(prompts, range(num_compared), strict=False):
+        request = traffic.answer(prompt, keep=False)
+        phase.answers += 1
+        phase.after.merge(request.stats)
+        phase.static.merge(traffic.static.generate(prompt, PARAMS)[0].speculation)
+        traffic.compare(prompt, request)
+    return phase
+
+
+def prompts_of(topic: str) -> Iterator[str]:
+    texts: Sequence[str] = [path.read_text() for path in sorted(ROOT.glob(TOPICS[topic]))]
+    pieces = [text[i : i + CHARACTERS] for text in texts for i in range(0, len(text) - CHARACTERS, CHARACTERS // 2)]
+    random.Random(0).shuffle(pieces)
+    return iter(pieces)

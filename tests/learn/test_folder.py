@@ -1,0 +1,138 @@
+"""The folder of --learn: bounded bytes, whole files, one model."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from espalier.errors import EspalierError
+from espalier.learn import folder as of_folder
+from espalier.learn.folder import KINDS, Folder, LearnConfig, Sample, publish, read_manifest, texts_of
+
+ORIGIN = {"target": "a", "draft": "b"}
+TEXTS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 300), st.booleans()), max_size=60)
+
+
+@given(texts=TEXTS, max_bytes=st.integers(2**13, 2**15))
+def test_the_sample_is_bounded_and_keeps_the_newest_texts_as_they_were(texts, max_bytes, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sample")
+    sample, added = Sample(folder / "sample", max_bytes), []
+    for number, (prompt_length, length, flushes) in enumerate(texts):
+        prompt, before = [number + i for i in range(prompt_length)], sample.num_texts
+        sample.add(prompt, output := [7 + i for i in range(length)])
+        assert length >= of_folder.LEAST_OUTPUT or sample.num_texts == before
+        if sample.num_texts > before:
+            added.append((prompt, output))
+        if flushes or sample.is_full():
+            sample.flush()
+        assert sample.num_bytes <= max_bytes
+    sample.flush()
+    assert sample.num_bytes <= max_bytes
+    found = {
+        kind: [(t.tokens[: t.first].tolist(), t.tokens[t.first :].tolist()) for t in texts_of(sample.files(kind))]
+        for kind in KINDS
+    }
+    both = found["train"] + found["held-back"]
+    assert all(text in added for text in both)
+    for kind in KINDS:
+        # The newest first, none left out between.
+        own = [text for text in reversed(added) if text in found[kind]]
+        assert own == found[kind]
+    again = Sample(folder / "sample", max_bytes)
+    assert again.files("train") == sample.files("train") and again.num_bytes == sample.num_bytes
+
+
+def test_a_prompt_that_comes_again_stays_in_its_part(tmp_path):
+    sample = Sample(tmp_path / "sample", 2**20)
+    for number in range(200):
+        sample.add([number % 20, 1, 2], [number % 39] * 20)
+    sample.flush()
+    prompts = [{int(text.tokens[0]) for text in texts_of(sample.files(kind))} for kind in KINDS]
+    assert prompts[0] and prompts[1] and not prompts[0] & prompts[1]
+
+
+def learned(tmp_path, name="1"):
+    folder = Folder(tmp_path / "learn", ORIGIN)
+    unfinished = folder.drafts / "unfinished"
+    unfinished.mkdir()
+    (unfinished / "model.safetensors").write_bytes(np.arange(1000).tobytes())
+    (unfinished / "config.json").write_text("{}")
+    publish(unfinished, folder.drafts / name, 2.0, 2.5, 100, 1.0)
+    return folder
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def change(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def naming(file, files):
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"files": files}))
+
+
+BREAKS = {
+    **{f"{how.__name__} {name}": (how, name) for how in (cut, change) for name in ("model.safetensors", "config.json")},
+    "no weights": (lambda file: file.unlink(), "model.safetensors"),
+    "no manifest": (lambda file: file.unlink(), "manifest.json"),
+    "half a manifest": (lambda file: file.write_bytes(file.read_bytes()[:40]), "manifest.json"),
+    "an empty manifest": (lambda file: file.write_text("{}"), "manifest.json"),
+    "a manifest of nothing": (lambda file: naming(file, {}), "manifest.json"),
+    "a manifest of a list": (lambda file: naming(file, [1]), "manifest.json"),
+}
+
+
+@pytest.mark.parametrize("broken", BREAKS)
+def test_a_draft_that_is_not_whole_is_never_read(broken, tmp_path):
+    folder = learned(tmp_path)
+    folder.serve(folder.drafts / "1")
+    assert folder.served() == folder.drafts / "1" and read_manifest(folder.drafts / "1").after == 2.5
+    how, name = BREAKS[broken]
+    how(folder.drafts / "1" / name)
+    with pytest.raises(EspalierError, match="no whole draft"):
+        folder.served()
+
+
+def test_only_the_draft_that_is_served_is_kept(tmp_path):
+    folder = learned(tmp_path)
+    assert folder.served() is None and folder.next_draft().name == "2"
+    (folder.drafts / "unfinished").mkdir()
+    folder.serve(folder.drafts / "1")
+    assert [each.name for each in folder.drafts.iterdir()] == ["1"]
+    (folder.path / "served.json").write_text("{")
+    with pytest.raises(EspalierError, match="delete it"):
+        folder.served()
+
+
+@pytest.mark.parametrize("what", ORIGIN)
+def test_the_folder_of_another_model_and_one_in_use_are_refused(what, tmp_path):
+    folder = Folder(tmp_path / "learn", ORIGIN)
+    with pytest.raises(EspalierError, match="in use by another server"):
+        Folder(tmp_path / "learn", ORIGIN)
+    folder.close()
+    Folder(tmp_path / "learn", ORIGIN).close()
+    with pytest.raises(EspalierError, match=f"another {what}"):
+        Folder(tmp_path / "learn", {**ORIGIN, what: "c"})
+    (tmp_path / "learn" / "learn.json").write_text("[1")
+    with pytest.raises(EspalierError, match="another folder"):
+        Folder(tmp_path / "learn", ORIGIN)
+
+
+def test_a_folder_with_other_files_is_refused_and_left_as_it_was(tmp_path):
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(EspalierError, match="other files"):
+        Folder(tmp_path, ORIGIN)
+    assert [each.name for each in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("wrong", [{"bytes": 1}, {"tokens": 0}, {"seconds": 0}, {"folder": ""}, {"bytes": True}])
+def test_settings_out_of_range_are_refused_by_their_flag(wrong):
+    [name] = wrong
+    with pytest.raises(EspalierError, match="--learn=" if name == "folder" else f"--learn-{name}="):
+        LearnConfig(**{"folder": "x", **wrong})

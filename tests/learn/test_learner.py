@@ -1,0 +1,227 @@
+"""The learner beside a running engine: what it keeps, which drafts it swaps in, and what the trainer's end does."""
+
+import errno
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from functools import cache
+
+import numpy as np
+import pytest
+
+from espalier.errors import EspalierError
+from espalier.learn import learner as of_learner
+from espalier.learn.folder import LearnConfig, publish, read_manifest
+from espalier.learn.learner import Learner
+from espalier.learn.trainer import GO, WAIT, Turn, train_once
+from espalier.llm import LLM
+from espalier.request import SamplingParams
+from tests.learn.pair import draft, engine, prepared
+from tests.learn.test_swap import swap
+from tests.server.serving import exists
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+COPIES = """
+import json, shutil, sys
+run = json.load(open(sys.argv[-1] + "/run.json"))
+shutil.copytree({made!r}, run["out"])
+"""
+SLEEPS = "import sys, time; print('now', flush=True); time.sleep(600)"
+FAILS = "print('first'); print('the disk is full'); raise SystemExit(1)"
+
+
+@cache
+def served():
+    return LLM.of(prepared(1))
+
+
+@cache
+def texts():
+    """What the target says by itself, first to the prompt of every test."""
+    prompts = [[1, 2, 0], *([number % 16, 3 + number // 16] for number in range(24))]
+    with engine(speculation=None) as plain:
+        outputs = plain.generate(prompts, PARAMS)
+    return [(prompt, output.token_ids) for prompt, output in zip(prompts, outputs, strict=True)]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(of_learner, "LOOK_S", 0.02)
+    monkeypatch.setattr(of_learner, "FIRST_PAUSE_S", 0.1)
+
+
+class Learning:
+    """An engine that learns, driven as the engine process drives it.  One engine for all, with its first draft."""
+
+    def __init__(self, folder, code):
+        command = (sys.executable, "-S", "-E", "-c", code)
+        self.learner = Learner(LearnConfig(str(folder), tokens=1024), prepared(1), command)
+        self.llm = served()
+        swap(self.llm, draft(1))
+        self.llm.engine.prefixes.clear()
+        self.learner.attach(self.llm)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.learner.close()
+
+    @property
+    def figures(self):
+        return self.learner.figures
+
+    def answer(self, prompt):
+        [request] = self.llm.group(prompt, self.llm.inputs.resolve(PARAMS), detokenize=False)
+        self.llm.engine.add(request)
+        while self.llm.engine.has_work:
+            self.learner.between_steps(self.llm.engine)
+            self.llm.step()
+        self.learner.between_steps(self.llm.engine)
+        self.learner.keep(request)
+        return request
+
+    def serve_until(self, holds, seconds=60.0):
+        """Take in texts of the target until it holds, then answer a prompt."""
+        end = time.monotonic() + seconds
+        while not holds():
+            for prompt, output in texts():
+                self.learner.sample.add(prompt, output)
+            self.learner.between_steps(self.llm.engine)
+            time.sleep(0.01)
+            assert time.monotonic() < end, self.figures
+        assert self.answer([1, 2, 0]).output == texts()[0][1]
+
+
+def made(tmp_path, before, after, seed=2):
+    """A draft as the trainer's process leaves it."""
+    unfinished = tmp_path / "unfinished"
+    unfinished.mkdir()
+    for file in draft(seed).iterdir():
+        (unfinished / file.name).write_bytes(file.read_bytes())
+    publish(unfinished, tmp_path / "made", before, after, 1000, 1.0)
+    return tmp_path / "made"
+
+
+def test_a_draft_that_accepts_more_is_swapped_in_and_served_after_a_restart(tmp_path):
+    code = COPIES.format(made=str(made(tmp_path, 2.0, 2.5)))
+    with Learning(tmp_path / "learn", code) as learning:
+        first = learning.answer([1, 2, 0])
+        learning.serve_until(lambda: learning.figures.swaps)
+        again = learning.answer([1, 2, 0])
+        assert again.output == first.output and again.stats != first.stats
+        assert (learning.figures.before, learning.figures.after) == (2.0, 2.5)
+        assert learning.figures.failures == 0
+    [served] = (tmp_path / "learn" / "drafts").iterdir()
+    with Learning(tmp_path / "learn", SLEEPS) as learning:
+        assert learning.learner.draft == served
+        assert learning.answer([1, 2, 0]).stats == again.stats
+    change = served / "model.safetensors"
+    change.write_bytes(change.read_bytes()[:-8])
+    with Learning(tmp_path / "learn", SLEEPS) as learning:
+        assert learning.learner.draft == draft(1) and learning.answer([1, 2, 0]).stats == first.stats
+
+
+@pytest.mark.parametrize("gain", [-0.5, 0.01, float("nan")])
+def test_a_draft_that_does_not_accept_more_is_not_used(gain, tmp_path):
+    code = COPIES.format(made=str(made(tmp_path, 2.0, 2.0 + gain)))
+    with Learning(tmp_path / "learn", code) as learning:
+        first = learning.answer([1, 2, 0])
+        learning.serve_until(lambda: learning.figures.trainings)
+        learning.serve_until(lambda: not list(learning.learner.folder.drafts.iterdir()))
+        assert learning.figures.swaps == 0
+        assert learning.answer([1, 2, 0]).stats == first.stats
+
+
+def test_a_draft_that_is_not_whole_is_not_read(tmp_path):
+    broken = made(tmp_path, 2.0, 9.0) / "model.safetensors"
+    broken.write_bytes(broken.read_bytes()[:-8])
+    with Learning(tmp_path / "learn", COPIES.format(made=str(broken.parent))) as learning:
+        learning.serve_until(lambda: learning.figures.failures)
+        assert learning.figures.swaps == 0
+
+
+def test_a_killed_trainer_is_started_again_and_serving_goes_on(tmp_path, caplog):
+    with Learning(tmp_path / "learn", SLEEPS) as learning:
+        pids = []
+        for kills in (1, 2):
+            learning.serve_until(lambda: learning.learner.training_pid is not None)
+            pids.append(learning.learner.training_pid)
+            os.kill(pids[-1], signal.SIGKILL)
+            learning.serve_until(lambda n=kills: learning.figures.failures == n)
+            assert f"the training process {pids[-1]} was ended by signal 9; serving goes on" in caplog.text
+            assert f"in {0.1 * kills:g} s" in caplog.text, "each pause is twice the last"
+        assert pids[0] != pids[1]
+        learning.serve_until(lambda: learning.learner.training_pid is not None)
+        last = learning.learner.training_pid
+        assert exists(last)
+    assert not exists(last), "the trainer ends with the server"
+
+
+def test_what_the_trainer_said_last_is_logged(tmp_path, caplog):
+    with Learning(tmp_path / "learn", FAILS) as learning:
+        learning.serve_until(lambda: learning.figures.failures)
+    assert "ended: the disk is full; serving goes on" in caplog.text
+
+
+def test_a_full_disk_loses_texts_and_nothing_else(tmp_path, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    code = COPIES.format(made=str(made(tmp_path, 2.0, 2.5)))
+    with Learning(tmp_path / "learn", code) as learning, monkeypatch.context() as patched:
+        patched.setattr(np, "save", full)
+        learning.serve_until(lambda: learning.figures.failures > 1)
+        assert learning.figures.swaps == 0 and not list((tmp_path / "learn" / "sample").iterdir())
+        assert "No space left on device" in caplog.text and "serving goes on" in caplog.text
+        patched.undo()
+        learning.serve_until(lambda: learning.figures.swaps)
+
+
+def test_the_trainer_computes_only_in_its_turn_and_ends_with_the_server():
+    heard, said = os.pipe()
+    ended = threading.Event()
+    with os.fdopen(heard, "rb") as stdin, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "_exit", lambda status: ended.set())
+        turn = Turn(stdin)
+        worked = threading.Event()
+        threading.Thread(target=lambda: (turn.wait(), worked.set()), daemon=True).start()
+        os.write(said, WAIT)
+        assert not worked.wait(0.05)
+        os.write(said, GO)
+        assert worked.wait(10) and not ended.is_set()
+        os.close(said)
+        assert ended.wait(10)
+
+
+class Always:
+    def wait(self):
+        pass
+
+
+def test_a_training_writes_a_whole_draft_that_accepts_more_of_this_traffic(tmp_path):
+    """The trainer's work itself, in this process, on the text of a target that repeats itself."""
+    with Learning(tmp_path / "learn", SLEEPS) as learning:
+        learning.serve_until(lambda: learning.learner.training_pid is not None)
+        folder = learning.learner.folder.path
+    run = json.loads((folder / "run.json").read_text())
+    assert run["draft"] == str(draft(1)) and run["tree"] == [3, 4, 12]
+    out = train_once(folder, Always())
+    manifest = read_manifest(out)
+    assert manifest.after > manifest.before >= 1 and manifest.num_tokens > 500
+    assert [each.name for each in out.parent.iterdir()] == [out.name], "nothing unfinished stays"
+
+
+def test_what_cannot_be_learned_is_refused_by_name(tmp_path):
+    cases = [
+        ({"speculation": None}, "none"),
+        ({"tensor_parallel": 2}, "--tensor-parallel"),
+        ({"model_overrides": {"rms_norm_eps": 1e-3}}, "--model-overrides"),
+    ]
+    for settings, said in cases:
+        with pytest.raises(EspalierError, match=said):
+            Learner(LearnConfig(str(tmp_path / "learn")), prepared(1, **settings))
+    assert not (tmp_path / "learn").exists(), "refused before anything is written"
