@@ -61,13 +61,14 @@ class Text:
 class Sample:
     """Texts in files of int32 rows, each after (first, number of tokens).  `add` only queues; `flush` writes.
 
-    max_bytes: of all files and of what is queued.  Both may be called from different threads.
+    max_bytes: of all files and of what is queued.  num_texts, num_tokens, num_held_back: texts, their tokens, and output
+    tokens of held-back ones, since the start.  Both may be called from different threads.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder = folder
         self.part = {"train": max_bytes - max_bytes // HELD_BACK, "held-back": max_bytes // HELD_BACK}
-        self.num_texts = self.num_tokens = 0
+        self.num_texts = self.num_tokens = self.num_held_back = 0
         self._queued: dict[str, list[np.ndarray]] = {kind: [] for kind in KINDS}
         self._lock = threading.Lock()
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -85,6 +86,7 @@ class Sample:
                 self._queued[kind].append(row)
                 self.num_texts += 1
                 self.num_tokens += len(prompt) + len(output)
+                self.num_held_back += len(output) if kind == "held-back" else 0
 
     def is_full(self) -> bool:
         """Whether a kind's queue fills half a file."""

@@ -39,6 +39,8 @@ LOOK_S = 0.5
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 600.0
 # A draft is swapped in if it accepts more by this many tokens a round: less may be the held-back texts' chance.
 LEAST_GAIN = 0.02
+# Output tokens on which drafts are compared.
+LEAST_HELD_BACK = 256
 TRAINER = (sys.executable, "-m", "espalier.learn.trainer")
 
 
@@ -218,10 +220,10 @@ class Learner:
         elif self._candidate is None and time.monotonic() >= self._may_start_at:
             if self.sample.is_full():
                 self.sample.flush()
-            if self.sample.num_tokens - self._trained_at >= self.config.tokens:
+            is_due = self.sample.num_tokens - self._trained_at >= self.config.tokens
+            if is_due and self.sample.num_held_back >= LEAST_HELD_BACK:
                 self.sample.flush()
-                if self.sample.files("held-back"):
-                    self._start()
+                self._start()
 
     def _start(self) -> None:
         tree = self.resolved.layout.tree

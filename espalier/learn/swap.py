@@ -70,15 +70,20 @@ class Swap:
             _require_fitting(place, tensor)
 
     def run(self) -> None:
-        """Only while nothing of the served draft runs or is queued on the device."""
+        """Only between Engine.drain and the next step: what the last launch queued after its result is waited for."""
+        _synchronize()
         with torch.no_grad():
             for place, tensor in self.pairs:
                 if place.tensor.is_mkldnn:
                     setattr(place.holder, place.key, tensor)
                 else:
                     place.tensor.copy_(tensor)
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        _synchronize()
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def _require_fitting(place: Place, tensor: Tensor) -> None:

@@ -28,6 +28,8 @@ from espalier.terminal.console import print_table, write_json
 ROOT = Path(__file__).parents[2]
 TOPICS = {"prose": "docs/*.md", "one code base": "espalier/**/*.py"}
 CHARACTERS = 2000
+# Three engines, and on a GPU the trainer, share the memory.
+SIZES: dict[str, Any] = {"threads": 1, "num_pages": 1000, "page_size": 16}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 # The trainer's process without its low priority, for a machine that others keep busy.
 NOT_NICED = """
@@ -87,15 +89,18 @@ class Phase:
 def run(args: Namespace) -> None:
     trainer = (sys.executable, "-c", NOT_NICED) if args.busy else TRAINER
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        prepared = prepare(EngineConfig("bundled", draft="bundled", threads=1))
+        prepared = prepare(EngineConfig("bundled", draft="bundled", **SIZES))
         learner = Learner(LearnConfig(folder, tokens=args.tokens, seconds=args.seconds), prepared, trainer)
         llm = stack.enter_context(LLM.of(prepared))
         stack.callback(learner.close)
         learner.attach(llm)
-        static = stack.enter_context(LLM("bundled", draft="bundled", threads=1))
-        plain = stack.enter_context(LLM("bundled", speculation=None, threads=1))
+        static = stack.enter_context(LLM("bundled", draft="bundled", **SIZES))
+        plain = stack.enter_context(LLM("bundled", speculation=None, **SIZES))
         traffic = Traffic(llm, learner, static, plain)
-        rows = [row(traffic, topic, args.prompts) for topic in TOPICS]
+        rows = []
+        for topic in TOPICS:
+            rows.append(row(traffic, topic, args.prompts))
+            print(f"{topic}: {rows[-1]}", flush=True)
     print_table([list(rows[0]), *([str(value) for value in each.values()] for each in rows)])
     write_json(args.json, {"learn": rows})
 
