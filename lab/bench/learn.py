@@ -40,7 +40,7 @@ from espalier.learn.trainer import main
 sys.exit(main(Path(sys.argv[1])))
 """
 # Seconds between requests while the trainer runs.
-PAUSE_S = 2.0
+PAUSE_S = 8.0
 
 
 @dataclass

@@ -44,6 +44,17 @@ def test_the_sample_is_bounded_and_keeps_the_newest_texts_as_they_were(texts, ma
     assert again.files("train") == sample.files("train") and again.num_bytes == sample.num_bytes
 
 
+def test_the_oldest_texts_go_and_the_newest_stay(tmp_path):
+    sample = Sample(tmp_path / "sample", max_bytes := 2**14)
+    for number in range(900):
+        sample.add([number], [number] * 20)
+        sample.flush()
+        assert sample.num_bytes <= max_bytes
+    kept = [[int(text.tokens[0]) for text in texts_of(sample.files(kind))] for kind in KINDS]
+    assert max(map(max, kept)) == 899 and min(map(min, kept)) > 300
+    assert sample.num_bytes > max_bytes // 2
+
+
 def test_a_prompt_that_comes_again_stays_in_its_part(tmp_path):
     sample = Sample(tmp_path / "sample", 2**20)
     for number in range(200):

@@ -138,7 +138,8 @@ def test_a_draft_that_does_not_accept_more_is_not_used(gain, tmp_path):
 
 def test_a_draft_that_is_not_whole_is_not_read(tmp_path):
     broken = made(tmp_path, 2.0, 9.0) / "model.safetensors"
-    broken.write_bytes(broken.read_bytes()[:-8])
+    data = broken.read_bytes()
+    broken.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))  # as long as it was, and it could be loaded
     with Learning(tmp_path / "learn", COPIES.format(made=str(broken.parent))) as learning:
         learning.serve_until(lambda: learning.figures.failures)
         assert learning.figures.swaps == 0

@@ -26,6 +26,7 @@ def loaded(llm, directory):
 def swap(llm, directory):
     runner = llm.engine.executor.runner
     llm.engine.drain()
+    assert llm.engine.in_flight.unread is llm.engine.in_flight.unsettled is None
     Swap(getattr(runner.drafter, "drafter", runner.drafter).draft, loaded(llm, directory)).run()
 
 
