@@ -96,6 +96,9 @@ def test_published_configs(tmp_path: Path) -> None:
         # A pattern comes before a schedule.
         ({"index_topk_pattern": [FULL, SHARED] * 3, "index_topk_freq": 4}, "fsfsfs"),
         ({"indexer_types": [FULL, SHARED] * 3, "index_topk_pattern": "FSFSFS"}, "fsfsfs"),
+        # Releases of transformers write either name.
+        ({"layer_types": ["indexed_attention"] * 6}, "ffffff"),
+        ({"layer_types": ["deepseek_sparse_attention"] * 6}, "ffffff"),
     ],
 )
 @pytest.mark.parametrize("raw", [SMALL, {**V32, "num_hidden_layers": 6}], ids=["glm_moe_dsa", "deepseek_v32"])
