@@ -6,6 +6,7 @@ against it on the host, without reading from the device.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from espalier.errors import EspalierError
@@ -224,7 +225,7 @@ class RoundLayout:
         if any(size <= before for before, size in zip([0, *sizes], sizes, strict=False)):
             raise EspalierError(f"batch sizes {sizes} of `trees` are not supported; use 1 or more, ascending")
 
-    @property
+    @cached_property
     def tree(self) -> TreeShape:
         """The configured tree."""
         return TreeShape(self.steps, self.topk, self.num_draft_tokens)
@@ -234,8 +235,7 @@ class RoundLayout:
 
         Use it only for the sizes of a launch: page tables and pages follow from this layout.
         """
-        self.tree.require(shape)
-        return replace(self, **asdict(shape), trees=(), choices=())
+        return _with_tree(self, shape)
 
     def at(self, batch: int) -> "RoundLayout":
         """The layout of a round with `batch` requests, padding included."""
@@ -443,3 +443,10 @@ class RoundLayout:
                 f"buffer {name} needs shape {list(shape)} and has {list(tensor.shape)}; both follow from {self}: "
                 "allocate and launch from the same layout"
             )
+
+
+@lru_cache(256)
+def _with_tree(layout: RoundLayout, shape: TreeShape) -> RoundLayout:
+    """RoundLayout.with_tree, kept: each round asks for one."""
+    layout.tree.require(shape)
+    return replace(layout, **asdict(shape), trees=(), choices=())
