@@ -43,6 +43,8 @@ def _recipe(args: Namespace) -> Recipe:
         raise EspalierError("--skill and --accept-length are for --mode chain; leave them out, or use that mode")
     if args.mode != "copy" and args.reach is not None:
         raise EspalierError("--reach is for --mode copy; leave it out, or use that mode")
+    if args.accept_length is not None and args.accept_lengths is not None:
+        raise EspalierError("--accept-lengths and --accept-length both set how good the draft is; leave one out")
     names = {"mode", "reach", "skill", *SHAPE_FLAGS} - {"accept_length"}
     recipe = recipe_with(args.shape, args.seed, **{name: getattr(args, name) for name in names})
     if args.accept_length is None:
