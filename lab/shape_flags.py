@@ -1,7 +1,7 @@
 """The flags of a synthetic model of a named shape."""
 
 import json
-from argparse import ArgumentParser, ArgumentTypeError, Namespace, _ArgumentGroup
+from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from collections.abc import Collection, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -41,7 +41,7 @@ def add_shape_flags(parser: ArgumentParser | _ArgumentGroup) -> None:
     )
     parser.add_argument(
         "--accept-lengths",
-        type=acceptance_by_depth,
+        type=Path,
         metavar="FILE",
         help="in place of --accept-length: JSON, a list of how often a guess is accepted at each depth where the one "
         'before was, or an accept length by draft length, {"1": 1.8, "2": 2.4}, as golden curves have it',
@@ -88,23 +88,26 @@ def add_shape_flags(parser: ArgumentParser | _ArgumentGroup) -> None:
     )
 
 
-def acceptance_by_depth(path: str) -> list[float]:
-    """The type of --accept-lengths: how often a guess is accepted at each depth where the one before was."""
+def acceptance_by_depth(path: Path) -> list[float]:
+    """What --accept-lengths names: how often a guess is accepted at each depth where the one before was.
+
+    Raises EspalierError.
+    """
     try:
-        content = json.loads(Path(path).read_text())
+        content = json.loads(path.read_text())
         if isinstance(content, dict):
             lengths = [1.0, *(float(content[str(depth)]) for depth in range(1, len(content) + 1))]
             reached = [1.0, *(after - before for before, after in pairwise(lengths))]
             content = [after / before for before, after in pairwise(reached)]
         rates = [float(rate) for rate in content]
     except OSError as error:
-        raise ArgumentTypeError(f"{path} cannot be read ({error.strerror}); use another file") from None
+        raise EspalierError(f"--accept-lengths {path} cannot be read ({error.strerror}); use another file") from None
     except (ValueError, TypeError, KeyError, ZeroDivisionError, RecursionError):
         rates = []
     if not rates or not all(0 < rate <= 1 for rate in rates):
-        raise ArgumentTypeError(
-            f"{path} holds no acceptance; use a JSON list of rates above 0 to 1, one a depth, or an object of accept "
-            "lengths by draft length from 1 on, each gain at most the one before"
+        raise EspalierError(
+            f"--accept-lengths {path} holds no acceptance; use a JSON list of rates above 0 to 1, one a depth, or an "
+            "object of accept lengths by draft length from 1 on, each gain at most the one before"
         )
     return rates
 
@@ -121,7 +124,13 @@ def shape_settings(args: Namespace, settings: Mapping[str, Any]) -> dict[str, An
     settings: of the engine.
     """
     of_engine = {"seed": seed_of(settings), "model_impl": settings.get("model_impl")}
-    return {"shape": args.shape, **of_engine, **{name: getattr(args, name) for name in SHAPE_FLAGS}}
+    return {"shape": args.shape, **of_engine, **{name: shape_flag(args, name) for name in SHAPE_FLAGS}}
+
+
+def shape_flag(args: Namespace, name: str) -> Any:
+    """The value of one of SHAPE_FLAGS; of --accept-lengths what the file holds.  Raises EspalierError."""
+    value = getattr(args, name)
+    return acceptance_by_depth(value) if name == "accept_lengths" and value is not None else value
 
 
 def refuse_shape_flags(args: Namespace, but: Collection[str] = ()) -> None:

@@ -69,7 +69,7 @@ def test_a_chain_is_accepted_depth_by_depth_as_chosen(rates: tuple[float, ...]) 
 @pytest.mark.parametrize("content", [CURVE, LENGTHS], ids=["rates", "lengths"])
 def test_a_curve_of_a_file_is_planted(tmp_path: Path, size: int, content: Any) -> None:
     (tmp_path / "curve.json").write_text(json.dumps(content))
-    rates = acceptance_by_depth(str(tmp_path / "curve.json"))
+    rates = acceptance_by_depth(tmp_path / "curve.json")
     assert rates == pytest.approx(CURVE)
     recipe = a_recipe(shape=LONG, block_size=size).with_acceptance(rates)
     assert predicted_accept_length(recipe.chain(), 4, 1, 5, samples=2048) == pytest.approx(LENGTHS["4"], abs=0.15)
@@ -103,13 +103,8 @@ def test_a_curve_that_cannot_be_planted_is_refused(
     file = tmp_path / "curve.json"
     if content is not None:
         file.write_text(content)
-    try:
-        code = lab(
-            ["foundry", "--shape", "tiny", "--out", str(tmp_path / "out"), "--accept-lengths", str(file), *flags]
-        )
-    except SystemExit as left:
-        code = left.code
-    assert code == 2 and says in capsys.readouterr().err and not (tmp_path / "out").exists()
+    given = ["foundry", "--shape", "tiny", "--out", str(tmp_path / "out"), "--accept-lengths", str(file), *flags]
+    assert lab(given) == 2 and says in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_what_cannot_be_planted_is_refused() -> None:
