@@ -16,7 +16,7 @@ from typing import Any
 
 from espalier.bench.flags import OF_DATASET, OF_DRAWN
 from espalier.bench.traffic import Conversation, Turn
-from espalier.errors import EspalierError, require_number
+from espalier.errors import EspalierError, one_line, require_number
 from espalier.terminal.console import read_text, stdout
 from espalier.terminal.flags import flag_of, require_at_least_one
 
@@ -117,7 +117,7 @@ def _of_parquet(path: Path) -> Iterator[Record]:
     try:
         rows = parquet.read_table(path).to_pylist()
     except (OSError, ValueError) as error:
-        raise EspalierError(f"--dataset {path} is no whole Parquet file ({error}); fetch it again") from None
+        raise EspalierError(f"--dataset {path} is no whole Parquet file ({one_line(error)}); fetch it again") from None
     yield from ((f"{path}, row {i}", row) for i, row in enumerate(rows, 1))
 
 
