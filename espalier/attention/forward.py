@@ -196,7 +196,7 @@ class Pass:
         shares = spec.shares is not None
         # A layer that shares rows writes no heads.
         planes = tuple(plane[:, :0] for plane in pages.layers[place]) if shares else staging.layers[place]
-        q = spec.keeps.write(self.rows, planes, pages.scales.get(place), *values)
+        q = spec.rows.write(self.rows, planes, pages.scales.get(place), *values)
         if index is not None:
             assert isinstance(spec.keeps, LatentKV)
             self._choosing = spec.keeps.write_index(self.rows, planes, index)

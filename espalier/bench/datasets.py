@@ -137,7 +137,8 @@ def _said(place: str, record: Any) -> tuple[str, str, list[str]]:
     kind = next((name for name in ("turns", *FIELDS, "prompt") if name in record), None)
     if kind is None:
         raise _wrong(place, "an object without a prompt")
-    said, system = [record[kind]] if kind == "prompt" else record[kind], []
+    said: Any = [record[kind]] if kind == "prompt" else record[kind]
+    system: list[str] = []
     if not isinstance(said, list):
         raise _wrong(place, f'"{kind}" that is no list')
     texts = [*_of_messages(place, said, system, *FIELDS[kind])] if kind in FIELDS else said

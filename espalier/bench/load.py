@@ -281,8 +281,11 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
 class Talks(Protocol):
     """The conversations of a load.  think: seconds from an answer to the next turn."""
 
-    count: int
-    think: float
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def think(self) -> float: ...
 
     def category(self, number: int) -> str: ...
 
