@@ -158,9 +158,10 @@ def scripted():
 
         def do_GET(self):
             if self.path == "/metrics":
-                # Three rounds of two tokens for each request.
-                rounds = b'espalier_rounds_by_accept_length_total{length="2"} %.1f\n' % (3.0 * len(found.bodies))
-                self.answer(found.metrics_status, b"# TYPE\n" + rounds)
+                # Three rounds of two tokens for each request, and seven of five tokens before all of them.
+                line = 'espalier_rounds_by_accept_length_total{length="%d"} %.1f\n'
+                rounds = line % (5, 7) + line % (2, 3 * len(found.bodies))
+                self.answer(found.metrics_status, f"# TYPE\n{rounds}".encode())
                 return
             self.answer(found.models_status, json.dumps({"data": [{"id": "its model"}]}).encode())
 
