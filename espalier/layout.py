@@ -230,12 +230,14 @@ class RoundLayout:
         """The configured tree."""
         return TreeShape(self.steps, self.topk, self.num_draft_tokens)
 
+    @lru_cache(256)  # noqa: B019 (layouts are few and small, and each round asks)
     def with_tree(self, shape: TreeShape) -> "RoundLayout":
         """The layout of rounds with this shape, in the buffers of this layout.  Raises EspalierError if it is larger.
 
         Use it only for the sizes of a launch: page tables and pages follow from this layout.
         """
-        return _with_tree(self, shape)
+        self.tree.require(shape)
+        return replace(self, **asdict(shape), trees=(), choices=())
 
     def at(self, batch: int) -> "RoundLayout":
         """The layout of a round with `batch` requests, padding included."""
@@ -443,10 +445,3 @@ class RoundLayout:
                 f"buffer {name} needs shape {list(shape)} and has {list(tensor.shape)}; both follow from {self}: "
                 "allocate and launch from the same layout"
             )
-
-
-@lru_cache(256)
-def _with_tree(layout: RoundLayout, shape: TreeShape) -> RoundLayout:
-    """RoundLayout.with_tree, kept: each round asks for one."""
-    layout.tree.require(shape)
-    return replace(layout, **asdict(shape), trees=(), choices=())
