@@ -61,8 +61,8 @@ class Text:
 class Sample:
     """Texts in files of int32 rows, each after (first, number of tokens).  `add` only queues; `flush` writes.
 
-    max_bytes: of all files and of what is queued.  num_texts, num_tokens, num_held_back: texts, their tokens, and output
-    tokens of held-back ones, since the start.  Both may be called from different threads.
+    max_bytes: of all files and of what is queued.  num_texts, num_tokens, num_held_back: texts, their tokens, and
+    output tokens of held-back ones, since the start.  Both may be called from different threads.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
