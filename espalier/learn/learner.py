@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -151,7 +152,7 @@ class Learner:
         """Serve the draft that was learned last, and begin.  Raises EspalierError for one that cannot be swapped."""
         runner = llm.engine.executor.runner
         self._target = runner.target
-        drafter = getattr(runner.drafter, "drafter", runner.drafter)  # of a GraftedDrafter, the one with the model
+        drafter: Any = getattr(runner.drafter, "drafter", runner.drafter)  # of a GraftedDrafter, the one with the model
         self._served: DraftModel = drafter.draft
         Swap(self._served, self._load(self.draft))
         try:

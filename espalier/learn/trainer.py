@@ -69,7 +69,7 @@ EAGLE3 = Kind(
     load=load_draft,
     target=Eagle3Target,
     config=lambda draft, common: Eagle3Config(**common),
-    loss=lambda draft, target, c: lambda *rows: training_loss(draft, *rows, c.ttt_steps, c.decay),
+    loss=lambda draft, target, c: lambda e, f, logits: training_loss(draft, e, f, logits, c.ttt_steps, c.decay),
     lengths=lambda draft, target, tokens, first, tree: evaluate.accept_lengths(draft, target, tokens, first, *tree),
     save=lambda draft, target, target_dir, out: save_draft(draft, out),
 )
@@ -80,7 +80,7 @@ MTP = Kind(
     config=lambda head, common: MtpConfig(
         layers=(layers := head.shape.num_hidden_layers), form=head.form, ttt_steps=max(3, layers), **common
     ),
-    loss=lambda head, target, c: lambda *rows: mtp_loss(head, target.head, *rows, c.ttt_steps, c.decay),
+    loss=lambda head, target, c: lambda e, h, logits: mtp_loss(head, target.head, e, h, logits, c.ttt_steps, c.decay),
     lengths=lambda head, target, tokens, first, tree: (
         1 + mtp.matches(head, target, tokens, first, tree[0]).cumprod(0).sum(0)
     ),
