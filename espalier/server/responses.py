@@ -126,6 +126,8 @@ class ResponsesRequest(_Sampling):
         fields = {name: value for name in SHARED if (value := getattr(self, name)) is not None}
         fields["messages"] = messages_of(self.input, self.instructions)
         fields["max_completion_tokens"] = self.max_output_tokens
+        if self.store is False:  # true has no effect, which this body's own field says
+            fields["store"] = False
         if self.tools is not None:
             fields["tools"] = [_chat_tool(f"tools[{i}]", tool) for i, tool in enumerate(self.tools)]
         if self.tool_choice is not None:
