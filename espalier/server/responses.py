@@ -30,16 +30,7 @@ NOT_SHARED = ("n", "max_tokens", "logprobs", "prompt_logprobs")
 _sampling = {name: each for name, each in SAMPLING_FIELDS.items() if name not in NOT_SHARED}
 _Sampling: Any = create_model("ResponsesSampling", __base__=Body, **_sampling, **HINT_FIELDS)
 # Fields that a chat completion has under the same name.
-SHARED = (
-    *_sampling,
-    "model",
-    "stream",
-    "parallel_tool_calls",
-    "priority",
-    "store",
-    "chat_template_kwargs",
-    "top_logprobs",
-)
+SHARED = (*_sampling, "model", "stream", "parallel_tool_calls", "priority", "chat_template_kwargs", "top_logprobs")
 # Fields of a chat completion that this endpoint names otherwise.
 NAMES: Mapping[str, str] = {
     "messages": "input",
