@@ -17,7 +17,7 @@ from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig
 from espalier.models.latent_config import LatentConfig
 from espalier.models.layer_loading import layer_specs_of
-from espalier.models.mtp_config import MTPConfig
+from espalier.models.mtp import MTPConfig
 from espalier.models.quantisers import GROUP, MX_BLOCK, NV_GROUP, QUANTISERS
 
 Shape = tuple[int, int]

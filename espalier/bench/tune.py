@@ -46,7 +46,7 @@ from espalier.kernels.ops.linear import (
 from espalier.kernels.ops.norm import add_rms_norm
 from espalier.kernels.runtime.launch import chip
 from espalier.kernels.runtime.precompile import precompile
-from espalier.models.mtp_config import MTPConfig
+from espalier.models.mtp import MTPConfig
 from espalier.models.quantisers import QUANTISERS
 from espalier.models.weight_formats import FormatOf
 from espalier.startup.load import Checkpoint, find

@@ -1,7 +1,9 @@
 """Gemma 3 (text): norms before and behind each block, of weight 1 + w; windows and RoPE by layer type."""
 
+from dataclasses import replace
+
 from espalier.errors import EspalierError, shown
-from espalier.models.config import Family, Raw
+from espalier.models.config import Family, Raw, windows_in_every_second
 from espalier.models.config_values import positive
 from espalier.models.families.by_type import FULL, SLIDING, Bases, kinds_of, ropes_of, windows_of
 from espalier.models.layer_declaration import FOUR_NORMS
@@ -49,4 +51,22 @@ FAMILY = Family(
     honours=("query_pre_attn_scalar",),
     activation_field="hidden_activation",
     multimodal=("Gemma3ForConditionalGeneration",),
+)
+
+
+GEMMA2 = replace(
+    FAMILY,
+    architecture="Gemma2ForCausalLM",
+    model_type="gemma2",
+    defaults={
+        **FAMILY.defaults,
+        "max_position_embeddings": 8192,
+        "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": 50.0,
+    },
+    windows=windows_in_every_second,
+    qk_norm=False,
+    ropes=None,
+    honours=("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+    multimodal=(),
 )

@@ -1,17 +1,12 @@
-"""Granite 3 and 4, dense and with experts: embeddings, blocks' outputs, scores and logits have factors.
-
-Granite 4 is `granitemoehybrid`.  Its models without experts have the shared expert as their MLP.  Configs with
-recurrent layers are refused.
-"""
+"""Granite 3, dense and with experts: embeddings, blocks' outputs, scores and logits have factors."""
 
 from dataclasses import replace
 
-from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, Raw, Windows, full_attention
+from espalier.models.config import Experts, Family, Raw
 from espalier.models.config_values import positive
 from espalier.models.families.llama import FAMILY as LLAMA
-from espalier.models.layer_declaration import LayerNames, MLPNames
+from espalier.models.layer_declaration import MLPNames
 
 FACTORS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 SHARED_MLP = MLPNames(gate_up=("input_linear",), down="output_linear")
@@ -33,21 +28,6 @@ def _experts(full: Raw) -> Experts | None:
         under="block_sparse_moe.",
         joined_names=("input_linear.weight", "output_linear.weight"),
     )
-
-
-def _attention_in_every_layer(full: Raw) -> Windows:
-    """Raises EspalierError for a config without layer_types: all of its layers would keep recurrent state."""
-    if full.get("layer_types") is None:
-        raise EspalierError("layer_types is missing, so all layers keep recurrent state, which is not supported")
-    return full_attention(full)
-
-
-def _ropes(full: Raw) -> list[Raw | None]:
-    """Every layer has the config's RoPE, or none has one."""
-    kind = full["position_embedding_type"]
-    if kind not in (None, "rope", "nope"):
-        raise EspalierError(f"position_embedding_type = {shown(kind)}; 'rope', 'nope' or null is needed; correct it")
-    return [{} if kind == "rope" else None] * full["num_hidden_layers"]
 
 
 FAMILY = Family(
@@ -74,15 +54,4 @@ SHARED = replace(
     model_type="granitemoeshared",
     defaults={**MOE.defaults, "shared_intermediate_size": 0},
     honours=(*MOE.honours, "shared_intermediate_size"),
-)
-HYBRID = replace(
-    SHARED,
-    architecture="GraniteMoeHybridForCausalLM",
-    model_type="granitemoehybrid",
-    defaults={**MOE.defaults, "shared_intermediate_size": 1024, "position_embedding_type": None},
-    windows=_attention_in_every_layer,
-    ropes=_ropes,
-    names=LayerNames(under_mlp="shared_mlp.", mlp=SHARED_MLP),
-    mlp_size_field="shared_intermediate_size",
-    honours=(*SHARED.honours, "position_embedding_type"),
 )

@@ -1,4 +1,4 @@
-"""Granite 4 hybrids: most layers are Mamba-2, the others attention without RoPE; a shared MLP, with experts or without.
+"""Granite 4: layers of Mamba-2 or of attention; a shared MLP, with experts or without.
 
 Embeddings, each block's output, logits and q · k have factors of their own.
 """
@@ -9,17 +9,13 @@ from typing import Any
 
 from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
-from espalier.models.config import Family, ModelConfig, Raw, Windows, attention_in_some_layer, full_attention
+from espalier.models.config import ModelConfig, Raw, Windows, attention_in_some_layer
 from espalier.models.config_values import require_counts, require_multiple
-from espalier.models.expert_loading import load_experts
-from espalier.models.families.granite import MOE, SHARED
-from espalier.models.layer_loading import load_attention, specs_by_type
-from espalier.models.layers.decoder import DecoderLayer
-from espalier.models.layers.experts import MixtureMLP
-from espalier.models.layers.mamba2 import Mamba2
+from espalier.models.families.granite import MOE, SHARED, SHARED_MLP
+from espalier.models.layer_declaration import LayerNames
+from espalier.models.layer_loading import load_attention, load_mamba2, specs_by_type
 from espalier.models.layers.mixer import Mixer
-from espalier.models.layers.mlp import GatedMLP
-from espalier.models.mamba2_loading import load_mamba2
+from espalier.models.layers.recurrent import Mamba2
 from espalier.models.rope import RopeTables
 from espalier.models.weights import Weights
 
@@ -69,12 +65,19 @@ def check_sizes(full: Raw, counts: Sequence[str], heads_and_groups: tuple[str, s
 
 
 def _check(full: Raw) -> Windows:
-    """No layer has a window.  Raises EspalierError for sizes and factors that no layer can have."""
-    check_sizes(full, COUNTS, ("mamba_n_heads", "mamba_n_groups"))
-    if full["position_embedding_type"] not in (None, "nope", "rope"):
-        value = shown(full["position_embedding_type"])
+    """No layer has a window.  Raises EspalierError for sizes that no layer can have."""
+    if LINEAR in (full["layer_types"] or ()):
+        check_sizes(full, COUNTS, ("mamba_n_heads", "mamba_n_groups"))
+    return attention_in_some_layer(full)
+
+
+def _ropes(full: Raw) -> list[Raw | None]:
+    """Every layer has the config's RoPE, or none has one."""
+    kind = full["position_embedding_type"]
+    if kind not in (None, "nope", "rope"):
+        value = shown(kind)
         raise EspalierError(f"position_embedding_type = {value} is not supported, only 'rope', 'nope' or null")
-    return full_attention(full)
+    return [{} if kind == "rope" else None] * full["num_hidden_layers"]
 
 
 def _state_of(config: ModelConfig) -> RecurrentState:
@@ -84,23 +87,17 @@ def _state_of(config: ModelConfig) -> RecurrentState:
 
 
 def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
+    if LINEAR not in config.raw["layer_types"]:
+        return specs_by_type(config, {})
     state = _state_of(config)
     return specs_by_type(config, {LINEAR: LayerSpec(state.heads, state)})
 
 
-def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> DecoderLayer:
-    """As espalier/models/config.py:LoadLayer."""
-    norms = [
-        weights.norm(f"{prefix}{name}_layernorm", config.hidden_size, config.rms_norm_eps)
-        for name in ("input", "post_attention")
-    ]
-    mixer: Mixer
+def _load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Mixer:
+    """As espalier/models/config.py:LoadMixer."""
     if config.raw["layer_types"][layer] == FULL:
-        mixer = load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope)
-    else:
-        mixer = _load_mamba(weights, config, f"{prefix}mamba.")
-    mlp = _load_mlp(weights, config, prefix)
-    return DecoderLayer(layer, norms[0], mixer, norms[1], mlp, residual_scale=config.residual_scale)
+        return load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope)
+    return _load_mamba(weights, config, f"{prefix}mamba.")
 
 
 def _load_mamba(weights: Weights, config: ModelConfig, prefix: str) -> Mamba2:
@@ -108,21 +105,6 @@ def _load_mamba(weights: Weights, config: ModelConfig, prefix: str) -> Mamba2:
     biases = {"bias": bool(raw["mamba_proj_bias"]), "conv_bias": bool(raw["mamba_conv_bias"])}
     size, eps, limits = config.hidden_size, config.rms_norm_eps, raw["time_step_limit"]
     return load_mamba2(weights, prefix, _state_of(config), size, eps, limits=limits, **biases)
-
-
-def _load_mlp(weights: Weights, config: ModelConfig, prefix: str) -> GatedMLP | MixtureMLP:
-    hidden, inner, under = config.hidden_size, config.raw["shared_intermediate_size"], f"{prefix}shared_mlp."
-    if config.experts is not None:
-        return load_experts(weights, config.experts, f"{prefix}{config.experts.under}", hidden, config.activation)
-    gate_up = weights.linear(under, ("input_linear",), (2 * inner,), hidden, bias=False)
-    return GatedMLP(gate_up, weights.linear(under, ("output_linear",), (hidden,), inner, bias=False), config.activation)
-
-
-def with_states(raw: Raw) -> Family | None:
-    """Family.variant of Granite 4: this family for a config that names a layer with a state."""
-    types = raw.get("layer_types") or raw.get("layers_block_type")
-    has_states = isinstance(types, list) and ("mamba" in types or LINEAR in types)
-    return FAMILY if has_states else None
 
 
 FAMILY = replace(
@@ -145,10 +127,12 @@ FAMILY = replace(
         "layer_types": None,
     },
     windows=_check,
-    ropes=lambda full: [{} if full["position_embedding_type"] == "rope" else None] * full["num_hidden_layers"],
+    ropes=_ropes,
+    names=LayerNames(under_mlp="shared_mlp.", mlp=SHARED_MLP),
+    mlp_size_field="shared_intermediate_size",
     honours=(*SHARED.honours, "position_embedding_type"),
     fields=_own_fields,
     layer_kinds=(LINEAR,),
     layer_specs=_layer_specs,
-    load_layer=_load_layer,
+    load_mixer=_load_mixer,
 )

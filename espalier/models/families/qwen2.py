@@ -1,6 +1,12 @@
-"""Qwen2 and 2.5: q, k and v always have a bias, the output projection never; upper layers may have a sliding window."""
+"""Qwen2 and 2.5: q, k and v always have a bias, the output projection never; upper layers may have a sliding window.
+
+MiMo-7B is Qwen2 with multi-token prediction layers, which put the hidden state before the embedding.
+"""
+
+from dataclasses import replace
 
 from espalier.models.config import Family, Raw, Windows, windows_if_used
+from espalier.models.mtp_family import SPECULATORS
 
 QWEN_WINDOW_DEFAULTS = {
     "use_sliding_window": False,
@@ -30,4 +36,13 @@ FAMILY = Family(
     out_bias=lambda full: False,
     windows=qwen_windows,
     in_drafts=True,
+)
+
+
+MIMO = replace(
+    FAMILY,
+    architecture="MiMoForCausalLM",
+    model_type="mimo",
+    honours=("num_nextn_predict_layers",),
+    mtp=replace(SPECULATORS, prefix="model.mtp_layers.{}.", hidden_first=True),
 )

@@ -1,6 +1,7 @@
-"""The gated delta rule as a block (Yang et al. 2025, arXiv:2412.06464), as Qwen3-Next and Qwen3.5 have it."""
+"""Blocks that keep a state of a fixed size: Mamba 2, a short convolution, and the gated delta rule."""
 
 from dataclasses import dataclass, field
+from math import inf
 
 from torch import Tensor
 
@@ -14,6 +15,69 @@ from espalier.models.layers.mixer import of_kept
 from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
 from espalier.models.layers.stream import Stream
 from espalier.models.weight_formats.sharded import Unsummed
+
+
+@dataclass(eq=False, slots=True)
+class Mamba2:
+    """inputs: stacked projections of the gate, x, B and C, and dt.  conv: of the channels of C, B and x, in this order.
+
+    A_log, dt_bias, skip: [heads], float32 at least; skip: the factor of x that is added to the output.
+    limits: of dt.  norm: of the gated output, for each group of heads that share B and C.
+    """
+
+    keeps: RecurrentState
+    inputs: Linear
+    conv: ShortConv
+    A_log: Tensor
+    dt_bias: Tensor
+    skip: Tensor
+    limits: tuple[float, float]
+    norm: RMSNorm
+    out: Linear
+    columns: Columns = field(init=False)
+
+    def __post_init__(self) -> None:
+        keeps = self.keeps
+        inner, shared = keeps.heads * keeps.v_size, keeps.k_heads * keeps.k_size
+        # The stored order is the gate, x, B, C, dt.
+        self.columns = keeps.columns._replace(q=2 * inner + shared, k=2 * inner, v=inner)
+
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
+        """As espalier/models/layers/stream.py:Reader."""
+        return self.inputs.read(norm, delta, x)
+
+    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
+        """As espalier/models/layers/mixer.py:Mixer."""
+        inputs, keeps = self.inputs(rows), self.keeps
+        low, high = self.limits
+        bounds = low if low > 0 else None, high if high < inf else None
+        share = keeps.heads // keeps.k_heads
+        dt = GateInputs(inputs[:, -keeps.heads :], None, self.A_log, self.dt_bias, share, share, bounds)
+        q = p.write(layer, inputs, dt, self.conv, self.columns)
+        s.keep(p.kept(layer))
+        read = p.attend(layer, q, self.skip).flatten(2).view(-1, keeps.k_heads, share * keeps.v_size)
+        gate = OutputGate(of_kept(inputs, layer, p), 1, share * keeps.v_size, True)
+        return self.out.for_stream(gated_norm(read, gate, self.norm.weight, self.norm.eps))
+
+
+@dataclass(eq=False, slots=True)
+class GatedConv:
+    """gates: stacked projections of the gate before, the gate behind and the inputs, [3 · hidden, hidden]."""
+
+    gates: Linear
+    conv: ShortConv
+    out: Linear
+
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
+        """As espalier/models/layers/stream.py:Reader."""
+        return self.gates.read(norm, delta, x)
+
+    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
+        """As espalier/models/layers/mixer.py:Mixer."""
+        before, behind, inputs = self.gates(rows).chunk(3, -1)
+        convolved = p.write(layer, before * inputs, None, self.conv).flatten(0, 1)
+        s.keep(p.kept(layer))
+        return self.out.for_stream(of_kept(behind, layer, p) * convolved)
 
 
 @dataclass(eq=False, slots=True)
