@@ -31,8 +31,16 @@ from espalier.config import EngineConfig, is_open
 from espalier.errors import EspalierError
 from espalier.kernels.layers import quantised_plans
 from espalier.kernels.layers.experts_tuning import EXPERTS as EXPERT_TABLES
-from espalier.kernels.layers.linear_plans import LibraryPlan, LinearPlan, TritonPlan, candidates
-from espalier.kernels.layers.linear_tuning import LINEARS, NO_PLANS, ROWS_BUCKETS, LinearPlans
+from espalier.kernels.layers.linear_plans import (
+    LINEARS,
+    NO_PLANS,
+    ROWS_BUCKETS,
+    LibraryPlan,
+    LinearPlan,
+    LinearPlans,
+    TritonPlan,
+    candidates,
+)
 from espalier.kernels.layers.quantised import QuantisedMatrix, Rows
 from espalier.kernels.layers.tuning_table import DENSE, TuningTable, own_file
 from espalier.kernels.ops.linear import (

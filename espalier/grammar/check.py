@@ -4,12 +4,11 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 from espalier.errors import EspalierError
-from espalier.grammar.choices import ebnf_of_choices
 from espalier.grammar.finite import check_escapes
 from espalier.grammar.regex import ebnf_of_regex
 from espalier.grammar.schema import enforceable
 from espalier.grammar.spec import Grammar
-from espalier.grammar.tag import enforceable_tag
+from espalier.grammar.tag import ebnf_of_choices, enforceable_tag
 
 _CHECKS: Mapping[str, Callable[[Grammar], object]] = {
     "json_schema": lambda grammar: enforceable(grammar.spec, grammar.strict),

@@ -13,11 +13,18 @@ from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
 from espalier.model_files import MAX_SIZE
-from espalier.models.config_values import cap_of, count_of, eos_ids, heads_and_size, require_kinds, rotated_size
+from espalier.models.config_values import (
+    cap_of,
+    count_of,
+    eos_ids,
+    heads_and_size,
+    require_kinds,
+    rotated_size,
+    with_overrides,
+)
 from espalier.models.latent_config import LatentConfig, read_latent
 from espalier.models.layer_declaration import PLAIN_NAMES, PLAIN_NORMS, Experts, LayerNames, LayerNorms
 from espalier.models.mtp_family import MTPFamily
-from espalier.models.overrides import with_overrides
 from espalier.models.rope import OF_ATTENTION, SPELLINGS, RopeConfig, RopeTables, read_rope
 from espalier.models.stored_names import AS_OWN, StoredNames
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declared_kv_dtype, read_formats

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from espalier.attention import Pass
-from espalier.kernels.ops.block_conv import block_conv, block_conv_norm
+from espalier.kernels.ops.drafts import block_conv, block_conv_norm
 from espalier.kernels.tree.edges import LowRankEdges
 from espalier.models.base import CausalLM
 from espalier.models.block import BlockDraft, block_parts

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from espalier.attention import Pass
 from espalier.errors import EspalierError
-from espalier.kernels.ops.embedding import DraftHidden
+from espalier.kernels.ops.drafts import DraftHidden
 from espalier.models.base import CausalLM
 from espalier.models.draft import DraftOutput
 from espalier.models.draft_weights import draft_embedding, draft_head, draft_to_target

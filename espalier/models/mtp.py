@@ -19,7 +19,7 @@ from torch import Tensor
 
 from espalier.attention import Pass
 from espalier.cache.layer_spec import of_rank
-from espalier.kernels.ops.embedding import DraftHidden
+from espalier.kernels.ops.drafts import DraftHidden
 from espalier.models.base import CausalLM, Layer
 from espalier.models.config import Family, ModelConfig, Raw, architecture_of, parse
 from espalier.models.draft import MAX_MODULES, DraftOutput, DraftSpec, Form, refuse_sizes

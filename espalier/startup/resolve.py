@@ -17,7 +17,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import require_triton
 from espalier.layout import PLAIN, TREE_FIELDS, RoundLayout, TreeShape, max_draft_tokens
 from espalier.models.draft import DraftSpec
-from espalier.models.weight_count import WeightCount
+from espalier.models.weight_files import WeightCount
 from espalier.speculate.drafters.registry import algorithms, drafter_without_files
 from espalier.startup.build import cache_specs
 from espalier.startup.cache_memory import pages_and_snapshots

@@ -322,7 +322,7 @@ FAULTS = {
         Fault(
             "shared-expert-twice",
             "the shared expert is added twice where it runs beside the routed ones",
-            "espalier.models.layers.experts:MixtureMLP._mixed",
+            "espalier.models.layers.mlp:MixtureMLP._mixed",
             _shared_twice,
         ),
         Fault(

@@ -1,4 +1,7 @@
-"""Gemma 3 (text): norms before and behind each block, of weight 1 + w; windows and RoPE by layer type."""
+"""Gemma 2 and 3 (text): norms before and behind each block, of weight 1 + w; windows by layer.
+
+Gemma 3 has a RoPE by layer type, Gemma 2 caps of attention logits and one RoPE.
+"""
 
 from dataclasses import replace
 

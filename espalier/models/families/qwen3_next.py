@@ -1,7 +1,7 @@
 """Qwen3-Next: three layers of the gated delta rule to one of gated attention; experts with a gated shared one.
 
 A quarter of a head's values is rotated, and norms store their weights less 1.  Checkpoints may hold an MTP layer, whose
-attention is gated too.
+attention is gated too.  Qwen3.5, 3.6 and 3.8 have the same layers, with their projections apart.
 """
 
 from dataclasses import replace

@@ -1,4 +1,7 @@
-"""Qwen3-MoE (30B-A3B, 235B-A22B, Coder): Qwen3's attention; layers have experts, except those that the config names."""
+"""Qwen2-MoE and Qwen3-MoE (30B-A3B, 235B-A22B, Coder): layers have experts, except those that the config names.
+
+Qwen2-MoE has Qwen2's attention and a gated shared expert, Qwen3-MoE has Qwen3's attention.
+"""
 
 from dataclasses import replace
 

@@ -15,7 +15,7 @@ from espalier.errors import EspalierError, one_line
 from espalier.models.config import ModelConfig
 from espalier.models.from_transformers.attention import NAME
 from espalier.models.from_transformers.target import Body, TransformersTarget
-from espalier.models.weight_count import stored_weights
+from espalier.models.weight_files import stored_weights
 from espalier.models.weights import HARMLESS, Weights
 
 log = logging.getLogger(__name__)

@@ -16,10 +16,9 @@ from espalier.kernels.state.kv_scales import KVScales
 from espalier.models.base import Layer, ModelOutput
 from espalier.models.config import ModelConfig
 from espalier.models.layers.embedding import Embedding
-from espalier.models.layers.experts import MixtureMLP
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mixer import Mixer
-from espalier.models.layers.mlp import GatedMLP
+from espalier.models.layers.mlp import GatedMLP, MixtureMLP
 from espalier.models.layers.norm import AnyNorm, RMSNorm
 from espalier.models.layers.stream import Stream
 from espalier.models.rope import RopeTables

@@ -19,8 +19,8 @@ from espalier.kernels.ops.rope import LatentForm, Rotation, head_product
 from espalier.kernels.ops.selection import IndexNorm, IndexRows
 from espalier.kernels.runtime.launch import chip
 from espalier.models.layers.attention import AttentionBlock
-from espalier.models.layers.experts import router_logits
 from espalier.models.layers.linear import Linear
+from espalier.models.layers.mlp import router_logits
 from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
 from espalier.models.rope import RopeTables
 from espalier.models.weight_formats.sharded import Unsummed

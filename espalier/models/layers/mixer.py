@@ -6,8 +6,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from espalier.attention import Pass
-from espalier.models.layers.experts import MixtureMLP
-from espalier.models.layers.mlp import GatedMLP
+from espalier.models.layers.mlp import GatedMLP, MixtureMLP
 from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
 from espalier.models.layers.stream import Reader, Stream
 from espalier.models.weight_formats.sharded import Unsummed
