@@ -19,8 +19,7 @@ from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, Raw, architecture_of, parse
 from espalier.models.families import FAMILIES
 from espalier.models.find_family import find_family, has_family, is_multimodal, text_config
-from espalier.models.from_transformers.config import is_known, read_by_transformers
-from espalier.models.from_transformers.load import load_by_transformers
+from espalier.models.from_transformers.load import is_known, load_by_transformers, read_by_transformers
 from espalier.models.gguf_config import gguf_config
 from espalier.models.layer_loading import layer_specs_of, load_embedding, load_layer, tied_head
 from espalier.models.layers.decoder import Decoder
