@@ -22,7 +22,7 @@ from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
 from espalier.models.config import ModelConfig, Raw, architecture_of, parse
 from espalier.models.draft import DraftSpec, refuse_sizes
-from espalier.models.draft_fields import Fields
+from espalier.models.draft_parts import Fields
 from espalier.models.families import qwen3
 from espalier.models.layer_loading import layer_specs_of
 

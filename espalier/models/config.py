@@ -38,7 +38,7 @@ Read = TypeVar("Read")
 # (weights, config, prefix of the layer's names, its number, its RoPE's tables) -> a models/base.py:Layer.  Of a family
 # with MTP layers it also takes the layer's place in the pass, by default its number.
 LoadLayer = Callable[..., Any]
-# (weights, config, prefix of the layer's names, its number, its RoPE's tables) -> a models/layers/mixer.py:Mixer.
+# (weights, config, prefix of the layer's names, its number, its RoPE's tables) -> a models/layers/decoder.py:Mixer.
 LoadMixer = Callable[[Any, "ModelConfig", str, int, RopeTables], Any]
 # (weights, config, the factor of its values) -> a models/layers/embedding.py:Embedding.
 LoadEmbedding = Callable[[Any, "ModelConfig", float], Any]

@@ -25,13 +25,13 @@ from espalier.models.block_config import (
     refuse_misfit,
 )
 from espalier.models.config import ModelConfig, Raw
-from espalier.models.draft_fields import Fields
+from espalier.models.draft_parts import Fields
 from espalier.models.layers.attention import Attention
-from espalier.models.layers.decoder import DecoderLayer, capped
+from espalier.models.layers.decoder import DecoderLayer, Unread, capped
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
-from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
+from espalier.models.layers.norm import AnyNorm, RMSNorm
 from espalier.models.layers.stream import Stream
 from espalier.models.weight_formats.sharded import over_ranks
 from espalier.models.weights import Weights
@@ -183,20 +183,12 @@ class ConvolvedLayer(DecoderLayer):
 
     def __call__(self, s: Stream, p: Pass) -> None:
         width = p.tokens.shape[1]
-        given, coefficients = self.attention_conv.of_input(s.normed(self.attention_norm, Unrounded), width)
+        given, coefficients = self.attention_conv.of_input(s.normed(self.attention_norm, Unread), width)
         q = self.attention.write(self.index, given, p)
         output = self.attention.project(p.attend(self.index, q, self.attention.sink))
         s.add(Convolved(over_ranks(output), coefficients, self.attention_conv.base[1], width))
-        given, coefficients = self.mlp_conv.of_input(s.normed(self.mlp_norm, Unrounded), width)
+        given, coefficients = self.mlp_conv.of_input(s.normed(self.mlp_norm, Unread), width)
         s.add(Convolved(over_ranks(self.mlp(given)), coefficients, self.mlp_conv.base[1], width))
-
-
-class Unrounded:
-    """A Reader of the norm as a tensor."""
-
-    @staticmethod
-    def read(norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Tensor]:
-        return norm.after(delta, x)
 
 
 @dataclass(frozen=True)

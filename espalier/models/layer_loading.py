@@ -14,11 +14,10 @@ from espalier.models.expert_loading import load_experts
 from espalier.models.latent_config import IndexConfig, LatentConfig
 from espalier.models.layer_declaration import as_stored
 from espalier.models.layers.attention import Attention, WideNorms
-from espalier.models.layers.decoder import DecoderLayer
+from espalier.models.layers.decoder import DecoderLayer, Mixer
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.latent_attention import INDEX_EPS, NORM_EPS, Indexer, LatentAttention
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.mixer import Mixer
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import AnyNorm, RMSNorm, Unnormed
 from espalier.models.layers.recurrent import Mamba2

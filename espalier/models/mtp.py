@@ -23,8 +23,7 @@ from espalier.kernels.ops.drafts import DraftHidden
 from espalier.models.base import CausalLM, Layer
 from espalier.models.config import Family, ModelConfig, Raw, architecture_of, parse
 from espalier.models.draft import MAX_MODULES, DraftOutput, DraftSpec, Form, refuse_sizes
-from espalier.models.draft_fields import Fields
-from espalier.models.draft_weights import draft_embedding, is_borrowed
+from espalier.models.draft_parts import Fields, draft_embedding, is_borrowed
 from espalier.models.families import FAMILIES
 from espalier.models.latent_config import FREQ, FULL, PATTERN, TYPES, indexer_types
 from espalier.models.layer_loading import layer_specs_of, load_layer
@@ -63,10 +62,6 @@ class MTPConfig:
     def num_layers(self) -> int:
         return self.layer.num_layers - self.spec.modules
 
-    def prefix(self, module: int) -> str:
-        """The beginning of the names of a module's weights.  module: from 0."""
-        return self.family.prefix_of(module, self.num_layers)
-
     def owned(self, module: int) -> str:
         """The result of MTPFamily.owned for this module.  module: from 0."""
         return self.family.owned(module, self.num_layers)
@@ -98,8 +93,7 @@ def read_mtp(path: Path, raw: Raw, target: ModelConfig) -> MTPConfig:
         layers=layer_specs_of(layer)[num_layers:],
         modules=modules,
         form=form,
-        reads="hidden" if mtp.reads_normed else "captured",
-        capture=() if mtp.reads_normed else (num_layers,),
+        reads="hidden",
         hidden_size=layer.hidden_size,
         vocab_size=layer.vocab_size,
     )
@@ -146,10 +140,7 @@ def _continued(base: Mapping[str, Any], modules: int, layer_type: str | None) ->
 
 @dataclass(frozen=True)
 class MTPModule:
-    """One MTP layer: a DraftModule (espalier/models/draft.py).
-
-    hands_on_normed: whether rows that follow read the output after `norm`, or before it; has_experts: of `layer`.
-    """
+    """One MTP layer: a DraftModule (espalier/models/draft.py).  has_experts: of `layer`."""
 
     embed: Embedding
     rope: RopeTables
@@ -159,7 +150,6 @@ class MTPModule:
     layer: Layer
     norm: RMSNorm
     head: Linear
-    hands_on_normed: bool
     has_experts: bool
 
     def __call__(self, p: Pass, hidden: Tensor, parents: Tensor | None = None) -> DraftOutput:
@@ -168,18 +158,18 @@ class MTPModule:
         assert joined.given is not None
         s = Stream(self.project(joined.given), joined.live)
         self.layer(s, p)
-        return handed_on(self, *s.end(self.norm, p.out_shape))
+        return handed_on(*s.end(self.norm, p.out_shape))
 
     def output_of(self, hidden: Tensor) -> DraftOutput:
-        return DraftOutput(hidden, hidden if self.hands_on_normed else self.norm(hidden))
+        return DraftOutput(hidden, hidden)
 
     def logits(self, out: DraftOutput) -> Tensor:
         return self.head(out.normed)
 
 
-def handed_on(module: MTPModule, x: Tensor, normed: Tensor) -> DraftOutput:
+def handed_on(x: Tensor, normed: Tensor) -> DraftOutput:
     """The output of a module, from its last residual stream before and after the norm, [B, Q, H] each."""
-    return DraftOutput(normed if module.hands_on_normed else x, normed)
+    return DraftOutput(normed, normed)
 
 
 class MTPDraft:
@@ -235,10 +225,9 @@ def _load_module(
         embed_norm=weights.norm(f"{prefix}{family.embed_norm}", hidden, *eps_and_offset),
         hidden_norm=weights.norm(f"{prefix}{family.hidden_norm}", hidden, *eps_and_offset),
         project=_projection(weights, f"{prefix}{family.project}", family, hidden),
-        layer=load(weights, layer, config.prefix(module), index, rope, 0),
+        layer=load(weights, layer, family.prefix_of(module, config.num_layers), index, rope, 0),
         norm=weights.norm(f"{prefix}{family.norm}", hidden, *eps_and_offset),
         head=head_of(family.head.format(own)),
-        hands_on_normed=family.hands_on_normed,
         has_experts=layer.experts is not None and index in layer.experts.layers,
     )
 

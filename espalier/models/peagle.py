@@ -18,7 +18,7 @@ from espalier.models import eagle3_config
 from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, Raw
 from espalier.models.draft import DraftOutput
-from espalier.models.draft_fields import Fields
+from espalier.models.draft_parts import Fields
 from espalier.models.eagle3 import Eagle3Draft, head_parts
 from espalier.models.eagle3_config import Eagle3Config, read_head, refuse_misfit
 from espalier.models.weights import Weights

@@ -95,7 +95,7 @@ def _every_form(form):
 
 
 def _before_norm(right):
-    return lambda module, x, normed: replace(right(module, x, normed), hidden=x)
+    return lambda x, normed: replace(right(x, normed), hidden=x)
 
 
 def _packed_stride(right):

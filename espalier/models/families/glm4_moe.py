@@ -45,7 +45,6 @@ GLM = Family(
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "attention_bias": False,
-        "hidden_act": "silu",
         "partial_rotary_factor": 0.5,
         "use_qk_norm": False,
         "first_k_dense_replace": 1,

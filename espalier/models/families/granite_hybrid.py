@@ -14,7 +14,7 @@ from espalier.models.config_values import require_counts, require_multiple
 from espalier.models.families.granite import MOE, SHARED, SHARED_MLP
 from espalier.models.layer_declaration import LayerNames
 from espalier.models.layer_loading import load_attention, load_mamba2, specs_by_type
-from espalier.models.layers.mixer import Mixer
+from espalier.models.layers.decoder import Mixer
 from espalier.models.layers.recurrent import Mamba2
 from espalier.models.rope import RopeTables
 from espalier.models.weights import Weights

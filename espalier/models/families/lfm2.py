@@ -9,8 +9,7 @@ from espalier.models.config import Family, ModelConfig, Raw, Windows, attention_
 from espalier.models.config_values import require_counts
 from espalier.models.layer_declaration import LayerNames, LayerNorms, MLPNames
 from espalier.models.layer_loading import load_attention, load_layer, specs_by_type
-from espalier.models.layers.decoder import DecoderLayer
-from espalier.models.layers.mixer import Mixer
+from espalier.models.layers.decoder import DecoderLayer, Mixer
 from espalier.models.layers.recurrent import GatedConv
 from espalier.models.rope import RopeTables
 from espalier.models.weights import Weights

@@ -34,7 +34,6 @@ FAMILY = Family(
         "head_dim": None,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
         "sliding_window": 4096,
     },
     qkv_bias=lambda full: False,

@@ -29,7 +29,6 @@ FAMILY = Family(
         "head_dim": None,
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
         **QWEN_WINDOW_DEFAULTS,
     },
     qkv_bias=lambda full: True,

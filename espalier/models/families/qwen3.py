@@ -12,7 +12,6 @@ FAMILY = Family(
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
         "attention_bias": False,
-        "hidden_act": "silu",
         **QWEN_WINDOW_DEFAULTS,
     },
     windows=qwen_windows,

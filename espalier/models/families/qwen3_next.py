@@ -16,8 +16,8 @@ from espalier.models.families.qwen_moe import FAMILY as QWEN3_MOE
 from espalier.models.families.qwen_moe import experts_beside_shared
 from espalier.models.layer_loading import load_head_norms, specs_by_type
 from espalier.models.layers.attention import GatedAttention
+from espalier.models.layers.decoder import Mixer
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.mixer import Mixer
 from espalier.models.layers.recurrent import DeltaNet
 from espalier.models.mtp_family import MTPFamily
 from espalier.models.rope import RopeTables
@@ -141,7 +141,6 @@ FAMILY = replace(
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
         "attention_bias": False,
-        "hidden_act": "silu",
         "intermediate_size": 5632,
         "partial_rotary_factor": 0.25,
         "linear_conv_kernel_dim": 4,

@@ -10,8 +10,8 @@ from torch import Tensor
 from espalier.attention import Pass
 from espalier.kernels.layers.quantised import Rows
 from espalier.kernels.ops.rope import HeadNorms
+from espalier.models.layers.decoder import of_kept
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.mixer import of_kept
 from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
 from espalier.models.layers.stream import Stream
 from espalier.models.rope import RopeTables
@@ -51,7 +51,7 @@ class OutputGate(NamedTuple):
 
 
 class AttentionBlock:
-    """A Mixer (espalier/models/layers/mixer.py) that attends to rows.
+    """A Mixer (espalier/models/layers/decoder.py) that attends to rows.
 
     sink: as espalier/attention/base.py:Attention.attend takes it.
     """
@@ -134,7 +134,7 @@ class GatedAttention:
         return self.qkv.read(norm, delta, x)
 
     def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
-        """As espalier/models/layers/mixer.py:Mixer."""
+        """As espalier/models/layers/decoder.py:Mixer."""
         made = self.qkv(rows).unflatten(1, (-1, self.head_size))
         q, gate = made[:, : 2 * self.heads].unflatten(1, (self.heads, 2)).unbind(2)
         qkv = torch.cat((q, made[:, 2 * self.heads :]), 1)

@@ -10,8 +10,8 @@ from espalier.cache.layer_spec import RecurrentState
 from espalier.kernels.layers.quantised import Rows
 from espalier.kernels.ops.recurrence import ShortConv
 from espalier.kernels.ops.states import Columns, GateInputs, OutputGate, gated_norm
+from espalier.models.layers.decoder import of_kept
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.mixer import of_kept
 from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
 from espalier.models.layers.stream import Stream
 from espalier.models.weight_formats.sharded import Unsummed
@@ -47,7 +47,7 @@ class Mamba2:
         return self.inputs.read(norm, delta, x)
 
     def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
-        """As espalier/models/layers/mixer.py:Mixer."""
+        """As espalier/models/layers/decoder.py:Mixer."""
         inputs, keeps = self.inputs(rows), self.keeps
         low, high = self.limits
         bounds = low if low > 0 else None, high if high < inf else None
@@ -73,7 +73,7 @@ class GatedConv:
         return self.gates.read(norm, delta, x)
 
     def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
-        """As espalier/models/layers/mixer.py:Mixer."""
+        """As espalier/models/layers/decoder.py:Mixer."""
         before, behind, inputs = self.gates(rows).chunk(3, -1)
         convolved = p.write(layer, before * inputs, None, self.conv).flatten(0, 1)
         s.keep(p.kept(layer))
@@ -117,7 +117,7 @@ class DeltaNet:
         return norm.after(delta, x)
 
     def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
-        """As espalier/models/layers/mixer.py:Mixer."""
+        """As espalier/models/layers/decoder.py:Mixer."""
         qkvz, ba = self.qkvz(rows), self.ba(rows)
         q = p.write(layer, qkvz, self._gates(ba), self.conv, self.columns)
         s.keep(p.kept(layer))
