@@ -13,12 +13,12 @@ from math import inf
 from typing import Any
 
 from espalier.errors import EspalierError, shown
-from espalier.grammar.characters import PLAIN
 from espalier.grammar.formats import ANNOTATING, FORMATS, INTEGERS, node_of_format
 from espalier.grammar.regex import MAX_STATES, pattern_node
 from espalier.grammar.regex_tree import (
     EMPTY,
     NOTHING,
+    PLAIN,
     Alt,
     Chars,
     Node,

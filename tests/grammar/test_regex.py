@@ -12,9 +12,9 @@ import xgrammar
 
 from espalier.errors import EspalierError
 from espalier.grammar import Grammar
-from espalier.grammar.check import check_grammar
 from espalier.grammar.regex import OTHER_ESCAPES, pattern_node
 from espalier.grammar.regex_tree import regex_of
+from espalier.grammar.tag import check_grammar
 from tests.grammar.vocabulary import TooLong, accepts, compiled, random_text
 
 LETTERS = "ab1_ -.é€😀\u2028"

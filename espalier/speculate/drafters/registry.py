@@ -24,8 +24,7 @@ from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, Raw, architecture_of
 from espalier.models.draft import DraftConfig, DraftModel, DraftSpec
 from espalier.models.families import FAMILIES
-from espalier.models.find_family import is_multimodal
-from espalier.models.loading import read_raw
+from espalier.models.loading import is_multimodal, read_raw
 from espalier.models.weight_files import shards_of
 from espalier.models.weights import Weights
 from espalier.shards import WHOLE, Shards
