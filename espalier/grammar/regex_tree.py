@@ -1,7 +1,8 @@
 """A regular expression as a tree, and the same as text that xgrammar reads in one way only.
 
-Sets of characters are sorted ranges of code points that do not touch, without surrogates.  \\d, \\w and \\s mean ASCII in
-some dialects and all of Unicode in others.  So each has two sets: what every dialect takes, and what some dialect takes.
+Sets of characters are sorted ranges of code points that do not touch, without surrogates.  \\d, \\w and \\s mean ASCII
+in some dialects and all of Unicode in others.  So each has two sets: what every dialect takes, and what some dialect
+takes.
 """
 
 import re
