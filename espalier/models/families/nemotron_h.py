@@ -11,7 +11,7 @@ from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.ops.activation import RELU
 from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows, full_attention
-from espalier.models.families.granite_hybrid import FULL, LINEAR, check_sizes, with_limits
+from espalier.models.families.granite import FULL, LINEAR, check_sizes, with_limits
 from espalier.models.layer_loading import load_attention, load_mamba2, specs_by_type
 from espalier.models.layers.decoder import BlockLayer
 from espalier.models.layers.embedding import Embedding
