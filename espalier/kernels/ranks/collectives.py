@@ -40,10 +40,6 @@ class PeerMemory:
     held: Any = None
 
     @property
-    def area_bytes(self) -> int:
-        return 2 * PROGRAMS * self.slot_bytes
-
-    @property
     def most_bytes(self) -> int:
         """Bytes of a rank's values that fit in the slots of all programs."""
         return PROGRAMS * self.slot_bytes

@@ -17,8 +17,7 @@ from espalier.models.families import (
     nemotron_h,
     olmo,
     phi3,
-    qwen2,
-    qwen3,
+    qwen,
     qwen3_next,
     qwen_moe,
     smollm3,
@@ -29,8 +28,7 @@ from espalier.models.families import (
 FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
-        *(module.FAMILY for module in (llama, qwen2, qwen3, mistral)),
-        qwen2.MIMO,
+        *(llama.FAMILY, qwen.QWEN2, qwen.QWEN3, mistral.FAMILY, qwen.MIMO),
         *(qwen_moe.QWEN2_MOE, qwen_moe.FAMILY, gpt_oss.FAMILY),
         *(gemma3.GEMMA2, gemma3.FAMILY, gemma4.FAMILY, gemma4.UNIFIED),
         *(mistral.MINISTRAL, mistral.MINISTRAL3, mistral.MIXTRAL, phi3.FAMILY, smollm3.FAMILY),

@@ -9,7 +9,7 @@ from dataclasses import replace
 from espalier.errors import EspalierError
 from espalier.models.config import Experts, Family, Raw, windows_by_layer_type
 from espalier.models.families.deepseek import V3, routed_experts
-from espalier.models.families.qwen3 import FAMILY as QWEN3
+from espalier.models.families.qwen import QWEN3 as QWEN3
 from espalier.models.mtp_family import NEXTN
 
 # Experts are chosen from all experts, not from groups.

@@ -8,8 +8,8 @@ from dataclasses import replace
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Raw, Windows, windows_if_used
-from espalier.models.families.qwen2 import FAMILY as QWEN2
-from espalier.models.families.qwen3 import FAMILY as QWEN3
+from espalier.models.families.qwen import QWEN2 as QWEN2
+from espalier.models.families.qwen import QWEN3 as QWEN3
 
 
 def expert_layers(full: Raw) -> frozenset[int]:

@@ -1,6 +1,8 @@
-"""Qwen2 and 2.5: q, k and v always have a bias, the output projection never; upper layers may have a sliding window.
+"""Qwen2, 2.5 and 3, dense; MiMo-7B.
 
-MiMo-7B is Qwen2 with multi-token prediction layers, which put the hidden state before the embedding.
+Qwen2's q, k and v always have a bias, the output projection never; upper layers may have a sliding window.  Qwen3 norms
+each head of q and k before RoPE, and its head_dim is independent of hidden_size.  MiMo-7B is Qwen2 with multi-token
+prediction layers, which put the hidden state before the embedding.
 """
 
 from dataclasses import replace
@@ -21,7 +23,7 @@ def qwen_windows(full: Raw) -> Windows:
     return windows_if_used(full, lambda layer: layer >= full["max_window_layers"])
 
 
-FAMILY = Family(
+QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
     defaults={
@@ -39,9 +41,26 @@ FAMILY = Family(
 
 
 MIMO = replace(
-    FAMILY,
+    QWEN2,
     architecture="MiMoForCausalLM",
     model_type="mimo",
     honours=("num_nextn_predict_layers",),
     mtp=replace(SPECULATORS, prefix="model.mtp_layers.{}.", hidden_first=True),
+)
+
+
+QWEN3 = Family(
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    defaults={
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        **QWEN_WINDOW_DEFAULTS,
+    },
+    windows=qwen_windows,
+    qk_norm=True,
+    in_drafts=True,
 )
