@@ -7,10 +7,9 @@ from typing import Any
 
 from espalier.errors import EspalierError, shown
 from espalier.grammar.finite import check_escapes
-from espalier.grammar.json_text import read_json
 from espalier.grammar.regex import ebnf_of_regex
 from espalier.grammar.schema import enforceable
-from espalier.grammar.spec import Grammar
+from espalier.grammar.spec import Grammar, read_json
 
 MAX_DEPTH = 64
 # Types of a part that hold a JSON schema; the second is xgrammar's older name for a style of the first.
