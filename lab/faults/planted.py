@@ -136,7 +136,7 @@ def _freed_twice(right):
 def _rope_left_out(right):
     def store(*arguments):
         stored = right(*arguments)
-        rotation, _, rows, plane = arguments[4:8]
+        rotation, _, rows, plane, _ = arguments[4]
         plane[..., plane.shape[2] - rotation.cos.shape[1] :].index_fill_(0, rows, 0)
         return stored
 
