@@ -62,6 +62,10 @@ class MTPConfig:
     def num_layers(self) -> int:
         return self.layer.num_layers - self.spec.modules
 
+    def prefix(self, module: int) -> str:
+        """The beginning of the names of a module's weights.  module: from 0."""
+        return self.family.prefix_of(module, self.num_layers)
+
     def owned(self, module: int) -> str:
         """The result of MTPFamily.owned for this module.  module: from 0."""
         return self.family.owned(module, self.num_layers)
@@ -225,7 +229,7 @@ def _load_module(
         embed_norm=weights.norm(f"{prefix}{family.embed_norm}", hidden, *eps_and_offset),
         hidden_norm=weights.norm(f"{prefix}{family.hidden_norm}", hidden, *eps_and_offset),
         project=_projection(weights, f"{prefix}{family.project}", family, hidden),
-        layer=load(weights, layer, family.prefix_of(module, config.num_layers), index, rope, 0),
+        layer=load(weights, layer, config.prefix(module), index, rope, 0),
         norm=weights.norm(f"{prefix}{family.norm}", hidden, *eps_and_offset),
         head=head_of(family.head.format(own)),
         has_experts=layer.experts is not None and index in layer.experts.layers,
