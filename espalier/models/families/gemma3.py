@@ -5,9 +5,8 @@ Gemma 3 has a RoPE by layer type, Gemma 2 caps of attention logits and one RoPE.
 
 from dataclasses import replace
 
-from espalier.errors import EspalierError, shown
 from espalier.models.config import Family, Raw, windows_in_every_second
-from espalier.models.config_values import positive
+from espalier.models.config_values import positive, require_counts
 from espalier.models.families.by_type import FULL, SLIDING, Bases, kinds_of, ropes_of, windows_of
 from espalier.models.layer_declaration import FOUR_NORMS
 
@@ -19,11 +18,9 @@ BASES: Bases = {
 
 def _layer_types(full: Raw) -> list[str]:
     """The type of each layer: of `layer_types`; without it, every sliding_window_pattern-th has full attention."""
-    every = full["sliding_window_pattern"]
-    is_number = isinstance(every, int) and not isinstance(every, bool) and every > 0
-    if full.get("layer_types") is None and not is_number:
-        raise EspalierError(f"sliding_window_pattern = {shown(every)}; a positive integer is needed; correct it")
-    return kinds_of(full, lambda layer: layer % every == 0)
+    if full.get("layer_types") is None:
+        require_counts(full, ("sliding_window_pattern",))
+    return kinds_of(full, lambda layer: layer % full["sliding_window_pattern"] == 0)
 
 
 FAMILY = Family(

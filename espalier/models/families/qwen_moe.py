@@ -5,18 +5,17 @@ Qwen2-MoE has Qwen2's attention and a gated shared expert, Qwen3-MoE has Qwen3's
 
 from dataclasses import replace
 
-from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Raw, Windows, windows_if_used
+from espalier.models.config_values import require_counts
 from espalier.models.families.qwen import QWEN2 as QWEN2
 from espalier.models.families.qwen import QWEN3 as QWEN3
 
 
 def expert_layers(full: Raw) -> frozenset[int]:
     """Every decoder_sparse_step-th layer, counted from 1, except mlp_only_layers."""
+    require_counts(full, ("decoder_sparse_step",))
     step = full["decoder_sparse_step"]
-    if not isinstance(step, int) or step < 1:
-        raise EspalierError(f"decoder_sparse_step = {step!r}; a positive integer is needed; correct the config")
     sparse = frozenset(range(step - 1, int(full["num_hidden_layers"]), step))
     return sparse - {*(full["mlp_only_layers"] or ())}
 
