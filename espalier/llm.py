@@ -280,9 +280,10 @@ class LLM:
             if unread:
                 return
             self._require_open()
-            for chunk in self.step():
+            for chunk in self.engine.step():
                 if chunk.request_id in self._unread:
                     self._unread[chunk.request_id].append(chunk)
+            self._warn_of_low_acceptance()
 
     def step(self) -> list[OutputChunk]:
         """One engine step, for callers that queue groups themselves."""
