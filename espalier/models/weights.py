@@ -375,7 +375,7 @@ class Weights:
     ) -> GatedMLP:
         """summed: as `linear` takes it."""
         own = self.shards.part(inner, "intermediate size")
-        gate_up = self.linear(prefix, *as_stored(names.gate_up, (own, own)), hidden, bias)
+        gate_up = self.linear(prefix, *as_stored(names.gate_up, (own,) * activation.halves), hidden, bias)
         return GatedMLP(gate_up, self.linear(prefix, (names.down,), (hidden,), own, bias, summed), activation)
 
     def ignore(self, names: Iterable[str]) -> None:

@@ -121,7 +121,7 @@ class SharedExperts:
 
 @dataclass(frozen=True)
 class ExpertBiases:
-    """Biases of E experts, in x's dtype.  gate_up: [E, 2·I], gate over up.  down: [E, H]."""
+    """Biases of E experts, in x's dtype.  gate_up: [E, 2·I], gate over up, or [E, I].  down: [E, H]."""
 
     gate_up: Tensor
     down: Tensor
@@ -178,7 +178,8 @@ def grouped_experts(
 ) -> Tensor:
     """The weighted results of each row's experts, in order of choice: parts [K + S + extra, N, H].
 
-    x: [N, H]; RoundedRows must be rounded as gate_up asks.  gate_up: [E, 2·I, H], gate over up.  down: [E, H, I].
+    x: [N, H]; RoundedRows must be rounded as gate_up asks.  gate_up: [E, 2·I, H], gate over up, or [E, I, H] if the
+    activation has no gate.  down: [E, H, I].
     ids: [N, K] int64, different experts for a row.
     weights: [N, K], float32 (float64 for float64); parts have its dtype.  The bias of `down` is weighted too.
     live: [N] bool; other rows go to no expert, and their parts are 0; None: all rows are live.

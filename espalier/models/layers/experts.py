@@ -48,7 +48,8 @@ class RoutedRows(NamedTuple):
 class MixtureMLP:
     """The weighted sum of each row's experts, and of the shared experts if there are any.
 
-    router: [E, H].  bias: [E], added as `routing` says, or None.  gate_up: [E, 2·I, H].  down: [E, H, I].
+    router: [E, H].  bias: [E], added as `routing` says, or None.  gate_up: [E, 2·I, H], or [E, I, H] if the activation
+    has no gate.  down: [E, H, I].
     Both are dense or quantised.
     shared: an MLP that every row goes through.  shared_gate: [1, H]; the sigmoid of its product scales `shared`.
     biases, activation: of the routed experts.  scale: [E], a factor of each expert's weight, or None.

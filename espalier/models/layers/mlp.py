@@ -1,4 +1,4 @@
-"""The gated feed-forward block of all families: down(activation(gate(x)) * up(x))."""
+"""The feed-forward block of all families: down(activation(gate(x)) * up(x)), or down(activation(up(x)))."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from espalier.models.weight_formats.sharded import Unsummed
 
 @dataclass(eq=False, slots=True)
 class GatedMLP:
-    """gate_up: stacked weights of gate and up, [2·intermediate, hidden]."""
+    """gate_up: stacked weights of gate and up, [2·intermediate, hidden], or up alone if the activation has no gate."""
 
     gate_up: Linear
     down: Linear
