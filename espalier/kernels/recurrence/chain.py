@@ -20,7 +20,7 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# Columns of keys and values that the first kernel multiplies at once.
+# Columns of keys, and of values, that are multiplied at once.
 STEP = 64
 
 
@@ -165,7 +165,7 @@ def _outputs_kernel(
     q_ptr, k_ptr, v_ptr, state_ptr, count_ptr, marked_ptr, mark_row_ptr, decay_ptr, new_ptr, before_ptr, skip_ptr,
     out_ptr, rows,
     HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STEP: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Where a chunk has a mark, its rows up to the mark go into the state at the mark's row."""
@@ -174,24 +174,27 @@ def _outputs_kernel(
     v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
     head, chunk, request = tl.program_id(0) // v_blocks, tl.program_id(1), tl.program_id(2).to(tl.int64)
     row, is_row, exists = _rows_of_chunk(request, chunk, rows, count_ptr, CHUNK)
-    order, key = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
-    value = tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
-    is_key, is_value = key < K_SIZE, value < V_SIZE
-    is_both = is_key[:, None] & is_value[None, :]
+    order, value = tl.arange(0, CHUNK), tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_value = value < V_SIZE
     tile = (request * tl.num_programs(1) + chunk) * HEADS + head
     decay = tl.load(decay_ptr + tile * CHUNK + order)
-    k_place = (row * (HEADS // SHARE) + head // SHARE)[:, None] * K_SIZE + key[None, :]
-    q = tl.load(q_ptr + k_place, mask=is_row[:, None] & is_key[None, :], other=0.0).to(PRODUCT)
-    within = key[:, None] * V_SIZE + value[None, :]
-    before = tl.load(before_ptr + tile * K_SIZE * V_SIZE + within, mask=is_both, other=0.0)
-    out = tl.exp(decay)[:, None] * tl.dot(q, before, input_precision=PRECISION, out_dtype=EXACT)
-    k = tl.load(k_ptr + k_place, mask=(is_row & exists)[:, None] & is_key[None, :], other=0.0).to(PRODUCT)
+    of_key = (row * (HEADS // SHARE) + head // SHARE) * K_SIZE
+    scores, out = tl.zeros([CHUNK, CHUNK], EXACT), tl.zeros([CHUNK, BLOCK_V], EXACT)
+    for first in range(0, BLOCK_K, STEP):
+        key = first + tl.arange(0, STEP)
+        is_key, k_place = key < K_SIZE, of_key[:, None] + key[None, :]
+        q = tl.load(q_ptr + k_place, mask=is_row[:, None] & is_key[None, :], other=0.0).to(PRODUCT)
+        k = tl.load(k_ptr + k_place, mask=(is_row & exists)[:, None] & is_key[None, :], other=0.0).to(PRODUCT)
+        state_place = tile * K_SIZE * V_SIZE + key[:, None] * V_SIZE + value[None, :]
+        before = tl.load(before_ptr + state_place, mask=is_key[:, None] & is_value[None, :], other=0.0)
+        scores += tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=EXACT)
+        out += tl.dot(q, before, input_precision=PRECISION, out_dtype=EXACT)
     seen = order[None, :] <= order[:, None]
     carry = tl.where(seen, tl.exp(tl.where(seen, decay[:, None] - decay[None, :], 0.0)), 0.0)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=EXACT) * carry
     new_place = (tile * CHUNK + order)[:, None] * V_SIZE + value[None, :]
     new = tl.load(new_ptr + new_place, mask=is_value[None, :], other=0.0)
-    out += tl.dot(scores.to(PRODUCT), new, input_precision=PRECISION, out_dtype=EXACT)
+    out = tl.exp(decay)[:, None] * out
+    out += tl.dot((scores * carry).to(PRODUCT), new, input_precision=PRECISION, out_dtype=EXACT)
     v_place = (row * HEADS + head)[:, None] * V_SIZE + value[None, :]
     is_out = is_row[:, None] & is_value[None, :]
     if skip_ptr is not None:
@@ -203,9 +206,15 @@ def _outputs_kernel(
             whole = tl.sum(tl.where(order == here - 1, decay, 0.0), 0)
             share = tl.where(order < here, tl.exp(tl.where(order < here, whole - decay, 0.0)), 0.0)
             taken = (share[:, None] * new.to(EXACT)).to(PRODUCT)
-            added = tl.dot(tl.trans(k), taken, input_precision=PRECISION, out_dtype=EXACT)
-            mark = state_ptr + (tl.load(mark_row_ptr + request) * HEADS + head) * K_SIZE * V_SIZE + within
-            tl.store(mark, tl.exp(whole) * tl.load(mark, mask=is_both, other=0.0) + added, mask=is_both)
+            state_ptr += (tl.load(mark_row_ptr + request) * HEADS + head) * K_SIZE * V_SIZE
+            for first in range(0, BLOCK_K, STEP):
+                key = first + tl.arange(0, STEP)
+                is_both = (key < K_SIZE)[:, None] & is_value[None, :]
+                is_key = (is_row & exists)[:, None] & (key < K_SIZE)[None, :]
+                k = tl.load(k_ptr + of_key[:, None] + key[None, :], mask=is_key, other=0.0).to(PRODUCT)
+                added = tl.dot(tl.trans(k), taken, input_precision=PRECISION, out_dtype=EXACT)
+                mark = state_ptr + key[:, None] * V_SIZE + value[None, :]
+                tl.store(mark, tl.exp(whole) * tl.load(mark, mask=is_both, other=0.0) + added, mask=is_both)
 
 
 def chain_outputs(
@@ -265,7 +274,9 @@ def chain_outputs(
         *(q, k, v, table, path.taken, path.marked, path.mark_row, decay, new, before, skip, out, count),
         SHARE=heads // k_heads,
         BLOCK_V=plan.outputs_v,
+        STEP=STEP,
         num_warps=plan.outputs_warps,
+        num_stages=2,
         **constants,
     )
     return out
@@ -287,5 +298,5 @@ class Plan(NamedTuple):
 def choose_plan(v_size: int, products: Products) -> Plan:
     largest = max(power_of_two(v_size), SMALLEST)
     if products.kept.itemsize > 2:
-        return Plan(products.operand, 8, min(largest, 32), 8, 1, min(largest, 32), 8)
-    return Plan(tl.float32, 4, min(largest, 32), 4, 2, min(largest, 64), 4)
+        return Plan(products.operand, 4, min(largest, 32), 4, 1, min(largest, 32), 4)
+    return Plan(tl.bfloat16, 4, min(largest, 32), 4, 3, min(largest, 64), 4)
