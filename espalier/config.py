@@ -109,7 +109,11 @@ class EngineConfig:
         "request of the batch, if they fit a quarter of the memory of pages",
         low=0,
     )
-    max_batch: int | Literal["auto"] = option("requests that run at the same time", low=1)
+    max_batch: int | Literal["auto"] = option(
+        "requests that run at the same time; by default 128 on a GPU and 8 on a CPU, or fewer where the recurrent "
+        "states of so many would take more than a fourth of the memory that weights leave",
+        low=1,
+    )
     max_context: int | Literal["auto"] = option("tokens of one request, prompt and output", low=2)
     chunk_size: int | Literal["auto"] = option("tokens of one prefill pass", low=16)
     max_pause_ms: float | Literal["auto"] = option(

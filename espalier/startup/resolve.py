@@ -20,7 +20,7 @@ from espalier.models.draft import DraftSpec
 from espalier.models.weight_count import WeightCount
 from espalier.speculate.drafters.registry import algorithms, drafter_without_files
 from espalier.startup.build import cache_specs
-from espalier.startup.cache_memory import pages_and_snapshots
+from espalier.startup.cache_memory import choose_max_batch, pages_and_snapshots
 from espalier.startup.pause import busy_chunk_size
 from espalier.startup.sources import INDEX_BYTES, choose_sources, source_sizes
 from espalier.startup.threads import ThreadFacts, choose_threads
@@ -224,7 +224,7 @@ def resolve(
     speculation = config.speculation if isinstance(config.speculation, SpeculationConfig) else SpeculationConfig()
     tree = _tree(speculation, spec)
     machine = None if facts.chip is None else Machine(facts.chip, facts.pass_weights)
-    max_batch = _value_or(config.max_batch, defaults.max_batch)
+    max_batch = choose_max_batch(config, facts, getattr(torch, dtype), defaults.max_batch)
     is_named = any(not is_open(getattr(speculation, name)) for name in TREE_FIELDS)
     trees = choose_trees(speculation.by_batch, tree, machine, is_named, max_batch)
     costs, choices = choose_while_running(speculation, tree, machine, max_batch, spec.algorithm)

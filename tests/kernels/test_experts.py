@@ -102,7 +102,10 @@ def drawn_biases(gate_up, down):
 @pytest.mark.parametrize("dtype", [DTYPE, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
     ("shape", "activation"),
-    [*((SHAPES[i], Activation(alpha=1.702, up_offset=1.0, limit=0.7)) for i in (2, 4, 6)), *((SHAPES[4], kind) for kind in (GELU_TANH, RELU2))],
+    [
+        *((SHAPES[i], Activation(alpha=1.702, up_offset=1.0, limit=0.7)) for i in (2, 4, 6)),
+        *((SHAPES[4], kind) for kind in (GELU_TANH, RELU2)),
+    ],
     ids=str,
 )
 def test_biases_and_other_activations(kernel_device, shape, activation, dtype):
