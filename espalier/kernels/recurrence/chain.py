@@ -296,6 +296,7 @@ class Plan(NamedTuple):
 
 
 def choose_plan(v_size: int, products: Products) -> Plan:
+    """As in kernels/recurrence/tree.py: no second warpgroup for 16 columns."""
     largest = max(power_of_two(v_size), SMALLEST)
     if products.kept.itemsize > 2:
         return Plan(products.operand, 4, min(largest, 32), 4, 1, min(largest, 32), 4)
