@@ -5,11 +5,8 @@ nodes' additions to the state are the solution x of (I + A) x = b.  A is nonzero
 repeats x = b - A x once for each depth of the tree.  A node is exact one step after its ancestors, so a shallow tree
 takes few small products, no matter how many nodes it has, and errors do not add up.
 
-The work for a head of 128 x 128 and D nodes, in units of 2 · 128 · 128 FLOP on tensor cores: D each for S k and S q,
-D² / 128 each for k k, k q and the sum over ancestors, and depth · D² / 128 for the solution.  One node after another
-would take 3 D outside of tensor cores, a sum across threads for each node, and a state for each depth.  At D = 16 and
-depth 4 both are 48, and tensor cores are four times as fast, with three products for each (tf32x3).  At D = 64 they are
-384 and 192.  The state has 64 KiB, which a multiprocessor's share of memory bandwidth reads in 2.7 µs.
+Products have the state's columns as rows and the nodes as columns: Hopper's tensor cores take 64 rows or more, and
+columns from 8 on.  So a tree of 16 nodes fills them.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ def _tree_kernel(
     q_ptr, k_ptr, v_ptr, gates_ptr, state_ptr, slot_ptr, bits_ptr, skip_ptr, out_ptr, rows, words,
     HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA: tl.constexpr,
     EXACT: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STEP: tl.constexpr, LINE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, LINE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     pdl_trigger(DEPENDENT)
@@ -47,10 +44,7 @@ def _tree_kernel(
     # The state can be read before waiting.  The kernel before this one writes no state, and it waited for the kernels
     # that do.
     state_ptr += (tl.load(slot_ptr + request) * HEADS + head) * K_SIZE * V_SIZE
-    key = tl.arange(0, STEP)
-    place = key[:, None] * V_SIZE + value[None, :]
-    state = tl.load(state_ptr + place, mask=(key < K_SIZE)[:, None] & is_value[None, :], other=0.0)
-    if DEPENDENT and STEP < BLOCK_K:
+    if DEPENDENT:
         line = tl.arange(0, (BLOCK_V + LINE - 1) // LINE) * LINE + tl.program_id(0) % v_blocks * BLOCK_V
         all_keys = tl.arange(0, BLOCK_K)
         last = K_SIZE * V_SIZE - 1
@@ -73,14 +67,14 @@ def _tree_kernel(
     log_decay, beta = tl.where(log_decay * 0.0 != 0.0, 0.0, log_decay), tl.where(beta * 0.0 != 0.0, 0.0, beta)
     read_t, out_t = tl.zeros([BLOCK_V, BLOCK_R], EXACT), tl.zeros([BLOCK_V, BLOCK_R], EXACT)
     system_t, scores_t = tl.zeros([BLOCK_R, BLOCK_R], EXACT), tl.zeros([BLOCK_R, BLOCK_R], EXACT)
-    for step in tl.static_range(BLOCK_K // STEP):
-        key = step * STEP + tl.arange(0, STEP)
+    for first in tl.range(0, BLOCK_K, STEP, num_stages=STAGES):
+        key = first + tl.arange(0, STEP)
         is_key = key < K_SIZE
-        if step > 0:
-            place = key[:, None] * V_SIZE + value[None, :]
-            state = tl.load(state_ptr + place, mask=is_key[:, None] & is_value[None, :], other=0.0)
         k_place = (row * (HEADS // SHARE) + head // SHARE)[:, None] * K_SIZE + key[None, :]
         is_part = is_node[:, None] & is_key[None, :]
+        state = tl.load(
+            state_ptr + key[:, None] * V_SIZE + value[None, :], mask=is_key[:, None] & is_value[None, :], other=0.0
+        )
         k, q = tl.load(k_ptr + k_place, mask=is_part, other=0.0), tl.load(q_ptr + k_place, mask=is_part, other=0.0)
         state_t, q_t = tl.trans(state.to(PRODUCT)), tl.trans(q.to(PRODUCT))
         is_bad = is_bad | (tl.max((k * 0.0 != 0.0).to(tl.int32), 1) > 0)
@@ -156,6 +150,7 @@ def tree_outputs(
         BLOCK_K=block_k,
         BLOCK_V=plan.block_v,
         STEP=min(plan.step, block_k),
+        STAGES=plan.stages,
         LINE=LINE // table.itemsize,
         num_warps=plan.num_warps,
         **pdl_arguments(chip(v)),
@@ -184,18 +179,27 @@ def choose_products(v: Tensor, table: Tensor) -> Products:
 
 
 class Plan(NamedTuple):
-    """Launch parameters.  block_v: columns of a state for each program; step: its rows that are multiplied
-    at once."""
+    """Launch parameters.  block_v: columns of a state for each program; step, stages: its rows that are multiplied at
+    once, and how many steps are in flight."""
 
     block_v: int
     step: int
+    stages: int
     num_warps: int
 
 
 def choose_plan(v_size: int, heads: int, block_r: int, products: Products, processors: int) -> Plan:
     """heads: the sum over requests.  If there are few heads, each is cut into more parts, so that all multiprocessors
     read.  If a tree has many nodes, a head is cut into fewer, because each part multiplies the keys again."""
-    largest = 64 if SMALLEST < block_r < MAX_TREE_ROWS and heads >= 2 * processors else 32
-    block_v = max(min(power_of_two(v_size), largest), SMALLEST)
-    # 64 rows fill one warpgroup of Hopper.  With a second one and 16 columns, code of Triton 3.6 failed on an H100.
-    return Plan(block_v, 64, 8 if block_r == 2 * SMALLEST else 4)
+    is_few = heads < processors
+    if products.kept.itemsize > 2:
+        plan = Plan(32, 64, 2, 8 if block_r == 2 * SMALLEST else 4)
+    elif block_r == SMALLEST and is_few:
+        plan = Plan(32, 128, 1, 4)
+    elif block_r < MAX_TREE_ROWS:
+        plan = Plan(64, 64, 1, 4)
+    else:
+        plan = Plan(64, 64, 1, 8) if is_few else Plan(128, 32, 2, 8)
+    block_v = max(min(power_of_two(v_size), plan.block_v), SMALLEST)
+    # 16 columns with a second warpgroup of Hopper: code of Triton 3.6 failed on an H100.
+    return plan._replace(block_v=block_v, num_warps=plan.num_warps if block_v > SMALLEST else 4)
