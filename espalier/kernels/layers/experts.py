@@ -313,8 +313,11 @@ def gated_triton(
     pieces = 0 if shared is None else shared.pieces(inner)
     out = torch.empty(num_rows * (top_k + pieces), inner, dtype=x.dtype, device=tiles.experts.device)
     grid = -(-inner // plan.block_out), pieces + len(tiles.experts)
-    is_few = isinstance(gate_up, QuantisedMatrix) and halves == 2
-    if is_few and is_hopper_experts(operands[0], gate_up, tiles, plan, halves, chip(out)):
+    if (
+        isinstance(gate_up, QuantisedMatrix)
+        and halves == 2
+        and is_hopper_experts(operands[0], gate_up, tiles, plan, 2, chip(out))
+    ):
         launch_gated(operands[0], gate_up, bias, tiles, out, top_k, activation, grid, chip(out))
         return out
     _gated_kernel[grid](

@@ -67,8 +67,17 @@ def _experts(full: Raw) -> Experts | None:
         correction_bias=True,
     )
     shared = full["moe_shared_expert_intermediate_size"] if full["n_shared_experts"] else 0
-    names = {"names": UP_DOWN, "shared_names": UP_DOWN, "under": "mixer."}
-    return Experts(layers, routing, full["moe_intermediate_size"], shared, "shared_experts", activation=RELU2, **names)
+    return Experts(
+        layers,
+        routing,
+        full["moe_intermediate_size"],
+        shared,
+        "shared_experts",
+        activation=RELU2,
+        under="mixer.",
+        names=UP_DOWN,
+        shared_names=UP_DOWN,
+    )
 
 
 def _state_of(config: ModelConfig) -> RecurrentState:
