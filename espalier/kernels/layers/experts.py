@@ -108,6 +108,30 @@ def dense_product(
     return acc
 
 
+@kernel
+def _dense_halves(
+    x_ptrs, gate_ptrs, up_at, inside, num_in,
+    HALVES: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """As dense_gate_up; with one half both are up."""
+    if HALVES == 1:
+        up = dense_product(x_ptrs, gate_ptrs, inside, num_in, num_in, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, EXACT)
+        gate = up
+    else:
+        up_ptrs = gate_ptrs + up_at
+        gate, up = dense_gate_up(x_ptrs, gate_ptrs, up_ptrs, inside, num_in, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, EXACT)
+    return gate, up
+
+
+@kernel
+def _quantised_halves(product, HALVES: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr):
+    gate, up = product, product
+    if HALVES == 2:
+        gate, up = gate_and_up(product, ROWS, 2 * BLOCK_OUT)
+    return gate, up
+
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -147,8 +171,7 @@ def _gated_kernel(
     if bias_ptr is not None and (DEPENDENT and not SORTED):
         # Where each pair is a tile, programs are too few to hide the latency of the biases.
         prefetch(bias_ptr + w_row)
-        if HALVES == 2:
-            prefetch(bias_ptr + w_row + num_out)
+        prefetch(bias_ptr + w_row + (HALVES - 1) * num_out)
     if CODE is None:
         up_at = num_out.to(tl.int64) * num_in
         if SHARED > 0:
@@ -156,41 +179,27 @@ def _gated_kernel(
             w_ptr = tl.where(tile < 0, shared_ptr + piece_at, w_ptr)
             up_at = tl.where(tile < 0, up_at * SHARED, up_at)
         gate_ptrs = w_ptr + w_row[:, None] * num_in + ks[None, :]
-        up_ptrs = gate_ptrs + up_at
         x_ptrs = x_ptr + row[None, :] * x_stride + ks[:, None]
-        if HALVES == 2:
-            gate, up = dense_gate_up(
-                x_ptrs, gate_ptrs, up_ptrs, inside, num_in, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, EXACT
-            )
-        else:
-            up = dense_product(x_ptrs, gate_ptrs, inside, num_in, num_in, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, EXACT)
+        gate, up = _dense_halves(
+            x_ptrs, gate_ptrs, up_at, inside, num_in, HALVES, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, EXACT
+        )
     else:
         x_scale_ptrs = None
         if x_scales_ptr is not None:
             x_scale_ptrs = x_scales_ptr + row * (tl.cdiv(num_in, INPUT_GROUP) if INPUT_GROUP > 0 else 1)
         # One product with rows of gate and of up, so that the pipeline fills once.
-        both = w_row
-        if HALVES == 2:
-            both = expert * 2 * num_out + weight_rows(num_out, 2 * BLOCK_OUT, False, True)
+        both = expert * HALVES * num_out + weight_rows(num_out, HALVES * BLOCK_OUT, False, HALVES == 2)
         acc = quantised_dot(
             w_ptr, scales_ptr, zeros_ptr, both, x_ptr + row * x_stride, x_scale_ptrs, inside, num_in, 0, num_in,
             CODE, GROUP, ROW_BLOCK, INPUT_GROUP, ROWS, HALVES * BLOCK_OUT, BLOCK_IN, EVEN_IN,
         )  # fmt: skip
-        if HALVES == 2:
-            gate, up = gate_and_up(acc, ROWS, 2 * BLOCK_OUT)
-        else:
-            up = acc
+        gate, up = _quantised_halves(acc, HALVES, ROWS, BLOCK_OUT)
+    if bias_ptr is not None:
+        gate += tl.load(bias_ptr + w_row).to(EXACT)[:, None]
+        up += tl.load(bias_ptr + w_row + (HALVES - 1) * num_out).to(EXACT)[:, None]
     # Rounded before the activation, as the output of a linear layer is.
     out_type = out_ptr.dtype.element_ty
-    if bias_ptr is not None:
-        up += tl.load(bias_ptr + w_row + (HALVES - 1) * num_out).to(EXACT)[:, None]
-    up = up.to(out_type).to(EXACT)
-    if HALVES == 2:
-        if bias_ptr is not None:
-            gate += tl.load(bias_ptr + w_row).to(EXACT)[:, None]
-        gate = gate.to(out_type).to(EXACT)
-    else:
-        gate = up
+    gate, up = gate.to(out_type).to(EXACT), up.to(out_type).to(EXACT)
     out = apply_activation(gate, up, KIND, ALPHA, UP_OFFSET, LIMIT).to(out_type)
     out_ptrs = out_ptr + place.to(tl.int64)[:, None] * num_out + column[None, :]
     tl.store(out_ptrs, tl.trans(out), mask=inside[:, None] & (column[None, :] < num_out))

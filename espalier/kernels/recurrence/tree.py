@@ -29,6 +29,32 @@ LINE = 128
 
 
 @kernel
+def _prefetch_state(
+    state_ptr, first, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    LINE: tl.constexpr,
+):  # fmt: skip
+    """Of a head's state, BLOCK_V columns from `first` on.  LINE: numbers in a line of the L2 cache."""
+    line = first + tl.arange(0, (BLOCK_V + LINE - 1) // LINE) * LINE
+    place = tl.arange(0, BLOCK_K)[:, None] * V_SIZE + line[None, :]
+    prefetch(state_ptr + tl.minimum(place, K_SIZE * V_SIZE - 1))
+
+
+@kernel
+def _solution(
+    first_t, products, seen_t, beta, carry_t,
+    PRODUCT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """What nodes add, first_t [columns of the state, nodes] without their ancestors.  products: of their keys."""
+    node = tl.arange(0, BLOCK_R)
+    depth = tl.max(tl.sum(seen_t.to(tl.int32), 0), 0) - 1
+    system_t = tl.where(node[:, None] == node[None, :], 0.0, beta[None, :] * products * carry_t).to(PRODUCT)
+    new_t = first_t
+    for _ in range(depth):
+        new_t = first_t - tl.dot(new_t.to(PRODUCT), system_t, input_precision=PRECISION, out_dtype=EXACT)
+    return new_t
+
+
+@kernel
 def _tree_kernel(
     q_ptr, k_ptr, v_ptr, gates_ptr, state_ptr, slot_ptr, bits_ptr, skip_ptr, out_ptr, rows, words,
     HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA: tl.constexpr,
@@ -45,10 +71,7 @@ def _tree_kernel(
     # that do.
     state_ptr += (tl.load(slot_ptr + request) * HEADS + head) * K_SIZE * V_SIZE
     if DEPENDENT:
-        line = tl.arange(0, (BLOCK_V + LINE - 1) // LINE) * LINE + tl.program_id(0) % v_blocks * BLOCK_V
-        all_keys = tl.arange(0, BLOCK_K)
-        last = K_SIZE * V_SIZE - 1
-        prefetch(state_ptr + tl.minimum(all_keys[:, None] * V_SIZE + line[None, :], last))
+        _prefetch_state(state_ptr, tl.program_id(0) % v_blocks * BLOCK_V, K_SIZE, V_SIZE, BLOCK_K, BLOCK_V, LINE)
     pdl_wait(DEPENDENT)
     # Names that end in _t have a column for each node that reads.
     node = tl.arange(0, BLOCK_R)
@@ -93,15 +116,10 @@ def _tree_kernel(
     carry_t = tl.where(seen_t, tl.exp(tl.where(seen_t, decay[None, :] - decay[:, None], 0.0)), 0.0)
     new_t = beta[None, :] * v_t
     if DELTA:
-        depth = tl.max(tl.sum(seen_t.to(tl.int32), 0), 0) - 1
-        system_t = tl.where(node[:, None] == node[None, :], 0.0, beta[None, :] * system_t * carry_t).to(PRODUCT)
-        first_t = new_t - (beta * tl.exp(decay))[None, :] * read_t
-        new_t = first_t
-        for _ in range(depth):
-            new_t = first_t - tl.dot(new_t.to(PRODUCT), system_t, input_precision=PRECISION, out_dtype=EXACT)
-    scores_t = (scores_t * carry_t).to(PRODUCT)
+        new_t -= (beta * tl.exp(decay))[None, :] * read_t
+        new_t = _solution(new_t, system_t, seen_t, beta, carry_t, PRODUCT, PRECISION, EXACT, BLOCK_R)
     out_t = tl.exp(decay)[None, :] * out_t
-    out_t += tl.dot(new_t.to(PRODUCT), scores_t, input_precision=PRECISION, out_dtype=EXACT)
+    out_t += tl.dot(new_t.to(PRODUCT), (scores_t * carry_t).to(PRODUCT), input_precision=PRECISION, out_dtype=EXACT)
     if skip_ptr is not None:
         out_t += tl.load(skip_ptr + head).to(EXACT) * v_t
     out_t = tl.where(sees_bad[None, :], float("nan"), out_t)
