@@ -54,8 +54,9 @@ def gated(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
 
     Raises EspalierError for an odd number of columns of gate and up.
     """
-    require_halves(gate_up.shape[1], activation)
-    if activation.is_silu:
+    if gate_up.shape[1] % 2:
+        require_halves(gate_up.shape[1], activation)
+    if activation is SILU or activation.is_silu:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
     return rounded_once(gate_up, activation)
