@@ -16,7 +16,7 @@ from espalier.errors import EspalierError, one_line
 from espalier.layout import PLAIN, TreeShape, max_draft_tokens
 from espalier.models import DraftSpec
 from espalier.models.block_config import MASK_EMBEDDING
-from espalier.models.weight_count import WeightCount
+from espalier.models.weight_files import WeightCount
 from espalier.startup import load, resolve
 from espalier.startup.cache_memory import choose_max_batch
 from espalier.startup.resolve import Facts, choose_algorithm, choose_device

@@ -11,8 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from espalier.attention.base import Attention, Selection, narrowed
-from espalier.attention.grouped import GroupedBackend
+from espalier.attention.base import Attention, GroupedBackend, Selection, narrowed
 from espalier.cache.kv import PagedKV, StagedKV
 from espalier.cache.layer_spec import LatentKV, LayerSpec, RecurrentState
 from espalier.cache.states import PassStates, StateAccess, StateTable

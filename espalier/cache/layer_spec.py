@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.ops.rope import HeadNorms, LatentForm, Rotation, rotate_and_store, write_latents, write_rows
+from espalier.kernels.ops.rope import (
+    HeadNorms,
+    LatentForm,
+    LatentPlace,
+    Rotation,
+    rotate_and_store,
+    write_latents,
+    write_rows,
+)
 from espalier.kernels.ops.selection import IndexQueries, IndexRows, rotate_and_store_index
 from espalier.kernels.ops.states import Columns, plain_columns
 from espalier.kernels.state.kv_scales import KVScales
@@ -134,10 +142,9 @@ class LatentKV:
         q: [N, heads, nope + rope]; latent: [N, 1, size]; k_up: [heads, nope, v_size].  A head's key is k_up · latent,
         followed by the rotated part.  No key is computed: queries are multiplied by k_up.
         """
-        plane = planes[0]
         # Both parts are written into one tensor: nothing is copied to join them.
         out = q.new_empty(*q.shape[:2], self.size)
-        write_latents(q, k_up, out, latent, rotation, form, rows, plane, scales)
+        write_latents(q, k_up, out, latent, LatentPlace(rotation, form, rows, planes[0], scales))
         return out
 
     def write_index(self, rows: Tensor, planes: Sequence[Tensor], index: IndexRows) -> IndexQueries:

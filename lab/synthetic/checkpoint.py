@@ -22,8 +22,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.tuning_table import DENSE
 from espalier.models import CausalLM, DraftModel
 from espalier.models.draft import DraftConfig
-from espalier.models.from_transformers.config import read_by_transformers
-from espalier.models.from_transformers.load import made_by_transformers
+from espalier.models.from_transformers.load import made_by_transformers, read_by_transformers
 from espalier.models.loading import make_target
 from espalier.models.weight_files import INDEX, write_weights
 from espalier.models.weight_formats import all_dense

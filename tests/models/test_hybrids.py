@@ -15,7 +15,7 @@ from espalier.kernels.layers.quantised import QuantisedMatrix
 from espalier.models import load_target, read_config
 from espalier.models.loading import unread_prefixes
 from espalier.models.stored_names import TEXT_PART
-from espalier.models.weight_count import stored_weights
+from espalier.models.weight_files import stored_weights
 from espalier.models.weights import Weights
 from espalier.startup import load
 from tests.builders import make_target

@@ -1,5 +1,4 @@
-"""LFM2 and LFM2.5, dense and with experts: most layers are a short convolution between two gates, the others have
-attention."""
+"""LFM2 and LFM2.5, dense and with experts: most layers are a short convolution between two gates, the others attend."""
 
 from dataclasses import replace
 
@@ -9,14 +8,10 @@ from espalier.kernels.ops.experts import Routing
 from espalier.kernels.ops.recurrence import ShortConv
 from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows, attention_in_some_layer
 from espalier.models.config_values import require_counts
-from espalier.models.expert_loading import load_experts
-from espalier.models.layer_declaration import LayerNames, MLPNames
-from espalier.models.layer_loading import load_attention, specs_by_type
-from espalier.models.layers.decoder import DecoderLayer
-from espalier.models.layers.experts import MixtureMLP
-from espalier.models.layers.mixer import Mixer
-from espalier.models.layers.mlp import GatedMLP
-from espalier.models.layers.short_conv import GatedConv
+from espalier.models.layer_declaration import LayerNames, LayerNorms, MLPNames
+from espalier.models.layer_loading import load_attention, load_layer, specs_by_type
+from espalier.models.layers.decoder import DecoderLayer, Mixer
+from espalier.models.layers.recurrent import GatedConv
 from espalier.models.rope import RopeTables
 from espalier.models.weights import Weights
 
@@ -88,21 +83,14 @@ def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> DecoderLayer:
-    """As espalier/models/config.py:LoadLayer."""
-    hidden, inner = config.hidden_size, _mlp_size(config)
-    norms = [weights.norm(f"{prefix}{name}_norm", hidden, config.rms_norm_eps) for name in ("operator", "ffn")]
-    under = f"{prefix}feed_forward."
-    mlp: GatedMLP | MixtureMLP
-    if config.experts is not None and layer in config.experts.layers:
-        mlp = load_experts(weights, config.experts, under, hidden)
-    else:
-        mlp = weights.mlp(under, hidden, inner, False, config.activation, names=MLP_NAMES)
-    mixer: Mixer
+    return load_layer(weights, replace(config, intermediate_size=_mlp_size(config)), prefix, layer, rope)
+
+
+def _load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Mixer:
+    """As espalier/models/config.py:LoadMixer."""
     if config.raw["layer_types"][layer] == FULL:
-        mixer = load_attention(weights, config, f"{prefix}self_attn.", hidden, rope)
-    else:
-        mixer = _load_conv(weights, config, f"{prefix}conv.")
-    return DecoderLayer(layer, norms[0], mixer, norms[1], mlp)
+        return load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope)
+    return _load_conv(weights, config, f"{prefix}conv.")
 
 
 def _load_conv(weights: Weights, config: ModelConfig, prefix: str) -> GatedConv:
@@ -135,11 +123,18 @@ FAMILY = Family(
     out_bias=lambda full: False,
     windows=_check,
     qk_norm=True,
-    names=LayerNames(out="out_proj", head_norms=("q_layernorm", "k_layernorm")),
+    layer_norms=LayerNorms("operator_norm", "ffn_norm"),
+    names=LayerNames(
+        out="out_proj",
+        head_norms=("q_layernorm", "k_layernorm"),
+        under_mlp="feed_forward.",
+        mlp=MLP_NAMES,
+    ),
     fields=_own_fields,
     layer_kinds=(CONV,),
     layer_specs=_layer_specs,
     load_layer=_load_layer,
+    load_mixer=_load_mixer,
     final_norm="model.embedding_norm",
 )
 MOE = replace(

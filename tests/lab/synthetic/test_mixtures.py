@@ -11,7 +11,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import route
 from espalier.models import load_target
-from espalier.models.layers.experts import MixtureMLP, RoutedRows
+from espalier.models.layers.mlp import MixtureMLP, RoutedRows
 from espalier.models.rope import RopeTables
 from lab.synthetic.chain import predicted_accept_length
 from lab.synthetic.checkpoint import Recipe, build, write
