@@ -7,6 +7,7 @@ from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
 
 from espalier import other_engines
 from espalier.errors import ContextOverflow, EspalierError, unknown_name
@@ -61,6 +62,9 @@ class ApiError(HTTPException):
         kind = KINDS.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
         error = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
         return {"error": {**error, "request_id": request_id.get()}}
+
+    def response(self) -> Response:
+        return JSONResponse(self.body(), self.status_code, self.headers)
 
 
 def full(message: str) -> ApiError:

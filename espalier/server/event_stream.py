@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
@@ -17,10 +18,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("espalier.server")
 # A stream whose client does not read is ended this long after its deadline.
 SEND_GRACE_S = 10.0
-
-
-class ClientLeft(Exception):
-    pass
 
 
 class EventStream(StreamingResponse):
@@ -49,7 +46,7 @@ class EventStream(StreamingResponse):
                 # The last events and the end of the response are one message.
                 is_last = self.run.has_ended
                 await send(_body(events, not is_last))
-        except ClientLeft:
+        except ClientDisconnect:
             return
         except ApiError as error:
             log.warning("the stream ended early: %s", error.detail)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -27,7 +27,7 @@ from espalier.server.bodies import BodyLimits
 from espalier.server.body_reader import BodyReader
 from espalier.server.engines import SHUTTING_DOWN, EngineBusy, EngineGone, Engines, Generation
 from espalier.server.errors import RETRY_AFTER_S, ApiError, full, refusal
-from espalier.server.event_stream import ClientLeft, EventStream
+from espalier.server.event_stream import EventStream
 from espalier.server.http1 import Connection
 from espalier.server.lanes import Lanes
 from espalier.server.logs import request_id
@@ -47,8 +47,6 @@ CHARS_PER_TOKEN = 8
 # Limit in token ids for /detokenize: the larger of this and max_context.
 MAX_DETOKENIZED = 2**18
 MAX_RESOLVED = 256
-# nginx's status for a client that disconnected.  It is for the log; no client receives it.
-CLIENT_LEFT = 499
 
 
 @dataclass(frozen=True)
@@ -198,7 +196,7 @@ class Front:
         params: ResolvedParams,
         make_answer: Callable[[], Answer],
     ) -> Response:
-        """Run a request.  Raises ApiError; for a stream only before its first event.
+        """Run a request.  Raises ApiError or ClientDisconnect; for a stream only before its first event.
 
         make_answer: called once the prompts have left.
         """
@@ -215,10 +213,6 @@ class Front:
             events = run.events()
             # The status is sent before the first event, so wait until the request has started or is refused.
             first = await anext(events)
-        except ClientLeft:
-            self.metrics.disconnects.inc()
-            run.close()
-            return Response(status_code=CLIENT_LEFT)
         except BaseException:
             run.close()
             raise
@@ -293,16 +287,16 @@ class Run:
         return self.make_answer()
 
     def watch(self, http: Request) -> None:
-        """From now on, the client's disconnect ends the request with ClientLeft."""
+        """From now on, the client's disconnect ends the request with ClientDisconnect."""
         self.leaving = asyncio.create_task(_wait_for_disconnect(http))
         self.leaving.add_done_callback(self._fail_if_client_left)
 
     def _fail_if_client_left(self, leaving: asyncio.Task[None]) -> None:
         if not leaving.cancelled():
-            self.generation.fail(ClientLeft())
+            self.generation.fail(ClientDisconnect())
 
     async def whole(self) -> Response:
-        """The whole response.  Raises ApiError or ClientLeft."""
+        """The whole response.  Raises ApiError or ClientDisconnect."""
         with self._errors():
             async for parts in self.generation.parts(self.deadline):
                 self._measure(parts)
@@ -312,7 +306,7 @@ class Run:
         return Response(msgspec.json.encode(self.answer.whole()), media_type="application/json")
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The response as server-sent events.  Raises ApiError or ClientLeft."""
+        """The response as server-sent events.  Raises ApiError or ClientDisconnect."""
         self._opening = b"".join(map(self.answer.encode, self.answer.opening()))
         with self._errors():
             async for parts in self.generation.parts(self.deadline):

@@ -13,16 +13,15 @@ from types import SimpleNamespace
 
 import openai
 import pytest
-from starlette.exceptions import HTTPException
 
 from espalier import SpeculationConfig
 from espalier.batch_jobs.input_scan import scan_input
 from espalier.batch_jobs.journal import Journal
 from espalier.batch_jobs.lines import MAX_LINE_BYTES, URLS
 from espalier.cli.main import main
-from espalier.server.api import _of_routing
 from espalier.server.batch_objects import BatchRequest
 from espalier.server.batches import Batches
+from espalier.server.routes import not_served
 from espalier.server.run import _batch_concurrency
 from espalier.server.stored import Store
 from tests import warm
@@ -375,19 +374,15 @@ def test_lines_left_at_the_windows_end_have_an_error(tmp_path):
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/files/x", "/v1/batches"])
 def test_a_server_without_a_place_for_batches_says_how_to_have_one(path):
-    http = SimpleNamespace(url=SimpleNamespace(path=path), method="GET", app=SimpleNamespace(routes=[]))
-    refused = _of_routing(http, HTTPException(404))
+    refused = not_served(path, [])
     assert refused.code == "unsupported" and "start it with --batch-dir DIR" in refused.detail
-    http.app.routes = [SimpleNamespace(path="/v1/files"), SimpleNamespace(path="/v1/batches")]
-    assert "--batch-dir" not in _of_routing(http, HTTPException(404)).detail
+    assert "--batch-dir" not in not_served(path, ["/v1/files", "/v1/batches"]).detail
 
 
 def test_a_wrong_path_is_told_the_paths_of_batches_where_they_are_served():
-    app = SimpleNamespace(routes=[])
-    http = SimpleNamespace(url=SimpleNamespace(path="/nowhere"), method="GET", app=app)
-    assert "/v1/batches" not in _of_routing(http, HTTPException(404)).detail
-    app.routes = [SimpleNamespace(path="/v1/files"), SimpleNamespace(path="/v1/batches")]
-    assert "/v1/responses, /v1/files, /v1/batches, /tokenize" in _of_routing(http, HTTPException(404)).detail
+    assert "/v1/batches" not in not_served("/nowhere", []).detail
+    served = not_served("/nowhere", ["/v1/files", "/v1/batches"])
+    assert "/v1/responses, /v1/files, /v1/batches, /tokenize" in served.detail
 
 
 @pytest.mark.full
