@@ -1,4 +1,4 @@
-"""A response of server-sent events: the status and the first event by ASGI, the rest straight to the connection."""
+"""A response of server-sent events."""
 
 import asyncio
 import logging
@@ -10,7 +10,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from espalier.server.errors import FAILED, ApiError
-from espalier.server.http1 import Connection, connection_of
+from espalier.server.http1 import EXCHANGE, Exchange
 
 if TYPE_CHECKING:
     from espalier.server.front import Run
@@ -23,8 +23,8 @@ SEND_GRACE_S = 10.0
 class EventStream(StreamingResponse):
     """A run's events; the first exists already.  A later error is sent as an event.
 
-    Through the server's layers (ASGI) an event costs twice as much.  So after the first one, the run writes to the
-    connection itself, as long as the client reads.
+    To wake this task for each event costs as much as the event.  So after the first one, the run writes events as soon
+    as they exist, where the HTTP server takes them (http1.EXCHANGE) and the client reads.
     """
 
     def __init__(self, run: "Run", first: bytes, rest: AsyncIterator[bytes]):
@@ -34,12 +34,12 @@ class EventStream(StreamingResponse):
         self.rest = rest
         self.ended = False
 
-    async def _send_all(self, send: Send, connection: Connection | None) -> None:
+    async def _send_all(self, send: Send, exchange: Exchange | None) -> None:
         """Send the response.  If the client leaves, its rest is dropped."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send(_body(self.first))
-        if connection is not None:
-            self.run.write_to(connection)
+        if exchange is not None:
+            self.run.write_to(exchange)
         is_last = False
         try:
             async for events in self.rest:
@@ -70,7 +70,7 @@ class EventStream(StreamingResponse):
         limit = None if self.run.deadline is None else self.run.deadline + SEND_GRACE_S
         try:
             async with asyncio.timeout_at(limit):
-                await self._send_all(send, connection_of(scope))
+                await self._send_all(send, scope.get("extensions", {}).get(EXCHANGE))
         except TimeoutError:
             log.warning("the client did not read the stream before its deadline: the connection is closed")
         finally:

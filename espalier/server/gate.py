@@ -17,7 +17,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from espalier.server.engines import SHUTTING_DOWN
 from espalier.server.errors import FAILED, RETRY_AFTER_S, ApiError
 from espalier.server.front import UNLIMITED
-from espalier.server.heads import MAX_LENGTH_DIGITS
 from espalier.server.logs import new_request_id, request_id
 from espalier.server.shares import BATCHES, client
 
@@ -25,6 +24,8 @@ log = logging.getLogger("espalier.server")
 CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 # nginx's status for a client that disconnected.  It is for the log; no client receives it.
 CLIENT_LEFT = 499
+# 2**63 has as many digits.
+MAX_LENGTH_DIGITS = 19
 # Multiple of max_body_bytes up to which a too large body is read and dropped.
 MAX_DROPPED = 4
 # Uploads have a limit of their own.

@@ -1,130 +1,262 @@
-"""One HTTP connection: uvicorn's, with this server's error format and support for half-closed connections."""
+"""One HTTP/1 connection: h11 reads requests and frames responses, and each request runs the ASGI application.
+
+What a client sends is checked here where h11 takes more than this server does.  `Upgrade` is ignored (RFC 9110, section
+7.8), and the log has a line for what is refused before it is a request.
+"""
 
 import asyncio
 import logging
+import re
 import socket
-from http.client import responses
+from email.utils import formatdate
+from http import HTTPStatus
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
+import h11
 import msgspec
-from starlette.types import Scope
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from starlette.types import ASGIApp, Message, Scope
 
-from espalier.server.connections import Room
+from espalier.server.connections import Connections
 from espalier.server.errors import ApiError
-from espalier.server.heads import UNREADABLE, Frames
 from espalier.server.logs import new_request_id, request_id
 
 log = logging.getLogger("espalier.server")
+MAX_HEAD_BYTES = 65536
+MAX_HEAD_LINES = 256
+# Of a chunk's line, and of the trailers.  Chunked bodies are read in pieces of this size.
+MAX_LINE_BYTES = 4096
+# More chunks than this must have this many bytes on average: each costs the event loop a hundredth of a millisecond.
+FEW_CHUNKS = 4096
+MIN_CHUNK_BYTES = 32
+# Of one body: more waits in the socket until the application has read some.
+MAX_UNREAD_BYTES = 65536
+UNREADABLE = (
+    "malformed HTTP: the request line, a header or the framing of the body is invalid; "
+    "send plain HTTP/1.1 (http://, not https://)"
+)
+END = b"\r\n\r\n"
+# What a request may begin with, as far as it has arrived.
+START = re.compile(rb"[A-Z-]{0,24}(?:\Z| (?:\Z|[^ \r\n]+(?:\Z| (?:HTTP/1\.[01]\r\n|[HTP/1.0\r]{0,9}\Z))))")
+# A line feed alone, or a line that continues the one before.
+BAD_LINE = re.compile(rb"(?<!\r)\n|\r\n[ \t]")
 # A half-closed connection is checked every CHECK_S.  Check FIRST_PROBE, and every CHECKS_PER_PROBE after it, sends an
 # interim response.
 CHECK_S = 0.1
 FIRST_PROBE = 3
 CHECKS_PER_PROBE = 100
 LINGER_S = 2.0
-# RFC 9110, section 15.2: an HTTP/1.1 client ignores interim responses that it did not ask for, whatever their number.
-INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+# The ASGI extension that holds the Exchange, with which the application may write a part of a response at once.
+EXCHANGE = "espalier.exchange"
 
 
-class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # whichever of uvicorn's parsers is installed
-    """A connection on which a client that sends FIN after a whole request still gets its response.
+class Connection(asyncio.Protocol):
+    """app: answers requests; connections: all that are open.
 
-    FIN does not say whether the client still reads.  Data written to a client that is gone causes a TCP reset.  That
-    data is a stream's events or, before the response starts, an interim response.  FIN counts as a disconnect on
-    HTTP/1.0, which has no interim responses, inside a request, and if several requests are pipelined.
+    A client that sends FIN after a whole request still gets its response.  FIN does not say whether the client still
+    reads.  Data written to a client that is gone causes a TCP reset.  That data is a stream's events or, before the
+    response starts, an interim response.  FIN counts as a disconnect on HTTP/1.0, which has no interim responses,
+    inside a request, and if several requests are pipelined.
     """
 
-    half_closed = False
-    # Once an error was sent for what is no HTTP: what else comes is dropped.
-    is_refused = False
-    app_state: dict[str, Any]
+    transport: asyncio.Transport
 
-    def __init__(self, *args: Any, room: Room, **named: Any):
-        super().__init__(*args, **named)
-        self.room = room
-        # uvicorn gives each request a copy: connection_of.
-        self.app_state = {**self.app_state, "connection": self}
-        self.frames = Frames()
+    def __init__(self, app: ASGIApp, connections: Connections):
+        self.app = app
+        self.connections = connections
+        self.loop = asyncio.get_running_loop()
+        # The part of a request's head that has arrived.  Once it is whole, h11 reads that request.
+        self.head = b""
+        self.http: h11.Connection | None = None
+        # The last request.
+        self.exchange: Exchange | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.writable = asyncio.Event()
+        self.writable.set()
+        self.is_half_closed = False
+        # Nothing more is read after an error for what is no HTTP.
+        self.is_refused = False
+        # The response in progress is the last one.
+        self.is_ending = False
+        # For Connections: since when there is no request in progress; whether nothing came since the last response.
+        self.idle_since = self.loop.time()
+        self.is_silent = False
+        self.num_written = 0
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
-        self.room.enter(self, self.loop.time())
+    # What asyncio calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self.connections.enter(self, self.loop.time())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.room.leave(self)
-        super().connection_lost(exc)
+        self.connections.leave(self)
+        self.writable.set()
+        self._disconnect()
+
+    def pause_writing(self) -> None:
+        self.writable.clear()
+
+    def resume_writing(self) -> None:
+        self.writable.set()
 
     def data_received(self, data: bytes) -> None:
-        if self.is_refused:
-            return
-        # uvicorn learns of the data also if none of it passes yet: its timer of idle connections ends.
-        passed = False
-        try:
-            for part in self.frames.take(data):
-                passed = True
-                super().data_received(part)
-                if self.is_refused or self.transport.is_closing():
-                    return
-            if not passed:
-                super().data_received(b"")
-        except ApiError as error:
-            self._refuse(error)
-
-    @property
-    def takes_chunks(self) -> bool:
-        """Whether what is written now leaves at once, or soon."""
-        return not (self.flow.write_paused or self.transport.is_closing())
-
-    def write_chunk(self, data: bytes) -> None:
-        """Write a part of a response whose head was sent by uvicorn and whose end will be: as uvicorn would."""
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        if self.is_silent:
+            self.is_silent, self.idle_since = False, self.loop.time()
+        self._take(data)
 
     def eof_received(self) -> bool:
         """Whether the connection stays open."""
-        if self.is_refused:
-            return False
-        cycle = self.cycle
-        self.half_closed = (
-            cycle is not None
-            and not cycle.more_body
-            and not cycle.response_complete
-            and self.scope["http_version"] != "1.0"
-            and not getattr(self, "pipeline", ())
+        exchange, http = self.exchange, self.http
+        self.is_half_closed = (
+            exchange is not None
+            and http is not None
+            and not (self.is_refused or exchange.more_body or exchange.is_ended)
+            and exchange.scope["http_version"] != "1.0"
+            and not http.trailing_data[0]
         )
-        if self.half_closed:
+        if self.is_half_closed:
             self.loop.call_later(CHECK_S, self._check, 0)
-        return self.half_closed
+        return self.is_half_closed
+
+    # Reading
+
+    def _take(self, data: bytes) -> None:
+        """Read what has come, and send the error for what is no HTTP."""
+        try:
+            if not self.is_refused:
+                self._feed(data)
+        except ApiError as error:
+            self._refuse(error)
+        except h11.RemoteProtocolError as error:
+            too_large = error.error_status_hint == 431
+            why = f"a chunk's line or the trailers are larger than {MAX_LINE_BYTES} bytes; send less"
+            self._refuse(ApiError(431, why) if too_large else ApiError(400, UNREADABLE))
+
+    def _feed(self, data: bytes) -> None:
+        """Read data.  h11 limits a line only where its end is still to come, so chunks are given to it in pieces."""
+        while True:
+            is_chunked = self.http is not None and self.exchange is not None and self.exchange.is_chunked
+            size = MAX_LINE_BYTES if is_chunked else len(data)
+            part, data = data[:size], data[size:]
+            if self.http is None:
+                self.head += part
+            elif part:
+                self.http.receive_data(part)
+            self._read()
+            if not data:
+                return
+
+    def _read(self) -> None:
+        """Handle what has arrived.  Raises ApiError, or h11's errors."""
+        while not (self.is_refused or self.transport.is_closing()):
+            if self.http is None and not self._begin():
+                return
+            assert self.http is not None
+            event = self.http.next_event()
+            if event is h11.NEED_DATA:
+                return
+            if event is h11.PAUSED:  # the next request waits for the response to this one
+                self.transport.pause_reading()
+                return
+            if self.exchange is not None and isinstance(event, h11.Data):
+                self.exchange.take(event)
+            elif self.exchange is not None and isinstance(event, h11.EndOfMessage):
+                self.exchange.end_body()
+                if self.exchange.is_ended:
+                    self._next()
+
+    def _begin(self) -> bool:
+        """Whether a whole head has arrived; h11 then reads it.  Raises ApiError."""
+        self.head = self.head.lstrip(b"\r\n")
+        end = check_head(self.head)
+        if end is None:
+            return False
+        head, rest, self.head = self.head[:end], self.head[end:], b""
+        self.http = h11.Connection(h11.SERVER, MAX_LINE_BYTES)
+        self.http.receive_data(head)
+        request = self.http.next_event()
+        assert isinstance(request, h11.Request)
+        self.exchange = Exchange(self, self.http, request)
+        self.task = self.loop.create_task(self._run(self.exchange))
+        if rest:
+            self._feed(rest)
+        return self.http is not None
+
+    async def _run(self, exchange: "Exchange") -> None:
+        try:
+            await self.app(exchange.scope, exchange.receive, exchange.send)
+        except Exception:
+            log.exception("the application failed")
+        if not exchange.is_ended:
+            self.transport.close()
+
+    def _next(self) -> None:
+        """After a whole request and its whole response."""
+        assert self.http is not None
+        self.head, self.http = self.http.trailing_data[0], None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is in progress."""
+        return self.exchange is None or self.exchange.is_ended
+
+    @property
+    def waits_for_client(self) -> bool:
+        return self.exchange is None or self.exchange.is_ended or self.exchange.more_body
+
+    def _disconnect(self) -> None:
+        """Tell the application that nothing of its response will be read."""
+        if self.exchange is not None and not self.exchange.is_ended:
+            self.exchange.is_disconnected = True
+            self.exchange.news.set()
+
+    # Writing
+
+    def write(self, data: bytes) -> None:
+        self.num_written += len(data)
+        self.transport.write(data)
+
+    def response_ended(self, exchange: "Exchange") -> None:
+        self.idle_since, self.is_silent = self.loop.time(), True
+        self.connections.renew(self)
+        # After FIN no request follows.
+        if self.is_ending or self.is_half_closed or exchange.http.our_state is not h11.DONE:
+            self.transport.close()
+            return
+        self.transport.resume_reading()
+        if not exchange.more_body:
+            self._next()
+            self._take(b"")
+
+    def end(self) -> None:
+        """Close after the response in progress, or now."""
+        self.is_ending = True
+        if self.is_idle:
+            self.transport.close()
 
     def _check(self, count: int) -> None:
-        cycle = self.cycle
-        if self.transport.is_closing() or cycle.response_complete:
+        exchange = self.exchange
+        assert exchange is not None
+        if self.transport.is_closing() or exchange.is_ended:
             return
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
             return
-        if not cycle.response_started and count % CHECKS_PER_PROBE == FIRST_PROBE:
-            self.transport.write(INTERIM)
+        if not exchange.is_started and count % CHECKS_PER_PROBE == FIRST_PROBE:
+            # RFC 9110, section 15.2: a client ignores interim responses that it did not ask for, whatever their number.
+            exchange.send_interim()
         self.loop.call_later(CHECK_S, self._check, count + 1)
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self.room.renew(self)
-        # After FIN no request follows, except one that was pipelined and now runs.
-        if self.half_closed and self.cycle.response_complete:
-            self.transport.close()
-
-    def send_400_response(self, msg: str) -> None:
-        """What uvicorn calls for malformed HTTP."""
-        self._refuse(ApiError(400, UNREADABLE))
 
     def _refuse(self, error: ApiError) -> None:
         """Send an error and close, unless a response to an unfinished request has started on this connection.
 
         The client would read a second response as the next request's.
         """
-        cycle = self.cycle
-        if cycle is None or not cycle.response_started or (cycle.response_complete and not cycle.more_body):
-            self.transport.write(_refusal(error, self.client))
+        exchange = self.exchange
+        if exchange is None or not exchange.is_started or (exchange.is_ended and not exchange.more_body):
+            self.write(_refusal(error, self.transport.get_extra_info("peername")))
             self._linger()
         else:
             self.transport.close()
@@ -132,22 +264,178 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # whichev
     def _linger(self) -> None:
         """Close, but read on for LINGER_S: a client that still sends would lose the response to a TCP reset."""
         self.is_refused = True
-        if self.cycle is not None and not self.cycle.response_complete:
-            # As uvicorn does where a connection is lost: nothing may be written behind the error.
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+        # Nothing may be written behind the error.
+        self._disconnect()
         self.transport.write_eof()
         self.loop.call_later(LINGER_S, self.transport.abort)
 
 
-def connection_of(scope: Scope) -> Connection | None:
-    """The connection of a request whose response is sent in chunks; None for any other."""
-    return scope.get("state", {}).get("connection") if scope.get("http_version") == "1.1" else None
+class Exchange:
+    """One request and its response: what the application receives and sends.
+
+    more_body: the request has not arrived whole; is_started, is_ended: of the response.
+    """
+
+    def __init__(self, connection: Connection, http: h11.Connection, request: h11.Request):
+        self.connection = connection
+        self.http = http
+        self.scope = _scope_of(request, connection.transport)
+        self.scope["extensions"] = {EXCHANGE: self}
+        self.is_chunked = _require_one_length(request)
+        self.has_body = request.method != b"HEAD"
+        self.body = bytearray()
+        self.more_body, self.is_body_given = True, False
+        self.is_started = self.is_ended = self.is_disconnected = False
+        self.news = asyncio.Event()
+        self.num_chunks = self.num_body_bytes = 0
+        self.head = b""
+
+    def take(self, data: h11.Data) -> None:
+        """Take a part of the body.  Raises ApiError."""
+        self.num_chunks += data.chunk_start
+        self.num_body_bytes += len(data.data)
+        if self.num_chunks > FEW_CHUNKS and self.num_body_bytes < MIN_CHUNK_BYTES * self.num_chunks:
+            raise ApiError(400, f"{FEW_CHUNKS} chunks of less than {MIN_CHUNK_BYTES} bytes; send larger ones")
+        # The rest of a body that was refused is read and dropped.
+        if not self.is_ended:
+            self.body += data.data
+            self.news.set()
+            if len(self.body) > MAX_UNREAD_BYTES:
+                self.connection.transport.pause_reading()
+
+    def end_body(self) -> None:
+        self.more_body = False
+        self.news.set()
+
+    async def receive(self) -> Message:
+        """ASGI's."""
+        if self.http.they_are_waiting_for_100_continue and not self.is_started:
+            self.send_interim()
+        while not (self.is_disconnected or self.is_ended):
+            if self.body or not (self.more_body or self.is_body_given):
+                data, self.body = bytes(self.body), bytearray()
+                self.is_body_given = not self.more_body
+                if self.more_body:
+                    self.connection.transport.resume_reading()
+                return {"type": "http.request", "body": data, "more_body": self.more_body}
+            self.news.clear()
+            await self.news.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        """ASGI's.  It waits until the client has read enough to be sent more, or is gone."""
+        await self.connection.writable.wait()
+        if self.is_disconnected or self.is_ended:
+            return
+        if message["type"] == "http.response.start":
+            # Kept for the first part of the body, so that both are one packet.
+            self.head = self.http.send(_response_of(message))
+            self.is_started = True
+            return
+        data, self.head = self.head + self._framed(message.get("body", b"")), b""
+        self.is_ended = not message.get("more_body", False)
+        if self.is_ended:
+            data += self.http.send(h11.EndOfMessage())
+        self.connection.write(data)
+        if self.is_ended:
+            self.news.set()
+            self.connection.response_ended(self)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether what is written now leaves at once, or soon."""
+        connection = self.connection
+        return not self.is_disconnected and connection.writable.is_set() and not connection.transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        """Write a part of a body whose first part was sent, and whose end will be."""
+        self.connection.write(self._framed(data))
+
+    def _framed(self, data: bytes) -> bytes:
+        return self.http.send(h11.Data(data=data)) if data and self.has_body else b""
+
+    def send_interim(self) -> None:
+        event = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+        self.connection.write(self.http.send(event))
 
 
-def _refusal(error: ApiError, client: tuple[str, int] | None) -> bytes:
+def check_head(data: bytes) -> int | None:
+    """The length of a head at the start of the data, None while it is not whole.  Raises ApiError."""
+    end = data.find(END)
+    head = data if end < 0 else data[: end + len(END)]
+    if len(head) > MAX_HEAD_BYTES:
+        raise ApiError(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes; send fewer headers")
+    if head.count(b"\n") > MAX_HEAD_LINES:
+        raise ApiError(431, f"the request's head has more than {MAX_HEAD_LINES} lines; send fewer headers")
+    if not START.match(head) or BAD_LINE.search(head):
+        raise ApiError(400, UNREADABLE)
+    if end < 0:
+        return None
+    if head.startswith(b"CONNECT "):
+        raise ApiError(405, "CONNECT is not served: this server is no proxy")
+    fields = [line.partition(b":") for line in head.lower().split(b"\r\n")[1:-2]]
+    if b" http/1.1\r" in head.lower()[: head.index(b"\n")] and sum(name == b"host" for name, *_ in fields) != 1:
+        raise ApiError(400, "an HTTP/1.1 request has one Host header; send it once")
+    codings = [value.strip() for name, _, value in fields if name == b"transfer-encoding"]
+    if codings and codings != [b"chunked"]:
+        _refuse_codings(b",".join(codings))
+    return len(head)
+
+
+def _refuse_codings(codings: bytes) -> None:
+    """Refuse all transfer codings but chunked (RFC 9112, section 6.1).  Raises ApiError."""
+    names = [name.strip(b" \t") for name in codings.split(b",")]
+    if names.count(b"chunked") == 1 and names[-1] == b"chunked":
+        raise ApiError(501, f"transfer-encoding {codings.decode('latin-1')} is not supported; use chunked alone")
+    raise ApiError(400, "transfer-encoding must be chunked alone, or left out: the body's end would not be known")
+
+
+def _require_one_length(request: h11.Request) -> bool:
+    """Whether the body is chunked.  Raises ApiError for one that has a length as well: others may read it otherwise."""
+    names = {name for name, _ in request.headers}
+    if {b"content-length", b"transfer-encoding"} <= names:
+        raise ApiError(400, UNREADABLE)
+    return b"transfer-encoding" in names
+
+
+def _scope_of(request: h11.Request, transport: asyncio.Transport) -> Scope:
+    target = request.target
+    if not target.startswith((b"/", b"*")):
+        # A client of a proxy sends the whole URL (RFC 9112, section 3.2.2).
+        url = urlsplit(target)
+        target = (url.path or b"/") + (b"?" + url.query if url.query else b"")
+    raw_path, _, query = target.partition(b"?")
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "http_version": request.http_version.decode(),
+        "method": request.method.decode(),
+        "scheme": "http",
+        "path": unquote(raw_path.decode("latin-1")),
+        "raw_path": raw_path,
+        "query_string": query,
+        "root_path": "",
+        "headers": list(request.headers),
+        "client": _address(transport.get_extra_info("peername")),
+        "server": _address(transport.get_extra_info("sockname")),
+        "state": {},
+    }
+
+
+def _address(name: Any) -> tuple[str, int] | None:
+    """Host and port.  A Unix socket has none."""
+    return (name[0], name[1]) if isinstance(name, tuple) else None
+
+
+def _response_of(message: Message) -> h11.Response:
+    status, headers = message["status"], message["headers"]
+    date = (b"date", formatdate(usegmt=True).encode())
+    return h11.Response(status_code=status, headers=[date, *headers], reason=HTTPStatus(status).phrase.encode())
+
+
+def _refusal(error: ApiError, peer: Any) -> bytes:
     """The whole response, with a new request id.  The id of a request that ends in this context is restored."""
-    before, status = request_id.set(new_request_id()), error.status_code
+    before, status, client = request_id.set(new_request_id()), error.status_code, _address(peer)
     place = f"{client[0]} port {client[1]}" if client else "an unknown address"
     log.info("refused HTTP from %s: %d: %s", place, status, error.detail)
     body = msgspec.json.encode(error.body())
@@ -158,5 +446,5 @@ def _refusal(error: ApiError, client: tuple[str, int] | None) -> bytes:
         "connection": "close",
     }
     request_id.reset(before)
-    lines = [f"HTTP/1.1 {status} {responses[status]}", *(f"{name}: {value}" for name, value in head.items()), "", ""]
-    return "\r\n".join(lines).encode() + body
+    lines = [f"{name}: {value}" for name, value in head.items()]
+    return "\r\n".join([f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *lines, "", ""]).encode() + body
