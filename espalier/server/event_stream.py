@@ -10,7 +10,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from espalier.server.errors import FAILED, ApiError
-from espalier.server.http1 import EXCHANGE, Exchange
+from espalier.server.http1 import EXCHANGE, HttpExchange
 
 if TYPE_CHECKING:
     from espalier.server.front import Run
@@ -34,7 +34,7 @@ class EventStream(StreamingResponse):
         self.rest = rest
         self.ended = False
 
-    async def _send_all(self, send: Send, exchange: Exchange | None) -> None:
+    async def _send_all(self, send: Send, exchange: HttpExchange | None) -> None:
         """Send the response.  If the client leaves, its rest is dropped."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send(_body(self.first))

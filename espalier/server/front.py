@@ -28,7 +28,7 @@ from espalier.server.body_reader import BodyReader
 from espalier.server.engines import SHUTTING_DOWN, EngineBusy, EngineGone, Engines, Generation
 from espalier.server.errors import RETRY_AFTER_S, ApiError, full, refusal
 from espalier.server.event_stream import EventStream
-from espalier.server.http1 import Exchange
+from espalier.server.http1 import HttpExchange
 from espalier.server.lanes import Lanes
 from espalier.server.logs import request_id
 from espalier.server.metrics import Metrics
@@ -328,7 +328,7 @@ class Run:
             events += b"".join([*map(self.answer.encode, self.answer.closing()), self.answer.end_mark])
         return events
 
-    def write_to(self, exchange: Exchange) -> None:
+    def write_to(self, exchange: HttpExchange) -> None:
         """From now on, write events to the client as soon as they exist, while it reads."""
 
         def write(parts: list[Part]) -> bool:

@@ -1,15 +1,14 @@
-"""One HTTP/1 connection: h11 reads requests and frames responses, and each request runs the ASGI application.
+"""One HTTP/1 connection: h11 reads requests, and each of them runs the ASGI application.
 
-What a client sends is checked here where h11 takes more than this server does.  `Upgrade` is ignored (RFC 9110, section
-7.8), and the log has a line for what is refused before it is a request.
+`Upgrade` is ignored (RFC 9110, section 7.8).  The log has a line for what is refused before it is a request.
 """
 
 import asyncio
 import logging
-import re
 import socket
 from email.utils import formatdate
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -19,11 +18,10 @@ from starlette.types import ASGIApp, Message, Scope
 
 from espalier.server.connections import Connections
 from espalier.server.errors import ApiError
+from espalier.server.heads import UNREADABLE, check_head
 from espalier.server.logs import new_request_id, request_id
 
 log = logging.getLogger("espalier.server")
-MAX_HEAD_BYTES = 65536
-MAX_HEAD_LINES = 256
 # Of a chunk's line, and of the trailers.  Chunked bodies are read in pieces of this size.
 MAX_LINE_BYTES = 4096
 # More chunks than this must have this many bytes on average: each costs the event loop a hundredth of a millisecond.
@@ -31,22 +29,19 @@ FEW_CHUNKS = 4096
 MIN_CHUNK_BYTES = 32
 # Of one body: more waits in the socket until the application has read some.
 MAX_UNREAD_BYTES = 65536
-UNREADABLE = (
-    "malformed HTTP: the request line, a header or the framing of the body is invalid; "
-    "send plain HTTP/1.1 (http://, not https://)"
+STATUS_LINES = MappingProxyType(
+    {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() for each in HTTPStatus}
 )
-END = b"\r\n\r\n"
-# What a request may begin with, as far as it has arrived.
-START = re.compile(rb"[A-Z-]{0,24}(?:\Z| (?:\Z|[^ \r\n]+(?:\Z| (?:HTTP/1\.[01]\r\n|[HTP/1.0\r]{0,9}\Z))))")
-# A line feed alone, or a line that continues the one before.
-BAD_LINE = re.compile(rb"(?<!\r)\n|\r\n[ \t]")
+# What ends a body in chunks.
+LAST_CHUNK = b"0\r\n\r\n"
+INTERIM = STATUS_LINES[100] + b"\r\n"
 # A half-closed connection is checked every CHECK_S.  Check FIRST_PROBE, and every CHECKS_PER_PROBE after it, sends an
 # interim response.
 CHECK_S = 0.1
 FIRST_PROBE = 3
 CHECKS_PER_PROBE = 100
 LINGER_S = 2.0
-# The ASGI extension that holds the Exchange, with which the application may write a part of a response at once.
+# The ASGI extension that holds the HttpExchange, with which the application may write a part of a response at once.
 EXCHANGE = "espalier.exchange"
 
 
@@ -69,7 +64,7 @@ class Connection(asyncio.Protocol):
         self.head = b""
         self.http: h11.Connection | None = None
         # The last request.
-        self.exchange: Exchange | None = None
+        self.exchange: HttpExchange | None = None
         self.task: asyncio.Task[None] | None = None
         self.writable = asyncio.Event()
         self.writable.set()
@@ -178,13 +173,13 @@ class Connection(asyncio.Protocol):
         self.http.receive_data(head)
         request = self.http.next_event()
         assert isinstance(request, h11.Request)
-        self.exchange = Exchange(self, self.http, request)
+        self.exchange = HttpExchange(self, request)
         self.task = self.loop.create_task(self._run(self.exchange))
         if rest:
             self._feed(rest)
         return self.http is not None
 
-    async def _run(self, exchange: "Exchange") -> None:
+    async def _run(self, exchange: "HttpExchange") -> None:
         try:
             await self.app(exchange.scope, exchange.receive, exchange.send)
         except Exception:
@@ -218,11 +213,11 @@ class Connection(asyncio.Protocol):
         self.num_written += len(data)
         self.transport.write(data)
 
-    def response_ended(self, exchange: "Exchange") -> None:
+    def response_ended(self, exchange: "HttpExchange") -> None:
         self.idle_since, self.is_silent = self.loop.time(), True
         self.connections.renew(self)
         # After FIN no request follows.
-        if self.is_ending or self.is_half_closed or exchange.http.our_state is not h11.DONE:
+        if self.is_ending or self.is_half_closed or not exchange.keeps_alive:
             self.transport.close()
             return
         self.transport.resume_reading()
@@ -246,7 +241,7 @@ class Connection(asyncio.Protocol):
             return
         if not exchange.is_started and count % CHECKS_PER_PROBE == FIRST_PROBE:
             # RFC 9110, section 15.2: a client ignores interim responses that it did not ask for, whatever their number.
-            exchange.send_interim()
+            self.write(INTERIM)
         self.loop.call_later(CHECK_S, self._check, count + 1)
 
     def _refuse(self, error: ApiError) -> None:
@@ -270,30 +265,38 @@ class Connection(asyncio.Protocol):
         self.loop.call_later(LINGER_S, self.transport.abort)
 
 
-class Exchange:
+class HttpExchange:
     """One request and its response: what the application receives and sends.
 
-    more_body: the request has not arrived whole; is_started, is_ended: of the response.
+    more_body: the request has not arrived whole; is_started, is_ended: of the response; keeps_alive: another request
+    may follow on the connection.
     """
 
-    def __init__(self, connection: Connection, http: h11.Connection, request: h11.Request):
+    def __init__(self, connection: Connection, request: h11.Request):
+        headers = dict(request.headers)
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            # Another reader may take the other one for the body's end.
+            raise ApiError(400, UNREADABLE)
         self.connection = connection
-        self.http = http
         self.scope = _scope_of(request, connection.transport)
         self.scope["extensions"] = {EXCHANGE: self}
-        self.is_chunked = _require_one_length(request)
-        self.has_body = request.method != b"HEAD"
+        self.is_chunked = b"transfer-encoding" in headers
+        self.is_1_1 = request.http_version == b"1.1"
+        self.keeps_alive = self.is_1_1 and b"close" not in headers.get(b"connection", b"").lower()
+        self.is_waiting = self.is_1_1 and headers.get(b"expect", b"").lower() == b"100-continue"
         self.body = bytearray()
         self.more_body, self.is_body_given = True, False
         self.is_started = self.is_ended = self.is_disconnected = False
         self.news = asyncio.Event()
         self.num_chunks = self.num_body_bytes = 0
         self.head = b""
+        self.has_body, self.in_chunks = request.method != b"HEAD", False
 
     def take(self, data: h11.Data) -> None:
         """Take a part of the body.  Raises ApiError."""
         self.num_chunks += data.chunk_start
         self.num_body_bytes += len(data.data)
+        self.is_waiting = False
         if self.num_chunks > FEW_CHUNKS and self.num_body_bytes < MIN_CHUNK_BYTES * self.num_chunks:
             raise ApiError(400, f"{FEW_CHUNKS} chunks of less than {MIN_CHUNK_BYTES} bytes; send larger ones")
         # The rest of a body that was refused is read and dropped.
@@ -309,8 +312,9 @@ class Exchange:
 
     async def receive(self) -> Message:
         """ASGI's."""
-        if self.http.they_are_waiting_for_100_continue and not self.is_started:
-            self.send_interim()
+        if self.is_waiting and not self.is_started:
+            self.is_waiting = False
+            self.connection.write(INTERIM)
         while not (self.is_disconnected or self.is_ended):
             if self.body or not (self.more_body or self.is_body_given):
                 data, self.body = bytes(self.body), bytearray()
@@ -329,17 +333,26 @@ class Exchange:
             return
         if message["type"] == "http.response.start":
             # Kept for the first part of the body, so that both are one packet.
-            self.head = self.http.send(_response_of(message))
-            self.is_started = True
+            self.head, self.is_started = self._head_of(message), True
             return
         data, self.head = self.head + self._framed(message.get("body", b"")), b""
         self.is_ended = not message.get("more_body", False)
-        if self.is_ended:
-            data += self.http.send(h11.EndOfMessage())
-        self.connection.write(data)
+        self.connection.write(data + LAST_CHUNK if self.is_ended and self.in_chunks else data)
         if self.is_ended:
             self.news.set()
             self.connection.response_ended(self)
+
+    def _head_of(self, message: Message) -> bytes:
+        status, headers = message["status"], [(b"date", formatdate(usegmt=True).encode()), *message["headers"]]
+        given = dict(headers)
+        if self.has_body and b"content-length" not in given and status not in (204, 304):
+            self.in_chunks = self.is_1_1
+            self.keeps_alive &= self.is_1_1
+            headers += [(b"transfer-encoding", b"chunked")] * self.in_chunks
+        self.keeps_alive &= given.get(b"connection") != b"close"
+        if not self.keeps_alive and b"connection" not in given:
+            headers.append((b"connection", b"close"))
+        return b"".join([STATUS_LINES[status], *(b"%b: %b\r\n" % header for header in headers), b"\r\n"])
 
     @property
     def is_read(self) -> bool:
@@ -352,50 +365,9 @@ class Exchange:
         self.connection.write(self._framed(data))
 
     def _framed(self, data: bytes) -> bytes:
-        return self.http.send(h11.Data(data=data)) if data and self.has_body else b""
-
-    def send_interim(self) -> None:
-        event = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
-        self.connection.write(self.http.send(event))
-
-
-def check_head(data: bytes) -> int | None:
-    """The length of a head at the start of the data, None while it is not whole.  Raises ApiError."""
-    end = data.find(END)
-    head = data if end < 0 else data[: end + len(END)]
-    if len(head) > MAX_HEAD_BYTES:
-        raise ApiError(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes; send fewer headers")
-    if head.count(b"\n") > MAX_HEAD_LINES:
-        raise ApiError(431, f"the request's head has more than {MAX_HEAD_LINES} lines; send fewer headers")
-    if not START.match(head) or BAD_LINE.search(head):
-        raise ApiError(400, UNREADABLE)
-    if end < 0:
-        return None
-    if head.startswith(b"CONNECT "):
-        raise ApiError(405, "CONNECT is not served: this server is no proxy")
-    fields = [line.partition(b":") for line in head.lower().split(b"\r\n")[1:-2]]
-    if b" http/1.1\r" in head.lower()[: head.index(b"\n")] and sum(name == b"host" for name, *_ in fields) != 1:
-        raise ApiError(400, "an HTTP/1.1 request has one Host header; send it once")
-    codings = [value.strip() for name, _, value in fields if name == b"transfer-encoding"]
-    if codings and codings != [b"chunked"]:
-        _refuse_codings(b",".join(codings))
-    return len(head)
-
-
-def _refuse_codings(codings: bytes) -> None:
-    """Refuse all transfer codings but chunked (RFC 9112, section 6.1).  Raises ApiError."""
-    names = [name.strip(b" \t") for name in codings.split(b",")]
-    if names.count(b"chunked") == 1 and names[-1] == b"chunked":
-        raise ApiError(501, f"transfer-encoding {codings.decode('latin-1')} is not supported; use chunked alone")
-    raise ApiError(400, "transfer-encoding must be chunked alone, or left out: the body's end would not be known")
-
-
-def _require_one_length(request: h11.Request) -> bool:
-    """Whether the body is chunked.  Raises ApiError for one that has a length as well: others may read it otherwise."""
-    names = {name for name, _ in request.headers}
-    if {b"content-length", b"transfer-encoding"} <= names:
-        raise ApiError(400, UNREADABLE)
-    return b"transfer-encoding" in names
+        if not (data and self.has_body):
+            return b""
+        return b"%x\r\n%b\r\n" % (len(data), data) if self.in_chunks else data
 
 
 def _scope_of(request: h11.Request, transport: asyncio.Transport) -> Scope:
@@ -427,12 +399,6 @@ def _address(name: Any) -> tuple[str, int] | None:
     return (name[0], name[1]) if isinstance(name, tuple) else None
 
 
-def _response_of(message: Message) -> h11.Response:
-    status, headers = message["status"], message["headers"]
-    date = (b"date", formatdate(usegmt=True).encode())
-    return h11.Response(status_code=status, headers=[date, *headers], reason=HTTPStatus(status).phrase.encode())
-
-
 def _refusal(error: ApiError, peer: Any) -> bytes:
     """The whole response, with a new request id.  The id of a request that ends in this context is restored."""
     before, status, client = request_id.set(new_request_id()), error.status_code, _address(peer)
@@ -446,5 +412,5 @@ def _refusal(error: ApiError, peer: Any) -> bytes:
         "connection": "close",
     }
     request_id.reset(before)
-    lines = [f"{name}: {value}" for name, value in head.items()]
-    return "\r\n".join([f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *lines, "", ""]).encode() + body
+    lines = "".join(f"{name}: {value}\r\n" for name, value in head.items())
+    return STATUS_LINES[status] + lines.encode() + b"\r\n" + body

@@ -4,17 +4,15 @@ import asyncio
 import errno
 import logging
 import resource
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.errors import EspalierError
 from espalier.server import descriptors
-from espalier.server.connections import Room
+from espalier.server.connections import Connections
 from espalier.server.http1 import Connection
 
 # What a connection is in, best to close first: nothing, output that waits, a body that comes, an answer.
@@ -22,12 +20,11 @@ QUIET, UNREAD, SENDING, BUSY = range(4)
 
 
 class Made:
-    """A connection in a state, as Room sees it."""
+    """A connection in a state, as Connections sees it."""
 
     def __init__(self, state, aborted):
         self.state = state
-        has_request = SimpleNamespace(response_complete=state == UNREAD, more_body=state == SENDING)
-        self.cycle = None if state == QUIET else has_request
+        self.is_idle, self.waits_for_client = state in (QUIET, UNREAD), state != BUSY
         self.transport = SimpleNamespace(
             abort=lambda: aborted.append(self), get_write_buffer_size=lambda: int(state == UNREAD)
         )
@@ -35,7 +32,7 @@ class Made:
 
 @given(st.lists(st.sampled_from((QUIET, UNREAD, SENDING, BUSY)), min_size=1, max_size=12), st.integers(1, 6), st.data())
 def test_the_oldest_that_nobody_waits_for_is_closed(states, limit, data):
-    room, held, aborted = Room(limit), [], []
+    room, held, aborted = Connections(None, limit, None, None), [], []
     for number, state in enumerate(states):
         before, made = list(held), Made(state, aborted)
         room.enter(made, float(number))
@@ -69,10 +66,9 @@ def test_idle_connections_shut_nobody_out(caplog):
         await send({"type": "http.response.body"})
 
     async def flood():
-        config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none")
-        config.load()
-        make = partial(Connection, config, uvicorn.server.ServerState(), {}, room=Room(8))
-        server = await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0, backlog=4)
+        room = Connections(None, 8, None, None)
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: Connection(app, room), "127.0.0.1", 0, backlog=4)
         port = server.sockets[0].getsockname()[1]
 
         async def answer(path):
