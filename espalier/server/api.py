@@ -21,14 +21,14 @@ from espalier.server.batch_api import batch_endpoints
 from espalier.server.batches import Batches
 from espalier.server.chat_answers import ChatAnswer
 from espalier.server.conversing import chat_steps, converse, num_characters, refusing
-from espalier.server.errors import ApiError
+from espalier.server.errors import ApiError, as_json
 from espalier.server.gate import Gate
 from espalier.server.logs import request_id
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from espalier.server.pages import page_endpoints
 from espalier.server.response_answers import ResponsesAnswer
 from espalier.server.responses import NAMES, ResponsesRequest, naming_fields
-from espalier.server.routes import JSON, Endpoint, Server, as_json, make_router
+from espalier.server.routes import JSON, Endpoint, Server, make_router
 from espalier.tool_calls.definitions import Tools
 from espalier.tool_calls.formats import Formats
 from espalier.tool_calls.plan import ChatPlan

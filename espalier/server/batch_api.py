@@ -15,13 +15,13 @@ from starlette.responses import FileResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from espalier.errors import shown
-from espalier.server.batch_objects import INPUT, Batch, BatchRequest, StoredFile
 from espalier.server.batches import Batches
 from espalier.server.bodies import require_utf8
-from espalier.server.descriptors import MAX_TRANSFERS
-from espalier.server.errors import ApiError, full
+from espalier.server.connections import MAX_TRANSFERS
+from espalier.server.errors import ApiError, as_json, full
 from espalier.server.gate import FILES
-from espalier.server.routes import Endpoint, as_json
+from espalier.server.routes import Endpoint
+from espalier.server.stored import INPUT, Batch, BatchRequest, StoredFile
 
 T = TypeVar("T", StoredFile, Batch)
 BATCHES = "/v1/batches"

@@ -13,10 +13,10 @@ from python_multipart.multipart import parse_options_header
 
 from espalier.errors import EspalierError, once_each, shown
 from espalier.request import check_prompt
-from espalier.server.batch_objects import BatchRequest
 from espalier.server.errors import ApiError, of_validation, refusal
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from espalier.server.responses import ResponsesRequest
+from espalier.server.stored import BatchRequest
 
 MODELS: Mapping[str, type[BaseModel]] = MappingProxyType(
     {

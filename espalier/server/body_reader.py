@@ -1,17 +1,21 @@
-"""The front's body reader: small bodies are read in the front, large ones in the body process.
+"""Reads bodies: small ones in the front, large ones in the body process, one at a time.
 
-A large body holds the GIL for up to a second, so reading it in a thread would stop every stream.
+A large body holds the GIL for up to a second, so reading it in a thread would stop every stream.  This module is that
+process's program too; it exits when the front does.  A frame in either direction is a length and a pickle.  Pickle is
+safe here: only the front has the pipes' other ends.
 """
 
 import asyncio
 import pickle
-from typing import Any
+import signal
+import sys
+from typing import Any, BinaryIO
 
 import msgspec
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from espalier.server.aside import Aside, AsideFailed
+from espalier.server.aside import LENGTH, Aside, AsideFailed, framed
 from espalier.server.bodies import BodyLimits, read_body
 from espalier.server.errors import FAILED, ApiError, full
 
@@ -32,7 +36,7 @@ class BodyReader:
         self.limits = limits
         self.num_aside = 0
         self._num_open = 0
-        self.aside = Aside("body", "-m", "espalier.server.body_process", msgspec.json.encode(limits).decode())
+        self.aside = Aside("body", "-m", "espalier.server.body_reader", msgspec.json.encode(limits).decode())
         self._turn = asyncio.Lock()
 
     async def read(self, http: Request, model: type[BaseModel]) -> Any:
@@ -60,3 +64,26 @@ class BodyReader:
 
     async def close(self) -> None:
         await self.aside.close()
+
+
+def answer(name: str, content_type: str, data: bytes, limits: BodyLimits) -> tuple[Any, tuple[Any, ...] | None]:
+    """(body, None), or (None, arguments of the ApiError)."""
+    try:
+        return read_body(name, content_type, data, limits), None
+    except ApiError as error:
+        return None, (error.status_code, error.detail, error.param, error.code)
+
+
+def serve(requests: BinaryIO, answers: BinaryIO, limits: BodyLimits) -> None:
+    """Answer each frame, a (model name, content type, bytes), until `requests` ends."""
+    while head := requests.read(LENGTH.size):
+        name, content_type, data = pickle.loads(requests.read(*LENGTH.unpack(head)))
+        found = answer(name, content_type, data, limits)
+        answers.write(framed(pickle.dumps(found, protocol=pickle.HIGHEST_PROTOCOL)))
+        answers.flush()
+
+
+if __name__ == "__main__":
+    # Ctrl-C reaches the whole process group, but the front decides when this process ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    serve(sys.stdin.buffer, sys.stdout.buffer, msgspec.json.decode(sys.argv[1], type=BodyLimits))

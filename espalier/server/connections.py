@@ -2,13 +2,21 @@
 
 A stalled client does not read its response, or does not send a whole request.  asyncio keeps a closed transport until
 its last byte is sent, forever if the client does not read.  So all connections are checked periodically.
+
+A connection that is accepted without a file descriptor left would take the place of a journal, an upload or the next
+engine process.  So their number follows from the process's limit.
 """
 
+import asyncio
+import errno
 import logging
+import os
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from espalier.errors import EspalierError
 from espalier.server.logs import NO_REQUEST, Seldom, about
 from espalier.server.metrics import Metrics
 
@@ -18,6 +26,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("espalier.server")
 # A connection on which nothing came since its last response is closed after this time.
 KEEP_ALIVE_S = 5.0
+# Connections that asyncio accepts in one turn of its loop, before any can be closed.
+MAX_ACCEPTED = 16
+# A connection that is closed holds its descriptor for two turns more.
+TURNS_TO_CLOSE = 3
+# Uploads and downloads of files at once, and the files that one has open.
+MAX_TRANSFERS = 8
+FILES_PER_TRANSFER = 3
+# Journals and their inputs, the next engine process with its socket, and the processes that read bodies and templates.
+FILES_OF_SERVER = 40
+RESERVED = MAX_ACCEPTED * TURNS_TO_CLOSE + MAX_TRANSFERS * FILES_PER_TRANSFER + FILES_OF_SERVER
+MIN_CONNECTIONS = 16
+FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass
@@ -31,7 +51,7 @@ class Progress:
 class Connections:
     """The open connections of one server.
 
-    limit: their number (descriptors.max_connections), None for no limit.  Above it, the one that has been idle longest
+    limit: their number (max_connections), None for no limit.  Above it, the one that has been idle longest
     is closed: without a request in progress and without pending output, for whoever has no key is never in a request
     for long.  Without an idle one, the oldest is closed whose request has not arrived whole or whose client has not
     read its response; without that, the new one.
@@ -133,3 +153,33 @@ def _address(transport: Any) -> str:
     """The client's address.  A Unix socket has none."""
     peer = transport.get_extra_info("peername")
     return f"{peer[0]} port {peer[1]}" if isinstance(peer, tuple) else "a Unix socket"
+
+
+def max_connections() -> int | None:
+    """Connections that may be open beside what is open now and RESERVED; None without a limit.
+
+    Raises EspalierError if the limit leaves room for too few.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    used = len(os.listdir("/dev/fd"))
+    room = limit - used - RESERVED
+    if room < MIN_CONNECTIONS:
+        least = used + RESERVED + MIN_CONNECTIONS
+        raise EspalierError(f"the limit of {limit} open files is too low; set it to {least} or more (ulimit -n)")
+    return room
+
+
+def report_full_rarely(loop: asyncio.AbstractEventLoop) -> None:
+    """Log accepts that fail for want of a descriptor or memory once a minute, without tracebacks."""
+    seldom = Seldom()
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in FULL):
+            loop.default_exception_handler(context)
+        elif count := seldom.due(loop.time()):
+            log.error("a connection cannot be accepted (%s), %d times since the last such line", error.strerror, count)
+
+    loop.set_exception_handler(handle)

@@ -18,8 +18,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from espalier import __version__
-from espalier.server.errors import ErrorBody
-from espalier.server.routes import Endpoint, Server, as_json
+from espalier.server.errors import ErrorBody, as_json
+from espalier.server.routes import Endpoint, Server
 
 TEMPLATES = "server/html"
 # The browser fetches nothing, whatever a page holds.

@@ -4,7 +4,6 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -12,8 +11,7 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from espalier.server.errors import ApiError
-from espalier.server.front import Front
-from espalier.server.fronts import Fronts
+from espalier.server.front import Front, Fronts
 
 # One model, or several.
 Server = Front | Fronts
@@ -61,10 +59,6 @@ class Endpoint:
     body: type[BaseModel] | None = None
     errors: Sequence[int] = ()
     answers: Mapping[int, Mapping[str, Any]] = field(default_factory=lambda: {200: JSON})
-
-
-def as_json(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 def make_router(server: Server, endpoints: Sequence[Endpoint]) -> Router:

@@ -9,20 +9,21 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from starlette.types import ASGIApp
 
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, require_int, require_number
+from espalier.limits import true_or_false
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.batches import Batches
 from espalier.server.client import ClientOptions, EngineClient
-from espalier.server.connections import Connections
-from espalier.server.descriptors import MAX_ACCEPTED, max_connections, report_full_rarely
+from espalier.server.connections import MAX_ACCEPTED, Connections, max_connections, report_full_rarely
 from espalier.server.front import Front, FrontOptions
 from espalier.server.gate import Gate
 from espalier.server.http1 import Connection
@@ -46,6 +47,26 @@ MAX_UNSENT_BYTES = 65536
 BACKLOG = 2048
 
 
+# The least value of each number.
+LEAST = MappingProxyType(
+    {
+        "port": 0,
+        "max_queue": 0,
+        "request_timeout": 0,
+        "body_timeout": 0,
+        "send_timeout": 0,
+        "load_timeout": 0,
+        "drain_timeout": 0,
+        "engine_timeout": 1,
+        "max_body_bytes": 1,
+        "max_file_bytes": 1,
+        "tokens_per_replica": 1,
+        "fronts": 1,
+    }
+)
+SWITCHES = ("strict_fields", "allow_special_tokens_in_messages", "log_json")
+
+
 @dataclass(frozen=True)
 class ServeOptions:
     """port: 0 chooses a free one, which the log shows; send_timeout_s: how long a client may read nothing, None for no
@@ -59,6 +80,25 @@ class ServeOptions:
     front: FrontOptions
     api: ApiOptions
     batch_dir: Path | None = None
+
+
+def check_options(options: Mapping[str, Any], spelled: Callable[[str], str] = str) -> None:
+    """options: by the name of the flag; None is one that was not given.  spelled: from a name to what errors call it.
+
+    Raises EspalierError.
+    """
+    for name, low in LEAST.items():
+        if name.endswith("_timeout"):
+            _check_seconds(spelled(name), options.get(name), low)
+        else:
+            require_int(spelled(name), options.get(name), low, optional=True)
+    for name in SWITCHES:
+        if (value := options.get(name)) is not None:
+            true_or_false(spelled(name), value)
+
+
+def _check_seconds(name: str, value: Any, low: int) -> None:
+    require_number(name, value, lambda seconds: seconds >= low, f"seconds, {low} or more", optional=True)
 
 
 class Server:
@@ -194,6 +234,27 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
     finally:
         await client.close()
         listener.close()
+
+
+@asynccontextmanager
+async def local_app(
+    settings: Mapping[str, Any], client_options: ClientOptions, front_options: FrontOptions, api_options: ApiOptions
+) -> AsyncIterator[tuple[Front, ASGIApp]]:
+    """The server without its sockets, for callers in this process.
+
+    settings: keywords of EngineConfig.  Raises EspalierError if the model cannot be loaded.
+    """
+    client = EngineClient(settings, client_options)
+    try:
+        await client.start()
+        front = await asyncio.to_thread(Front, client, front_options)
+        app, _ = make_app(front, api_options)
+        try:
+            yield front, app
+        finally:
+            await front.close()
+    finally:
+        await client.close()
 
 
 async def _leave_without_engine(client: EngineClient, server: Server) -> str | None:

@@ -1,15 +1,32 @@
-"""Chat templates for the front: rendered in the template process, never on the event loop."""
+"""Renders chat templates in the template process, one at a time, within limits of time and memory.
+
+A chat template is a program of the checkpoint's author, and its input is the client's.  It may run for ever, or make
+more text than the machine holds, so it never runs on the event loop.  This module is that process's program too.
+Frames are JSON: what a template can break must not be able to send pickles.
+"""
 
 import asyncio
 import json
-from typing import Any
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, BinaryIO
 
-from espalier.chat import Rendering
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from espalier.chat import ChatTemplate, Rendering
 from espalier.errors import EspalierError
-from espalier.server.aside import Aside, AsideFailed
+from espalier.server.aside import LENGTH, Aside, AsideFailed, framed
 from espalier.server.errors import full
-from espalier.server.template_process import BEYOND
 
+# CPU time of one rendering.
+MAX_S = 1.0
+MAX_MEMORY = 2**30
+MAX_CHARS = 2**24
+BEYOND = "the chat template is not finished within {} for these messages; send fewer or shorter ones, or correct it"
 # Wall time of one rendering.  The process itself limits its CPU time, but for work that Python cannot interrupt.
 MAX_WALL_S = 30.0
 MAX_WAITING = 64
@@ -20,7 +37,7 @@ class Templates:
 
     def __init__(self, hf: Any):
         self.source = hf.chat_template, dict(hf.special_tokens_map)
-        self._aside = Aside("template", "-m", "espalier.server.template_process")
+        self._aside = Aside("template", "-m", "espalier.server.templates")
         self._turn = asyncio.Lock()
         self._num_open = 0
 
@@ -47,3 +64,70 @@ class Templates:
 
     async def close(self) -> None:
         await self._aside.close()
+
+
+class OutOfTime(BaseException):
+    """No Exception, so that nothing in between takes it for an error of its own."""
+
+
+class OnlyTemplate(PreTrainedTokenizerBase):
+    """A tokenizer with nothing but a chat template."""
+
+    def __init__(self, chat_template: Any, special_tokens: dict[str, Any]):
+        self.chat_template = chat_template
+        self._special = special_tokens
+
+    @property
+    def special_tokens_map(self) -> dict[str, Any]:
+        return self._special
+
+
+def rendered(template: ChatTemplate, rendering: Rendering) -> str:
+    """The text.  Raises EspalierError, also if a limit is reached."""
+    try:
+        with _limited_time():
+            text = template.render(rendering)
+    except OutOfTime:
+        raise EspalierError(BEYOND.format(f"{MAX_S:g} s of CPU time")) from None
+    except MemoryError:
+        raise EspalierError(BEYOND.format(f"{MAX_MEMORY >> 20} MB of memory")) from None
+    if len(text) > MAX_CHARS:
+        raise EspalierError(BEYOND.format(f"{MAX_CHARS} characters"))
+    return text
+
+
+@contextmanager
+def _limited_time() -> Iterator[None]:
+    signal.setitimer(signal.ITIMER_PROF, MAX_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _expire(number: int, frame: FrameType | None) -> None:
+    raise OutOfTime
+
+
+def serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answer each frame until `requests` ends."""
+    template, source = None, None
+    while head := requests.read(LENGTH.size):
+        sent = json.loads(requests.read(*LENGTH.unpack(head)))
+        if template is None or sent["source"] != source:
+            source = sent["source"]
+            template = ChatTemplate(OnlyTemplate(*source))
+        try:
+            answer = {"text": rendered(template, Rendering(*sent["rendering"]))}
+        except EspalierError as error:
+            answer = {"error": str(error)}
+        answers.write(framed(json.dumps(answer).encode()))
+        answers.flush()
+
+
+if __name__ == "__main__":
+    # Ctrl-C reaches the whole process group, but the front decides when this process ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, _expire)
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
+    serve(sys.stdin.buffer, sys.stdout.buffer)

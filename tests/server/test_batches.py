@@ -19,11 +19,10 @@ from espalier.batch_jobs.input_scan import scan_input
 from espalier.batch_jobs.journal import Journal
 from espalier.batch_jobs.lines import MAX_LINE_BYTES, URLS
 from espalier.cli.main import main
-from espalier.server.batch_objects import BatchRequest
 from espalier.server.batches import Batches
 from espalier.server.routes import not_served
 from espalier.server.run import _batch_concurrency
-from espalier.server.stored import Store
+from espalier.server.stored import BatchRequest, Store
 from tests import warm
 from tests.batch_jobs.sample import line, outcomes, write
 from tests.batch_jobs.valve import valve
@@ -128,7 +127,7 @@ def test_an_engine_of_its_own_gets_the_flags(tmp_path, monkeypatch, capsys):
         started.append(options)
         yield SimpleNamespace(engines=SimpleNamespace(num_slots=3)), engine
 
-    monkeypatch.setattr("espalier.server.local.local_app", local_app)
+    monkeypatch.setattr("espalier.server.run.local_app", local_app)
     assert main(["batch", str(given), str(out), "--max-batch", "3", "--steps", "2", "--tool-format", "hermes"]) == 0
     [(settings, client, front, api)] = started
     assert settings == {"model": "bundled", "max_batch": 3, "speculation": asdict(SpeculationConfig(steps=2))}

@@ -19,11 +19,11 @@ from espalier.server.body_reader import BodyReader
 from espalier.server.client import MAX_FAILED_STARTS, ClientOptions, EngineClient
 from espalier.server.engines import EngineGone, Generation
 from espalier.server.errors import ApiError
-from espalier.server.front import Front, Run
+from espalier.server.front import Front, Shares
 from espalier.server.gate import Gate
 from espalier.server.metrics import Metrics
 from espalier.server.protocol import Abort, Part, Refused
-from espalier.server.shares import Shares
+from espalier.server.request_runs import Run
 from tests.folders import new_folder
 
 

@@ -22,9 +22,9 @@ from espalier.server.answers import event
 from espalier.server.client import ClientOptions, EngineClient
 from espalier.server.connections import Connections
 from espalier.server.errors import ApiError
-from espalier.server.front import EventStream
 from espalier.server.gate import Gate, Upload
 from espalier.server.http1 import Connection
+from espalier.server.request_runs import EventStream
 from espalier.server.run import _bound
 from tests import warm
 from tests.server.connected import Counted

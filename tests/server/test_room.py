@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.errors import EspalierError
-from espalier.server import descriptors
+from espalier.server import connections
 from espalier.server.connections import Connections
 from espalier.server.http1 import Connection
 
@@ -99,22 +99,22 @@ def test_idle_connections_shut_nobody_out(caplog):
 
 
 def test_the_limit_of_connections_follows_from_that_of_open_files(monkeypatch):
-    monkeypatch.setattr(descriptors.os, "listdir", lambda _: range(30))
+    monkeypatch.setattr(connections.os, "listdir", lambda _: range(30))
     limit = 256
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, 10**6))
-    assert descriptors.max_connections() == 256 - 30 - descriptors.RESERVED
+    assert connections.max_connections() == 256 - 30 - connections.RESERVED
     limit = resource.RLIM_INFINITY
-    assert descriptors.max_connections() is None
+    assert connections.max_connections() is None
     limit = 64
     with pytest.raises(EspalierError, match=r"limit of 64 open files is too low; set it to \d+ or more"):
-        descriptors.max_connections()
+        connections.max_connections()
 
 
 def test_accepts_that_fail_are_logged_once_a_minute_without_a_traceback(caplog):
     seconds, passed = iter((0.0, *map(float, range(1, 70)))), []
     loop = SimpleNamespace(time=lambda: next(seconds), default_exception_handler=passed.append)
     loop.set_exception_handler = lambda handle: setattr(loop, "handle", handle)
-    descriptors.report_full_rarely(loop)
+    connections.report_full_rarely(loop)
     for _ in range(70):
         loop.handle(loop, {"exception": OSError(errno.EMFILE, "Too many open files")})
     lines = [(record.getMessage(), record.exc_info) for record in caplog.records]

@@ -7,7 +7,7 @@ import pytest
 
 from espalier.bench.clients import Exchange, request_of
 from espalier.request import OutputChunk
-from espalier.server import answers, chat_answers, event_stream, response_answers
+from espalier.server import answers, chat_answers, request_runs, response_answers
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.engines import Generation
 from espalier.server.front import Front, FrontOptions
@@ -67,7 +67,7 @@ def named_events(body):
 
 
 def through_asgi(monkeypatch):
-    monkeypatch.setattr(event_stream, "EXCHANGE", "none")
+    monkeypatch.setattr(request_runs, "EXCHANGE", "none")
 
 
 @pytest.mark.parametrize("pauses", [False, True], ids=["reads", "pauses"])
@@ -96,8 +96,8 @@ def test_the_run_writes_one_chunk_for_the_parts_that_came_together(ask, monkeypa
 
 @pytest.mark.parametrize("what", BODIES)
 def test_the_last_events_and_the_end_of_the_response_are_one_message(ask, monkeypatch, what):
-    messages, make = [], event_stream._body
-    monkeypatch.setattr(event_stream, "_body", lambda *about: messages.append(make(*about)) or messages[-1])
+    messages, make = [], request_runs._body
+    monkeypatch.setattr(request_runs, "_body", lambda *about: messages.append(make(*about)) or messages[-1])
     body = ask(*BODIES[what]).body()
     assert [message["more_body"] for message in messages] == [True, False]
     assert messages[1]["body"] and body.endswith(messages[1]["body"])
