@@ -13,7 +13,6 @@ import logging
 import os
 import resource
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from espalier.errors import EspalierError
@@ -40,14 +39,6 @@ MIN_CONNECTIONS = 16
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-@dataclass
-class Progress:
-    """Of a client that reads: bytes that the system has taken for it, and since when it took no more."""
-
-    taken: int
-    since: float
-
-
 class Connections:
     """The open connections of one server.
 
@@ -68,7 +59,8 @@ class Connections:
         self.body_timeout_s = body_timeout_s
         # In the order in which they were made or became idle.
         self._open: dict[Connection, None] = {}
-        self._progress: dict[Connection, Progress] = {}
+        # Of pending output: bytes that the system has taken of what was written, and since when it took no more.
+        self._progress: dict[Connection, tuple[int, float]] = {}
         self._seldom = Seldom()
 
     def __len__(self) -> int:
@@ -114,15 +106,15 @@ class Connections:
                 self._check_sender(connection, now)
 
     def _check_reader(self, connection: "Connection", size: int, now: float, limit: float | None) -> None:
-        # It is idle from when all is sent.
+        # It counts as idle once all is sent.
         connection.idle_since = now
         taken = connection.num_written - size
-        last = self._progress.setdefault(connection, Progress(taken, now))
-        if taken > last.taken:
-            last.taken, last.since = taken, now
-        if limit is not None and now - last.since >= limit:
+        before, since = self._progress.get(connection, (taken, now))
+        since = now if taken > before else since
+        self._progress[connection] = taken, since
+        if limit is not None and now - since >= limit:
             message = "the client read nothing for %.0f s: the connection is closed, %d bytes were not sent"
-            _abort(connection, message, now - last.since, size)
+            _abort(connection, message, now - since, size)
             self.metrics.stalled_readers.inc()
 
     def _check_sender(self, connection: "Connection", now: float) -> None:

@@ -77,7 +77,7 @@ class Gate:
         headers = Headers(scope=scope)
         client_id = headers.get("x-request-id", "")
         request_id.set(client_id if CLIENT_ID.fullmatch(client_id) else new_request_id())
-        # espalier/server/connections.py reads the id from the scope.
+        # connections.py reads the id from the scope.
         scope.setdefault("state", {})["request_id"] = request_id.get()
         client.set(BATCHES if UNLIMITED in scope["state"] else (scope.get("client") or ("",))[0])
         refused: ApiError | None = None

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
@@ -84,8 +85,9 @@ def openapi(endpoints: Sequence[Endpoint], names: Sequence[str]) -> dict[str, An
     """The OpenAPI description.  names: of the served models."""
     shown = [each for each in endpoints if each.about]
     bodies = [each.body for each in shown if each.body is not None]
+    models: list[type[BaseModel]] = [*bodies, ErrorBody]
     refs, found = models_json_schema(
-        [(model, "validation") for model in (*bodies, ErrorBody)], ref_template="#/components/schemas/{model}"
+        [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
     )
     schemas = found["$defs"]
     for body in bodies:

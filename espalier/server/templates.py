@@ -5,22 +5,19 @@ more text than the machine holds, so it never runs on the event loop.  This modu
 Frames are JSON: what a template can break must not be able to send pickles.
 """
 
-import asyncio
 import json
 import resource
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, BinaryIO
+from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from espalier.chat import ChatTemplate, Rendering
 from espalier.errors import EspalierError
-from espalier.server.aside import LENGTH, Aside, AsideFailed, framed
-from espalier.server.errors import full
+from espalier.server.aside import Aside, AsideFailed, serve_frames
 
 # CPU time of one rendering.
 MAX_S = 1.0
@@ -37,9 +34,8 @@ class Templates:
 
     def __init__(self, hf: Any):
         self.source = hf.chat_template, dict(hf.special_tokens_map)
-        self._aside = Aside("template", "-m", "espalier.server.templates")
-        self._turn = asyncio.Lock()
-        self._num_open = 0
+        waiting = "conversations are already waiting for the chat template"
+        self._aside = Aside("template", MAX_WAITING, waiting, "espalier.server.templates")
 
     async def start(self) -> None:
         """Start the process, whose imports take a second or two, before the first conversation needs it."""
@@ -47,17 +43,11 @@ class Templates:
 
     async def render(self, rendering: Rendering) -> str:
         """Raises EspalierError if the template refuses or does not end, ApiError if too many wait."""
-        if self._num_open > MAX_WAITING:
-            raise full(f"{MAX_WAITING} conversations are already waiting for the chat template")
         data = json.dumps({"source": self.source, "rendering": rendering}).encode()
-        self._num_open += 1
         try:
-            async with self._turn:
-                answer = json.loads(await self._aside.exchange(data, MAX_WALL_S))
+            answer = json.loads(await self._aside.exchange(data, MAX_WALL_S))
         except AsideFailed:
             raise EspalierError(BEYOND.format(f"{MAX_WALL_S:g} s and the memory that it may take")) from None
-        finally:
-            self._num_open -= 1
         if "error" in answer:
             raise EspalierError(answer["error"])
         return str(answer["text"])
@@ -109,25 +99,25 @@ def _expire(number: int, frame: FrameType | None) -> None:
     raise OutOfTime
 
 
-def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answer each frame until `requests` ends."""
-    template, source = None, None
-    while head := requests.read(LENGTH.size):
-        sent = json.loads(requests.read(*LENGTH.unpack(head)))
-        if template is None or sent["source"] != source:
-            source = sent["source"]
-            template = ChatTemplate(OnlyTemplate(*source))
+class Renderer:
+    """Answers frames.  The template is made again only for another source."""
+
+    def __init__(self) -> None:
+        self._source, self._template = None, None
+
+    def answer(self, frame: bytes) -> bytes:
+        sent = json.loads(frame)
+        if self._template is None or sent["source"] != self._source:
+            self._source = sent["source"]
+            self._template = ChatTemplate(OnlyTemplate(*sent["source"]))
         try:
-            answer = {"text": rendered(template, Rendering(*sent["rendering"]))}
+            found = {"text": rendered(self._template, Rendering(*sent["rendering"]))}
         except EspalierError as error:
-            answer = {"error": str(error)}
-        answers.write(framed(json.dumps(answer).encode()))
-        answers.flush()
+            found = {"error": str(error)}
+        return json.dumps(found).encode()
 
 
 if __name__ == "__main__":
-    # Ctrl-C reaches the whole process group, but the front decides when this process ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, _expire)
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
-    serve(sys.stdin.buffer, sys.stdout.buffer)
+    serve_frames(Renderer().answer)
