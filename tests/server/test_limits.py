@@ -222,22 +222,24 @@ def test_a_slow_reader_keeps_its_connection_and_one_that_stops_loses_it():
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b" " * 2**23})
 
-        connections = Connections(Counted(), None, 0.4, None)
-        with _bound("127.0.0.1", 0) as listener:
+        connections = Connections(Counted(), None, 1.0, None)
+        with _bound("127.0.0.1", 0) as listener, socket.socket() as client:
             loop = asyncio.get_running_loop()
             server = await loop.create_server(lambda: Connection(app, connections), sock=listener)
-            reader, writer = await asyncio.open_connection(*listener.getsockname(), limit=2**16)
-            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-            began = last = loop.time()
-            while len(connections) or loop.time() == began:
-                now = loop.time()
-                if now - began < 1.2:
-                    await reader.read(2**17)
-                    last = now
-                connections.sweep(now)
-                await asyncio.sleep(0.05)
-            assert loop.time() - last >= 0.4 and connections.metrics.count == 1
-            writer.close()
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+            client.setblocking(False)
+            await loop.sock_connect(client, listener.getsockname())
+            await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            # The clock goes on by a tenth of the limit a turn, however long the machine takes for one.
+            for turn in range(30):
+                await loop.sock_recv(client, 2**16)
+                await asyncio.sleep(0.01)
+                connections.sweep(turn / 10)
+            assert len(connections) == 1 and connections.metrics.count == 0
+            for turn in range(30, 60):
+                connections.sweep(turn / 10)
+                await asyncio.sleep(0.01)
+            assert len(connections) == 0 and connections.metrics.count == 1
             server.close()
 
     asyncio.run(asyncio.wait_for(run(), 30))
