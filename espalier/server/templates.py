@@ -103,7 +103,8 @@ class Renderer:
     """Answers frames.  The template is made again only for another source."""
 
     def __init__(self) -> None:
-        self._source, self._template = None, None
+        self._source: Any = None
+        self._template: ChatTemplate | None = None
 
     def answer(self, frame: bytes) -> bytes:
         sent = json.loads(frame)
