@@ -5,7 +5,7 @@ against it on the host, without reading from the device.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from espalier.errors import EspalierError
@@ -51,12 +51,16 @@ class TreeShape:
     """The shape of a tree.
 
     steps: depth; topk: branches kept at each level; num_draft_tokens: nodes verified per round, root included.
+    shared_rows: rows of a verify pass for each request of the batch.  The nodes with the best scores get them.  0: each
+    request has num_draft_tokens.  drafts: whether the draft proposes; if not, the tree has the other sources' paths.
     Raises EspalierError if the levels cannot propose that many nodes.
     """
 
     steps: int
     topk: int
     num_draft_tokens: int
+    shared_rows: int = 0
+    drafts: bool = True
 
     def __post_init__(self) -> None:
         bound = max_draft_tokens(self.steps, self.topk)
@@ -70,12 +74,22 @@ class TreeShape:
                 f"1 to {bound} at steps={self.steps}, topk={self.topk} (1 + topk + (steps - 1)·topk²; 1 at steps=0): "
                 "lower it, or raise steps or topk",
             ),
+            (self.shared_rows < 0, "shared_rows", self.shared_rows, "0 (each request has its own) or more"),
         )
+
+    @property
+    def rows(self) -> int:
+        """Rows of a verify pass for each request of a batch, the mean."""
+        return min(self.shared_rows or self.num_draft_tokens, self.num_draft_tokens)
 
     def __str__(self) -> str:
         if not self.steps:
             return "plain decoding"
-        return f"steps {self.steps}, topk {self.topk}, num_draft_tokens {self.num_draft_tokens}"
+        shared = f", {self.shared_rows} rows a request shared out" * bool(self.shared_rows)
+        return (
+            f"steps {self.steps}, topk {self.topk}, num_draft_tokens {self.num_draft_tokens}{shared}"
+            f"{'' if self.drafts else ', without a draft pass'}"
+        )
 
     def require(self, other: "TreeShape") -> None:
         """Check that buffers sized for this tree can hold `other`.  Raises EspalierError."""
@@ -88,7 +102,8 @@ class TreeShape:
                 )
 
 
-TREE_FIELDS = tuple(f.name for f in fields(TreeShape))
+# The fields that a user may set.
+TREE_FIELDS = ("steps", "topk", "num_draft_tokens")
 PLAIN = TreeShape(steps=0, topk=1, num_draft_tokens=1)
 
 
@@ -184,8 +199,7 @@ class RoundLayout:
     does not choose.
     text_paths, sent_paths: how many paths are grafted onto each tree, from the request's own text and from the host's
     guesses.
-    shared_rows: rows of a verify pass for each request of the batch.  The nodes with the best scores get them.  0: each
-    request has num_draft_tokens.
+    shared_rows, drafts: as in TreeShape.
     """
 
     max_batch: int
@@ -203,6 +217,7 @@ class RoundLayout:
     text_paths: int = 0
     sent_paths: int = 0
     shared_rows: int = 0
+    drafts: bool = True
 
     def __post_init__(self) -> None:
         configured = self.tree
@@ -227,7 +242,13 @@ class RoundLayout:
     @property
     def tree(self) -> TreeShape:
         """The configured tree."""
-        return TreeShape(self.steps, self.topk, self.num_draft_tokens)
+        return TreeShape(self.steps, self.topk, self.num_draft_tokens, self.shared_rows, self.drafts)
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the scores of nodes are compared: with those of other sources, or of other requests."""
+        shapes = (self.tree, *(shape for _, of_bucket in self.choices for shape in of_bucket))
+        return bool(self.text_paths or self.sent_paths) or any(shape.shared_rows for shape in shapes)
 
     def with_tree(self, shape: TreeShape) -> "RoundLayout":
         """The layout of rounds with this shape, in the buffers of this layout.  Raises EspalierError if it is larger.
@@ -249,7 +270,7 @@ class RoundLayout:
     def round_forms(self, buckets: Sequence[int]) -> list[LaunchForm]:
         """The forms of the rounds of these buckets, those with the most rows first."""
         forms = [LaunchForm(batch, tree=tree) for batch in buckets for tree in self.choices_at(batch) or (None,)]
-        rows = {form: form.batch * (form.tree or self.at(form.batch).tree).num_draft_tokens for form in forms}
+        rows = {form: form.batch * (form.tree or self.at(form.batch).tree).rows for form in forms}
         return sorted(forms, key=lambda form: (rows[form], form.batch), reverse=True)
 
     @property

@@ -2,26 +2,39 @@
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
 from espalier.engine.launch_input import Launch, RequestResult
 from espalier.layout import RoundLayout
 from espalier.request import Request
-from espalier.slots import Guess, guess_width
+from espalier.slots import ALL_SOURCES, Guess, guess_width
 from espalier.speculate.sources.base import HostSource
 from espalier.speculate.sources.survival import Survival
 
 OfSlots = tuple[tuple[int, tuple[Guess, ...]], ...]
 
 
+class OfRound(NamedTuple):
+    """The fields of these names of a round's LaunchInput."""
+
+    guesses: OfSlots = ()
+    survival: np.ndarray | None = None
+    skill: tuple[float, ...] = ()
+
+
 class Guesses:
-    """sources: in order of preference.  If there are more guesses than a round carries, the first ones are taken."""
+    """sources: in order of preference.  If there are more guesses than a round carries, the first ones are taken.
+
+    by_source: [ALL_SOURCES, 3], the sums of RequestResult.by_source.
+    """
 
     def __init__(self, layout: RoundLayout, sources: Sequence[HostSource]):
         self.layout = layout
         self.sources = sources
-        self.survival = Survival(layout.steps) if layout.text_paths or layout.sent_paths else None
+        self.survival = Survival(layout.steps) if layout.calibrates else None
+        self.by_source = np.zeros((len(ALL_SOURCES), 3))
 
     def enter(self, request: Request) -> None:
         for source in self.sources:
@@ -35,12 +48,16 @@ class Guesses:
     def leave(self, request: Request) -> None:
         for source in self.sources:
             source.leave(request)
+        if self.survival is not None:
+            self.survival.own.pop(request.id, None)
 
-    def next(self, batch: Sequence[Request]) -> tuple[OfSlots, np.ndarray | None]:
-        """LaunchInput.guesses and LaunchInput.survival for a round of these requests.  Both empty without requests."""
-        survival = None if self.survival is None or not batch else self.survival.to_send()
+    def next(self, batch: Sequence[Request]) -> OfRound:
+        """What a round of these requests carries."""
+        if self.survival is None:
+            return OfRound()
         found = ((request.slot, self._guesses_of(request)) for request in batch if request.slot is not None)
-        return tuple((slot, guesses) for slot, guesses in found if guesses), survival
+        guesses = tuple((slot, of_slot) for slot, of_slot in found if of_slot)
+        return OfRound(guesses, self.survival.to_send(), tuple(self.survival.skill(request.id) for request in batch))
 
     def _guesses_of(self, request: Request) -> tuple[Guess, ...]:
         if not request.params.depth_limit(self.layout.steps):
@@ -52,20 +69,34 @@ class Guesses:
             by_token.setdefault(guess.tokens[0], guess)
         return tuple(by_token.values())[: self.layout.sent_paths]
 
-    def count(self, launch: Launch, rows: Sequence[RequestResult]) -> None:
+    def count(self, launch: Launch, rows: Sequence[RequestResult]) -> list[int]:
         """Count the guesses of a launch that came true.  Called before its tokens are appended.  rows: the launch's
-        results."""
-        by_slot = dict(launch.launch_input.guesses)
-        for (request, generation, _), row in zip(launch.members, rows, strict=True):
-            if generation == request.generation and request.slot is not None:
-                self._count(by_slot.get(request.slot, ()), request, row)
+        results.
 
-    def _count(self, guesses: Sequence[Guess], request: Request, row: RequestResult) -> None:
+        Returns for each row how many tokens the sources beside the draft guessed right, one after another.
+        """
         if self.survival is None:
-            return
-        for kind, tokens in row.said:
-            self.survival.add(kind, tokens, row.tokens)
+            return [0] * len(rows)
+        by_slot = dict(launch.launch_input.guesses)
+        followed, requests, drafted = [0] * len(rows), [], []
+        for place, ((request, generation, _), row) in enumerate(zip(launch.members, rows, strict=True)):
+            if generation != request.generation or request.slot is None:
+                continue
+            followed[place] = self._count(by_slot.get(request.slot, ()), request, row)
+            if row.candidates is not None and row.by_source is not None:
+                requests.append(request.id)
+                drafted.append(row)
+                self.by_source += row.by_source
+        if drafted:
+            tokens = [row.tokens for row in drafted]
+            self.survival.add_draft(requests, np.stack([row.candidates for row in drafted]), tokens)
+        return followed
+
+    def _count(self, guesses: Sequence[Guess], request: Request, row: RequestResult) -> int:
+        assert self.survival is not None
+        followed = [self.survival.add(kind, tokens, row.tokens) for kind, tokens in row.said]
         for guess in guesses:
             known = tuple(request.output[guess.start + 1 - len(request.prompt) :])
             if guess.tokens[: len(known)] == known:
-                self.survival.add(guess.kind, guess.tokens[len(known) :], row.tokens)
+                followed.append(self.survival.add(guess.kind, guess.tokens[len(known) :], row.tokens))
+        return max(followed, default=0)

@@ -116,7 +116,8 @@ class RoundOutput:
     rows: [B, W], the row of the logits that each emitted token was picked from.
     tree: of a round; None for a prefill pass.
     prompt_logprobs: [N], for the prompt rows that requests asked for; None without such rows.
-    said: [B, P · (1 + S)], of a round with paths of own text, as in SlotTable; else None.
+    said: [B, P · (1 + S)], candidates: [B, D]: of a round with guesses of an engine with sources, as in SlotTable; else
+    None.
     """
 
     path: Path
@@ -126,6 +127,7 @@ class RoundOutput:
     tree: Tree | None = None
     prompt_logprobs: Logprobs | None = None
     said: Tensor | None = None
+    candidates: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -241,13 +243,15 @@ def settle(verified: Verified, mask: Tensor | None = None) -> RoundOutput:
     path = accept(tree, *sampled, slots.max_accept_depth, slots.real, runner.layout.steps)
     commit(runner, slots, path, proposed.sampler.needs.penalised, proposed.marks)
     runner.drafter.extend(slots, rows_of_path(runner.drafter, out, path), path.length)
-    is_told = runner.layout.text_paths and runner.layout.num_draft_tokens > 1
-    said = slots.table.said.index_select(0, slots.index).flatten(1) if is_told else None
+    told = {}
+    if runner.table.layout.calibrates and runner.layout.num_draft_tokens > 1:
+        fields = {"said": slots.table.said, "candidates": slots.table.candidates}
+        told = {name: field.index_select(0, slots.index).flatten(1) for name, field in fields.items() if field.shape[1]}
     if verified.logits is not None:
-        return RoundOutput(path, verified.logits, slots.num_logprobs, path.rows, tree, said=said)
+        return RoundOutput(path, verified.logits, slots.num_logprobs, path.rows, tree, **told)
     logits = runner.target.logits(gather_rows(path.rows, out.hidden))
     rows = torch.arange(path.rows.shape[1], device=path.rows.device).repeat(slots.batch, 1)
-    return RoundOutput(path, logits, slots.num_logprobs, rows, tree, said=said)
+    return RoundOutput(path, logits, slots.num_logprobs, rows, tree, **told)
 
 
 def sample_nodes(verified: Verified, mask: Tensor | None) -> SampledTokens:

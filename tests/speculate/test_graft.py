@@ -72,9 +72,14 @@ def test_the_best_of_both_with_each_sequence_once(batch, topk, steps, count, nod
     drawn = torch.randint(-1, VOCAB, (batch, count, steps), generator=random(seed + 1))
     paths = Paths(drawn, torch.randint(0, PATH_KINDS, (batch, count), generator=random(seed + 2)))
     table = survival(steps, seed + 3)
-    made = graft(tree, paths, table, steps)
+    of_draft = torch.where(tree.tokens == VOID, 0, PATH_KINDS + 1)
+    made, kinds = graft(tree, of_draft, paths, table, steps)
     for row in range(batch):
         got = sequences_of(made, row)
+        drafted = sequences_of(tree, row)
+        for at, kind in zip(got, kinds[row].tolist(), strict=False):
+            of_paths = [int(paths.kinds[row, i]) for i in range(count) if drawn[row, i, : len(at)].tolist() == [*at]]
+            assert kind == (PATH_KINDS + 1 if at in drafted else of_paths[0])
         assert list(got.items()) == list(expected(tree, paths, table, row).items())
         lineage = made.mask()[row]
         for node, (at, parent) in enumerate(zip(lineage.tolist(), made.parents[row].tolist(), strict=True)):

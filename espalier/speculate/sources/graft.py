@@ -15,12 +15,13 @@ from espalier.speculate.sources.base import Paths
 NOTHING = -2
 
 
-def graft(tree: Tree, paths: Paths, survival: Tensor, steps: int) -> Tree:
+def graft(tree: Tree, kinds: Tensor, paths: Paths, survival: Tensor, steps: int) -> tuple[Tree, Tensor]:
     """Make trees of the same size from the best nodes of the draft's trees and of the paths.
 
-    survival: [KINDS, S] float32, the log-probability that a path of a kind is right at a depth if it was right above.
-    steps: the greatest depth.  A node that occurs several times has the highest of its scores.  Of equal scores the
-    draft's node comes first, then the first path's, so a parent comes before its children.
+    kinds: [B, D], of the draft's nodes; survival: [KINDS, S] float32, the log-probability that a node of a kind is right
+    at a depth if its parent is.  steps: the greatest depth.  A node that occurs several times has the highest of its
+    scores.  Of equal scores the draft's node comes first, then the first path's, so a parent comes before its children.
+    Returns the kinds of the new nodes too.
     """
     sequences = torch.cat((tree_sequences(tree, steps), path_sequences(paths.tokens[..., :steps])), 1)
     path_scores = survival[paths.kinds][..., :steps].cumsum(-1).flatten(1)
@@ -37,7 +38,8 @@ def graft(tree: Tree, paths: Paths, survival: Tensor, steps: int) -> Tree:
     # The root always stays.
     best[:, 0] = torch.inf
     chosen = torch.sort(best, dim=1, descending=True, stable=True).indices[:, : tree.tokens.shape[1]]
-    return _tree_of(tree, paths, chosen, first, best, steps)
+    kinds = torch.cat((kinds, paths.kinds[..., None].expand(paths.tokens[..., :steps].shape).flatten(1)), 1)
+    return _tree_of(tree, paths, chosen, first, best, steps), kinds.gather(1, chosen)
 
 
 def tree_sequences(tree: Tree, steps: int) -> Tensor:
