@@ -78,6 +78,17 @@ class TreeShape:
         )
 
     @property
+    def label(self) -> str:
+        """A short name, for metrics."""
+        shared = f" sharing {self.shared_rows}" if self.shared_rows else ""
+        return ",".join(map(str, self.sizes.values())) + shared + ("" if self.drafts else " without draft")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The fields that a user may set, by name."""
+        return {name: getattr(self, name) for name in TREE_FIELDS}
+
+    @property
     def rows(self) -> int:
         """Rows of a verify pass for each request of a batch, the mean."""
         return min(self.shared_rows or self.num_draft_tokens, self.num_draft_tokens)
@@ -120,8 +131,8 @@ class RoundCosts(Protocol):
         """The time of a round.  context: tokens of a request, the mean over the batch."""
         ...
 
-    def of_guesses(self, batch: int, guesses: int | None) -> float:
-        """The time of a round that had so many guesses a request, None for plain decoding.  Only without a clock."""
+    def of_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
+        """The time of a round that verified so many rows in all.  Only without a clock."""
         ...
 
 

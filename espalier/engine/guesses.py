@@ -1,5 +1,6 @@
 """Asks the host's sources for guesses for the rounds of a batch, and counts which guesses came true."""
 
+import logging
 from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -12,6 +13,10 @@ from espalier.request import Request
 from espalier.slots import ALL_SOURCES, Guess, guess_width
 from espalier.speculate.sources.base import HostSource
 from espalier.speculate.sources.survival import Survival
+
+# Counts are logged after so many rounds, and each time that the rounds have doubled.
+LEAST_LOGGED = 256
+log = logging.getLogger("espalier")
 
 OfSlots = tuple[tuple[int, tuple[Guess, ...]], ...]
 
@@ -27,7 +32,7 @@ class OfRound(NamedTuple):
 class Guesses:
     """sources: in order of preference.  If there are more guesses than a round carries, the first ones are taken.
 
-    by_source: [ALL_SOURCES, 3], the sums of RequestResult.by_source.
+    by_source: [ALL_SOURCES, 3], the sums of RequestResult.by_source; num_read: their rounds.
     """
 
     def __init__(self, layout: RoundLayout, sources: Sequence[HostSource]):
@@ -35,6 +40,7 @@ class Guesses:
         self.sources = sources
         self.survival = Survival(layout.steps) if layout.calibrates else None
         self.by_source = np.zeros((len(ALL_SOURCES), 3))
+        self.num_read = 0
 
     def enter(self, request: Request) -> None:
         for source in self.sources:
@@ -88,9 +94,21 @@ class Guesses:
                 drafted.append(row)
                 self.by_source += row.by_source
         if drafted:
+            self._log_if_due()
             tokens = [row.tokens for row in drafted]
             self.survival.add_draft(requests, np.stack([row.candidates for row in drafted]), tokens)
         return followed
+
+    def _log_if_due(self) -> None:
+        self.num_read += 1
+        if self.num_read < LEAST_LOGGED or self.num_read & (self.num_read - 1):
+            return
+        said = (
+            f"{name} {rows:.0f} rows, {found:.0f} accepted of {expected:.0f} expected"
+            for name, (rows, expected, found) in zip(ALL_SOURCES, self.by_source, strict=True)
+            if rows
+        )
+        log.info("guesses of %d rounds: %s", self.num_read, "; ".join(said))
 
     def _count(self, guesses: Sequence[Guess], request: Request, row: RequestResult) -> int:
         assert self.survival is not None

@@ -123,7 +123,7 @@ class Scheduler:
     def harvest(self, launch: Launch, rows: list[RequestResult]) -> None:
         """Process the results of a launch.  Launches are harvested in the order in which they were started."""
         self._in_flight -= 1
-        self.guesses.count(launch, rows)
+        followed = self.guesses.count(launch, rows)
         allowed = [0] * len(rows)
         for place, ((request, generation, is_prefilled), row) in enumerate(zip(launch.members, rows, strict=True)):
             if generation != request.generation:
@@ -134,7 +134,7 @@ class Scheduler:
                 self._read_prompt(request, row)
             if request.aborted and not request.done:
                 self._finish(request, "abort")
-        self.trees.read(launch.launch_input, rows, allowed)
+        self.trees.read(launch.launch_input, rows, allowed, followed)
 
     def stop(self, error: str) -> None:
         """Abort every request and forget the launches in flight."""

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from espalier.masking.compile import CompiledGrammar, CompilerBusy
 from espalier.request import OutputChunk, Request
 from espalier.server import logs, protocol
 from espalier.server.protocol import Abort, Failed, Harvest, Part, Ready, Refused, Report, Start, Submit, Submits
+from espalier.slots import ALL_SOURCES
 
 log = logging.getLogger("espalier.server")
 WAIT_FOR_START_MS = 60_000
@@ -183,7 +184,11 @@ class Worker:
             pages_owned=pool.num_pages - 1 - pool.free - cached,
             preempted=scheduler.num_preempted,
             rounds=self._rounds(),
-            trees=[(*astuple(tree), count) for tree, count in scheduler.trees.num_rounds.items()],
+            trees=[(tree.label, count) for tree, count in scheduler.trees.num_rounds.items()],
+            tree_changes=scheduler.trees.chooser.num_changes,
+            by_source=[
+                (name, *row) for name, row in zip(ALL_SOURCES, scheduler.guesses.by_source.tolist(), strict=True)
+            ],
             totals=engine.totals,
             low_acceptance=low_acceptance(engine.totals),
             abort_steps=abort_steps,

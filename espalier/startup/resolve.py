@@ -22,7 +22,7 @@ from espalier.speculate.drafters.registry import algorithms, drafter_without_fil
 from espalier.startup.build import cache_specs
 from espalier.startup.cache_memory import pages_and_snapshots
 from espalier.startup.pause import busy_chunk_size
-from espalier.startup.sources import INDEX_BYTES, choose_sources, source_sizes
+from espalier.startup.sources import INDEX_BYTES, choose_sources, shares_rows, source_sizes
 from espalier.startup.threads import ThreadFacts, choose_threads
 from espalier.startup.tree_cost import ChipFigures, PassWeights
 from espalier.startup.tree_policy import Machine, choose_trees, choose_while_running
@@ -227,9 +227,11 @@ def resolve(
     max_batch = _value_or(config.max_batch, defaults.max_batch)
     is_named = any(not is_open(getattr(speculation, name)) for name in TREE_FIELDS)
     trees = choose_trees(speculation.by_batch, tree, machine, is_named, max_batch)
-    costs, choices = choose_while_running(speculation, tree, machine, max_batch, spec.algorithm)
     chunk_size = _value_or(config.chunk_size, defaults.chunk_size)
     sources = choose_sources(speculation, spec.algorithm, tree, device)
+    shares = shares_rows(facts.layer_specs, facts.model_impl)
+    of_batches = (machine, max_batch, spec.algorithm, shares, sources)
+    costs, choices = choose_while_running(speculation, tree, *of_batches)
     layout = RoundLayout(
         max_batch=max_batch,
         **asdict(tree),
@@ -240,7 +242,7 @@ def resolve(
         chunk_size=chunk_size,
         busy_chunk_size=busy_chunk_size(config, chunk_size, defaults.busy_chunk_size, machine),
         trees=tuple(trees.items()),
-        **source_sizes(speculation, sources, facts.layer_specs, facts.model_impl),
+        **source_sizes(sources),
         choices=choices,
     )
     if device.type == "cuda":

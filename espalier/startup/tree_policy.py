@@ -8,8 +8,8 @@ chosen anew while the engine runs (engine/tree_choice.py), among those of tree_s
 import json
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,19 +68,26 @@ def choose_trees(
 
 
 def choose_while_running(
-    speculation: SpeculationConfig, configured: TreeShape, machine: Machine | None, max_batch: int, algorithm: str
+    speculation: SpeculationConfig,
+    configured: TreeShape,
+    machine: Machine | None,
+    max_batch: int,
+    algorithm: str,
+    shares: bool,
+    sources: Sequence[str],
 ) -> tuple[RoundCosts | None, Choices]:
     """The values of ResolvedConfig.round_costs and RoundLayout.choices.  None and () if the engine does not choose
     trees while it runs.
 
     speculation: as the user gave it.  On a CPU, costs are known only for n-gram lookup, and a tree that the user names
-    runs in every round.
+    runs in every round.  shares, sources: as in tree_sets, and the names of the sources beside the drafter.
     """
     if speculation.by_batch != "auto" or configured == PLAIN:
         return None, ()
+    looks_up = algorithm != "ngram" and bool(sources)
     if machine is not None:
         costs = PredictedCosts(machine.weights, machine.chip)
-        return costs, tree_sets(configured, costs, max_batch, MAX_VERIFY_ROWS)
+        return costs, tree_sets(configured, costs, max_batch, MAX_VERIFY_ROWS, shares, looks_up)
     if algorithm == "ngram" and speculation == SpeculationConfig():
         return CpuCosts(), ((1, (configured, PLAIN)),)
     return None, ()
@@ -137,7 +144,7 @@ def _shape(value: Any, where: str) -> TreeShape:
     for name in value:
         if name not in TREE_FIELDS:
             raise EspalierError(f"{where}: unknown {name!r}; a tree has {', '.join(TREE_FIELDS)}")
-    sizes = asdict(PLAIN) | dict(value) if value.get("steps") == 0 else dict(value)
+    sizes = PLAIN.sizes | dict(value) if value.get("steps") == 0 else dict(value)
     for name in TREE_FIELDS:
         if name not in sizes:
             raise EspalierError(f"{where}: {name} is missing; a tree has {', '.join(TREE_FIELDS)}")
@@ -156,7 +163,7 @@ def read(path: Path) -> Trees:
 
 def write(path: Path, trees: Mapping[int, TreeShape]) -> None:
     """Write a table as JSON.  Raises EspalierError if the file cannot be written."""
-    lines = [f"  {json.dumps(str(least))}: {json.dumps(asdict(shape))}" for least, shape in trees.items()]
+    lines = [f"  {json.dumps(str(least))}: {json.dumps(shape.sizes)}" for least, shape in trees.items()]
     try:
         path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     except OSError as error:

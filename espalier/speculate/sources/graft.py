@@ -18,10 +18,10 @@ NOTHING = -2
 def graft(tree: Tree, kinds: Tensor, paths: Paths, survival: Tensor, steps: int) -> tuple[Tree, Tensor]:
     """Make trees of the same size from the best nodes of the draft's trees and of the paths.
 
-    kinds: [B, D], of the draft's nodes; survival: [KINDS, S] float32, the log-probability that a node of a kind is right
-    at a depth if its parent is.  steps: the greatest depth.  A node that occurs several times has the highest of its
-    scores.  Of equal scores the draft's node comes first, then the first path's, so a parent comes before its children.
-    Returns the kinds of the new nodes too.
+    kinds: [B, D], of the draft's nodes; survival: [KINDS, S] float32, the log-probability that a node of a kind is
+    right at a depth if its parent is.  steps: the greatest depth.  A node that occurs several times has the highest of
+    its scores.  Of equal scores the draft's node comes first, then the first path's, so a parent comes before its
+    children.  Returns the kinds of the new nodes too.
     """
     sequences = torch.cat((tree_sequences(tree, steps), path_sequences(paths.tokens[..., :steps])), 1)
     path_scores = survival[paths.kinds][..., :steps].cumsum(-1).flatten(1)
