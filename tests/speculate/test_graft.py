@@ -48,7 +48,7 @@ def expected(tree: Tree, paths: Paths, table: torch.Tensor, row: int) -> Sequenc
     for path, kind in zip(paths.tokens[row].tolist(), paths.kinds[row].tolist(), strict=True):
         score = torch.zeros(())
         for depth, token in enumerate(path):
-            if token == VOID:
+            if token == VOID or not kind:
                 break
             score = score + table[kind, depth]
             at = tuple(path[: depth + 1])
@@ -78,7 +78,11 @@ def test_the_best_of_both_with_each_sequence_once(batch, topk, steps, count, nod
         got = sequences_of(made, row)
         drafted = sequences_of(tree, row)
         for at, kind in zip(got, kinds[row].tolist(), strict=False):
-            of_paths = [int(paths.kinds[row, i]) for i in range(count) if drawn[row, i, : len(at)].tolist() == [*at]]
+            of_paths = [
+                int(paths.kinds[row, i])
+                for i in range(count)
+                if at == tuple(drawn[row, i, : len(at)].tolist()) and paths.kinds[row, i]
+            ]
             assert kind == (PATH_KINDS + 1 if at in drafted else of_paths[0])
         assert list(got.items()) == list(expected(tree, paths, table, row).items())
         lineage = made.mask()[row]

@@ -27,7 +27,7 @@ def graft(tree: Tree, kinds: Tensor, paths: Paths, survival: Tensor, steps: int)
     path_scores = survival[paths.kinds][..., :steps].cumsum(-1).flatten(1)
     scores = usable(torch.cat((tree.scores, path_scores), 1))
     size = scores.shape[1]
-    exists = _exists(tree, paths.tokens[..., :steps])
+    exists = _exists(tree, paths, steps)
     scores = scores.masked_fill(~exists, -torch.inf)
     same = (sequences[:, :, None] == sequences[:, None]).all(-1) & exists[:, :, None] & exists[:, None]
     # Nodes with the same tokens become one: the first of them.
@@ -58,12 +58,13 @@ def path_sequences(tokens: Tensor) -> Tensor:
     return torch.where(above, tokens[:, :, None], NOTHING).flatten(1, 2)
 
 
-def _exists(tree: Tree, tokens: Tensor) -> Tensor:
-    """[B, D + P · S] bool: whether a node is not void."""
+def _exists(tree: Tree, paths: Paths, steps: int) -> Tensor:
+    """[B, D + P · S] bool: whether a node is not void.  A path of kind 0 has tokens, which nobody guesses."""
     drafted = tree.tokens != VOID
     # The root exists, whatever its token.
     drafted[:, 0] = True
-    return torch.cat((drafted, (tokens != VOID).cumprod(2).bool().flatten(1)), 1)
+    is_guessed = (paths.tokens[..., :steps] != VOID) & (paths.kinds > 0)[..., None]
+    return torch.cat((drafted, is_guessed.cumprod(2).bool().flatten(1)), 1)
 
 
 def _tree_of(tree: Tree, paths: Paths, chosen: Tensor, first: Tensor, best: Tensor, steps: int) -> Tree:
