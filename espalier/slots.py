@@ -37,11 +37,13 @@ INTS = (
 FLOATS = tuple(f.name for f in SLOT_PARAMS if f.type is float)
 
 # The sources of paths beside a draft.  A path's kind is its source and its strength: how well it matches the text, from
-# 1 to STRENGTHS.  Kind 0 is no path.
+# 1 to STRENGTHS.  Kind 0 is no path.  A node that the draft beside it does not propose is right less often, so it has a
+# kind of its own, ALONE higher.
 SOURCES = ("text", "prediction", "index")
 ALL_SOURCES = (*SOURCES, "draft")
 STRENGTHS = 4
-PATH_KINDS = 1 + len(SOURCES) * STRENGTHS
+ALONE = len(SOURCES) * STRENGTHS
+PATH_KINDS = 1 + 2 * ALONE
 # The kinds of a draft's nodes follow: by whether tokens are sampled, by rank among siblings (the last rank stands for
 # all behind it), and by level, which says how sure the draft was of the node's last step.
 RANKS, LEVELS = 3, 8

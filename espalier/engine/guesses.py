@@ -12,6 +12,7 @@ from espalier.layout import RoundLayout
 from espalier.request import Request
 from espalier.slots import ALL_SOURCES, Guess, guess_width
 from espalier.speculate.sources.base import HostSource
+from espalier.speculate.sources.calibrate import Candidates
 from espalier.speculate.sources.survival import Survival
 
 # Counts are logged after so many rounds, and each time that the rounds have doubled.
@@ -112,9 +113,18 @@ class Guesses:
 
     def _count(self, guesses: Sequence[Guess], request: Request, row: RequestResult) -> int:
         assert self.survival is not None
-        followed = [self.survival.add(kind, tokens, row.tokens) for kind, tokens in row.said]
+        drafted = None if row.candidates is None else Candidates.of(row.candidates).lineage
+        paths = list(row.said)
         for guess in guesses:
             known = tuple(request.output[guess.start + 1 - len(request.prompt) :])
             if guess.tokens[: len(known)] == known:
-                followed.append(self.survival.add(guess.kind, guess.tokens[len(known) :], row.tokens))
+                paths.append((guess.kind, guess.tokens[len(known) :]))
+        followed = [self.survival.add(kind, tokens, row.tokens, _num_shared(tokens, drafted)) for kind, tokens in paths]
         return max(followed, default=0)
+
+
+def _num_shared(path: Sequence[int], drafted: set[tuple[int, ...]] | None) -> int | None:
+    """How many tokens of a path the draft proposed too.  drafted: Candidates.lineage."""
+    if not drafted:
+        return None
+    return next((at for at in range(len(path)) if tuple(path[: at + 1]) not in drafted), len(path))

@@ -10,7 +10,7 @@ from espalier.engine.guesses import Guesses
 from espalier.engine.round_times import CpuCosts
 from espalier.layout import PLAIN
 from espalier.request import Request, SamplingParams
-from espalier.slots import PATH_KINDS, Guess
+from espalier.slots import ALONE, Guess
 from espalier.speculate import round as of_round
 from espalier.speculate.sources.survival import Survival
 from espalier.startup.build import assemble
@@ -45,7 +45,7 @@ class Told:
             true = [self.random.randrange(VOCAB) for _ in range(self.random.randint(1, width))]
         # Of a place that the host should have moved on from.
         start -= self.says == "late"
-        kind = self.random.randint(1, PATH_KINDS - 1)
+        kind = self.random.randint(1, ALONE)
         return [Guess(max(start, 0), kind, tuple(true))] if true else []
 
 

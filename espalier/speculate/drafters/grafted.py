@@ -63,7 +63,7 @@ class GraftedDrafter:
         kinds = kinds_of_draft(tree, is_sampled(slots))
         tree = calibrated(tree, kinds, table.survival, table.skill.index_select(0, slots.index))
         if paths is not None:
-            tree, kinds = graft(tree, kinds, paths, table.survival, self.layout.steps)
+            tree, kinds = graft(tree, kinds, paths, table.survival, self.layout.steps, self.layout.drafts)
         table.candidates.index_copy_(0, slots.index, _padded(packed(tree, kinds), table.candidates))
         return tree
 

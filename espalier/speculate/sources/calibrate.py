@@ -14,7 +14,7 @@ from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import own_bits, unpack
 from espalier.kernels.ops.tree import VOID, Tree
-from espalier.slots import LEVELS, PATH_KINDS, RANKS, SOURCES, STRENGTHS, BatchState
+from espalier.slots import ALONE, LEVELS, PATH_KINDS, RANKS, SOURCES, STRENGTHS, BatchState
 
 # No step is surer than this, so a child never scores as high as its parent.
 MOST = 0.98
@@ -82,7 +82,15 @@ class Candidates(NamedTuple):
     @property
     def sources(self) -> np.ndarray:
         """Places in ALL_SOURCES."""
-        return np.minimum((self.kinds - 1) // STRENGTHS, len(SOURCES))
+        return np.where(self.kinds < PATH_KINDS, (self.kinds - 1) % ALONE // STRENGTHS, len(SOURCES))
+
+    @property
+    def lineage(self) -> set[tuple[int, ...]]:
+        """Of one request: for each of the draft's nodes, the tokens from depth 1 down to it."""
+        above: list[tuple[int, ...]] = []
+        for exists, parent, token in zip(self.exists, self.parents.tolist(), self.tokens.tolist(), strict=True):
+            above.append((*above[parent], token) if exists else ())
+        return {tokens for tokens, kind in zip(above, self.kinds.tolist(), strict=True) if kind >= PATH_KINDS}
 
 
 def is_sampled(slots: BatchState) -> Tensor:

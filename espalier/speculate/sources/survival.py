@@ -8,12 +8,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from espalier.slots import KINDS, LEVELS, PATH_KINDS, RANKS, SOURCES, STRENGTHS
+from espalier.slots import ALONE, KINDS, LEVELS, PATH_KINDS, RANKS, SOURCES, STRENGTHS
 from espalier.speculate.sources.calibrate import Candidates, first_of_level
 
 # The assumed survival (the share of paths that are right) of each source, by strength.  For "text" a match of m tokens
 # has m / (m + 1).  For a draft it is what the draft says.
 FIRST = {"text": (1 / 2, 2 / 3, 3 / 4, 4 / 5), "prediction": (0.6, 0.8, 0.9, 0.95), "index": (0.5, 0.7, 0.85, 0.92)}
+# The same where the draft beside it proposes something else, as many times as much.
+ALONE_FIRST = 0.4
 # The assumption counts as PRIOR guesses.  A guess's weight is halved after HALF_LIFE more guesses of its kind.
 PRIOR = 4.0
 HALF_LIFE = 256.0
@@ -31,6 +33,7 @@ class Survival:
 
     def __init__(self, steps: int) -> None:
         by_kind = [1.0, *(FIRST[source][strength] for source in SOURCES for strength in range(STRENGTHS))]
+        by_kind += [ALONE_FIRST * first for first in by_kind[1:]]
         by_kind += [first_of_level(level) for level in range(LEVELS)] * (2 * RANKS)
         self.first = np.array(by_kind)
         self.tried = np.zeros((KINDS, steps))
@@ -52,8 +55,9 @@ class Survival:
             made[:, depth] = above
         return made
 
-    def add(self, kind: int, path: Sequence[int], emitted: Sequence[int]) -> int:
-        """Count a path.  emitted: the tokens that the target picked at the depths of the path.
+    def add(self, kind: int, path: Sequence[int], emitted: Sequence[int], shared: int | None = None) -> int:
+        """Count a path.  emitted: the tokens that the target picked at the depths of the path; shared: how many of its
+        tokens the draft proposed too, None in a round without a draft.
 
         Returns how many of its tokens came true.
         """
@@ -61,9 +65,13 @@ class Survival:
         pairs = list(zip(path, emitted, strict=False))[: self.tried.shape[1]]
         followed = next((at for at, (said, got) in enumerate(pairs) if said != got), len(pairs))
         fades = 0.5 ** (1 / HALF_LIFE)
-        for counts, depth in ((self.tried, min(followed + 1, len(pairs))), (self.followed, followed)):
-            counts[kind] *= fades
-            counts[kind, :depth] += 1
+        first_alone = len(pairs) if shared is None else min(shared, len(pairs))
+        for of_kind, begin, end in ((kind, 0, first_alone), (kind + ALONE, first_alone, len(pairs))):
+            tried = min(followed + 1, end)
+            if begin < tried:
+                for counts, last in ((self.tried, tried), (self.followed, min(followed, end))):
+                    counts[of_kind] *= fades
+                    counts[of_kind, begin:last] += 1
         return followed
 
     def add_draft(self, requests: Sequence[str], candidates: np.ndarray, emitted: Sequence[Sequence[int]]) -> None:
