@@ -230,7 +230,7 @@ def resolve(
     chunk_size = _value_or(config.chunk_size, defaults.chunk_size)
     sources = choose_sources(speculation, spec.algorithm, tree, device)
     shares = shares_rows(facts.layer_specs, facts.model_impl)
-    of_batches = (machine, max_batch, spec.algorithm, shares, sources)
+    of_batches = (machine, max_batch, spec.algorithm, shares, sources, facts.pass_weights)
     costs, choices = choose_while_running(speculation, tree, *of_batches)
     layout = RoundLayout(
         max_batch=max_batch,

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from espalier.config import SpeculationConfig
+from espalier.config import SpeculationConfig, is_open
 from espalier.engine.acceptance import ACCEPTED_BY
 from espalier.engine.round_times import CpuCosts
 from espalier.errors import EspalierError, once_each
 from espalier.layout import PLAIN, TREE_FIELDS, RoundCosts, TreeShape
 from espalier.startup.tree_cost import ChipFigures, PassWeights, trees_by_cost
-from espalier.startup.tree_sets import Choices, PredictedCosts, tree_sets
+from espalier.startup.tree_sets import Choices, PredictedCosts, sharing, tree_sets
 
 # Rows of a verify pass that trees by default do not exceed.  Staging and logits grow with them: 4096 rows of
 # llama-3.1-8b are 0.54 GB of K and V, and 1.05 GB of logits in bfloat16.
@@ -75,12 +75,14 @@ def choose_while_running(
     algorithm: str,
     shares: bool,
     sources: Sequence[str],
+    weights: PassWeights,
 ) -> tuple[RoundCosts | None, Choices]:
     """The values of ResolvedConfig.round_costs and RoundLayout.choices.  None and () if the engine does not choose
     trees while it runs.
 
-    speculation: as the user gave it.  On a CPU, costs are known only for n-gram lookup, and a tree that the user names
-    runs in every round.  shares, sources: as in tree_sets, and the names of the sources beside the drafter.
+    speculation: as the user gave it.  On a CPU, a tree that the user names runs in every round, and a draft model pauses
+    only where other sources search texts.  shares: as in tree_sets; sources: beside the drafter; weights: of target and
+    draft.
     """
     if speculation.by_batch != "auto" or configured == PLAIN:
         return None, ()
@@ -90,6 +92,11 @@ def choose_while_running(
         return costs, tree_sets(configured, costs, max_batch, MAX_VERIFY_ROWS, shares, looks_up)
     if algorithm == "ngram" and speculation == SpeculationConfig():
         return CpuCosts(), ((1, (configured, PLAIN)),)
+    is_named = any(not is_open(getattr(speculation, name)) for name in TREE_FIELDS)
+    if looks_up and {*sources} != {"prediction"} and not is_named:
+        lone = (configured, replace(configured, drafts=False), PLAIN)
+        shared = tuple(sharing(configured)) if shares else ()
+        return CpuCosts(draft=weights.draft / weights.dense), ((1, lone), (2, (*lone, *shared)))
     return None, ()
 
 
