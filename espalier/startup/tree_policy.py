@@ -80,9 +80,9 @@ def choose_while_running(
     """The values of ResolvedConfig.round_costs and RoundLayout.choices.  None and () if the engine does not choose
     trees while it runs.
 
-    speculation: as the user gave it.  On a CPU, a tree that the user names runs in every round, and a draft model pauses
-    only where other sources search texts.  shares: as in tree_sets; sources: beside the drafter; weights: of target and
-    draft.
+    speculation: as the user gave it.  On a CPU, a tree that the user names runs in every round, and a draft model
+    pauses only where other sources search texts.  shares: as in tree_sets; sources: beside the drafter; weights: of
+    target and draft.
     """
     if speculation.by_batch != "auto" or configured == PLAIN:
         return None, ()
