@@ -6,7 +6,7 @@ against it on the host, without reading from the device.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from espalier.errors import EspalierError
 
@@ -17,12 +17,6 @@ ANCESTOR_BITS = 64
 MAX_PAGE_SIZE = 512
 MIN_CHUNK_WIDTH = 16
 ROUNDS_IN_FLIGHT = 2
-# Prompt log-probabilities: the most bytes of float32 logits computed at a time.  With a vocabulary of 128,256 that is
-# 261 rows, which take about as long to compute as the head's weight takes to read.
-LOGITS_BYTES = 2**27
-# A verify pass: the same.  With that vocabulary it is 4185 rows, more than trees have by default
-# (startup/tree_policy.py).
-NODE_LOGITS_BYTES = 2**31
 # Limits of captured prefill passes: the widths of their pieces, and the most pieces and rows.  A slow host needs some
 # 60 ms to launch a pass of an 8B in FP8, and an H100 37 ms to run one of 2,048 rows (docs/log.md).
 CAPTURED_WIDTHS = (16, 64, 256)
@@ -78,29 +72,20 @@ class TreeShape:
         )
 
     @property
-    def label(self) -> str:
-        """A short name, for metrics."""
-        shared = f" sharing {self.shared_rows}" if self.shared_rows else ""
-        return ",".join(map(str, self.sizes.values())) + shared + ("" if self.drafts else " without draft")
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The fields that a user may set, by name."""
+    def sizes(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in TREE_FIELDS}
 
     @property
     def rows(self) -> int:
-        """Rows of a verify pass for each request of a batch, the mean."""
+        """Rows of a verify pass, the mean over the requests."""
         return min(self.shared_rows or self.num_draft_tokens, self.num_draft_tokens)
 
     def __str__(self) -> str:
         if not self.steps:
             return "plain decoding"
-        shared = f", {self.shared_rows} rows a request shared out" * bool(self.shared_rows)
-        return (
-            f"steps {self.steps}, topk {self.topk}, num_draft_tokens {self.num_draft_tokens}{shared}"
-            f"{'' if self.drafts else ', without a draft pass'}"
-        )
+        shared = f", sharing {self.shared_rows} rows a request" if self.shared_rows else ""
+        undrafted = "" if self.drafts else ", without a draft pass"
+        return ", ".join(f"{name} {size}" for name, size in self.sizes.items()) + shared + undrafted
 
     def require(self, other: "TreeShape") -> None:
         """Check that buffers sized for this tree can hold `other`.  Raises EspalierError."""
@@ -183,17 +168,6 @@ def captured_form(captured: Sequence[LaunchForm], width: int, pieces: int) -> La
     return next((form for form in captured if form.width == width and form.pieces >= pieces), None)
 
 
-def logit_rows(vocab_size: int) -> int:
-    """Rows of a prompt whose logits are computed at a time."""
-    return max(1, LOGITS_BYTES // (4 * vocab_size))
-
-
-def node_slices(batch: int, nodes: int, vocab_size: int) -> list[slice]:
-    """Nodes of each request's tree whose logits are computed at a time, in order; one slice where all fit."""
-    width = max(1, NODE_LOGITS_BYTES // (4 * vocab_size * max(batch, 1)))
-    return [slice(first, min(first + width, nodes)) for first in range(0, nodes, width)]
-
-
 @dataclass(frozen=True)
 class RoundLayout:
     """Sizes of rounds and prefill passes.
@@ -252,7 +226,6 @@ class RoundLayout:
 
     @property
     def tree(self) -> TreeShape:
-        """The configured tree."""
         return TreeShape(self.steps, self.topk, self.num_draft_tokens, self.shared_rows, self.drafts)
 
     @property

@@ -85,19 +85,22 @@ class Guesses:
         if self.survival is None:
             return [0] * len(rows)
         by_slot = dict(launch.launch_input.guesses)
-        followed, requests, drafted = [0] * len(rows), [], []
+        followed = [0] * len(rows)
+        requests: list[str] = []
+        candidates: list[np.ndarray] = []
+        emitted: list[Sequence[int]] = []
         for place, ((request, generation, _), row) in enumerate(zip(launch.members, rows, strict=True)):
             if generation != request.generation or request.slot is None:
                 continue
             followed[place] = self._count(by_slot.get(request.slot, ()), request, row)
             if row.candidates is not None and row.by_source is not None:
                 requests.append(request.id)
-                drafted.append(row)
+                candidates.append(row.candidates)
+                emitted.append(row.tokens)
                 self.by_source += row.by_source
-        if drafted:
+        if requests:
             self._log_if_due()
-            tokens = [row.tokens for row in drafted]
-            self.survival.add_draft(requests, np.stack([row.candidates for row in drafted]), tokens)
+            self.survival.add_draft(requests, np.stack(candidates), emitted)
         return followed
 
     def _log_if_due(self) -> None:

@@ -150,12 +150,12 @@ def _of_speculation(totals: SpeculationStats) -> Iterator[Metric]:
     yield _labelled(taken, enumerate(totals.taken, 1))
 
 
-def _of_sources(by_source: Sequence[tuple[str, float, float, float]]) -> Iterator[Metric]:
+def _of_sources(by_source: Mapping[str, Sequence[float]]) -> Iterator[Metric]:
     about = ("draft tokens verified", "of these, accepted by their scores", "of these, accepted")
-    for place, (name, what) in enumerate(zip(("rows", "rows_expected", "rows_accepted"), about, strict=True), 1):
+    for place, (name, what) in enumerate(zip(("rows", "rows_expected", "rows_accepted"), about, strict=True)):
         what = f"{what}, where scores are compared"
         family = CounterMetricFamily(f"espalier_{name}_by_source", what, labels=["source"])
-        yield _labelled(family, ((row[0], row[place]) for row in by_source))
+        yield _labelled(family, [(source, counts[place]) for source, counts in by_source.items()])
 
 
 def _gauge(name: str, about: str, value: float) -> Metric:

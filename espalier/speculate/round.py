@@ -12,6 +12,7 @@ one launch to the next.  `prefill` does the same work for a chain of known token
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from espalier.cache.kv import PagedKV
 from espalier.cache.states import Marks, StateAccess
 from espalier.kernels.ops.state import NodeRows, advance, chain, gather
 from espalier.kernels.ops.tree import Path, accept, gather_rows
-from espalier.layout import RoundLayout, TreeShape, logit_rows, node_slices
+from espalier.layout import RoundLayout, TreeShape
 from espalier.models.base import CausalLM, ModelOutput
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.mask import DraftGuide
@@ -29,6 +30,7 @@ from espalier.sampling.pick import Logprobs, SampledTokens
 from espalier.sampling.prompt import PromptRows, prompt_logprobs
 from espalier.slots import BatchState, ScatterUpdate, SlotTable
 from espalier.speculate.drafters.base import Drafter, Grow
+from espalier.speculate.logit_slices import logit_rows, node_slices
 from espalier.speculate.pieces import PieceRows, Pieces
 from espalier.speculate.sampler import Sampler, make_sampler
 from espalier.speculate.tree import VOID, Tree
@@ -243,7 +245,7 @@ def settle(verified: Verified, mask: Tensor | None = None) -> RoundOutput:
     path = accept(tree, *sampled, slots.max_accept_depth, slots.real, runner.layout.steps)
     commit(runner, slots, path, proposed.sampler.needs.penalised, proposed.marks)
     runner.drafter.extend(slots, rows_of_path(runner.drafter, out, path), path.length)
-    told = {}
+    told: dict[str, Any] = {}
     if runner.table.layout.calibrates and runner.layout.num_draft_tokens > 1:
         fields = {"said": slots.table.said, "candidates": slots.table.candidates}
         told = {name: field.index_select(0, slots.index).flatten(1) for name, field in fields.items() if field.shape[1]}

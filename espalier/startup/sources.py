@@ -1,6 +1,7 @@
 """Resolves which sources propose tokens beside the draft, and whether requests can share the rows of a verify pass."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ def shares_rows(layer_specs: Sequence[LayerSpec], model_impl: str) -> bool:
     return model_impl == "native" and not in_order
 
 
-def source_sizes(sources: Sequence[str]) -> dict[str, int]:
+def source_sizes(sources: Sequence[str]) -> dict[str, Any]:
     """The fields of a RoundLayout for these sources."""
     is_sent = "prediction" in sources or "index" in sources
     return {"text_paths": TEXT_PATHS * ("text" in sources), "sent_paths": SENT_PATHS * is_sent}

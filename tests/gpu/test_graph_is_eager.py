@@ -6,9 +6,10 @@ from itertools import product
 import pytest
 import torch
 
-from espalier import LLM, SamplingParams, layout
+from espalier import LLM, SamplingParams
 from espalier.engine.engine import Engine
 from espalier.layout import PLAIN, TreeShape
+from espalier.speculate import logit_slices
 from tests.gpu.conftest import BATCHES
 from tests.gpu.engines import DeviceSetup
 from tests.gpu.traffic import mixed, run_staggered
@@ -106,7 +107,7 @@ def test_logits_of_nodes_in_pieces(algorithm, put_on_record, monkeypatch):
         return [request.output for request in requests]
 
     whole = outputs()
-    monkeypatch.setattr(layout, "NODE_LOGITS_BYTES", 7 * 4 * VOCAB)
+    monkeypatch.setattr(logit_slices, "NODE_LOGITS_BYTES", 7 * 4 * VOCAB)
     twin = check(setup.engine(), setup.engine(), put_on_record)
     assert set(twin.replayed) == {1, 2, 3, 4, 5} and twin.num_passes > 0
     assert outputs() == whole
