@@ -25,7 +25,7 @@ from espalier.startup.pause import busy_chunk_size
 from espalier.startup.sources import INDEX_BYTES, choose_sources, shares_rows, source_sizes
 from espalier.startup.threads import ThreadFacts, choose_threads
 from espalier.startup.tree_cost import ChipFigures, PassWeights
-from espalier.startup.tree_policy import Machine, choose_trees, choose_while_running
+from espalier.startup.tree_policy import Machine, choose_trees, choose_while_running, names_tree
 
 STEPS, TOPK, NUM_DRAFT_TOKENS = 5, 4, 16
 PAGE_SIZE = 16
@@ -225,13 +225,11 @@ def resolve(
     tree = _tree(speculation, spec)
     machine = None if facts.chip is None else Machine(facts.chip, facts.pass_weights)
     max_batch = _value_or(config.max_batch, defaults.max_batch)
-    is_named = any(not is_open(getattr(speculation, name)) for name in TREE_FIELDS)
-    trees = choose_trees(speculation.by_batch, tree, machine, is_named, max_batch)
+    trees = choose_trees(speculation.by_batch, tree, machine, names_tree(speculation), max_batch)
     chunk_size = _value_or(config.chunk_size, defaults.chunk_size)
     sources = choose_sources(speculation, spec.algorithm, tree, device)
-    shares = shares_rows(facts.layer_specs, facts.model_impl)
-    of_batches = (machine, max_batch, spec.algorithm, shares, sources, facts.pass_weights)
-    costs, choices = choose_while_running(speculation, tree, *of_batches)
+    of_engine = (spec.algorithm, shares_rows(facts.layer_specs, facts.model_impl), sources, facts.pass_weights)
+    costs, choices = choose_while_running(speculation, tree, machine, max_batch, *of_engine)
     layout = RoundLayout(
         max_batch=max_batch,
         **asdict(tree),

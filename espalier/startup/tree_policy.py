@@ -67,6 +67,11 @@ def choose_trees(
     return chosen
 
 
+def names_tree(speculation: SpeculationConfig) -> bool:
+    """Whether the user set a size of the tree."""
+    return any(not is_open(getattr(speculation, name)) for name in TREE_FIELDS)
+
+
 def choose_while_running(
     speculation: SpeculationConfig,
     configured: TreeShape,
@@ -92,8 +97,7 @@ def choose_while_running(
         return costs, tree_sets(configured, costs, max_batch, MAX_VERIFY_ROWS, shares, looks_up)
     if algorithm == "ngram" and speculation == SpeculationConfig():
         return CpuCosts(), ((1, (configured, PLAIN)),)
-    is_named = any(not is_open(getattr(speculation, name)) for name in TREE_FIELDS)
-    if looks_up and {*sources} != {"prediction"} and not is_named:
+    if looks_up and {*sources} != {"prediction"} and not names_tree(speculation):
         lone = (configured, replace(configured, drafts=False), PLAIN)
         shared = tuple(sharing(configured)) if shares else ()
         return CpuCosts(draft=weights.draft / weights.dense), ((1, lone), (2, (*lone, *shared)))
