@@ -19,8 +19,8 @@ from tests.harness import VOCAB, Ran, Setup, prompts, request, run
 from tests.properties.test_tokens import STYLES
 
 TREE = Setup(steps=4, topk=2, num_draft_tokens=9, page_size=3, max_context=64, max_batch=3, text_paths=2, sent_paths=2)
-# Whether rounds overlap, and what is said.
-RUNS = ((False, "true"), (True, "true"), (True, "random"), (False, "late"))
+# Whether rounds overlap, what is said, and how many rows a request has if they are shared out (0: they are not).
+RUNS = ((False, "true", 0), (True, "true", 0), (True, "random", 3), (False, "late", 3))
 
 
 class Told:
@@ -80,8 +80,8 @@ def test_tokens_are_those_of_plain_decoding(algorithm, temperature):
     outputs = {r.id: r.output for r in plain.requests}
     setup = replace(TREE, algorithm=algorithm)
     lengths = {}
-    for overlap, says in RUNS if temperature is not None else RUNS[2:3]:
-        ran = told(replace(setup, overlap=overlap), says, outputs, temperature)
+    for overlap, says, rows in RUNS if temperature is not None else RUNS[2:3]:
+        ran = told(replace(setup, overlap=overlap, shared_rows=rows), says, outputs, temperature)
         assert ran.tokens == plain.tokens, (overlap, says)
         lengths[overlap, says] = ran.stats.accept_length
     # What is true is followed, behind rounds in flight too: of 13 tokens behind the prompt a round may emit five, and
