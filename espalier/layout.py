@@ -6,6 +6,7 @@ against it on the host, without reading from the device.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from espalier.errors import EspalierError
@@ -77,7 +78,6 @@ class TreeShape:
 
     @property
     def rows(self) -> int:
-        """Rows of a verify pass, the mean over the requests."""
         return min(self.shared_rows or self.num_draft_tokens, self.num_draft_tokens)
 
     def __str__(self) -> str:
@@ -98,7 +98,6 @@ class TreeShape:
                 )
 
 
-# The fields that a user may set.
 TREE_FIELDS = ("steps", "topk", "num_draft_tokens")
 PLAIN = TreeShape(steps=0, topk=1, num_draft_tokens=1)
 
@@ -224,7 +223,7 @@ class RoundLayout:
         if any(size <= before for before, size in zip([0, *sizes], sizes, strict=False)):
             raise EspalierError(f"batch sizes {sizes} of `trees` are not supported; use 1 or more, ascending")
 
-    @property
+    @cached_property
     def tree(self) -> TreeShape:
         return TreeShape(self.steps, self.topk, self.num_draft_tokens, self.shared_rows, self.drafts)
 
@@ -234,6 +233,7 @@ class RoundLayout:
         shapes = (self.tree, *(shape for _, of_bucket in self.choices for shape in of_bucket))
         return bool(self.text_paths or self.sent_paths) or any(shape.shared_rows for shape in shapes)
 
+    @lru_cache(256)  # noqa: B019 (layouts are few and small, and each round asks)
     def with_tree(self, shape: TreeShape) -> "RoundLayout":
         """The layout of rounds with this shape, in the buffers of this layout.  Raises EspalierError if it is larger.
 

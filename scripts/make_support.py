@@ -22,10 +22,10 @@ from espalier.models.config import NEUTRAL, Family
 from espalier.models.draft import MAX_MODULES
 from espalier.models.families import FAMILIES
 from espalier.models.gguf_config import ARCHITECTURES
-from espalier.models.kv_scale_loading import KV_SCALES
+from espalier.models.loading import KV_SCALES
 from espalier.models.rope import TYPES as ROPE_TYPES
 from espalier.models.weight_formats import FORMATS, QUANTISATION_FIELDS
-from espalier.models.weight_formats.kv_cache import STRATEGIES
+from espalier.models.weight_formats.modelopt import STRATEGIES
 from espalier.request import SamplingParams
 from espalier.speculate.drafters.base import DraftFormat
 from espalier.speculate.drafters.registry import DRAFT_FORMATS, MTP_NOT_BUILT, NOT_BUILT, WITHOUT_FILES
@@ -310,6 +310,8 @@ Also {codes(COMBINING)}. No other keyword may stand beside one of them, except `
   [regular expressions](server.md#regular-expressions). `pattern` does not stand beside `format`.
 - `minLength` and `maxLength` beside `pattern` or `format` are exact if one part of it varies in length. If several do,
   they share the length, so some valid texts cannot come.
+- Lengths of up to 1000 characters in a string cost about 20 ms a character to compile, once. Above, masks take
+  long: with a large vocabulary such a schema is refused.
 - `uniqueItems` is for items whose values can be listed (enums, constants, booleans, integers between bounds), with at
   most {MAX_VALUES} possible arrays, or `maxItems` 1. Elsewhere leave it out (in pydantic, a list for a set) and drop
   equal items of the output.

@@ -13,7 +13,7 @@ from espalier.errors import EspalierError, one_line
 from espalier.layout import PLAIN, TreeShape, max_draft_tokens
 from espalier.models import DraftSpec
 from espalier.models.block_config import MASK_EMBEDDING
-from espalier.models.weight_count import WeightCount
+from espalier.models.weight_files import WeightCount
 from espalier.startup import load, resolve
 from espalier.startup.resolve import Facts, choose_algorithm, choose_device
 from espalier.startup.threads import ThreadFacts

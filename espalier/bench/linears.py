@@ -17,7 +17,7 @@ from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig
 from espalier.models.latent_config import LatentConfig
 from espalier.models.layer_loading import layer_specs_of
-from espalier.models.mtp_config import MTPConfig
+from espalier.models.mtp import MTPConfig
 from espalier.models.quantisers import GROUP, MX_BLOCK, NV_GROUP, QUANTISERS
 
 Shape = tuple[int, int]
@@ -73,7 +73,7 @@ class ExpertSizes:
     layers: the number of such layers.  shape: of the experts of one layer.
     shared: intermediate size of the shared expert, 0: none.  shared_gate: whether the shared expert has a gate.
     shared_joins: whether few rows take the shared expert in the launches of the routed ones, where all are dense
-    (espalier/models/layers/experts.py).
+    (espalier/models/layers/mlp.py).
     biases, activation: of the routed experts.  joined: whether one tensor stores them, which formats of matrices leave
     dense.
     """

@@ -35,7 +35,7 @@ COMMANDS = MappingProxyType(
         "quantize": Command(
             "write an FP8 or 4-bit copy of a model", flags="espalier.cli.flags:quantize", work="espalier.cli.quantize"
         ),
-        "bench": Command("measure loads and servers, choose trees", flags="espalier.cli.bench", work=None),
+        "bench": Command("measure loads and servers, choose trees", flags="espalier.cli.flags:bench", work=None),
         "doctor": Command(
             "show the machine, the versions and the resolved configuration",
             flags="espalier.cli.flags:doctor",

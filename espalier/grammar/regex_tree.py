@@ -1,14 +1,108 @@
-"""A regular expression as a tree, and the same as text that xgrammar reads in one way only."""
+"""A regular expression as a tree, and the same as text that xgrammar reads in one way only.
 
+Sets of characters are sorted ranges of code points that do not touch, without surrogates.  \\d, \\w and \\s mean ASCII
+in some dialects and all of Unicode in others.  So each has two sets: what every dialect takes, and what some dialect
+takes.
+"""
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
-from espalier.grammar.characters import Ranges, common, of_text
+LAST = 0x10FFFF
+SURROGATES = (0xD800, 0xDFFF)
+
+# (first, last) code points.
+Ranges = tuple[tuple[int, int], ...]
+
+
+class Characters(NamedTuple):
+    """surely: the characters that every dialect takes; possibly: those that some dialect takes."""
+
+    surely: Ranges
+    possibly: Ranges
+
+    def negated(self) -> "Characters":
+        return Characters(complement(self.possibly), complement(self.surely))
+
+
+def exactly(ranges: Iterable[tuple[int, int]]) -> Characters:
+    made = complement(complement(union(ranges)))  # without surrogates
+    return Characters(made, made)
+
+
+def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """The characters of any of the ranges."""
+    made: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if made and first <= made[-1][1] + 1:
+            made[-1] = made[-1][0], max(last, made[-1][1])
+        else:
+            made.append((first, last))
+    return tuple(made)
+
+
+def complement(ranges: Ranges) -> Ranges:
+    """All other characters."""
+    at, made = 0, []
+    for first, last in union((*ranges, SURROGATES)):
+        if at < first:
+            made.append((at, first - 1))
+        at = last + 1
+    return (*made, (at, LAST)) if at <= LAST else tuple(made)
+
+
+def common(one: Ranges, other: Ranges) -> Ranges:
+    """The characters of both."""
+    return complement(union((*complement(one), *complement(other))))
+
+
+def holds(ranges: Ranges, code: int) -> bool:
+    at = bisect_right(ranges, (code, LAST)) - 1
+    return at >= 0 and code <= ranges[at][1]
+
+
+def of_text(characters: str) -> Ranges:
+    return union((ord(each), ord(each)) for each in characters)
+
+
+@lru_cache
+def _of_python(escape: str) -> Ranges:
+    text = "".join(map(chr, (*range(SURROGATES[0]), *range(SURROGATES[1] + 1, LAST + 1))))
+    return union((ord(found[0][0]), ord(found[0][-1])) for found in re.finditer(f"{escape}+", text))
+
+
+@lru_cache
+def class_of(escape: str) -> Characters:
+    r"""The class \d, \w, \s, \D, \W or \S, given its letter."""
+    if escape in "DWS":
+        return class_of(escape.lower()).negated()
+    ascii_part = {"d": ((48, 57),), "w": ((48, 57), (65, 90), (95, 95), (97, 122)), "s": ((9, 13), (32, 32))}[escape]
+    # ECMAScript counts the byte order mark as space.
+    others = of_text("\ufeff") if escape == "s" else ()
+    return Characters(ascii_part, union((*_of_python("\\" + escape), *others)))
+
+
+ALL: Ranges = complement(())
+# What a JSON string holds without an escape.
+PLAIN: Ranges = complement(union(((0, 0x1F), *of_text('"\\'))))
+NEWLINE: Ranges = of_text("\n")
+# ECMAScript's "." leaves out more than Python's.
+NEWLINES: Ranges = of_text("\n\r\u2028\u2029")
+
 
 CARET = of_text("^")
 # The last characters of two and of three bytes.
 GAPS = (0x7FF, 0xFFFF)
 # The most times that xgrammar writes a part out.
 MAX_UNROLLED = 128
+# A character that comes more often is written in blocks of about BLOCK, in a regex of at most MAX_IN_BLOCKS characters:
+# xgrammar compiles more of them for too long.
+BLOCK = 100
+MAX_IN_BLOCKS = 1000
 
 
 @dataclass(frozen=True)
@@ -117,33 +211,56 @@ def regex_of(node: Node) -> str:
     where a text can end in several states, or come back to the first one.  The empty groups bring a first state and a
     last one of their own.
     """
-    return f"(){{0,1}}({_text_of(node)})()"
+    return f"(){{0,1}}({_text_of(node, num_states(node) <= MAX_IN_BLOCKS)})()"
 
 
-def _text_of(node: Node) -> str:
+def _text_of(node: Node, in_blocks: bool) -> str:
     if isinstance(node, Chars):
         return _class(node.ranges)
     if isinstance(node, Seq):
-        return "".join(f"({_text_of(part)})" if isinstance(part, Alt) else _text_of(part) for part in node.parts)
+        texts = (_text_of(part, in_blocks) for part in node.parts)
+        return "".join(
+            f"({text})" if isinstance(part, Alt) else text for part, text in zip(node.parts, texts, strict=True)
+        )
     if isinstance(node, Alt):
-        return "|".join(map(_text_of, node.branches))
+        return "|".join(_text_of(branch, in_blocks) for branch in node.branches)
     assert isinstance(node, Repeat), "anchors are resolved before"
-    return _repeated(node)
+    return _repeated(node, in_blocks)
 
 
-def _repeated(node: Repeat) -> str:
+def _repeated(node: Repeat, in_blocks: bool) -> str:
     """xgrammar reads "?" and {2,} wrongly behind a part that may end and also go on.  So such a part has neither."""
     least, most = node.least, node.most
+    is_often = max(least, most or 0) > MAX_UNROLLED
     if isinstance(node.part, Chars):
-        part = _text_of(node.part)
+        part = _text_of(node.part, in_blocks)
+        if is_often and in_blocks:
+            return _blocks(part, least, most)
     else:
         # Of a part that comes often xgrammar makes a rule.
-        part = f"({regex_of(node.part) if max(least, most or 0) > MAX_UNROLLED else _text_of(node.part)})"
+        part = f"({regex_of(node.part) if is_often else _text_of(node.part, in_blocks)})"
     if most is None:
         return part + ("*" if least == 0 else "+" if least == 1 else f"{{{least}}}{part}*")
     if (least, most) == (0, 1) and isinstance(node.part, Chars):
         return f"{part}?"
     return part + (f"{{{least}}}" if least == most else f"{{{least},{most}}}")
+
+
+def _blocks(char: str, least: int, most: int | None) -> str:
+    """A character `least` to `most` times, without a count above MAX_UNROLLED.
+
+    xgrammar counts such a character at run time: a mask then takes a thousand times as long, since it tries each token.
+    """
+    times, rest = divmod(least, BLOCK)
+    text = (f"({char}{{{BLOCK}}}){{{times}}}" if times else "") + (f"{char}{{{rest}}}" if rest else "")
+    if most is None:
+        return f"{text}{char}*"
+    if not (left := most - least):
+        return text
+    # The last part is at least as long as a block, so every count up to `left` can be written.
+    blocks = -(-left // BLOCK) - 1
+    size = left // (blocks + 1)
+    return text + (f"({char}{{{size}}}){{0,{blocks}}}" if blocks else "") + f"{char}{{0,{left - blocks * size}}}"
 
 
 def _class(ranges: Ranges) -> str:

@@ -23,7 +23,7 @@ from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.experts import ExpertBiases, ExpertMatrix
 from espalier.models.config import Experts
 from espalier.models.layer_declaration import as_stored
-from espalier.models.layers.experts import MixtureMLP
+from espalier.models.layers.mlp import MixtureMLP
 from espalier.models.weights import Weights
 from espalier.shards import Part, on_every_rank, part_of
 

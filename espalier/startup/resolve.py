@@ -17,15 +17,20 @@ from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import require_triton
 from espalier.layout import PLAIN, TREE_FIELDS, RoundLayout, TreeShape, max_draft_tokens
 from espalier.models.draft import DraftSpec
-from espalier.models.weight_count import WeightCount
+from espalier.models.weight_files import WeightCount
 from espalier.speculate.drafters.registry import algorithms, drafter_without_files
 from espalier.startup.build import cache_specs
 from espalier.startup.cache_memory import pages_and_snapshots
-from espalier.startup.pause import busy_chunk_size
 from espalier.startup.sources import INDEX_BYTES, choose_sources, shares_rows, source_sizes
 from espalier.startup.threads import ThreadFacts, choose_threads
 from espalier.startup.tree_cost import ChipFigures, PassWeights
-from espalier.startup.tree_policy import Machine, choose_trees, choose_while_running, names_tree
+from espalier.startup.tree_policy import (
+    Machine,
+    busy_chunk_size,
+    choose_trees,
+    choose_while_running,
+    names_tree,
+)
 
 STEPS, TOPK, NUM_DRAFT_TOKENS = 5, 4, 16
 PAGE_SIZE = 16

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 from espalier.config import supported
 from espalier.errors import EspalierError, one_line, require_int
 from espalier.startup.checkpoints import find_draft, find_target, require_names
+from espalier.terminal.console import HelpText
 from espalier.terminal.flags import flag_of
-from espalier.terminal.help import HelpText
 from espalier.train import interrupted
 from espalier.train.configs import MIN_CAPTURED_LAYERS, kind_in, read_target
 from espalier.train.settings import BlockConfig, Eagle3Config, MtpConfig, OwnTextConfig, TrainConfig

@@ -14,7 +14,7 @@ from espalier.engine.round_times import MEMORY, CpuCosts, RoundTimes
 from espalier.engine.tree_choice import LONGEST, TreeChoice
 from espalier.layout import PLAIN, RoundLayout, TreeShape, next_bucket
 from espalier.startup.tree_cost import CONTEXT
-from espalier.startup.tree_sets import PredictedCosts, tree_sets
+from espalier.startup.tree_policy import PredictedCosts, tree_sets
 from tests.startup.test_tree_policy import BIG
 
 TREE = TreeShape(5, 4, 16)

@@ -14,7 +14,7 @@ from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
 from espalier.models.loading import unread_prefixes
 from espalier.models.stored_names import TEXT_PART
-from espalier.models.weight_count import stored_weights
+from espalier.models.weight_files import stored_weights
 from espalier.models.weights import Weights
 from espalier.startup import load
 from tests.builders import make_target

@@ -19,7 +19,7 @@ from espalier.engine.executor import Handle
 from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, RoundTrace
 from espalier.engine.state_keeper import StateKeeper
 from espalier.kernels.ops.experts import grouped_experts
-from espalier.models.layers import experts
+from espalier.models.layers import mlp
 from espalier.request import Request
 from espalier.speculate.tree import VOID
 from tests.oracles.calibration import recalibrated
@@ -405,7 +405,7 @@ def routed_rows() -> Iterator[list[tuple[Tensor, int]]]:
         routed.append((gate_up, len(x) if live is None else int(live.sum())))
         return grouped_experts(x, gate_up, down, ids, weights, live, *args, **how)
 
-    with patch.object(experts, "grouped_experts", counted):
+    with patch.object(mlp, "grouped_experts", counted):
         yield routed
 
 

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.hopper.experts import is_hopper_experts, launch_down, launch_gated
+from espalier.kernels.hopper.quantised_products import is_hopper_experts, launch_down, launch_gated
 from espalier.kernels.layers.activation import apply_activation
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, ProductPlan, launch_options
 from espalier.kernels.layers.experts_tiles import (

@@ -11,8 +11,8 @@ Above about 100 rows PyTorch's GEMM library is faster.  For some shapes several 
 If one weight stacks gate over up, the epilogue also computes silu(gate) · up, without split-K (`linear_gated`).  So
 does the kernel of hopper/gated.py, for many rows.
 
-`espalier doctor --tune` measures which plan is fastest; linear_tuning.py reads the result.  linear_plans.py lists the
-plans worth measuring, and has a rule for shapes that nobody measured.
+`espalier doctor --tune` measures which plan is fastest; linear_plans.py reads the result, lists the plans
+worth measuring, and has a rule for shapes that nobody measured.
 
 Both kernels use PDL where the chip has it (kernels/runtime/pdl.py).  The first one prefetches its first tile of the
 weight into the L2 before it waits.

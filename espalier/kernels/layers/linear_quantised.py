@@ -24,7 +24,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.hopper.plans import is_hopper_product
-from espalier.kernels.hopper.products import launch_linear
+from espalier.kernels.hopper.quantised_products import launch_linear
 from espalier.kernels.layers.linear import store_tile, weight_rows
 from espalier.kernels.layers.linear_plans import DTYPES, MIN_BLOCK_ROWS, TritonPlan, block_rows
 from espalier.kernels.layers.quantised import OF_E2M1, QuantisedMatrix, RoundedRows, Rows

@@ -1,16 +1,16 @@
 """LFM2 and LFM2.5, dense: most layers are a short convolution between two gates, the others have attention."""
 
+from dataclasses import replace
+
 from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.recurrence import ShortConv
 from espalier.models.config import Family, ModelConfig, Raw, Windows, attention_in_some_layer
 from espalier.models.config_values import require_counts
-from espalier.models.layer_declaration import LayerNames
-from espalier.models.layer_loading import load_attention, specs_by_type
-from espalier.models.layers.decoder import DecoderLayer
-from espalier.models.layers.mixer import Mixer
-from espalier.models.layers.mlp import GatedMLP
-from espalier.models.layers.short_conv import GatedConv
+from espalier.models.layer_declaration import LayerNames, LayerNorms, MLPNames
+from espalier.models.layer_loading import load_attention, load_layer, specs_by_type
+from espalier.models.layers.decoder import DecoderLayer, Mixer
+from espalier.models.layers.recurrent import GatedConv
 from espalier.models.rope import RopeTables
 from espalier.models.weights import Weights
 
@@ -56,18 +56,14 @@ def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> DecoderLayer:
-    """As espalier/models/config.py:LoadLayer."""
-    hidden, inner = config.hidden_size, _mlp_size(config)
-    norms = [weights.norm(f"{prefix}{name}_norm", hidden, config.rms_norm_eps) for name in ("operator", "ffn")]
-    under = f"{prefix}feed_forward."
-    gate_up = weights.linear(under, ("w1", "w3"), (inner, inner), hidden, bias=False)
-    mlp = GatedMLP(gate_up, weights.linear(under, ("w2",), (hidden,), inner, bias=False), config.activation)
-    mixer: Mixer
+    return load_layer(weights, replace(config, intermediate_size=_mlp_size(config)), prefix, layer, rope)
+
+
+def _load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Mixer:
+    """As espalier/models/config.py:LoadMixer."""
     if config.raw["layer_types"][layer] == FULL:
-        mixer = load_attention(weights, config, f"{prefix}self_attn.", hidden, rope)
-    else:
-        mixer = _load_conv(weights, config, f"{prefix}conv.")
-    return DecoderLayer(layer, norms[0], mixer, norms[1], mlp)
+        return load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope)
+    return _load_conv(weights, config, f"{prefix}conv.")
 
 
 def _load_conv(weights: Weights, config: ModelConfig, prefix: str) -> GatedConv:
@@ -100,10 +96,17 @@ FAMILY = Family(
     out_bias=lambda full: False,
     windows=_check,
     qk_norm=True,
-    names=LayerNames(out="out_proj", head_norms=("q_layernorm", "k_layernorm")),
+    layer_norms=LayerNorms("operator_norm", "ffn_norm"),
+    names=LayerNames(
+        out="out_proj",
+        head_norms=("q_layernorm", "k_layernorm"),
+        under_mlp="feed_forward.",
+        mlp=MLPNames(("w1", "w3"), "w2"),
+    ),
     fields=_own_fields,
     layer_kinds=(CONV,),
     layer_specs=_layer_specs,
     load_layer=_load_layer,
+    load_mixer=_load_mixer,
     final_norm="model.embedding_norm",
 )

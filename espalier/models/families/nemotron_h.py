@@ -11,15 +11,13 @@ from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.ops.activation import RELU
 from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows, full_attention
-from espalier.models.families.granite_hybrid import FULL, LINEAR, check_sizes, with_limits
-from espalier.models.layer_loading import load_attention, specs_by_type
+from espalier.models.families.granite import FULL, LINEAR, check_sizes, with_limits
+from espalier.models.layer_loading import load_attention, load_mamba2, specs_by_type
+from espalier.models.layers.decoder import BlockLayer
 from espalier.models.layers.embedding import Embedding
-from espalier.models.layers.experts import MixtureMLP
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.mamba2 import Mamba2
-from espalier.models.layers.mixer import BlockLayer
-from espalier.models.layers.mlp import GatedMLP
-from espalier.models.mamba2_loading import load_mamba2
+from espalier.models.layers.mlp import GatedMLP, MixtureMLP
+from espalier.models.layers.recurrent import Mamba2
 from espalier.models.rope import RopeTables
 from espalier.models.stored_names import StoredNames
 from espalier.models.weight_formats import dense_weight

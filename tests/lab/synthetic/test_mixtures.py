@@ -8,7 +8,7 @@ import torch
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import route
 from espalier.models import load_target
-from espalier.models.layers.experts import MixtureMLP, RoutedRows
+from espalier.models.layers.mlp import MixtureMLP, RoutedRows
 from lab.synthetic.chain import predicted_accept_length
 from lab.synthetic.checkpoint import Recipe, build, write
 from tests.harness import CPU

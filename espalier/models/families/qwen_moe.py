@@ -1,18 +1,21 @@
-"""Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention; beside the experts, a shared expert behind a sigmoid gate."""
+"""Qwen2-MoE and Qwen3-MoE (30B-A3B, 235B-A22B, Coder): layers have experts, except those that the config names.
+
+Qwen2-MoE has Qwen2's attention and a gated shared expert, Qwen3-MoE has Qwen3's attention.
+"""
 
 from dataclasses import replace
 
-from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Raw, Windows, windows_if_used
-from espalier.models.families.qwen2 import FAMILY as QWEN2
+from espalier.models.config_values import require_counts
+from espalier.models.families.qwen import QWEN2 as QWEN2
+from espalier.models.families.qwen import QWEN3 as QWEN3
 
 
 def expert_layers(full: Raw) -> frozenset[int]:
     """Every decoder_sparse_step-th layer, counted from 1, except mlp_only_layers."""
+    require_counts(full, ("decoder_sparse_step",))
     step = full["decoder_sparse_step"]
-    if not isinstance(step, int) or step < 1:
-        raise EspalierError(f"decoder_sparse_step = {step!r}; a positive integer is needed; correct the config")
     sparse = frozenset(range(step - 1, int(full["num_hidden_layers"]), step))
     return sparse - {*(full["mlp_only_layers"] or ())}
 
@@ -36,12 +39,12 @@ def experts_beside_shared(full: Raw, default: int = 60) -> Experts | None:
     return Experts(expert_layers(full), how, full["moe_intermediate_size"], shared, "shared_expert", gate)
 
 
-def _windows(full: Raw) -> Windows:
+def _qwen2_windows(full: Raw) -> Windows:
     """With `use_sliding_window`, as `layer_types` says, else every second layer below `max_window_layers`."""
     return windows_if_used(full, lambda layer: layer % 2 == 0 and layer < full["max_window_layers"])
 
 
-FAMILY = replace(
+QWEN2_MOE = replace(
     QWEN2,
     architecture="Qwen2MoeForCausalLM",
     model_type="qwen2_moe",
@@ -57,7 +60,37 @@ FAMILY = replace(
         "norm_topk_prob": False,
     },
     qkv_bias=lambda full: bool(full["qkv_bias"]),
-    windows=_windows,
+    windows=_qwen2_windows,
     experts=experts_beside_shared,
     honours=("num_experts", "num_local_experts", "shared_expert_intermediate_size"),
+)
+
+
+def _experts(full: Raw) -> Experts | None:
+    how = routing(full, default=128)
+    return None if how is None else Experts(expert_layers(full), how, full["moe_intermediate_size"])
+
+
+def _windows(full: Raw) -> Windows:
+    """With `use_sliding_window`, every layer has the window, or those that `layer_types` names."""
+    return windows_if_used(full, lambda layer: True)
+
+
+FAMILY = replace(
+    QWEN3,
+    architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    defaults={
+        **QWEN3.defaults,
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+        "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+    },
+    windows=_windows,
+    experts=_experts,
+    honours=("num_experts", "num_local_experts"),
 )
