@@ -52,11 +52,6 @@ class SpeculationConfig:
         "request before), prediction (what requests bring as such), index (texts that the engine has served, of the "
         "same client); or none; by default prediction on a CPU, none on a GPU"
     )
-    shared_rows: int | Literal["auto"] = option(
-        "rows of a verify pass for each request of the batch, shared out to the best nodes of all; by default each "
-        "request has num_draft_tokens",
-        low=1,
-    )
     index_bytes: int | Literal["auto"] = option("memory of the index; by default 64 MiB", low=4096)
 
     def __post_init__(self) -> None:
@@ -187,7 +182,9 @@ class ResolvedConfig:
         they apply.
         """
         sizes = asdict(self.layout)
-        sizes["by_batch"], sizes["choices"] = dict(sizes.pop("trees")), dict(sizes.pop("choices"))
+        del sizes["trees"]
+        sizes["by_batch"] = {least: shape.sizes for least, shape in self.layout.trees}
+        sizes["choices"] = dict(sizes.pop("choices"))
         values: dict[str, Any] = {}
         for f in fields(self):
             if f.name == "round_costs":
