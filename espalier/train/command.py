@@ -24,7 +24,10 @@ from espalier.train.work import require_folder
 BAD_INPUT = 2
 FAILED = 1
 TARGET_HELP = "a Llama, Qwen or Mistral model: a directory, a Hugging Face id, or 'bundled'"
-DATA_HELP = 'JSON lines with "text" or "token_ids", or a .npy file with one row of token ids'
+DATA_HELP = (
+    'JSON lines with "messages" that the target answers, or with "text" or "token_ids", or a .npy file with one row of '
+    "token ids"
+)
 OUT_HELP = "where the draft goes; a finished draft of the same kind there is replaced, another model refused"
 
 
@@ -32,7 +35,7 @@ OUT_HELP = "where the draft goes; a finished draft of the same kind there is rep
 class Trainer:
     """A kind of draft.  train, evaluate: "module:function"; the modules import PyTorch, so only a run imports them.
 
-    train: (target's directory, token ids, out, work, config) -> figures; evaluate: (draft's directory, target's
+    train: (target's directory, Data, out, work, config) -> figures; evaluate: (draft's directory, target's
     directory, prompts, tokens continued); min_layers: of a target.
     """
 
@@ -190,8 +193,8 @@ def _train(arguments: argparse.Namespace) -> None:
     require_folder("--work", work)
     target = find_target(arguments.target, "--target")
     config.require_target(read_target(target, trainer.min_layers))
-    stream = function("espalier.train.data:read_stream")(arguments.data, target)
-    function(trainer.train)(target, stream, out, work, config)
+    data = function("espalier.train.data:read_data")(arguments.data, target)
+    function(trainer.train)(target, data, out, work, config)
 
 
 def _write_own_text(arguments: argparse.Namespace) -> None:
@@ -201,8 +204,8 @@ def _write_own_text(arguments: argparse.Namespace) -> None:
     require_folder("--work", arguments.work)
     target = find_target(arguments.target, "--target")
     config.require_target(read_target(target))
-    stream = function("espalier.train.data:read_stream")(arguments.data, target)
-    function("espalier.train.own_text:own_text_command")(target, stream, config, arguments.work)
+    data = function("espalier.train.data:read_data")(arguments.data, target)
+    function("espalier.train.own_text:own_text_command")(target, data, config, arguments.work)
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
