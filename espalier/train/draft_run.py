@@ -309,7 +309,7 @@ class StepClock:
         of_steps = num_steps / rate if (rate := self.steps_per_second) else None
         if self.max_seconds is None:
             return of_steps
-        of_clock = self.max_seconds * (1 - self.progress)
+        of_clock = max(0.0, self.max_seconds * (1 - self.progress))
         return of_clock if of_steps is None else min(of_clock, of_steps)
 
 

@@ -147,7 +147,6 @@ def measure(
     nodes: int,
 ) -> AcceptReport:
     """texts: prompts with greedy continuations of the target; firsts: where each continuation starts."""
-    draft = draft.eval()
     lengths = [
         accept_lengths(draft, target, torch.from_numpy(t.astype(np.int64)).to(target.device), f, steps, topk, nodes)
         for t, f in zip(texts, firsts, strict=True)

@@ -71,7 +71,7 @@ def measure_mtp(
 ) -> tuple[AcceptReport, list[float]]:
     """(accept lengths of a chain of `steps` tokens, top-1 agreement by depth), over greedy texts of the target."""
     tokens = [torch.from_numpy(t.astype(np.int64)).to(target.device) for t in texts]
-    found = [matches(head.eval(), target, t, f, steps) for t, f in zip(tokens, firsts, strict=True)]
+    found = [matches(head, target, t, f, steps) for t, f in zip(tokens, firsts, strict=True)]
     lengths = [1 + m.cumprod(0).sum(0) for m in found]
     return report(lengths, texts, firsts), torch.cat(found, 1).float().mean(1).tolist()
 

@@ -53,7 +53,8 @@ def print_work(config: OwnTextConfig, makes_text: bool) -> None:
         work.append(f"{config.continuations} continuations of up to {config.continuation_tokens} tokens")
     if isinstance(config, TrainConfig):
         num_steps = int(config.num_tokens / (config.batch * config.length))
-        work.append(f"{num_steps} steps of {config.batch} x {config.length} tokens")
+        limit = "" if config.max_seconds is None else f", or {minutes(config.max_seconds)} of them"
+        work.append(f"{num_steps} steps of {config.batch} x {config.length} tokens{limit}")
         trial += TRIAL_OF_TRAINING
     hint = f"; on a CPU this may take days: for a trial give {trial}" if device.type == "cpu" else ""
     print(f"on {device}: {', then '.join(work)}{hint}", file=sys.stderr)
