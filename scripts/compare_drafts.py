@@ -1,9 +1,9 @@
-"""Drafts of a model beside each other: `python -m scripts.compare_drafts --draft plain --draft eagle3 --draft block=DIR`.
+"""Drafts of a model beside each other: `python -m scripts.compare_drafts --draft plain --draft block=DIR`.
 
 Each draft with each of its trees continues the same prompts, one at a time, in an engine for one request.  The drafts
-and their trees take turns.  A table has the accept length of each kind of prompt, and tokens a second from each prompt's
-first token on.  With `--draft plain` too, speed and tokens are compared with plain decoding's.  `--read` prints one table
-of the JSON files of several runs, such as one for each GPU.
+and their trees take turns.  A table has the accept length of each kind of prompt, and tokens a second from each
+prompt's first token on.  With `--draft plain` too, speed and tokens are compared with plain decoding's.  `--read`
+prints one table of the JSON files of several runs, such as one for each GPU.
 """
 
 import argparse

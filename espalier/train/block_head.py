@@ -178,7 +178,8 @@ def block_loss(
     """(loss, top-1 agreement by depth [S]): soft cross-entropy with the target's distribution behind the text, in nats.
 
     lm_head: the target's [V, H]; embeds: of tokens, and the mask's; tokens: [B, R], of positions 1 .. R; features:
-    [B, R, F], of positions 0 .. R-1; target_logits: [B, R, V], at positions 1 .. R; learned: bool [B, R], which of them count; anchors: [A], from 1 to R - S + 1.
+    [B, R, F], of positions 0 .. R-1; target_logits: [B, R, V], at positions 1 .. R; learned: bool [B, R], which of them
+    count; anchors: [A], from 1 to R - S + 1.
     With edges, the tokens before are the text's.
     """
     outputs = head(embeds[0][:, anchors - 1], embeds[1], features, anchors)

@@ -37,8 +37,8 @@ A draft does not change what the target says; it changes how fast.
 | --- | --- |
 {figures}
 
-`accept_length_*` is the mean number of tokens of a round, behind every position of the target's greedy text on prompts
-that were held out of training; `agreement_n` the share of the draft's likeliest tokens at depth n that are the target's.
+`accept_length_*` is the mean number of tokens of a round, behind every position of the target's greedy text on
+held-out prompts; `agreement_n` the share of the draft's likeliest tokens at depth n that are the target's, in training.
 """
 
 

@@ -53,7 +53,7 @@ class Data:
         if not self.conversations:
             size = min(HELDOUT_TOKENS, len(self.stream) // (4 * HELDOUT_PROMPTS))
             cut = len(self.stream) - size * HELDOUT_PROMPTS
-            prompts = self.stream[cut:].astype(np.int32).reshape(HELDOUT_PROMPTS, size) if size else []
+            prompts: Any = self.stream[cut:].astype(np.int32).reshape(HELDOUT_PROMPTS, size) if size else []
             return replace(self, stream=self.stream[:cut]), list(prompts)
         by_kind: dict[str, list[int]] = {}
         for number, each in enumerate(self.conversations):

@@ -36,7 +36,7 @@ from espalier.train.own_text import (
 from espalier.train.settings import TrainConfig, fixed_settings
 from espalier.train.state import SavedState
 from espalier.train.target import FrozenTarget
-from espalier.train.windows import Texts, TextRows, Windows, require_windows
+from espalier.train.windows import TextRows, Texts, Windows, require_windows
 from espalier.train.work import origin_of, whole_file
 
 # (embeddings [B, R, H], or what DraftRun.rows_of has in their place, what the draft reads of the target [B, R, F],
@@ -63,7 +63,7 @@ class RunFiles:
 def prepare_run(
     kind: str, target: Path, data: Data, out: Path, work: Path, config: TrainConfig, min_layers: int = 1
 ) -> RunFiles:
-    """Refuse what does not fit together, before the target is loaded; then make the target's own text, if it is missing.
+    """Refuse what does not fit together, before the target is loaded; then make the target's own text if need be.
 
     Raises EspalierError.
     """
@@ -75,7 +75,7 @@ def prepare_run(
     makes_text = not saved_texts(config, work, origin)
     if makes_text:
         require_prompts(data, config, target)
-        require_unfinished(config, work, origin, num_tokens)
+        require_unfinished(config, work, origin)
         longest = config.continuations * (longest_text(kept, config))
         require_own_rows(longest, config, own_rows)
     # Runs that share the work folder have a state each, by what they write.

@@ -44,7 +44,9 @@ def train_mtp(target_dir: Path, data: Data, out: Path, work: Path, config: MtpCo
         return loss(head, target.head, embeds, hidden, logits, learned, config.ttt_steps, config.decay)
 
     def measured(texts: list[np.ndarray], firsts: list[int]) -> dict[str, AcceptReport]:
-        return {f"chain of {n}": measure_mtp(head, target, texts, firsts, n)[0] for n in (config.layers, config.layers + 2)}
+        return {
+            f"chain of {n}": measure_mtp(head, target, texts, firsts, n)[0] for n in (config.layers, config.layers + 2)
+        }
 
     run = DraftRun(head, target, loss_of, lambda: save_mtp(head, target_dir, out), measured, files, config)
     return train_draft(run)

@@ -65,7 +65,7 @@ def minutes(seconds: float) -> str:
 
 
 def require_prompts(data: Data, config: OwnTextConfig, target: Path) -> None:
-    """Refuse more continuations than the data have prompts for, or longer ones than the target.  Raises EspalierError."""
+    """Refuse more continuations than the data have prompts for, or too long ones.  Raises EspalierError."""
     data, prompts = data.apart()
     positions = int(read_target(target)["max_position_embeddings"])
     if (longest := longest_text(data, config, prompts)) > positions:
@@ -144,7 +144,7 @@ def write_own_text(target: Path, data: Data, config: OwnTextConfig, work: Path, 
     work.mkdir(parents=True, exist_ok=True)
     path, made_from = _file(work, config), json.dumps({**origin, **fixed_settings(config, OwnTextConfig)})
     data, prompts = data.apart()
-    with open_unfinished(config, work, origin, len(data.stream)) as unfinished:
+    with open_unfinished(config, work, origin) as unfinished:
         with Writer(target, longest_text(data, config, prompts), config.generate_batch) as writer:
             make_own_text(writer, data, config, unfinished)
             held_out = writer.continuations(prompts, config.continuation_tokens, 0.0) if prompts else []
@@ -168,16 +168,15 @@ def longest_text(data: Data, config: OwnTextConfig, prompts: Sequence[np.ndarray
     return max([*map(len, own), *map(len, prompts), *cut]) + config.continuation_tokens
 
 
-def open_unfinished(config: OwnTextConfig, work: Path, origin: Mapping[str, str], num_tokens: int) -> UnfinishedText:
-    """num_tokens: of the data from which prompts are cut; a run may hold some out.  Raises EspalierError."""
-    cut = {"--data cut to": f"{num_tokens} tokens"}
-    return UnfinishedText(_unfinished(work, config), {**origin, **fixed_settings(config, OwnTextConfig), **cut})
+def open_unfinished(config: OwnTextConfig, work: Path, origin: Mapping[str, str]) -> UnfinishedText:
+    """Raises EspalierError."""
+    return UnfinishedText(_unfinished(work, config), {**origin, **fixed_settings(config, OwnTextConfig)})
 
 
-def require_unfinished(config: OwnTextConfig, work: Path, origin: Mapping[str, str], num_tokens: int) -> None:
+def require_unfinished(config: OwnTextConfig, work: Path, origin: Mapping[str, str]) -> None:
     """Refuse unfinished text that this run cannot go on with, before the target is loaded.  Raises EspalierError."""
     if _unfinished(work, config).exists():
-        with open_unfinished(config, work, origin, num_tokens):
+        with open_unfinished(config, work, origin):
             pass
 
 
@@ -186,14 +185,12 @@ def own_text_command(target_dir: Path, data: Data, config: OwnTextConfig, work: 
     origin = origin_of(target_dir, data.all_tokens)
     require_prompts(data, config, target_dir)
     saved_texts(config, work, origin)
-    require_unfinished(config, work, origin, len(data.apart()[0].stream))
+    require_unfinished(config, work, origin)
     print_work(config, makes_text=True)
     write_own_text(target_dir, data, config, work, origin)
 
 
-def load_own_text(
-    target: Path, data: Data, config: OwnTextConfig, work: Path, origin: Mapping[str, str]
-) -> OwnText:
+def load_own_text(target: Path, data: Data, config: OwnTextConfig, work: Path, origin: Mapping[str, str]) -> OwnText:
     """The own text of all seeds in the work folder.  If there is none, that of this seed is made and kept there."""
     if not (saved := saved_texts(config, work, origin)):
         write_own_text(target, data, config, work, origin)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from espalier.errors import EspalierError, one_line
 from espalier.train.configs import MIN_CAPTURED_LAYERS, read_target
@@ -59,6 +60,7 @@ class Eagle3Target(FrozenTarget):
 
 def _load(directory: Path, device: torch.device) -> Any:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    disable_progress_bar()
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, output_loading_info=True, trust_remote_code=False, local_files_only=True

@@ -23,7 +23,7 @@ from espalier.train.work import require_same
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts, each with its continuation.  firsts: tokens of each prompt; sampled: at temperature 1; otherwise greedy."""
+    """Prompts, each with its continuation.  firsts: tokens of each prompt; sampled: at temperature 1, else greedy."""
 
     firsts: list[int]
     sampled: bool

@@ -85,8 +85,8 @@ class Texts:
 class TextRows:
     """Rows of `length + 1` tokens that begin where a text begins, or go on with one that is longer than a row.
 
-    A target knows its text from the first token on, so its hidden states in a row that begins elsewhere are not those of
-    decoding.  Texts have a new order in every epoch; what a row cuts off of its last text waits for another epoch.
+    In decoding the target knows its text from the first token on; its hidden states in a row that begins elsewhere are
+    others.  Texts have a new order in every epoch; what a row cuts off of its last text waits for another epoch.
     """
 
     def __init__(self, texts: Texts, length: int, device: torch.device, seed: int) -> None:
@@ -116,8 +116,8 @@ class TextRows:
             places, rows = self.epoch(number)
             if len(rows) < size:
                 raise EspalierError(
-                    f"the target's own text fills {len(rows)} rows of {self.length} tokens, and a batch takes {size} of "
-                    "them; use more --continuations, or a smaller --batch or --length"
+                    f"the target's own text fills {len(rows)} rows of {self.length} tokens, and a batch takes {size} "
+                    "of them; use more --continuations, or a smaller --batch or --length"
                 )
             steps = len(rows) // size
             for step in range(min(first, steps), steps):

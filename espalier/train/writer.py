@@ -37,7 +37,7 @@ class Writer:
             torch.cuda.empty_cache()
 
     def continuations(
-        self, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float, seed: int = 0
+        self, prompts: Sequence[Sequence[int] | np.ndarray], num_tokens: int, temperature: float, seed: int = 0
     ) -> list[np.ndarray]:
         """Each prompt with its continuation, up to the end token or to the start of a loop.
 

@@ -1,4 +1,4 @@
-"""Chat prompts of five kinds, made of topics, of Python's standard library and of the descriptions of installed packages.
+"""Chat prompts of five kinds, made of topics, of Python's standard library and of descriptions of installed packages.
 
 Held-out prompts come from files and topics of their own.  Each line says its licence.
 """
@@ -60,7 +60,7 @@ def functions(text: str) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
             code = ast.get_source_segment(text, node)
             if code and CODE_SIZES[0] <= len(code) <= CODE_SIZES[1]:
-                yield re.sub(r"(?m)^ {%d}" % node.col_offset, "", code)
+                yield re.sub(f"(?m)^{' ' * node.col_offset}", "", code)
 
 
 def code_pieces() -> list[Piece]:

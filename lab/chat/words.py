@@ -23,7 +23,9 @@ fermentation|urban planning|motivation|the violin|tides|customer complaints|fore
 bridges|jet lag|the Vikings|writing a speech|insects|home repairs|lightning|studying abroad|old photographs
 the metric system|volunteering|dinosaurs|lifting weights|the Amazon rainforest|kindness|spreadsheets|glaciers
 origami|nuclear power|choosing a career|soap|detective novels|the kidneys|train journeys|optical illusions|salt
-""".strip().replace("\n", "|").split("|")
+""".strip()
+    .replace("\n", "|")
+    .split("|")
 )
 QUESTIONS = tuple(
     """
@@ -35,7 +37,9 @@ Tell me three surprising facts about {}.|Write a dialogue between two friends ab
 Compare {} today with a hundred years ago.|Draft an email to my team about {}.|What questions should I ask about {}?
 Make a quiz with four questions about {}, with answers.|Describe {} as a list of short bullet points.
 Plan a one-week schedule around {}.|What do experts disagree on about {}?|Write a checklist for {}.
-""".strip().replace("\n", "|").split("|")
+""".strip()
+    .replace("\n", "|")
+    .split("|")
 )
 HELDOUT_CHAT = tuple(
     """
@@ -87,7 +91,9 @@ Write a short story about {}.|Write a paragraph that describes {} to someone who
 Write the first page of a novel in which {} plays a part.|Write a newspaper article about {}.
 Write a reflective essay about {}.|Write a fable whose moral has to do with {}.|Write a speech about {}.
 Write a diary entry of someone who is busy with {}.|Write a letter to a friend about {}.
-""".strip().replace("\n", "|").split("|")
+""".strip()
+    .replace("\n", "|")
+    .split("|")
 )
 FIELDS = tuple("name title summary tags difficulty steps author year rating price location category notes".split())
 JSON_OBJECTS = (

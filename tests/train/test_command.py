@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -166,7 +167,7 @@ def test_texts_too_short_to_measure_are_refused_before_the_target_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for module in ("evaluate.Eagle3Target", "block.Eagle3Target", "mtp.FrozenTarget"):
+    for module in ("evaluate.Eagle3Target", "block.Eagle3Target", "mtp.FrozenTarget", "evaluate.Writer"):
         monkeypatch.setattr(f"espalier.train.{module}", None)
     data = tmp_path / "p.jsonl"
     data.write_text(json.dumps({"token_ids": tokens}))
@@ -180,7 +181,15 @@ def test_continuations_that_the_target_ends_early_are_left_out_in_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = [np.arange(2 + 10), np.arange(1 + 11)]
-    monkeypatch.setattr(evaluate, "greedy_texts", lambda *_: texts)
+
+    class Told(nullcontext):
+        def continuations(self, *_: object) -> list[np.ndarray]:
+            return texts
+
+        def __enter__(self) -> Told:
+            return self
+
+    monkeypatch.setattr(evaluate, "Writer", Told)
     kept, firsts = continued(None, [[0, 1], [0]], 20, 10)
     assert ([len(text) for text in kept], firsts) == ([12], [1])
     assert capsys.readouterr().out == "1 of 2 prompts are left out: the target ends them within 10 tokens\n"

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 import espalier
 from espalier.train.checkpoint import rope_theta
-from espalier.train.target import repeated
 from espalier.train.windows import Windows
+from espalier.train.writer import repeated
 from lab.bundle import corpus, packing
 from lab.bundle.corpus import SourceFile
 from lab.bundle.ngram import ngram_probabilities

@@ -136,7 +136,7 @@ def test_targets_outside_the_draft_vocabulary_teach_nothing(draft: Eagle3Draft) 
     embeds, features = torch.randn(1, 6, 12).double(), torch.randn(1, 6, 36).double()
     logits = torch.zeros(1, 6, 24)
     logits[..., int((~draft.t2d).nonzero()[0])] = 9.0
-    loss, agreement = training_loss(draft, embeds, features, logits, 3, 1.0)
+    loss, agreement = training_loss(draft, embeds, features, logits, torch.ones(1, 6).bool(), 3, 1.0)
     assert loss.item() == 0.0
     assert agreement.tolist() == [0.0, 0.0, 0.0]
 
