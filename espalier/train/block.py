@@ -1,6 +1,6 @@
 """Train a block draft for a frozen target, on given text and on text of the target.
 
-`python -m espalier.train block` runs `train_block`, and `evaluate_block` measures a draft without the engine.  The file
+`espalier train block` runs `train_block`, and `evaluate_block` measures a draft without the engine.  The file
 is the `dspark` form of vLLM's speculators, with a Markov head of rank `edge_rank` (0: none) and of one of its three
 kinds, and no confidence head; the embedding and the lm_head are the target's.
 """

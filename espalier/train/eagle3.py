@@ -1,6 +1,6 @@
 """Train an EAGLE-3 draft for a frozen target by training-time test, on given text and on text of the target.
 
-`python -m espalier.train eagle3` runs `train_eagle3`.
+`espalier train eagle3` runs `train_eagle3`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Train an MTP head of one or several layers for a frozen target, on given text and on text of the target.
 
-`python -m espalier.train mtp` runs `train_mtp`, and `evaluate_mtp` measures a head without the engine.
+`espalier train mtp` runs `train_mtp`, and `evaluate_mtp` measures a head without the engine.
 """
 
 from __future__ import annotations

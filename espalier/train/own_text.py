@@ -1,6 +1,6 @@
 """The target's own text: its answers to conversations, or its continuations of prompts that are cut from documents.
 
-A trainer makes it once and keeps it in its work folder.  `python -m espalier.train own-text` makes it before, in as
+A trainer makes it once and keeps it in its work folder.  `espalier train own-text` makes it before, in as
 many processes as there are seeds; runs that share the work folder read all of it.  Each file says what it was made
 from.  Until all of a seed's text is made, it is in a file of its own (unfinished_text.py), from which a run that was
 ended goes on.
@@ -181,7 +181,7 @@ def require_unfinished(config: OwnTextConfig, work: Path, origin: Mapping[str, s
 
 
 def own_text_command(target_dir: Path, data: Data, config: OwnTextConfig, work: Path) -> None:
-    """`python -m espalier.train own-text`.  Raises EspalierError before the target is loaded."""
+    """`espalier train own-text`.  Raises EspalierError before the target is loaded."""
     origin = origin_of(target_dir, data.all_tokens)
     require_prompts(data, config, target_dir)
     saved_texts(config, work, origin)

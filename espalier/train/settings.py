@@ -122,7 +122,7 @@ class TrainConfig(OwnTextConfig):
 
 @dataclass(frozen=True)
 class Eagle3Config(TrainConfig):
-    """The settings of `python -m espalier.train eagle3`."""
+    """The settings of `espalier train eagle3`."""
 
     draft_vocab: int = option(
         "number of token ids that the draft can propose: those that the target generates most often; at most all of "
@@ -139,7 +139,7 @@ class Eagle3Config(TrainConfig):
 
 @dataclass(frozen=True)
 class MtpConfig(TrainConfig):
-    """The settings of `python -m espalier.train mtp`."""
+    """The settings of `espalier train mtp`."""
 
     layers: int = option("number of MTP layers", 1, low=1, high=MAX_DEPTH)
     form: Form = field(
@@ -165,7 +165,7 @@ class MtpConfig(TrainConfig):
 
 @dataclass(frozen=True)
 class BlockConfig(TrainConfig):
-    """The settings of `python -m espalier.train block`."""
+    """The settings of `espalier train block`."""
 
     layers: int = option("number of the draft's layers", 3, low=1, high=MAX_DEPTH)
     block_size: int = option("number of tokens that one pass of the draft proposes", 8, low=2, high=MAX_DEPTH)

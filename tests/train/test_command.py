@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from espalier import train
+from espalier.cli import start
 from espalier.startup.checkpoints import BUNDLED_DRAFTS, BUNDLED_FILES
 from espalier.train import evaluate
 from espalier.train.command import TRAINERS, config_of, main, make_parser, refuse_other_model
@@ -61,9 +61,16 @@ def test_a_missing_or_unknown_command_is_said_with_those_that_exist(
     assert (left.value.code, out, err.count("\n")) == (2, "", 1) and said in err
 
 
-@pytest.mark.parametrize("module", ["espalier.train.command", "espalier.train.data", "espalier.train.mtp"])
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("espalier.train.command", "espalier"),
+        ("espalier.train.data", "espalier train"),
+        ("espalier.train.mtp", "espalier train"),
+    ],
+)
 def test_an_interrupt_while_modules_load_ends_in_a_line(
-    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    module: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Interrupting:
         def find_spec(self, name: str, *_: object) -> None:
@@ -75,8 +82,8 @@ def test_an_interrupt_while_modules_load_ends_in_a_line(
     monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
     np.save(tmp_path / "ids.npy", np.arange(9))
     data = ["--data", str(tmp_path / "ids.npy")]
-    assert train.start(["mtp", "--target", "bundled", *data, "--out", str(tmp_path / "out")]) == 130
-    assert capsys.readouterr() == ("", "espalier.train: interrupted\n")
+    assert start(["train", "mtp", "--target", "bundled", *data, "--out", str(tmp_path / "out")]) == 130
+    assert capsys.readouterr() == ("", f"{said}: interrupted\n")
 
 
 @pytest.mark.parametrize(("kind", "draft"), BUNDLED_DRAFTS.items(), ids=BUNDLED_DRAFTS)

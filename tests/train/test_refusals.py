@@ -76,9 +76,18 @@ WRONG = [
     ("mtp --data /no/such", "--data /no/such is not a file; give JSON lines"),
     (f"mtp --out {HERE}", "cannot be written (File exists); use another folder"),
     ("mtp --work /proc/work", "--work /proc/work cannot be written (No such file or directory); use another folder"),
+    ("auto --minutes 0.5", "--minutes=0.5 is too few to try drafts; use 1 or more"),
+    ("auto --minutes nan", "--minutes=nan is too few to try drafts"),
+    ("auto --target /no/such", "--target='/no/such' is not a directory"),
+    ("auto --data /no/such", "--data /no/such is not a file"),
     ("bundled --out OUT", "'bundled' is now `python -m lab bundled`, in a clone"),
 ]
-FLAGS_OF = {"own-text": ("--target", "--data"), "evaluate": ("--target", "--data"), "bundled": ()}
+FLAGS_OF = {
+    "own-text": ("--target", "--data"),
+    "evaluate": ("--target", "--data"),
+    "bundled": (),
+    "auto": ("--target", "--out"),
+}
 
 
 @pytest.mark.parametrize(("line", "said"), WRONG, ids=[line.replace(HERE, "FILE") for line, _ in WRONG])
@@ -153,8 +162,8 @@ def test_a_command_without_its_flags_names_them(capsys: pytest.CaptureFixture[st
 
 
 def test_the_command_line_does_without_pytorch() -> None:
-    code = "import sys; sys.modules['torch'] = None; from espalier.train import start; sys.exit(start(sys.argv[1:]))"
-    line = ["mtp", "--target", "/no/such", "--data", HERE, "--out", "/no/such/out"]
+    code = "import sys; sys.modules['torch'] = None; from espalier.cli import start; sys.exit(start(sys.argv[1:]))"
+    line = ["train", "mtp", "--target", "/no/such", "--data", HERE, "--out", "/no/such/out"]
     ran = subprocess.run([sys.executable, "-c", code, *line], capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (2, "") and "--target='/no/such' is not a directory" in ran.stderr
 

@@ -275,7 +275,7 @@ def test_a_full_gpu_is_one_line(
     sizes = ["--length", "16", "--batch", "2", "--continuations", "2", "--generate-batch", "2"]
     assert command.main([*line, *sizes]) == 1
     assert capsys.readouterr().err.endswith(
-        "espalier.train: the GPU's memory is full (CUDA: 2 GiB); use a smaller --batch, --length or --generate-batch\n"
+        "espalier train: the GPU's memory is full (CUDA: 2 GiB); use a smaller --batch, --length or --generate-batch\n"
     )
 
 
