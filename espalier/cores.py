@@ -1,7 +1,11 @@
-"""The CPU cores that this process may use, how its threads wait for each other, and the share of a thread."""
+"""The CPU cores that this process may use, how its threads wait for each other, and the share and end of a thread."""
 
+import atexit
 import os
 import sys
+import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -9,7 +13,8 @@ CPUS = Path("/sys/devices/system/cpu")
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 # A tenth of the share of others.  With the lowest, a thread could hold the GIL for long while it waits for a core.
 LOW_PRIORITY = 10
-
+# How long the process waits at its end for a daemon thread that is in a library.
+EXIT_S = 10.0
 
 # What GNU's OpenMP, which PyTorch's threads come from, reads when it is loaded.
 SPIN_COUNT = "GOMP_SPINCOUNT"
@@ -45,6 +50,20 @@ def lower_priority(native_id: int) -> None:
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, native_id, LOW_PRIORITY)
+
+
+def wait_at_exit(is_in_library: Callable[[threading.Thread], bool]) -> None:
+    """At the process's end, wait EXIT_S at most for such threads.
+
+    A thread whose call returns while the interpreter ends is ended within C++, which aborts the process.
+    """
+    atexit.register(_wait_for, is_in_library)
+
+
+def _wait_for(is_in_library: Callable[[threading.Thread], bool]) -> None:
+    end = time.monotonic() + EXIT_S
+    while any(map(is_in_library, threading.enumerate())) and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def _affinity() -> set[int]:

@@ -6,6 +6,7 @@ against it on the host, without reading from the device.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from espalier.errors import EspalierError
@@ -224,11 +225,12 @@ class RoundLayout:
         if any(size <= before for before, size in zip([0, *sizes], sizes, strict=False)):
             raise EspalierError(f"batch sizes {sizes} of `trees` are not supported; use 1 or more, ascending")
 
-    @property
+    @cached_property
     def tree(self) -> TreeShape:
         """The configured tree."""
         return TreeShape(self.steps, self.topk, self.num_draft_tokens)
 
+    @lru_cache(256)  # noqa: B019 (layouts are few and small, and each round asks)
     def with_tree(self, shape: TreeShape) -> "RoundLayout":
         """The layout of rounds with this shape, in the buffers of this layout.  Raises EspalierError if it is larger.
 

@@ -310,6 +310,8 @@ Also {codes(COMBINING)}. No other keyword may stand beside one of them, except `
   [regular expressions](server.md#regular-expressions). `pattern` does not stand beside `format`.
 - `minLength` and `maxLength` beside `pattern` or `format` are exact if one part of it varies in length. If several do,
   they share the length, so some valid texts cannot come.
+- Lengths of up to 1000 characters in a string cost about 20 ms a character to compile, once. Above, masks take
+  long: with a large vocabulary such a schema is refused.
 - `uniqueItems` is for items whose values can be listed (enums, constants, booleans, integers between bounds), with at
   most {MAX_VALUES} possible arrays, or `maxItems` 1. Elsewhere leave it out (in pydantic, a list for a set) and drop
   equal items of the output.

@@ -5,6 +5,7 @@ A layer keeps one row for each token, in pages; or one state for each slot (cach
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -215,7 +216,7 @@ class LayerSpec:
         if self.shares is not None and not isinstance(self.keeps, KVHeads):
             raise EspalierError(f"a layer that keeps {self.keeps.kind} cannot read the rows of layer {self.shares}")
 
-    @property
+    @cached_property
     def rows(self) -> KVHeads | LatentKV:
         """What a layer keeps that keeps rows."""
         assert not isinstance(self.keeps, RecurrentState), "a layer that keeps a state has no rows to attend to"
@@ -227,7 +228,7 @@ class LayerSpec:
         of_rows = 0 if self.shares is not None else 1 if self.v_is_k else 2
         return self.heads + of_rows * self.rows.kv_heads
 
-    @property
+    @cached_property
     def softmax_scale(self) -> float:
         return self.keeps.k_size**-0.5 if self.scale is None else self.scale
 

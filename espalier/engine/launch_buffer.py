@@ -8,6 +8,7 @@ others update the slot table, and have the lengths of the prompts.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -127,12 +128,12 @@ def pack_launch(
     sizes = {name: len(part) for name, part in parts.items()} | _padded_sizes(table.layout, launch_input, form)
     sizes |= dict.fromkeys(("mark_at", "mark_row"), form.batch if has_marks or launch_input.marks else 0)
     # Filled in place: a round has few numbers, and one more array would cost as much as writing them all.
-    vector, begin = np.zeros(sum(map(_aligned, sizes.values())), dtype=np.int64), 0
-    for name, size in sizes.items():
+    begins = list(accumulate(map(_aligned, sizes.values()), initial=0))
+    vector = np.zeros(begins[-1], dtype=np.int64)
+    for begin, (name, size) in zip(begins, sizes.items(), strict=False):
         part = parts[name]
         if len(part):
             vector[begin : begin + size][: len(part)] = part
-        begin += _aligned(size)
     return LaunchBuffer(vector, tuple(sizes.items()))
 
 

@@ -15,14 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from espalier.cores import available_cores, lower_priority
+from espalier.cores import available_cores, lower_priority, wait_at_exit
 
 # The processor time that all grammars of a round may take together.  Half of the time of the round before counts too.
 # After that the engine goes on without grammars that took more than their share.  Ordinary grammars take less than a
-# hundredth.
-GRAMMAR_S = 0.25
+# fiftieth.  Another request may wait for two such rounds: the one that runs, and its own.
+GRAMMAR_S = 0.125
 # Half of the time is divided among the grammars.  A share is never less than 1 / MAX_SHARES of that half.
-MAX_SHARES = 16
+MAX_SHARES = 8
 # While this many abandoned threads run, requests with a grammar are refused.
 MAX_ABANDONED = 4
 # Threads at once, abandoned ones not counted.
@@ -59,10 +59,10 @@ class MaskThreads:
         """work(0) to work(count - 1), each its result or TOO_SLOW.  Raises what a piece of work raises.
 
         used_s: what each has used in this round before; what it uses is added.  spent_s: what others of the round have
-        used beyond a share.  at_once: several threads begin; else one does, and others help once one is slow.
+        used beyond a share.  at_once: several threads begin; else one does, and others help if it does not end soon.
         """
         share_s = self.limit_s / 2 / min(max(count, 1), MAX_SHARES)
-        call = _Call(work, count, share_s, [0.0] * count if used_s is None else used_s)
+        call = _Call(work, count, share_s, [0.0] * count if used_s is None else used_s, has_help=at_once)
         self._send(call, min(count, available_cores()) if at_once else min(count, 1))
         while call.left and not call.ended.acquire(timeout=self.limit_s / 2 / MAX_SHARES):
             self._look(call, spent_s)
@@ -91,11 +91,12 @@ class MaskThreads:
                     call.ended_s.append(call.used_s[job.place])
                     self._abandon(thread)
                     call.left -= 1
-            elif all(job.is_slow for _, job in slow):
+            elif call.has_help and all(job.is_slow for _, job in slow):
                 return
             for _, job in slow:
                 job.is_slow = True
-        self._send(call, call.left)
+        self._send(call, call.left if slow else min(call.left, available_cores()))
+        call.has_help = True
 
     def _abandon(self, thread: "_MaskThread") -> None:
         self.threads.remove(thread)
@@ -173,11 +174,13 @@ class _Call:
     """One call of MaskThreads.run.
 
     places: the numbers that no thread has taken; left: how many have no result; lock: of what a thread leaves here;
-    ended_s: what the pieces of work that ended or were abandoned have used in this round.
+    ended_s: what the pieces of work that ended or were abandoned have used in this round; has_help: whether several
+    threads were sent.
     """
 
-    def __init__(self, work: Work, count: int, share_s: float, used_s: list[float]):
+    def __init__(self, work: Work, count: int, share_s: float, used_s: list[float], has_help: bool):
         self.work = work
+        self.has_help = has_help
         self.share_s = share_s
         self.used_s = used_s
         self.ended_s: list[float] = []
@@ -254,6 +257,9 @@ class _MaskThread(threading.Thread):
             if not call.left:
                 call.ended.release()
         return now_s
+
+
+wait_at_exit(lambda thread: isinstance(thread, _MaskThread) and thread.job is not None)
 
 
 def _thread_time(thread: _MaskThread) -> float:

@@ -116,7 +116,9 @@ def read(
     sums = (entry[:, fields.tokens.start : fields.parents.stop] @ fields.weights).tolist()
     logprobs = _logprobs(fields, entry, launch_input.num_logprobs, num_finite)
     of_prompts = _of_prompts(prompt_logprobs, launch_input.prompt_rows, len(length))
-    ranks, is_leaf = _ranks(fields, entry, is_node) if launch_input.tree else ([], [True] * len(length))
+    ranks, is_leaf = (
+        _ranks(fields, entry, is_node) if launch_input.tree and launch_input.tree.steps else ([], [True] * len(length))
+    )
     return [
         RequestResult(
             emitted[b][: num_finite[b]],

@@ -29,6 +29,8 @@ class RoundTrees:
         return tree
 
     def _chosen_tree(self, batch: Sequence[Request]) -> TreeShape | None:
+        if not self.layout.steps:
+            return None
         if not self.runs_any_tree and any(request.masker for request in batch):
             # Rounds with a grammar run in stages, which only the layout's tree has.
             return None

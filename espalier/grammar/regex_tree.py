@@ -9,6 +9,10 @@ CARET = of_text("^")
 GAPS = (0x7FF, 0xFFFF)
 # The most times that xgrammar writes a part out.
 MAX_UNROLLED = 128
+# A character that comes more often is written in blocks of about BLOCK, in a regex of at most MAX_IN_BLOCKS characters:
+# xgrammar compiles more of them for too long.
+BLOCK = 100
+MAX_IN_BLOCKS = 1000
 
 
 @dataclass(frozen=True)
@@ -117,33 +121,56 @@ def regex_of(node: Node) -> str:
     where a text can end in several states, or come back to the first one.  The empty groups bring a first state and a
     last one of their own.
     """
-    return f"(){{0,1}}({_text_of(node)})()"
+    return f"(){{0,1}}({_text_of(node, num_states(node) <= MAX_IN_BLOCKS)})()"
 
 
-def _text_of(node: Node) -> str:
+def _text_of(node: Node, in_blocks: bool) -> str:
     if isinstance(node, Chars):
         return _class(node.ranges)
     if isinstance(node, Seq):
-        return "".join(f"({_text_of(part)})" if isinstance(part, Alt) else _text_of(part) for part in node.parts)
+        texts = (_text_of(part, in_blocks) for part in node.parts)
+        return "".join(
+            f"({text})" if isinstance(part, Alt) else text for part, text in zip(node.parts, texts, strict=True)
+        )
     if isinstance(node, Alt):
-        return "|".join(map(_text_of, node.branches))
+        return "|".join(_text_of(branch, in_blocks) for branch in node.branches)
     assert isinstance(node, Repeat), "anchors are resolved before"
-    return _repeated(node)
+    return _repeated(node, in_blocks)
 
 
-def _repeated(node: Repeat) -> str:
+def _repeated(node: Repeat, in_blocks: bool) -> str:
     """xgrammar reads "?" and {2,} wrongly behind a part that may end and also go on.  So such a part has neither."""
     least, most = node.least, node.most
+    is_often = max(least, most or 0) > MAX_UNROLLED
     if isinstance(node.part, Chars):
-        part = _text_of(node.part)
+        part = _text_of(node.part, in_blocks)
+        if is_often and in_blocks:
+            return _blocks(part, least, most)
     else:
         # Of a part that comes often xgrammar makes a rule.
-        part = f"({regex_of(node.part) if max(least, most or 0) > MAX_UNROLLED else _text_of(node.part)})"
+        part = f"({regex_of(node.part) if is_often else _text_of(node.part, in_blocks)})"
     if most is None:
         return part + ("*" if least == 0 else "+" if least == 1 else f"{{{least}}}{part}*")
     if (least, most) == (0, 1) and isinstance(node.part, Chars):
         return f"{part}?"
     return part + (f"{{{least}}}" if least == most else f"{{{least},{most}}}")
+
+
+def _blocks(char: str, least: int, most: int | None) -> str:
+    """A character `least` to `most` times, without a count above MAX_UNROLLED.
+
+    xgrammar counts such a character at run time: a mask then takes a thousand times as long, since it tries each token.
+    """
+    times, rest = divmod(least, BLOCK)
+    text = (f"({char}{{{BLOCK}}}){{{times}}}" if times else "") + (f"{char}{{{rest}}}" if rest else "")
+    if most is None:
+        return f"{text}{char}*"
+    if not (left := most - least):
+        return text
+    # The last part is at least as long as a block, so every count up to `left` can be written.
+    blocks = -(-left // BLOCK) - 1
+    size = left // (blocks + 1)
+    return text + (f"({char}{{{size}}}){{0,{blocks}}}" if blocks else "") + f"{char}{{0,{left - blocks * size}}}"
 
 
 def _class(ranges: Ranges) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from espalier.cores import lower_priority, physical_cores
+from espalier.cores import lower_priority, physical_cores, wait_at_exit
 from espalier.errors import EspalierError, one_line
 from espalier.grammar.choices import ebnf_of_choices
 from espalier.grammar.finite import require_finite_rules
@@ -42,6 +42,7 @@ MAX_THREADS = 8
 MAX_GRAMMAR_BYTES = 256 * 2**20
 MAX_KEPT_BYTES = 1024 * 2**20
 MAX_KEPT = 1024
+THREAD = "espalier-grammar"
 # The time and the place in its source with which xgrammar's errors begin.
 PLACE_IN_SOURCE = re.compile(r"^\[?[\d:]*\]? ?/\S+: (?:Check failed: \S+ is false: )?")
 
@@ -100,7 +101,7 @@ class GrammarCompiler:
                 made.set_exception(_busy())
                 return made
             self._kept[key] = made
-        threading.Thread(target=self._run, args=(key, grammar, made), name="espalier-grammar", daemon=True).start()
+        threading.Thread(target=self._run, args=(key, grammar, made), name=THREAD, daemon=True).start()
         return made
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
@@ -236,6 +237,9 @@ def token_bytes(tokenizer: Tokenizer, vocab_size: int, names_special: bool) -> l
         part = tokenizer.bytes_of(token) if token < tokenizer.size else None
         vocabulary.append(part.bytes if part is not None and (part.is_text or names_special) else b"")
     return vocabulary
+
+
+wait_at_exit(lambda thread: thread.name == THREAD)
 
 
 def _after(seconds: float, call: Callable[..., None], *arguments: Any) -> threading.Timer:

@@ -111,5 +111,5 @@ def _require(is_fast: bool, length: int) -> None:
     if not is_fast:
         raise EspalierError(
             f"the grammar is too ambiguous: behind {length} bytes of a sample text it takes too long to find the next "
-            "tokens; write it so that each text can be read in one way only, or make it smaller"
+            "tokens; write it so that each text can be read in one way only, lower its counts, or make it smaller"
         )

@@ -13,7 +13,7 @@ and of touched experts / bandwidth are given too; no kernel reaches that.  `pyth
 import gc
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from math import prod
 
 import torch
@@ -181,10 +181,14 @@ class Floors:
     """Holds one set of weights of a shape, the target's and the draft's, and measures passes over them."""
 
     def __init__(
-        self, shape: ModelShape, dtype: torch.dtype = torch.bfloat16, value_bytes: tuple[int, int] = (2, 2)
+        self,
+        shape: ModelShape,
+        dtype: torch.dtype = torch.bfloat16,
+        value_bytes: tuple[int, int] = (2, 2),
+        ranks: int = 1,
     ) -> None:
-        """value_bytes: of K and V, see kv_value_bytes."""
-        self.shape, self.value_bytes = shape, value_bytes
+        """value_bytes: of K and V, see kv_value_bytes; ranks: GPUs that share the target's work, without a draft's."""
+        self.shape, self.value_bytes, self.ranks = shape, value_bytes, ranks
         self.device = require_gpu("floor")
         self.weights = ExpertWeights(dtype, self.device)
         self.stopwatch = Stopwatch()
@@ -240,8 +244,30 @@ class Floors:
         The first call for its products needs memory for their weights, and an engine takes all that is free: call it
         when none runs.
         context: mean tokens of a request; ceilings: measured in the same run; drafts: False if there is no draft;
-        touched: as for round_runs.
+        touched: as for round_runs.  Ranks share the time of the target alone, at one GPU's efficiency; the time of
+        their sums is left out.
         """
+        layout = (steps, topk, num_draft_tokens)
+        whole = self._of_one(batch, context, *layout, ceilings, drafts, touched)
+        if self.ranks == 1:
+            return whole
+        target = self._of_one(batch, context, *layout, ceilings, False, touched)
+        share = 1 - 1 / self.ranks
+        pairs = zip(astuple(whole), astuple(target), strict=True)
+        return RoundFloor(*(of_all - share * of_target for of_all, of_target in pairs))
+
+    def _of_one(
+        self,
+        batch: int,
+        context: float,
+        steps: int,
+        topk: int,
+        num_draft_tokens: int,
+        ceilings: Ceilings,
+        drafts: bool,
+        touched: float | None,
+    ) -> RoundFloor:
+        """The floor on one GPU."""
         layout = (steps, topk, num_draft_tokens, drafts)
         target, draft = round_runs(self.shape, batch, *layout, touched)
         linears, experts = self.products((*draft, *target), batch * num_draft_tokens)

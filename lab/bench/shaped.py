@@ -95,7 +95,7 @@ def run(args: Namespace, settings: dict[str, Any], page_sizes: list[int]) -> Non
     floors = None
     if device.type == "cuda":
         value_bytes = kv_value_bytes(settings.get("kv_dtype", "auto"), settings.get("draft_kv_dtype", "auto"))
-        floors = Floors(recipe_sizes(recipe), value_bytes=value_bytes)
+        floors = Floors(recipe_sizes(recipe), value_bytes=value_bytes, ranks=settings.get("tensor_parallel", 1))
     about = {"settings": {**settings, "rounds": rounds, "own_size": args.own_size}}
     figures = _measure_and_print(models, measure(models, cells, sizes, rounds, floors), len(cells), about, args.json)
     plot([_bars(figure) for figure in figures["cells"]], models.title, args.plot)

@@ -2,6 +2,8 @@
 
 import hashlib
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -187,6 +189,34 @@ def test_what_others_took_in_a_round_counts_and_ends_slow_work_alone():
     used_s, spent_s = [5.0, 0.0], lambda share_s: 5.0
     assert threads.run(lambda place: work[place](), 2, used_s=used_s, spent_s=spent_s) == [TOO_SLOW, 1]
     threads.close()
+
+
+def test_others_help_where_the_first_piece_of_work_does_not_end_soon(monkeypatch):
+    monkeypatch.setattr(mask_threads, "available_cores", lambda: 2)
+    monkeypatch.setattr(mask_threads, "_thread_time", lambda thread: 0.0)
+    threads, both = MaskThreads(), threading.Barrier(2)
+    assert sorted(threads.run(lambda place: both.wait(10), 2)) == [0, 1]
+    threads.close()
+
+
+AT_EXIT = """
+import hashlib, threading, time
+from espalier.engine.mask_threads import TOO_SLOW, MaskThreads
+from espalier.masking.compile import THREAD
+
+def work(place):
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
+    print("mask")
+
+threading.Thread(target=lambda: (time.sleep(0.2), print("grammar")), name=THREAD, daemon=True).start()
+assert MaskThreads(0.02).run(work, 1) == [TOO_SLOW]
+"""
+
+
+def test_the_interpreter_ends_behind_the_threads_that_are_in_xgrammar():
+    """A thread that comes back while it ends would abort the process."""
+    ran = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, sorted(ran.stdout.split())) == (0, ["grammar", "mask"]), ran.stderr
 
 
 def test_what_a_piece_of_work_raises_is_raised():

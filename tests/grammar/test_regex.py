@@ -9,12 +9,14 @@ from itertools import product
 import jsonschema
 import pytest
 import xgrammar
+from hypothesis import given
+from hypothesis import strategies as st
 
 from espalier.errors import EspalierError
-from espalier.grammar import Grammar
+from espalier.grammar import Grammar, regex_tree
 from espalier.grammar.check import check_grammar
 from espalier.grammar.regex import OTHER_ESCAPES, pattern_node
-from espalier.grammar.regex_tree import regex_of
+from espalier.grammar.regex_tree import MAX_IN_BLOCKS, MAX_UNROLLED, Chars, regex_of, repeat
 from tests.grammar.vocabulary import TooLong, accepts, compiled, random_text
 
 LETTERS = "ab1_ -.é€😀\u2028"
@@ -164,6 +166,33 @@ def test_all_short_texts_of_two_letters_are_those_of_python(make, count):
 
 def test_all_short_texts_of_what_was_found_wrong_are_those_of_python():
     check_short_texts(FOUND, "abcd")
+
+
+@given(st.integers(0, MAX_IN_BLOCKS), st.one_of(st.none(), st.integers(0, MAX_IN_BLOCKS)))
+def test_no_character_has_a_count_that_makes_masks_slow(least, most):
+    least, most = (least, None) if most is None else sorted((least, most))
+    text = regex_of(repeat(Chars(((97, 97),)), least, most))
+    assert max(map(int, re.findall(r"\d+", text))) <= MAX_UNROLLED
+    last = 3 * MAX_IN_BLOCKS if most is None else most
+    lengths = {least - 1, least, (least + last) // 2, last, last + 1} - {-1}
+    assert {size for size in lengths if re.fullmatch(text, "a" * size)} == {
+        size for size in lengths if least <= size and (most is None or size <= most)
+    }
+
+
+def test_blocks_of_a_character_mean_what_the_character_means(monkeypatch):
+    monkeypatch.setattr(regex_tree, "MAX_UNROLLED", 3)
+    monkeypatch.setattr(regex_tree, "BLOCK", 2)
+    regexes = [blocks_regex(random.Random(seed)) for seed in range(150)]
+    texts = ["".join(text) for size in range(9) for text in product("ab", repeat=size)]
+    for regex in regexes:
+        form = compiled.__wrapped__(Grammar("regex", regex))
+        assert language_up_to(form, "ab", 8) == {text for text in texts if re.fullmatch(regex, text)}, regex
+
+
+def blocks_regex(rng: random.Random) -> str:
+    parts = [f"{rng.choice(('a', 'b', '[ab]'))}{{{rng.randint(0, 5)},{rng.choice(('', *'5678'))}}}" for _ in range(2)]
+    return rng.choice(("{0}{1}", "a?{0}", "({0}|b{1})", "({0}b)*a", "{0}a", "(a{0}|b)?{1}")).format(*parts)
 
 
 @pytest.mark.full

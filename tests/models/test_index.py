@@ -107,6 +107,12 @@ def test_three_spellings_of_what_layers_choose(raw: Any, fields: Any, expected: 
     assert {**after.raw, **dict.fromkeys(fields)} == {**before.raw, **dict.fromkeys(fields)}
 
 
+@pytest.mark.parametrize("name", ["indexed_attention", "deepseek_sparse_attention"])
+@pytest.mark.parametrize("raw", [SMALL, {**V32, "num_hidden_layers": 6}], ids=["glm_moe_dsa", "deepseek_v32"])
+def test_both_names_that_releases_of_transformers_write(raw: Any, name: str, tmp_path: Path) -> None:
+    assert letters(read(tmp_path, {**raw, "layer_types": [name] * 6})) == "ffffff"
+
+
 def test_an_override_keeps_the_other_fields_of_the_indexer(tmp_path: Path) -> None:
     after = index_of(read(tmp_path, GLM, {"index_topk": 512}))
     assert (after.topk, after.types) == (512, index_of(read(tmp_path, GLM)).types)

@@ -46,8 +46,9 @@ SILU, GELU_TANH, RELU = Activation(), Activation(kind="gelu_tanh"), Activation(k
 @op("espalier.kernels.layers.activation")
 def gated(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
     """The activation of gate_up [N, 2·I], gate first -> [N, I].  Raises EspalierError for an odd number of columns."""
-    require_gated(gate_up.shape[1])
-    if activation.is_silu:
+    if gate_up.shape[1] % 2:
+        require_gated(gate_up.shape[1])
+    if activation is SILU or activation.is_silu:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
     return rounded_once(gate_up, activation)

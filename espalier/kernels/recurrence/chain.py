@@ -186,4 +186,5 @@ def chain_outputs(
 
 def choose_config(v_size: int, dtype: torch.dtype) -> Config:
     block_v = max(min(power_of_two(v_size), 32), SMALLEST)
-    return Config(block_v, 8, PRECISION, PRECISION if dtype.itemsize >= 4 else "tf32")
+    # As in kernels/recurrence/tree.py: no second warpgroup for 16 columns.
+    return Config(block_v, 8 if block_v > SMALLEST else 4, PRECISION, PRECISION if dtype.itemsize >= 4 else "tf32")

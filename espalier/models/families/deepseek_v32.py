@@ -15,5 +15,6 @@ FAMILY = replace(
     experts=experts_by_type,
     indexed=True,
     in_drafts=False,
-    layer_kinds=("indexed_attention",),
+    # Releases of transformers call the same layers by either name.
+    layer_kinds=("indexed_attention", "deepseek_sparse_attention"),
 )

@@ -74,7 +74,8 @@ class AttentionBlock:
         """As Mixer."""
         q, kept = self.write(layer, rows, p), p.kept(layer)
         gate = self.gate(rows, kept)
-        s.keep(kept)
+        if kept is not None:
+            s.keep(kept)
         attended = p.attend(layer, q, self.sink)
         return self.project(attended if gate is None else attended * gate.view(*attended.shape[:3], -1))
 

@@ -94,8 +94,8 @@ class PackedWeight(Weight):
         out: Tensor = self._multiply(x, self._packed, bias, "none", [], "")
         return out
 
-    # As Weight.parts, without its call: a round has some hundred products.
-    parts = apply
+    # As those of Weight, without their calls: a round has some hundred products.
+    parts = for_stream = apply
 
 
 class DenseFormat(WeightFormat):

@@ -23,7 +23,7 @@ from lab.bench import experts as lab_experts
 from lab.bench import floor as floor_module
 from lab.bench.ceilings import Ceilings
 from lab.bench.experts import ExpertCalls, ExpertWeights, LayerExperts, num_copies, steps_of
-from lab.bench.floor import Floors, round_runs
+from lab.bench.floor import Floors, LinearTimes, round_runs
 from lab.bench.passes import prefill_pass
 from lab.bench.recipe_sizes import recipe_sizes, shape_named
 from lab.synthetic.checkpoint import Recipe, build
@@ -284,6 +284,20 @@ def test_on_a_gpu_experts_are_in_the_floor(name, weights):
     recipe = Recipe(wide(name), weights=weights)
     floor = Floors(recipe_sizes(recipe)).round(2, 100.0, 3, 2, 6, CEILINGS, touched=7.0)
     assert floor.expert_ms > 0 and floor.ms > floor.linear_ms + floor.expert_ms > floor.weight_bytes_ms
+
+
+def test_ranks_share_the_time_of_the_target_alone(monkeypatch):
+    monkeypatch.setattr(floor_module, "require_gpu", lambda command: torch.device("cpu"))
+    monkeypatch.setattr(floor_module, "Stopwatch", object)
+
+    def products(self, runs, rows):
+        return LinearTimes(rows, 0.0, sum(run.count * run.rows for run in runs), 0.0), None
+
+    monkeypatch.setattr(Floors, "products", products)
+    sizes = recipe_sizes(Recipe(mixture("qwen3-moe")))
+    one, two = (Floors(sizes, ranks=ranks).round(2, 0.0, 3, 2, 6, CEILINGS).ms for ranks in (1, 2))
+    target = Floors(sizes).round(2, 0.0, 3, 2, 6, CEILINGS, drafts=False).ms
+    assert one > target > 0 and two == pytest.approx(one - target / 2)
 
 
 @pytest.mark.parametrize("rows", [1, 256, 257])
