@@ -63,7 +63,9 @@ def train_auto(target: Path, data: Path | None, out: Path, most_minutes: float, 
     device, work, begun = training_device().type, out / "work", time.perf_counter()
     seconds = most_minutes * 60
     work.mkdir(parents=True, exist_ok=True)
-    require_same_run(work / "auto.json", {"--target": target_digest(target), "--data": data and str(data.resolve())})
+    require_same_run(
+        work / "auto.json", {"--target": target_digest(target), "--data": None if data is None else str(data.resolve())}
+    )
     source = f"--data {data}" if data else "questions that the target asks itself"
     small = "; on a CPU this is a trial of the chain, a GPU makes a draft that is worth its time" * (device == "cpu")
     print(

@@ -80,8 +80,8 @@ def text_pieces() -> list[Piece]:
     for package in metadata.distributions():
         stated = license_of(package)
         if is_permissive(stated):
-            body = package.metadata.get_payload()
-            found += [Piece(each, package.metadata["Name"], stated) for each in paragraphs(str(body))]
+            body = str(package.metadata.json.get("description", ""))
+            found += [Piece(each, package.metadata["Name"], stated) for each in paragraphs(body)]
     [stdlib] = [source for source in installed_sources([]) if source.name == "python"]
     for path in stdlib.paths:
         name = path.relative_to(stdlib.root).as_posix()

@@ -30,7 +30,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
         elif command[0] == "bench":
             kind = (Path(flags["--draft"]) / "README.md").read_text()
             cells = [(0, 100.0, 1.0), (5, RATES[kind], 2.5)]
-            made = [dict(batch=1, steps=s, tokens_per_second=r, accept_length=a) for s, r, a in cells]
+            made = [{"batch": 1, "steps": s, "tokens_per_second": r, "accept_length": a} for s, r, a in cells]
             Path(flags["--json"]).write_text(json.dumps({"cells": made}))
 
     monkeypatch.setattr(auto, "espalier", run)
@@ -52,7 +52,7 @@ def test_the_fastest_kind_is_trained_and_said(
     ]
     assert "- chosen: mtp\n" in (tmp_path / "out" / "README.md").read_text()
     ran.clear()
-    with pytest.raises(EspalierError, match="auto.json was made with --data .*; give another --out"):
+    with pytest.raises(EspalierError, match=r"auto.json was made from another --data; give another --out"):
         train_auto(target, tmp_path / "other.jsonl", tmp_path / "out", 30, list(TRAINERS))
     assert not ran
 

@@ -49,7 +49,10 @@ def test_help_fits_eighty_columns(
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [([], "a command is missing; use one of eagle3, mtp"), (["eagle"], "unknown command 'eagle'; use one of eagle3")],
+    [
+        ([], "a command is missing; use one of eagle3, mtp"),
+        (["eagle"], "unknown command 'eagle'; use one of auto, eagle3"),
+    ],
     ids=["none", "unknown"],
 )
 def test_a_missing_or_unknown_command_is_said_with_those_that_exist(
@@ -190,6 +193,9 @@ def test_continuations_that_the_target_ends_early_are_left_out_in_words(
     texts = [np.arange(2 + 10), np.arange(1 + 11)]
 
     class Told(nullcontext):
+        def __init__(self, *_: object) -> None:
+            pass
+
         def continuations(self, *_: object) -> list[np.ndarray]:
             return texts
 
