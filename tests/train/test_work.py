@@ -272,7 +272,18 @@ def test_a_full_gpu_is_one_line(
     np.save(tmp_path / "ids.npy", STREAM)
     monkeypatch.setattr(mtp, "FrozenTarget", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA: 2 GiB")))
     line = ["mtp", "--target", str(target), "--data", str(tmp_path / "ids.npy"), "--out", str(tmp_path / "draft")]
-    sizes = ["--length", "16", "--batch", "2", "--continuations", "2", "--generate-batch", "2"]
+    sizes = [
+        "--length",
+        "16",
+        "--batch",
+        "2",
+        "--continuations",
+        "2",
+        "--generate-batch",
+        "2",
+        "--continuation-tokens",
+        "4",
+    ]
     assert command.main([*line, *sizes]) == 1
     assert capsys.readouterr().err.endswith(
         "espalier train: the GPU's memory is full (CUDA: 2 GiB); use a smaller --batch, --length or --generate-batch\n"
