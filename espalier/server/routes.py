@@ -30,7 +30,7 @@ REFUSED_PATHS = {
     "/v1/files": _BATCH_DIR,
     "/v1/uploads": _STATELESS,
     "/v1/batches": _BATCH_DIR,
-    "/v1/fine_tuning": "python -m espalier.train trains drafts",
+    "/v1/fine_tuning": "espalier train trains drafts",
     "/v1/assistants": "use /v1/chat/completions",
     "/v1/threads": "use /v1/chat/completions",
     "/v1/conversations": "use /v1/chat/completions",

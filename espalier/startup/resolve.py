@@ -229,7 +229,7 @@ def resolve(
     speculation = config.speculation if isinstance(config.speculation, SpeculationConfig) else SpeculationConfig()
     tree = _tree(speculation, spec)
     machine = None if facts.chip is None else Machine(facts.chip, facts.pass_weights)
-max_batch = choose_max_batch(config, facts, getattr(torch, dtype), defaults.max_batch)
+    max_batch = choose_max_batch(config, facts, getattr(torch, dtype), defaults.max_batch)
     trees = choose_trees(speculation.by_batch, tree, machine, names_tree(speculation), max_batch)
     chunk_size = _value_or(config.chunk_size, defaults.chunk_size)
     sources = choose_sources(speculation, spec.algorithm, tree, device)
