@@ -3,6 +3,7 @@
 Requests arrive all at once, at a rate, or each as another finishes.  `espalier bench load` reports it (load_report.py).
 """
 
+import hashlib
 import heapq
 from collections import deque
 from collections.abc import Sequence
@@ -236,7 +237,11 @@ class Served:
         ]
 
     def figures(self) -> dict[str, Any]:
-        """wasted_rows: share of the target's rows that neither entered a token of a prompt nor emitted one."""
+        """cached_share: of the prompts' tokens, those that came from the prefix cache.
+
+        outputs_hash: of all outputs; equal texts have equal hashes, in whatever order they came.
+        wasted_rows: share of the target's rows that neither entered a token of a prompt nor emitted one.
+        """
         tokens_out = sum(len(request.output) for request in self.requests)
         tokens_in = sum(len(request.prompt) for request in self.requests)
         computed = tokens_in - sum(request.cached_tokens for request in self.requests)
@@ -246,6 +251,8 @@ class Served:
             "seconds": self.seconds,
             "tokens_in": tokens_in,
             "tokens_in_cached": tokens_in - computed,
+            "cached_share": 1 - computed / tokens_in,
+            "outputs_hash": self._outputs_hash(),
             "tokens_out": tokens_out,
             "tokens_in_per_second": tokens_in / self.seconds,
             "tokens_out_per_second": tokens_out / self.seconds,
@@ -255,6 +262,10 @@ class Served:
             **latency_of(self.timelines),
             "categories": by_category(self.answers),
         }
+
+    def _outputs_hash(self) -> str:
+        outputs = [each.output for each in sorted(self.requests, key=lambda each: each.arrival)]
+        return hashlib.sha256(repr(outputs).encode()).hexdigest()[:12]
 
 
 def latency_of(timelines: Sequence[Timeline]) -> dict[str, Any]:

@@ -39,6 +39,8 @@ FORMATS = (
     ("tokens_out_per_second", "{:.0f}"),
     ("accept_length", "{:.2f}"),
     ("tokens_in_cached", "{}"),
+    ("cached_share", "{:.1%}"),
+    ("outputs_hash", "{}"),
     ("wasted_rows", "{:.0%}"),
 )
 

@@ -18,7 +18,7 @@ from espalier.cache.states import Marks
 from espalier.engine.launch_input import LaunchInput
 from espalier.errors import EspalierError
 from espalier.layout import LaunchForm, RoundLayout
-from espalier.slots import PATH_KINDS, ScatterUpdate, SlotTable, guess_cells
+from espalier.slots import KINDS, ScatterUpdate, SlotTable, float_bits, guess_cells
 from espalier.speculate.pieces import Pieces
 
 Parts = tuple[tuple[str, int], ...]
@@ -151,20 +151,22 @@ def _padded_sizes(layout: RoundLayout, launch_input: LaunchInput, form: LaunchFo
             f"follow from {layout}: reserve pages with layout.reserve"
         )
     sizes = {"page_table": capacity}
-    if layout.text_paths or layout.sent_paths:
-        sizes |= {"guesses": form.batch * guess_cells(layout), "survival": PATH_KINDS * layout.steps}
+    if layout.calibrates:
+        sizes |= {"guesses": form.batch * guess_cells(layout), "survival": KINDS * layout.steps, "skill": form.batch}
     return {"slots": form.batch} | {f"{name}.{part}": size for name, size in sizes.items() for part in ("at", "values")}
 
 
 def _of_sources(table: SlotTable, launch_input: LaunchInput) -> dict[str, ScatterUpdate]:
-    """The guesses and the survival table of a round.  A zero in `survival` is written to a kind that is no path."""
-    if not (table.layout.text_paths or table.layout.sent_paths):
+    """The guesses, the survival table and the requests' skills of a round.  A zero in `survival` is written to a kind
+    that is no guess, in `skill` to the dummy slot."""
+    if not table.layout.calibrates:
         return {}
-    survival = np.zeros(0, dtype=np.float32) if launch_input.survival is None else launch_input.survival
-    bits = survival.astype(np.float32).reshape(-1).view(np.int32).astype(np.int64)
+    survival = np.zeros(0, dtype=np.float32) if launch_input.survival is None else launch_input.survival.reshape(-1)
+    skill = np.array(launch_input.skill, dtype=np.float32)
     return {
         "guesses": table.guess_updates(launch_input.guesses),
-        "survival": ScatterUpdate(np.arange(len(bits)), bits),
+        "survival": ScatterUpdate(np.arange(len(survival)), float_bits(survival)),
+        "skill": ScatterUpdate(np.array(launch_input.slots[: len(skill)], dtype=np.int64), float_bits(skill)),
     }
 
 

@@ -41,7 +41,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 600.0
 # A draft is swapped in if it accepts more by this many tokens a round: less may be the held-back texts' chance.
 LEAST_GAIN = 0.02
 # Output tokens on which drafts are compared.
-LEAST_HELD_BACK = 256
+LEAST_HELD_BACK = 512
 TRAINER = (sys.executable, "-m", "espalier.learn.trainer")
 
 
@@ -71,7 +71,7 @@ def require_learnable(prepared: Prepared) -> str:
     kind = kind_in(found.draft_path)
     if kind is None:
         raise EspalierError(
-            f"--learn cannot train {found.draft_path} further: it is no draft of `python -m espalier.train` "
+            f"--learn cannot train {found.draft_path} further: it is no draft of `espalier train` "
             f"({', '.join(CONTINUED)})"
         )
     read = read_target(found.target_path, MIN_CAPTURED_LAYERS if found.spec.reads == "captured" else 1)

@@ -7,11 +7,13 @@ manifest.  Its stdin says when it may compute.  When that is closed, the server 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -23,27 +25,33 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from espalier.errors import EspalierError, one_line
-from espalier.learn.folder import Text, publish, remove, texts_of
-from espalier.train import block, evaluate, mtp
+from espalier.learn.folder import publish, remove, texts_of
+from espalier.train import block
 from espalier.train.checkpoint import load_draft, save_draft
+from espalier.train.data import Conversation, Data
 from espalier.train.draft import training_loss
-from espalier.train.draft_run import DraftRun, Loss, run_steps, training_rows
+from espalier.train.draft_run import DraftRun, Loss, RunFiles, print_measure, run_steps, training_rows
+from espalier.train.evaluate import AcceptReport, measure
+from espalier.train.mtp import measure_mtp
 from espalier.train.mtp_checkpoint import load_mtp, save_mtp
 from espalier.train.mtp_head import mtp_loss
-from espalier.train.settings import BlockConfig, Eagle3Config, MtpConfig
+from espalier.train.own_text import OwnText
+from espalier.train.settings import BlockConfig, Eagle3Config, MtpConfig, TrainConfig
 from espalier.train.state import SavedState
 from espalier.train.target import Eagle3Target, FrozenTarget, training_device
-from espalier.train.windows import Windows, num_windows
+from espalier.train.windows import Texts
 
 GO, WAIT = b"1", b"0"
-LENGTH, PASSES = 256, 3
-# Tokens of a text on both sides of its output's start, and of all texts, that are measured.
+# Tokens of a row by the device's type, and how often the sample is read.
+LENGTHS, PASSES = MappingProxyType({"cpu": 256, "cuda": 1024}), 3
+# Tokens of a text on both sides of its output's start, and of all outputs, that are measured.
 MEASURED_SIDE, MEASURED = 256, 2**13
 # Far fewer than a new draft's: the rates of a training from nothing would first undo what the draft has learned.
 RATES = MappingProxyType({"matrix_lr": 1e-3, "other_lr": 5e-4})
 FAILED = 1
 # A tenth of a core where requests take all of them.
 NICE = 10
+Tree = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -51,26 +59,26 @@ class Kind:
     """How a kind of draft is trained further.  The module is the trainer's.
 
     config: (module, settings of every run) -> config; loss: (module, target, config) -> the loss of a batch;
-    lengths: (module, target, tokens [T], first, (steps, topk, num_draft_tokens)) -> accept lengths [roots];
-    save: (module, target, the target's directory, out); depth: (module, tree) -> tokens behind a root that are needed.
+    measure: (module, target, texts, firsts, (steps, topk, num_draft_tokens)) -> accept lengths;
+    save: (module, target, the target's directory, out); depth: (module, tree) -> tokens of its longest path.
     """
 
     load: Callable[[Path], Any]
     target: Callable[[Path, torch.device], FrozenTarget]
-    config: Callable[[Any, dict[str, Any]], Any]
+    config: Callable[[Any, dict[str, Any]], TrainConfig]
     loss: Callable[[Any, Any, Any], Loss]
-    lengths: Callable[[Any, Any, Tensor, int, Sequence[int]], Tensor]
+    measure: Callable[[Any, Any, list[np.ndarray], list[int], Tree], AcceptReport]
     save: Callable[[Any, Any, Path, Path], None]
     rows_of: Callable[[FrozenTarget, Tensor], tuple[Tensor, Tensor, Tensor]] = training_rows
-    depth: Callable[[Any, Sequence[int]], int] = lambda draft, tree: tree[0]
+    depth: Callable[[Any, Tree], int] = lambda draft, tree: tree[0]
 
 
 EAGLE3 = Kind(
     load=load_draft,
     target=Eagle3Target,
     config=lambda draft, common: Eagle3Config(**common),
-    loss=lambda draft, target, c: lambda e, f, logits: training_loss(draft, e, f, logits, c.ttt_steps, c.decay),
-    lengths=lambda draft, target, tokens, first, tree: evaluate.accept_lengths(draft, target, tokens, first, *tree),
+    loss=lambda draft, target, config: lambda *rows: training_loss(draft, *rows, config.ttt_steps, config.decay),
+    measure=lambda draft, target, texts, firsts, tree: measure(draft, target, texts, firsts, *tree),
     save=lambda draft, target, target_dir, out: save_draft(draft, out),
 )
 # Measured as a chain: the trainer grows no trees of these.
@@ -80,20 +88,20 @@ MTP = Kind(
     config=lambda head, common: MtpConfig(
         layers=(layers := head.shape.num_hidden_layers), form=head.form, ttt_steps=max(3, layers), **common
     ),
-    loss=lambda head, target, c: lambda e, h, logits: mtp_loss(head, target.head, e, h, logits, c.ttt_steps, c.decay),
-    lengths=lambda head, target, tokens, first, tree: (
-        1 + mtp.matches(head, target, tokens, first, tree[0]).cumprod(0).sum(0)
-    ),
+    loss=lambda head, target, config: lambda *rows: mtp_loss(head, target.head, *rows, config.ttt_steps, config.decay),
+    measure=lambda head, target, texts, firsts, tree: measure_mtp(head, target, texts, firsts, tree[0])[0],
     save=lambda head, target, target_dir, out: save_mtp(head, target_dir, out),
 )
 BLOCK = Kind(
     load=block.load_block,
     target=Eagle3Target,
     config=lambda head, common: BlockConfig(
-        block_size=head.shape.block_size, anchors=min(64, common["length"] - head.shape.block_size + 1), **common
+        block_size=(size := head.shape.block_size), anchors=min(64, common["length"] - size + 1), **common
     ),
     loss=block.loss_at_anchors,
-    lengths=lambda head, target, tokens, first, tree: block.accept_lengths(head, target, tokens, first, *tree[1:]),
+    measure=lambda head, target, texts, firsts, tree: block.measure_block(
+        head, target, texts, firsts, {"tree": tree[1:]}
+    )["tree"],
     save=block.save_block,
     rows_of=block.token_rows,
     depth=lambda head, tree: head.shape.block_size,
@@ -117,42 +125,30 @@ class Turn:
         self._may.wait()
 
 
-def measured_texts(texts: Iterator[Text]) -> list[Text]:
-    """What is measured of the newest texts: the start of each output, behind the end of its prompt."""
-    found, left = [], MEASURED
-    for text in texts:
-        begin = max(0, text.first - MEASURED_SIDE)
-        tokens = text.tokens[begin : text.first + MEASURED_SIDE]
-        found.append(Text(tokens, text.first - begin))
-        left -= len(tokens) - found[-1].first
-        if left <= 0:
+def texts_in(folder: Path, kind: str, before: int, behind: int | None = None, most: float = math.inf) -> Texts:
+    """The newest texts of the sample, each cut to so many tokens before and behind its output's start.
+
+    most: tokens of outputs, after which no more texts are taken.
+    """
+    tokens, firsts, num_tokens = [], [], 0
+    for text in texts_of(sorted(folder.glob(f"{kind}.*.npy"))):
+        if num_tokens >= most:
             break
-    return found
+        begin = max(0, text.first - before)
+        tokens.append(text.tokens[begin : None if behind is None else text.first + behind])
+        firsts.append(text.first - begin)
+        num_tokens += len(tokens[-1]) - firsts[-1]
+    return Texts.of(tokens, firsts)
 
 
-@torch.no_grad()
-def accept_length(kind: Kind, draft: Any, target: FrozenTarget, texts: Sequence[Text], tree: Any, turn: Turn) -> float:
-    """The mean over every position of the outputs.  Raises EspalierError if the texts have none."""
-    total = count = 0
-    for text in texts:
-        turn.wait()
-        if len(text.tokens) > text.first + kind.depth(draft, tree):
-            tokens = torch.from_numpy(text.tokens.astype(np.int64)).to(target.device)
-            lengths = kind.lengths(draft, target, tokens, text.first, tree)
-            total, count = total + int(lengths.sum()), count + lengths.numel()
-    if not count:
-        raise EspalierError("the held-back traffic has no outputs long enough to measure a draft")
-    return total / count
-
-
-def settings_of(num_tokens: int, device: torch.device, max_seconds: int, seed: int) -> dict[str, Any]:
+def settings_of(num_tokens: int, length: int, device: torch.device, max_seconds: int, seed: int) -> dict[str, Any]:
     """The settings of a run over a sample of so many tokens.  Raises EspalierError for too few."""
-    batch = min(32 if device.type == "cuda" else 4, num_windows(num_tokens, LENGTH))
+    # A row takes fewer than two rows' tokens: what it cuts off of its last text is left out.
+    batch = min(32 if device.type == "cuda" else 4, num_tokens // (2 * length + 2))
     if not batch:
-        raise EspalierError(f"the sample has {num_tokens} tokens; {3 * LENGTH} are needed")
-    tokens = max(PASSES * num_tokens, batch * LENGTH)
-    common = {"length": LENGTH, "batch": batch, "num_tokens": tokens, "own_share": 1.0, "save_every": 10**9}
-    return {**common, **RATES, "max_seconds": max_seconds, "seed": seed}
+        raise EspalierError(f"the sample has {num_tokens} tokens to train on; {2 * length + 2} are needed")
+    common = {"length": length, "batch": batch, "num_tokens": max(PASSES * num_tokens, batch * length)}
+    return {**common, **RATES, "save_every": 10**9, "max_seconds": max_seconds, "seed": seed}
 
 
 def train_once(folder: Path, turn: Turn) -> Path:
@@ -161,31 +157,38 @@ def train_once(folder: Path, turn: Turn) -> Path:
     Raises EspalierError or OSError; then nothing has the new draft's name.
     """
     begun, run = time.monotonic(), json.loads((folder / "run.json").read_text())
-    kind, target_dir, tree, out = CONTINUED[run["kind"]], Path(run["target"]), tuple(run["tree"]), Path(run["out"])
-    sample, device, unfinished = folder / "sample", training_device(), folder / "drafts" / "unfinished"
-    held_back = measured_texts(texts_of(sorted(sample.glob("held-back.*.npy"))))
-    stream = np.concatenate([t.tokens for t in texts_of(sorted(sample.glob("train.*.npy")))] or [np.zeros(0, np.int32)])
-    common = settings_of(len(stream), device, run["seconds"], int(out.name))
-    target, draft = kind.target(target_dir, device), kind.load(Path(run["draft"])).to(device)
-    config = kind.config(draft, common)
-    before = accept_length(kind, draft.to(dtype=target.head.dtype), target, held_back, tree, turn)
-    print(f"before: {before:.3f} on {len(held_back)} held-back texts", flush=True)
+    kind, out, unfinished = CONTINUED[run["kind"]], Path(run["out"]), folder / "drafts" / "unfinished"
     remove(unfinished)
-
-    def rows_of(target: FrozenTarget, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        turn.wait()
-        return kind.rows_of(target, tokens)
-
-    windows = Windows(stream, LENGTH, device, config.seed)
-    state, draft = SavedState(unfinished / "state.pt", {}), draft.float()
-    save = lambda: kind.save(draft, target, target_dir, unfinished)  # noqa: E731
-    run_steps(DraftRun(draft, target, kind.loss(draft, target, config), save, state, config, rows_of), windows, windows)
-    # As it was written, in bfloat16.
-    learned = kind.load(unfinished).to(device, target.head.dtype)
-    after = accept_length(kind, learned, target, held_back, tree, turn)
-    print(f"after: {after:.3f}", flush=True)
-    publish(unfinished, out, before, after, len(stream), time.monotonic() - begun)
+    training = run_of(kind, folder / "sample", run, unfinished, int(out.name))
+    training.target.model.get_decoder().register_forward_pre_hook(lambda *_: turn.wait())
+    if not (before := print_measure(training)):
+        raise EspalierError("the held-back traffic has no outputs long enough to measure a draft")
+    after, num_tokens = run_steps(training)[2], len(training.files.own.texts.tokens)
+    lengths = before["tree"].every_root, after["tree"].every_root
+    publish(unfinished, out, *lengths, num_tokens, time.monotonic() - begun)
     return out
+
+
+def run_of(kind: Kind, sample: Path, run: dict[str, Any], out: Path, seed: int) -> DraftRun:
+    """The trainer's run over the sample: prompts are conversations, of whose texts only the outputs are learned."""
+    target_dir, device, tree = Path(run["target"]), training_device(), tuple(run["tree"])
+    target, draft = kind.target(target_dir, device), kind.load(Path(run["draft"])).to(device)
+    length = min(LENGTHS[device.type], int(target.config["max_position_embeddings"]))
+    texts = texts_in(sample, "train", length // 2)
+    held_out = texts_in(sample, "held-back", MEASURED_SIDE, MEASURED_SIDE, MEASURED)
+    config = kind.config(draft, settings_of(len(texts.tokens), length, device, run["seconds"], seed))
+
+    def measured(texts: list[np.ndarray], firsts: list[int]) -> dict[str, AcceptReport]:
+        written = deepcopy(draft).bfloat16().to(target.head.dtype)
+        return {"tree": kind.measure(written, target, texts, firsts, tree)}
+
+    prompts = [Conversation(text[:first]) for text, first in zip(texts.split(), texts.firsts, strict=True)]
+    own, data = OwnText(texts, np.zeros(0, np.int64), held_out), Data(np.zeros(0, np.int32), prompts)
+    return DraftRun(
+        *(draft, target, kind.loss(draft, target, config), lambda: kind.save(draft, target, target_dir, out), measured),
+        RunFiles(run["kind"], target_dir, out, data, own, SavedState(out / "state.pt", {})),
+        *(config, kind.rows_of, kind.depth(draft, tree)),
+    )
 
 
 def main(folder: Path) -> int:

@@ -34,7 +34,8 @@ NUMBER = re.compile("[0-9]+")
 HEAD = "lm_head"
 # Matrices that stay as they are, in targets and drafts alike.  weights_proj: of an indexer, as it is published.
 KEPT_DENSE = (
-    *("embed_tokens", "gate", "router", "shared_expert_gate", "eh_proj", "shared_head.head"),
+    *("embed_tokens", "embeddings", "gate", "router", "router.proj", "router.layer", "shared_expert_gate"),
+    *("eh_proj", "shared_head.head"),
     "indexer.weights_proj",
 )
 # A draft's own head is quantised: it decides no token.

@@ -226,7 +226,7 @@ class Weights:
     def format_of(self, name: str) -> WeightFormat:
         """The storage format of a matrix."""
         declared = self.formats(name).spelled(lambda suffix: f"{name}{suffix}" in self)
-        if declared == DENSE_FORMAT or name in self._with_scales or not self._is_plain(f"{name}.weight"):
+        if declared == DENSE_FORMAT or name in self._with_scales or not self.is_plain(f"{name}.weight"):
             return declared
         return DENSE_FORMAT
 
@@ -236,7 +236,7 @@ class Weights:
         parts = (name.rpartition(".") for name in self._names)
         return frozenset(module for module, _, kind in parts if kind not in ("weight", "bias"))
 
-    def _is_plain(self, name: str) -> bool:
+    def is_plain(self, name: str) -> bool:
         """Whether a tensor is stored as floating-point numbers that need no scales.  Its data is not read."""
         if name in self._loaded:
             return self._loaded[name].dtype in PLAIN_DTYPES
@@ -374,7 +374,7 @@ class Weights:
     ) -> GatedMLP:
         """summed: as `linear` takes it."""
         own = self.shards.part(inner, "intermediate size")
-        gate_up = self.linear(prefix, *as_stored(names.gate_up, (own, own)), hidden, bias)
+        gate_up = self.linear(prefix, *as_stored(names.gate_up, (own,) * activation.halves), hidden, bias)
         return GatedMLP(gate_up, self.linear(prefix, (names.down,), (hidden,), own, bias, summed), activation)
 
     def ignore(self, names: Iterable[str]) -> None:

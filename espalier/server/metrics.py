@@ -132,7 +132,9 @@ def _of_engine(figures: Figures) -> Iterator[Metric]:
     trees = CounterMetricFamily(
         "espalier_rounds_by_tree", "rounds by tree: steps,topk,num_draft_tokens", labels=["tree"]
     )
-    yield _labelled(trees, (("{},{},{}".format(*tree), count) for *tree, count in report.trees))
+    yield _labelled(trees, report.trees)
+    yield _counter("tree_changes", "times that another tree was chosen", report.tree_changes)
+    yield from _of_sources(report.by_source)
     yield _abort_steps(figures.abort_steps)
     if report.learning is not None:
         yield from _of_learning(report.learning)
@@ -160,6 +162,14 @@ def _of_learning(figures: LearnFigures) -> Iterator[Metric]:
     yield _labelled(lengths, (("served", figures.before), ("trained", figures.after)))
     yield _counter("learn_texts", "texts kept", figures.texts)
     yield _gauge("learn_bytes", "size of the kept sample", figures.bytes)
+
+
+def _of_sources(by_source: Mapping[str, Sequence[float]]) -> Iterator[Metric]:
+    about = ("draft tokens verified", "of these, accepted by their scores", "of these, accepted")
+    for place, (name, what) in enumerate(zip(("rows", "rows_expected", "rows_accepted"), about, strict=True)):
+        what = f"{what}, where scores are compared"
+        family = CounterMetricFamily(f"espalier_{name}_by_source", what, labels=["source"])
+        yield _labelled(family, [(source, counts[place]) for source, counts in by_source.items()])
 
 
 def _gauge(name: str, about: str, value: float) -> Metric:

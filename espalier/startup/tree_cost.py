@@ -86,10 +86,12 @@ class PassWeights:
     def round_seconds(self, tree: TreeShape, batch: int, chip: ChipFigures, context: float = CONTEXT) -> float:
         """The time of a round.  context: committed tokens of a request, the mean."""
         cache = (2 * self.kept * context + 3 * self.state_bytes) * batch / chip.bandwidth
-        verify = self.target_seconds(batch * tree.num_draft_tokens, chip) + cache
+        verify = self.target_seconds(batch * tree.rows, chip) + cache
         if tree == PLAIN:
             return verify
-        if self.block_rows:
+        if not tree.drafts:
+            proposal = 0.0
+        elif self.block_rows:
             # Depth is free.
             proposal = self.draft_seconds(batch * self.block_rows, chip)
         else:

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ from espalier.errors import EspalierError, once_each
 from espalier.layout import MIN_CHUNK_WIDTH, PLAIN, TREE_FIELDS, RoundCosts, TreeShape, next_bucket
 from espalier.startup.tree_cost import CONTEXT, ChipFigures, PassWeights, smaller_trees, trees_by_cost
 
-# The most trees of a bucket, plain decoding included.
+# The most trees of a bucket, plain decoding included, the tree without a draft pass aside.
 MOST_TREES = 4
+# Rows a request of the trees whose rows are shared out.  At 8 they gain at most 2%, at 16 nothing (docs/log.md).
+SHARED_ROWS = 4
 # The supposed drafts: how often the first child is accepted at depth 1.
 LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 # Any single tree may be this many times as fast as predicted.
@@ -44,14 +46,17 @@ class PredictedCosts:
     def seconds(self, tree: TreeShape, batch: int, context: float) -> float:
         return self.weights.round_seconds(tree, batch, self.chip, context)
 
-    def of_guesses(self, batch: int, guesses: int | None) -> float:
+    def of_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
         raise NotImplementedError
 
 
-def tree_sets(configured: TreeShape, costs: PredictedCosts, max_batch: int, most_rows: int) -> Choices:
+def tree_sets(
+    configured: TreeShape, costs: PredictedCosts, max_batch: int, most_rows: int, shares: bool, looks_up: bool
+) -> Choices:
     """The value of RoundLayout.choices: (least batch of a bucket, its trees), the trees in order of predicted speed.
 
-    most_rows: the most nodes that the trees of a batch may have together.
+    most_rows: the most nodes that the trees of a batch may have together; shares: whether rows may be shared out;
+    looks_up: whether there are sources beside a draft.
     """
     trees = [configured, *smaller_trees(configured, costs.weights)]
     halved = configured
@@ -61,15 +66,26 @@ def tree_sets(configured: TreeShape, costs: PredictedCosts, max_batch: int, most
         while halved.num_draft_tokens * min(bucket, max_batch) > most_rows:
             halved = replace(halved, num_draft_tokens=halved.num_draft_tokens // 2)
         fitting = [tree for tree in dict.fromkeys((halved, *trees)) if tree.num_draft_tokens <= halved.num_draft_tokens]
-        shapes = best_set([tree for tree in fitting if tree != PLAIN], costs, bucket)
+        trees_of_bucket = [tree for tree in fitting if tree != PLAIN]
+        if shares and bucket > 1:
+            trees_of_bucket += [shared for tree in trees_of_bucket for shared in sharing(tree)]
+        shapes = best_set(trees_of_bucket, costs, bucket)
+        if looks_up:
+            shapes += (replace(halved, drafts=False),)
         if shapes != next(reversed(sets.values()), None):
             sets[least] = shapes
         least = bucket + 1
     return tuple(sets.items())
 
 
+def sharing(tree: TreeShape) -> list[TreeShape]:
+    """The tree with its rows shared out, if it has enough nodes for that."""
+    return [replace(tree, shared_rows=SHARED_ROWS)] if tree.num_draft_tokens >= 2 * SHARED_ROWS else []
+
+
 def best_set(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) -> tuple[TreeShape, ...]:
-    """Plain decoding and the trees that lose least beside it, in order of predicted speed."""
+    """Plain decoding and the trees that lose least beside it, in order of predicted speed.  At most one of them shares
+    out its rows: such trees differ little."""
     every = (*trees, PLAIN)
     known, *supposed = (_rates(every, costs, batch, level) for level in (FIRST_CHILD[0], *LEVELS))
     supposed += [{**rates, tree: rates[tree] * UNSURE} for rates in supposed for tree in trees]
@@ -77,7 +93,12 @@ def best_set(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) -> t
     def shares(kept: Sequence[TreeShape]) -> list[float]:
         return [max(rates[tree] for tree in (*kept, PLAIN)) / max(rates.values()) for rates in supposed]
 
-    sets = combinations(trees, min(MOST_TREES - 1, len(trees)))
+    fixed = sum(not tree.shared_rows for tree in trees)
+    sets = (
+        each
+        for each in combinations(trees, min(MOST_TREES - 1, fixed + (fixed < len(trees))))
+        if sum(tree.shared_rows > 0 for tree in each) <= 1
+    )
     kept = max(sets, key=lambda each: (min(shares(each)), sum(shares(each))))
     return tuple(sorted((*kept, PLAIN), key=lambda tree: -known[tree]))
 
@@ -134,22 +155,40 @@ def choose_trees(
     return chosen
 
 
+def names_tree(speculation: SpeculationConfig) -> bool:
+    """Whether the user set a size of the tree."""
+    return any(not is_open(getattr(speculation, name)) for name in TREE_FIELDS)
+
+
 def choose_while_running(
-    speculation: SpeculationConfig, configured: TreeShape, machine: Machine | None, max_batch: int, algorithm: str
+    speculation: SpeculationConfig,
+    configured: TreeShape,
+    machine: Machine | None,
+    max_batch: int,
+    algorithm: str,
+    shares: bool,
+    sources: Sequence[str],
+    weights: PassWeights,
 ) -> tuple[RoundCosts | None, Choices]:
     """The values of ResolvedConfig.round_costs and RoundLayout.choices.  None and () if the engine does not choose
     trees while it runs.
 
-    speculation: as the user gave it.  On a CPU, costs are known only for n-gram lookup, and a tree that the user names
-    runs in every round.
+    speculation: as the user gave it.  On a CPU, a tree that the user names runs in every round, and a draft model
+    pauses only where other sources search texts.  shares: as in tree_sets; sources: beside the drafter; weights: of
+    target and draft.
     """
     if speculation.by_batch != "auto" or configured == PLAIN:
         return None, ()
+    looks_up = algorithm != "ngram" and bool(sources)
     if machine is not None:
         costs = PredictedCosts(machine.weights, machine.chip)
-        return costs, tree_sets(configured, costs, max_batch, MAX_VERIFY_ROWS)
+        return costs, tree_sets(configured, costs, max_batch, MAX_VERIFY_ROWS, shares, looks_up)
     if algorithm == "ngram" and speculation == SpeculationConfig():
         return CpuCosts(), ((1, (configured, PLAIN)),)
+    if looks_up and {*sources} != {"prediction"} and not names_tree(speculation):
+        lone = (configured, replace(configured, drafts=False), PLAIN)
+        shared = tuple(sharing(configured)) if shares else ()
+        return CpuCosts(draft=weights.draft / weights.dense), ((1, lone), (2, (*lone, *shared)))
     return None, ()
 
 
@@ -204,7 +243,7 @@ def _shape(value: Any, where: str) -> TreeShape:
     for name in value:
         if name not in TREE_FIELDS:
             raise EspalierError(f"{where}: unknown {name!r}; a tree has {', '.join(TREE_FIELDS)}")
-    sizes = asdict(PLAIN) | dict(value) if value.get("steps") == 0 else dict(value)
+    sizes = PLAIN.sizes | dict(value) if value.get("steps") == 0 else dict(value)
     for name in TREE_FIELDS:
         if name not in sizes:
             raise EspalierError(f"{where}: {name} is missing; a tree has {', '.join(TREE_FIELDS)}")
@@ -223,7 +262,7 @@ def read(path: Path) -> Trees:
 
 def write(path: Path, trees: Mapping[int, TreeShape]) -> None:
     """Write a table as JSON.  Raises EspalierError if the file cannot be written."""
-    lines = [f"  {json.dumps(str(least))}: {json.dumps(asdict(shape))}" for least, shape in trees.items()]
+    lines = [f"  {json.dumps(str(least))}: {json.dumps(shape.sizes)}" for least, shape in trees.items()]
     try:
         path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     except OSError as error:

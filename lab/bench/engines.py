@@ -3,7 +3,7 @@
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -42,7 +42,7 @@ DECIDED = ("model", "draft", "device", "dtype", "model_overrides")
 
 def way_with(tree: TreeShape) -> Way:
     """Decoding with this tree at every batch, or plain."""
-    return PLAIN_WAY if tree == PLAIN else {"speculation": SpeculationConfig(**asdict(tree), by_batch={})}
+    return PLAIN_WAY if tree == PLAIN else {"speculation": SpeculationConfig(**tree.sizes, by_batch={})}
 
 
 class OfShape:

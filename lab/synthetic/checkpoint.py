@@ -123,9 +123,8 @@ class Recipe:
 
     def tensors(self, dtype: torch.dtype, device: torch.device | str) -> tuple[Tensors, Tensors]:
         """Of the target and of the draft, as their checkpoints store them."""
-        target = TargetTensors(
-            self.shape, self.chain(), self.seed, dtype, torch.device(device), self.routing_correlation
-        )
+        drawn = self.shape, self.chain(), self.seed, dtype, torch.device(device)
+        target = TargetTensors(*drawn, self.routing_correlation, self.weights != DENSE)
         draft = self._draft(target)
         return (
             target if self.weights == DENSE else QuantisedTensors(target, self.weights),

@@ -199,6 +199,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lfm2": ("lfm2", {}),
+    "lfm2_moe": ("lfm2_moe", {"routed_scaling_factor": 1.5}),
     "lfm2, biases, tied, the MLP's size as it stands, attention last": (
         "lfm2",
         {

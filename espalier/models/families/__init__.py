@@ -34,7 +34,7 @@ FAMILIES: dict[str, Family] = {
         *(mistral.MINISTRAL, mistral.MINISTRAL3, mistral.MIXTRAL, phi3.FAMILY, smollm3.FAMILY),
         *(granite.FAMILY, granite.MOE, granite.SHARED, granite.HYBRID, olmo.OLMO2, olmo.OLMO3, laguna.FAMILY),
         *(muse_glimmer.FAMILY, exaone4.FAMILY),
-        *(qwen3_next.FAMILY, qwen3_next.QWEN3_5, qwen3_next.QWEN3_5_MOE, lfm2.FAMILY, nemotron_h.FAMILY),
+        *(qwen3_next.FAMILY, qwen3_next.QWEN3_5, qwen3_next.QWEN3_5_MOE, lfm2.FAMILY, lfm2.MOE, nemotron_h.FAMILY),
         *(deepseek.V2, deepseek.V3, glm4_moe.GLM, glm4_moe.GLM_LITE, glm4_moe.DOTS),
         *(sparse_attention.FAMILY, sparse_attention.GLM),
     )

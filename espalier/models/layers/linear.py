@@ -56,5 +56,6 @@ class Linear:
         self.weight.write_parts(x, self.bias, out)
 
     def gated(self, x: Rows, activation: Activation = SILU) -> Tensor:
-        """x [rows, in] -> the activation of gate and up [rows, out / 2], for a weight that stacks gate and up."""
+        """x [rows, in] -> the activation [rows, inner], for a weight that stacks gate and up [2·inner, in], or of up
+        alone if the activation has no gate."""
         return self.weight.gated(x, self.bias, activation)

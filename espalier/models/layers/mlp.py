@@ -1,4 +1,5 @@
-"""The gated feed-forward block, down(activation(gate(x)) * up(x)), and the mixture of experts in its place."""
+"""The feed-forward block, down(activation(gate(x)) * up(x)) or down(activation(up(x))), and the mixture of experts in
+its place."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -29,7 +30,7 @@ from espalier.shards import WHOLE, Shards
 
 @dataclass(eq=False, slots=True)
 class GatedMLP:
-    """gate_up: stacked weights of gate and up, [2·intermediate, hidden]."""
+    """gate_up: stacked weights of gate and up, [2·intermediate, hidden], or up alone if the activation has no gate."""
 
     gate_up: Linear
     down: Linear
@@ -76,7 +77,8 @@ class RoutedRows(NamedTuple):
 class MixtureMLP:
     """The weighted sum of each row's experts, and of the shared experts if there are any.
 
-    router: [E, H].  bias: [E], added as `routing` says, or None.  gate_up: [E, 2·I, H].  down: [E, H, I].
+    router: [E, H].  bias: [E], added as `routing` says, or None.  gate_up: [E, 2·I, H], or [E, I, H] if the activation
+    has no gate.  down: [E, H, I].
     Both are dense or quantised.
     shared: an MLP that every row goes through.  shared_gate: [1, H]; the sigmoid of its product scales `shared`.
     biases, activation: of the routed experts.  scale: [E], a factor of each expert's weight, or None.

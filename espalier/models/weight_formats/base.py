@@ -62,7 +62,7 @@ class Weight(ABC):
         out[0].copy_(self.apply(x, bias))
 
     def gated(self, x: Any, bias: Tensor | None, activation: Activation = SILU) -> Tensor:
-        """The activation of gate and up [rows, out / 2], for a weight that stacks gate and up."""
+        """The activation, as Linear.gated."""
         return gated(self.apply(x, bias), activation)
 
     @property
