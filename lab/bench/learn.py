@@ -109,14 +109,16 @@ def row(traffic: Traffic, topic: str, num_compared: int) -> dict[str, Any]:
     figures = traffic.learner.figures
     swaps = figures.swaps
     phase = learn_from(traffic, topic, num_compared, is_killed=topic != next(iter(TOPICS)))
+    num_swaps = figures.swaps - swaps
     return {
         "traffic": topic,
         "answers": phase.answers,
         "before": round(phase.before.accept_length, 2),
         "after": round(phase.after.accept_length, 2),
         "static draft": round(phase.static.accept_length, 2),
+        "gain": f"{phase.after.accept_length / phase.static.accept_length:.2f} x" if num_swaps else "-",
         "held back": f"{figures.before:.2f} to {figures.after:.2f}",
-        "swaps": figures.swaps - swaps,
+        "swaps": num_swaps,
         "minutes": round(phase.seconds / 60, 1),
         "answers while the trainer was down": phase.while_down,
         "tokens equal": f"{traffic.equal} of {traffic.compared}",
