@@ -47,8 +47,8 @@ def train_mtp(target_dir: Path, data: Data, out: Path, work: Path, config: MtpCo
     def measured(texts: list[np.ndarray], firsts: list[int]) -> dict[str, AcceptReport]:
         return {f"chain of {n}": measure_mtp(head, target, texts, firsts, n)[0] for n in (config.layers, longest)}
 
-    run = DraftRun(head, target, loss_of, lambda: save_mtp(head, target_dir, out), measured, files, config, depth=longest)
-    return train_draft(run)
+    save = lambda: save_mtp(head, target_dir, out)  # noqa: E731
+    return train_draft(DraftRun(head, target, loss_of, save, measured, files, config, depth=longest))
 
 
 @torch.no_grad()

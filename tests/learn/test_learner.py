@@ -8,18 +8,26 @@ import sys
 import threading
 import time
 from functools import cache
+from itertools import islice
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from espalier.errors import EspalierError
 from espalier.learn import learner as of_learner
-from espalier.learn.folder import LearnConfig, publish, read_manifest
+from espalier.learn.folder import LearnConfig, Sample, publish, read_manifest
 from espalier.learn.learner import Learner
-from espalier.learn.trainer import GO, WAIT, Turn, train_once
+from espalier.learn.trainer import CONTINUED, GO, WAIT, Turn, run_of, train_once
 from espalier.llm import LLM
 from espalier.request import SamplingParams
-from tests.learn.pair import draft, engine, prepared
+from espalier.train import block, mtp
+from espalier.train.draft_run import mixed_batches
+from espalier.train.mtp_checkpoint import save_mtp
+from espalier.train.settings import BlockConfig, MtpConfig
+from espalier.train.target import Eagle3Target, FrozenTarget
+from tests.learn.pair import draft, engine, prepared, target
 from tests.learn.test_swap import swap
 from tests.server.serving import exists
 
@@ -214,6 +222,41 @@ def test_a_training_writes_a_whole_draft_that_accepts_more_of_this_traffic(tmp_p
     manifest = read_manifest(out)
     assert manifest.after > manifest.before >= 1 and manifest.num_tokens > 500
     assert [each.name for each in out.parent.iterdir()] == [out.name], "nothing unfinished stays"
+
+
+def other_kind(kind, directory):
+    if kind == "mtp":
+        target_of = FrozenTarget(target(), torch.device("cpu"))
+        save_mtp(mtp.new_head(target_of, MtpConfig(layers=2)), target(), directory)
+    else:
+        target_of = Eagle3Target(target(), torch.device("cpu"))
+        block.save_block(block.new_head(target_of, BlockConfig(layers=1)), target_of, target(), directory)
+    return directory
+
+
+@pytest.mark.parametrize("kind", CONTINUED)
+def test_every_kind_learns_outputs_alone_in_rows_that_begin_with_a_text(kind, tmp_path):
+    sample = Sample(tmp_path / "sample", 2**20)
+    for number in range(120):  # token 1 begins a prompt, tokens from 8 on are outputs
+        sample.add([1, 2 + number % 6, 2 + number // 20], [8 + (number + i) % 8 for i in range(30)])
+    sample.flush()
+    given = draft(1) if kind == "eagle3" else other_kind(kind, tmp_path / "given")
+    out = tmp_path / "drafts" / "1"
+    run = {
+        "kind": kind,
+        "target": str(target()),
+        "draft": str(given),
+        "tree": [3, 4, 12],
+        "out": str(out),
+        "seconds": 60,
+    }
+    training = run_of(CONTINUED[kind], tmp_path / "sample", run, tmp_path / "unused", 1)
+    for tokens, learned in islice(mixed_batches(training, 0), 5):
+        assert learned.equal(tokens >= 8) and bool((tokens[:, 0] == 1).all())
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    assert train_once(tmp_path, Always()) == out and read_manifest(out).before >= 1
+    before, after = (load_file(each / "model.safetensors") for each in (given, out))
+    assert any(not torch.equal(after[name], value) for name, value in before.items())
 
 
 def test_what_cannot_be_learned_is_refused_by_name(tmp_path):

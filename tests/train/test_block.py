@@ -109,6 +109,13 @@ def trained(ring_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return out
 
 
+def test_held_out_text_that_ends_within_a_block_is_not_measured(ring_target, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("espalier.train.writer.before_loop", lambda text, _: text)
+    config = replace(CONFIG, block_size=10, continuation_tokens=9, num_tokens=8 * 24)
+    train_block(ring_target, Data(ring(8000)), tmp_path / "out", tmp_path / "work", config)
+    assert "held out: nothing" in capsys.readouterr().out
+
+
 def test_a_trained_draft_predicts_a_ring_at_every_depth(ring_target, trained):
     head, target = load_block(trained).float().eval(), Eagle3Target(ring_target, CPU)
     tokens = torch.from_numpy(ring(24, start=3).astype(np.int64))
