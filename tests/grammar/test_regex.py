@@ -18,6 +18,7 @@ from espalier.grammar.check import check_grammar
 from espalier.grammar.regex import OTHER_ESCAPES, pattern_node
 from espalier.grammar.regex_tree import MAX_IN_BLOCKS, MAX_UNROLLED, Chars, regex_of, repeat
 from tests.grammar.vocabulary import TooLong, accepts, compiled, random_text
+from tests.pairwise import fewer
 
 LETTERS = "ab1_ -.é€😀\u2028"
 CLASSES = (r"\d", r"\w", r"\s", r"\D", r"\W", r"\S")
@@ -158,7 +159,7 @@ FOUND = [
 ]
 
 
-@pytest.mark.parametrize(("make", "count"), [(small_regex, 200), (small_choice, 1000), (often_regex, 30)])
+@pytest.mark.parametrize(("make", "count"), [(small_regex, 100), (small_choice, 500), (often_regex, 30)])
 def test_all_short_texts_of_two_letters_are_those_of_python(make, count):
     """Where a part may end and also go on, and where branches begin alike, an automaton is easily wrong."""
     check_short_texts([make(random.Random(seed)) for seed in range(count)])
@@ -234,7 +235,9 @@ def compare_pattern(seed: int) -> int:
     return len(texts)
 
 
-@pytest.mark.parametrize("seeds", [range(start, start + 50) for start in range(0, 200, 50)], ids=str)
+@pytest.mark.parametrize(
+    "seeds", fewer([range(start, start + 50) for start in range(0, 200, 50)], lambda seeds: seeds.start < 100), ids=str
+)
 def test_a_pattern_is_searched_for_and_the_string_is_json(seeds):
     assert sum(map(compare_pattern, seeds)) > 50
 

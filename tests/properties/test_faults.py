@@ -161,15 +161,21 @@ SETUPS = {
     "latent": LATENT,
     "chain": CHAIN,
     "target": READS_TARGET,
-    "block": BLOCK,
-    "edges": EDGES,
-    "recurrent": RECURRENT,
-    "hybrid": HYBRID,
-    "delta": pytest.param(DELTA, marks=pytest.mark.full),
-    "choosing": CHOOSING,
-    "choosing draft": CHOOSING_DRAFT,
     "shared": SHARED,
     "own text": OWN_TEXT,
+    # Theirs hold in test_block.py, test_states.py and test_selection.py too.
+    **{
+        name: pytest.param(setup, marks=pytest.mark.full)
+        for name, setup in {
+            "block": BLOCK,
+            "edges": EDGES,
+            "recurrent": RECURRENT,
+            "hybrid": HYBRID,
+            "delta": DELTA,
+            "choosing": CHOOSING,
+            "choosing draft": CHOOSING_DRAFT,
+        }.items()
+    },
 }
 # SETUP holds them below, where every fault is gone again.
 # Their properties hold unbroken in test_block.py and test_peagle.py.
