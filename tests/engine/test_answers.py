@@ -10,7 +10,7 @@ from espalier.engine.launch_input import RoundTrace
 from espalier.request import Request, SamplingParams, sample_seed
 from espalier.stats import SpeculationStats
 from tests.engine.alone import alone, plainly, replace_request
-from tests.engine.test_disturbance import FEW_TREES, TREE_IDS, TREES, WISHES, all_undisturbed, mixed
+from tests.engine.test_disturbance import WISHES, all_undisturbed, mixed, some_trees
 from tests.engine.watching import run_watched
 from tests.harness import Setup, models, prompts, request
 from tests.oracles.dense import DensePass
@@ -21,13 +21,6 @@ LOOPS = ["lockstep", "overlap"]
 each_loop = pytest.mark.parametrize("overlap", [False, True], ids=LOOPS)
 # Where stops are read a round late.
 in_overlap = pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.full), True], ids=LOOPS)
-some_trees = pytest.mark.parametrize(
-    "tree",
-    [
-        pytest.param(tree, id=name, marks=() if name in FEW_TREES else pytest.mark.full)
-        for tree, name in zip(TREES, TREE_IDS, strict=True)
-    ],
-)
 
 
 def ran(setup: Setup, requests: list[Request]) -> list[Request]:

@@ -38,6 +38,15 @@ TREE_IDS = [f"{tree.algorithm}-page{tree.page_size}-topk{tree.topk}" for tree in
 FEW_TREES = ("eagle3-page2-topk8", "ngram-page4-topk3", "eagle3-page2-topk3")
 
 
+some_trees = pytest.mark.parametrize(
+    "tree",
+    [
+        pytest.param(tree, id=name, marks=() if name in FEW_TREES else pytest.mark.full)
+        for tree, name in zip(TREES, TREE_IDS, strict=True)
+    ],
+)
+
+
 def trees_in_turn(*factors: list[bool]) -> list:
     return fewer(in_turn_params(TREE_IDS, *factors), lambda tree, *_: tree in FEW_TREES)
 
@@ -63,13 +72,7 @@ def all_undisturbed(setup: Setup, requests: list[Request]) -> None:
         assert r.from_draft == said.from_draft
 
 
-@pytest.mark.parametrize(
-    "tree",
-    [
-        pytest.param(tree, id=name, marks=() if name in FEW_TREES else pytest.mark.full)
-        for tree, name in zip(TREES, TREE_IDS, strict=True)
-    ],
-)
+@some_trees
 def test_batch_of_many_equals_each_alone_in_either_loop_whoever_is_late(tree: Setup) -> None:
     """Arrivals are ragged, so that every round has another membership.  The worker and the host sleep at random; with
     overlap stops are read a round late, and that round is thrown away."""
@@ -109,6 +112,7 @@ def test_few_pages(tree: str, overlap: bool, prefix_cache: bool) -> None:
     all_undisturbed(named(tree), requests)
 
 
+@pytest.mark.full
 def test_few_pages_do_preempt() -> None:
     """Short prompts that all grow long: who is preempted comes back to be preempted again."""
     setup = Setup(page_size=2, overlap=True, max_context=64, num_pages=40)
@@ -138,7 +142,7 @@ def test_mates_that_are_aborted(tree: str, overlap: bool) -> None:
             assert r.error is None
 
 
-@pytest.mark.parametrize("tree", TREES, ids=TREE_IDS)
+@some_trees
 def test_chunked_equals_whole(tree: Setup) -> None:
     """The longest chunks and the shortest, for every length around a chunk's and a page's end."""
     lengths = (1, 15, 16, 17, 32, 33, 40, 41, 65)

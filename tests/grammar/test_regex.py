@@ -109,7 +109,7 @@ def compare_with_python(seeds: range) -> int:
 
 
 def test_a_regex_means_what_it_means_in_python():
-    assert compare_with_python(range(300)) > 1000
+    assert compare_with_python(range(160)) > 500
 
 
 def small_regex(rng: random.Random, depth: int = 0) -> str:
@@ -249,7 +249,7 @@ def test_many_patterns_are_searched_for():
 
 def test_both_readers_of_xgrammar_read_a_pattern_alike():
     """A pattern of too many states is rewritten by another reader than the usual one."""
-    for seed in range(40):
+    for seed in range(20):
         rng = random.Random(seed)
         try:
             regex = random_regex(rng, breaks=())

@@ -72,6 +72,7 @@ class TestEagleLlama2Page4Topk8:
 
     setup = Setup(page_size=4, overlap=False, max_context=96, **TREE)
 
+    @pytest.mark.full
     def test_ragged(self) -> None:
         ragged(self.setup, (1, 3, 4, 5, 17, 40, 31, 32))
 
