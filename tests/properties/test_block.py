@@ -144,10 +144,10 @@ def test_from_config_to_text(form):
     assert [r.output for r in ran] == expected
 
 
-# With edges, and where paths are selected: what else a form has is not of the scores.
+# Where paths are selected by edges: what else a form has is not of the scores.
 @pytest.mark.parametrize(
     "form",
-    fewer(FORMS, lambda form: form in ("dspark", "dflash2")),
+    fewer(FORMS, lambda form: form == "dflash2"),
 )
 def test_scores_coupled_to_the_targets_noise_are_accepted_more_and_change_no_token(form):
     """At temperature 1: each depth of a block has the noise of its position."""
