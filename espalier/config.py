@@ -52,11 +52,6 @@ class SpeculationConfig:
         "request before), prediction (what requests bring as such), index (texts that the engine has served, of the "
         "same client); or none; by default prediction on a CPU, none on a GPU"
     )
-    shared_rows: int | Literal["auto"] = option(
-        "rows of a verify pass for each request of the batch, shared out to the best nodes of all; by default each "
-        "request has num_draft_tokens",
-        low=1,
-    )
     index_bytes: int | Literal["auto"] = option("memory of the index; by default 64 MiB", low=4096)
 
     def __post_init__(self) -> None:
@@ -109,7 +104,11 @@ class EngineConfig:
         "request of the batch, if they fit a quarter of the memory of pages",
         low=0,
     )
-    max_batch: int | Literal["auto"] = option("requests that run at the same time", low=1)
+    max_batch: int | Literal["auto"] = option(
+        "requests that run at the same time; by default 128 on a GPU and 8 on a CPU, or fewer where the recurrent "
+        "states of so many would take more than a fourth of the memory that weights leave",
+        low=1,
+    )
     max_context: int | Literal["auto"] = option("tokens of one request, prompt and output", low=2)
     chunk_size: int | Literal["auto"] = option("tokens of one prefill pass", low=16)
     max_pause_ms: float | Literal["auto"] = option(
@@ -183,7 +182,9 @@ class ResolvedConfig:
         they apply.
         """
         sizes = asdict(self.layout)
-        sizes["by_batch"], sizes["choices"] = dict(sizes.pop("trees")), dict(sizes.pop("choices"))
+        del sizes["trees"]
+        sizes["by_batch"] = {least: shape.sizes for least, shape in self.layout.trees}
+        sizes["choices"] = dict(sizes.pop("choices"))
         values: dict[str, Any] = {}
         for f in fields(self):
             if f.name == "round_costs":

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 from espalier.chat import ChatOptions, Steps, finish
 from espalier.errors import EspalierError, prompt_too_long, require_text, shown, too_little_room, unknown_name
-from espalier.grammar.check import check_grammar
+from espalier.grammar.tag import check_grammar
 from espalier.request import ResolvedParams, SamplingParams, check_prompt
 from espalier.text import TextStream, Tokenizer
 from espalier.text_limit import TextLimit

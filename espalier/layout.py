@@ -5,8 +5,9 @@ against it on the host, without reading from the device.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from espalier.errors import EspalierError
 
@@ -17,12 +18,6 @@ ANCESTOR_BITS = 64
 MAX_PAGE_SIZE = 512
 MIN_CHUNK_WIDTH = 16
 ROUNDS_IN_FLIGHT = 2
-# Prompt log-probabilities: the most bytes of float32 logits computed at a time.  With a vocabulary of 128,256 that is
-# 261 rows, which take about as long to compute as the head's weight takes to read.
-LOGITS_BYTES = 2**27
-# A verify pass: the same.  With that vocabulary it is 4185 rows, more than trees have by default
-# (startup/tree_policy.py).
-NODE_LOGITS_BYTES = 2**31
 # Limits of captured prefill passes: the widths of their pieces, and the most pieces and rows.  A slow host needs some
 # 60 ms to launch a pass of an 8B in FP8, and an H100 37 ms to run one of 2,048 rows (docs/log.md).
 CAPTURED_WIDTHS = (16, 64, 256)
@@ -51,12 +46,16 @@ class TreeShape:
     """The shape of a tree.
 
     steps: depth; topk: branches kept at each level; num_draft_tokens: nodes verified per round, root included.
+    shared_rows: rows of a verify pass for each request of the batch.  The nodes with the best scores get them.  0: each
+    request has num_draft_tokens.  drafts: whether the draft proposes; if not, the tree has the other sources' paths.
     Raises EspalierError if the levels cannot propose that many nodes.
     """
 
     steps: int
     topk: int
     num_draft_tokens: int
+    shared_rows: int = 0
+    drafts: bool = True
 
     def __post_init__(self) -> None:
         bound = max_draft_tokens(self.steps, self.topk)
@@ -70,12 +69,23 @@ class TreeShape:
                 f"1 to {bound} at steps={self.steps}, topk={self.topk} (1 + topk + (steps - 1)·topk²; 1 at steps=0): "
                 "lower it, or raise steps or topk",
             ),
+            (self.shared_rows < 0, "shared_rows", self.shared_rows, "0 (each request has its own) or more"),
         )
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in TREE_FIELDS}
+
+    @property
+    def rows(self) -> int:
+        return min(self.shared_rows or self.num_draft_tokens, self.num_draft_tokens)
 
     def __str__(self) -> str:
         if not self.steps:
             return "plain decoding"
-        return f"steps {self.steps}, topk {self.topk}, num_draft_tokens {self.num_draft_tokens}"
+        shared = f", sharing {self.shared_rows} rows a request" if self.shared_rows else ""
+        undrafted = "" if self.drafts else ", without a draft pass"
+        return ", ".join(f"{name} {size}" for name, size in self.sizes.items()) + shared + undrafted
 
     def require(self, other: "TreeShape") -> None:
         """Check that buffers sized for this tree can hold `other`.  Raises EspalierError."""
@@ -88,7 +98,7 @@ class TreeShape:
                 )
 
 
-TREE_FIELDS = tuple(f.name for f in fields(TreeShape))
+TREE_FIELDS = ("steps", "topk", "num_draft_tokens")
 PLAIN = TreeShape(steps=0, topk=1, num_draft_tokens=1)
 
 
@@ -105,8 +115,8 @@ class RoundCosts(Protocol):
         """The time of a round.  context: tokens of a request, the mean over the batch."""
         ...
 
-    def of_guesses(self, batch: int, guesses: int | None) -> float:
-        """The time of a round that had so many guesses a request, None for plain decoding.  Only without a clock."""
+    def of_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
+        """The time of a round that verified so many rows in all.  Only without a clock."""
         ...
 
 
@@ -157,17 +167,6 @@ def captured_form(captured: Sequence[LaunchForm], width: int, pieces: int) -> La
     return next((form for form in captured if form.width == width and form.pieces >= pieces), None)
 
 
-def logit_rows(vocab_size: int) -> int:
-    """Rows of a prompt whose logits are computed at a time."""
-    return max(1, LOGITS_BYTES // (4 * vocab_size))
-
-
-def node_slices(batch: int, nodes: int, vocab_size: int) -> list[slice]:
-    """Nodes of each request's tree whose logits are computed at a time, in order; one slice where all fit."""
-    width = max(1, NODE_LOGITS_BYTES // (4 * vocab_size * max(batch, 1)))
-    return [slice(first, min(first + width, nodes)) for first in range(0, nodes, width)]
-
-
 @dataclass(frozen=True)
 class RoundLayout:
     """Sizes of rounds and prefill passes.
@@ -184,8 +183,7 @@ class RoundLayout:
     does not choose.
     text_paths, sent_paths: how many paths are grafted onto each tree, from the request's own text and from the host's
     guesses.
-    shared_rows: rows of a verify pass for each request of the batch.  The nodes with the best scores get them.  0: each
-    request has num_draft_tokens.
+    shared_rows, drafts: as in TreeShape.
     """
 
     max_batch: int
@@ -203,6 +201,7 @@ class RoundLayout:
     text_paths: int = 0
     sent_paths: int = 0
     shared_rows: int = 0
+    drafts: bool = True
 
     def __post_init__(self) -> None:
         configured = self.tree
@@ -224,11 +223,17 @@ class RoundLayout:
         if any(size <= before for before, size in zip([0, *sizes], sizes, strict=False)):
             raise EspalierError(f"batch sizes {sizes} of `trees` are not supported; use 1 or more, ascending")
 
-    @property
+    @cached_property
     def tree(self) -> TreeShape:
-        """The configured tree."""
-        return TreeShape(self.steps, self.topk, self.num_draft_tokens)
+        return TreeShape(self.steps, self.topk, self.num_draft_tokens, self.shared_rows, self.drafts)
 
+    @property
+    def calibrates(self) -> bool:
+        """Whether the scores of nodes are compared: with those of other sources, or of other requests."""
+        shapes = (self.tree, *(shape for _, of_bucket in self.choices for shape in of_bucket))
+        return bool(self.text_paths or self.sent_paths) or any(shape.shared_rows for shape in shapes)
+
+    @lru_cache(256)  # noqa: B019 (layouts are few and small, and each round asks)
     def with_tree(self, shape: TreeShape) -> "RoundLayout":
         """The layout of rounds with this shape, in the buffers of this layout.  Raises EspalierError if it is larger.
 
@@ -249,7 +254,7 @@ class RoundLayout:
     def round_forms(self, buckets: Sequence[int]) -> list[LaunchForm]:
         """The forms of the rounds of these buckets, those with the most rows first."""
         forms = [LaunchForm(batch, tree=tree) for batch in buckets for tree in self.choices_at(batch) or (None,)]
-        rows = {form: form.batch * (form.tree or self.at(form.batch).tree).num_draft_tokens for form in forms}
+        rows = {form: form.batch * (form.tree or self.at(form.batch).tree).rows for form in forms}
         return sorted(forms, key=lambda form: (rows[form], form.batch), reverse=True)
 
     @property

@@ -22,12 +22,11 @@ from espalier.inputs import ConversationOptions, InputProcessor, Messages, Model
 from espalier.masking.compile import CompiledGrammar, CompilerBusy, GrammarCompiler
 from espalier.request import Output, OutputChunk, Request, ResolvedParams, SamplingParams, sample_seed
 from espalier.speculate.drafters.registry import what_to_check
-from espalier.startup.cpu_costs import warn_of_cpu_costs
 from espalier.startup.generation_config import end_tokens, generation_config
-from espalier.startup.load import Checkpoint, build_engine, find, resolve_config
+from espalier.startup.load import Checkpoint, build_engine, find, resolve_config, warn_of_cpu_costs
 from espalier.stats import SpeculationStats
 from espalier.text import load_tokenizer
-from espalier.tool_calls.output import ChatOutput, chat_output
+from espalier.tool_calls.message_stream import ChatOutput, chat_output
 
 ROUNDS_BEFORE_WARNING = 256
 LOWEST_ACCEPTANCE = 0.05
@@ -281,9 +280,10 @@ class LLM:
             if unread:
                 return
             self._require_open()
-            for chunk in self.step():
+            for chunk in self.engine.step():
                 if chunk.request_id in self._unread:
                     self._unread[chunk.request_id].append(chunk)
+            self._warn_of_low_acceptance()
 
     def step(self) -> list[OutputChunk]:
         """One engine step, for callers that queue groups themselves."""

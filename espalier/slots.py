@@ -37,10 +37,17 @@ INTS = (
 FLOATS = tuple(f.name for f in SLOT_PARAMS if f.type is float)
 
 # The sources of paths beside a draft.  A path's kind is its source and its strength: how well it matches the text, from
-# 1 to STRENGTHS.  Kind 0 is no path.
+# 1 to STRENGTHS.  Kind 0 is no path.  A node that the draft beside it does not propose is right less often, so it has a
+# kind of its own, ALONE higher.
 SOURCES = ("text", "prediction", "index")
+ALL_SOURCES = (*SOURCES, "draft")
 STRENGTHS = 4
-PATH_KINDS = 1 + len(SOURCES) * STRENGTHS
+ALONE = len(SOURCES) * STRENGTHS
+PATH_KINDS = 1 + 2 * ALONE
+# The kinds of a draft's nodes follow: by whether tokens are sampled, by rank among siblings (the last rank stands for
+# all behind it), and by level, which says how sure the draft was of the node's last step.
+RANKS, LEVELS = 3, 8
+KINDS = PATH_KINDS + 2 * RANKS * LEVELS
 # The columns of a guess before its tokens: start and kind.
 GUESS_HEAD = 2
 # A missing token of a guess.
@@ -142,9 +149,10 @@ class SlotTable:
     Numbers are columns of `ints` (int64, INTS) and `floats` (float32, FLOATS).  Each column is also an attribute, a
     view [num_slots].  Page tables are int32; rows of pages are computed in int64.  carried: what the drafter hands from
     round to round, by name, shaped per slot.  guesses: [num_slots, P, GUESS_HEAD + W], the host's guesses; survival:
-    [PATH_KINDS, S], the log-probability that a path of a kind is right at a depth if it was right above, over all
-    requests.  said: [num_slots, P, 1 + S], kind and tokens of the paths that the last round found in the request's own
-    text.
+    [KINDS, S], the log-probability that a node of a kind is right at a depth if its parent is, over all requests;
+    skill: [num_slots, 1], what the logarithm is raised by for the draft's nodes of one request.  said:
+    [num_slots, P, 1 + S], kind and tokens of the paths that the last round found in the request's own text;
+    candidates: [num_slots, D], the nodes of its tree before rows were shared out (speculate/sources/calibrate.py).
     """
 
     if TYPE_CHECKING:
@@ -177,7 +185,9 @@ class SlotTable:
         self.stop_ids = zeros(MAX_STOP_IDS)
         self.guesses = zeros(layout.sent_paths, GUESS_HEAD + guess_width(layout))
         self.said = zeros(layout.text_paths, 1 + layout.steps)
-        self.survival = torch.zeros(PATH_KINDS, layout.steps, dtype=torch.float32, device=device)
+        self.candidates = zeros(layout.num_draft_tokens if layout.calibrates else 0)
+        self.skill = zeros(1, dtype=torch.float32)
+        self.survival = torch.zeros(KINDS, layout.steps, dtype=torch.float32, device=device)
         self.counts = zeros(vocab_size, dtype=torch.int32)
         self.seen = zeros(vocab_size, dtype=torch.bool)
 
@@ -241,11 +251,11 @@ def _row(init: SlotInit) -> dict[str, Any]:
     numbers = init.numbers
     row: dict[str, Any] = {
         "ints": [numbers[name] for name in INTS],
-        "floats": _bits([numbers[name] for name in FLOATS]),
+        "floats": float_bits([numbers[name] for name in FLOATS]),
         "history": init.tokens,
         "page_table": init.pages,
         "bias_ids": list(init.bias),
-        "bias_values": _bits(list(init.bias.values())),
+        "bias_values": float_bits(list(init.bias.values())),
         "stop_ids": init.stop_ids,
     }
     if init.counts_tokens:
@@ -255,7 +265,7 @@ def _row(init: SlotInit) -> dict[str, Any]:
     return row
 
 
-def _bits(values: Sequence[float]) -> np.ndarray:
+def float_bits(values: Sequence[float] | np.ndarray) -> np.ndarray:
     """The bits of float32 values, as int64."""
     return np.array(values, dtype=np.float32).view(np.int32).astype(np.int64)
 

@@ -1,7 +1,10 @@
 """The flags of a synthetic model of a named shape."""
 
+import json
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from collections.abc import Collection, Mapping
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from espalier.bench.flags import DRAFT_WEIGHTS, SHAPE_WEIGHTS
@@ -11,7 +14,16 @@ from espalier.terminal.flags import flag_of
 
 # The flags of a synthetic model besides --shape.
 SHAPE_FLAGS = (
-    *("layers", "accept_length", "routing_correlation", "mtp_layers", "mtp_form", "block_size", "block_fade"),
+    *(
+        "layers",
+        "accept_length",
+        "accept_lengths",
+        "routing_correlation",
+        "mtp_layers",
+        "mtp_form",
+        "block_size",
+        "block_fade",
+    ),
     *("weights", "draft_weights"),
 )
 # Names of synthetic models: those of espalier/bench/shapes.py, which imports PyTorch, as the help does not.
@@ -26,6 +38,13 @@ def add_shape_flags(parser: ArgumentParser | _ArgumentGroup) -> None:
     """Flags of a synthetic model besides --shape and --accept-length."""
     parser.add_argument(
         "--layers", type=int, metavar="N", help="of --shape: the first N layers alone, where memory ends before all"
+    )
+    parser.add_argument(
+        "--accept-lengths",
+        type=Path,
+        metavar="FILE",
+        help="in place of --accept-length: JSON, a list of how often a guess is accepted at each depth where the one "
+        'before was, or an accept length by draft length, {"1": 1.8, "2": 2.4}, as golden curves have it',
     )
     parser.add_argument(
         "--routing-correlation",
@@ -69,6 +88,30 @@ def add_shape_flags(parser: ArgumentParser | _ArgumentGroup) -> None:
     )
 
 
+def acceptance_by_depth(path: Path) -> list[float]:
+    """What --accept-lengths names: how often a guess is accepted at each depth where the one before was.
+
+    Raises EspalierError.
+    """
+    try:
+        content = json.loads(path.read_text())
+        if isinstance(content, dict):
+            lengths = [1.0, *(float(content[str(depth)]) for depth in range(1, len(content) + 1))]
+            reached = [1.0, *(after - before for before, after in pairwise(lengths))]
+            content = [after / before for before, after in pairwise(reached)]
+        rates = [float(rate) for rate in content]
+    except OSError as error:
+        raise EspalierError(f"--accept-lengths {path} cannot be read ({error.strerror}); use another file") from None
+    except (ValueError, TypeError, KeyError, ZeroDivisionError, RecursionError):
+        rates = []
+    if not rates or not all(0 < rate <= 1 for rate in rates):
+        raise EspalierError(
+            f"--accept-lengths {path} holds no acceptance; use a JSON list of rates above 0 to 1, one a depth, or an "
+            "object of accept lengths by draft length from 1 on, each gain at most the one before"
+        )
+    return rates
+
+
 def seed_of(settings: Mapping[str, Any]) -> int:
     """The seed of what a command makes: --seed, or the same each time.  settings: of the engine."""
     seed: Any = settings.get("seed")
@@ -81,7 +124,13 @@ def shape_settings(args: Namespace, settings: Mapping[str, Any]) -> dict[str, An
     settings: of the engine.
     """
     of_engine = {"seed": seed_of(settings), "model_impl": settings.get("model_impl")}
-    return {"shape": args.shape, **of_engine, **{name: getattr(args, name) for name in SHAPE_FLAGS}}
+    return {"shape": args.shape, **of_engine, **{name: shape_flag(args, name) for name in SHAPE_FLAGS}}
+
+
+def shape_flag(args: Namespace, name: str) -> Any:
+    """The value of one of SHAPE_FLAGS; of --accept-lengths what the file holds.  Raises EspalierError."""
+    value = getattr(args, name)
+    return acceptance_by_depth(value) if name == "accept_lengths" and value is not None else value
 
 
 def refuse_shape_flags(args: Namespace, but: Collection[str] = ()) -> None:

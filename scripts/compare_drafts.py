@@ -1,68 +1,90 @@
-"""Drafts of the bundled model beside each other: `python -m scripts.compare_drafts --draft eagle3 --draft block=DIR`.
+"""Drafts of a model beside each other: `python -m scripts.compare_drafts --draft plain --draft block=DIR`.
 
-Each draft with each of its trees continues the same held-out prompts, one at a time, in an engine for one request.  The
-drafts and their trees take turns.  A table has the accept length, by depth too, and tokens a second from each prompt's
-first token on.  With `--draft plain` too, the tokens of a tree are compared with plain decoding's.
+Each draft with each of its trees continues the same prompts, one at a time, in an engine for one request.  The drafts
+and their trees take turns.  A table has the accept length of each kind of prompt, and tokens a second from each
+prompt's first token on.  With `--draft plain` too, speed and tokens are compared with plain decoding's.  `--read`
+prints one table of the JSON files of several runs, such as one for each GPU.
 """
 
 import argparse
+import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import eq
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from espalier import LLM, SamplingParams, SpeculationConfig
 from espalier.bench.drive import heldout
 from espalier.stats import SpeculationStats
 from espalier.terminal.console import print_table, write_json
 
+Tree = tuple[int, int, int]
 PLAIN = (0, 1, 1)
-HEADER = ("draft", "steps, topk, nodes", "accept length", "tokens/s", "same tokens", "accepted by depth")
 # (steps, topk, num_draft_tokens), with a chain first.
-TREES = {
+TREES: dict[str, tuple[Tree, ...]] = {
+    "plain": (PLAIN,),
     "eagle3": ((5, 1, 6), (5, 4, 8), (5, 4, 16), (6, 8, 32), (6, 8, 64)),
     "mtp": ((3, 1, 4), (5, 4, 8), (5, 4, 16), (5, 8, 32), (5, 8, 64)),
     "block": ((8, 1, 9), (8, 8, 8), (8, 8, 16), (8, 8, 32), (8, 8, 64)),
     "ngram": ((5, 1, 6), (8, 1, 9)),
-    "plain": (PLAIN,),
 }
+# Prompts that each engine continues before it is timed.
+WARM_UP = 2
 
 
 @dataclass
 class Row:
-    """One draft with one tree.  seconds: of each turn, without the first tokens; texts: token ids of the last turn."""
+    """One draft with one tree.  seconds: of each turn, without the first tokens; texts: token ids of the last turn;
+    stats: by the kind of prompt."""
 
     name: str
-    tree: tuple[int, int, int]
+    tree: Tree
     seconds: list[float] = field(default_factory=list)
     texts: list[list[int]] = field(default_factory=list)
-    stats: SpeculationStats = field(default_factory=SpeculationStats)
+    stats: dict[str, SpeculationStats] = field(default_factory=dict)
 
-    @property
-    def tokens_per_second(self) -> float:
-        return sum(len(text) - 1 for text in self.texts) / median(self.seconds)
+    def figures(self, temperature: float, plain: "Row | None") -> dict[str, Any]:
+        total = SpeculationStats()
+        for stats in self.stats.values():
+            total.merge(stats)
+        rate = sum(len(text) - 1 for text in self.texts) / median(self.seconds)
+        what = {"temperature": temperature, "draft": self.name, "tree": self.tree, "seconds": self.seconds}
+        what |= {"tokens_per_second": rate, "accept_length": total.accept_length, "accept": total.as_dict()}
+        what["accept_length_by_kind"] = {kind: stats.accept_length for kind, stats in self.stats.items()}
+        if plain is not None:
+            what["plain_tokens_per_second"] = sum(len(text) - 1 for text in plain.texts) / median(plain.seconds)
+            what["same_texts"] = f"{sum(map(eq, self.texts, plain.texts))} of {len(plain.texts)}"
+        return what
 
 
-def engine_of(name: str, draft: str | None, tree: tuple[int, int, int], settings: dict[str, object]) -> LLM:
+def engine_of(model: str, name: str, draft: str | None, tree: Tree, settings: dict[str, object]) -> LLM:
     steps, topk, nodes = tree
     if name == "plain":
-        return LLM("bundled", speculation=None, **settings)
-    speculation = SpeculationConfig(name, steps=steps, topk=topk, num_draft_tokens=nodes)
-    return LLM("bundled", draft=draft, speculation=speculation, **settings)
+        return LLM(model, speculation=None, **settings)
+    speculation = SpeculationConfig(name, steps=steps, topk=topk, num_draft_tokens=nodes, by_batch={}, sources="none")
+    return LLM(model, draft=draft, speculation=speculation, **settings)
 
 
-def measure(llm: LLM, row: Row, prompts: Sequence[str], params: SamplingParams) -> None:
+def measure(llm: LLM, row: Row, prompts: Sequence[tuple[str, Any]], params: SamplingParams) -> None:
     """One turn: the prompts one after another."""
-    row.texts, row.stats, seconds = [], SpeculationStats(), 0.0
-    for prompt in prompts:
+    row.texts, row.stats, seconds = [], {}, 0.0
+    for kind, prompt in prompts:
         arrived: list[float] = []
-        [output] = llm.generate(prompt, params, lambda _: arrived.append(time.perf_counter()))  # noqa: B023
+        tokens = prompt if isinstance(prompt, str) else llm.chat_prompt(prompt)
+        [output] = llm.generate([tokens], params, lambda _: arrived.append(time.perf_counter()))  # noqa: B023
         seconds += arrived[-1] - arrived[0]
         row.texts.append(output.token_ids)
-        row.stats.merge(output.speculation)
+        row.stats.setdefault(kind, SpeculationStats()).merge(output.speculation)
     row.seconds.append(seconds)
+
+
+def read_prompts(path: Path | None) -> list[tuple[str, Any]]:
+    """(kind, text or messages) of each line; by default of the bundled prompts."""
+    lines = heldout() if path is None else map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [(line.get("kind", "code"), line.get("messages") or line["prompt"]) for line in lines]
 
 
 def drafts_of(given: Sequence[str]) -> Iterator[tuple[str, str | None]]:
@@ -76,11 +98,13 @@ def drafts_of(given: Sequence[str]) -> Iterator[tuple[str, str | None]]:
         yield name, directory or None
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m scripts.compare_drafts", description=__doc__)
+    parser.add_argument("--model", default="bundled", help="the target [bundled]")
     parser.add_argument(
-        "--draft", action="append", required=True, help="eagle3, mtp, block, ngram or plain; or one=DIR"
+        "--draft", action="append", default=[], help="plain, eagle3, mtp, block or ngram; or one=DIR, may repeat"
     )
+    parser.add_argument("--data", type=Path, help='JSON lines with "messages" or "prompt", and "kind"')
     parser.add_argument("--device", default="auto")
     parser.add_argument(
         "--dtype",
@@ -88,51 +112,68 @@ def main() -> None:
         help="of weights and of K and V; tokens of trees and of plain decoding agree in float32 [auto]",
     )
     parser.add_argument("--threads", default="auto", type=lambda text: text if text == "auto" else int(text))
-    parser.add_argument("--prompts", type=int, default=28)
+    parser.add_argument("--prompts", type=int, help="how many of the prompts [all]")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--turns", type=int, default=3, help="times that each tree is measured; the median counts [3]")
     parser.add_argument("--temperature", type=float, action="append", help="may repeat [0 and 1]")
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    parser.add_argument("--markdown", type=Path, help="a file for the tables")
+    parser.add_argument("--read", type=Path, nargs="+", help="JSON files of runs, in place of a run")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     settings = {"device": arguments.device, "dtype": arguments.dtype, "threads": arguments.threads}
     settings |= {"max_batch": 1, "max_context": 1024, "num_pages": 512, "page_size": 16}
-    prompts = [entry["prompt"] for entry in heldout()[: arguments.prompts]]
+    prompts = read_prompts(arguments.data)[: arguments.prompts]
     trees = [(name, place, tree) for name, place in drafts_of(arguments.draft) for tree in TREES[name]]
-    engines = [engine_of(name, place, tree, settings) for name, place, tree in trees]
-    found: list[tuple[float, Row]] = []
+    engines = [engine_of(arguments.model, name, place, tree, settings) for name, place, tree in trees]
+    found: list[dict[str, Any]] = []
     for temperature in arguments.temperature or [0.0, 1.0]:
         rows = [Row(name, tree) for name, _, tree in trees]
         params = SamplingParams(temperature=temperature, max_tokens=arguments.tokens, seed=1)
         for turn in range(arguments.turns + 1):
             for llm, row in zip(engines, rows, strict=True):
-                measure(llm, row, prompts, params)
-                row.seconds = row.seconds[1:] if turn == 0 else row.seconds
-        show(temperature, rows)
-        found += [(temperature, row) for row in rows]
-        write_json(arguments.json, {"rows": [figures(at, row) for at, row in found]})
+                measure(llm, row, prompts if turn else prompts[:WARM_UP], params)
+                row.seconds = row.seconds if turn else []
+        plain = next((row for row in rows if row.name == "plain"), None)
+        found += [row.figures(temperature, plain) for row in rows]
+        write_json(arguments.json, {"rows": found})
+    return found
 
 
-def figures(temperature: float, row: Row) -> dict[str, object]:
-    what = {"temperature": temperature, "draft": row.name, "tree": row.tree, "seconds": row.seconds}
-    return what | {"tokens_per_second": row.tokens_per_second, "accept": row.stats.as_dict()}
+def tables(found: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[list[str]]]]:
+    """(title, rows with a header) for each temperature."""
+    kinds = list(dict.fromkeys(kind for row in found for kind in row["accept_length_by_kind"]))
+    for temperature in dict.fromkeys(row["temperature"] for row in found):
+        rows = [["draft", "steps, topk, nodes", *kinds, "all", "tokens/s", "× plain", "same texts"]]
+        for row in (row for row in found if row["temperature"] == temperature):
+            plain, rate = row.get("plain_tokens_per_second"), row["tokens_per_second"]
+            by_kind = [f"{row['accept_length_by_kind'].get(kind, 0):.2f}" for kind in kinds]
+            figures = [f"{row['accept_length']:.2f}", f"{rate:.0f}", f"{rate / plain:.2f}" if plain else ""]
+            tree = "" if row["draft"] == "plain" else ", ".join(map(str, row["tree"]))
+            rows.append([row["draft"], tree, *by_kind, *figures, row.get("same_texts", "")])
+        yield f"temperature {temperature:g}", rows
 
 
-def show(temperature: float, rows: Sequence[Row]) -> None:
-    """Prints a table of one temperature."""
-    plain = next((row.texts for row in rows if row.name == "plain"), None)
-    lines = []
-    for row in rows:
-        by_depth = " ".join(f"{taken / max(1, tried):.2f}" for tried, taken in row.stats.acceptance_by_depth)
-        equal = "" if plain is None else f"{sum(map(eq, row.texts, plain))} of {len(plain)}"
-        tree = "plain" if row.name == "plain" else ", ".join(map(str, row.tree))
-        lines.append(
-            [
-                *(row.name, tree, f"{row.stats.accept_length:.2f}", f"{row.tokens_per_second:.0f}"),
-                *(equal, by_depth),
-            ]
-        )
-    print(f"temperature {temperature:g}")
-    print_table([HEADER, *lines])
+def markdown(title: str, rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([f"**{title}**", "", lines[0], "| --- " * len(rows[0]) + "|", *lines[1:], ""])
+
+
+def main() -> None:
+    parser = make_parser()
+    arguments = parser.parse_args()
+    if bool(arguments.draft) == bool(arguments.read):
+        parser.error("give one --draft or several, or --read")
+    read = [row for path in arguments.read or () for row in json.loads(path.read_text())["rows"]]
+    written = []
+    for title, rows in tables(read or run(arguments)):
+        print(title)
+        print_table(rows)
+        written.append(markdown(title, rows))
+    if arguments.markdown:
+        arguments.markdown.write_text("\n".join(written), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ from espalier.models.config import NEUTRAL, Family
 from espalier.models.draft import MAX_MODULES
 from espalier.models.families import FAMILIES
 from espalier.models.gguf_config import ARCHITECTURES
-from espalier.models.kv_scale_loading import KV_SCALES
+from espalier.models.loading import KV_SCALES
 from espalier.models.rope import TYPES as ROPE_TYPES
 from espalier.models.weight_formats import FORMATS, QUANTISATION_FIELDS
-from espalier.models.weight_formats.kv_cache import STRATEGIES
+from espalier.models.weight_formats.modelopt import STRATEGIES
 from espalier.request import SamplingParams
 from espalier.speculate.drafters.base import DraftFormat
 from espalier.speculate.drafters.registry import DRAFT_FORMATS, MTP_NOT_BUILT, NOT_BUILT, WITHOUT_FILES

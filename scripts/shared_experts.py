@@ -19,9 +19,8 @@ from espalier.bench.timing import Stopwatch
 from espalier.kernels.layers import experts
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ProductPlan
 from espalier.kernels.ops.experts import Routing
-from espalier.models.layers.experts import MixtureMLP
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.mlp import GatedMLP
+from espalier.models.layers.mlp import GatedMLP, MixtureMLP
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.weight_formats.dense import dense_weight
 from espalier.models.weight_formats.sharded import Unsummed

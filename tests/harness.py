@@ -148,13 +148,14 @@ class Setup:
     text_paths: int = 0
     sent_paths: int = 0
     shared_rows: int = 0
+    drafts: bool = True
 
     @property
     def reentry(self) -> int:
         return 0 if drafter_without_files(self.algorithm) else 1
 
     def plain(self) -> "Setup":
-        return replace(self, algorithm="none", steps=0, topk=1, num_draft_tokens=1, trees=())
+        return replace(self, algorithm="none", steps=0, topk=1, num_draft_tokens=1, trees=(), shared_rows=0)
 
     @property
     def layout(self) -> RoundLayout:
@@ -162,7 +163,7 @@ class Setup:
         tree = (self.steps, self.topk, nodes)
         sizes = (self.max_batch, *tree, self.page_size, self.max_context, self.reentry, self.chunk_size)
         sources = {"text_paths": self.text_paths, "sent_paths": self.sent_paths}
-        return RoundLayout(*sizes, trees=self.trees, **sources, shared_rows=self.shared_rows)
+        return RoundLayout(*sizes, trees=self.trees, **sources, shared_rows=self.shared_rows, drafts=self.drafts)
 
     def models(self, position_rows: int = MAX_POSITIONS) -> tuple[CausalLM, DraftModel | None]:
         is_drafted = self.algorithm == "eagle3"

@@ -6,15 +6,19 @@ from itertools import product
 import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
+from hypothesis import given
+from hypothesis import strategies as st
 
-from espalier.cache.layer_spec import KVHeads, LayerSpec
+from espalier.cache.layer_spec import KVHeads, LayerSpec, RecurrentState
+from espalier.cache.states import bytes_per_state
 from espalier.config import EngineConfig, SpeculationConfig, is_open
 from espalier.errors import EspalierError, one_line
 from espalier.layout import PLAIN, TreeShape, max_draft_tokens
 from espalier.models import DraftSpec
 from espalier.models.block_config import MASK_EMBEDDING
-from espalier.models.weight_count import WeightCount
+from espalier.models.weight_files import WeightCount
 from espalier.startup import load, resolve
+from espalier.startup.cache_memory import choose_max_batch
 from espalier.startup.resolve import Facts, choose_algorithm, choose_device
 from espalier.startup.threads import ThreadFacts
 from espalier.startup.tree_cost import PassWeights
@@ -224,6 +228,19 @@ def test_memory_that_holds_no_context_is_refused():
     with pytest.raises(EspalierError, match=r"max_context=2048 needs \d+ pages .* lower max_context"):
         resolved(replace(FACTS, free_bytes=2**26))
     assert resolved(replace(FACTS, free_bytes=2**26), num_pages=4).num_pages == 4
+
+
+@given(left=st.integers(0, 2**36), dtype=st.sampled_from(["float32", "bfloat16"]))
+def test_states_of_slots_take_a_share_of_memory_by_default(left, dtype):
+    """What the user sets is taken as it is."""
+    state = RecurrentState(taps=4, heads=32, k_heads=16, k_size=128, v_size=128)
+    facts = replace(FACTS, layer_specs=(LayerSpec(32, state),) * 3, weights=WeightCount(0), free_bytes=left)
+    each = bytes_per_state(facts.layer_specs, getattr(torch, dtype))
+    chosen = choose_max_batch(EngineConfig(), facts, getattr(torch, dtype), 128)
+    assert 1 <= chosen <= 128 and (chosen == 1 or chosen * each <= left / 4)
+    assert chosen == 128 or (chosen + 1) * each > left / 4
+    assert choose_max_batch(EngineConfig(max_batch=77), facts, getattr(torch, dtype), 128) == 77
+    assert choose_max_batch(EngineConfig(), replace(facts, layer_specs=FACTS.layer_specs), torch.float32, 128) == 128
 
 
 def test_weights_that_do_not_fit_are_named():

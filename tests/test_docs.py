@@ -12,7 +12,6 @@ import pytest
 
 from espalier.attention import BACKENDS
 from espalier.cli.main import parse
-from espalier.train.command import make_parser
 from lab.__main__ import make_parser as make_lab
 from lab.faults.command import COMMANDS
 from lab.faults.planted import FAULTS, find
@@ -28,7 +27,6 @@ PATH = r"(?:espalier|lab|tests|scripts|docs|\.ci)/[\w./-]*"
 REFERENCE = re.compile(rf"({PATH}?)(?:::?([A-Za-z_][\w.:]*))?")
 ESPALIER = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?espalier (.+)$", re.M)
 LAB = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?python -m lab (.+)$", re.M)
-TRAIN = re.compile(r"^(?:\.venv/bin/)?python -m espalier\.train (.+)$", re.M)
 EXTRAS = re.compile(r"""['"]\.\[([\w,]+)\]['"]""")
 MAKE = re.compile(r"^make (?:[A-Z_]+=\S+ )*([a-z][a-z-]*)", re.M)
 
@@ -143,8 +141,6 @@ def test_commands_parse(page: Path):
         asked = make_lab().parse(shlex.split(command, comments=True))
         if asked.command == "fault":
             assert find(asked.fault) and parse(asked.planted).command in COMMANDS, command
-    for command in TRAIN.findall(commands(page)):
-        assert make_parser().parse_args(shlex.split(command)), command
 
 
 def test_the_picture_of_the_demo_is_whole_and_fetches_nothing():

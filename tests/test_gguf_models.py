@@ -14,8 +14,8 @@ from espalier.cli.main import main
 from espalier.errors import EspalierError
 from espalier.kernels.layers.blocks import BLOCK_TYPES, BlockMatrix, dequantise_blocks
 from espalier.models import read_config
-from espalier.models.gguf_tensors import GGUFTensors
 from espalier.models.loading import read_raw
+from espalier.models.weight_files import GGUFTensors
 from espalier.startup.checkpoints import find_draft, find_target
 from espalier.text import load_tokenizer
 from espalier.train.configs import read_target

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
-from espalier.attention.base import Attention, AttentionBackend, CommittedLengths
+from espalier.attention.base import Attention, AttentionBackend, CommittedLengths, GroupedBackend
 from espalier.attention.fa3 import FA3Backend
 from espalier.attention.flashinfer import FlashInferBackend
 from espalier.attention.forward import ChosenRows, ModelCache, Pass
-from espalier.attention.grouped import GroupedBackend
 from espalier.attention.library import require_our_kernels
 from espalier.attention.reference import ReferenceBackend
 from espalier.attention.sdpa import SdpaBackend

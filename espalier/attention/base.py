@@ -163,3 +163,19 @@ class AttentionBackend:
     def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> Attention:
         """The plan for some queries of a pass, shared by all layers that have these queries."""
         return self.attention(pages, specs, prefix, nodes)
+
+
+class GroupedBackend:
+    """groups: for each group its layers and its backend.  of_layer: the backend of each layer."""
+
+    def __init__(self, groups: Sequence[tuple[tuple[int, ...], AttentionBackend]]):
+        self.groups = tuple(groups)
+        self.of_layer = {layer: backend for layers, backend in self.groups for layer in layers}
+
+    @property
+    def captures_prefill(self) -> bool:
+        return all(backend.support.prefill_graph for _, backend in self.groups)
+
+    def prepare(self, lengths: CommittedLengths) -> None:
+        for _, backend in self.groups:
+            backend.prepare(lengths)

@@ -11,8 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from espalier.attention.base import Attention, Selection, narrowed
-from espalier.attention.grouped import GroupedBackend
+from espalier.attention.base import Attention, GroupedBackend, Selection, narrowed
 from espalier.cache.kv import PagedKV, StagedKV
 from espalier.cache.layer_spec import LatentKV, LayerSpec, RecurrentState
 from espalier.cache.states import PassStates, StateAccess, StateTable
@@ -191,12 +190,12 @@ class Pass:
         """
         place, pages, staging = self.layers[layer], self.cache.pages, self.cache.staging
         spec = self.cache.specs[place]
-        if isinstance(spec.keeps, RecurrentState):
+        if self.cache.states is not None and isinstance(spec.keeps, RecurrentState):
             return self._write_state(layer, *values)
         shares = spec.shares is not None
         # A layer that shares rows writes no heads.
         planes = tuple(plane[:, :0] for plane in pages.layers[place]) if shares else staging.layers[place]
-        q = spec.keeps.write(self.rows, planes, pages.scales.get(place), *values)
+        q = spec.rows.write(self.rows, planes, pages.scales.get(place), *values)
         if index is not None:
             assert isinstance(spec.keeps, LatentKV)
             self._choosing = spec.keeps.write_index(self.rows, planes, index)
@@ -204,7 +203,7 @@ class Pass:
             self.chosen.fill(planes)
         if self.by_layer and self.page_rows is not None and not shares:
             pages.commit_layer(staging, place, self.rows, self.page_rows)
-        kept = self.kept(layer)
+        kept = None if self.needed is None else self.kept(layer)
         return q.view(*self.tokens.shape, *q.shape[1:]) if kept is None else q[kept][:, None]
 
     def attend(self, layer: int, q: Tensor, sink: Tensor | None = None) -> Tensor:
@@ -215,7 +214,7 @@ class Pass:
         """
         index = self.layers[layer]
         batch, queries = self.tokens.shape if self.chosen is None else self.chosen.rows.shape
-        if isinstance(self.cache.specs[index].keeps, RecurrentState):
+        if self.cache.states is not None and isinstance(self.cache.specs[index].keeps, RecurrentState):
             return self._of_kept(layer, self._states.read(index, q, sink))
         if index not in self.cache.staging.layers:
             # A draft's layer that reads a target's rows: no row of the pass has any.
@@ -313,7 +312,7 @@ class Pass:
 
     def _plan(self, layer: int) -> Attention:
         """The backend's plan, shared by the layers of a group whose queries see the same rows."""
-        if self.kept(layer) is not None:
+        if self.needed is not None and self.kept(layer) is not None:
             nodes = self._needed_nodes
         else:
             nodes = self.nodes if isinstance(self.nodes, Nodes) else self.nodes[layer]

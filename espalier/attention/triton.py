@@ -4,17 +4,19 @@ Nothing here reads a length on the host.  Splits are computed once for each Pref
 with a window, once a pass.  Buffers of partial results are kept in the plan of a pass, for its layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
-from espalier.attention import chosen
 from espalier.attention.base import Attention, AttentionBackend, Selection
 from espalier.attention.support import By, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError
+from espalier.kernels.attention.ancestor_bits import bits_up_to
 from espalier.kernels.attention.choose import uses_contiguous_blocks
 from espalier.kernels.ops.attention import (
     DTYPES,
@@ -28,10 +30,26 @@ from espalier.kernels.ops.attention import (
     Prefix,
     count_contiguous_blocks,
     latent_attention,
+    merge,
     tree_attention,
 )
 from espalier.kernels.ops.kv_splits import KVSplitPolicy, KVSplits, kv_splits
-from espalier.kernels.ops.selection import MAX_INDEX_SIZE, MAX_TOPK, IndexQueries, SelectedRows
+from espalier.kernels.ops.selection import (
+    MAX_INDEX_SIZE,
+    MAX_TOPK,
+    IndexKeys,
+    IndexQueries,
+    SelectedRows,
+    index_scores,
+    select_rows,
+)
+
+# The most scores in memory at once (256 MiB).  More are needed for long prompts, so their queries are taken in turn.
+MAX_SCORES = 2**26
+
+
+# The attention kernel for a layer's rows: (out, lse), as kernels/ops/attention.py:tree_attention returns them.
+AttentionKernel = Callable[[Inputs], tuple[Tensor, Tensor]]
 
 
 class TritonAttention(Attention):
@@ -48,7 +66,7 @@ class TritonAttention(Attention):
         return self._attend(layer, q, (k, v), sink)[0]
 
     def select(self, layer: int, queries: IndexQueries, keys: Tensor) -> SelectedRows | None:
-        return chosen.select(self.pages, self.specs[layer], layer, self.prefix, self.nodes, queries, keys)
+        return _select(self.pages, self.specs[layer], layer, self.prefix, self.nodes, queries, keys)
 
     def attend_selected(self, layer: int, q: Tensor, k: Tensor, v: Tensor, selection: Selection | None) -> Tensor:
         if selection is None:
@@ -59,7 +77,7 @@ class TritonAttention(Attention):
         rest = self.prefix.shared((spec.topk, k.shape[1], policy), partial(self._rest, spec, policy, k.shape[1]))
         inputs = self.inputs(layer, q, (k, v), *rest)
         of_choice = self._policy_of(spec, batch * queries, 1, width)
-        return chosen.attend(partial(self._run, spec), inputs, selection, of_choice)
+        return _attend_chosen(partial(self._run, spec), inputs, selection, of_choice)
 
     def _rest(self, spec: LayerSpec, policy: KVSplitPolicy, staged: int) -> tuple[Prefix, KVSplits]:
         """The prefixes, which are empty for requests with more than topk rows (committed and staged together)."""
@@ -131,6 +149,61 @@ class TritonAttention(Attention):
 def _is_wide_latent(spec: LayerSpec) -> bool:
     """Whether a layer keeps latent rows that are too wide for tree_attention."""
     return isinstance(spec.keeps, LatentKV) and spec.keeps.size > MAX_LATENT_HEAD_SIZE
+
+
+def _select(
+    pages: PagedKV, spec: LayerSpec, layer: int, prefix: Prefix, nodes: Nodes, queries: IndexQueries, keys: Tensor
+) -> SelectedRows | None:
+    """Attention.select, by kernels.  None if no request can have more rows than the layer's topk."""
+    table, (batch, staged) = prefix.page_table, keys.shape[:2]
+    columns = table.shape[1] * pages.page_size + staged
+    assert spec.topk is not None
+    if columns <= spec.topk:
+        return None
+    committed = IndexKeys(pages.layers[layer][1], table, prefix.length, pages.page_size, prefix.first, keys)
+    bits = _bits_of(nodes)
+    step = max(MAX_SCORES // (max(batch, 1) * columns), 1)
+    parts = []
+    for begin in range(0, max(queries.q.shape[1], 1), step):
+        some = slice(begin, begin + step)
+        asking = IndexQueries(queries.q[:, some], queries.weights[:, some])
+        scores = index_scores.triton(asking, committed, bits[:, some])
+        parts.append(select_rows.triton(scores, prefix.length, table, pages.page_size, spec.topk))
+    return parts[0] if len(parts) == 1 else SelectedRows(*(torch.cat(each, 1) for each in zip(*parts, strict=True)))
+
+
+def _bits_of(nodes: Nodes) -> Tensor:
+    """[B, Q, W] int64: the staged rows that each query sees."""
+    if nodes.ancestor_bits is not None:
+        return nodes.ancestor_bits
+    batch, rows = nodes.row_positions.shape
+    row = torch.arange(rows, device=nodes.row_positions.device)
+    return bits_up_to(row, rows).transpose(0, 1).expand(batch, -1, -1)
+
+
+def _attend_chosen(run: AttentionKernel, rest: Inputs, chosen: SelectedRows, policy: KVSplitPolicy) -> Tensor:
+    """Attention.attend_selected, by kernels: the kernel of a layer runs twice.
+
+    The first launch attends to committed rows.  It treats each query as a request, whose pages are the chosen rows, one
+    row a page.  The second launch attends to the chosen staged rows.  A request with at most topk rows has no rows in
+    the first launch.  The second attends to all of its rows, so it has the bits of full attention.
+
+    rest: the staged rows of all requests, and the prefixes of requests with at most topk rows (others are empty here).
+    policy: how the chosen rows are split over programs.
+    """
+    counts, queries = chosen.counts.flatten(), rest.nodes.positions
+    over_chosen = run(
+        rest._replace(
+            q=rest.q.flatten(0, 1)[:, None],
+            page_size=1,
+            prefix=Prefix(chosen.rows.flatten(0, 1), counts),
+            nodes=Nodes.chain(queries.reshape(-1, 1)),
+            splits=kv_splits.triton(counts, 0, policy),
+            staged=None,
+        )
+    )
+    out, lse = (values[:, 0].unflatten(0, queries.shape) for values in over_chosen)
+    return merge.triton((out, lse), run(rest._replace(nodes=replace(rest.nodes, ancestor_bits=chosen.bits))))
 
 
 class TritonBackend(AttentionBackend):

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import re
 import ssl
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from time import perf_counter
@@ -14,6 +16,8 @@ from espalier.bench.traffic import PATHS, Conversation, bodies
 from espalier.errors import EspalierError, one_line
 
 OK = 200
+METRICS_S = 10.0
+ROUNDS = re.compile(r'^espalier_rounds_by_accept_length_total\{length="(\d+)"\} (\S+)$', re.MULTILINE)
 # What to do where /v1/models answers with this status.
 REMEDIES = {401: "give the server's key, with --api-key", 404: "correct the path of --url"}
 
@@ -24,9 +28,15 @@ class Asked:
 
     timeline: Timeline
     error: str = ""
+    category: str = ""
     text: str = ""
     num_prompt: int = 0
     num_output: int = 0
+
+    @property
+    def later(self) -> int:
+        """Tokens behind the first chunk."""
+        return self.num_output - self.timeline.chunks[0][1]
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,7 @@ class Target:
         for body in bodies(talk, self.endpoint, answers, self.same):
             await asyncio.sleep(due - perf_counter())
             results.append(await self.ask(body, due))
+            results[-1].category = talk.category
             if results[-1].error:
                 break
             answers.append(results[-1].text)
@@ -130,15 +141,30 @@ def _unreachable(address: Address, error: Exception) -> EspalierError:
     return EspalierError(f"--url {address} cannot be reached ({one_line(error)}); start a server there, or correct it")
 
 
-async def first_model(address: Address, headers: Mapping[str, str]) -> str:
-    """The first of the server's models.  Raises EspalierError."""
-    lines = [f"GET {address.prefix}/v1/models HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+async def _get(address: Address, headers: Mapping[str, str], path: str) -> Exchange:
+    lines = [f"GET {address.prefix}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
     try:
         connection = await connect(address)
         exchange = await connection.send("\r\n".join([*lines, "", ""]).encode())
         connection.transport.abort()
     except (OSError, EspalierError) as error:
         raise _unreachable(address, error) from None
+    return exchange
+
+
+async def rounds_by_length(address: Address, headers: Mapping[str, str]) -> Counter[int] | None:
+    """How many rounds the server has run by accept length; None for a server that does not say it as Espalier does."""
+    try:
+        exchange = await asyncio.wait_for(_get(address, headers, "/metrics"), METRICS_S)
+        found = ROUNDS.findall(exchange.body().decode()) if exchange.status == OK else []
+    except (EspalierError, TimeoutError, UnicodeDecodeError):
+        return None
+    return Counter({int(length): int(float(count)) for length, count in found}) if found else None
+
+
+async def first_model(address: Address, headers: Mapping[str, str]) -> str:
+    """The first of the server's models.  Raises EspalierError."""
+    exchange = await _get(address, headers, "/v1/models")
     if exchange.status != OK:
         remedy = REMEDIES.get(exchange.status, "look at the server's log")
         raise EspalierError(f"--url {address}/v1/models answers {exchange.status}; {remedy}")

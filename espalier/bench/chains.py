@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.bench.linears import Run, Shape
-from espalier.kernels.layers.linear_tuning import LINEARS, plans_for
+from espalier.kernels.layers.linear_plans import LINEARS, plans_for
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, Rows
 from espalier.kernels.layers.scaled_product import kernel_rows
 from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.ops.linear import linear, linear_quantised, quantise_rows
 from espalier.kernels.runtime.launch import chip
-from espalier.models.layers.experts import rounding_in_norm
+from espalier.models.layers.mlp import rounding_in_norm
 from espalier.models.quantisers import QUANTISERS
 
 # The ends of the names of layers that read a norm, which rounds for them in its own launch up to `kernel_rows`.  The

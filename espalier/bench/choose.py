@@ -5,7 +5,7 @@ Every bucket runs with every candidate tree, by the engine's own launches.  Acce
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import median
 from types import MappingProxyType
 from typing import Any
@@ -49,7 +49,7 @@ class TreeTime:
 
     def as_dict(self) -> dict[str, Any]:
         measured = {"round_ms": self.round_ms, "accept_length": self.accept_length}
-        return {"batch": self.batch, **asdict(self.shape), **measured, "tokens_per_second": self.tokens_per_second}
+        return {"batch": self.batch, **self.shape.sizes, **measured, "tokens_per_second": self.tokens_per_second}
 
 
 def run(args: Namespace) -> int:
@@ -105,7 +105,7 @@ def choose(
     if args.out is not None:
         tree_policy.write(args.out, by_batch)
     figures = {"config": config.as_dict(), "cells": [one.as_dict() for one in timed]}
-    write_json(args.json, figures | {"by_batch": {least: asdict(shape) for least, shape in by_batch.items()}})
+    write_json(args.json, figures | {"by_batch": {least: shape.sizes for least, shape in by_batch.items()}})
     print_table(_rows(timed))
     if args.out is not None:
         stdout().print(Text(f"written: {args.out}; use it by --by-batch {args.out}", QUIET))

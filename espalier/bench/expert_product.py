@@ -18,7 +18,7 @@ CHAIN_FLOPS = 200 * 10**9
 
 def random_experts(shape: ExpertsShape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Random gate_up and down of one layer, as in grouped_experts."""
-    gate_up = torch.empty(shape.num_experts, 2 * shape.inner, shape.hidden, dtype=dtype, device=device)
+    gate_up = torch.empty(shape.num_experts, shape.halves * shape.inner, shape.hidden, dtype=dtype, device=device)
     down = torch.empty(shape.num_experts, shape.hidden, shape.inner, dtype=dtype, device=device)
     return gate_up.normal_(std=shape.hidden**-0.5), down.normal_(std=shape.inner**-0.5)
 

@@ -1,7 +1,7 @@
 """The flags of `espalier bench` and of `espalier doctor --tune`: a function for each command.  None imports PyTorch."""
 
 import json
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ POISSON, FIXED, BURSTS = "poisson", "fixed", "bursts"
 CHAT, COMPLETIONS = "chat", "completions"
 # Flags of `bench load` that need a --url.
 OF_SERVERS = ("endpoint", "ttft_limit", "itl_limit", "timeout", "extra_body", "api_key", "plot")
+# Flags of drawn prompts, which a dataset has in their place; and flags that need a dataset.
+OF_DRAWN = ("requests", "input", "prefixes", "prefix_length", "turns")
+OF_DATASET = ("limit", "sample_seed", "thinking", "temperature")
 # Formats of a synthetic target: those of espalier/models/quantisers.py; and of its draft, which has no stacked experts.
 SHAPE_WEIGHTS = ("fp8", "fp8-block", "int4", "nvfp4", "mxfp4")
 DRAFT_WEIGHTS = SHAPE_WEIGHTS[:4]
@@ -51,6 +54,29 @@ def add_load_flags(parser: ArgumentParser, requests: str = "8", inputs: str = "1
         help="with --rate: random, evenly spaced, or many at once (poisson)",
     )
     add("--burst", type=int, metavar="N", help="arrivals at once, with --arrivals bursts (8)")
+    add("--markdown", type=Path, metavar="FILE", help="write the tables there as well")
+    _add_dataset_flags(parser)
+
+
+def _add_dataset_flags(parser: ArgumentParser) -> None:
+    """The flags of a load whose prompts are in a file."""
+    add = parser.add_argument_group("prompts of a file, in place of drawn ones").add_argument
+    add(
+        "--dataset",
+        type=Path,
+        metavar="FILE",
+        help="SPEED-Bench's, ShareGPT's, or JSON lines with messages or a prompt; answers end where the model ends "
+        "them, or at --output (256,256)",
+    )
+    add("--limit", type=int, metavar="N", help="N of its conversations, evenly from its categories (all)")
+    add("--sample-seed", type=int, metavar="N", help="another choice of --limit, of lengths and of samples (0)")
+    add(
+        "--thinking",
+        action=BooleanOptionalAction,
+        default=None,
+        help="set the chat template's switch of reasoning (as the template has it)",
+    )
+    add("--temperature", type=float, nargs="+", metavar="X", help="several are measured one after another (0)")
 
 
 def add_server_flags(group: Any) -> None:

@@ -17,7 +17,7 @@ from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig
 from espalier.models.latent_config import LatentConfig
 from espalier.models.layer_loading import layer_specs_of
-from espalier.models.mtp_config import MTPConfig
+from espalier.models.mtp import MTPConfig
 from espalier.models.quantisers import GROUP, MX_BLOCK, NV_GROUP, QUANTISERS
 
 Shape = tuple[int, int]
@@ -73,9 +73,8 @@ class ExpertSizes:
     layers: the number of such layers.  shape: of the experts of one layer.
     shared: intermediate size of the shared expert, 0: none.  shared_gate: whether the shared expert has a gate.
     shared_joins: whether few rows take the shared expert in the launches of the routed ones, where all are dense
-    (espalier/models/layers/experts.py).
-    biases, activation: of the routed experts.  joined: whether one tensor stores them, which formats of matrices leave
-    dense.
+    (espalier/models/layers/mlp.py).
+    biases, activation: of the routed experts.
     """
 
     layers: int
@@ -85,7 +84,6 @@ class ExpertSizes:
     shared_joins: bool = False
     biases: bool = False
     activation: Activation = SILU
-    joined: bool = False
 
 
 @dataclass(frozen=True)
@@ -330,9 +328,9 @@ class ModelShape:
             Run(f"{prefix}index weights", (index.heads, self.hidden), count, rows),
         )
 
-    def _mlp(self, prefix: str, inner: int, count: int, rows: int) -> tuple[Run, ...]:
+    def _mlp(self, prefix: str, inner: int, count: int, rows: int, halves: int = 2) -> tuple[Run, ...]:
         return (
-            self._run(f"{prefix}gate_up", (2 * inner, self.hidden), count, rows),
+            self._run(f"{prefix}gate_up", (halves * inner, self.hidden), count, rows),
             self._run(f"{prefix}down", (self.hidden, inner), count, rows),
         )
 
@@ -353,10 +351,11 @@ class ModelShape:
         experts = self.experts
         if experts is None:
             return ()
-        routed = RoutedExperts(experts, DENSE if experts.joined else self.weights)
+        routed = RoutedExperts(experts, self.weights)
         router = Run(f"{prefix}router", (experts.shape.num_experts, self.hidden), count, rows, experts=routed)
         gate = (Run(f"{prefix}shared gate", (1, self.hidden), count, rows),) if experts.shared_gate else ()
-        shared = self._mlp(f"{prefix}shared ", experts.shared, count, rows) if experts.shared else ()
+        halves = experts.activation.halves
+        shared = self._mlp(f"{prefix}shared ", experts.shared, count, rows, halves) if experts.shared else ()
         return router, *gate, *shared
 
     def _fuse(self, draft: "ModelShape", rows: int) -> Run:
@@ -394,13 +393,12 @@ def model_sizes(config: ModelConfig) -> ModelShape:
         is_plain = not own.biases and own.activation == SILU and not own.shared_bias and own.shared_gate is None
         experts = ExpertSizes(
             len(own.layers),
-            ExpertsShape(routing.num_experts, routing.top_k, config.hidden_size, own.size),
+            ExpertsShape(routing.num_experts, routing.top_k, config.hidden_size, own.size, own.activation.halves),
             own.shared_size,
             own.shared_gate is not None,
             shared_joins=is_plain and own.shared_size > 0 and own.shared_size % own.size == 0,
             biases=own.biases,
             activation=own.activation,
-            joined=own.stored == "joined",
         )
     return ModelShape(
         hidden=config.hidden_size,

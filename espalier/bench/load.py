@@ -3,13 +3,14 @@
 Requests arrive all at once, at a rate, or each as another finishes.  `espalier bench load` reports it (load_report.py).
 """
 
+import hashlib
 import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter, sleep
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -176,23 +177,71 @@ class Spent:
         self._kind = None
 
 
+class Answered(NamedTuple):
+    """An answer.  tokens: of it; rounds: None where they are not known."""
+
+    category: str
+    timeline: Timeline
+    tokens: int
+    rounds: float | None
+
+
+def by_category(answers: Sequence[Answered]) -> dict[str, dict[str, Any]]:
+    """The figures of each category.
+
+    step_ms: from one round of a request to its next.  A request has tokens_per_second behind its first token, which is
+    accept_length over step_ms.
+    """
+    groups: dict[str, list[Answered]] = {}
+    for each in answers:
+        groups.setdefault(each.category, []).append(each)
+    return {category: _of_category(each) for category, each in groups.items()}
+
+
+def _of_category(answers: Sequence[Answered]) -> dict[str, Any]:
+    later = [each for each in answers if len(each.timeline.chunks) > 1]
+    seconds = sum(each.timeline.chunks[-1][0] - each.timeline.chunks[0][0] for each in later)
+    tokens = sum(each.tokens - each.timeline.chunks[0][1] for each in later)
+    rounds = None if any(each.rounds is None for each in later) else sum(each.rounds or 0 for each in later)
+    return {
+        "requests": len(answers),
+        "tokens_out": sum(each.tokens for each in answers),
+        "accept_length": tokens / rounds if rounds else None,
+        "step_ms": 1e3 * seconds / rounds if rounds else None,
+        "tokens_per_second": tokens / seconds if seconds else None,
+        **latency_of([each.timeline for each in answers]),
+    }
+
+
 @dataclass(frozen=True)
 class Served:
-    """A load after it ran.  seconds: from the first arrival to the last token."""
+    """A load after it ran.  seconds: from the first arrival to the last token; categories: of its requests."""
 
-    load: Load
     seconds: float
     requests: list[Request]
     timelines: list[Timeline]
     spent: Spent
+    categories: list[str]
 
     @property
     def accept_length(self) -> float:
         rounds = sum(request.stats.rounds for request in self.requests)
         return sum(request.stats.emitted for request in self.requests) / rounds if rounds else 0.0
 
+    @property
+    def answers(self) -> list[Answered]:
+        rows = zip(self.categories, self.timelines, self.requests, strict=True)
+        return [
+            Answered(category, timeline, len(request.output), request.stats.rounds)
+            for category, timeline, request in rows
+        ]
+
     def figures(self) -> dict[str, Any]:
-        """wasted_rows: share of the target's rows that neither entered a token of a prompt nor emitted one."""
+        """cached_share: of the prompts' tokens, those that came from the prefix cache.
+
+        outputs_hash: of all outputs; equal texts have equal hashes, in whatever order they came.
+        wasted_rows: share of the target's rows that neither entered a token of a prompt nor emitted one.
+        """
         tokens_out = sum(len(request.output) for request in self.requests)
         tokens_in = sum(len(request.prompt) for request in self.requests)
         computed = tokens_in - sum(request.cached_tokens for request in self.requests)
@@ -202,6 +251,8 @@ class Served:
             "seconds": self.seconds,
             "tokens_in": tokens_in,
             "tokens_in_cached": tokens_in - computed,
+            "cached_share": 1 - computed / tokens_in,
+            "outputs_hash": self._outputs_hash(),
             "tokens_out": tokens_out,
             "tokens_in_per_second": tokens_in / self.seconds,
             "tokens_out_per_second": tokens_out / self.seconds,
@@ -209,7 +260,12 @@ class Served:
             "time_shares": {kind: seconds / busy for kind, seconds in self.spent.seconds.items()},
             "wasted_rows": max(0.0, 1 - (computed + tokens_out) / self.spent.rows),
             **latency_of(self.timelines),
+            "categories": by_category(self.answers),
         }
+
+    def _outputs_hash(self) -> str:
+        outputs = [each.output for each in sorted(self.requests, key=lambda each: each.arrival)]
+        return hashlib.sha256(repr(outputs).encode()).hexdigest()[:12]
 
 
 def latency_of(timelines: Sequence[Timeline]) -> dict[str, Any]:
@@ -233,17 +289,71 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
     return {f"p{p}": 1e3 * order[-(-len(order) * p // 100) - 1] for p in PERCENTILES}
 
 
+class Talks(Protocol):
+    """The conversations of a load.  think: seconds from an answer to the next turn."""
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def think(self) -> float: ...
+
+    def category(self, number: int) -> str: ...
+
+    def turns(self, number: int) -> int: ...
+
+    def next(self, number: int, before: Sequence[Request]) -> Request:
+        """The next request of a conversation, after those before."""
+        ...
+
+
+@dataclass(frozen=True)
+class OfLengths:
+    """The conversations of a Load: greedy, each answer to its full length.  texts: as Load.texts gives them."""
+
+    load: Load
+    texts: Sequence[Sequence[int]]
+
+    @property
+    def count(self) -> int:
+        return self.load.count
+
+    @property
+    def think(self) -> float:
+        return self.load.think
+
+    def category(self, number: int) -> str:
+        return ""
+
+    def turns(self, number: int) -> int:
+        return self.load.turns
+
+    def next(self, number: int, before: Sequence[Request]) -> Request:
+        turn, own = len(before), self.load.of(number)
+        begin = self.load.beginning + sum(own.inputs[:turn]) if turn else 0
+        end = self.load.beginning + sum(own.inputs[: turn + 1])
+        said = before[-1].prompt + before[-1].output if before else []
+        place = number * self.load.turns + turn
+        return greedy_request(str(place), place, [*said, *self.texts[number][begin:end]], own.outputs[turn])
+
+
 def serve(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, arrivals: Arrivals) -> Served:
     """Run the load: greedy, each request to its full output length.  prompts: of load.lengths tokens."""
-    texts, spent = load.texts(prompts), Spent(engine)
-    begun = perf_counter()
-    due = [begun + at for at in arrivals.due(load.count)]
+    return serve_talks(engine, OfLengths(load, load.texts(prompts)), arrivals)
+
+
+def serve_talks(engine: Engine, talks: Talks, arrivals: Arrivals) -> Served:
+    """Run conversations to their end."""
+    spent, begun = Spent(engine), perf_counter()
+    due = [begun + at for at in arrivals.due(talks.count)]
     timelines: list[Timeline] = []
     requests: list[Request] = []
-    # For each conversation: (when its next turn is due, its number, its turn, the text before).
-    waiting: list[tuple[float, int, int, list[int]]] = [(due[i], i, 0, []) for i in range(load.count)]
+    categories: list[str] = []
+    said: list[list[Request]] = [[] for _ in range(talks.count)]
+    # (when its next turn is due, its number) of each conversation.
+    waiting = [(due[i], i) for i in range(talks.count)]
     running: dict[str, tuple[int, int]] = {}
-    max_running = arrivals.concurrency or load.count
+    max_running = arrivals.concurrency or talks.count
     engine.observer, last = spent, perf_counter()
 
     def spend() -> None:
@@ -254,11 +364,13 @@ def serve(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, arrivals
 
     while waiting or engine.has_work:
         while waiting and len(running) < max_running and perf_counter() >= waiting[0][0]:
-            at, number, turn, said = heapq.heappop(waiting)
+            at, number = heapq.heappop(waiting)
+            request = talks.next(number, said[number])
             timelines.append(Timeline(perf_counter() if arrivals.rate is None else at))
-            requests.append(_request(load, texts[number], number, turn, said))
-            running[requests[-1].id] = len(requests) - 1, number
-            engine.add(requests[-1])
+            requests.append(request)
+            categories.append(talks.category(number))
+            running[request.id] = len(requests) - 1, number
+            engine.add(request)
         if not engine.has_work:
             sleep(max(0.0, waiting[0][0] - perf_counter()))
             spend()
@@ -269,19 +381,9 @@ def serve(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, arrivals
                 timelines[place].chunks.append((perf_counter(), len(chunk.token_ids)))
             if chunk.finish_reason is not None:
                 del running[chunk.request_id]
-                turn = requests[place].arrival % load.turns + 1
-                if turn < load.turns:
-                    said = requests[place].prompt + requests[place].output
-                    heapq.heappush(waiting, (perf_counter() + load.think, number, turn, said))
+                said[number].append(requests[place])
+                if len(said[number]) < talks.turns(number):
+                    heapq.heappush(waiting, (perf_counter() + talks.think, number))
         spend()
     engine.observer = spent.other
-    return Served(load, perf_counter() - timelines[0].due, requests, timelines, spent)
-
-
-def _request(load: Load, text: Sequence[int], number: int, turn: int, said: list[int]) -> Request:
-    """The request of a conversation's turn.  text: all that its user says; said: by both, before this turn."""
-    own = load.of(number)
-    begin = load.beginning + sum(own.inputs[:turn]) if turn else 0
-    end = load.beginning + sum(own.inputs[: turn + 1])
-    place = number * load.turns + turn
-    return greedy_request(str(place), place, [*said, *text[begin:end]], own.outputs[turn])
+    return Served(perf_counter() - timelines[0].due, requests, timelines, spent, categories)

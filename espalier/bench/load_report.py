@@ -4,17 +4,31 @@ It reports tokens a second, the times that a reader waits, what the time was spe
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from espalier.bench import open_loop
+from espalier.bench import datasets, open_loop
 from espalier.bench.drive import empty_prefix_cache
-from espalier.bench.engines import BenchEngines, compared_ways, engines_of, require_positions
-from espalier.bench.flags import INPUTS, OF_SERVERS, OUTPUTS, REQUESTS
-from espalier.bench.load import TIMES, Arrivals, Load, Served, mixed, serve, title_of
+from espalier.bench.engines import BenchEngine, BenchEngines, compared_ways, engines_of, require_positions
+from espalier.bench.flags import INPUTS, OF_DATASET, OF_SERVERS, OUTPUTS, REQUESTS
+from espalier.bench.load import (
+    TIMES,
+    Arrivals,
+    Load,
+    OfLengths,
+    Served,
+    Talks,
+    mixed,
+    serve,
+    serve_talks,
+    title_of,
+)
+from espalier.bench.report import category_table, command_line, shown, write_markdown
+from espalier.bench.spoken import Spoken
+from espalier.bench.traffic import Conversation
 from espalier.config import ResolvedConfig
 from espalier.errors import EspalierError, require_number
-from espalier.terminal.console import print_table, write_json
+from espalier.terminal.console import print_table, require_writable, write_json
 from espalier.terminal.flags import flag_of, given_flags, require_at_least_one
 
 # Tokens of each output of the load that warms an engine up.
@@ -25,6 +39,8 @@ FORMATS = (
     ("tokens_out_per_second", "{:.0f}"),
     ("accept_length", "{:.2f}"),
     ("tokens_in_cached", "{}"),
+    ("cached_share", "{:.1%}"),
+    ("outputs_hash", "{}"),
     ("wasted_rows", "{:.0%}"),
 )
 
@@ -38,19 +54,38 @@ def run(args: Namespace, engines_of: Callable[..., BenchEngines] = engines_of) -
         return open_loop.run(args)
     if given := [name for name in OF_SERVERS if getattr(args, name) is not None]:
         raise EspalierError(f"{flag_of(given[0])} is for a running server; give its --url too")
-    load, batch = _load(args), args.concurrency or args.requests or REQUESTS
+    talks = datasets.asked_for(args)
+    load = _load(args) if talks is None else None
+    require_writable("--markdown", args.markdown)
     served, config = {}, None
-    for name, cells in _each_way(args, load, batch, engines_of):
+    for name, cells in _each_way(args, load, talks, engines_of):
         served[name], config = cells, config or cells[0][1]
     assert config is not None
     figures = {name: [each.figures() for each, _ in cells] for name, cells in served.items()}
-    rates = args.rate or [None]
-    cells = [{name: each[i] for name, each in figures.items()} for i in range(len(rates))]
-    about = {"config": config.as_dict(), "concurrency": args.concurrency}
-    write_json(args.json, {**about, "cells": [{"rate": rate, **cell} for rate, cell in zip(rates, cells, strict=True)]})
-    for rate, cell in zip(rates, cells, strict=True):
-        print_table(_table("" if rate is None else f"{rate:g} a second", cell))
+    chosen = _cells(args)
+    cells = [{name: each[i] for name, each in figures.items()} for i in range(len(chosen))]
+    about = {"command": command_line(), "config": config.as_dict(), "concurrency": args.concurrency}
+    if talks is not None:
+        about["dataset"] = {name: shown(getattr(args, name)) for name in ("dataset", "output", *OF_DATASET)}
+    named = [{"rate": rate, "temperature": temperature} for rate, temperature in chosen]
+    write_json(args.json, {**about, "cells": [{**name, **cell} for name, cell in zip(named, cells, strict=True)]})
+    tables = []
+    for (rate, temperature), cell in zip(chosen, cells, strict=True):
+        title = "" if rate is None else f"{rate:g} a second"
+        if talks is not None:
+            title = f"{title}, temperature {temperature:g}".removeprefix(", ")
+        tables.append(_table(title, cell))
+        if talks is not None:
+            tables += [category_table(f"{title}, {name}", each["categories"]) for name, each in cell.items()]
+    write_markdown(args.markdown, tables)
+    for table in tables:
+        print_table(table)
     return 0
+
+
+def _cells(args: Namespace) -> list[tuple[float | None, float]]:
+    """(rate, temperature) of what is measured, one after another."""
+    return [(rate, temperature) for temperature in args.temperature for rate in args.rate or [None]]
 
 
 def _load(args: Namespace) -> Load:
@@ -71,23 +106,41 @@ def _load(args: Namespace) -> Load:
     )
 
 
-def _each_way(args: Namespace, load: Load, batch: int, engines_of: Callable[..., BenchEngines]) -> Any:
-    """(name of a way to decode, (what was served, the config) at each rate), after a warm-up."""
-    made = engines_of(args, {}, max_context=load.longest)
-    asked = ("--input {},{}".format(*(args.input or INPUTS)), "--output {},{}".format(*(args.output or OUTPUTS)))
-    require_positions(made.positions, load.longest, *asked)
+def _each_way(
+    args: Namespace,
+    load: Load | None,
+    talks: Sequence[Conversation] | None,
+    engines_of: Callable[..., BenchEngines],
+) -> Any:
+    """(name of a way to decode, (what was served, the config) in each cell), after a warm-up."""
+    made = engines_of(args, {}, **({} if load is None else {"max_context": load.longest}))
+    if load is not None:
+        asked = ("--input {},{}".format(*(args.input or INPUTS)), "--output {},{}".format(*(args.output or OUTPUTS)))
+        require_positions(made.positions, load.longest, *asked)
+    think = open_loop.DEFAULTS["think"] if args.think is None else args.think
     for name, way in compared_ways(made).items():
         with made.open(way) as bench:
-            prompts = bench.prompts(load.lengths)
-            some = min(batch, load.count, bench.config.layout.max_batch)
-            first = [load.of(i).inputs[0] for i in range(some)]
-            serve(bench.engine, bench.prompts(first), Load(tuple(first), (WARM_UP_TOKENS,) * some), Arrivals())
+
+            def conversations(temperature: float, bench: BenchEngine = bench) -> Talks:
+                if load is not None:
+                    return OfLengths(load, load.texts(bench.prompts(load.lengths)))
+                return Spoken(bench.llm, talks or (), temperature, args.thinking, think)
+
+            asked_by = {temperature: conversations(temperature) for temperature in args.temperature}
+            _warm_up(bench, load, args.concurrency or next(iter(asked_by.values())).count)
             cells: list[tuple[Served, ResolvedConfig]] = []
-            for rate in args.rate or [None]:
+            for rate, temperature in _cells(args):
                 empty_prefix_cache(bench.engine)
                 arrivals = open_loop.arrivals_of(args, rate)
-                cells.append((serve(bench.engine, prompts, load, arrivals), bench.config))
+                cells.append((serve_talks(bench.engine, asked_by[temperature], arrivals), bench.config))
             yield name, cells
+
+
+def _warm_up(bench: BenchEngine, load: Load | None, batch: int) -> None:
+    some = min(batch, bench.config.layout.max_batch)
+    some = some if load is None else min(some, load.count)
+    first = [INPUTS[0] if load is None else load.of(i).inputs[0] for i in range(some)]
+    serve(bench.engine, bench.prompts(first), Load(tuple(first), (WARM_UP_TOKENS,) * some), Arrivals())
 
 
 def _table(title: str, figures: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:

@@ -8,19 +8,21 @@ import asyncio
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from operator import le
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
-from espalier.bench.asking import Asked, Target, first_model, require_reachable
+from espalier.bench.asking import Asked, Target, first_model, require_reachable, rounds_by_length
 from espalier.bench.clients import address_of
-from espalier.bench.flags import BURSTS, CHAT, FIXED, POISSON
-from espalier.bench.load import TIMES, Arrivals, Timeline, latency_of, title_of
+from espalier.bench.datasets import asked_for
+from espalier.bench.flags import BURSTS, CHAT, FIXED, OF_DATASET, POISSON
+from espalier.bench.load import TIMES, Answered, Arrivals, Timeline, by_category, latency_of, title_of
 from espalier.bench.plot import LoadPoint, plot_load, require_plot
-from espalier.bench.traffic import Conversation, Traffic
+from espalier.bench.report import category_table, command_line, shown, write_markdown
+from espalier.bench.traffic import SWITCHES, Conversation, Traffic
 from espalier.errors import EspalierError, require_number
 from espalier.terminal.console import print_header, print_table, progress, require_writable, write_json
 from espalier.terminal.flags import api_key, engine_settings, flag_of, require_at_least_one
@@ -59,25 +61,41 @@ class Limits:
 class Measured:
     """One server at one rate, or with so many requests at once (rate: None).
 
-    seconds: from the first arrival to the last answer.
+    seconds: from the first arrival to the last answer; rounds: that the server ran meanwhile, by accept length; None
+    for a server that does not say it.
     """
 
     server: str
     rate: float | None
+    temperature: float
     seconds: float
     asked: list[Asked] = field(repr=False)
     limits: Limits
+    rounds: Counter[int] | None
 
     @property
     def answered(self) -> list[Asked]:
         return [each for each in self.asked if not each.error]
 
+    @property
+    def accept_length(self) -> float | None:
+        """None where the server does not say it, or ran no round."""
+        return sum(self.rounds.elements()) / self.rounds.total() if self.rounds else None
+
     def figures(self) -> dict[str, Any]:
+        length = self.accept_length
+        # The server's is of all its requests.
+        of_each = length if len({each.category for each in self.asked}) == 1 else None
+        answers = [
+            Answered(each.category, each.timeline, each.num_output, of_each and each.later / of_each)
+            for each in self.answered
+        ]
         good = sum(self.limits.hold(each.timeline) for each in self.answered)
         tokens = sum(each.num_output for each in self.answered)
         return {
             "server": self.server,
             "rate": self.rate,
+            "temperature": self.temperature,
             "requests": len(self.asked),
             "answered": len(self.answered),
             "errors": dict(Counter(each.error for each in self.asked if each.error)),
@@ -88,33 +106,48 @@ class Measured:
             "tokens_out_per_second": tokens / self.seconds,
             "goodput_per_second": good / self.seconds,
             "good_share": good / len(self.asked),
+            "accept_length": length,
             **latency_of([each.timeline for each in self.answered]),
+            "categories": by_category(answers),
         }
 
 
 def run(args: Namespace) -> int:
     """Raises EspalierError if a server does not answer the first request."""
+    read = asked_for(args)
     _check(args)
     traffic = Traffic(args.input, args.output, args.turns, args.prefixes, args.prefix_length)
-    talks = traffic.conversations(args.requests, seed=0)
+    talks = read or traffic.conversations(args.requests, seed=0)
     limits = Limits(args.ttft_limit, args.itl_limit)
-    measured = []
-    with progress("measuring", len(args.url) * len(args.rate) * len(talks)) as advance:
+    measured, models = [], {}
+    cells = [(temperature, rate) for temperature in args.temperature for rate in args.rate]
+    with progress("measuring", len(args.url) * len(cells) * len(talks)) as advance:
         for url in args.url:
             target = asyncio.run(_target(args, url))
-            for rate in args.rate:
-                arrivals = arrivals_of(args, rate)
-                seconds, asked = asyncio.run(_measure(target, talks, arrivals, advance))
-                measured.append(Measured(str(target.address), rate, seconds, asked, limits))
+            models[str(target.address)] = target.same["model"]
+            for temperature, rate in cells:
+                at = replace(target, same={"temperature": temperature, **target.same})
+                before = asyncio.run(rounds_by_length(at.address, at.headers))
+                seconds, asked = asyncio.run(_measure(at, talks, arrivals_of(args, rate), advance))
+                after = asyncio.run(rounds_by_length(at.address, at.headers))
+                rounds = None if before is None or after is None else after - before
+                measured.append(Measured(str(at.address), rate, temperature, seconds, asked, limits, rounds))
     figures = [each.figures() for each in measured]
-    about = (
-        {name: getattr(args, name) for name in (*DEFAULTS, "concurrency")}
-        | {"extra_body": args.extra_body}
-        | asdict(limits)
-    )
-    write_json(args.json, {"load": about, "cells": figures})
+    named = (*DEFAULTS, "concurrency", "extra_body", "dataset", *OF_DATASET)
+    about = {name: shown(getattr(args, name)) for name in named} | asdict(limits)
+    write_json(args.json, {"command": command_line(), "models": models, "load": about, "cells": figures})
+    tables = [_table(figures, limits)]
+    if read is not None:
+        tables += [
+            category_table(
+                f"{each['server']}{_at(each['rate'])}, temperature {each['temperature']:g}", each["categories"]
+            )
+            for each in figures
+        ]
+    write_markdown(args.markdown, tables)
     print_header()
-    print_table(_table(figures, limits))
+    for table in tables:
+        print_table(table)
     for each in figures:
         for error, count in each["errors"].items():
             print(f"  {each['server']}{_at(each['rate'])}: {count} requests without an answer: {error}")
@@ -136,6 +169,9 @@ def _check(args: Namespace) -> None:
     for name, low in (("prefixes", 0), ("think", 0), ("timeout", 1e-3), ("ttft_limit", 0), ("itl_limit", 0)):
         require_number(flag_of(name), getattr(args, name), partial(le, low), f"{low:g} or more", optional=True)
     require_writable("--json", args.json)
+    require_writable("--markdown", args.markdown)
+    if args.thinking is not None and args.endpoint != CHAT:
+        raise EspalierError("--thinking is a switch of the chat template, for --endpoint chat; leave one out")
     if args.plot is not None and args.concurrency is not None:
         raise EspalierError("--plot draws figures by --rate, and --concurrency is set; leave one out")
     require_plot(args.plot)
@@ -156,7 +192,8 @@ async def _target(args: Namespace, url: str) -> Target:
     headers = {"host": address.host} | ({"authorization": f"Bearer {key}"} if key else {})
     await require_reachable(address)
     model = engine_settings(args).get("model") or await first_model(address, headers)
-    same = {"model": model, **(args.extra_body or {})}
+    switch = {} if args.thinking is None else {"chat_template_kwargs": {SWITCHES[0]: args.thinking}}
+    same = {"model": model, **switch, **(args.extra_body or {})}
     target = Target(address, headers, same, args.endpoint, args.timeout, args.think)
     [first] = Traffic((2, 2), (4, 4)).conversations(1, seed=1)
     [asked] = await target.converse(first, perf_counter())
@@ -187,10 +224,12 @@ def _table(figures: Sequence[Mapping[str, Any]], limits: Limits) -> list[list[st
     rows = [
         ["", *(each["server"] for each in figures)],
         ["arrivals a second", *("-" if each["rate"] is None else f"{each['rate']:g}" for each in figures)],
+        ["temperature", *(f"{each['temperature']:g}" for each in figures)],
         ["answered, of all requests", *(f"{each['answered']} of {each['requests']}" for each in figures)],
         ["requests/s", *(f"{each['requests_per_second']:.2f}" for each in figures)],
         ["tokens in, out", *(f"{each['tokens_in']}, {each['tokens_out']}" for each in figures)],
         ["output tokens/s", *(f"{each['tokens_out_per_second']:.0f}" for each in figures)],
+        ["accept length", *("-" if (x := each["accept_length"]) is None else f"{x:.2f}" for each in figures)],
     ]
     for name in TIMES:
         cells = [" / ".join(f"{value:.1f}" for value in (each[name] or {}).values()) or "-" for each in figures]

@@ -14,7 +14,7 @@ from espalier.errors import EspalierError
 from espalier.models.config import ModelConfig, parse
 from espalier.models.draft import DraftConfig
 from espalier.models.families import FAMILIES
-from espalier.models.find_family import find_family
+from espalier.models.loading import find_family
 from espalier.speculate.drafters.registry import format_of
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -11,6 +11,8 @@ from typing import Any
 from espalier.bench.drive import heldout
 from espalier.bench.flags import CHAT, COMPLETIONS
 
+# Variables by which chat templates switch reasoning.
+SWITCHES = ("enable_thinking", "thinking")
 PATHS = {CHAT: "/v1/chat/completions", COMPLETIONS: "/v1/completions"}
 
 
@@ -22,11 +24,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """prefix: what others begin with too, "" for nothing; number: in the order of arrival."""
+    """prefix: what others begin with too, "" for nothing; number: in the order of arrival; category: of a dataset."""
 
     number: int
     prefix: str
     turns: tuple[Turn, ...]
+    category: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,15 +68,23 @@ def bodies(
     """The request of each turn.  answers: grows by the server's answer before the next turn is taken; same: further
     fields of every request."""
     stream = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
-    for i, turn in enumerate(talk.turns):
-        said = [each.text for each in talk.turns[: i + 1]]
+    for turn in talk.turns:
         fields = {**stream, "max_tokens": turn.max_tokens, **same}
         if endpoint == COMPLETIONS:
-            mixed = [part for pair in zip(said, [*answers, ""], strict=True) for part in pair]
-            yield {**fields, "prompt": " ".join(filter(None, [talk.prefix, *mixed]))}
-            continue
-        messages = [{"role": "system", "content": talk.prefix}] if talk.prefix else []
-        for text, answer in zip(said, [*answers, None], strict=True):
-            messages.append({"role": "user", "content": text})
-            messages += [] if answer is None else [{"role": "assistant", "content": answer}]
-        yield {**fields, "messages": messages}
+            yield {**fields, "prompt": plain_prompt(talk, answers)}
+        else:
+            yield {**fields, "messages": messages(talk, answers)}
+
+
+def messages(talk: Conversation, answers: Sequence[str]) -> list[dict[str, str]]:
+    """The conversation up to the turn after these answers."""
+    made = [{"role": "system", "content": talk.prefix}] if talk.prefix else []
+    for turn, answer in zip(talk.turns, [*answers, None], strict=False):
+        made.append({"role": "user", "content": turn.text})
+        made += [] if answer is None else [{"role": "assistant", "content": answer}]
+    return made
+
+
+def plain_prompt(talk: Conversation, answers: Sequence[str]) -> str:
+    """The same as one text, for a model without a chat template."""
+    return " ".join(filter(None, (message["content"] for message in messages(talk, answers))))

@@ -31,8 +31,16 @@ from espalier.config import EngineConfig, is_open
 from espalier.errors import EspalierError
 from espalier.kernels.layers import quantised_plans
 from espalier.kernels.layers.experts_tuning import EXPERTS as EXPERT_TABLES
-from espalier.kernels.layers.linear_plans import LibraryPlan, LinearPlan, TritonPlan, candidates
-from espalier.kernels.layers.linear_tuning import LINEARS, NO_PLANS, ROWS_BUCKETS, LinearPlans
+from espalier.kernels.layers.linear_plans import (
+    LINEARS,
+    NO_PLANS,
+    ROWS_BUCKETS,
+    LibraryPlan,
+    LinearPlan,
+    LinearPlans,
+    TritonPlan,
+    candidates,
+)
 from espalier.kernels.layers.quantised import QuantisedMatrix, Rows
 from espalier.kernels.layers.tuning_table import DENSE, TuningTable, own_file
 from espalier.kernels.ops.linear import (
@@ -46,7 +54,7 @@ from espalier.kernels.ops.linear import (
 from espalier.kernels.ops.norm import add_rms_norm
 from espalier.kernels.runtime.launch import chip
 from espalier.kernels.runtime.precompile import precompile
-from espalier.models.mtp_config import MTPConfig
+from espalier.models.mtp import MTPConfig
 from espalier.models.quantisers import QUANTISERS
 from espalier.models.weight_formats import FormatOf
 from espalier.startup.load import Checkpoint, find

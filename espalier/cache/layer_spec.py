@@ -5,13 +5,22 @@ A layer keeps one row for each token, in pages; or one state for each slot (cach
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.ops.rope import HeadNorms, LatentForm, Rotation, rotate_and_store, write_latents, write_rows
+from espalier.kernels.ops.rope import (
+    HeadNorms,
+    LatentForm,
+    LatentPlace,
+    Rotation,
+    rotate_and_store,
+    write_latents,
+    write_rows,
+)
 from espalier.kernels.ops.selection import IndexQueries, IndexRows, rotate_and_store_index
 from espalier.kernels.ops.states import Columns, plain_columns
 from espalier.kernels.state.kv_scales import KVScales
@@ -133,10 +142,9 @@ class LatentKV:
         q: [N, heads, nope + rope]; latent: [N, 1, size]; k_up: [heads, nope, v_size].  A head's key is k_up · latent,
         followed by the rotated part.  No key is computed: queries are multiplied by k_up.
         """
-        plane = planes[0]
         # Both parts are written into one tensor: nothing is copied to join them.
         out = q.new_empty(*q.shape[:2], self.size)
-        write_latents(q, k_up, out, latent, rotation, form, rows, plane, scales)
+        write_latents(q, k_up, out, latent, LatentPlace(rotation, form, rows, planes[0], scales))
         return out
 
     def write_index(self, rows: Tensor, planes: Sequence[Tensor], index: IndexRows) -> IndexQueries:
@@ -215,7 +223,7 @@ class LayerSpec:
         if self.shares is not None and not isinstance(self.keeps, KVHeads):
             raise EspalierError(f"a layer that keeps {self.keeps.kind} cannot read the rows of layer {self.shares}")
 
-    @property
+    @cached_property
     def rows(self) -> KVHeads | LatentKV:
         """What a layer keeps that keeps rows."""
         assert not isinstance(self.keeps, RecurrentState), "a layer that keeps a state has no rows to attend to"
@@ -227,7 +235,7 @@ class LayerSpec:
         of_rows = 0 if self.shares is not None else 1 if self.v_is_k else 2
         return self.heads + of_rows * self.rows.kv_heads
 
-    @property
+    @cached_property
     def softmax_scale(self) -> float:
         return self.keeps.k_size**-0.5 if self.scale is None else self.scale
 

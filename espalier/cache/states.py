@@ -1,7 +1,7 @@
 """The states of layers that keep one for each slot (RecurrentState), the staged nodes of trees, the commit of a path.
 
 Row s of a table is slot s's; row 0, the dummy slot's, stays zero.  Snapshots for the prefix cache follow, and the last
-row is spare.  cache/snapshots.py tracks which snapshot is whose.  A verify pass stages what its nodes bring, and
+row is spare.  cache/pages.py tracks which snapshot is whose.  A verify pass stages what its nodes bring, and
 `commit` applies an accepted path.  A pass of known tokens applies its rows as it reads.
 """
 

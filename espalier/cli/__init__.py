@@ -20,7 +20,12 @@ def start(arguments: Sequence[str] | None = None, make_parser: "Callable[[], Par
     make_parser: of another command line; None: that of `espalier`.
     """
     with _terminating_as_interrupting():
+        given = sys.argv[1:] if arguments is None else list(arguments)
         try:
+            if make_parser is None and given[:1] == ["train"]:
+                from espalier.train.command import main as train
+
+                return train(given[1:])
             from espalier.cli.main import main
         except KeyboardInterrupt:
             return interrupted()

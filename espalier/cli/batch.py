@@ -172,7 +172,7 @@ async def _to_engine(args: Namespace) -> AsyncIterator[tuple["Sender", int]]:
     from espalier.batch_jobs.sender import Sender, app_client
     from espalier.server.api import ApiOptions
     from espalier.server.client import ClientOptions
-    from espalier.server.local import local_app
+    from espalier.server.run import local_app
 
     settings = engine_settings(args)
     if "draft" not in settings:

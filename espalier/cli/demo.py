@@ -1,9 +1,13 @@
-"""`espalier demo`: completes held-out prompts with plain decoding and with the tree, and draws one round."""
+"""`espalier demo`: completes held-out prompts with plain decoding and with the tree, and draws one round.
+
+The drawing has the accepted nodes and where they were committed, the rejected nodes, and the scores.
+"""
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from shutil import which
 from time import perf_counter
@@ -13,7 +17,6 @@ from rich.console import Console
 from rich.text import Text
 
 from espalier.bench.drive import heldout
-from espalier.cli.draw import round_tree
 from espalier.engine.launch_input import RoundTrace
 from espalier.errors import EspalierError
 from espalier.limits import MAX_LOGPROBS
@@ -34,6 +37,59 @@ from espalier.terminal.console import (
 )
 from espalier.terminal.flags import engine_settings, require_at_least_one
 from espalier.terminal.machine import header
+
+VOID = -1
+Name = Callable[[int], str]
+
+
+def round_tree(trace: RoundTrace, name: Name, signs: Signs) -> Text:
+    """name: gives a token's text.  A node's score is the sum of log-probabilities along its branch; the tree keeps the
+    nodes with the highest scores."""
+    drawing = Text()
+    _node(drawing, trace, 0, "", "", name, signs)
+    bonus = trace.emitted[-1]
+    position = trace.prefix_len + len(trace.emitted)
+    drawing.append(f"next root: {name(bonus)}, picked by the target, at position {position}\n")
+    drawing.append(_summary(trace), QUIET)
+    return drawing
+
+
+def _node(drawing: Text, trace: RoundTrace, node: int, lead: str, fork: str, name: Name, signs: Signs) -> None:
+    accepted = node in trace.tree.path_rows
+    label = name(trace.tree.tokens[node])
+    if node == 0:
+        drawing.append(f"{label}  root", "bold")
+    else:
+        drawing.append(lead + fork, QUIET)
+        drawing.append(f"{signs.accepted if accepted else signs.rejected} {label}", FROM_DRAFT if accepted else QUIET)
+        score = trace.tree.scores[node]
+        drawing.append(f"  {score:.2f}" if isfinite(score) else "", QUIET)
+    if accepted:
+        drawing.append(f"  {signs.dot} {_place(trace, node)}", "cyan")
+    drawing.append("\n")
+    children = [
+        i for i, parent in enumerate(trace.tree.parents) if i and parent == node and trace.tree.tokens[i] != VOID
+    ]
+    below = lead if node == 0 else lead + (signs.down if fork == signs.branch else "  ")
+    for child in children:
+        _node(drawing, trace, child, below, signs.last if child == children[-1] else signs.branch, name, signs)
+
+
+def _place(trace: RoundTrace, node: int) -> str:
+    """The position, page and row of an accepted node's K/V."""
+    position = trace.prefix_len + trace.tree.depths[node]
+    page = trace.pages[position // trace.page_size]
+    return f"position {position}, page {page} row {position % trace.page_size}"
+
+
+def _summary(trace: RoundTrace) -> str:
+    drafted = sum(token != VOID for token in trace.tree.tokens) - 1
+    accepted = len(trace.tree.path_rows) - 1
+    return (
+        f"{drafted} draft tokens verified in one pass, {accepted} accepted; {accepted + 1} rows committed, "
+        f"{drafted - accepted} rejected that never were in the cache\n"
+    )
+
 
 PROMPT_LINES = 6
 BAR_WIDTH = 40

@@ -2,8 +2,10 @@
 
 from argparse import ArgumentParser
 from pathlib import Path
+from types import MappingProxyType
 
 from espalier.bench import flags
+from espalier.cli.parser import Command, Parser
 from espalier.terminal.flags import add_engine_flags
 
 
@@ -39,3 +41,23 @@ def quantize(parser: ArgumentParser) -> None:
         "generates; 0: do not compare (32)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
+
+
+BENCH = MappingProxyType(
+    {
+        "load": Command(
+            "tokens a second and waits under a mixed load",
+            flags="espalier.bench.flags:load",
+            work="espalier.bench.load_report",
+        ),
+        "choose": Command(
+            "the fastest tree at each batch, for --by-batch",
+            flags="espalier.bench.flags:choose",
+            work="espalier.bench.choose",
+        ),
+    }
+)
+
+
+def bench(parser: Parser) -> None:
+    parser.add_commands("measured", "what", BENCH)

@@ -35,7 +35,13 @@ COMMANDS = MappingProxyType(
         "quantize": Command(
             "write an FP8 or 4-bit copy of a model", flags="espalier.cli.flags:quantize", work="espalier.cli.quantize"
         ),
-        "bench": Command("measure loads and servers, choose trees", flags="espalier.cli.bench", work=None),
+        # Here for the help: cli.start hands its arguments to the trainer's own parser.
+        "train": Command(
+            "train a draft for a model, or choose and train one (auto)",
+            flags="espalier.train.command:add_commands",
+            work=None,
+        ),
+        "bench": Command("measure loads and servers, choose trees", flags="espalier.cli.flags:bench", work=None),
         "doctor": Command(
             "show the machine, the versions and the resolved configuration",
             flags="espalier.cli.flags:doctor",

@@ -1,4 +1,5 @@
-"""argparse with one-line errors that suggest the right command or flag, for other engines' names too."""
+"""argparse with one-line errors that suggest the right command or flag, also for names of other engines and for
+commands that moved."""
 
 import difflib
 import sys
@@ -18,10 +19,51 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from espalier import other_engines
-from espalier.cli.moved import moved_to
 from espalier.startup.checkpoints import require_names
+from espalier.terminal.console import HelpText
 from espalier.terminal.flags import named_models
-from espalier.terminal.help import HelpText
+
+# By the command that had them: the name, and the command of the laboratory.
+MOVED = MappingProxyType(
+    {
+        "espalier bench": {
+            name: name
+            for name in (
+                *("round", "generate", "kernels", "attention", "linears", "prefill"),
+                *("floor", "foundry", "loading", "grammar"),
+            )
+        },
+        "espalier bench load": {"--shape": "load"},
+        "espalier bench choose": {"--shape": "choose", "--accept-length": "choose"},
+        "espalier serve": {"--shape": "server"},
+    }
+)
+
+
+# Commands that one command does now.
+RENAMED = MappingProxyType(
+    {
+        ("espalier bench", "throughput"): "espalier bench load",
+        ("espalier bench", "latency"): "espalier bench load",
+        (
+            "espalier bench",
+            "serve",
+        ): "espalier bench load --url URL` or, for the server's own tests, `python -m lab serve",
+        ("espalier bench load", "--prefix-words"): "--prefix-length",
+    }
+)
+
+
+def moved_to(prog: str, name: str) -> str | None:
+    """How a command or a flag is run now; None if it did not move.  prog: of the parser that does not know it."""
+    if renamed := RENAMED.get((prog, name)):
+        return f"it is now `{renamed}`"
+    found = MOVED.get(prog, {}).get(name)
+    if found is None:
+        return None
+    also = "; to choose trees, `espalier bench choose`" if found == "round" else ""
+    return f"it is now in the clone's laboratory: run `python -m lab {found}`{also}"
+
 
 BAD_INPUT = 2
 # What a flag of a plain type takes, for messages; a function that reads a flag has this as its __name__.

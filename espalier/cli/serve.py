@@ -173,8 +173,7 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
     # Imported here, so that other commands start without the server's modules.
     from espalier.server.api import ApiOptions
     from espalier.server.client import MODEL_WORKER, ClientOptions
-    from espalier.server.options import check_options
-    from espalier.server.run import ServeOptions, serve
+    from espalier.server.run import ServeOptions, check_options, serve
 
     check_options(vars(args), flag_of)
     if not args.host:  # an empty address means all: `--host "$HOST"` with HOST unset must not open the server to them

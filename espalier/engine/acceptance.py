@@ -22,6 +22,8 @@ ACCEPTED_BY = "an EAGLE-3 head of llama-3.1-8b"
 FIRST_CHILD = (0.76, 0.64, 0.63)
 # The highest estimate: even if every guess at a depth was accepted, later guesses may fail.
 MOST = 0.98
+# The gain of rows that are shared out over the batch, over as many rows for each request (`python -m lab sharing`).
+SHARING = 1.07
 # Assumptions count as samples until rounds replace them.  FIRST_CHILD counts as PRIOR samples (requests of a round).  A
 # form's factor of 1 counts as FORM_PRIOR tokens.
 PRIOR, FORM_PRIOR = 3.0, 12.0
@@ -33,7 +35,7 @@ RECENT, SURPRISE, SPREAD = 32, 4.0, 1.5
 
 
 class Sample(NamedTuple):
-    """One request of a round.
+    """One request of a round, or what it would have been without a draft.
 
     allowed: the greatest depth at which the request may accept nodes; ranks: for each accepted node its rank among its
     siblings, 0 for the most probable; is_leaf: whether the last accepted node has no child in the tree; is_short:
@@ -48,7 +50,7 @@ class Sample(NamedTuple):
 
 def accept_length(tree: TreeShape) -> float:
     """The assumed accept length of a tree: ACCEPT_LENGTHS, interpolated over the logarithm of the number of nodes."""
-    nodes = min(tree.num_draft_tokens, ACCEPT_LENGTHS[-1][0])
+    nodes = min(tree.rows, ACCEPT_LENGTHS[-1][0])
     low, high = next((low, high) for low, high in pairwise(ACCEPT_LENGTHS) if nodes <= high[0])
     share = math.log2(nodes / low[0]) / math.log2(high[0] / low[0])
     return min(low[1] + share * (high[1] - low[1]), tree.steps + 1)
@@ -74,7 +76,7 @@ def gains(tree: TreeShape, first_child: Sequence[float]) -> list[float]:
         first = first_child[depth - 1]
         reached *= first + (1 - first) * min(others * first / assumed(depth), 1.0)
         summed.append(summed[-1] + reached)
-    return summed
+    return [SHARING * gain for gain in summed] if tree.shared_rows else summed
 
 
 @cache

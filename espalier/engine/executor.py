@@ -20,7 +20,7 @@ from espalier.engine.masks import AskRows, GuideRows, RowMasks, Trees
 from espalier.engine.results import Results, read, read_trees
 from espalier.errors import EspalierError
 from espalier.kernels.ops.sampling import rows_of
-from espalier.layout import PLAIN, LaunchForm
+from espalier.layout import LaunchForm
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.mask import DraftGuide
 from espalier.sampling.prompt import PromptRows
@@ -266,7 +266,7 @@ class CpuExecutor:
 
     def _runner_of(self, launch_input: LaunchInput) -> ModelRunner:
         runner = self.runner.of_tree(launch_input.tree)
-        return runner if launch_input.tree == PLAIN else replace(runner, trims_trees=True)
+        return replace(runner, trims_trees=True) if runner.layout.steps else runner
 
     def _to_device(self, launch_input: LaunchInput) -> LaunchBuffer:
         form = launch_input.form(self.captured_passes)

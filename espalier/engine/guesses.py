@@ -1,27 +1,47 @@
 """Asks the host's sources for guesses for the rounds of a batch, and counts which guesses came true."""
 
+import logging
 from collections.abc import Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
 from espalier.engine.launch_input import Launch, RequestResult
 from espalier.layout import RoundLayout
 from espalier.request import Request
-from espalier.slots import Guess, guess_width
+from espalier.slots import ALL_SOURCES, Guess, guess_width
 from espalier.speculate.sources.base import HostSource
+from espalier.speculate.sources.calibrate import Candidates
 from espalier.speculate.sources.survival import Survival
+
+# Counts are logged after so many rounds, and each time that the rounds have doubled.
+LEAST_LOGGED = 256
+log = logging.getLogger("espalier")
 
 OfSlots = tuple[tuple[int, tuple[Guess, ...]], ...]
 
 
+class OfRound(NamedTuple):
+    """The fields of these names of a round's LaunchInput."""
+
+    guesses: OfSlots = ()
+    survival: np.ndarray | None = None
+    skill: tuple[float, ...] = ()
+
+
 class Guesses:
-    """sources: in order of preference.  If there are more guesses than a round carries, the first ones are taken."""
+    """sources: in order of preference.  If there are more guesses than a round carries, the first ones are taken.
+
+    by_source: [ALL_SOURCES, 3], the sums of RequestResult.by_source; num_read: their rounds.
+    """
 
     def __init__(self, layout: RoundLayout, sources: Sequence[HostSource]):
         self.layout = layout
         self.sources = sources
-        self.survival = Survival(layout.steps) if layout.text_paths or layout.sent_paths else None
+        self.survival = Survival(layout.steps) if layout.calibrates else None
+        self.by_source = np.zeros((len(ALL_SOURCES), 3))
+        self.num_read = 0
 
     def enter(self, request: Request) -> None:
         for source in self.sources:
@@ -35,12 +55,16 @@ class Guesses:
     def leave(self, request: Request) -> None:
         for source in self.sources:
             source.leave(request)
+        if self.survival is not None:
+            self.survival.own.pop(request.id, None)
 
-    def next(self, batch: Sequence[Request]) -> tuple[OfSlots, np.ndarray | None]:
-        """LaunchInput.guesses and LaunchInput.survival for a round of these requests.  Both empty without requests."""
-        survival = None if self.survival is None or not batch else self.survival.to_send()
+    def next(self, batch: Sequence[Request]) -> OfRound:
+        """What a round of these requests carries."""
+        if self.survival is None:
+            return OfRound()
         found = ((request.slot, self._guesses_of(request)) for request in batch if request.slot is not None)
-        return tuple((slot, guesses) for slot, guesses in found if guesses), survival
+        guesses = tuple((slot, of_slot) for slot, of_slot in found if of_slot)
+        return OfRound(guesses, self.survival.to_send(), tuple(self.survival.skill(request.id) for request in batch))
 
     def _guesses_of(self, request: Request) -> tuple[Guess, ...]:
         if not request.params.depth_limit(self.layout.steps):
@@ -52,20 +76,58 @@ class Guesses:
             by_token.setdefault(guess.tokens[0], guess)
         return tuple(by_token.values())[: self.layout.sent_paths]
 
-    def count(self, launch: Launch, rows: Sequence[RequestResult]) -> None:
+    def count(self, launch: Launch, rows: Sequence[RequestResult]) -> list[int]:
         """Count the guesses of a launch that came true.  Called before its tokens are appended.  rows: the launch's
-        results."""
-        by_slot = dict(launch.launch_input.guesses)
-        for (request, generation, _), row in zip(launch.members, rows, strict=True):
-            if generation == request.generation and request.slot is not None:
-                self._count(by_slot.get(request.slot, ()), request, row)
+        results.
 
-    def _count(self, guesses: Sequence[Guess], request: Request, row: RequestResult) -> None:
+        Returns for each row how many tokens the sources beside the draft guessed right, one after another.
+        """
         if self.survival is None:
+            return [0] * len(rows)
+        by_slot = dict(launch.launch_input.guesses)
+        followed = [0] * len(rows)
+        requests: list[str] = []
+        candidates: list[np.ndarray] = []
+        emitted: list[Sequence[int]] = []
+        for place, ((request, generation, _), row) in enumerate(zip(launch.members, rows, strict=True)):
+            if generation != request.generation or request.slot is None:
+                continue
+            followed[place] = self._count(by_slot.get(request.slot, ()), request, row)
+            if row.candidates is not None and row.by_source is not None:
+                requests.append(request.id)
+                candidates.append(row.candidates)
+                emitted.append(row.tokens)
+                self.by_source += row.by_source
+        if requests:
+            self._log_if_due()
+            self.survival.add_draft(requests, np.stack(candidates), emitted)
+        return followed
+
+    def _log_if_due(self) -> None:
+        self.num_read += 1
+        if self.num_read < LEAST_LOGGED or self.num_read & (self.num_read - 1):
             return
-        for kind, tokens in row.said:
-            self.survival.add(kind, tokens, row.tokens)
+        said = (
+            f"{name} {rows:.0f} rows, {found:.0f} accepted of {expected:.0f} expected"
+            for name, (rows, expected, found) in zip(ALL_SOURCES, self.by_source, strict=True)
+            if rows
+        )
+        log.info("guesses of %d rounds: %s", self.num_read, "; ".join(said))
+
+    def _count(self, guesses: Sequence[Guess], request: Request, row: RequestResult) -> int:
+        assert self.survival is not None
+        drafted = None if row.candidates is None else Candidates.of(row.candidates).lineage
+        paths = list(row.said)
         for guess in guesses:
             known = tuple(request.output[guess.start + 1 - len(request.prompt) :])
             if guess.tokens[: len(known)] == known:
-                self.survival.add(guess.kind, guess.tokens[len(known) :], row.tokens)
+                paths.append((guess.kind, guess.tokens[len(known) :]))
+        followed = [self.survival.add(kind, tokens, row.tokens, _num_shared(tokens, drafted)) for kind, tokens in paths]
+        return max(followed, default=0)
+
+
+def _num_shared(path: Sequence[int], drafted: set[tuple[int, ...]] | None) -> int | None:
+    """How many tokens of a path the draft proposed too.  drafted: Candidates.lineage."""
+    if not drafted:
+        return None
+    return next((at for at in range(len(path)) if tuple(path[: at + 1]) not in drafted), len(path))

@@ -8,6 +8,7 @@ others update the slot table, and have the lengths of the prompts.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from espalier.cache.states import Marks
 from espalier.engine.launch_input import LaunchInput
 from espalier.errors import EspalierError
 from espalier.layout import LaunchForm, RoundLayout
-from espalier.slots import PATH_KINDS, ScatterUpdate, SlotTable, guess_cells
+from espalier.slots import KINDS, ScatterUpdate, SlotTable, float_bits, guess_cells
 from espalier.speculate.pieces import Pieces
 
 Parts = tuple[tuple[str, int], ...]
@@ -127,12 +128,12 @@ def pack_launch(
     sizes = {name: len(part) for name, part in parts.items()} | _padded_sizes(table.layout, launch_input, form)
     sizes |= dict.fromkeys(("mark_at", "mark_row"), form.batch if has_marks or launch_input.marks else 0)
     # Filled in place: a round has few numbers, and one more array would cost as much as writing them all.
-    vector, begin = np.zeros(sum(map(_aligned, sizes.values())), dtype=np.int64), 0
-    for name, size in sizes.items():
+    begins = list(accumulate(map(_aligned, sizes.values()), initial=0))
+    vector = np.zeros(begins[-1], dtype=np.int64)
+    for begin, (name, size) in zip(begins, sizes.items(), strict=False):
         part = parts[name]
         if len(part):
             vector[begin : begin + size][: len(part)] = part
-        begin += _aligned(size)
     return LaunchBuffer(vector, tuple(sizes.items()))
 
 
@@ -150,20 +151,22 @@ def _padded_sizes(layout: RoundLayout, launch_input: LaunchInput, form: LaunchFo
             f"follow from {layout}: reserve pages with layout.reserve"
         )
     sizes = {"page_table": capacity}
-    if layout.text_paths or layout.sent_paths:
-        sizes |= {"guesses": form.batch * guess_cells(layout), "survival": PATH_KINDS * layout.steps}
+    if layout.calibrates:
+        sizes |= {"guesses": form.batch * guess_cells(layout), "survival": KINDS * layout.steps, "skill": form.batch}
     return {"slots": form.batch} | {f"{name}.{part}": size for name, size in sizes.items() for part in ("at", "values")}
 
 
 def _of_sources(table: SlotTable, launch_input: LaunchInput) -> dict[str, ScatterUpdate]:
-    """The guesses and the survival table of a round.  A zero in `survival` is written to a kind that is no path."""
-    if not (table.layout.text_paths or table.layout.sent_paths):
+    """The guesses, the survival table and the requests' skills of a round.  A zero in `survival` is written to a kind
+    that is no guess, in `skill` to the dummy slot."""
+    if not table.layout.calibrates:
         return {}
-    survival = np.zeros(0, dtype=np.float32) if launch_input.survival is None else launch_input.survival
-    bits = survival.astype(np.float32).reshape(-1).view(np.int32).astype(np.int64)
+    survival = np.zeros(0, dtype=np.float32) if launch_input.survival is None else launch_input.survival.reshape(-1)
+    skill = np.array(launch_input.skill, dtype=np.float32)
     return {
         "guesses": table.guess_updates(launch_input.guesses),
-        "survival": ScatterUpdate(np.arange(len(bits)), bits),
+        "survival": ScatterUpdate(np.arange(len(survival)), float_bits(survival)),
+        "skill": ScatterUpdate(np.array(launch_input.slots[: len(skill)], dtype=np.int64), float_bits(skill)),
     }
 
 

@@ -47,8 +47,8 @@ class LaunchInput:
     state_copies: (source, destination) rows of the states, which are copied in this order before the launch.
     marks: (number of tokens, row) by slot, where the launch leaves a snapshot of the state (cache/states.py:Marks), row
     0 for none; empty for none at all.
-    guesses: (slot, guesses) of the host for requests of a round (speculate/sources); survival: [PATH_KINDS, S], as in
-    SlotTable, None where it has not changed.
+    guesses: (slot, guesses) of the host for requests of a round (speculate/sources); survival: [KINDS, S], as in
+    SlotTable, None where it has not changed; skill: as in SlotTable, of each slot of a round of an engine with sources.
     committed: upper bounds of the committed lengths, by slot, of a prefill pass by piece; nothing for dummy slots.
     """
 
@@ -70,6 +70,7 @@ class LaunchInput:
     marks: tuple[tuple[int, int], ...] = ()
     guesses: tuple[tuple[int, tuple[Guess, ...]], ...] = ()
     survival: np.ndarray | None = None
+    skill: tuple[float, ...] = ()
     committed: CommittedLengths = NOTHING_COMMITTED
 
     @property
@@ -148,7 +149,9 @@ class RequestResult:
     request did not ask.  prompt_logprobs: for the rows of LaunchInput.prompt_rows, those of the prompt token after
     each; None if no request of the launch asked for them.  tree_sum: a number that differs, almost surely, where trees
     differ.  ranks, is_leaf: as in acceptance.py:Sample, if LaunchInput.tree is set.
-    said: (kind, tokens) of the paths of the request's own text.
+    said: (kind, tokens) of the paths of the request's own text.  candidates: [D] int64, as in SlotTable, None if there
+    are none.  by_source: [ALL_SOURCES, 3], how many nodes of each source were verified, how many of them should have
+    been accepted by their scores, and how many were; None as well.
     """
 
     tokens: list[int]
@@ -161,6 +164,8 @@ class RequestResult:
     ranks: tuple[int, ...] = ()
     is_leaf: bool = True
     said: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    candidates: np.ndarray | None = field(default=None, compare=False)
+    by_source: np.ndarray | None = field(default=None, compare=False)
 
 
 def of_dummies(batch: int, width: int = 0, pieces: int = 0, tree: TreeShape | None = None) -> LaunchInput:

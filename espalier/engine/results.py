@@ -19,7 +19,9 @@ from espalier.layout import RoundLayout
 from espalier.limits import MAX_LOGPROBS
 from espalier.logprobs import words
 from espalier.sampling.prompt import PromptRows
+from espalier.slots import ALL_SOURCES
 from espalier.speculate.round import RoundOutput
+from espalier.speculate.sources.calibrate import Candidates
 from espalier.speculate.tree import VOID, Tree
 
 
@@ -29,7 +31,7 @@ class Fields:
 
     logprobs: for each emitted token a row of espalier/logprobs.py.  Values of requests that did not ask for them are
     undefined.
-    said: as in RoundOutput, P paths of 1 + S numbers.
+    said, candidates: as in RoundOutput.
     most_likeliest: how many likeliest tokens a row has at most, which the vocabulary limits too.
     weights: int64, of tokens and parents in RequestResult.tree_sum.
     """
@@ -43,6 +45,7 @@ class Fields:
     depths: slice
     scores: slice
     said: slice
+    candidates: slice
     logprobs: slice
     width: int
     most_likeliest: int
@@ -53,7 +56,7 @@ class Fields:
         width, nodes = layout.extend_width, layout.num_draft_tokens
         sizes = {"length": 1, "num_finite": 1, "emitted": width, "path": width}
         sizes |= dict.fromkeys(("tokens", "parents", "depths", "scores"), nodes)
-        sizes["said"] = layout.text_paths * (1 + layout.steps)
+        sizes |= {"said": layout.text_paths * (1 + layout.steps), "candidates": nodes * layout.calibrates}
         # Last, so that the fields before it are one view.
         sizes["logprobs"] = width * words(MAX_LOGPROBS)
         ends = np.cumsum(list(sizes.values())).tolist()
@@ -88,8 +91,9 @@ class Results:
         if tree is not None:
             parts |= {"path": path.rows, "tokens": tree.tokens, "parents": tree.parents}
             parts |= {"depths": tree.depths, "scores": tree.scores}
-        if output.said is not None:
-            parts["said"] = output.said
+        parts |= {
+            name: part for name, part in (("said", output.said), ("candidates", output.candidates)) if part is not None
+        }
         self._write_decided(entry, parts)
         picked = (output.logits, output.rows, path.tokens, path.length)
         write_logprobs(self.logprobs, entry, *picked, output.num_logprobs)
@@ -115,8 +119,11 @@ def read(
     depths = entry[:, fields.depths] * is_node
     sums = (entry[:, fields.tokens.start : fields.parents.stop] @ fields.weights).tolist()
     logprobs = _logprobs(fields, entry, launch_input.num_logprobs, num_finite)
+    candidates, by_source = _candidates(fields, entry, is_node)
     of_prompts = _of_prompts(prompt_logprobs, launch_input.prompt_rows, len(length))
-    ranks, is_leaf = _ranks(fields, entry, is_node) if launch_input.tree else ([], [True] * len(length))
+    ranks, is_leaf = (
+        _ranks(fields, entry, is_node) if launch_input.tree and launch_input.tree.steps else ([], [True] * len(length))
+    )
     return [
         RequestResult(
             emitted[b][: num_finite[b]],
@@ -129,6 +136,8 @@ def read(
             tuple(ranks[b][: length[b] - 1]) if ranks else (),
             is_leaf[b],
             _said(entry[b, fields.said], fields.emitted.stop - fields.emitted.start),
+            candidates[b],
+            by_source[b],
         )
         for b in range(len(length))
     ]
@@ -138,6 +147,26 @@ def _said(row: np.ndarray, width: int) -> tuple[tuple[int, tuple[int, ...]], ...
     """The paths of a request's own text.  width: numbers of a path."""
     paths = row.reshape(-1, width).tolist() if row.size else []
     return tuple((kind, tuple(token for token in tokens if token != VOID)) for kind, *tokens in paths if kind > 0)
+
+
+def _candidates(
+    fields: Fields, entry: np.ndarray, is_node: np.ndarray
+) -> tuple[Sequence[np.ndarray | None], Sequence[np.ndarray | None]]:
+    """RequestResult.candidates and RequestResult.by_source."""
+    # The next launch with this ring entry overwrites its buffer.
+    found = entry[:, fields.candidates].copy()
+    if not found.size or (found == VOID).all():
+        return ((None,) * len(entry),) * 2
+    request, node = np.nonzero(is_node & (found != VOID))
+    chance = np.exp(entry[:, fields.scores].astype(np.int32).view(np.float32)[request, node])
+    level, path = np.arange(fields.path.stop - fields.path.start), entry[:, fields.path]
+    is_accepted = np.zeros(found.shape, dtype=bool)
+    rows, depths = np.nonzero((level > 0) & (level < entry[:, fields.length]))
+    is_accepted[rows, path[rows, depths]] = True
+    made = np.zeros((len(entry), len(ALL_SOURCES), 3))
+    counted = np.stack((np.ones_like(chance), chance, is_accepted[request, node]), 1)
+    np.add.at(made, (request, Candidates.of(found[request, node]).sources), counted)
+    return list(found), list(made)
 
 
 def _ranks(fields: Fields, entry: np.ndarray, is_node: np.ndarray) -> tuple[list[list[int]], list[bool]]:

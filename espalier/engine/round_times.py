@@ -16,22 +16,24 @@ MEMORY = 9
 
 @dataclass(frozen=True)
 class CpuCosts:
-    """RoundCosts of n-gram lookup on a CPU.  The unit is a round of one row.
+    """RoundCosts on a CPU.  The unit is a round of one row.
 
-    row: the cost of one more row; lookup: the cost of looking for guesses.  Measured on one core with models of at most
-    135M parameters.
+    row: the cost of one more row; lookup: the cost of looking for guesses; draft: the cost of a draft pass, 0 for
+    drafts that run none.  Measured on one core with models of at most 135M parameters.
     """
 
     row: float = 0.03
     lookup: float = 0.05
+    draft: float = 0.0
     by_clock: bool = False
 
     def seconds(self, tree: TreeShape, batch: int, context: float) -> float:
-        return self.of_guesses(batch, None if tree == PLAIN else tree.num_draft_tokens - 1)
+        return self.of_rows(tree, batch, batch * tree.rows)
 
-    def of_guesses(self, batch: int, guesses: int | None) -> float:
-        plain = 1 + self.row * (batch - 1)
-        return plain if guesses is None else plain + self.lookup + self.row * batch * guesses
+    def of_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
+        # A draft also runs over the tokens that were decided.
+        passes = 1 + (tree.steps - 1 if tree.drafts and tree != PLAIN else 0)
+        return 1 + self.row * (rows - 1) + self.lookup * (tree != PLAIN) + self.draft * passes
 
 
 class RoundTimes:

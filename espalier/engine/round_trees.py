@@ -1,7 +1,7 @@
 """Names the tree of each round: asks the chooser (tree_choice.py) for it, and gives it the results of the rounds."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from espalier.engine.acceptance import Sample
 from espalier.engine.launch_input import LaunchInput, RequestResult
@@ -29,6 +29,8 @@ class RoundTrees:
         return tree
 
     def _chosen_tree(self, batch: Sequence[Request]) -> TreeShape | None:
+        if not self.layout.steps:
+            return None
         if not self.runs_any_tree and any(request.masker for request in batch):
             # Rounds with a grammar run in stages, which only the layout's tree has.
             return None
@@ -38,19 +40,38 @@ class RoundTrees:
 
     def rows(self, tree: TreeShape | None, batch: int) -> int:
         """How many nodes a round verifies."""
-        return batch * (tree or self.layout.at(batch).tree).num_draft_tokens
+        return batch * (tree or self.layout.at(batch).tree).rows
 
-    def read(self, launch_input: LaunchInput, rows: Sequence[RequestResult], allowed: Iterable[int]) -> None:
-        """Count a launch.  rows: its results; allowed: for each row, the greatest depth that it could accept."""
+    def read(
+        self,
+        launch_input: LaunchInput,
+        rows: Sequence[RequestResult],
+        allowed: Sequence[int],
+        followed: Sequence[int],
+    ) -> None:
+        """Count a launch.
+
+        rows: its results; allowed: for each row, the greatest depth that it could accept; followed: how many tokens the
+        sources beside the draft guessed right, one after another.
+        """
         tree = launch_input.tree
         if launch_input.is_prefill:
             self.chooser.restart()
         if tree is None:
             return
         guesses = [sum(row.tree_size.at_depth) for row in rows]
-        samples = [
-            Sample(depth, row.ranks, row.is_leaf, found < tree.num_draft_tokens - 1)
-            for row, depth, found in zip(rows, allowed, guesses, strict=True)
-            if depth > 0 and row.finite
+        verified = len(rows) + sum(guesses) if tree.shared_rows else len(rows) * (1 + max(guesses))
+        is_short = [
+            verified < len(rows) * tree.rows if tree.shared_rows else found < tree.num_draft_tokens - 1
+            for found in guesses
         ]
-        self.chooser.read(samples, max(guesses))
+        counted = [at for at, row in enumerate(rows) if allowed[at] > 0 and row.finite]
+        samples = [Sample(allowed[at], rows[at].ranks, rows[at].is_leaf, is_short[at]) for at in counted]
+        looked_up = [_without_draft(allowed[at], followed[at], len(rows[at].tokens)) for at in counted]
+        self.chooser.read(samples, verified, looked_up)
+
+
+def _without_draft(allowed: int, followed: int, emitted: int) -> Sample:
+    """What the other sources' guesses alone would have given.  Whether they go on behind the emitted tokens is not
+    known."""
+    return Sample(followed if followed == emitted else allowed, (0,) * min(allowed, followed), True, True)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from espalier.attention import CommittedLengths
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree, Room
-from espalier.engine.guesses import Guesses
+from espalier.engine.guesses import Guesses, OfRound
 from espalier.engine.launch_input import (
     NOT_FINITE,
     Launch,
@@ -123,7 +123,7 @@ class Scheduler:
     def harvest(self, launch: Launch, rows: list[RequestResult]) -> None:
         """Process the results of a launch.  Launches are harvested in the order in which they were started."""
         self._in_flight -= 1
-        self.guesses.count(launch, rows)
+        followed = self.guesses.count(launch, rows)
         allowed = [0] * len(rows)
         for place, ((request, generation, is_prefilled), row) in enumerate(zip(launch.members, rows, strict=True)):
             if generation != request.generation:
@@ -134,7 +134,7 @@ class Scheduler:
                 self._read_prompt(request, row)
             if request.aborted and not request.done:
                 self._finish(request, "abort")
-        self.trees.read(launch.launch_input, rows, allowed)
+        self.trees.read(launch.launch_input, rows, allowed, followed)
 
     def stop(self, error: str) -> None:
         """Abort every request and forget the launches in flight."""
@@ -281,7 +281,7 @@ class Scheduler:
     ) -> Launch:
         # A round's launch input has a fixed form without slot inits.  A request that gets a slot needs a prefill first.
         slot_inits, self._slot_inits = (self._slot_inits, []) if prefill.width else ([], self._slot_inits)
-        guesses, survival = self.guesses.next([] if prefill.width or tree == PLAIN else batch)
+        told = OfRound() if prefill.width or tree == PLAIN else self.guesses.next(batch)
         launch_input = LaunchInput(
             slots=tuple(r.slot for r in batch if r.slot is not None),
             needs=sampling_needs_of(batch),
@@ -299,8 +299,7 @@ class Scheduler:
             masks=self.masks.of_prompts(batch) if prefill.width else None,
             state_copies=self.states.take_copies(),
             marks=marks,
-            guesses=guesses,
-            survival=survival,
+            **told._asdict(),
             committed=committed,
         )
         self._appended, self._to_clear = [], []

@@ -7,8 +7,8 @@ request reaches that number of tokens (LaunchInput.marks); here it is known once
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from espalier.cache.pages import Snapshots
 from espalier.cache.prefix_tree import PrefixTree
-from espalier.cache.snapshots import Snapshots
 from espalier.cache.states import ZERO_ROW
 from espalier.layout import RoundLayout
 from espalier.request import Request

@@ -23,8 +23,8 @@ SHORTEST, LONGEST = 16, 256
 # A form is tried if its expected tokens a second are at least this share of the best form's.  Predicted times have
 # errors of up to 15% (tree_cost.py).
 COMPETES = 0.75
-# While plain decoding runs, acceptance is not measured.  So at a trial, all older rounds together count DOUBT times as
-# much as the trial.
+# While plain decoding runs, or a tree without a draft pass, acceptance is not measured.  So at a trial, all older
+# rounds together count DOUBT times as much as the trial.
 DOUBT = 0.5
 # A choice that lasted LASTING rounds was no mistake.  A choice that lasted SETTLED rounds is logged.
 LASTING, SETTLED = 12, 64
@@ -53,7 +53,12 @@ LOOKED_UP = Pace(16, 24, trial=2, alone=0, dwell=2, least_prior=1.0)
 
 
 class TreeChooser(Protocol):
-    """Decides the tree of each round.  Rounds are read in the order in which they were picked."""
+    """Decides the tree of each round.  Rounds are read in the order in which they were picked.
+
+    num_changes: how often another tree was chosen.
+    """
+
+    num_changes: int
 
     def pick(self, batch: int, drafting: int, context: float) -> TreeShape | None:
         """The tree of the next round; None for the layout's.
@@ -62,10 +67,11 @@ class TreeChooser(Protocol):
         """
         ...
 
-    def read(self, samples: Sequence[Sample], guesses: int) -> None:
+    def read(self, samples: Sequence[Sample], rows: int, looked_up: Sequence[Sample]) -> None:
         """Count the result of a round for which `pick` named a tree.
 
-        samples: one for each request that can accept guesses; guesses: how many the largest tree of the batch had.
+        samples: one for each request that can accept guesses; rows: of the verify pass, without void ones; looked_up:
+        what the samples would have been without the draft.
         """
         ...
 
@@ -77,10 +83,12 @@ class TreeChooser(Protocol):
 class FixedTrees:
     """Runs the layout's tree in every round and ignores results."""
 
+    num_changes = 0
+
     def pick(self, batch: int, drafting: int, context: float) -> TreeShape | None:
         return None
 
-    def read(self, samples: Sequence[Sample], guesses: int) -> None:
+    def read(self, samples: Sequence[Sample], rows: int, looked_up: Sequence[Sample]) -> None:
         pass
 
     def restart(self) -> None:
@@ -130,9 +138,11 @@ class TreeChoice:
         self.clock = clock
         self.times = RoundTimes(costs)
         self.pace = LOOKED_UP if is_lookup else DRAFTED
-        self.acceptance = Acceptance(layout.steps, self.pace.rounds, self.pace.samples, self.pace.least_prior)
+        self.acceptance, self.of_lookup = (
+            Acceptance(layout.steps, pace.rounds, pace.samples, pace.least_prior) for pace in (self.pace, LOOKED_UP)
+        )
         self.buckets: dict[int, Bucket] = {}
-        self.rounds = 0
+        self.rounds = self.num_changes = 0
         self._in_flight: deque[Picked] = deque()
         self._last: tuple[TreeShape, int, float] | None = None
 
@@ -141,6 +151,7 @@ class TreeChoice:
         self._last = None
         if not self.costs.by_clock:
             self.acceptance.forget()
+            self.of_lookup.forget()
             self.buckets.clear()
 
     def pick(self, batch: int, drafting: int, context: float) -> TreeShape | None:
@@ -153,16 +164,22 @@ class TreeChoice:
         self._in_flight.append(Picked(tree, at, context, self.clock()))
         return tree
 
-    def read(self, samples: Sequence[Sample], guesses: int) -> None:
+    def read(self, samples: Sequence[Sample], rows: int, looked_up: Sequence[Sample]) -> None:
         picked = self._in_flight.popleft()
-        self._count_time(picked, guesses)
-        self.acceptance.add(picked.tree, samples)
+        self._count_time(picked, rows)
+        self._acceptance_of(picked.tree).add(picked.tree, samples)
+        without = next((form for form in self._bucket(picked.batch).forms if not form.drafts), None)
+        if without is not None and picked.tree.drafts and picked.tree != PLAIN:
+            # The sources were asked anyway.
+            self.of_lookup.add(without, looked_up)
 
-    def _count_time(self, picked: Picked, guesses: int) -> None:
+    def _acceptance_of(self, tree: TreeShape) -> Acceptance:
+        return self.acceptance if tree.drafts else self.of_lookup
+
+    def _count_time(self, picked: Picked, rows: int) -> None:
         tree, batch, context = picked.tree, picked.batch, picked.context
         if not self.costs.by_clock:
-            seconds = self.costs.of_guesses(batch, None if tree == PLAIN else guesses)
-            self.times.add(tree, batch, context, seconds)
+            self.times.add(tree, batch, context, self.costs.of_rows(tree, batch, rows))
             return
         now, last, self._last = self.clock(), self._last, None
         # A round after another form or after a prefill pass may have waited for it, so its time is not counted.
@@ -193,7 +210,7 @@ class TreeChoice:
 
     def rate(self, tree: TreeShape, at: int, share: float, context: float) -> float:
         """Expected tokens of a request a second."""
-        gained = share * (self.acceptance.length(tree) - 1)
+        gained = share * (self._acceptance_of(tree).length(tree) - 1)
         return (1 + gained) / self.times.seconds(tree, at, context)
 
     def _switch_if_better(self, bucket: Bucket, rates: dict[TreeShape, float]) -> None:
@@ -205,6 +222,7 @@ class TreeChoice:
                 bucket.plain_pause = SHORTEST if bucket.held > LASTING else min(2 * bucket.plain_pause, LONGEST)
             bucket.length = bucket.pause = bucket.plain_pause if best == PLAIN else SHORTEST
             bucket.current, bucket.held, bucket.switches = best, 0, bucket.switches + 1
+            self.num_changes += 1
 
     def _start_trial_if_due(
         self, bucket: Bucket, at: int, rates: dict[TreeShape, float], share: float
@@ -218,8 +236,9 @@ class TreeChoice:
         # Without a clock, the time of plain decoding is known.
         others = [form for form in bucket.forms if form != bucket.current and (self.costs.by_clock or form != PLAIN)]
         rivals = [form for form in others if rates[form] >= COMPETES * max(rates.values())]
-        if bucket.current == PLAIN and others:
-            self.acceptance.doubt(DOUBT * self.pace.trial * max(share * at, 1.0))
+        if (bucket.current == PLAIN or not bucket.current.drafts) and others:
+            for acceptance in (self.acceptance, self.of_lookup)[: 2 if bucket.current == PLAIN else 1]:
+                acceptance.doubt(DOUBT * self.pace.trial * max(share * at, 1.0))
             rivals = rivals or [max(others, key=lambda form: rates[form])]
         if not rivals:
             return None
@@ -236,7 +255,7 @@ class TreeChoice:
             "trees: rounds of up to %d requests run %s: %.2f tokens in %.2f ms (predicted: %.2f in %.2f ms)",
             at,
             tree,
-            self.acceptance.length(tree),
+            self._acceptance_of(tree).length(tree),
             1e3 * self.times.seconds(tree, at, context),
             Acceptance(self.layout.steps, 1, 1).length(tree),
             1e3 * self.costs.seconds(tree, at, context),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from espalier.errors import EspalierError, shown
-from espalier.grammar.characters import LAST, SURROGATES
+from espalier.grammar.regex_tree import LAST, SURROGATES
 from espalier.grammar.schema_values import refused
 
 # Escapes of xgrammar's EBNF: \x reads all hex digits that follow.

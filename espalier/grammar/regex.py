@@ -8,34 +8,32 @@ not escape.
 import re
 
 from espalier.errors import EspalierError, shown
-from espalier.grammar.characters import (
+from espalier.grammar.regex_tree import (
     ALL,
+    EMPTY,
     NEWLINE,
     NEWLINES,
+    NOTHING,
     PLAIN,
     SURROGATES,
-    Characters,
-    Ranges,
-    class_of,
-    complement,
-    exactly,
-    union,
-)
-from espalier.grammar.regex_tree import (
-    EMPTY,
-    NOTHING,
     Alt,
     Anchor,
+    Characters,
     Chars,
     Node,
+    Ranges,
     Repeat,
     Seq,
     alt,
+    class_of,
+    complement,
+    exactly,
     num_ranges,
     num_states,
     regex_of,
     repeat,
     seq,
+    union,
     within,
 )
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from espalier.errors import EspalierError, shown
 from espalier.grammar.finite import require_finite_values
-from espalier.grammar.json_text import read_json
 from espalier.grammar.schema_values import (
     check_counts,
     knows_format,
@@ -21,6 +20,7 @@ from espalier.grammar.schema_values import (
     string_rules,
     unique_arrays,
 )
+from espalier.grammar.spec import read_json
 
 MAX_DEPTH = 64
 ANNOTATIONS = frozenset(

@@ -1,10 +1,11 @@
 """The form that a user asks of an output.  Values only: espalier/masking turns them into masks."""
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from espalier.errors import EspalierError, refuses_unknown, require_text, shown
+from espalier.errors import EspalierError, once_each, refuses_unknown, require_text, shown
 
 Kind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -63,3 +64,44 @@ class Grammar:
 def require_grammar(name: str, value: Any) -> None:
     if not isinstance(value, Grammar):
         raise EspalierError(f"{name}={shown(value)} is not supported; use espalier.Grammar(...)")
+
+
+# Integers that xgrammar keeps whole.
+INTEGERS = range(-(2**63), 2**63)
+
+
+def read_json(what: str, text: str) -> Any:
+    """The value of a JSON text whose numbers and texts xgrammar reads as they are.
+
+    what: names the text in the EspalierError that is raised for any other.
+    """
+    try:
+        value = json.loads(
+            text, parse_int=_whole, parse_float=_finite, parse_constant=_refuse, object_pairs_hook=once_each
+        )
+        json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except UnicodeEncodeError:
+        reason = "a text in it has half of a surrogate pair"
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except ValueError as error:
+        reason = str(error)
+    raise EspalierError(f"the {what} cannot be read: {reason}; send other JSON")
+
+
+def _whole(digits: str) -> int:
+    # Python reads a long number slowly.
+    if len(digits) > 20 or int(digits) not in INTEGERS:
+        raise ValueError(f"{shown(digits)} has more than 64 bits")
+    return int(digits)
+
+
+def _finite(digits: str) -> float:
+    if not math.isfinite(value := float(digits)):
+        raise ValueError(f"{shown(digits)} is too large")
+    return value
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")

@@ -1,14 +1,15 @@
-"""Structural tags: free text in which a tag's begin starts a grammar.  Two spellings, and the schemas inside."""
+"""Structural tags (free text in which a tag starts a grammar), choices, and the check of a grammar of any kind."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 from espalier.errors import EspalierError, shown
 from espalier.grammar.finite import check_escapes
-from espalier.grammar.json_text import read_json
 from espalier.grammar.regex import ebnf_of_regex
 from espalier.grammar.schema import enforceable
+from espalier.grammar.spec import Grammar, read_json
 
 MAX_DEPTH = 64
 # Types of a part that hold a JSON schema; the second is xgrammar's older name for a style of the first.
@@ -81,3 +82,41 @@ def ebnf_parts(value: Any) -> Iterator[str]:
     elif isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             yield from ebnf_parts(each)
+
+
+MAX_CHOICES = 4096
+
+
+def ebnf_of_choices(spec: str) -> str:
+    """A grammar in xgrammar's EBNF that allows exactly the texts of a JSON array.  Raises EspalierError."""
+    choices = read_json("list of choices", spec)
+    if not isinstance(choices, list) or not choices or not all(isinstance(text, str) and text for text in choices):
+        raise EspalierError(f"choices {shown(choices)} are not supported; use a list of non-empty strings")
+    if len(choices) > MAX_CHOICES:
+        raise EspalierError(f"{len(choices)} choices are not supported; use {MAX_CHOICES} at most")
+    return "root ::= " + " | ".join(_quoted(text) for text in choices)
+
+
+def _quoted(text: str) -> str:
+    # xgrammar's \x takes all hex digits that follow, \u takes four.
+    special = {'"': '\\"', "\\": "\\\\"}
+    return '"' + "".join(special.get(c, c if c >= " " else f"\\u{ord(c):04x}") for c in text) + '"'
+
+
+_CHECKS: Mapping[str, Callable[[Grammar], object]] = {
+    "json_schema": lambda grammar: enforceable(grammar.spec, grammar.strict),
+    "structural_tag": lambda grammar: enforceable_tag(grammar.spec, grammar.strict),
+    "regex": lambda grammar: ebnf_of_regex(grammar.spec),
+    "ebnf": lambda grammar: check_escapes(grammar.spec),
+    "choice": lambda grammar: ebnf_of_choices(grammar.spec),
+}
+
+
+# A server gets the same grammars again and again, and to check a large one takes many milliseconds.
+@lru_cache(256)
+def check_grammar(grammar: Grammar) -> None:
+    """Raises EspalierError with the reason."""
+    if not grammar.spec and grammar.kind != "json_object":
+        raise EspalierError(f"a grammar of kind {grammar.kind!r} is empty; give its text")
+    if grammar.kind in _CHECKS:
+        _CHECKS[grammar.kind](grammar)

@@ -20,12 +20,11 @@ import numpy as np
 
 from espalier.cores import lower_priority, physical_cores, wait_at_exit
 from espalier.errors import EspalierError, one_line
-from espalier.grammar.choices import ebnf_of_choices
 from espalier.grammar.finite import require_finite_rules
 from espalier.grammar.regex import ebnf_of_regex
 from espalier.grammar.schema import enforceable
 from espalier.grammar.spec import Grammar
-from espalier.grammar.tag import ebnf_parts, enforceable_tag
+from espalier.grammar.tag import ebnf_of_choices, ebnf_parts, enforceable_tag
 from espalier.masking.masker import GrammarMasker, allowed_tokens
 from espalier.masking.trial import try_bytes, try_masks
 from espalier.text import Tokenizer

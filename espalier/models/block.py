@@ -16,7 +16,7 @@ from espalier.kernels.tree.edges import FactorProjection, LowRankEdges, split_co
 from espalier.models.base import CausalLM
 from espalier.models.block_config import EDGE_PARTS, BlockConfig
 from espalier.models.draft import Edges
-from espalier.models.draft_weights import draft_embedding, draft_head, draft_to_target
+from espalier.models.draft_parts import draft_embedding, draft_head, draft_to_target
 from espalier.models.layer_loading import load_layer
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.decoder import DecoderLayer

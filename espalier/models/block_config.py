@@ -22,8 +22,8 @@ from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
 from espalier.models.config import ModelConfig, Raw, architecture_of, parse
 from espalier.models.draft import DraftSpec, refuse_sizes
-from espalier.models.draft_fields import Fields
-from espalier.models.families import qwen3
+from espalier.models.draft_parts import Fields
+from espalier.models.families.qwen import QWEN3
 from espalier.models.layer_loading import layer_specs_of
 
 Z_LAB, DEEP_SPEC = "DFlashDraftModel", "Qwen3DSparkModel"
@@ -145,12 +145,12 @@ def read_speculators(given: Fields, target: ModelConfig) -> BlockConfig:
 
 def layer_of(given: Fields, target: ModelConfig, target_hidden: int | None = None) -> ModelConfig:
     """target_hidden: the hidden size that the config says of its target, if it says one."""
-    declared, supported = given.get("model_type"), qwen3.FAMILY.model_type
+    declared, supported = given.get("model_type"), QWEN3.model_type
     if declared != supported:
         raise given.error(
             f"a block draft's layers of model_type {declared!r} are not supported; supported: {supported}"
         )
-    layer = parse({"max_position_embeddings": target.max_position, **given.raw}, qwen3.FAMILY, given.path)
+    layer = parse({"max_position_embeddings": target.max_position, **given.raw}, QWEN3, given.path)
     if target_hidden not in (None, layer.hidden_size):
         raise given.error(
             f"target_hidden_size = {target_hidden} differs from the draft's hidden_size = {layer.hidden_size}, which "

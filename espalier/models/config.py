@@ -13,12 +13,19 @@ from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
 from espalier.model_files import MAX_SIZE
-from espalier.models.config_values import cap_of, count_of, eos_ids, heads_and_size, require_kinds, rotated_size
+from espalier.models.config_values import (
+    cap_of,
+    count_of,
+    eos_ids,
+    heads_and_size,
+    require_kinds,
+    rotated_size,
+    with_overrides,
+)
 from espalier.models.latent_config import LatentConfig, read_latent
 from espalier.models.layer_declaration import PLAIN_NAMES, PLAIN_NORMS, Experts, LayerNames, LayerNorms
 from espalier.models.mtp_family import MTPFamily
-from espalier.models.overrides import with_overrides
-from espalier.models.rope import OF_ATTENTION, SPELLINGS, RopeConfig, read_rope
+from espalier.models.rope import OF_ATTENTION, SPELLINGS, RopeConfig, RopeTables, read_rope
 from espalier.models.stored_names import AS_OWN, StoredNames
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declared_kv_dtype, read_formats
 
@@ -31,6 +38,8 @@ Read = TypeVar("Read")
 # (weights, config, prefix of the layer's names, its number, its RoPE's tables) -> a models/base.py:Layer.  Of a family
 # with MTP layers it also takes the layer's place in the pass, by default its number.
 LoadLayer = Callable[..., Any]
+# (weights, config, prefix of the layer's names, its number, its RoPE's tables) -> a models/layers/decoder.py:Mixer.
+LoadMixer = Callable[[Any, "ModelConfig", str, int, RopeTables], Any]
 # (weights, config, the factor of its values) -> a models/layers/embedding.py:Embedding.
 LoadEmbedding = Callable[[Any, "ModelConfig", float], Any]
 MakeSpecs = Callable[["ModelConfig"], tuple[LayerSpec, ...]]
@@ -120,10 +129,11 @@ class Family:
     and its head_dim if heads differ by layer, or None for a layer without RoPE; None: all layers have those of the
     config.
     load_embedding: makes the token embedding; None: a table of vocab_size rows.
-    load_layer: makes a layer of the family's own; None: the layer of norms, attention and MLP in layer_loading.py.
+    load_layer: makes a layer of the family's own; None: the layer of norms, mixer and MLP in layer_loading.py.
+    load_mixer: makes the first block of that layer; None: attention, by layer_loading.py:load_attention.
     layer_specs: what each layer keeps, from the config; None: as layer_loading.py:layer_specs_of says.
     latent: whether layers have latent attention (MLA), whose sizes espalier/models/latent_config.py reads.
-    indexed: whether layers attend to the rows that an indexer chooses (espalier/models/index_config.py).
+    indexed: whether layers attend to the rows that an indexer chooses (espalier/models/latent_config.py).
     honours: the fields of NEUTRAL that `experts` reads, or that do not change the output.  The family supports other
     values of them.
     multimodal: architectures of multimodal checkpoints whose text part may be of the family.
@@ -136,7 +146,6 @@ class Family:
     layer_kinds: further names that `layer_types` may hold.
     stored: what a checkpoint of the family calls the weights; unread: beginnings of the names of weights that are not
     the text model's, and what they are.  final_norm: the name of the last norm.
-    variant: from config.json as it is stored, the family that a config is of in its place; None: this one.
     """
 
     architecture: str
@@ -159,6 +168,7 @@ class Family:
     ropes: Callable[[Raw], Sequence[Raw | None]] | None = None
     load_embedding: "LoadEmbedding | None" = None
     load_layer: "LoadLayer | None" = None
+    load_mixer: "LoadMixer | None" = None
     layer_specs: "MakeSpecs | None" = None
     latent: bool = False
     indexed: bool = False
@@ -173,7 +183,6 @@ class Family:
     stored: StoredNames = AS_OWN
     unread: Mapping[str, str] = field(default_factory=dict)
     final_norm: str = "model.norm"
-    variant: "Callable[[Raw], Family | None]" = lambda raw: None
 
 
 @dataclass(frozen=True)
@@ -249,7 +258,6 @@ def parse(
     raw: Raw, family: Family, path: Path, overrides: Mapping[str, Any] | None = None, generation: Raw | None = None
 ) -> ModelConfig:
     """A ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported."""
-    family = family.variant(raw) or family
     raw = _declared(family.fields, raw, path)
     defaults = {"tie_word_embeddings": False, **family.defaults}
     known = {*raw, *defaults, *NEUTRAL, *INERT, *QUANTISATION_FIELDS, "rope_theta", *SPELLINGS}
@@ -397,8 +405,7 @@ def _declared(read: Callable[[Raw], Read], full: Raw, path: Path) -> Read:
 def _read_windows(full: Raw, family: Family, layers: int, path: Path) -> Windows:
     types = full.get("layer_types")
     if types is not None:
-        # "attention" is what Granite 4 calls full attention.
-        known = {"full_attention", "sliding_attention", "attention", *family.layer_kinds}
+        known = {"full_attention", "sliding_attention", *family.layer_kinds}
         unknown = sorted({str(t) for t in types} - known)
         if unknown:
             raise EspalierError(

@@ -1,5 +1,6 @@
 """Checks the single values of a config.json: their kinds and ranges.  config.py checks how values fit together."""
 
+import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 from espalier.errors import EspalierError, shown
 from espalier.model_files import MAX_HEAD_SIZE, MAX_LAYERS, MAX_NUMBER, MAX_SIZE
-from espalier.models.rope import type_of_rope
+from espalier.models.rope import SPELLINGS, rope_overrides, type_of_rope, with_rope_type
 
 Raw = dict[str, Any]
 # The most of sizes that take memory before a weight is read: layers, and the columns of the rotary tables.
@@ -160,3 +161,27 @@ def eos_ids(full: Raw, generation: Raw, path: Path) -> tuple[int, ...]:
         if not isinstance(token, int) or isinstance(token, bool):
             raise EspalierError(f"{path}: eos_token_id = {token!r}; a token id or a list of them is needed; correct it")
     return tuple(dict.fromkeys(ids))
+
+
+# Fields that choose the family, before anything is overridden.
+OF_FAMILY = ("architectures", "model_type")
+
+
+def with_overrides(raw: Raw, overrides: Mapping[str, Any], known: set[str]) -> Raw:
+    """raw with fields replaced, nested objects merged key by key.  Raises EspalierError for a name not in `known`."""
+    merged, overrides = with_rope_type(raw), rope_overrides(raw, overrides)
+    for name, value in overrides.items():
+        if name in OF_FAMILY and value != raw.get(name):
+            raise EspalierError(
+                f"model_overrides: {name} says which family the model is of, and cannot be replaced; edit config.json"
+            )
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=1)
+            remedy = f"did you mean {near[0]!r}?" if near else "see config.json, or leave it out"
+            raise EspalierError(f"model_overrides: no field {name!r} in this model's config; {remedy}")
+        old = merged.get(name)
+        merged[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, Mapping) else value
+    for name in SPELLINGS:
+        if "rope_theta" in overrides and "rope_theta" in (merged.get(name) or {}):
+            merged[name] = {**merged[name], "rope_theta": overrides["rope_theta"]}
+    return merged

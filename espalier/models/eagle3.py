@@ -12,10 +12,10 @@ from torch import Tensor
 
 from espalier.attention import Pass
 from espalier.errors import EspalierError
-from espalier.kernels.ops.embedding import DraftHidden
+from espalier.kernels.ops.drafts import DraftHidden
 from espalier.models.base import CausalLM
 from espalier.models.draft import DraftOutput
-from espalier.models.draft_weights import draft_embedding, draft_head, draft_to_target
+from espalier.models.draft_parts import draft_embedding, draft_head, draft_to_target
 from espalier.models.eagle3_config import Eagle3Config, looks_like_eagle3
 from espalier.models.layer_loading import load_attention, load_layer
 from espalier.models.layers.decoder import DecoderLayer

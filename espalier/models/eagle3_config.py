@@ -9,7 +9,7 @@ import torch
 from espalier.errors import EspalierError
 from espalier.models.config import Family, ModelConfig, Raw, architecture_of, parse
 from espalier.models.draft import DraftSpec, refuse_sizes
-from espalier.models.draft_fields import Fields
+from espalier.models.draft_parts import Fields
 from espalier.models.families import FAMILIES
 from espalier.models.families.deepseek import V2, V3
 from espalier.models.layer_loading import layer_specs_of

@@ -8,7 +8,9 @@ stacked: `experts.gate_up_proj` [E, H, 2·I], whose columns are gate, up, gate, 
 [E, I, H]; with biases `experts.gate_up_proj_bias` [E, 2·I], in the same order, and `experts.down_proj_bias` [E, H].
 Quantised experts that are stacked keep rows of gate, up, gate, up, ... (weight_formats/mxfp4.py).
 joined: `experts.gate_up_proj` [E, 2·I, H], gate over up, and `experts.down_proj` [E, H, I] (or as
-`Experts.joined_names` says).  Where these are missing, the experts are apart, as those who quantise a model store them.
+`Experts.joined_names` says); in FP8 with scales for blocks, `experts.gate_up_proj_scale_inv` and
+`experts.down_proj_scale_inv` [E, blocks of rows, blocks of columns].  Where the stacks are missing, the experts are
+apart, as those who quantise a model store them.
 
 All become gate_up [E, 2·I, H], gate over up, and down [E, H, I].
 """
@@ -23,7 +25,7 @@ from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.experts import ExpertBiases, ExpertMatrix
 from espalier.models.config import Experts
 from espalier.models.layer_declaration import as_stored
-from espalier.models.layers.experts import MixtureMLP
+from espalier.models.layers.mlp import MixtureMLP
 from espalier.models.weights import Weights
 from espalier.shards import Part, on_every_rank, part_of
 
@@ -74,6 +76,15 @@ def _joined(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Mat
     if gate_up not in weights:
         return _apart(weights, experts, prefix, hidden)
     own = _own_size(weights, experts)
+    if weights.formats(gate_up).name != DENSE and not weights.is_plain(gate_up):
+        if not own.is_whole:
+            raise EspalierError("joined experts in a quantised format are supported on one GPU only")
+        whole = on_every_rank(2 * size)
+        return (
+            weights.stacked_matrix(gate_up, "", count, whole, hidden),
+            weights.stacked_matrix(down, "", count, hidden, own),
+            None,
+        )
     _, halves = as_stored([gate_up], (own, own))
     return (
         weights.take_parts(gate_up, (count, 2 * size, hidden), 1, [part_of(half) for half in halves]),

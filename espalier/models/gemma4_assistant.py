@@ -20,8 +20,7 @@ from espalier.kernels.ops.tree import gather_rows
 from espalier.models.base import CausalLM, Layer
 from espalier.models.config import ModelConfig, Raw, parse
 from espalier.models.draft import DraftOutput, DraftSpec, refuse_sizes
-from espalier.models.draft_fields import Fields
-from espalier.models.draft_weights import whole_embedding
+from espalier.models.draft_parts import Fields, whole_embedding
 from espalier.models.families.gemma4 import FAMILY, UNIFIED
 from espalier.models.layer_loading import layer_specs_of
 from espalier.models.layers.embedding import Embedding

@@ -12,13 +12,14 @@ from espalier.shards import Part, Size, on_every_rank, part_of
 
 @dataclass(frozen=True)
 class MLPNames:
-    """Names of the matrices of a gated MLP.  gate_up: one name where they are stored as one matrix, gate over up."""
+    """Names of the matrices of an MLP.  gate_up: one name where they are stored as one matrix, gate over up, or where
+    there is no gate."""
 
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
 
 
-GATE_UP_DOWN = MLPNames()
+GATE_UP_DOWN, UP_DOWN = MLPNames(), MLPNames(("up_proj",))
 
 
 @dataclass(frozen=True)

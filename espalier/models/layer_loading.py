@@ -1,26 +1,26 @@
 """Builds a layer of a target or a draft from its weights.  A family that brings its own layer calls these."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
+from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, RecurrentState
+from espalier.kernels.ops.recurrence import ShortConv
 from espalier.kernels.ops.rope import HeadNorms, LatentForm
 from espalier.kernels.ops.selection import IndexNorm
 from espalier.models.config import ModelConfig
 from espalier.models.expert_loading import load_experts
-from espalier.models.index_config import IndexConfig
-from espalier.models.latent_config import LatentConfig
+from espalier.models.latent_config import IndexConfig, LatentConfig
 from espalier.models.layer_declaration import as_stored
 from espalier.models.layers.attention import Attention, WideNorms
-from espalier.models.layers.decoder import DecoderLayer
+from espalier.models.layers.decoder import DecoderLayer, Mixer
 from espalier.models.layers.embedding import Embedding
-from espalier.models.layers.indexer import INDEX_EPS, Indexer
-from espalier.models.layers.latent_attention import NORM_EPS, LatentAttention
+from espalier.models.layers.latent_attention import INDEX_EPS, NORM_EPS, Indexer, LatentAttention
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import AnyNorm, RMSNorm, Unnormed
+from espalier.models.layers.recurrent import Mamba2
 from espalier.models.rope import RopeTables
 from espalier.models.weight_formats import dense_weight
 from espalier.models.weight_formats.sharded import GatheredWeight
@@ -191,13 +191,19 @@ def load_layer(
     def before(name: str | None) -> AnyNorm:
         return Unnormed() if name is None else norm(name)
 
+    def mixer() -> Mixer:
+        if config.family.load_mixer is not None:
+            mixer: Mixer = config.family.load_mixer(weights, config, prefix, layer, rope)
+            return mixer
+        return load_attention(weights, config, f"{prefix}self_attn.", hidden, rope, layer)
+
     def norm(name: str) -> RMSNorm:
         return weights.norm(f"{prefix}{name}", hidden, config.rms_norm_eps, config.family.norm_offset)
 
     return DecoderLayer(
         index=layer if index is None else index,
         attention_norm=before(norms.before_attention),
-        attention=load_attention(weights, config, f"{prefix}self_attn.", hidden, rope, layer),
+        attention=mixer(),
         mlp_norm=before(norms.before_mlp),
         mlp=(
             load_mlp(weights, config, prefix)
@@ -214,3 +220,35 @@ def load_mlp(weights: Weights, config: ModelConfig, prefix: str) -> GatedMLP:
     """The dense MLP of the layer under `prefix`."""
     sizes, names = (config.hidden_size, config.intermediate_size), config.family.names
     return weights.mlp(f"{prefix}{names.under_mlp}", *sizes, config.mlp_bias, config.activation, names=names.mlp)
+
+
+def load_mamba2(
+    weights: Weights,
+    prefix: str,
+    keeps: RecurrentState,
+    hidden: int,
+    eps: float,
+    *,
+    bias: bool,
+    conv_bias: bool,
+    limits: Sequence[float],
+) -> Mamba2:
+    """The block under `prefix`.  bias: of its projections; limits: of dt, two numbers."""
+    inner, shared, channels = keeps.heads * keeps.v_size, keeps.k_heads * keeps.k_size, keeps.channels
+    conv = weights.take(f"{prefix}conv1d.weight", channels, 1, keeps.taps)[:, 0]
+    # The stored order of the channels is x, B, C.
+    x, b, c = torch.arange(channels, device=conv.device).split((inner, shared, shared))
+    order = torch.cat((c, b, x))
+    of_channels = weights.take(f"{prefix}conv1d.bias", channels)[order] if conv_bias else None
+    low, high = limits
+    return Mamba2(
+        keeps,
+        weights.linear(prefix, ("in_proj",), (inner + channels + keeps.heads,), hidden, bias),
+        ShortConv(conv[order].contiguous(), of_channels),
+        weights.take_exact(f"{prefix}A_log", keeps.heads),
+        weights.take_exact(f"{prefix}dt_bias", keeps.heads),
+        weights.take_exact(f"{prefix}D", keeps.heads),
+        (float(low), float(high)),
+        weights.norm(f"{prefix}norm", inner, eps),
+        weights.linear(prefix, ("out_proj",), (hidden,), inner, bias),
+    )

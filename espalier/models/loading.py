@@ -1,25 +1,30 @@
-"""Loads a target from a directory: finds its family, reads its config, builds the model from its weights."""
+"""Loads a target from a directory: finds its family, reads its config, builds the model from its weights.
+
+A multimodal checkpoint (`...ForConditionalGeneration`) has the config of its text part in `text_config`.  The names of
+its weights are in stored_names.py.
+"""
 
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from espalier.cache.layer_spec import of_rank, with_rows
-from espalier.errors import EspalierError
+from espalier.cache.layer_spec import Keeps, LatentKV, of_rank, with_rows
+from espalier.errors import EspalierError, shown
 from espalier.gguf_file import is_gguf
+from espalier.kernels.state.kv_scales import KVScales
 from espalier.model_files import naming_config, read_json
 from espalier.models.base import CausalLM
-from espalier.models.config import ModelConfig, Raw, architecture_of, parse
+from espalier.models.config import Family, ModelConfig, Raw, architecture_of, parse
 from espalier.models.families import FAMILIES
-from espalier.models.find_family import find_family, has_family, is_multimodal, text_config
-from espalier.models.from_transformers.config import is_known, read_by_transformers
-from espalier.models.from_transformers.load import load_by_transformers
+from espalier.models.from_transformers.load import is_known, load_by_transformers, read_by_transformers
 from espalier.models.gguf_config import gguf_config
-from espalier.models.kv_scale_loading import load_kv_scales
 from espalier.models.layer_loading import layer_specs_of, load_embedding, load_layer, tied_head
 from espalier.models.layers.decoder import Decoder
 from espalier.models.layers.embedding import Embedding
@@ -31,7 +36,101 @@ from espalier.models.weight_formats import QUANTISATION_FIELDS
 from espalier.models.weight_formats.modelopt import read_hf_quant_config
 from espalier.models.weight_formats.sharded import GatheredWeight
 from espalier.models.weights import Weights
-from espalier.shards import WHOLE, Shards
+from espalier.shards import WHOLE, Shards, part_of
+
+RECURRENT = re.compile("mamba|rwkv|jamba|bamba|recurrent|zamba|retnet|deltanet|lfm|qwen3next|hybrid")
+# Fields of the whole that hold for its text part where `text_config` does not have them.
+SHARED = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config", "compression_config")
+
+
+def has_family(raw: Raw, families: Mapping[str, Family]) -> bool:
+    """Whether a config.json is of one of the families."""
+    return _family_of(raw, families) is not None
+
+
+def _family_of(raw: Raw, families: Mapping[str, Family]) -> Family | None:
+    """The family of a config.json, by `architectures`, or by `model_type` without it."""
+    name = architecture_of(raw)
+    by_type = {} if raw.get("architectures") else {family.model_type: family for family in families.values()}
+    return families.get(str(name)) or by_type.get(str(name))
+
+
+def find_family(raw: Raw, families: Mapping[str, Family], path: Path) -> Family:
+    """The family of a config.json.  Raises EspalierError if there is none."""
+    if (family := _family_of(raw, families)) is not None:
+        return family
+    name, supported = architecture_of(raw), ", ".join(families)
+    if name is None and not raw.get("architectures") and "speculators_model_type" not in raw:
+        raise EspalierError(f"{path}: config.json has neither architectures nor model_type; download the model again")
+    lowered = str(name).lower()
+    if "eagle" in lowered or "assistant" in lowered or "speculators_model_type" in raw:
+        reason = "is a draft, not a target: pass it as draft= and its target as model=;"
+    elif RECURRENT.search(lowered):
+        reason = "keeps recurrent state, which is not supported;"
+    else:
+        reason = "is not supported;"
+    raise EspalierError(f"{path}: architecture {name!r} {reason} supported are {supported}")
+
+
+def is_multimodal(raw: Raw, families: Iterable[Family]) -> bool:
+    """Whether a config.json is of a multimodal checkpoint whose text part one of the families may be."""
+    return any(architecture_of(raw) in family.multimodal for family in families)
+
+
+def text_config(raw: Raw, families: Iterable[Family], path: Path) -> Raw:
+    """The config of a multimodal checkpoint's text part, in the form of a text model's config.
+
+    Raises EspalierError if the text part is of another family.
+    """
+    name, text = architecture_of(raw), raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise EspalierError(f"{path}: {name} needs an object text_config, not {shown(text)}; download the file again")
+    known = {family.model_type: family for family in families if name in family.multimodal}
+    kind = text.get("model_type", next(iter(known)))
+    if kind not in known:
+        raise EspalierError(
+            f"{path}: the text part of {name} is of model_type {shown(kind)}, which is not supported; supported are "
+            f"{', '.join(known)}"
+        )
+    shared = {field: raw[field] for field in SHARED if raw.get(field) is not None}
+    # Tied or not is what the whole says: its head is no part of the text model.
+    tied = {field: raw[field] for field in ("tie_word_embeddings",) if field in raw}
+    return {**shared, **text, **tied, "architectures": [known[kind].architecture], "model_type": kind}
+
+
+# The names, under a layer's attention, of the scales of K and V in FP8: in compressed-tensors, ModelOpt, the first FP8
+# checkpoints, and the first compressed-tensors.
+KV_SCALES = (
+    ("k_scale", "v_scale"),
+    ("k_proj.k_scale", "v_proj.v_scale"),
+    ("kv_scale", "kv_scale"),
+    ("k_proj.output_scale", "v_proj.output_scale"),
+)
+
+
+def load_kv_scales(weights: Weights, prefix: str, keeps: Keeps) -> KVScales | None:
+    """The scales of K and V under an attention's prefix, one for each head or for all; None if there are none.
+
+    keeps: what the layer keeps on all ranks; the scales are those of this rank's heads.
+    Raises EspalierError for one without the other, and for another shape.
+    """
+    own = part_of(1) if isinstance(keeps, LatentKV) else weights.shards.kv_heads(keeps.kv_heads)
+    for names in KV_SCALES:
+        if any(f"{prefix}{name}" in weights for name in names):
+            k, v = (_scale_of_heads(weights, f"{prefix}{name}", keeps.kv_heads)[own.slice] for name in names)
+            # A latent row is stored once, with K's scale.
+            return KVScales(k, k if isinstance(keeps, LatentKV) else v, weights.dtype)
+    return None
+
+
+def _scale_of_heads(weights: Weights, name: str, kv_heads: int) -> Tensor:
+    shape = weights.shape(name) if name in weights else (1,)
+    size = kv_heads if prod(shape) == kv_heads else 1
+    # Those of heads are [kv_heads, 1, 1] in compressed-tensors.
+    stored = shape if prod(shape) == kv_heads else (size,)
+    scale = weights.take_exact(name, *stored).to(torch.float32)
+    return scale.reshape(size).expand(kv_heads).contiguous()
+
 
 log = logging.getLogger(__name__)
 

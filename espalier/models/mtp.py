@@ -8,37 +8,143 @@ needed by MTP": in the unshifted order that is token 0, which has no row here.  
 of token 1, whose embedding every trainer reads.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
+from typing import Any, get_args
 
+import torch
 from torch import Tensor
 
 from espalier.attention import Pass
 from espalier.cache.layer_spec import of_rank
-from espalier.kernels.ops.embedding import DraftHidden
+from espalier.kernels.ops.drafts import DraftHidden
 from espalier.models.base import CausalLM, Layer
-from espalier.models.draft import DraftOutput
-from espalier.models.draft_weights import draft_embedding, is_borrowed
-from espalier.models.layer_loading import load_layer
+from espalier.models.config import Family, ModelConfig, Raw, architecture_of, parse
+from espalier.models.draft import MAX_MODULES, DraftOutput, DraftSpec, Form, refuse_sizes
+from espalier.models.draft_parts import Fields, draft_embedding, is_borrowed
+from espalier.models.families import FAMILIES
+from espalier.models.latent_config import FREQ, FULL, PATTERN, TYPES, indexer_types
+from espalier.models.layer_loading import layer_specs_of, load_layer
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.layers.stream import Stream
-from espalier.models.mtp_config import MTPConfig
 from espalier.models.mtp_family import SPECULATORS, MTPFamily
 from espalier.models.rope import RopeTables
-from espalier.models.weight_formats import dense_weight
+from espalier.models.weight_formats import QUANTISATION_FIELDS, dense_weight, quantisation_of
 from espalier.models.weights import Weights
 from espalier.shards import WHOLE, Shards, on_every_rank
+
+# Targets whose own MTP layers are supported.
+OWN = tuple(family.architecture for family in FAMILIES.values() if family.mtp is not None)
+HEADS = ("MTPDraftModel",)
+ARCHITECTURES = (*HEADS, *OWN)
+COUNT, FORM = "num_nextn_predict_layers", "mtp_form"
+FORMS: tuple[Form, ...] = get_args(Form)
+# Per-layer fields of a config, which the MTP layers continue.
+BY_LAYER = ("layer_types", "mlp_layer_types")
+
+
+@dataclass(frozen=True)
+class MTPConfig:
+    """The config of MTP layers, checked against their target's.
+
+    layer: of a target with num_layers layers and `spec.modules` more, the MTP layers.
+    """
+
+    layer: ModelConfig
+    family: MTPFamily
+    spec: DraftSpec
+
+    @property
+    def num_layers(self) -> int:
+        return self.layer.num_layers - self.spec.modules
+
+    def prefix(self, module: int) -> str:
+        """The beginning of the names of a module's weights.  module: from 0."""
+        return self.family.prefix_of(module, self.num_layers)
+
+    def owned(self, module: int) -> str:
+        """The result of MTPFamily.owned for this module.  module: from 0."""
+        return self.family.owned(module, self.num_layers)
+
+
+def read_mtp(path: Path, raw: Raw, target: ModelConfig) -> MTPConfig:
+    """Read the config.json `raw` of the layers at `path` and check it against the target's.  Loads no weights.
+
+    If the config is of the target's architecture, the layers are the target's own, and the target's overrides apply.
+    Raises EspalierError if the layers do not fit this target.
+    """
+    is_head = raw.get("speculators_model_type") is not None or architecture_of(raw) in HEADS
+    if is_head:
+        base = {"max_position_embeddings": target.max_position, **Fields(raw, path).layer()}
+        mtp, family = SPECULATORS, _family_of(Fields(base, path))
+    else:
+        same = raw.get("architectures") == target.raw.get("architectures")
+        base = (target.raw if path == target.path else _stored_as(target.raw, raw)) if same else raw
+        family = FAMILIES[raw["architectures"][0]]
+        assert family.mtp is not None
+        mtp = family.mtp
+    modules = Fields({**base, **raw}, path).count(COUNT, 1, MAX_MODULES)
+    form = Fields(raw, path).choice(FORM, FORMS, " or ".join(map(repr, FORMS)))
+    layer = parse(_continued(base, modules, mtp.layer_type), family, path)
+    refuse_sizes(path, target, layer.hidden_size, layer.vocab_size)
+    num_layers = layer.num_layers - modules
+    spec = DraftSpec(
+        algorithm="mtp",
+        layers=layer_specs_of(layer)[num_layers:],
+        modules=modules,
+        form=form,
+        reads="hidden",
+        hidden_size=layer.hidden_size,
+        vocab_size=layer.vocab_size,
+    )
+    return MTPConfig(layer, mtp, spec)
+
+
+def _stored_as(target: Raw, raw: Raw) -> Raw:
+    """The target's config for layers in a directory of their own, whose config, `raw`, says how they are stored."""
+    return {name: target[name] for name in target if name not in QUANTISATION_FIELDS} | quantisation_of(raw)
+
+
+def stores_mtp(path: Path, target: ModelConfig) -> bool:
+    """Whether the target's directory holds MTP layers of its own."""
+    count, mtp = target.raw.get(COUNT), target.family.mtp
+    if mtp is None or not isinstance(count, int) or count < 1:
+        return False
+    weights = Weights(path, torch.float32, "cpu", stored=target.stored)
+    return all(weights.has_matrix(f"{mtp.owned(layer, target.num_layers)}{mtp.project}") for layer in range(count))
+
+
+def _family_of(base: Fields) -> Family:
+    """The family of a head's layers, by model_type."""
+    by_type = {family.model_type: family for family in FAMILIES.values() if family.in_drafts}
+    declared = base.get("model_type")
+    if declared not in by_type:
+        raise base.error(
+            f"MTP layers of model_type {declared!r} (in transformer_layer_config) are not supported; supported: "
+            f"{', '.join(by_type)}"
+        )
+    return by_type[declared]
+
+
+def _continued(base: Mapping[str, Any], modules: int, layer_type: str | None) -> Raw:
+    """The config of a model that has the MTP layers as its last ones; each is of the kind of the target's last, or has
+    the type `layer_type`."""
+    longer: Raw = {name: [*base[name], *base[name][-1:] * modules] for name in BY_LAYER if base.get(name)}
+    if layer_type is not None and base.get("layer_types"):
+        longer["layer_types"][-modules:] = [layer_type] * modules
+    if base.get("index_topk") is not None:
+        # An MTP layer has an indexer of its own.  Its place in the target's schedule says nothing.
+        longer |= {TYPES: [*indexer_types({**base}), *[FULL] * modules], PATTERN: None, FREQ: None}
+    return {**base, **longer, "num_hidden_layers": base["num_hidden_layers"] + modules}
 
 
 @dataclass(frozen=True)
 class MTPModule:
-    """One MTP layer: a DraftModule (espalier/models/draft.py).
-
-    hands_on_normed: whether rows that follow read the output after `norm`, or before it; has_experts: of `layer`.
-    """
+    """One MTP layer: a DraftModule (espalier/models/draft.py).  has_experts: of `layer`."""
 
     embed: Embedding
     rope: RopeTables
@@ -48,7 +154,6 @@ class MTPModule:
     layer: Layer
     norm: RMSNorm
     head: Linear
-    hands_on_normed: bool
     has_experts: bool
 
     def __call__(self, p: Pass, hidden: Tensor, parents: Tensor | None = None) -> DraftOutput:
@@ -57,18 +162,18 @@ class MTPModule:
         assert joined.given is not None
         s = Stream(self.project(joined.given), joined.live)
         self.layer(s, p)
-        return handed_on(self, *s.end(self.norm, p.out_shape))
+        return handed_on(*s.end(self.norm, p.out_shape))
 
     def output_of(self, hidden: Tensor) -> DraftOutput:
-        return DraftOutput(hidden, hidden if self.hands_on_normed else self.norm(hidden))
+        return DraftOutput(hidden, hidden)
 
     def logits(self, out: DraftOutput) -> Tensor:
         return self.head(out.normed)
 
 
-def handed_on(module: MTPModule, x: Tensor, normed: Tensor) -> DraftOutput:
+def handed_on(x: Tensor, normed: Tensor) -> DraftOutput:
     """The output of a module, from its last residual stream before and after the norm, [B, Q, H] each."""
-    return DraftOutput(normed if module.hands_on_normed else x, normed)
+    return DraftOutput(normed, normed)
 
 
 class MTPDraft:
@@ -127,7 +232,6 @@ def _load_module(
         layer=load(weights, layer, config.prefix(module), index, rope, 0),
         norm=weights.norm(f"{prefix}{family.norm}", hidden, *eps_and_offset),
         head=head_of(family.head.format(own)),
-        hands_on_normed=family.hands_on_normed,
         has_experts=layer.experts is not None and index in layer.experts.layers,
     )
 

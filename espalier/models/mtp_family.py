@@ -20,8 +20,6 @@ class MTPFamily:
     embed, head: of the layer's own embedding and head, whole names; such weights may be missing.
     hidden_first: whether the first columns of `project` take the hidden state; by default the embedding.
     layer_type: the layers' entry in `layer_types`; None: that of the target's last layer.
-    reads_normed: whether layers read the target's last hidden state after its final norm, or before it.
-    hands_on_normed: whether the rows that follow read a layer's output after its last norm, or before it.
     """
 
     prefix: str
@@ -35,8 +33,6 @@ class MTPFamily:
     layer_type: str | None = None
     after_target: bool = False
     hidden_first: bool = False
-    reads_normed: bool = True
-    hands_on_normed: bool = True
 
     def index(self, layer: int, num_layers: int) -> int:
         """The number of MTP layer `layer` in names.  num_layers: layers of the target."""

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import E2M1, E8M0_BIAS, FP8, FP8_MAX, QuantisedMatrix, pack_nibbles
 from espalier.models.weight_formats import FormatOf, read_formats
 
@@ -35,7 +34,8 @@ NUMBER = re.compile("[0-9]+")
 HEAD = "lm_head"
 # Matrices that stay as they are, in targets and drafts alike.  weights_proj: of an indexer, as it is published.
 KEPT_DENSE = (
-    *("embed_tokens", "gate", "router", "shared_expert_gate", "eh_proj", "shared_head.head"),
+    *("embed_tokens", "embeddings", "gate", "router", "router.proj", "router.layer", "shared_expert_gate"),
+    *("eh_proj", "shared_head.head"),
     "indexer.weights_proj",
 )
 # A draft's own head is quantised: it decides no token.
@@ -136,13 +136,6 @@ def _of_all_layers(names: Sequence[str], groups: Mapping[str, int | None]) -> li
 def _numbered(name: str) -> str:
     """The pattern of a matrix's name with any numbers in place of its own."""
     return f"re:{NUMBER.sub('[0-9]+', re.escape(name))}$"
-
-
-def find_quantiser(weights: str) -> Quantiser:
-    """Raises EspalierError for a name that is not in QUANTISERS."""
-    if weights not in QUANTISERS:
-        raise EspalierError(f"weights {weights!r} are not known; use one of {', '.join(QUANTISERS)}")
-    return QUANTISERS[weights]
 
 
 def _row_blocks(matrix: Tensor, device: torch.device, unit: int = 1) -> Iterator[Tensor]:

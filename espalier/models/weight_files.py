@@ -1,15 +1,106 @@
-"""The files of weights in a model's directory: which they are, how an old one is read, and how a new one is written."""
+"""The files of weights in a model's directory: which they are, their bytes in memory, how they are read and written.
 
-from collections.abc import Mapping
+The tensors of a GGUF file get the names that they have in a Hugging Face checkpoint.  Those in blocks are bytes [rows,
+blocks of a row, bytes of a block].  What llama.cpp's converter changed is undone: the order of rows of q and k, and the
+1 that it adds to Gemma's norms.
+"""
+
+import mmap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import prod
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from espalier.errors import EspalierError, one_line
+from espalier.errors import EspalierError, one_line, shown
+from espalier.gguf_file import Place, is_gguf, read_gguf
 from espalier.model_files import MAX_BYTES, file_named, read_json, require_regular
+from espalier.models.gguf_config import (
+    BY_NUMBER,
+    EMBEDDING,
+    FREQUENCIES,
+    HEAD,
+    PLAIN,
+    architecture_of_gguf,
+    gguf_config,
+)
+from espalier.models.stored_names import AS_OWN, StoredNames
+from espalier.models.weight_formats import FormatOf
+
+DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+
+
+class GGUFTensors(Mapping[str, Tensor]):
+    """By name.  A tensor is read from the file when it is asked for.
+
+    Raises EspalierError for a file that is cut short, and for what `gguf_config` refuses.
+    """
+
+    def __init__(self, path: Path) -> None:
+        gguf, config = read_gguf(path), gguf_config(path)
+        self.architecture = architecture_of_gguf(gguf)
+        self.heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+        stored = {name: place for name, place in gguf.tensors.items() if name != FREQUENCIES}
+        if HEAD not in stored and not config["tie_word_embeddings"]:
+            stored[HEAD] = stored[EMBEDDING]
+        self.places = {self.architecture.name(name): place for name, place in stored.items()}
+        self._content = cache(_mapped)
+        for name, place in self.places.items():
+            if place.begin + _nbytes(place) > place.file.stat().st_size:
+                raise EspalierError(f"{place.file} is cut short in tensor {shown(name)}; download the file again")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, name: str) -> Tensor:
+        place = self.places[name]
+        content = self._content(place.file)
+        raw = torch.frombuffer(content, dtype=torch.uint8, count=_nbytes(place), offset=place.begin)
+        if place.type in PLAIN:
+            # Copied, as the place in the file need not be a multiple of the numbers' size.
+            tensor = raw.clone().view(DTYPES[place.type]).reshape(place.shape)
+        else:
+            tensor = raw.reshape(*place.shape[:-1], -1, BY_NUMBER[place.type].nbytes)
+        return self._changed_back(name, tensor)
+
+    def _changed_back(self, name: str, tensor: Tensor) -> Tensor:
+        module = name.rpartition(".")[0].rpartition(".")[2]
+        if self.architecture.norm_offset and module.endswith("norm"):
+            return tensor - self.architecture.norm_offset
+        if self.architecture.permuted and module in self.heads:
+            return rows_in_halves(tensor, self.heads[module])
+        return tensor
+
+
+def rows_in_halves(tensor: Tensor, heads: int) -> Tensor:
+    """Rows in which the two values of a rotated pair are neighbours -> the first values of all pairs, then the second.
+
+    tensor: [heads · size, ...].
+    """
+    if len(tensor) % (2 * heads):
+        return tensor  # its shape is wrong, which loading says
+    return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
+
+
+def _nbytes(place: Place) -> int:
+    if place.type in PLAIN:
+        return prod(place.shape) * DTYPES[place.type].itemsize
+    return prod(place.shape[:-1]) * BY_NUMBER[place.type].row_bytes(place.shape[-1])
+
+
+def _mapped(file: Path) -> mmap.mmap:
+    # Copy on write: PyTorch asks for memory that may be written to.
+    with file.open("rb") as opened:
+        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+
 
 INDEX = "model.safetensors.index.json"
 BIN = "pytorch_model.bin"
@@ -57,3 +148,70 @@ def write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
         raise EspalierError(
             f"{file} cannot be written ({one_line(error)}); free some space, or name another directory"
         ) from None
+
+
+# The embedding of a GGUF file, by its own name.
+TABLE = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class WeightCount:
+    """num_cast: values that are cast to the model's dtype; kept_bytes: bytes of tensors that keep their dtype."""
+
+    num_cast: int = 0
+    kept_bytes: int = 0
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the weights in a model of this dtype."""
+        return self.num_cast * dtype.itemsize + self.kept_bytes
+
+    def of_rank(self, count: int, whole: int) -> "WeightCount":
+        """What one of `count` ranks holds, of which each holds `whole` values whole and a part of the others."""
+        return WeightCount(whole + -(-max(self.num_cast - whole, 0) // count), -(-self.kept_bytes // count))
+
+    def __add__(self, other: "WeightCount") -> "WeightCount":
+        return WeightCount(self.num_cast + other.num_cast, self.kept_bytes + other.kept_bytes)
+
+
+def stored_weights(
+    path: Path, formats: FormatOf, unread: tuple[str, ...] = (), stored: StoredNames = AS_OWN
+) -> WeightCount:
+    """The size of the weights that `Weights` reads from a directory, without those whose names begin with `unread`.
+
+    An unreadable safetensors file counts as 0 here; loading reports it.  Raises EspalierError for an unreadable index
+    or pytorch_model.bin.
+    """
+    if is_gguf(path):
+        return _of_blocks(path)
+    count, shards = WeightCount(), shards_of(path)
+    if not shards and (path / BIN).exists():
+        count = sum((_count(name, tensor, formats) for name, tensor in read_bin(path, True).items()), count)
+    for file in shards:
+        try:
+            require_regular(file)
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118
+                    own = stored.own(name)
+                    if own is None or own.startswith(unread):
+                        continue
+                    # get_tensor maps the file into memory and reads no data.
+                    count += _count(name, tensors.get_tensor(name), formats)
+        except (OSError, SafetensorError):
+            continue
+    return count
+
+
+def _of_blocks(path: Path) -> WeightCount:
+    """Blocks are kept.  An embedding in blocks becomes a table."""
+    tensors, count = GGUFTensors(path), WeightCount()
+    for name, place in tensors.places.items():
+        if name == TABLE or place.type in PLAIN:
+            count += WeightCount(prod(place.shape), 0)
+        else:
+            count += WeightCount(0, tensors[name].nbytes)
+    return count
+
+
+def _count(name: str, tensor: Tensor, formats: FormatOf) -> WeightCount:
+    keeps = formats(name.rpartition(".")[0]).keeps(name, tensor.dtype)
+    return WeightCount(0, tensor.nbytes) if keeps else WeightCount(tensor.numel(), 0)

@@ -22,13 +22,12 @@ from espalier.kernels.layers.quantised import QuantisedMatrix, dequantise
 from espalier.kernels.layers.quantised_plans import require_supported
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.model_files import require_regular
-from espalier.models.gguf_tensors import GGUFTensors
 from espalier.models.layer_declaration import GATE_UP_DOWN, MLPNames, as_stored
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.stored_names import AS_OWN, StoredNames
-from espalier.models.weight_files import first_line, read_bin, shards_of
+from espalier.models.weight_files import GGUFTensors, first_line, read_bin, shards_of
 from espalier.models.weight_formats import FormatOf, StoredTensor, Weight, WeightFormat, all_dense
 from espalier.models.weight_formats.base import StackedWeights
 from espalier.models.weight_formats.dense import DENSE_FORMAT
@@ -227,7 +226,7 @@ class Weights:
     def format_of(self, name: str) -> WeightFormat:
         """The storage format of a matrix."""
         declared = self.formats(name).spelled(lambda suffix: f"{name}{suffix}" in self)
-        if declared == DENSE_FORMAT or name in self._with_scales or not self._is_plain(f"{name}.weight"):
+        if declared == DENSE_FORMAT or name in self._with_scales or not self.is_plain(f"{name}.weight"):
             return declared
         return DENSE_FORMAT
 
@@ -237,7 +236,7 @@ class Weights:
         parts = (name.rpartition(".") for name in self._names)
         return frozenset(module for module, _, kind in parts if kind not in ("weight", "bias"))
 
-    def _is_plain(self, name: str) -> bool:
+    def is_plain(self, name: str) -> bool:
         """Whether a tensor is stored as floating-point numbers that need no scales.  Its data is not read."""
         if name in self._loaded:
             return self._loaded[name].dtype in PLAIN_DTYPES
@@ -375,7 +374,7 @@ class Weights:
     ) -> GatedMLP:
         """summed: as `linear` takes it."""
         own = self.shards.part(inner, "intermediate size")
-        gate_up = self.linear(prefix, *as_stored(names.gate_up, (own, own)), hidden, bias)
+        gate_up = self.linear(prefix, *as_stored(names.gate_up, (own,) * activation.halves), hidden, bias)
         return GatedMLP(gate_up, self.linear(prefix, (names.down,), (hidden,), own, bias, summed), activation)
 
     def ignore(self, names: Iterable[str]) -> None:

@@ -18,8 +18,7 @@ from espalier.serve_ray.pool import EnginePool
 from espalier.serve_ray.settings import ServedModel, Service
 from espalier.server import logs
 from espalier.server.api import make_app
-from espalier.server.front import Front, FrontOptions
-from espalier.server.fronts import Fronts
+from espalier.server.front import Front, FrontOptions, Fronts
 from espalier.server.metrics import Metrics
 
 log = logging.getLogger("espalier.server")

@@ -17,7 +17,7 @@ from espalier.server.api import ApiOptions
 from espalier.server.client import ClientOptions
 from espalier.server.front import FrontOptions
 from espalier.server.logs import LEVELS
-from espalier.server.options import check_options
+from espalier.server.run import check_options
 from espalier.tool_calls.formats import find_formats
 
 # Open tokens (replica.open_tokens) for which one replica is enough, on average.

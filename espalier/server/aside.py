@@ -1,12 +1,17 @@
 """A process beside the front, for work that would hold up the event loop: one frame in, one frame out.
 
-A frame is a length and bytes.  The process starts with the first frame, and again after it has failed.
+A frame is a length and bytes.  The process starts with the first frame, and again after it has failed.  It exits when
+the front does.
 """
 
 import asyncio
 import logging
+import signal
 import struct
 import sys
+from collections.abc import Callable
+
+from espalier.server.errors import full
 
 log = logging.getLogger("espalier.server")
 LENGTH = struct.Struct("<I")
@@ -21,15 +26,31 @@ class AsideFailed(Exception):
 
 
 class Aside:
-    """arguments: of the interpreter, `-m MODULE ...`; what: the process's name in the log."""
+    """what: the process's name in the log; max_waiting: frames that may wait, told to those beyond as `waiting`;
+    program: a module that calls serve_frames, and its arguments."""
 
-    def __init__(self, what: str, *arguments: str):
+    def __init__(self, what: str, max_waiting: int, waiting: str, *program: str):
         self.what = what
-        self.arguments = arguments
+        self.max_waiting = max_waiting
+        self.waiting = waiting
+        self.program = program
+        self._num_open = 0
+        self._turn = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
 
     async def exchange(self, data: bytes, limit_s: float | None = None) -> bytes:
-        """Send a frame and receive its answer; one at a time.  Raises AsideFailed.  A failure ends the process."""
+        """Send a frame and receive its answer.  Raises AsideFailed, or ApiError if too many wait."""
+        if self._num_open > self.max_waiting:
+            raise full(f"{self.max_waiting} {self.waiting}")
+        self._num_open += 1
+        try:
+            async with self._turn:
+                return await self._exchange(data, limit_s)
+        finally:
+            self._num_open -= 1
+
+    async def _exchange(self, data: bytes, limit_s: float | None) -> bytes:
+        """One at a time.  A failure ends the process."""
         try:
             async with asyncio.timeout(limit_s):
                 process = await self.start()
@@ -53,7 +74,7 @@ class Aside:
             pipe = asyncio.subprocess.PIPE
             # With asyncio's default limit of 64 KB a large frame would wake the event loop many times.
             process = await asyncio.create_subprocess_exec(
-                sys.executable, *self.arguments, stdin=pipe, stdout=pipe, limit=2**22
+                sys.executable, "-m", *self.program, stdin=pipe, stdout=pipe, limit=2**22
             )
             self._process = process
             log.info("the %s process has pid %d", self.what, process.pid)
@@ -69,3 +90,13 @@ class Aside:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
         self._process = None
+
+
+def serve_frames(answer: Callable[[bytes], bytes]) -> None:
+    """The program of such a process: answers each frame until the front is gone."""
+    # Ctrl-C reaches the whole process group, but the front decides when this process ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    frames, answers = sys.stdin.buffer, sys.stdout.buffer
+    while head := frames.read(LENGTH.size):
+        answers.write(framed(answer(frames.read(*LENGTH.unpack(head)))))
+        answers.flush()

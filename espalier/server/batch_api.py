@@ -6,23 +6,22 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import msgspec
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import FileResponse
 from starlette.datastructures import Headers, UploadFile
-from starlette.requests import ClientDisconnect
+from starlette.formparsers import MultiPartException
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from espalier.errors import shown
-from espalier.server.batch_objects import INPUT, Batch, StoredFile
 from espalier.server.batches import Batches
-from espalier.server.bodies import BodyLimits, read_body, require_utf8
-from espalier.server.descriptors import MAX_TRANSFERS
-from espalier.server.errors import ApiError, full
-from espalier.server.front import CLIENT_LEFT
+from espalier.server.bodies import require_utf8
+from espalier.server.connections import MAX_TRANSFERS
+from espalier.server.errors import ApiError, as_json, full
 from espalier.server.gate import FILES
+from espalier.server.routes import Endpoint
+from espalier.server.stored import INPUT, Batch, BatchRequest, StoredFile
 
 T = TypeVar("T", StoredFile, Batch)
 BATCHES = "/v1/batches"
@@ -90,24 +89,18 @@ def _storing() -> Iterator[None]:
         raise ApiError(500, f"{why}; its log has the details", retry=False) from None
 
 
-def add_batches(app: FastAPI, batches: Batches, limits: BodyLimits) -> None:
-    _add_files(app, batches)
-    _add_batches(app, batches, limits)
-
-    @app.exception_handler(ClientDisconnect)
-    async def left(http: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=CLIENT_LEFT)
+def batch_endpoints(batches: Batches) -> list[Endpoint]:
+    return [*_files(batches), *_batches(batches)]
 
 
-def _add_files(app: FastAPI, batches: Batches) -> None:
+def _files(batches: Batches) -> list[Endpoint]:
     store, transfers = batches.store, Transfers()
 
-    def found(id: str) -> StoredFile:
-        if id not in store.files:
+    def found(http: Request) -> StoredFile:
+        if (id := http.path_params["id"]) not in store.files:
             raise ApiError(404, f"there is no file {shown(id)}; GET {FILES} lists them", "file_id")
         return store.files[id]
 
-    @app.post(FILES, include_in_schema=False)
     async def upload(http: Request) -> Response:
         try:
             content_type = http.headers.get("content-type", "")
@@ -116,9 +109,11 @@ def _add_files(app: FastAPI, batches: Batches) -> None:
                 raise ApiError(415, f"content-type {shown(content_type)} is not supported; send multipart/form-data")
             with transfers.one(), _storing():
                 return await stored(http)
-        except ApiError:
+        except (ApiError, MultiPartException) as error:
             # Else a client that sends all before it reads would find its connection closed.
             await http.scope["state"]["upload"].finish()
+            if isinstance(error, MultiPartException):
+                raise ApiError(400, error.message) from None
             raise
 
     async def stored(http: Request) -> Response:
@@ -131,65 +126,70 @@ def _add_files(app: FastAPI, batches: Batches) -> None:
             if not isinstance(file, UploadFile):
                 raise ApiError(400, "file is missing; send it as a part of multipart/form-data", "file")
             name = file.filename or "batch.jsonl"
-            return _json(await asyncio.to_thread(store.add, file.file, name, INPUT))
+            return as_json(await asyncio.to_thread(store.add, file.file, name, INPUT))
 
-    @app.get(FILES, include_in_schema=False)
     async def files(http: Request) -> Response:
         query = _query(http, "purpose", "order")
         chosen = [each for each in store.list_files() if query.get("purpose", each.purpose) == each.purpose]
         return _page(FILES, chosen, query)
 
-    @app.get(FILES + "/{id}", include_in_schema=False)
-    async def file(id: str) -> Response:
-        return _json(found(id))
+    async def file(http: Request) -> Response:
+        return as_json(found(http))
 
-    @app.get(FILES + "/{id}/content", include_in_schema=False)
-    async def content(id: str) -> Response:
-        path = store.content(found(id).id)
+    async def content(http: Request) -> Response:
+        path = store.content(found(http).id)
         if not path.is_file():
-            raise ApiError(404, f"the content of {id} is gone from the server's disk", "file_id")
+            raise ApiError(404, f"the content of {http.path_params['id']} is gone from the server's disk", "file_id")
         return Download(path, transfers)
 
-    @app.delete(FILES + "/{id}", include_in_schema=False)
-    async def delete(id: str) -> Response:
-        if (reader := batches.reader_of(found(id).id)) is not None:
+    async def delete(http: Request) -> Response:
+        if (reader := batches.reader_of(id := found(http).id)) is not None:
             raise ApiError(400, f"the file is the input of {reader}, which has not ended; cancel it first", "file_id")
         store.remove(id)
-        return _json({"id": id, "object": "file", "deleted": True})
+        return as_json({"id": id, "object": "file", "deleted": True})
+
+    return [
+        Endpoint("POST", FILES, upload),
+        Endpoint("GET", FILES, files),
+        Endpoint("GET", FILES + "/{id}", file),
+        Endpoint("DELETE", FILES + "/{id}", delete),
+        Endpoint("GET", FILES + "/{id}/content", content),
+    ]
 
 
-def _add_batches(app: FastAPI, batches: Batches, limits: BodyLimits) -> None:
+def _batches(batches: Batches) -> list[Endpoint]:
     store = batches.store
 
-    def found(id: str) -> Batch:
-        if id not in store.batches:
+    def found(http: Request) -> Batch:
+        if (id := http.path_params["id"]) not in store.batches:
             raise ApiError(404, f"there is no batch {shown(id)}; GET {BATCHES} lists them", "batch_id")
         return batches.counted(store.batches[id])
 
-    @app.post(BATCHES, include_in_schema=False)
-    async def create(http: Request) -> Response:
-        data = await http.body()
-        body = read_body("BatchRequest", http.headers.get("content-type", ""), data, limits)
+    async def create(http: Request, body: BatchRequest) -> Response:
         file = store.files.get(body.input_file_id)
         if file is None or file.purpose != INPUT:
             message = f"input_file_id={shown(body.input_file_id)} is no file with purpose {INPUT!r}; upload one first"
             raise ApiError(400, message, "input_file_id")
         with _storing():
-            return _json(batches.create(body))
+            return as_json(batches.create(body))
 
-    @app.get(BATCHES, include_in_schema=False)
     async def listed(http: Request) -> Response:
         return _page(BATCHES, [batches.counted(each) for each in store.batches.values()], _query(http))
 
-    @app.get(BATCHES + "/{id}", include_in_schema=False)
-    async def batch(id: str) -> Response:
-        return _json(found(id))
+    async def batch(http: Request) -> Response:
+        return as_json(found(http))
 
-    @app.post(BATCHES + "/{id}/cancel", include_in_schema=False)
-    async def cancel(id: str) -> Response:
+    async def cancel(http: Request) -> Response:
         with _storing():
-            batches.cancel(found(id))
-        return _json(found(id))
+            batches.cancel(found(http))
+        return as_json(found(http))
+
+    return [
+        Endpoint("POST", BATCHES, create, body=BatchRequest),
+        Endpoint("GET", BATCHES, listed),
+        Endpoint("GET", BATCHES + "/{id}", batch),
+        Endpoint("POST", BATCHES + "/{id}/cancel", cancel),
+    ]
 
 
 def _query(http: Request, *names: str) -> Mapping[str, str]:
@@ -220,8 +220,4 @@ def _page(path: str, items: Sequence[T], query: Mapping[str, str]) -> Response:
         ordered = ordered[places[0] + 1 :]
     page = ordered[: int(limit)]
     ends = {"first_id": page[0].id if page else None, "last_id": page[-1].id if page else None}
-    return _json({"object": "list", "data": page, **ends, "has_more": len(ordered) > len(page)})
-
-
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+    return as_json({"object": "list", "data": page, **ends, "has_more": len(ordered) > len(page)})

@@ -19,9 +19,20 @@ from espalier.batch_jobs.lines import LineError, custom_id_of
 from espalier.batch_jobs.run import run
 from espalier.batch_jobs.sender import App, Sender, app_client
 from espalier.errors import EspalierError
-from espalier.server.batch_objects import ENDED, OUTPUT, WINDOW_S, Batch, BatchRequest, Counts, Fault, Faults
 from espalier.server.front import without_timeout
-from espalier.server.stored import Store, new_id, split
+from espalier.server.stored import (
+    ENDED,
+    OUTPUT,
+    WINDOW_S,
+    Batch,
+    BatchRequest,
+    Counts,
+    Fault,
+    Faults,
+    Store,
+    new_id,
+    split,
+)
 
 log = logging.getLogger("espalier.server")
 # Of requests that name no priority; a lower value starts first, and others have 0.

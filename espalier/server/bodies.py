@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from email.message import Message as Headers
 from functools import lru_cache
 from types import MappingProxyType
@@ -14,10 +13,10 @@ from python_multipart.multipart import parse_options_header
 
 from espalier.errors import EspalierError, once_each, shown
 from espalier.request import check_prompt
-from espalier.server.batch_objects import BatchRequest
 from espalier.server.errors import ApiError, of_validation, refusal
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from espalier.server.responses import ResponsesRequest
+from espalier.server.stored import BatchRequest
 
 MODELS: Mapping[str, type[BaseModel]] = MappingProxyType(
     {
@@ -97,13 +96,6 @@ def _parsed(content_type: str, data: bytes) -> Any:
     if not _is_json(content_type):
         why = f"content-type {content_type} is not supported" if content_type else "the body has no content-type"
         raise ApiError(400, f"{why}; send a JSON object with content-type application/json")
-    # msgspec takes a third of json's time, and keeps the last of two equal names.  Each name has a colon, so without
-    # further colons none comes twice.
-    with suppress(ValueError, RecursionError):
-        value = msgspec.json.decode(data)
-        if data.count(b":") == _num_names(value):
-            return value
-    # json also reads NaN, lone surrogates and other encodings than UTF-8, and its errors name the place.
     try:
         return json.loads(data, object_pairs_hook=once_each)
     except json.JSONDecodeError as error:
@@ -113,19 +105,6 @@ def _parsed(content_type: str, data: bytes) -> Any:
         raise refusal(error) from None
     except (ValueError, RecursionError):
         raise ApiError(400, UNREADABLE) from None
-
-
-def _num_names(value: Any) -> int:
-    """Names in all objects of a value, or fewer: a list that begins with a plain value is not searched."""
-    count, open_values = 0, [value]
-    while open_values:
-        inner = open_values.pop()
-        if isinstance(inner, dict):
-            count += len(inner)
-            open_values += inner.values()
-        elif isinstance(inner, list) and inner and isinstance(inner[0], dict | list):
-            open_values += inner
-    return count
 
 
 def _no_object() -> ApiError:

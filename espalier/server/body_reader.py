@@ -1,19 +1,21 @@
-"""The front's body reader: small bodies are read in the front, large ones in the body process.
+"""Reads bodies: small ones in the front, large ones in the body process, one at a time.
 
-A large body holds the GIL for up to a second, so reading it in a thread would stop every stream.
+A large body holds the GIL for up to a second, so reading it in a thread would stop every stream.  This module is that
+process's program too; it exits when the front does.  A frame in either direction is a length and a pickle.  Pickle is
+safe here: only the front has the pipes' other ends.
 """
 
-import asyncio
 import pickle
+import sys
 from typing import Any
 
 import msgspec
 from pydantic import BaseModel
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
-from espalier.server.aside import Aside, AsideFailed
+from espalier.server.aside import Aside, AsideFailed, serve_frames
 from espalier.server.bodies import BodyLimits, read_body
-from espalier.server.errors import FAILED, ApiError, full
+from espalier.server.errors import FAILED, ApiError
 
 # The front reads any body of this size in a few milliseconds.
 SMALL_BYTES = 65536
@@ -22,53 +24,52 @@ MAX_WAITING = 32
 IDENTITY = "identity"
 
 
-async def _received(http: Request) -> bytes:
-    """The whole body.  Raises ClientDisconnect.  Starlette's own reading takes twice the time."""
-    parts: list[bytes] = []
-    while True:
-        message = await http.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
-
-
 class BodyReader:
     """Starts the body process with the first large body.
 
-    num_aside: bodies that a body process has read so far; _num_open: large bodies that wait or are being read.
+    num_aside: bodies that a body process has read so far.
     """
 
     def __init__(self, limits: BodyLimits):
         self.limits = limits
         self.num_aside = 0
-        self._num_open = 0
-        self.aside = Aside("body", "-m", "espalier.server.body_process", msgspec.json.encode(limits).decode())
-        self._turn = asyncio.Lock()
+        program = "espalier.server.body_reader", msgspec.json.encode(limits).decode()
+        self.aside = Aside("body", MAX_WAITING, "large bodies are already waiting to be read", *program)
 
     async def read(self, http: Request, model: type[BaseModel]) -> Any:
-        """The body as a record of `model`.  Raises ApiError."""
-        data, content_type = await _received(http), http.headers.get("content-type", "")
+        """The body as a record of `model`.  Raises ApiError or ClientDisconnect."""
+        # Not http.body(), which would keep the bytes as long as the request.
+        data, content_type = b"".join([part async for part in http.stream()]), http.headers.get("content-type", "")
         if (encoding := http.headers.get("content-encoding", IDENTITY)) != IDENTITY:
             raise ApiError(400, f"content-encoding {encoding} is not supported; send the body as plain JSON")
         if len(data) <= SMALL_BYTES:
             return read_body(model.__name__, content_type, data, self.limits)
-        if self._num_open > MAX_WAITING:
-            raise full(f"{MAX_WAITING} large bodies are already waiting to be read")
-        self._num_open += 1
         try:
-            async with self._turn:
-                frame = pickle.dumps((model.__name__, content_type, data), protocol=pickle.HIGHEST_PROTOCOL)
-                body, refused = pickle.loads(await self.aside.exchange(frame))
-                self.num_aside += 1
+            body, refused = pickle.loads(await self.aside.exchange(pickled((model.__name__, content_type, data))))
         except AsideFailed:
             raise ApiError(500, FAILED) from None
-        finally:
-            self._num_open -= 1
+        self.num_aside += 1
         if refused is not None:
             raise ApiError(*refused)
         return body
 
     async def close(self) -> None:
         await self.aside.close()
+
+
+def pickled(value: Any) -> bytes:
+    return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def answer(frame: bytes, limits: BodyLimits) -> bytes:
+    """From (model name, content type, bytes) to (body, None), or (None, arguments of the ApiError)."""
+    name, content_type, data = pickle.loads(frame)
+    try:
+        return pickled((read_body(name, content_type, data, limits), None))
+    except ApiError as error:
+        return pickled((None, (error.status_code, error.detail, error.param, error.code)))
+
+
+if __name__ == "__main__":
+    limits = msgspec.json.decode(sys.argv[1], type=BodyLimits)
+    serve_frames(lambda frame: answer(frame, limits))

@@ -1,155 +1,142 @@
-"""Closes connections whose client is stalled, and the oldest idle ones where there are too many.
+"""All open connections: the ones whose client is stalled are closed, and the oldest idle ones where there are too many.
 
-A stalled client does not read its response, or does not send a whole request.
+A stalled client does not read its response, or does not send a whole request.  asyncio keeps a closed transport until
+its last byte is sent, forever if the client does not read.  So all connections are checked periodically.
 
-asyncio keeps a closed transport until its last byte is sent, forever if the client does not read.  uvicorn times out
-only connections that are idle after a response.  It has no limit for a new connection without data, for slow headers,
-or for the rest of a body whose response is already complete.  So the server checks all connections periodically.
-
-Connections are uvicorn's protocol objects, with its h11 or httptools parser.  They have: transport; scope, of the last
-request; cycle, which sends its response, None before the first request; timeout_keep_alive_task, set from the end of a
-response until more data arrives.
+A connection that is accepted without a file descriptor left would take the place of a journal, an upload or the next
+engine process.  So their number follows from the process's limit.
 """
 
+import asyncio
+import errno
 import logging
-import socket
-import struct
-from collections.abc import Iterable
-from typing import Any
+import os
+import resource
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import Counter
-
+from espalier.errors import EspalierError
 from espalier.server.logs import NO_REQUEST, Seldom, about
+from espalier.server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from espalier.server.http1 import Connection
 
 log = logging.getLogger("espalier.server")
-# Linux only.  ACKNOWLEDGED reads tcpi_bytes_acked from struct tcp_info.
-TCP_INFO = getattr(socket, "TCP_INFO", None)
-ACKNOWLEDGED = struct.Struct("120xQ")
+# A connection on which nothing came since its last response is closed after this time.
+KEEP_ALIVE_S = 5.0
+# Connections that asyncio accepts in one turn of its loop, before any can be closed.
+MAX_ACCEPTED = 16
+# A connection that is closed holds its descriptor for two turns more.
+TURNS_TO_CLOSE = 3
+# Uploads and downloads of files at once, and the files that one has open.
+MAX_TRANSFERS = 8
+FILES_PER_TRANSFER = 3
+# Journals and their inputs, the next engine process with its socket, and the processes that read bodies and templates.
+FILES_OF_SERVER = 40
+RESERVED = MAX_ACCEPTED * TURNS_TO_CLOSE + MAX_TRANSFERS * FILES_PER_TRANSFER + FILES_OF_SERVER
+MIN_CONNECTIONS = 16
+FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class Readers:
-    """Closes connections whose client does not read.
+class Connections:
+    """The open connections of one server.
 
-    limit_s: seconds for which the client may take no byte of pending output, None for no limit; closed: counts them.
+    limit: their number (max_connections), None for no limit.  Above it, the one that has been idle longest
+    is closed: without a request in progress and without pending output, for whoever has no key is never in a request
+    for long.  Without an idle one, the oldest is closed whose request has not arrived whole or whose client has not
+    read its response; without that, the new one.
+
+    send_timeout_s: for which a client may take no byte of pending output; body_timeout_s: for which a connection may
+    have no request in progress once anything came, None for no limit.  A request whose body is still being read is in
+    progress; gate.Upload limits that time.
     """
 
-    def __init__(self, limit_s: float | None, closed: Counter):
-        self.limit_s = limit_s
-        self.closed = closed
-        # For each connection with pending output: pending bytes, acknowledged bytes, and the time of the last progress.
-        self._pending: dict[Any, tuple[int, int, float]] = {}
-
-    def sweep(self, connections: Iterable[Any], now: float, at_most_s: float | None = None) -> None:
-        """Check all open connections.  now: in seconds; at_most_s: a further limit, beside limit_s."""
-        limit = min((each for each in (self.limit_s, at_most_s) if each is not None), default=None)
-        pending = {}
-        for connection in list(connections):
-            size = connection.transport.get_write_buffer_size()
-            if not size:
-                continue
-            taken = _acknowledged(connection.transport)
-            size_before, taken_before, since = self._pending.get(connection, (size, taken, now))
-            # The buffer's size alone does not show progress: it can grow while the client reads, and it shrinks only
-            # when the kernel's send buffer has much room.
-            since = now if size < size_before or taken > taken_before else since
-            if limit is not None and now - since >= limit:
-                message = "the client read nothing for %.0f s: the connection is closed, %d bytes were not sent"
-                _abort(connection, self.closed, message, now - since, size)
-            else:
-                pending[connection] = size, taken, since
-        self._pending = pending
-
-
-class Senders:
-    """Closes connections whose client does not send a whole request.
-
-    limit_s: seconds for which a connection may have no request in progress, None for no limit; closed: counts them.
-    A request whose body is still being read is in progress; gate.Upload limits that time.
-    """
-
-    def __init__(self, limit_s: float | None, closed: Counter):
-        self.limit_s = limit_s
-        self.closed = closed
-        # For each connection without a request in progress: the cycle of its last request, and since when.
-        self._idle: dict[Any, tuple[Any, float]] = {}
-
-    def sweep(self, connections: Iterable[Any], now: float) -> None:
-        """Check all open connections.  now: in seconds."""
-        idle = {}
-        for connection in list(connections):
-            cycle = connection.cycle
-            if not _is_idle(connection):
-                continue
-            # Readers handles output that is still pending.  uvicorn's keep-alive timeout handles a connection on which
-            # nothing arrived since the response.
-            if connection.transport.get_write_buffer_size() or connection.timeout_keep_alive_task is not None:
-                continue
-            last, since = self._idle.get(connection, (cycle, now))
-            since = since if last is cycle else now
-            if self.limit_s is not None and now - since >= self.limit_s:
-                message = "no whole request arrived in %.0f s: the connection from %s is closed"
-                _abort(connection, self.closed, message, now - since, _address(connection.transport))
-            else:
-                idle[connection] = cycle, since
-        self._idle = idle
-
-
-class Room:
-    """Keeps the number of connections within a limit: above it, the one that has been idle longest is closed.
-
-    Idle is a connection without a request in progress and without pending output: whoever has no key is never in a
-    request for long.  Without an idle one, the oldest is closed whose request has not arrived whole or whose client has
-    not read its response; without that, the new one.
-
-    limit: None for no limit (descriptors.max_connections).
-    """
-
-    def __init__(self, limit: int | None):
+    def __init__(self, metrics: Metrics, limit: int | None, send_timeout_s: float | None, body_timeout_s: float | None):
+        self.metrics = metrics
         self.limit = limit
+        self.send_timeout_s = send_timeout_s
+        self.body_timeout_s = body_timeout_s
         # In the order in which they were made or became idle.
-        self._open: dict[Any, None] = {}
+        self._open: dict[Connection, None] = {}
+        # Of pending output: bytes that the system has taken of what was written, and since when it took no more.
+        self._progress: dict[Connection, tuple[int, float]] = {}
         self._seldom = Seldom()
 
-    def enter(self, connection: Any, now: float) -> None:
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator["Connection"]:
+        return iter(list(self._open))
+
+    def enter(self, connection: "Connection", now: float) -> None:
         """Count a new connection.  now: in seconds."""
         self._open[connection] = None
         if self.limit is None or len(self._open) <= self.limit:
             return
         # The new one comes last, and is idle itself.
         before = [each for each in self._open if each is not connection]
-        chosen = next(filter(_is_quiet, before), None) or next(filter(_waits_for_client, before), connection)
+        quiet = (each for each in before if each.is_idle and not _pending(each))
+        waiting = (each for each in before if each.waits_for_client)
+        chosen = next(quiet, None) or next(waiting, connection)
         del self._open[chosen]
         if count := self._seldom.due(now):
             message = "more than %d connections (ulimit -n): those idle longest are closed, %d since the last such line"
             log.warning(message, self.limit, count)
         chosen.transport.abort()
 
-    def renew(self, connection: Any) -> None:
+    def renew(self, connection: "Connection") -> None:
         """A connection's request has ended."""
         if connection in self._open:
             del self._open[connection]
             self._open[connection] = None
 
-    def leave(self, connection: Any) -> None:
+    def leave(self, connection: "Connection") -> None:
         self._open.pop(connection, None)
+        self._progress.pop(connection, None)
+
+    def sweep(self, now: float, at_most_s: float | None = None) -> None:
+        """Close those whose client is stalled.  now: in seconds; at_most_s: a further limit, beside send_timeout_s."""
+        limits = [each for each in (self.send_timeout_s, at_most_s) if each is not None]
+        for connection in self:
+            if size := _pending(connection):
+                self._check_reader(connection, size, now, min(limits, default=None))
+            else:
+                self._progress.pop(connection, None)
+                self._check_sender(connection, now)
+
+    def _check_reader(self, connection: "Connection", size: int, now: float, limit: float | None) -> None:
+        # It counts as idle once all is sent.
+        connection.idle_since = now
+        taken = connection.num_written - size
+        before, since = self._progress.get(connection, (taken, now))
+        since = now if taken > before else since
+        self._progress[connection] = taken, since
+        if limit is not None and now - since >= limit:
+            message = "the client read nothing for %.0f s: the connection is closed, %d bytes were not sent"
+            _abort(connection, message, now - since, size)
+            self.metrics.stalled_readers.inc()
+
+    def _check_sender(self, connection: "Connection", now: float) -> None:
+        if not connection.is_idle:
+            return
+        seconds = now - connection.idle_since
+        if connection.is_silent:
+            if seconds >= KEEP_ALIVE_S:
+                connection.transport.close()
+        elif self.body_timeout_s is not None and seconds >= self.body_timeout_s:
+            message = "no whole request arrived in %.0f s: the connection from %s is closed"
+            _abort(connection, message, seconds, _address(connection.transport))
+            self.metrics.stalled_senders.inc()
 
 
-def _is_idle(connection: Any) -> bool:
-    return connection.cycle is None or connection.cycle.response_complete
+def _pending(connection: "Connection") -> int:
+    return connection.transport.get_write_buffer_size()
 
 
-def _is_quiet(connection: Any) -> bool:
-    return _is_idle(connection) and not connection.transport.get_write_buffer_size()
-
-
-def _waits_for_client(connection: Any) -> bool:
-    return _is_idle(connection) or bool(connection.cycle.more_body)
-
-
-def _abort(connection: Any, closed: Counter, message: str, *values: Any) -> None:
-    request_id = (connection.scope or {}).get("state", {}).get("request_id", NO_REQUEST)
-    log.warning(message, *values, extra=about(request_id))
-    closed.inc()
+def _abort(connection: "Connection", message: str, *values: Any) -> None:
+    scope = {} if connection.exchange is None else connection.exchange.scope
+    log.warning(message, *values, extra=about(scope.get("state", {}).get("request_id", NO_REQUEST)))
     # Not close(), which waits for the client.
     connection.transport.abort()
 
@@ -160,13 +147,31 @@ def _address(transport: Any) -> str:
     return f"{peer[0]} port {peer[1]}" if isinstance(peer, tuple) else "a Unix socket"
 
 
-def _acknowledged(transport: Any) -> int:
-    """Bytes that the client has acknowledged so far; 0 if the system does not report it."""
-    connected = transport.get_extra_info("socket")
-    if connected is None or TCP_INFO is None:
-        return 0
-    try:
-        info = connected.getsockopt(socket.IPPROTO_TCP, TCP_INFO, ACKNOWLEDGED.size)
-    except OSError:
-        return 0
-    return int(ACKNOWLEDGED.unpack(info)[0]) if len(info) == ACKNOWLEDGED.size else 0
+def max_connections() -> int | None:
+    """Connections that may be open beside what is open now and RESERVED; None without a limit.
+
+    Raises EspalierError if the limit leaves room for too few.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    used = len(os.listdir("/dev/fd"))
+    room = limit - used - RESERVED
+    if room < MIN_CONNECTIONS:
+        least = used + RESERVED + MIN_CONNECTIONS
+        raise EspalierError(f"the limit of {limit} open files is too low; set it to {least} or more (ulimit -n)")
+    return room
+
+
+def report_full_rarely(loop: asyncio.AbstractEventLoop) -> None:
+    """Log accepts that fail for want of a descriptor or memory once a minute, without tracebacks."""
+    seldom = Seldom()
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in FULL):
+            loop.default_exception_handler(context)
+        elif count := seldom.due(loop.time()):
+            log.error("a connection cannot be accepted (%s), %d times since the last such line", error.strerror, count)
+
+    loop.set_exception_handler(handle)

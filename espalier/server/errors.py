@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
+import msgspec
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from espalier import other_engines
 from espalier.errors import ContextOverflow, EspalierError, unknown_name
@@ -62,6 +64,9 @@ class ApiError(HTTPException):
         error = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
         return {"error": {**error, "request_id": request_id.get()}}
 
+    def response(self) -> Response:
+        return as_json(self.body(), self.status_code, self.headers)
+
 
 def full(message: str) -> ApiError:
     """The error for a full queue."""
@@ -72,6 +77,10 @@ def full(message: str) -> ApiError:
 def _shortened(text: str, limit: int) -> str:
     """Leave out the middle of a long text: the start names the problem and the end says what to do."""
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
+
+
+def as_json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, "application/json")
 
 
 class ErrorDetail(BaseModel):

@@ -1,19 +1,17 @@
-"""The layer between the endpoints and the engine process: admission, tokenization, time limits, and running a request.
+"""The layer between the endpoints and the engine process: admission, tokenization and time limits, for each model.
 
-A request gives a whole response or a stream of events.  When either ends, for any reason, samples that still run are
-aborted.
+Clients share the queue: one that fills it leaves room for others.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -25,16 +23,13 @@ from espalier.request import ResolvedParams, SamplingParams
 from espalier.server.answers import Answer, makes_text_there
 from espalier.server.bodies import BodyLimits
 from espalier.server.body_reader import BodyReader
-from espalier.server.engines import SHUTTING_DOWN, EngineBusy, EngineGone, Engines, Generation
-from espalier.server.errors import RETRY_AFTER_S, ApiError, full, refusal
-from espalier.server.event_stream import ClientLeft, EventStream
-from espalier.server.http1 import Connection
+from espalier.server.engines import SHUTTING_DOWN, EngineGone, Engines, Generation
+from espalier.server.errors import RETRY_AFTER_S, ApiError, full
 from espalier.server.lanes import Lanes
-from espalier.server.logs import request_id
+from espalier.server.logs import client, request_id
 from espalier.server.metrics import Metrics
 from espalier.server.openai import Generating
-from espalier.server.protocol import Part
-from espalier.server.shares import Shares, client
+from espalier.server.request_runs import EventStream, Run
 from espalier.server.templates import Templates
 from espalier.text import load_tokenizer
 from espalier.tool_calls.formats import AUTO, find_formats
@@ -47,8 +42,6 @@ CHARS_PER_TOKEN = 8
 # Limit in token ids for /detokenize: the larger of this and max_context.
 MAX_DETOKENIZED = 2**18
 MAX_RESOLVED = 256
-# nginx's status for a client that disconnected.  It is for the log; no client receives it.
-CLIENT_LEFT = 499
 
 
 @dataclass(frozen=True)
@@ -72,8 +65,60 @@ class FrontOptions:
             raise EspalierError("--served-model-name is empty; give a name, or leave the flag out")
 
 
+# Requests of the server's own batches.
+BATCHES = "batches"
+# One part in so many of the queue is kept, beside it, for clients that hold no more than this part.
+PARTS = 4
 # In the state of a request's scope: it may take any time.
 UNLIMITED = "unlimited"
+
+
+class Shares:
+    """The samples that each client has in the server."""
+
+    def __init__(self) -> None:
+        self._generations: dict[str, set[Generation]] = {}
+        self._entering: Counter[str] = Counter()
+
+    def admits(self, num_samples: int, num_held: int, capacity: int, max_queue: int) -> bool:
+        """Whether samples of the current client may enter.
+
+        num_held: samples in the server; capacity: those that all clients together may have, and that one may have
+        alone.  Above it, a client may enter that has little itself.
+        """
+        if num_held + num_samples <= capacity:
+            return True
+        share, name = -(-max_queue // PARTS), client.get()
+        is_small = self.held_by(name) + num_samples <= share
+        return is_small and name != BATCHES and num_held + num_samples <= capacity + share
+
+    def held_by(self, name: str) -> int:
+        """Samples of a client that are being tokenized, wait or run."""
+        running = sum(sum(each.num_running.values()) for each in self._generations.get(name, ()))
+        return running + self._entering[name]
+
+    def enter(self, num_samples: int) -> None:
+        self._entering[client.get()] += num_samples
+
+    def entered(self, num_samples: int) -> None:
+        """The end of `enter`."""
+        name = client.get()
+        self._entering[name] -= num_samples
+        if not self._entering[name]:
+            del self._entering[name]
+
+    @property
+    def num_entering(self) -> int:
+        return self._entering.total()
+
+    def add(self, name: str, generation: Generation) -> None:
+        self._generations.setdefault(name, set()).add(generation)
+
+    def remove(self, name: str, generation: Generation) -> None:
+        if (found := self._generations.get(name)) is not None:
+            found.discard(generation)
+            if not found:
+                del self._generations[name]
 
 
 def without_timeout(app: ASGIApp) -> ASGIApp:
@@ -198,7 +243,7 @@ class Front:
         params: ResolvedParams,
         make_answer: Callable[[], Answer],
     ) -> Response:
-        """Run a request.  Raises ApiError; for a stream only before its first event.
+        """Run a request.  Raises ApiError or ClientDisconnect; for a stream only before its first event.
 
         make_answer: called once the prompts have left.
         """
@@ -215,10 +260,6 @@ class Front:
             events = run.events()
             # The status is sent before the first event, so wait until the request has started or is refused.
             first = await anext(events)
-        except ClientLeft:
-            self.metrics.disconnects.inc()
-            run.close()
-            return Response(status_code=CLIENT_LEFT)
         except BaseException:
             run.close()
             raise
@@ -271,128 +312,51 @@ def _gone(error: EngineGone) -> ApiError:
     return ApiError(503, f"{error}; retry later", code="engine_gone", retry_after_s=RETRY_AFTER_S)
 
 
-class Run:
-    """One request in progress.  deadline: on the event loop's clock."""
+class Fronts:
+    """fronts: at least one, each with the same metrics.  Has what the endpoints ask of a Front.
 
-    def __init__(self, front: Front, make_answer: Callable[[], Answer], generation: Generation, deadline: float | None):
-        self.metrics = front.metrics
-        self.timeout_s = front.options.request_timeout_s
-        self.make_answer = make_answer
-        self.generation = generation
-        self.shares, self.client = front.shares, client.get()
-        self.shares.add(self.client, generation)
-        self.deadline = deadline
-        self.prompt_index = {name: i for i, name in enumerate(generation.num_running)}
-        self.began = asyncio.get_running_loop().time()
-        self.last_token_at: dict[tuple[str, int], float] = {}
-        self.leaving: asyncio.Task[None] | None = None
-        self._opening = b""
+    A body is read before its model is known, so its limits are those of the largest model.  The front of its model then
+    checks it against its own.
+    """
 
-    @cached_property
-    def answer(self) -> Answer:
-        return self.make_answer()
+    def __init__(self, fronts: Sequence[Front], metrics: Metrics):
+        self.fronts = fronts
+        self.metrics = metrics
+        self.names = tuple(name for front in fronts for name in front.names)
+        self._by_name = {name: front for front in fronts for name in front.names}
+        if twice := [name for name in self._by_name if self.names.count(name) > 1]:
+            raise EspalierError(f"two models are served as {twice[0]!r}; give them different names (served_model_name)")
+        limits = [front.bodies.limits for front in fronts]
+        self.bodies = BodyReader(
+            BodyLimits(
+                max(each.vocab_size for each in limits),
+                max(each.max_context for each in limits),
+                max(each.prompts for each in limits),
+                max(each.tokens for each in limits),
+                max(limits, key=lambda each: each.max_context).max_position,
+            )
+        )
 
-    def watch(self, http: Request) -> None:
-        """From now on, the client's disconnect ends the request with ClientLeft."""
-        self.leaving = asyncio.create_task(_wait_for_disconnect(http))
-        self.leaving.add_done_callback(self._fail_if_client_left)
-
-    def _fail_if_client_left(self, leaving: asyncio.Task[None]) -> None:
-        if not leaving.cancelled():
-            self.generation.fail(ClientLeft())
-
-    async def whole(self) -> Response:
-        """The whole response.  Raises ApiError or ClientLeft."""
-        with self._errors():
-            async for parts in self.generation.parts(self.deadline):
-                self._measure(parts)
-                for part in parts:
-                    self.answer.take(self.prompt_index[part.name], part)
-        self.close()
-        return Response(msgspec.json.encode(self.answer.whole()), media_type="application/json")
-
-    async def events(self) -> AsyncIterator[bytes]:
-        """The response as server-sent events.  Raises ApiError or ClientLeft."""
-        self._opening = b"".join(map(self.answer.encode, self.answer.opening()))
-        with self._errors():
-            async for parts in self.generation.parts(self.deadline):
-                if events := self._events_of(parts):
-                    yield events
+    def of(self, model: str | None) -> Front:
+        """The front of a request's model.  Raises ApiError."""
+        if model is None and len(self.fronts) > 1:
+            raise ApiError(400, f"model is missing; use one of {', '.join(self.names)}", "model")
+        if model is None:
+            return self.fronts[0]
+        if model not in self._by_name:
+            raise no_model(model, self.names)
+        return self._by_name[model]
 
     @property
-    def has_ended(self) -> bool:
-        """Whether all parts have come, without an error."""
-        return self.generation.done and self.generation.error is None
+    def status(self) -> str:
+        """ "ok", or the status of a model that is not."""
+        return next((front.status for front in self.fronts if front.status != "ok"), "ok")
 
-    def _events_of(self, parts: list[Part]) -> bytes:
-        """The events of the next parts.  Raises ApiError."""
-        self._measure(parts)
-        events = self._opening + b"".join([self.answer.event(self.prompt_index[part.name], part) for part in parts])
-        self._opening = b""
-        if self.has_ended:
-            # With the last tokens: each message to the client costs as much as many tokens.
-            events += b"".join([*map(self.answer.encode, self.answer.closing()), self.answer.end_mark])
-        return events
+    @property
+    def why(self) -> str:
+        return next((front.why for front in self.fronts if front.why), "")
 
-    def write_to(self, connection: Connection) -> None:
-        """From now on, write events to the connection as soon as they exist, while its client reads."""
-
-        def write(parts: list[Part]) -> bool:
-            if not connection.takes_chunks:
-                return False
-            if events := self._events_of(parts):
-                connection.write_chunk(events)
-            return True
-
-        self.generation.listener = write
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Raise the ApiError for what ended the generation."""
-        try:
-            yield
-        except TimeoutError:
-            self.metrics.timeouts.inc()
-            message = f"the request took longer than {self.timeout_s:g} s; lower max_tokens, or raise --request-timeout"
-            raise ApiError(504, message, retry=False) from None
-        except EngineGone as error:
-            raise ApiError(503, f"{error}; retry the request", code="engine_gone") from None
-        except EngineBusy as error:
-            code = "rate_limit_exceeded"
-            raise ApiError(429, str(error), code=code, retry_after_s=RETRY_AFTER_S) from None
-        except EspalierError as error:
-            raise refusal(error) from None
-
-    def _measure(self, parts: list[Part]) -> None:
-        """Count the parts.  Raises ApiError for one with an error."""
-        metrics, now = self.metrics, asyncio.get_running_loop().time()
-        for part in parts:
-            output = part.output
-            if count := len(output.token_ids):
-                metrics.generated.count += count
-                key = part.name, output.index
-                last = self.last_token_at.get(key)
-                if last is None:
-                    metrics.first_token.observe(now - self.began)
-                else:
-                    metrics.between_tokens.observe((now - last) / count, count)
-                self.last_token_at[key] = now
-            if part.usage is not None:
-                metrics.finished.labels(output.finish_reason).inc()
-                metrics.prompt_tokens.inc(part.usage.prompt_tokens)
-                metrics.cached_tokens.inc(part.usage.cached_tokens)
-            if output.error is not None:
-                raise ApiError(500, output.error, retry=False)
-
-    def close(self) -> None:
-        """End the request: abort the samples that still run."""
-        if self.leaving is not None:
-            self.leaving.cancel()
-        self.generation.close()
-        self.shares.remove(self.client, self.generation)
-        self.metrics.duration.observe(asyncio.get_running_loop().time() - self.began)
-
-
-async def _wait_for_disconnect(http: Request) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
+    async def close(self) -> None:
+        for front in self.fronts:
+            await front.close()
+        await self.bodies.close()

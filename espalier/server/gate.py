@@ -12,18 +12,19 @@ from collections.abc import Callable, Sequence
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from espalier.server.engines import SHUTTING_DOWN
 from espalier.server.errors import FAILED, RETRY_AFTER_S, ApiError
-from espalier.server.front import CLIENT_LEFT, UNLIMITED
-from espalier.server.heads import MAX_LENGTH_DIGITS
-from espalier.server.logs import new_request_id, request_id
-from espalier.server.shares import BATCHES, client
+from espalier.server.front import BATCHES, UNLIMITED
+from espalier.server.logs import client, new_request_id, request_id
 
 log = logging.getLogger("espalier.server")
 CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+# nginx's status for a client that disconnected.  It is for the log; no client receives it.
+CLIENT_LEFT = 499
+# 2**63 has as many digits.
+MAX_LENGTH_DIGITS = 19
 # Multiple of max_body_bytes up to which a too large body is read and dropped.
 MAX_DROPPED = 4
 # Uploads have a limit of their own.
@@ -76,7 +77,7 @@ class Gate:
         headers = Headers(scope=scope)
         client_id = headers.get("x-request-id", "")
         request_id.set(client_id if CLIENT_ID.fullmatch(client_id) else new_request_id())
-        # espalier/server/connections.py reads the id from the scope.
+        # connections.py reads the id from the scope.
         scope.setdefault("state", {})["request_id"] = request_id.get()
         client.set(BATCHES if UNLIMITED in scope["state"] else (scope.get("client") or ("",))[0])
         refused: ApiError | None = None
@@ -84,18 +85,17 @@ class Gate:
         scope["state"]["upload"] = upload
         self.num_open += 1
         try:
-            self._check_key(scope["path"], headers)
-            await upload.check_length(headers)
-            await self.app(scope, upload, answer)
-        except ApiError as error:
-            refused = error
-            if not answer.status:
-                await JSONResponse(error.body(), error.status_code, error.headers)(scope, receive, answer)
-        except Exception:
-            log.exception("%s %s failed", method, _shown(scope))
-            if not answer.status:
-                failed = ApiError(500, FAILED)
-                await JSONResponse(failed.body(), 500)(scope, receive, answer)
+            try:
+                self._check_key(scope["path"], headers)
+                await upload.check_length(headers)
+                await self.app(scope, upload, answer)
+            except ApiError as error:
+                refused = error
+            except Exception:
+                log.exception("%s %s failed", method, _shown(scope))
+                refused = ApiError(500, FAILED)
+            if refused is not None and not answer.status:
+                await refused.response()(scope, receive, answer)
         finally:
             self.num_open -= 1
             seconds = time.perf_counter() - began
@@ -103,10 +103,8 @@ class Gate:
             status = answer.status or CLIENT_LEFT
             # Probes would fill the log.
             level = logging.DEBUG if scope["path"] in OPEN_PATHS and answer.status == 200 else logging.INFO
-            why = _reason(refused or scope["state"].get("refused"))
-            log.log(level, "%s %s %d %.3f s%s", method, _shown(scope), status, seconds, why)
-            route = scope.get("route")
-            self.answered(getattr(route, "path", "other"), status)
+            log.log(level, "%s %s %d %.3f s%s", method, _shown(scope), status, seconds, _reason(refused))
+            self.answered(scope["state"].get("route", "other"), status)
 
     def _check_key(self, path: str, headers: Headers) -> None:
         if self.keys and path not in OPEN_PATHS:

@@ -1,130 +1,257 @@
-"""One HTTP connection: uvicorn's, with this server's error format and support for half-closed connections."""
+"""One HTTP/1 connection: h11 reads requests, and each of them runs the ASGI application.
+
+`Upgrade` is ignored (RFC 9110, section 7.8).  The log has a line for what is refused before it is a request.
+"""
 
 import asyncio
 import logging
 import socket
-from http.client import responses
+from email.utils import formatdate
+from http import HTTPStatus
+from types import MappingProxyType
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
+import h11
 import msgspec
-from starlette.types import Scope
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from starlette.types import ASGIApp, Message, Scope
 
-from espalier.server.connections import Room
+from espalier.server.connections import Connections
 from espalier.server.errors import ApiError
-from espalier.server.heads import UNREADABLE, Frames
+from espalier.server.heads import UNREADABLE, check_head
 from espalier.server.logs import new_request_id, request_id
 
 log = logging.getLogger("espalier.server")
+# Of a chunk's line, and of the trailers.  Chunked bodies are read in pieces of this size.
+MAX_LINE_BYTES = 4096
+# More chunks than this must have this many bytes on average: each costs the event loop a hundredth of a millisecond.
+FEW_CHUNKS = 4096
+MIN_CHUNK_BYTES = 32
+# Of one body: more waits in the socket until the application has read some.
+MAX_UNREAD_BYTES = 65536
+STATUS_LINES = MappingProxyType(
+    {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() for each in HTTPStatus}
+)
+# What ends a body in chunks.
+LAST_CHUNK = b"0\r\n\r\n"
+INTERIM = STATUS_LINES[100] + b"\r\n"
 # A half-closed connection is checked every CHECK_S.  Check FIRST_PROBE, and every CHECKS_PER_PROBE after it, sends an
 # interim response.
 CHECK_S = 0.1
 FIRST_PROBE = 3
 CHECKS_PER_PROBE = 100
 LINGER_S = 2.0
-# RFC 9110, section 15.2: an HTTP/1.1 client ignores interim responses that it did not ask for, whatever their number.
-INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+# The ASGI extension that holds the HttpExchange, with which the application may write a part of a response at once.
+EXCHANGE = "espalier.exchange"
 
 
-class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # whichever of uvicorn's parsers is installed
-    """A connection on which a client that sends FIN after a whole request still gets its response.
+class Connection(asyncio.Protocol):
+    """app: answers requests; connections: all that are open.
 
-    FIN does not say whether the client still reads.  Data written to a client that is gone causes a TCP reset.  That
-    data is a stream's events or, before the response starts, an interim response.  FIN counts as a disconnect on
-    HTTP/1.0, which has no interim responses, inside a request, and if several requests are pipelined.
+    A client that sends FIN after a whole request still gets its response.  FIN does not say whether the client still
+    reads.  Data written to a client that is gone causes a TCP reset.  That data is a stream's events or, before the
+    response starts, an interim response.  FIN counts as a disconnect on HTTP/1.0, which has no interim responses,
+    inside a request, and if several requests are pipelined.
     """
 
-    half_closed = False
-    # Once an error was sent for what is no HTTP: what else comes is dropped.
-    is_refused = False
-    app_state: dict[str, Any]
+    transport: asyncio.Transport
 
-    def __init__(self, *args: Any, room: Room, **named: Any):
-        super().__init__(*args, **named)
-        self.room = room
-        # uvicorn gives each request a copy: connection_of.
-        self.app_state = {**self.app_state, "connection": self}
-        self.frames = Frames()
+    def __init__(self, app: ASGIApp, connections: Connections):
+        self.app = app
+        self.connections = connections
+        self.loop = asyncio.get_running_loop()
+        # The part of a request's head that has arrived.  Once it is whole, h11 reads that request.
+        self.head = b""
+        self.http: h11.Connection | None = None
+        # The last request.
+        self.exchange: HttpExchange | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.writable = asyncio.Event()
+        self.writable.set()
+        self.is_half_closed = False
+        # Nothing more is read after an error for what is no HTTP.
+        self.is_refused = False
+        # The response in progress is the last one.
+        self.is_ending = False
+        # For Connections: since when there is no request in progress; whether nothing came since the last response.
+        self.idle_since = self.loop.time()
+        self.is_silent = False
+        self.num_written = 0
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
-        self.room.enter(self, self.loop.time())
+    # What asyncio calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self.connections.enter(self, self.loop.time())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.room.leave(self)
-        super().connection_lost(exc)
+        self.connections.leave(self)
+        self.writable.set()
+        self._disconnect()
+
+    def pause_writing(self) -> None:
+        self.writable.clear()
+
+    def resume_writing(self) -> None:
+        self.writable.set()
 
     def data_received(self, data: bytes) -> None:
-        if self.is_refused:
-            return
-        # uvicorn learns of the data also if none of it passes yet: its timer of idle connections ends.
-        passed = False
-        try:
-            for part in self.frames.take(data):
-                passed = True
-                super().data_received(part)
-                if self.is_refused or self.transport.is_closing():
-                    return
-            if not passed:
-                super().data_received(b"")
-        except ApiError as error:
-            self._refuse(error)
-
-    @property
-    def takes_chunks(self) -> bool:
-        """Whether what is written now leaves at once, or soon."""
-        return not (self.flow.write_paused or self.transport.is_closing())
-
-    def write_chunk(self, data: bytes) -> None:
-        """Write a part of a response whose head was sent by uvicorn and whose end will be: as uvicorn would."""
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        if self.is_silent:
+            self.is_silent, self.idle_since = False, self.loop.time()
+        self._take(data)
 
     def eof_received(self) -> bool:
         """Whether the connection stays open."""
-        if self.is_refused:
-            return False
-        cycle = self.cycle
-        self.half_closed = (
-            cycle is not None
-            and not cycle.more_body
-            and not cycle.response_complete
-            and self.scope["http_version"] != "1.0"
-            and not getattr(self, "pipeline", ())
+        exchange, http = self.exchange, self.http
+        self.is_half_closed = (
+            exchange is not None
+            and http is not None
+            and not (self.is_refused or exchange.more_body or exchange.is_ended)
+            and exchange.scope["http_version"] != "1.0"
+            and not http.trailing_data[0]
         )
-        if self.half_closed:
+        if self.is_half_closed:
             self.loop.call_later(CHECK_S, self._check, 0)
-        return self.half_closed
+        return self.is_half_closed
+
+    # Reading
+
+    def _take(self, data: bytes) -> None:
+        """Read what has come, and send the error for what is no HTTP."""
+        try:
+            if not self.is_refused:
+                self._feed(data)
+        except ApiError as error:
+            self._refuse(error)
+        except h11.RemoteProtocolError as error:
+            too_large = error.error_status_hint == 431
+            why = f"a chunk's line or the trailers are larger than {MAX_LINE_BYTES} bytes; send less"
+            self._refuse(ApiError(431, why) if too_large else ApiError(400, UNREADABLE))
+
+    def _feed(self, data: bytes) -> None:
+        """Read data.  h11 limits a line only where its end is still to come, so chunks are given to it in pieces."""
+        while True:
+            is_chunked = self.http is not None and self.exchange is not None and self.exchange.is_chunked
+            size = MAX_LINE_BYTES if is_chunked else len(data)
+            part, data = data[:size], data[size:]
+            if self.http is None:
+                self.head += part
+            elif part:
+                self.http.receive_data(part)
+            self._read()
+            if not data:
+                return
+
+    def _read(self) -> None:
+        """Handle what has arrived.  Raises ApiError, or h11's errors."""
+        while not (self.is_refused or self.transport.is_closing()):
+            if self.http is None and not self._begin():
+                return
+            assert self.http is not None
+            event = self.http.next_event()
+            if event is h11.NEED_DATA:
+                return
+            if event is h11.PAUSED:  # the next request waits for the response to this one
+                self.transport.pause_reading()
+                return
+            if self.exchange is not None and isinstance(event, h11.Data):
+                self.exchange.take(event)
+            elif self.exchange is not None and isinstance(event, h11.EndOfMessage):
+                self.exchange.end_body()
+                if self.exchange.is_ended:
+                    self._next()
+
+    def _begin(self) -> bool:
+        """Whether a whole head has arrived; h11 then reads it.  Raises ApiError."""
+        self.head = self.head.lstrip(b"\r\n")
+        end = check_head(self.head)
+        if end is None:
+            return False
+        head, rest, self.head = self.head[:end], self.head[end:], b""
+        self.http = h11.Connection(h11.SERVER, MAX_LINE_BYTES)
+        self.http.receive_data(head)
+        request = self.http.next_event()
+        assert isinstance(request, h11.Request)
+        self.exchange = HttpExchange(self, request)
+        self.task = self.loop.create_task(self._run(self.exchange))
+        if rest:
+            self._feed(rest)
+        return self.http is not None
+
+    async def _run(self, exchange: "HttpExchange") -> None:
+        try:
+            await self.app(exchange.scope, exchange.receive, exchange.send)
+        except Exception:
+            log.exception("the application failed")
+        if not exchange.is_ended:
+            self.transport.close()
+
+    def _next(self) -> None:
+        """After a whole request and its whole response."""
+        assert self.http is not None
+        self.head, self.http = self.http.trailing_data[0], None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is in progress."""
+        return self.exchange is None or self.exchange.is_ended
+
+    @property
+    def waits_for_client(self) -> bool:
+        return self.exchange is None or self.exchange.is_ended or self.exchange.more_body
+
+    def _disconnect(self) -> None:
+        """Tell the application that nothing of its response will be read."""
+        if self.exchange is not None and not self.exchange.is_ended:
+            self.exchange.is_disconnected = True
+            self.exchange.news.set()
+
+    # Writing
+
+    def write(self, data: bytes) -> None:
+        self.num_written += len(data)
+        self.transport.write(data)
+
+    def response_ended(self, exchange: "HttpExchange") -> None:
+        self.idle_since, self.is_silent = self.loop.time(), True
+        self.connections.renew(self)
+        # After FIN no request follows.
+        if self.is_ending or self.is_half_closed or not exchange.keeps_alive:
+            self.transport.close()
+            return
+        self.transport.resume_reading()
+        if not exchange.more_body:
+            self._next()
+            self._take(b"")
+
+    def end(self) -> None:
+        """Close after the response in progress, or now."""
+        self.is_ending = True
+        if self.is_idle:
+            self.transport.close()
 
     def _check(self, count: int) -> None:
-        cycle = self.cycle
-        if self.transport.is_closing() or cycle.response_complete:
+        exchange = self.exchange
+        assert exchange is not None
+        if self.transport.is_closing() or exchange.is_ended:
             return
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
             return
-        if not cycle.response_started and count % CHECKS_PER_PROBE == FIRST_PROBE:
-            self.transport.write(INTERIM)
+        if not exchange.is_started and count % CHECKS_PER_PROBE == FIRST_PROBE:
+            # RFC 9110, section 15.2: a client ignores interim responses that it did not ask for, whatever their number.
+            self.write(INTERIM)
         self.loop.call_later(CHECK_S, self._check, count + 1)
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self.room.renew(self)
-        # After FIN no request follows, except one that was pipelined and now runs.
-        if self.half_closed and self.cycle.response_complete:
-            self.transport.close()
-
-    def send_400_response(self, msg: str) -> None:
-        """What uvicorn calls for malformed HTTP."""
-        self._refuse(ApiError(400, UNREADABLE))
 
     def _refuse(self, error: ApiError) -> None:
         """Send an error and close, unless a response to an unfinished request has started on this connection.
 
         The client would read a second response as the next request's.
         """
-        cycle = self.cycle
-        if cycle is None or not cycle.response_started or (cycle.response_complete and not cycle.more_body):
-            self.transport.write(_refusal(error, self.client))
+        exchange = self.exchange
+        if exchange is None or not exchange.is_started or (exchange.is_ended and not exchange.more_body):
+            self.write(_refusal(error, self.transport.get_extra_info("peername")))
             self._linger()
         else:
             self.transport.close()
@@ -132,22 +259,149 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # whichev
     def _linger(self) -> None:
         """Close, but read on for LINGER_S: a client that still sends would lose the response to a TCP reset."""
         self.is_refused = True
-        if self.cycle is not None and not self.cycle.response_complete:
-            # As uvicorn does where a connection is lost: nothing may be written behind the error.
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+        # Nothing may be written behind the error.
+        self._disconnect()
         self.transport.write_eof()
         self.loop.call_later(LINGER_S, self.transport.abort)
 
 
-def connection_of(scope: Scope) -> Connection | None:
-    """The connection of a request whose response is sent in chunks; None for any other."""
-    return scope.get("state", {}).get("connection") if scope.get("http_version") == "1.1" else None
+class HttpExchange:
+    """One request and its response: what the application receives and sends.
+
+    more_body: the request has not arrived whole; is_started, is_ended: of the response; keeps_alive: another request
+    may follow on the connection.
+    """
+
+    def __init__(self, connection: Connection, request: h11.Request):
+        headers = dict(request.headers)
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            # Another reader may take the other one for the body's end.
+            raise ApiError(400, UNREADABLE)
+        self.connection = connection
+        self.scope = _scope_of(request, connection.transport)
+        self.scope["extensions"] = {EXCHANGE: self}
+        self.is_chunked = b"transfer-encoding" in headers
+        self.is_1_1 = request.http_version == b"1.1"
+        self.keeps_alive = self.is_1_1 and b"close" not in headers.get(b"connection", b"").lower()
+        self.is_waiting = self.is_1_1 and headers.get(b"expect", b"").lower() == b"100-continue"
+        self.body = bytearray()
+        self.more_body, self.is_body_given = True, False
+        self.is_started = self.is_ended = self.is_disconnected = False
+        self.news = asyncio.Event()
+        self.num_chunks = self.num_body_bytes = 0
+        self.head = b""
+        self.has_body, self.in_chunks = request.method != b"HEAD", False
+
+    def take(self, data: h11.Data) -> None:
+        """Take a part of the body.  Raises ApiError."""
+        self.num_chunks += data.chunk_start
+        self.num_body_bytes += len(data.data)
+        self.is_waiting = False
+        if self.num_chunks > FEW_CHUNKS and self.num_body_bytes < MIN_CHUNK_BYTES * self.num_chunks:
+            raise ApiError(400, f"{FEW_CHUNKS} chunks of less than {MIN_CHUNK_BYTES} bytes; send larger ones")
+        # The rest of a body that was refused is read and dropped.
+        if not self.is_ended:
+            self.body += data.data
+            self.news.set()
+            if len(self.body) > MAX_UNREAD_BYTES:
+                self.connection.transport.pause_reading()
+
+    def end_body(self) -> None:
+        self.more_body = False
+        self.news.set()
+
+    async def receive(self) -> Message:
+        """ASGI's."""
+        if self.is_waiting and not self.is_started:
+            self.is_waiting = False
+            self.connection.write(INTERIM)
+        while not (self.is_disconnected or self.is_ended):
+            if self.body or not (self.more_body or self.is_body_given):
+                data, self.body = bytes(self.body), bytearray()
+                self.is_body_given = not self.more_body
+                if self.more_body:
+                    self.connection.transport.resume_reading()
+                return {"type": "http.request", "body": data, "more_body": self.more_body}
+            self.news.clear()
+            await self.news.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        """ASGI's.  It waits until the client has read enough to be sent more, or is gone."""
+        await self.connection.writable.wait()
+        if self.is_disconnected or self.is_ended:
+            return
+        if message["type"] == "http.response.start":
+            # Kept for the first part of the body, so that both are one packet.
+            self.head, self.is_started = self._head_of(message), True
+            return
+        data, self.head = self.head + self._framed(message.get("body", b"")), b""
+        self.is_ended = not message.get("more_body", False)
+        self.connection.write(data + LAST_CHUNK if self.is_ended and self.in_chunks else data)
+        if self.is_ended:
+            self.news.set()
+            self.connection.response_ended(self)
+
+    def _head_of(self, message: Message) -> bytes:
+        status, headers = message["status"], [(b"date", formatdate(usegmt=True).encode()), *message["headers"]]
+        given = dict(headers)
+        if self.has_body and b"content-length" not in given and status not in (204, 304):
+            self.in_chunks = self.is_1_1
+            self.keeps_alive &= self.is_1_1
+            headers += [(b"transfer-encoding", b"chunked")] * self.in_chunks
+        self.keeps_alive &= given.get(b"connection") != b"close"
+        if not self.keeps_alive and b"connection" not in given:
+            headers.append((b"connection", b"close"))
+        return b"".join([STATUS_LINES[status], *(b"%b: %b\r\n" % header for header in headers), b"\r\n"])
+
+    @property
+    def is_read(self) -> bool:
+        """Whether what is written now leaves at once, or soon."""
+        connection = self.connection
+        return not self.is_disconnected and connection.writable.is_set() and not connection.transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        """Write a part of a body whose first part was sent, and whose end will be."""
+        self.connection.write(self._framed(data))
+
+    def _framed(self, data: bytes) -> bytes:
+        if not (data and self.has_body):
+            return b""
+        return b"%x\r\n%b\r\n" % (len(data), data) if self.in_chunks else data
 
 
-def _refusal(error: ApiError, client: tuple[str, int] | None) -> bytes:
+def _scope_of(request: h11.Request, transport: asyncio.Transport) -> Scope:
+    target = request.target
+    if not target.startswith((b"/", b"*")):
+        # A client of a proxy sends the whole URL (RFC 9112, section 3.2.2).
+        url = urlsplit(target)
+        target = (url.path or b"/") + (b"?" + url.query if url.query else b"")
+    raw_path, _, query = target.partition(b"?")
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "http_version": request.http_version.decode(),
+        "method": request.method.decode(),
+        "scheme": "http",
+        "path": unquote(raw_path.decode("latin-1")),
+        "raw_path": raw_path,
+        "query_string": query,
+        "root_path": "",
+        "headers": list(request.headers),
+        "client": _address(transport.get_extra_info("peername")),
+        "server": _address(transport.get_extra_info("sockname")),
+        "state": {},
+    }
+
+
+def _address(name: Any) -> tuple[str, int] | None:
+    """Host and port.  A Unix socket has none."""
+    return (name[0], name[1]) if isinstance(name, tuple) else None
+
+
+def _refusal(error: ApiError, peer: Any) -> bytes:
     """The whole response, with a new request id.  The id of a request that ends in this context is restored."""
-    before, status = request_id.set(new_request_id()), error.status_code
+    before, status, client = request_id.set(new_request_id()), error.status_code, _address(peer)
     place = f"{client[0]} port {client[1]}" if client else "an unknown address"
     log.info("refused HTTP from %s: %d: %s", place, status, error.detail)
     body = msgspec.json.encode(error.body())
@@ -158,5 +412,5 @@ def _refusal(error: ApiError, client: tuple[str, int] | None) -> bytes:
         "connection": "close",
     }
     request_id.reset(before)
-    lines = [f"HTTP/1.1 {status} {responses[status]}", *(f"{name}: {value}" for name, value in head.items()), "", ""]
-    return "\r\n".join(lines).encode() + body
+    lines = "".join(f"{name}: {value}\r\n" for name, value in head.items())
+    return STATUS_LINES[status] + lines.encode() + b"\r\n" + body

@@ -8,7 +8,11 @@ from contextvars import ContextVar
 
 LEVELS = ("debug", "info", "warning", "error")
 NO_REQUEST = "-"
+# Of the request in this context.
 request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST)
+# The API key that the client sent, where the server has several keys, and else its address.  A key that nobody checks
+# is no name: whoever sends many would have many shares of the queue (front.Shares).
+client: ContextVar[str] = ContextVar("client", default="")
 
 
 def new_request_id() -> str:

@@ -4,8 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from espalier.server.fields import FIRST, FUNCTIONS, TEXT_ONLY, Body, NoEffect, Nothing
-from espalier.server.hints import CACHE, CACHE_MARKS
+from espalier.server.fields import CACHE, CACHE_MARKS, FIRST, FUNCTIONS, TEXT_ONLY, Body, NoEffect, Nothing
 from espalier.tool_calls.definitions import MAX_TOOLS
 
 CACHE_CONTROL: Any = Annotated[Any, NoEffect(CACHE)]

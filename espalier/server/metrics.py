@@ -132,7 +132,9 @@ def _of_engine(figures: Figures) -> Iterator[Metric]:
     trees = CounterMetricFamily(
         "espalier_rounds_by_tree", "rounds by tree: steps,topk,num_draft_tokens", labels=["tree"]
     )
-    yield _labelled(trees, (("{},{},{}".format(*tree), count) for *tree, count in report.trees))
+    yield _labelled(trees, report.trees)
+    yield _counter("tree_changes", "times that another tree was chosen", report.tree_changes)
+    yield from _of_sources(report.by_source)
     yield _abort_steps(figures.abort_steps)
 
 
@@ -146,6 +148,14 @@ def _of_speculation(totals: SpeculationStats) -> Iterator[Metric]:
     yield _labelled(tried, enumerate(totals.reached, 1))
     taken = CounterMetricFamily("espalier_depth_accepted", "rounds in which a depth was accepted", labels=["depth"])
     yield _labelled(taken, enumerate(totals.taken, 1))
+
+
+def _of_sources(by_source: Mapping[str, Sequence[float]]) -> Iterator[Metric]:
+    about = ("draft tokens verified", "of these, accepted by their scores", "of these, accepted")
+    for place, (name, what) in enumerate(zip(("rows", "rows_expected", "rows_accepted"), about, strict=True)):
+        what = f"{what}, where scores are compared"
+        family = CounterMetricFamily(f"espalier_{name}_by_source", what, labels=["source"])
+        yield _labelled(family, [(source, counts[place]) for source, counts in by_source.items()])
 
 
 def _gauge(name: str, about: str, value: float) -> Metric:

@@ -15,8 +15,10 @@ from espalier.errors import EspalierError, require_int
 from espalier.limits import MAX_BIAS, MAX_COUNT, MAX_LOGPROBS
 from espalier.request import SPELLED_ALIKE, SamplingParams
 from espalier.server.fields import (
+    CACHE_MARKS,
     FIRST,
     FUNCTIONS,
+    HINTS,
     NOT_STORED,
     PLAIN,
     TEXT_ONLY,
@@ -29,7 +31,6 @@ from espalier.server.fields import (
     inside,
 )
 from espalier.server.formats import Constrained
-from espalier.server.hints import CACHE_MARKS, HINTS
 from espalier.server.messages import Message, TextPart
 from espalier.tool_calls.definitions import MAX_TOOLS, Tools, checked_tools
 

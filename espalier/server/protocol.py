@@ -92,7 +92,8 @@ class Report(msgspec.Struct):
     """The engine's state.
 
     harvests: engine steps so far; pages_owned: pages of running requests that are not in the prefix cache; rounds:
-    (bucket, whether a CUDA graph ran them, number of rounds); trees: (steps, topk, num_draft_tokens, number of rounds);
+    (bucket, whether a CUDA graph ran them, number of rounds); trees: (sizes of a tree, number of rounds);
+    tree_changes: TreeChooser.num_changes; by_source: rows of Guesses.by_source by name;
     abort_steps: for each abort that was completed since the
     last report, the engine steps from its arrival to the release of its pages.
     """
@@ -105,7 +106,9 @@ class Report(msgspec.Struct):
     pages_owned: int = 0
     preempted: int = 0
     rounds: list[tuple[int, bool, int]] = []
-    trees: list[tuple[int, int, int, int]] = []
+    trees: list[tuple[str, int]] = []
+    tree_changes: int = 0
+    by_source: dict[str, list[float]] = {}
     totals: SpeculationStats = msgspec.field(default_factory=SpeculationStats)
     low_acceptance: bool = False
     abort_steps: list[int] = []

@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError, create_model
 from espalier.errors import EspalierError, shown, unknown_name
 from espalier.server.errors import ApiError, of_validation
 from espalier.server.fields import (
+    CACHE_MARKS,
     FIRST,
     NOT_STORED,
     STATELESS,
@@ -20,7 +21,6 @@ from espalier.server.fields import (
     at_most,
     inside,
 )
-from espalier.server.hints import CACHE_MARKS
 from espalier.server.openai import HINT_FIELDS, MAX_METADATA, SAMPLING_FIELDS, ChatRequest
 from espalier.tool_calls.definitions import MAX_TOOLS
 

@@ -9,22 +9,21 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import MappingProxyType
 from typing import Any
 
-import uvicorn
+from starlette.types import ASGIApp
 
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, require_int, require_number
+from espalier.limits import true_or_false
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.batches import Batches
 from espalier.server.client import ClientOptions, EngineClient
-from espalier.server.connections import Readers, Room, Senders
-from espalier.server.descriptors import MAX_ACCEPTED, max_connections, report_full_rarely
+from espalier.server.connections import MAX_ACCEPTED, Connections, max_connections, report_full_rarely
 from espalier.server.front import Front, FrontOptions
 from espalier.server.gate import Gate
 from espalier.server.http1 import Connection
@@ -42,10 +41,30 @@ STALLED_AT_DRAIN_S = 5.0
 COLLECT_AFTER = 20_000
 # Whether the template process starts before the first conversation.
 STARTS_TEMPLATES = True
+# Bytes that the system takes ahead of a client's reading.
+MAX_UNSENT_BYTES = 65536
 # Connections that wait to be accepted.
 BACKLOG = 2048
-# uvicorn ticks ten times a second.
-TICKS_PER_SWEEP = 10
+
+
+# The least value of each number.
+LEAST = MappingProxyType(
+    {
+        "port": 0,
+        "max_queue": 0,
+        "request_timeout": 0,
+        "body_timeout": 0,
+        "send_timeout": 0,
+        "load_timeout": 0,
+        "drain_timeout": 0,
+        "engine_timeout": 1,
+        "max_body_bytes": 1,
+        "max_file_bytes": 1,
+        "tokens_per_replica": 1,
+        "fronts": 1,
+    }
+)
+SWITCHES = ("strict_fields", "allow_special_tokens_in_messages", "log_json")
 
 
 @dataclass(frozen=True)
@@ -63,32 +82,46 @@ class ServeOptions:
     batch_dir: Path | None = None
 
 
-class Server(uvicorn.Server):
-    """uvicorn with the shutdown that the module describes."""
+def check_options(options: Mapping[str, Any], spelled: Callable[[str], str] = str) -> None:
+    """options: by the name of the flag; None is one that was not given.  spelled: from a name to what errors call it.
+
+    Raises EspalierError.
+    """
+    for name, low in LEAST.items():
+        if name.endswith("_timeout"):
+            _check_seconds(spelled(name), options.get(name), low)
+        else:
+            require_int(spelled(name), options.get(name), low, optional=True)
+    for name in SWITCHES:
+        if (value := options.get(name)) is not None:
+            true_or_false(spelled(name), value)
+
+
+def _check_seconds(name: str, value: Any, low: int) -> None:
+    require_number(name, value, lambda seconds: seconds >= low, f"seconds, {low} or more", optional=True)
+
+
+class Server:
+    """Accepts connections until a signal, with the shutdown that the module describes."""
 
     def __init__(
         self,
-        config: uvicorn.Config,
+        app: ASGIApp,
         front: Front,
         gate: Gate,
-        readers: Readers,
-        senders: Senders,
+        connections: Connections,
         drain_timeout_s: float,
         batches: Batches | None = None,
     ):
-        super().__init__(config)
-        self.batches = batches
+        self.app = app
         self.front = front
         self.gate = gate
-        self.readers = readers
-        self.senders = senders
+        self.connections = connections
         self.drain_timeout_s = drain_timeout_s
+        self.batches = batches
         self.loop = asyncio.get_running_loop()
+        self.should_exit = asyncio.Event()
         self.ending: asyncio.Task[None] | None = None
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The signal handler.  It may interrupt anything, so it only schedules `leave` on the event loop."""
-        self.loop.call_soon_threadsafe(self.leave, sig == signal.SIGINT)
 
     def leave(self, at_once: bool) -> None:
         again, self.front.draining = self.front.draining, True
@@ -97,18 +130,12 @@ class Server(uvicorn.Server):
             if self.batches is not None:
                 self.batches.stop()
         if again or at_once:
-            self.should_exit = True
+            self.should_exit.set()
             # Kept: the event loop alone would not keep a task alive.
             self.ending = self.loop.create_task(self.front.engines.close())
             return
         log.info("draining: %d requests are in progress", self.gate.num_open)
         self.ending = self.loop.create_task(self._drain())
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        report_full_rarely(self.loop)
-        await super().startup(sockets)
-        for listener in sockets or ():
-            listener.listen(BACKLOG)
 
     async def _drain(self) -> None:
         with suppress(TimeoutError):
@@ -118,30 +145,45 @@ class Server(uvicorn.Server):
         if self.gate.num_open:
             log.warning("%d requests did not finish within %g s: ending them", self.gate.num_open, self.drain_timeout_s)
         await self.front.engines.close()
-        self.should_exit = True
+        self.should_exit.set()
 
-    async def on_tick(self, counter: int) -> bool:
-        if counter % TICKS_PER_SWEEP == 0:
-            self._sweep(STALLED_AT_DRAIN_S if self.front.draining else None)
-            self.senders.sweep(self.server_state.connections, self.loop.time())
-        return await super().on_tick(counter)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Send pending output, for at most CLOSE_S, and close connections whose client does not read."""
+    async def serve(self, listener: socket.socket) -> None:
+        """Accept connections and answer their requests until a signal, and then until all is sent."""
+        report_full_rarely(self.loop)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.loop.add_signal_handler(number, self.leave, number == signal.SIGINT)
+        # asyncio accepts as many in one turn; more of them may wait.
+        accepting = await self.loop.create_server(self._connect, sock=listener, backlog=MAX_ACCEPTED)
+        listener.listen(BACKLOG)
         sweeping = self.loop.create_task(self._sweep_often())
         try:
-            await super().shutdown(sockets)
+            await self.should_exit.wait()
         finally:
             sweeping.cancel()
-            self._sweep(0.0)
+            accepting.close()
+        await self._close_connections()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.loop.remove_signal_handler(number)
+
+    def _connect(self) -> Connection:
+        return Connection(self.app, self.connections)
 
     async def _sweep_often(self) -> None:
         while True:
-            self._sweep(STALLED_AT_CLOSE_S)
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(1.0)
+            self.connections.sweep(self.loop.time(), STALLED_AT_DRAIN_S if self.front.draining else None)
 
-    def _sweep(self, at_most_s: float | None) -> None:
-        self.readers.sweep(self.server_state.connections, self.loop.time(), at_most_s)
+    async def _close_connections(self) -> None:
+        """Send pending output, for at most CLOSE_S, and close connections whose client does not read."""
+        for connection in self.connections:
+            connection.end()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                while self.connections:
+                    self.connections.sweep(self.loop.time(), STALLED_AT_CLOSE_S)
+                    await asyncio.sleep(0.05)
+        for connection in self.connections:
+            connection.transport.abort()
 
 
 def url_of(host: str, port: int) -> str:
@@ -171,25 +213,9 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
             await front.templates.start()
         batches = None if store is None else Batches(store, _batch_concurrency(front))
         app, gate = make_app(front, options.api, batches)
-        config = uvicorn.Config(
-            app,
-            # uvicorn calls it for each connection.
-            http=partial(Connection, room=Room(max_connections())),  # type: ignore[arg-type]
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            # Nothing here depends on a client's address that a proxy adds.
-            proxy_headers=False,
-            lifespan="off",
-            # A WebSocket request gets a normal 404.
-            ws="none",
-            timeout_graceful_shutdown=CLOSE_S,
-            # asyncio accepts as many in one turn; Server.startup lets more of them wait.
-            backlog=MAX_ACCEPTED,
-        )
-        readers = Readers(options.send_timeout_s, front.metrics.stalled_readers)
-        senders = Senders(options.api.body_timeout_s, front.metrics.stalled_senders)
-        server = Server(config, front, gate, readers, senders, options.drain_timeout_s, batches)
+        limits = max_connections(), options.send_timeout_s, options.api.body_timeout_s
+        connections = Connections(front.metrics, *limits)
+        server = Server(app, front, gate, connections, options.drain_timeout_s, batches)
         log.info("serving %s at %s/v1", ", ".join(front.names), url_of(*listener.getsockname()[:2]))
         # The application lives as long as the process: garbage collections must not search it.
         gc.collect()
@@ -200,7 +226,7 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
             batches.start(gate, options.api.api_key)
         _allow_reuse(listener)
         ending = asyncio.create_task(_leave_without_engine(client, server))
-        await server.serve(sockets=[listener])
+        await server.serve(listener)
         if batches is not None:
             await batches.close()
         await front.close()
@@ -208,6 +234,27 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
     finally:
         await client.close()
         listener.close()
+
+
+@asynccontextmanager
+async def local_app(
+    settings: Mapping[str, Any], client_options: ClientOptions, front_options: FrontOptions, api_options: ApiOptions
+) -> AsyncIterator[tuple[Front, ASGIApp]]:
+    """The server without its sockets, for callers in this process.
+
+    settings: keywords of EngineConfig.  Raises EspalierError if the model cannot be loaded.
+    """
+    client = EngineClient(settings, client_options)
+    try:
+        await client.start()
+        front = await asyncio.to_thread(Front, client, front_options)
+        app, _ = make_app(front, api_options)
+        try:
+            yield front, app
+        finally:
+            await front.close()
+    finally:
+        await client.close()
 
 
 async def _leave_without_engine(client: EngineClient, server: Server) -> str | None:
@@ -262,6 +309,8 @@ def _bind(host: str, port: int, reuse: bool) -> socket.socket:
     # acknowledgement of the event before, which comes up to 40 ms late.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+    # Of the connections too.  The system takes little more than it can send: what it takes shows that a client reads.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
     try:
         listener.bind((host, port))
     except (OSError, OverflowError):

@@ -1,15 +1,29 @@
-"""Chat templates for the front: rendered in the template process, never on the event loop."""
+"""Renders chat templates in the template process, one at a time, within limits of time and memory.
 
-import asyncio
+A chat template is a program of the checkpoint's author, and its input is the client's.  It may run for ever, or make
+more text than the machine holds, so it never runs on the event loop.  This module is that process's program too.
+Frames are JSON: what a template can break must not be able to send pickles.
+"""
+
 import json
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
-from espalier.chat import Rendering
-from espalier.errors import EspalierError
-from espalier.server.aside import Aside, AsideFailed
-from espalier.server.errors import full
-from espalier.server.template_process import BEYOND
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from espalier.chat import ChatTemplate, Rendering
+from espalier.errors import EspalierError
+from espalier.server.aside import Aside, AsideFailed, serve_frames
+
+# CPU time of one rendering.
+MAX_S = 1.0
+MAX_MEMORY = 2**30
+MAX_CHARS = 2**24
+BEYOND = "the chat template is not finished within {} for these messages; send fewer or shorter ones, or correct it"
 # Wall time of one rendering.  The process itself limits its CPU time, but for work that Python cannot interrupt.
 MAX_WALL_S = 30.0
 MAX_WAITING = 64
@@ -20,9 +34,8 @@ class Templates:
 
     def __init__(self, hf: Any):
         self.source = hf.chat_template, dict(hf.special_tokens_map)
-        self._aside = Aside("template", "-m", "espalier.server.template_process")
-        self._turn = asyncio.Lock()
-        self._num_open = 0
+        waiting = "conversations are already waiting for the chat template"
+        self._aside = Aside("template", MAX_WAITING, waiting, "espalier.server.templates")
 
     async def start(self) -> None:
         """Start the process, whose imports take a second or two, before the first conversation needs it."""
@@ -30,20 +43,82 @@ class Templates:
 
     async def render(self, rendering: Rendering) -> str:
         """Raises EspalierError if the template refuses or does not end, ApiError if too many wait."""
-        if self._num_open > MAX_WAITING:
-            raise full(f"{MAX_WAITING} conversations are already waiting for the chat template")
         data = json.dumps({"source": self.source, "rendering": rendering}).encode()
-        self._num_open += 1
         try:
-            async with self._turn:
-                answer = json.loads(await self._aside.exchange(data, MAX_WALL_S))
+            answer = json.loads(await self._aside.exchange(data, MAX_WALL_S))
         except AsideFailed:
             raise EspalierError(BEYOND.format(f"{MAX_WALL_S:g} s and the memory that it may take")) from None
-        finally:
-            self._num_open -= 1
         if "error" in answer:
             raise EspalierError(answer["error"])
         return str(answer["text"])
 
     async def close(self) -> None:
         await self._aside.close()
+
+
+class OutOfTime(BaseException):
+    """No Exception, so that nothing in between takes it for an error of its own."""
+
+
+class OnlyTemplate(PreTrainedTokenizerBase):
+    """A tokenizer with nothing but a chat template."""
+
+    def __init__(self, chat_template: Any, special_tokens: dict[str, Any]):
+        self.chat_template = chat_template
+        self._special = special_tokens
+
+    @property
+    def special_tokens_map(self) -> dict[str, Any]:
+        return self._special
+
+
+def rendered(template: ChatTemplate, rendering: Rendering) -> str:
+    """The text.  Raises EspalierError, also if a limit is reached."""
+    try:
+        with _limited_time():
+            text = template.render(rendering)
+    except OutOfTime:
+        raise EspalierError(BEYOND.format(f"{MAX_S:g} s of CPU time")) from None
+    except MemoryError:
+        raise EspalierError(BEYOND.format(f"{MAX_MEMORY >> 20} MB of memory")) from None
+    if len(text) > MAX_CHARS:
+        raise EspalierError(BEYOND.format(f"{MAX_CHARS} characters"))
+    return text
+
+
+@contextmanager
+def _limited_time() -> Iterator[None]:
+    signal.setitimer(signal.ITIMER_PROF, MAX_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _expire(number: int, frame: FrameType | None) -> None:
+    raise OutOfTime
+
+
+class Renderer:
+    """Answers frames.  The template is made again only for another source."""
+
+    def __init__(self) -> None:
+        self._source: Any = None
+        self._template: ChatTemplate | None = None
+
+    def answer(self, frame: bytes) -> bytes:
+        sent = json.loads(frame)
+        if self._template is None or sent["source"] != self._source:
+            self._source = sent["source"]
+            self._template = ChatTemplate(OnlyTemplate(*sent["source"]))
+        try:
+            found = {"text": rendered(self._template, Rendering(*sent["rendering"]))}
+        except EspalierError as error:
+            found = {"error": str(error)}
+        return json.dumps(found).encode()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPROF, _expire)
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
+    serve_frames(Renderer().answer)

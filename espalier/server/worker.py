@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,13 @@ import zmq
 
 from espalier.config import SpeculationConfig
 from espalier.errors import EspalierError
-from espalier.layout import bucket_of
+from espalier.layout import TreeShape, bucket_of
 from espalier.llm import LLM, low_acceptance
 from espalier.masking.compile import CompiledGrammar, CompilerBusy
 from espalier.request import OutputChunk, Request
 from espalier.server import logs, protocol
 from espalier.server.protocol import Abort, Failed, Harvest, Part, Ready, Refused, Report, Start, Submit, Submits
+from espalier.slots import ALL_SOURCES
 
 log = logging.getLogger("espalier.server")
 WAIT_FOR_START_MS = 60_000
@@ -183,7 +184,9 @@ class Worker:
             pages_owned=pool.num_pages - 1 - pool.free - cached,
             preempted=scheduler.num_preempted,
             rounds=self._rounds(),
-            trees=[(*astuple(tree), count) for tree, count in scheduler.trees.num_rounds.items()],
+            trees=[(_label(tree), count) for tree, count in scheduler.trees.num_rounds.items()],
+            tree_changes=scheduler.trees.chooser.num_changes,
+            by_source=dict(zip(ALL_SOURCES, scheduler.guesses.by_source.tolist(), strict=True)),
             totals=engine.totals,
             low_acceptance=low_acceptance(engine.totals),
             abort_steps=abort_steps,
@@ -195,6 +198,11 @@ class Worker:
         for batch, count in self.llm.engine.scheduler.num_rounds.items():
             counts[bucket_of(batch, self.buckets)] += count
         return [(bucket, bucket in self.buckets, count) for bucket, count in sorted(counts.items())]
+
+
+def _label(tree: TreeShape) -> str:
+    shared = f" sharing {tree.shared_rows}" if tree.shared_rows else ""
+    return ",".join(map(str, tree.sizes.values())) + shared + ("" if tree.drafts else " without draft")
 
 
 def settings_of(sent: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ one launch to the next.  `prefill` does the same work for a chain of known token
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from espalier.cache.kv import PagedKV
 from espalier.cache.states import Marks, StateAccess
 from espalier.kernels.ops.state import NodeRows, advance, chain, gather
 from espalier.kernels.ops.tree import Path, accept, gather_rows
-from espalier.layout import RoundLayout, TreeShape, logit_rows, node_slices
+from espalier.layout import RoundLayout, TreeShape
 from espalier.models.base import CausalLM, ModelOutput
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.mask import DraftGuide
@@ -29,6 +30,7 @@ from espalier.sampling.pick import Logprobs, SampledTokens
 from espalier.sampling.prompt import PromptRows, prompt_logprobs
 from espalier.slots import BatchState, ScatterUpdate, SlotTable
 from espalier.speculate.drafters.base import Drafter, Grow
+from espalier.speculate.logit_slices import logit_rows, node_slices
 from espalier.speculate.pieces import PieceRows, Pieces
 from espalier.speculate.sampler import Sampler, make_sampler
 from espalier.speculate.tree import VOID, Tree
@@ -116,7 +118,8 @@ class RoundOutput:
     rows: [B, W], the row of the logits that each emitted token was picked from.
     tree: of a round; None for a prefill pass.
     prompt_logprobs: [N], for the prompt rows that requests asked for; None without such rows.
-    said: [B, P · (1 + S)], of a round with paths of own text, as in SlotTable; else None.
+    said: [B, P · (1 + S)], candidates: [B, D]: of a round with guesses of an engine with sources, as in SlotTable; else
+    None.
     """
 
     path: Path
@@ -126,6 +129,7 @@ class RoundOutput:
     tree: Tree | None = None
     prompt_logprobs: Logprobs | None = None
     said: Tensor | None = None
+    candidates: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -241,13 +245,15 @@ def settle(verified: Verified, mask: Tensor | None = None) -> RoundOutput:
     path = accept(tree, *sampled, slots.max_accept_depth, slots.real, runner.layout.steps)
     commit(runner, slots, path, proposed.sampler.needs.penalised, proposed.marks)
     runner.drafter.extend(slots, rows_of_path(runner.drafter, out, path), path.length)
-    is_told = runner.layout.text_paths and runner.layout.num_draft_tokens > 1
-    said = slots.table.said.index_select(0, slots.index).flatten(1) if is_told else None
+    told: dict[str, Any] = {}
+    if runner.table.layout.calibrates and runner.layout.num_draft_tokens > 1:
+        fields = {"said": slots.table.said, "candidates": slots.table.candidates}
+        told = {name: field.index_select(0, slots.index).flatten(1) for name, field in fields.items() if field.shape[1]}
     if verified.logits is not None:
-        return RoundOutput(path, verified.logits, slots.num_logprobs, path.rows, tree, said=said)
+        return RoundOutput(path, verified.logits, slots.num_logprobs, path.rows, tree, **told)
     logits = runner.target.logits(gather_rows(path.rows, out.hidden))
     rows = torch.arange(path.rows.shape[1], device=path.rows.device).repeat(slots.batch, 1)
-    return RoundOutput(path, logits, slots.num_logprobs, rows, tree, said=said)
+    return RoundOutput(path, logits, slots.num_logprobs, rows, tree, **told)
 
 
 def sample_nodes(verified: Verified, mask: Tensor | None) -> SampledTokens:

@@ -206,7 +206,7 @@ def make_runner(loaded: Loaded) -> ModelRunner:
         )
     )
     drafter: Drafter = make_drafter(config.algorithm, loaded.draft, layout, draft_cache)
-    if layout.text_paths or layout.sent_paths:
+    if layout.calibrates:
         drafter = GraftedDrafter(drafter, layout)
     table = SlotTable(layout, target.config.vocab_size, drafter.spec.carried, dtype, device)
     return ModelRunner(layout, table, cache, target, drafter)

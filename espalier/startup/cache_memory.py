@@ -1,5 +1,6 @@
-"""Divides the free memory between pages and snapshots of states, before weights are loaded."""
+"""Divides the free memory between slots, pages and snapshots of states, before weights are loaded."""
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,28 @@ from espalier.layout import RoundLayout
 
 if TYPE_CHECKING:
     from espalier.startup.resolve import Facts
+
+
+# By default the states of slots take at most one part in so many of the memory that weights leave.
+STATES_SHARE = 4
+log = logging.getLogger(__name__)
+
+
+def choose_max_batch(config: EngineConfig, facts: "Facts", dtype: torch.dtype, most: int) -> int:
+    """The user's max_batch, else `most`, or fewer where the states of so many slots would take too much memory."""
+    if not is_open(config.max_batch):
+        return int(config.max_batch)
+    state_bytes = bytes_per_state(facts.layer_specs, dtype)
+    left = max(facts.free_bytes - facts.weights.nbytes(dtype), 0)
+    if not state_bytes or most * state_bytes <= left // STATES_SHARE:
+        return most
+    chosen = max(left // STATES_SHARE // state_bytes, 1)
+    log.info(
+        "max_batch=%d, not %d: the states of a request take %.0f MiB, and those of all at most 1/%d of the %.1f GiB "
+        "that weights leave",
+        *(chosen, most, state_bytes / 2**20, STATES_SHARE, left / 2**30),
+    )
+    return chosen
 
 
 def pages_and_snapshots(

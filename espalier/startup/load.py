@@ -1,4 +1,7 @@
-"""From a configuration to a running engine: find the files, resolve each "auto", load the models, build the engine."""
+"""From a configuration to a running engine: find the files, resolve each "auto", load the models, build the engine.
+
+On a CPU it warns of what costs more than the checkpoint suggests: quantised weights, and 16-bit ones.
+"""
 
 import logging
 from dataclasses import dataclass
@@ -24,7 +27,8 @@ from espalier.models import (
 from espalier.models.layer_loading import layer_specs_of
 from espalier.models.loading import unread_prefixes
 from espalier.models.shard_sizes import require_shards
-from espalier.models.weight_count import WeightCount, stored_weights
+from espalier.models.weight_files import WeightCount, stored_weights
+from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.shards import WHOLE, Shards
 from espalier.speculate.drafters.registry import (
     draft_algorithm,
@@ -35,11 +39,9 @@ from espalier.speculate.drafters.registry import (
     read_draft,
 )
 from espalier.startup.build import Loaded, assemble, cache_size, chooser_of
-from espalier.startup.checkpoints import BUNDLED, find_draft, find_target
-from espalier.startup.measure_chip import measure_chip
+from espalier.startup.checkpoints import BUNDLED, BUNDLED_FILES, find_draft, find_target
 from espalier.startup.measure_memory import measure_pages
-from espalier.startup.rank_work import Models, RankWork
-from espalier.startup.ranks import starting_ranks
+from espalier.startup.ranks import Models, RankWork, starting_ranks
 from espalier.startup.resolve import (
     Facts,
     choose_algorithm,
@@ -49,7 +51,7 @@ from espalier.startup.resolve import (
     resolve,
 )
 from espalier.startup.threads import thread_facts, use_threads
-from espalier.startup.tree_cost import pass_weights
+from espalier.startup.tree_cost import measure_chip, pass_weights
 
 log = logging.getLogger("espalier")
 
@@ -230,3 +232,39 @@ def weights_of(checkpoint: Checkpoint, ranks: int = 1) -> WeightCount:
     if is_own or checkpoint.draft is None or checkpoint.draft_path is None:
         return target
     return target + stored_weights(checkpoint.draft_path, checkpoint.draft.layer.formats)
+
+
+# Matrices of which a quantised model quantises at least one.
+TYPICAL = ("self_attn.o_proj", "mlp.down_proj", "mlp.experts", "mlp.experts.0.down_proj")
+HALVES = ("bfloat16", "float16")
+
+
+def warn_of_cpu_costs(config: EngineConfig, resolved: ResolvedConfig, checkpoint: Checkpoint) -> None:
+    """Log at most one warning each of stored formats and of the dtype.  config: as the user gave it."""
+    if resolved.device != "cpu":
+        return
+    models = {"model": checkpoint.target} | ({} if checkpoint.draft is None else {"draft": checkpoint.draft.layer})
+    for what, model in models.items():
+        if stored := _quantised_as(model):
+            log.warning(
+                "the %s's weights are stored as %s, which saves memory and gains no speed on a CPU: each use converts "
+                "them, and a pass may take several times as long as with the unquantised model",
+                what,
+                stored,
+            )
+            break
+    stored = checkpoint.target.raw.get("dtype") or checkpoint.target.raw.get("torch_dtype")
+    is_bundled = checkpoint.target_path == BUNDLED_FILES / "target"
+    if is_open(config.dtype) and stored in HALVES and not is_bundled:
+        log.warning(
+            "the model is stored in %s and runs in %s on a CPU, with twice the memory for its weights; set dtype to "
+            "choose another",
+            stored,
+            resolved.dtype,
+        )
+
+
+def _quantised_as(model: ModelConfig) -> str | None:
+    """The name of the format of a model's quantised weights; None if all are dense."""
+    formats = (model.formats(f"model.layers.0.{name}") for name in TYPICAL)
+    return next((each.name for each in formats if each != DENSE_FORMAT), None)

@@ -1,16 +1,76 @@
-"""Starts the processes of ranks 1 to N - 1, each with a socket to this process and no other way in."""
+"""The work of each rank at the start: join the others, load its part, measure pages, make its executor.
+
+Rank 0 sends a RankWork to the other ranks and does the same itself.
+"""
 
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import MappingProxyType
 
+import torch
+
+from espalier.config import ResolvedConfig
+from espalier.engine.executor import Executor
 from espalier.engine.ranks import Peer, Ranks
+from espalier.shards import Collectives, Shards
+from espalier.shards.gloo import GlooCollectives
+from espalier.startup.build import Loaded, executor_of, make_runner
+from espalier.startup.measure_memory import measure_pages
+
+# Loads what one rank holds.  It is pickled: a function of a module, or a partial of one.
+Models = Callable[[ResolvedConfig, Shards], Loaded]
+# Calls a function that meets the other ranks, and returns its result.
+Joining = Callable[[Callable[[], Collectives]], Collectives]
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """models: loads those of a rank; requested_pages: the user's num_pages; joined: a file with which ranks find one
+    another, which does not exist yet."""
+
+    models: Models
+    config: ResolvedConfig
+    requested_pages: int | None
+    joined: str
+
+    def load(self, rank: int) -> Executor:
+        """As espalier/engine/follow.py:Source."""
+        return self.executor_of(self.models_of(rank))[0]
+
+    def models_of(self, rank: int, joining: Joining = lambda meet: meet()) -> Loaded:
+        """The models of a rank, whose shards have the collectives.  joining: calls what waits for the other ranks."""
+        config, count = self.config, self.config.tensor_parallel
+        if torch.device(config.device).type == "cuda":
+            config = replace(config, device=f"cuda:{rank}")
+            torch.cuda.set_device(rank)
+        joined = joining(lambda: join(torch.device(config.device), Path(self.joined), rank, count))
+        return self.models(config, Shards(rank, count, joined))
+
+    def executor_of(self, loaded: Loaded) -> tuple[Executor, Loaded]:
+        """The executor, and the models with the number of pages that fits on every rank."""
+        if loaded.device.type == "cuda":
+            pages = torch.tensor(measure_pages(loaded, self.requested_pages), device=loaded.device)
+            loaded = loaded.with_pages(int(loaded.shards.all_gather(pages).min()))
+        config = loaded.config
+        return executor_of(make_runner(loaded), config.overlap, config.graph_batch, capture_stages=True), loaded
+
+
+def join(device: torch.device, file: Path, rank: int, count: int) -> Collectives:
+    """Meet the other ranks."""
+    if device.type == "cpu":
+        return GlooCollectives(file, rank, count)
+    from espalier.kernels.ranks.collectives import join_gpus
+
+    return join_gpus(file, rank, count, device)
+
 
 MODULE = "espalier.startup.rank_process"
 # Rank 0 shows the progress.

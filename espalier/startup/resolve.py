@@ -17,15 +17,20 @@ from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import require_triton
 from espalier.layout import PLAIN, TREE_FIELDS, RoundLayout, TreeShape, max_draft_tokens
 from espalier.models.draft import DraftSpec
-from espalier.models.weight_count import WeightCount
+from espalier.models.weight_files import WeightCount
 from espalier.speculate.drafters.registry import algorithms, drafter_without_files
 from espalier.startup.build import cache_specs
-from espalier.startup.cache_memory import pages_and_snapshots
-from espalier.startup.pause import busy_chunk_size
-from espalier.startup.sources import INDEX_BYTES, choose_sources, source_sizes
+from espalier.startup.cache_memory import choose_max_batch, pages_and_snapshots
+from espalier.startup.sources import INDEX_BYTES, choose_sources, shares_rows, source_sizes
 from espalier.startup.threads import ThreadFacts, choose_threads
 from espalier.startup.tree_cost import ChipFigures, PassWeights
-from espalier.startup.tree_policy import Machine, choose_trees, choose_while_running
+from espalier.startup.tree_policy import (
+    Machine,
+    busy_chunk_size,
+    choose_trees,
+    choose_while_running,
+    names_tree,
+)
 
 STEPS, TOPK, NUM_DRAFT_TOKENS = 5, 4, 16
 PAGE_SIZE = 16
@@ -224,12 +229,12 @@ def resolve(
     speculation = config.speculation if isinstance(config.speculation, SpeculationConfig) else SpeculationConfig()
     tree = _tree(speculation, spec)
     machine = None if facts.chip is None else Machine(facts.chip, facts.pass_weights)
-    max_batch = _value_or(config.max_batch, defaults.max_batch)
-    is_named = any(not is_open(getattr(speculation, name)) for name in TREE_FIELDS)
-    trees = choose_trees(speculation.by_batch, tree, machine, is_named, max_batch)
-    costs, choices = choose_while_running(speculation, tree, machine, max_batch, spec.algorithm)
+    max_batch = choose_max_batch(config, facts, getattr(torch, dtype), defaults.max_batch)
+    trees = choose_trees(speculation.by_batch, tree, machine, names_tree(speculation), max_batch)
     chunk_size = _value_or(config.chunk_size, defaults.chunk_size)
     sources = choose_sources(speculation, spec.algorithm, tree, device)
+    of_engine = (spec.algorithm, shares_rows(facts.layer_specs, facts.model_impl), sources, facts.pass_weights)
+    costs, choices = choose_while_running(speculation, tree, machine, max_batch, *of_engine)
     layout = RoundLayout(
         max_batch=max_batch,
         **asdict(tree),
@@ -240,7 +245,7 @@ def resolve(
         chunk_size=chunk_size,
         busy_chunk_size=busy_chunk_size(config, chunk_size, defaults.busy_chunk_size, machine),
         trees=tuple(trees.items()),
-        **source_sizes(speculation, sources, facts.layer_specs, facts.model_impl),
+        **source_sizes(sources),
         choices=choices,
     )
     if device.type == "cuda":

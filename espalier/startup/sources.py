@@ -1,6 +1,7 @@
-"""Resolves which sources propose tokens beside the draft, and whether requests share the rows of a verify pass."""
+"""Resolves which sources propose tokens beside the draft, and whether requests can share the rows of a verify pass."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -15,28 +16,16 @@ TEXT_PATHS, SENT_PATHS = 2, 2
 INDEX_BYTES = 2**26
 
 
-def shared_rows(speculation: SpeculationConfig, layer_specs: Sequence[LayerSpec], model_impl: str) -> int:
-    """RoundLayout.shared_rows.  Raises EspalierError for a model that cannot run chosen rows."""
-    if is_open(speculation.shared_rows):
-        return 0
-    if (
-        any(isinstance(spec.keeps, RecurrentState) or spec.topk is not None for spec in layer_specs)
-        or model_impl != "native"
-    ):
-        raise EspalierError(
-            f"shared_rows={speculation.shared_rows} is not supported for a model with recurrent states or sparse "
-            "attention, or run by transformers: all rows of a request run; leave it out"
-        )
-    return int(speculation.shared_rows)
+def shares_rows(layer_specs: Sequence[LayerSpec], model_impl: str) -> bool:
+    """Whether a model can run chosen rows.  Layers with states and sparse attention need all rows of a request."""
+    in_order = any(isinstance(spec.keeps, RecurrentState) or spec.topk is not None for spec in layer_specs)
+    return model_impl == "native" and not in_order
 
 
-def source_sizes(
-    speculation: SpeculationConfig, sources: Sequence[str], layer_specs: Sequence[LayerSpec], model_impl: str
-) -> dict[str, int]:
-    """The fields of a RoundLayout for these sources, and shared_rows.  Raises EspalierError as shared_rows does."""
+def source_sizes(sources: Sequence[str]) -> dict[str, Any]:
+    """The fields of a RoundLayout for these sources."""
     is_sent = "prediction" in sources or "index" in sources
-    paths = {"text_paths": TEXT_PATHS * ("text" in sources), "sent_paths": SENT_PATHS * is_sent}
-    return paths | {"shared_rows": shared_rows(speculation, layer_specs, model_impl)}
+    return {"text_paths": TEXT_PATHS * ("text" in sources), "sent_paths": SENT_PATHS * is_sent}
 
 
 def choose_sources(

@@ -1,5 +1,7 @@
 """Predicts the fastest tree at each batch from the sizes of the models and the chip's bandwidth and peak.
 
+The two figures of the chip are measured at the start, in some 20 ms.
+
 A pass takes the time to read its weights and the cache, the time of its products, and a time for each layer.  With
 trees, a round emits more tokens, and its verify pass has more rows.  So deep trees are fastest at few requests, small
 ones and chains at more, plain decoding at very many.  With experts, more rows touch more of them: at one request, plain
@@ -9,8 +11,10 @@ The prediction assumes uniform routing, independent rows and CONTEXT tokens a re
 experts, trees are faster than predicted; `espalier bench choose` measures.
 """
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -35,7 +39,7 @@ CONTEXT = 1024
 
 @dataclass(frozen=True)
 class ChipFigures:
-    """The measured speed of a GPU (measure_chip.py): bytes read or written a second, bf16 FLOPs a second."""
+    """The measured speed of a GPU (measure_chip): bytes read or written a second, bf16 FLOPs a second."""
 
     gpu: str
     bandwidth: float
@@ -82,10 +86,12 @@ class PassWeights:
     def round_seconds(self, tree: TreeShape, batch: int, chip: ChipFigures, context: float = CONTEXT) -> float:
         """The time of a round.  context: committed tokens of a request, the mean."""
         cache = (2 * self.kept * context + 3 * self.state_bytes) * batch / chip.bandwidth
-        verify = self.target_seconds(batch * tree.num_draft_tokens, chip) + cache
+        verify = self.target_seconds(batch * tree.rows, chip) + cache
         if tree == PLAIN:
             return verify
-        if self.block_rows:
+        if not tree.drafts:
+            proposal = 0.0
+        elif self.block_rows:
             # Depth is free.
             proposal = self.draft_seconds(batch * self.block_rows, chip)
         else:
@@ -210,3 +216,33 @@ def _fits(configured: TreeShape, tree: TreeShape) -> bool:
 def _buckets(most: int) -> Sequence[int]:
     """1, 2, 3, 4, 6, 8, 12, ..., up to `most`."""
     return sorted({next_bucket(batch) for batch in range(1, most + 1) if next_bucket(batch) <= most})
+
+
+# Bytes of a copy that is too large for a cache, and the size of a square product that fills a chip.
+COPIED_BYTES, PRODUCT_SIZE = 2**27, 4096
+REPEATS = 7
+
+
+@cache
+def measure_chip(device: torch.device) -> ChipFigures:
+    """The bandwidth of a copy, bytes read and written, and the rate of a product in bfloat16."""
+    with torch.cuda.device(device):
+        source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
+        matrix = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, dtype=torch.bfloat16, device=device)
+        into, product = torch.empty_like(source), torch.empty_like(matrix)
+        bandwidth = 2 * COPIED_BYTES / _median_seconds(lambda: into.copy_(source))
+        peak = 2 * PRODUCT_SIZE**3 / _median_seconds(lambda: torch.mm(matrix, matrix, out=product))
+    return ChipFigures(torch.cuda.get_device_name(device), bandwidth, peak)
+
+
+def _median_seconds(work: Callable[[], object]) -> float:
+    """The median time of some work, once it is warm."""
+    times = []
+    for _ in range(3 + REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1000)
+    return statistics.median(times[-REPEATS:])

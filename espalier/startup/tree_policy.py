@@ -1,25 +1,113 @@
 """Chooses the tree for each batch size: the user's table, a table in a file, or the trees that are predicted.
 
 A table says "from n requests on, use this tree".  `espalier bench choose` measures and writes one.  Without a
-table, the trees are predicted (tree_cost.py) from what the GPU was measured to do at the start (measure_chip.py), and
-chosen anew while the engine runs (engine/tree_choice.py), among those of tree_sets.py.
+table, the trees are predicted (tree_cost.py) from what the GPU was measured to do at the start,
+and chosen anew while the engine runs (engine/tree_choice.py), among those of `tree_sets`.
+
+It also bounds the pause of streams while prompts enter: the rows of a prefill pass, from its predicted time.
 """
 
 import json
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from espalier.config import SpeculationConfig
-from espalier.engine.acceptance import ACCEPTED_BY
+from espalier.config import EngineConfig, SpeculationConfig, is_open
+from espalier.engine.acceptance import ACCEPTED_BY, FIRST_CHILD, at_level, gains
 from espalier.engine.round_times import CpuCosts
 from espalier.errors import EspalierError, once_each
-from espalier.layout import PLAIN, TREE_FIELDS, RoundCosts, TreeShape
-from espalier.startup.tree_cost import ChipFigures, PassWeights, trees_by_cost
-from espalier.startup.tree_sets import Choices, PredictedCosts, tree_sets
+from espalier.layout import MIN_CHUNK_WIDTH, PLAIN, TREE_FIELDS, RoundCosts, TreeShape, next_bucket
+from espalier.startup.tree_cost import CONTEXT, ChipFigures, PassWeights, smaller_trees, trees_by_cost
+
+# The most trees of a bucket, plain decoding included, the tree without a draft pass aside.
+MOST_TREES = 4
+# Rows a request of the trees whose rows are shared out.  At 8 they gain at most 2%, at 16 nothing (docs/log.md).
+SHARED_ROWS = 4
+# The supposed drafts: how often the first child is accepted at depth 1.
+LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+# Any single tree may be this many times as fast as predicted.
+UNSURE = 1.1
+
+Choices = tuple[tuple[int, tuple[TreeShape, ...]], ...]
+
+
+@dataclass(frozen=True)
+class PredictedCosts:
+    """RoundCosts of a GPU, predicted from the sizes of the models and the chip's figures."""
+
+    weights: PassWeights
+    chip: ChipFigures
+    by_clock: bool = True
+
+    def seconds(self, tree: TreeShape, batch: int, context: float) -> float:
+        return self.weights.round_seconds(tree, batch, self.chip, context)
+
+    def of_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
+        raise NotImplementedError
+
+
+def tree_sets(
+    configured: TreeShape, costs: PredictedCosts, max_batch: int, most_rows: int, shares: bool, looks_up: bool
+) -> Choices:
+    """The value of RoundLayout.choices: (least batch of a bucket, its trees), the trees in order of predicted speed.
+
+    most_rows: the most nodes that the trees of a batch may have together; shares: whether rows may be shared out;
+    looks_up: whether there are sources beside a draft.
+    """
+    trees = [configured, *smaller_trees(configured, costs.weights)]
+    halved = configured
+    sets: dict[int, tuple[TreeShape, ...]] = {}
+    least = 1
+    for bucket in sorted({next_bucket(batch) for batch in range(1, max_batch + 1)}):
+        while halved.num_draft_tokens * min(bucket, max_batch) > most_rows:
+            halved = replace(halved, num_draft_tokens=halved.num_draft_tokens // 2)
+        fitting = [tree for tree in dict.fromkeys((halved, *trees)) if tree.num_draft_tokens <= halved.num_draft_tokens]
+        trees_of_bucket = [tree for tree in fitting if tree != PLAIN]
+        if shares and bucket > 1:
+            trees_of_bucket += [shared for tree in trees_of_bucket for shared in sharing(tree)]
+        shapes = best_set(trees_of_bucket, costs, bucket)
+        if looks_up:
+            shapes += (replace(halved, drafts=False),)
+        if shapes != next(reversed(sets.values()), None):
+            sets[least] = shapes
+        least = bucket + 1
+    return tuple(sets.items())
+
+
+def sharing(tree: TreeShape) -> list[TreeShape]:
+    """The tree with its rows shared out, if it has enough nodes for that."""
+    return [replace(tree, shared_rows=SHARED_ROWS)] if tree.num_draft_tokens >= 2 * SHARED_ROWS else []
+
+
+def best_set(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) -> tuple[TreeShape, ...]:
+    """Plain decoding and the trees that lose least beside it, in order of predicted speed.  At most one of them shares
+    out its rows: such trees differ little."""
+    every = (*trees, PLAIN)
+    known, *supposed = (_rates(every, costs, batch, level) for level in (FIRST_CHILD[0], *LEVELS))
+    supposed += [{**rates, tree: rates[tree] * UNSURE} for rates in supposed for tree in trees]
+
+    def shares(kept: Sequence[TreeShape]) -> list[float]:
+        return [max(rates[tree] for tree in (*kept, PLAIN)) / max(rates.values()) for rates in supposed]
+
+    fixed = sum(not tree.shared_rows for tree in trees)
+    sets = (
+        each
+        for each in combinations(trees, min(MOST_TREES - 1, fixed + (fixed < len(trees))))
+        if sum(tree.shared_rows > 0 for tree in each) <= 1
+    )
+    kept = max(sets, key=lambda each: (min(shares(each)), sum(shares(each))))
+    return tuple(sorted((*kept, PLAIN), key=lambda tree: -known[tree]))
+
+
+def _rates(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int, level: float) -> dict[TreeShape, float]:
+    """A request's tokens a second, by tree.  level: how often the first child is accepted at depth 1."""
+    first_child = at_level(level, max(tree.steps for tree in trees))
+    return {tree: (1 + gains(tree, first_child)[-1]) / costs.seconds(tree, batch, CONTEXT) for tree in trees}
+
 
 # Rows of a verify pass that trees by default do not exceed.  Staging and logits grow with them: 4096 rows of
 # llama-3.1-8b are 0.54 GB of K and V, and 1.05 GB of logits in bfloat16.
@@ -67,22 +155,40 @@ def choose_trees(
     return chosen
 
 
+def names_tree(speculation: SpeculationConfig) -> bool:
+    """Whether the user set a size of the tree."""
+    return any(not is_open(getattr(speculation, name)) for name in TREE_FIELDS)
+
+
 def choose_while_running(
-    speculation: SpeculationConfig, configured: TreeShape, machine: Machine | None, max_batch: int, algorithm: str
+    speculation: SpeculationConfig,
+    configured: TreeShape,
+    machine: Machine | None,
+    max_batch: int,
+    algorithm: str,
+    shares: bool,
+    sources: Sequence[str],
+    weights: PassWeights,
 ) -> tuple[RoundCosts | None, Choices]:
     """The values of ResolvedConfig.round_costs and RoundLayout.choices.  None and () if the engine does not choose
     trees while it runs.
 
-    speculation: as the user gave it.  On a CPU, costs are known only for n-gram lookup, and a tree that the user names
-    runs in every round.
+    speculation: as the user gave it.  On a CPU, a tree that the user names runs in every round, and a draft model
+    pauses only where other sources search texts.  shares: as in tree_sets; sources: beside the drafter; weights: of
+    target and draft.
     """
     if speculation.by_batch != "auto" or configured == PLAIN:
         return None, ()
+    looks_up = algorithm != "ngram" and bool(sources)
     if machine is not None:
         costs = PredictedCosts(machine.weights, machine.chip)
-        return costs, tree_sets(configured, costs, max_batch, MAX_VERIFY_ROWS)
+        return costs, tree_sets(configured, costs, max_batch, MAX_VERIFY_ROWS, shares, looks_up)
     if algorithm == "ngram" and speculation == SpeculationConfig():
         return CpuCosts(), ((1, (configured, PLAIN)),)
+    if looks_up and {*sources} != {"prediction"} and not names_tree(speculation):
+        lone = (configured, replace(configured, drafts=False), PLAIN)
+        shared = tuple(sharing(configured)) if shares else ()
+        return CpuCosts(draft=weights.draft / weights.dense), ((1, lone), (2, (*lone, *shared)))
     return None, ()
 
 
@@ -137,7 +243,7 @@ def _shape(value: Any, where: str) -> TreeShape:
     for name in value:
         if name not in TREE_FIELDS:
             raise EspalierError(f"{where}: unknown {name!r}; a tree has {', '.join(TREE_FIELDS)}")
-    sizes = asdict(PLAIN) | dict(value) if value.get("steps") == 0 else dict(value)
+    sizes = PLAIN.sizes | dict(value) if value.get("steps") == 0 else dict(value)
     for name in TREE_FIELDS:
         if name not in sizes:
             raise EspalierError(f"{where}: {name} is missing; a tree has {', '.join(TREE_FIELDS)}")
@@ -156,7 +262,7 @@ def read(path: Path) -> Trees:
 
 def write(path: Path, trees: Mapping[int, TreeShape]) -> None:
     """Write a table as JSON.  Raises EspalierError if the file cannot be written."""
-    lines = [f"  {json.dumps(str(least))}: {json.dumps(asdict(shape))}" for least, shape in trees.items()]
+    lines = [f"  {json.dumps(str(least))}: {json.dumps(shape.sizes)}" for least, shape in trees.items()]
     try:
         path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     except OSError as error:
@@ -173,3 +279,55 @@ def _read_object(path: Path, what: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise EspalierError(f"{path} holds no JSON object; name a {what}")
     return content
+
+
+# The bound by default.  An 8B on an H100 enters some 640 rows in it.
+PAUSE_MS = 20.0
+# Where the weights alone take that long to read, a pass may take so many times as long as its smallest form: with fewer
+# rows, prompts would enter at less than half the rate.
+LEAST_RATE = 2.0
+
+
+def busy_chunk_size(config: EngineConfig, chunk_size: int, default: int, machine: Machine | None) -> int:
+    """Rows of a prefill pass that streams wait for.
+
+    chunk_size: the most rows of a pass; default: of a machine for which nothing is predicted.
+    Raises EspalierError if both the rows and the pause are set, if the smallest pass takes longer than the pause, and
+    for a pause on a machine for which nothing is predicted.
+    """
+    if not is_open(config.busy_chunk_size):
+        if not is_open(config.max_pause_ms):
+            raise EspalierError(
+                f"max_pause_ms={config.max_pause_ms} and busy_chunk_size={config.busy_chunk_size} both bound the "
+                "passes that streams wait for; remove one of them"
+            )
+        return int(config.busy_chunk_size)
+    if machine is None:
+        if not is_open(config.max_pause_ms):
+            raise EspalierError(
+                f"max_pause_ms={config.max_pause_ms} needs the predicted time of a pass, and a CPU has none; set "
+                "busy_chunk_size, the rows of a pass, instead"
+            )
+        return min(default, chunk_size)
+    least = _pass_ms(machine, MIN_CHUNK_WIDTH)
+    bound_ms = max(PAUSE_MS, LEAST_RATE * least) if is_open(config.max_pause_ms) else float(config.max_pause_ms)
+    if bound_ms < least:
+        raise EspalierError(
+            f"max_pause_ms={config.max_pause_ms} is below the {least:.1f} ms that the smallest prefill pass, of "
+            f"{MIN_CHUNK_WIDTH} rows, is predicted to take on {machine.chip.gpu}; raise it"
+        )
+    # The widths of passes are multiples of MIN_CHUNK_WIDTH.
+    steps_down = range(chunk_size // MIN_CHUNK_WIDTH, 0, -1)
+    rows = next(step * MIN_CHUNK_WIDTH for step in steps_down if _pass_ms(machine, step * MIN_CHUNK_WIDTH) <= bound_ms)
+    log.info(
+        "streams wait for prefill passes of at most %d rows, predicted to take %.1f ms (max_pause_ms=%.4g%s)",
+        rows,
+        _pass_ms(machine, rows),
+        bound_ms,
+        "" if not is_open(config.max_pause_ms) else ", by default",
+    )
+    return rows
+
+
+def _pass_ms(machine: Machine, rows: int) -> float:
+    return machine.weights.target_seconds(rows, machine.chip) * 1000

@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from espalier.tool_calls.base import Delta, Writer, call_id
+from espalier.tool_calls.base import Delta, Writer, call_id, split
 from espalier.tool_calls.formats import Formats, harmony
 from espalier.tool_calls.reader import Reader, Steps
-from espalier.tool_calls.reasoning import split
 
 
 class OutputParser:

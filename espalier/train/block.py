@@ -1,12 +1,13 @@
 """Train a block draft for a frozen target, on given text and on text of the target.
 
-`python -m espalier.train block` runs `train_block`, and `evaluate_block` measures a draft without the engine.  The file
+`espalier train block` runs `train_block`, and `evaluate_block` measures a draft without the engine.  The file
 is the `dspark` form of vLLM's speculators, with a Markov head of rank `edge_rank` (0: none) and of one of its three
 kinds, and no confidence head; the embedding and the lm_head are the target's.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,14 @@ from espalier.speculate.drafters.one_pass import with_edges, without_edges
 from espalier.train.block_head import BlockHead, BlockShape, block_loss
 from espalier.train.checkpoint import layer_fields, shape_in, write_checkpoint
 from espalier.train.configs import MIN_CAPTURED_LAYERS, read_config
+from espalier.train.data import Data
 from espalier.train.draft_run import DraftRun, prepare_run, train_draft
 from espalier.train.evaluate import AcceptReport, continued, print_reports, report, require_room
-from espalier.train.own_text import load_own_text
 from espalier.train.settings import BlockConfig
 from espalier.train.target import Eagle3Target, FrozenTarget, training_device
 
 # (topk, num_draft_tokens) of the trees that are measured; the first is a chain.
 TREES = {"chain": (1, 0), "tree of 16": (8, 16), "tree of 64": (8, 64)}
-# Held-out text that is measured while training: prompts, and tokens of each prompt and of its continuation.
-HELDOUT_PROMPTS, HELDOUT_TOKENS = 16, 64
 
 
 def new_head(target: Eagle3Target, config: BlockConfig) -> BlockHead:
@@ -52,39 +51,25 @@ def new_head(target: Eagle3Target, config: BlockConfig) -> BlockHead:
     return head
 
 
-def train_block(target_dir: Path, stream: np.ndarray, out: Path, work: Path, config: BlockConfig) -> dict[str, float]:
-    """Train, save to `out`, and return the run's figures.  stream: token ids of the text to train on; its end is held
-    out and measured while training."""
-    heldout = HELDOUT_PROMPTS * HELDOUT_TOKENS
-    files = prepare_run("block", target_dir, stream, out, work, config, MIN_CAPTURED_LAYERS, heldout)
+def train_block(target_dir: Path, data: Data, out: Path, work: Path, config: BlockConfig) -> dict[str, float]:
+    """Train, save to `out`, and return the run's figures."""
+    files = prepare_run("block", target_dir, data, out, work, config, MIN_CAPTURED_LAYERS)
     target = Eagle3Target(target_dir, training_device())
-    stream, prompts = stream[:-heldout], stream[-heldout:].astype(np.int64).reshape(HELDOUT_PROMPTS, -1)
-    own = load_own_text(target, stream, config, work, files.origin)
     head = new_head(target, config)
-    texts = target.continuations(torch.from_numpy(prompts).to(target.device), HELDOUT_TOKENS, 0.0)
-    texts = [text for text in texts if len(text) > HELDOUT_TOKENS + config.block_size]
-    firsts = [HELDOUT_TOKENS] * len(texts)
     loss = torch.compile(block_loss) if target.device.type == "cuda" else block_loss
     generator = torch.Generator().manual_seed(config.seed)
 
-    def loss_of(tokens: Tensor, features: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def loss_of(tokens: Tensor, features: Tensor, logits: Tensor, learned: Tensor) -> tuple[Tensor, Tensor]:
         roots = torch.randperm(tokens.shape[1] - config.block_size + 1, generator=generator)[: config.anchors] + 1
         embeds = target.embed(tokens), mask_embedding(target, head)
         anchors = roots.sort().values.to(tokens.device)
-        return loss(head, target.head, embeds, tokens, features, logits, anchors, config.decay)
+        return loss(head, target.head, embeds, tokens, features, logits, learned, anchors, config.decay)
 
-    def measured() -> str:
-        if not texts:
-            return "held out: nothing, as the target's continuations end or repeat at once"
-        reports = measure_block(head, target, texts, firsts)
-        return "held out: " + ", ".join(f"{name} {r.every_root:.3f}" for name, r in reports.items())
+    def measured(texts: list[np.ndarray], firsts: list[int]) -> dict[str, AcceptReport]:
+        return measure_block(head, target, texts, firsts)
 
-    run = DraftRun(
-        *(head, target, loss_of, lambda: save_block(head, target, target_dir, out), files.state, config),
-        rows_of=token_rows,
-        measure=measured,
-    )
-    return train_draft(run, own.stream, stream)
+    save = partial(save_block, head, target, target_dir, out)
+    return train_draft(DraftRun(head, target, loss_of, save, measured, files, config, rows_of=token_rows))
 
 
 def token_rows(target: FrozenTarget, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,8 +185,9 @@ def evaluate_block(
     head = load_block(draft_dir)
     steps = head.shape.block_size
     require_room(num_tokens, steps)
+    texts, firsts = continued(target_dir, prompts, num_tokens, steps)
     target = Eagle3Target(target_dir, training_device())
     head = head.to(target.device, target.head.dtype).eval()
-    reports = measure_block(head, target, *continued(target, prompts, num_tokens, steps))
+    reports = measure_block(head, target, texts, firsts)
     print_reports([(name, steps, TREES[name][0], TREES[name][1] or steps + 1, r) for name, r in reports.items()])
     return reports

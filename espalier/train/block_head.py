@@ -171,13 +171,15 @@ def block_loss(
     tokens: Tensor,
     features: Tensor,
     target_logits: Tensor,
+    learned: Tensor,
     anchors: Tensor,
     decay: float,
 ) -> tuple[Tensor, Tensor]:
     """(loss, top-1 agreement by depth [S]): soft cross-entropy with the target's distribution behind the text, in nats.
 
     lm_head: the target's [V, H]; embeds: of tokens, and the mask's; tokens: [B, R], of positions 1 .. R; features:
-    [B, R, F], of positions 0 .. R-1; target_logits: [B, R, V], at positions 1 .. R; anchors: [A], from 1 to R - S + 1.
+    [B, R, F], of positions 0 .. R-1; target_logits: [B, R, V], at positions 1 .. R; learned: bool [B, R], which of them
+    count; anchors: [A], from 1 to R - S + 1.
     With edges, the tokens before are the text's.
     """
     outputs = head(embeds[0][:, anchors - 1], embeds[1], features, anchors)
@@ -189,7 +191,9 @@ def block_loss(
         logits = F.linear(outputs[:, :, depth], lm_head.to(outputs.dtype)).float()
         if head.markov_head is not None and factors is not None:
             logits = logits + head.markov_head(factors[:, :, depth]).float()
-        wanted = target_logits[:, at].float()
-        losses.append(decay**depth * F.cross_entropy(logits.flatten(0, 1), wanted.softmax(-1).flatten(0, 1)))
-        agreements.append((logits.argmax(-1) == wanted.argmax(-1)).float().mean())
+        wanted, counts = target_logits[:, at].float(), learned[:, at]
+        loss = F.cross_entropy(logits.flatten(0, 1), wanted.softmax(-1).flatten(0, 1), reduction="none")
+        num_counted = counts.sum().clamp(min=1)
+        losses.append(decay**depth * (loss * counts.flatten()).sum() / num_counted)
+        agreements.append(((logits.argmax(-1) == wanted.argmax(-1)) & counts).sum() / num_counted)
     return torch.stack(losses).sum(), torch.stack(agreements).detach()

@@ -14,17 +14,22 @@ from typing import Any, NoReturn
 from espalier.config import supported
 from espalier.errors import EspalierError, one_line, require_int
 from espalier.startup.checkpoints import find_draft, find_target, require_names
+from espalier.terminal.console import HelpText
 from espalier.terminal.flags import flag_of
-from espalier.terminal.help import HelpText
-from espalier.train import interrupted
 from espalier.train.configs import MIN_CAPTURED_LAYERS, kind_in, read_target
 from espalier.train.settings import BlockConfig, Eagle3Config, MtpConfig, OwnTextConfig, TrainConfig
 from espalier.train.work import require_folder
 
 BAD_INPUT = 2
 FAILED = 1
+INTERRUPTED = 130
+# Of `auto`.
+LEAST_MINUTES = 1
 TARGET_HELP = "a Llama, Qwen or Mistral model: a directory, a Hugging Face id, or 'bundled'"
-DATA_HELP = 'JSON lines with "text" or "token_ids", or a .npy file with one row of token ids'
+DATA_HELP = (
+    'JSON lines with "messages" that the target answers, or with "text" or "token_ids", or a .npy file with one row of '
+    "token ids"
+)
 OUT_HELP = "where the draft goes; a finished draft of the same kind there is replaced, another model refused"
 
 
@@ -32,7 +37,7 @@ OUT_HELP = "where the draft goes; a finished draft of the same kind there is rep
 class Trainer:
     """A kind of draft.  train, evaluate: "module:function"; the modules import PyTorch, so only a run imports them.
 
-    train: (target's directory, token ids, out, work, config) -> figures; evaluate: (draft's directory, target's
+    train: (target's directory, Data, out, work, config) -> figures; evaluate: (draft's directory, target's
     directory, prompts, tokens continued); min_layers: of a target.
     """
 
@@ -69,7 +74,7 @@ TRAINERS = MappingProxyType(
 )
 
 
-COMMANDS = (*TRAINERS, "own-text", "evaluate")
+COMMANDS = (*TRAINERS, "own-text", "evaluate", "auto")
 
 
 def function(path: str) -> Callable[..., Any]:
@@ -131,8 +136,20 @@ def given_path(text: str) -> Path:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python -m espalier.train", description=__doc__)
-    commands = parser.add_subparsers(dest="command", metavar="command")
+    parser = Parser(prog="espalier train", description=__doc__)
+    add_commands(parser)
+    return parser
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run)
+    commands = parser.add_subparsers(dest="command", metavar="command", parser_class=Parser)
+    about = "choose a kind of draft by short trials, train it, measure it and its trees"
+    auto = commands.add_parser("auto", help=about, description=about)
+    auto.add_argument("--target", type=not_empty, required=True, help=TARGET_HELP)
+    auto.add_argument("--data", type=given_path, help=f"{DATA_HELP}; by default questions that the target asks itself")
+    auto.add_argument("--out", type=given_path, default=Path("draft"), help="where the draft goes (draft)")
+    auto.add_argument("--minutes", type=float, default=30, metavar="N", help="minutes that all of it may take (30)")
     for name, trainer in TRAINERS.items():
         train = commands.add_parser(name, help=trainer.help, description=trainer.help)
         train.add_argument("--target", type=not_empty, required=True, help=TARGET_HELP)
@@ -162,7 +179,6 @@ def make_parser() -> argparse.ArgumentParser:
     evaluate.add_argument(
         "--max-tokens", type=int, default=200, metavar="N", help="tokens to generate after each prompt (200)"
     )
-    return parser
 
 
 def config_of(kind: type[Any], arguments: argparse.Namespace) -> Any:
@@ -173,6 +189,8 @@ def config_of(kind: type[Any], arguments: argparse.Namespace) -> Any:
 def run(arguments: argparse.Namespace) -> None:
     if arguments.command == "evaluate":
         _evaluate(arguments)
+    elif arguments.command == "auto":
+        _auto(arguments)
     elif arguments.command == "own-text":
         _write_own_text(arguments)
     else:
@@ -190,8 +208,21 @@ def _train(arguments: argparse.Namespace) -> None:
     require_folder("--work", work)
     target = find_target(arguments.target, "--target")
     config.require_target(read_target(target, trainer.min_layers))
-    stream = function("espalier.train.data:read_stream")(arguments.data, target)
-    function(trainer.train)(target, stream, out, work, config)
+    data = function("espalier.train.data:read_data")(arguments.data, target)
+    function(trainer.train)(target, data, out, work, config)
+
+
+def _auto(arguments: argparse.Namespace) -> None:
+    if not arguments.minutes >= LEAST_MINUTES:
+        raise EspalierError(f"--minutes={arguments.minutes:g} is too few to try drafts; use {LEAST_MINUTES} or more")
+    require_names({"--target": arguments.target})
+    if arguments.data is not None:
+        require_data(arguments.data)
+    require_folder("--out", arguments.out)
+    target = find_target(arguments.target, "--target")
+    config = read_target(target)
+    kinds = [name for name, kind in TRAINERS.items() if config["num_hidden_layers"] >= kind.min_layers]
+    function("espalier.train.auto:train_auto")(target, arguments.data, arguments.out, arguments.minutes, kinds)
 
 
 def _write_own_text(arguments: argparse.Namespace) -> None:
@@ -201,8 +232,8 @@ def _write_own_text(arguments: argparse.Namespace) -> None:
     require_folder("--work", arguments.work)
     target = find_target(arguments.target, "--target")
     config.require_target(read_target(target))
-    stream = function("espalier.train.data:read_stream")(arguments.data, target)
-    function("espalier.train.own_text:own_text_command")(target, stream, config, arguments.work)
+    data = function("espalier.train.data:read_data")(arguments.data, target)
+    function("espalier.train.own_text:own_text_command")(target, data, config, arguments.work)
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
@@ -250,14 +281,15 @@ def main(given: Sequence[str] | None = None) -> int:
     try:
         run(arguments)
     except KeyboardInterrupt:
-        return interrupted()
+        print("espalier train: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except (OSError, ValueError) as error:
-        print(f"espalier.train: {error}", file=sys.stderr)
+        print(f"espalier train: {error}", file=sys.stderr)
         return BAD_INPUT if isinstance(error, ValueError) else FAILED
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # PyTorch's, which is not imported here
             raise
         remedy = "use a smaller --batch, --length or --generate-batch"
-        print(f"espalier.train: the GPU's memory is full ({one_line(error)}); {remedy}", file=sys.stderr)
+        print(f"espalier train: the GPU's memory is full ({one_line(error)}); {remedy}", file=sys.stderr)
         return FAILED
     return 0

@@ -1,4 +1,4 @@
-"""Reads the given text: documents or prompts from JSON lines, or a .npy of token ids.
+"""Reads the given text: documents, prompts or conversations from JSON lines, or a .npy of token ids.
 
 Everything is checked here, before a model is loaded: a file that cannot be read, a line that is no document, and token
 ids that the target does not have.
@@ -7,6 +7,8 @@ ids that the target does not have.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,20 +16,78 @@ from typing import Any
 import numpy as np
 
 from espalier.errors import EspalierError, one_line
+from espalier.inputs import InputProcessor, ModelFacts
 from espalier.terminal.console import read_text
-from espalier.tokenizer_files import hugging_face_tokenizer
+from espalier.text import load_tokenizer
 from espalier.train.configs import read_target
 
-FORM = 'one JSON object a line with "text", "prompt" or "token_ids"'
+FORM = 'one JSON object a line with "text", "prompt", "token_ids" or "messages"'
+# What is kept apart and measured while training: prompts, and tokens of a prompt that is cut from documents.
+HELDOUT_PROMPTS, HELDOUT_TOKENS = 16, 64
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """tokens: by the target's chat template, up to the answer; kind: "kind" of its line, such as code."""
+
+    tokens: np.ndarray
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Data:
+    """stream: the token ids of all documents, one after another, as uint16 or int32; conversations: which the target
+    answers; licenses: what the lines say."""
+
+    stream: np.ndarray
+    conversations: Sequence[Conversation] = ()
+    licenses: Sequence[str] = ()
+
+    @property
+    def all_tokens(self) -> np.ndarray:
+        return np.concatenate([self.stream, *(each.tokens for each in self.conversations)])
+
+    def apart(self) -> tuple[Data, list[np.ndarray]]:
+        """(what is trained on, prompts that are measured): the last conversations of each kind, or the end of the
+        documents."""
+        if not self.conversations:
+            size = min(HELDOUT_TOKENS, len(self.stream) // (4 * HELDOUT_PROMPTS))
+            cut = len(self.stream) - size * HELDOUT_PROMPTS
+            prompts: Any = self.stream[cut:].astype(np.int32).reshape(HELDOUT_PROMPTS, size) if size else []
+            return replace(self, stream=self.stream[:cut]), list(prompts)
+        by_kind: dict[str, list[int]] = {}
+        for number, each in enumerate(self.conversations):
+            by_kind.setdefault(each.kind, []).append(number)
+        most = max(1, HELDOUT_PROMPTS // len(by_kind))
+        held = [n for numbers in by_kind.values() for n in numbers[len(numbers) - min(most, len(numbers) // 4) :]]
+        kept = [each for number, each in enumerate(self.conversations) if number not in set(held)]
+        return replace(self, conversations=kept), [self.conversations[number].tokens for number in held]
+
+
+def read_data(path: Path, target: Path) -> Data:
+    """Raises EspalierError."""
+    if path.suffix == ".npy":
+        return Data(_read_ids(path, target))
+    documents, conversations, licenses = [], [], set()
+    for record, tokens in _lines(path, target):
+        licenses |= {str(record[name]) for name in ("license",) if record.get(name)}
+        if "messages" in record:
+            conversations.append(Conversation(np.array(tokens, np.int32), str(record.get("kind", ""))))
+        else:
+            documents.append(np.array(tokens, dtype=np.int32))
+    return Data(np.concatenate([np.zeros(0, np.int32), *documents]), conversations, sorted(licenses))
 
 
 def read_prompts(path: Path, target: Path) -> list[list[int]]:
-    """The token ids of every line: "token_ids" as given, or "text" or "prompt" encoded by the target's tokenizer.
+    """The token ids of every line.  Raises EspalierError, naming the line."""
+    return [tokens for _, tokens in _lines(path, target)]
 
-    Raises EspalierError, naming the line.
-    """
-    vocab_size, tokenizer = int(read_target(target)["vocab_size"]), cache(lambda: _tokenizer(target))
-    documents = []
+
+def _lines(path: Path, target: Path) -> Iterator[tuple[dict[str, Any], list[int]]]:
+    """Each line with its token ids: "token_ids" as given, "text" or "prompt" encoded by the target's tokenizer,
+    "messages" by its chat template, without a last answer."""
+    config, found = read_target(target), False
+    vocab_size, inputs = int(config["vocab_size"]), cache(lambda: _inputs(target, config))
     # Not splitlines(), which also splits at line separators inside JSON strings.
     for number, line in enumerate(read_text("--data", path).split("\n"), 1):
         if not line.strip():
@@ -38,18 +98,20 @@ def read_prompts(path: Path, target: Path) -> list[list[int]]:
         except json.JSONDecodeError as error:
             raise EspalierError(f"{where} not JSON ({error.msg}); write {FORM}") from None
         tokens, text = _content(record)
-        if text is not None:
-            tokens = tokenizer()(text)["input_ids"]
+        if isinstance(record, dict) and "messages" in record:
+            tokens = _asked(where, record["messages"], inputs)
+        elif text is not None:
+            tokens = inputs().text_of("a text").encode(text)
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise EspalierError(f"{where} neither a text nor a list of token ids; write {FORM}")
         if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
             raise EspalierError(
                 f"{where} token id {wrong[0]}, and the target has {vocab_size}; give ids of its own tokenizer"
             )
-        documents.append(tokens)
-    if not documents:
+        yield record, tokens
+        found = True
+    if not found:
         raise EspalierError(f"--data {path} is empty; write {FORM}")
-    return documents
 
 
 def _content(record: Any) -> tuple[Any, str | None]:
@@ -62,19 +124,29 @@ def _content(record: Any) -> tuple[Any, str | None]:
     return None, text
 
 
-def _tokenizer(target: Path) -> Any:
+def _asked(where: str, messages: Any, inputs: Callable[[], InputProcessor]) -> list[int]:
+    """A conversation up to the answer that the target is to give."""
+    said = isinstance(messages, list) and messages and isinstance(messages[-1], dict) and messages[-1].get("role")
     try:
-        return hugging_face_tokenizer(target)
+        return inputs().chat(messages[:-1] if said == "assistant" else messages)
+    except EspalierError as error:
+        raise EspalierError(f"{where} {error}") from None
+
+
+def _inputs(target: Path, config: dict[str, Any]) -> InputProcessor:
+    vocab_size, positions = int(config["vocab_size"]), int(config["max_position_embeddings"])
+    try:
+        inputs = InputProcessor(ModelFacts(str(target), vocab_size, positions), load_tokenizer(target, vocab_size))
+        inputs.text_of("text")
+        return inputs
     except EspalierError as error:
         raise EspalierError(
             f'--target {target} has no tokenizer that can be read ({error}); give "token_ids" in --data'
         ) from None
 
 
-def read_stream(path: Path, target: Path) -> np.ndarray:
-    """The token ids of all documents, one after another, as uint16 or int32.  Raises EspalierError."""
-    if path.suffix != ".npy":
-        return np.concatenate([np.array(d, dtype=np.int32) for d in read_prompts(path, target)])
+def _read_ids(path: Path, target: Path) -> np.ndarray:
+    """The token ids of a .npy file, as uint16 or int32."""
     try:
         stream = np.load(path)
     except (OSError, ValueError, EOFError) as error:

@@ -10,21 +10,21 @@ from torch import Tensor
 
 
 def depth_loss(
-    logits_by_depth: Iterable[Tensor], target_logits: Tensor, choices: Tensor, decay: float
+    logits_by_depth: Iterable[Tensor], target_logits: Tensor, choices: Tensor, learned: Tensor, decay: float
 ) -> tuple[Tensor, Tensor]:
     """(loss, top-1 agreement by depth): soft cross-entropy with the target's distribution, in nats.
 
     logits_by_depth: [B, R - j, V] at depth 1 + j, over the draft's vocabulary.  Row p at depth 1 + j predicts what row
     p + j of the target does.  target_logits: [B, R, V].  choices: [B, R] int64, the target's most likely token as an
-    index into that vocabulary; -1 if it is not in it: such a row teaches nothing.  decay: weight of a depth compared
-    with the depth before.
+    index into that vocabulary; -1 if it is not in it: such a row teaches nothing.  learned: bool [B, R], which rows of
+    the target count.  decay: weight of a depth compared with the depth before.
     """
     probabilities = target_logits.float().softmax(-1)
     losses, agreements = [], []
     for skipped, logits in enumerate(logits_by_depth):
-        wanted = choices[:, skipped:]
+        wanted, counts = choices[:, skipped:], learned[:, skipped:]
         loss = F.cross_entropy(logits.flatten(0, 1), probabilities[:, skipped:].flatten(0, 1), reduction="none")
-        mask = (wanted >= 0).flatten()
+        mask = ((wanted >= 0) & counts).flatten()
         losses.append(decay**skipped * (loss * mask).sum() / mask.sum().clamp(min=1))
-        agreements.append((logits.argmax(-1) == wanted).float().mean())
+        agreements.append(((logits.argmax(-1) == wanted) & counts).sum() / counts.sum().clamp(min=1))
     return torch.stack(losses).sum(), torch.stack(agreements).detach()

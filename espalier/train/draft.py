@@ -107,9 +107,16 @@ class Eagle3Draft(nn.Module):
 
 
 def training_loss(
-    draft: Eagle3Draft, embeds: Tensor, features: Tensor, target_logits: Tensor, num_steps: int, decay: float
+    draft: Eagle3Draft,
+    embeds: Tensor,
+    features: Tensor,
+    target_logits: Tensor,
+    learned: Tensor,
+    num_steps: int,
+    decay: float,
 ) -> tuple[Tensor, Tensor]:
-    """(loss, top-1 agreement by depth [num_steps]).  target_logits: [B, R, vocab], of the token that each row predicts.
+    """(loss, top-1 agreement by depth [num_steps]).  target_logits: [B, R, vocab], of the token that each row predicts;
+    learned: see depth_loss.
 
     The loss is soft cross-entropy with the target's distribution over the draft vocabulary.  Rows where the target's
     most likely token is not in that vocabulary are left out.
@@ -117,4 +124,4 @@ def training_loss(
     picks = target_logits.argmax(-1)
     choices = torch.where(draft.t2d[picks], draft.t2d.cumsum(0)[picks] - 1, -1)
     logits = (draft.logits(output) for output in draft.unroll(embeds, features, num_steps))
-    return depth_loss(logits, target_logits[..., draft.target_ids], choices, decay)
+    return depth_loss(logits, target_logits[..., draft.target_ids], choices, learned, decay)

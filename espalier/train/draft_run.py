@@ -18,70 +18,83 @@ import torch
 from torch import Tensor, nn
 
 from espalier.errors import EspalierError
+from espalier.train.card import write_card
 from espalier.train.configs import read_target
+from espalier.train.data import Data
+from espalier.train.evaluate import SHORTEST, AcceptReport
 from espalier.train.optim import make_optimizers, schedule, set_rate
-from espalier.train.own_text import print_work, require_prompts, require_unfinished, saved_texts
+from espalier.train.own_text import (
+    OwnText,
+    load_own_text,
+    longest_text,
+    minutes,
+    print_work,
+    require_prompts,
+    require_unfinished,
+    saved_texts,
+)
 from espalier.train.settings import TrainConfig, fixed_settings
 from espalier.train.state import SavedState
 from espalier.train.target import FrozenTarget
-from espalier.train.windows import Windows, require_windows
+from espalier.train.windows import TextRows, Texts, Windows, require_windows
 from espalier.train.work import origin_of, whole_file
 
 # (embeddings [B, R, H], or what DraftRun.rows_of has in their place, what the draft reads of the target [B, R, F],
-# target's logits [B, R, V])
+# target's logits [B, R, V], which of these are learned [B, R])
 # -> (loss, top-1 agreement by depth)
-Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+# (texts, where each one's continuation begins) -> accept lengths of several trees, by their names
+Measure = Callable[[list[np.ndarray], list[int]], dict[str, AcceptReport]]
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What a run keeps in its work folder.  origin: of the own text and of the state, see work.origin_of."""
+    """What a run reads and writes.  kind: of the draft; data: without what is held out; origin: of the own text and of
+    the state, see work.origin_of."""
 
-    origin: dict[str, str]
+    kind: str
+    target: Path
+    out: Path
+    data: Data
+    own: OwnText
     state: SavedState
 
 
 def prepare_run(
-    kind: str,
-    target: Path,
-    stream: np.ndarray,
-    out: Path,
-    work: Path,
-    config: TrainConfig,
-    min_layers: int = 1,
-    held_out: int = 0,
+    kind: str, target: Path, data: Data, out: Path, work: Path, config: TrainConfig, min_layers: int = 1
 ) -> RunFiles:
-    """Refuse what does not fit together, before the target is loaded.  Raises EspalierError.
+    """Refuse what does not fit together, before the target is loaded; then make the target's own text if need be.
 
-    held_out: tokens of the data that are not trained on.
+    Raises EspalierError.
     """
     config.require_target(read_target(target, min_layers))
-    origin, num_tokens = origin_of(target, stream), len(stream)
-    if num_tokens < 4 * held_out:
-        raise EspalierError(
-            f"--data holds {num_tokens} tokens; give at least {4 * held_out}, as {held_out} are held out"
-        )
-    num_tokens -= held_out
+    origin, (kept, _) = origin_of(target, data.all_tokens), data.apart()
+    num_tokens, own_rows = len(kept.stream), rows_of_own(config, kept)
     what, remedy = f"--data holds {num_tokens} tokens to train on", "give more text, or a smaller --batch or --length"
-    require_windows(what, num_tokens, config.length, config.batch - config.own_rows, remedy)
+    require_windows(what, num_tokens, config.length, config.batch - own_rows, remedy)
     makes_text = not saved_texts(config, work, origin)
     if makes_text:
-        require_prompts(num_tokens, config)
-        require_unfinished(config, work, origin, num_tokens)
-        longest = config.continuations * (max(n for n, _ in config.prompts()) + config.continuation_tokens)
-        require_own_rows(longest, config)
+        require_prompts(data, config, target)
+        require_unfinished(config, work, origin)
+        longest = config.continuations * (longest_text(kept, config))
+        require_own_rows(longest, config, own_rows)
     # Runs that share the work folder have a state each, by what they write.
     state = SavedState(work / f"{kind}-{out.resolve().name}.pt", {**origin, **fixed_settings(config, type(config))})
     state.require_same()
     print_work(config, makes_text)
-    return RunFiles(origin, state)
+    return RunFiles(kind, target, out, kept, load_own_text(target, data, config, work, origin), state)
 
 
-def require_own_rows(num_tokens: int, config: TrainConfig) -> None:
+def rows_of_own(config: TrainConfig, data: Data) -> int:
+    """Rows of a batch that are the target's own text: all, if the data have no documents."""
+    return config.own_rows if len(data.stream) else config.batch
+
+
+def require_own_rows(num_tokens: int, config: TrainConfig, own_rows: int) -> None:
     """Refuse a text of the target that does not fill its share of a batch.  num_tokens: of the text, or the most."""
     remedy = "use more --continuations, or a smaller --own-share, --batch or --length"
     require_windows(
-        f"the target's own text has {num_tokens} tokens at most", num_tokens, config.length, config.own_rows, remedy
+        f"the target's own text has {num_tokens} tokens at most", num_tokens, config.length, own_rows, remedy
     )
 
 
@@ -96,73 +109,96 @@ def training_rows(target: FrozenTarget, tokens: Tensor) -> tuple[Tensor, Tensor,
 
 @dataclass(frozen=True)
 class DraftRun:
-    """One run.  loss_of: for a batch; save: writes the draft; state: of an unfinished run.
+    """One run.  loss_of: for a batch; save: writes the draft; measure: its accept lengths, which are printed whenever
+    state is saved, and at the end.
 
-    rows_of: the inputs of loss_of for tokens [B, R + 1]; measure: a line on held-out text, printed when state is saved
-    and at the end.
+    rows_of: the inputs of loss_of for tokens [B, R + 1].
     """
 
     draft: nn.Module
     target: FrozenTarget
     loss_of: Loss
     save: Callable[[], None]
-    state: SavedState
+    measure: Measure
+    files: RunFiles
     config: TrainConfig
     rows_of: Callable[[FrozenTarget, Tensor], tuple[Tensor, Tensor, Tensor]] = training_rows
-    measure: Callable[[], str] | None = None
 
     @property
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.draft.parameters())
 
+    @property
+    def held_out(self) -> Texts:
+        return self.files.own.held_out
 
-def mixed_batches(own: Windows, given: Windows, config: TrainConfig, first: int) -> Iterator[Tensor]:
-    """Batches [batch, length + 1]; `own_share` of their rows are the target's own text."""
-    sizes = ((own, config.own_rows), (given, config.batch - config.own_rows))
-    sources = [windows.batches(size, first) for windows, size in sizes if size]
+
+def mixed_batches(run: DraftRun, first: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches [batch, length + 1] of token ids, and which of them are learned.
+
+    `own_share` of the rows are the target's own text.  Of its answers to conversations only the answers are learned;
+    prompts that are cut from documents are text like any other.
+    """
+    config, data, device = run.config, run.files.data, run.target.device
+    own_rows = rows_of_own(config, data)
+    given_rows = config.batch - own_rows
+    own = TextRows(run.files.own.texts, config.length, device, config.seed).batches(own_rows, first)
+    given = Windows(data.stream, config.length, device, config.seed).batches(given_rows, first)
     while True:
-        yield torch.cat([next(source) for source in sources])
+        parts = []
+        if own_rows:
+            tokens, is_answer = next(own)
+            parts.append((tokens, is_answer if data.conversations else torch.ones_like(is_answer)))
+        if given_rows:
+            tokens = next(given)
+            parts.append((tokens, torch.ones_like(tokens, dtype=torch.bool)))
+        yield torch.cat([tokens for tokens, _ in parts]), torch.cat([learned for _, learned in parts])
 
 
-def backward(run: DraftRun, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def backward(run: DraftRun, tokens: Tensor, learned: Tensor) -> tuple[Tensor, Tensor]:
     """(loss, agreement by depth) of tokens [B, R + 1], with gradients."""
     rows = run.rows_of(run.target, tokens)
+    # Logits are at positions 1 .. R, each for the token behind it.
+    learned = torch.cat((learned[:, 2:], learned[:, -1:]), 1)
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
-        loss, agreement = run.loss_of(*rows)
+        loss, agreement = run.loss_of(*rows, learned)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(run.draft.parameters(), 1.0)
     return loss.detach(), agreement
 
 
-def train_draft(run: DraftRun, own: np.ndarray, given: np.ndarray, **more: float) -> dict[str, float]:
+def train_draft(run: DraftRun, **more: float) -> dict[str, float]:
     """Train on the target's own text and the given text, save, and return the run's figures, with `more` added.
 
-    The figures and the settings are also in a JSON file in the work folder.  The state is removed: a run that is
-    finished does not go on.
+    The figures and the settings are also in a JSON file in the work folder, and on the draft's card.  The state is
+    removed: a run that is finished does not go on.
     """
-    require_own_rows(len(own), run.config)
-    windows = [Windows(stream, run.config.length, run.target.device, run.config.seed) for stream in (own, given)]
-    num_steps, agreement = run_steps(run, windows[0], windows[1])
+    own, state = run.files.own.texts, run.files.state
+    require_own_rows(len(own.tokens), run.config, rows_of_own(run.config, run.files.data))
+    num_steps, agreement, accept = run_steps(run)
     figures = {
         "parameters": float(run.num_parameters),
         **more,
-        "own_tokens": float(len(own)),
-        "given_tokens": float(len(given)),
+        "own_tokens": float(len(own.tokens)),
+        "given_tokens": float(len(run.files.data.stream)),
         "seen_tokens": float(num_steps * run.config.batch * run.config.length),
-    } | {f"agreement_{depth}": value for depth, value in enumerate(agreement, 1)}
+    }
+    figures |= {f"agreement_{depth}": value for depth, value in enumerate(agreement, 1)}
+    figures |= {f"accept_length_{name.replace(' ', '_')}": each.every_root for name, each in accept.items()}
     text = json.dumps(figures | {"config": asdict(run.config)}, indent=1)
-    with whole_file(run.state.path.with_suffix(".json"), "free some space there") as unfinished:
+    with whole_file(state.path.with_suffix(".json"), "free some space there") as unfinished:
         unfinished.write_text(text + "\n")
-    run.state.remove()
+    write_card(run.files.out, run.files.kind, run.files.target, run.files.data, figures, run.config)
+    state.remove()
     return figures
 
 
-def run_steps(run: DraftRun, own: Windows, given: Windows) -> tuple[int, list[float]]:
+def run_steps(run: DraftRun) -> tuple[int, list[float], dict[str, AcceptReport]]:
     """Run the remaining steps, and save the draft; also if the run is interrupted after a step.
 
-    Returns the number of steps done, and the last top-1 agreement by depth.
+    Returns the number of steps done, the last top-1 agreement by depth, and the accept lengths.
     """
-    config, state = run.config, run.state
+    config, state = run.config, run.files.state
     optimizers = make_optimizers(run.draft, config.matrix_lr, config.other_lr, config.weight_decay)
     num_steps = int(config.num_tokens / (config.batch * config.length))
     first = done = state.load(run.draft, optimizers)
@@ -170,19 +206,19 @@ def run_steps(run: DraftRun, own: Windows, given: Windows) -> tuple[int, list[fl
     print(f"{run.num_parameters:,} parameters, steps {first} to {num_steps}")
     clock = StepClock(config.max_seconds)
     try:
-        for batch in mixed_batches(own, given, config, first):
+        for tokens, learned in mixed_batches(run, first):
             progress = max(done / num_steps, clock.progress)
             if progress >= 1:
                 break
             set_rate(optimizers, schedule(progress))
-            loss, agreement = backward(run, batch)
+            loss, agreement = backward(run, tokens, learned)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             done += 1
             clock.count_step()
             if done % config.log_every == 0 or done == num_steps:
-                log(done, num_steps, float(loss), agreement, config.batch * config.length * clock.steps_per_second)
+                log(done, num_steps, float(loss), agreement, config.batch * config.length, clock)
                 require_finite(done, math.isfinite(loss))
             if done % config.save_every == 0:
                 save_step(run, optimizers, done)
@@ -194,8 +230,7 @@ def run_steps(run: DraftRun, own: Windows, given: Windows) -> tuple[int, list[fl
             print(f"stopped; {state.path} holds step {done}: start again to continue")
         raise
     save_finished(run, optimizers, done)
-    print_measure(run)
-    return done, agreement.tolist()
+    return done, agreement.tolist(), print_measure(run)
 
 
 def require_finite(step: int, is_finite: bool) -> None:
@@ -211,7 +246,7 @@ def save_step(run: DraftRun, optimizers: list[torch.optim.Optimizer], done: int)
     """Save the state; if that fails, the draft.  Raises OSError or EspalierError."""
     require_finite(done, all(bool(p.isfinite().all()) for p in run.draft.parameters()))
     try:
-        run.state.save(run.draft, optimizers, done)
+        run.files.state.save(run.draft, optimizers, done)
     except OSError:
         run.save()
         raise
@@ -223,14 +258,22 @@ def save_finished(run: DraftRun, optimizers: list[torch.optim.Optimizer], done: 
     try:
         run.save()
     except (OSError, EspalierError):
-        run.state.save(run.draft, optimizers, done)
-        print(f"{run.state.path} holds step {done}: start again to save the draft")
+        run.files.state.save(run.draft, optimizers, done)
+        print(f"{run.files.state.path} holds step {done}: start again to save the draft")
         raise
 
 
-def print_measure(run: DraftRun) -> None:
-    if run.measure is not None:
-        print(run.measure(), flush=True)
+def print_measure(run: DraftRun) -> dict[str, AcceptReport]:
+    """Accept lengths of the draft on the continuations that are held out; {} if all are too short."""
+    texts, firsts = run.held_out.split(), run.held_out.firsts.tolist()
+    long_enough = [i for i, text in enumerate(texts) if len(text) - firsts[i] > SHORTEST]
+    if not long_enough:
+        print("held out: nothing, as the target's continuations end or repeat at once", flush=True)
+        return {}
+    found = run.measure([texts[i] for i in long_enough], [firsts[i] for i in long_enough])
+    lengths = ", ".join(f"{name} {each.every_root:.3f}" for name, each in found.items())
+    print(f"accept length on {len(long_enough)} held-out texts: {lengths}", flush=True)
+    return found
 
 
 class StepClock:
@@ -261,7 +304,18 @@ class StepClock:
         """Without the first step; 0 if there was no other."""
         return (self.num_steps - 1) / (time.perf_counter() - self.begun)
 
+    def seconds_left(self, num_steps: int) -> float | None:
+        """Up to the end of the run, which has num_steps to go; None while that is not known."""
+        of_steps = num_steps / rate if (rate := self.steps_per_second) else None
+        if self.max_seconds is None:
+            return of_steps
+        of_clock = max(0.0, self.max_seconds * (1 - self.progress))
+        return of_clock if of_steps is None else min(of_clock, of_steps)
 
-def log(step: int, num_steps: int, loss: float, agreement: Tensor, rate: float) -> None:
+
+def log(step: int, num_steps: int, loss: float, agreement: Tensor, num_tokens: int, clock: StepClock) -> None:
+    """num_tokens: of a step."""
     depths = " ".join(f"{a:.3f}" for a in agreement.tolist())
-    print(f"step {step}/{num_steps} loss {loss:.3f} top-1 by depth {depths} {rate / 1e6:.4f} M tokens/s", flush=True)
+    rate, left = num_tokens * clock.steps_per_second / 1e6, clock.seconds_left(num_steps - step)
+    end = "" if left is None else f", {minutes(left)} left"
+    print(f"step {step}/{num_steps} loss {loss:.3f} top-1 by depth {depths} {rate:.4f} M tokens/s{end}", flush=True)

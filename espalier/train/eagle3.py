@@ -1,6 +1,6 @@
 """Train an EAGLE-3 draft for a frozen target by training-time test, on given text and on text of the target.
 
-`python -m espalier.train eagle3` runs `train_eagle3`.
+`espalier train eagle3` runs `train_eagle3`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from espalier.train.checkpoint import draft_shape, save_draft
 from espalier.train.configs import MIN_CAPTURED_LAYERS
+from espalier.train.data import Data
 from espalier.train.draft import Eagle3Draft, training_loss
 from espalier.train.draft_run import DraftRun, prepare_run, train_draft
-from espalier.train.own_text import load_own_text
+from espalier.train.evaluate import SETTINGS, AcceptReport, measure
 from espalier.train.settings import Eagle3Config
 from espalier.train.target import Eagle3Target, training_device
 
@@ -37,18 +38,21 @@ def new_draft(target: Eagle3Target, ids: np.ndarray, config: Eagle3Config) -> Ea
     return draft
 
 
-def train_eagle3(target_dir: Path, stream: np.ndarray, out: Path, work: Path, config: Eagle3Config) -> dict[str, float]:
-    """Train, save to `out`, and return the run's figures.  stream: token ids of the text to train on."""
-    files = prepare_run("eagle3", target_dir, stream, out, work, config, MIN_CAPTURED_LAYERS)
-    target = Eagle3Target(target_dir, training_device())
-    own = load_own_text(target, stream, config, work, files.origin)
-    ids, coverage = choose_vocabulary(stream, own.greedy_counts, min(config.draft_vocab, len(own.greedy_counts)))
-    print(f"draft vocabulary {len(ids)} of {len(own.greedy_counts)}: {coverage:.2%} of the target's greedy tokens")
+def train_eagle3(target_dir: Path, data: Data, out: Path, work: Path, config: Eagle3Config) -> dict[str, float]:
+    """Train, save to `out`, and return the run's figures."""
+    files = prepare_run("eagle3", target_dir, data, out, work, config, MIN_CAPTURED_LAYERS)
+    target, counts = Eagle3Target(target_dir, training_device()), files.own.greedy_counts
+    seen = files.data.stream if len(files.data.stream) else files.own.texts.tokens
+    ids, coverage = choose_vocabulary(seen, counts, min(config.draft_vocab, len(counts)))
+    print(f"draft vocabulary {len(ids)} of {len(counts)}: {coverage:.2%} of the target's greedy tokens")
     draft = new_draft(target, ids, config)
     loss = torch.compile(training_loss) if target.device.type == "cuda" else training_loss
 
-    def loss_of(embeds: Tensor, features: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return loss(draft, embeds, features, logits, config.ttt_steps, config.decay)
+    def loss_of(embeds: Tensor, features: Tensor, logits: Tensor, learned: Tensor) -> tuple[Tensor, Tensor]:
+        return loss(draft, embeds, features, logits, learned, config.ttt_steps, config.decay)
 
-    run = DraftRun(draft, target, loss_of, lambda: save_draft(draft, out), files.state, config)
-    return train_draft(run, own.stream, stream, coverage=coverage)
+    def measured(texts: list[np.ndarray], firsts: list[int]) -> dict[str, AcceptReport]:
+        return {name: measure(draft, target, texts, firsts, *tree) for name, tree in SETTINGS.items()}
+
+    run = DraftRun(draft, target, loss_of, lambda: save_draft(draft, out), measured, files, config)
+    return train_draft(run, coverage=coverage)

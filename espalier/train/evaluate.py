@@ -21,7 +21,8 @@ from espalier.speculate.drafters.registry import read_draft
 from espalier.terminal.console import print_table
 from espalier.train.checkpoint import load_draft
 from espalier.train.draft import Eagle3Draft
-from espalier.train.target import Eagle3Target, FrozenTarget, repeated, training_device
+from espalier.train.target import Eagle3Target, FrozenTarget, training_device
+from espalier.train.writer import Writer, repeated
 
 
 @dataclass
@@ -146,7 +147,6 @@ def measure(
     nodes: int,
 ) -> AcceptReport:
     """texts: prompts with greedy continuations of the target; firsts: where each continuation starts."""
-    draft = draft.eval()
     lengths = [
         accept_lengths(draft, target, torch.from_numpy(t.astype(np.int64)).to(target.device), f, steps, topk, nodes)
         for t, f in zip(texts, firsts, strict=True)
@@ -157,18 +157,6 @@ def measure(
 # A continuation of no more tokens is not measured.
 SHORTEST = 8
 SETTINGS = {"tree": (5, 4, 16), "chain": (5, 1, 6), "wide tree": (6, 8, 64)}
-
-
-def greedy_texts(target: FrozenTarget, prompts: list[list[int]], num_tokens: int) -> list[np.ndarray]:
-    """Each prompt with the target's greedy continuation, up to its end token."""
-    texts = []
-    for prompt in prompts:
-        ids = torch.tensor(prompt, device=target.device)[None]
-        out = target.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False
-        )
-        texts.append(out[0].cpu().numpy())
-    return texts
 
 
 def require_fitting(draft: Path, target: Path) -> None:
@@ -185,14 +173,15 @@ def require_room(num_tokens: int, steps: int) -> None:
 
 
 def continued(
-    target: FrozenTarget, prompts: list[list[int]], num_tokens: int, steps: int
+    target: Path, prompts: list[list[int]], num_tokens: int, steps: int
 ) -> tuple[list[np.ndarray], list[int]]:
     """(greedy texts, where each continuation starts) of the prompts whose continuation has room for `steps`.
 
     Says on stdout how many are left out.  Raises EspalierError if all are.
     """
     shortest = max(SHORTEST, steps)
-    texts = greedy_texts(target, prompts, num_tokens)
+    with Writer(target, max(map(len, prompts)) + num_tokens, len(prompts)) as writer:
+        texts = writer.continuations(prompts, num_tokens, 0.0)
     long_enough = [i for i, text in enumerate(texts) if len(text) - len(prompts[i]) > shortest]
     if not long_enough:
         raise EspalierError(
@@ -222,8 +211,8 @@ def evaluate_draft(
     """Print and return the accept lengths of `SETTINGS` (steps, topk, num_draft_tokens)."""
     device, deepest = training_device(), max(steps for steps, _, _ in SETTINGS.values())
     require_room(num_tokens, deepest)
+    texts, firsts = continued(target_dir, prompts, num_tokens, deepest)
     target, draft = Eagle3Target(target_dir, device), load_draft(draft_dir).to(device)
-    texts, firsts = continued(target, prompts, num_tokens, deepest)
     reports = {name: measure(draft, target, texts, firsts, *setting) for name, setting in SETTINGS.items()}
     print_reports([(name, *SETTINGS[name], found) for name, found in reports.items()])
     return reports

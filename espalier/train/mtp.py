@@ -1,6 +1,6 @@
 """Train an MTP head of one or several layers for a frozen target, on given text and on text of the target.
 
-`python -m espalier.train mtp` runs `train_mtp`, and `evaluate_mtp` measures a head without the engine.
+`espalier train mtp` runs `train_mtp`, and `evaluate_mtp` measures a head without the engine.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.train.checkpoint import layer_fields
+from espalier.train.data import Data
 from espalier.train.draft_run import DraftRun, prepare_run, train_draft
 from espalier.train.evaluate import AcceptReport, continued, print_reports, report, require_room
 from espalier.train.llama import LlamaShape
 from espalier.train.mtp_checkpoint import load_mtp, save_mtp
 from espalier.train.mtp_head import MtpHead, mtp_loss
-from espalier.train.own_text import load_own_text
 from espalier.train.settings import MtpConfig
 from espalier.train.target import FrozenTarget, training_device
 
@@ -33,19 +33,23 @@ def new_head(target: FrozenTarget, config: MtpConfig) -> MtpHead:
     return head
 
 
-def train_mtp(target_dir: Path, stream: np.ndarray, out: Path, work: Path, config: MtpConfig) -> dict[str, float]:
-    """Train, save to `out`, and return the run's figures.  stream: token ids of the text to train on."""
-    files = prepare_run("mtp", target_dir, stream, out, work, config)
+def train_mtp(target_dir: Path, data: Data, out: Path, work: Path, config: MtpConfig) -> dict[str, float]:
+    """Train, save to `out`, and return the run's figures."""
+    files = prepare_run("mtp", target_dir, data, out, work, config)
     target = FrozenTarget(target_dir, training_device())
-    own = load_own_text(target, stream, config, work, files.origin)
     head = new_head(target, config)
     loss = torch.compile(mtp_loss) if target.device.type == "cuda" else mtp_loss
 
-    def loss_of(embeds: Tensor, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return loss(head, target.head, embeds, hidden, logits, config.ttt_steps, config.decay)
+    def loss_of(embeds: Tensor, hidden: Tensor, logits: Tensor, learned: Tensor) -> tuple[Tensor, Tensor]:
+        return loss(head, target.head, embeds, hidden, logits, learned, config.ttt_steps, config.decay)
 
-    run = DraftRun(head, target, loss_of, lambda: save_mtp(head, target_dir, out), files.state, config)
-    return train_draft(run, own.stream, stream)
+    def measured(texts: list[np.ndarray], firsts: list[int]) -> dict[str, AcceptReport]:
+        return {
+            f"chain of {n}": measure_mtp(head, target, texts, firsts, n)[0] for n in (config.layers, config.layers + 2)
+        }
+
+    run = DraftRun(head, target, loss_of, lambda: save_mtp(head, target_dir, out), measured, files, config)
+    return train_draft(run)
 
 
 @torch.no_grad()
@@ -55,10 +59,10 @@ def matches(head: MtpHead, target: FrozenTarget, tokens: Tensor, first: int, ste
     tokens: [T].  Returns bool [steps, roots], for first <= n < T - steps.
     """
     roots = torch.arange(first, len(tokens) - steps, device=tokens.device)
-    hidden, _ = target(tokens[None])
-    outputs = head.unroll(target.embed(tokens[None, 1:]), hidden[:, :-1], steps)
+    dtype, (hidden, _) = head.dtype, target(tokens[None])
+    outputs = head.unroll(target.embed(tokens[None, 1:]).to(dtype), hidden[:, :-1].to(dtype), steps)
     found = [
-        F.linear(output[0, roots - 1], target.head).argmax(-1) == tokens[roots + depth]
+        F.linear(output[0, roots - 1], target.head.to(dtype)).argmax(-1) == tokens[roots + depth]
         for depth, output in enumerate(outputs, 1)
     ]
     return torch.stack(found)
@@ -69,7 +73,7 @@ def measure_mtp(
 ) -> tuple[AcceptReport, list[float]]:
     """(accept lengths of a chain of `steps` tokens, top-1 agreement by depth), over greedy texts of the target."""
     tokens = [torch.from_numpy(t.astype(np.int64)).to(target.device) for t in texts]
-    found = [matches(head.eval(), target, t, f, steps) for t, f in zip(tokens, firsts, strict=True)]
+    found = [matches(head, target, t, f, steps) for t, f in zip(tokens, firsts, strict=True)]
     lengths = [1 + m.cumprod(0).sum(0) for m in found]
     return report(lengths, texts, firsts), torch.cat(found, 1).float().mean(1).tolist()
 
@@ -81,9 +85,9 @@ def evaluate_mtp(
     head = load_mtp(draft_dir)
     layers = head.shape.num_hidden_layers
     require_room(num_tokens, layers + 2)
+    texts, firsts = continued(target_dir, prompts, num_tokens, layers + 2)
     target = FrozenTarget(target_dir, training_device())
     head = head.to(target.device, target.head.dtype)
-    texts, firsts = continued(target, prompts, num_tokens, layers + 2)
     found = {steps: measure_mtp(head, target, texts, firsts, steps) for steps in (layers, layers + 2)}
     print_reports([("chain", steps, 1, steps + 1, accept) for steps, (accept, _) in found.items()])
     depths = " ".join(f"{agreement:.3f}" for agreement in found[layers + 2][1])

@@ -62,6 +62,10 @@ class MtpHead(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.layers[0].input_proj.weight.dtype
+
+    @property
     def layers(self) -> list[MtpLayer]:
         return [layer for layer in self.mtp_layers if isinstance(layer, MtpLayer)]
 
@@ -88,11 +92,19 @@ class MtpHead(nn.Module):
 
 
 def mtp_loss(
-    head: MtpHead, lm_head: Tensor, embeds: Tensor, hidden: Tensor, target_logits: Tensor, num_depths: int, decay: float
+    head: MtpHead,
+    lm_head: Tensor,
+    embeds: Tensor,
+    hidden: Tensor,
+    target_logits: Tensor,
+    learned: Tensor,
+    num_depths: int,
+    decay: float,
 ) -> tuple[Tensor, Tensor]:
     """(loss, top-1 agreement by depth [num_depths]): soft cross-entropy with the target's distribution.
 
-    lm_head: the target's, [V, H].  target_logits: [B, R, V], row p's of token p + 2.
+    lm_head: the target's, [V, H].  target_logits: [B, R, V], row p's of token p + 2; learned: see
+    depth_loss.
     """
     logits = (F.linear(output, lm_head).float() for output in head.unroll(embeds, hidden, num_depths))
-    return depth_loss(logits, target_logits, target_logits.argmax(-1), decay)
+    return depth_loss(logits, target_logits, target_logits.argmax(-1), learned, decay)

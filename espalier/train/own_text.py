@@ -1,6 +1,6 @@
-"""The target's own text: its continuations of prompts that are cut from the given text.
+"""The target's own text: its answers to conversations, or its continuations of prompts that are cut from documents.
 
-A trainer makes it once and keeps it in its work folder.  `python -m espalier.train own-text` makes it before, in as
+A trainer makes it once and keeps it in its work folder.  `espalier train own-text` makes it before, in as
 many processes as there are seeds; runs that share the work folder read all of it.  Each file says what it was made
 from.  Until all of a seed's text is made, it is in a file of its own (unfinished_text.py), from which a run that was
 ended goes on.
@@ -14,18 +14,21 @@ import sys
 import time
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from espalier.errors import EspalierError, one_line
+from espalier.train.configs import read_target
+from espalier.train.data import Data
 from espalier.train.settings import OwnTextConfig, TrainConfig, fixed_settings
-from espalier.train.target import FrozenTarget, training_device
+from espalier.train.target import training_device
 from espalier.train.unfinished_text import Batch, UnfinishedText
-from espalier.train.windows import Windows, require_windows
+from espalier.train.windows import Texts, Windows, require_windows
 from espalier.train.work import origin_of, require_same, whole_file
+from espalier.train.writer import Writer
 
 # Windows of two seeds differ.
 WINDOW_SEEDS = 100_003
@@ -35,10 +38,12 @@ TRIAL_OF_TRAINING = " --num-tokens 1e5 --batch 4 --length 256"
 
 @dataclass
 class OwnText:
-    """The target's continuations as one stream, and how often it chose each token id greedily."""
+    """texts: in random order; greedy_counts: how often the target chose each token id greedily; held_out: its greedy
+    continuations of prompts that are kept apart."""
 
-    stream: np.ndarray
+    texts: Texts
     greedy_counts: np.ndarray
+    held_out: Texts
 
 
 def print_work(config: OwnTextConfig, makes_text: bool) -> None:
@@ -48,14 +53,30 @@ def print_work(config: OwnTextConfig, makes_text: bool) -> None:
         work.append(f"{config.continuations} continuations of up to {config.continuation_tokens} tokens")
     if isinstance(config, TrainConfig):
         num_steps = int(config.num_tokens / (config.batch * config.length))
-        work.append(f"{num_steps} steps of {config.batch} x {config.length} tokens")
+        limit = "" if config.max_seconds is None else f", or {minutes(config.max_seconds)} of them"
+        work.append(f"{num_steps} steps of {config.batch} x {config.length} tokens{limit}")
         trial += TRIAL_OF_TRAINING
     hint = f"; on a CPU this may take days: for a trial give {trial}" if device.type == "cpu" else ""
     print(f"on {device}: {', then '.join(work)}{hint}", file=sys.stderr)
 
 
-def require_prompts(num_tokens: int, config: OwnTextConfig) -> None:
-    """Refuse more continuations than the data have prompts for.  Raises EspalierError."""
+def minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+
+
+def require_prompts(data: Data, config: OwnTextConfig, target: Path) -> None:
+    """Refuse more continuations than the data have prompts for, or too long ones.  Raises EspalierError."""
+    data, prompts = data.apart()
+    positions = int(read_target(target)["max_position_embeddings"])
+    if (longest := longest_text(data, config, prompts)) > positions:
+        raise EspalierError(
+            f"--continuation-tokens={config.continuation_tokens} is too long: a prompt has up to "
+            f"{longest - config.continuation_tokens} tokens, and the target {positions} positions; use at most "
+            f"{positions - longest + config.continuation_tokens}, or shorter prompts"
+        )
+    if data.conversations:
+        return
+    num_tokens = len(data.stream)
     for length, size in config.prompts():
         remedy = "give more text, or a smaller --generate-batch"
         require_windows(f"--data holds {num_tokens} tokens", num_tokens, length, size, remedy)
@@ -66,95 +87,121 @@ def require_prompts(num_tokens: int, config: OwnTextConfig) -> None:
         )
 
 
-def make_own_text(
-    target: FrozenTarget, stream: np.ndarray, config: OwnTextConfig, unfinished: UnfinishedText
-) -> OwnText:
-    """Continue prompts cut from `stream`, as many as are missing.  A batch has prompts of one length.
+def make_own_text(writer: Writer, data: Data, config: OwnTextConfig, unfinished: UnfinishedText) -> None:
+    """Continue prompts, as many as are missing.
 
     A batch follows from its number, its size and the prompt lengths in use, so a run that was ended goes on to the same
     text.  With another generate_batch the rest of it is another, but no batch is made twice.
     """
     if found := unfinished.num_texts:
         print(f"{unfinished.path} has {found} continuations, {config.continuations - found} are left", flush=True)
-    # Not all of PROMPT_LENGTHS if generate_batch is large; others were not checked against the target and the data.
-    lengths = [length for length, _ in config.prompts()]
-    begun = time.perf_counter()
+    begun, made = time.perf_counter(), 0
     while (before := unfinished.num_texts) < config.continuations:
-        number = len(unfinished.batches)
-        length, seed = lengths[number % len(lengths)], config.seed * WINDOW_SEEDS + 1 + number
-        torch.manual_seed(seed)
-        windows = Windows(stream, length, target.device, seed)
-        prompts = next(windows.batches(min(config.generate_batch, config.continuations - before)))[:, :length]
-        sampled = int((number + 1) * config.sampled_share) > int(number * config.sampled_share)
-        texts = target.continuations(prompts, config.continuation_tokens, 1.0 if sampled else 0.0)
-        unfinished.append(Batch(length, sampled, texts))
-        print(f"continued {unfinished.num_texts} prompts, {time.perf_counter() - begun:.0f} s", flush=True)
-    return own_text_of(unfinished.batches, int(target.config["vocab_size"]), config.seed)
+        number, size = len(unfinished.batches), min(config.generate_batch, config.continuations - before)
+        prompts = _cut(data, config, number, size) if not data.conversations else _asked(data, config, before, size)
+        # A conversation's second answer would be the first again.
+        is_new = not data.conversations or config.seed * config.continuations + before < len(data.conversations)
+        sampled = int((number + 1) * config.sampled_share) > int(number * config.sampled_share) or not is_new
+        seed = config.seed * WINDOW_SEEDS + 1 + number
+        texts = writer.continuations(prompts, config.continuation_tokens, 1.0 if sampled else 0.0, seed)
+        unfinished.append(Batch([len(prompt) for prompt in prompts], sampled, texts))
+        made += size
+        seconds = time.perf_counter() - begun
+        left = minutes((config.continuations - unfinished.num_texts) * seconds / made)
+        print(f"continued {unfinished.num_texts} prompts, {seconds:.0f} s, {left} left", flush=True)
 
 
-def own_text_of(batches: Sequence[Batch], vocab_size: int, seed: int) -> OwnText:
-    """The texts in random order."""
+def _cut(data: Data, config: OwnTextConfig, number: int, size: int) -> list[np.ndarray]:
+    """Prompts of one length for a batch.  Not all of PROMPT_LENGTHS if generate_batch is large; others were not checked
+    against the target and the data."""
+    lengths = [length for length, _ in config.prompts()]
+    length, seed = lengths[number % len(lengths)], config.seed * WINDOW_SEEDS + 1 + number
+    windows = Windows(data.stream, length, torch.device("cpu"), seed)
+    return list(next(windows.batches(size))[:, :length].numpy())
+
+
+def _asked(data: Data, config: OwnTextConfig, before: int, size: int) -> list[np.ndarray]:
+    """Each conversation in turn, in an order that all seeds share: seed n begins where seed n - 1 ends."""
+    order = np.random.default_rng(0).permutation(len(data.conversations))
+    places = config.seed * config.continuations + before + np.arange(size)
+    return [data.conversations[order[place % len(order)]].tokens for place in places]
+
+
+def own_text_of(batches: Sequence[Batch], vocab_size: int, seed: int) -> tuple[Texts, np.ndarray]:
+    """(the texts in random order, the counts of greedy tokens)."""
+    texts = [(text, first) for batch in batches for text, first in zip(batch.texts, batch.firsts, strict=True)]
     counts = np.zeros(vocab_size, dtype=np.int64)
     for batch in batches:
         if not batch.sampled:
-            said = np.concatenate([text[batch.prompt_length :] for text in batch.texts])
-            counts += np.bincount(said, minlength=vocab_size)
-    texts = [text for batch in batches for text in batch.texts]
+            said = [text[first:] for text, first in zip(batch.texts, batch.firsts, strict=True)]
+            counts += np.bincount(np.concatenate(said), minlength=vocab_size)
     order = np.random.default_rng(seed).permutation(len(texts))
-    # Not the data's dtype: the target may say ids that the data's dtype does not hold.
-    return OwnText(np.concatenate([texts[i] for i in order]).astype(np.int32), counts)
+    return Texts.of([texts[i][0] for i in order], [texts[i][1] for i in order]), counts
 
 
-def write_own_text(
-    target: FrozenTarget, stream: np.ndarray, config: OwnTextConfig, work: Path, origin: Mapping[str, str]
-) -> None:
+def write_own_text(target: Path, data: Data, config: OwnTextConfig, work: Path, origin: Mapping[str, str]) -> None:
     """Make the own text of this seed, and keep it in the work folder.  origin: see work.origin_of."""
     work.mkdir(parents=True, exist_ok=True)
     path, made_from = _file(work, config), json.dumps({**origin, **fixed_settings(config, OwnTextConfig)})
-    with open_unfinished(config, work, origin, len(stream)) as unfinished:
-        own = make_own_text(target, stream, config, unfinished)
+    data, prompts = data.apart()
+    with open_unfinished(config, work, origin) as unfinished:
+        with Writer(target, longest_text(data, config, prompts), config.generate_batch) as writer:
+            make_own_text(writer, data, config, unfinished)
+            held_out = writer.continuations(prompts, config.continuation_tokens, 0.0) if prompts else []
+        texts, counts = own_text_of(unfinished.batches, int(read_target(target)["vocab_size"]), config.seed)
+        parts = {"texts": texts, "held_out": Texts.of(held_out, [len(prompt) for prompt in prompts])}
+        arrays = {f"{name}_{field}": array for name, part in parts.items() for field, array in vars(part).items()}
         # A run that starts now must not read half a file.
         remedy = "free some space there, or give another --work"
         with whole_file(path, remedy) as half, half.open("wb") as file:
-            np.savez(file, stream=own.stream, greedy_counts=own.greedy_counts, made_from=np.array(made_from))
+            np.savez(file, greedy_counts=counts, made_from=np.array(made_from), **arrays)
             # On disk before the unfinished text goes.
             file.flush()
             os.fsync(file.fileno())
         unfinished.path.unlink()
 
 
-def open_unfinished(config: OwnTextConfig, work: Path, origin: Mapping[str, str], num_tokens: int) -> UnfinishedText:
-    """num_tokens: of the data from which prompts are cut; a run may hold some out.  Raises EspalierError."""
-    cut = {"--data cut to": f"{num_tokens} tokens"}
-    return UnfinishedText(_unfinished(work, config), {**origin, **fixed_settings(config, OwnTextConfig), **cut})
+def longest_text(data: Data, config: OwnTextConfig, prompts: Sequence[np.ndarray] = ()) -> int:
+    """Tokens of the longest prompt and its continuation.  prompts: others than those of `data`."""
+    own = [each.tokens for each in data.conversations]
+    cut = [] if own else [length for length, _ in config.prompts()]
+    return max([*map(len, own), *map(len, prompts), *cut]) + config.continuation_tokens
 
 
-def require_unfinished(config: OwnTextConfig, work: Path, origin: Mapping[str, str], num_tokens: int) -> None:
+def open_unfinished(config: OwnTextConfig, work: Path, origin: Mapping[str, str]) -> UnfinishedText:
+    """Raises EspalierError."""
+    return UnfinishedText(_unfinished(work, config), {**origin, **fixed_settings(config, OwnTextConfig)})
+
+
+def require_unfinished(config: OwnTextConfig, work: Path, origin: Mapping[str, str]) -> None:
     """Refuse unfinished text that this run cannot go on with, before the target is loaded.  Raises EspalierError."""
     if _unfinished(work, config).exists():
-        with open_unfinished(config, work, origin, num_tokens):
+        with open_unfinished(config, work, origin):
             pass
 
 
-def own_text_command(target_dir: Path, stream: np.ndarray, config: OwnTextConfig, work: Path) -> None:
-    """`python -m espalier.train own-text`.  Raises EspalierError before the target is loaded."""
-    require_prompts(len(stream), config)
-    origin = origin_of(target_dir, stream)
+def own_text_command(target_dir: Path, data: Data, config: OwnTextConfig, work: Path) -> None:
+    """`espalier train own-text`.  Raises EspalierError before the target is loaded."""
+    origin = origin_of(target_dir, data.all_tokens)
+    require_prompts(data, config, target_dir)
     saved_texts(config, work, origin)
-    require_unfinished(config, work, origin, len(stream))
+    require_unfinished(config, work, origin)
     print_work(config, makes_text=True)
-    write_own_text(FrozenTarget(target_dir, training_device()), stream, config, work, origin)
+    write_own_text(target_dir, data, config, work, origin)
 
 
-def load_own_text(
-    target: FrozenTarget, stream: np.ndarray, config: OwnTextConfig, work: Path, origin: Mapping[str, str]
-) -> OwnText:
+def load_own_text(target: Path, data: Data, config: OwnTextConfig, work: Path, origin: Mapping[str, str]) -> OwnText:
     """The own text of all seeds in the work folder.  If there is none, that of this seed is made and kept there."""
     if not (saved := saved_texts(config, work, origin)):
-        write_own_text(target, stream, config, work, origin)
+        write_own_text(target, data, config, work, origin)
         saved = saved_texts(config, work, origin)
-    texts = [np.load(path) for path in saved]
-    return OwnText(np.concatenate([s["stream"] for s in texts]), np.sum([s["greedy_counts"] for s in texts], 0))
+    files = [np.load(path) for path in saved]
+
+    def all_of(name: str) -> Texts:
+        return Texts(*(np.concatenate([file[f"{name}_{each.name}"] for file in files]) for each in fields(Texts)))
+
+    held_out = Texts(*(files[0][f"held_out_{each.name}"] for each in fields(Texts)))
+    return OwnText(all_of("texts"), np.sum([file["greedy_counts"] for file in files], 0), held_out)
 
 
 def saved_texts(config: OwnTextConfig, work: Path, origin: Mapping[str, str]) -> list[Path]:
@@ -166,7 +213,7 @@ def saved_texts(config: OwnTextConfig, work: Path, origin: Mapping[str, str]) ->
     for path in paths:
         try:
             with np.load(path) as saved:
-                made_from = json.loads(str(saved["made_from"])) if "made_from" in saved else None
+                made_from = json.loads(str(saved["made_from"])) if "texts_firsts" in saved else None
         except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
             raise EspalierError(f"{path} cannot be read ({one_line(error)}); delete it to make it anew") from None
         is_this = path == _file(work, config)

@@ -32,9 +32,13 @@ class OwnTextConfig:
     A field that is `free` may change between the parts of a run.
     """
 
-    continuations: int = option("number of prompts, cut from the data, that the target continues", 40960, low=1)
+    continuations: int = option(
+        "number of prompts that the target continues: the data's conversations in turn, or pieces of its documents",
+        40960,
+        low=1,
+    )
     continuation_tokens: int = option("largest number of tokens of a continuation", 256, low=1)
-    generate_batch: int = option("number of prompts that the target continues at once", 64, low=1, free=True)
+    generate_batch: int = option("number of prompts that the target continues between two saves", 256, low=1, free=True)
     sampled_share: float = option(
         "share of the batches of prompts, 0 to 1, that is sampled at temperature 1; the others are greedy",
         0.35,
@@ -59,12 +63,10 @@ class OwnTextConfig:
 
     def require_target(self, target: Mapping[str, Any]) -> None:
         """Refuse what does not fit a target.  target: its config.json.  Raises EspalierError."""
-        positions = int(target["max_position_embeddings"])
-        longest = max(length for length, _ in self.prompts())
-        if longest + self.continuation_tokens > positions:
+        if self.continuation_tokens >= (positions := int(target["max_position_embeddings"])):
             raise EspalierError(
-                f"--continuation-tokens={self.continuation_tokens} is too long: a prompt has up to {longest} tokens, "
-                f"and the target {positions} positions; use at most {positions - longest}"
+                f"--continuation-tokens={self.continuation_tokens} is too long: the target has {positions} positions, "
+                f"for a prompt too; use at most {positions - 1}"
             )
 
 
@@ -120,7 +122,7 @@ class TrainConfig(OwnTextConfig):
 
 @dataclass(frozen=True)
 class Eagle3Config(TrainConfig):
-    """The settings of `python -m espalier.train eagle3`."""
+    """The settings of `espalier train eagle3`."""
 
     draft_vocab: int = option(
         "number of token ids that the draft can propose: those that the target generates most often; at most all of "
@@ -137,7 +139,7 @@ class Eagle3Config(TrainConfig):
 
 @dataclass(frozen=True)
 class MtpConfig(TrainConfig):
-    """The settings of `python -m espalier.train mtp`."""
+    """The settings of `espalier train mtp`."""
 
     layers: int = option("number of MTP layers", 1, low=1, high=MAX_DEPTH)
     form: Form = field(
@@ -163,7 +165,7 @@ class MtpConfig(TrainConfig):
 
 @dataclass(frozen=True)
 class BlockConfig(TrainConfig):
-    """The settings of `python -m espalier.train block`."""
+    """The settings of `espalier train block`."""
 
     layers: int = option("number of the draft's layers", 3, low=1, high=MAX_DEPTH)
     block_size: int = option("number of tokens that one pass of the draft proposes", 8, low=2, high=MAX_DEPTH)

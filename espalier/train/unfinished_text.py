@@ -23,9 +23,9 @@ from espalier.train.work import require_same
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts of one length, each with its continuation.  sampled: at temperature 1; otherwise greedy."""
+    """Prompts, each with its continuation.  firsts: tokens of each prompt; sampled: at temperature 1, else greedy."""
 
-    prompt_length: int
+    firsts: list[int]
     sampled: bool
     texts: list[np.ndarray]
 
@@ -83,7 +83,7 @@ class UnfinishedText:
         try:
             first, *records = map(json.loads, lines)
             self.batches += [
-                Batch(each["prompt_length"], each["sampled"], [np.array(text, np.int32) for text in each["texts"]])
+                Batch(list(each["firsts"]), each["sampled"], [np.array(text, np.int32) for text in each["texts"]])
                 for each in records
             ]
         except (ValueError, TypeError, KeyError, OverflowError) as error:

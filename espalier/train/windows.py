@@ -1,8 +1,9 @@
-"""Cut a stream of token ids into windows of one length."""
+"""Cut token ids into rows of one length: windows of a stream, or rows that begin where a text begins."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -55,3 +56,72 @@ class Windows:
                 starts = order[step * size : (step + 1) * size] * self.length + offset
                 yield self.stream[starts.to(reach.device)[:, None] + reach].long()
             number, skip = number + 1, 0
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts one after another.  tokens: [N]; lengths: of each text; firsts: tokens of each one's prompt."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    firsts: np.ndarray
+
+    @classmethod
+    def of(cls, texts: Sequence[np.ndarray], firsts: Sequence[int]) -> Texts:
+        # Not the data's dtype: the target may say ids that the data's dtype does not hold.
+        tokens = np.concatenate([np.zeros(0, np.int32), *texts]).astype(np.int32)
+        return cls(tokens, np.array([len(text) for text in texts], np.int64), np.array(firsts, np.int64))
+
+    def split(self) -> list[np.ndarray]:
+        return np.split(self.tokens, np.cumsum(self.lengths)[:-1]) if len(self.lengths) else []
+
+    @property
+    def is_answer(self) -> np.ndarray:
+        """Whether each token is one of a continuation."""
+        place = np.arange(len(self.tokens)) - np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
+        return place >= np.repeat(self.firsts, self.lengths)
+
+
+class TextRows:
+    """Rows of `length + 1` tokens that begin where a text begins, or go on with one that is longer than a row.
+
+    In decoding the target knows its text from the first token on; its hidden states in a row that begins elsewhere are
+    others.  Texts have a new order in every epoch; what a row cuts off of its last text waits for another epoch.
+    """
+
+    def __init__(self, texts: Texts, length: int, device: torch.device, seed: int) -> None:
+        self.texts, self.length, self.device, self.seed = texts, length, device, seed
+        self.starts = np.cumsum(texts.lengths) - texts.lengths
+
+    def epoch(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """(places in texts.tokens in the epoch's order, where each row begins among them)."""
+        order = np.random.default_rng((self.seed, number)).permutation(len(self.starts))
+        lengths, size = self.texts.lengths[order], self.length + 1
+        ends = np.cumsum(lengths)
+        places = np.arange(len(self.texts.tokens)) + np.repeat(self.starts[order] - (ends - lengths), lengths)
+        rows, at = [], 0
+        while at + size <= len(places):
+            rows.append(at)
+            end = int(ends[np.searchsorted(ends, at + size)]) if at + size < len(places) else len(places)
+            at = at + size if end - at - size >= size else end
+        return places, np.array(rows, np.int64)
+
+    def batches(self, size: int, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Endless batches [size, length + 1]: token ids, and whether each is one of a continuation.
+
+        first: number of batches to skip, for a resumed run.  Raises EspalierError if there are fewer rows than `size`.
+        """
+        number, reach, answers = 0, np.arange(self.length + 1), self.texts.is_answer
+        while True:
+            places, rows = self.epoch(number)
+            if len(rows) < size:
+                raise EspalierError(
+                    f"the target's own text fills {len(rows)} rows of {self.length} tokens, and a batch takes {size} "
+                    "of them; use more --continuations, or a smaller --batch or --length"
+                )
+            steps = len(rows) // size
+            for step in range(min(first, steps), steps):
+                at = places[rows[step * size : (step + 1) * size, None] + reach]
+                made = torch.from_numpy(self.texts.tokens[at]).long(), torch.from_numpy(answers[at])
+                yield made[0].to(self.device), made[1].to(self.device)
+            number, first = number + 1, max(0, first - steps)

@@ -23,9 +23,9 @@ DIGEST_CHARS = 16
 ORIGIN = ("--target", "--data")
 
 
-def origin_of(target: Path, stream: np.ndarray) -> dict[str, str]:
+def origin_of(target: Path, tokens: np.ndarray) -> dict[str, str]:
     """What identifies a target, wherever it stands, and the token ids of the data."""
-    return dict(zip(ORIGIN, (target_digest(target), text_digest(stream)), strict=True))
+    return dict(zip(ORIGIN, (target_digest(target), text_digest(tokens)), strict=True))
 
 
 def target_digest(directory: Path) -> str:

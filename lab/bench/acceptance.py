@@ -90,7 +90,7 @@ def tree_variants(trees: Sequence[TreeShape], algorithm: str, form: str | None) 
     found = []
     for tree in trees:
         name = f"{algorithm} {tree.steps},{tree.topk},{tree.num_draft_tokens}"
-        speculation = SpeculationConfig(**asdict(tree), by_batch={})
+        speculation = SpeculationConfig(**tree.sizes, by_batch={})
         found.append(Variant(name, speculation))
         if form is not None:
             swapped = partial(plant, OTHER_FORM[form])

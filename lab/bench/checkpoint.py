@@ -11,7 +11,7 @@ from espalier.errors import EspalierError
 from espalier.startup.resolve import choose_device
 from espalier.terminal.console import QUIET, print_table, stdout, waiting
 from lab.bench.synthetic_models import recipe_with
-from lab.shape_flags import SHAPE_FLAGS
+from lab.shape_flags import SHAPE_FLAGS, shape_flag
 from lab.synthetic.chain import predicted_accept_length
 from lab.synthetic.checkpoint import Recipe, write
 
@@ -43,8 +43,10 @@ def _recipe(args: Namespace) -> Recipe:
         raise EspalierError("--skill and --accept-length are for --mode chain; leave them out, or use that mode")
     if args.mode != "copy" and args.reach is not None:
         raise EspalierError("--reach is for --mode copy; leave it out, or use that mode")
+    if args.accept_length is not None and args.accept_lengths is not None:
+        raise EspalierError("--accept-lengths and --accept-length both set how good the draft is; leave one out")
     names = {"mode", "reach", "skill", *SHAPE_FLAGS} - {"accept_length"}
-    recipe = recipe_with(args.shape, args.seed, **{name: getattr(args, name) for name in names})
+    recipe = recipe_with(args.shape, args.seed, **{name: shape_flag(args, name) for name in names})
     if args.accept_length is None:
         return recipe
     if 0 < recipe.block_size < args.tree[0]:

@@ -2,7 +2,6 @@
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 
 from espalier.bench.choose import choose, fill_in
@@ -41,8 +40,8 @@ def predicted_accept_lengths(
     """
     block_size = configured.steps if is_block else 0
     recipe = Recipe(find_shape(PREDICTED_WITH), block_size=block_size).with_accept_length(
-        accept_length, **asdict(configured)
+        accept_length, **configured.sizes
     )
     chain = recipe.chain()
     known = {configured: accept_length}
-    return known | {shape: known.get(shape) or predicted_accept_length(chain, **asdict(shape)) for shape in shapes}
+    return known | {shape: known.get(shape) or predicted_accept_length(chain, **shape.sizes) for shape in shapes}

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -21,13 +21,12 @@ from espalier.llm import LLM
 from espalier.models.draft import DraftSpec
 from espalier.models.layer_loading import layer_specs_of
 from espalier.models.shard_sizes import require_shards
-from espalier.models.weight_count import WeightCount
+from espalier.models.weight_files import WeightCount
 from espalier.shards import Shards
 from espalier.speculate.drafters.registry import draft_shards, drafter_without_files
-from espalier.startup.measure_chip import measure_chip
 from espalier.startup.resolve import Facts, choose_algorithm, free_memory, resolve
 from espalier.startup.threads import thread_facts
-from espalier.startup.tree_cost import pass_weights
+from espalier.startup.tree_cost import measure_chip, pass_weights
 from espalier.terminal.console import print_header, require_writable
 from espalier.terminal.flags import engine_settings, flag_of, with_minimum
 from espalier.terminal.machine import require_gpu
@@ -43,7 +42,7 @@ DECIDED = ("model", "draft", "device", "dtype", "model_overrides")
 
 def way_with(tree: TreeShape) -> Way:
     """Decoding with this tree at every batch, or plain."""
-    return PLAIN_WAY if tree == PLAIN else {"speculation": SpeculationConfig(**asdict(tree), by_batch={})}
+    return PLAIN_WAY if tree == PLAIN else {"speculation": SpeculationConfig(**tree.sizes, by_batch={})}
 
 
 class OfShape:

@@ -26,7 +26,7 @@ from espalier.kernels.ops.experts import (
     grouped_experts,
 )
 from espalier.kernels.ops.linear import quantise_rows
-from espalier.models.layers.experts import rounding_in_norm
+from espalier.models.layers.mlp import rounding_in_norm
 from espalier.models.quantisers import QUANTISERS
 from lab.bench.cases import Case
 

@@ -11,7 +11,7 @@ from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.engine.lead import LeadExecutor
 from espalier.kernels.ops.experts import route
-from espalier.models.layers.experts import MixtureMLP, RoutedRows
+from espalier.models.layers.mlp import MixtureMLP, RoutedRows
 from espalier.models.weight_formats.sharded import Unsummed
 
 

@@ -141,6 +141,15 @@ def sharing(parser: ArgumentParser) -> None:
     add_json_flag(parser)
 
 
+def defaults(parser: ArgumentParser) -> None:
+    parser.add_argument("--model", default="bundled", help="a directory, a Hugging Face id, or 'bundled' (bundled)")
+    parser.add_argument("--chat", action="store_true", help="ask a chat model, in place of texts that it continues")
+    parser.add_argument("--prompts", type=int, default=2, metavar="N", help="prompts of each kind of text (2)")
+    parser.add_argument("--tokens", type=int, default=96, metavar="N", help="tokens of each answer (96)")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="repetitions; medians are shown (3)")
+    add_json_flag(parser)
+
+
 def sources(parser: ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=8, metavar="N", help="prompts of code and of prose (8)")
     parser.add_argument("--tokens", type=int, default=96, metavar="N", help="tokens of each answer (96)")

@@ -6,7 +6,7 @@ not count: they are smaller.
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from statistics import median
 from time import perf_counter
@@ -285,7 +285,7 @@ def _table(measured: Sequence[Sequence[Generated]]) -> list[list[str]]:
 def _row(name: str, figures: Generated, over_plain: str) -> list[str]:
     return [
         f"{figures.batch}x{figures.context} {name}",
-        ", ".join(map(str, astuple(figures.tree))),
+        ", ".join(map(str, figures.tree.sizes.values())),
         f"{figures.first_token_ms:.1f}",
         f"{figures.round_ms:.2f}",
         f"{figures.round_ms / figures.floor_ms:.2f}" if figures.floor_ms else "",

@@ -20,7 +20,7 @@ from espalier.bench.engines import BenchEngine, compared_ways, load_sizes
 from espalier.engine.masks import MaskBuilder
 from espalier.errors import EspalierError
 from espalier.grammar import Grammar
-from espalier.grammar.check import check_grammar
+from espalier.grammar.tag import check_grammar
 from espalier.llm import LLM
 from espalier.masking.compile import compile_form, token_bytes
 from espalier.masking.masker import GrammarMasker, allowed_tokens

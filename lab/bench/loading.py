@@ -18,8 +18,7 @@ import torch
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
-from espalier.models.weight_count import stored_weights
-from espalier.models.weight_files import shards_of
+from espalier.models.weight_files import shards_of, stored_weights
 from espalier.startup.checkpoints import find_target
 from espalier.startup.resolve import choose_device
 from espalier.terminal.console import print_header, print_table, require_writable, write_json

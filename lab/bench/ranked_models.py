@@ -44,7 +44,7 @@ def synthetic_models(
 
 
 def models_of_recipe(recipe: Recipe, config: ResolvedConfig, shards: Shards) -> Loaded:
-    """What one rank holds (espalier/startup/rank_work.py:Models)."""
+    """What one rank holds (espalier/startup/ranks.py:Models)."""
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     target, draft = build(recipe, dtype, device, config.layout.position_rows, shards)
     if config.algorithm != draft.spec.algorithm:

@@ -18,8 +18,7 @@ from torch import Tensor
 from espalier.engine.lead import explaining
 from espalier.errors import EspalierError
 from espalier.kernels.ops.norm import add_rms_norm
-from espalier.startup.rank_work import Joining
-from espalier.startup.ranks import starting_ranks
+from espalier.startup.ranks import Joining, starting_ranks
 from espalier.terminal.console import print_header, print_table, require_writable, stdout, write_json
 from espalier.terminal.machine import require_gpu
 from lab.bench.cases import Case, Timed, table

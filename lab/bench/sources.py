@@ -1,20 +1,25 @@
 """`python -m lab sources`: a draft with other sources beside it, against each alone, on the bundled model.
 
 All engines are loaded at once and take turns at every prompt, so that a busy machine slows all of them alike.
+"choosing" is the share of the time in which nodes are scored, grafted, shared out and counted.
 """
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 from espalier.bench.drive import heldout
 from espalier.config import SpeculationConfig
+from espalier.engine.guesses import Guesses
 from espalier.llm import LLM
 from espalier.request import SamplingParams
+from espalier.speculate.drafters.grafted import GraftedDrafter
+from espalier.speculate.tree import Tree
 from espalier.stats import SpeculationStats
 from espalier.terminal.console import print_table, progress, write_json
 
@@ -26,13 +31,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "eagle3 + text + index": {"sources": "text,index"},
     "ngram + index": {"algorithm": "ngram", "sources": "index"},
 }
+# What a round does for the sources beside the draft and for calibrated scores.
+CHOOSERS = ((GraftedDrafter, "_graft"), (Tree, "best"), (Guesses, "next"), (Guesses, "count"))
 EDITS = 10
 PROSE_CHARACTERS = 600
 
 
 @dataclass
 class Total:
+    """choosing: of these seconds, those of CHOOSERS."""
+
     seconds: float
+    choosing: float
     tokens: int
     stats: SpeculationStats
 
@@ -47,22 +57,24 @@ def run(args: Namespace) -> None:
             rows += measure(cases[name], params, {"text": name, "temperature": temperature})
             advance()
     write_json(args.json, {"sources": rows})
-    names = ["text", "temperature", "drafts", "tokens/s", "of eagle3", "of ngram", "accept length"]
+    names = ["text", "temperature", "drafts", "tokens/s", "of eagle3", "of ngram", "choosing", "accept length"]
     print_table([names, *([str(value) for value in row.values()] for row in rows)])
 
 
 def measure(prompts: Sequence[str], params: SamplingParams, about: dict[str, Any]) -> list[dict[str, Any]]:
-    totals = {name: Total(0.0, 0, SpeculationStats()) for name in VARIANTS}
+    totals = {name: Total(0.0, 0.0, 0, SpeculationStats()) for name in VARIANTS}
     with ExitStack() as stack:
         engines = {name: stack.enter_context(_llm(variant)) for name, variant in VARIANTS.items()}
+        spent = stack.enter_context(timed(CHOOSERS))
         for llm in engines.values():
             llm.generate("warm", SamplingParams(max_tokens=8))
         for prompt in prompts:
             said = set()
             for name, llm in engines.items():
-                begun = perf_counter()
+                begun, before = perf_counter(), sum(spent)
                 [output] = llm.generate(prompt, params)
                 totals[name].seconds += perf_counter() - begun
+                totals[name].choosing += sum(spent) - before
                 totals[name].tokens += len(output.token_ids)
                 totals[name].stats.merge(output.speculation)
                 said.add(tuple(output.token_ids))
@@ -75,10 +87,31 @@ def measure(prompts: Sequence[str], params: SamplingParams, about: dict[str, Any
             "tokens/s": round(rate, 1),
             "of eagle3": round(rate / rates["eagle3"], 3),
             "of ngram": round(rate / rates["ngram"], 3),
+            "choosing": round(totals[name].choosing / totals[name].seconds, 4),
             "accept length": round(totals[name].stats.accept_length, 2),
         }
         for name, rate in rates.items()
     ]
+
+
+@contextmanager
+def timed(functions: Sequence[tuple[type, str]]) -> Iterator[list[float]]:
+    """The seconds of each call of these functions, of which none calls another."""
+    spent: list[float] = []
+
+    def watched(right: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            begun = perf_counter()
+            made = right(*args)
+            spent.append(perf_counter() - begun)
+            return made
+
+        return call
+
+    with ExitStack() as stack:
+        for owner, name in functions:
+            stack.enter_context(patch.object(owner, name, watched(getattr(owner, name))))
+        yield spent
 
 
 def _llm(variant: dict[str, Any]) -> LLM:

@@ -66,12 +66,17 @@ def recipe_of(shape: str, seed: int, accept_length: float | None = None, **field
     Raises EspalierError also for an accept length that no draft reaches.
     """
     recipe, (steps, topk, nodes) = recipe_with(shape, seed, **fields), TREE
+    if fields.get("accept_lengths") is not None:
+        if accept_length is not None:
+            raise EspalierError("--accept-lengths and --accept-length both set how good the draft is; leave one out")
+        return recipe
     wanted = ACCEPT_LENGTH if accept_length is None else accept_length
     return recipe.with_accept_length(wanted, min(steps, recipe.block_size or steps), topk, nodes)
 
 
 def recipe_with(shape: str, seed: int, **fields: Any) -> Recipe:
-    """The recipe of a named shape with these fields of Recipe; None: the field's default.  layers: as of Shape.cut.
+    """The recipe of a named shape with these fields of Recipe; None: the field's default.  layers: as of Shape.cut;
+    accept_lengths: as of Recipe.with_acceptance.
 
     Raises EspalierError for an unknown shape, for fields that do not fit together, and for weights that the shape is
     not stored in.
@@ -90,12 +95,16 @@ def recipe_with(shape: str, seed: int, **fields: Any) -> Recipe:
         raise EspalierError(
             f"--block-fade={block_fade} is not supported; use above 0 to 1, with --block-size, or leave it out"
         )
+    by_depth = given.pop("accept_lengths", None)
+    if by_depth is not None and (given.keys() & {"skill", "block_fade"}):
+        raise EspalierError("--accept-lengths sets how good the draft is; leave out --skill and --block-fade")
     found, layers = find_shape(shape), given.pop("layers", None)
     if layers is not None:
         found = found.cut(layers)
     if "weights" in given:
         require_stored(found.target, given["weights"])
-    return Recipe(found, seed, **given)
+    recipe = Recipe(found, seed, **given)
+    return recipe if by_depth is None else recipe.with_acceptance(by_depth)
 
 
 class SyntheticModels:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 
 from espalier.errors import EspalierError
+from espalier.train.data import Data
 from espalier.train.eagle3 import train_eagle3
 from espalier.train.evaluate import evaluate_draft
 from espalier.train.llama import LlamaShape
@@ -122,7 +123,7 @@ def make_ngram(folders: BundleFolders) -> None:
 
 def make_draft(folders: BundleFolders) -> None:
     stream, begun = np.load(folders.packed / "train.npy")[:DRAFT_TOKENS], time.perf_counter()
-    figures = train_eagle3(folders.target, stream, folders.draft, folders.work, DRAFT)
+    figures = train_eagle3(folders.target, Data(stream), folders.draft, folders.work, DRAFT)
     folders.note(draft=figures, draft_seconds=time.perf_counter() - begun, draft_device=device_name())
 
 

@@ -95,7 +95,7 @@ def _every_form(form):
 
 
 def _before_norm(right):
-    return lambda module, x, normed: replace(right(module, x, normed), hidden=x)
+    return lambda x, normed: replace(right(x, normed), hidden=x)
 
 
 def _packed_stride(right):
@@ -136,7 +136,7 @@ def _freed_twice(right):
 def _rope_left_out(right):
     def store(*arguments):
         stored = right(*arguments)
-        rotation, _, rows, plane = arguments[4:8]
+        rotation, _, rows, plane, _ = arguments[4]
         plane[..., plane.shape[2] - rotation.cos.shape[1] :].index_fill_(0, rows, 0)
         return stored
 
@@ -322,7 +322,7 @@ FAULTS = {
         Fault(
             "shared-expert-twice",
             "the shared expert is added twice where it runs beside the routed ones",
-            "espalier.models.layers.experts:MixtureMLP._mixed",
+            "espalier.models.layers.mlp:MixtureMLP._mixed",
             _shared_twice,
         ),
         Fault(

@@ -17,9 +17,9 @@ def _of_request_before(right):
 
 
 def _twice(right):
-    def count(guesses, sent, request, row):
-        right(guesses, sent, request, row)
-        right(guesses, sent, request, row)
+    def count(*of):
+        right(*of)
+        return right(*of)
 
     return count
 
@@ -41,6 +41,12 @@ SOURCE_FAULTS = (
         "path-counted-twice",
         "what became of a path is counted twice",
         "espalier.engine.guesses:Guesses._count",
+        _twice,
+    ),
+    Fault(
+        "picks-counted-twice",
+        "what became of the draft's nodes is counted twice",
+        "espalier.speculate.sources.survival:Survival.add_draft",
         _twice,
     ),
 )

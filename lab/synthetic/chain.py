@@ -133,6 +133,7 @@ def make_chain(
     is_nudged: bool = False,
     block_size: int = 0,
     fade: float = 1.0,
+    skills: Sequence[float] = (),
 ) -> Chain:
     """A chain drawn from the seed, on the CPU, so that it is the same on every device.
 
@@ -140,7 +141,7 @@ def make_chain(
     has_topics: the successors of a token are near it in greedy text, so that a tree stays in a topic.
     is_nudged: the draft is an MTP head.  In copy mode it nudges nothing.
     block_size: depths that a block draft proposes; 0: it is none.  fade: its skill at a depth over that at the depth
-    before, in chain mode.
+    before, in chain mode; skills: at each depth, in its place.
     Raises EspalierError for arguments that do not fit together.
     """
     _check(len(plain), num_hot, mode, skill, reach)
@@ -173,8 +174,10 @@ def make_chain(
     chain = Chain(mode, hot, ring, place, is_hot, shifts, draft_logp, kind, lag_of, lags, topic, nudge)
     if not block_size:
         return chain
-    skills = [chain.skill * (fade**depth if mode == "chain" else 1) for depth in range(block_size)]
-    return chain.fading_to(skills, generator)
+    faded = [chain.skill * (fade**depth if mode == "chain" else 1) for depth in range(block_size)]
+    # A rate is planted at random places, and is a little off; rates that are alike stay so.
+    alike = [chain.skill if rate == skills[0] else rate for rate in skills]
+    return chain.fading_to(alike or faded, generator)
 
 
 def _check(num_plain: int, num_hot: int, mode: str, skill: float, reach: int) -> None:

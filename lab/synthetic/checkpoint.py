@@ -7,8 +7,10 @@ no tokenizer: prompts are token ids.  The draft is an EAGLE-3 head or, with `mtp
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.tuning_table import DENSE
 from espalier.models import CausalLM, DraftModel
 from espalier.models.draft import DraftConfig
-from espalier.models.from_transformers.config import read_by_transformers
-from espalier.models.from_transformers.load import made_by_transformers
+from espalier.models.from_transformers.load import made_by_transformers, read_by_transformers
 from espalier.models.loading import make_target
 from espalier.models.weight_files import INDEX, write_weights
 from espalier.models.weight_formats import all_dense
@@ -54,6 +55,7 @@ class Recipe:
     mtp_layers: layers of an MTP head; 0 is an EAGLE-3 head.  mtp_form: "chain" or "target".
     block_size: tokens that one pass of a block draft proposes; 0: the draft is not a block draft.
     block_fade: its skill at each depth, divided by that at the depth before; at depth 1 it is `skill`.
+    block_skills: its skill at each depth, in place of block_fade; () for none.
     weights, draft_weights: how target and draft store their matrices: "dense", or a name of
     espalier/models/quantisers.py:QUANTISERS.  `skill` is that of a dense draft; a quantised one is about as good.
     model_impl: what runs the target, as of EngineConfig.
@@ -69,6 +71,7 @@ class Recipe:
     mtp_form: str = "chain"
     block_size: int = 0
     block_fade: float = 1.0
+    block_skills: tuple[float, ...] = ()
     weights: str = DENSE
     draft_weights: str = DENSE
     model_impl: str = "native"
@@ -87,7 +90,8 @@ class Recipe:
     def draft_name(self) -> str:
         stored = "" if self.draft_weights == DENSE else f" in {self.draft_weights}"
         if self.block_size:
-            return f"a block draft{stored} of {self.block_size}, fade {self.block_fade},"
+            fade = self.block_skills or f"fade {self.block_fade}"
+            return f"a block draft{stored} of {self.block_size}, {fade},"
         return f"an MTP head{stored}, {self.mtp_layers} x {self.mtp_form}," if self.mtp_layers else f"a draft{stored}"
 
     @property
@@ -114,13 +118,13 @@ class Recipe:
             is_nudged=self.mtp_layers > 0,
             block_size=self.block_size,
             fade=self.block_fade,
+            skills=self.block_skills,
         )
 
     def tensors(self, dtype: torch.dtype, device: torch.device | str) -> tuple[Tensors, Tensors]:
         """Of the target and of the draft, as their checkpoints store them."""
-        target = TargetTensors(
-            self.shape, self.chain(), self.seed, dtype, torch.device(device), self.routing_correlation
-        )
+        drawn = self.shape, self.chain(), self.seed, dtype, torch.device(device)
+        target = TargetTensors(*drawn, self.routing_correlation, self.weights != DENSE)
         draft = self._draft(target)
         return (
             target if self.weights == DENSE else QuantisedTensors(target, self.weights),
@@ -133,6 +137,21 @@ class Recipe:
         if self.mtp_layers:
             return MtpTensors(self.shape, target, self.mtp_layers, self.mtp_form)
         return Eagle3Tensors(self.shape, target)
+
+    def with_acceptance(self, by_depth: Sequence[float]) -> "Recipe":
+        """This recipe with a draft whose first guess comes true so often at each depth, where the one before did.
+
+        A block draft has each depth's rate.  Others are equally good at all depths: theirs is the rate at which a chain
+        of as many guesses accepts as many tokens a round.  Raises EspalierError.
+        """
+        steps = len(by_depth)
+        if not self.block_size:
+            return self.with_accept_length(1 + sum(accumulate(by_depth, mul)), steps, 1, steps + 1)
+        if self.mode != "chain":
+            raise EspalierError("copy mode's acceptance follows from the tree alone; use mode 'chain'")
+        if steps < self.block_size:
+            raise EspalierError(f"--accept-lengths has {steps} depths, and --block-size={self.block_size}; lower it")
+        return replace(self, skill=by_depth[0], block_skills=tuple(by_depth[: self.block_size]))
 
     def with_accept_length(self, wanted: float, steps: int, topk: int, num_draft_tokens: int) -> "Recipe":
         """This recipe with the skill at which greedy decoding accepts `wanted` tokens a round.

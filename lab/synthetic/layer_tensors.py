@@ -5,7 +5,7 @@ from espalier.models.families.nemotron_h import FAMILY as NEMOTRON_H
 from espalier.models.families.qwen3_next import LINEAR
 from espalier.models.latent_config import LatentConfig
 from espalier.models.layer_loading import layer_specs_of
-from lab.synthetic.state_tensors import delta_net, gated_attention, joined_experts, nemotron
+from lab.synthetic.state_tensors import delta_net, gated_attention, nemotron
 
 NEMOTRON = NEMOTRON_H.architecture
 Shapes = dict[str, tuple[int, ...]]
@@ -38,7 +38,9 @@ def _hybrid(config: ModelConfig, layer: int) -> Shapes:
     """Of Qwen3.5 and later."""
     hidden, has_experts = config.hidden_size, config.experts is not None and layer in config.experts.layers
     mixer = delta_net(config, layer) or gated_attention(config)
-    mlp = joined_experts(config) if has_experts else _gated("mlp.", config.intermediate_size, hidden)
+    mlp = _gated("mlp.", config.intermediate_size, hidden)
+    if has_experts and config.experts is not None:
+        mlp = _experts(config.experts, hidden)
     return {**mixer, **mlp, "input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
 
 
@@ -52,13 +54,12 @@ def _gemma4(c: ModelConfig, layer: int) -> Shapes:
     shapes |= {"self_attn.o_proj.weight": (hidden, rows["q"]), "layer_scalar": (1,)}
     shapes |= {f"self_attn.{name}_norm.weight": (size,) for name in "qk"}
     if c.experts is not None:
-        count, inner = c.experts.routing.num_experts, c.experts.size
+        count = c.experts.routing.num_experts
         shapes |= {
             "router.proj.weight": (count, hidden),
             "router.scale": (hidden,),
             "router.per_expert_scale": (count,),
-            "experts.gate_up_proj": (count, 2 * inner, hidden),
-            "experts.down_proj": (count, hidden, inner),
+            **_routed("experts.", c.experts, hidden),
         }
         norms |= {"post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"}
     of_norms = {f"{name}.weight": (hidden,) for name in sorted(norms)}
@@ -133,13 +134,22 @@ def _experts(experts: Experts, hidden: int) -> Shapes:
     shapes: Shapes = {f"mlp.{experts.router_name}.weight": (count, hidden)}
     if experts.routing.correction_bias:
         shapes["mlp.gate.e_score_correction_bias"] = (count,)
-    for expert in range(count):
-        shapes |= _gated(f"mlp.experts.{expert}.", experts.size, hidden)
+    shapes |= _routed("mlp.experts.", experts, hidden)
     if experts.shared_size:
         shapes |= _gated(f"mlp.{experts.shared_name}.", experts.shared_size, hidden)
     if experts.shared_gate is not None:
         shapes[f"mlp.{experts.shared_gate}.weight"] = (1, hidden)
     return shapes
+
+
+def _routed(prefix: str, experts: Experts, hidden: int) -> Shapes:
+    """The matrices of routed experts, joined or apart."""
+    count, size = experts.routing.num_experts, experts.size
+    if experts.stored == "joined":
+        return {f"{prefix}gate_up_proj": (count, 2 * size, hidden), f"{prefix}down_proj": (count, hidden, size)}
+    return {
+        name: shape for expert in range(count) for name, shape in _gated(f"{prefix}{expert}.", size, hidden).items()
+    }
 
 
 def _stacked_experts(experts: Experts, hidden: int) -> Shapes:

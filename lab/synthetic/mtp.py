@@ -20,8 +20,8 @@ from espalier.bench.shapes import LLAMA, Shape
 from espalier.errors import EspalierError
 from espalier.models.config import parse
 from espalier.models.families import FAMILIES
-from espalier.models.find_family import find_family
-from espalier.models.mtp_config import FORMS
+from espalier.models.loading import find_family
+from espalier.models.mtp import FORMS
 from lab.synthetic.chain import BURY, FAVOUR, NUM_NUDGES, NUM_SUCCESSORS
 from lab.synthetic.draft import DraftTensors
 from lab.synthetic.layer_tensors import layer_shapes

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.models.config import ModelConfig
-from espalier.models.quantisers import find_quantiser
+from espalier.models.quantisers import QUANTISERS, Quantiser
 from espalier.models.weight_formats import FormatOf, StoredTensor
 
 EXPERTS = "mlp.experts"
@@ -29,6 +29,13 @@ class Tensors(Protocol):
     def shapes(self) -> dict[str, tuple[int, ...]]: ...
 
     def tensor(self, name: str) -> Tensor: ...
+
+
+def find_quantiser(weights: str) -> Quantiser:
+    """Raises EspalierError for a name that is not in QUANTISERS."""
+    if weights not in QUANTISERS:
+        raise EspalierError(f"weights {weights!r} are not known; use one of {', '.join(QUANTISERS)}")
+    return QUANTISERS[weights]
 
 
 class QuantisedTensors:

@@ -40,22 +40,6 @@ def gated_attention(config: ModelConfig) -> Shapes:
     return {**shapes, **{f"self_attn.{name}_norm.weight": (size,) for name in "qk"}}
 
 
-def joined_experts(config: ModelConfig) -> Shapes:
-    """Under `mlp.`, with a gated shared expert."""
-    experts, hidden = config.experts, config.hidden_size
-    assert experts is not None
-    count, size, shared = experts.routing.num_experts, experts.size, experts.shared_size
-    return {
-        "mlp.gate.weight": (count, hidden),
-        "mlp.experts.gate_up_proj": (count, 2 * size, hidden),
-        "mlp.experts.down_proj": (count, hidden, size),
-        "mlp.shared_expert.gate_proj.weight": (shared, hidden),
-        "mlp.shared_expert.up_proj.weight": (shared, hidden),
-        "mlp.shared_expert.down_proj.weight": (hidden, shared),
-        "mlp.shared_expert_gate.weight": (1, hidden),
-    }
-
-
 def nemotron(config: ModelConfig, layer: int) -> Shapes:
     """A layer is one block, under `mixer.`."""
     spec, hidden = layer_specs_of(config)[layer], config.hidden_size

@@ -16,7 +16,7 @@ both heads attend to their own position, and nothing is written.  So the K/V row
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -108,7 +108,8 @@ class Planted:
 class TargetTensors:
     """The weights of a target, by name in its checkpoint: `shapes` lists them, `tensor` makes one.
 
-    correlation: of the routing, see routing.py.
+    correlation: of the routing, see routing.py.  is_quantised: whether the checkpoint is: then experts that the family
+    joins are apart, as those who quantise a model store them.
     """
 
     def __init__(
@@ -119,8 +120,11 @@ class TargetTensors:
         dtype: torch.dtype,
         device: torch.device,
         correlation: float = 0.0,
+        is_quantised: bool = False,
     ) -> None:
-        self.config = shape.target
+        self.config, experts = shape.target, shape.target.experts
+        if is_quantised and experts is not None and experts.stored == "joined":
+            self.config = replace(self.config, experts=replace(experts, stored="apart"))
         self.chain = chain
         self.dtype = dtype
         self.device = device
@@ -277,10 +281,8 @@ class TargetTensors:
         experts, num_in, num_out = size
         if self.config.experts is not None and self.config.experts.stored == "joined":
             out = self.draw.normal(name, experts * num_in, num_out, num_out**-0.5, self.dtype).view(size)
-            # A norm behind the block scales it.
-            step = self._step(name, part) if self.config.family.layer_norms.behind_mlp is None else 1.0
             for matrix in out if part == "down_proj" else ():
-                matrix.copy_(self.planted.clean(matrix.T.float()).T * step)
+                matrix.copy_(self.planted.clean(matrix.T.float()).T * self._step(name, part))
             return out
         if part != "down_proj":
             return self.draw.normal(name, experts * num_in, num_out, num_in**-0.5, self.dtype).view(size)
@@ -294,10 +296,13 @@ class TargetTensors:
         step = DISTURBANCE / math.sqrt(2 * self.config.num_layers)
         if part == "o_proj":
             return step
-        # The weights of a row's experts sum up to this factor at most.
         experts = self.config.experts
-        scale = experts.routing.routed_scaling_factor if experts is not None and ".experts." in name else 1.0
-        return step / GATED / scale
+        if experts is None or ".experts." not in name:
+            return step / GATED
+        if self.config.family.layer_norms.behind_mlp is not None:
+            return 1.0  # that norm scales what experts add
+        # The weights of a row's experts sum up to this factor at most.
+        return step / GATED / experts.routing.routed_scaling_factor
 
     def _plant_stamp(self, weight: Tensor, part: str, layer: int) -> None:
         """The first channel of the first head reads the mark, which is 1 in every row, and writes the stamp."""

@@ -13,7 +13,7 @@ from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.engine.cuda import CudaExecutor
 from espalier.errors import EspalierError
 from espalier.request import Request, SamplingParams
-from espalier.startup.dummies import fullest_pass, smaller_passes
+from espalier.startup.measure_memory import fullest_pass, smaller_passes
 from lab.faults.planted import plant
 from tests.attention.fake_libraries import NAMES, installed
 from tests.engine.fake_cuda import fake_cuda

@@ -157,6 +157,12 @@ def scripted():
         protocol_version = "HTTP/1.1"
 
         def do_GET(self):
+            if self.path == "/metrics":
+                # Three rounds of two tokens for each request, and seven of five tokens before all of them.
+                line = 'espalier_rounds_by_accept_length_total{length="%d"} %.1f\n'
+                rounds = line % (5, 7) + line % (2, 3 * len(found.bodies))
+                self.answer(found.metrics_status, f"# TYPE\n{rounds}".encode())
+                return
             self.answer(found.models_status, json.dumps({"data": [{"id": "its model"}]}).encode())
 
         def do_POST(self):
@@ -186,7 +192,7 @@ def scripted():
     answering = threading.Lock()
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         url = f"http://127.0.0.1:{server.server_port}/v1"
-        found = SimpleNamespace(url=url, bodies=[], keys=[], refused=(), models_status=200)
+        found = SimpleNamespace(url=url, bodies=[], keys=[], refused=(), models_status=200, metrics_status=200)
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield found
@@ -237,6 +243,26 @@ def test_turns_follow_their_answers_and_more_fields_are_a_flag(scripted, tmp_pat
     assert json.loads(out.read_text())["cells"][0]["answered"] == 2
     _, first, second = scripted.bodies
     assert second["prompt"].startswith(f"{first['prompt']} abc ") and second["ignore_eos"] and second["model"] == "mine"
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_a_dataset_is_sent_and_accept_length_is_the_servers(scripted, tmp_path, status):
+    file, out, scripted.metrics_status = tmp_path / "in.jsonl", tmp_path / "out.json", status
+    file.write_text('{"turns": ["one", "two"], "category": "code"}')
+    flags = ["--temperature", "0", "0.5", "--no-thinking", "--think", "0", "--output", "5,5", "--json", str(out)]
+    assert main(["bench", "load", "--url", scripted.url, "--dataset", str(file), "--rate", "50", *flags]) == 0
+    report = json.loads(out.read_text())
+    assert list(report["models"].values()) == ["its model"] and report["load"]["dataset"] == str(file)
+    _, *bodies = scripted.bodies
+    assert [body["temperature"] for body in bodies] == [0, 0, 0.5, 0.5]
+    assert [[each["content"] for each in body["messages"]] for body in bodies[:2]] == [["one"], ["one", "abc", "two"]]
+    assert all(
+        body["chat_template_kwargs"] == {"enable_thinking": False} and body["max_tokens"] == 5 for body in bodies
+    )
+    for cell in report["cells"]:
+        code = cell["categories"]["code"]
+        assert (code["requests"], cell["accept_length"]) == (2, 2.0 if status == 200 else None)
+        assert code["accept_length"] == cell["accept_length"]
 
 
 def test_so_many_requests_at_once_follow_one_another(scripted, tmp_path, monkeypatch):

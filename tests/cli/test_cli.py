@@ -16,7 +16,7 @@ from rich.console import Console
 from espalier import cli
 from espalier.attention import BACKENDS
 from espalier.cli import demo, generate
-from espalier.cli.draw import round_tree
+from espalier.cli.demo import round_tree
 from espalier.cli.main import parse
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.engine.launch_input import DraftTree, RoundTrace

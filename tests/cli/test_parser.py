@@ -4,9 +4,9 @@ import pytest
 
 from espalier import other_engines
 from espalier.cli import parser
-from espalier.cli.bench import COMMANDS as BENCH
+from espalier.cli.flags import BENCH
 from espalier.cli.main import COMMANDS, parse
-from espalier.cli.moved import MOVED
+from espalier.cli.parser import MOVED
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.request import SamplingParams
 from espalier.terminal.flags import flag_of

@@ -11,7 +11,9 @@ import pytest
 from espalier.engine.acceptance import Sample
 from espalier.engine.engine import Engine
 from espalier.engine.launch_input import LaunchInput, RequestResult
+from espalier.kernels.ops import drafts
 from espalier.layout import PLAIN, LaunchForm, TreeShape
+from espalier.speculate.drafters import grafted
 from tests.engine.alone import plainly
 from tests.engine.fake_cuda import FakeGraph, engine_on_fake_cuda, fake_cuda
 from tests.gpu.traffic import mixed, run_staggered
@@ -27,6 +29,9 @@ from tests.ranks import Group
 
 TREE: dict[str, Any] = {"steps": 4, "topk": 3, "num_draft_tokens": 14, "max_batch": 4, "page_size": 4}
 SMALL = (PLAIN, TreeShape(1, 1, 2), TreeShape(3, 1, 4), TreeShape(2, 3, 7))
+# Rows that are shared out, and rounds without a draft pass.
+SHARED, ALONE = TreeShape(4, 3, 14, shared_rows=3), TreeShape(4, 3, 14, drafts=False)
+SOURCED = (*SMALL, SHARED, ALONE, TreeShape(2, 3, 7, shared_rows=2, drafts=False))
 DRAFTERS = [
     Setup(**TREE),
     Setup(algorithm="ngram", **TREE),
@@ -34,6 +39,9 @@ DRAFTERS = [
     PEagleSetup(**TREE),
     BlockSetup(form="dspark", **TREE),
     Setup(keeps="hybrid", **TREE),
+    Setup(text_paths=2, **TREE),
+    MTPSetup(form=(2, "chain"), text_paths=2, **TREE),
+    BlockSetup(form="dspark", text_paths=1, **TREE),
 ]
 
 
@@ -45,12 +53,13 @@ class AnyTree:
     random: Random = field(default_factory=lambda: Random(5))
     picked: list[TreeShape] = field(default_factory=list)
     samples: list[Sequence[Sample]] = field(default_factory=list)
+    num_changes: int = 0
 
     def pick(self, batch: int, drafting: int, context: float) -> TreeShape:
         self.picked.append(self.random.choice(self.forms))
         return self.picked[-1]
 
-    def read(self, samples: Sequence[Sample], guesses: int) -> None:
+    def read(self, samples: Sequence[Sample], rows: int, looked_up: Sequence[Sample]) -> None:
         self.samples.append(samples)
 
     def restart(self) -> None:
@@ -61,7 +70,7 @@ class AnyTree:
 def test_any_tree_gives_the_tokens_of_plain_decoding(turn: int) -> None:
     setup = replace(DRAFTERS[turn], overlap=turn % 2 == 0)
     engine, requests = setup.engine(), mixed(6, max_tokens=11)
-    chooser = AnyTree((*SMALL, setup.layout.tree))
+    chooser = AnyTree((*(SOURCED if setup.text_paths else SMALL), setup.layout.tree))
     engine.scheduler.trees.chooser = chooser
     run_staggered(engine, requests, every=2)
     for r in requests:
@@ -76,10 +85,13 @@ def test_any_tree_gives_the_tokens_of_plain_decoding_in_grammars() -> None:
     assert run(engine, asked(2, 1.2)).tokens == plain.tokens
 
 
-@pytest.mark.parametrize("setup", [Setup(**TREE), MTPSetup(form=(2, "chain"), **TREE)], ids=["eagle3", "mtp"])
-def test_the_draft_stays_ready_over_rounds_without_it(setup: Setup) -> None:
+STAYING = [(Setup(**TREE), PLAIN), (MTPSetup(form=(2, "chain"), **TREE), PLAIN), (Setup(text_paths=2, **TREE), ALONE)]
+
+
+@pytest.mark.parametrize(("setup", "without"), STAYING, ids=["eagle3", "mtp", "sources"])
+def test_the_draft_stays_ready_over_rounds_without_it(setup: Setup, without: TreeShape) -> None:
     engine = setup.engine()
-    engine.scheduler.trees.chooser = AnyTree((PLAIN, PLAIN, setup.layout.tree))
+    engine.scheduler.trees.chooser = AnyTree((without, without, setup.layout.tree))
     oracle = mtp_reference_of(setup) if isinstance(setup, MTPSetup) else reference_of(setup)
     run_watched(Watch(engine, setup.algorithm, oracle, (INCREMENTAL, READY)), mixed(3, max_tokens=9))
 
@@ -100,10 +112,13 @@ def test_any_tree_crosses_to_every_rank() -> None:
 
 
 def test_on_a_gpu_every_tree_of_a_bucket_is_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = Setup(**TREE, attention="reference", overlap=True)
-    requests, sets = mixed(7, max_tokens=8), ((1, (setup.layout.tree, PLAIN)), (3, (SMALL[2], SMALL[1], PLAIN)))
+    setup = Setup(**TREE, attention="reference", overlap=True, text_paths=1)
+    requests, sets = mixed(6, max_tokens=6), ((1, (setup.layout.tree, PLAIN)), (3, (SHARED, ALONE, PLAIN)))
     wanted = [plainly(setup, r).tokens for r in requests]
     fake_cuda(monkeypatch)
+    # What only a CPU's path reads, as in test_no_sync.py.
+    monkeypatch.setattr(grafted, "are_none", lambda paths: False)
+    monkeypatch.setattr(drafts, "longest_known", lambda root: setup.layout.history_width)
     monkeypatch.setattr(Setup, "layout", replace(setup.layout, choices=sets))
     engine = engine_on_fake_cuda(setup, graph_batch=4)
     rounds = {LaunchForm(at, tree=tree) for at in (1, 2, 3, 4) for tree in dict(sets)[1 if at < 3 else 3]}

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from espalier import layout
-from espalier.layout import NODE_LOGITS_BYTES, node_slices
 from espalier.request import SamplingParams
+from espalier.speculate import logit_slices
+from espalier.speculate.logit_slices import NODE_LOGITS_BYTES, node_slices
 from espalier.startup.tree_policy import MAX_VERIFY_ROWS
 from tests.grammar.test_lossless import END, GRAMMARS, masker_of
 from tests.harness import VOCAB, Ran, Setup, prompts, request, run
@@ -40,7 +40,7 @@ def test_slices_of_a_trees_logits_equal_the_whole(setup, with_grammar, monkeypat
     logits = type(target).logits
     monkeypatch.setattr(type(target), "logits", lambda model, x: rows.append(x[..., 0].numel()) or logits(model, x))
     # Seven rows: two nodes of each of three requests, three of two, all seven of one.
-    monkeypatch.setattr(layout, "NODE_LOGITS_BYTES", 7 * 4 * VOCAB)
+    monkeypatch.setattr(logit_slices, "NODE_LOGITS_BYTES", 7 * 4 * VOCAB)
     sliced = ran(setup, with_grammar)
     # Besides slices, the rows of accepted paths; a whole tree has twenty.
     assert 7 in rows and max(rows) <= 3 * setup.layout.extend_width < 3 * setup.layout.num_draft_tokens

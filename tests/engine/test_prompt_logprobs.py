@@ -12,11 +12,11 @@ from torch import Tensor
 
 from espalier.engine.engine import Engine
 from espalier.engine.launch_input import LaunchInput, RequestResult
-from espalier.layout import LOGITS_BYTES, logit_rows
 from espalier.logprobs import CHOSEN, TokenLogprob
 from espalier.request import OutputChunk, Request, SamplingParams
 from espalier.sampling import prompt as sampling_prompt
 from espalier.speculate import round
+from espalier.speculate.logit_slices import LOGITS_BYTES, logit_rows
 from tests.engine.watching import SharedPages, run_watched
 from tests.harness import DTYPE, VOCAB, Setup, directories, prompts, request
 from tests.models.reference import load_reference, reference_logits

@@ -2,18 +2,19 @@
 is right."""
 
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from random import Random
 
 import pytest
 
-from espalier.engine.acceptance import Acceptance, Sample, accept_length, depth_of, gains
+from espalier.engine.acceptance import FIRST_CHILD, Acceptance, Sample, accept_length, at_level, depth_of, gains
 from espalier.engine.round_times import MEMORY, CpuCosts, RoundTimes
 from espalier.engine.tree_choice import LONGEST, TreeChoice
 from espalier.layout import PLAIN, RoundLayout, TreeShape, next_bucket
 from espalier.startup.tree_cost import CONTEXT
-from espalier.startup.tree_sets import PredictedCosts, tree_sets
+from espalier.startup.tree_policy import PredictedCosts, tree_sets
 from tests.startup.test_tree_policy import BIG
 
 TREE = TreeShape(5, 4, 16)
@@ -28,24 +29,29 @@ def layout_of(choices: tuple[tuple[int, tuple[TreeShape, ...]], ...]) -> RoundLa
 @dataclass
 class World:
     """level: how often the first child is accepted at depth 1; deeper ones are less often.  others: how often another
-    child is, where the first is not.  Each form takes up to 15% less or more than predicted; the host pauses now and
-    then, and prompts enter."""
+    child is, where the first is not; shared: how much more often that is where rows are shared out; found: how often a
+    guess of the other sources is accepted.  Each form takes up to 15% less or more than predicted; the host pauses now
+    and then, and prompts enter."""
 
     seed: int
     level: float = 0.8
     others: float = 0.25
+    shared: float = 0.0
+    found: float | None = None
     now: float = 0.0
     factors: dict[TreeShape, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.random = Random(self.seed)
-        self.choice = TreeChoice(
-            layout_of(tree_sets(TREE, COSTS, 96, 4096)), COSTS, is_lookup=False, clock=lambda: self.now
-        )
+        sets = tree_sets(TREE, COSTS, 96, 4096, True, self.found is not None)
+        self.choice = TreeChoice(layout_of(sets), COSTS, is_lookup=False, clock=lambda: self.now)
 
     def chances(self, tree: TreeShape, depth: int) -> tuple[float, float]:
         """Of the first child, and of another where the first is not accepted."""
-        return self.level * (1 - 0.07 * min(depth - 1, 3)), self.others * self.level if tree.topk > 1 else 0.0
+        if not tree.drafts:
+            return self.found or 0.0, 0.0
+        others = self.others * self.level + self.shared * bool(tree.shared_rows)
+        return self.level * (1 - 0.07 * min(depth - 1, 3)), others if tree.topk > 1 else 0.0
 
     def length(self, tree: TreeShape) -> float:
         reached, length = 1.0, 1.0
@@ -71,6 +77,11 @@ class World:
                 break
         return Sample(depth_of(tree), ranks, len(ranks) == depth_of(tree), False)
 
+    def looked_up(self, tree: TreeShape, emitted: int) -> Sample:
+        found = len(self.sample(replace(tree, drafts=False)).ranks)
+        depth = depth_of(tree)
+        return Sample(min(emitted, depth) if found >= emitted else depth, (0,) * min(found, emitted, depth), True, True)
+
     def run(self, batch: int, rounds: int, drafting: int | None = None) -> float:
         """Tokens of a request a second, as of the mean accept lengths and times.  drafting: requests that speculate."""
         drafting = batch if drafting is None else drafting
@@ -81,7 +92,8 @@ class World:
             taken = self.seconds(tree, batch)
             self.now += taken * self.random.uniform(0.98, 1.02) * (10 if self.random.random() < 0.03 else 1)
             samples = [self.sample(tree) for _ in range(drafting)] if tree != PLAIN else []
-            self.choice.read(samples, tree.num_draft_tokens - 1)
+            looked_up = [self.looked_up(tree, len(s.ranks) + 1) for s in samples if self.found is not None]
+            self.choice.read(samples, batch * tree.rows, looked_up)
             if number % 50 == 49:
                 self.now += 0.1
                 self.choice.restart()
@@ -97,16 +109,22 @@ class World:
         return max(self.mean_length(tree, share) / self.seconds(tree, batch) for tree in forms)
 
 
-@pytest.mark.parametrize("level", [0.1, 0.4, 0.9])
-def test_the_best_form_is_found_and_kept(level: float) -> None:
-    for batch in BATCHES:
-        world = World(batch, level)
+WORLDS = [(0.1, {}, BATCHES), (0.4, {"shared": 0.4}, BATCHES), (0.9, {}, BATCHES), (0.6, {"found": 0.9}, (1, 8))]
+
+
+@pytest.mark.parametrize(("level", "more", "batches"), WORLDS)
+def test_the_best_form_is_found_and_kept(level: float, more: dict[str, float], batches: Sequence[int]) -> None:
+    """Rows that are shared out, and sources without a draft, are forms among others."""
+    for batch in batches:
+        world = World(batch, level, **more)
         world.run(batch, 400)
         bucket = world.choice.buckets[next_bucket(batch)]
         rate, plain = world.run(batch, 400), 1 / world.seconds(PLAIN, batch)
         assert rate >= 0.97 * world.best(batch), batch
         assert rate >= 0.985 * plain, batch
         assert bucket.switches <= 15, batch
+        assert "found" not in more or not bucket.current.drafts
+        assert "shared" not in more or batch < 8 or bucket.current.shared_rows
 
 
 def test_it_follows_when_acceptance_changes() -> None:
@@ -150,7 +168,7 @@ def paced(accepts: bool, rounds: int, choice: TreeChoice) -> list[TreeShape]:
         picked.append(tree)
         ranks = [0] * depth_of(tree) if accepts else []
         samples = [Sample(depth_of(tree), ranks, accepts, False)] if tree != PLAIN else []
-        choice.read(samples, 15)
+        choice.read(samples, tree.num_draft_tokens, samples)
     return picked
 
 
@@ -192,7 +210,7 @@ def test_where_nobody_can_use_guesses_nothing_is_drafted() -> None:
     before = world.choice.buckets[8].current
     for _ in range(20):
         assert world.choice.pick(8, 0, 1024) == PLAIN
-        world.choice.read([], 0)
+        world.choice.read([], 8, [])
     assert world.choice.buckets[8].current == before != PLAIN, "nothing was found out"
 
 
@@ -201,7 +219,7 @@ def test_rounds_in_flight_are_read_in_order() -> None:
     choice = TreeChoice(layout_of(((1, (TREE,)), (2, (chain,)))), COSTS, is_lookup=False)
     assert [choice.pick(batch, batch, 1024) for batch in (1, 8)] == [TREE, chain]
     for known in ([TREE], [TREE, chain]):
-        choice.read([Sample(3, [0], False, False)], 3)
+        choice.read([Sample(3, [0], False, False)], 4, [])
         assert [*choice.acceptance.forms] == known
 
 
@@ -218,7 +236,7 @@ def test_a_round_is_timed_from_the_end_of_the_one_before() -> None:
             choice.restart()
             now += 50 * taken
         now += taken
-        choice.read([], 15)
+        choice.read([], 16, [])
     assert choice.times.latest[1, TREE] == pytest.approx([2.0] * 4)
 
 
@@ -268,15 +286,23 @@ def test_a_lasting_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> No
 
 def test_sets_are_few_alike_in_a_bucket_and_fit() -> None:
     for configured in (TREE, TreeShape(5, 8, 64), TreeShape(5, 8, 256), TreeShape(1, 1, 2)):
-        sets = tree_sets(configured, COSTS, 90, 4096)
+        sets = tree_sets(configured, COSTS, 90, 4096, configured.topk > 1, configured.num_draft_tokens < 64)
         layout = RoundLayout(90, configured.steps, configured.topk, configured.num_draft_tokens, 16, 256, 1, 16)
         for batch in range(1, 91):
             shapes = next(shapes for least, shapes in reversed(sets) if least <= batch)
+            looks_up = configured.num_draft_tokens < 64
+            assert sum(not shape.drafts for shape in shapes) == looks_up
+            shapes = tuple(shape for shape in shapes if shape.drafts)
             assert PLAIN in shapes and len(set(shapes)) == len(shapes) <= 4
             assert all(batch * shape.num_draft_tokens <= 4096 for shape in shapes)
             bucket = min(next_bucket(batch), 90)
-            assert shapes == next(shapes for least, shapes in reversed(sets) if least <= bucket)
-            rates = [accept_length(shape) / COSTS.seconds(shape, next_bucket(batch), CONTEXT) for shape in shapes]
+            of_bucket = next(shapes for least, shapes in reversed(sets) if least <= bucket)
+            assert shapes == tuple(shape for shape in of_bucket if shape.drafts)
+            first_child = at_level(FIRST_CHILD[0], configured.steps)
+            rates = [
+                (1 + gains(shape, first_child)[-1]) / COSTS.seconds(shape, next_bucket(batch), CONTEXT)
+                for shape in shapes
+            ]
             assert rates[0] == pytest.approx(max(rates), rel=0.01), "the one that is predicted to be fastest is first"
             for shape in shapes:
                 layout.tree.require(shape)

@@ -6,9 +6,10 @@ from itertools import product
 import pytest
 import torch
 
-from espalier import LLM, SamplingParams, layout
+from espalier import LLM, SamplingParams
 from espalier.engine.engine import Engine
 from espalier.layout import PLAIN, TreeShape
+from espalier.speculate import logit_slices
 from tests.gpu.conftest import BATCHES
 from tests.gpu.engines import DeviceSetup
 from tests.gpu.traffic import mixed, run_staggered
@@ -62,6 +63,16 @@ def test_a_tree_of_its_own_for_each_batch(algorithm, put_on_record):
     assert set(twin.replayed) == {1, 2, 3, 4, 5} and twin.num_passes > 0
 
 
+SOURCED = [{"text_paths": 2, "sent_paths": 2, "shared_rows": 3}, {"shared_rows": 3}, {"text_paths": 2, "drafts": False}]
+
+
+@pytest.mark.parametrize("changes", SOURCED, ids=["sources and shared rows", "shared rows", "without a draft pass"])
+def test_scores_that_are_compared(changes, put_on_record):
+    setup = setup_of("eagle3", 16, torch.bfloat16, **changes)
+    twin = check(setup.engine(), setup.engine(), put_on_record)
+    assert set(twin.replayed) == {1, 2, 3, 4, 5} and twin.num_passes > 0
+
+
 @pytest.mark.parametrize("window", [None, 6])
 def test_a_tree_of_three_words_and_a_small_draft_vocabulary(window, put_on_record):
     changes = {"draft_vocab": 11, "window": window, "family": "mistral" if window else "llama"}
@@ -96,7 +107,7 @@ def test_logits_of_nodes_in_pieces(algorithm, put_on_record, monkeypatch):
         return [request.output for request in requests]
 
     whole = outputs()
-    monkeypatch.setattr(layout, "NODE_LOGITS_BYTES", 7 * 4 * VOCAB)
+    monkeypatch.setattr(logit_slices, "NODE_LOGITS_BYTES", 7 * 4 * VOCAB)
     twin = check(setup.engine(), setup.engine(), put_on_record)
     assert set(twin.replayed) == {1, 2, 3, 4, 5} and twin.num_passes > 0
     assert outputs() == whole

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from espalier.errors import EspalierError
 from espalier.grammar import Grammar, regex_tree
-from espalier.grammar.check import check_grammar
 from espalier.grammar.regex import OTHER_ESCAPES, pattern_node
 from espalier.grammar.regex_tree import MAX_IN_BLOCKS, MAX_UNROLLED, Chars, regex_of, repeat
+from espalier.grammar.tag import check_grammar
 from tests.grammar.vocabulary import TooLong, accepts, compiled, random_text
 from tests.pairwise import fewer
 

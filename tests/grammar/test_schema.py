@@ -9,9 +9,9 @@ import pytest
 import xgrammar
 
 from espalier.errors import EspalierError
-from espalier.grammar import Grammar, check
-from espalier.grammar.check import check_grammar
+from espalier.grammar import Grammar, tag
 from espalier.grammar.schema import ANNOTATIONS, KEYWORDS, enforceable
+from espalier.grammar.tag import check_grammar
 from lab.bench.schemas import random_schema
 from tests.grammar.vocabulary import TooLong, compiled, random_text
 
@@ -209,7 +209,7 @@ def test_what_is_not_enforced_is_refused_by_name(schema, named):
 
 def test_a_grammar_is_checked_once(monkeypatch):
     checked = []
-    monkeypatch.setitem(check._CHECKS, "choice", checked.append)
+    monkeypatch.setitem(tag._CHECKS, "choice", checked.append)
     for _ in range(2):
         check_grammar(Grammar.of_choices(["checked", "once"]))
     assert len(checked) == 1

@@ -15,9 +15,9 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
-from espalier.kernels.hopper import experts as hopper_experts
+from espalier.kernels.hopper import quantised_products as hopper_experts
 from espalier.kernels.hopper.plans import BLOCK_IN, BLOCK_OUT, WARPS
-from espalier.kernels.hopper.products import hopper_linear_kernel
+from espalier.kernels.hopper.quantised_products import hopper_linear_kernel
 from espalier.kernels.layers.linear_quantised import _linear_quantised_kernel
 from espalier.kernels.layers.quantised_plans import nibble_rule
 from espalier.kernels.layers.quantised_tile import CODES

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import RoundedRows, quantise_inputs
-from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation, gated, rounded_once
+from espalier.kernels.ops.activation import GELU_TANH, RELU2, SILU, Activation, gated, rounded_once
 from espalier.kernels.ops.linear import linear, linear_gated, linear_quantised, linear_quantised_gated
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
@@ -18,13 +18,15 @@ from tests.kernels.quantised_inputs import DTYPE, drawn
 SMALL = [(0, 4), (1, 1), (2, 7), (3, 1500)]
 LARGE = [(1, 14336), (64, 14336), (4096, 14336), (5, 28672)]
 GPT_OSS = Activation(alpha=1.702, up_offset=1.0, limit=7.0)
-KINDS = {"silu": SILU, "gpt_oss": GPT_OSS, "gelu_tanh": GELU_TANH}
+KINDS = {"silu": SILU, "gpt_oss": GPT_OSS, "gelu_tanh": GELU_TANH, "relu2": RELU2}
 # The interpreter warns of an exponential that overflows where the result is 0.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow")
 of_each = pytest.mark.parametrize("activation", KINDS.values(), ids=KINDS)
 
 
 def exactly(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    if activation is RELU2:
+        return F.relu(x.double()) ** 2
     gate, up = x.double().chunk(2, -1)
     if activation is GPT_OSS:
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
@@ -101,7 +103,7 @@ def test_an_mlp_takes_it_with_every_weight(activation):
     rounded = QuantisedWeight(drawn("fp8-channel-inputs", (), 2 * 32, 64, cpu), "fp8")
     for weight in (DenseWeight(dense), dense_weight(dense), LastRows(quantised, 32), quantised.rows_from(32), rounded):
         gate_up = Linear(weight)
-        down = Linear(DenseWeight(torch.eye(32)))
+        down = Linear(DenseWeight(torch.eye(64 // activation.halves)))
         assert torch.equal(GatedMLP(gate_up, down, activation)(x), gated(gate_up(x), activation))
     values = RoundedRows(*quantise_inputs(x, rounded.rounding), x.dtype)
     assert torch.equal(Linear(rounded).gated(values, activation), gated(Linear(rounded)(values), activation))

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.ops.block_conv import block_conv, block_conv_norm
+from espalier.kernels.ops.drafts import block_conv, block_conv_norm
 from tests.pairwise import in_turn_params
 
 EPS = 1e-5

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.ops.embedding import DraftHidden, EmbeddingTables, embed_rows
+from espalier.kernels.ops.drafts import DraftHidden, EmbeddingTables, embed_rows
 from espalier.kernels.ops.norm import rms_norm
 from tests.kernels.treeing import poisoned, random
 

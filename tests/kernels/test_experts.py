@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ProductPlan
 from espalier.kernels.layers.experts_tiles import tiles_of
-from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
+from espalier.kernels.ops.activation import GELU_TANH, RELU2, SILU, Activation
 from espalier.kernels.ops.experts import ExpertBiases, grouped_experts
 from espalier.kernels.ops.linear import sum_parts
 from tests.kernels.treeing import poisoned
@@ -54,12 +54,15 @@ def exact_parts(x, gate_up, down, ids, weights, live=None, biases=None, activati
         gate_up_bias, down_bias = biases.gate_up.double(), biases.down.double()
     for row, experts in enumerate(ids.tolist()):
         for choice, expert in enumerate(experts):
-            gate, up = F.linear(x[row], gate_up[expert], gate_up_bias[expert]).chunk(2)
+            product = F.linear(x[row], gate_up[expert], gate_up_bias[expert])
+            gate, up = (product, product) if activation is RELU2 else product.chunk(2)
             if activation.limit is not None:
                 gate = gate.clamp(max=activation.limit)
                 up = up.clamp(-activation.limit, activation.limit)
             if activation.kind == "gelu_tanh":
                 act = F.gelu(gate, approximate="tanh")
+            elif activation is RELU2:
+                act = F.relu(gate)
             else:
                 act = gate / (1 + torch.exp(-activation.alpha * gate))
             gated = (up + activation.up_offset) * act
@@ -105,12 +108,16 @@ def drawn_biases(gate_up, down):
 @pytest.mark.parametrize("dtype", fewer([DTYPE, torch.float32, torch.float64], lambda dtype: dtype == DTYPE), ids=str)
 @pytest.mark.parametrize(
     ("shape", "activation"),
-    [*((SHAPES[i], Activation(alpha=1.702, up_offset=1.0, limit=0.7)) for i in (2, 4, 6)), (SHAPES[4], GELU_TANH)],
+    [
+        *((SHAPES[i], Activation(alpha=1.702, up_offset=1.0, limit=0.7)) for i in (2, 4, 6)),
+        *((SHAPES[4], kind) for kind in (GELU_TANH, RELU2)),
+    ],
     ids=str,
 )
 def test_biases_and_other_activations(kernel_device, shape, activation, dtype):
     """Rows that are not live get no bias either.  The limit cuts a fourth of the gates."""
     x, gate_up, down, ids, weights = drawn(*shape, kernel_device, dtype)
+    gate_up = gate_up[:, -activation.halves * shape[-1] :].contiguous()
     live = torch.arange(len(x), device=x.device) % 3 != 1
     how = (live, drawn_biases(gate_up, down), activation)
     exact = exact_parts(x, gate_up, down, ids, weights, *how)

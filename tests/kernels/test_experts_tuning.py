@@ -17,7 +17,7 @@ from espalier.kernels.layers.experts_plan import (
     rule,
 )
 from espalier.kernels.layers.experts_tuning import EXPERTS, plan_for
-from espalier.kernels.layers.linear_tuning import LINEARS, NO_PLANS
+from espalier.kernels.layers.linear_plans import LINEARS, NO_PLANS
 from espalier.kernels.layers.tuning_table import CHOICES_FILE, SHIPPED, TuningTable
 from espalier.kernels.runtime.launch import Chip
 

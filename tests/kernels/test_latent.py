@@ -7,7 +7,14 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import FP8
-from espalier.kernels.ops.rope import LatentForm, Rotation, head_product, rotate_and_store_latent, write_latents
+from espalier.kernels.ops.rope import (
+    LatentForm,
+    LatentPlace,
+    Rotation,
+    head_product,
+    rotate_and_store_latent,
+    write_latents,
+)
 from espalier.kernels.state.kv_scales import KVScales
 from tests.oracles.fp8_cache import nearest
 from tests.pairwise import pairwise_params, product_params
@@ -61,7 +68,8 @@ def test_equals_float64(kernel_device, make, shape, in_place, interleaved, norme
     q_rope = (q if in_place else raw)[..., before:]
     expected = rotated(q_rope.double().cpu(), angle, interleaved)
     left = q[..., : q.shape[2] - rotary].clone()
-    make(q_rope, q, latent, Rotation(cos, sin), LatentForm(weight, 1e-6, interleaved), on_device, plane)
+    to = LatentPlace(Rotation(cos, sin), LatentForm(weight, 1e-6, interleaved), on_device, plane)
+    make(q_rope, q, latent, to)
 
     within = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
     torch.testing.assert_close(q[..., q.shape[2] - rotary :].double().cpu(), expected, **within)
@@ -79,7 +87,7 @@ def test_one_pair_by_hand():
     q, latent, plane = torch.tensor([[[9.0, 1, 2]]]), torch.tensor([[[3.0, 4, 1, 0]]]), torch.zeros(3, 1, 4)
     cos, sin = torch.full((1, 2), math.cos(0.5)), math.sin(0.5) * torch.tensor([[-1.0, 1.0]])
     turn = Rotation(cos, sin), LatentForm(torch.ones(2))
-    rotate_and_store_latent(q[..., 1:], q, latent, *turn, torch.tensor([2]), plane)
+    rotate_and_store_latent(q[..., 1:], q, latent, LatentPlace(*turn, torch.tensor([2]), plane))
     c, s, length = math.cos(0.5), math.sin(0.5), math.sqrt(12.5)
     assert q.flatten().tolist() == pytest.approx([9, c - 2 * s, 2 * c + s])
     assert plane[2, 0].tolist() == pytest.approx([3 / length, 4 / length, c, s])
@@ -89,14 +97,14 @@ def test_wrong_sizes_are_refused():
     turn = Rotation(torch.ones(2, 4), torch.ones(2, 4)), LatentForm()
     rows, plane = torch.arange(2), torch.zeros(5, 1, 10)
     q, latent = torch.zeros(2, 3, 10), torch.zeros(2, 1, 10)
-    for wrong in (
-        (q[..., 7:], q, latent, *turn),
-        (q[..., 6:], q[..., :3], latent, *turn),
-        (q[..., 6:], q, latent[..., 1:], *turn),
-        (q[..., 7:], q, latent, Rotation(*torch.ones(2, 2, 3)), LatentForm()),
+    for *tensors, turned in (
+        (q[..., 7:], q, latent, turn),
+        (q[..., 6:], q[..., :3], latent, turn),
+        (q[..., 6:], q, latent[..., 1:], turn),
+        (q[..., 7:], q, latent, (Rotation(*torch.ones(2, 2, 3)), LatentForm())),
     ):
         with pytest.raises(EspalierError, match="a latent layer needs one latent of 10 values"):
-            rotate_and_store_latent(*wrong, rows, plane)
+            rotate_and_store_latent(*tensors, LatentPlace(*turned, rows, plane))
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -117,7 +125,8 @@ def test_an_fp8_row_is_nearest_to_its_values_over_the_scale(kernel_device, make,
         q = normal(count, heads, before + rotary, seed=1).to(kernel_device, dtype)
         plane = torch.zeros(count, 1, rank + rotary, device=kernel_device).to(FP8 if of_fp8 else dtype)
         scales = KVScales(one_scale, one_scale, dtype) if of_fp8 else None
-        make(q[..., before:], q, latent, *turn, torch.arange(count, device=kernel_device), plane, scales)
+        rows = torch.arange(count, device=kernel_device)
+        make(q[..., before:], q, latent, LatentPlace(*turn, rows, plane, scales))
         planes.append(plane.float())
     assert torch.equal(planes[1], nearest((planes[0] / one_scale).cpu()).to(kernel_device))
 
@@ -149,10 +158,10 @@ def test_one_launch_leaves_the_bits_of_two(kernel_device, shape, fp8):
         q = torch.full((count, heads, rank + rotary), torch.nan).to(kernel_device, dtype)
         plane = torch.full((2 * count, 1, rank + rotary), 7.0, device=kernel_device).to(FP8 if fp8 else dtype)
         if in_one:
-            write_latents.triton(raw, k_up, q, latent, *turn, rows, plane, scales)
+            write_latents.triton(raw, k_up, q, latent, LatentPlace(*turn, rows, plane, scales))
         else:
             head_product.triton(raw[..., :nope], k_up, q[..., :rank])
-            rotate_and_store_latent.triton(raw[..., nope:], q, latent, *turn, rows, plane, scales)
+            rotate_and_store_latent.triton(raw[..., nope:], q, latent, LatentPlace(*turn, rows, plane, scales))
         made.append((q, plane.view(torch.uint8)))
     assert torch.equal(made[0][0], made[1][0])
     assert torch.equal(made[0][1], made[1][1])

@@ -9,8 +9,18 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers import tuning_table
-from espalier.kernels.layers.linear_plans import DTYPES, LibraryPlan, TritonPlan, candidates, rule
-from espalier.kernels.layers.linear_tuning import LINEARS, NO_PLANS, ROWS_BUCKETS, plans_for, plans_on
+from espalier.kernels.layers.linear_plans import (
+    DTYPES,
+    LINEARS,
+    NO_PLANS,
+    ROWS_BUCKETS,
+    LibraryPlan,
+    TritonPlan,
+    candidates,
+    plans_for,
+    plans_on,
+    rule,
+)
 from espalier.kernels.layers.quantised import Code, InputScales, QuantisedMatrix
 from espalier.kernels.layers.quantised_plans import candidates as quantised_candidates
 from espalier.kernels.layers.quantised_plans import tuning_name

@@ -8,8 +8,8 @@ from espalier.kernels.layers.quantised import FP8, InputScales, QuantisedMatrix
 from espalier.kernels.ops.experts import Routing, grouped_experts
 from espalier.kernels.ops.linear import quantise_rows
 from espalier.kernels.ops.norm import add_rms_norm, norm_router
-from espalier.models.layers import experts
-from espalier.models.layers.experts import MixtureMLP
+from espalier.models.layers import mlp as layer
+from espalier.models.layers.mlp import MixtureMLP
 from espalier.models.layers.norm import RMSNorm
 from tests.kernels.treeing import poisoned
 
@@ -98,10 +98,10 @@ def test_a_mixtures_block_is_the_norm_and_then_the_block(kernel_device, monkeypa
         Routing(8, 2), router, None, *(tensor.to(kernel_device, router.dtype) for tensor in (gate_up, down))
     )
     norm, live = RMSNorm(weight, eps), torch.arange(rows, device=kernel_device) != 1
-    monkeypatch.setattr(experts, "takes_router", lambda residual: False)
+    monkeypatch.setattr(layer, "takes_router", lambda residual: False)
     expected_total, routed = mlp.read(norm, delta, residual)
     expected = mlp(routed, live)
-    monkeypatch.setattr(experts, "takes_router", lambda residual: True)
+    monkeypatch.setattr(layer, "takes_router", lambda residual: True)
     total, routed = mlp.read(norm, delta, residual)
     parts = mlp(routed, live)
     assert torch.equal(total, expected_total) and parts.any()
@@ -119,11 +119,11 @@ def test_fp8_experts_take_what_the_norm_rounds(kernel_device, monkeypatch, few):
         scales = torch.full((*shape[:2], 1), 1e-3, device=kernel_device)
         matrices.append(QuantisedMatrix("fp8", codes, scales, shape[2], inputs=inputs))
     mlp, norm = MixtureMLP(Routing(8, 2), router, None, *matrices), RMSNorm(weight, eps)
-    monkeypatch.setattr(experts, "takes_router", lambda residual: few)
-    monkeypatch.setattr(experts, "grouped_experts", grouped_experts.triton)
+    monkeypatch.setattr(layer, "takes_router", lambda residual: few)
+    monkeypatch.setattr(layer, "grouped_experts", grouped_experts.triton)
     found = []
     for rounding in (None, inputs):
-        monkeypatch.setattr(experts, "rounding_in_norm", lambda gate_up, x, rounding=rounding: rounding)
+        monkeypatch.setattr(layer, "rounding_in_norm", lambda gate_up, x, rounding=rounding: rounding)
         total, routed = mlp.read(norm, delta, residual)
         found.append((total, mlp(routed)))
     (expected_total, expected), (total, parts) = found

@@ -24,10 +24,9 @@ from espalier.kernels.ops.norm import add_rms_norm, rms_norm
 from espalier.kernels.ops.rope import LatentForm, Rotation, rotate_and_store
 from espalier.layout import RoundLayout
 from espalier.models.layers.decoder import DecoderLayer
-from espalier.models.layers.experts import MixtureMLP
 from espalier.models.layers.latent_attention import LatentAttention
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.mlp import GatedMLP
+from espalier.models.layers.mlp import GatedMLP, MixtureMLP
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.layers.stream import Stream
 from espalier.models.rope import RopeConfig, RopeTables

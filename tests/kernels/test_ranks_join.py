@@ -13,8 +13,7 @@ import torch
 
 from espalier.kernels.ops.linear import sum_parts
 from espalier.kernels.ops.norm import add_rms_norm
-from espalier.kernels.ranks.collectives import two_shot
-from espalier.kernels.ranks.memory import FLAGS_BYTES, CountedAnew, PeerMemory
+from espalier.kernels.ranks.collectives import FLAGS_BYTES, CountedAnew, PeerMemory, two_shot
 from espalier.shards.base import Shards
 
 EPS = 1e-5

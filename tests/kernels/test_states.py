@@ -108,7 +108,7 @@ def test_a_node_reads_the_state_of_its_parent(keeps, batch, nodes, kernel_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("keeps", PUBLISHED, ids=["delta", "added"])
 def test_heads_have_published_sizes(keeps, dtype, kernel_device):
-    """Trees that fill one warpgroup of Hopper or less, and a chain; outputs in 16 bits take products of one term."""
+    """Trees that fill one warpgroup of Hopper or less, and a chain.  A model in 16 bits has operands in 16 bits."""
     drawn, close = Drawn(8, kernel_device), CLOSE if dtype == torch.float32 else 1e-2
     state = StateColumns(drawn.state(keeps, ROWS + 1), drawn.slots(1))
     for nodes in (3, 24, 64):
@@ -118,8 +118,10 @@ def test_heads_have_published_sizes(keeps, dtype, kernel_device):
         out = tree_outputs.triton(q, rows, state, bits, None, keeps.delta)
         assert_close(out, tree_outputs.reference(*exact((q, rows, state, bits)), None, keeps.delta), close)
     path = PathRows(state.slots, None, torch.full_like(state.slots, nodes), None, None, None, None, nodes, ROWS)
-    wanted = chain_outputs.reference(*exact((q, rows, state)), path, None, keeps.delta)
+    expected = exact(state)
+    wanted = chain_outputs.reference(*exact((q, rows)), expected, path, None, keeps.delta)
     assert_close(chain_outputs.triton(q, rows, state, path, None, keeps.delta), wanted, close)
+    assert_close(state.table[state.slots], expected.table[state.slots], close)
 
 
 @kinds

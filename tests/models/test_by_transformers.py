@@ -16,7 +16,7 @@ from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
 from espalier.models.from_transformers.load import experts_implementation
 from espalier.models.from_transformers.probe import tiny_config
-from espalier.models.from_transformers.replace import OurExperts, OurLinear, OurNorm, find_equal
+from espalier.models.from_transformers.target import OurExperts, OurLinear, OurNorm, find_equal
 from scripts.any_model import Found, compare, make_model
 from scripts.any_model import main as any_model
 from tests.builders import make_target

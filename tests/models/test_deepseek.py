@@ -15,9 +15,8 @@ from espalier.kernels.ops.experts import MAX_SHARED_ROWS, ExpertBiases, Routing,
 from espalier.models import ModelConfig, load_target, read_config
 from espalier.models.config import Experts
 from espalier.models.layer_loading import layer_specs_of
-from espalier.models.layers.experts import MixtureMLP
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.mlp import GatedMLP
+from espalier.models.layers.mlp import GatedMLP, MixtureMLP
 from espalier.models.weight_formats.dense import DenseWeight
 from tests.builders import make_target
 

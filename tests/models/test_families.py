@@ -20,7 +20,7 @@ from espalier.models import load_target, read_config
 from espalier.models.eagle3_config import read_eagle3
 from espalier.models.families import FAMILIES
 from espalier.models.layer_loading import layer_specs_of
-from espalier.models.mtp_config import read_mtp
+from espalier.models.mtp import read_mtp
 from tests.builders import CONFIGS, make_eagle3, make_target
 from tests.models.reference import load_reference, reference_logits
 from tests.oracles.dense import DensePass
@@ -200,6 +200,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lfm2": ("lfm2", {}),
+    "lfm2_moe": ("lfm2_moe", {"routed_scaling_factor": 1.5}),
     "lfm2, biases, tied, the MLP's size as it stands, attention last": (
         "lfm2",
         {
@@ -446,7 +447,7 @@ def test_gemma3_refuses_what_it_cannot_compute(fields: dict[str, Any], message: 
         ("granite", {"residual_multiplier": 0}, "residual_multiplier = 0; a positive number"),
         ("granite", {"logits_scaling": "8"}, "logits_scaling = '8'; a number of at least 0 or null is needed"),
         ("granitemoehybrid", {"layer_types": ["mamba"] * 3}, "layer_types names 'mamba'; supported are"),
-        ("granitemoehybrid", {"layer_types": None}, "layer_types is missing, so all layers keep recurrent state"),
+        ("granitemoehybrid", {"layer_types": None}, "layer_types names no 'full_attention'"),
         ("llama", {"position_embedding_type": "nope"}, "position_embedding_type = 'nope' is not supported"),
         ("llama", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers = .* is not supported"),
         ("llama", {"output_multiplier": 0.5}, "output_multiplier = 0.5 is not supported"),

@@ -17,7 +17,7 @@ from espalier.gguf_file import gguf_in, read_gguf
 from espalier.kernels.layers.blocks import BLOCK_TYPES
 from espalier.models import load_target, read_config
 from espalier.models.loading import read_raw
-from espalier.models.weight_count import WeightCount, stored_weights
+from espalier.models.weight_files import WeightCount, stored_weights
 from espalier.models.weight_formats.base import StackedWeights
 from espalier.models.weight_formats.gguf import BlockWeight
 from espalier.startup.generation_config import end_tokens

@@ -14,7 +14,7 @@ from espalier.kernels.ops.experts import Routing
 from espalier.models import load_target, read_config
 from espalier.models.config import Experts
 from espalier.models.layers.attention import Attention
-from espalier.models.layers.experts import MixtureMLP
+from espalier.models.layers.mlp import MixtureMLP
 from tests.builders import make_target
 
 LOADING: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu", "position_rows": 8}

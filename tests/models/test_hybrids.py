@@ -11,15 +11,17 @@ from safetensors.torch import load_file, save_file
 
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
+from espalier.kernels.layers.quantised import QuantisedMatrix
 from espalier.models import load_target, read_config
 from espalier.models.loading import unread_prefixes
 from espalier.models.stored_names import TEXT_PART
-from espalier.models.weight_count import stored_weights
+from espalier.models.weight_files import stored_weights
 from espalier.models.weights import Weights
 from espalier.startup import load
 from tests.builders import make_target
 from tests.mtp import mtp_directories
 from tests.oracles.dense import DensePass
+from tests.quantised import fp8
 
 TOKENS = torch.arange(9)[None] % 16
 OF_WHOLE = ("architectures", "tie_word_embeddings", "dtype", "transformers_version")
@@ -95,6 +97,43 @@ def test_experts_in_one_tensor(family, tmp_path):
         weights[f"{prefix}down_proj"] = made["down"]
     save_file(weights, apart / "model.safetensors")
     assert torch.equal(logits_of(apart), expected)
+
+
+@pytest.mark.parametrize("size", [16, 20], ids=["whole blocks", "a cut block"])
+def test_fp8_experts_in_one_tensor(size, tmp_path):
+    """As transformers names them, with scales for blocks: the logits of what they mean, and held in FP8."""
+    path = make_target(tmp_path / "model", "qwen3_5_moe", moe_intermediate_size=size)
+    file, weights = path / "model.safetensors", load_file(path / "model.safetensors")
+    stored, stacks = dict(weights), {}
+    for layer in range(3):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        apart = {
+            half: [stored.pop(f"{prefix}{i}.{half}_proj.weight") for i in range(6)] for half in ("gate", "up", "down")
+        }
+        stacks[f"{prefix}gate_up_proj"] = [torch.cat(pair) for pair in zip(apart["gate"], apart["up"], strict=True)]
+        stacks[f"{prefix}down_proj"] = apart["down"]
+    meant = dict(stored)
+    for name, experts in stacks.items():
+        parts = [fp8(expert, 16, 16, "scale") for expert in experts]
+        meant[name] = torch.stack([each for _, each in parts])
+        stored[name] = torch.stack([each["weight"] for each, _ in parts])
+        stored[f"{name}_scale_inv"] = torch.stack([each["scale"] for each, _ in parts])
+    save_file(meant, file)
+    expected = logits_of(path)
+    raw = json.loads((path / "config.json").read_text())
+    others = [name.removesuffix(".weight") for name in weights if ".experts." not in name]
+    raw["quantization_config"] = {
+        "quant_method": "fp8",
+        "weight_block_size": [16, 16],
+        "modules_to_not_convert": others,
+    }
+    (path / "config.json").write_text(json.dumps(raw))
+    save_file(stored, file)
+    torch.testing.assert_close(logits_of(path), expected, rtol=0, atol=1e-9)
+    layers = load_target(path, dtype=torch.float64, device="cpu", position_rows=9).layers
+    for matrix in (half for layer in layers for half in (layer.mlp.gate_up, layer.mlp.down)):
+        # Kernels count the rows of all experts on.
+        assert isinstance(matrix, QuantisedMatrix) and matrix.shape[1] % matrix.row_block == 0
 
 
 def test_a_config_without_layer_types_has_attention_in_every_fourth_layer(tmp_path):

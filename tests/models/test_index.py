@@ -18,10 +18,10 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import FP8, InputScales, dequantise
 from espalier.kernels.ops.selection import MAX_TOPK
 from espalier.models import ModelConfig, load_target, read_config
-from espalier.models.index_config import FULL, SHARED, IndexConfig
+from espalier.models.latent_config import FULL, SHARED, IndexConfig
 from espalier.models.layer_loading import layer_specs_of
-from espalier.models.layers.indexer import rounding_of_both
-from espalier.models.mtp_config import read_mtp
+from espalier.models.layers.latent_attention import rounding_of_both
+from espalier.models.mtp import read_mtp
 from espalier.startup import load
 from tests.builders import make_target
 from tests.models.test_deepseek import FP8 as FP8_CONFIG

@@ -11,7 +11,7 @@ from espalier import LLM
 from espalier.config import FP8_KV, EngineConfig
 from espalier.errors import EspalierError
 from espalier.models import load_target
-from espalier.models.kv_scale_loading import KV_SCALES
+from espalier.models.loading import KV_SCALES
 from espalier.models.weight_formats import declared_kv_dtype
 from espalier.startup.build import kv_scales
 from espalier.startup.load import find, resolve_config

@@ -15,8 +15,8 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers import quantised as kernels
 from espalier.kernels.layers.quantised import QuantisedMatrix, dequantise
 from espalier.models import load_target, read_config
-from espalier.models.layers.experts import MixtureMLP
-from espalier.models.weight_count import stored_weights
+from espalier.models.layers.mlp import MixtureMLP
+from espalier.models.weight_files import stored_weights
 from espalier.models.weight_formats import gptq, quantised, read_formats
 from espalier.models.weight_formats.compressed_tensors import read_compressed_tensors
 from espalier.models.weight_formats.fp8 import SPELLINGS, Fp8Format
@@ -202,7 +202,7 @@ FAULTS = {
     ),
     "order of AWQ's nibbles": (
         "awq",
-        lambda patch: patch.setattr("espalier.models.weight_formats.awq.AWQ_ORDER", tuple(range(8))),
+        lambda patch: patch.setattr("espalier.models.weight_formats.gptq.AWQ_ORDER", tuple(range(8))),
     ),
     "g_idx is not honoured": (
         "gptq-v2-ordered",

@@ -17,7 +17,7 @@ from espalier.kernels.layers.quantised import dequantise
 from espalier.models import load_target, read_config
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
-from espalier.models.mtp_config import stores_mtp
+from espalier.models.mtp import stores_mtp
 from espalier.models.quantise import quantise
 from espalier.models.weight_formats import quantised
 from espalier.models.weight_formats.quantised import QuantisedWeight

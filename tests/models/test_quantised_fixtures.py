@@ -11,7 +11,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from espalier.kernels.layers.quantised import QuantisedMatrix, dequantise
 from espalier.models.weight_formats import FORMATS
-from espalier.models.weight_formats.mxfp4 import Mxfp4Format
+from espalier.models.weight_formats.e2m1 import Mxfp4Format
 from espalier.models.weights import Weights
 from tests.quantised import mxfp4
 

@@ -19,7 +19,7 @@ from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.kernels.layers.blocks import BLOCK_TYPES, BlockMatrix, dequantise_blocks
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, dequantise, quantise_inputs
-from espalier.kernels.ops.embedding import DraftHidden
+from espalier.kernels.ops.drafts import DraftHidden
 from espalier.kernels.ops.linear import sum_parts
 from espalier.llm import prepare
 from espalier.models.layer_loading import load_layer

@@ -27,7 +27,7 @@ from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
 from espalier.models.quantise import quantise
 from espalier.models.stored_names import TEXT_PART
-from espalier.models.weight_count import stored_weights
+from espalier.models.weight_files import stored_weights
 from espalier.models.weight_formats import all_dense
 from espalier.speculate.drafters.registry import is_draft
 from espalier.startup import load

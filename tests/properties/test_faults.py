@@ -119,7 +119,7 @@ CATCHES = {
     "index-row-without-topk": held.PROPOSAL,
     "parent-not-chosen": held.PROPOSAL,
     "rows-of-neighbour": held.TOKENS,
-    "path-counted-twice": held.COUNTED,
+    **dict.fromkeys(("path-counted-twice", "picks-counted-twice"), held.COUNTED),
     **dict.fromkeys(
         (
             *("sibling-state", "state-one-short", "tail-not-rolled-back"),

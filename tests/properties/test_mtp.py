@@ -9,7 +9,7 @@ import pytest
 from espalier.config import EngineConfig
 from espalier.engine.launch_input import LaunchInput
 from espalier.layout import TreeShape, max_draft_tokens
-from espalier.models.weight_count import stored_weights
+from espalier.models.weight_files import stored_weights
 from espalier.request import Request
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.startup import load

@@ -22,7 +22,7 @@ from espalier.models.loading import read_config
 from espalier.models.shard_sizes import require_shards
 from espalier.request import Request, SamplingParams
 from espalier.shards import WHOLE
-from espalier.startup import rank_work
+from espalier.startup import ranks
 from espalier.startup.build import assemble
 from lab.faults.of_ranks import FAULTS_OF_RANKS
 from tests.block import block_directories
@@ -254,7 +254,7 @@ def test_the_gpu_executor_of_ranks_says_what_one_process_says(overlap, monkeypat
     case = Case("gpu", traffic=in_grammars, setup=(("overlap", overlap), ("attention", "reference")))
     alone(case)
     fake_cuda(monkeypatch)
-    monkeypatch.setattr(rank_work, "executor_of", gpu_executor)
+    monkeypatch.setattr(ranks, "executor_of", gpu_executor)
     group = Group(2)
     engine = group.engine(case.made(), case.files)
     assert isinstance(engine.executor.own, CudaExecutor)

@@ -10,7 +10,7 @@ from espalier.engine.guesses import Guesses
 from espalier.engine.round_times import CpuCosts
 from espalier.layout import PLAIN
 from espalier.request import Request, SamplingParams
-from espalier.slots import PATH_KINDS, Guess
+from espalier.slots import ALONE, Guess
 from espalier.speculate import round as of_round
 from espalier.speculate.sources.survival import Survival
 from espalier.startup.build import assemble
@@ -19,8 +19,8 @@ from tests.harness import VOCAB, Ran, Setup, prompts, request, run
 from tests.properties.test_tokens import STYLES
 
 TREE = Setup(steps=4, topk=2, num_draft_tokens=9, page_size=3, max_context=64, max_batch=3, text_paths=2, sent_paths=2)
-# Whether rounds overlap, and what is said.
-RUNS = ((False, "true"), (True, "true"), (True, "random"), (False, "late"))
+# Whether rounds overlap, what is said, and how many rows a request has if they are shared out (0: they are not).
+RUNS = ((False, "true", 0), (True, "true", 0), (True, "random", 3), (False, "late", 3))
 
 
 class Told:
@@ -45,7 +45,7 @@ class Told:
             true = [self.random.randrange(VOCAB) for _ in range(self.random.randint(1, width))]
         # Of a place that the host should have moved on from.
         start -= self.says == "late"
-        kind = self.random.randint(1, PATH_KINDS - 1)
+        kind = self.random.randint(1, ALONE)
         return [Guess(max(start, 0), kind, tuple(true))] if true else []
 
 
@@ -80,8 +80,8 @@ def test_tokens_are_those_of_plain_decoding(algorithm, temperature):
     outputs = {r.id: r.output for r in plain.requests}
     setup = replace(TREE, algorithm=algorithm)
     lengths = {}
-    for overlap, says in RUNS if temperature is not None else RUNS[2:3]:
-        ran = told(replace(setup, overlap=overlap), says, outputs, temperature)
+    for overlap, says, rows in RUNS if temperature is not None else RUNS[2:3]:
+        ran = told(replace(setup, overlap=overlap, shared_rows=rows), says, outputs, temperature)
         assert ran.tokens == plain.tokens, (overlap, says)
         lengths[overlap, says] = ran.stats.accept_length
     # What is true is followed, behind rounds in flight too: of 13 tokens behind the prompt a round may emit five, and
@@ -106,7 +106,7 @@ def test_without_a_prediction_rounds_are_those_of_an_engine_without_sources(algo
         ran = run(engine, traffic(None)[::3])
         trees = [[part.tolist() for part in tree] for tree in verified]
         # Numbers of how paths survive are sent, and no paths.
-        found.append((ran.tokens, trees, [repr(replace(each, survival=None)) for each in launches]))
+        found.append((ran.tokens, trees, [repr(replace(each, survival=None, skill=())) for each in launches]))
         verified.clear()
     assert found[0] == found[1]
 

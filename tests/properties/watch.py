@@ -19,9 +19,10 @@ from espalier.engine.executor import Handle
 from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, RoundTrace
 from espalier.engine.state_keeper import StateKeeper
 from espalier.kernels.ops.experts import grouped_experts
-from espalier.models.layers import experts
+from espalier.models.layers import mlp
 from espalier.request import Request
 from espalier.speculate.tree import VOID
+from tests.oracles.calibration import recalibrated
 from tests.oracles.reference_round import Node, Reference, Scratch
 from tests.properties.path_counts import PathCounts
 
@@ -274,6 +275,11 @@ class Watch:
         ]
         if not 0 < layout.shared_rows < layout.num_draft_tokens:
             return trees
+        table = self.engine.executor.runner.table
+        trees = [
+            recalibrated(tree, request.params.temperature > 0, table.survival.numpy(), float(table.skill[request.slot]))
+            for request, tree in zip(requests, trees, strict=True)
+        ]
         nodes = sorted((-node.score, row, at) for row, tree in enumerate(trees) for at, node in enumerate(tree))
         kept = {(row, at) for _, row, at in nodes[: (layout.shared_rows - 1) * len(trees)]}
         return [[node for at, node in enumerate(tree) if (row, at) in kept] for row, tree in enumerate(trees)]
@@ -399,7 +405,7 @@ def routed_rows() -> Iterator[list[tuple[Tensor, int]]]:
         routed.append((gate_up, len(x) if live is None else int(live.sum())))
         return grouped_experts(x, gate_up, down, ids, weights, live, *args, **how)
 
-    with patch.object(experts, "grouped_experts", counted):
+    with patch.object(mlp, "grouped_experts", counted):
         yield routed
 
 

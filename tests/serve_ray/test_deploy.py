@@ -5,13 +5,13 @@ import shlex
 from pathlib import Path
 
 import pytest
-import uvicorn
 import yaml
 
 from espalier import serve_ray
 from espalier.cli.main import parse
 from espalier.serve_ray.settings import service_of
 from espalier.server.api import ApiOptions
+from espalier.server.connections import KEEP_ALIVE_S
 
 FOLDER = Path(__file__).parents[2] / "deploy"
 
@@ -61,5 +61,5 @@ def test_the_proxy_lets_through_what_the_server_takes():
     seconds = [int(limit) for limit in re.findall(r"proxy_read_timeout (\d+)s;", text)]
     assert min(seconds) > parse(["serve"]).request_timeout
     [idle] = re.findall(r"keepalive_timeout (\d+)s;", text)
-    assert int(idle) < uvicorn.Config(None).timeout_keep_alive
+    assert int(idle) < KEEP_ALIVE_S
     assert "proxy_buffering off;" in text.partition("location /v1/files")[0]

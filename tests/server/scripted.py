@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import uvicorn
-
 from espalier.inputs import ModelFacts, text_sink
 from espalier.request import OutputChunk, ResolvedParams
 from espalier.server import protocol
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.client import ClientOptions, EngineClient
+from espalier.server.connections import Connections
 from espalier.server.front import Front, FrontOptions
+from espalier.server.http1 import Connection
 from espalier.server.protocol import Part, Submit, Submits
 from espalier.stats import SpeculationStats, Usage
 from espalier.text import Tokenizer
@@ -101,14 +101,16 @@ def scripted(
         client = ScriptedClient(folder, tokenizer, script, size)
         front = Front(client, FrontOptions(("bundled",), **options))
         app, _ = make_app(front, ApiOptions())
-        server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", lifespan="off", ws="none"))
-        server.install_signal_handlers = lambda: None
-        serving = asyncio.create_task(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.01)
-        started.update(server=server, client=client, port=server.servers[0].sockets[0].getsockname()[1])
+        connections = Connections(front.metrics, None, None, None)
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        server = await loop.create_server(lambda: Connection(app, connections), "127.0.0.1", port)
+        started.update(client=client, port=server.sockets[0].getsockname()[1])
+        started["end"] = lambda: loop.call_soon_threadsafe(ended.set)
         ready.set()
-        await serving
+        async with server:
+            await ended.wait()
+            for connection in connections:
+                connection.transport.abort()
         await front.close()
 
     thread = threading.Thread(target=run, daemon=True)
@@ -117,7 +119,7 @@ def scripted(
     try:
         yield Served(None, started["port"], folder / "no-log"), started["client"]
     finally:
-        started["server"].should_exit = True
+        started["end"]()
         thread.join(60)
 
 

@@ -13,18 +13,16 @@ from types import SimpleNamespace
 
 import openai
 import pytest
-from starlette.exceptions import HTTPException
 
 from espalier import SpeculationConfig
 from espalier.batch_jobs.input_scan import scan_input
 from espalier.batch_jobs.journal import Journal
 from espalier.batch_jobs.lines import MAX_LINE_BYTES, URLS
 from espalier.cli.main import main
-from espalier.server.api import _of_routing
-from espalier.server.batch_objects import BatchRequest
 from espalier.server.batches import Batches
+from espalier.server.routes import not_served
 from espalier.server.run import _batch_concurrency
-from espalier.server.stored import Store
+from espalier.server.stored import BatchRequest, Store
 from tests import warm
 from tests.batch_jobs.sample import line, outcomes, write
 from tests.batch_jobs.valve import valve
@@ -129,7 +127,7 @@ def test_an_engine_of_its_own_gets_the_flags(tmp_path, monkeypatch, capsys):
         started.append(options)
         yield SimpleNamespace(engines=SimpleNamespace(num_slots=3)), engine
 
-    monkeypatch.setattr("espalier.server.local.local_app", local_app)
+    monkeypatch.setattr("espalier.server.run.local_app", local_app)
     assert main(["batch", str(given), str(out), "--max-batch", "3", "--steps", "2", "--tool-format", "hermes"]) == 0
     [(settings, client, front, api)] = started
     assert settings == {"model": "bundled", "max_batch": 3, "speculation": asdict(SpeculationConfig(steps=2))}
@@ -375,19 +373,15 @@ def test_lines_left_at_the_windows_end_have_an_error(tmp_path):
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/files/x", "/v1/batches"])
 def test_a_server_without_a_place_for_batches_says_how_to_have_one(path):
-    http = SimpleNamespace(url=SimpleNamespace(path=path), method="GET", app=SimpleNamespace(routes=[]))
-    refused = _of_routing(http, HTTPException(404))
+    refused = not_served(path, [])
     assert refused.code == "unsupported" and "start it with --batch-dir DIR" in refused.detail
-    http.app.routes = [SimpleNamespace(path="/v1/files"), SimpleNamespace(path="/v1/batches")]
-    assert "--batch-dir" not in _of_routing(http, HTTPException(404)).detail
+    assert "--batch-dir" not in not_served(path, ["/v1/files", "/v1/batches"]).detail
 
 
 def test_a_wrong_path_is_told_the_paths_of_batches_where_they_are_served():
-    app = SimpleNamespace(routes=[])
-    http = SimpleNamespace(url=SimpleNamespace(path="/nowhere"), method="GET", app=app)
-    assert "/v1/batches" not in _of_routing(http, HTTPException(404)).detail
-    app.routes = [SimpleNamespace(path="/v1/files"), SimpleNamespace(path="/v1/batches")]
-    assert "/v1/responses, /v1/files, /v1/batches, /tokenize" in _of_routing(http, HTTPException(404)).detail
+    assert "/v1/batches" not in not_served("/nowhere", []).detail
+    served = not_served("/nowhere", ["/v1/files", "/v1/batches"])
+    assert "/v1/responses, /v1/files, /v1/batches, /tokenize" in served.detail
 
 
 @pytest.mark.full

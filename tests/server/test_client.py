@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.testclient import TestClient
 
@@ -18,11 +19,11 @@ from espalier.server.body_reader import BodyReader
 from espalier.server.client import MAX_FAILED_STARTS, ClientOptions, EngineClient
 from espalier.server.engines import EngineGone, Generation
 from espalier.server.errors import ApiError
-from espalier.server.front import ClientLeft, Front, Run
+from espalier.server.front import Front, Shares
 from espalier.server.gate import Gate
 from espalier.server.metrics import Metrics
 from espalier.server.protocol import Abort, Part, Refused
-from espalier.server.shares import Shares
+from espalier.server.request_runs import Run
 from tests.folders import new_folder
 
 
@@ -114,7 +115,7 @@ def test_a_part_behind_the_failure_of_its_request_does_not_hide_the_sample_from_
         client = ready(False)
         generation = client.submit("x", [[1]], ResolvedParams(), 0, False)
         [name] = generation.num_running
-        generation.fail(ClientLeft())
+        generation.fail(ClientDisconnect())
         client._hand_out(Part(name, OutputChunk(f"{name}.0", 0, [7])))
         generation.close()
         assert client._socket.sent[-1] == Abort(name)

@@ -10,8 +10,8 @@ import pytest
 import espalier
 from espalier.cli.main import parse
 from espalier.cli.serve import front_options
+from espalier.server.fields import HINTS
 from espalier.server.front import MAX_TEXT_CHARS
-from espalier.server.hints import HINTS
 from espalier.server.messages import Message
 from espalier.server.openai import ChatRequest
 from espalier.server.responses import ResponsesRequest, messages_of

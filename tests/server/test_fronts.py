@@ -6,8 +6,7 @@ from starlette.testclient import TestClient
 from espalier.errors import EspalierError
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.bodies import BodyLimits
-from espalier.server.front import Front, FrontOptions
-from espalier.server.fronts import Fronts
+from espalier.server.front import Front, FrontOptions, Fronts
 from espalier.server.metrics import Metrics
 from tests.server.scripted import ScriptedClient
 from tests.tool_calls.families import FAMILIES

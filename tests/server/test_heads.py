@@ -1,14 +1,14 @@
-"""The frames of HTTP/1, however they are cut: heads are refused or pass, bodies pass, and no `Upgrade` does."""
+"""Requests, however they are cut: heads are refused or read, bodies arrive whole, and `Upgrade` has no effect."""
 
+import asyncio
 from itertools import pairwise
 
-import httptools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.server.errors import ApiError
-from espalier.server.heads import MAX_HEAD_BYTES, MAX_HEAD_LINES, Frames
+from espalier.server.heads import MAX_HEAD_BYTES, MAX_HEAD_LINES
+from tests.server.connected import connected
 
 BODIES = st.binary(max_size=40)
 FIELDS = st.lists(
@@ -22,7 +22,7 @@ UPGRADES = st.lists(st.sampled_from([b"Upgrade: h2c", b"upgrade:TLS/1.0", b"UPGR
 
 @st.composite
 def requests(draw):
-    """(bytes as a client sends them, with `Upgrade`; the same without; the body)"""
+    """(bytes as a client sends them; the body)"""
     body, fields = draw(BODIES), draw(FIELDS)
     framing, sent = b"content-length: %d" % len(body), body
     if draw(st.booleans()):
@@ -30,38 +30,47 @@ def requests(draw):
         body, framing = b"".join(chunks), b"Transfer-Encoding: Chunked"
         trailer = draw(st.sampled_from([b"", b"a: b\r\n"]))
         sent = b"".join(b"%X;e=1\r\n%b\r\n" % (len(each), each) for each in chunks) + b"0\r\n" + trailer + b"\r\n"
-    both = []
-    for upgrades in (draw(UPGRADES), []):
-        lines = [b"POST /v1/x?a=b HTTP/1.1", b"Host: x", *upgrades, *fields, framing, b"", sent]
-        both.append(b"\r\n".join(lines))
-    return *both, body
+    lines = [b"POST /v1/x?a=b HTTP/1.1", b"Host: x", *draw(UPGRADES), *fields, framing, b"", sent]
+    return b"\r\n".join(lines), body
 
 
-class Parsed:
-    """What the parser that the server uses reads: the bodies."""
+def answered(sent, edges):
+    """What the application reads of what is sent in parts: (headers, body) of each request; and what it writes."""
+    read = []
 
-    def __init__(self):
-        self.bodies = []
+    async def app(scope, receive, send):
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body, more = body + message["body"], message["more_body"]
+        read.append((scope["path"], dict(scope["headers"]), body))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
 
-    def on_message_begin(self):
-        self.bodies.append(b"")
+    async def run():
+        connection, transport = connected(app)
+        for start, end in pairwise(edges):
+            connection.data_received(sent[start:end])
+            for _ in range(4):
+                await asyncio.sleep(0)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        return bytes(transport.data)
 
-    def on_body(self, body):
-        self.bodies[-1] += body
+    return read, asyncio.run(run())
 
 
 @given(st.lists(requests(), min_size=1, max_size=3), st.lists(st.integers(0, 400), max_size=6))
-def test_requests_pass_whole_without_upgrade_however_they_are_cut(sent, cuts):
-    data, wanted = b"".join(each[0] for each in sent), b"".join(each[1] for each in sent)
+def test_every_body_arrives_whole_and_no_upgrade_is_followed_however_requests_are_cut(sent, cuts):
+    # An empty line between requests is allowed.
+    data = b"\r\n".join(each[0] for each in sent)
     edges = [0, *sorted(cut for cut in cuts if cut < len(data)), len(data)]
-    frames, parsed, passed = Frames(), Parsed(), b""
-    parser = httptools.HttpRequestParser(parsed)
-    for start, end in pairwise(edges):
-        for part in frames.take(data[start:end]):
-            parser.feed_data(part)
-            passed += part
-    assert passed == wanted
-    assert parsed.bodies == [each[2] for each in sent]
+    read, written = answered(data, edges)
+    assert [body for *_, body in read] == [each[1] for each in sent]
+    assert {path for path, *_ in read} == {"/v1/x"}
+    assert written.count(b"HTTP/1.1 200 OK") == len(sent) and written.endswith(b"ok")
 
 
 def head(*lines, start=b"POST / HTTP/1.1"):
@@ -84,6 +93,7 @@ def head(*lines, start=b"POST / HTTP/1.1"):
         (head(b"host: x", *[b"a: b"] * MAX_HEAD_LINES), 431),
         (head(b"host: x", b"a: " + b"b" * MAX_HEAD_BYTES), 431),
         (b"POST /" + b"b" * MAX_HEAD_BYTES, 431),
+        (head(b"host: x", b"transfer-encoding: chunked", b"content-length: 3"), 400),
         (head(b"host: x", b"transfer-encoding: chunked") + b"g\r\n", 400),
         (head(b"host: x", b"transfer-encoding: chunked") + b"1;" + b"x" * MAX_HEAD_BYTES, 431),
         (head(b"host: x", b"transfer-encoding: chunked") + b"0\r\n" + b"a: b\r\n" * 11_000, 431),
@@ -95,17 +105,21 @@ def head(*lines, start=b"POST / HTTP/1.1"):
         (b"\x16\x03\x01", 400),
     ],
 )
-def test_a_head_that_the_parser_must_not_read_is_refused_however_it_is_cut(sent, status):
+def test_what_must_not_be_read_is_refused_however_it_is_cut(sent, status):
     for size in (len(sent), 4099):
-        frames = Frames()
-        with pytest.raises(ApiError) as refused:
-            for start in range(0, len(sent), size):
-                list(frames.take(sent[start : start + size]))
-        assert refused.value.status_code == status
+        _, written = answered(sent, [*range(0, len(sent), size), len(sent)])
+        assert written.startswith(b"HTTP/1.1 %d " % status) and b"connection: close" in written
 
 
 @pytest.mark.parametrize(
-    "sent", [head(start=b"GET / HTTP/1.0"), b"\r\n" + head(b"host:"), head(b"host: x", b"TE: gzip")]
+    ("sent", "path"),
+    [
+        (head(start=b"GET / HTTP/1.0"), "/"),
+        (b"\r\n" + head(b"host:"), "/"),
+        (head(b"host: x", b"TE: gzip"), "/"),
+        (head(b"host: x", start=b"GET http://x/a%20b?c HTTP/1.1"), "/a b"),
+    ],
 )
-def test_what_http_allows_passes(sent):
-    assert b"".join(Frames().take(sent)) == sent.lstrip()
+def test_what_http_allows_is_answered(sent, path):
+    [(found, _, body)], written = answered(sent, [0, len(sent)])
+    assert (found, body) == (path, b"") and written.startswith(b"HTTP/1.1 200 ")

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.testclient import TestClient
 
 import espalier
@@ -31,11 +31,11 @@ LIMITS = BodyLimits(vocab_size=1000, max_context=100_000, prompts=100, tokens=10
 PART = {"type": "text", "text": "ab"}
 
 
-class Posted:
+class Posted(Request):
     """A request, as far as its body is read."""
 
     def __init__(self, body):
-        self.headers = {"content-type": "application/json"}
+        super().__init__({"type": "http", "headers": [(b"content-type", b"application/json")]}, self.next_message)
         data = json.dumps(body).encode()
         # In two parts, and with the fields that an ASGI server may leave out.
         self.messages = [
@@ -44,7 +44,7 @@ class Posted:
             {"type": "http.request", "body": data[20:]},
         ]
 
-    async def receive(self):
+    async def next_message(self):
         return self.messages.pop(0)
 
 

@@ -20,11 +20,14 @@ from prometheus_client import Counter
 from espalier.errors import EspalierError
 from espalier.server.answers import event
 from espalier.server.client import ClientOptions, EngineClient
-from espalier.server.connections import TCP_INFO, Readers, Senders, _acknowledged
+from espalier.server.connections import Connections
 from espalier.server.errors import ApiError
-from espalier.server.front import EventStream
 from espalier.server.gate import Gate, Upload
+from espalier.server.http1 import Connection
+from espalier.server.request_runs import EventStream
+from espalier.server.run import _bound
 from tests import warm
+from tests.server.connected import Counted
 from tests.server.serving import (
     FLAGS,
     HEAD,
@@ -126,88 +129,120 @@ def test_a_body_may_run_out_of_time_as_the_drain_begins():
     asyncio.run(end())
 
 
+class Made:
+    """A connection as Connections sees it."""
+
+    def __init__(self):
+        self.exchange, self.is_idle, self.is_silent = None, False, False
+        self.idle_since, self.num_written, self.closed = 0.0, 0, []
+        self.transport, self.size, self.now = self, 0, 0.0
+
+    def get_write_buffer_size(self):
+        return self.size
+
+    def abort(self):
+        self.closed.append(self.now)
+
+    close = abort
+
+    def get_extra_info(self, name):
+        return ("::1", 80, 0, 0)
+
+
+def swept(made, send_timeout_s=None, body_timeout_s=None):
+    """A function that checks the connection at a time."""
+    connections = Connections(counted := Counted(), None, send_timeout_s, body_timeout_s)
+    connections.enter(made, 0.0)
+
+    def sweep(now):
+        made.now = now
+        if not made.closed:
+            connections.sweep(now)
+        return counted.count
+
+    return sweep
+
+
 def test_progress_is_what_a_reader_takes():
-    """Bytes that wait, at each second, and when the connection is closed under a limit of three."""
-    for sizes, closed_at in (
-        ([9, 9, 9, 9, 9], 3),
-        ([9, 8, 8, 9, 9, 9], 4),
-        ([9, 9, 0, 9, 9, 9, 9], 6),
-        ([5, 9, 8, 9, 8, 9, 8, 9], None),
+    """Bytes written so far and those of them that wait, at each second, and when the connection is closed under a limit
+    of three.  Others that are written meanwhile are no progress, and hide none."""
+    for seconds, closed_at in (
+        ("9/9 9/9 9/9 9/9 9/9", 3),
+        ("9/9 9/8 9/8 9/8 9/8 9/8", 4),
+        ("9/9 9/9 9/0 19/10 19/10 19/10 19/10", 6),
+        ("9/9 19/19 29/29 39/39", 3),
+        ("5/5 9/8 11/9 13/10 15/11 17/12", None),
     ):
-        closed = []
-        counter = Counter("closed", "", registry=None)
-        transport = SimpleNamespace(
-            get_write_buffer_size=lambda: size,  # noqa: B023
-            abort=lambda: closed.append(now),  # noqa: B023
-            get_extra_info=lambda name: None,
-        )
-        readers = Readers(3.0, counter)
-        # As uvicorn's, which can be a key.
-        connection = type("Connection", (), {"transport": transport, "scope": None})()
-        for now, size in enumerate(sizes):  # noqa: B007
-            if not closed:
-                readers.sweep({connection}, now)
-        assert closed == ([] if closed_at is None else [closed_at])
-        assert counter._value.get() == len(closed)
-
-
-@pytest.mark.skipif(TCP_INFO is None, reason="the system does not say what was acknowledged")
-def test_a_steady_reader_keeps_its_connection_while_more_and_more_waits():
-    closed = []
-    listener = socket.create_server(("127.0.0.1", 0))
-    with listener, socket.create_connection(listener.getsockname()) as reader, listener.accept()[0] as sender:
-        sender.setblocking(False)
-        transport = SimpleNamespace(
-            get_write_buffer_size=lambda: now + 1, abort=lambda: closed.append(now), get_extra_info=lambda name: sender
-        )
-        readers = Readers(3.0, Counter("closed", "", registry=None))
-        connection = type("Connection", (), {"transport": transport, "scope": None})()
-        fill(sender)
-        for now in range(10):
-            before = _acknowledged(transport)
-            until(lambda: reader.recv(2**20) and fill(sender) is None and _acknowledged(transport) > before)  # noqa: B023
-            readers.sweep({connection}, now)
-        assert not closed
-        for now in range(10, 14):
-            readers.sweep({connection}, now)
-        assert closed == [12]
+        made, count = Made(), 0
+        sweep = swept(made, send_timeout_s=3.0)
+        for now, state in enumerate(seconds.split()):
+            made.num_written, made.size = map(int, state.split("/"))
+            count = sweep(float(now))
+        assert made.closed == ([] if closed_at is None else [closed_at]), seconds
+        assert count == len(made.closed)
 
 
 def test_who_is_without_a_request_for_too_long_is_closed():
     """At each second what answers (its name, in capitals once it is done), + where some of it waits for its reader, and
-    ~ from its end until something comes; the limit is three."""
+    ~ from its end until something comes; the limit is three, and five for those who are silent after an answer."""
     for seconds, closed_at in (
         ("- - - - -", 3),
         ("- - a a a a a a", None),
         ("- - a A A A A", 6),
         ("a A A b B B c C C d", None),
         ("A A B B C C", None),
-        ("A A A+ A+ A A A A", 7),
-        ("- - -+ - - - -", 6),
+        ("A A A+ A+ A A A A", 6),
+        ("- - -+ - - - -", 5),
         ("A~ A~ A~ A~ A~", None),
+        ("A~ A~ A~ A~ A~ A~", 5),
         ("a A~ A~ A A A A", 6),
     ):
-        closed, counter, cycles = [], Counter("closed", "", registry=None), {"-": None}
-        transport = SimpleNamespace(
-            get_write_buffer_size=lambda: state.count("+"),  # noqa: B023
-            abort=lambda: closed.append(now),  # noqa: B023
-            get_extra_info=lambda name: ("::1", 80, 0, 0),
-        )
-        senders = Senders(3.0, counter)
-        connection = type("Connection", (), {"transport": transport, "scope": None, "cycle": None})()
+        made, before = Made(), ""
+        sweep, unlimited = swept(made, body_timeout_s=3.0), swept(other := Made())
         for now, state in enumerate(seconds.split()):
-            connection.cycle = cycles.setdefault(state[0].lower(), SimpleNamespace(response_complete=False))
-            connection.timeout_keep_alive_task = 1 if "~" in state else None
-            if connection.cycle is not None:
-                connection.cycle.response_complete = state[0].isupper()
-            if not closed:
-                senders.sweep({connection}, now)
-        assert closed == ([] if closed_at is None else [closed_at]), seconds
-        assert counter._value.get() == len(closed)
-        unlimited, num_closed = Senders(None, counter), counter._value.get()
-        for now in (0.0, 10.0**9):
-            unlimited.sweep({connection}, now)
-        assert counter._value.get() == num_closed
+            made.is_idle = not state[0].islower()
+            made.is_silent = "~" in state
+            made.size = made.num_written = state.count("+")
+            # As of Connection: a request ends, or something comes after an answer.
+            if (made.is_idle and state[0] != before[:1]) or ("~" in before and "~" not in state):
+                made.idle_since = float(now)
+            before, count = state, sweep(float(now))
+        assert made.closed == ([] if closed_at is None else [closed_at]), seconds
+        # Silence is not counted: such a client owes nothing.
+        assert count == (len(made.closed) if not made.is_silent else 0)
+        other.is_idle = True
+        assert unlimited(10.0**9) == 0 and other.closed == []
+
+
+def test_a_slow_reader_keeps_its_connection_and_one_that_stops_loses_it():
+    """Over a socket: what the system takes is progress."""
+
+    async def run():
+        async def app(scope, receive, send):
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b" " * 2**23})
+
+        connections = Connections(Counted(), None, 1.0, None)
+        with _bound("127.0.0.1", 0) as listener, socket.socket() as client:
+            loop = asyncio.get_running_loop()
+            server = await loop.create_server(lambda: Connection(app, connections), sock=listener)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+            client.setblocking(False)
+            await loop.sock_connect(client, listener.getsockname())
+            await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            # The clock goes on by a tenth of the limit a turn, however long the machine takes for one.
+            for turn in range(30):
+                await loop.sock_recv(client, 2**16)
+                await asyncio.sleep(0.01)
+                connections.sweep(turn / 10)
+            assert len(connections) == 1 and connections.metrics.count == 0
+            for turn in range(30, 60):
+                connections.sweep(turn / 10)
+                await asyncio.sleep(0.01)
+            assert len(connections) == 0 and connections.metrics.count == 1
+            server.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
 
 
 def trickled(connection, first, status):
@@ -268,13 +303,6 @@ def test_ctrl_c_tells_what_runs_and_leaves_nothing(limited):
         assert is_told_of_the_end(upload)
         assert limited.process.wait(60) == 0
     assert len(group) > 1 and not any(map(exists, group)) and "Traceback" not in limited.log.read_text()
-
-
-def fill(sender):
-    """All that the system's buffers take."""
-    with suppress(BlockingIOError):
-        while True:
-            sender.send(b" " * 2**16)
 
 
 def test_an_engine_that_hangs_while_it_loads_is_ended(monkeypatch, tmp_path):

@@ -4,17 +4,15 @@ import asyncio
 import errno
 import logging
 import resource
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.errors import EspalierError
-from espalier.server import descriptors
-from espalier.server.connections import Room
+from espalier.server import connections
+from espalier.server.connections import Connections
 from espalier.server.http1 import Connection
 
 # What a connection is in, best to close first: nothing, output that waits, a body that comes, an answer.
@@ -22,12 +20,11 @@ QUIET, UNREAD, SENDING, BUSY = range(4)
 
 
 class Made:
-    """A connection in a state, as Room sees it."""
+    """A connection in a state, as Connections sees it."""
 
     def __init__(self, state, aborted):
         self.state = state
-        has_request = SimpleNamespace(response_complete=state == UNREAD, more_body=state == SENDING)
-        self.cycle = None if state == QUIET else has_request
+        self.is_idle, self.waits_for_client = state in (QUIET, UNREAD), state != BUSY
         self.transport = SimpleNamespace(
             abort=lambda: aborted.append(self), get_write_buffer_size=lambda: int(state == UNREAD)
         )
@@ -35,7 +32,7 @@ class Made:
 
 @given(st.lists(st.sampled_from((QUIET, UNREAD, SENDING, BUSY)), min_size=1, max_size=12), st.integers(1, 6), st.data())
 def test_the_oldest_that_nobody_waits_for_is_closed(states, limit, data):
-    room, held, aborted = Room(limit), [], []
+    room, held, aborted = Connections(None, limit, None, None), [], []
     for number, state in enumerate(states):
         before, made = list(held), Made(state, aborted)
         room.enter(made, float(number))
@@ -69,10 +66,9 @@ def test_idle_connections_shut_nobody_out(caplog):
         await send({"type": "http.response.body"})
 
     async def flood():
-        config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none")
-        config.load()
-        make = partial(Connection, config, uvicorn.server.ServerState(), {}, room=Room(8))
-        server = await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0, backlog=4)
+        room = Connections(None, 8, None, None)
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: Connection(app, room), "127.0.0.1", 0, backlog=4)
         port = server.sockets[0].getsockname()[1]
 
         async def answer(path):
@@ -103,22 +99,22 @@ def test_idle_connections_shut_nobody_out(caplog):
 
 
 def test_the_limit_of_connections_follows_from_that_of_open_files(monkeypatch):
-    monkeypatch.setattr(descriptors.os, "listdir", lambda _: range(30))
+    monkeypatch.setattr(connections.os, "listdir", lambda _: range(30))
     limit = 256
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, 10**6))
-    assert descriptors.max_connections() == 256 - 30 - descriptors.RESERVED
+    assert connections.max_connections() == 256 - 30 - connections.RESERVED
     limit = resource.RLIM_INFINITY
-    assert descriptors.max_connections() is None
+    assert connections.max_connections() is None
     limit = 64
     with pytest.raises(EspalierError, match=r"limit of 64 open files is too low; set it to \d+ or more"):
-        descriptors.max_connections()
+        connections.max_connections()
 
 
 def test_accepts_that_fail_are_logged_once_a_minute_without_a_traceback(caplog):
     seconds, passed = iter((0.0, *map(float, range(1, 70)))), []
     loop = SimpleNamespace(time=lambda: next(seconds), default_exception_handler=passed.append)
     loop.set_exception_handler = lambda handle: setattr(loop, "handle", handle)
-    descriptors.report_full_rarely(loop)
+    connections.report_full_rarely(loop)
     for _ in range(70):
         loop.handle(loop, {"exception": OSError(errno.EMFILE, "Too many open files")})
     lines = [(record.getMessage(), record.exc_info) for record in caplog.records]

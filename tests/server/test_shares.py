@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.server.front import without_timeout
+from espalier.server.front import BATCHES, PARTS, Shares, without_timeout
 from espalier.server.gate import Gate
-from espalier.server.shares import BATCHES, PARTS, Shares, client
+from espalier.server.logs import client
 
 NAMES = ("a", "b", "c", BATCHES)
 

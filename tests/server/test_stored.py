@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from espalier.server.batch_objects import Batch
-from espalier.server.stored import Store
+from espalier.server.stored import Batch, Store
 
 
 class Full(BytesIO):

@@ -4,17 +4,16 @@ import asyncio
 import json
 
 import pytest
-import uvicorn
 
 from espalier.bench.clients import Exchange, request_of
 from espalier.request import OutputChunk
-from espalier.server import answers, chat_answers, event_stream, response_answers
+from espalier.server import answers, chat_answers, request_runs, response_answers
 from espalier.server.api import ApiOptions, make_app
-from espalier.server.connections import Room
 from espalier.server.engines import Generation
 from espalier.server.front import Front, FrontOptions
-from espalier.server.http1 import Connection
+from espalier.server.http1 import HttpExchange
 from espalier.server.protocol import Part
+from tests.server.connected import connected
 from tests.server.scripted import ScriptedClient
 from tests.tool_calls.families import FAMILIES
 
@@ -29,39 +28,6 @@ BODIES = {
     "chat": ("/v1/chat/completions", CHAT),
     "response": ("/v1/responses", {"input": "x"}),
 }
-
-
-class Transport(asyncio.Transport):
-    """Keeps what is written.  pauses: after each write its client reads nothing for some turns of the loop."""
-
-    def __init__(self, pauses):
-        super().__init__()
-        self.data, self.pauses = bytearray(), pauses
-        self.connection = None
-
-    def write(self, data):
-        self.data += data
-        if data and self.pauses and not self.connection.flow.write_paused:
-            self.connection.pause_writing()
-            self.resume(3)
-
-    def resume(self, turns):
-        if turns:
-            asyncio.get_running_loop().call_soon(self.resume, turns - 1)
-        else:
-            self.connection.resume_writing()
-
-    def get_extra_info(self, name, default=None):
-        return default
-
-    def is_closing(self):
-        return False
-
-    def pause_reading(self):
-        pass
-
-    def resume_reading(self):
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -83,19 +49,11 @@ def ask(tokenizer, monkeypatch):
         async def run():
             engines = ScriptedClient(*tokenizer, lambda *_: TEXT, 3)
             app, _ = make_app(Front(engines, FrontOptions(("m",))), ApiOptions())
-            config = uvicorn.Config(app, http=Connection, log_config=None, lifespan="off", ws="none")
-            config.load()
-            connection, transport = (
-                Connection(config, uvicorn.server.ServerState(), {}, room=Room(None)),
-                Transport(pauses),
-            )
-            transport.connection = connection
-            connection.connection_made(transport)
+            connection, transport = connected(app, pauses)
             connection.data_received(request_of(path, {"model": "m", "stream": True, **body}, {"x-request-id": "same"}))
             async with asyncio.timeout(30):
                 while not transport.data.endswith(b"\r\n0\r\n\r\n"):
                     await asyncio.sleep(0)
-            connection.timeout_keep_alive_task.cancel()
             return Exchange(0.0, received=transport.data, arrivals=[(0.0, len(transport.data))])
 
         return asyncio.run(run())
@@ -109,7 +67,7 @@ def named_events(body):
 
 
 def through_asgi(monkeypatch):
-    monkeypatch.setattr(event_stream, "connection_of", lambda scope: None)
+    monkeypatch.setattr(request_runs, "EXCHANGE", "none")
 
 
 @pytest.mark.parametrize("pauses", [False, True], ids=["reads", "pauses"])
@@ -125,10 +83,10 @@ def test_both_ways_send_the_same_bytes(ask, monkeypatch, what, pauses):
 
 def test_the_run_writes_one_chunk_for_the_parts_that_came_together(ask, monkeypatch):
     writes = []
-    write = Connection.write_chunk
-    monkeypatch.setattr(Connection, "write_chunk", lambda self, data: (writes.append(data), write(self, data)))
+    write = HttpExchange.write
+    monkeypatch.setattr(HttpExchange, "write", lambda self, data: (writes.append(data), write(self, data)))
     body = ask(*BODIES["two prompts, two samples"]).body()
-    # The first message is uvicorn's, and so is the last, which ends the response.
+    # The first message goes through ASGI, and so does the last, which ends the response.
     _, written, last = body.partition(b"".join(writes))
     assert written and last.count(b"data: [DONE]") == 1 and b'finish_reason":"' in last
     # One message has a part of each sample that runs.
@@ -138,8 +96,8 @@ def test_the_run_writes_one_chunk_for_the_parts_that_came_together(ask, monkeypa
 
 @pytest.mark.parametrize("what", BODIES)
 def test_the_last_events_and_the_end_of_the_response_are_one_message(ask, monkeypatch, what):
-    messages, make = [], event_stream._body
-    monkeypatch.setattr(event_stream, "_body", lambda *about: messages.append(make(*about)) or messages[-1])
+    messages, make = [], request_runs._body
+    monkeypatch.setattr(request_runs, "_body", lambda *about: messages.append(make(*about)) or messages[-1])
     body = ask(*BODIES[what]).body()
     assert [message["more_body"] for message in messages] == [True, False]
     assert messages[1]["body"] and body.endswith(messages[1]["body"])

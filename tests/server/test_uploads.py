@@ -3,19 +3,20 @@
 import asyncio
 import errno
 from encodings.aliases import aliases
+from types import SimpleNamespace
 
 import pytest
-from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
-from espalier.server.api import _add_errors
-from espalier.server.batch_api import Transfers, add_batches
+from espalier.server.batch_api import Transfers, batch_endpoints
 from espalier.server.batches import Batches
 from espalier.server.bodies import MAX_CONTENT_TYPE, BodyLimits, read_body, require_utf8
+from espalier.server.body_reader import BodyReader
 from espalier.server.errors import ApiError
 from espalier.server.gate import Gate
+from espalier.server.routes import make_router
 from espalier.server.stored import Store
 
 LIMITS = BodyLimits(100, 100, 4, 100)
@@ -31,15 +32,16 @@ def kept(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(kept):
-    app = FastAPI()
-
     async def batches():
         made = Batches(kept, 1)
         made.start(None, None)
         return made
 
-    add_batches(app, asyncio.run(batches()), LIMITS)
-    _add_errors(app)
+    async def made():
+        server = SimpleNamespace(bodies=BodyReader(LIMITS))
+        return make_router(server, batch_endpoints(await batches()))
+
+    app = asyncio.run(made())
     return TestClient(Gate(app, None, 10**6, lambda *_: None, None, 10**6))
 
 

@@ -12,7 +12,7 @@ from espalier.kernels.ops.state import gather
 from espalier.kernels.ops.tree import VOID, Tree, select
 from espalier.layout import LaunchForm
 from espalier.sampling.logit_processors import SamplingNeeds
-from espalier.slots import PATH_KINDS, Guess
+from espalier.slots import ALONE, PATH_KINDS, Guess
 from espalier.speculate.sources.base import Paths
 from espalier.speculate.sources.graft import graft
 from espalier.speculate.sources.sent import paths_of_guesses
@@ -45,13 +45,14 @@ def sequences_of(tree: Tree, row: int) -> Sequences:
 
 def expected(tree: Tree, paths: Paths, table: torch.Tensor, row: int) -> Sequences:
     every = sequences_of(tree, row)
+    drafted = {*every}
     for path, kind in zip(paths.tokens[row].tolist(), paths.kinds[row].tolist(), strict=True):
         score = torch.zeros(())
         for depth, token in enumerate(path):
-            if token == VOID:
+            if token == VOID or not kind:
                 break
-            score = score + table[kind, depth]
             at = tuple(path[: depth + 1])
+            score = score + table[kind if at in drafted else kind + ALONE, depth]
             every[at] = max(every.get(at, -math.inf), float(score))
     order = {at: place for place, at in enumerate(every)}
     kept = sorted(every, key=lambda at: (bool(at), -every[at], order[at]))[: tree.tokens.shape[1]]
@@ -70,11 +71,20 @@ def test_the_best_of_both_with_each_sequence_once(batch, topk, steps, count, nod
     tokens, scores, beams = random_pool(batch, topk, steps, seed, VOCAB)
     tree = select(torch.full((batch,), 9), [tokens], [scores], [beams], topk, min(nodes, tokens.shape[1] + 1))
     drawn = torch.randint(-1, VOCAB, (batch, count, steps), generator=random(seed + 1))
-    paths = Paths(drawn, torch.randint(0, PATH_KINDS, (batch, count), generator=random(seed + 2)))
+    paths = Paths(drawn, torch.randint(0, 1 + ALONE, (batch, count), generator=random(seed + 2)))
     table = survival(steps, seed + 3)
-    made = graft(tree, paths, table, steps)
+    of_draft = torch.where(tree.tokens == VOID, 0, PATH_KINDS + 1)
+    made, kinds = graft(tree, of_draft, paths, table, steps)
     for row in range(batch):
         got = sequences_of(made, row)
+        drafted = sequences_of(tree, row)
+        for at, kind in zip(got, kinds[row].tolist(), strict=False):
+            of_paths = [
+                int(paths.kinds[row, i])
+                for i in range(count)
+                if at == tuple(drawn[row, i, : len(at)].tolist()) and paths.kinds[row, i]
+            ]
+            assert kind == (PATH_KINDS + 1 if at in drafted else of_paths[0] + ALONE)
         assert list(got.items()) == list(expected(tree, paths, table, row).items())
         lineage = made.mask()[row]
         for node, (at, parent) in enumerate(zip(lineage.tolist(), made.parents[row].tolist(), strict=True)):

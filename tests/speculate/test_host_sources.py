@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.request import Request, SamplingParams
-from espalier.slots import PATH_KINDS
+from espalier.slots import KINDS
 from espalier.speculate.sources.index import BYTES_A_TOKEN, RUNS, IndexSource, salt_of
 from espalier.speculate.sources.prediction import REJOIN, PredictionSource
 from espalier.speculate.sources.survival import FIRST, Survival
@@ -104,7 +104,7 @@ def test_survival_finds_the_rates_of_a_stream_and_follows_a_change():
     """Kind 3 follows with 0.9 a token, then with 0.2; others keep what was assumed."""
     survival, rng = Survival(steps=4), np.random.default_rng(0)
     first = survival.to_send()
-    assert first is not None and first.shape == (PATH_KINDS, 4) and (first <= 0).all() and (first[0] == 0).all()
+    assert first is not None and first.shape == (KINDS, 4) and (first <= 0).all() and (first[0] == 0).all()
     for rate in (0.9, 0.2):
         for _ in range(2000):
             path = [1, 1, 1, 1]

@@ -50,11 +50,12 @@ def watched(right):
     return verb
 
 
-@pytest.mark.parametrize("algorithm", ["eagle3", "ngram", "none", "shared"])
+@pytest.mark.parametrize("algorithm", ["eagle3", "ngram", "none", "shared", "alone"])
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
 def test_drafters_and_backends_do_not_wait(algorithm, attention, monkeypatch):
-    """shared: sources beside a draft, and rows that are shared out."""
-    setup = SHARED if algorithm == "shared" else replace(SETUP, algorithm=algorithm)
+    """shared: sources beside a draft, and rows that are shared out; alone: sources without a draft pass."""
+    sourced = algorithm in ("shared", "alone")
+    setup = replace(SHARED, drafts=algorithm == "shared") if sourced else replace(SETUP, algorithm=algorithm)
     setup = replace(setup if algorithm != "none" else SETUP.plain(), attention=attention)
     engine = setup.engine()
     # In inference mode reads of a number are not dispatched, and would not be seen.

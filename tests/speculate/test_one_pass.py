@@ -8,9 +8,7 @@ import torch
 from espalier.attention import CommittedLengths, ModelCache, grouped_backend
 from espalier.cache import kv, layer_spec
 from espalier.cache.kv import PagedKV, StagedKV
-from espalier.kernels.ops.block_conv import block_conv, block_conv_norm
-from espalier.kernels.ops.drafts import select_paths
-from espalier.kernels.ops.embedding import embed_rows
+from espalier.kernels.ops.drafts import block_conv, block_conv_norm, embed_rows, select_paths
 from espalier.kernels.ops.rope import rotate_and_store
 from espalier.kernels.ops.state import chain, commit_rows
 from espalier.layout import RoundLayout

@@ -122,7 +122,7 @@ def test_only_rows_of_requests_go_to_experts(algorithm, monkeypatch):
         rows_to_experts.append(live)
         return grouped_experts(*experts, live=live, **how)
 
-    monkeypatch.setattr("espalier.models.layers.experts.grouped_experts", recorded)
+    monkeypatch.setattr("espalier.models.layers.mlp.grouped_experts", recorded)
     engine = setup_of(algorithm, family="qwen3_moe", max_batch=4).engine()
     drawn = [request(i, prompt) for i, prompt in enumerate(prompts(5, [6, 3]))]
     for r in drawn:

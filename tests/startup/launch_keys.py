@@ -45,7 +45,7 @@ from espalier.sampling.prompt import PromptRows
 from espalier.speculate.drafters.registry import DRAFT_FORMATS
 from espalier.speculate.round import ModelRunner
 from espalier.startup.build import Loaded, config_of_layout, make_runner
-from espalier.startup.dummies import dummy_pass, fullest_pass, smaller_passes
+from espalier.startup.measure_memory import dummy_pass, fullest_pass, smaller_passes
 
 META = torch.device("meta")
 CHIPS = {"hopper": Chip(227 * 1024, 132, (9, 0)), "ampere": Chip(163 * 1024, 108, (8, 0))}

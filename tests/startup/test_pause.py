@@ -8,7 +8,7 @@ import pytest
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.layout import MIN_CHUNK_WIDTH
-from espalier.startup.pause import PAUSE_MS, busy_chunk_size
+from espalier.startup.tree_policy import PAUSE_MS, busy_chunk_size
 from tests.startup.test_tree_policy import BIG
 
 HUGE = replace(BIG, weights=replace(BIG.weights, dense=10 * BIG.weights.dense))

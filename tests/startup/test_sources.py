@@ -6,7 +6,8 @@ import torch
 from espalier.config import SpeculationConfig
 from espalier.errors import EspalierError
 from espalier.layout import PLAIN, TreeShape
-from espalier.startup.sources import choose_sources, source_sizes
+from espalier.startup.sources import choose_sources, shares_rows, source_sizes
+from tests.harness import Setup
 
 TREE = TreeShape(4, 2, 9)
 
@@ -26,8 +27,8 @@ def test_by_default_predictions_on_a_cpu(asked, tree, device, sources, sizes):
     speculation = SpeculationConfig(**asked)
     chosen = choose_sources(speculation, "eagle3", tree, torch.device(device))
     assert {*chosen} == {*sources}
-    got = source_sizes(speculation, chosen, [], "native")
-    assert (got["text_paths"], got["sent_paths"], got["shared_rows"]) == (*sizes, 0)
+    got = source_sizes(chosen)
+    assert (got["text_paths"], got["sent_paths"]) == sizes
 
 
 @pytest.mark.parametrize(
@@ -45,5 +46,6 @@ def test_what_cannot_be_is_refused(sources, algorithm, tree, says):
 
 
 def test_rows_are_not_shared_where_all_must_run():
-    with pytest.raises(EspalierError, match=r"^shared_rows=3 is not supported for a model"):
-        source_sizes(SpeculationConfig(shared_rows=3), (), [], "transformers")
+    plain = Setup().models()[0].layer_specs
+    assert shares_rows(plain, "native") and not shares_rows(plain, "transformers")
+    assert not shares_rows(Setup(keeps="hybrid").models()[0].layer_specs, "native")

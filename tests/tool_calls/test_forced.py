@@ -8,8 +8,8 @@ import pytest
 import xgrammar
 
 from espalier.errors import EspalierError
-from espalier.grammar.check import check_grammar
 from espalier.grammar.spec import Grammar
+from espalier.grammar.tag import check_grammar
 from espalier.masking.compile import compile_form
 from espalier.tool_calls.definitions import checked_tools
 from espalier.tool_calls.forced import output_grammar

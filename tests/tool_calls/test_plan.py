@@ -11,7 +11,7 @@ from espalier.request import Output, ResolvedParams
 from espalier.text import Tokenizer
 from espalier.tool_calls.definitions import checked_tools
 from espalier.tool_calls.formats import Formats, find_formats
-from espalier.tool_calls.output import chat_output
+from espalier.tool_calls.message_stream import chat_output
 from espalier.tool_calls.plan import ChatPlan
 from tests.tool_calls.families import CALLS, FAMILIES, TOOLS
 

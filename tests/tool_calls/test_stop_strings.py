@@ -10,7 +10,7 @@ from espalier.inputs import text_sink
 from espalier.request import Output, OutputChunk, ResolvedParams
 from espalier.tool_calls.definitions import checked_tools
 from espalier.tool_calls.formats import find_formats
-from espalier.tool_calls.output import chat_output
+from espalier.tool_calls.message_stream import chat_output
 from espalier.tool_calls.parser import message_of
 from espalier.tool_calls.plan import ChatPlan
 from tests.tool_calls.families import FAMILIES, TOOLS

@@ -7,13 +7,14 @@ import json
 import re
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from espalier import train
+from espalier.cli import start
 from espalier.startup.checkpoints import BUNDLED_DRAFTS, BUNDLED_FILES
 from espalier.train import evaluate
 from espalier.train.command import TRAINERS, config_of, main, make_parser, refuse_other_model
@@ -48,7 +49,10 @@ def test_help_fits_eighty_columns(
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [([], "a command is missing; use one of eagle3, mtp"), (["eagle"], "unknown command 'eagle'; use one of eagle3")],
+    [
+        ([], "a command is missing; use one of eagle3, mtp"),
+        (["eagle"], "unknown command 'eagle'; use one of auto, eagle3"),
+    ],
     ids=["none", "unknown"],
 )
 def test_a_missing_or_unknown_command_is_said_with_those_that_exist(
@@ -60,9 +64,16 @@ def test_a_missing_or_unknown_command_is_said_with_those_that_exist(
     assert (left.value.code, out, err.count("\n")) == (2, "", 1) and said in err
 
 
-@pytest.mark.parametrize("module", ["espalier.train.command", "espalier.train.data", "espalier.train.mtp"])
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("espalier.train.command", "espalier"),
+        ("espalier.train.data", "espalier train"),
+        ("espalier.train.mtp", "espalier train"),
+    ],
+)
 def test_an_interrupt_while_modules_load_ends_in_a_line(
-    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    module: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Interrupting:
         def find_spec(self, name: str, *_: object) -> None:
@@ -74,8 +85,8 @@ def test_an_interrupt_while_modules_load_ends_in_a_line(
     monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
     np.save(tmp_path / "ids.npy", np.arange(9))
     data = ["--data", str(tmp_path / "ids.npy")]
-    assert train.start(["mtp", "--target", "bundled", *data, "--out", str(tmp_path / "out")]) == 130
-    assert capsys.readouterr() == ("", "espalier.train: interrupted\n")
+    assert start(["train", "mtp", "--target", "bundled", *data, "--out", str(tmp_path / "out")]) == 130
+    assert capsys.readouterr() == ("", f"{said}: interrupted\n")
 
 
 @pytest.mark.parametrize(("kind", "draft"), BUNDLED_DRAFTS.items(), ids=BUNDLED_DRAFTS)
@@ -166,7 +177,7 @@ def test_texts_too_short_to_measure_are_refused_before_the_target_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for module in ("evaluate.Eagle3Target", "block.Eagle3Target", "mtp.FrozenTarget"):
+    for module in ("evaluate.Eagle3Target", "block.Eagle3Target", "mtp.FrozenTarget", "evaluate.Writer"):
         monkeypatch.setattr(f"espalier.train.{module}", None)
     data = tmp_path / "p.jsonl"
     data.write_text(json.dumps({"token_ids": tokens}))
@@ -180,7 +191,18 @@ def test_continuations_that_the_target_ends_early_are_left_out_in_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = [np.arange(2 + 10), np.arange(1 + 11)]
-    monkeypatch.setattr(evaluate, "greedy_texts", lambda *_: texts)
+
+    class Told(nullcontext):
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def continuations(self, *_: object) -> list[np.ndarray]:
+            return texts
+
+        def __enter__(self) -> Told:
+            return self
+
+    monkeypatch.setattr(evaluate, "Writer", Told)
     kept, firsts = continued(None, [[0, 1], [0]], 20, 10)
     assert ([len(text) for text in kept], firsts) == ([12], [1])
     assert capsys.readouterr().out == "1 of 2 prompts are left out: the target ends them within 10 tokens\n"

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import espalier
+from espalier.startup.checkpoints import find_target
+from espalier.text import load_tokenizer
 from espalier.train.checkpoint import rope_theta
-from espalier.train.target import repeated
-from espalier.train.windows import Windows
+from espalier.train.data import HELDOUT_PROMPTS, Conversation, Data, read_data
+from espalier.train.windows import TextRows, Texts, Windows
+from espalier.train.writer import repeated
 from lab.bundle import corpus, packing
 from lab.bundle.corpus import SourceFile
 from lab.bundle.ngram import ngram_probabilities
@@ -153,3 +159,68 @@ def test_heldout_prompts_are_complete(tokenizer) -> None:
 def test_the_rotary_base_is_read_as_transformers_reads_it(given):
     assert rope_theta({**given, "rope_parameters": {"rope_theta": 5.0}}) == 5.0
     assert rope_theta(given) == (given.get("rope_theta") or 10000.0)
+
+
+LENGTHS = st.lists(st.integers(2, 30), min_size=1, max_size=30)
+
+
+@given(
+    lengths=LENGTHS,
+    length=st.integers(2, 12),
+    size=st.integers(1, 3),
+    skipped=st.integers(0, 9),
+    seed=st.integers(0, 5),
+)
+def test_rows_begin_with_a_text_or_go_on_with_a_long_one(
+    lengths: list[int], length: int, size: int, skipped: int, seed: int
+) -> None:
+    """Token 100 i + j is token j of text i, so a row says where it comes from."""
+    texts = [np.arange(n) + 100 * i for i, n in enumerate(lengths)]
+    rows = TextRows(Texts.of(texts, [n // 2 for n in lengths]), length, torch.device("cpu"), seed)
+    _, starts = rows.epoch(0)
+    if len(starts) < size:
+        with pytest.raises(ValueError, match=f"fills {len(starts)} rows of {length} tokens"):
+            next(rows.batches(size))
+        return
+    per_epoch, batches = len(starts) // size, rows.batches(size)
+    made = [next(batches) for _ in range(skipped + 1)]
+    again = next(rows.batches(size, first=skipped))
+    assert all(torch.equal(one, two) for one, two in zip(made[-1], again, strict=True))
+    seen: set[int] = set()
+    for tokens, is_answer in made[:per_epoch]:
+        for row, answers in zip(tokens.tolist(), is_answer.tolist(), strict=True):
+            assert row[0] % 100 == 0 or row[0] - 1 in seen  # the row before ended there
+            for before, token in pairwise(row):
+                assert token == before + 1 or (token % 100 == 0 and before % 100 == lengths[before // 100] - 1)
+            assert answers == [token % 100 >= lengths[token // 100] // 2 for token in row]
+            assert not seen & set(row)
+            seen |= set(row)
+
+
+def test_conversations_are_prompts_by_the_chat_template(tmp_path: Path) -> None:
+    target = find_target("bundled")
+    asked = [{"role": "user", "content": "Write a loop."}]
+    answered = [*asked, {"role": "assistant", "content": "for"}]
+    lines = [{"messages": asked, "kind": "code", "license": "MIT"}, {"messages": answered}, {"text": "x = 1"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    data = read_data(tmp_path / "a.jsonl", target)
+    tokenizer = load_tokenizer(target, 6144)
+    assert tokenizer is not None
+    expected = tokenizer.hf.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    assert [each.tokens.tolist() for each in data.conversations] == [expected, expected]
+    assert ([each.kind for each in data.conversations], list(data.licenses)) == (["code", ""], ["MIT"])
+    assert data.stream.tolist() == tokenizer.encode("x = 1")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [{"role": "user"}]}))
+    with pytest.raises(ValueError, match=r"a.jsonl, line 1: .*content"):
+        read_data(tmp_path / "a.jsonl", target)
+
+
+def test_what_is_held_out_is_of_every_kind_and_not_trained_on() -> None:
+    told = [Conversation(np.array([n], np.int32), f"kind {n % 3}") for n in range(60)]
+    kept, prompts = Data(np.zeros(0, np.int32), told).apart()
+    held = [int(prompt[0]) for prompt in prompts]
+    assert sorted([*held, *(int(each.tokens[0]) for each in kept.conversations)]) == list(range(60))
+    assert [sum(n % 3 == kind for n in held) for kind in range(3)] == [HELDOUT_PROMPTS // 3] * 3
+    kept, prompts = Data(np.arange(5000)).apart()
+    assert np.array_equal(np.concatenate([kept.stream, *prompts]), np.arange(5000)) and len(prompts) == HELDOUT_PROMPTS
+    assert Data(np.arange(9)).apart()[1] == []

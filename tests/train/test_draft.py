@@ -136,9 +136,19 @@ def test_targets_outside_the_draft_vocabulary_teach_nothing(draft: Eagle3Draft) 
     embeds, features = torch.randn(1, 6, 12).double(), torch.randn(1, 6, 36).double()
     logits = torch.zeros(1, 6, 24)
     logits[..., int((~draft.t2d).nonzero()[0])] = 9.0
-    loss, agreement = training_loss(draft, embeds, features, logits, 3, 1.0)
+    loss, agreement = training_loss(draft, embeds, features, logits, torch.ones(1, 6).bool(), 3, 1.0)
     assert loss.item() == 0.0
     assert agreement.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_rows_that_are_not_learned_teach_nothing(draft: Eagle3Draft) -> None:
+    """The loss over a mask is that of the other rows alone, at every depth."""
+    embeds, features = torch.randn(1, 6, 12).double(), torch.randn(1, 6, 36).double()
+    logits, learned = torch.randn(1, 6, 24), torch.tensor([[True, False, True, False, False, True]])
+    changed = torch.where(learned[..., None], logits, torch.randn(1, 6, 24))
+    found = [training_loss(draft, embeds, features, told, learned, 3, 0.5)[0] for told in (logits, changed)]
+    assert found[0] == found[1] > 0
+    assert training_loss(draft, embeds, features, logits, torch.zeros(1, 6).bool(), 3, 0.5)[0] == 0
 
 
 def test_checkpoint_has_exactly_the_names_of_the_format(draft: Eagle3Draft, tmp_path) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from espalier.train.command import make_parser
 from espalier.train.configs import kind_in
+from espalier.train.data import Data
 from espalier.train.llama import LlamaShape, rope_tables, rotate
 from espalier.train.mtp import matches, measure_mtp, train_mtp
 from espalier.train.mtp_checkpoint import load_mtp, save_mtp
@@ -133,7 +134,16 @@ def test_the_loss_is_that_of_the_token_after_each_row(form: str) -> None:
         logits = torch.zeros(TOKENS, 24).double()
         for q, output in plain.items():
             logits[q] = lm_head @ output
-        loss, agreement = mtp_loss(head, lm_head, embeds[None, 1:], hidden[None, :-1], logits[None, 1:], 3, 0.5)
+        loss, agreement = mtp_loss(
+            head,
+            lm_head,
+            embeds[None, 1:],
+            hidden[None, :-1],
+            logits[None, 1:],
+            torch.ones(1, TOKENS - 1).bool(),
+            3,
+            0.5,
+        )
         assert agreement[depth - 1] == 1
         assert agreement.lt(1).sum() == 2
         assert loss > 0
@@ -180,7 +190,7 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @forms
 def test_a_trained_head_predicts_a_chain_text_at_every_depth(form: str, target_dir: Path, tmp_path: Path) -> None:
     config = replace(CONFIG, form=form)
-    train_mtp(target_dir, cycle(3000), tmp_path / "head", tmp_path / "work", config)
+    train_mtp(target_dir, Data(cycle(3000)), tmp_path / "head", tmp_path / "work", config)
     head, target = load_mtp(tmp_path / "head"), FrozenTarget(target_dir, torch.device("cpu"))
     text = cycle(40, start=3)
     found = matches(head, target, torch.from_numpy(text.astype(np.int64)), 4, 3)

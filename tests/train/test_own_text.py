@@ -20,6 +20,7 @@ import torch
 from espalier.errors import EspalierError
 from espalier.train import own_text
 from espalier.train.command import make_parser, run
+from espalier.train.data import Data
 from espalier.train.draft_run import StepClock, prepare_run
 from espalier.train.llama import LlamaShape
 from espalier.train.mtp import train_mtp
@@ -31,12 +32,11 @@ from espalier.train.own_text import (
     write_own_text,
 )
 from espalier.train.settings import MtpConfig, OwnTextConfig
-from espalier.train.target import FrozenTarget
 from espalier.train.work import origin_of
+from espalier.train.writer import Writer
 from lab.bundle.llama import Llama, save_llama
 from tests import warm
 
-CPU = torch.device("cpu")
 SHAPE = LlamaShape(
     vocab_size=32,
     hidden_size=16,
@@ -71,14 +71,14 @@ def stream() -> np.ndarray:
 def test_texts_of_all_seeds_add_up_and_a_run_makes_no_other(
     target_dir: Path, stream: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, origin = FrozenTarget(target_dir, CPU), origin_of(target_dir, stream)
+    origin = origin_of(target_dir, stream)
     for seed in (1, 2):
-        write_own_text(target, stream, replace(OWN, seed=seed), tmp_path, origin)
+        write_own_text(target_dir, Data(stream), replace(OWN, seed=seed), tmp_path, origin)
     parts = [np.load(tmp_path / f"own_text-{seed}.npz") for seed in (1, 2)]
-    assert not np.array_equal(parts[0]["stream"], parts[1]["stream"])
+    assert not np.array_equal(parts[0]["texts_tokens"], parts[1]["texts_tokens"])
     monkeypatch.setattr(own_text, "make_own_text", None)
-    own = load_own_text(target, stream, OWN, tmp_path, origin)
-    assert own.stream.tolist() == [*parts[0]["stream"].tolist(), *parts[1]["stream"].tolist()]
+    own = load_own_text(target_dir, Data(stream), OWN, tmp_path, origin)
+    assert own.texts.tokens.tolist() == [*parts[0]["texts_tokens"].tolist(), *parts[1]["texts_tokens"].tolist()]
     assert own.greedy_counts.tolist() == (parts[0]["greedy_counts"] + parts[1]["greedy_counts"]).tolist()
     assert own.greedy_counts.sum() > 0
     assert {path.name for path in tmp_path.iterdir()} == {"own_text-1.npz", "own_text-2.npz"}
@@ -106,11 +106,13 @@ def test_a_time_limit_ends_a_run_whose_rate_fell_to_zero(
     factors: list[float] = []
     monkeypatch.setattr(StepClock, "progress", property(lambda clock: max(0, clock.num_steps - 1) / 4))
     monkeypatch.setattr("espalier.train.draft_run.set_rate", lambda _, factor: factors.append(factor))
-    figures = train_mtp(target_dir, stream, tmp_path / "cut", tmp_path, replace(RUN, num_tokens=1e6, max_seconds=4))
+    figures = train_mtp(
+        target_dir, Data(stream), tmp_path / "cut", tmp_path, replace(RUN, num_tokens=1e6, max_seconds=4)
+    )
     assert figures["seen_tokens"] == 5 * 2 * 16
     assert factors[-1] == pytest.approx(0.25 / 0.55) and (tmp_path / "cut" / "model.safetensors").exists()
     factors.clear()
-    figures = train_mtp(target_dir, stream, tmp_path / "whole", tmp_path / "2", replace(RUN, num_tokens=3 * 32))
+    figures = train_mtp(target_dir, Data(stream), tmp_path / "whole", tmp_path / "2", replace(RUN, num_tokens=3 * 32))
     assert (figures["seen_tokens"], len(factors)) == (3 * 32, 3)
 
 
@@ -131,7 +133,7 @@ def test_a_clock_counts_from_the_end_of_the_first_step(monkeypatch: pytest.Monke
 def test_as_many_prompts_are_continued_as_were_asked_for(
     target_dir: Path, stream: np.ndarray, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_own_text(FrozenTarget(target_dir, CPU), stream, OWN, tmp_path, origin_of(target_dir, stream))
+    write_own_text(target_dir, Data(stream), OWN, tmp_path, origin_of(target_dir, stream))
     assert [line.split(",")[0] for line in capsys.readouterr().out.splitlines()] == [
         "continued 2 prompts",
         "continued 4 prompts",
@@ -157,18 +159,18 @@ class Making:
 
     def run(self, num_batches: int | None = None, config: OwnTextConfig = OWN7) -> None:
         """num_batches: after which the run is interrupted."""
-        target = FrozenTarget(self.target_dir, CPU)
-        continuations, left = target.continuations, iter(range(99 if num_batches is None else num_batches))
+        continuations, left = Writer.continuations, iter(range(99 if num_batches is None else num_batches))
 
-        def counted(prompts: torch.Tensor, *args: Any) -> list[np.ndarray]:
-            if next(left, None) is None:
-                raise KeyboardInterrupt
-            self.prompts += prompts.tolist()
-            return continuations(prompts, *args)
+        def counted(writer: Writer, prompts: list[np.ndarray], num_tokens: int, *args: Any) -> list[np.ndarray]:
+            if args[1:]:  # not the prompts that are held out
+                if next(left, None) is None:
+                    raise KeyboardInterrupt
+                self.prompts += [prompt.tolist() for prompt in prompts]
+            return continuations(writer, prompts, num_tokens, *args)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(target, "continuations", counted)
-            write_own_text(target, self.stream, config, self.work, self.origin)
+            patch.setattr(Writer, "continuations", counted)
+            write_own_text(self.target_dir, Data(self.stream), config, self.work, self.origin)
 
     def interrupted(self, num_batches: int) -> None:
         with pytest.raises(KeyboardInterrupt):
@@ -177,7 +179,7 @@ class Making:
     def made(self) -> Made:
         assert [path.name for path in self.work.iterdir()] == ["own_text-0.npz"]
         with np.load(self.work / "own_text-0.npz") as saved:
-            return saved["stream"].tolist(), saved["greedy_counts"].tolist()
+            return saved["texts_tokens"].tolist(), saved["greedy_counts"].tolist()
 
 
 @pytest.fixture
@@ -245,7 +247,7 @@ def test_unfinished_text_of_something_else_is_refused_before_the_target_is_loade
     making: Making, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     making.interrupted(1)
-    monkeypatch.setattr(own_text, "FrozenTarget", None)
+    monkeypatch.setattr(own_text, "Writer", None)
     before = making.unfinished.read_bytes()
     sizes = {name: getattr(OWN7, name) for name in vars(OWN7)}
     mtp = MtpConfig(length=16, batch=2, num_tokens=8 * 32, ttt_steps=2, **sizes)
@@ -256,17 +258,17 @@ def test_unfinished_text_of_something_else_is_refused_before_the_target_is_loade
         ({}, making.stream[1:], "from another --data"),
     ):
         with pytest.raises(EspalierError) as refused:
-            own_text_command(making.target_dir, stream, replace(OWN7, **changed), making.work)
+            own_text_command(making.target_dir, Data(stream), replace(OWN7, **changed), making.work)
         assert str(refused.value) == f"{making.unfinished} was made {said}; {remedy}"
         with pytest.raises(EspalierError) as refused:
-            prepare_run("mtp", making.target_dir, stream, making.work / "out", making.work, replace(mtp, **changed))
+            prepare_run(
+                "mtp", making.target_dir, Data(stream), making.work / "out", making.work, replace(mtp, **changed)
+            )
         assert str(refused.value) == f"{making.unfinished} was made {said}; {remedy}"
     with pytest.raises(EspalierError, match="was made from another --target"):
-        require_unfinished(OWN7, making.work, {**making.origin, "--target": "another"}, len(making.stream))
-    with pytest.raises(EspalierError, match="with --data cut to 4000 tokens, now it is with --data cut to 3900 tokens"):
-        prepare_run("block", making.target_dir, making.stream, making.work / "out", making.work, mtp, held_out=100)
+        require_unfinished(OWN7, making.work, {**making.origin, "--target": "another"})
     # Another seed's text is another part.
-    require_unfinished(replace(OWN7, seed=1), making.work, making.origin, len(making.stream))
+    require_unfinished(replace(OWN7, seed=1), making.work, making.origin)
     assert making.unfinished.read_bytes() == before
     first, _, rest = before.partition(b"\n")
     for data, said in (
@@ -275,14 +277,14 @@ def test_unfinished_text_of_something_else_is_refused_before_the_target_is_loade
     ):
         making.unfinished.write_bytes(data)
         with pytest.raises(EspalierError, match=f"own_text-0.unfinished {said}"):
-            own_text_command(making.target_dir, making.stream, OWN7, making.work)
+            own_text_command(making.target_dir, Data(making.stream), OWN7, making.work)
 
 
 def test_two_trainers_do_not_write_one_text(making: Making, whole: Made) -> None:
     making.work.mkdir()
     said = "own_text-0.unfinished is being written by another trainer; wait for it, or end it"
-    with open_unfinished(OWN7, making.work, making.origin, len(making.stream)):
-        for second in (making.run, lambda: own_text_command(making.target_dir, making.stream, OWN7, making.work)):
+    with open_unfinished(OWN7, making.work, making.origin):
+        for second in (making.run, lambda: own_text_command(making.target_dir, Data(making.stream), OWN7, making.work)):
             with pytest.raises(EspalierError, match=said):
                 second()
     making.run()
@@ -322,13 +324,13 @@ def test_a_trainer_that_is_terminated_goes_on(making: Making, whole: Made) -> No
             pass
         os.set_blocking(writes, True)
         server = warm.server()
-        process = server.start("espalier.train", ["own-text", *line], server.environment, out, err)
+        process = server.start("espalier", ["train", "own-text", *line], server.environment, out, err)
         try:
             end = time.monotonic() + 60
             while not (making.unfinished.exists() and making.unfinished.read_bytes().count(b"\n") == 2):
                 assert process.poll(0.01) is None and time.monotonic() < end, err.seek(0) or err.read()
             process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == -signal.SIGTERM
+            assert process.wait(60) == 130
         finally:
             process.kill()
     making.run()

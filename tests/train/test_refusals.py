@@ -15,7 +15,7 @@ from espalier.errors import EspalierError
 from espalier.startup.checkpoints import find_target
 from espalier.train import command
 from espalier.train.command import main
-from espalier.train.data import read_stream
+from espalier.train.data import read_data
 
 HERE = __file__
 # A whole command line, whose flags a test changes.
@@ -43,7 +43,7 @@ WRONG = [
     ("mtp --continuation-tokens 0", "--continuation-tokens=0 is not supported; " + WHOLE),
     (
         "mtp --continuation-tokens 5000",
-        "a prompt has up to 384 tokens, and the target 2048 positions; use at most 1664",
+        "the target has 2048 positions, for a prompt too; use at most 2047",
     ),
     ("mtp --generate-batch 0", "--generate-batch=0 is not supported; " + WHOLE),
     ("mtp --seed -1", "--seed=-1 is not supported; use a whole number, 0 to 100000000"),
@@ -76,9 +76,18 @@ WRONG = [
     ("mtp --data /no/such", "--data /no/such is not a file; give JSON lines"),
     (f"mtp --out {HERE}", "cannot be written (File exists); use another folder"),
     ("mtp --work /proc/work", "--work /proc/work cannot be written (No such file or directory); use another folder"),
+    ("auto --minutes 0.5", "--minutes=0.5 is too few to try drafts; use 1 or more"),
+    ("auto --minutes nan", "--minutes=nan is too few to try drafts"),
+    ("auto --target /no/such", "--target='/no/such' is not a directory"),
+    ("auto --data /no/such", "--data /no/such is not a file"),
     ("bundled --out OUT", "'bundled' is now `python -m lab bundled`, in a clone"),
 ]
-FLAGS_OF = {"own-text": ("--target", "--data"), "evaluate": ("--target", "--data"), "bundled": ()}
+FLAGS_OF = {
+    "own-text": ("--target", "--data"),
+    "evaluate": ("--target", "--data"),
+    "bundled": (),
+    "auto": ("--target", "--out"),
+}
 
 
 @pytest.mark.parametrize(("line", "said"), WRONG, ids=[line.replace(HERE, "FILE") for line, _ in WRONG])
@@ -99,7 +108,7 @@ def test_what_is_wrong_is_one_line_before_anything_is_loaded(
     assert not list(tmp_path.glob("out/*.*"))
 
 
-LINES = 'write one JSON object a line with "text", "prompt" or "token_ids"'
+LINES = 'write one JSON object a line with "text", "prompt", "token_ids" or "messages"'
 
 
 @pytest.mark.parametrize(
@@ -130,7 +139,7 @@ def test_data_that_are_no_text_of_the_target_are_refused(
     path = tmp_path / name
     np.save(path, held) if isinstance(held, np.ndarray) else path.write_bytes(held)
     with pytest.raises(EspalierError) as refused:
-        read_stream(path, find_target("bundled"))
+        read_data(path, find_target("bundled"))
     assert str(refused.value).startswith(f"--data {path}") and said in str(refused.value)
 
 
@@ -138,12 +147,12 @@ def test_text_needs_a_tokenizer_and_token_ids_do_not(tmp_path: Path) -> None:
     shutil.copy(find_target("bundled") / "config.json", tmp_path)
     data = tmp_path / "a.jsonl"
     data.write_text(json.dumps({"token_ids": [1, 2]}) + "\n\n" + json.dumps({"token_ids": [3]}))
-    assert read_stream(data, tmp_path).tolist() == [1, 2, 3]
+    assert read_data(data, tmp_path).stream.tolist() == [1, 2, 3]
     np.save(tmp_path / "a.npy", np.array([1, 2], dtype=np.uint64))
-    assert read_stream(tmp_path / "a.npy", tmp_path).dtype == np.int32
+    assert read_data(tmp_path / "a.npy", tmp_path).stream.dtype == np.int32
     data.write_text(json.dumps({"text": "a\u2028b"}, ensure_ascii=False))
     with pytest.raises(EspalierError, match=r'has no tokenizer that can be read \(.+\); give "token_ids" in --data'):
-        read_stream(data, tmp_path)
+        read_data(data, tmp_path)
 
 
 def test_a_command_without_its_flags_names_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,8 +162,8 @@ def test_a_command_without_its_flags_names_them(capsys: pytest.CaptureFixture[st
 
 
 def test_the_command_line_does_without_pytorch() -> None:
-    code = "import sys; sys.modules['torch'] = None; from espalier.train import start; sys.exit(start(sys.argv[1:]))"
-    line = ["mtp", "--target", "/no/such", "--data", HERE, "--out", "/no/such/out"]
+    code = "import sys; sys.modules['torch'] = None; from espalier.cli import start; sys.exit(start(sys.argv[1:]))"
+    line = ["train", "mtp", "--target", "/no/such", "--data", HERE, "--out", "/no/such/out"]
     ran = subprocess.run([sys.executable, "-c", code, *line], capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (2, "") and "--target='/no/such' is not a directory" in ran.stderr
 

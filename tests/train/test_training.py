@@ -12,11 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from espalier.train.checkpoint import load_draft
+from espalier.train.data import Data
 from espalier.train.eagle3 import choose_vocabulary, train_eagle3
 from espalier.train.llama import LlamaShape
 from espalier.train.settings import Eagle3Config
 from espalier.train.state import SavedState
-from espalier.train.target import Eagle3Target, FrozenTarget
+from espalier.train.target import Eagle3Target
+from espalier.train.writer import Writer, before_loop
 from lab.bundle.base import bits_per_byte
 from lab.bundle.llama import Llama, save_llama
 
@@ -87,11 +89,10 @@ def test_features_are_the_inputs_of_layers_2_half_and_last_but_three(target_dir:
     assert torch.equal(features, torch.cat([inputs[2], inputs[3], inputs[4]], dim=-1))
 
 
-def test_continuations_end_at_the_end_token_and_before_a_loop(target_dir: Path) -> None:
-    target = FrozenTarget(target_dir, torch.device("cpu"))
-    assert target.trimmed(np.array([5, 6, 7, 3, 0, 0]), 2).tolist() == [5, 6, 7, 3]
+def test_a_continuation_ends_before_a_loop() -> None:
     looping = np.array([9] + list(range(10, 28)) * 3)
-    assert len(target.trimmed(looping, 1)) == 1 + 18 + 15
+    assert len(before_loop(looping, 1)) == 1 + 18 + 15
+    assert before_loop(looping, len(looping)).tolist() == looping.tolist()  # a prompt may repeat itself
 
 
 def test_vocabulary_follows_what_the_target_says() -> None:
@@ -107,7 +108,7 @@ class Stopped(Exception):
 def test_an_interrupted_run_resumes_to_the_same_draft(
     target_dir: Path, stream: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = train_eagle3(target_dir, stream, tmp_path / "whole", tmp_path / "work1", CONFIG)
+    whole = train_eagle3(target_dir, Data(stream), tmp_path / "whole", tmp_path / "work1", CONFIG)
 
     save = SavedState.save
 
@@ -117,8 +118,8 @@ def test_an_interrupted_run_resumes_to_the_same_draft(
 
     with monkeypatch.context() as patch, pytest.raises(Stopped):
         patch.setattr(SavedState, "save", save_and_stop)
-        train_eagle3(target_dir, stream, tmp_path / "parts", tmp_path / "work2", CONFIG)
-    resumed = train_eagle3(target_dir, stream, tmp_path / "parts", tmp_path / "work2", CONFIG)
+        train_eagle3(target_dir, Data(stream), tmp_path / "parts", tmp_path / "work2", CONFIG)
+    resumed = train_eagle3(target_dir, Data(stream), tmp_path / "parts", tmp_path / "work2", CONFIG)
     assert resumed == whole
     drafts = [load_draft(tmp_path / name) for name in ("whole", "parts")]
     for one, two in zip(*(draft.parameters() for draft in drafts), strict=True):
@@ -128,15 +129,26 @@ def test_an_interrupted_run_resumes_to_the_same_draft(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_own_text_has_no_penalty_and_no_cut(target_dir: Path, temperature: float) -> None:
-    """Whatever generation_config.json says: drafts learn the target's own probabilities."""
-    prompts = torch.arange(16).view(2, 8)
+    """Whatever generation_config.json says: drafts learn the target's own probabilities.  It ends at the end token."""
+    prompts = torch.arange(64).view(8, 8) % 40
 
     def texts() -> list[list[int]]:
-        torch.manual_seed(1)
-        found = FrozenTarget(target_dir, torch.device("cpu")).continuations(prompts, 24, temperature)
-        return [text.tolist() for text in found]
+        with Writer(target_dir, 40, 8) as writer:
+            return [text.tolist() for text in writer.continuations(prompts.numpy(), 24, temperature, seed=1)]
 
     before, file = texts(), target_dir / "generation_config.json"
-    changed = {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "do_sample": True, "top_p": 0.3, "min_p": 0.2}
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+    ended = [text for text in before if {0, 3} & set(text[8:])]
+    assert ended and all(text[-1] in (0, 3) and not {0, 3} & set(text[8:-1]) for text in ended)
+    assert [text[:8] for text in before] == prompts.tolist()
+    changed = {"repetition_penalty": 1.5, "temperature": 0.1, "do_sample": True, "top_p": 0.3, "min_p": 0.2, "top_k": 2}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changed, "min_new_tokens": 9}))
     assert texts() == before
+
+
+def test_the_writer_says_what_transformers_says(target_dir: Path) -> None:
+    prompt = torch.arange(8)[None]
+    model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32)
+    theirs = model.generate(prompt, max_new_tokens=12, do_sample=False)[0].numpy()
+    with Writer(target_dir, 20, 1) as writer:
+        [ours] = writer.continuations(prompt.numpy(), 12, 0.0)
+    assert ours.tolist() == before_loop(theirs, 8).tolist()

@@ -16,6 +16,7 @@ from torch import nn
 
 from espalier.errors import EspalierError
 from espalier.train import checkpoint, command, draft_run, mtp
+from espalier.train.data import Data
 from espalier.train.draft_run import RunFiles, backward, prepare_run, require_own_rows
 from espalier.train.llama import LlamaShape
 from espalier.train.mtp import train_mtp
@@ -64,7 +65,7 @@ def prepared(
     target: Path, work: Path, config: TrainConfig, stream: np.ndarray = STREAM, out: str = "draft"
 ) -> RunFiles:
     kind = {MtpConfig: "mtp", BlockConfig: "block", Eagle3Config: "eagle3"}[type(config)]
-    return prepare_run(kind, target, stream, work / out, work, config)
+    return prepare_run(kind, target, Data(stream), work / out, work, config)
 
 
 def begun(target: Path, work: Path, config: TrainConfig) -> Path:
@@ -122,8 +123,8 @@ def test_a_target_is_known_by_its_files_wherever_it_stands(target: Path, other_t
 
 def test_text_of_the_target_is_not_taken_for_another(target: Path, other_target: Path, tmp_path: Path) -> None:
     origin = origin_of(target, STREAM)
-    own = load_own_text(FrozenTarget(target, torch.device("cpu")), STREAM, MTP, tmp_path, origin)
-    assert own.stream.dtype == np.int32  # whatever the data's dtype: the target may say any id
+    own = load_own_text(target, Data(STREAM), MTP, tmp_path, origin)
+    assert own.texts.tokens.dtype == np.int32  # whatever the data's dtype: the target may say any id
     path = tmp_path / "own_text-0.npz"
     assert saved_texts(replace(MTP, generate_batch=1), tmp_path, origin) == [path]
     # Another seed's text is another part: its settings are its own.
@@ -139,7 +140,7 @@ def test_text_of_the_target_is_not_taken_for_another(target: Path, other_target:
     path.write_bytes(path.read_bytes()[:-50])
     with pytest.raises(EspalierError, match=r"own_text-0.npz cannot be read"):
         saved_texts(MTP, tmp_path, origin)
-    np.savez(path, stream=own.stream, greedy_counts=own.greedy_counts)
+    np.savez(path, stream=own.texts.tokens, greedy_counts=own.greedy_counts)
     with pytest.raises(EspalierError, match="does not say what it was made from"):
         saved_texts(MTP, tmp_path, origin)
 
@@ -147,19 +148,19 @@ def test_text_of_the_target_is_not_taken_for_another(target: Path, other_target:
 def test_data_too_short_are_refused_before_the_target_is_loaded(target: Path, tmp_path: Path) -> None:
     for stream, config, said in (
         (STREAM[:40], MTP, "--data holds 40 tokens to train on: 1 rows of 16 tokens, .* takes 2 of them"),
-        (STREAM[:90], MTP, "--data holds 90 tokens: 0 rows of 48 tokens, .* takes 2 of them; .*--generate-batch"),
-        (STREAM, replace(MTP, generate_batch=90, continuations=90), "86 rows of 48 tokens, and a batch takes 90"),
+        (STREAM[:90], MTP, "--data holds 74 tokens: 0 rows of 48 tokens, .* takes 2 of them; .*--generate-batch"),
+        (STREAM, replace(MTP, generate_batch=90, continuations=90), "65 rows of 48 tokens, and a batch takes 90"),
         (STREAM, replace(MTP, continuations=4201), "--continuations=4201 is more than --data has prompts"),
         (STREAM, replace(MTP, length=100, batch=4, num_tokens=400, own_share=0.5), "the target's own text has 104"),
     ):
         with pytest.raises(EspalierError, match=said):
             prepared(target, tmp_path, replace(config, own_share=0 if len(stream) < 99 else config.own_share), stream)
     with pytest.raises(EspalierError, match="use more --continuations, or a smaller --own-share"):
-        require_own_rows(32, MTP)
+        require_own_rows(32, MTP, 2)
 
 
 def trained(target: Path, tmp_path: Path, config: MtpConfig = MTP) -> dict[str, float]:
-    return train_mtp(target, STREAM, tmp_path / "draft", tmp_path, config)
+    return train_mtp(target, Data(STREAM), tmp_path / "draft", tmp_path, config)
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
@@ -170,10 +171,10 @@ def fails_at(number: int, error: BaseException) -> Callable[..., object]:
     """`backward`, whose call of this number, from 1, fails."""
     calls = iter(range(1, 100))
 
-    def failing(run: draft_run.DraftRun, batch: torch.Tensor) -> object:
+    def failing(run: draft_run.DraftRun, *batch: torch.Tensor) -> object:
         if next(calls) == number:
             raise error
-        return backward(run, batch)
+        return backward(run, *batch)
 
     return failing
 
@@ -194,9 +195,9 @@ def test_a_run_that_diverges_saves_nothing(target: Path, tmp_path: Path, monkeyp
     trained(target, tmp_path)
     before = files_in(tmp_path / "draft")
 
-    def diverging(run: draft_run.DraftRun, batch: torch.Tensor) -> object:
+    def diverging(run: draft_run.DraftRun, *batch: torch.Tensor) -> object:
         next(run.draft.parameters()).data.fill_(math.nan)
-        return backward(run, batch)
+        return backward(run, *batch)
 
     monkeypatch.setattr(draft_run, "backward", diverging)
     # Seen in the loss that is printed; without one, in the weights that would be saved.
@@ -271,10 +272,21 @@ def test_a_full_gpu_is_one_line(
     np.save(tmp_path / "ids.npy", STREAM)
     monkeypatch.setattr(mtp, "FrozenTarget", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA: 2 GiB")))
     line = ["mtp", "--target", str(target), "--data", str(tmp_path / "ids.npy"), "--out", str(tmp_path / "draft")]
-    sizes = ["--length", "16", "--batch", "2", "--continuations", "2", "--generate-batch", "2"]
+    sizes = [
+        "--length",
+        "16",
+        "--batch",
+        "2",
+        "--continuations",
+        "2",
+        "--generate-batch",
+        "2",
+        "--continuation-tokens",
+        "4",
+    ]
     assert command.main([*line, *sizes]) == 1
     assert capsys.readouterr().err.endswith(
-        "espalier.train: the GPU's memory is full (CUDA: 2 GiB); use a smaller --batch, --length or --generate-batch\n"
+        "espalier train: the GPU's memory is full (CUDA: 2 GiB); use a smaller --batch, --length or --generate-batch\n"
     )
 
 

@@ -23,8 +23,7 @@ from espalier.kernels.hopper.config import (
 )
 from espalier.kernels.ops.attention import Inputs
 from espalier.kernels.ops.kv_splits import PROGRAMS
-from espalier.kernels.runtime.launch import chip, power_of_two
-from espalier.kernels.runtime.tma import aligned_for_copies
+from espalier.kernels.runtime.launch import aligned_for_copies, chip, power_of_two
 from espalier.layout import next_bucket
 
 LatentConfig = TritonConfig | HopperLatentConfig | HopperLatentFewConfig

@@ -18,7 +18,7 @@ from espalier.kernels.hopper.config import BLOCK_N, HopperConfig, copies_by_tma,
 from espalier.kernels.hopper.load import convert_work_items, load_work_items
 from espalier.kernels.hopper.work import Constants, Rows, make_stages
 from espalier.kernels.runtime.jit import gluon_kernel
-from espalier.kernels.runtime.tma import tma_descriptor
+from espalier.kernels.runtime.launch import tma_descriptor
 
 
 # Arguments are grouped by meaning; one argument per line would hide the groups.

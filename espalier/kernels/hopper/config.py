@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.layers.quantised import FP8
-from espalier.kernels.runtime.launch import HOPPER, Chip
-from espalier.kernels.runtime.tma import aligned_for_copies
+from espalier.kernels.runtime.launch import HOPPER, Chip, aligned_for_copies
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_SIZES = (64, 128)

@@ -22,9 +22,8 @@ from triton.experimental.gluon.language.nvidia import hopper
 from espalier.errors import EspalierError
 from espalier.kernels.layers.activation import silu_times
 from espalier.kernels.runtime.jit import gluon_kernel
-from espalier.kernels.runtime.launch import HOPPER, Chip, chip, require
+from espalier.kernels.runtime.launch import HOPPER, Chip, aligned_for_copies, chip, require, tma_descriptor
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
-from espalier.kernels.runtime.tma import aligned_for_copies, tma_descriptor
 
 # The fewest rows, and the least share of all waves' places that tiles fill.  Below them the library is faster: it has
 # smaller tiles.

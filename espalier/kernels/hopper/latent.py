@@ -1,7 +1,7 @@
 """Warp-specialized attention over latent rows of 512 + 64 values, for Hopper.
 
 Work items, splits and masks are those of kernels/attention/latent_attention.py.  The loading warps copy each block of
-rows into shared memory once, for K and V.  Two warpgroups attend to them (kernels/hopper/latent_attend.py).
+rows into shared memory once, for K and V.  Two warpgroups attend to them (kernels/hopper/latent.py).
 """
 
 from __future__ import annotations
@@ -10,14 +10,168 @@ from typing import Any
 
 from torch import Tensor
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
 
-from espalier.kernels.attention.work_items import ALL, NONE, Plan, wait_and_count_splits
+from espalier.kernels.attention.work_items import (
+    ALL,
+    NONE,
+    Plan,
+    let_merge_start,
+    load_work_item,
+    wait_and_count_splits,
+    work_item_of,
+)
+from espalier.kernels.hopper.attend import attend_work_item, lse_of, packed_queries, queries_of
 from espalier.kernels.hopper.config import LATENT_BLOCK_N, ROPE_SIZE, SLOTS, V_SIZE, HopperLatentConfig
-from espalier.kernels.hopper.latent_attend import score_work_items, value_work_items
 from espalier.kernels.hopper.load import convert_work_items, load_work_items
-from espalier.kernels.hopper.work import Constants, Rows, Stages, make_barriers, make_stages
+from espalier.kernels.hopper.work import (
+    Constants,
+    Rows,
+    Stages,
+    extent_of,
+    make_barriers,
+    make_stages,
+    stage_of,
+    wait_until_empty,
+    wait_until_full,
+)
 from espalier.kernels.runtime.jit import gluon_kernel
-from espalier.kernels.runtime.tma import tma_descriptor
+from espalier.kernels.runtime.launch import tma_descriptor
+
+
+# Arguments are grouped by meaning; one argument per line would hide the groups.
+# fmt: off
+@gluon_kernel
+def copy_queries(
+    q_shared, q_rows, request, first_packed, num_queries, HEADS: gl.constexpr, COLUMNS: gl.constexpr,
+):
+    """Copy a tile's queries into shared memory.  All products with the queries of the tile before must have ended."""
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    at = first_packed + gl.arange(0, q_shared[0].shape[0], layout=gl.SliceLayout(1, LOAD))
+    query = at // HEADS
+    head = at % HEADS * q_rows.head_stride
+    row = gl.expand_dims(request * q_rows.request_stride + query.to(gl.int64) * q_rows.row_stride + head, 1)
+    exists = gl.expand_dims(query < num_queries, 1)
+    for i in gl.static_range(len(q_shared)):
+        column = gl.expand_dims(gl.arange(0, q_shared[i].shape[1], layout=gl.SliceLayout(0, LOAD)), 0)
+        pointer = q_rows.pointer + COLUMNS[i] + (row + column)
+        hopper.async_copy.async_copy_global_to_shared(q_shared[i], pointer, mask=exists)
+    hopper.async_copy.commit_group()
+    hopper.async_copy.wait_group(0)
+
+
+@gluon_kernel
+def _write_half(results, plan, item, out, factor, at_column, CONSTANTS: gl.constexpr, OUT: gl.constexpr):
+    """Write out * factor to columns at_column .. at_column + HALF of the results, or of a split's partial results."""
+    HEADS: gl.constexpr = CONSTANTS.GROUP_SIZE
+    HALF: gl.constexpr = CONSTANTS.OUT_SIZE
+    out_ptr, _lse_ptr, partial_ptr, _partial_lse_ptr, _row_scale = results
+    result = out * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUT)), 1)
+    at = gl.expand_dims(item.tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT)), 1)
+    column = gl.expand_dims(at_column + gl.arange(0, HALF, layout=gl.SliceLayout(0, OUT)), 0)
+    rows = plan.queries * HEADS
+    if item.request_splits == 1:
+        row = item.request * rows + at
+        gl.store(out_ptr + (row * (2 * HALF) + column), result.to(out_ptr.dtype.element_ty), mask=at < rows)
+    else:
+        row = item.split.to(gl.int64) * rows + at
+        gl.store(partial_ptr + (row * (2 * HALF) + column), result, mask=at < rows)
+
+
+@gluon_kernel
+def score_work_items(
+    q_shared, stages, exchange, plan, q_rows, unused, ancestor_bits, results, scale, CONSTANTS: gl.constexpr,
+):
+    """The first warpgroup: weights of all work items of a program, and the left half of their values.
+
+    unused: in the place of positions, which only windows need.
+    """
+    HEADS: gl.constexpr = CONSTANTS.GROUP_SIZE
+    HALF: gl.constexpr = CONSTANTS.OUT_SIZE
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONSTANTS.BLOCK_N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    _out_ptr, lse_ptr, _partial_ptr, partial_lse_ptr, row_scale = results
+    num_work_items = plan.num_splits * plan.num_tiles
+    backwards = 0
+    num_done = 0
+    num_sent = 0
+    for base in range(0, num_work_items, gl.num_programs(0)):
+        work_item = work_item_of(base, backwards)
+        backwards = 1 - backwards
+        if work_item < num_work_items:
+            item = load_work_item(plan, work_item, 1, CONSTANTS.LONGEST_FIRST)
+            first_packed = item.tile * 64
+            copy_queries(q_shared, q_rows, item.request, first_packed, plan.queries, HEADS, CONSTANTS.COLUMNS)
+            extent = extent_of(plan, item, unused, gl.SliceLayout(1, SCORES), CONSTANTS)
+            packed = packed_queries(plan, item, first_packed, unused, CONSTANTS, SCORES)
+            queries = queries_of(plan, item, extent, first_packed, packed, unused, ancestor_bits, CONSTANTS)
+            out, max_score, sum_weights = attend_work_item(
+                q_shared, stages, stages.tiles[0], exchange, num_done, num_sent, scale, queries, extent,
+                CONSTANTS, SCORES, OUT,
+            )
+            num_done += extent.num_blocks
+            num_sent += extent.num_blocks
+            let_merge_start(base, num_work_items, CONSTANTS.DEPENDENT)
+            divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
+            # One division a query, not one a value.  row_scale: of FP8 rows, else 1.
+            factor = row_scale / divisor
+            # The second warpgroup gets the factor last, in the place of a decay.
+            slot = stage_of(exchange, num_sent)
+            wait_until_empty(exchange, num_sent)
+            exchange.tiles[1].index(slot).store(factor)
+            hopper.mbarrier.arrive(exchange.full.index(slot), count=1)
+            num_sent += 1
+            lse = lse_of(max_score, sum_weights, scale, stages.tiles[0].dtype)
+            _write_half(results, plan, item, out, factor, 0, CONSTANTS, OUT)
+            index = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
+            rows = plan.queries * HEADS
+            if item.request_splits == 1:
+                gl.store(lse_ptr + (item.request * rows + index), lse * 0.6931471805599453, mask=index < rows)
+            else:
+                gl.store(partial_lse_ptr + (item.split.to(gl.int64) * rows + index), lse, mask=index < rows)
+
+
+@gluon_kernel
+def value_work_items(stages, exchange, plan, unused, results, CONSTANTS: gl.constexpr):
+    """The second warpgroup: the right half of the values, with the weights that the first warpgroup sends."""
+    HALF: gl.constexpr = CONSTANTS.OUT_SIZE
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    weight_slots, decay_slots = exchange.tiles
+    num_work_items = plan.num_splits * plan.num_tiles
+    backwards = 0
+    num_done = 0
+    num_sent = 0
+    for base in range(0, num_work_items, gl.num_programs(0)):
+        work_item = work_item_of(base, backwards)
+        backwards = 1 - backwards
+        if work_item < num_work_items:
+            item = load_work_item(plan, work_item, 1, CONSTANTS.LONGEST_FIRST)
+            extent = extent_of(plan, item, unused, gl.SliceLayout(1, OUT), CONSTANTS)
+            out = gl.full([64, HALF], 0.0, gl.float32, layout=OUT)
+            for t in range(extent.num_blocks):
+                slot, stage = stage_of(exchange, num_sent), stage_of(stages, num_done)
+                wait_until_full(stages, num_done, True)
+                wait_until_full(exchange, num_sent, True)
+                decay = decay_slots.index(slot).load(gl.SliceLayout(1, OUT))
+                out = out * gl.expand_dims(decay, 1)
+                # As in attend_work_item; the weights were fenced when they were sent.
+                if (CONSTANTS.CONTIGUOUS != 1 and CONSTANTS.RAW_STAGES == 0) or t >= extent.num_unmasked:
+                    hopper.fence_async_shared()
+                values = stages.tiles[1].index(stage)
+                pending = hopper.warpgroup_mma(weight_slots.index(slot), values, out, is_async=True)
+                out = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[pending])
+                hopper.mbarrier.arrive(exchange.empty.index(slot), count=1)
+                hopper.mbarrier.arrive(stages.empty.index(stage), count=1)
+                num_done += 1
+                num_sent += 1
+            slot = stage_of(exchange, num_sent)
+            wait_until_full(exchange, num_sent, True)
+            factor = decay_slots.index(slot).load(gl.SliceLayout(1, OUT))
+            hopper.mbarrier.arrive(exchange.empty.index(slot), count=1)
+            num_sent += 1
+            _write_half(results, plan, item, out, factor, HALF, CONSTANTS, OUT)
+# fmt: on
+
 
 # Warps that copy rows.
 LOAD_WARPS = 4

@@ -25,8 +25,7 @@ from espalier.kernels.attention.work_items import (
 )
 from espalier.kernels.hopper.attend import lse_of, shifted
 from espalier.kernels.hopper.config import FEW_BLOCK_N, MAX_QUERIES, HopperLatentFewConfig
-from espalier.kernels.hopper.latent import block_arguments
-from espalier.kernels.hopper.latent_attend import copy_queries
+from espalier.kernels.hopper.latent import block_arguments, copy_queries
 from espalier.kernels.hopper.load import load_work_items
 from espalier.kernels.hopper.work import Constants, Rows, extent_of, make_stages, stage_of, wait_until_full
 from espalier.kernels.runtime.jit import gluon_kernel

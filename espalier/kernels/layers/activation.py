@@ -1,4 +1,4 @@
-"""The activation of a gated MLP: a launch of its own, and the functions that other kernels call.
+"""The activation of an MLP: a launch of its own, and the functions that other kernels call.
 
 Grid: (rows, blocks of BLOCK columns).  Computed in float32 (float64 for float64).
 """
@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels.ops.activation import SILU, Activation, require_gated
+from espalier.kernels.ops.activation import SILU, Activation, require_halves
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
@@ -27,7 +27,10 @@ def silu_times(gate, up):
 def apply_activation(
     gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr
 ):  # fmt: skip
-    """Computed in the dtype of gate and up.  NaN stays NaN; tl.minimum and tl.maximum would replace it by the limit."""
+    """Computed in the dtype of gate and up; without a gate both are up.
+
+    NaN stays NaN; tl.minimum and tl.maximum would replace it by the limit.
+    """
     if LIMIT is not None:
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
@@ -37,7 +40,7 @@ def apply_activation(
         # (1 + tanh(x)) / 2 = sigmoid(2x), with x = sqrt(2 / pi) · (gate + 0.044715 · gate³).
         doubled = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
         return gate / (1.0 + tl.exp(-doubled)) * up
-    if KIND == "relu":
+    if KIND == "relu2":
         return tl.where(gate < 0, 0.0, gate) * up
     return gate / (1.0 + tl.exp(-ALPHA * gate)) * up
 
@@ -46,14 +49,16 @@ def apply_activation(
 def _gated_kernel(
     x_ptr, out_ptr, x_row_stride, size,
     KIND: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr, SILU: tl.constexpr,
-    EXACT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    HALVES: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     pdl_trigger_and_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < size
     gate = tl.load(x_ptr + row * x_row_stride + column, mask=mask, other=0.0).to(EXACT)
-    up = tl.load(x_ptr + row * x_row_stride + size + column, mask=mask, other=0.0).to(EXACT)
+    up = gate
+    if HALVES == 2:
+        up = tl.load(x_ptr + row * x_row_stride + size + column, mask=mask, other=0.0).to(EXACT)
     if SILU:
         result = silu_times(gate, up)
     else:
@@ -68,7 +73,7 @@ def gated(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
     2^-22 of gate · up, as its exponential is that of a rounded cubic.
     """
     require("gated: gate_up", gate_up, (-1, -1), None, gate_up)
-    rows, size = gate_up.shape[0], require_gated(gate_up.shape[1]) // 2
+    rows, size = gate_up.shape[0], require_halves(gate_up.shape[1], activation)
     gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
@@ -76,6 +81,7 @@ def gated(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
             *(gate_up, out, gate_up.stride(0), size),
             **activation.constants,
             SILU=activation.is_silu,
+            HALVES=activation.halves,
             EXACT=exact_type(gate_up.dtype),
             BLOCK=BLOCK,
             num_warps=4,

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.ops.embedding import DraftHidden, EmbeddingTables
+from espalier.kernels.ops.drafts import DraftHidden, EmbeddingTables
 from espalier.kernels.ops.rope import Rotation
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.hopper.experts import is_hopper_experts, launch_down, launch_gated
+from espalier.kernels.hopper.quantised_products import is_hopper_experts, launch_down, launch_gated
 from espalier.kernels.layers.activation import apply_activation
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, ProductPlan, launch_options
 from espalier.kernels.layers.experts_tiles import (
@@ -48,7 +48,7 @@ from espalier.kernels.layers.linear_quantised import (
 )
 from espalier.kernels.layers.quantised import QuantisedMatrix, Rows
 from espalier.kernels.layers.quantised_tile import prefetch_codes, quantised_dot
-from espalier.kernels.ops.activation import SILU, Activation, require_gated
+from espalier.kernels.ops.activation import SILU, Activation, require_halves
 from espalier.kernels.ops.experts import ExpertBiases, ExpertMatrix, SharedExperts
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, require
@@ -108,6 +108,30 @@ def dense_product(
     return acc
 
 
+@kernel
+def _dense_halves(
+    x_ptrs, gate_ptrs, up_at, inside, num_in,
+    HALVES: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """As dense_gate_up; with one half both are up."""
+    if HALVES == 1:
+        up = dense_product(x_ptrs, gate_ptrs, inside, num_in, num_in, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, EXACT)
+        gate = up
+    else:
+        up_ptrs = gate_ptrs + up_at
+        gate, up = dense_gate_up(x_ptrs, gate_ptrs, up_ptrs, inside, num_in, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, EXACT)
+    return gate, up
+
+
+@kernel
+def _quantised_halves(product, HALVES: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr):
+    gate, up = product, product
+    if HALVES == 2:
+        gate, up = gate_and_up(product, ROWS, 2 * BLOCK_OUT)
+    return gate, up
+
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -118,12 +142,13 @@ def _gated_kernel(
     num_out, num_in, x_stride, num_rows, top_k, num_experts,
     CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
     KIND: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr, SHARED: tl.constexpr,
-    AHEAD: tl.constexpr, SORTED: tl.constexpr, LIVE: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
+    HALVES: tl.constexpr, AHEAD: tl.constexpr, SORTED: tl.constexpr, LIVE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, EXACT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write the activations of all pairs and pieces, in order of place, to out [(K + SHARED) · N, num_out].
 
-    w: [E, 2 · num_out, num_in]; bias: [E, 2 · num_out].  EVEN_IN: BLOCK_IN divides num_in.
+    w: [E, HALVES · num_out, num_in]; bias: [E, HALVES · num_out].  EVEN_IN: BLOCK_IN divides num_in.
     shared: [2 · SHARED · num_out, num_in], whose tiles prefetch AHEAD columns; None: SHARED is 0.
     CODE: None for dense experts, without scales and zeros; else it and what follows are quantised_dot's.
     """
@@ -142,11 +167,11 @@ def _gated_kernel(
         return
     row = row.to(tl.int64)
     # Columns past the end read the last one instead; their results are not stored.
-    w_row = expert * 2 * num_out + tl.minimum(column, num_out - 1)
+    w_row = expert * HALVES * num_out + tl.minimum(column, num_out - 1)
     if bias_ptr is not None and (DEPENDENT and not SORTED):
         # Where each pair is a tile, programs are too few to hide the latency of the biases.
         prefetch(bias_ptr + w_row)
-        prefetch(bias_ptr + w_row + num_out)
+        prefetch(bias_ptr + w_row + (HALVES - 1) * num_out)
     if CODE is None:
         up_at = num_out.to(tl.int64) * num_in
         if SHARED > 0:
@@ -154,23 +179,24 @@ def _gated_kernel(
             w_ptr = tl.where(tile < 0, shared_ptr + piece_at, w_ptr)
             up_at = tl.where(tile < 0, up_at * SHARED, up_at)
         gate_ptrs = w_ptr + w_row[:, None] * num_in + ks[None, :]
-        up_ptrs = gate_ptrs + up_at
         x_ptrs = x_ptr + row[None, :] * x_stride + ks[:, None]
-        gate, up = dense_gate_up(x_ptrs, gate_ptrs, up_ptrs, inside, num_in, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, EXACT)
+        gate, up = _dense_halves(
+            x_ptrs, gate_ptrs, up_at, inside, num_in, HALVES, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, EXACT
+        )
     else:
         x_scale_ptrs = None
         if x_scales_ptr is not None:
             x_scale_ptrs = x_scales_ptr + row * (tl.cdiv(num_in, INPUT_GROUP) if INPUT_GROUP > 0 else 1)
         # One product with rows of gate and of up, so that the pipeline fills once.
-        both = expert * 2 * num_out + weight_rows(num_out, 2 * BLOCK_OUT, False, True)
+        both = expert * HALVES * num_out + weight_rows(num_out, HALVES * BLOCK_OUT, False, HALVES == 2)
         acc = quantised_dot(
             w_ptr, scales_ptr, zeros_ptr, both, x_ptr + row * x_stride, x_scale_ptrs, inside, num_in, 0, num_in,
-            CODE, GROUP, ROW_BLOCK, INPUT_GROUP, ROWS, 2 * BLOCK_OUT, BLOCK_IN, EVEN_IN,
+            CODE, GROUP, ROW_BLOCK, INPUT_GROUP, ROWS, HALVES * BLOCK_OUT, BLOCK_IN, EVEN_IN,
         )  # fmt: skip
-        gate, up = gate_and_up(acc, ROWS, 2 * BLOCK_OUT)
+        gate, up = _quantised_halves(acc, HALVES, ROWS, BLOCK_OUT)
     if bias_ptr is not None:
         gate += tl.load(bias_ptr + w_row).to(EXACT)[:, None]
-        up += tl.load(bias_ptr + w_row + num_out).to(EXACT)[:, None]
+        up += tl.load(bias_ptr + w_row + (HALVES - 1) * num_out).to(EXACT)[:, None]
     # Rounded before the activation, as the output of a linear layer is.
     out_type = out_ptr.dtype.element_ty
     gate, up = gate.to(out_type).to(EXACT), up.to(out_type).to(EXACT)
@@ -261,7 +287,7 @@ def grouped_experts(
     Raises EspalierError on other shapes, dtypes or strides.
     """
     num_rows, hidden = stored(x).shape
-    _require(x, gate_up, down, ids, weights, biases)
+    _require(x, gate_up, down, ids, weights, biases, activation)
     gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up, biases.down)
     num_experts, inner, top_k = gate_up.shape[0], down.shape[2], ids.shape[1]
     if shared is not None:
@@ -290,13 +316,17 @@ def gated_triton(
     shared: SharedExperts | None = None,
 ) -> Tensor:
     """The activation of each pair and piece, in order of place: [N·(K + S), I]."""
-    num_rows, (num_experts, wide, hidden) = len(x), gate_up.shape
-    inner = wide // 2
+    num_rows, (num_experts, wide, hidden), halves = len(x), gate_up.shape, activation.halves
+    inner = wide // halves
     operands, constants = _operands(x, gate_up)
     pieces = 0 if shared is None else shared.pieces(inner)
     out = torch.empty(num_rows * (top_k + pieces), inner, dtype=x.dtype, device=tiles.experts.device)
     grid = -(-inner // plan.block_out), pieces + len(tiles.experts)
-    if isinstance(gate_up, QuantisedMatrix) and is_hopper_experts(operands[0], gate_up, tiles, plan, 2, chip(out)):
+    if (
+        isinstance(gate_up, QuantisedMatrix)
+        and halves == 2
+        and is_hopper_experts(operands[0], gate_up, tiles, plan, 2, chip(out))
+    ):
         launch_gated(operands[0], gate_up, bias, tiles, out, top_k, activation, grid, chip(out))
         return out
     _gated_kernel[grid](
@@ -304,8 +334,9 @@ def gated_triton(
         *(out, inner, hidden, operands[0].stride(0), num_rows, top_k, num_experts),
         **constants,
         **activation.constants,
+        HALVES=halves,
         AHEAD=PREFETCHED_STEPS * max(plan.block_in, 64),
-        **_options(x, gate_up, tiles, plan, 2, pieces, grid),
+        **_options(x, gate_up, tiles, plan, halves, pieces, grid),
     )
     return out
 
@@ -355,7 +386,7 @@ def _operands(
 def _options(
     x: Rows, weight: ExpertMatrix, tiles: Tiles, plan: ProductPlan, matrices: int, pieces: int, grid: tuple[int, int]
 ) -> dict[str, Any]:
-    """Constants and launch options.  matrices: that a program reads: 2 for gate and up, 1 for down."""
+    """Constants and launch options.  matrices: that a program reads: 2 for gate and up, 1 for up alone or down."""
     gpu = chip(tiles.experts)
     if isinstance(weight, Tensor):
         stages = plan.stages_on(gpu, matrices, tiles.rows, weight.itemsize)
@@ -378,16 +409,22 @@ def _options(
 
 
 def _require(
-    x: Rows, gate_up: ExpertMatrix, down: ExpertMatrix, ids: Tensor, weights: Tensor, biases: ExpertBiases | None
+    x: Rows,
+    gate_up: ExpertMatrix,
+    down: ExpertMatrix,
+    ids: Tensor,
+    weights: Tensor,
+    biases: ExpertBiases | None,
+    activation: Activation,
 ) -> None:
-    require_gated(gate_up.shape[1])
+    inner = require_halves(gate_up.shape[1], activation)
     values = stored(x)
     num_rows, hidden = values.shape
     exact = torch.promote_types(x.dtype, torch.float32)
     contiguous = []
     for name, matrix, shape in (
         ("gate_up", gate_up, (-1, gate_up.shape[1], hidden)),
-        ("down", down, (gate_up.shape[0], hidden, gate_up.shape[1] // 2)),
+        ("down", down, (gate_up.shape[0], hidden, inner)),
     ):
         if isinstance(matrix, Tensor):
             require(f"grouped_experts: {name}", matrix, shape, x.dtype, values)

@@ -72,12 +72,16 @@ def expected_touched(num_experts: int, top_k: int, rows: int) -> float:
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """The sizes of one layer's experts: gate_up [num_experts, 2 · inner, hidden], down [num_experts, hidden, inner]."""
+    """The sizes of one layer's experts.
+
+    gate_up: [num_experts, halves · inner, hidden]; down: [num_experts, hidden, inner].  halves: as of an Activation.
+    """
 
     num_experts: int
     top_k: int
     hidden: int
     inner: int
+    halves: int = 2
 
     @property
     def size(self) -> tuple[int, int]:
@@ -87,11 +91,11 @@ class ExpertsShape:
     @property
     def expert_bytes(self) -> int:
         """Bytes of one expert, at two bytes a number."""
-        return 2 * 3 * self.hidden * self.inner
+        return 2 * (self.halves + 1) * self.hidden * self.inner
 
     def flops(self, rows: int) -> int:
         """FLOPs of the products of all rows with their experts."""
-        return 2 * 3 * self.hidden * self.inner * self.top_k * rows
+        return self.expert_bytes * self.top_k * rows
 
     def touched(self, rows: int) -> float:
         """As expected_touched."""
@@ -201,11 +205,12 @@ def quantised_rule(
     # As many rows as a padded batch has, so that both take one plan.
     rows = power_of_two(rows)
     pairs = rows * shape.top_k
+    halves = gate_up.shape[1] // down.shape[2]
     num_tiles = pairs if plan.rows == 1 else max(round(shape.touched(rows)), -(-pairs // plan.rows))
     tile = block_rows(plan.rows)
     return ExpertsPlan(
         plan.rows,
-        plan.gated if isinstance(gate_up, Tensor) else _product(gate_up, tile, num_tiles, 2, gpu),
+        plan.gated if isinstance(gate_up, Tensor) else _product(gate_up, tile, num_tiles, halves, gpu),
         plan.down if isinstance(down, Tensor) else _product(down, tile, num_tiles, 1, gpu),
     )
 

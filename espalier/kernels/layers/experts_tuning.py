@@ -52,7 +52,9 @@ def plan_for(
     is_few = plan.rows == MIN_BLOCK_ROWS and power_of_two(rows) * shape.top_k <= FEW_PAIRS * shape.num_experts
     if is_few and all(isinstance(m, QuantisedMatrix) and takes_format(m, dtype, FEW_ROWS, gpu) for m in matrices):
         few = quantised_rule(shape, rows, replace(plan, rows=FEW_ROWS), *matrices, gpu)
-        if few.gated.tile(2) == few.down.tile(1) == TILE:
+        # What has no gate has no such kernel.
+        has_gate = matrices[0].shape[1] > matrices[1].shape[2]
+        if has_gate and few.gated.tile(2) == few.down.tile(1) == TILE:
             # Half of the products; an expert seldom has more pairs.
             return few
     return quantised_rule(shape, rows, plan, *matrices, gpu)

@@ -27,15 +27,14 @@ from espalier.kernels.layers.quantised import FP8_MAX
 from espalier.kernels.ops.rope import (
     MAX_HEAD_INPUTS,
     MAX_HEAD_ROWS,
-    LatentForm,
-    Rotation,
+    LatentPlace,
     require_latent,
 )
 from espalier.kernels.runtime.convert import rounded_values
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
-from espalier.kernels.state.kv_scales import KVScales, require_rows
+from espalier.kernels.state.kv_scales import require_rows
 
 # Numbers of a matrix that a program holds in registers.
 TILE = 8192
@@ -249,43 +248,24 @@ def _write_latents_kernel(
         )  # fmt: skip
 
 
-def rotate_and_store_latent(
-    q_rope: Tensor,
-    q: Tensor,
-    latent: Tensor,
-    rotation: Rotation,
-    form: LatentForm,
-    rows: Tensor,
-    plane: Tensor,
-    scales: KVScales | None = None,
-) -> None:
+def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, to: LatentPlace) -> None:
     """Tolerance: equal to the reference within one ulp of the dtype and a few of float32."""
-    require_latent(q_rope, q, latent, rotation, plane)
-    arguments, constants, blocks = _rotation(q_rope, q, latent, rotation, form, rows, plane, scales)
+    require_latent(q_rope, q, latent, to)
+    arguments, constants, blocks = _rotation(q_rope, q, latent, to)
     if len(q):
         _rotate_latent_kernel[len(q), blocks](*arguments, **constants, **pdl_arguments(chip(q)))
 
 
-def write_latents(
-    raw: Tensor,
-    k_up: Tensor,
-    q: Tensor,
-    latent: Tensor,
-    rotation: Rotation,
-    form: LatentForm,
-    rows: Tensor,
-    plane: Tensor,
-    scales: KVScales | None = None,
-) -> None:
+def write_latents(raw: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, to: LatentPlace) -> None:
     """q must not be a view of raw.
 
     The bits are those of the launchers of head_product and rotate_and_store_latent, and so are the errors.
     """
     nope, rank = k_up.shape[1:]
     x, q_rope = raw[..., :nope], raw[..., nope:]
-    require_latent(q_rope, q, latent, rotation, plane)
+    require_latent(q_rope, q, latent, to)
     num_blocks, sizes = require_head_product(x, k_up, q[..., :rank])
-    arguments, constants, blocks = _rotation(q_rope, q, latent, rotation, form, rows, plane, scales)
+    arguments, constants, blocks = _rotation(q_rope, q, latent, to)
     num_product = num_blocks * x.shape[1]
     _write_latents_kernel[(num_product + len(q) * blocks,)](
         *(x, k_up, len(x), x.shape[2], num_product, *x.stride()[:2], *k_up.stride()),
@@ -297,16 +277,10 @@ def write_latents(
 
 
 def _rotation(
-    q_rope: Tensor,
-    q: Tensor,
-    latent: Tensor,
-    rotation: Rotation,
-    form: LatentForm,
-    rows: Tensor,
-    plane: Tensor,
-    scales: KVScales | None,
+    q_rope: Tensor, q: Tensor, latent: Tensor, to: LatentPlace
 ) -> tuple[tuple[Any, ...], dict[str, Any], int]:
     """The arguments and constants of _rotate_or_store, and its blocks of a row.  Raises EspalierError."""
+    rotation, form, rows, plane, scales = to
     (count, heads, rotary), size = q_rope.shape, plane.shape[2]
     exact = torch.promote_types(q.dtype, torch.float32)
     require("latent rope: q", q, (count, heads, -1), None, plane)

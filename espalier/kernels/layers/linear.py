@@ -11,8 +11,8 @@ Above about 100 rows PyTorch's GEMM library is faster.  For some shapes several 
 If one weight stacks gate over up, the epilogue also computes silu(gate) · up, without split-K (`linear_gated`).  So
 does the kernel of hopper/gated.py, for many rows.
 
-`espalier doctor --tune` measures which plan is fastest; linear_tuning.py reads the result.  linear_plans.py lists the
-plans worth measuring, and has a rule for shapes that nobody measured.
+`espalier doctor --tune` measures which plan is fastest; linear_plans.py reads the result, lists the plans
+worth measuring, and has a rule for shapes that nobody measured.
 
 Both kernels use PDL where the chip has it (kernels/runtime/pdl.py).  The first one prefetches its first tile of the
 weight into the L2 before it waits.
@@ -43,7 +43,7 @@ from espalier.kernels.layers.linear_plans import (
     block_rows,
     num_blocks,
 )
-from espalier.kernels.ops.activation import SILU, Activation, gated, require_gated
+from espalier.kernels.ops.activation import SILU, Activation, gated, require_halves
 from espalier.kernels.ops.linear import linear_parts_library
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import Chip, chip, only_compiles, require
@@ -186,7 +186,7 @@ def linear_gated(
     """Silu with a TritonPlan runs without split-K: the activation in the epilogue saves two launches.  Without a plan,
     silu of many rows on Hopper has a kernel of its own (hopper/gated.py).
     """
-    require_gated(weight.shape[0])
+    require_halves(weight.shape[0], activation)
     if activation.is_silu and isinstance(plan, TritonPlan):
         return _launch(x, weight, bias, replace(plan, splits=1), is_gated=True)
     if activation.is_silu and plan is None and x.is_cuda and takes_gated(x, weight, bias, chip(x)):

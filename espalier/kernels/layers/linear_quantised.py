@@ -24,7 +24,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.hopper.plans import is_hopper_product
-from espalier.kernels.hopper.products import launch_linear
+from espalier.kernels.hopper.quantised_products import launch_linear
 from espalier.kernels.layers.linear import store_tile, weight_rows
 from espalier.kernels.layers.linear_plans import DTYPES, MIN_BLOCK_ROWS, TritonPlan, block_rows
 from espalier.kernels.layers.quantised import OF_E2M1, QuantisedMatrix, RoundedRows, Rows
@@ -32,7 +32,7 @@ from espalier.kernels.layers.quantised_nibbles import prefetch_scales
 from espalier.kernels.layers.quantised_plans import MAX_BLOCK_ROWS, in_no_words, max_block_in, plan_of
 from espalier.kernels.layers.quantised_tile import CODES, LINE_BYTES, prefetch_codes, quantised_dot
 from espalier.kernels.layers.scaled_product import is_scaled_product, scaled_product
-from espalier.kernels.ops.activation import SILU, Activation, gated, require_gated
+from espalier.kernels.ops.activation import SILU, Activation, gated, require_halves
 from espalier.kernels.ops.linear import quantise_rows, sum_parts
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, require
@@ -63,7 +63,7 @@ def linear_quantised_gated(
     plan: TritonPlan | None = None,
     activation: Activation = SILU,
 ) -> Tensor:
-    require_gated(weight.shape[0])
+    require_halves(weight.shape[0], activation)
     if plan is None and (product := _product_of_library(x, weight, bias)) is not None:
         return gated.triton(product, activation)
     plan = plan_of(weight, x) if plan is None else plan

@@ -1,6 +1,6 @@
 """Plans of quantised linear layers (linear_quantised.py), and which weights its kernels take.
 
-A plan is measured (linear_tuning.py), or follows from a rule.  `candidates` are those worth measuring, the likely best
+A plan is measured (linear_plans.py), or follows from a rule.  `candidates` are those worth measuring, the likely best
 first.  Up to STREAMED_ROWS rows a plan is judged by how it keeps memory busy: how many programs run at once, how many
 bytes they have in flight, and how full the last wave is.  Above, products bind, and all plans count as equal.
 """
@@ -15,8 +15,15 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels.hopper.plans import splits_of, takes_format
-from espalier.kernels.layers.linear_plans import DTYPES, MIN_BLOCK_ROWS, RESERVED_SHARED_MEMORY, TritonPlan, block_rows
-from espalier.kernels.layers.linear_tuning import LINEARS, MIN_BLOCK_IN
+from espalier.kernels.layers.linear_plans import (
+    DTYPES,
+    LINEARS,
+    MIN_BLOCK_IN,
+    MIN_BLOCK_ROWS,
+    RESERVED_SHARED_MEMORY,
+    TritonPlan,
+    block_rows,
+)
 from espalier.kernels.layers.quantised import E8M0_BIAS, INTERLEAVED, OF_E2M1, QuantisedMatrix, Rows
 from espalier.kernels.runtime.launch import Chip, chip
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.kernels.layers.linear import load_sum
-from espalier.kernels.ops.experts import NORM_EPS, Routing
+from espalier.kernels.ops.experts import Routing
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
@@ -125,7 +125,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
             LOGIT_BIAS=routing.logit_bias,
             NORM=routing.norm_topk_prob,
             # constexpr: as a run-time argument it would be rounded to float32.
-            NORM_EPS=NORM_EPS,
+            NORM_EPS=routing.norm_eps,
             SCALE=routing.routed_scaling_factor,
             N_GROUP=routing.n_group,
             TOPK_GROUP=routing.topk_group,

@@ -1,4 +1,4 @@
-"""The activation of a gated MLP (arXiv:2002.05202), for dense layers and experts."""
+"""The activation of an MLP, gated (arXiv:2002.05202) or not, for dense layers and experts."""
 
 from __future__ import annotations
 
@@ -19,19 +19,24 @@ class Activation:
 
     limit: gate is first limited to at most `limit`, and up to -limit .. limit; None: no limits.  GPT-OSS has such a
     silu (arXiv:2508.10925).
-    kind: act is gate · sigmoid(alpha · gate) for silu; for gelu_tanh, GELU in its approximation by tanh; for relu, the
-    larger of gate and 0.
+    kind: act is gate · sigmoid(alpha · gate) for silu; for gelu_tanh, GELU in its approximation by tanh.  relu2 has no
+    gate: it is relu(up)².
     """
 
     alpha: float = 1.0
     up_offset: float = 0.0
     limit: float | None = None
-    kind: Literal["silu", "gelu_tanh", "relu"] = "silu"
+    kind: Literal["silu", "gelu_tanh", "relu2"] = "silu"
 
     @property
     def is_silu(self) -> bool:
         """Whether it is silu(gate) · up, which products have in their epilogue."""
         return self is SILU or self == SILU
+
+    @property
+    def halves(self) -> int:
+        """The matrices before the activation: gate and up, or up alone."""
+        return 1 if self.kind == "relu2" else 2
 
     @property
     def constants(self) -> dict[str, object]:
@@ -40,14 +45,18 @@ class Activation:
         return {"KIND": self.kind, "ALPHA": self.alpha, "UP_OFFSET": self.up_offset, "LIMIT": self.limit}
 
 
-SILU, GELU_TANH, RELU = Activation(), Activation(kind="gelu_tanh"), Activation(kind="relu")
+SILU, GELU_TANH, RELU2 = Activation(), Activation(kind="gelu_tanh"), Activation(kind="relu2")
 
 
 @op("espalier.kernels.layers.activation")
 def gated(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
-    """The activation of gate_up [N, 2·I], gate first -> [N, I].  Raises EspalierError for an odd number of columns."""
-    require_gated(gate_up.shape[1])
-    if activation.is_silu:
+    """The activation of gate_up [N, 2·I], gate first, or of up [N, I] -> [N, I].
+
+    Raises EspalierError for an odd number of columns of gate and up.
+    """
+    if gate_up.shape[1] % 2:
+        require_halves(gate_up.shape[1], activation)
+    if activation is SILU or activation.is_silu:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
     return rounded_once(gate_up, activation)
@@ -55,20 +64,22 @@ def gated(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
 
 def rounded_once(gate_up: Tensor, activation: Activation) -> Tensor:
     """`gated`, rounded once, at the end, as kernels do; PyTorch's silu of gate would be rounded too."""
-    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
+    exact = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
+    if activation.halves == 1:
+        return F.relu(exact).square().to(gate_up.dtype)
+    gate, up = exact.chunk(2, dim=-1)
     if activation.limit is not None:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
     if activation.kind == "gelu_tanh":
         activated = F.gelu(gate, approximate="tanh")
-    elif activation.kind == "relu":
-        activated = F.relu(gate)
     else:
         activated = gate * torch.sigmoid(activation.alpha * gate)
     return (activated * (up + activation.up_offset)).to(gate_up.dtype)
 
 
-def require_gated(size: int) -> int:
-    """Returns `size`, the number of columns of gate and up together.  Raises EspalierError if it is odd."""
-    if size % 2:
+def require_halves(size: int, activation: Activation) -> int:
+    """The columns of up, of `size` columns before the activation.  Raises EspalierError for an odd number of gate and
+    up."""
+    if size % activation.halves:
         raise EspalierError(f"gate_up holds gate and then up, so it needs an even number of columns, but has {size}")
-    return size
+    return size // activation.halves

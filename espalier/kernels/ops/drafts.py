@@ -1,16 +1,21 @@
-"""Drafts that no tree of beams makes: the best paths of a block draft, and the matches of n-grams."""
+"""What drafts compute: the rows that a head reads, paths of block drafts and their convolutions, matches of n-grams."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
+from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.ops.norm import add_rms_norm, rms_norm
+from espalier.kernels.ops.rope import Rotation
 from espalier.kernels.ops.tree import VOID, Tree, usable
 from espalier.kernels.runtime.launch import require
 from espalier.kernels.runtime.op import op
@@ -156,3 +161,113 @@ def find_matches(history: Tensor, index: Tensor, root: Tensor, topk: int) -> Mat
         key = key.masked_fill(next_tokens == next_token, 0)
     keys = torch.cat(best, 1)
     return Matches(keys // width, keys % width)
+
+
+def convolved(x: Tensor, delta: Tensor, base: Tensor, width: int) -> Tensor:
+    """x [N, H], rows of blocks of `width` rows, convolved with base [T, H] + delta [N, T, G] of its channel's group."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    group = x.shape[1] // delta.shape[2]
+    coefficients = base.to(exact) + delta.to(exact).repeat_interleave(group, 2)
+    blocks = x.to(exact).unflatten(0, (-1, width))
+    total = torch.zeros_like(blocks)
+    for tap in range(base.shape[0]):
+        behind = F.pad(blocks, (0, 0, tap, 0))[:, :width]
+        total += behind * coefficients[:, tap].unflatten(0, (-1, width))
+    return total.flatten(0, 1).to(x.dtype)
+
+
+def require_block_conv(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tuple[int, int]:
+    """(taps, groups), after a check of the sizes."""
+    taps, size = base.shape
+    groups = weight.shape[0] // (2 * taps)
+    require("block_conv: x", x, (-1, size), None, x)
+    require("block_conv: weight", weight, (2 * taps * groups, size), x.dtype, x)
+    require("block_conv: base", base, (taps, size), x.dtype, x)
+    if not groups or size % groups or width < 1 or len(x) % width:
+        raise EspalierError(
+            f"block_conv: {size} channels in {groups} groups, and {len(x)} rows in blocks of {width}, do not divide: "
+            "allocate and launch from the same layout"
+        )
+    return taps, groups
+
+
+@op("espalier.kernels.layers.block_conv")
+def block_conv(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """(the convolved rows [N, H], the coefficients of the output's convolution [N, T, G]) in x's dtype.
+
+    x: [N, H], normed rows of blocks of `width` rows; weight: [2 · T · G, H], T taps and G groups, the input's half
+    first; base: [T, H].  Raises EspalierError if sizes do not agree.
+    """
+    taps, groups = require_block_conv(x, weight, base, width)
+    delta = F.linear(x, weight).view(len(x), 2, taps, groups)
+    return convolved(x, delta[:, 0], base, width), delta[:, 1]
+
+
+@op("espalier.kernels.layers.block_conv", on="residual")
+def block_conv_norm(
+    delta: Tensor, coefficients: Tensor, base: Tensor, residual: Tensor, weight: Tensor, eps: float, width: int
+) -> tuple[Tensor, Tensor]:
+    """(sum, norm) with sum = residual + conv(delta), each [N, H] in residual's dtype.
+
+    delta: [N, H] in residual's dtype, or partial sums [parts, N, H] in float32 at least, rows of blocks of `width`;
+    coefficients: [N, T, G], from block_conv; base: [T, H]; weight: [H], of the norm.
+    Raises EspalierError if sizes do not agree.
+    """
+    if delta.ndim == 3:
+        delta = sum_parts.reference(delta, residual.dtype)
+    return add_rms_norm.reference(convolved(delta, coefficients, base, width), residual, weight, eps)
+
+
+@dataclass(frozen=True)
+class EmbeddingTables:
+    """A model's tables: embed [V, H] by token; cos, sin [P, rotary] by position, float32 (float64 for float64)."""
+
+    embed: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True)
+class DraftHidden:
+    """The hidden states that a draft model's rows take in.  hidden: [B, R, H].
+
+    parents: [B, Q] int64, the row of `hidden` for each input row; None: R is Q, and input row q takes hidden row q.
+    embed_norm, hidden_norm: [H], weights of RMS norms, each with its eps.
+    normed_residual: whether the residual stream starts with the normed hidden state.
+    """
+
+    hidden: Tensor
+    parents: Tensor | None
+    embed_norm: Tensor
+    embed_eps: float
+    hidden_norm: Tensor
+    hidden_eps: float
+    normed_residual: bool
+
+
+@op("espalier.kernels.layers.embed_rows")
+def embed_rows(
+    tokens: Tensor, positions: Tensor, tables: EmbeddingTables, draft: DraftHidden | None = None
+) -> tuple[Tensor, Tensor, Rotation, Tensor]:
+    """(x, residual, rotation, live) of the N = B · Q rows of tokens, positions [B, Q] int64, of any strides.
+
+    x: [N, H], or [N, 2 · H] with hidden states; residual: [N, H], the start of the residual stream; rotation: of the
+    positions; live: [N] bool, whether the token is at least 0.
+
+    A token below 0 (a void node) is replaced by its request's first token, or by 0 if that is void too.
+    draft: None for a target model.
+    Raises EspalierError if sizes do not agree.  Exact, except for the norms: see kernels/layers/norm.py.
+    """
+    live = (tokens >= 0).flatten()
+    tokens = torch.where(tokens < 0, tokens[:, :1], tokens).clamp_(min=0).flatten()
+    cos, sin = (table.index_select(0, positions.flatten()) for table in (tables.cos, tables.sin))
+    x = torch.nn.functional.embedding(tokens, tables.embed)
+    if draft is None:
+        return x, x, Rotation(cos, sin), live
+    hidden = draft.hidden
+    if draft.parents is not None:
+        hidden = hidden.gather(1, draft.parents[..., None].expand(-1, -1, hidden.shape[2]))
+    hidden = hidden.flatten(0, 1)
+    normed = rms_norm.reference(hidden, draft.hidden_norm, draft.hidden_eps)
+    x = torch.cat((rms_norm.reference(x, draft.embed_norm, draft.embed_eps), normed), 1)
+    return x, normed if draft.normed_residual else hidden, Rotation(cos, sin), live

@@ -19,8 +19,6 @@ from espalier.kernels.runtime.op import op
 
 SCORINGS = ("softmax", "sigmoid", "topk_softmax")
 GROUP_SCORES = ("max", "top2_sum")
-# Added to the sum that weights are divided by, as DeepSeek-V3 does: sigmoid scores may all be 0.
-NORM_EPS = 1e-20
 # All rows of a piece are one tile.  Linear layers have one plan for these rows too, so the bits of a row change where
 # theirs do.
 MAX_SHARED_ROWS = MIN_BLOCK_ROWS
@@ -33,7 +31,8 @@ class Routing:
     """How the router chooses top_k of num_experts experts for a row, and how it weights them.
 
     scoring: softmax or sigmoid of all logits; topk_softmax: logits choose, and softmax is over the chosen ones.
-    norm_topk_prob: divide the weights by their sum.  routed_scaling_factor: of the weights, after that.
+    norm_topk_prob: divide the weights by their sum and norm_eps, because sigmoid scores may all be 0.
+    routed_scaling_factor: of the weights, after that.
     n_group, topk_group: experts are chosen from the best topk_group of n_group groups of neighbours (DeepSeek-V2, V3).
     group_score: a group's score, from the scores of its experts.
     correction_bias: a bias [E] is added to the scores that choose, not to the weights.
@@ -51,6 +50,7 @@ class Routing:
     group_score: Literal["max", "top2_sum"] = "max"
     correction_bias: bool = False
     logit_bias: bool = False
+    norm_eps: float = 1e-20
 
     def __post_init__(self) -> None:
         for name, supported in (("scoring", SCORINGS), ("group_score", GROUP_SCORES)):
@@ -121,7 +121,7 @@ class SharedExperts:
 
 @dataclass(frozen=True)
 class ExpertBiases:
-    """Biases of E experts, in x's dtype.  gate_up: [E, 2·I], gate over up.  down: [E, H]."""
+    """Biases of E experts, in x's dtype.  gate_up: [E, 2·I], gate over up, or [E, I].  down: [E, H]."""
 
     gate_up: Tensor
     down: Tensor
@@ -156,7 +156,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
         weights = weights.softmax(-1)
     if routing.norm_topk_prob:
         # cumsum adds in order; the order of sum may follow from the number of rows.
-        weights = weights / (weights.cumsum(-1)[:, -1:] + NORM_EPS)
+        weights = weights / (weights.cumsum(-1)[:, -1:] + routing.norm_eps)
     if routing.routed_scaling_factor != 1.0:
         weights = weights * routing.routed_scaling_factor
     return ids, weights
@@ -178,7 +178,8 @@ def grouped_experts(
 ) -> Tensor:
     """The weighted results of each row's experts, in order of choice: parts [K + S + extra, N, H].
 
-    x: [N, H]; RoundedRows must be rounded as gate_up asks.  gate_up: [E, 2·I, H], gate over up.  down: [E, H, I].
+    x: [N, H]; RoundedRows must be rounded as gate_up asks.  gate_up: [E, 2·I, H], gate over up, or [E, I, H] if the
+    activation has no gate.  down: [E, H, I].
     ids: [N, K] int64, different experts for a row.
     weights: [N, K], float32 (float64 for float64); parts have its dtype.  The bias of `down` is weighted too.
     live: [N] bool; other rows go to no expert, and their parts are 0; None: all rows are live.

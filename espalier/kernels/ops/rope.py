@@ -92,10 +92,24 @@ class LatentForm:
     interleaved: bool = False
 
 
-def require_latent(q_rope: Tensor, q: Tensor, latent: Tensor, rotation: Rotation, plane: Tensor) -> None:
+class LatentPlace(NamedTuple):
+    """Where latents go, and how they are made: rows [N] int64 of plane [R, 1, size].
+
+    rotation: of the latents and of the queries; scales: of an FP8 plane.
+    """
+
+    rotation: Rotation
+    form: LatentForm
+    rows: Tensor
+    plane: Tensor
+    scales: KVScales | None = None
+
+
+def require_latent(q_rope: Tensor, q: Tensor, latent: Tensor, to: LatentPlace) -> None:
     """Raises EspalierError if sizes of rotate_and_store_latent do not agree."""
-    rotary, size = rotation.cos.shape[1], plane.shape[2]
-    if q_rope.shape[2] != rotary or latent.shape[1:] != plane.shape[1:] or rotary % 2 or rotary > min(size, q.shape[2]):
+    rotary, row = to.rotation.cos.shape[1], to.plane.shape[1:]
+    size = row[1]
+    if q_rope.shape[2] != rotary or latent.shape[1:] != row or rotary % 2 or rotary > min(size, q.shape[2]):
         raise EspalierError(
             f"a latent layer needs one latent of {size} values per row, and queries with an even number of rotated "
             f"values, but got latents {list(latent.shape)}, queries {list(q.shape)} with a rotated part "
@@ -155,44 +169,25 @@ def head_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 @op("espalier.kernels.layers.latent", on="q")
-def rotate_and_store_latent(
-    q_rope: Tensor,
-    q: Tensor,
-    latent: Tensor,
-    rotation: Rotation,
-    form: LatentForm,
-    rows: Tensor,
-    plane: Tensor,
-    scales: KVScales | None = None,
-) -> None:
+def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, to: LatentPlace) -> None:
     """Rotate q_rope [N, heads, rotary], and store it as the last values of q [N, heads, ...].  Norm and rotate latent
-    [N, 1, size], and store it in rows [N] of plane [R, 1, size].
+    [N, 1, size], and store it.
 
-    q_rope may be a view of q.  scales: of an FP8 plane.  Raises EspalierError if sizes do not agree.
+    q_rope may be a view of q.  Raises EspalierError if sizes do not agree.
     """
-    require_latent(q_rope, q, latent, rotation, plane)
-    rotary = rotation.cos.shape[1]
+    require_latent(q_rope, q, latent, to)
+    (rotation, form), rotary = to[:2], to.rotation.cos.shape[1]
     rank = latent.shape[2] - rotary
     latent_part = latent[..., :rank]
     if form.norm is not None:
         latent_part = rms_norm.reference(latent_part, form.norm, form.eps)
     row = torch.cat((latent_part, _rotated(latent[..., rank:], rotation, form)), -1)
-    write_rows((plane,), rows, (row,), scales)
+    write_rows((to.plane,), to.rows, (row,), to.scales)
     q[..., q.shape[2] - rotary :] = _rotated(q_rope, rotation, form)
 
 
 @op("espalier.kernels.layers.latent", when=fits_one_launch)
-def write_latents(
-    raw: Tensor,
-    k_up: Tensor,
-    q: Tensor,
-    latent: Tensor,
-    rotation: Rotation,
-    form: LatentForm,
-    rows: Tensor,
-    plane: Tensor,
-    scales: KVScales | None = None,
-) -> None:
+def write_latents(raw: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, to: LatentPlace) -> None:
     """Write the queries q [N, heads, rank + rotary] of raw [N, heads, nope + rotary], and store the latents.
 
     The first part of a query is its first part in raw times k_up [heads, nope, rank]; the rest is as in
@@ -202,4 +197,4 @@ def write_latents(
     nope, rank = k_up.shape[1:]
     x, q_rope = raw[..., :nope], raw[..., nope:]
     head_product(x, k_up, q[..., :rank])
-    rotate_and_store_latent(q_rope, q, latent, rotation, form, rows, plane, scales)
+    rotate_and_store_latent(q_rope, q, latent, to)

@@ -77,7 +77,7 @@ def checked_copies(
     return staged, committed
 
 
-@op("espalier.kernels.state.advance", on="picked")
+@op("espalier.kernels.state.batch_state", on="picked")
 def advance(
     slots: BatchState, length: Tensor, picked: Tensor, count_tokens: bool, path: NodeRows | None = None
 ) -> Advanced:
@@ -179,7 +179,7 @@ def commit_rows(staged: Sequence[Tensor], committed: Sequence[Tensor], source: T
         dst[:, DUMMY_ROW] = dummy
 
 
-@op("espalier.kernels.state.write_results")
+@op("espalier.kernels.state.commit")
 def write_results(ring: Tensor, entry: Tensor, fields: Mapping[int, Tensor]) -> None:
     """Write the first B rows of entry [1] of a ring [entries, rows, width] int64, whose columns are adjacent.
 

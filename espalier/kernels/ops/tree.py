@@ -226,7 +226,7 @@ def select(root: Tensor, tokens: Parts, scores: Parts, beams: Parts, topk: int, 
     return Tree(drafted, parents, depths, torch.nn.functional.pad(path_scores.gather(1, best), (1, 0)), ancestor_bits)
 
 
-@op("espalier.kernels.tree.select_beams")
+@op("espalier.kernels.tree.select_tree")
 def select_beams(
     tokens: Tensor, scores: Tensor, ancestor_bits: Tensor | None, path: Tensor, first: int, num_words: int
 ) -> SelectedBeams:

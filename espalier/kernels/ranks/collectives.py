@@ -1,15 +1,125 @@
 """Joins ranks on GPUs of one host.  Kernels join small tensors in memory that all GPUs reach, also inside of CUDA
 graphs.  NCCL joins larger ones.
+
+A rank's memory begins with flags, with which programs of the same number on all ranks meet.  Then come slots for each
+program: two for the rank's values and two for sums.  A program uses the two in turn.
 """
 
 import logging
+import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup, Store
 
-from espalier.kernels.ranks.memory import PeerMemory, peer_memory
 from espalier.shards import Collectives
+
+# The most programs of a kernel that joins ranks, and the most ranks.
+PROGRAMS, MAX_RANKS = 128, 16
+FLAGS_BYTES = PROGRAMS * MAX_RANKS * torch.int32.itemsize
+# NVLink's multicast is never used: a process that ends while it uses multicast may block the GPUs of its host.
+NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+
+@dataclass(frozen=True)
+class PeerMemory:
+    """addresses: [ranks] int64, where each rank's memory begins; uses: [PROGRAMS] int32, in how many launches each
+    program of this rank has met its peers; stop: [1] int32 in host memory, nonzero to end all waiting; held: objects
+    that keep the memory mapped.
+    """
+
+    rank: int
+    count: int
+    slot_bytes: int
+    addresses: Tensor
+    uses: Tensor
+    stop: Tensor
+    held: Any = None
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of a rank's values that fit in the slots of all programs."""
+        return PROGRAMS * self.slot_bytes
+
+    def wait_for_nobody(self) -> None:
+        """Let kernels stop waiting.  Their results are wrong.  Calls no CUDA function, which might wait for them."""
+        self.stop.numpy()[0] = 1
+
+
+class CountedAnew(Store):
+    """A store for one rendezvous, which numbers its steps from 0.
+
+    PyTorch goes on counting over all rendezvous of a process.  So a process that has joined ranks before would have
+    other step numbers than a new process.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self.store = store
+        self.first: int | None = None
+
+    def _own_key(self, key: str) -> str:
+        name, step, rank = key.rsplit("/", 2)
+        self.first = int(step) if self.first is None else self.first
+        return f"{name}/{int(step) - self.first}/{rank}"
+
+    def set(self, key: str, value: Any) -> None:
+        self.store.set(self._own_key(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self.store.get(self._own_key(key))
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        self.store.wait([self._own_key(key) for key in keys], *timeout)
+
+
+def peer_memory(name: str, store: Store, rank: int, count: int, device: torch.device, most_bytes: int) -> PeerMemory:
+    """Map the memory of all ranks.  Every rank calls this, with a store that all share and a name not used before.
+
+    Then this rank's flags are zero; those of other ranks may not be yet, so ranks must meet before kernels use them.
+    Raises RuntimeError if the GPUs do not reach one another, and PyTorch's own errors.
+    """
+    from torch.distributed._symmetric_memory import _SymmetricMemory
+
+    others = [each for each in range(count) if each != rank]
+    if hidden := [each for each in others if not torch.cuda.can_device_access_peer(device, each)]:
+        raise RuntimeError(f"GPU {rank} does not reach the memory of GPU {hidden[0]}")
+    os.environ[NO_MULTICAST] = "1"
+    slot_bytes = -(-most_bytes // PROGRAMS)
+    size = FLAGS_BYTES + 4 * PROGRAMS * slot_bytes
+    own_store = CountedAnew(store)
+    group = register(name, own_store, rank, count)
+    memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
+    memory.zero_()
+    handle = _SymmetricMemory.rendezvous(memory, name)
+    ranks = [handle.get_buffer(each, (size,), torch.uint8) for each in range(count)]
+    return PeerMemory(
+        rank,
+        count,
+        slot_bytes,
+        torch.tensor([each.data_ptr() for each in ranks], dtype=torch.int64, device=device),
+        torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
+        torch.zeros(1, dtype=torch.int32, pin_memory=True),
+        (memory, handle, ranks, own_store, group),
+    )
+
+
+def register(name: str, store: Store, rank: int, count: int) -> ProcessGroup:
+    """Tell PyTorch which ranks meet under this name.
+
+    Later versions of PyTorch read this from the process group, which the caller keeps; earlier versions from a table.
+    """
+    from torch._C._distributed_c10d import _register_process_group
+    from torch.distributed._symmetric_memory import _SymmetricMemory
+
+    group = ProcessGroup(store, rank, count)
+    _register_process_group(cast(Any, name), group)
+    _SymmetricMemory.set_group_info(name, rank, count, store)
+    return group
+
 
 # The most bytes of a rank's values that are summed in peer memory.  For more, NCCL is not slower.  On two H100s a sum
 # of this size (2,048 rows of 4,096 values in bfloat16) takes 71 µs one-shot and 82 by NCCL (`python -m lab ranks`).

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from espalier.kernels.layers.linear import load_sum
 from espalier.kernels.layers.norm import warps_for
-from espalier.kernels.ranks.memory import FLAGS_BYTES, PROGRAMS, PeerMemory
+from espalier.kernels.ranks.collectives import FLAGS_BYTES, PROGRAMS, PeerMemory
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
@@ -164,7 +164,7 @@ def sum_rows(memory: PeerMemory, parts: Tensor, dtype: torch.dtype, two_shot: bo
 def sum_add_norm(
     memory: PeerMemory, parts: Tensor, residual: Tensor, weight: Tensor, eps: float, two_shot: bool
 ) -> tuple[Tensor, Tensor]:
-    """(residual + sum, its norm), as espalier/kernels/ops/norm.py:add_rms_norm.  The sum has the bits of `sum_rows`."""
+    """(residual + sum, its norm), as kernels/ops/norm.py:add_rms_norm.  The sum has the bits of `sum_rows`."""
     total, out = (residual.new_empty(residual.shape) for _ in range(2))
     _launch_sum(memory, parts, out, two_shot, residual, weight, eps, total)
     return total, out

@@ -1,12 +1,13 @@
 """The outputs and states of prompts, in chunks of CHUNK rows (Yang et al. 2024, arXiv:2406.06484).
 
-The first kernel takes all chunks and heads at once.  It multiplies keys and queries, and inverts I + A, a lower
-triangle.  The inverse of [[P, 0], [C, R]] is [[P', 0], [-R' C P', R']].  So two products turn inverses of blocks of n
-rows into those of blocks of 2n rows: n = 1, 2, 4, ...  In the second kernel a program holds a part of a head's state,
-and goes over the chunks in order.
+Three kernels, because only the second has to take one chunk after another.  The first solves the system of each chunk:
+behind a state S the rows of a chunk add u - w S under their keys.  In the second a program holds a part of a head's
+state, and keeps for each chunk the state before it and what its rows add.  The third makes the outputs of all chunks.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -14,10 +15,13 @@ from torch import Tensor
 
 from espalier.kernels.ops.recurrence import CHUNK
 from espalier.kernels.ops.states import PathRows, StateColumns
-from espalier.kernels.recurrence.tree import PRECISION, SMALLEST, Config
+from espalier.kernels.recurrence.tree import SMALLEST, Products, choose_products
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
+
+# Columns of keys, and of values, that are multiplied at once.
+STEP = 64
 
 
 @kernel
@@ -28,57 +32,90 @@ def _rows_of_chunk(request, chunk, rows, count_ptr, CHUNK: tl.constexpr):
 
 
 @kernel
-def _products_kernel(
-    q_ptr, k_ptr, gates_ptr, count_ptr, inverse_ptr, scores_ptr, decay_ptr, rows,
-    HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, DELTA: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, OUT_PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """For each chunk and head: the log-decay from the chunk's start to each row, the inverse times beta, and the
-    queries' scores.  Rows of padding add nothing."""
-    pdl_trigger_and_wait(DEPENDENT)
-    head, chunk, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    row, is_row, exists = _rows_of_chunk(request, chunk, rows, count_ptr, CHUNK)
-    order, key = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
-    gate = gates_ptr + row * 2 * HEADS + head
-    log_decay = tl.load(gate, mask=is_row & exists, other=0.0).to(EXACT)
-    decay = tl.cumsum(log_decay, 0)
-    seen = order[None, :] <= order[:, None]
-    carry = tl.where(seen, tl.exp(tl.where(seen, decay[:, None] - decay[None, :], 0.0)), 0.0)
-    place = (row * (HEADS // SHARE) + head // SHARE)[:, None] * K_SIZE + key[None, :]
-    is_key = key[None, :] < K_SIZE
-    k = tl.load(k_ptr + place, mask=(is_row & exists)[:, None] & is_key, other=0.0).to(EXACT)
-    q = tl.load(q_ptr + place, mask=is_row[:, None] & is_key, other=0.0).to(EXACT)
-    scores = tl.dot(q, tl.trans(k), input_precision=OUT_PRECISION, out_dtype=EXACT) * carry
-    of_chunk = (request * tl.num_programs(1) + chunk) * HEADS + head
-    tile = of_chunk * CHUNK * CHUNK + order[:, None] * CHUNK + order[None, :]
-    tl.store(scores_ptr + tile, scores)
-    tl.store(decay_ptr + of_chunk * CHUNK + order, decay)
-    if DELTA:
-        beta = tl.load(gate + HEADS, mask=is_row & exists, other=0.0).to(EXACT)
-        system = tl.dot(k, tl.trans(k), input_precision=PRECISION, out_dtype=EXACT)
-        system = tl.where(order[:, None] == order[None, :], 0.0, beta[:, None] * system * carry)
-        inverse = tl.where(order[:, None] == order[None, :], 1.0, 0.0).to(EXACT)
-        inverse -= tl.where((order[:, None] % 2 == 1) & (order[None, :] == order[:, None] - 1), system, 0.0)
-        size = 2
-        while size < CHUNK:
-            below = (order[:, None] // size % 2 == 1) & (order[None, :] // size == order[:, None] // size - 1)
-            corner = tl.dot(inverse, tl.where(below, system, 0.0), input_precision=PRECISION, out_dtype=EXACT)
-            inverse -= tl.dot(corner, inverse, input_precision=PRECISION, out_dtype=EXACT)
-            size *= 2
-        tl.store(inverse_ptr + tile, inverse * beta[None, :])
+def _inverse(system, PRECISION: tl.constexpr, PRODUCT: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr):
+    """The inverse of I + system, which is strictly lower triangular.  The inverse of [[P, 0], [C, R]] is
+    [[P', 0], [-R' C P', R']].  So two products turn inverses of blocks of n rows into those of blocks of 2n rows."""
+    row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    inverse = tl.where(row == column, 1.0, 0.0).to(EXACT)
+    inverse -= tl.where((row % 2 == 1) & (column == row - 1), system, 0.0)
+    size = 2
+    while size < CHUNK:
+        below = (row // size % 2 == 1) & (column // size == row // size - 1)
+        at_corners = tl.where(below, system, 0.0).to(PRODUCT)
+        corner = tl.dot(inverse.to(PRODUCT), at_corners, input_precision=PRECISION, out_dtype=EXACT)
+        inverse -= tl.dot(corner.to(PRODUCT), inverse.to(PRODUCT), input_precision=PRECISION, out_dtype=EXACT)
+        size *= 2
+    return inverse
 
 
 @kernel
-def _chain_kernel(
-    q_ptr, k_ptr, v_ptr, gates_ptr, state_ptr, slot_ptr, count_ptr, marked_ptr, mark_row_ptr, follows_ptr, inverse_ptr,
-    scores_ptr, decay_ptr, skip_ptr, out_ptr, batch, rows,
+def _solve_kernel(
+    k_ptr, v_ptr, gates_ptr, count_ptr, decay_ptr, key_ptr, w_ptr, new_ptr, rows,
     HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr, OUT_PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, DEPENDENT: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, STEP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """follows_ptr: None, or for each batch row whether it continues the piece of a prompt in the batch row before."""
+    """For each chunk and head: the log-decay from the chunk's start to each row, the keys decayed to the chunk's end,
+    and w and u.  Rows of padding add nothing."""
     pdl_trigger_and_wait(DEPENDENT)
+    PRODUCT: tl.constexpr = new_ptr.dtype.element_ty
+    head, chunk, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row, is_row, exists = _rows_of_chunk(request, chunk, rows, count_ptr, CHUNK)
+    exists = is_row & exists
+    order = tl.arange(0, CHUNK)
+    gate = gates_ptr + row * 2 * HEADS + head
+    decay = tl.cumsum(tl.load(gate, mask=exists, other=0.0).to(EXACT), 0)
+    beta = tl.load(gate + HEADS, mask=exists, other=0.0).to(EXACT)
+    of_row = ((request * tl.num_programs(1) + chunk) * HEADS + head) * CHUNK + order
+    tl.store(decay_ptr + of_row, decay)
+    of_key = (row * (HEADS // SHARE) + head // SHARE) * K_SIZE
+    if DELTA:
+        system = tl.zeros([CHUNK, CHUNK], EXACT)
+        for first in range(0, BLOCK_K, STEP):
+            key = first + tl.arange(0, STEP)
+            mask = exists[:, None] & (key < K_SIZE)[None, :]
+            k = tl.load(k_ptr + of_key[:, None] + key[None, :], mask=mask, other=0.0).to(PRODUCT)
+            system += tl.dot(k, tl.trans(k), input_precision=PRECISION, out_dtype=EXACT)
+        below = order[None, :] < order[:, None]
+        carry = tl.where(below, tl.exp(tl.where(below, decay[:, None] - decay[None, :], 0.0)), 0.0)
+        inverse = _inverse(beta[:, None] * system * carry, PRECISION, SOLVE, EXACT, CHUNK)
+        inverse = (inverse * beta[None, :]).to(PRODUCT)
+    to_end = tl.exp(tl.sum(tl.where(order == CHUNK - 1, decay, 0.0), 0) - decay)
+    for first in range(0, BLOCK_K, STEP):
+        key = first + tl.arange(0, STEP)
+        mask = (key < K_SIZE)[None, :]
+        k = tl.load(k_ptr + of_key[:, None] + key[None, :], mask=exists[:, None] & mask, other=0.0).to(EXACT)
+        tile = of_row[:, None] * K_SIZE + key[None, :]
+        tl.store(key_ptr + tile, (to_end[:, None] * k).to(PRODUCT), mask=mask)
+        if DELTA:
+            k = (tl.exp(decay)[:, None] * k).to(PRODUCT)
+            w = tl.dot(inverse, k, input_precision=PRECISION, out_dtype=EXACT)
+            tl.store(w_ptr + tile, w.to(PRODUCT), mask=mask)
+    for first in range(0, BLOCK_V, STEP):
+        value = first + tl.arange(0, STEP)
+        mask = (value < V_SIZE)[None, :]
+        v_place = (row * HEADS + head)[:, None] * V_SIZE + value[None, :]
+        new = tl.load(v_ptr + v_place, mask=exists[:, None] & mask, other=0.0).to(EXACT)
+        if DELTA:
+            new = tl.dot(inverse, new.to(PRODUCT), input_precision=PRECISION, out_dtype=EXACT)
+        else:
+            new = beta[:, None] * new
+        tl.store(new_ptr + of_row[:, None] * V_SIZE + value[None, :], new.to(PRODUCT), mask=mask)
+
+
+@kernel
+def _states_kernel(
+    state_ptr, slot_ptr, count_ptr, marked_ptr, mark_row_ptr, follows_ptr, decay_ptr, key_ptr, w_ptr, new_ptr,
+    before_ptr, batch, chunks,
+    HEADS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr,
+    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """new_ptr: u, and after the kernel what each row adds.  before_ptr: the state before each chunk.  A mark's row gets
+    the state before the chunk that has the mark.
+    follows_ptr: None, or for each batch row whether it continues the piece of a prompt in the batch row before."""
+    pdl_trigger_and_wait(DEPENDENT)
+    PRODUCT: tl.constexpr = new_ptr.dtype.element_ty
     v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
     head, first = tl.program_id(0) // v_blocks, tl.program_id(1).to(tl.int64)
     pieces = 1
@@ -93,49 +130,91 @@ def _chain_kernel(
         order = tl.arange(0, CHUNK)
         is_key, is_value = key < K_SIZE, value < V_SIZE
         is_both = is_key[:, None] & is_value[None, :]
-        place = (head * K_SIZE + key[:, None]) * V_SIZE + value[None, :]
+        within = key[:, None] * V_SIZE + value[None, :]
+        place = head * K_SIZE * V_SIZE + within
         own = state_ptr + tl.load(slot_ptr + first) * HEADS * K_SIZE * V_SIZE
         state = tl.load(own + place, mask=is_both, other=0.0)
-        chunks = tl.cdiv(rows, CHUNK)
-        for i in range(pieces * chunks):
-            request, chunk = first + i // chunks, i % chunks
-            row, is_row, exists = _rows_of_chunk(request, chunk, rows, count_ptr, CHUNK)
-            of_chunk = (request * chunks + chunk) * HEADS + head
-            decay = tl.load(decay_ptr + of_chunk * CHUNK + order)
-            k_place = (row * (HEADS // SHARE) + head // SHARE)[:, None] * K_SIZE + key[None, :]
-            v_place = (row * HEADS + head)[:, None] * V_SIZE + value[None, :]
-            brings = is_row & exists
-            k = tl.load(k_ptr + k_place, mask=brings[:, None] & is_key[None, :], other=0.0).to(EXACT)
-            v = tl.load(v_ptr + v_place, mask=brings[:, None] & is_value[None, :], other=0.0).to(EXACT)
-            if DELTA:
-                read = tl.dot(k, state, input_precision=PRECISION, out_dtype=EXACT)
-                tile = of_chunk * CHUNK * CHUNK + order[:, None] * CHUNK + order[None, :]
-                inverse = tl.load(inverse_ptr + tile)
-                new = v - tl.exp(decay)[:, None] * read
-                new = tl.dot(inverse, new, input_precision=PRECISION, out_dtype=EXACT)
-            else:
-                beta = tl.load(gates_ptr + row * 2 * HEADS + HEADS + head, mask=brings, other=0.0).to(EXACT)
-                new = beta[:, None] * v
-            q = tl.load(q_ptr + k_place, mask=is_row[:, None] & is_key[None, :], other=0.0).to(EXACT)
-            scores = tl.load(scores_ptr + of_chunk * CHUNK * CHUNK + order[:, None] * CHUNK + order[None, :])
-            out = tl.exp(decay)[:, None] * tl.dot(q, state, input_precision=OUT_PRECISION, out_dtype=EXACT)
-            out += tl.dot(scores, new, input_precision=OUT_PRECISION, out_dtype=EXACT)
-            if skip_ptr is not None:
-                out += tl.load(skip_ptr + head).to(EXACT) * v
-            tl.store(out_ptr + v_place, out.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_value[None, :])
+        for i in tl.range(0, pieces * chunks, num_stages=STAGES):
+            tile = (first * chunks + i) * HEADS + head
             if marked_ptr is not None:
-                here = tl.load(marked_ptr + request) - chunk * CHUNK
+                request = first + i // chunks
+                here = tl.load(marked_ptr + request) - i % chunks * CHUNK
                 if (here > 0) & (here <= CHUNK):
-                    whole = tl.sum(tl.where(order == here - 1, decay, 0.0), 0)
-                    share = tl.where(order < here, tl.exp(tl.where(order < here, whole - decay, 0.0)), 0.0)
-                    added = tl.dot(tl.trans(k), share[:, None] * new, input_precision=PRECISION, out_dtype=EXACT)
                     mark = state_ptr + tl.load(mark_row_ptr + request) * HEADS * K_SIZE * V_SIZE
-                    tl.store(mark + place, tl.exp(whole) * state + added, mask=is_both)
-            whole = tl.sum(tl.where(order == CHUNK - 1, decay, 0.0), 0)
-            added = tl.exp(whole - decay)[:, None] * new
-            state = tl.exp(whole) * state + tl.dot(tl.trans(k), added, input_precision=PRECISION, out_dtype=EXACT)
+                    tl.store(mark + place, state, mask=is_both)
+            before = state.to(PRODUCT)
+            tl.store(before_ptr + tile * K_SIZE * V_SIZE + within, before, mask=is_both)
+            k_place = (tile * CHUNK + order)[:, None] * K_SIZE + key[None, :]
+            v_place = (tile * CHUNK + order)[:, None] * V_SIZE + value[None, :]
+            new = tl.load(new_ptr + v_place, mask=is_value[None, :], other=0.0)
+            if DELTA:
+                w = tl.load(w_ptr + k_place, mask=is_key[None, :], other=0.0)
+                new = new.to(EXACT) - tl.dot(w, before, input_precision=PRECISION, out_dtype=EXACT)
+                new = new.to(PRODUCT)
+                tl.store(new_ptr + v_place, new, mask=is_value[None, :])
+            k = tl.load(key_ptr + k_place, mask=is_key[None, :], other=0.0)
+            whole = tl.load(decay_ptr + tile * CHUNK + CHUNK - 1)
+            state = tl.exp(whole) * state
+            state += tl.dot(tl.trans(k), new, input_precision=PRECISION, out_dtype=EXACT)
         if tl.load(count_ptr + first) > 0:
             tl.store(own + place, state, mask=is_both)
+
+
+@kernel
+def _outputs_kernel(
+    q_ptr, k_ptr, v_ptr, state_ptr, count_ptr, marked_ptr, mark_row_ptr, decay_ptr, new_ptr, before_ptr, skip_ptr,
+    out_ptr, rows,
+    HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STEP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Where a chunk has a mark, its rows up to the mark go into the state at the mark's row."""
+    pdl_trigger_and_wait(DEPENDENT)
+    PRODUCT: tl.constexpr = new_ptr.dtype.element_ty
+    v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
+    head, chunk, request = tl.program_id(0) // v_blocks, tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row, is_row, exists = _rows_of_chunk(request, chunk, rows, count_ptr, CHUNK)
+    order, value = tl.arange(0, CHUNK), tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_value = value < V_SIZE
+    tile = (request * tl.num_programs(1) + chunk) * HEADS + head
+    decay = tl.load(decay_ptr + tile * CHUNK + order)
+    of_key = (row * (HEADS // SHARE) + head // SHARE) * K_SIZE
+    scores, out = tl.zeros([CHUNK, CHUNK], EXACT), tl.zeros([CHUNK, BLOCK_V], EXACT)
+    for first in range(0, BLOCK_K, STEP):
+        key = first + tl.arange(0, STEP)
+        is_key, k_place = key < K_SIZE, of_key[:, None] + key[None, :]
+        q = tl.load(q_ptr + k_place, mask=is_row[:, None] & is_key[None, :], other=0.0).to(PRODUCT)
+        k = tl.load(k_ptr + k_place, mask=(is_row & exists)[:, None] & is_key[None, :], other=0.0).to(PRODUCT)
+        state_place = tile * K_SIZE * V_SIZE + key[:, None] * V_SIZE + value[None, :]
+        before = tl.load(before_ptr + state_place, mask=is_key[:, None] & is_value[None, :], other=0.0)
+        scores += tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=EXACT)
+        out += tl.dot(q, before, input_precision=PRECISION, out_dtype=EXACT)
+    seen = order[None, :] <= order[:, None]
+    carry = tl.where(seen, tl.exp(tl.where(seen, decay[:, None] - decay[None, :], 0.0)), 0.0)
+    new_place = (tile * CHUNK + order)[:, None] * V_SIZE + value[None, :]
+    new = tl.load(new_ptr + new_place, mask=is_value[None, :], other=0.0)
+    out = tl.exp(decay)[:, None] * out
+    out += tl.dot((scores * carry).to(PRODUCT), new, input_precision=PRECISION, out_dtype=EXACT)
+    v_place = (row * HEADS + head)[:, None] * V_SIZE + value[None, :]
+    is_out = is_row[:, None] & is_value[None, :]
+    if skip_ptr is not None:
+        out += tl.load(skip_ptr + head).to(EXACT) * tl.load(v_ptr + v_place, mask=is_out, other=0.0).to(EXACT)
+    tl.store(out_ptr + v_place, out.to(out_ptr.dtype.element_ty), mask=is_out)
+    if marked_ptr is not None:
+        here = tl.load(marked_ptr + request) - chunk * CHUNK
+        if (here > 0) & (here <= CHUNK):
+            whole = tl.sum(tl.where(order == here - 1, decay, 0.0), 0)
+            share = tl.where(order < here, tl.exp(tl.where(order < here, whole - decay, 0.0)), 0.0)
+            taken = (share[:, None] * new.to(EXACT)).to(PRODUCT)
+            state_ptr += (tl.load(mark_row_ptr + request) * HEADS + head) * K_SIZE * V_SIZE
+            for first in range(0, BLOCK_K, STEP):
+                key = first + tl.arange(0, STEP)
+                is_both = (key < K_SIZE)[:, None] & is_value[None, :]
+                is_key = (is_row & exists)[:, None] & (key < K_SIZE)[None, :]
+                k = tl.load(k_ptr + of_key[:, None] + key[None, :], mask=is_key, other=0.0).to(PRODUCT)
+                added = tl.dot(tl.trans(k), taken, input_precision=PRECISION, out_dtype=EXACT)
+                mark = state_ptr + key[:, None] * V_SIZE + value[None, :]
+                tl.store(mark, tl.exp(whole) * tl.load(mark, mask=is_both, other=0.0) + added, mask=is_both)
 
 
 def chain_outputs(
@@ -146,7 +225,7 @@ def chain_outputs(
     skip: Tensor | None,
     delta: bool,
 ) -> Tensor:
-    """Tolerance: that of tree_outputs times the condition number of a chunk's system."""
+    """Tolerance: that of tree_outputs times the condition number of a chunk's system.  States have the same."""
     k, v, gates = (x.contiguous() for x in rows)
     q = q.contiguous()
     (batch, count, heads, v_size), (k_heads, k_size) = v.shape, k.shape[2:]
@@ -154,37 +233,71 @@ def chain_outputs(
     out = torch.empty_like(v)
     if not batch or not count:
         return out
-    chunks, config = -(-count // CHUNK), choose_config(v_size, v.dtype)
-    tiles = (batch, chunks, heads, CHUNK, CHUNK)
-    scores, decay = table.new_empty(tiles), table.new_empty(tiles[:-1])
-    inverse = table.new_empty(tiles) if delta else None
+    chunks, products = -(-count // CHUNK), choose_products(v, table)
+    plan = choose_plan(v_size, products)
+    tiles, kept = (batch, chunks, heads), table.new_empty(0, dtype=products.kept)
+    decay = table.new_empty(*tiles, CHUNK)
+    keys, new = kept.new_empty(*tiles, CHUNK, k_size), kept.new_empty(*tiles, CHUNK, v_size)
+    w = torch.empty_like(keys) if delta else None
+    before = kept.new_empty(*tiles, k_size, v_size)
     constants = {
         "HEADS": heads,
-        "SHARE": heads // k_heads,
         "K_SIZE": k_size,
-        "DELTA": delta,
+        "V_SIZE": v_size,
         "EXACT": exact_type(table.dtype),
-        "PRECISION": config.precision,
-        "OUT_PRECISION": config.out_precision,
+        "PRECISION": products.precision,
         "CHUNK": CHUNK,
         "BLOCK_K": max(power_of_two(k_size), SMALLEST),
-        "num_warps": config.num_warps,
-        "num_stages": 1,
         **pdl_arguments(chip(v)),
     }
-    _products_kernel[heads, chunks, batch](q, k, gates, path.taken, inverse, scores, decay, count, **constants)
-    _chain_kernel[heads * -(-v_size // config.block_v), batch](
-        *(q, k, v, gates, table, slots, path.taken, path.marked, path.mark_row, path.follows),
-        *(inverse, scores, decay, skip, out, batch, count),
-        V_SIZE=v_size,
-        BLOCK_V=config.block_v,
+    _solve_kernel[heads, chunks, batch](
+        *(k, v, gates, path.taken, decay, keys, w, new, count),
+        SHARE=heads // k_heads,
+        DELTA=delta,
+        SOLVE=plan.solve,
+        BLOCK_V=max(power_of_two(v_size), SMALLEST),
+        STEP=STEP,
+        num_warps=plan.solve_warps,
+        **constants,
+    )
+    _states_kernel[heads * -(-v_size // plan.states_v), batch](
+        *(table, slots, path.taken, path.marked, path.mark_row, path.follows, decay, keys, w, new, before),
+        *(batch, chunks),
+        DELTA=delta,
+        BLOCK_V=plan.states_v,
         BLOCK_B=power_of_two(batch),
+        STAGES=plan.stages,
+        num_warps=plan.states_warps,
+        **constants,
+    )
+    _outputs_kernel[heads * -(-v_size // plan.outputs_v), chunks, batch](
+        *(q, k, v, table, path.taken, path.marked, path.mark_row, decay, new, before, skip, out, count),
+        SHARE=heads // k_heads,
+        BLOCK_V=plan.outputs_v,
+        STEP=STEP,
+        num_warps=plan.outputs_warps,
+        num_stages=2,
         **constants,
     )
     return out
 
 
-def choose_config(v_size: int, dtype: torch.dtype) -> Config:
-    block_v = max(min(power_of_two(v_size), 32), SMALLEST)
-    # As in kernels/recurrence/tree.py: no second warpgroup for 16 columns.
-    return Config(block_v, 8 if block_v > SMALLEST else 4, PRECISION, PRECISION if dtype.itemsize >= 4 else "tf32")
+class Plan(NamedTuple):
+    """Launch parameters.  states_v, outputs_v: columns of a state for each program; stages: chunks whose loads are in
+    flight."""
+
+    solve: object
+    solve_warps: int
+    states_v: int
+    states_warps: int
+    stages: int
+    outputs_v: int
+    outputs_warps: int
+
+
+def choose_plan(v_size: int, products: Products) -> Plan:
+    """As in kernels/recurrence/tree.py: no second warpgroup for 16 columns."""
+    largest = max(power_of_two(v_size), SMALLEST)
+    if products.kept.itemsize > 2:
+        return Plan(products.operand, 4, min(largest, 32), 4, 1, min(largest, 32), 4)
+    return Plan(tl.bfloat16, 4, min(largest, 32), 4, 3, min(largest, 64), 4)

@@ -5,11 +5,8 @@ nodes' additions to the state are the solution x of (I + A) x = b.  A is nonzero
 repeats x = b - A x once for each depth of the tree.  A node is exact one step after its ancestors, so a shallow tree
 takes few small products, no matter how many nodes it has, and errors do not add up.
 
-The work for a head of 128 x 128 and D nodes, in units of 2 · 128 · 128 FLOP on tensor cores: D each for S k and S q,
-D² / 128 each for k k, k q and the sum over ancestors, and depth · D² / 128 for the solution.  One node after another
-would take 3 D outside of tensor cores, a sum across threads for each node, and a state for each depth.  At D = 16 and
-depth 4 both are 48, and tensor cores are four times as fast, with three products for each (tf32x3).  At D = 64 they are
-384 and 192.  The state has 64 KiB, which a multiprocessor's share of memory bandwidth reads in 2.7 µs.
+Products have the state's columns as rows and the nodes as columns: Hopper's tensor cores take 64 rows or more, and
+columns from 8 on.  So a tree of 16 nodes fills them.
 """
 
 from __future__ import annotations
@@ -23,83 +20,117 @@ from torch import Tensor
 from espalier.kernels.ops.states import MAX_TREE_ROWS, StateColumns
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
-from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait, prefetch
 
 # The smallest block that tensor cores take.
 SMALLEST = 16
-# The precision of products that read or change a state: three terms of TF32.
-PRECISION = "tf32x3"
+# Bytes of a line of the L2 cache.
+LINE = 128
+
+
+@kernel
+def _prefetch_state(
+    state_ptr, first, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    LINE: tl.constexpr,
+):  # fmt: skip
+    """Of a head's state, BLOCK_V columns from `first` on.  LINE: numbers in a line of the L2 cache."""
+    line = first + tl.arange(0, (BLOCK_V + LINE - 1) // LINE) * LINE
+    place = tl.arange(0, BLOCK_K)[:, None] * V_SIZE + line[None, :]
+    prefetch(state_ptr + tl.minimum(place, K_SIZE * V_SIZE - 1))
+
+
+@kernel
+def _solution(
+    first_t, products, seen_t, beta, carry_t,
+    PRODUCT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """What nodes add, first_t [columns of the state, nodes] without their ancestors.  products: of their keys."""
+    node = tl.arange(0, BLOCK_R)
+    depth = tl.max(tl.sum(seen_t.to(tl.int32), 0), 0) - 1
+    system_t = tl.where(node[:, None] == node[None, :], 0.0, beta[None, :] * products * carry_t).to(PRODUCT)
+    new_t = first_t
+    for _ in range(depth):
+        new_t = first_t - tl.dot(new_t.to(PRODUCT), system_t, input_precision=PRECISION, out_dtype=EXACT)
+    return new_t
 
 
 @kernel
 def _tree_kernel(
     q_ptr, k_ptr, v_ptr, gates_ptr, state_ptr, slot_ptr, bits_ptr, skip_ptr, out_ptr, rows, words,
     HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr, OUT_PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, DEPENDENT: tl.constexpr,
+    EXACT: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, LINE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     pdl_trigger(DEPENDENT)
     v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
     head, request = tl.program_id(0) // v_blocks, tl.program_id(1).to(tl.int64)
-    key, value = tl.arange(0, BLOCK_K), tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
-    is_key, is_value = key < K_SIZE, value < V_SIZE
+    value = tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_value = value < V_SIZE
     # The state can be read before waiting.  The kernel before this one writes no state, and it waited for the kernels
     # that do.
-    slot = tl.load(slot_ptr + request)
-    state = tl.load(
-        state_ptr + ((slot * HEADS + head) * K_SIZE + key[:, None]) * V_SIZE + value[None, :],
-        mask=is_key[:, None] & is_value[None, :], other=0.0,
-    )  # fmt: skip
+    state_ptr += (tl.load(slot_ptr + request) * HEADS + head) * K_SIZE * V_SIZE
+    if DEPENDENT:
+        _prefetch_state(state_ptr, tl.program_id(0) % v_blocks * BLOCK_V, K_SIZE, V_SIZE, BLOCK_K, BLOCK_V, LINE)
     pdl_wait(DEPENDENT)
+    # Names that end in _t have a column for each node that reads.
     node = tl.arange(0, BLOCK_R)
     is_node = node < rows
     row = request * rows + node
     word = tl.load(bits_ptr + row * words, mask=is_node, other=0)
-    seen = ((word[:, None] >> node[None, :]) & 1) != 0
-    seen = seen & is_node[None, :]
+    seen_t = (((word[None, :] >> node[:, None]) & 1) != 0) & is_node[:, None]
     gate = gates_ptr + row * 2 * HEADS + head
     log_decay = tl.load(gate, mask=is_node, other=0.0).to(EXACT)
     beta = tl.load(gate + HEADS, mask=is_node, other=0.0).to(EXACT)
-    k_place = (row * (HEADS // SHARE) + head // SHARE)[:, None] * K_SIZE + key[None, :]
-    v_place = (row * HEADS + head)[:, None] * V_SIZE + value[None, :]
-    k = tl.load(k_ptr + k_place, mask=is_node[:, None] & is_key[None, :], other=0.0).to(EXACT)
-    v = tl.load(v_ptr + v_place, mask=is_node[:, None] & is_value[None, :], other=0.0).to(EXACT)
+    v_place = (row * HEADS + head)[None, :] * V_SIZE + value[:, None]
+    v_t = tl.load(v_ptr + v_place, mask=is_node[None, :] & is_value[:, None], other=0.0)
     # Products would carry NaN and infinity to nodes that do not see them.  So they are replaced by zeros here, and put
     # back at the end.
-    is_bad = ~(
-        (tl.sum(k * 0.0, 1) == 0.0) & (tl.sum(v * 0.0, 1) == 0.0) & (log_decay * 0.0 == 0.0) & (beta * 0.0 == 0.0)
-    )
-    k, v = tl.where(is_bad[:, None], 0.0, k), tl.where(is_bad[:, None], 0.0, v)
-    log_decay, beta = tl.where(is_bad, 0.0, log_decay), tl.where(is_bad, 0.0, beta)
-    sees_bad = tl.max((seen & is_bad[None, :]).to(tl.int32), 1) > 0
+    is_bad = (log_decay * 0.0 != 0.0) | (beta * 0.0 != 0.0)
+    log_decay, beta = tl.where(log_decay * 0.0 != 0.0, 0.0, log_decay), tl.where(beta * 0.0 != 0.0, 0.0, beta)
+    read_t, out_t = tl.zeros([BLOCK_V, BLOCK_R], EXACT), tl.zeros([BLOCK_V, BLOCK_R], EXACT)
+    system_t, scores_t = tl.zeros([BLOCK_R, BLOCK_R], EXACT), tl.zeros([BLOCK_R, BLOCK_R], EXACT)
+    for first in tl.range(0, BLOCK_K, STEP, num_stages=STAGES):
+        key = first + tl.arange(0, STEP)
+        is_key = key < K_SIZE
+        k_place = (row * (HEADS // SHARE) + head // SHARE)[:, None] * K_SIZE + key[None, :]
+        is_part = is_node[:, None] & is_key[None, :]
+        state = tl.load(
+            state_ptr + key[:, None] * V_SIZE + value[None, :], mask=is_key[:, None] & is_value[None, :], other=0.0
+        )
+        k, q = tl.load(k_ptr + k_place, mask=is_part, other=0.0), tl.load(q_ptr + k_place, mask=is_part, other=0.0)
+        state_t, q_t = tl.trans(state.to(PRODUCT)), tl.trans(q.to(PRODUCT))
+        is_bad = is_bad | (tl.max((k * 0.0 != 0.0).to(tl.int32), 1) > 0)
+        k = tl.where(k * 0.0 != 0.0, 0.0, k).to(PRODUCT)
+        if DELTA:
+            read_t += tl.dot(state_t, tl.trans(k), input_precision=PRECISION, out_dtype=EXACT)
+            system_t += tl.dot(k, tl.trans(k), input_precision=PRECISION, out_dtype=EXACT)
+        out_t += tl.dot(state_t, q_t, input_precision=PRECISION, out_dtype=EXACT)
+        scores_t += tl.dot(k, q_t, input_precision=PRECISION, out_dtype=EXACT)
 
-    decay = tl.sum(tl.where(seen, log_decay[None, :], 0.0), 1)
-    carry = tl.where(seen, tl.exp(tl.where(seen, decay[:, None] - decay[None, :], 0.0)), 0.0)
-    new = beta[:, None] * v
+    v_t = v_t.to(EXACT)
+    is_bad = is_bad | (tl.max((v_t * 0.0 != 0.0).to(tl.int32), 0) > 0)
+    v_t = tl.where(v_t * 0.0 != 0.0, 0.0, v_t)
+    sees_bad = tl.max((seen_t & is_bad[:, None]).to(tl.int32), 0) > 0
+    decay = tl.sum(tl.where(seen_t, log_decay[:, None], 0.0), 0)
+    carry_t = tl.where(seen_t, tl.exp(tl.where(seen_t, decay[None, :] - decay[:, None], 0.0)), 0.0)
+    new_t = beta[None, :] * v_t
     if DELTA:
-        depth = tl.max(tl.sum(seen.to(tl.int32), 1), 0) - 1
-        read = tl.dot(k, state, input_precision=PRECISION, out_dtype=EXACT)
-        first = new - (beta * tl.exp(decay))[:, None] * read
-        system = tl.dot(k, tl.trans(k), input_precision=PRECISION, out_dtype=EXACT)
-        system = tl.where(node[:, None] == node[None, :], 0.0, beta[:, None] * system * carry)
-        new = first
-        for _ in range(depth):
-            new = first - tl.dot(system, new, input_precision=PRECISION, out_dtype=EXACT)
-    q = tl.load(q_ptr + k_place, mask=is_node[:, None] & is_key[None, :], other=0.0).to(EXACT)
-    scores = tl.dot(q, tl.trans(k), input_precision=OUT_PRECISION, out_dtype=EXACT) * carry
-    out = tl.exp(decay)[:, None] * tl.dot(q, state, input_precision=OUT_PRECISION, out_dtype=EXACT)
-    out += tl.dot(scores, new, input_precision=OUT_PRECISION, out_dtype=EXACT)
+        new_t -= (beta * tl.exp(decay))[None, :] * read_t
+        new_t = _solution(new_t, system_t, seen_t, beta, carry_t, PRODUCT, PRECISION, EXACT, BLOCK_R)
+    out_t = tl.exp(decay)[None, :] * out_t
+    out_t += tl.dot(new_t.to(PRODUCT), (scores_t * carry_t).to(PRODUCT), input_precision=PRECISION, out_dtype=EXACT)
     if skip_ptr is not None:
-        out += tl.load(skip_ptr + head).to(EXACT) * v
-    out = tl.where(sees_bad[:, None], float("nan"), out)
-    tl.store(out_ptr + v_place, out.to(out_ptr.dtype.element_ty), mask=is_node[:, None] & is_value[None, :])
+        out_t += tl.load(skip_ptr + head).to(EXACT) * v_t
+    out_t = tl.where(sees_bad[None, :], float("nan"), out_t)
+    tl.store(out_ptr + v_place, out_t.to(out_ptr.dtype.element_ty), mask=is_node[None, :] & is_value[:, None])
 
 
 def tree_outputs(
     q: Tensor, rows: tuple[Tensor, Tensor, Tensor], state: StateColumns, bits: Tensor, skip: Tensor | None, delta: bool
 ) -> Tensor:
-    """Tolerance: the error of products of three terms of TF32.  Products that only outputs read have one term if the
-    model's dtype is coarser than TF32."""
+    """Tolerance: the rounding of products' operands (Products), times the condition number of the tree's system.  No
+    state is computed from these products."""
     k, v, gates = rows
     batch, count, heads, v_size = v.shape
     table, slots = state
@@ -109,9 +140,10 @@ def tree_outputs(
     if not batch or not count:
         return out
     assert count <= MAX_TREE_ROWS
-    block_r = max(power_of_two(count), SMALLEST)
-    config = choose_config(v_size, batch * heads, block_r, v.dtype, chip(v).processors)
-    _tree_kernel[heads * -(-v_size // config.block_v), batch](
+    block_k = max(power_of_two(k.shape[3]), SMALLEST)
+    block_r, products = max(power_of_two(count), SMALLEST), choose_products(v, table)
+    plan = choose_plan(v_size, batch * heads, block_r, products, chip(v).processors)
+    _tree_kernel[heads * -(-v_size // plan.block_v), batch](
         *(
             q.contiguous(),
             k.contiguous(),
@@ -130,33 +162,62 @@ def tree_outputs(
         V_SIZE=v_size,
         DELTA=delta,
         EXACT=exact_type(table.dtype),
-        PRECISION=config.precision,
-        OUT_PRECISION=config.out_precision,
+        PRODUCT=products.operand,
+        PRECISION=products.precision,
         BLOCK_R=block_r,
-        BLOCK_K=max(power_of_two(k.shape[3]), SMALLEST),
-        BLOCK_V=config.block_v,
-        num_warps=config.num_warps,
+        BLOCK_K=block_k,
+        BLOCK_V=plan.block_v,
+        STEP=min(plan.step, block_k),
+        STAGES=plan.stages,
+        LINE=LINE // table.itemsize,
+        num_warps=plan.num_warps,
         **pdl_arguments(chip(v)),
     )
     return out
 
 
-class Config(NamedTuple):
-    """Launch parameters.  block_v: columns of a state for each program; precision: Triton's name for the precision of
-    products that read or change a state; out_precision: for products that only outputs read."""
+class Products(NamedTuple):
+    """How products round their operands.  kept: the dtype of operands; precision: Triton's name for how those of 32
+    bits are multiplied."""
+
+    kept: torch.dtype
+    precision: str
+
+    @property
+    def operand(self) -> object:
+        return tl.bfloat16 if self.kept == torch.bfloat16 else exact_type(self.kept)
+
+
+def choose_products(v: Tensor, table: Tensor) -> Products:
+    """v: in the model's dtype; table: states.  Operands are as fine as the model's dtype.  One term of TF32 has the
+    mantissa of float16; float16 itself might not hold a state."""
+    if v.dtype == torch.bfloat16 and v.is_cuda:  # Triton's interpreter multiplies bfloat16 as integers.
+        return Products(v.dtype, "tf32")
+    return Products(table.dtype, "tf32x3" if v.dtype.itemsize >= 4 else "tf32")
+
+
+class Plan(NamedTuple):
+    """Launch parameters.  block_v: columns of a state for each program; step, stages: its rows that are multiplied at
+    once, and how many steps are in flight."""
 
     block_v: int
+    step: int
+    stages: int
     num_warps: int
-    precision: str
-    out_precision: str
 
 
-def choose_config(v_size: int, heads: int, block_r: int, dtype: torch.dtype, processors: int) -> Config:
+def choose_plan(v_size: int, heads: int, block_r: int, products: Products, processors: int) -> Plan:
     """heads: the sum over requests.  If there are few heads, each is cut into more parts, so that all multiprocessors
     read.  If a tree has many nodes, a head is cut into fewer, because each part multiplies the keys again."""
-    largest = 64 if SMALLEST < block_r < MAX_TREE_ROWS and heads >= 2 * processors else 32
-    block_v = max(min(power_of_two(v_size), largest), SMALLEST)
-    # Products of one term of TF32 are finer than the rounding of outputs to 16 bits.
-    out_precision = PRECISION if dtype.itemsize >= 4 else "tf32"
-    # 64 rows fill one warpgroup of Hopper.  With a second one and 16 columns, code of Triton 3.6 failed on an H100.
-    return Config(block_v, 8 if block_r == 2 * SMALLEST else 4, PRECISION, out_precision)
+    is_few = heads < processors
+    if products.kept.itemsize > 2:
+        plan = Plan(32, 64, 2, 8 if block_r == 2 * SMALLEST else 4)
+    elif block_r == SMALLEST and is_few:
+        plan = Plan(32, 128, 1, 4)
+    elif block_r < MAX_TREE_ROWS:
+        plan = Plan(64, 64, 1, 4)
+    else:
+        plan = Plan(64, 64, 1, 8) if is_few else Plan(128, 32, 2, 8)
+    block_v = max(min(power_of_two(v_size), plan.block_v), SMALLEST)
+    # 16 columns with a second warpgroup of Hopper: code of Triton 3.6 failed on an H100.
+    return plan._replace(block_v=block_v, num_warps=plan.num_warps if block_v > SMALLEST else 4)

@@ -39,7 +39,7 @@ from espalier.kernels.sampling.logit_processors import (
 )
 from espalier.kernels.tree.draft_topk import shaped_with_noise
 from espalier.kernels.tree.edges import LowRankEdges, Rows
-from espalier.kernels.tree.select_beams import order_of, score_of, usable_score
+from espalier.kernels.tree.select_tree import order_of, score_of, usable_score
 
 # Columns of a program, and the rank that it multiplies in a step.  With 64 kB of bfloat16, three programs fit into the
 # shared memory of a processor.

@@ -20,7 +20,7 @@ from espalier.kernels.ops.tree import Tree
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, power_of_two
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
-from espalier.kernels.tree.select_beams import order_of, score_of
+from espalier.kernels.tree.select_tree import order_of, score_of
 
 # The largest number of keys that one warp holds in registers.
 ONE_WARP = 256

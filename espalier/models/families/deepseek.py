@@ -99,7 +99,6 @@ V2 = Family(
         "rms_norm_eps": 1e-6,
         "attention_bias": False,
         "mlp_bias": False,
-        "hidden_act": "silu",
         "kv_lora_rank": 512,
         "q_lora_rank": 1536,
         "qk_nope_head_dim": 128,

@@ -25,7 +25,6 @@ FAMILY = Family(
         "head_dim": None,
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
         "sliding_window": 4096,
         "sliding_window_pattern": 4,
     },

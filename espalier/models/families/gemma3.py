@@ -1,8 +1,12 @@
-"""Gemma 3 (text): norms before and behind each block, of weight 1 + w; windows and RoPE by layer type."""
+"""Gemma 2 and 3 (text): norms before and behind each block, of weight 1 + w; windows by layer.
 
-from espalier.errors import EspalierError, shown
-from espalier.models.config import Family, Raw
-from espalier.models.config_values import positive
+Gemma 3 has a RoPE by layer type, Gemma 2 caps of attention logits and one RoPE.
+"""
+
+from dataclasses import replace
+
+from espalier.models.config import Family, Raw, windows_in_every_second
+from espalier.models.config_values import positive, require_counts
 from espalier.models.families.by_type import FULL, SLIDING, Bases, kinds_of, ropes_of, windows_of
 from espalier.models.layer_declaration import FOUR_NORMS
 
@@ -14,11 +18,9 @@ BASES: Bases = {
 
 def _layer_types(full: Raw) -> list[str]:
     """The type of each layer: of `layer_types`; without it, every sliding_window_pattern-th has full attention."""
-    every = full["sliding_window_pattern"]
-    is_number = isinstance(every, int) and not isinstance(every, bool) and every > 0
-    if full.get("layer_types") is None and not is_number:
-        raise EspalierError(f"sliding_window_pattern = {shown(every)}; a positive integer is needed; correct it")
-    return kinds_of(full, lambda layer: layer % every == 0)
+    if full.get("layer_types") is None:
+        require_counts(full, ("sliding_window_pattern",))
+    return kinds_of(full, lambda layer: layer % full["sliding_window_pattern"] == 0)
 
 
 FAMILY = Family(
@@ -49,4 +51,22 @@ FAMILY = Family(
     honours=("query_pre_attn_scalar",),
     activation_field="hidden_activation",
     multimodal=("Gemma3ForConditionalGeneration",),
+)
+
+
+GEMMA2 = replace(
+    FAMILY,
+    architecture="Gemma2ForCausalLM",
+    model_type="gemma2",
+    defaults={
+        **FAMILY.defaults,
+        "max_position_embeddings": 8192,
+        "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": 50.0,
+    },
+    windows=windows_in_every_second,
+    qk_norm=False,
+    ropes=None,
+    honours=("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+    multimodal=(),
 )

@@ -9,7 +9,7 @@ from dataclasses import replace
 from espalier.errors import EspalierError
 from espalier.models.config import Experts, Family, Raw, windows_by_layer_type
 from espalier.models.families.deepseek import V3, routed_experts
-from espalier.models.families.qwen3 import FAMILY as QWEN3
+from espalier.models.families.qwen import QWEN3 as QWEN3
 from espalier.models.mtp_family import NEXTN
 
 # Experts are chosen from all experts, not from groups.
@@ -45,7 +45,6 @@ GLM = Family(
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "attention_bias": False,
-        "hidden_act": "silu",
         "partial_rotary_factor": 0.5,
         "use_qk_norm": False,
         "first_k_dense_replace": 1,

@@ -26,7 +26,6 @@ FAMILY = Family(
         "head_dim": 64,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
         "attention_bias": True,
         "sliding_window": 128,
         "num_local_experts": 128,

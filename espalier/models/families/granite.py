@@ -1,17 +1,24 @@
 """Granite 3 and 4, dense and with experts: embeddings, blocks' outputs, scores and logits have factors.
 
-Granite 4 is `granitemoehybrid`.  Its models without experts have the shared expert as their MLP.  Configs with
-recurrent layers are refused.
+Granite 4 has layers of Mamba-2 or of attention, and a shared MLP, with experts or without.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, Raw, Windows, full_attention
-from espalier.models.config_values import positive
+from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows, attention_in_some_layer
+from espalier.models.config_values import positive, require_counts, require_multiple
 from espalier.models.families.llama import FAMILY as LLAMA
 from espalier.models.layer_declaration import LayerNames, MLPNames
+from espalier.models.layer_loading import load_attention, load_mamba2, specs_by_type
+from espalier.models.layers.decoder import Mixer
+from espalier.models.layers.recurrent import Mamba2
+from espalier.models.rope import RopeTables
+from espalier.models.weights import Weights
 
 FACTORS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 SHARED_MLP = MLPNames(gate_up=("input_linear",), down="output_linear")
@@ -33,21 +40,6 @@ def _experts(full: Raw) -> Experts | None:
         under="block_sparse_moe.",
         joined_names=("input_linear.weight", "output_linear.weight"),
     )
-
-
-def _attention_in_every_layer(full: Raw) -> Windows:
-    """Raises EspalierError for a config without layer_types: all of its layers would keep recurrent state."""
-    if full.get("layer_types") is None:
-        raise EspalierError("layer_types is missing, so all layers keep recurrent state, which is not supported")
-    return full_attention(full)
-
-
-def _ropes(full: Raw) -> list[Raw | None]:
-    """Every layer has the config's RoPE, or none has one."""
-    kind = full["position_embedding_type"]
-    if kind not in (None, "rope", "nope"):
-        raise EspalierError(f"position_embedding_type = {shown(kind)}; 'rope', 'nope' or null is needed; correct it")
-    return [{} if kind == "rope" else None] * full["num_hidden_layers"]
 
 
 FAMILY = Family(
@@ -75,14 +67,122 @@ SHARED = replace(
     defaults={**MOE.defaults, "shared_intermediate_size": 0},
     honours=(*MOE.honours, "shared_intermediate_size"),
 )
+
+
+LINEAR, FULL = "linear_attention", "full_attention"
+KINDS = {"mamba": LINEAR, "attention": FULL}
+COUNTS = (
+    *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
+    "shared_intermediate_size",
+)
+# As transformers writes it, which JSON has no number for.
+INFINITY = {"__float__": "Infinity"}
+
+
+def _own_fields(raw: Raw) -> Raw:
+    """The fields with the type of each layer as other families call it, and the size of a state's head."""
+    fields, types = dict(raw), raw.get("layer_types") or raw.get("layers_block_type")
+    if isinstance(types, list):
+        fields["layer_types"] = [KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
+    sizes: list[Any] = [raw.get(name) for name in ("hidden_size", "mamba_n_heads", "mamba_expand")]
+    if raw.get("mamba_d_head", "auto") == "auto" and all(type(size) is int and size > 0 for size in sizes):
+        hidden, heads, expand = sizes
+        fields["mamba_d_head"] = expand * hidden // heads
+    return with_limits(fields)
+
+
+def with_limits(fields: Raw) -> Raw:
+    """The fields, in which time_step_limit has numbers alone."""
+    limits = fields.get("time_step_limit")
+    if not isinstance(limits, list):
+        return fields
+    return {**fields, "time_step_limit": [float("inf") if each == INFINITY else each for each in limits]}
+
+
+def check_sizes(full: Raw, counts: Sequence[str], heads_and_groups: tuple[str, str]) -> None:
+    """Check the fields of Mamba-2, and that a layer has attention.
+
+    counts: names of positive integers; heads_and_groups: of the numbers of heads, and of groups that share B and C.
+    Raises EspalierError.
+    """
+    require_counts(full, counts)
+    require_multiple(full, *heads_and_groups)
+    attention_in_some_layer(full)
+    limits = full["time_step_limit"]
+    are_two = isinstance(limits, list | tuple) and len(limits) == 2
+    if not are_two or not all(isinstance(each, int | float) for each in limits):
+        raise EspalierError(f"time_step_limit = {shown(limits)}; a list of two numbers is needed; correct the config")
+
+
+def _check(full: Raw) -> Windows:
+    """No layer has a window.  Raises EspalierError for sizes that no layer can have."""
+    if LINEAR in (full["layer_types"] or ()):
+        check_sizes(full, COUNTS, ("mamba_n_heads", "mamba_n_groups"))
+    return attention_in_some_layer(full)
+
+
+def _ropes(full: Raw) -> list[Raw | None]:
+    """Every layer has the config's RoPE, or none has one."""
+    kind = full["position_embedding_type"]
+    if kind not in (None, "nope", "rope"):
+        value = shown(kind)
+        raise EspalierError(f"position_embedding_type = {value} is not supported, only 'rope', 'nope' or null")
+    return [{} if kind == "rope" else None] * full["num_hidden_layers"]
+
+
+def _state_of(config: ModelConfig) -> RecurrentState:
+    raw = config.raw
+    heads, groups, size = raw["mamba_n_heads"], raw["mamba_n_groups"], raw["mamba_d_state"]
+    return RecurrentState(raw["mamba_d_conv"], heads, groups, size, raw["mamba_d_head"], delta=False, units=False)
+
+
+def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
+    if LINEAR not in config.raw["layer_types"]:
+        return specs_by_type(config, {})
+    state = _state_of(config)
+    return specs_by_type(config, {LINEAR: LayerSpec(state.heads, state)})
+
+
+def _load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Mixer:
+    """As espalier/models/config.py:LoadMixer."""
+    if config.raw["layer_types"][layer] == FULL:
+        return load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope)
+    return _load_mamba(weights, config, f"{prefix}mamba.")
+
+
+def _load_mamba(weights: Weights, config: ModelConfig, prefix: str) -> Mamba2:
+    raw = config.raw
+    biases = {"bias": bool(raw["mamba_proj_bias"]), "conv_bias": bool(raw["mamba_conv_bias"])}
+    size, eps, limits = config.hidden_size, config.rms_norm_eps, raw["time_step_limit"]
+    return load_mamba2(weights, prefix, _state_of(config), size, eps, limits=limits, **biases)
+
+
 HYBRID = replace(
     SHARED,
     architecture="GraniteMoeHybridForCausalLM",
     model_type="granitemoehybrid",
-    defaults={**MOE.defaults, "shared_intermediate_size": 1024, "position_embedding_type": None},
-    windows=_attention_in_every_layer,
+    defaults={
+        **MOE.defaults,
+        "intermediate_size": 11008,
+        "shared_intermediate_size": 1024,
+        "position_embedding_type": None,
+        "mamba_n_heads": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 256,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+        "time_step_limit": (0.0, float("inf")),
+        "layer_types": None,
+    },
+    windows=_check,
     ropes=_ropes,
     names=LayerNames(under_mlp="shared_mlp.", mlp=SHARED_MLP),
     mlp_size_field="shared_intermediate_size",
     honours=(*SHARED.honours, "position_embedding_type"),
+    fields=_own_fields,
+    layer_kinds=(LINEAR,),
+    layer_specs=_layer_specs,
+    load_mixer=_load_mixer,
 )

@@ -100,7 +100,6 @@ FAMILY = Family(
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-6,
         "attention_bias": False,
-        "hidden_act": "silu",
         "sliding_window": 512,
         "gating": True,
         "num_experts": 256,

@@ -1,20 +1,22 @@
-"""LFM2 and LFM2.5, dense: most layers are a short convolution between two gates, the others have attention."""
+"""LFM2 and LFM2.5, dense and with experts: most layers are a short convolution between two gates, the others attend."""
+
+from dataclasses import replace
 
 from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
+from espalier.kernels.ops.experts import Routing
 from espalier.kernels.ops.recurrence import ShortConv
-from espalier.models.config import Family, ModelConfig, Raw, Windows, attention_in_some_layer
+from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows, attention_in_some_layer
 from espalier.models.config_values import require_counts
-from espalier.models.layer_declaration import LayerNames
-from espalier.models.layer_loading import load_attention, specs_by_type
-from espalier.models.layers.decoder import DecoderLayer
-from espalier.models.layers.mixer import Mixer
-from espalier.models.layers.mlp import GatedMLP
-from espalier.models.layers.short_conv import GatedConv
+from espalier.models.layer_declaration import LayerNames, LayerNorms, MLPNames
+from espalier.models.layer_loading import load_attention, load_layer, specs_by_type
+from espalier.models.layers.decoder import DecoderLayer, Mixer
+from espalier.models.layers.recurrent import GatedConv
 from espalier.models.rope import RopeTables
 from espalier.models.weights import Weights
 
 CONV, FULL = "conv", "full_attention"
+MLP_NAMES = MLPNames(("w1", "w3"), "w2")
 # Published names and those that all families share.
 RENAMED = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
 
@@ -50,24 +52,45 @@ def _mlp_size(config: ModelConfig) -> int:
     return -(-int(raw["block_ffn_dim_multiplier"] * size) // unit) * unit
 
 
+def _experts(full: Raw) -> Experts:
+    require_counts(full, ("num_experts",))
+    routing = Routing(
+        full["num_experts"],
+        full["num_experts_per_tok"],
+        scoring="sigmoid",
+        norm_topk_prob=bool(full["norm_topk_prob"]),
+        norm_eps=1e-6,
+        routed_scaling_factor=full["routed_scaling_factor"],
+        correction_bias=bool(full["use_expert_bias"]),
+    )
+    layers, dense = full["num_hidden_layers"], full["num_dense_layers"]
+    if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:
+        raise EspalierError(f"num_dense_layers = {shown(dense)}; a number of layers is needed; correct it")
+    return Experts(
+        frozenset(range(dense, layers)),
+        routing,
+        full["moe_intermediate_size"],
+        stored="joined",
+        under="feed_forward.",
+        names=MLP_NAMES,
+        correction_name="expert_bias",
+    )
+
+
 def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     state = RecurrentState(config.raw["conv_L_cache"], conv_channels=config.hidden_size)
     return specs_by_type(config, {CONV: LayerSpec(0, state)})
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> DecoderLayer:
-    """As espalier/models/config.py:LoadLayer."""
-    hidden, inner = config.hidden_size, _mlp_size(config)
-    norms = [weights.norm(f"{prefix}{name}_norm", hidden, config.rms_norm_eps) for name in ("operator", "ffn")]
-    under = f"{prefix}feed_forward."
-    gate_up = weights.linear(under, ("w1", "w3"), (inner, inner), hidden, bias=False)
-    mlp = GatedMLP(gate_up, weights.linear(under, ("w2",), (hidden,), inner, bias=False), config.activation)
-    mixer: Mixer
+    return load_layer(weights, replace(config, intermediate_size=_mlp_size(config)), prefix, layer, rope)
+
+
+def _load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Mixer:
+    """As espalier/models/config.py:LoadMixer."""
     if config.raw["layer_types"][layer] == FULL:
-        mixer = load_attention(weights, config, f"{prefix}self_attn.", hidden, rope)
-    else:
-        mixer = _load_conv(weights, config, f"{prefix}conv.")
-    return DecoderLayer(layer, norms[0], mixer, norms[1], mlp)
+        return load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope)
+    return _load_conv(weights, config, f"{prefix}conv.")
 
 
 def _load_conv(weights: Weights, config: ModelConfig, prefix: str) -> GatedConv:
@@ -100,10 +123,36 @@ FAMILY = Family(
     out_bias=lambda full: False,
     windows=_check,
     qk_norm=True,
-    names=LayerNames(out="out_proj", head_norms=("q_layernorm", "k_layernorm")),
+    layer_norms=LayerNorms("operator_norm", "ffn_norm"),
+    names=LayerNames(
+        out="out_proj",
+        head_norms=("q_layernorm", "k_layernorm"),
+        under_mlp="feed_forward.",
+        mlp=MLP_NAMES,
+    ),
     fields=_own_fields,
     layer_kinds=(CONV,),
     layer_specs=_layer_specs,
     load_layer=_load_layer,
+    load_mixer=_load_mixer,
     final_norm="model.embedding_norm",
+)
+MOE = replace(
+    FAMILY,
+    architecture="Lfm2MoeForCausalLM",
+    model_type="lfm2_moe",
+    defaults={
+        **FAMILY.defaults,
+        "intermediate_size": 7168,
+        "block_auto_adjust_ff_dim": False,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1792,
+        "num_dense_layers": 2,
+        "norm_topk_prob": True,
+        "use_expert_bias": True,
+        "routed_scaling_factor": 1.0,
+    },
+    experts=_experts,
+    honours=("num_experts", "num_local_experts", "routed_scaling_factor"),
 )

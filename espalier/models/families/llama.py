@@ -12,7 +12,6 @@ FAMILY = Family(
         "rms_norm_eps": 1e-6,
         "attention_bias": False,
         "mlp_bias": False,
-        "hidden_act": "silu",
     },
     in_drafts=True,
 )

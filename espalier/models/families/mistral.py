@@ -1,13 +1,15 @@
-"""Mistral, Ministral and Ministral 3: no biases; sliding windows where the config sets one.
+"""Mistral, Ministral, Ministral 3 and Mixtral: no biases; sliding windows where the config sets one.
 
 Ministral has the window in the layers that `layer_types` names, the others in every layer.  Ministral 3 has YaRN, and
-Llama 4's attention temperature.
+Llama 4's attention temperature.  Mixtral has experts in every layer.
 """
 
 from dataclasses import replace
 
 from espalier.errors import EspalierError
-from espalier.models.config import Family, Raw, Windows, windows_by_layer_type
+from espalier.kernels.ops.experts import Routing
+from espalier.models.config import Experts, Family, Raw, Windows, windows_by_layer_type
+from espalier.models.layer_declaration import MLPNames
 
 
 def windows(full: Raw) -> Windows:
@@ -32,7 +34,6 @@ FAMILY = Family(
         "head_dim": None,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
         "sliding_window": 4096,
     },
     qkv_bias=lambda full: False,
@@ -71,4 +72,33 @@ MINISTRAL3 = replace(
         },
     },
     honours=("llama_4_scaling_beta",),
+)
+
+
+def _experts(full: Raw) -> Experts:
+    return Experts(
+        frozenset(range(int(full["num_hidden_layers"]))),
+        Routing(full["num_local_experts"], full["num_experts_per_tok"], norm_topk_prob=True),
+        full["intermediate_size"],
+        under="block_sparse_moe.",
+        names=MLPNames(("w1", "w3"), "w2"),
+    )
+
+
+MIXTRAL = replace(
+    FAMILY,
+    architecture="MixtralForCausalLM",
+    model_type="mixtral",
+    defaults={
+        **FAMILY.defaults,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_theta": 1e6,
+    },
+    experts=_experts,
+    honours=("num_local_experts",),
+    in_drafts=False,
+    multimodal=(),
 )

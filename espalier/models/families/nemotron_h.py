@@ -1,28 +1,22 @@
 """Nemotron-H and Nemotron 3: each layer is one block, Mamba-2, attention without RoPE, an MLP or a mixture of experts.
 
-MLPs have no gate: relu(up)² is relu(gate) · up with up as the gate, so their matrices are loaded twice.
+MLPs have no gate: they are down(relu(up)²).
 """
-
-import torch
 
 from espalier.cache.layer_spec import NOTHING, LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
-from espalier.kernels.layers.tuning_table import DENSE
-from espalier.kernels.ops.activation import RELU
+from espalier.kernels.ops.activation import RELU2
 from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows, full_attention
-from espalier.models.families.granite_hybrid import FULL, LINEAR, check_sizes, with_limits
-from espalier.models.layer_loading import load_attention, specs_by_type
+from espalier.models.expert_loading import load_experts
+from espalier.models.families.granite import FULL, LINEAR, check_sizes, with_limits
+from espalier.models.layer_declaration import UP_DOWN
+from espalier.models.layer_loading import load_attention, load_mamba2, specs_by_type
+from espalier.models.layers.decoder import BlockLayer
 from espalier.models.layers.embedding import Embedding
-from espalier.models.layers.experts import MixtureMLP
-from espalier.models.layers.linear import Linear
-from espalier.models.layers.mamba2 import Mamba2
-from espalier.models.layers.mixer import BlockLayer
-from espalier.models.layers.mlp import GatedMLP
-from espalier.models.mamba2_loading import load_mamba2
+from espalier.models.layers.recurrent import Mamba2
 from espalier.models.rope import RopeTables
 from espalier.models.stored_names import StoredNames
-from espalier.models.weight_formats import dense_weight
 from espalier.models.weights import Weights
 
 MOE, MLP = "moe", "mlp"
@@ -72,7 +66,17 @@ def _experts(full: Raw) -> Experts | None:
         correction_bias=True,
     )
     shared = full["moe_shared_expert_intermediate_size"] if full["n_shared_experts"] else 0
-    return Experts(layers, routing, full["moe_intermediate_size"], shared, "shared_experts", activation=RELU)
+    return Experts(
+        layers,
+        routing,
+        full["moe_intermediate_size"],
+        shared,
+        "shared_experts",
+        activation=RELU2,
+        under="mixer.",
+        names=UP_DOWN,
+        shared_names=UP_DOWN,
+    )
 
 
 def _state_of(config: ModelConfig) -> RecurrentState:
@@ -96,44 +100,16 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
     if kind == FULL:
         return BlockLayer(layer, norm, mixer=load_attention(weights, config, under, config.hidden_size, rope))
     if kind == MLP:
-        return BlockLayer(layer, norm, mlp=_load_mlp(weights, under, config.hidden_size, config.intermediate_size))
+        sizes = config.hidden_size, config.intermediate_size
+        return BlockLayer(layer, norm, mlp=weights.mlp(under, *sizes, False, RELU2, names=UP_DOWN))
     assert config.experts is not None
-    return BlockLayer(layer, norm, mlp=_load_experts(weights, config.experts, under, config.hidden_size))
+    return BlockLayer(layer, norm, mlp=load_experts(weights, config.experts, under, config.hidden_size, RELU2))
 
 
 def _load_mamba(weights: Weights, config: ModelConfig, prefix: str) -> Mamba2:
     raw = config.raw
     how = {"bias": False, "conv_bias": bool(raw["use_conv_bias"]), "limits": raw["time_step_limit"]}
     return load_mamba2(weights, prefix, _state_of(config), config.hidden_size, config.rms_norm_eps, **how)
-
-
-def _dense(weights: Weights, name: str, rows: int, columns: int) -> torch.Tensor:
-    """A matrix that is loaded twice, which quantised ones cannot be."""
-    if weights.formats(name).name != DENSE:
-        raise EspalierError(f"{name!r} in {weights.path} is quantised, and its family is supported only without that")
-    return weights.take(f"{name}.weight", rows, columns)
-
-
-def _load_mlp(weights: Weights, prefix: str, hidden: int, inner: int) -> GatedMLP:
-    up = _dense(weights, f"{prefix}up_proj", inner, hidden)
-    down = weights.linear(prefix, ("down_proj",), (hidden,), inner, bias=False)
-    return GatedMLP(Linear(dense_weight(torch.cat((up, up)))), down, RELU)
-
-
-def _load_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> MixtureMLP:
-    count, size = experts.routing.num_experts, experts.size
-    router = weights.take(f"{prefix}gate.weight", count, hidden)
-    gate_up, down = weights.empty(count, 2 * size, hidden), weights.empty(count, hidden, size)
-    for expert in range(count):
-        name = f"{prefix}experts.{expert}."
-        gate_up[expert, :size] = _dense(weights, f"{name}up_proj", size, hidden)
-        gate_up[expert, size:] = gate_up[expert, :size]
-        down[expert] = _dense(weights, f"{name}down_proj", hidden, size)
-    bias = weights.take_exact(f"{prefix}gate.e_score_correction_bias", count)
-    shared = (
-        _load_mlp(weights, f"{prefix}shared_experts.", hidden, experts.shared_size) if experts.shared_size else None
-    )
-    return MixtureMLP(experts.routing, router, bias, gate_up, down, shared, activation=RELU)
 
 
 def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:

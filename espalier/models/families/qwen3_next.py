@@ -1,7 +1,7 @@
 """Qwen3-Next: three layers of the gated delta rule to one of gated attention; experts with a gated shared one.
 
 A quarter of a head's values is rotated, and norms store their weights less 1.  Checkpoints may hold an MTP layer, whose
-attention is gated too.
+attention is gated too.  Qwen3.5, 3.6 and 3.8 have the same layers, with their projections apart.
 """
 
 from dataclasses import replace
@@ -12,14 +12,13 @@ from espalier.kernels.ops.recurrence import ShortConv
 from espalier.model_files import MAX_HEAD_SIZE
 from espalier.models.config import Experts, ModelConfig, Raw, Windows, attention_in_some_layer
 from espalier.models.config_values import require_counts, require_multiple
-from espalier.models.expert_loading import load_experts
-from espalier.models.families.qwen2_moe import experts_beside_shared
-from espalier.models.families.qwen3_moe import FAMILY as QWEN3_MOE
+from espalier.models.families.qwen_moe import FAMILY as QWEN3_MOE
+from espalier.models.families.qwen_moe import experts_beside_shared
 from espalier.models.layer_loading import load_head_norms, specs_by_type
-from espalier.models.layers.decoder import DecoderLayer
-from espalier.models.layers.delta_net import DeltaNet
-from espalier.models.layers.gated_attention import GatedAttention
+from espalier.models.layers.attention import GatedAttention
+from espalier.models.layers.decoder import Mixer
 from espalier.models.layers.linear import Linear
+from espalier.models.layers.recurrent import DeltaNet
 from espalier.models.mtp_family import MTPFamily
 from espalier.models.rope import RopeTables
 from espalier.models.weights import Weights
@@ -85,28 +84,11 @@ def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     return specs_by_type(config, {LINEAR: LayerSpec(state.heads, state)})
 
 
-def load_layer(
-    weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables, index: int | None = None
-) -> DecoderLayer:
-    """As espalier/models/config.py:LoadLayer."""
-    is_linear = config.raw["layer_types"][layer] == LINEAR
-    norms = [
-        weights.norm(f"{prefix}{name}_layernorm", config.hidden_size, config.rms_norm_eps, config.family.norm_offset)
-        for name in ("input", "post_attention")
-    ]
-    mixer = (
-        load_delta_net(weights, config, f"{prefix}linear_attn.")
-        if is_linear
-        else load_gated_attention(weights, config, f"{prefix}self_attn.", rope)
-    )
-    sizes = (config.hidden_size, config.intermediate_size)
-    has_experts = config.experts is not None and layer in config.experts.layers
-    mlp = (
-        load_experts(weights, config.experts, f"{prefix}mlp.", config.hidden_size)
-        if config.experts is not None and has_experts
-        else weights.mlp(f"{prefix}mlp.", *sizes, config.mlp_bias, config.activation)
-    )
-    return DecoderLayer(layer if index is None else index, norms[0], mixer, norms[1], mlp)
+def load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Mixer:
+    """As espalier/models/config.py:LoadMixer."""
+    if config.raw["layer_types"][layer] == LINEAR:
+        return load_delta_net(weights, config, f"{prefix}linear_attn.")
+    return load_gated_attention(weights, config, f"{prefix}self_attn.", rope)
 
 
 def load_gated_attention(weights: Weights, config: ModelConfig, prefix: str, rope: RopeTables) -> GatedAttention:
@@ -159,7 +141,6 @@ FAMILY = replace(
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
         "attention_bias": False,
-        "hidden_act": "silu",
         "intermediate_size": 5632,
         "partial_rotary_factor": 0.25,
         "linear_conv_kernel_dim": 4,
@@ -185,6 +166,28 @@ FAMILY = replace(
     fields=own_fields,
     layer_kinds=(LINEAR,),
     layer_specs=layer_specs,
-    load_layer=load_layer,
+    load_mixer=load_mixer,
     mtp=QWEN_MTP,
+)
+
+
+QWEN3_5 = replace(
+    FAMILY,
+    architecture="Qwen3_5ForCausalLM",
+    model_type="qwen3_5_text",
+    defaults={
+        **{name: value for name, value in FAMILY.defaults.items() if "expert" not in name},
+        "num_key_value_heads": 4,
+        "intermediate_size": 12288,
+    },
+    experts=lambda full: None,
+    honours=("partial_rotary_factor", "num_nextn_predict_layers", "attn_output_gate"),
+    multimodal=("Qwen3_5ForConditionalGeneration",),
+)
+QWEN3_5_MOE = replace(
+    FAMILY,
+    architecture="Qwen3_5MoeForCausalLM",
+    model_type="qwen3_5_moe_text",
+    defaults={**FAMILY.defaults, "num_experts": 256, "num_experts_per_tok": 8},
+    multimodal=("Qwen3_5MoeForConditionalGeneration",),
 )

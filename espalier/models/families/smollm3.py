@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from espalier.errors import EspalierError, shown
 from espalier.models.config import Raw, Windows, windows_if_used
+from espalier.models.config_values import require_counts
 from espalier.models.families.llama import FAMILY as LLAMA
 
 
@@ -11,10 +12,8 @@ def _with_rope(full: Raw) -> list[bool]:
     """Whether each layer has RoPE.  In `no_rope_layers` 1 means that it has."""
     layers, given = full["num_hidden_layers"], full["no_rope_layers"]
     if given is None:
-        every = full["no_rope_layer_interval"]
-        if not isinstance(every, int) or every < 1:
-            raise EspalierError(f"no_rope_layer_interval = {shown(every)}; a positive integer is needed; correct it")
-        return [layer % every != 0 for layer in range(1, layers + 1)]
+        require_counts(full, ("no_rope_layer_interval",))
+        return [layer % full["no_rope_layer_interval"] != 0 for layer in range(1, layers + 1)]
     if not isinstance(given, list) or len(given) < layers or not set(map(repr, given)) <= {"0", "1"}:
         raise EspalierError(
             f"no_rope_layers = {shown(given)}; 0 or 1 is needed for each of {layers} layers; correct it"

@@ -1,6 +1,7 @@
-"""Our attention function, by which a model of transformers attends: it hands each call to what runs in this thread.
+"""How our attention function answers a model of transformers: it hands each call to what runs in this thread.
 
-Who runs is no argument of a model's layers, so it stands in a context variable for the time of a forward pass.
+Who runs is no argument of a model's layers, so it stands in a context variable for the time of a forward pass.  What a
+class raises becomes a refusal with a reason: it is another's code, and may raise anything.
 """
 
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+
+from espalier.errors import EspalierError, one_line
 
 # As transformers' AttentionInterface knows us.
 NAME = "espalier"
@@ -88,3 +91,15 @@ def _attend(
 ) -> tuple[Tensor, None]:
     call = Call(module, q, k, v, scaling, sliding_window or None, softcap or None, s_aux, attention_mask is not None)
     return RUNNING.get()(call), None
+
+
+@contextmanager
+def refusing(reason: str, *, with_kind: bool = False) -> Iterator[None]:
+    """Raise any error as EspalierError: the reason, and in brackets the error's text, behind its kind if asked."""
+    try:
+        yield
+    except EspalierError:
+        raise
+    except Exception as error:
+        kind = f"{type(error).__name__}: " if with_kind else ""
+        raise EspalierError(f"{reason} ({kind}{one_line(error)})") from None

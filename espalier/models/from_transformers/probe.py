@@ -16,11 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.ops.attention import masked_attention, with_sink
-from espalier.models.from_transformers.attention import NAME, Call, attending, register
-from espalier.models.from_transformers.refusal import refusing
-from espalier.models.from_transformers.replace import Make, find_equal
+from espalier.models.from_transformers.attention import NAME, Call, attending, refusing, register
 from espalier.models.from_transformers.shrink import shrunk
-from espalier.models.from_transformers.target import Body, fix_ropes
+from espalier.models.from_transformers.target import Body, Make, find_equal, fix_ropes
 
 # Relative to the largest logit, in float32.
 TOLERANCE = 1e-4

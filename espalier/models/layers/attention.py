@@ -10,6 +10,7 @@ from torch import Tensor
 from espalier.attention import Pass
 from espalier.kernels.layers.quantised import Rows
 from espalier.kernels.ops.rope import HeadNorms
+from espalier.models.layers.decoder import of_kept
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
 from espalier.models.layers.stream import Stream
@@ -50,7 +51,7 @@ class OutputGate(NamedTuple):
 
 
 class AttentionBlock:
-    """A Mixer (espalier/models/layers/mixer.py) that attends to rows.
+    """A Mixer (espalier/models/layers/decoder.py) that attends to rows.
 
     sink: as espalier/attention/base.py:Attention.attend takes it.
     """
@@ -74,7 +75,8 @@ class AttentionBlock:
         """As Mixer."""
         q, kept = self.write(layer, rows, p), p.kept(layer)
         gate = self.gate(rows, kept)
-        s.keep(kept)
+        if kept is not None:
+            s.keep(kept)
         attended = p.attend(layer, q, self.sink)
         return self.project(attended if gate is None else attended * gate.view(*attended.shape[:3], -1))
 
@@ -115,3 +117,29 @@ class Attention(AttentionBlock):
 
     def project(self, attended: Tensor) -> Tensor | Unsummed:
         return self.out.for_stream(attended.reshape(-1, self.out.shape[1]))
+
+
+@dataclass(eq=False, slots=True)
+class GatedAttention:
+    """qkv: stacked weights of q and gate, in turn for each of `heads`, then k and v.  norms: of q and k heads."""
+
+    qkv: Linear
+    out: Linear
+    heads: int
+    head_size: int
+    rope: RopeTables
+    norms: HeadNorms
+
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
+        """As espalier/models/layers/stream.py:Reader."""
+        return self.qkv.read(norm, delta, x)
+
+    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
+        """As espalier/models/layers/decoder.py:Mixer."""
+        made = self.qkv(rows).unflatten(1, (-1, self.head_size))
+        q, gate = made[:, : 2 * self.heads].unflatten(1, (self.heads, 2)).unbind(2)
+        qkv = torch.cat((q, made[:, 2 * self.heads :]), 1)
+        q = p.write(layer, qkv, p.rotation(self.rope), self.norms)
+        s.keep(p.kept(layer))
+        attended = p.attend(layer, q).flatten(0, 1)
+        return self.out.for_stream((attended * of_kept(gate, layer, p).sigmoid()).flatten(1))

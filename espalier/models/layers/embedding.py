@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.attention import Pass
-from espalier.kernels.ops.embedding import DraftHidden, EmbeddingTables, embed_rows
+from espalier.kernels.ops.drafts import DraftHidden, EmbeddingTables, embed_rows
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.layers.stream import Stream
 from espalier.models.rope import RopeTables

@@ -7,13 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.attention import Pass
-from espalier.kernels.ops.embedding import DraftHidden
+from espalier.kernels.ops.drafts import DraftHidden
 from espalier.kernels.ops.linear import sum_parts
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.embedding import Embedding
-from espalier.models.layers.experts import MixtureMLP, RoutedRows, router_logits
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.mlp import GatedMLP
+from espalier.models.layers.mlp import GatedMLP, MixtureMLP, RoutedRows, router_logits
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.layers.stream import Stream
 from espalier.models.rope import RopeTables

@@ -8,7 +8,7 @@ from espalier.kernels.layers.quantised import InputScales, RoundedRows, Rows
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.models.layers.norm import AnyNorm, Delta
 from espalier.models.weight_formats import Weight
-from espalier.models.weight_formats.sharded import SummedWeight, Unsummed
+from espalier.models.weight_formats.sharded import Unsummed
 
 
 @dataclass(eq=False, slots=True)
@@ -33,7 +33,8 @@ class Linear:
 
     def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""
-        return norm.rounded_after(delta, x, self.weight.rounding)
+        rounding = self.weight.rounding
+        return norm.after(delta, x) if rounding is None else norm.rounded_after(delta, x, rounding)
 
     def __call__(self, x: Rows) -> Tensor:
         """x [..., in] -> a new tensor [..., out]."""
@@ -43,9 +44,8 @@ class Linear:
 
     def for_stream(self, x: Rows) -> Tensor | Unsummed:
         """`in_parts`, or Unsummed if ranks divide the columns: then the next norm sums over the ranks too."""
-        if isinstance(self.weight, SummedWeight):
-            return self.weight.unsummed(x, self.bias)
-        return self.in_parts(x)
+        product: Tensor | Unsummed = self.weight.for_stream(x, self.bias)
+        return product
 
     def in_parts(self, x: Rows) -> Tensor:
         """x [rows, in] -> [rows, out], or [parts, rows, out] float32, which the reader sums (RMSNorm.after)."""
@@ -56,5 +56,6 @@ class Linear:
         self.weight.write_parts(x, self.bias, out)
 
     def gated(self, x: Rows, activation: Activation = SILU) -> Tensor:
-        """x [rows, in] -> the activation of gate and up [rows, out / 2], for a weight that stacks gate and up."""
+        """x [rows, in] -> the activation [rows, inner], for a weight that stacks gate and up [2·inner, in], or of up
+        alone if the activation has no gate."""
         return self.weight.gated(x, self.bias, activation)

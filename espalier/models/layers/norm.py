@@ -45,10 +45,8 @@ class RMSNorm:
             return norm_by_length(x, *self._constants)
         return rms_norm(x, self.weight, self.eps)
 
-    def rounded_after(self, delta: Delta, residual: Tensor, rounding: InputScales | None) -> tuple[Tensor, Rows]:
+    def rounded_after(self, delta: Delta, residual: Tensor, rounding: InputScales) -> tuple[Tensor, Rows]:
         """As `after`, for one reader of the norm that rounds it so (Linear.rounding): it may be rounded already."""
-        if rounding is None:
-            return self.after(delta, residual)
         few = residual.is_cuda and len(residual) <= kernel_rows(rounding, chip(residual))
         if not few or not rounds_norm(residual.shape[1], rounding):
             return self.after(delta, residual)
@@ -90,7 +88,7 @@ class Unnormed:
 
     weight: ClassVar[None] = None
 
-    def rounded_after(self, delta: Delta, residual: Tensor, rounding: InputScales | None) -> tuple[Tensor, Rows]:
+    def rounded_after(self, delta: Delta, residual: Tensor, rounding: InputScales) -> tuple[Tensor, Rows]:
         return self.after(delta, residual)
 
     def both_after(self, delta: Delta, residual: Tensor, rounding: InputScales | None) -> tuple[Tensor, Tensor, Rows]:

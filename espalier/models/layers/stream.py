@@ -71,14 +71,11 @@ class Stream:
 
         norm: of the output, for families that norm behind a block; scale: the output's factor.
         """
-        if isinstance(delta, Unsummed) and (norm is not None or scale != 1):
-            delta = delta.summed()
-        if norm is not None:
+        if norm is not None or scale != 1:
+            delta = delta.summed() if isinstance(delta, Unsummed) else delta
             assert isinstance(delta, Tensor)
-            delta = norm(sum_parts(delta, self.x.dtype))
-        if scale != 1:
-            assert isinstance(delta, Tensor)
-            delta = delta * scale
+            delta = delta if norm is None else norm(sum_parts(delta, self.x.dtype))
+            delta = delta if scale == 1 else delta * scale
         self.delta = delta
 
     def keep(self, rows: Tensor | None) -> None:

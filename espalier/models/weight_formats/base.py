@@ -49,6 +49,10 @@ class Weight(ABC):
         """The result of `apply`, or [parts, rows, out] float32 that sum to it.  RMSNorm.after sums them."""
         return self.apply(x, bias)
 
+    def for_stream(self, x: Any, bias: Tensor | None) -> Any:
+        """`parts`, or Unsummed if ranks divide the columns (sharded.py)."""
+        return self.parts(x, bias)
+
     def num_parts(self, rows: int) -> int:
         """The number of parts that `write_parts` writes."""
         return 1
@@ -58,7 +62,7 @@ class Weight(ABC):
         out[0].copy_(self.apply(x, bias))
 
     def gated(self, x: Any, bias: Tensor | None, activation: Activation = SILU) -> Tensor:
-        """The activation of gate and up [rows, out / 2], for a weight that stacks gate and up."""
+        """The activation, as Linear.gated."""
         return gated(self.apply(x, bias), activation)
 
     @property

@@ -15,8 +15,8 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import QuantisedMatrix, nibble_matrix, unpack_nibbles
 from espalier.models.weight_formats.base import FormatOf, StoredTensor, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
+from espalier.models.weight_formats.e2m1 import COMPRESSED_TENSORS, GROUP, Nvfp4Format
 from espalier.models.weight_formats.fp8 import Fp8Format, read_block
-from espalier.models.weight_formats.nvfp4 import COMPRESSED_TENSORS, GROUP, Nvfp4Format
 from espalier.models.weight_formats.quantised import (
     NIBBLES_OF_INT32,
     SCALE_DTYPES,

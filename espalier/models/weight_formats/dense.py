@@ -4,7 +4,7 @@ On an x86 CPU in float32, the weight is kept in oneDNN's blocked layout.  F.line
 times as long for the few rows of a decoding step (docs/log.md).  Both results agree to float32 rounding.
 
 On a GPU, a measured table says for each shape and number of rows whether our kernel or F.linear is used
-(kernels/layers/linear_tuning.py).
+(kernels/layers/linear_plans.py).
 """
 
 import platform
@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from espalier.kernels.layers.linear_plans import TritonPlan
-from espalier.kernels.layers.linear_tuning import LINEARS, LinearPlans, plans_for
+from espalier.kernels.layers.linear_plans import LINEARS, LinearPlans, TritonPlan, plans_for
 from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.linear import linear, linear_gated, linear_parts, write_parts
@@ -94,8 +93,8 @@ class PackedWeight(Weight):
         out: Tensor = self._multiply(x, self._packed, bias, "none", [], "")
         return out
 
-    # As Weight.parts, without its call: a round has some hundred products.
-    parts = apply
+    # As those of Weight, without their calls: a round has some hundred products.
+    parts = for_stream = apply
 
 
 class DenseFormat(WeightFormat):

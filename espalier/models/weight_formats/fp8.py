@@ -18,6 +18,7 @@ from espalier.models.weight_formats.quantised import (
     SCALE_DTYPES,
     QuantisedFormat,
     dense_if_skipped,
+    for_device,
     module_names,
     read_field,
 )
@@ -29,6 +30,8 @@ SPELLINGS = (
     (".weight_scale_inv", ".activation_scale"),
     (".qscale_weight", ".qscale_act"),
 )
+# Suffix of the scales of experts that are stored stacked.
+OF_STACK = "_scale_inv"
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,26 @@ class Fp8Format(QuantisedFormat):
             inputs = InputScales(self.group, _one_scale(tensors[self.input_scale]) if self.inputs == "static" else None)
         return QuantisedMatrix("fp8", tensors[".weight"], scales, self.block[1] or columns, row_block, inputs=inputs)
 
+    def expert_tensors(self, count: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+        """As transformers names them: behind the name of the stack without `.weight`."""
+        row_block, column_block = self.block
+        if row_block is None or column_block is None:
+            return super().expert_tensors(count, rows, columns)
+        shape = (count, -(-rows // row_block), -(-columns // column_block))
+        return (
+            StoredTensor("", (count, rows, columns), FP8, 1, 2),
+            StoredTensor(OF_STACK, shape, SCALE_DTYPES, 1, 2, row_block, column_block),
+        )
+
+    def expert_matrix(self, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
+        (row_block, column_block), codes, scales = self.block, tensors[""], tensors[OF_STACK]
+        assert row_block is not None and column_block is not None
+        if codes.shape[1] % row_block:
+            # An expert begins inside a block of the stack's rows, so every row gets a scale of its own.
+            scales, row_block = scales.repeat_interleave(row_block, 1)[:, : codes.shape[1]].contiguous(), 1
+        inputs = None if self.inputs is None else InputScales(self.group)
+        return for_device(QuantisedMatrix("fp8", codes, scales, column_block, row_block, inputs=inputs))
+
     def _scales(self, scales: Tensor, rows: Sequence[int]) -> tuple[Tensor, int]:
         """Scales [blocks of rows, blocks of columns] of the stacked matrices, and the rows of a block."""
         row_block = self.block[0]
@@ -87,7 +110,7 @@ class Fp8Format(QuantisedFormat):
         return torch.cat(list(own)), 1
 
     def keeps(self, name: str, dtype: torch.dtype) -> bool:
-        return dtype == FP8 or name.endswith((self.scale, *(each for pair in SPELLINGS for each in pair)))
+        return dtype == FP8 or name.endswith((self.scale, OF_STACK, *(each for pair in SPELLINGS for each in pair)))
 
 
 def _one_scale(scales: Tensor) -> Tensor:

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from espalier.config import FP8_KV
 from espalier.errors import EspalierError
 from espalier.model_files import read_json
 from espalier.models.weight_formats.base import FormatOf, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
+from espalier.models.weight_formats.e2m1 import GROUP, MODELOPT_NAMES, Nvfp4Format
 from espalier.models.weight_formats.fp8 import Fp8Format
-from espalier.models.weight_formats.nvfp4 import GROUP, MODELOPT_NAMES, Nvfp4Format
 from espalier.models.weight_formats.quantised import dense_if_skipped, module_names, read_field, read_object
 
 MODELOPT = "modelopt"
@@ -56,3 +57,37 @@ def read_hf_quant_config(path: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     return {"quantization_config": {"quant_method": MODELOPT, **read_object(read_json(file), "quantization")}}
+
+
+STRATEGIES = ("tensor", "attn_head")
+
+
+def kv_scheme(full: Mapping[str, Any], fields: tuple[str, ...]) -> str | None:
+    """The kv_dtype that a config.json declares; None if it declares none.
+
+    fields: those that may hold the quantisation.  Raises EspalierError for a scheme that is not supported.
+    """
+    quantisation: Any = next((full[name] for name in fields if full.get(name) is not None), None)
+    if not isinstance(quantisation, Mapping):
+        return None
+    scheme, algorithm = quantisation.get("kv_cache_scheme"), quantisation.get("kv_cache_quant_algo")
+    if algorithm not in (None, "FP8"):
+        raise EspalierError(
+            f"quantization_config: kv_cache_quant_algo {algorithm!r} is not supported, only 'FP8'; set kv_dtype to the "
+            "model's dtype"
+        )
+    if algorithm is not None:
+        return FP8_KV
+    if scheme is None or scheme == "static":
+        return FP8_KV if scheme else None
+    wanted = {"type": ("float",), "num_bits": (8,), "dynamic": (False, None), "symmetric": (True, None)}
+    read = scheme if isinstance(scheme, Mapping) else {}
+    wrong = [name for name, values in wanted.items() if read.get(name) not in values]
+    # ModelOpt has one scale for a layer and does not say so.
+    strategy = read.get("strategy", "tensor" if quantisation.get("quant_method") == MODELOPT else None)
+    if wrong or strategy not in STRATEGIES:
+        raise EspalierError(
+            f"quantization_config: kv_cache_scheme {scheme!r} is not supported, only static FP8 by "
+            f"{' or '.join(map(repr, STRATEGIES))}; set kv_dtype to the model's dtype"
+        )
+    return FP8_KV

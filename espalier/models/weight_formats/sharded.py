@@ -46,7 +46,7 @@ class SummedWeight(ShardedWeight):
         total = self.shards.all_reduce(own)
         return total if bias is None else total + bias
 
-    def unsummed(self, x: Rows, bias: Tensor | None) -> "Unsummed":
+    def for_stream(self, x: Rows, bias: Tensor | None) -> "Unsummed":
         """`apply` without the sum over the ranks, which the reader of the result makes.  The bias is added on one
         rank."""
         once = bias if bias is None or self.shards.rank == 0 else torch.zeros_like(bias)

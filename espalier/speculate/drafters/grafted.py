@@ -1,9 +1,9 @@
 """Combines a drafter with other sources: their paths are grafted onto the drafter's trees.
 
-The drafter itself does not change.  A drafter without files may have sources too.
+The drafter itself does not change.  Its scores become survival probabilities, as the paths' scores are.  A drafter
+without files may have sources too.  In a round without a draft pass, the paths alone are the tree.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Self
 
@@ -17,6 +17,7 @@ from espalier.speculate.drafters.base import Drafter, Grow
 from espalier.speculate.pieces import LastTokens
 from espalier.speculate.sampler import Sampler
 from espalier.speculate.sources.base import Paths
+from espalier.speculate.sources.calibrate import calibrated, is_sampled, kinds_of_draft, packed, roots_alone
 from espalier.speculate.sources.graft import graft
 from espalier.speculate.sources.sent import paths_of_guesses
 from espalier.speculate.sources.text import paths_of_text
@@ -42,24 +43,40 @@ class GraftedDrafter:
         self.drafter.prepare(lengths)
 
     def begin(self, slots: BatchState) -> Grow:
-        grow = self.drafter.begin(slots)
-        return grow if self.layout.num_draft_tokens == 1 else partial(self._grow, slots, grow)
+        layout = self.layout
+        if layout.num_draft_tokens == 1:
+            return self.drafter.begin(slots)
+        if layout.drafts:
+            return partial(self._grow, slots, self.drafter.begin(slots))
+        return partial(self._graft, slots, roots_alone(slots.root, layout.num_draft_tokens, layout.ancestor_words))
 
     def _grow(self, slots: BatchState, grow: Grow, sampler: Sampler) -> Tree:
-        tree, paths = grow(sampler), Paths.join(self._paths(slots))
-        return tree if are_none(paths) else graft(tree, paths, slots.table.survival, self.layout.steps)
+        return self._graft(slots, grow(sampler))
 
-    def _paths(self, slots: BatchState) -> Sequence[Paths]:
+    def _graft(self, slots: BatchState, tree: Tree, _sampler: Sampler | None = None) -> Tree:
+        paths, table = self._paths(slots), slots.table
+        paths = None if are_none(paths) else paths
+        if not self.layout.shared_rows and paths is None:
+            # Scores are compared with nobody's.
+            table.candidates.index_fill_(0, slots.index, VOID)
+            return tree
+        kinds = kinds_of_draft(tree, is_sampled(slots))
+        tree = calibrated(tree, kinds, table.survival, table.skill.index_select(0, slots.index))
+        if paths is not None:
+            tree, kinds = graft(tree, kinds, paths, table.survival, self.layout.steps, self.layout.drafts)
+        table.candidates.index_copy_(0, slots.index, _padded(packed(tree, kinds), table.candidates))
+        return tree
+
+    def _paths(self, slots: BatchState) -> Paths | None:
         steps, paths = self.layout.steps, []
         if self.layout.sent_paths:
             paths.append(paths_of_guesses(slots, steps))
         if self.layout.text_paths:
             of_text = paths_of_text(slots, self.layout.text_paths, steps)
             said = torch.cat((of_text.kinds[..., None], of_text.tokens), -1)
-            missing = slots.table.said.shape[2] - said.shape[2]
-            slots.table.said.index_copy_(0, slots.index, torch.nn.functional.pad(said, (0, missing), value=VOID))
+            slots.table.said.index_copy_(0, slots.index, _padded(said, slots.table.said))
             paths.append(of_text)
-        return paths
+        return Paths.join(paths) if paths else None
 
     def extend(
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last: LastTokens | None = None
@@ -67,6 +84,11 @@ class GraftedDrafter:
         self.drafter.extend(slots, target_features, length, last)
 
 
-def are_none(paths: Paths) -> bool:
-    """Whether there are no paths.  For CPU tensors: on a GPU this would wait, and it is False."""
-    return not paths.kinds.is_cuda and not bool(paths.kinds.any())
+def _padded(values: Tensor, field: Tensor) -> Tensor:
+    """Values [..., n] of a round as the field of the slot table holds them, which has room for the largest tree."""
+    return torch.nn.functional.pad(values, (0, field.shape[-1] - values.shape[-1]), value=VOID)
+
+
+def are_none(paths: Paths | None) -> bool:
+    """Whether there are no paths.  For CPU tensors: on a GPU this would wait, and paths are taken to be there."""
+    return paths is None or (not paths.kinds.is_cuda and not bool(paths.kinds.any()))

@@ -14,21 +14,17 @@ from espalier.models import (
     block,
     block_config,
     dflash2,
-    dflash2_config,
     eagle3,
     eagle3_config,
     gemma4_assistant,
     mtp,
-    mtp_config,
     peagle,
-    peagle_config,
 )
 from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, Raw, architecture_of
 from espalier.models.draft import DraftConfig, DraftModel, DraftSpec
 from espalier.models.families import FAMILIES
-from espalier.models.find_family import is_multimodal
-from espalier.models.loading import read_raw
+from espalier.models.loading import is_multimodal, read_raw
 from espalier.models.weight_files import shards_of
 from espalier.models.weights import Weights
 from espalier.shards import WHOLE, Shards
@@ -53,7 +49,7 @@ FORMATS = (
         algorithm="eagle3",
         title="EAGLE-3 heads",
         architectures=eagle3_config.ARCHITECTURES,
-        unmarked=peagle_config.MASKS,
+        unmarked=peagle.MASKS,
         speculators_types=("eagle3",),
         read=eagle3_config.read_eagle3,
         make=eagle3.make_eagle3,
@@ -63,24 +59,24 @@ FORMATS = (
     DraftFormat(
         algorithm="peagle",
         title="P-EAGLE heads",
-        architectures=peagle_config.ARCHITECTURES,
-        marked=peagle_config.EAGLE3_ARCHITECTURES,
-        marks=peagle_config.MASKS,
+        architectures=peagle.ARCHITECTURES,
+        marked=peagle.EAGLE3_ARCHITECTURES,
+        marks=peagle.MASKS,
         speculators_types=("peagle",),
-        read=peagle_config.read_peagle,
+        read=peagle.read_peagle,
         make=peagle.make_peagle,
         drafter=PEagleDrafter,
-        checks=f"{CAPTURED} and the mask token ({', '.join(peagle_config.MASKS)})",
+        checks=f"{CAPTURED} and the mask token ({', '.join(peagle.MASKS)})",
     ),
     DraftFormat(
         algorithm="mtp",
         title="multi-token prediction layers",
-        architectures=mtp_config.ARCHITECTURES,
+        architectures=mtp.ARCHITECTURES,
         speculators_types=("mtp",),
-        read=mtp_config.read_mtp,
+        read=mtp.read_mtp,
         make=mtp.make_mtp,
         drafter=AutoregressiveDrafter,
-        in_target=mtp_config.stores_mtp,
+        in_target=mtp.stores_mtp,
         in_parts=True,
         checks="mtp_form and num_nextn_predict_layers",
     ),
@@ -97,9 +93,9 @@ FORMATS = (
     DraftFormat(
         algorithm="dflash2",
         title="DFlash 2 drafts",
-        architectures=dflash2_config.ARCHITECTURES,
-        speculators_types=dflash2_config.SPECULATORS_TYPES,
-        read=dflash2_config.read_dflash2,
+        architectures=dflash2.ARCHITECTURES,
+        speculators_types=dflash2.SPECULATORS_TYPES,
+        read=dflash2.read_dflash2,
         make=dflash2.make_dflash2,
         drafter=OnePassDrafter,
         checks=BLOCK_CHECKS,

@@ -9,35 +9,46 @@ from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack, unpack
 from espalier.kernels.ops.tree import VOID, Tree, usable
+from espalier.slots import ALONE
 from espalier.speculate.sources.base import Paths
 
 # Fills the depths below a node.  It differs from every token and from VOID.
 NOTHING = -2
 
 
-def graft(tree: Tree, paths: Paths, survival: Tensor, steps: int) -> Tree:
+def graft(
+    tree: Tree, kinds: Tensor, paths: Paths, survival: Tensor, steps: int, is_drafted: bool = True
+) -> tuple[Tree, Tensor]:
     """Make trees of the same size from the best nodes of the draft's trees and of the paths.
 
-    survival: [KINDS, S] float32, the log-probability that a path of a kind is right at a depth if it was right above.
-    steps: the greatest depth.  A node that occurs several times has the highest of its scores.  Of equal scores the
-    draft's node comes first, then the first path's, so a parent comes before its children.
+    kinds: [B, D], of the draft's nodes; survival: [KINDS, S] float32, the log-probability that a node of a kind is
+    right at a depth if its parent is.  steps: the greatest depth.  A node that occurs several times has the highest of
+    its scores.  Of equal scores the draft's node comes first, then the first path's, so a parent comes before its
+    children.  is_drafted: whether a draft made the trees.  Returns the kinds of the new nodes
+    too.
     """
     sequences = torch.cat((tree_sequences(tree, steps), path_sequences(paths.tokens[..., :steps])), 1)
-    path_scores = survival[paths.kinds][..., :steps].cumsum(-1).flatten(1)
-    scores = usable(torch.cat((tree.scores, path_scores), 1))
-    size = scores.shape[1]
-    exists = _exists(tree, paths.tokens[..., :steps])
-    scores = scores.masked_fill(~exists, -torch.inf)
+    exists = _exists(tree, paths, steps)
+    size = exists.shape[1]
     same = (sequences[:, :, None] == sequences[:, None]).all(-1) & exists[:, :, None] & exists[:, None]
     # Nodes with the same tokens become one: the first of them.
-    order = torch.arange(size, device=scores.device)
+    order = torch.arange(size, device=exists.device)
     first = torch.where(same, order, size - 1).amin(-1)
+    num_drafted = tree.tokens.shape[1]
+    of_paths = paths.kinds[..., None].expand(paths.tokens[..., :steps].shape)
+    if is_drafted:
+        is_alone = (first[:, num_drafted:] >= num_drafted).view(of_paths.shape)
+        of_paths = of_paths + ALONE * (is_alone & (of_paths > 0))
+    depths = torch.arange(steps, device=exists.device)
+    path_scores = survival[of_paths, depths].cumsum(-1).flatten(1)
+    scores = usable(torch.cat((tree.scores, path_scores), 1)).masked_fill(~exists, -torch.inf)
     best = torch.where(same, scores[:, None], -torch.inf).amax(-1)
     best = best.masked_fill(first != order, -torch.inf)
     # The root always stays.
     best[:, 0] = torch.inf
-    chosen = torch.sort(best, dim=1, descending=True, stable=True).indices[:, : tree.tokens.shape[1]]
-    return _tree_of(tree, paths, chosen, first, best, steps)
+    chosen = torch.sort(best, dim=1, descending=True, stable=True).indices[:, :num_drafted]
+    kinds = torch.cat((kinds, of_paths.flatten(1)), 1)
+    return _tree_of(tree, paths, chosen, first, best, steps), kinds.gather(1, chosen)
 
 
 def tree_sequences(tree: Tree, steps: int) -> Tensor:
@@ -56,12 +67,13 @@ def path_sequences(tokens: Tensor) -> Tensor:
     return torch.where(above, tokens[:, :, None], NOTHING).flatten(1, 2)
 
 
-def _exists(tree: Tree, tokens: Tensor) -> Tensor:
-    """[B, D + P · S] bool: whether a node is not void."""
+def _exists(tree: Tree, paths: Paths, steps: int) -> Tensor:
+    """[B, D + P · S] bool: whether a node is not void.  A path of kind 0 has tokens, which nobody guesses."""
     drafted = tree.tokens != VOID
     # The root exists, whatever its token.
     drafted[:, 0] = True
-    return torch.cat((drafted, (tokens != VOID).cumprod(2).bool().flatten(1)), 1)
+    is_guessed = (paths.tokens[..., :steps] != VOID) & (paths.kinds > 0)[..., None]
+    return torch.cat((drafted, is_guessed.cumprod(2).bool().flatten(1)), 1)
 
 
 def _tree_of(tree: Tree, paths: Paths, chosen: Tensor, first: Tensor, best: Tensor, steps: int) -> Tree:

@@ -1,41 +1,52 @@
-"""Counts how often paths are right, by kind and depth, over all requests.  Older counts fade.
+"""Counts how often guesses are right, by kind and depth, over all requests, and how much each request's draft differs.
 
 The counts come from results that the host reads anyway.  Each guess is counted once, when the result of its round is
-read.  So equal requests in equal order give equal numbers.
+read, whether or not it was verified.  So equal requests in equal order give equal numbers.  Older counts fade.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from espalier.slots import PATH_KINDS, SOURCES, STRENGTHS
+from espalier.slots import ALONE, KINDS, LEVELS, PATH_KINDS, RANKS, SOURCES, STRENGTHS
+from espalier.speculate.sources.calibrate import Candidates, first_of_level
 
 # The assumed survival (the share of paths that are right) of each source, by strength.  For "text" a match of m tokens
-# has m / (m + 1).
+# has m / (m + 1).  For a draft it is what the draft says.
 FIRST = {"text": (1 / 2, 2 / 3, 3 / 4, 4 / 5), "prediction": (0.6, 0.8, 0.9, 0.95), "index": (0.5, 0.7, 0.85, 0.92)}
-# The assumption counts as PRIOR paths.  A path's weight is halved after HALF_LIFE more paths of its kind.
+# The same where the draft beside it proposes something else, as many times as much.
+ALONE_FIRST = 0.4
+# The assumption counts as PRIOR guesses.  A guess's weight is halved after HALF_LIFE more guesses of its kind.
 PRIOR = 4.0
 HALF_LIFE = 256.0
 # The table is sent again when one probability has changed by this much.
 WORTH_SENDING = 0.02
+# A request's own share counts at first as OWN_PRIOR nodes that were as right as all requests' nodes.  Its weight is
+# halved after OWN_HALF_LIFE rounds.  No request differs by more than MOST_SKILL times.
+OWN_PRIOR, OWN_HALF_LIFE, MOST_SKILL = 2.0, 8.0, 50.0
 
 
 class Survival:
-    """tried: [PATH_KINDS, S], how many paths were right above a depth; followed: how many of them were right there."""
+    """tried: [KINDS, S], how many guesses were right above a depth; followed: how many of them were right there.
+    own: by request, how many nodes of its draft should have been right by these counts, and how many were.
+    """
 
     def __init__(self, steps: int) -> None:
         by_kind = [1.0, *(FIRST[source][strength] for source in SOURCES for strength in range(STRENGTHS))]
+        by_kind += [ALONE_FIRST * first for first in by_kind[1:]]
+        by_kind += [first_of_level(level) for level in range(LEVELS)] * (2 * RANKS)
         self.first = np.array(by_kind)
-        self.tried = np.zeros((PATH_KINDS, steps))
-        self.followed = np.zeros((PATH_KINDS, steps))
+        self.tried = np.zeros((KINDS, steps))
+        self.followed = np.zeros((KINDS, steps))
+        self.own: dict[str, tuple[float, float]] = {}
         self._sent: np.ndarray | None = None
         self._is_counted = True
 
     @property
     def probabilities(self) -> np.ndarray:
-        """[PATH_KINDS, S]: the probability that a path is right at a depth if it was right above.
+        """[KINDS, S]: the probability that a guess is right at a depth if it was right above.
 
-        Few paths reach a great depth, so the probability of the depth above counts as PRIOR paths.
+        Few guesses reach a great depth, so the probability of the depth above counts as PRIOR guesses.
         """
         made = np.empty_like(self.tried)
         above = self.first
@@ -44,18 +55,68 @@ class Survival:
             made[:, depth] = above
         return made
 
-    def add(self, kind: int, path: Sequence[int], emitted: Sequence[int]) -> None:
-        """Count a path.  emitted: the tokens that the target picked at the depths of the path."""
+    def add(self, kind: int, path: Sequence[int], emitted: Sequence[int], shared: int | None = None) -> int:
+        """Count a path.  emitted: the tokens that the target picked at the depths of the path; shared: how many of its
+        tokens the draft proposed too, None in a round without a draft.
+
+        Returns how many of its tokens came true.
+        """
         self._is_counted = True
         pairs = list(zip(path, emitted, strict=False))[: self.tried.shape[1]]
         followed = next((at for at, (said, got) in enumerate(pairs) if said != got), len(pairs))
         fades = 0.5 ** (1 / HALF_LIFE)
-        for counts, depth in ((self.tried, min(followed + 1, len(pairs))), (self.followed, followed)):
-            counts[kind] *= fades
-            counts[kind, :depth] += 1
+        first_alone = len(pairs) if shared is None else min(shared, len(pairs))
+        for of_kind, begin, end in ((kind, 0, first_alone), (kind + ALONE, first_alone, len(pairs))):
+            tried = min(followed + 1, end)
+            if begin < tried:
+                for counts, last in ((self.tried, tried), (self.followed, min(followed, end))):
+                    counts[of_kind] *= fades
+                    counts[of_kind, begin:last] += 1
+        return followed
+
+    def add_draft(self, requests: Sequence[str], candidates: np.ndarray, emitted: Sequence[Sequence[int]]) -> None:
+        """Count the draft's nodes of a round.
+
+        requests: their ids; candidates: [B, D], as in SlotTable; emitted: the tokens of each request.
+        """
+        exists, kinds, depths, parents, tokens = Candidates.of(candidates)
+        known = np.full((len(requests), self.tried.shape[1]), -2)
+        for row, of_request in zip(known, emitted, strict=True):
+            row[: len(of_request)] = of_request[: len(row)]
+        due = np.take_along_axis(known, depths - exists, 1)
+        right = exists & (tokens == due)
+        # A node was tried if its parent came true and the target picked a token there.
+        tried = exists & (due >= 0)
+        came_true = right | ~exists & (np.arange(candidates.shape[1]) == 0)
+        for depth in range(1, self.tried.shape[1] + 1):
+            at_depth = exists & (depths == depth)
+            tried &= ~at_depth | np.take_along_axis(came_true, parents, 1)
+            came_true &= ~at_depth | tried
+        tried &= kinds >= PATH_KINDS
+        self._add_own(requests, tried, came_true, self.probabilities[kinds, depths - exists])
+        at = kinds[tried], depths[tried] - 1
+        fades = 0.5 ** (np.bincount(at[0], minlength=KINDS) / HALF_LIFE)[:, None]
+        self.tried *= fades
+        self.followed *= fades
+        np.add.at(self.tried, at, 1)
+        np.add.at(self.followed, at, came_true[tried])
+        self._is_counted = True
+
+    def _add_own(self, requests: Sequence[str], tried: np.ndarray, right: np.ndarray, said: np.ndarray) -> None:
+        fades = 0.5 ** (1 / OWN_HALF_LIFE)
+        expected, found = (said * tried).sum(1).tolist(), (right & tried).sum(1).tolist()
+        for request, more, came_true in zip(requests, expected, found, strict=True):
+            old, was_true = self.own.get(request, (0.0, 0.0))
+            self.own[request] = old * fades + more, was_true * fades + came_true
+
+    def skill(self, request: str) -> float:
+        """The logarithm of how many times as often a node of this request's draft is right."""
+        expected, found = self.own.get(request, (0.0, 0.0))
+        ratio = (found + OWN_PRIOR) / (expected + OWN_PRIOR)
+        return float(np.log(np.clip(ratio, 1 / MOST_SKILL, MOST_SKILL)))
 
     def to_send(self) -> np.ndarray | None:
-        """[PATH_KINDS, S] float32: log-probabilities.  None if they have hardly changed since they were sent."""
+        """[KINDS, S] float32: log-probabilities.  None if they have hardly changed since they were sent."""
         if not self._is_counted:
             return None
         now, self._is_counted = self.probabilities, False

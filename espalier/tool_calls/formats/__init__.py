@@ -6,9 +6,8 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from espalier.errors import EspalierError
-from espalier.tool_calls.base import ReasoningFormat, ToolFormat
+from espalier.tool_calls.base import MISTRAL, THINK, ReasoningFormat, ToolFormat
 from espalier.tool_calls.formats import deepseek, glm, harmony, hermes, llama, mistral, qwen_coder
-from espalier.tool_calls.reasoning import MISTRAL, THINK
 
 # In the order in which a template's signs are looked for: a format whose signs include another's comes first.
 _TOOLS = (

@@ -2,8 +2,8 @@
 
 from functools import partial
 
+from espalier.tool_calls.arguments import is_absent, read_arguments
 from espalier.tool_calls.base import CallSyntax, CallWriter, ToolFormat, Writer, read_call
-from espalier.tool_calls.json_calls import is_absent, read_arguments
 from espalier.tool_calls.reader import Broken, Markers, Reader, Steps
 
 OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

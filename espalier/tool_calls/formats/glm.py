@@ -1,8 +1,8 @@
 """GLM-4.5 to 4.7: <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>."""
 
+from espalier.tool_calls.arguments import XmlArguments
 from espalier.tool_calls.base import CallSyntax, CallWriter, ToolFormat, Writer, read_call
 from espalier.tool_calls.reader import Broken, Markers, Reader, Steps
-from espalier.tool_calls.xml_values import XmlArguments
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"

@@ -8,8 +8,8 @@ openai-harmony is not used: it reads the ids of its own vocabulary, which it dow
 
 import re
 
+from espalier.tool_calls.arguments import is_absent, read_arguments
 from espalier.tool_calls.base import CallSyntax, CallWriter, ReasoningFormat, ToolFormat, Writer, read_call
-from espalier.tool_calls.json_calls import is_absent, read_arguments
 from espalier.tool_calls.reader import Broken, Markers, Reader, Steps
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"

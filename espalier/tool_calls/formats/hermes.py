@@ -1,7 +1,7 @@
 """Hermes and Qwen: <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
 
+from espalier.tool_calls.arguments import read_call_object
 from espalier.tool_calls.base import CallSyntax, CallWriter, ToolFormat, Writer, read_call
-from espalier.tool_calls.json_calls import read_call_object
 from espalier.tool_calls.reader import Markers, Reader, Steps
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

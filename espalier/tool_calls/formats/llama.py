@@ -3,8 +3,8 @@
 A call stands at the start of the output, or after the tag.
 """
 
+from espalier.tool_calls.arguments import read_call_object
 from espalier.tool_calls.base import CallSyntax, CallWriter, ToolFormat, Writer, read_call
-from espalier.tool_calls.json_calls import read_call_object
 from espalier.tool_calls.reader import Markers, Reader, Steps
 
 TAG = "<|python_tag|>"

@@ -1,7 +1,7 @@
 """Mistral: [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...], and the newer [TOOL_CALLS]name[ARGS]{...}."""
 
+from espalier.tool_calls.arguments import read_arguments, read_call_object
 from espalier.tool_calls.base import CallSyntax, CallWriter, ToolFormat, Writer, read_call, short_id
-from espalier.tool_calls.json_calls import read_arguments, read_call_object
 from espalier.tool_calls.reader import Broken, Markers, Reader, Steps
 
 OPEN, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"

@@ -1,8 +1,8 @@
 """Qwen3-Coder and Qwen3.5: <tool_call><function=name><parameter=key>value</parameter></function></tool_call>."""
 
+from espalier.tool_calls.arguments import XmlArguments
 from espalier.tool_calls.base import CallSyntax, CallWriter, ToolFormat, Writer, read_call
 from espalier.tool_calls.reader import Broken, Markers, Reader, Steps
-from espalier.tool_calls.xml_values import XmlArguments
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"

@@ -16,7 +16,7 @@ from espalier.bench.shapes import SHAPES, Shape
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.quantised import InputScales, RoundedRows
 from espalier.kernels.ops.experts import grouped_experts
-from espalier.models.layers import experts as layer
+from espalier.models.layers import mlp as layer
 from espalier.models.quantisers import QUANTISERS
 from lab.__main__ import main as lab
 from lab.bench import experts as lab_experts

@@ -14,7 +14,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import ROWS_OF_BUCKET, ExpertsShape, candidates, rule
 from espalier.kernels.ops.experts import Routing, grouped_experts
 from espalier.kernels.runtime.launch import Chip
-from espalier.models.layers.experts import MixtureMLP
+from espalier.models.layers.mlp import MixtureMLP
 from lab.bench.cells import Cell
 from lab.bench.engine_sizes import OwnSize
 from lab.bench.experts_touched import CountingExperts

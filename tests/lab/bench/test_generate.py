@@ -9,9 +9,9 @@ import torch
 
 from espalier.bench.engines import AS_SET, PLAIN_WAY
 from espalier.config import SpeculationConfig
+from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.layout import TreeShape
-from espalier.llm import LLM
 from espalier.request import SamplingParams
 from lab.__main__ import main as lab
 from lab.bench import generate
@@ -37,13 +37,13 @@ def engines() -> OfShape:
 @pytest.fixture
 def clock(monkeypatch):
     """Each engine step takes STEP seconds, by the clock of the measurement."""
-    seconds, step = [0.0], LLM.step
+    seconds, step = [0.0], Engine.step
 
-    def counted(llm):
+    def counted(engine):
         seconds[0] += STEP
-        return step(llm)
+        return step(engine)
 
-    monkeypatch.setattr(LLM, "step", counted)
+    monkeypatch.setattr(Engine, "step", counted)
     monkeypatch.setattr(generate, "perf_counter", lambda: seconds[0])
 
 

@@ -183,6 +183,7 @@ def test_a_named_shape_is_measured_by_command(command, monkeypatch, capsys, tmp_
     else:
         [cell] = figures["cells"]
         assert cell["tree"]["requests"] == cell["plain"]["requests"] == 3
+        assert cell["tree"]["outputs_hash"] == cell["plain"]["outputs_hash"] and cell["tree"]["cached_share"] == 0
         assert "plain" in capsys.readouterr().out
 
 

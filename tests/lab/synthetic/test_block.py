@@ -12,6 +12,7 @@ import torch
 from espalier import LLM, SamplingParams, SpeculationConfig
 from espalier.errors import EspalierError
 from lab.__main__ import main as lab
+from lab.shape_flags import acceptance_by_depth
 from lab.synthetic.chain import predicted_accept_length
 from lab.synthetic.checkpoint import Recipe, build, write
 from lab.synthetic.fading import MOST_FAVOUR
@@ -47,15 +48,63 @@ def test_a_block_draft_gives_what_its_tables_say(size: int, fade: float, tree: t
     assert engine.totals.accept_length == pytest.approx(predicted, abs=0.3)
 
 
+# Acceptance at each depth where the one before was accepted, and the same as accept lengths by draft length.
+CURVE = (0.8, 0.75, 0.75, 0.6)
+LENGTHS = {"1": 1.8, "2": 2.4, "3": 2.85, "4": 3.12}
+
+
 @pytest.mark.full
-def test_a_chain_is_accepted_depth_by_depth_as_chosen() -> None:
+@pytest.mark.parametrize("rates", [tuple(0.8 * 0.9**depth for depth in range(6)), CURVE], ids=["fade", "curve"])
+def test_a_chain_is_accepted_depth_by_depth_as_chosen(rates: tuple[float, ...]) -> None:
     """The accept table that was asked for: the skill at depth d, given that all depths before were right."""
-    recipe = block(6, 0.9, shape=tiny(hot=2048), skill=0.8)
-    engine = an_engine(recipe, (6, 1, 7), torch.float32, batch=16)
-    generate(engine, prompts(recipe, 16), 200)
-    for depth, (tried, accepted) in enumerate(engine.totals.acceptance_by_depth):
-        deviation = (0.25 / tried) ** 0.5
-        assert tried > 90 and accepted / tried == pytest.approx(0.8 * 0.9**depth, abs=4 * deviation)
+    recipe = block(len(rates), 1.0, shape=tiny(hot=2048)).with_acceptance(rates)
+    engine = an_engine(recipe, (len(rates), 1, len(rates) + 1), torch.float32, batch=16)
+    starts = prompts(recipe, 16)
+    assert generate(engine, starts, 200) == [recipe.chain().follow(start, 200) for start in starts]
+    for rate, (tried, accepted) in zip(rates, engine.totals.acceptance_by_depth, strict=True):
+        assert tried > 90 and accepted / tried == pytest.approx(rate, abs=4 * (0.25 / tried) ** 0.5)
+
+
+@pytest.mark.parametrize("size", [0, 4])
+@pytest.mark.parametrize("content", [CURVE, LENGTHS], ids=["rates", "lengths"])
+def test_a_curve_of_a_file_is_planted(tmp_path: Path, size: int, content: Any) -> None:
+    (tmp_path / "curve.json").write_text(json.dumps(content))
+    rates = acceptance_by_depth(tmp_path / "curve.json")
+    assert rates == pytest.approx(CURVE)
+    recipe = a_recipe(shape=LONG, block_size=size).with_acceptance(rates)
+    assert predicted_accept_length(recipe.chain(), 4, 1, 5, samples=2048) == pytest.approx(LENGTHS["4"], abs=0.15)
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "says"),
+    [
+        ("[0.8, 1.5]", [], "holds no acceptance"),
+        ("[]", [], "holds no acceptance"),
+        ('{"1": 1.8, "3": 2}', [], "holds no acceptance"),
+        ('{"1": 1.5, "2": 2.4}', [], "holds no acceptance"),
+        ('{"1": 1}', [], "holds no acceptance"),
+        ("[" * 99_999, [], "holds no acceptance"),
+        ("[0.8]", ["--block-size", "2"], "--accept-lengths has 1 depths, and --block-size=2; lower it"),
+        ("[0.7, 0.8]", ["--block-size", "2"], "out of reach of a block draft"),
+        ("[0.8]", ["--accept-length", "2"], "leave one out"),
+        ("[0.8]", ["--skill", "0.5"], "leave out --skill"),
+        (None, [], "cannot be read"),
+    ],
+)
+def test_a_curve_that_cannot_be_planted_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: Any,
+    flags: Any,
+    says: str,
+) -> None:
+    monkeypatch.setattr("lab.bench.synthetic_models.find_shape", lambda name: tiny())
+    file = tmp_path / "curve.json"
+    if content is not None:
+        file.write_text(content)
+    given = ["foundry", "--shape", "tiny", "--out", str(tmp_path / "out"), "--accept-lengths", str(file), *flags]
+    assert lab(given) == 2 and says in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_what_cannot_be_planted_is_refused() -> None:

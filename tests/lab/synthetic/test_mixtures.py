@@ -1,16 +1,21 @@
 """Synthetic models with experts and with latent attention: the chain survives both, and routing is as planted."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import route
 from espalier.models import load_target
-from espalier.models.layers.experts import MixtureMLP, RoutedRows
+from espalier.models.layers.mlp import MixtureMLP, RoutedRows
+from espalier.models.rope import RopeTables
 from lab.synthetic.chain import predicted_accept_length
 from lab.synthetic.checkpoint import Recipe, build, write
+from lab.synthetic.quantised import QuantisedTensors
 from tests.harness import CPU
 from tests.lab.synthetic.mixtures import HYBRIDS, SUPPORTED, WITH_EXPERTS, mixture
 from tests.lab.synthetic.test_checkpoint import POSITIONS, PROMPT, REACH, an_engine, generate, prompts, tiny
@@ -35,6 +40,36 @@ def test_transformers_and_espalier_follow_the_rule(name: str, tmp_path: Path) ->
     own = target.logits(target(DensePass(tokens, target.layer_specs, torch.arange(len(text))[None])).hidden)
     torch.testing.assert_close(own, logits, rtol=0, atol=1e-9)
     assert logits[0, PROMPT:-1].argmax(-1).tolist() == text[PROMPT + 1 :]
+
+
+@pytest.mark.parametrize("weights", ["dense", "fp8"])
+@pytest.mark.parametrize("name", [name for name in (*SUPPORTED, *HYBRIDS) if name != "gpt-oss"])
+def test_layers_hold_each_weight_once_and_as_it_is_stored(name: str, weights: str) -> None:
+    """Scales of rows and blocks may be held in a finer division."""
+    recipe = Recipe(mixture(name), weights=weights)
+    tensors, _ = recipe.tensors(torch.bfloat16, CPU)
+    layers = [each for each in tensors.shapes if ".layers." in each]
+    stored = sum(torch.Size(tensors.shapes[each]).numel() * itemsize(tensors, each) for each in layers)
+    target, _ = build(recipe, torch.bfloat16, CPU, POSITIONS)
+    held = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors_in(target.layers)}
+    # FP8's share is that of matrices: embeddings of position and small vectors stay as they are.
+    assert stored * 0.9 < sum(held.values()) < stored * 1.15
+
+
+def itemsize(tensors: Any, name: str) -> int:
+    return tensors.itemsize(name) if isinstance(tensors, QuantisedTensors) else tensors.dtype.itemsize
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each)
+    elif type(value).__module__.startswith("espalier.") and not isinstance(value, RopeTables):
+        own = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        for name in {*own, *getattr(value, "__dict__", ())}:
+            yield from tensors_in(getattr(value, name, None))
 
 
 @pytest.mark.parametrize("name", [pytest.param("qwen3.6", marks=pytest.mark.full), "qwen3.6-moe", "nemotron"])

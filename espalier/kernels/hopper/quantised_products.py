@@ -1,0 +1,266 @@
+"""Launches Hopper's kernels of quantised products: of linear layers, and of the two products with experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from espalier.kernels.hopper.nibbles import Nibbles, nibble_product, rows_of_block, scales_of_row
+from espalier.kernels.hopper.plans import BLOCK_IN, FEW_ROWS, MAX_ROWS, WARPS, is_hopper_product, stages
+from espalier.kernels.layers.activation import apply_activation, silu_times
+from espalier.kernels.layers.experts_plan import ProductPlan
+from espalier.kernels.layers.experts_tiles import Tiles, tile_and_expert
+from espalier.kernels.layers.quantised import QuantisedMatrix
+from espalier.kernels.ops.activation import Activation
+from espalier.kernels.runtime.jit import gluon_kernel
+from espalier.kernels.runtime.launch import Chip
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
+
+
+def launch_linear(
+    x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, out: Tensor, grid: tuple[int, int], gated: bool, gpu: Chip
+) -> None:
+    """Write x · weightᵀ + bias to out, as _linear_quantised_kernel.  grid: (blocks of weight rows, splits)."""
+    hopper_linear_kernel[grid](
+        *(x, *pointers_of(weight), bias, out, len(x), out.shape[-1], x.shape[1], x.stride(0)),
+        GATED=gated,
+        **options_of(weight, len(x), grid, gpu),
+    )
+
+
+def pointers_of(weight: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Words of codes, scales (words of exponents for MXFP4) and zero points."""
+    scales = weight.scales.view(torch.int32) if weight.code == "mxfp4" else weight.scales
+    return weight.codes.view(torch.int32), scales, weight.zeros
+
+
+def options_of(weight: QuantisedMatrix, rows: int, grid: tuple[int, int], gpu: Chip) -> dict[str, Any]:
+    """Constants and launch options.  rows: of a tile."""
+    tile = FEW_ROWS if rows <= FEW_ROWS else MAX_ROWS
+    return {
+        "MXFP4": weight.code == "mxfp4",
+        "ROWS": tile,
+        "STAGES": stages(tile, grid[0] * grid[1], gpu),
+        "EVEN_IN": weight.shape[-1] % BLOCK_IN == 0,
+        "num_warps": WARPS,
+        **pdl_arguments(gpu),
+    }
+
+
+# Arguments are grouped by meaning; one argument per line would hide the groups.
+# fmt: off
+@gluon_kernel
+def gate_and_up_of(tile):
+    """As gate_and_up (linear.py)."""
+    ROWS: gl.constexpr = tile.shape[1]
+    return gl.split(tile.reshape(4, 2, 8, ROWS).permute(0, 2, 3, 1).reshape(32, ROWS, 2))
+
+
+@gluon_kernel
+def hopper_linear_kernel(
+    x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, num_out, num_in, x_stride,
+    MXFP4: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, EVEN_IN: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """Grid: (blocks of weight rows, splits).  Arguments as _linear_quantised_kernel."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    X: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    split, num_splits = gl.program_id(1), gl.num_programs(1)
+    steps = gl.cdiv(num_in, 256)
+    k_begin, k_end = split * steps // num_splits * 256, (split + 1) * steps // num_splits * 256
+    pdl_trigger(DEPENDENT)
+    rows = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, X)), 1)
+    x_places = rows * x_stride + gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(0, X)), 0)
+    block = gl.program_id(0)
+    acc = nibble_product(
+        Nibbles(words_ptr, scales_ptr, zeros_ptr), block, x_ptr, x_places, rows < num_rows, num_out, num_in,
+        k_begin, k_end, MXFP4, STAGES, GATED, EVEN_IN, DEPENDENT, ACC,
+    )
+    if bias_ptr is not None:
+        # Only the first split adds the bias.
+        bias = gl.load(bias_ptr + rows_of_block(block, num_out, GATED, gl.SliceLayout(1, ACC))).to(gl.float32)
+        acc += gl.expand_dims(gl.where(split == 0, bias, 0.0), 1)
+    result = acc.to(out_ptr.dtype.element_ty)
+    WRITTEN: gl.constexpr = 32 if GATED else 64
+    if GATED:
+        gate, up = gate_and_up_of(result)
+        result = silu_times(gate.to(gl.float32), up.to(gl.float32)).to(out_ptr.dtype.element_ty)
+    OUT: gl.constexpr = result.type.layout
+    row = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT)), 0)
+    column = gl.expand_dims(block * WRITTEN + gl.arange(0, WRITTEN, layout=gl.SliceLayout(1, OUT)), 1)
+    places = (split.to(gl.int64) * num_rows + row) * num_out + column
+    gl.store(out_ptr + places, result, mask=(row < num_rows) & (column < num_out))
+
+
+# fmt: on
+
+
+def is_hopper_experts(
+    x: Tensor, weight: QuantisedMatrix, tiles: Tiles, plan: ProductPlan, matrices: int, gpu: Chip
+) -> bool:
+    """Whether the kernels of this file take a product.  matrices: 2 for gate and up, 1 for down."""
+    return is_hopper_product(x, weight, tiles.rows, plan.tile(matrices), gpu)
+
+
+def launch_gated(
+    x: Tensor,
+    gate_up: QuantisedMatrix,
+    bias: Tensor | None,
+    tiles: Tiles,
+    out: Tensor,
+    top_k: int,
+    activation: Activation,
+    grid: tuple[int, int],
+    gpu: Chip,
+) -> None:
+    """Write the activations of all pairs to out, as _gated_kernel (experts.py).  grid: (blocks of rows, tiles)."""
+    num_experts, _, hidden = gate_up.shape
+    _gated_kernel[grid](
+        *(x, *pointers_of(gate_up), bias, *tiles.pointers, out, out.shape[1], hidden, x.stride(0), top_k, num_experts),
+        **activation.constants,
+        SORTED=tiles.rows > 1,
+        LIVE=tiles.live is not None,
+        **options_of(gate_up, tiles.rows, grid, gpu),
+    )
+
+
+def launch_down(
+    x: Tensor,
+    down: QuantisedMatrix,
+    bias: Tensor | None,
+    weights: Tensor,
+    tiles: Tiles,
+    parts: Tensor,
+    grid: tuple[int, int],
+    gpu: Chip,
+) -> None:
+    """Write the weighted results of all pairs to parts, as _down_kernel (experts.py).  grid: as for launch_gated."""
+    (num_rows, top_k), (num_experts, hidden, inner) = weights.shape, down.shape
+    _down_kernel[grid](
+        *(x, *pointers_of(down), bias, weights, *tiles.pointers, parts, hidden, inner, num_rows, top_k, num_experts),
+        SORTED=tiles.rows > 1,
+        LIVE=tiles.live is not None,
+        **options_of(down, tiles.rows, grid, gpu),
+    )
+
+
+# Arguments are grouped by meaning; one argument per line would hide the groups.
+# fmt: off
+@gluon_kernel
+def _pairs_of_tile(
+    order_ptr, ends_ptr, begins_ptr, tile, expert,
+    SORTED: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr,
+):
+    """As pairs_of_tile (experts_tiles.py)."""
+    place = gl.arange(0, ROWS, layout=LAYOUT)
+    if SORTED:
+        place += gl.load(begins_ptr + tile)
+        inside = place < gl.load(ends_ptr + expert)
+        pair = gl.load(order_ptr + place, mask=inside, other=0)
+    else:
+        place += tile
+        inside = place == tile
+        pair = gl.where(inside, place, 0)
+    return place, inside, pair
+
+
+@gluon_kernel
+def _gated_kernel(
+    x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr,
+    order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
+    num_out, num_in, x_stride, top_k, num_experts,
+    MXFP4: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, UP_OFFSET: gl.constexpr, LIMIT: gl.constexpr,
+    SORTED: gl.constexpr, LIVE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, EVEN_IN: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """As _gated_kernel (experts.py), without shared experts."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    X: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    # Triggers only when the routing is complete: _down_kernel reads the experts before it waits.
+    pdl_wait(DEPENDENT)
+    pdl_trigger(DEPENDENT)
+    tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, 0, SORTED, LIVE)
+    if (expert < 0) | (expert == num_experts):
+        return
+    block = gl.program_id(0)
+    _, inside, pair = _pairs_of_tile(
+        order_ptr, ends_ptr, tile_begins_ptr, tile, expert, SORTED, ROWS, gl.SliceLayout(1, X),
+    )
+    x_places = gl.expand_dims(pair // top_k * x_stride, 1)
+    x_places += gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(0, X)), 0)
+    if bias_ptr is not None:
+        first_bias = bias_ptr + expert * 2 * num_out
+        bias = gl.load(first_bias + rows_of_block(block, num_out, True, gl.SliceLayout(1, ACC)))
+    first, row_words, row_scales = expert * 2 * num_out, num_in // 32 * 4, scales_of_row(num_in, MXFP4)
+    if zeros_ptr is not None:
+        zeros_ptr += first * row_scales
+    acc = nibble_product(
+        Nibbles(words_ptr + first * row_words, scales_ptr + first * row_scales, zeros_ptr), block, x_ptr, x_places,
+        gl.expand_dims(inside, 1), num_out, num_in, 0, num_in,
+        MXFP4, STAGES, True, EVEN_IN, False, ACC,
+    )
+    if bias_ptr is not None:
+        acc += gl.expand_dims(bias.to(gl.float32), 1)
+    # Rounded before the activation, as the output of a linear layer is.
+    gate, up = gate_and_up_of(acc.to(out_ptr.dtype.element_ty))
+    OUT: gl.constexpr = gate.type.layout
+    out = apply_activation(gate.to(gl.float32), up.to(gl.float32), KIND, ALPHA, UP_OFFSET, LIMIT)
+    place, inside, _ = _pairs_of_tile(
+        order_ptr, ends_ptr, tile_begins_ptr, tile, expert, SORTED, ROWS, gl.SliceLayout(0, OUT),
+    )
+    column = gl.expand_dims(block * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, OUT)), 1)
+    places = gl.expand_dims(place.to(gl.int64) * num_out, 0) + column
+    gl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=gl.expand_dims(inside, 0) & (column < num_out))
+
+
+@gluon_kernel
+def _down_kernel(
+    x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, weights_ptr,
+    order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
+    num_out, num_in, num_rows, top_k, num_experts,
+    MXFP4: gl.constexpr, SORTED: gl.constexpr, LIVE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    EVEN_IN: gl.constexpr, DEPENDENT: gl.constexpr,
+):
+    """As _down_kernel (experts.py), without shared experts."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    X: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    pdl_trigger(DEPENDENT)
+    tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, 0, SORTED, LIVE)
+    if expert < 0:
+        # The kernel after this one relies on it that every kernel has waited.
+        pdl_wait(DEPENDENT)
+        return
+    block = gl.program_id(0)
+    place, inside, _ = _pairs_of_tile(
+        order_ptr, ends_ptr, tile_begins_ptr, tile, expert, SORTED, ROWS, gl.SliceLayout(1, X),
+    )
+    x_places = gl.expand_dims(place * num_in, 1) + gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(0, X)), 0)
+    own = gl.minimum(expert, num_experts - 1)
+    if bias_ptr is not None:
+        bias = gl.load(bias_ptr + own * num_out + rows_of_block(block, num_out, False, gl.SliceLayout(1, ACC)))
+    # No steps for rows without expert: _gated_kernel writes nothing to their x.
+    first, row_words, row_scales = own * num_out, num_in // 32 * 4, scales_of_row(num_in, MXFP4)
+    if zeros_ptr is not None:
+        zeros_ptr += first * row_scales
+    acc = nibble_product(
+        Nibbles(words_ptr + first * row_words, scales_ptr + first * row_scales, zeros_ptr), block, x_ptr, x_places,
+        gl.expand_dims(inside, 1), num_out, num_in, 0, gl.where(expert == num_experts, 0, num_in),
+        MXFP4, STAGES, False, EVEN_IN, DEPENDENT, ACC,
+    )
+    if bias_ptr is not None:
+        acc += gl.expand_dims(bias.to(gl.float32), 1)
+    place, inside, pair = _pairs_of_tile(
+        order_ptr, ends_ptr, tile_begins_ptr, tile, expert, SORTED, ROWS, gl.SliceLayout(0, ACC),
+    )
+    weight = gl.load(weights_ptr + pair, mask=inside, other=1.0)
+    # gl.where and not a product by 0: the weight of a row without expert may be NaN.
+    acc = gl.where(expert == num_experts, 0.0, acc * gl.expand_dims(weight, 0))
+    column = gl.expand_dims(block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC)), 1)
+    places = gl.expand_dims((pair % top_k * num_rows + pair // top_k).to(gl.int64) * num_out, 0) + column
+    gl.store(out_ptr + places, acc, mask=gl.expand_dims(inside, 0) & (column < num_out))
+
+
+# fmt: on

@@ -1,0 +1,190 @@
+"""What readers of several draft formats share: single fields of config.json, and weights that drafts have or borrow.
+
+The weights are the embedding, the head and the map of a reduced vocabulary.  The reader of each format checks how
+fields fit together.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from espalier.errors import EspalierError, shown
+from espalier.model_files import MAX_NUMBER, MAX_SIZE
+from espalier.models.base import CausalLM
+from espalier.models.config import ModelConfig
+from espalier.models.layer_loading import tied_head
+from espalier.models.layers.embedding import Embedding
+from espalier.models.layers.linear import Linear
+from espalier.models.weight_formats import dense_weight, quantisation_of
+from espalier.models.weights import PLAIN_DTYPES, Weights
+
+log = logging.getLogger(__name__)
+
+
+def draft_embedding(weights: Weights, shape: Sequence[int], target: CausalLM, name: str = "embed_tokens") -> Embedding:
+    """The draft's embedding, or the target's.  Raises EspalierError if the target's does not fit."""
+    if is_borrowed(weights, name, "model.embed_tokens", shape, target.embed.shape):
+        embed = whole_embedding(target)
+        # The target's scale is left out: a draft's config would name it.
+        return Embedding(embed.weight)
+    return Embedding(weights.take(f"{name}.weight", *shape))
+
+
+def whole_embedding(target: CausalLM) -> Embedding:
+    """The target's embedding, now whole on every rank, and a tied head in its memory."""
+    shards = target.embed.shards
+    target.embed.make_whole()
+    if shards.count > 1 and target.config.tie_word_embeddings:
+        target.head = tied_head(target.embed, shards)
+    return target.embed
+
+
+def draft_head(weights: Weights, layer: ModelConfig, draft_vocab: int, target: CausalLM, embed: Embedding) -> Linear:
+    """The draft's head; its embedding, if its config says that they are tied; else the target's head.
+
+    Raises EspalierError if the target's does not fit.
+    """
+    name, shape = "lm_head", (draft_vocab, layer.hidden_size)
+    if weights.has_matrix(name):
+        return weights.linear("", (name,), shape[:1], shape[1], bias=False)
+    if layer.tie_word_embeddings and tuple(embed.weight.shape) == shape:
+        log.info("draft %s: %s is the draft's embedding (tie_word_embeddings)", weights.path, name)
+        return Linear(dense_weight(embed.weight))
+    is_borrowed(weights, name, name, shape, target.head.shape)
+    return target.head
+
+
+def is_borrowed(weights: Weights, name: str, original: str, shape: Sequence[int], target_shape: Sequence[int]) -> bool:
+    """Whether the draft has no matrix `name`, or `weights` holds a copy of the target's, `original`, under that name.
+
+    A quantised matrix counts as the draft's own.  Raises EspalierError if the target's shape does not fit.
+    """
+    if weights.has_matrix(name):
+        return name != original and _are_equal(weights, f"{name}.weight", f"{original}.weight")
+    if tuple(target_shape) != tuple(shape):
+        raise EspalierError(
+            f"{weights.path} has no {name!r} and cannot use the target's: it needs {list(shape)}, the target's is "
+            f"{list(target_shape)}; use a draft with its own"
+        )
+    log.info("draft %s: %s is the target's (shared, not copied)", weights.path, name)
+    return True
+
+
+def _are_equal(weights: Weights, name: str, other: str) -> bool:
+    """Whether both are stored, as plain tensors with the same values."""
+    if name not in weights or other not in weights or weights.shape(name) != weights.shape(other):
+        return False
+    one, two = (weights.take_raw(each, *weights.shape(name)) for each in (name, other))
+    return one.dtype in PLAIN_DTYPES and torch.equal(one, two)
+
+
+def draft_to_target(weights: Weights, vocab: int, draft_vocab: int) -> Tensor | None:
+    """The target id of each draft id; None if both vocabularies are the same.  Files store target id - draft id.
+
+    Raises EspalierError for ids that are outside the target's vocabulary, or that occur twice.
+    """
+    if "d2t" not in weights and draft_vocab == vocab:
+        return None
+    ids = torch.arange(draft_vocab) + weights.take_raw("d2t", draft_vocab).to(torch.int64)
+    outside = ids[(ids < 0) | (ids >= vocab)]
+    if outside.numel():
+        raise EspalierError(
+            f"{weights.path}: d2t maps to token {int(outside[0])}, but the target's vocabulary is 0 .. {vocab - 1}; "
+            "use the draft trained for this target"
+        )
+    values, counts = ids.unique(return_counts=True)
+    if (counts > 1).any():
+        raise EspalierError(
+            f"{weights.path}: d2t maps two draft ids to token {int(values[counts > 1][0])}; its entries are offsets "
+            "(target id - draft id), each target at most once: repair the file"
+        )
+    return None if torch.equal(ids, torch.arange(vocab)) else ids.to(weights.device)
+
+
+Choice = TypeVar("Choice", bound=str)
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The fields of an object in a draft's config.json.  A field that is read and is wrong raises EspalierError."""
+
+    raw: Mapping[str, Any]
+    path: Path
+
+    def error(self, message: str) -> EspalierError:
+        """The error with this message, which begins with the draft's path."""
+        return EspalierError(f"{self.path}: {message}")
+
+    def over(self, defaults: Mapping[str, Any]) -> "Fields":
+        """These fields, with the values of `defaults` for missing ones."""
+        return Fields({**defaults, **self.raw}, self.path)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a field as it is."""
+        return self.raw.get(name, default)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        return bool(self.raw.get(name, default))
+
+    def object(self, name: str) -> "Fields":
+        """The fields of the object `name`; null is an empty one."""
+        value = self.raw.get(name) or {}
+        if not isinstance(value, Mapping):
+            raise self.error(f"{name} = {value!r}; an object is needed; correct the config")
+        return Fields(value, self.path)
+
+    def layer(self) -> dict[str, Any]:
+        """The layers' config in speculators' form: an object of its own, with quantised weights described beside it."""
+        return {**self.object("transformer_layer_config").raw, **quantisation_of(self.raw)}
+
+    def count(self, name: str, least: int = 2, most: int = MAX_SIZE) -> int:
+        value = self.raw.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            needed = f"an integer of at least {least}" if most == MAX_SIZE else f"{least} to {most}"
+            raise self.error(f"{name} = {value!r}; {needed} is needed; correct the config")
+        return value
+
+    def number(self, name: str) -> float | None:
+        value = self.raw.get(name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
+        if value is not None and not is_number:
+            raise self.error(f"{name} = {shown(value)}; a number or null is needed; correct the config")
+        return None if value is None else float(value)
+
+    def choice(self, name: str, choices: Sequence[Choice], remedy: str) -> Choice:
+        """One of `choices`, by default the first.  remedy: behind "use"."""
+        value = self.raw.get(name, choices[0])
+        found = next((choice for choice in choices if choice == value), None)
+        if found is None:
+            raise self.error(f"{name} = {value!r} is not supported; use {remedy}")
+        return found
+
+    def layers(self, name: str) -> tuple[int, ...]:
+        """A list of target layers."""
+        ids = self.raw.get(name)
+        if not ids or not isinstance(ids, list | tuple) or not all(type(layer) is int for layer in ids):
+            raise self.error(f"{name} = {ids!r}; a list of target layers is needed; correct the config")
+        return tuple(ids)
+
+    def mask_token(self, vocab: int, names: Sequence[str] = ("mask_token_id",)) -> int:
+        """The mask token, which config.json may call by any of `names`."""
+        given = {name: self.raw[name] for name in names if self.raw.get(name) is not None}
+        name, token = next(iter(given.items()), (names[0], None))
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
+            raise self.error(
+                f"{name} = {token!r}; a token of the vocabulary, 0 .. {vocab - 1}, is needed as {' or '.join(names)}; "
+                "correct the config"
+            )
+        if any(other != token for other in given.values()):
+            raise EspalierError(f"{self.path} names different masks: {given}; correct the config")
+        return token
+
+    def draft_vocab(self, vocab: int) -> int:
+        """The size of a draft's vocabulary: draft_vocab_size, or the target's without it."""
+        name = "draft_vocab_size"
+        return vocab if self.raw.get(name) is None else self.count(name, least=1)

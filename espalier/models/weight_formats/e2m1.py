@@ -1,0 +1,146 @@
+"""Formats whose values are E2M1, FP4: MXFP4 experts as GPT-OSS stores them, and NVFP4.
+
+MXFP4 has blocks of 32 values with a power of two (OCP Microscaling Formats 1.0), NVFP4 groups of 16 columns with a
+scale in E4M3, and one more factor in float32 for the whole matrix.
+
+compressed-tensors stores the number that NVFP4's scales are divided by, ModelOpt the one that they are multiplied with.
+Most checkpoints ask for inputs in 4 bits too, for which only Blackwell has units.  On Hopper, as in other engines,
+inputs keep the model's dtype, and loading says so.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.kernels.layers.quantised import FP8, QuantisedMatrix, nibble_matrix
+from espalier.models.weight_formats.base import FormatOf, StoredTensor
+from espalier.models.weight_formats.dense import DENSE_FORMAT
+from espalier.models.weight_formats.quantised import (
+    QuantisedFormat,
+    matches,
+    module_names,
+    require_multiple,
+)
+
+BLOCK = 32
+
+
+@dataclass(frozen=True)
+class Mxfp4Format(QuantisedFormat):
+    """Stacked experts: _blocks uint8 [experts, out, in / 32, 16], low nibble first; _scales [experts, out, in / 32]."""
+
+    name = "mxfp4"
+    has_shards = True
+
+    def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+        raise EspalierError(f"format {self.name} is supported for stacked experts only")
+
+    def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
+        raise EspalierError(f"format {self.name} is supported for stacked experts only")
+
+    def expert_tensors(self, count: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+        require_multiple(self.name, "columns", columns, BLOCK)
+        shape = (count, rows, columns // BLOCK)
+        return (
+            StoredTensor("_blocks", (*shape, BLOCK // 2), torch.uint8, 1, 2, column_unit=BLOCK),
+            StoredTensor("_scales", shape, torch.uint8, 1, 2, column_unit=BLOCK),
+        )
+
+    def expert_matrix(self, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
+        return nibble_matrix("mxfp4", tensors["_blocks"].flatten(2), tensors["_scales"], BLOCK)
+
+    def keeps(self, name: str, dtype: torch.dtype) -> bool:
+        return name.endswith(("_blocks", "_scales"))
+
+
+def read_mxfp4(quantisation: Mapping[str, Any]) -> FormatOf:
+    """quant_method "mxfp4": the experts are quantised, and nothing else."""
+    skipped, format = module_names(quantisation, "modules_to_not_convert"), Mxfp4Format()
+
+    def format_of(name: str) -> Any:
+        is_expert = matches(name, "mlp.experts") and not any(matches(name, pattern) for pattern in skipped)
+        return format if is_expert else DENSE_FORMAT
+
+    return format_of
+
+
+NVFP4_NAME = "nvfp4"
+GROUP = 16
+# Bytes of E4M3 from here on are NaN or negative.
+NO_SCALE = 0x7F
+# Said once of a checkpoint that asks for more.
+W4A4 = (
+    "asks for inputs in 4 bits too (W4A4), which Espalier does not compute: weights stay in NVFP4 and inputs keep the "
+    "model's dtype, so results differ from W4A4's; they are closer to the unquantised model's"
+)
+
+
+@dataclass(frozen=True)
+class Names:
+    """The suffixes of a matrix's tensors, in one of the two spellings.
+
+    codes: uint8 [out, in / 2], low nibble first; scales: E4M3 [out, in / 16]; factor: float32 [1], and whether scales
+    are multiplied with it or divided by it; inputs: float32 [1], of inputs in 4 bits.
+    """
+
+    codes: str
+    scales: str
+    factor: str
+    factor_is: Literal["multiplied", "divided"]
+    inputs: str
+
+
+COMPRESSED_TENSORS = Names(".weight_packed", ".weight_scale", ".weight_global_scale", "divided", ".input_global_scale")
+MODELOPT_NAMES = Names(".weight", ".weight_scale", ".weight_scale_2", "multiplied", ".input_scale")
+
+
+@dataclass(frozen=True)
+class Nvfp4Format(QuantisedFormat):
+    """names: of the tensors.  has_inputs: whether a scale of inputs in 4 bits is stored, which is not used."""
+
+    names: Names
+    has_inputs: bool = False
+    name = NVFP4_NAME
+    has_shards = True
+
+    @property
+    def note(self) -> str | None:
+        return W4A4 if self.has_inputs else None
+
+    def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+        require_multiple(self.name, "columns", columns, GROUP)
+        names = self.names
+        inputs = (StoredTensor(names.inputs, (1,), torch.float32),) if self.has_inputs else ()
+        return (
+            # A part has whole groups, of which one has eight bytes of codes.
+            StoredTensor(names.codes, (rows, columns // 2), torch.uint8, 0, 1, column_unit=2),
+            StoredTensor(names.scales, (rows, columns // GROUP), FP8, 0, 1, column_unit=GROUP),
+            StoredTensor(names.factor, (1,), torch.float32),
+            *inputs,
+        )
+
+    def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
+        scales, factor = tensors[self.names.scales], tensors[self.names.factor].flatten().double()
+        wrong = factor[~((factor > 0) & factor.isfinite())]
+        if wrong.numel():
+            raise EspalierError(
+                f"{self.names.factor.lstrip('.')} has the value {float(wrong[0])}; a positive number is needed: the "
+                "file is corrupt, download it again"
+            )
+        if bool((scales.view(torch.uint8) >= NO_SCALE).any()):
+            raise EspalierError(
+                f"{self.names.scales.lstrip('.')} has a value that is negative or no number; the file is corrupt, "
+                "download it again"
+            )
+        each = factor if self.names.factor_is == "multiplied" else 1 / factor
+        lengths = torch.tensor(rows, device=scales.device)
+        row_scales = each.repeat_interleave(lengths)
+        return nibble_matrix("nvfp4", tensors[self.names.codes], scales, GROUP, row_scales=row_scales)
+
+    def keeps(self, name: str, dtype: torch.dtype) -> bool:
+        names = self.names
+        return dtype.itemsize == 1 or name.endswith((names.scales, names.factor, names.inputs))

@@ -1,0 +1,222 @@
+"""One request in progress: its engine's output becomes a whole response, or a stream of server-sent events.
+
+When either ends, for any reason, samples that still run are aborted.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from espalier.errors import EspalierError
+from espalier.server.answers import Answer
+from espalier.server.engines import EngineBusy, EngineGone, Generation
+from espalier.server.errors import FAILED, RETRY_AFTER_S, ApiError, as_json, refusal
+from espalier.server.http1 import EXCHANGE, HttpExchange
+from espalier.server.logs import client
+from espalier.server.protocol import Part
+
+if TYPE_CHECKING:
+    from espalier.server.front import Front
+
+log = logging.getLogger("espalier.server")
+# A stream whose client does not read is ended this long after its deadline.
+SEND_GRACE_S = 10.0
+
+
+class Run:
+    """One request in progress.  deadline: on the event loop's clock."""
+
+    def __init__(
+        self, front: "Front", make_answer: Callable[[], Answer], generation: Generation, deadline: float | None
+    ):
+        self.metrics = front.metrics
+        self.timeout_s = front.options.request_timeout_s
+        self.make_answer = make_answer
+        self.generation = generation
+        self.shares, self.client = front.shares, client.get()
+        self.shares.add(self.client, generation)
+        self.deadline = deadline
+        self.prompt_index = {name: i for i, name in enumerate(generation.num_running)}
+        self.began = asyncio.get_running_loop().time()
+        self.last_token_at: dict[tuple[str, int], float] = {}
+        self.leaving: asyncio.Task[None] | None = None
+        self._opening = b""
+
+    @cached_property
+    def answer(self) -> Answer:
+        return self.make_answer()
+
+    def watch(self, http: Request) -> None:
+        """From now on, the client's disconnect ends the request with ClientDisconnect."""
+        self.leaving = asyncio.create_task(_wait_for_disconnect(http))
+        self.leaving.add_done_callback(self._fail_if_client_left)
+
+    def _fail_if_client_left(self, leaving: asyncio.Task[None]) -> None:
+        if not leaving.cancelled():
+            self.generation.fail(ClientDisconnect())
+
+    async def whole(self) -> Response:
+        """The whole response.  Raises ApiError or ClientDisconnect."""
+        with self._errors():
+            async for parts in self.generation.parts(self.deadline):
+                self._measure(parts)
+                for part in parts:
+                    self.answer.take(self.prompt_index[part.name], part)
+        self.close()
+        return as_json(self.answer.whole())
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The response as server-sent events.  Raises ApiError or ClientDisconnect."""
+        self._opening = b"".join(map(self.answer.encode, self.answer.opening()))
+        with self._errors():
+            async for parts in self.generation.parts(self.deadline):
+                if events := self._events_of(parts):
+                    yield events
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all parts have come, without an error."""
+        return self.generation.done and self.generation.error is None
+
+    def _events_of(self, parts: list[Part]) -> bytes:
+        """The events of the next parts.  Raises ApiError."""
+        self._measure(parts)
+        events = self._opening + b"".join([self.answer.event(self.prompt_index[part.name], part) for part in parts])
+        self._opening = b""
+        if self.has_ended:
+            # With the last tokens: each message to the client costs as much as many tokens.
+            events += b"".join([*map(self.answer.encode, self.answer.closing()), self.answer.end_mark])
+        return events
+
+    def write_to(self, exchange: HttpExchange) -> None:
+        """From now on, write events to the client as soon as they exist, while it reads."""
+
+        def write(parts: list[Part]) -> bool:
+            if not exchange.is_read:
+                return False
+            if events := self._events_of(parts):
+                exchange.write(events)
+            return True
+
+        self.generation.listener = write
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Raise the ApiError for what ended the generation."""
+        try:
+            yield
+        except TimeoutError:
+            self.metrics.timeouts.inc()
+            message = f"the request took longer than {self.timeout_s:g} s; lower max_tokens, or raise --request-timeout"
+            raise ApiError(504, message, retry=False) from None
+        except EngineGone as error:
+            raise ApiError(503, f"{error}; retry the request", code="engine_gone") from None
+        except EngineBusy as error:
+            code = "rate_limit_exceeded"
+            raise ApiError(429, str(error), code=code, retry_after_s=RETRY_AFTER_S) from None
+        except EspalierError as error:
+            raise refusal(error) from None
+
+    def _measure(self, parts: list[Part]) -> None:
+        """Count the parts.  Raises ApiError for one with an error."""
+        metrics, now = self.metrics, asyncio.get_running_loop().time()
+        for part in parts:
+            output = part.output
+            if count := len(output.token_ids):
+                metrics.generated.count += count
+                key = part.name, output.index
+                last = self.last_token_at.get(key)
+                if last is None:
+                    metrics.first_token.observe(now - self.began)
+                else:
+                    metrics.between_tokens.observe((now - last) / count, count)
+                self.last_token_at[key] = now
+            if part.usage is not None:
+                metrics.finished.labels(output.finish_reason).inc()
+                metrics.prompt_tokens.inc(part.usage.prompt_tokens)
+                metrics.cached_tokens.inc(part.usage.cached_tokens)
+            if output.error is not None:
+                raise ApiError(500, output.error, retry=False)
+
+    def close(self) -> None:
+        """End the request: abort the samples that still run."""
+        if self.leaving is not None:
+            self.leaving.cancel()
+        self.generation.close()
+        self.shares.remove(self.client, self.generation)
+        self.metrics.duration.observe(asyncio.get_running_loop().time() - self.began)
+
+
+async def _wait_for_disconnect(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """A run's events; the first exists already.  A later error is sent as an event.
+
+    To wake this task for each event costs as much as the event.  So after the first one, the run writes events as soon
+    as they exist, where the HTTP server takes them (http1.EXCHANGE) and the client reads.
+    """
+
+    def __init__(self, run: Run, first: bytes, rest: AsyncIterator[bytes]):
+        super().__init__(rest, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self.run = run
+        self.first = first
+        self.rest = rest
+        self.ended = False
+
+    async def _send_all(self, send: Send, exchange: HttpExchange | None) -> None:
+        """Send the response.  If the client leaves, its rest is dropped."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(_body(self.first))
+        if exchange is not None:
+            self.run.write_to(exchange)
+        is_last = False
+        try:
+            async for events in self.rest:
+                # The last events and the end of the response are one message.
+                is_last = self.run.has_ended
+                await send(_body(events, not is_last))
+        except ClientDisconnect:
+            return
+        except ApiError as error:
+            log.warning("the stream ended early: %s", error.detail)
+            await send(_body(self._failed(error)))
+        except Exception:
+            # Status 200 is already sent: without an error event the client would take this for the end of the text.
+            log.exception("the stream failed")
+            await send(_body(self._failed(ApiError(500, FAILED))))
+        self.ended = True
+        if not is_last:
+            await send(_body(b"", False))
+        # Streams that end together all end before the first of them is logged and counted.
+        await asyncio.sleep(0)
+
+    def _failed(self, error: ApiError) -> bytes:
+        body = error.body()
+        self.run.metrics.stream_errors.labels(body["error"]["type"]).inc()
+        return self.run.answer.failure(body)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limit = None if self.run.deadline is None else self.run.deadline + SEND_GRACE_S
+        try:
+            async with asyncio.timeout_at(limit):
+                await self._send_all(send, scope.get("extensions", {}).get(EXCHANGE))
+        except TimeoutError:
+            log.warning("the client did not read the stream before its deadline: the connection is closed")
+        finally:
+            if not self.ended:
+                self.run.metrics.disconnects.inc()
+            self.run.close()
+
+
+def _body(events: bytes, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": events, "more_body": more}

@@ -1,0 +1,117 @@
+"""Turns the draft's own scores into the probabilities with which nodes were right lately.
+
+The draft is one more source.  The kind of a node is its rank among its siblings, and how sure the draft was of its last
+step.  The survival of its kind at its depth replaces what the draft says; the skill of its request raises or lowers it.
+survival.py counts both.  All sizes are static, so a CUDA graph captures this.
+"""
+
+import math
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from espalier.kernels.attention.ancestor_bits import own_bits, unpack
+from espalier.kernels.ops.tree import VOID, Tree
+from espalier.slots import ALONE, LEVELS, PATH_KINDS, RANKS, SOURCES, STRENGTHS, BatchState
+
+# No step is surer than this, so a child never scores as high as its parent.
+MOST = 0.98
+# A level is a root of -log p, so that levels are narrow where p is near 1: 0.92, 0.72, 0.48, 0.27, 0.13, 0.05, 0.02.
+LEVELS_A_ROOT = 3.5
+# Of nodes of one kind, the draft's own score decides.
+TIE = 1e-3
+# A candidate in one number, from its lowest bit: kind, depth, parent, token.
+DEPTH_BIT, PARENT_BIT, TOKEN_BIT = 12, 24, 40
+
+
+def kinds_of_draft(tree: Tree, is_sampled: Tensor) -> Tensor:
+    """[B, D] int64: the kinds of a draft's nodes; 0 for roots and void nodes.  is_sampled: [B] bool."""
+    own = _own(tree)
+    level = (LEVELS_A_ROOT * (-own).clamp(min=0).sqrt()).clamp(max=LEVELS - 1).long()
+    is_sibling = tree.parents[:, :, None] == tree.parents[:, None]
+    # The root is its own parent, but no sibling of its children.
+    is_sibling[:, :, 0] = False
+    rank = is_sibling.tril(-1).sum(-1).clamp(max=RANKS - 1)
+    kinds = PATH_KINDS + (is_sampled[:, None] * RANKS + rank) * LEVELS + level
+    return kinds.masked_fill(_is_no_guess(tree), 0)
+
+
+def first_of_level(level: int) -> float:
+    """What the draft says in the middle of a level."""
+    return math.exp(-(((level + 0.5) / LEVELS_A_ROOT) ** 2))
+
+
+def calibrated(tree: Tree, kinds: Tensor, survival: Tensor, skill: Tensor) -> Tree:
+    """The same tree with calibrated scores.
+
+    kinds: [B, D]; survival: [KINDS, S] and skill: [B, 1] float32, as in SlotTable.
+    """
+    is_no_guess = _is_no_guess(tree)
+    step = (survival[kinds, (tree.depths - 1).clamp(min=0)] + skill).clamp(max=math.log(MOST))
+    step = (step + TIE * _own(tree)).masked_fill(is_no_guess, 0)
+    scores = torch.where(unpack(tree.ancestors, tree.tokens.shape[1]), step[:, None], 0).sum(-1)
+    return tree._replace(scores=torch.where(tree.scores == -torch.inf, -torch.inf, scores))
+
+
+def packed(tree: Tree, kinds: Tensor) -> Tensor:
+    """[B, D] int64: the candidates of a tree, as the host reads them; VOID for roots and void nodes."""
+    made = (tree.tokens << TOKEN_BIT) + (tree.parents << PARENT_BIT) + (tree.depths << DEPTH_BIT) + kinds
+    return made.masked_fill(_is_no_guess(tree), VOID)
+
+
+class Candidates(NamedTuple):
+    """What `packed` holds, on the host, in arrays of its shape.  exists: False for roots and void nodes; their numbers
+    are 0."""
+
+    exists: np.ndarray
+    kinds: np.ndarray
+    depths: np.ndarray
+    parents: np.ndarray
+    tokens: np.ndarray
+
+    @classmethod
+    def of(cls, packed: np.ndarray) -> Self:
+        exists = packed != VOID
+        cells = np.where(exists, packed, 0)
+        ends = ((0, DEPTH_BIT), (DEPTH_BIT, PARENT_BIT), (PARENT_BIT, TOKEN_BIT), (TOKEN_BIT, 63))
+        parts = [cells >> first & (1 << end - first) - 1 for first, end in ends]
+        return cls(exists, *parts)
+
+    @property
+    def sources(self) -> np.ndarray:
+        """Places in ALL_SOURCES."""
+        return np.where(self.kinds < PATH_KINDS, (self.kinds - 1) % ALONE // STRENGTHS, len(SOURCES))
+
+    @property
+    def lineage(self) -> set[tuple[int, ...]]:
+        """Of one request: for each of the draft's nodes, the tokens from depth 1 down to it."""
+        above: list[tuple[int, ...]] = []
+        for exists, parent, token in zip(self.exists, self.parents.tolist(), self.tokens.tolist(), strict=True):
+            above.append((*above[parent], token) if exists else ())
+        return {tokens for tokens, kind in zip(above, self.kinds.tolist(), strict=True) if kind >= PATH_KINDS}
+
+
+def is_sampled(slots: BatchState) -> Tensor:
+    """[B] bool: requests whose draft is scored with noise."""
+    return slots.table.temperature.index_select(0, slots.index) > 0
+
+
+def roots_alone(root: Tensor, nodes: int, num_words: int) -> Tree:
+    """Trees [B, nodes] of the roots [B] and void nodes."""
+    blank = root.new_zeros(root.shape[0], nodes)
+    tokens, depths = blank.masked_fill(blank == 0, VOID), blank + 1
+    scores = torch.full_like(blank, -torch.inf, dtype=torch.float32)
+    tokens[:, 0], depths[:, 0], scores[:, 0] = root, 0, 0
+    itself = own_bits(0, nodes, num_words, root.device)
+    return Tree(tokens, blank, depths, scores, itself.expand(root.shape[0], -1, -1).contiguous())
+
+
+def _own(tree: Tree) -> Tensor:
+    """[B, D]: the score of a node's last step, at most 0; of a void node -inf."""
+    return (tree.scores - tree.scores.gather(1, tree.parents)).clamp(max=0)
+
+
+def _is_no_guess(tree: Tree) -> Tensor:
+    return (tree.scores == -torch.inf) | (tree.depths == 0)

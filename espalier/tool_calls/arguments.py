@@ -1,0 +1,209 @@
+"""Reads the arguments of a call: a JSON object, or plain text between tags, whose types the tool's schema says."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from espalier.tool_calls.base import CallWriter
+from espalier.tool_calls.reader import BROKEN_OFF, Broken, Markers, Reader, Steps, decoded, is_text
+
+# How Python writes them, as some models do.
+PYTHON = {"True": "true", "False": "false", "None": "null"}
+TYPES: Mapping[type, str] = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    dict: "object",
+    list: "array",
+    type(None): "null",
+}
+
+
+# Keywords of a text that white space around it would break.
+LIMITS = frozenset(("enum", "const", "pattern", "format", "maxLength"))
+MAX_DEPTH = 16
+Schema = Mapping[str, Any]
+
+
+def alternatives(schema: Schema, name: str) -> list[Schema]:
+    """The schemas of which a property has one: behind references and unions.  {} is one that does not say."""
+    properties = schema.get("properties")
+    return _alternatives(properties.get(name) if isinstance(properties, Mapping) else None, schema, 0)
+
+
+def _alternatives(schema: Any, root: Schema, depth: int) -> list[Schema]:
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+        return [{}]
+    if isinstance(schema.get("$ref"), str):
+        target: Any = root
+        for part in schema["$ref"].split("/")[1:]:
+            target = target.get(part) if isinstance(target, Mapping) else None
+        return _alternatives(target, root, depth + 1)
+    for word in ("anyOf", "oneOf"):
+        if isinstance(schema.get(word), list) and "type" not in schema:
+            return [found for each in schema[word] for found in _alternatives(each, root, depth + 1)]
+    return [schema]
+
+
+def types_of(schemas: Sequence[Schema]) -> set[str]:
+    """The JSON types that one of the schemas allows; empty if one does not say."""
+    found = [_types(schema) for schema in schemas]
+    return set().union(*found) if all(found) else set()
+
+
+def _types(schema: Schema) -> set[str]:
+    kind = schema.get("type")
+    if kind is not None:
+        kinds = kind if isinstance(kind, list | tuple) else [kind]
+        return {each for each in kinds if isinstance(each, str)}
+    if "const" in schema:
+        return {TYPES[type(schema["const"])]}
+    if isinstance(schema.get("enum"), list):
+        return {TYPES[type(each)] for each in schema["enum"]}
+    return set()
+
+
+def _limits(schemas: Sequence[Schema]) -> set[str]:
+    return {name for schema in schemas for name in schema if name in LIMITS}
+
+
+def _within(text: str, schemas: Sequence[Schema]) -> str:
+    """A text as its schemas limit it: white space around it is the tags', unless a length allows it."""
+    limits = _limits(schemas)
+    lengths = [most for schema in schemas if isinstance(most := schema.get("maxLength"), int)]
+    fits = limits == {"maxLength"} and len(text) <= max(lengths, default=0)
+    return text if fits or not limits else text.strip()
+
+
+class XmlArguments:
+    """Writes a call's arguments as a JSON object, one value after another."""
+
+    def __init__(self, call: CallWriter):
+        self.call = call
+        self.num_values = 0
+
+    def read(self, reader: Reader, name: str, end: str, trim: str = "") -> Steps[None]:
+        """Read a value up to its closing tag.  A text is passed on as it comes.  Raises Broken.
+
+        trim: characters around the value that belong to the tags, at most one on each side.
+        """
+        schemas = alternatives(self.call.schema, name)
+        types = types_of(schemas)
+        key = json.dumps(name, ensure_ascii=False)
+        self.call.arguments(f"{', ' if self.num_values else '{'}{key}: ")
+        self.num_values += 1
+        if trim:
+            yield from reader.literal(trim)
+        if types == {"string"} and not _limits(schemas):
+            self.call.arguments('"')
+            yield from self._until(reader, end, trim, lambda text: self.call.arguments(_escaped(text)))
+            self.call.arguments('"')
+            return
+        parts: list[str] = []
+        yield from self._until(reader, end, trim, parts.append)
+        text = "".join(parts)
+        self.call.arguments(_value(name, _within(text, schemas), types))
+
+    def _until(self, reader: Reader, end: str, trim: str, put: Any) -> Steps[None]:
+        held = ""
+
+        def pass_on(text: str) -> None:
+            nonlocal held
+            text, held = held + text, ""
+            if trim and text.endswith(trim):
+                text, held = text[: -len(trim)], trim
+            if text:
+                put(text)
+
+        if (yield from reader.until(Markers(end), pass_on)) is None:
+            raise Broken("the output ends inside the tool call")
+
+    def end(self) -> None:
+        self.call.arguments("}" if self.num_values else "{}")
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _value(name: str, text: str, types: set[str]) -> str:
+    """The JSON text of a value.  Raises Broken if it is of no type that the schema allows."""
+    written = PYTHON.get(text.strip(), text.strip())
+    try:
+        value = decoded(written)
+    except Broken:
+        value = None
+        written = "" if written != "null" else written
+    if written and (not types or _is_one_of(value, types)):
+        return written
+    if not types or "string" in types:
+        return json.dumps(text, ensure_ascii=False)
+    raise Broken(f"the argument {name!r} of the tool call is not of type {' or '.join(sorted(types))}")
+
+
+def _is_one_of(value: Any, types: set[str]) -> bool:
+    kind = TYPES[type(value)]
+    if kind == "integer" or (isinstance(value, float) and value.is_integer()):
+        return bool(types & {"integer", "number"})
+    return kind in types
+
+
+ARGUMENTS = ("arguments", "parameters")
+
+
+def read_call_object(reader: Reader, call: CallWriter) -> Steps[None]:
+    """Read the object.  Arguments that are an object are passed on as they come.  Other keys are read and not used.
+
+    Raises Broken.
+    """
+    yield from reader.expect("{")
+    yield from reader.space()
+    if (yield from reader.literal("}")):
+        return
+    while True:
+        yield from reader.space()
+        key = yield from reader.json_of()
+        yield from reader.space()
+        yield from reader.expect(":")
+        yield from reader.space()
+        if key == "name":
+            call.name((yield from reader.json_of()))
+        elif key in ARGUMENTS:
+            yield from read_arguments(reader, call)
+        else:
+            yield from reader.json_of()
+        yield from reader.space()
+        if (yield from reader.literal("}")):
+            return
+        yield from reader.expect(",")
+
+
+def read_arguments(reader: Reader, call: CallWriter, *ends: str) -> Steps[None]:
+    """Read arguments: a JSON object, or a JSON object as a string, which some models write.  Raises Broken.
+
+    ends: marks that end the call.  Where one of them comes first, or the output ends by itself, there are none.
+    """
+    if call.has_arguments:
+        raise Broken("the tool call has arguments twice")
+    if ends and ((yield from is_absent(reader, *ends)) or (yield from reader.literal("null"))):
+        return
+    if (yield from reader.peek()) == "{":
+        yield from reader.json_value(call.arguments)
+        return
+    value = yield from reader.json_of()
+    if isinstance(value, str):
+        value = decoded(value) if value.strip() else None
+    if value is not None:
+        text = json.dumps(value, ensure_ascii=False)
+        # Half of a surrogate pair can only be written with an escape.
+        call.arguments(text if is_text(text) else json.dumps(value))
+
+
+def is_absent(reader: Reader, *ends: str) -> Steps[bool]:
+    """Whether a call ends here, before its arguments.  Raises Broken if the output was cut off here."""
+    if (yield from reader.peek()):
+        return (yield from reader.sees(*ends)) is not None
+    if reader.is_cut:
+        raise Broken(BROKEN_OFF)
+    return True

@@ -1,0 +1,75 @@
+"""The target as the engine runs it: it continues many prompts at a time, greedily or sampled from its own distribution.
+
+The engine's memory is free again when the block ends, for the training that follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from espalier.errors import EspalierError
+from espalier.llm import LLM
+from espalier.request import SamplingParams
+
+# Text that repeats this many tokens of itself is taken for a loop.
+LOOP = 16
+# More requests at a time do not make a GPU faster.
+MAX_BATCH = 256
+
+
+class Writer:
+    """longest: tokens of a prompt and its continuation; most: prompts at a time."""
+
+    def __init__(self, target: Path, longest: int, most: int) -> None:
+        self.llm = LLM(target, speculation=None, max_batch=min(most, MAX_BATCH), max_context=longest, seed=0)
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.llm.close()
+        del self.llm
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def continuations(
+        self, prompts: Sequence[Sequence[int] | np.ndarray], num_tokens: int, temperature: float, seed: int = 0
+    ) -> list[np.ndarray]:
+        """Each prompt with its continuation, up to the end token or to the start of a loop.
+
+        With the generation_config's penalties and cuts, text would not be what the target itself says, which drafts
+        learn and are measured on; so they are not applied.
+        """
+        params = [
+            SamplingParams(
+                *(temperature, 0, 1.0, 0.0, 1.0), max_tokens=num_tokens, min_tokens=0, seed=seed * len(prompts) + index
+            )
+            for index in range(len(prompts))
+        ]
+        outputs = self.llm.generate([[int(token) for token in prompt] for prompt in prompts], params)
+        if wrong := [each.error for each in outputs if each.error]:
+            raise EspalierError(f"--target does not continue a prompt ({wrong[0]}); use another target or other --data")
+        texts = [np.array([*p, *each.token_ids], np.int32) for p, each in zip(prompts, outputs, strict=True)]
+        return [before_loop(text, len(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
+
+
+def before_loop(text: np.ndarray, prompt_length: int) -> np.ndarray:
+    """The text up to where its continuation starts to repeat itself."""
+    loops = repeated(text)
+    loops[:prompt_length] = False
+    starts = np.flatnonzero(loops)
+    return text[: int(starts[0])] if len(starts) else text
+
+
+def repeated(tokens: np.ndarray, length: int = LOOP) -> np.ndarray:
+    """For every position, whether the `length` tokens that end there occur earlier in the sequence."""
+    flags, seen, row = np.zeros(len(tokens), dtype=bool), set(), tokens.tolist()
+    for end in range(length, len(row) + 1):
+        gram = tuple(row[end - length : end])
+        flags[end - 1] = gram in seen
+        seen.add(gram)
+    return flags

@@ -1,0 +1,76 @@
+"""`espalier train auto` with its commands replaced: what it chooses, what it says, and whose work it keeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from espalier.errors import EspalierError
+from espalier.startup.checkpoints import find_target
+from espalier.train import auto
+from espalier.train.auto import ask_itself, train_auto
+from espalier.train.command import TRAINERS
+
+RATES = {"eagle3": 90.0, "mtp": 120.0, "block": 40.0}
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """The commands that are run, whose files are written as they would."""
+    commands: list[tuple[str, ...]] = []
+
+    def run(*command: str) -> None:
+        commands.append(command)
+        flags = dict(zip(command[2::2], command[3::2], strict=False))
+        if command[1] in TRAINERS:
+            Path(flags["--out"]).mkdir(parents=True, exist_ok=True)
+            (Path(flags["--out"]) / "README.md").write_text(command[1])
+        elif command[0] == "bench":
+            kind = (Path(flags["--draft"]) / "README.md").read_text()
+            cells = [(0, 100.0, 1.0), (5, RATES[kind], 2.5)]
+            made = [{"batch": 1, "steps": s, "tokens_per_second": r, "accept_length": a} for s, r, a in cells]
+            Path(flags["--json"]).write_text(json.dumps({"cells": made}))
+
+    monkeypatch.setattr(auto, "espalier", run)
+    return commands
+
+
+def test_the_fastest_kind_is_trained_and_said(
+    ran: list[tuple[str, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, target = tmp_path / "data.jsonl", find_target("bundled")
+    train_auto(target, data, tmp_path / "out", 30, list(TRAINERS))
+    names = [command[1] for command in ran]
+    trials = [each for kind in TRAINERS for each in (kind, "choose")]
+    assert names == ["own-text", "own-text", *trials, "mtp", "choose"]
+    said = capsys.readouterr().out
+    assert "chosen: mtp\npredicted: at least 120 tokens/s, 1.20 times plain, accept length 2.50" in said
+    assert [line.split()[1] for line in said.splitlines() if line.startswith("  espalier")] == [
+        *("serve", "generate", "bench")
+    ]
+    assert "- chosen: mtp\n" in (tmp_path / "out" / "README.md").read_text()
+    ran.clear()
+    with pytest.raises(EspalierError, match=r"auto.json was made from another --data; give another --out"):
+        train_auto(target, tmp_path / "other.jsonl", tmp_path / "out", 30, list(TRAINERS))
+    assert not ran
+
+
+def test_a_draft_that_is_slower_than_plain_decoding_is_called_so(
+    ran: list[tuple[str, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_auto(find_target("bundled"), tmp_path / "data.jsonl", tmp_path / "out", 30, ["eagle3", "block"])
+    assert "plain decoding is faster here" in capsys.readouterr().out
+
+
+def test_the_target_asks_itself_and_without_a_template_it_is_refused(tmp_path: Path) -> None:
+    target = find_target("bundled")
+    path = ask_itself(target, tmp_path / "questions.jsonl", 3)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert all(line["messages"][0]["role"] == "user" for line in lines)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((target / "config.json").read_bytes())
+    with pytest.raises(EspalierError, match="has no chat template, so it asks no questions; give --data"):
+        ask_itself(bare, tmp_path / "others.jsonl", 3)
