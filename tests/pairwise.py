@@ -1,6 +1,6 @@
 """Arrays in which every two factors take every two of their values together: most bugs need no third."""
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -80,6 +80,20 @@ def in_turn_params(*factors: Sequence[Any]) -> list[Any]:
         pytest.param(*values, marks=() if at in kept else pytest.mark.full, id=cell_id(values))
         for at, values in zip(product(*(range(len(each)) for each in factors)), product(*factors), strict=True)
     ]
+
+
+def fewer(cases: Iterable[Any], is_usual: Callable[..., bool]) -> list[Any]:
+    """The cases, for pytest.mark.parametrize; those whose values are not usual have the marker `full`."""
+    marked = []
+    for case in cases:
+        param = case if isinstance(case, type(pytest.param())) else None
+        values = param.values if param else case if isinstance(case, tuple) else (case,)
+        if is_usual(*values):
+            marked.append(case)
+        else:
+            marks = (*(param.marks if param else ()), pytest.mark.full)
+            marked.append(pytest.param(*values, marks=marks, id=param.id if param else None))
+    return marked
 
 
 def cell_id(values: Sequence[Any]) -> str:

@@ -1,7 +1,7 @@
 """A conversation becomes the prompt that its template writes, and special tokens are the template's alone."""
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -137,7 +137,12 @@ def pieces_of(name, whole=True):
     return st.lists(st.sampled_from([*names * whole, *halves, *others]), max_size=6).map("".join)
 
 
+# Each draws for one of seven templates.
+few_examples = settings(max_examples=settings.default.max_examples // 2)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
+@few_examples
 @given(data=st.data())
 def test_what_a_message_spells_is_never_a_special_token(name, data):
     tokenizer = FAMILIES[name]
@@ -148,6 +153,7 @@ def test_what_a_message_spells_is_never_a_special_token(name, data):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@few_examples
 @given(data=st.data())
 def test_a_message_without_them_becomes_what_transformers_makes_of_it(name, data):
     tokenizer = FAMILIES[name]

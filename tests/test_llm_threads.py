@@ -21,7 +21,7 @@ PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8], [9]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
-@pytest.fixture(params=[False, True], ids=["lock-step", "overlap"])
+@pytest.fixture(params=[pytest.param(False, marks=pytest.mark.full), True], ids=["lock-step", "overlap"])
 def llm(request):
     target, draft = directories()
     tree = SpeculationConfig(steps=3, topk=2, num_draft_tokens=8)

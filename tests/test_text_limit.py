@@ -1,7 +1,7 @@
 """A bound on text refuses nothing that fits, whatever a tokenizer's steps take away, and something where it can."""
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -77,6 +77,7 @@ texts = st.lists(
 
 
 @pytest.mark.parametrize("name", [*BOUNDED, *UNBOUNDED])
+@settings(max_examples=settings.default.max_examples // 2)
 @given(text=texts)
 @example(text="α\u0313\u0301\u0345" * 9)
 @example(text="<end>" + " " * 60)

@@ -18,6 +18,7 @@ from lab.faults.planted import plant
 from tests.attention.fake_libraries import NAMES, installed
 from tests.engine.fake_cuda import fake_cuda
 from tests.harness import Setup, prompts, request
+from tests.pairwise import fewer, in_turn_params
 from tests.properties.layouts import reference_of
 from tests.properties.mtp_setup import MTPSetup, mtp_reference_of
 from tests.properties.watch import PROPOSAL, Watch, run_watched
@@ -43,8 +44,7 @@ def holds(setup: Setup) -> None:
     run_watched(Watch(setup.engine(), setup.algorithm, reference_of(setup)), traffic())
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("keeps", ["kv", "latent"])
+@pytest.mark.parametrize(("overlap", "keeps"), in_turn_params([False, True], ["kv", "latent"]))
 def test_a_backend_of_one_file_holds_every_property(library, keeps, overlap):
     """`prepare` gives it the lengths before each launch: exact in lock-step, otherwise upper bounds."""
     holds(replace(SETUP, attention=library, keeps=keeps, overlap=overlap))
@@ -66,7 +66,7 @@ def test_whole_rounds_on_a_library_hold_every_property(name, keeps, overlap, pag
         holds(replace(SETUP, attention=name, keeps=keeps, overlap=overlap, page_size=page_size))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", fewer(NAMES, lambda name: name == "flashinfer"))
 def test_a_start_runs_its_passes_of_dummies_on_a_library(name, monkeypatch):
     """Some have more pieces than requests, and a library plans by piece."""
     fake_cuda(monkeypatch)
@@ -78,7 +78,7 @@ def test_a_start_runs_its_passes_of_dummies_on_a_library(name, monkeypatch):
             executor.run_dummies(made)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [1, pytest.param(16, marks=pytest.mark.full)])
 def test_three_mtp_layers_on_a_library_hold_every_property(page_size):
     """Each module has a left bound of its own, and lengths that only have bounds."""
     setup = MTPSetup(

@@ -211,7 +211,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCache = CacheMachine.TestCase
-TestCache.settings = settings(max_examples=120, stateful_step_count=40)
+TestCache.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def cached(pool, tree, tokens):

@@ -17,6 +17,9 @@ from tests.engine.test_disturbance import all_undisturbed
 from tests.harness import Setup, prompts, request
 
 CONTEXT = 64
+in_overlap = pytest.mark.parametrize(
+    "overlap", [pytest.param(False, marks=pytest.mark.full), True], ids=["lockstep", "overlap"]
+)
 
 
 def engine_of(overlap: bool = True, **fields: object) -> Engine:
@@ -37,7 +40,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
+@in_overlap
 def test_refused_and_nobody_notices(overlap: bool) -> None:
     """One after another, between the steps of running requests."""
     engine = engine_of(overlap)
@@ -68,7 +71,7 @@ def refused(engine: Engine, case: str) -> None:
     assert "\n" not in message and value in message and remedy in message, (case, message)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
+@in_overlap
 def test_the_longest_that_fits_does(overlap: bool) -> None:
     """The bound is exact: with one page more than refused it runs to its end in a pool of nothing else."""
     for prompt_len, limit in ((3, 40), (44, 3), (1, 47), (47, 1)):

@@ -16,7 +16,7 @@ from espalier.request import Request, SamplingParams
 from tests.engine.alone import plainly
 from tests.gpu.traffic import mixed, run_staggered
 from tests.harness import Setup, prompts, request, run
-from tests.pairwise import in_turn_params
+from tests.pairwise import fewer, in_turn_params
 
 # Rounds of 1 have the configured tree; those of 2, of 4 and of 6 are small ones of several forms.
 TREES = ((2, TreeShape(2, 2, 5)), (3, PLAIN), (4, TreeShape(3, 1, 4)), (5, PLAIN), (6, TreeShape(1, 3, 3)))
@@ -46,7 +46,10 @@ class Seen:
         self.engine.executor.launch = seeing  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("algorithm", "overlap"), in_turn_params(["ngram", "eagle3"], [False, True]))
+@pytest.mark.parametrize(
+    ("algorithm", "overlap"),
+    fewer(in_turn_params(["ngram", "eagle3"], [False, True]), lambda algorithm, _: algorithm == "eagle3"),
+)
 def test_tokens_are_those_of_plain_decoding_and_of_one_tree(algorithm, overlap):
     setup = replace(SETUP, algorithm=algorithm, overlap=overlap)
     requests = mixed(13, max_tokens=16)
@@ -127,7 +130,7 @@ def drafted_state(engine: Engine, r: Request) -> tuple[torch.Tensor, list[torch.
     return table.carried["hidden"][r.slot].clone(), [buffer[rows].clone() for buffer in round.pages.layers[layer]]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 2.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.full), 2.0])
 def test_a_draft_that_paused_goes_on_as_if_it_never_had(temperature):
     always, states = paused((), temperature)
     rounds, paused_states = paused(((2, PLAIN),), temperature)

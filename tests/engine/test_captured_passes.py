@@ -16,7 +16,8 @@ from tests.harness import run
 
 
 @pytest.mark.parametrize(
-    ("asks", "algorithm"), [("nothing", "eagle3"), ("grammars", "eagle3"), ("prompt_logprobs", "ngram")]
+    ("asks", "algorithm"),
+    [pytest.param("nothing", "eagle3", marks=pytest.mark.full), ("grammars", "eagle3"), ("prompt_logprobs", "ngram")],
 )
 def test_the_gpu_executor_says_what_the_cpu_executor_says(asks, algorithm, monkeypatch):
     """Passes with grammars or prompt log-probabilities run eagerly, also those of as many requests and pieces as a

@@ -25,8 +25,8 @@ GRAPHS, EAGER = 3, 0
     ("algorithm", "temperature", "graph_batch", "overlap", "who"),
     [
         ("eagle3", 0.0, GRAPHS, True, "most"),
-        ("eagle3", 1.2, GRAPHS, True, "all"),
-        ("eagle3", 1.2, GRAPHS, False, "most"),
+        pytest.param("eagle3", 1.2, GRAPHS, True, "all", marks=pytest.mark.full),
+        pytest.param("eagle3", 1.2, GRAPHS, False, "most", marks=pytest.mark.full),
         ("eagle3", 1.2, EAGER, True, "all"),
         # The draft does not ask: most requests of a batch have no grammar.
         ("eagle3", 1.2, GRAPHS, True, "one"),

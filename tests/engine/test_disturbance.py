@@ -10,7 +10,7 @@ from espalier.request import Request, SamplingParams
 from tests.engine.alone import alone, plainly
 from tests.engine.watching import jitter, run_watched
 from tests.harness import Setup, prompts, request
-from tests.pairwise import in_turn_params
+from tests.pairwise import fewer, in_turn_params
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 WISHES = [
@@ -33,6 +33,24 @@ TREES = [
     Setup(page_size=3).plain(),
 ]
 TREE_IDS = [f"{tree.algorithm}-page{tree.page_size}-topk{tree.topk}" for tree in TREES]
+# A tree over small pages, one of n-grams, and a window with a smaller vocabulary; chains and other pages are in
+# `make test-full`.  The more trees, the more requests run alone.
+FEW_TREES = ("eagle3-page2-topk8", "ngram-page4-topk3", "eagle3-page2-topk3")
+
+
+some_trees = pytest.mark.parametrize(
+    "tree",
+    [
+        pytest.param(tree, id=name, marks=() if name in FEW_TREES else pytest.mark.full)
+        for tree, name in zip(TREES, TREE_IDS, strict=True)
+    ],
+)
+
+
+def trees_in_turn(*factors: list[bool]) -> list:
+    return fewer(in_turn_params(TREE_IDS, *factors), lambda tree, *_: tree in FEW_TREES)
+
+
 each_loop = pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
 
 
@@ -54,16 +72,7 @@ def all_undisturbed(setup: Setup, requests: list[Request]) -> None:
         assert r.from_draft == said.from_draft
 
 
-@pytest.mark.parametrize(
-    "tree",
-    [
-        # Two of the four trees of EAGLE-3 over whole pages; the tests below have the others in turn.
-        pytest.param(
-            tree, id=name, marks=pytest.mark.full if name in ("eagle3-page1-topk2", "eagle3-page3-topk4") else ()
-        )
-        for tree, name in zip(TREES, TREE_IDS, strict=True)
-    ],
-)
+@some_trees
 def test_batch_of_many_equals_each_alone_in_either_loop_whoever_is_late(tree: Setup) -> None:
     """Arrivals are ragged, so that every round has another membership.  The worker and the host sleep at random; with
     overlap stops are read a round late, and that round is thrown away."""
@@ -77,7 +86,7 @@ def test_batch_of_many_equals_each_alone_in_either_loop_whoever_is_late(tree: Se
     assert ran[0] == ran[1]
 
 
-@pytest.mark.parametrize(("tree", "prefix_cache"), in_turn_params(TREE_IDS, [True, False]))
+@pytest.mark.parametrize(("tree", "prefix_cache"), trees_in_turn([True, False]))
 def test_preempted_after_any_round(tree: str, prefix_cache: bool) -> None:
     """Preempted after each of its steps, among mates and after several of them; the root is given, not picked again."""
     setup = replace(named(tree), prefix_cache=prefix_cache, max_batch=3)
@@ -93,7 +102,7 @@ def test_preempted_after_any_round(tree: str, prefix_cache: bool) -> None:
         all_undisturbed(setup, requests)
 
 
-@pytest.mark.parametrize(("tree", "overlap", "prefix_cache"), in_turn_params(TREE_IDS, [False, True], [False, True]))
+@pytest.mark.parametrize(("tree", "overlap", "prefix_cache"), trees_in_turn([False, True], [False, True]))
 def test_few_pages(tree: str, overlap: bool, prefix_cache: bool) -> None:
     """A pool that holds one request to its end and little more: they preempt each other, oldest first to finish."""
     setup = replace(named(tree), overlap=overlap, prefix_cache=prefix_cache, max_context=64)
@@ -103,6 +112,7 @@ def test_few_pages(tree: str, overlap: bool, prefix_cache: bool) -> None:
     all_undisturbed(named(tree), requests)
 
 
+@pytest.mark.full
 def test_few_pages_do_preempt() -> None:
     """Short prompts that all grow long: who is preempted comes back to be preempted again."""
     setup = Setup(page_size=2, overlap=True, max_context=64, num_pages=40)
@@ -113,7 +123,7 @@ def test_few_pages_do_preempt() -> None:
     all_undisturbed(setup, requests)
 
 
-@pytest.mark.parametrize(("tree", "overlap"), in_turn_params(TREE_IDS, [True, False]))
+@pytest.mark.parametrize(("tree", "overlap"), trees_in_turn([True, False]))
 def test_mates_that_are_aborted(tree: str, overlap: bool) -> None:
     """Every other request is aborted, one at each step from its arrival on; what it said until then stands."""
     setup = replace(named(tree), overlap=overlap, num_pages=80)
@@ -132,7 +142,7 @@ def test_mates_that_are_aborted(tree: str, overlap: bool) -> None:
             assert r.error is None
 
 
-@pytest.mark.parametrize("tree", TREES, ids=TREE_IDS)
+@some_trees
 def test_chunked_equals_whole(tree: Setup) -> None:
     """The longest chunks and the shortest, for every length around a chunk's and a page's end."""
     lengths = (1, 15, 16, 17, 32, 33, 40, 41, 65)

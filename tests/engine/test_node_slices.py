@@ -31,7 +31,7 @@ def ran(setup: Setup, with_grammar: bool) -> Ran:
     return run(setup.engine(), requests)
 
 
-@pytest.mark.parametrize("with_grammar", [False, True], ids=["free", "grammar"])
+@pytest.mark.parametrize("with_grammar", [pytest.param(False, marks=pytest.mark.full), True], ids=["free", "grammar"])
 @pytest.mark.parametrize("setup", SETUPS, ids=["eagle3", "dspark", "jetspec"])
 def test_slices_of_a_trees_logits_equal_the_whole(setup, with_grammar, monkeypatch):
     whole = ran(setup, with_grammar)

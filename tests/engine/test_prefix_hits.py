@@ -10,15 +10,17 @@ from tests.engine.alone import alone
 from tests.engine.test_disturbance import all_undisturbed
 from tests.engine.watching import SharedPages, run_watched
 from tests.harness import VOCAB, Setup, prompts, request
-from tests.pairwise import in_turn_params, pairwise_params
+from tests.pairwise import fewer, in_turn_params, pairwise_params
 
 BASE = prompts(11, [36])[0]
 SHORT = SamplingParams(temperature=0.0, max_tokens=5)
 PAGE_SIZES = [1, 3, 16]
-each_page_size = pytest.mark.parametrize("page_size", PAGE_SIZES)
+each_page_size = pytest.mark.parametrize("page_size", fewer(PAGE_SIZES, lambda page_size: page_size != 16))
 each_loop = pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
 
-pages_and_loops_in_turn = pytest.mark.parametrize(("page_size", "overlap"), in_turn_params(PAGE_SIZES, [False, True]))
+pages_and_loops_in_turn = pytest.mark.parametrize(
+    ("page_size", "overlap"), fewer(in_turn_params(PAGE_SIZES, [False, True]), lambda page_size, *_: page_size != 16)
+)
 
 
 def parting(index: int, hit: int, tail: int) -> Request:
@@ -27,7 +29,10 @@ def parting(index: int, hit: int, tail: int) -> Request:
     return request(index, BASE[:hit] + other or [BASE[0]], SHORT)
 
 
-@pytest.mark.parametrize(("page_size", "overlap", "tail"), pairwise_params(PAGE_SIZES, [False, True], [0, 3]))
+@pytest.mark.parametrize(
+    ("page_size", "overlap", "tail"),
+    fewer(pairwise_params(PAGE_SIZES, [False, True], [0, 3]), lambda page_size, *_: page_size != 16),
+)
 def test_every_hit_and_every_parting(page_size: int, overlap: bool, tail: int) -> None:
     """tail 0: the whole prompt is a hit, or ends inside one."""
     base = BASE[: 20 if page_size == 16 else 9]
@@ -54,7 +59,10 @@ def test_every_hit_and_every_parting(page_size: int, overlap: bool, tail: int) -
     all_undisturbed(setup, requests)
 
 
-@pytest.mark.parametrize(("page_size", "algorithm"), in_turn_params(PAGE_SIZES, ["eagle3", "none"]))
+@pytest.mark.parametrize(
+    ("page_size", "algorithm"),
+    fewer(in_turn_params(PAGE_SIZES, ["eagle3", "none"]), lambda page_size, *_: page_size != 16),
+)
 def test_hits_while_their_owner_still_runs(page_size: int, algorithm: str) -> None:
     """Pages are shared from the moment they are whole: while who computed them goes on writing behind them, and while
     they are evicted as soon as nobody holds them."""

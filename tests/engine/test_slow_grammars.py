@@ -89,7 +89,7 @@ def engine_of(setup: Setup, where: str, monkeypatch: pytest.MonkeyPatch) -> Engi
     [
         pytest.param("root_mask", 1, "cpu", False, marks=pytest.mark.full),
         ("root_mask", 1, "graphs", True),
-        ("known_next", 2, "cpu", True),
+        pytest.param("known_next", 2, "cpu", True, marks=pytest.mark.full),
         pytest.param("known_next", 1, "graphs", True, marks=pytest.mark.full),
         pytest.param("mask_after", 3, "cpu", True, marks=pytest.mark.full),
         pytest.param("mask_after", 1, "graphs", True, marks=pytest.mark.full),
@@ -290,7 +290,7 @@ def walk(compiler: GrammarCompiler, seed: int) -> str:
 
 
 def test_a_random_grammar_is_refused_or_each_mask_comes_in_time(compiler):
-    ended = [walk(compiler, seed) for seed in range(24)]
+    ended = [walk(compiler, seed) for seed in range(18)]
     assert "too slow" not in ended
     assert min(ended.count("ambiguous"), ended.count("ended")) > 3
 

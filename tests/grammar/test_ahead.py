@@ -95,7 +95,8 @@ STYLES: dict[str, dict[str, Any]] = {
 
 # A draw that penalties shaped is a draw: "penalised" stands for "sampled" of EAGLE-3, and of block drafts for both.
 USUAL = [
-    *(("eagle3", style) for style in STYLES if style != "sampled"),
+    ("eagle3", "penalised"),
+    ("eagle3", "with log-probabilities"),
     *(("ngram", "sampled"), ("dflash", "greedy")),
 ]
 AHEAD = [

@@ -192,7 +192,7 @@ def say(llm, **params):
     )[0]
 
 
-@pytest.mark.parametrize("speculation", [True, False])
+@pytest.mark.parametrize("speculation", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_combinations(llm, speculation):
     both = {"speculation": speculation}
     assert say(llm, **both).text in ("yes", "no", "perhaps not")

@@ -18,6 +18,7 @@ from espalier.grammar.regex import OTHER_ESCAPES, pattern_node
 from espalier.grammar.regex_tree import MAX_IN_BLOCKS, MAX_UNROLLED, Chars, regex_of, repeat
 from espalier.grammar.tag import check_grammar
 from tests.grammar.vocabulary import TooLong, accepts, compiled, random_text
+from tests.pairwise import fewer
 
 LETTERS = "ab1_ -.é€😀\u2028"
 CLASSES = (r"\d", r"\w", r"\s", r"\D", r"\W", r"\S")
@@ -108,7 +109,7 @@ def compare_with_python(seeds: range) -> int:
 
 
 def test_a_regex_means_what_it_means_in_python():
-    assert compare_with_python(range(300)) > 1000
+    assert compare_with_python(range(160)) > 500
 
 
 def small_regex(rng: random.Random, depth: int = 0) -> str:
@@ -158,7 +159,7 @@ FOUND = [
 ]
 
 
-@pytest.mark.parametrize(("make", "count"), [(small_regex, 200), (small_choice, 1000), (often_regex, 30)])
+@pytest.mark.parametrize(("make", "count"), [(small_regex, 100), (small_choice, 500), (often_regex, 30)])
 def test_all_short_texts_of_two_letters_are_those_of_python(make, count):
     """Where a part may end and also go on, and where branches begin alike, an automaton is easily wrong."""
     check_short_texts([make(random.Random(seed)) for seed in range(count)])
@@ -234,7 +235,9 @@ def compare_pattern(seed: int) -> int:
     return len(texts)
 
 
-@pytest.mark.parametrize("seeds", [range(start, start + 50) for start in range(0, 200, 50)], ids=str)
+@pytest.mark.parametrize(
+    "seeds", fewer([range(start, start + 50) for start in range(0, 200, 50)], lambda seeds: seeds.start < 100), ids=str
+)
 def test_a_pattern_is_searched_for_and_the_string_is_json(seeds):
     assert sum(map(compare_pattern, seeds)) > 50
 
@@ -246,7 +249,7 @@ def test_many_patterns_are_searched_for():
 
 def test_both_readers_of_xgrammar_read_a_pattern_alike():
     """A pattern of too many states is rewritten by another reader than the usual one."""
-    for seed in range(40):
+    for seed in range(20):
         rng = random.Random(seed)
         try:
             regex = random_regex(rng, breaks=())

@@ -44,9 +44,10 @@ def test_gate(rows, size, dtype, activation, kernel_device):
     out = gated.triton(x, activation)
     assert out.dtype == dtype and torch.equal(x, x_before)
     # The reference rounds both silu(gate) and the product.  In float32 a GPU computes exp as 2**x with a rounded x, an
-    # error of |gate| ulps; with a standard deviation of 4, |gate| reaches about 20.
+    # error of |x| ulps; with a standard deviation of 4, |gate| reaches about 20.  The exponent of GPT_OSS is steeper.
     info, most = torch.finfo(dtype), float(x.abs().max()) ** 2 if x.numel() else 0.0
-    tolerance = {"rtol": (20 if dtype == torch.float32 else 4) * info.eps, "atol": 4 * info.tiny}
+    ulps = 20 * (1.702 if activation is GPT_OSS else 1) if dtype == torch.float32 else 4
+    tolerance = {"rtol": ulps * info.eps, "atol": 4 * info.tiny}
     if activation is GELU_TANH:
         # Where GELU is nearly 0, PyTorch's 1 + tanh loses the digits that the kernel's exponential keeps.
         tolerance["atol"] += most * (2**-50 if dtype == torch.float64 else 2**-22)

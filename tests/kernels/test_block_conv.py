@@ -6,6 +6,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.ops.drafts import block_conv, block_conv_norm
+from tests.pairwise import in_turn_params
 
 EPS = 1e-5
 # (blocks, rows of a block, channels, channels of a group, taps): no rows, one row, more rows than a program has, fewer
@@ -62,8 +63,9 @@ def test_a_sublayers_input(make, shape, dtype, kernel_device):
 
 
 @shapes
-@pytest.mark.parametrize("parts", [None, 1, 3], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("parts", "dtype"), in_turn_params([None, 1, 3], [torch.float64, torch.float32, torch.float16])
+)
 @pytest.mark.parametrize("make", [block_conv_norm.triton, block_conv_norm.reference])
 def test_a_sublayers_output(make, shape, dtype, parts, kernel_device):
     blocks, width, size, group, taps = shape

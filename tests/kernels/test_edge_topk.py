@@ -17,6 +17,7 @@ from espalier.speculate.sampler import make_sampler
 from tests.kernels.sampled import ALL_SAMPLING, ASKED, kernel_rows, slots_of, table_of
 from tests.kernels.treeing import drawn_scores, poisoned, random, same
 from tests.masks import pack_mask
+from tests.pairwise import in_turn_params
 
 # The interpreter evaluates both sides of a `where`, so it warns about values that are not used.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -157,10 +158,12 @@ def test_factors_of_more_than_a_token(kernel_device, dtype, kind):
     check(kernel_device, FEW, 3, 3, 70, 70, 40, dtype, kind=kind)
 
 
-@KINDS
-@pytest.mark.parametrize("dtype", [HALF, torch.float32, torch.float64])
-@pytest.mark.parametrize(("rows", "rank"), [(1, 16), (3, 40), (40, 70), (2, 300)])
-def test_factors_and_states(kernel_device, dtype, kind, rows, rank):
+@pytest.mark.parametrize(
+    ("dtype", "kind", "rows_and_rank"),
+    in_turn_params([HALF, torch.float32, torch.float64], ["gated", "rnn"], [(1, 16), (3, 40), (40, 70), (2, 300)]),
+)
+def test_factors_and_states(kernel_device, dtype, kind, rows_and_rank):
+    rows, rank = rows_and_rank
     edges = random_edges(2, 20, 70, rank, dtype, kind=kind)
     given, exact = random_rows(2, rows, 70, states_of=edges), torch.promote_types(dtype, torch.float32)
     with poisoned():
@@ -182,8 +185,7 @@ def test_the_state_before_the_first_depth_is_zero(kernel_device):
         torch.testing.assert_close(ours.cpu(), theirs)
 
 
-@pytest.mark.parametrize("dtype", [HALF, torch.float32, torch.float64])
-@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize(("dtype", "mapped"), in_turn_params([HALF, torch.float32, torch.float64], [False, True]))
 def test_all_sampling_parameters(kernel_device, dtype, mapped):
     check(kernel_device, ASKED, 3, 3, 70, 90 if mapped else 70, 16, dtype, mapped=mapped)
 
@@ -193,9 +195,9 @@ def test_all_sampling_parameters(kernel_device, dtype, mapped):
 SIZES = [(1, 4, 90, 16), (5, 5, 33, 40), (17, 17, 90, 16), (4, 4, 64, 80), (1, 1, 40, 5), (3, 6, 4, 16)]
 
 
-@pytest.mark.parametrize(("rows", "topk", "columns", "rank"), SIZES)
-@pytest.mark.parametrize("dtype", [HALF, torch.float32])
-def test_sizes(kernel_device, rows, topk, columns, rank, dtype):
+@pytest.mark.parametrize(("size", "dtype"), in_turn_params(SIZES, [HALF, torch.float32]))
+def test_sizes(kernel_device, size, dtype):
+    rows, topk, columns, rank = size
     check(kernel_device, FEW, rows, topk, columns, columns, rank, dtype)
 
 

@@ -11,6 +11,7 @@ from espalier.kernels.ops.activation import GELU_TANH, RELU2, SILU, Activation
 from espalier.kernels.ops.experts import ExpertBiases, grouped_experts
 from espalier.kernels.ops.linear import sum_parts
 from tests.kernels.treeing import poisoned
+from tests.pairwise import fewer, in_turn_params, product_params
 
 # float16 on a CPU: Triton's interpreter does not multiply bfloat16.
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16
@@ -82,8 +83,13 @@ def assert_close(parts, exact, dtype):
     assert (parts.double() - exact).abs().max() <= TOLERANCE[dtype] * exact.abs().max()
 
 
-@pytest.mark.parametrize("dtype", [DTYPE, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("shape", [*SHAPES, *(pytest.param(shape, marks=pytest.mark.gpu) for shape in LARGE)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        *in_turn_params([DTYPE, torch.float32, torch.float64], SHAPES),
+        *product_params([DTYPE, torch.float32, torch.float64], LARGE, marks=pytest.mark.gpu),
+    ],
+)
 def test_kernel_and_reference_are_the_product(kernel_device, shape, dtype):
     inputs = drawn(*shape, kernel_device, dtype)
     exact = exact_parts(*inputs)
@@ -99,7 +105,7 @@ def drawn_biases(gate_up, down):
     )
 
 
-@pytest.mark.parametrize("dtype", [DTYPE, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", fewer([DTYPE, torch.float32, torch.float64], lambda dtype: dtype == DTYPE), ids=str)
 @pytest.mark.parametrize(
     ("shape", "activation"),
     [
@@ -266,9 +272,10 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize("shape", [(1, 64, 8, 48, 32), (9, 4, 3, 64, 40), (37, 5, 2, 40, 16)], ids=str)
-def test_every_plan_gives_the_product(kernel_device, shape, plan):
+@pytest.mark.parametrize(
+    ("plan", "shape"), in_turn_params(PLANS, [(1, 64, 8, 48, 32), (9, 4, 3, 64, 40), (37, 5, 2, 40, 16)])
+)
+def test_every_plan_gives_the_product(kernel_device, plan, shape):
     """With and without a sort; tiles that divide the sizes, and tiles that do not; rows without expert."""
     inputs = drawn(*shape, kernel_device)
     live = torch.arange(shape[0], device=kernel_device) % 3 != 1

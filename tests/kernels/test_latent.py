@@ -17,6 +17,7 @@ from espalier.kernels.ops.rope import (
 )
 from espalier.kernels.state.kv_scales import KVScales
 from tests.oracles.fp8_cache import nearest
+from tests.pairwise import pairwise_params, product_params
 
 # rows, heads, values of a query before its rotated part, of the latent before its rotated part, rotated values
 SHAPES = [(5, 3, 6, 6, 4), (1, 20, 7, 12, 6), (4, 16, 0, 9, 2)]
@@ -39,11 +40,14 @@ def rotated(x: torch.Tensor, angle: torch.Tensor, interleaved: bool) -> torch.Te
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("shape", [*SHAPES, *(pytest.param(s, marks=pytest.mark.gpu) for s in LARGE)], ids=str)
+# In place, interleaved, normed, and the dtype.
+WAYS = ([False, True], [False, True], [False, True], [torch.float64, torch.float32, torch.bfloat16])
+
+
+@pytest.mark.parametrize(
+    ("shape", "in_place", "interleaved", "normed", "dtype"),
+    [*pairwise_params(SHAPES, *WAYS), *product_params(LARGE, *WAYS, marks=pytest.mark.gpu)],
+)
 @pytest.mark.parametrize("make", [rotate_and_store_latent.triton, rotate_and_store_latent.reference])
 def test_equals_float64(kernel_device, make, shape, in_place, interleaved, normed, dtype):
     count, heads, before, rank, rotary = shape

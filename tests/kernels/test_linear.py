@@ -8,6 +8,7 @@ from espalier.kernels.layers.linear_plans import LibraryPlan, TritonPlan, block_
 from espalier.kernels.ops.activation import gated
 from espalier.kernels.ops.linear import linear, linear_gated, linear_parts, write_parts
 from espalier.kernels.runtime.launch import SMALLEST_SHARED_MEMORY, Chip
+from tests.pairwise import in_turn_params
 
 # float16 on a CPU: Triton 3.6's interpreter multiplies the bits of bfloat16 as if they were integers.
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16
@@ -100,8 +101,13 @@ def test_parts_are_written_into_the_tail_of_others(kernel_device, plan):
             write_parts.triton(x, weight, bias, plan, wrong)
 
 
-@pytest.mark.parametrize("plan", [WHOLE, SPLIT, TritonPlan(16, 64, 1, 4, 2), TritonPlan(128, 64, 1, 4, 2), None])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("plan", "bias"),
+    in_turn_params(
+        [WHOLE, SPLIT, TritonPlan(16, 64, 1, 4, 2), TritonPlan(128, 64, 1, 4, 2), None],
+        [False, True],
+    ),
+)
 @pytest.mark.parametrize(
     ("rows", "size", "num_in"), [(1, 64, 192), (3, 35, 200), (17, 130, 136), (5, 1, 64), (0, 8, 64)]
 )

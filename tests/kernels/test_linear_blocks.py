@@ -11,6 +11,7 @@ from espalier.kernels.layers.linear_blocks import _launch, splits_of
 from espalier.kernels.ops.linear import linear_blocks
 from espalier.kernels.runtime.launch import Chip
 from tests.gguf import blocks_of
+from tests.pairwise import in_turn_params
 
 DTYPE = torch.float16 if os.environ.get("TRITON_INTERPRET") == "1" else torch.bfloat16
 H200 = Chip(shared_memory=232448, processors=132, capability=(9, 0))
@@ -34,10 +35,9 @@ def test_values_have_the_bits_of_the_library(name):
     assert torch.equal(dequantise_blocks(matrix, 7, 40), dequantise_blocks(matrix)[7:40])
 
 
-@pytest.mark.parametrize("name", BLOCK_TYPES)
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize(("rows", "num_out", "blocks"), SHAPES)
-def test_any_shape(kernel_device, name, splits, rows, num_out, blocks):
+@pytest.mark.parametrize(("name", "splits", "shape"), in_turn_params(list(BLOCK_TYPES), [1, 3], SHAPES))
+def test_any_shape(kernel_device, name, splits, shape):
+    rows, num_out, blocks = shape
     matrix = drawn(name, num_out, 256 * blocks, kernel_device)
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, 256 * blocks, generator=generator).to(kernel_device, DTYPE)

@@ -37,6 +37,7 @@ from espalier.kernels.ops.linear import linear_quantised, linear_quantised_gated
 from espalier.kernels.runtime.launch import Chip, chip
 from espalier.models.weight_formats.quantised import QuantisedWeight
 from tests.kernels.quantised_inputs import DTYPE, KINDS, drawn, inputs_of
+from tests.pairwise import in_turn_params
 
 H200 = Chip(shared_memory=232448, processors=132, capability=(9, 0))
 # (rows, out, in): tiles that are full, ragged in every direction, and of two tiles of rows.
@@ -61,10 +62,9 @@ def assert_is_the_product(out, x, matrix, bias):
     assert ((out.double() - exact).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize(("rows", "num_out", "num_in"), SHAPES)
-def test_any_shape(kernel_device, kind, splits, rows, num_out, num_in):
+@pytest.mark.parametrize(("kind", "splits", "shape"), in_turn_params(KINDS, [1, 3], SHAPES))
+def test_any_shape(kernel_device, kind, splits, shape):
+    rows, num_out, num_in = shape
     matrix, x = drawn(kind, (), num_out, num_in, kernel_device), x_of(rows, num_in, kernel_device)
     bias = x_of(1, num_out, kernel_device)[0] if rows % 2 else None
     out = linear_quantised.triton(x, matrix, bias, plan_for(matrix, splits))

@@ -11,6 +11,7 @@ from espalier.kernels.ops.linear import quantise_rows
 from espalier.kernels.ops.norm import add_rms_norm, rms_norm, rounded_norm, rounds_norm
 from espalier.kernels.runtime.launch import Chip
 from espalier.models.layers.norm import RMSNorm
+from tests.pairwise import fewer
 
 EPS = 1e-5
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
@@ -34,7 +35,7 @@ def assert_close(out: torch.Tensor, exact: torch.Tensor) -> None:
 
 @shapes
 @dtypes
-@pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 100.0])
+@pytest.mark.parametrize("scale", fewer([0.0, 1e-3, 1.0, 100.0], lambda scale: scale in (0.0, 1.0)))
 def test_norm(shape, dtype, scale, kernel_device):
     x, weight = random_normal(shape, dtype, kernel_device, 1, scale), random_normal(shape[1:], dtype, kernel_device, 2)
     out = rms_norm.triton(x, weight, EPS)
@@ -60,7 +61,7 @@ def test_norm_after_an_addition(shape, dtype, kernel_device):
 
 @shapes
 @pytest.mark.parametrize("half", [True, False], ids=["half", "float64"])
-@pytest.mark.parametrize("parts", [1, 2, 5])
+@pytest.mark.parametrize("parts", fewer([1, 2, 5], lambda parts: parts != 2))
 @pytest.mark.parametrize("make", [add_rms_norm.triton, add_rms_norm.reference])
 def test_partial_sums_are_added_in_order_and_rounded_first(shape, half, parts, make, kernel_device):
     dtype = torch.float64 if not half else torch.bfloat16 if kernel_device.type == "cuda" else torch.float16

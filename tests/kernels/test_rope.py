@@ -164,7 +164,7 @@ def test_what_fp8_cannot_hold(make, kernel_device):
 
 @shapes
 @pytest.mark.parametrize("normed", NORMED[:3], ids=["plain", "normed", "normed v"])
-@pytest.mark.parametrize("parts", [None, 2])
+@pytest.mark.parametrize("parts", [pytest.param(None, marks=pytest.mark.full), 2])
 def test_a_rows_bits_do_not_depend_on_how_many_heads_share_a_program(shape, normed, parts, kernel_device, monkeypatch):
     rows, heads, kv_heads, size = shape
     dtype = torch.bfloat16 if kernel_device.type == "cuda" else torch.float16

@@ -6,6 +6,7 @@ import torch
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import Routing, route
 from tests.kernels.treeing import poisoned
+from tests.pairwise import in_turn_params
 
 ROUTINGS = [
     Routing(4, 1),
@@ -33,8 +34,7 @@ def drawn(routing, rows, device, seed=0, dtype=torch.float32):
     return logits.to(device), None if bias is None else bias.to(device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("rows", [0, 1, 19])
+@pytest.mark.parametrize(("dtype", "rows"), in_turn_params([torch.float32, torch.float64], [0, 1, 19]))
 @pytest.mark.parametrize(
     "routing", ROUTINGS, ids=lambda r: f"{r.num_experts}-{r.top_k}-{r.scoring}-{r.n_group}-{r.logit_bias}"
 )

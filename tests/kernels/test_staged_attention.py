@@ -50,7 +50,7 @@ def test_no_prefix_equals_splits_of_empty_requests(kernel_device):
 
 
 @cases
-@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("sink", [pytest.param(False, marks=pytest.mark.full), True])
 def test_merged_parts_equal_the_fused_kernel(case, sink, kernel_device):
     inputs = draw(replace(case, sink=sink), kernel_device)
     alone = inputs._replace(sink=None)

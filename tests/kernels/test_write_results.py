@@ -5,12 +5,15 @@ import struct
 import pytest
 import torch
 
+from espalier.engine.results import Fields
 from espalier.errors import EspalierError
 from espalier.kernels.ops.state import EMPTY, write_results
+from espalier.kernels.state.commit import MOST_FIELDS
+from espalier.layout import RoundLayout
 from tests.kernels.treeing import random
 
 # After the columns that are written come OTHERS, of something else.
-ENTRIES, ROWS, WIDTH, OTHERS = 3, 6, 21, 2
+ENTRIES, ROWS, WIDTH, OTHERS = 3, 6, 22, 2
 
 
 def drawn(batch, seed, all_of_them=True):
@@ -23,7 +26,11 @@ def drawn(batch, seed, all_of_them=True):
     scores = torch.randn(batch, 4, generator=generator)
     scores[:, 1:3] = torch.tensor([-torch.inf, torch.nan])
     fields = {0: integers(1), 3: integers(5)}
-    return fields | {8: scores, 13: integers(1), 14: integers(2), 16: scores[:, :2]} if all_of_them else fields
+    if not all_of_them:
+        return fields
+    fields |= {8: scores, 13: integers(1), 14: integers(2), 16: scores[:, :2]}
+    # As many as a launch has with every source.
+    return fields | {column: integers(1) for column in range(18, 18 + MOST_FIELDS - len(fields))}
 
 
 def ring_of(seed, device="cpu"):
@@ -71,10 +78,16 @@ def test_what_does_not_fit_is_refused(kernel_device):
         write_results.triton(ring, entry[:0], fields)
     with pytest.raises(EspalierError, match="field of column 3"):
         write_results.triton(ring, entry, fields | {3: fields[3][1:]})
-    with pytest.raises(EspalierError, match="up to column 22"):
-        write_results.triton(ring, entry, fields | {17: fields[3]})
-    with pytest.raises(EspalierError, match="stride 138, not 1"):
+    with pytest.raises(EspalierError, match="up to column 23"):
+        write_results.triton(ring, entry, {0: fields[0], 18: fields[3]})
+    with pytest.raises(EspalierError, match="stride 144, not 1"):
         write_results.triton(ring.permute(1, 2, 0), entry, {0: fields[0]})
+
+
+def test_the_kernel_takes_every_field_of_a_row():
+    """With sources beside a draft a launch writes them all; log-probabilities are written by a kernel of their own."""
+    columns = Fields.of(RoundLayout(4, 3, 2, 8, 16, 64, 1, 32), 100)
+    assert sum(isinstance(value, slice) for value in vars(columns).values()) - 1 <= MOST_FIELDS
 
 
 def test_a_cpu_needs_no_kernel():

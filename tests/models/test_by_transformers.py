@@ -26,11 +26,11 @@ from tests.oracles.dense import DensePass
 
 LENGTH = 12
 LOADING: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "position_rows": 64, "model_impl": "transformers"}
-# Of different make: learned positions and matrices the other way round; parallel blocks and a factor of the logits;
-# keys wider than values.
-SAMPLE = ("gpt2", "cohere2", "deepseek_v3")
-# Experts; windows and shared rows by layer; sinks.  Other tests here run the first two, and those of layouts the third.
-MORE = ("mixtral", "gemma3n_text", "gpt_oss")
+# Of different make: learned positions and matrices the other way round; keys wider than values.
+SAMPLE = ("gpt2", "deepseek_v3")
+# Parallel blocks and a factor of the logits; experts; windows and shared rows by layer; sinks.  Other tests here
+# run the second and the third, and those of layouts the fourth.
+MORE = ("cohere2", "mixtral", "gemma3n_text", "gpt_oss")
 # It has what may differ by class: rounds of a tree with captured layers, and prefixes behind preemption.
 ONE_RUN = {"preempted": (3,)}
 

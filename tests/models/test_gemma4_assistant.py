@@ -138,7 +138,7 @@ def reference_logits(family: str, ordered: bool, text: Sequence[int], drafted: S
 @pytest.mark.parametrize(
     ("family", "ordered", "length"),
     [
-        ("gemma4", False, 2),
+        pytest.param("gemma4", False, 2, marks=pytest.mark.full),
         ("gemma4", True, WINDOW + 1),
         ("gemma4_e", False, 23),
         pytest.param("gemma4_moe", True, 23, marks=pytest.mark.full),
@@ -169,7 +169,7 @@ def greedy(count: int) -> SamplingParams:
     ("family", "steps", "topk", "nodes"),
     [
         ("gemma4", 4, 3, 16),
-        ("gemma4_e", 2, 2, 6),
+        pytest.param("gemma4_e", 2, 2, 6, marks=pytest.mark.full),
         *(pytest.param("gemma4_moe", *tree, marks=pytest.mark.full) for tree in ((4, 3, 16), (1, 2, 3), (5, 1, 6))),
     ],
 )

@@ -24,6 +24,7 @@ from espalier.models.weight_formats.gptq import read_gptq
 from espalier.models.weights import Weights
 from tests.builders import make_target
 from tests.oracles.dense import DensePass
+from tests.pairwise import in_turn_params
 from tests.quantised import FLOAT4, FP8, INPUT, KINDS, ORDERED, ROUNDS_INPUTS, STATIC, Stored, quantise
 
 DTYPE = torch.float64
@@ -70,8 +71,7 @@ def rounded(x: Tensor, kind: str) -> Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stack", STACKS, ids=["qkv", "gate_up", "down"])
+@pytest.mark.parametrize(("kind", "stack"), in_turn_params(list(KINDS), STACKS))
 def test_stacked_matrices_mean_what_the_format_says(tmp_path, kind, stack):
     path, meant = made(tmp_path, kind)
     matrix = loaded(path).matrix(*stack)

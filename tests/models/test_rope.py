@@ -72,14 +72,17 @@ def test_frequencies_of_longrope(tmp_path: Path) -> None:
             assert rope.attention_factor == pytest.approx(factor, abs=0)
 
 
-# Every scaling where it is read in a way of its own: plainly, with factors of the scores, or for a part of a head.
-# Others with the scaling that changes frequencies and sizes; `test_frequencies` has the rest.
+# Every scaling where it is read plainly and where it has factors of the scores.  Other readers, for a part of a head or
+# by kind of layer, with the scaling that changes frequencies and sizes; `test_frequencies` has the rest.
 OWN_READERS = ("llama", "deepseek_v3", "gpt_oss", "glm4_moe")
+EVERY_SCALING = ("llama", "deepseek_v3")
 CHANGES_ALL = "yarn, given ramp"
+READERS = (*OWN_READERS, "gemma3", "ministral3", "mistral", "deepseek_v32", "smollm3", "laguna", "qwen3_next")
+FULL = pytest.mark.full
 # Ministral 3 has no RoPE without these.
 MINISTRAL3 = {"llama_4_scaling_beta": 0.3, "max_position_embeddings": 4096}
 CELLS = [
-    pytest.param(scaling, family, marks=() if family in OWN_READERS or scaling == CHANGES_ALL else pytest.mark.full)
+    pytest.param(scaling, family, marks=() if family in (EVERY_SCALING, READERS)[scaling == CHANGES_ALL] else FULL)
     for scaling in SCALINGS
     for family in CONFIGS
     # Transformers does not find `truncate` among the parameters of a layer type.

@@ -5,6 +5,7 @@ tokens equal plain decoding's.
 """
 
 from dataclasses import replace
+from itertools import product
 from typing import ClassVar
 
 import pytest
@@ -17,7 +18,7 @@ from tests.engine.alone import plainly
 from tests.engine.test_disturbance import all_undisturbed
 from tests.engine.watching import run_watched
 from tests.harness import Setup, prompts, request
-from tests.pairwise import in_turn_params
+from tests.pairwise import fewer, in_turn_params
 
 TREE = {"topk": 8, "steps": 5, "num_draft_tokens": 64}
 
@@ -71,6 +72,7 @@ class TestEagleLlama2Page4Topk8:
 
     setup = Setup(page_size=4, overlap=False, max_context=96, **TREE)
 
+    @pytest.mark.full
     def test_ragged(self) -> None:
         ragged(self.setup, (1, 3, 4, 5, 17, 40, 31, 32))
 
@@ -128,7 +130,10 @@ class TestLastPositionOfTheContext:
         "ngram": {"steps": 3, "topk": 2, "num_draft_tokens": 7, "algorithm": "ngram"},
     }
 
-    @pytest.mark.parametrize(("page_size", "tree", "overlap"), in_turn_params([1, 3, 16, 64], [*TREES], [False, True]))
+    @pytest.mark.parametrize(
+        ("page_size", "tree", "overlap"),
+        fewer(in_turn_params([1, 3, 16, 64], [*TREES], [False, True]), lambda page_size, *_: page_size != 64),
+    )
     def test_ends_there(self, page_size: int, tree: str, overlap: bool) -> None:
         setup = Setup(page_size=page_size, overlap=overlap, max_context=64, **self.TREES[tree])
         lengths = (63, 62, 61, 58, 57, 40)
@@ -150,9 +155,13 @@ class TestLastPositionOfTheContext:
 class TestEmptyBatch:
     """The maximum of nothing (report 27360): a launch of no requests is legal in every form and changes nothing."""
 
-    @pytest.mark.parametrize("algorithm", ["eagle3", "ngram", "none"])
-    @pytest.mark.parametrize("attention", ["sdpa", "reference"])
-    @pytest.mark.parametrize("width", [0, 16])
+    @pytest.mark.parametrize(
+        ("algorithm", "attention", "width"),
+        fewer(
+            product(["eagle3", "ngram", "none"], ["sdpa", "reference"], [0, 16]),
+            lambda algorithm, attention, width: (attention == "sdpa") == (width == 0),
+        ),
+    )
     @pytest.mark.parametrize(
         "needs", [SamplingNeeds(), SamplingNeeds(True, True, True, True)], ids=["greedy", "shaped"]
     )

@@ -29,6 +29,8 @@ LAYOUTS: dict[str, Sequence[Any]] = {
 # a part of the nodes, most of them.  Of each kind of depth one: none, the roots' children alone, levels that read
 # levels.
 ARRAY_LAYOUTS = {**LAYOUTS, "page_size": (1, 3, 256), "topk": (1, 4, 8), "steps": (0, 1, 15)}
+# The least and the most of each kind, which `make test` crosses; no level is deeper than five.
+FEW_LAYOUTS = {**LAYOUTS, "page_size": (1, 256), "topk": (1, 8), "steps": (0, 5), "nodes": ("2", "bound")}
 # Families whose own layers keep a latent row, all with experts.  The draft of the first is Llama-shaped, that of the
 # second latent.
 OWN_LATENT = ("deepseek_v2", "deepseek_v3")

@@ -161,15 +161,21 @@ SETUPS = {
     "latent": LATENT,
     "chain": CHAIN,
     "target": READS_TARGET,
-    "block": BLOCK,
-    "edges": EDGES,
-    "recurrent": RECURRENT,
-    "hybrid": HYBRID,
-    "delta": pytest.param(DELTA, marks=pytest.mark.full),
-    "choosing": CHOOSING,
-    "choosing draft": CHOOSING_DRAFT,
     "shared": SHARED,
     "own text": OWN_TEXT,
+    # Theirs hold in test_block.py, test_states.py and test_selection.py too.
+    **{
+        name: pytest.param(setup, marks=pytest.mark.full)
+        for name, setup in {
+            "block": BLOCK,
+            "edges": EDGES,
+            "recurrent": RECURRENT,
+            "hybrid": HYBRID,
+            "delta": DELTA,
+            "choosing": CHOOSING,
+            "choosing draft": CHOOSING_DRAFT,
+        }.items()
+    },
 }
 # SETUP holds them below, where every fault is gone again.
 # Their properties hold unbroken in test_block.py and test_peagle.py.
@@ -235,7 +241,15 @@ HARMLESS: tuple[tuple[tuple[str, ...], Setup], ...] = (
 )
 
 
-@pytest.mark.parametrize(("names", "setup"), HARMLESS, ids=[",".join(names) for names, _ in HARMLESS])
+LIKE_OTHERS = ("packed-stride", "table-column-off", "state-of-wrong-path")
+
+
+@pytest.mark.parametrize(
+    ("names", "setup"),
+    # One of layouts, one of block drafts, one of FP8, and all the others at once.
+    [pytest.param(*each, marks=pytest.mark.full if each[0][0] in LIKE_OTHERS else ()) for each in HARMLESS],
+    ids=[",".join(names) for names, _ in HARMLESS],
+)
 def test_where_faults_change_nothing_no_property_fails(names, setup):
     """All at once."""
     with ExitStack() as planted:

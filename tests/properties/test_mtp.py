@@ -15,7 +15,7 @@ from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.startup import load
 from tests.harness import prompts, request, run
 from tests.mtp import mtp_directories
-from tests.pairwise import pairwise, rows_of
+from tests.pairwise import fewer, in_turn_params, pairwise, rows_of
 from tests.properties import scenarios
 from tests.properties.mtp_setup import MTPSetup, mtp_reference_of
 from tests.properties.scenarios import asked
@@ -55,8 +55,8 @@ def cell_setup(cell: Mapping[str, Any]) -> tuple[MTPSetup, list[Request]]:
     return setup, requests
 
 
-# Steps below, at and beyond the modules; of the sizes the least and one that is many.
-CELLS = pairwise({**PRODUCT, **AROUND, "topk": (1, 4), "page_size": (1, 64)}, lambda cell: False)
+# Steps below and beyond the modules; of the sizes the least and one that is many.
+CELLS = pairwise({**PRODUCT, **AROUND, "topk": (1, 4), "steps": (2, 5), "page_size": (1, 64)}, lambda cell: False)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell.values())))
@@ -74,31 +74,33 @@ def test_every_property_holds_in_the_whole_product(cell):
 
 SMALL = MTPSetup(steps=3, topk=2, num_draft_tokens=9, page_size=2, max_batch=3, max_context=64, chunk_size=16)
 every_form = pytest.mark.parametrize("form", FORMS, ids=str)
-# One layer has no feeds: it enters rows like an EAGLE-3 draft.
-both_of_three = pytest.mark.parametrize("form", FORMS[1:], ids=str)
 
 
-@pytest.mark.parametrize(("page_size", "family", "form"), [(1, "llama", FORMS[2]), (3, "deepseek_v3", FORMS[1])])
+@pytest.mark.parametrize(
+    ("page_size", "family", "form"),
+    fewer([(1, "llama", FORMS[2]), (3, "deepseek_v3", FORMS[1])], lambda *cell: cell[0] == 1),
+)
 def test_a_prefix_hit_of_every_length_is_entered_again(page_size, family, form):
     fields = {"page_size": page_size, "family": family, "form": form, "overlap": page_size == 3}
     scenarios.hit_every_length(watched, replace(SMALL, **fields))
 
 
-@both_of_three
-@pytest.mark.parametrize("chunk_size", [16, 64], ids=["chunks", "pieces"])
+@pytest.mark.parametrize(("chunk_size", "form"), in_turn_params([16, 64], FORMS[1:]))
 def test_a_prompt_is_cut_behind_every_hit(chunk_size, form):
     scenarios.cut_behind_hits(watched, replace(SMALL, form=form), chunk_size)
 
 
-@both_of_three
-@pytest.mark.parametrize(("chunk_size", "length"), [(16, 25), (64, 45)], ids=["chunks", "pieces"])
-def test_log_probabilities_of_a_cached_prompt_compute_rows_again(chunk_size, length, form):
+@pytest.mark.parametrize(("chunk_and_length", "form"), in_turn_params([(16, 25), (64, 45)], FORMS[1:]))
+def test_log_probabilities_of_a_cached_prompt_compute_rows_again(chunk_and_length, form):
+    chunk_size, length = chunk_and_length
     family = "deepseek_v3" if chunk_size > 16 else SMALL.family
     setup = replace(SMALL, form=form, chunk_size=chunk_size, family=family)
     scenarios.ask_of_cached_prompts(watched, setup, length)
 
 
-@every_form
+@pytest.mark.parametrize(
+    "form", [FORMS[1], *(pytest.param(form, marks=pytest.mark.full) for form in (FORMS[0], FORMS[2]))], ids=str
+)
 def test_one_request_in_a_bucket_of_eight(form):
     """Seven rows of padding go to no expert and change nothing; neither does a launch of no requests."""
     setup = replace(SMALL, family="deepseek_v3", form=form, max_batch=8, chunk_size=128)
@@ -117,7 +119,7 @@ def test_one_request_in_a_bucket_of_eight(form):
     run_watched(watch, [asked(0, prompts(41, [2])[0], max_tokens=14)])
 
 
-@both_of_three
+@pytest.mark.parametrize("form", [FORMS[1], pytest.param(FORMS[2], marks=pytest.mark.full)], ids=str)
 def test_preempted_requests_are_as_if_undisturbed(form):
     scenarios.preempt(watched, replace(SMALL, form=form))
 

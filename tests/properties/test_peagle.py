@@ -11,7 +11,7 @@ from espalier.layout import TreeShape, max_draft_tokens
 from espalier.request import Request
 from espalier.startup import load
 from tests.harness import prompts, request, run
-from tests.pairwise import rows_of
+from tests.pairwise import fewer, rows_of
 from tests.peagle import peagle_directories
 from tests.properties import scenarios
 from tests.properties.peagle_setup import PEagleSetup, peagle_reference_of
@@ -45,7 +45,9 @@ def run_cell(cell: Mapping[str, Any]) -> None:
     run_watched(watched(setup), requests)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell.values())))
+@pytest.mark.parametrize(
+    "cell", fewer(CELLS, lambda cell: cell["steps"] != 8), ids=lambda cell: "-".join(map(str, cell.values()))
+)
 def test_every_property_holds(cell):
     run_cell(cell)
 

@@ -18,16 +18,21 @@ from espalier.speculate.drafters.registry import load_draft, read_draft
 from tests.builders import make_eagle3, make_target
 from tests.folders import new_folder
 from tests.harness import CPU, DTYPE, MAX_POSITIONS, Ran, Setup, prompts, request, run
+from tests.pairwise import fewer
 from tests.quantised import KINDS, ORDERED, STATIC, WEIGHTS_ONLY, quantise
 
 STYLES: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"temperature": 1.2}, {"temperature": 3.0, "top_k": 9})
 # (kind, family): dense targets in each format, and each format's experts.
 DENSE_TARGETS = tuple((kind, "llama") for kind in KINDS)
 EXPERTS = tuple((kind, "qwen3_moe") for kind in KINDS if kind not in (*STATIC, *ORDERED))
-# Experts are a stack of the matrices that dense targets have: integer codes, and codes whose inputs are rounded.
-FEW_EXPERTS = (("awq", "qwen3_moe"), ("fp8-channel-token", "qwen3_moe"))
+# Experts are a stack of the matrices that dense targets have: here codes whose inputs are rounded.
+FEW_EXPERTS = (("fp8-channel-token", "qwen3_moe"),)
 # Without rounded inputs a matrix is a dense one to the tree; one stands for the others.
 LIKE_AWQ = tuple((kind, "llama") for kind in WEIGHTS_ONLY if kind != "awq")
+# Inputs are rounded by tensor, by token and by block; these differ in how scales are stored.
+LIKE_OTHERS = tuple((kind, "llama") for kind in ("fp8-mistral", "fp8-block-32", "fp8-tensor"))
+# Of each way to store codes one; tests/models/test_quantised.py has every format's matrices.
+FEW_WEIGHTS_ONLY = ("fp8-channel-weights", "gptq", "packed-group", "nvfp4")
 TARGETS = (*DENSE_TARGETS, *EXPERTS, ("mxfp4", "gpt_oss"), ("fp8-block", "deepseek_v3"))
 FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 32, "mlp_only_layers": [1]},
@@ -105,7 +110,10 @@ TREES = ({"topk": 1, "num_draft_tokens": 5}, {"topk": 4, "num_draft_tokens": 16}
     ("kind", "family"),
     [
         pytest.param(
-            *target, marks=pytest.mark.full if target in (*EXPERTS, *LIKE_AWQ) and target not in FEW_EXPERTS else ()
+            *target,
+            marks=pytest.mark.full
+            if target in (*EXPERTS, *LIKE_AWQ, *LIKE_OTHERS) and target not in FEW_EXPERTS
+            else (),
         )
         for target in TARGETS
     ],
@@ -125,7 +133,7 @@ def test_layouts(kind, family, page_size, tree, attention, overlap):
     same(kind, family, page_size=page_size, attention=attention, overlap=overlap, **tree)
 
 
-@pytest.mark.parametrize("kind", WEIGHTS_ONLY)
+@pytest.mark.parametrize("kind", fewer(WEIGHTS_ONLY, lambda kind: kind in FEW_WEIGHTS_ONLY))
 def test_formats_that_do_not_round_inputs_give_the_tokens_of_their_dense_weights(kind):
     dense = run(setup_of(kind, "llama", is_dense=True, page_size=1, **TREES[0]).engine(), traffic())
     assert dense.tokens == alone(kind, "llama")

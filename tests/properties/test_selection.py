@@ -50,7 +50,9 @@ def cell_setup(cell: Mapping[str, Any]) -> tuple[Setup, list[Request]]:
     return setup, [asked(i, prompt, max_tokens=max_tokens, **STYLES[i]) for i, prompt in enumerate(prompts(7, lengths))]
 
 
-CELLS = pairwise({**PRODUCT, **AROUND}, lambda cell: False)
+# One row a page and many, all rows chosen and few; the trees between are in the whole product.
+ARRAY = {"chosen": (1, 8), "tree": (TREES[0], TREES[2]), "page_size": (1, 64)}
+CELLS = pairwise({**PRODUCT, **AROUND, **ARRAY}, lambda cell: False)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell.values())))

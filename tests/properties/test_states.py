@@ -43,7 +43,7 @@ PRODUCT: dict[str, Sequence[Any]] = {
 }
 AROUND: dict[str, Sequence[Any]] = {"num_snapshots": (0, 3, 12), "attention": ("sdpa", "reference")}
 # What the other setups have, tests/models and test_faults.py show.
-ARRAY = {"setup": tuple(SETUPS)[:3], "topk": (1, 4), "steps": (1, 5), "page_size": (1, 16)}
+ARRAY = {"setup": tuple(SETUPS)[:3], "topk": (1, 4), "steps": (1, 5), "page_size": (1, 16), "num_snapshots": (0, 12)}
 CELLS = pairwise({**PRODUCT, **AROUND, **ARRAY}, lambda cell: False)
 STYLES = ({"temperature": 0.0}, {"temperature": 6.0}, {"temperature": 1.2, "presence_penalty": 0.5})
 
@@ -98,7 +98,11 @@ THREE_MODULES = MTPSetup(**{**vars(DELTA), "algorithm": "mtp"}, form=(3, "chain"
 both = pytest.mark.parametrize("setup", [SMALL, pytest.param(DELTA, marks=pytest.mark.full)], ids=["toy", "delta"])
 
 
-@pytest.mark.parametrize(("page_size", "setup"), [(1, SMALL), (3, THREE_MODULES)], ids=["toy", "three modules"])
+@pytest.mark.parametrize(
+    ("page_size", "setup"),
+    [(1, SMALL), pytest.param(3, THREE_MODULES, marks=pytest.mark.full)],
+    ids=["toy", "three modules"],
+)
 def test_a_prefix_hit_of_every_length_and_divergence(page_size, setup):
     scenarios.hit_every_length(watched, replace(setup, page_size=page_size, num_snapshots=40))
 
@@ -122,7 +126,7 @@ def test_a_tree_a_batch():
     scenarios.tree_a_batch(watched, SMALL, TreeShape(2, 2, 5))
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["lock-step", "overlap"])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.full), True], ids=["lock-step", "overlap"])
 def test_an_aborted_request_leaves_the_others_as_they_were(overlap):
     watch = watched(replace(SMALL, overlap=overlap))
     requests = [asked(i, prompt, max_tokens=20) for i, prompt in enumerate(prompts(41, [5, 9, 7, 6, 40]))]

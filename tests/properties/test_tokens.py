@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
-from itertools import takewhile
+from itertools import product, takewhile
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from espalier.engine.launch_input import RoundTrace
 from espalier.kernels.ops.tree import VOID
 from espalier.request import Request, SamplingParams
 from tests.harness import Ran, Setup, prompts, request, run
-from tests.pairwise import in_turn_params
+from tests.pairwise import fewer, in_turn_params
 from tests.properties.agreeing import agree
 from tests.properties.layouts import reference_of
 from tests.properties.watch import SCORE
@@ -102,12 +102,11 @@ def plainly(style: str) -> Ran:
 
 @pytest.mark.parametrize(
     ("style", "algorithm"),
-    # The target's pass does not know who proposed its tree: n-gram trees meet all styles in one batch, below.
-    [
-        pytest.param(style, algorithm, marks=pytest.mark.full if algorithm == "ngram" else ())
-        for style in STYLES
-        for algorithm in ("eagle3", "ngram")
-    ],
+    # All styles meet in one batch, below.  The target's pass does not know who proposed its tree.
+    fewer(
+        product(STYLES, ("eagle3", "ngram")),
+        lambda style, algorithm: style in ("greedy", "opted_out", "everything") and algorithm == "eagle3",
+    ),
 )
 def test_tokens_do_not_depend_on_speculation(style, algorithm):
     tree, plain = traffic(STYLES[style]), plainly(style)
@@ -121,7 +120,10 @@ def test_tokens_do_not_depend_on_speculation(style, algorithm):
         assert a.finish_reason == b.finish_reason and len(a.from_draft) == len(a.output)
 
 
-@pytest.mark.parametrize(("algorithm", "family"), [("eagle3", "llama"), ("ngram", "llama"), ("eagle3", "gemma3")])
+@pytest.mark.parametrize(
+    ("algorithm", "family"),
+    [("eagle3", "llama"), ("ngram", "llama"), pytest.param("eagle3", "gemma3", marks=pytest.mark.full)],
+)
 def test_tokens_of_all_styles_together_do_not_depend_on_speculation(algorithm, family):
     ran, plain = traced_mix(algorithm, family)[0], run(replace(TREE, family=family).plain().engine(), mixed())
     assert ran.tokens == plain.tokens
@@ -131,7 +133,7 @@ def test_tokens_of_all_styles_together_do_not_depend_on_speculation(algorithm, f
         assert [e.logprob for e in a.logprobs] == pytest.approx([e.logprob for e in b.logprobs], abs=1e-9)
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.full), "gpt_oss"])
+@pytest.mark.parametrize("family", fewer(["llama", "gemma3", "gpt_oss"], lambda family: family == "llama"))
 def test_native_and_transformers_give_the_same(family):
     """By different roundings, of float32 in places, so log-probabilities are nearly equal."""
     native, hosted = (
@@ -156,7 +158,12 @@ def test_a_batch_of_many_is_many_batches_of_one(algorithm):
 CHANGES = ({"attention": "reference"}, {"overlap": True}, {"page_size": 512}, {"page_size": 1, "prefix_cache": False})
 
 
-@pytest.mark.parametrize(("change", "algorithm"), in_turn_params(CHANGES, ["eagle3", "ngram"]))
+@pytest.mark.parametrize(
+    ("change", "algorithm"),
+    fewer(
+        in_turn_params(CHANGES, ["eagle3", "ngram"]), lambda change, _: "overlap" in change or "prefix_cache" in change
+    ),
+)
 def test_backend_loop_and_pages_change_nothing(change, algorithm):
     as_it_is, rounds = traced_mix(algorithm)
     changed, others = traced(replace(TREE, algorithm=algorithm, **change), mixed())
@@ -169,16 +176,14 @@ AGREE: dict[str, dict[str, Any]] = {
     **{f"temperature {t}": {"temperature": t} for t in (0.0, 0.01, 0.5, 1.0, 2.0, 10.0)},
     "shaped": {**STYLES["everything"], "top_k": 0, "top_p": 1.0, "min_p": 0.0},
 }
+# The least, one between, the most, and all parameters.
+AGREE_USUAL = ("temperature 0.0", "temperature 1.0", "temperature 10.0", "shaped")
 
 
 @pytest.mark.parametrize(
     ("style", "steps"),
     # Eight steps have the depths of fewer: how many steps there are does not depend on the style.
-    [
-        pytest.param(style, steps, marks=() if steps == 8 or style == "shaped" else pytest.mark.full)
-        for style in AGREE
-        for steps in (1, 3, 8)
-    ],
+    fewer(product(AGREE, (1, 3, 8)), lambda style, steps: steps == 8 and style in AGREE_USUAL),
 )
 def test_a_draft_that_agrees_is_followed_to_every_depth(style, steps):
     """A chain, so that the target's own path is sure to be in it.  Filters left out: the draft's scores do not know

@@ -14,6 +14,7 @@ from espalier.sampling.mask import DraftGuide, mask_words, masked, unpack_mask
 from tests.harness import VOCAB, Setup, prompts, request, run
 from tests.kernels.sampled import ASKED, kernel_rows, random_logits, slots_of, table_of
 from tests.masks import pack_mask
+from tests.pairwise import in_turn_params
 
 
 class Turns:
@@ -73,8 +74,7 @@ def test_the_kernel_picks_as_from_logits_without_them(dtype, kernel_device):
     assert allowed.to(kernel_device).gather(2, ours[..., None]).all()
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
-@pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
+@pytest.mark.parametrize(("overlap", "algorithm"), in_turn_params([False, True], ["eagle3", "ngram"]))
 def test_a_tree_says_what_plain_decoding_says(algorithm, overlap):
     setup = Setup(algorithm=algorithm, steps=3, topk=3, num_draft_tokens=9, page_size=2, overlap=overlap)
 

@@ -14,6 +14,7 @@ from espalier.server.chat_answers import ChatAnswer
 from espalier.server.openai import ChatRequest, CompletionRequest
 from espalier.server.protocol import Part
 from espalier.text import Tokenizer
+from tests.pairwise import pairwise_params
 
 TEXT = "na\u00efve \u65e5\u672c \U0001f642 x"
 
@@ -103,12 +104,15 @@ def test_bytes_are_those_that_tokens_add_to_a_text_added_ones_too(make):
         assert (part.bytes.decode(errors="replace") if part.is_text else "") == text, token
 
 
-@pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize(
-    "before", [[], ["<end>"], ["<end>"] * 8, ["x"], ["x", *["<end>"] * 8], ["\u2581"]], ids="".join
+    ("skip", "before", "text", "make"),
+    pairwise_params(
+        [True, False],
+        [[], ["<end>"], ["<end>"] * 8, ["x"], ["x", *["<end>"] * 8], ["\u2581"]],
+        ["x nx", " x", "   x", "\u65e5x", "<end> x<end> x"],
+        [byte_level, sentencepiece, metaspace],
+    ),
 )
-@pytest.mark.parametrize("text", ["x nx", " x", "   x", "\u65e5x", "<end> x<end> x"])
-@pytest.mark.parametrize("make", [byte_level, sentencepiece, metaspace])
 def test_offsets_are_places_of_the_text_whatever_it_follows(make, text, before, skip):
     # Where nothing comes before, special tokens being nothing, these decoders leave out a leading space.
     tokenizer = make()

@@ -632,7 +632,7 @@ def test_schemathesis_finds_nothing(schema, checks, method, path, mode, put_on_r
         pytest.skip("nothing in its path or body can be wrong")
     asked, statuses = 0, Counter()
 
-    @settings(max_examples=15, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @settings(max_examples=10, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=GenerationMode(mode)))
     def ask(case):
         nonlocal asked

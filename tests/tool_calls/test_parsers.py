@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from espalier.errors import EspalierError
@@ -261,6 +261,7 @@ PIECES = [
 
 
 @families
+@settings(max_examples=settings.default.max_examples // 2)
 @given(data=st.data())
 def test_any_text_is_read_alike_wherever_it_is_cut(name, data):
     family = FAMILIES[name]

@@ -90,7 +90,7 @@ def _launch(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tenso
     )
 
 
-MOST_FIELDS = 8
+MOST_FIELDS = 10
 
 
 def write_results(ring: Tensor, entry: Tensor, fields: Mapping[int, Tensor]) -> None:
@@ -139,11 +139,14 @@ def _with_field(value, at, b, field_ptr, START: tl.constexpr, END: tl.constexpr)
 @kernel
 def _write_results_kernel(
     ring_ptr, entry_ptr, entry_stride, row_stride, width,
-    field_0, field_1, field_2, field_3, field_4, field_5, field_6, field_7,
+    field_0, field_1, field_2, field_3, field_4, field_5, field_6, field_7, field_8,
+    field_9,
     START_0: tl.constexpr, START_1: tl.constexpr, START_2: tl.constexpr, START_3: tl.constexpr,
     START_4: tl.constexpr, START_5: tl.constexpr, START_6: tl.constexpr, START_7: tl.constexpr,
+    START_8: tl.constexpr, START_9: tl.constexpr,
     END_0: tl.constexpr, END_1: tl.constexpr, END_2: tl.constexpr, END_3: tl.constexpr,
     END_4: tl.constexpr, END_5: tl.constexpr, END_6: tl.constexpr, END_7: tl.constexpr,
+    END_8: tl.constexpr, END_9: tl.constexpr,
     NOTHING: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program per row."""
@@ -159,5 +162,7 @@ def _write_results_kernel(
     value = _with_field(value, at, b, field_5, START_5, END_5)
     value = _with_field(value, at, b, field_6, START_6, END_6)
     value = _with_field(value, at, b, field_7, START_7, END_7)
+    value = _with_field(value, at, b, field_8, START_8, END_8)
+    value = _with_field(value, at, b, field_9, START_9, END_9)
     row_ptr = ring_ptr + tl.load(entry_ptr) * entry_stride + b * row_stride
     tl.store(row_ptr + at, value, mask=at < width)
