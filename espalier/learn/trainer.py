@@ -26,15 +26,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from espalier.errors import EspalierError, one_line
 from espalier.learn.folder import publish, remove, texts_of
-from espalier.train import block
+from espalier.train import block, eagle3, mtp
 from espalier.train.checkpoint import load_draft, save_draft
 from espalier.train.data import Conversation, Data
-from espalier.train.draft import training_loss
 from espalier.train.draft_run import DraftRun, Loss, RunFiles, print_measure, run_steps, training_rows
 from espalier.train.evaluate import AcceptReport, measure
-from espalier.train.mtp import measure_mtp
 from espalier.train.mtp_checkpoint import load_mtp, save_mtp
-from espalier.train.mtp_head import mtp_loss
 from espalier.train.own_text import OwnText
 from espalier.train.settings import BlockConfig, Eagle3Config, MtpConfig, TrainConfig
 from espalier.train.state import SavedState
@@ -77,7 +74,7 @@ EAGLE3 = Kind(
     load=load_draft,
     target=Eagle3Target,
     config=lambda draft, common: Eagle3Config(**common),
-    loss=lambda draft, target, config: lambda *rows: training_loss(draft, *rows, config.ttt_steps, config.decay),
+    loss=eagle3.loss_of_batch,
     measure=lambda draft, target, texts, firsts, tree: measure(draft, target, texts, firsts, *tree),
     save=lambda draft, target, target_dir, out: save_draft(draft, out),
 )
@@ -88,8 +85,8 @@ MTP = Kind(
     config=lambda head, common: MtpConfig(
         layers=(layers := head.shape.num_hidden_layers), form=head.form, ttt_steps=max(3, layers), **common
     ),
-    loss=lambda head, target, config: lambda *rows: mtp_loss(head, target.head, *rows, config.ttt_steps, config.decay),
-    measure=lambda head, target, texts, firsts, tree: measure_mtp(head, target, texts, firsts, tree[0])[0],
+    loss=mtp.loss_of_batch,
+    measure=lambda head, target, texts, firsts, tree: mtp.measure_mtp(head, target, texts, firsts, tree[0])[0],
     save=lambda head, target, target_dir, out: save_mtp(head, target_dir, out),
 )
 BLOCK = Kind(
@@ -98,7 +95,7 @@ BLOCK = Kind(
     config=lambda head, common: BlockConfig(
         block_size=(size := head.shape.block_size), anchors=min(64, common["length"] - size + 1), **common
     ),
-    loss=block.loss_at_anchors,
+    loss=block.loss_of_batch,
     measure=lambda head, target, texts, firsts, tree: block.measure_block(
         head, target, texts, firsts, {"tree": tree[1:]}
     )["tree"],

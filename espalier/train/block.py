@@ -58,12 +58,12 @@ def train_block(target_dir: Path, data: Data, out: Path, work: Path, config: Blo
     target = Eagle3Target(target_dir, training_device())
     head = new_head(target, config)
     loss = torch.compile(block_loss) if target.device.type == "cuda" else block_loss
-    parts = loss_at_anchors(head, target, config, loss), partial(save_block, head, target, target_dir, out)
+    parts = loss_of_batch(head, target, config, loss), partial(save_block, head, target, target_dir, out)
     measured = partial(measure_block, head, target)
     return train_draft(DraftRun(head, target, *parts, measured, files, config, token_rows, config.block_size))
 
 
-def loss_at_anchors(
+def loss_of_batch(
     head: BlockHead, target: FrozenTarget, config: BlockConfig, loss: Callable[..., tuple[Tensor, Tensor]] = block_loss
 ) -> Loss:
     """The loss of the blocks at random places of a batch."""

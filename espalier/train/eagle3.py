@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,10 @@ from espalier.train.checkpoint import draft_shape, save_draft
 from espalier.train.configs import MIN_CAPTURED_LAYERS
 from espalier.train.data import Data
 from espalier.train.draft import Eagle3Draft, training_loss
-from espalier.train.draft_run import DraftRun, prepare_run, train_draft
+from espalier.train.draft_run import DraftRun, Loss, prepare_run, train_draft
 from espalier.train.evaluate import SETTINGS, AcceptReport, measure
 from espalier.train.settings import Eagle3Config
-from espalier.train.target import Eagle3Target, training_device
+from espalier.train.target import Eagle3Target, FrozenTarget, training_device
 
 
 def choose_vocabulary(stream: np.ndarray, greedy_counts: np.ndarray, size: int) -> tuple[np.ndarray, float]:
@@ -48,11 +49,20 @@ def train_eagle3(target_dir: Path, data: Data, out: Path, work: Path, config: Ea
     draft = new_draft(target, ids, config)
     loss = torch.compile(training_loss) if target.device.type == "cuda" else training_loss
 
-    def loss_of(embeds: Tensor, features: Tensor, logits: Tensor, learned: Tensor) -> tuple[Tensor, Tensor]:
-        return loss(draft, embeds, features, logits, learned, config.ttt_steps, config.decay)
-
     def measured(texts: list[np.ndarray], firsts: list[int]) -> dict[str, AcceptReport]:
         return {name: measure(draft, target, texts, firsts, *tree) for name, tree in SETTINGS.items()}
 
+    loss_of = loss_of_batch(draft, target, config, loss)
     run = DraftRun(draft, target, loss_of, lambda: save_draft(draft, out), measured, files, config)
     return train_draft(run, coverage=coverage)
+
+
+def loss_of_batch(
+    draft: Eagle3Draft,
+    target: FrozenTarget,
+    config: Eagle3Config,
+    loss: Callable[..., tuple[Tensor, Tensor]] = training_loss,
+) -> Loss:
+    return lambda embeds, features, logits, learned: loss(
+        draft, embeds, features, logits, learned, config.ttt_steps, config.decay
+    )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from espalier.train.checkpoint import layer_fields
 from espalier.train.data import Data
-from espalier.train.draft_run import DraftRun, prepare_run, train_draft
+from espalier.train.draft_run import DraftRun, Loss, prepare_run, train_draft
 from espalier.train.evaluate import AcceptReport, continued, print_reports, report, require_room
 from espalier.train.llama import LlamaShape
 from espalier.train.mtp_checkpoint import load_mtp, save_mtp
@@ -41,14 +42,19 @@ def train_mtp(target_dir: Path, data: Data, out: Path, work: Path, config: MtpCo
     longest = config.layers + 2
     loss = torch.compile(mtp_loss) if target.device.type == "cuda" else mtp_loss
 
-    def loss_of(embeds: Tensor, hidden: Tensor, logits: Tensor, learned: Tensor) -> tuple[Tensor, Tensor]:
-        return loss(head, target.head, embeds, hidden, logits, learned, config.ttt_steps, config.decay)
-
     def measured(texts: list[np.ndarray], firsts: list[int]) -> dict[str, AcceptReport]:
         return {f"chain of {n}": measure_mtp(head, target, texts, firsts, n)[0] for n in (config.layers, longest)}
 
-    save = lambda: save_mtp(head, target_dir, out)  # noqa: E731
-    return train_draft(DraftRun(head, target, loss_of, save, measured, files, config, depth=longest))
+    parts = loss_of_batch(head, target, config, loss), lambda: save_mtp(head, target_dir, out)
+    return train_draft(DraftRun(head, target, *parts, measured, files, config, depth=longest))
+
+
+def loss_of_batch(
+    head: MtpHead, target: FrozenTarget, config: MtpConfig, loss: Callable[..., tuple[Tensor, Tensor]] = mtp_loss
+) -> Loss:
+    return lambda embeds, hidden, logits, learned: loss(
+        head, target.head, embeds, hidden, logits, learned, config.ttt_steps, config.decay
+    )
 
 
 @torch.no_grad()
