@@ -18,6 +18,7 @@ LINES = {
     "quantize": "quantize --to fp8 --out out",
     "doctor": "doctor --model",
     "lab round": "lab round --model",
+    "lab defaults": "lab defaults --model",
     "lab generate": "lab generate --model",
     "lab prefill": "lab prefill --model",
     "bench load": "bench load --model",
