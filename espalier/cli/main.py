@@ -35,7 +35,7 @@ COMMANDS = MappingProxyType(
         "quantize": Command(
             "write an FP8 or 4-bit copy of a model", flags="espalier.cli.flags:quantize", work="espalier.cli.quantize"
         ),
-        # Here for the help: cli.start hands its arguments to the trainer's own parser.
+        # Only for the help: cli.start hands its arguments to the trainer's own parser.
         "train": Command(
             "train a draft for a model, or choose and train one (auto)",
             flags="espalier.train.command:add_commands",

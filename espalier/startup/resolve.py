@@ -233,10 +233,8 @@ def resolve(
     trees = choose_trees(speculation.by_batch, tree, machine, names_tree(speculation), max_batch)
     chunk_size = _value_or(config.chunk_size, defaults.chunk_size)
     sources = choose_sources(speculation, spec.algorithm, tree, device)
-    # No GPU has timed rounds whose rows are shared out.
-    shares = device.type == "cpu" and shares_rows(facts.layer_specs, facts.model_impl)
-    of_engine = (spec.algorithm, shares, sources, facts.pass_weights)
-    costs, choices = choose_while_running(speculation, tree, machine, max_batch, *of_engine)
+    of_engine = (shares_rows(facts.layer_specs, facts.model_impl, device), sources, facts.pass_weights)
+    costs, choices = choose_while_running(speculation, tree, machine, max_batch, spec.algorithm, *of_engine)
     layout = RoundLayout(
         max_batch=max_batch,
         **asdict(tree),

@@ -16,10 +16,11 @@ TEXT_PATHS, SENT_PATHS = 2, 2
 INDEX_BYTES = 2**26
 
 
-def shares_rows(layer_specs: Sequence[LayerSpec], model_impl: str) -> bool:
-    """Whether a model can run chosen rows.  Layers with states and sparse attention need all rows of a request."""
+def shares_rows(layer_specs: Sequence[LayerSpec], model_impl: str, device: torch.device) -> bool:
+    """Whether an engine may share rows out.  Layers with states and sparse attention need all rows of a request.  No
+    GPU has timed such rounds yet."""
     in_order = any(isinstance(spec.keeps, RecurrentState) or spec.topk is not None for spec in layer_specs)
-    return model_impl == "native" and not in_order
+    return device.type == "cpu" and model_impl == "native" and not in_order
 
 
 def source_sizes(sources: Sequence[str]) -> dict[str, Any]:

@@ -143,7 +143,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
-    commands = parser.add_subparsers(dest="command", metavar="command", parser_class=Parser)
+    commands = parser.add_subparsers(dest="command", metavar="command", parser_class=type(parser))
     about = "choose a kind of draft by short trials, train it, measure it and its trees"
     auto = commands.add_parser("auto", help=about, description=about)
     auto.add_argument("--target", type=not_empty, required=True, help=TARGET_HELP)

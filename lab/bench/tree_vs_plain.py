@@ -5,7 +5,7 @@ Plain decoding, the tree and, with --compare, transformers take turns in one run
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -186,7 +186,7 @@ def _table(cells: Sequence[Cell]) -> list[list[str]]:
     rows = [
         ["batch", *(str(cell.batch) for cell in cells)],
         ["context", *(str(cell.context) for cell in cells)],
-        ["steps, topk, nodes", *(", ".join(map(str, astuple(cell.tree))) for cell in cells)],
+        ["steps, topk, nodes", *(", ".join(map(str, cell.tree.sizes.values())) for cell in cells)],
         ["round, ms", *(f"{cell.round_ms:.2f}" for cell in cells)],
         ["plain token, ms", *(f"{cell.plain_token_ms:.2f}" for cell in cells)],
         ["a round in plain tokens", *(f"{cell.ratio:.2f}" for cell in cells)],

@@ -184,7 +184,7 @@ def test_all_slow_grammars_of_a_round_share_one_limit(num_slow, num_good, at_onc
 
 
 def test_what_others_took_in_a_round_counts_and_ends_slow_work_alone():
-    threads = MaskThreads(10.0)
+    threads = MaskThreads(0.4)
     work = [lambda: hashlib.pbkdf2_hmac("sha256", b"", b"", SECONDS_OF_HASHES // 2), lambda: 1]
     used_s, spent_s = [5.0, 0.0], lambda share_s: 5.0
     assert threads.run(lambda place: work[place](), 2, used_s=used_s, spent_s=spent_s) == [TOO_SLOW, 1]

@@ -18,6 +18,7 @@ LINES = {
     "quantize": "quantize --to fp8 --out out",
     "doctor": "doctor --model",
     "lab round": "lab round --model",
+    "lab defaults": "lab defaults --model",
     "lab generate": "lab generate --model",
     "lab prefill": "lab prefill --model",
     "bench load": "bench load --model",
@@ -53,7 +54,9 @@ def test_a_mistyped_path_is_refused_before_pytorch_is_imported():
     parser.add_commands("command", "command", COMMANDS)
     found = [*commands_with_a_model(parser), *(f"lab {name}" for name in commands_with_a_model(lab.make_parser()))]
     assert sorted(found) == sorted(LINES)
+    # `lab defaults` runs a model as it is, without a draft.
     drafts = [line.replace("--model", "--draft") for line in LINES.values() if "--model" in line]
+    drafts.remove("lab defaults --draft")
     ran = subprocess.run([sys.executable, "-c", PROCESS, *LINES.values(), *drafts], capture_output=True, text=True)
     said = ran.stderr.splitlines()
     assert ran.stdout == "" and said[1::2] == ["2"] * (len(LINES) + len(drafts))

@@ -12,6 +12,9 @@ from tests.harness import Setup
 TREE = TreeShape(4, 2, 9)
 
 
+CPU = torch.device("cpu")
+
+
 @pytest.mark.parametrize(
     ("asked", "tree", "device", "sources", "sizes"),
     [
@@ -47,5 +50,5 @@ def test_what_cannot_be_is_refused(sources, algorithm, tree, says):
 
 def test_rows_are_not_shared_where_all_must_run():
     plain = Setup().models()[0].layer_specs
-    assert shares_rows(plain, "native") and not shares_rows(plain, "transformers")
-    assert not shares_rows(Setup(keeps="hybrid").models()[0].layer_specs, "native")
+    assert shares_rows(plain, "native", CPU) and not shares_rows(plain, "transformers", CPU)
+    assert not shares_rows(Setup(keeps="hybrid").models()[0].layer_specs, "native", CPU)
