@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
@@ -31,6 +31,7 @@ SEGMENTS = 16
 # Outputs of fewer tokens say little about a draft.
 LEAST_OUTPUT = 16
 HEADER = 2
+MANIFEST = "manifest.json"
 
 
 def flag_of(name: str) -> str:
@@ -132,10 +133,10 @@ def texts_of(files: Sequence[Path]) -> Iterator[Text]:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Of a learned draft.  files: (bytes, sha256) by name; before, after: accept lengths of the draft that was served
-    and of this one on the same held-back traffic."""
+    """Of a learned draft.  digest: of its files; before, after: accept lengths of the draft that was served and of this
+    one on the same held-back traffic."""
 
-    files: Mapping[str, tuple[int, str]]
+    digest: str
     before: float
     after: float
     num_tokens: int
@@ -222,9 +223,8 @@ def remove(draft: Path) -> None:
 
 def publish(unfinished: Path, draft: Path, before: float, after: float, num_tokens: int, seconds: float) -> None:
     """Give a draft that is written whole its manifest and its name.  Raises OSError."""
-    files = {file.name: (file.stat().st_size, _digest(file)) for file in sorted(unfinished.iterdir())}
-    manifest = Manifest(files, before, after, num_tokens, seconds)
-    (unfinished / "manifest.json").write_text(json.dumps(asdict(manifest), indent=1))
+    manifest = Manifest(_digest(unfinished), before, after, num_tokens, seconds)
+    (unfinished / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
     for file in unfinished.iterdir():
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
@@ -233,23 +233,18 @@ def publish(unfinished: Path, draft: Path, before: float, after: float, num_toke
 
 def read_manifest(draft: Path) -> Manifest:
     """Check the draft's files by it.  Raises EspalierError for one that is not whole."""
-    try:
-        raw: dict[str, Any] = json.loads((draft / "manifest.json").read_text())
-        manifest = Manifest(**{**raw, "files": dict(raw["files"])})
-        broken = [
-            name
-            for name, (size, digest) in manifest.files.items()
-            if (draft / name).stat().st_size != size or _digest(draft / name) != digest
-        ]
-    except (OSError, ValueError, TypeError, KeyError):
-        raise EspalierError(f"{draft} is no whole draft: it has no manifest of its files") from None
-    if broken or "model.safetensors" not in manifest.files:
-        raise EspalierError(
-            f"{draft} is no whole draft: {broken[0] if broken else 'model.safetensors'} is not as it was written"
-        )
-    return manifest
+    with suppress(OSError, ValueError, TypeError):
+        manifest = Manifest(**json.loads((draft / MANIFEST).read_text()))
+        if manifest.digest == _digest(draft):
+            return manifest
+    raise EspalierError(f"{draft} is no whole draft: its files are not as its {MANIFEST} says")
 
 
-def _digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+def _digest(draft: Path) -> str:
+    """Of the names and bytes of all files but the manifest."""
+    whole = hashlib.sha256()
+    for file in sorted(draft.iterdir()):
+        if file.name != MANIFEST:
+            with file.open("rb") as opened:
+                whole.update(f"{file.name} {hashlib.file_digest(opened, 'sha256').hexdigest()} ".encode())
+    return whole.hexdigest()

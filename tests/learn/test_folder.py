@@ -84,8 +84,8 @@ def change(file):
     file.write_bytes(data)
 
 
-def naming(file, files):
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"files": files}))
+def naming(file, digest):
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"digest": digest}))
 
 
 BREAKS = {
@@ -94,8 +94,8 @@ BREAKS = {
     "no manifest": (lambda file: file.unlink(), "manifest.json"),
     "half a manifest": (lambda file: file.write_bytes(file.read_bytes()[:40]), "manifest.json"),
     "an empty manifest": (lambda file: file.write_text("{}"), "manifest.json"),
-    "a manifest of nothing": (lambda file: naming(file, {}), "manifest.json"),
-    "a manifest of a list": (lambda file: naming(file, [1]), "manifest.json"),
+    "another draft's manifest": (lambda file: naming(file, "0" * 64), "manifest.json"),
+    "a manifest of a list": (lambda file: file.write_text("[1]"), "manifest.json"),
 }
 
 
