@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from espalier.child_process import environment
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError, one_line
 from espalier.learn.folder import Folder, LearnConfig, Manifest, Sample, read_manifest, remove
@@ -238,7 +239,7 @@ class Learner:
             "seconds": self.config.seconds,
         }
         (self.folder.path / "run.json").write_text(json.dumps(run))
-        num_tokens, environment = self.sample.num_tokens, {**os.environ, **self.machine.environment}
+        num_tokens = self.sample.num_tokens
         with (self.folder.path / "trainer.log").open("wb") as output:
             self._process = subprocess.Popen(
                 [*self.trainer, str(self.folder.path)],
@@ -246,7 +247,7 @@ class Learner:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=environment(**self.machine.environment),
             )
         self._trained_at, self._said = num_tokens, b""
         self._tell(self._process)

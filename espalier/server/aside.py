@@ -11,6 +11,7 @@ import struct
 import sys
 from collections.abc import Callable
 
+from espalier.child_process import environment
 from espalier.server.errors import full
 
 log = logging.getLogger("espalier.server")
@@ -74,7 +75,7 @@ class Aside:
             pipe = asyncio.subprocess.PIPE
             # With asyncio's default limit of 64 KB a large frame would wake the event loop many times.
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", *self.program, stdin=pipe, stdout=pipe, limit=2**22
+                sys.executable, "-m", *self.program, stdin=pipe, stdout=pipe, limit=2**22, env=environment()
             )
             self._process = process
             log.info("the %s process has pid %d", self.what, process.pid)

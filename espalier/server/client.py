@@ -22,6 +22,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from espalier.child_process import environment
 from espalier.errors import EspalierError
 from espalier.inputs import ModelFacts
 from espalier.request import ResolvedParams
@@ -207,6 +208,7 @@ class EngineClient:
             self.process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", self.options.worker, address, str(os.getpid())),
                 stdin=asyncio.subprocess.DEVNULL,
+                env=environment(),
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

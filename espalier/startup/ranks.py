@@ -3,7 +3,6 @@
 Rank 0 sends a RankWork to the other ranks and does the same itself.
 """
 
-import os
 import signal
 import socket
 import subprocess
@@ -17,6 +16,7 @@ from types import MappingProxyType
 
 import torch
 
+from espalier.child_process import environment
 from espalier.config import ResolvedConfig
 from espalier.engine.executor import Executor
 from espalier.engine.ranks import Peer, Ranks
@@ -105,7 +105,7 @@ def start_rank(rank: int) -> Peer:
         process = subprocess.Popen(
             (sys.executable, "-m", MODULE, str(rank), str(others.fileno())),
             stdin=subprocess.DEVNULL,
-            env=os.environ | NO_TERMINAL,
+            env=environment(**NO_TERMINAL),
             pass_fds=(others.fileno(),),
         )
     finally:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from espalier.child_process import environment
 from espalier.errors import EspalierError
 from espalier.model_files import read_json
 from espalier.text import load_tokenizer
@@ -112,7 +113,7 @@ def require_same_run(path: Path, run: dict[str, str | None]) -> None:
 def espalier(*command: str) -> None:
     """Run a command of espalier, and print it.  Raises OSError if it fails."""
     print("$ " + shlex.join(["espalier", *command]), flush=True)
-    status = subprocess.run([sys.executable, "-m", "espalier", *command]).returncode
+    status = subprocess.run([sys.executable, "-m", "espalier", *command], env=environment()).returncode
     if status in (-2, 130):
         raise KeyboardInterrupt
     if status:

@@ -29,7 +29,7 @@ MAX_FUNCTION_LINES = 70
 # "" is espalier/__init__.py, the public face.
 FLOORS = (
     ("other_engines",),
-    ("errors", "cores", "stats", "logprobs", "engine_lock", "stop_strings"),
+    ("child_process", "errors", "cores", "stats", "logprobs", "engine_lock", "stop_strings"),
     ("limits", "chat", "grammar", "model_files"),
     ("gguf_file",),
     ("tokenizer_files", "layout"),
