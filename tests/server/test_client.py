@@ -269,7 +269,7 @@ def test_prompts_that_are_being_read_take_room():
 def test_an_answer_is_made_once_the_prompts_have_left():
     order = []
 
-    def submit(name, prompts, params, priority, detokenize, client, streamed):
+    def submit(name, prompts, params, priority, detokenize, client, streamed, private):
         order.append("submitted")
         return Generation(front.engines, [name], 1)
 

@@ -59,7 +59,7 @@ NOT_RUN = {
     r"(serve|ray) |python scripts/ray_shows|espalier serve .*--replicas": Why.RAY,
     r"(sudo|systemctl|journalctl) ": Why.SYSTEM,
     r"espalier bench |python -m lab (?!fault)": Why.MINUTES,
-    r"espalier train |python -m lab\.chat\.prompts|python scripts/compare_drafts": Why.MINUTES,
+    r"espalier train\b|python -m lab\.chat\.prompts|python scripts/compare_drafts": Why.MINUTES,
     r"python scripts/(step_cost|front_cost|serve_timeline|make_demo_picture)\.py": Why.MINUTES,
     r"espalier demo|python scripts/any_model": Why.ELSEWHERE,
     r"espalier serve --model model\.gguf|espalier serve model\.gguf": Why.ELSEWHERE,
