@@ -190,8 +190,8 @@ class PathRows(NamedTuple):
             values.index_copy_(0, self.mark_row.where(self.marked > 0, self.spare), at_mark)
 
 
-# Tensor cores multiply blocks of 16 columns too.  But engines of tiny heads read memory that is not theirs on an H100
-# with code of Triton 3.6 for such blocks.  Published heads have 64 values or more.
+# Engines of tiny heads failed with these kernels on an H100, and the cause is not known (docs/log.md).  Published heads
+# have 64 values or more.
 SMALLEST_HEAD = 32
 
 
