@@ -199,6 +199,8 @@ def propose(begun: Begun, guide: DraftGuide | None = None) -> Proposed:
     check_tree(begun.runner.layout, tree, begun.slots.batch)
     runner = begun.runner
     if runner.shared_rows(begun.slots.batch):
+        # A node that cannot be accepted takes no row from another request.
+        tree = tree.within(begun.slots.max_accept_depth)
         tree = tree.only(tree.best(runner.shared_rows(begun.slots.batch)))
     if runner.trims_trees:
         nodes = num_offered(tree, begun.slots.max_accept_depth)
@@ -244,7 +246,8 @@ def settle(verified: Verified, mask: Tensor | None = None) -> RoundOutput:
     sampled = sample_nodes(verified, mask)
     path = accept(tree, *sampled, slots.max_accept_depth, slots.real, runner.layout.steps)
     commit(runner, slots, path, proposed.sampler.needs.penalised, proposed.marks)
-    runner.drafter.extend(slots, rows_of_path(runner.drafter, out, path), path.length)
+    if runner.layout.extends:
+        runner.drafter.extend(slots, rows_of_path(runner.drafter, out, path), path.length)
     told: dict[str, Any] = {}
     if runner.table.layout.calibrates and runner.layout.num_draft_tokens > 1:
         fields = {"said": slots.table.said, "candidates": slots.table.candidates}
@@ -312,7 +315,8 @@ def prefill(
     logits = runner.target.logits(last.of_requests(hidden))
     sampled = runner.sampler(slots, needs, slots.prefix_len + length, 1).pick_last(logits, mask)
     num_emitted, _ = advance(slots, length, sampled.tokens, needs.penalised)
-    runner.drafter.extend(rows.slots, draft_features(runner.drafter, out), rows.length, last)
+    if runner.layout.extends:
+        runner.drafter.extend(rows.slots, draft_features(runner.drafter, out), rows.length, last)
     path = Path(torch.zeros_like(sampled.tokens), num_emitted, sampled.tokens, num_emitted * sampled.finite[:, 0])
     return RoundOutput(path, logits, slots.num_logprobs, path.rows, prompt_logprobs=logprobs)
 
