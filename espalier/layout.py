@@ -124,7 +124,7 @@ class LaunchForm(NamedTuple):
     """The numbers from which all shapes of a launch follow, with padding.
 
     batch: requests; width: rows of each piece of a prefill pass, 0 for a round; pieces: of the pass, 0 where each
-    request has one; tree: of a round, None for the layout's.
+    request has one; tree: as in LaunchInput, but None for a captured prefill pass, which always runs the draft.
     """
 
     batch: int
