@@ -1,7 +1,8 @@
 """`espalier bench load --url`: a load on running servers with OpenAI's API, whatever engine they have.
 
 Requests arrive at their times, however slow the answers are.  Each server gets the same requests, one server after
-another.  At each rate and temperature drawn prompts are others.  Times count from the moment at which a request was due; each has a connection of its own.
+another.  At each rate and temperature drawn prompts are others.  Times count from the moment at which a request was
+due; each has a connection of its own.
 """
 
 import asyncio
