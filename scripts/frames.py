@@ -14,8 +14,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-
 from espalier import LLM, SamplingParams
 from espalier.attention import Pass, sdpa
 
@@ -42,8 +40,10 @@ def records_of(frame: FrameType) -> set[str]:
 
 
 def is_record(value: Any) -> bool:
-    is_ours = type(value).__module__.startswith("espalier.")
-    return is_ours and (is_dataclass(value) or isinstance(value, tuple)) and not isinstance(value, torch.nn.Module)
+    """Models and their layers are dataclasses too, but no records."""
+    module = type(value).__module__
+    is_ours = module.startswith("espalier.") and not module.startswith("espalier.models.")
+    return is_ours and (is_dataclass(value) or isinstance(value, tuple))
 
 
 def places_that_construct(name: str) -> list[str]:
@@ -78,13 +78,12 @@ def main() -> None:
 
 
 def report(calls: list[tuple[Path, str, set[str]]]) -> None:
-    names = [name for _, name, _ in calls]
     for path, name, records in calls:
         print(f"{path!s:36}{name:32}{', '.join(sorted(records))}")
-    of_round = calls[names.index(FROM) + 1 :]
-    records = sorted(set().union(*(records for _, _, records in of_round)))
+    begins = [name for _, name, _ in calls].index(FROM) + 1
+    of_round = sorted({record for _, _, records in calls[begins:] for record in records})
     print(f"{len(calls)} calls in {len({path for path, _, _ in calls})} files")
-    print(f"{len(records)} records from a round to the product: {', '.join(records)}")
+    print(f"{len(of_round)} records from a round to the product: {', '.join(of_round)}")
 
 
 if __name__ == "__main__":
