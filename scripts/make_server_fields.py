@@ -5,8 +5,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from espalier.server.fields import field_rows
-from espalier.server.messages import Message
-from espalier.server.openai import ChatRequest, CompletionRequest
+from espalier.server.openai import ChatRequest, CompletionRequest, Message
 from espalier.server.responses import ResponsesRequest
 
 PAGE = Path(__file__).parents[1] / "docs" / "server.md"

@@ -32,7 +32,7 @@ from espalier.llm import LLM
 from espalier.request import OutputChunk, Request, SamplingParams
 from espalier.server import logs, worker
 from espalier.server.api import ApiOptions
-from espalier.server.body_reader import BodyReader
+from espalier.server.bodies import BodyReader
 from espalier.server.client import ClientOptions, EngineClient
 from espalier.server.engines import Generation
 from espalier.server.front import FrontOptions

@@ -21,8 +21,7 @@ from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
 from espalier.request import ResolvedParams, SamplingParams
 from espalier.server.answers import Answer, makes_text_there
-from espalier.server.bodies import BodyLimits
-from espalier.server.body_reader import BodyReader
+from espalier.server.bodies import BodyLimits, BodyReader
 from espalier.server.engines import SHUTTING_DOWN, EngineGone, Engines, Generation
 from espalier.server.errors import RETRY_AFTER_S, ApiError, full
 from espalier.server.lanes import Lanes

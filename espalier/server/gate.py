@@ -29,7 +29,7 @@ MAX_LENGTH_DIGITS = 19
 MAX_DROPPED = 4
 # Uploads have a limit of their own.
 FILES = "/v1/files"
-# Load balancers and Prometheus read these without a key.  So do browsers, which cannot send one (pages.py).
+# Load balancers and Prometheus read these without a key.  So do browsers, which cannot send one (routes.py).
 OPEN_PATHS = ("/health", "/metrics", "/", "/docs")
 
 

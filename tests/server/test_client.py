@@ -14,8 +14,7 @@ from espalier.inputs import InputProcessor, ModelFacts
 from espalier.request import OutputChunk, ResolvedParams
 from espalier.server import lanes, protocol
 from espalier.server.api import ApiOptions, make_app
-from espalier.server.bodies import BodyLimits
-from espalier.server.body_reader import BodyReader
+from espalier.server.bodies import BodyLimits, BodyReader
 from espalier.server.client import MAX_FAILED_STARTS, ClientOptions, EngineClient
 from espalier.server.engines import EngineGone, Generation
 from espalier.server.errors import ApiError

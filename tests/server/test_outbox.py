@@ -7,9 +7,8 @@ from contextlib import ExitStack
 import pytest
 
 from espalier.request import ResolvedParams
-from espalier.server import outbox
-from espalier.server.client import ClientOptions, EngineClient
-from espalier.server.outbox import Outbox
+from espalier.server import client as module
+from espalier.server.client import ClientOptions, EngineClient, Outbox
 from espalier.server.protocol import Abort, Submit, Submits
 
 
@@ -20,7 +19,7 @@ def prompt(name, num_tokens=10):
 @pytest.fixture(autouse=True)
 def never_late(monkeypatch):
     """The clock of a busy machine decides nothing."""
-    monkeypatch.setattr(outbox, "MAX_WAIT_S", 60.0)
+    monkeypatch.setattr(module, "MAX_WAIT_S", 60.0)
 
 
 def sent_by(work, full_rows=1000):
@@ -70,7 +69,7 @@ def test_a_full_prefill_pass_leaves_at_once():
 
 
 def test_prompts_leave_when_they_have_waited_long_enough(monkeypatch):
-    monkeypatch.setattr(outbox, "MAX_WAIT_S", 0.0)
+    monkeypatch.setattr(module, "MAX_WAIT_S", 0.0)
 
     async def work(box):
         for i in range(3):
