@@ -8,7 +8,8 @@ from pathlib import Path
 # The package of this clone, also where another one is installed.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from espalier.attention.matrix import limits, matrix
+from espalier.attention import BACKENDS
+from espalier.attention.support import matrix
 from espalier.cache.layer_spec import KVHeads, LatentKV
 from espalier.grammar import KINDS
 from espalier.grammar.formats import ANNOTATING, INTEGERS
@@ -53,8 +54,9 @@ def table(head: list[str], rows: Iterable[list[str]]) -> str:
 
 
 def backends() -> str:
-    head, rows = matrix()
-    limited = [[f"`{name}`", key, why] for name, of_backend in limits().items() for key, why in of_backend.items()]
+    supports = [made.support for made in BACKENDS.values()]
+    head, rows = matrix(supports)
+    limited = [[f"`{each.name}`", key, why] for each in supports for key, why in each.limits.items()]
     of_libraries = table(["backend", "limit of", "the library"], limited)
     return f"{table([codes([name]) if name else '' for name in head], rows)}\n\n{BY_LIBRARIES}\n\n{of_libraries}"
 

@@ -34,8 +34,7 @@ from espalier.kernels.runtime.launch import Chip, chip
 from espalier.kernels.runtime.precompile import precompile
 from espalier.layout import PLAIN, LaunchForm
 from espalier.models.weight_formats import dense
-from espalier.terminal.console import print_header
-from espalier.terminal.machine import require_gpu
+from espalier.terminal.console import print_header, require_gpu
 from lab.bench.engines import OfShape, way_with
 from lab.bench.synthetic_models import recipe_of
 

@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 from espalier.bench.clients import exchange_all, request_of
-from espalier.bench.engines import BenchEngine, load_sizes
+from espalier.bench.drive import BenchEngine, load_sizes
 from espalier.cli.serve import sendable
 from espalier.engine.engine import Engine
 from espalier.engine.executor import Handle, StagedHandle

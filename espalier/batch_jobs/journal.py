@@ -15,8 +15,7 @@ from typing import Any
 
 import msgspec
 
-from espalier.batch_jobs.input_scan import InputScan
-from espalier.batch_jobs.lines import LineError, Response, answer_line, id_prefix, raw_lines
+from espalier.batch_jobs.lines import InputScan, LineError, Response, answer_line, id_prefix, raw_lines
 from espalier.errors import EspalierError
 
 OK = 200

@@ -12,8 +12,7 @@ from typing import Any
 
 from rich.text import Text
 
-from espalier.bench.drive import drive, full_steps
-from espalier.bench.engines import BenchEngine, BenchEngines, OfModel, require_positions
+from espalier.bench.drive import BenchEngine, BenchEngines, OfModel, drive, full_steps, require_positions
 from espalier.config import SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError

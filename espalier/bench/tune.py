@@ -59,9 +59,8 @@ from espalier.models.quantisers import QUANTISERS
 from espalier.models.weight_formats import FormatOf
 from espalier.startup.load import Checkpoint, find
 from espalier.startup.resolve import choose_device
-from espalier.terminal.console import print_header, print_table, progress, require_writable, stdout
+from espalier.terminal.console import print_header, print_table, progress, require_gpu, require_writable, stdout
 from espalier.terminal.flags import flag_of, given_flags
-from espalier.terminal.machine import require_gpu
 
 # Bytes of weights that a chain reads: long enough to time.
 CHAIN_BYTES = 600 * 10**6

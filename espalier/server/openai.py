@@ -1,6 +1,7 @@
 """The request bodies: OpenAI's fields with the messages of a conversation, and the fields of SamplingParams.
 
-How a field is declared, and which have no effect, stands in fields.py.  The tables of docs/server.md come from these models.
+How a field is declared, and which have no effect, stands in fields.py.  The tables of docs/server.md come from these
+models.
 """
 
 import types

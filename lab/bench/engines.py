@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from espalier.bench.engines import AS_SET, PLAIN_WAY, WAYS, BenchEngine, BenchEngines, OfModel, Way
+from espalier.bench.drive import AS_SET, PLAIN_WAY, WAYS, BenchEngine, BenchEngines, OfModel, Way
 from espalier.bench.linears import ModelShape
 from espalier.cache.layer_spec import of_rank
 from espalier.config import EngineConfig, ResolvedConfig, SpeculationConfig
@@ -27,9 +27,8 @@ from espalier.speculate.drafters.registry import draft_shards, drafter_without_f
 from espalier.startup.resolve import Facts, choose_algorithm, free_memory, resolve
 from espalier.startup.threads import thread_facts
 from espalier.startup.tree_cost import measure_chip, pass_weights
-from espalier.terminal.console import print_header, require_writable
+from espalier.terminal.console import print_header, require_gpu, require_writable
 from espalier.terminal.flags import engine_settings, flag_of, with_minimum
-from espalier.terminal.machine import require_gpu
 from lab.bench.ranked_models import synthetic_models
 from lab.bench.recipe_sizes import recipe_sizes
 from lab.bench.synthetic_models import SyntheticModels, recipe_of

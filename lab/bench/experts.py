@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from espalier.bench.chains import Inputs, Matrix, Multiply, Product, Weights, by_layer, in_turn
-from espalier.bench.expert_product import ChainInputs, random_experts
 from espalier.bench.linears import RoutedExperts, Run
+from espalier.bench.tune_experts import ChainInputs, random_experts
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.quantised import RoundedRows, Rows
 from espalier.kernels.layers.tuning_table import DENSE

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from espalier.bench.drive import empty_prefix_cache
-from espalier.bench.engines import BenchEngines, Way, compared_ways, require_positions
+from espalier.bench.drive import BenchEngines, Way, compared_ways, empty_prefix_cache, require_positions
 from espalier.config import ResolvedConfig
 from espalier.engine.executor import Handle
 from espalier.engine.launch_input import LaunchInput

@@ -16,7 +16,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from espalier.bench.engines import BenchEngine, compared_ways, load_sizes
+from espalier.bench.drive import BenchEngine, compared_ways, load_sizes
 from espalier.engine.masks import MaskBuilder
 from espalier.errors import EspalierError
 from espalier.grammar import Grammar

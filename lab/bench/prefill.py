@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from espalier.bench.drive import empty_prefix_cache, greedy_request
-from espalier.bench.engines import BenchEngine, load_sizes, require_positions
+from espalier.bench.drive import BenchEngine, empty_prefix_cache, greedy_request, load_sizes, require_positions
 from espalier.bench.linears import ModelShape
 from espalier.errors import EspalierError
 from espalier.kernels.layers.tuning_table import DENSE

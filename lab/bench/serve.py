@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from espalier.bench.clients import Exchange, exchange_all, request_of
-from espalier.bench.engines import BenchEngine, load_sizes, require_positions
+from espalier.bench.drive import BenchEngine, load_sizes, require_positions
 from espalier.errors import EspalierError
 from espalier.request import SamplingParams
 from espalier.terminal.console import print_header, print_table, progress, require_writable, write_json

@@ -17,9 +17,8 @@ from rich.text import Text
 
 from espalier.config import SpeculationConfig
 from espalier.errors import EspalierError
-from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
+from espalier.terminal.console import QUIET, print_table, progress, require_gpu, stdout, write_json
 from espalier.terminal.flags import flag_of, given_flags
-from espalier.terminal.machine import require_gpu
 from lab.bench.ceilings import Ceilings
 from lab.bench.cells import Cell, parse_cells, with_plain
 from lab.bench.engine_sizes import EngineFigures, EngineSizes, OwnSize, UserSizes

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from espalier.bench import chains
 from espalier.bench.chains import plain
-from espalier.bench.expert_product import random_ids
 from espalier.bench.linears import Run
 from espalier.bench.shapes import SHAPES, Shape
+from espalier.bench.tune_experts import random_ids
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.quantised import InputScales, RoundedRows
 from espalier.kernels.ops.experts import grouped_experts
