@@ -30,7 +30,7 @@ from espalier.bench.tune_experts import versions
 from espalier.config import EngineConfig, is_open
 from espalier.errors import EspalierError
 from espalier.kernels.layers import quantised_plans
-from espalier.kernels.layers.experts_tuning import EXPERTS as EXPERT_TABLES
+from espalier.kernels.layers.experts_plan import EXPERTS as EXPERT_TABLES
 from espalier.kernels.layers.linear_plans import (
     LINEARS,
     NO_PLANS,

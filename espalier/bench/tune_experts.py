@@ -17,6 +17,7 @@ from espalier.bench.linears import ModelShape
 from espalier.bench.timing import Stopwatch
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import (
+    EXPERTS,
     ROWS_OF_BUCKET,
     ExpertsPlan,
     ExpertsShape,
@@ -24,7 +25,6 @@ from espalier.kernels.layers.experts_plan import (
     candidates,
     rule,
 )
-from espalier.kernels.layers.experts_tuning import EXPERTS
 from espalier.kernels.layers.tuning_table import TuningTable
 from espalier.kernels.ops.experts import grouped_experts
 from espalier.kernels.runtime.launch import Chip, chip

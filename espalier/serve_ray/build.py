@@ -88,7 +88,7 @@ def _scaling(model: ServedModel) -> dict[str, Any]:
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
     policy = AutoscalingPolicy(
-        policy_function="espalier.serve_ray.policy:OpenTokens",
+        policy_function="espalier.serve_ray.replica_chooser:OpenTokens",
         policy_kwargs={"tokens_per_replica": replicas.tokens_per_replica},
     )
     return {

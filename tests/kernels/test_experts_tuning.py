@@ -8,15 +8,16 @@ import torch
 from espalier.errors import EspalierError
 from espalier.kernels.layers import tuning_table
 from espalier.kernels.layers.experts_plan import (
+    EXPERTS,
     PAIRS_BUCKETS,
     ROWS_OF_BUCKET,
     ExpertsPlan,
     ExpertsShape,
     ProductPlan,
     candidates,
+    plan_for,
     rule,
 )
-from espalier.kernels.layers.experts_tuning import EXPERTS, plan_for
 from espalier.kernels.layers.linear_plans import LINEARS, NO_PLANS
 from espalier.kernels.layers.tuning_table import CHOICES_FILE, SHIPPED, TuningTable
 from espalier.kernels.runtime.launch import Chip

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 import espalier
 from espalier.errors import EspalierError
-from espalier.inputs import InputProcessor, ModelFacts
+from espalier.inputs import InputProcessor, ModelFacts, TextLimit
 from espalier.server import bodies, lanes
 from espalier.server.api import ApiOptions, converse, make_app
 from espalier.server.bodies import MAX_ENTRIES, MAX_MESSAGES, SMALL_BYTES, BodyLimits, BodyReader, read_body
@@ -21,7 +21,6 @@ from espalier.server.errors import ApiError
 from espalier.server.lanes import MAX_INLINE, MAX_SHORT, Lanes
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest
 from espalier.text import load_tokenizer
-from espalier.text_limit import TextLimit
 from espalier.tool_calls.formats import Formats
 
 TOKENIZER = Path(espalier.__file__).parent / "bundled" / "target"

@@ -12,7 +12,7 @@ from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows, attention_in_some_layer
 from espalier.models.config_values import positive, require_counts, require_multiple
-from espalier.models.families.llama import FAMILY as LLAMA
+from espalier.models.families.llama import LLAMA
 from espalier.models.layer_declaration import LayerNames, MLPNames
 from espalier.models.layer_loading import load_attention, load_mamba2, specs_by_type
 from espalier.models.layers.decoder import Mixer
