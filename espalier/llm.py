@@ -22,7 +22,7 @@ from espalier.inputs import ConversationOptions, InputProcessor, Messages, Model
 from espalier.masking.compile import CompiledGrammar, CompilerBusy, GrammarCompiler
 from espalier.request import Output, OutputChunk, Request, ResolvedParams, SamplingParams, sample_seed
 from espalier.speculate.drafters.registry import what_to_check
-from espalier.startup.checkpoints import end_tokens, generation_config
+from espalier.startup.generation_config import end_tokens, generation_config
 from espalier.startup.load import Checkpoint, build_engine, find, resolve_config, warn_of_cpu_costs
 from espalier.stats import SpeculationStats
 from espalier.text import load_tokenizer

@@ -20,7 +20,7 @@ from espalier.request import (
     check_prompt,
     sample_seed,
 )
-from espalier.startup.checkpoints import generation_config
+from espalier.startup.generation_config import generation_config
 
 VOCAB = 100
 

@@ -20,7 +20,7 @@ from espalier.models.loading import read_raw
 from espalier.models.weight_files import WeightCount, stored_weights
 from espalier.models.weight_formats.base import StackedWeights
 from espalier.models.weight_formats.gguf import BlockWeight
-from espalier.startup.checkpoints import end_tokens
+from espalier.startup.generation_config import end_tokens
 from espalier.text import load_tokenizer
 from tests.builders import make_target
 from tests.folders import new_folder

@@ -1,0 +1,72 @@
+"""What a model's directory says of generation: its default parameters and its end tokens."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from espalier.errors import EspalierError
+from espalier.model_files import read_json
+from espalier.models.config import ModelConfig
+from espalier.request import CHECKS, GENERATION_CONFIG_NAMES
+
+# Fields of generation_config.json that transformers honours and Espalier does not, with the values that change nothing.
+NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "no_repeat_ngram_size": (None, 0),
+    "bad_words_ids": (None, []),
+    "suppress_tokens": (None, []),
+    "begin_suppress_tokens": (None, []),
+    "sequence_bias": (None,),
+    "typical_p": (None, 1, 1.0),
+    "epsilon_cutoff": (None, 0, 0.0),
+    "eta_cutoff": (None, 0, 0.0),
+    "penalty_alpha": (None, 0),
+    "guidance_scale": (None, 1, 1.0),
+    "exponential_decay_length_penalty": (None,),
+    "encoder_repetition_penalty": (None, 1, 1.0),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "min_length": (None, 0),
+    "renormalize_logits": (None, False),
+    "stop_strings": (None, []),
+    "token_healing": (None, False),
+    "top_h": (None,),
+    "watermarking_config": (None,),
+}
+log = logging.getLogger("espalier")
+
+
+def generation_config(path: Path) -> dict[str, Any]:
+    """The content of the model's generation_config.json, {} without one.  Logs the fields that are not honoured.
+
+    Raises EspalierError for a default that no request may have.
+    """
+    file = path / "generation_config.json"
+    if not file.exists():
+        return {}
+    read = read_json(file)
+    for theirs, ours in GENERATION_CONFIG_NAMES.items():
+        if (value := read.get(theirs)) is not None:
+            try:
+                CHECKS[ours](theirs, value)
+            except EspalierError as error:
+                raise EspalierError(f"{file}: {error}; correct the file, or remove this field from it") from None
+    dropped = [f"{name}={read[name]!r}" for name, neutral in NOT_HONOURED.items() if read.get(name) not in neutral]
+    if dropped:
+        log.warning("%s sets %s, which is not supported and ignored", file, ", ".join(dropped))
+    return read
+
+
+def end_tokens(path: Path, config: ModelConfig) -> tuple[int, ...]:
+    """The model's end tokens.  One that is outside the vocabulary is ignored, with a warning."""
+    beyond = [token for token in config.eos_token_ids if not 0 <= token < config.vocab_size]
+    if beyond:
+        log.warning(
+            "%s: eos_token_id %s is outside the vocabulary of %d tokens and ignored; correct config.json or "
+            "generation_config.json",
+            path,
+            ", ".join(map(str, beyond)),
+            config.vocab_size,
+        )
+    return tuple(token for token in config.eos_token_ids if token not in beyond)
