@@ -77,8 +77,7 @@ class EngineReplica:
         """
         submit = msgspec.msgpack.decode(message, type=Submit)
         try:
-            args = submit.params, submit.priority, submit.detokenize, submit.client
-            generation = self.client.submit(submit.name, [submit.prompt], *args)
+            generation = self.client.submit([submit.prompt], submit)
         except EngineGone as error:
             yield protocol.encode(Failed(str(error), refused=False))
             return

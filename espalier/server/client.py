@@ -25,7 +25,6 @@ import zmq.asyncio
 from espalier.child_process import environment
 from espalier.errors import EspalierError
 from espalier.inputs import ModelFacts
-from espalier.request import ResolvedParams
 from espalier.server import logs, protocol
 from espalier.server.engines import SHUTTING_DOWN, EngineGone, Figures, Generation, error_of
 from espalier.server.protocol import (
@@ -198,24 +197,14 @@ class EngineClient:
         if self.state != "ready":
             raise EngineGone(self.why)
 
-    def submit(
-        self,
-        name: str,
-        prompts: Sequence[list[int]],
-        params: ResolvedParams,
-        priority: int,
-        detokenize: bool,
-        client: str = "",
-        streamed: bool = False,
-        private: bool = False,
-    ) -> Generation:
+    def submit(self, prompts: Sequence[list[int]], asked: Submit) -> Generation:
         self.require_up()
-        names = [f"{name}-{self._num_submitted + i}" for i in range(len(prompts))]
+        submits = asked.each_of(prompts, self._num_submitted)
         self._num_submitted += len(prompts)
-        generation = Generation(self, names, params.n)
-        for each, prompt in zip(names, prompts, strict=True):
-            self._generations[each] = generation
-            self._outbox.add(Submit(each, prompt, params, priority, detokenize, client, streamed, private))
+        generation = Generation(self, [each.name for each in submits], asked.params.n)
+        for each in submits:
+            self._generations[each.name] = generation
+            self._outbox.add(each)
         return generation
 
     async def sent(self) -> None:

@@ -12,8 +12,7 @@ from typing import Protocol
 
 from espalier.errors import EspalierError
 from espalier.inputs import ModelFacts
-from espalier.request import ResolvedParams
-from espalier.server.protocol import Part, Refused, Report
+from espalier.server.protocol import Part, Refused, Report, Submit
 
 SHUTTING_DOWN = "the server is shutting down"
 
@@ -69,21 +68,8 @@ class Engines(Protocol):
     def require_up(self) -> None:
         """Raises EngineGone if a prompt that is submitted now could not run."""
 
-    def submit(
-        self,
-        name: str,
-        prompts: Sequence[list[int]],
-        params: ResolvedParams,
-        priority: int,
-        detokenize: bool,
-        client: str = "",
-        streamed: bool = False,
-        private: bool = False,
-    ) -> "Generation":
-        """Queue prompts.  name: prefix of their names in log lines; client: who takes turns;
-        streamed: somebody reads the tokens as they come; private: the engine learns nothing from them.
-        Raises EngineGone.
-        """
+    def submit(self, prompts: Sequence[list[int]], asked: Submit) -> "Generation":
+        """Queue prompts.  asked: the same for all; its name is the beginning of theirs.  Raises EngineGone."""
 
     async def sent(self) -> None:
         """Return when the prompts queued so far have left, after at least one turn of the event loop."""

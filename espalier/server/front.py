@@ -28,6 +28,7 @@ from espalier.server.lanes import Lanes
 from espalier.server.logs import client, request_id
 from espalier.server.metrics import Metrics
 from espalier.server.openai import Generating
+from espalier.server.protocol import Submit
 from espalier.server.request_runs import EventStream, Run
 from espalier.server.templates import Templates
 from espalier.text import load_tokenizer
@@ -293,11 +294,10 @@ class Front:
 
     def _submit(self, body: Generating, prompts: Sequence[list[int]], params: ResolvedParams) -> Generation:
         self._require_capacity(len(prompts) * params.n)
-        name = request_id.get()
+        waits = body.priority or 0, makes_text_there(params), client.get(), bool(body.stream)
+        private = getattr(body, "store", None) is False
         try:
-            waits = body.priority or 0, makes_text_there(params), client.get(), bool(body.stream)
-            private = getattr(body, "store", None) is False
-            return self.engines.submit(name, prompts, params, *waits, private=private)
+            return self.engines.submit(prompts, Submit(request_id.get(), [], params, *waits, private))
         except EngineGone as error:
             raise _gone(error) from None
 

@@ -5,6 +5,7 @@ Log-probabilities are sent as rows of numbers (espalier/logprobs.py).  The front
 engine process, which connects to it.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -46,6 +47,11 @@ class Submit(msgspec.Struct):
     client: str = ""
     streamed: bool = False
     private: bool = False
+
+    def each_of(self, prompts: Sequence[list[int]], first: int) -> "list[Submit]":
+        """This with each of the prompts, named by the prompt's number from `first` on behind the name."""
+        named = ((f"{self.name}-{number}", prompt) for number, prompt in enumerate(prompts, first))
+        return [msgspec.structs.replace(self, name=name, prompt=prompt) for name, prompt in named]
 
 
 class Submits(msgspec.Struct, tag=True):

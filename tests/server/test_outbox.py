@@ -115,13 +115,13 @@ def test_an_abort_follows_its_prompt(monkeypatch):
         client, sent = EngineClient({}, ClientOptions()), []
         monkeypatch.setattr(client, "_send", sent.append)
         client.state, client._outbox.full_rows = "ready", 1000
-        generation = client.submit("x", [[1], [2]], ResolvedParams(), 0, False)
+        generation = client.submit([[1], [2]], Submit("x", [], ResolvedParams(), 0, False))
         assert sent == []
         generation.close()
         assert [type(message) for message in sent] == [Submits, Abort, Abort]
         assert [submit.name for submit in sent[0].prompts] == [message.name for message in sent[1:]]
         # Nothing of an engine that is gone reaches the next one.
-        client.submit("y", [[1]], ResolvedParams(), 0, False)
+        client.submit([[1]], Submit("y", [], ResolvedParams(), 0, False))
         client._fail("it is gone")
         client.state = "closed"
         await asyncio.sleep(0.01)
