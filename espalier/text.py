@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Unpack
 
 from espalier.chat import ChatOptions, ChatTemplate, Rendering, Steps, finish
 from espalier.errors import tokenizing
-from espalier.gguf_file import is_gguf, read_gguf
+from espalier.model_files import is_gguf, read_gguf
 from espalier.tokenizer_files import hugging_face_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")

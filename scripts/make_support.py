@@ -26,7 +26,7 @@ from espalier.models.gguf_config import ARCHITECTURES
 from espalier.models.loading import KV_SCALES
 from espalier.models.rope import TYPES as ROPE_TYPES
 from espalier.models.weight_formats import FORMATS, QUANTISATION_FIELDS
-from espalier.models.weight_formats.modelopt import STRATEGIES
+from espalier.models.weight_formats.e2m1 import STRATEGIES
 from espalier.request import SamplingParams
 from espalier.speculate.drafters.base import DraftFormat
 from espalier.speculate.drafters.registry import DRAFT_FORMATS, MTP_NOT_BUILT, NOT_BUILT, WITHOUT_FILES

@@ -27,9 +27,8 @@ from espalier.engine.launch_input import of_dummies
 from espalier.errors import EspalierError
 from espalier.kernels.hopper.plans import takes_format
 from espalier.kernels.layers import linear_quantised, quantised_plans
-from espalier.kernels.layers.linear_plans import LinearPlan, TritonPlan, candidates
+from espalier.kernels.layers.linear_plans import DENSE, LinearPlan, TritonPlan, candidates
 from espalier.kernels.layers.quantised import QuantisedMatrix, Rows
-from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.runtime.launch import Chip, chip
 from espalier.kernels.runtime.precompile import precompile
 from espalier.layout import PLAIN, LaunchForm

@@ -34,8 +34,8 @@ from espalier.server import logs, worker
 from espalier.server.api import ApiOptions
 from espalier.server.bodies import BodyReader
 from espalier.server.client import ClientOptions, EngineClient
-from espalier.server.engines import Generation
 from espalier.server.front import FrontOptions
+from espalier.server.protocol import Generation
 from espalier.server.run import ServeOptions, serve
 from espalier.speculate.round import ModelRunner
 from espalier.terminal.console import print_table

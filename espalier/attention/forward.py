@@ -282,7 +282,7 @@ class Pass:
         return (found if kept is None else found[kept]).view(len(self.tokens), -1, 1, 1)
 
     def looked_up(self, rope: Rope, rotation: Rotation) -> None:
-        """Keep what a launch for another purpose has looked up (espalier/models/layers/embedding.py)."""
+        """Keep what a launch for another purpose has looked up (espalier/models/layers/linear.py)."""
         self._looked_up[rope] = rotation
 
     @cached_property

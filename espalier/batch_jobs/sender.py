@@ -14,8 +14,7 @@ from urllib.parse import SplitResult, urlsplit
 import httpx
 import msgspec
 
-from espalier.batch_jobs.journal import Journal
-from espalier.batch_jobs.lines import URLS, Line, LineError, Response, id_prefix, parse
+from espalier.batch_jobs.files import URLS, Journal, Line, LineError, Response, id_prefix, parse
 from espalier.errors import EspalierError, one_line, shown
 
 # A request's connection may be silent for this long: some answers take many minutes.

@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.bench.linears import Run, Shape
-from espalier.kernels.layers.linear_plans import LINEARS, plans_for
+from espalier.kernels.layers.linear_plans import DENSE, LINEARS, plans_for
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, Rows
 from espalier.kernels.layers.scaled_product import kernel_rows
-from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.ops.linear import linear, linear_quantised, quantise_rows
 from espalier.kernels.runtime.launch import chip
 from espalier.models.layers.mlp import rounding_in_norm

@@ -10,7 +10,7 @@ from espalier.bench.shapes import find_shape
 from espalier.cache.layer_spec import INDEX_PLANE, NOTHING, LayerSpec, RecurrentState
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import ExpertsShape
-from espalier.kernels.layers.tuning_table import DENSE
+from espalier.kernels.layers.linear_plans import DENSE
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.models.block_config import EDGE_PARTS, BlockConfig, EdgeKind
 from espalier.models.config import ModelConfig

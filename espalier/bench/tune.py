@@ -32,6 +32,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers import quantised_plans
 from espalier.kernels.layers.experts_plan import EXPERTS as EXPERT_TABLES
 from espalier.kernels.layers.linear_plans import (
+    DENSE,
     LINEARS,
     NO_PLANS,
     ROWS_BUCKETS,
@@ -39,10 +40,11 @@ from espalier.kernels.layers.linear_plans import (
     LinearPlan,
     LinearPlans,
     TritonPlan,
+    TuningTable,
     candidates,
+    own_file,
 )
 from espalier.kernels.layers.quantised import QuantisedMatrix, Rows
-from espalier.kernels.layers.tuning_table import DENSE, TuningTable, own_file
 from espalier.kernels.ops.linear import (
     linear,
     linear_gated,

@@ -25,7 +25,7 @@ from espalier.kernels.layers.experts_plan import (
     candidates,
     rule,
 )
-from espalier.kernels.layers.tuning_table import TuningTable
+from espalier.kernels.layers.linear_plans import TuningTable
 from espalier.kernels.ops.experts import grouped_experts
 from espalier.kernels.runtime.launch import Chip, chip
 from espalier.kernels.runtime.precompile import precompile

@@ -20,8 +20,7 @@ from espalier.models.draft_parts import draft_embedding, draft_head, draft_to_ta
 from espalier.models.layer_loading import load_layer
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.decoder import DecoderLayer
-from espalier.models.layers.embedding import Embedding
-from espalier.models.layers.linear import Linear
+from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.rope import RopeTables
 from espalier.models.weight_formats.dense import dense_weight

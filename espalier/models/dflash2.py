@@ -28,8 +28,7 @@ from espalier.models.config import ModelConfig, Raw
 from espalier.models.draft_parts import Fields
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.decoder import DecoderLayer, Unread, capped
-from espalier.models.layers.embedding import Embedding
-from espalier.models.layers.linear import Linear
+from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import AnyNorm, RMSNorm
 from espalier.models.layers.stream import Stream

@@ -23,8 +23,7 @@ from espalier.models.draft import DraftOutput, DraftSpec, refuse_sizes
 from espalier.models.draft_parts import Fields, whole_embedding
 from espalier.models.families.gemma4 import FAMILY, UNIFIED
 from espalier.models.layer_loading import layer_specs_of
-from espalier.models.layers.embedding import Embedding
-from espalier.models.layers.linear import Linear
+from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.layers.stream import Stream
 from espalier.models.rope import RopeTables

@@ -70,7 +70,7 @@ class Experts:
     shared_gate: name of the weight [1, H] that gates the shared expert; None without a gate.
     router_name: name of the router's weight, and of its bias if routing.logit_bias is set.
     scale_name: name of a factor of each expert's weight [E]; None without one.
-    stored: how the checkpoint stores the experts (espalier/models/expert_loading.py).
+    stored: how the checkpoint stores the experts (espalier/models/layer_loading.py).
     biases: whether gate, up and down have biases.
     under: the prefix of the block's weights in a layer.
     names: of the matrices of an expert that is stored apart.  joined_names: of the two stacks where they are joined.

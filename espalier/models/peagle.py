@@ -14,13 +14,12 @@ from torch import Tensor
 
 from espalier.attention import Pass
 from espalier.errors import EspalierError
-from espalier.models import eagle3_config
+from espalier.models import eagle3
 from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, Raw
 from espalier.models.draft import DraftOutput
 from espalier.models.draft_parts import Fields
-from espalier.models.eagle3 import Eagle3Draft, head_parts
-from espalier.models.eagle3_config import Eagle3Config, read_head, refuse_misfit
+from espalier.models.eagle3 import Eagle3Config, Eagle3Draft, head_parts, read_head, refuse_misfit
 from espalier.models.weights import Weights
 
 
@@ -58,7 +57,7 @@ def make_peagle(weights: Weights, config: Eagle3Config, target: CausalLM, positi
 
 ARCHITECTURES = ("PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM", "PEagleSpeculator")
 # Architectures of EAGLE-3 that are P-EAGLE if the config names a mask.
-EAGLE3_ARCHITECTURES = (*eagle3_config.ARCHITECTURES, "Eagle3Qwen3ForCausalLM")
+EAGLE3_ARCHITECTURES = (*eagle3.ARCHITECTURES, "Eagle3Qwen3ForCausalLM")
 MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
 # For files that do not say for how many depths they were trained.
 MAX_STEPS = 16

@@ -18,8 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from espalier.errors import EspalierError, one_line, shown
-from espalier.gguf_file import Place, is_gguf, read_gguf
-from espalier.model_files import MAX_BYTES, file_named, read_json, require_regular
+from espalier.model_files import MAX_BYTES, Place, file_named, is_gguf, read_gguf, read_json, require_regular
 from espalier.models.gguf_config import (
     BY_NUMBER,
     EMBEDDING,

@@ -17,11 +17,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.gguf_file import is_gguf
 from espalier.kernels.layers.quantised import QuantisedMatrix, dequantise
 from espalier.kernels.layers.quantised_plans import require_supported
 from espalier.kernels.ops.activation import SILU, Activation
-from espalier.model_files import require_regular
+from espalier.model_files import is_gguf, require_regular
 from espalier.models.layer_declaration import GATE_UP_DOWN, MLPNames, as_stored
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP

@@ -19,8 +19,19 @@ from espalier.inputs import ModelFacts
 from espalier.serve_ray.replica import ReplicaFigures
 from espalier.serve_ray.replica_chooser import RoutingHint, prefix_hashes
 from espalier.server import protocol
-from espalier.server.engines import SHUTTING_DOWN, EngineGone, Figures, Generation, error_of
-from espalier.server.protocol import Failed, Harvest, Part, Ready, Refused, Submit
+from espalier.server.protocol import (
+    SHUTTING_DOWN,
+    EngineGone,
+    Failed,
+    Figures,
+    Generation,
+    Harvest,
+    Part,
+    Ready,
+    Refused,
+    Submit,
+    error_of,
+)
 
 log = logging.getLogger("espalier.server")
 # Replicas that one prompt is sent to at most.

@@ -13,8 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from espalier.batch_jobs.journal import Journal
-from espalier.batch_jobs.lines import InputScan, LineError, custom_id_of, scan_input
+from espalier.batch_jobs.files import InputScan, Journal, LineError, custom_id_of, scan_input
 from espalier.batch_jobs.sender import App, Sender, app_client, run
 from espalier.errors import EspalierError
 from espalier.server.front import without_timeout

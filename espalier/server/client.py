@@ -26,10 +26,13 @@ from espalier.child_process import environment
 from espalier.errors import EspalierError
 from espalier.inputs import ModelFacts
 from espalier.server import logs, protocol
-from espalier.server.engines import SHUTTING_DOWN, EngineGone, Figures, Generation, error_of
 from espalier.server.protocol import (
+    SHUTTING_DOWN,
     Abort,
+    EngineGone,
     Failed,
+    Figures,
+    Generation,
     Harvest,
     Part,
     Ready,
@@ -39,6 +42,7 @@ from espalier.server.protocol import (
     Start,
     Submit,
     Submits,
+    error_of,
 )
 
 # Turns of the event loop in which no prompt comes, after which the prompts leave.  A request on a new connection needs

@@ -22,13 +22,12 @@ from espalier.inputs import InputProcessor
 from espalier.request import ResolvedParams, SamplingParams
 from espalier.server.answers import Answer, makes_text_there
 from espalier.server.bodies import BodyLimits, BodyReader
-from espalier.server.engines import SHUTTING_DOWN, EngineGone, Engines, Generation
 from espalier.server.errors import RETRY_AFTER_S, ApiError, full
 from espalier.server.lanes import Lanes
 from espalier.server.logs import client, request_id
 from espalier.server.metrics import Metrics
 from espalier.server.openai import Generating
-from espalier.server.protocol import Submit
+from espalier.server.protocol import SHUTTING_DOWN, EngineGone, Engines, Generation, Submit
 from espalier.server.request_runs import EventStream, Run
 from espalier.server.templates import Templates
 from espalier.text import load_tokenizer

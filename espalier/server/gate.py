@@ -14,10 +14,10 @@ from urllib.parse import quote
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from espalier.server.engines import SHUTTING_DOWN
 from espalier.server.errors import FAILED, RETRY_AFTER_S, ApiError
 from espalier.server.front import BATCHES, UNLIMITED
 from espalier.server.logs import client, new_request_id, request_id
+from espalier.server.protocol import SHUTTING_DOWN
 
 log = logging.getLogger("espalier.server")
 CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)

@@ -5,8 +5,7 @@ from os import PathLike
 from pathlib import Path
 
 from espalier.errors import EspalierError, one_line
-from espalier.gguf_file import gguf_in, is_gguf
-from espalier.model_files import require_files, require_regular
+from espalier.model_files import gguf_in, is_gguf, require_files, require_regular
 
 BUNDLED = "bundled"
 BUNDLED_FILES = Path(__file__).parents[1] / BUNDLED

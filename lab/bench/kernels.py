@@ -25,7 +25,7 @@ from espalier.kernels.attention.ancestor_bits import pack
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.ops.attention import count_contiguous_blocks
-from espalier.kernels.ops.kv_splits import kv_splits
+from espalier.kernels.ops.selection import kv_splits
 from espalier.layout import MAX_PAGE_SIZE, RoundLayout
 from espalier.terminal.console import (
     QUIET,

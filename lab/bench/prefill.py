@@ -14,7 +14,7 @@ from rich.text import Text
 from espalier.bench.drive import BenchEngine, empty_prefix_cache, greedy_request, load_sizes, require_positions
 from espalier.bench.linears import ModelShape
 from espalier.errors import EspalierError
-from espalier.kernels.layers.tuning_table import DENSE
+from espalier.kernels.layers.linear_plans import DENSE
 from espalier.request import Request
 from espalier.speculate.drafters.registry import drafter_without_files
 from espalier.terminal.console import print_table, stdout, write_json

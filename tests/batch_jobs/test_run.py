@@ -9,8 +9,7 @@ import httpx
 import pytest
 
 from espalier.batch_jobs import sender as sender_module
-from espalier.batch_jobs.journal import Journal
-from espalier.batch_jobs.lines import scan_input
+from espalier.batch_jobs.files import Journal, scan_input
 from espalier.batch_jobs.sender import MAX_LOST, Sender, http_client, require_reachable, run
 from espalier.errors import EspalierError
 from tests.batch_jobs.sample import line, outcomes, write

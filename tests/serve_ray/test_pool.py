@@ -12,9 +12,8 @@ from espalier.serve_ray import pool as pools
 from espalier.serve_ray.pool import MAX_TRIES, NO_REPLICA, EnginePool
 from espalier.serve_ray.replica import ReplicaFigures
 from espalier.server import protocol
-from espalier.server.engines import SHUTTING_DOWN, EngineGone
 from espalier.server.metrics import Metrics
-from espalier.server.protocol import Failed, Harvest, Part, Ready, Refused, Report, Submit
+from espalier.server.protocol import SHUTTING_DOWN, EngineGone, Failed, Harvest, Part, Ready, Refused, Report, Submit
 from espalier.stats import Usage
 from tests.serve_ray.handles import Handle, Lost
 

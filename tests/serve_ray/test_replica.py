@@ -12,9 +12,8 @@ from espalier.serve_ray.pool import EnginePool
 from espalier.serve_ray.replica import EngineReplica, with_own_seed
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.client import ClientOptions
-from espalier.server.engines import EngineGone
 from espalier.server.front import Front, FrontOptions
-from espalier.server.protocol import Submit
+from espalier.server.protocol import EngineGone, Submit
 from tests.serve_ray.handles import Handle
 from tests.server.serving import ENGINE, TREE
 from tests.worded import worded

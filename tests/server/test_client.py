@@ -16,12 +16,11 @@ from espalier.server import lanes, protocol
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.bodies import BodyLimits, BodyReader
 from espalier.server.client import MAX_FAILED_STARTS, ClientOptions, EngineClient
-from espalier.server.engines import EngineGone, Generation
 from espalier.server.errors import ApiError
 from espalier.server.front import Front, Shares
 from espalier.server.gate import Gate
 from espalier.server.metrics import Metrics
-from espalier.server.protocol import Abort, Part, Refused, Submit
+from espalier.server.protocol import Abort, EngineGone, Generation, Part, Refused, Submit
 from espalier.server.request_runs import Run
 from tests.folders import new_folder
 

@@ -9,10 +9,9 @@ from espalier.bench.clients import Exchange, request_of
 from espalier.request import OutputChunk
 from espalier.server import answers, chat_answers, request_runs
 from espalier.server.api import ApiOptions, make_app
-from espalier.server.engines import Generation
 from espalier.server.front import Front, FrontOptions
 from espalier.server.http1 import HttpExchange
-from espalier.server.protocol import Part
+from espalier.server.protocol import Generation, Part
 from tests.server.connected import connected
 from tests.server.scripted import ScriptedClient
 from tests.tool_calls.families import FAMILIES

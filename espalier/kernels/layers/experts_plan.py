@@ -19,7 +19,16 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.hopper.plans import FEW_ROWS, TILE, takes_format
-from espalier.kernels.layers.linear_plans import DTYPES, MIN_BLOCK_ROWS, RESERVED_SHARED_MEMORY, TritonPlan, block_rows
+from espalier.kernels.layers.linear_plans import (
+    DTYPES,
+    MIN_BLOCK_ROWS,
+    RESERVED_SHARED_MEMORY,
+    Key,
+    Size,
+    TritonPlan,
+    TunedKind,
+    block_rows,
+)
 from espalier.kernels.layers.quantised import QuantisedMatrix
 from espalier.kernels.layers.quantised_plans import (
     STREAMED_ROWS,
@@ -29,7 +38,6 @@ from espalier.kernels.layers.quantised_plans import (
     nibble_rule,
     stage_bytes,
 )
-from espalier.kernels.layers.tuning_table import Key, Size, TunedKind
 from espalier.kernels.runtime.launch import Chip, power_of_two
 
 MAX_TILE_ROWS = 128

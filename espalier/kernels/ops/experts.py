@@ -131,7 +131,7 @@ def _product(x: Tensor, weight: ExpertMatrix, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias) if isinstance(weight, Tensor) else linear_quantised.reference(x, weight, bias)
 
 
-@op("espalier.kernels.layers.routing")
+@op("espalier.kernels.layers.experts_tiles")
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     """The experts of each row, and their weights: ids [N, K] int64, ascending in each row, and weights [N, K].
 

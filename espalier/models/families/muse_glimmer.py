@@ -16,7 +16,7 @@ from espalier.models.layer_declaration import FOUR_NORMS
 from espalier.models.layer_loading import HEADS, load_embedding, load_layer
 from espalier.models.layers.attention import Attention, OutputGate
 from espalier.models.layers.decoder import DecoderLayer
-from espalier.models.layers.embedding import Embedding
+from espalier.models.layers.linear import Embedding
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.rope import RopeTables
 from espalier.models.weights import Weights

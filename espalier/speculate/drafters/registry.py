@@ -7,15 +7,13 @@ import torch
 
 from espalier.attention import ModelCache
 from espalier.errors import EspalierError, shown
-from espalier.gguf_file import is_gguf
 from espalier.layout import RoundLayout
-from espalier.model_files import naming_config, read_json
+from espalier.model_files import is_gguf, naming_config, read_json
 from espalier.models import (
     block,
     block_config,
     dflash2,
     eagle3,
-    eagle3_config,
     gemma4_assistant,
     mtp,
     peagle,
@@ -48,10 +46,10 @@ FORMATS = (
     DraftFormat(
         algorithm="eagle3",
         title="EAGLE-3 heads",
-        architectures=eagle3_config.ARCHITECTURES,
+        architectures=eagle3.ARCHITECTURES,
         unmarked=peagle.MASKS,
         speculators_types=("eagle3",),
-        read=eagle3_config.read_eagle3,
+        read=eagle3.read_eagle3,
         make=eagle3.make_eagle3,
         drafter=AutoregressiveDrafter,
         checks=CAPTURED,
@@ -117,7 +115,7 @@ DRAFT_FORMATS: dict[str, DraftFormat] = {known.algorithm: known for known in FOR
 NOT_BUILT = {
     "xpress": "XPress",
     "Gemma4DSparkModel": "DSpark with Gemma 4's layers",
-    **dict.fromkeys(("eagle", *eagle3_config.EAGLE_1_2), "EAGLE-1/2 heads"),
+    **dict.fromkeys(("eagle", *eagle3.EAGLE_1_2), "EAGLE-1/2 heads"),
 }
 MTP_NOT_BUILT = {
     **dict.fromkeys(("MiMoV2FlashForCausalLM", "MiMoV2MTP"), "MiMo-V2"),
@@ -182,8 +180,8 @@ def format_of(raw: Raw, path: Path) -> DraftFormat:
 def _why_unknown(raw: Raw, path: Path) -> str:
     declared = raw.get("speculators_model_type")
     name = architecture_of(raw) if declared is None else str(declared)
-    if name in eagle3_config.EAGLE_1_2:
-        eagle3_config.refuse_eagle3_called_eagle(name, path)
+    if name in eagle3.EAGLE_1_2:
+        eagle3.refuse_eagle3_called_eagle(name, path)
     if name in NOT_BUILT:
         return f"{name!r} ({NOT_BUILT[name]}) is not supported yet"
     if name in MTP_NOT_BUILT:
