@@ -18,7 +18,7 @@ from espalier.grammar.schema import ANNOTATIONS, COMBINING, KEYWORDS
 from espalier.grammar.schema_values import MAX_MULTIPLE, MAX_VALUES
 from espalier.kernels.layers.blocks import BLOCK_TYPES
 from espalier.layout import MAX_PAGE_SIZE
-from espalier.models.block_config import EDGE_KINDS
+from espalier.models.block import EDGE_KINDS
 from espalier.models.config import NEUTRAL, Family
 from espalier.models.draft import MAX_MODULES
 from espalier.models.families import FAMILIES

@@ -15,9 +15,10 @@ from espalier.attention import Pass
 from espalier.kernels.ops.drafts import block_conv, block_conv_norm
 from espalier.kernels.tree.edges import LowRankEdges
 from espalier.models.base import CausalLM
-from espalier.models.block import BlockDraft, block_parts
-from espalier.models.block_config import (
+from espalier.models.block import (
     BlockConfig,
+    BlockDraft,
+    block_parts,
     block_spec,
     layer_of,
     own_fields,

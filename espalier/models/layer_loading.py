@@ -17,7 +17,6 @@ from espalier.kernels.ops.rope import HeadNorms, LatentForm
 from espalier.kernels.ops.selection import IndexNorm
 from espalier.models.config import Experts, ModelConfig
 from espalier.models.latent_config import IndexConfig, LatentConfig
-from espalier.models.layer_declaration import as_stored
 from espalier.models.layers.attention import Attention, WideNorms
 from espalier.models.layers.decoder import DecoderLayer, Mixer
 from espalier.models.layers.latent_attention import INDEX_EPS, NORM_EPS, Indexer, LatentAttention
@@ -26,6 +25,7 @@ from espalier.models.layers.mlp import GatedMLP, MixtureMLP
 from espalier.models.layers.norm import AnyNorm, RMSNorm, Unnormed
 from espalier.models.layers.recurrent import Mamba2
 from espalier.models.rope import RopeTables
+from espalier.models.stored_names import as_stored
 from espalier.models.weight_formats import dense_weight
 from espalier.models.weight_formats.sharded import GatheredWeight
 from espalier.models.weights import Weights

@@ -21,11 +21,10 @@ from espalier.kernels.layers.quantised import QuantisedMatrix, dequantise
 from espalier.kernels.layers.quantised_plans import require_supported
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.model_files import is_gguf, require_regular
-from espalier.models.layer_declaration import GATE_UP_DOWN, MLPNames, as_stored
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
-from espalier.models.stored_names import AS_OWN, StoredNames
+from espalier.models.stored_names import AS_OWN, GATE_UP_DOWN, MLPNames, StoredNames, as_stored
 from espalier.models.weight_files import GGUFTensors, first_line, read_bin, shards_of
 from espalier.models.weight_formats import FormatOf, StoredTensor, Weight, WeightFormat, all_dense
 from espalier.models.weight_formats.base import StackedWeights

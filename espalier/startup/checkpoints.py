@@ -12,7 +12,7 @@ BUNDLED_FILES = Path(__file__).parents[1] / BUNDLED
 # The bundled model's drafts by algorithm; where none is set, eagle3's is used.
 BUNDLED_DRAFTS = {"eagle3": BUNDLED_FILES / "draft", "mtp": BUNDLED_FILES / "mtp", "block": BUNDLED_FILES / "block"}
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-# A draft is refused if it has the last of these files (espalier/models/block_config.py:MASK_EMBEDDING).
+# A draft is refused if it has the last of these files (espalier/models/block.py:MASK_EMBEDDING).
 FILES_OF_DRAFT = [*FILES, "pytorch_model*.bin", "mask_embedding.pt"]
 # Folders, and the copy of all weights under the publisher's own names that Mistral's repositories have.
 NOT_DOWNLOADED = ["*/*", "consolidated*.safetensors"]

@@ -11,7 +11,7 @@ from espalier.errors import EspalierError, shown
 from espalier.models.config import Family, Raw, Windows, windows_by_layer_type, windows_if_used
 from espalier.models.config_values import require_counts
 from espalier.models.families.by_type import FULL, SLIDING, Bases, kinds_of, ropes_of, windows_of
-from espalier.models.layer_declaration import LayerNorms
+from espalier.models.stored_names import LayerNorms
 
 LLAMA = Family(
     architecture="LlamaForCausalLM",

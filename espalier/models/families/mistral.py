@@ -11,8 +11,8 @@ from dataclasses import replace
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Family, Raw, Windows, windows_by_layer_type
-from espalier.models.layer_declaration import LayerNames, MLPNames
 from espalier.models.rope import SPELLINGS, with_rope_type
+from espalier.models.stored_names import LayerNames, MLPNames
 
 # What LongRoPE was called.
 OLD_NAMES = ("su", "yarn")

@@ -11,7 +11,6 @@ from espalier.layout import RoundLayout
 from espalier.model_files import is_gguf, naming_config, read_json
 from espalier.models import (
     block,
-    block_config,
     dflash2,
     eagle3,
     gemma4_assistant,
@@ -81,9 +80,9 @@ FORMATS = (
     DraftFormat(
         algorithm="block",
         title="block drafts",
-        architectures=block_config.ARCHITECTURES,
-        speculators_types=block_config.SPECULATORS_TYPES,
-        read=block_config.read_block,
+        architectures=block.ARCHITECTURES,
+        speculators_types=block.SPECULATORS_TYPES,
+        read=block.read_block,
         make=block.make_block,
         drafter=OnePassDrafter,
         checks=BLOCK_CHECKS,
