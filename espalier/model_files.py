@@ -43,7 +43,7 @@ KINDS = (
 )
 SUFFIX = ".gguf"
 MAGIC, VERSIONS = b"GGUF", (2, 3)
-# The format of the values of each type, by its number; then the types that have none.
+# The struct format of the values of each type, by the type's number; then the types without such a format.
 VALUES = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 FLOAT32, STRING, ARRAY = 6, 8, 9
 MAX_DIMENSIONS, ALIGNMENT = 4, 32

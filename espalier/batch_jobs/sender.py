@@ -42,7 +42,7 @@ class NotAnswered(Exception):
 class Sender:
     """clients: one for each server, used in turn; the servers have the same models.
 
-    give_up_s: time limit without any answer; None: no limit.  priority: for bodies that have none.
+    give_up_s: time limit without any answer; None: no limit.  priority: of requests whose bodies name no priority.
     """
 
     def __init__(

@@ -38,8 +38,8 @@ WITHOUT = ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_m
 
 @dataclass(frozen=True)
 class AssistantConfig:
-    """layer: the config of its layers; clusters: the clusters of its vocabulary, 0 if it has none; read: how many
-    clusters a row scores."""
+    """layer: the config of its layers; clusters: the number of clusters of its vocabulary, 0 for a vocabulary without
+    clusters; read: how many clusters a row scores."""
 
     layer: ModelConfig
     spec: DraftSpec

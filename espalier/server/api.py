@@ -133,7 +133,7 @@ def num_characters(value: Any) -> int:
 class ApiOptions:
     """api_key: None if clients need none; cors_origins: origins whose pages may call the server; body_timeout_s: limit
     for reading the headers, and for reading the body, None for no limit; max_file_bytes: for an upload of a file;
-    more_keys: of further clients, beside api_key."""
+    more_keys: keys that are valid beside api_key, one for each further client."""
 
     api_key: str | None = None
     cors_origins: Sequence[str] = ()

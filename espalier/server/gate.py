@@ -36,9 +36,9 @@ OPEN_PATHS = ("/health", "/metrics", "/", "/docs")
 class Gate:
     """Wraps an app.
 
-    answered(path, status): called at the end of each response; body_timeout_s: limit for reading one body, None for no
-    limit; max_file_bytes: for uploads of files, None for a server without them; more_keys: beside api_key, several keys
-    tell clients apart; num_open: requests in progress.
+    answered(path, status): called at the end of each response.  body_timeout_s: limit for reading one body, None for no
+    limit.  max_file_bytes: limit of an uploaded file, None for a server that takes no files.  more_keys: keys that are
+    valid beside api_key; where there are several keys, a client is known by its key.  num_open: requests in progress.
     """
 
     def __init__(

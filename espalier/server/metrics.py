@@ -195,7 +195,8 @@ def _abort_steps(steps: Mapping[int, int]) -> Metric:
 
 
 def _histogram(name: str, about: str, limits: Sequence[float], counts: Sequence[int], total: float) -> Metric:
-    """limits: of the buckets except the last, which has none; counts: values in each bucket; total: their sum."""
+    """limits: upper limits of all buckets but the last, which has no limit; counts: values in each bucket; total: the
+    sum of the values."""
     labels = [*(str(float(limit)) for limit in limits), "+Inf"]
     buckets = list(zip(labels, accumulate(counts), strict=True))
     return HistogramMetricFamily(f"espalier_{name}", about, buckets=buckets, sum_value=total)
