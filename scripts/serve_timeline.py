@@ -22,8 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from espalier.bench.clients import exchange_all, request_of
-from espalier.bench.drive import BenchEngine, load_sizes
+from espalier.bench.clients import request_of
+from espalier.bench.drive import BenchEngine
 from espalier.cli.serve import sendable
 from espalier.engine.engine import Engine
 from espalier.engine.executor import Handle, StagedHandle
@@ -43,7 +43,7 @@ from lab import shape_worker
 from lab.bench.engines import OfShape, engines_of
 from lab.bench.flags import engines as add_flags
 from lab.bench.serve import sharing_the_gpu
-from lab.bench.server import free_port, stop, wait_until_served
+from lab.bench.server import exchange_all, free_port, stop, wait_until_served
 from lab.shape_flags import shape_settings
 
 # Tokens that the stand-in's rounds accept, and the chunk sizes of a GPU.
@@ -354,7 +354,7 @@ def run(args: Namespace) -> None:
     sizes = [int(size) for size in args.concurrency.split(",")]
     longest = args.context + args.tokens
     on_gpu = args.shape is not None or getattr(args, "device", None) is not None
-    made = engines_of(args, load_sizes(max(sizes), longest + 1) | ({} if on_gpu else GPU_SIZES), max_context=longest)
+    made = engines_of(args(max(sizes), longest + 1) | ({} if on_gpu else GPU_SIZES), max_context=longest)
     loaded = sendable(dict(made.settings))
     if isinstance(made, OfShape):
         made = sharing_the_gpu(made)

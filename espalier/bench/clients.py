@@ -10,7 +10,7 @@ import re
 import ssl
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -20,11 +20,8 @@ from espalier.bench.load import Timeline
 from espalier.bench.traffic import PATHS, Conversation, bodies
 from espalier.errors import EspalierError, one_line
 
-# Long enough for a server to load its model.
-START_S = 600.0
 HEAD_END, LAST_CHUNK = b"\r\n\r\n", b"\r\n0\r\n\r\n"
 LENGTH, CHUNKED = b"content-length:", b"transfer-encoding: chunked"
-FIRST_REQUEST = b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
 OK = 200
 METRICS_S = 10.0
 ROUNDS = re.compile(r'^espalier_rounds_by_accept_length_total\{length="(\d+)"\} (\S+)$', re.MULTILINE)
@@ -161,31 +158,6 @@ def request_of(path: str, body: Mapping[str, Any], headers: Mapping[str, str] | 
     head = {"host": "127.0.0.1", "content-type": "application/json", "content-length": len(data), **(headers or {})}
     lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in head.items()), "", ""]
     return "\r\n".join(lines).encode() + data
-
-
-def exchange_all(port: int, requests: Sequence[bytes]) -> list[Exchange]:
-    """Send the requests, each on an open connection of its own, and read the responses.  Raises EspalierError."""
-    return asyncio.run(_exchange_all(Address("127.0.0.1", port), requests))
-
-
-async def _exchange_all(address: Address, requests: Sequence[bytes]) -> list[Exchange]:
-    connections = [await connect(address) for _ in requests]
-    try:
-        # The server has accepted a connection once it has answered on it.
-        await _answered([connection.send(FIRST_REQUEST) for connection in connections])
-        pairs = zip(connections, requests, strict=True)
-        return await _answered([connection.send(request) for connection, request in pairs])
-    finally:
-        for connection in connections:
-            connection.transport.abort()
-
-
-async def _answered(ended: Sequence[asyncio.Future[Exchange]]) -> list[Exchange]:
-    try:
-        async with asyncio.timeout(START_S):
-            return await asyncio.gather(*ended)
-    except TimeoutError:
-        raise EspalierError(f"the server did not answer within {START_S:g} s; see its log") from None
 
 
 @dataclass

@@ -29,7 +29,6 @@ RANDOM_TEXTS = 64
 Way = Mapping[str, Any]
 AS_SET: Way = {}
 PLAIN_WAY: Way = {"speculation": None}
-WAYS = (AS_SET, PLAIN_WAY)
 
 
 class Timer(Protocol):
@@ -254,11 +253,6 @@ class OfModel:
 def compared_ways(made: BenchEngines) -> dict[str, Way]:
     """The ways to decode that are compared, by name: plain decoding alone where no tree is set."""
     return {"tree": AS_SET, "plain": PLAIN_WAY} if made.config().layout.steps else {"plain": PLAIN_WAY}
-
-
-def load_sizes(batch: int, context: int) -> dict[str, Any]:
-    """Defaults of `engines_of` for a load: an engine for this batch and context, without a prefix cache."""
-    return {"max_batch": batch, "max_context": context, "prefix_cache": False}
 
 
 def require_positions(positions: int, needed: int, *asked: str) -> None:

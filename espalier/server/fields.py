@@ -168,18 +168,6 @@ def _neutral_values(model: type[BaseModel]) -> dict[str, Any]:
     }
 
 
-def field_rows(model: type[BaseModel]) -> list[tuple[str, str, str]]:
-    """(field, "honoured" / "no effect" / "refused", description or reason), in the order of the model."""
-    rows = []
-    for name, info in model.model_fields.items():
-        notes = [note for note in info.metadata if isinstance(note, Refused | NoEffect)]
-        if not notes:
-            rows.append((name, "honoured", info.description or ""))
-        else:
-            rows.append((name, "refused" if isinstance(notes[0], Refused) else "no effect", notes[0].why))
-    return rows
-
-
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 

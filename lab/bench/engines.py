@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from espalier.bench.drive import AS_SET, PLAIN_WAY, WAYS, BenchEngine, BenchEngines, OfModel, Way
+from espalier.bench.drive import AS_SET, PLAIN_WAY, BenchEngine, BenchEngines, OfModel, Way
 from espalier.bench.linears import ModelShape
 from espalier.cache.layer_spec import of_rank
 from espalier.config import EngineConfig, ResolvedConfig, SpeculationConfig
@@ -37,6 +37,13 @@ from lab.synthetic.checkpoint import Recipe, total_bytes
 
 # Fields of EngineConfig that --shape decides, or that only a model from files has.
 DECIDED = ("model", "draft", "device", "dtype", "model_overrides")
+
+WAYS = (AS_SET, PLAIN_WAY)
+
+
+def load_sizes(batch: int, context: int) -> dict[str, Any]:
+    """Defaults of `engines_of` for a load: an engine for this batch and context, without a prefix cache."""
+    return {"max_batch": batch, "max_context": context, "prefix_cache": False}
 
 
 def way_with(tree: TreeShape) -> Way:

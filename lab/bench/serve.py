@@ -19,8 +19,8 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any
 
-from espalier.bench.clients import Exchange, exchange_all, request_of
-from espalier.bench.drive import BenchEngine, load_sizes, require_positions
+from espalier.bench.clients import Exchange, request_of
+from espalier.bench.drive import BenchEngine, require_positions
 from espalier.errors import EspalierError
 from espalier.request import SamplingParams
 from espalier.terminal.console import print_header, print_table, progress, require_writable, write_json
@@ -28,7 +28,7 @@ from espalier.terminal.flags import engine_settings, flag_of, require_at_least_o
 from lab.bench import bad_host, soak
 from lab.bench.checks import positive_numbers, require_success
 from lab.bench.engines import OfShape, about, engines_of, requested_pages
-from lab.bench.server import NAME, Server, serving
+from lab.bench.server import NAME, Server, exchange_all, serving
 from lab.shape_flags import SHAPE_FLAGS
 
 # Long enough for an engine step and a report.
@@ -68,7 +68,7 @@ def _run(args: Namespace) -> int:
     sizes = positive_numbers("--concurrency", args.concurrency, "1,16")
     # The same prompts come at every turn, so the prefix cache is off for LLM and server.
     longest = args.context + args.tokens
-    made = engines_of(args, load_sizes(max(sizes), longest + 1), max_context=longest)
+    made = engines_of(args(max(sizes), longest + 1), max_context=longest)
     require_positions(made.positions, longest, f"--context {args.context}", f"--tokens {args.tokens}")
     flags: list[str] = []
     start: tuple[str, ...] = ("espalier", "serve")
