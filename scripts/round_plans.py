@@ -20,8 +20,8 @@ from unittest.mock import patch
 
 import torch
 
-from espalier.bench.chains import Matrix
 from espalier.bench.flags import DRAFT_WEIGHTS, SHAPE_WEIGHTS, tree_shape
+from espalier.bench.timing import Matrix
 from espalier.engine.cuda import CudaExecutor, Graph
 from espalier.engine.launch_input import of_dummies
 from espalier.errors import EspalierError

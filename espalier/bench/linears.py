@@ -1,6 +1,6 @@
 """The products of a model's passes as a list of shapes: linear layers, and the experts behind routers.
 
-chains.py runs them on a GPU.
+timing.py runs them on a GPU.
 """
 
 from collections import Counter

@@ -22,10 +22,9 @@ from rich.text import Text
 from torch import Tensor
 
 from espalier.bench import tune_experts
-from espalier.bench.chains import Matrix, Multiply, Weights, as_engine
 from espalier.bench.flags import EXPERTS
 from espalier.bench.linears import ModelShape, Run, Shape, model_sizes, shape_named, with_draft
-from espalier.bench.timing import Stopwatch
+from espalier.bench.timing import Matrix, Multiply, Stopwatch, Weights, as_engine
 from espalier.bench.tune_experts import versions
 from espalier.config import EngineConfig, is_open
 from espalier.errors import EspalierError

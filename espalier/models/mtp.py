@@ -30,8 +30,8 @@ from espalier.models.layer_loading import layer_specs_of, load_layer
 from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.layers.stream import Stream
-from espalier.models.mtp_family import SPECULATORS, MTPFamily
 from espalier.models.rope import RopeTables
+from espalier.models.stored_names import SPECULATORS, MTPFamily
 from espalier.models.weight_formats import QUANTISATION_FIELDS, dense_weight, quantisation_of
 from espalier.models.weights import Weights
 from espalier.shards import WHOLE, Shards, on_every_rank

@@ -17,8 +17,7 @@ import torch
 from rich.text import Text
 
 from espalier.attention import BACKENDS, AttentionBackend, CommittedLengths, grouped_backend
-from espalier.bench.chains import in_turn
-from espalier.bench.timing import Stopwatch
+from espalier.bench.timing import Stopwatch, in_turn
 from espalier.errors import EspalierError
 from espalier.terminal.console import (
     QUIET,

@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from espalier.bench.chains import Inputs, Matrix, Multiply, Product, Weights, by_layer, in_turn
 from espalier.bench.linears import RoutedExperts, Run
+from espalier.bench.timing import Inputs, Matrix, Multiply, Product, Weights, by_layer, in_turn
 from espalier.bench.tune_experts import ChainInputs, random_experts
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.linear_plans import DENSE

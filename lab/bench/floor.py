@@ -19,9 +19,8 @@ from math import prod
 import torch
 from rich.text import Text
 
-from espalier.bench.chains import as_engine, plain
 from espalier.bench.linears import ModelShape, Run, shape_named
-from espalier.bench.timing import SECONDS, TURNS, Stopwatch
+from espalier.bench.timing import SECONDS, TURNS, Stopwatch, as_engine, plain
 from espalier.cache.layer_spec import INDEX_PLANE, RecurrentState
 from espalier.config import FP8_KV, is_open
 from espalier.layout import TreeShape

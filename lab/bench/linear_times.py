@@ -11,9 +11,8 @@ from functools import partial
 import torch
 from rich.text import Text
 
-from espalier.bench.chains import Matrix, Weights, in_turn
 from espalier.bench.linears import ModelShape, shape_named
-from espalier.bench.timing import Stopwatch
+from espalier.bench.timing import Matrix, Stopwatch, Weights, in_turn
 from espalier.kernels.layers.linear_plans import DENSE, LINEARS, plans_for
 from espalier.kernels.layers.quantised import QuantisedMatrix
 from espalier.kernels.layers.quantised_plans import plan_of

@@ -16,7 +16,6 @@ from espalier.models.families import (
     nemotron_h,
     qwen,
     qwen3_next,
-    sparse_attention,
 )
 
 # To add a family from outside this package: FAMILIES[FAMILY.architecture] = FAMILY.
@@ -31,6 +30,6 @@ FAMILIES: dict[str, Family] = {
         *(muse_glimmer.FAMILY, llama.EXAONE4),
         *(qwen3_next.FAMILY, qwen3_next.QWEN3_5, qwen3_next.QWEN3_5_MOE, lfm2.FAMILY, lfm2.MOE, nemotron_h.FAMILY),
         *(deepseek.V2, deepseek.V3, glm4_moe.GLM, glm4_moe.GLM_LITE, glm4_moe.DOTS),
-        *(sparse_attention.FAMILY, sparse_attention.GLM),
+        *(glm4_moe.DEEPSEEK_V32, glm4_moe.GLM_SPARSE),
     )
 }

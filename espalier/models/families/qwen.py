@@ -11,7 +11,7 @@ from dataclasses import replace
 from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Family, Raw, Windows, windows_if_used
 from espalier.models.config_values import require_counts
-from espalier.models.mtp_family import SPECULATORS
+from espalier.models.stored_names import SPECULATORS
 
 QWEN_WINDOW_DEFAULTS = {
     "use_sliding_window": False,

@@ -18,8 +18,8 @@ from espalier.models.layers.attention import GatedAttention
 from espalier.models.layers.decoder import Mixer
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.recurrent import DeltaNet
-from espalier.models.mtp_family import MTPFamily
 from espalier.models.rope import RopeTables
+from espalier.models.stored_names import MTPFamily
 from espalier.models.weights import Weights
 
 LINEAR, FULL = "linear_attention", "full_attention"

@@ -15,7 +15,6 @@ from espalier.models import (
     eagle3,
     gemma4_assistant,
     mtp,
-    peagle,
 )
 from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, Raw, architecture_of
@@ -46,7 +45,7 @@ FORMATS = (
         algorithm="eagle3",
         title="EAGLE-3 heads",
         architectures=eagle3.ARCHITECTURES,
-        unmarked=peagle.MASKS,
+        unmarked=eagle3.MASKS,
         speculators_types=("eagle3",),
         read=eagle3.read_eagle3,
         make=eagle3.make_eagle3,
@@ -56,14 +55,14 @@ FORMATS = (
     DraftFormat(
         algorithm="peagle",
         title="P-EAGLE heads",
-        architectures=peagle.ARCHITECTURES,
-        marked=peagle.EAGLE3_ARCHITECTURES,
-        marks=peagle.MASKS,
+        architectures=eagle3.PEAGLE_ARCHITECTURES,
+        marked=eagle3.EAGLE3_ARCHITECTURES,
+        marks=eagle3.MASKS,
         speculators_types=("peagle",),
-        read=peagle.read_peagle,
-        make=peagle.make_peagle,
+        read=eagle3.read_peagle,
+        make=eagle3.make_peagle,
         drafter=PEagleDrafter,
-        checks=f"{CAPTURED} and the mask token ({', '.join(peagle.MASKS)})",
+        checks=f"{CAPTURED} and the mask token ({', '.join(eagle3.MASKS)})",
     ),
     DraftFormat(
         algorithm="mtp",

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.bench import chains
-from espalier.bench.chains import plain
+from espalier.bench import timing
 from espalier.bench.linears import Run
 from espalier.bench.shapes import SHAPES, Shape
+from espalier.bench.timing import plain
 from espalier.bench.tune_experts import random_ids
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.quantised import InputScales, RoundedRows
@@ -305,7 +305,7 @@ def test_ranks_share_the_time_of_the_target_alone(monkeypatch):
 
 @pytest.mark.parametrize("rows", [1, 256, 257])
 def test_what_a_norm_rounds_in_its_launch_is_no_part_of_a_chain(rows, monkeypatch):
-    monkeypatch.setattr(chains, "rounding_in_norm", lambda weight, x: InputScales())
+    monkeypatch.setattr(timing, "rounding_in_norm", lambda weight, x: InputScales())
     weight = QUANTISERS["fp8"].matrix(torch.randn(128, 128))
     rounded = set()
 
@@ -315,6 +315,6 @@ def test_what_a_norm_rounds_in_its_launch_is_no_part_of_a_chain(rows, monkeypatc
 
     for name, behind_a_norm in (("qkv", True), ("gate_up", True), ("o", False), ("down", False)):
         run = Run(name, (128, 128), 1, rows, weights="fp8")
-        chains._product(run, torch.randn(rows, 128), weight, multiply)()
+        timing._product(run, torch.randn(rows, 128), weight, multiply)()
         assert rounded == {behind_a_norm and rows <= 256}, name
         rounded.clear()

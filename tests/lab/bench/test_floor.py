@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from espalier.bench.chains import Weights, plain
 from espalier.bench.drive import drive
 from espalier.bench.linears import Run, model_sizes, with_draft
 from espalier.bench.shapes import SHAPES, find_shape
+from espalier.bench.timing import Weights, plain
 from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.cache.states import bytes_per_state
 from espalier.cli.main import main
@@ -192,7 +192,7 @@ def test_experts_are_counted_as_they_are_stored(name):
 
 
 def test_layers_share_weights_that_no_cache_holds(monkeypatch):
-    monkeypatch.setattr("espalier.bench.chains.MIN_BYTES", 2 * 6 * 8 * 4)
+    monkeypatch.setattr("espalier.bench.timing.MIN_BYTES", 2 * 6 * 8 * 4)
     run = Run("out", (4, 8), 10, 1)
     weights = [each.data_ptr() for each in Weights(torch.float32, torch.device("cpu")).of(run)]
     assert len(weights) == 10 and len(set(weights)) == 6 and weights[6:] == weights[:4]

@@ -10,7 +10,7 @@ from espalier.bench import tune
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.layout import TreeShape
-from espalier.models.quantise import quantise
+from espalier.models.quantisers import quantise
 from espalier.startup.checkpoints import BUNDLED_DRAFTS
 from lab.bench.floor import RoundSize, round_runs
 from lab.bench.recipe_sizes import shape_named
