@@ -35,7 +35,7 @@ from espalier.server.api import ApiOptions
 from espalier.server.bodies import BodyReader
 from espalier.server.client import ClientOptions, EngineClient
 from espalier.server.front import FrontOptions
-from espalier.server.protocol import Generation
+from espalier.server.protocol import Generation, Submit
 from espalier.server.run import ServeOptions, serve
 from espalier.speculate.round import ModelRunner
 from espalier.terminal.console import print_table
@@ -215,9 +215,9 @@ def note_front(note: Note) -> None:
         note("parsed", logs.request_id.get())
         return body
 
-    def noted_submit(self: EngineClient, name: str, *args: Any) -> Generation:
-        note("submitted", name)
-        return submit(self, name, *args)
+    def noted_submit(self: EngineClient, prompts: Any, asked: Submit) -> Generation:
+        note("submitted", asked.name)
+        return submit(self, prompts, asked)
 
     def noted_take(self: Generation, part: Any) -> None:
         name = part.name.rpartition("-")[0]
@@ -354,7 +354,7 @@ def run(args: Namespace) -> None:
     sizes = [int(size) for size in args.concurrency.split(",")]
     longest = args.context + args.tokens
     on_gpu = args.shape is not None or getattr(args, "device", None) is not None
-    made = engines_of(args(max(sizes), longest + 1) | ({} if on_gpu else GPU_SIZES), max_context=longest)
+    made = engines_of(args, load_sizes(max(sizes), longest + 1) | ({} if on_gpu else GPU_SIZES), max_context=longest)
     loaded = sendable(dict(made.settings))
     if isinstance(made, OfShape):
         made = sharing_the_gpu(made)

@@ -76,7 +76,7 @@ def run(args: Namespace) -> int:
         raise EspalierError("--schemas and --suite need the jsonschema package: pip install jsonschema")
     if args.suite is not None and not any(args.suite.glob("*.json")):
         raise EspalierError(f"--suite={args.suite} has no *.json files; name tests/draft2020-12 of the suite")
-    made = engines_of(args(BATCH, CONTEXT + args.tokens + 8))
+    made = engines_of(args, load_sizes(BATCH, CONTEXT + args.tokens + 8))
     if in_bulk:
         with made.open() as bench:
             schemas, refused = [random_schema(seed) for seed in range(args.schemas or 0)], 0

@@ -98,7 +98,7 @@ def run(args: Namespace) -> int:
     count, longest = max(groups, key=lambda group: group[1])
     max_batch = max(args.running + 1, *(batch for batch, _ in groups))
     least = {"max_batch": args.running + 1, "max_context": longest + 1}
-    made = engines_of(args(max_batch, longest + SPARE), **least)
+    made = engines_of(args, load_sizes(max_batch, longest + SPARE), **least)
     require_positions(made.positions, longest + 1, f"--prompts {count}x{longest} and the token after it")
     floors = Floors(shape_of(args)) if args.shape and torch.cuda.is_available() else None
     with made.open() as bench:

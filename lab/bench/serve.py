@@ -68,7 +68,7 @@ def _run(args: Namespace) -> int:
     sizes = positive_numbers("--concurrency", args.concurrency, "1,16")
     # The same prompts come at every turn, so the prefix cache is off for LLM and server.
     longest = args.context + args.tokens
-    made = engines_of(args(max(sizes), longest + 1), max_context=longest)
+    made = engines_of(args, load_sizes(max(sizes), longest + 1), max_context=longest)
     require_positions(made.positions, longest, f"--context {args.context}", f"--tokens {args.tokens}")
     flags: list[str] = []
     start: tuple[str, ...] = ("espalier", "serve")
