@@ -40,7 +40,7 @@ from espalier.server.run import ServeOptions, serve
 from espalier.speculate.round import ModelRunner
 from espalier.terminal.console import print_table
 from lab import shape_worker
-from lab.bench.engines import OfShape, engines_of
+from lab.bench.engines import OfShape, engines_of, load_sizes
 from lab.bench.flags import engines as add_flags
 from lab.bench.serve import sharing_the_gpu
 from lab.bench.server import exchange_all, free_port, stop, wait_until_served

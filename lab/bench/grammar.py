@@ -28,7 +28,7 @@ from espalier.request import Output, SamplingParams
 from espalier.terminal.console import print_table, progress, write_json
 from espalier.terminal.flags import require_at_least_one
 from espalier.text import TokenBytes
-from lab.bench.engines import about, engines_of
+from lab.bench.engines import about, engines_of, load_sizes
 from lab.bench.schemas import random_schema
 from lab.bench.synthetic_vocabulary import synthetic_vocabulary
 

@@ -21,7 +21,7 @@ from espalier.terminal.console import print_table, stdout, write_json
 from espalier.terminal.flags import require_at_least_one
 from lab.bench.cases import timed
 from lab.bench.ceilings import PeakMeter
-from lab.bench.engines import about, engines_of, shape_of
+from lab.bench.engines import about, engines_of, load_sizes, shape_of
 from lab.bench.experts import expert_case
 from lab.bench.experts_touched import mixture_blocks
 from lab.bench.floor import Floors

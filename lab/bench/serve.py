@@ -27,7 +27,7 @@ from espalier.terminal.console import print_header, print_table, progress, requi
 from espalier.terminal.flags import engine_settings, flag_of, require_at_least_one
 from lab.bench import bad_host, soak
 from lab.bench.checks import positive_numbers, require_success
-from lab.bench.engines import OfShape, about, engines_of, requested_pages
+from lab.bench.engines import OfShape, about, engines_of, load_sizes, requested_pages
 from lab.bench.server import NAME, Server, exchange_all, serving
 from lab.shape_flags import SHAPE_FLAGS
 
