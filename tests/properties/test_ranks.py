@@ -292,6 +292,7 @@ PACKED = Case("packed-group", kind="packed-group", draft="none")
 CAUGHT_BY = {
     "product-not-summed": Case("llama", draft="none", traffic=hitting),
     "prompt-of-another-launch": Case("llama", draft="none", traffic=hitting),
+    "logits-left-out": Case("llama", draft="none"),
     "experts-one-part-off": Case("qwen3_moe", family="qwen3_moe", draft="none", traffic=hitting),
     "scales-across": PACKED,
 }

@@ -82,13 +82,13 @@ def over_ranks(output: Tensor | Unsummed) -> Tensor:
 
 
 class GatheredWeight(ShardedWeight):
-    """A part of the rows: `Shards.tokens` of the vocabulary.
-
-    All logits are gathered.  Where a request asks for no filter and no log-probabilities, each rank's best token and
-    its logit would suffice.
-    """
+    """A part of the rows: `Shards.tokens` of the vocabulary."""
 
     __slots__ = ()
+
+    def apply_needed(self, x: Tensor, needed: Tensor) -> Tensor:
+        """`apply` with -inf for what nobody reads.  needed: as Collectives.gather_columns."""
+        return self.shards.gather_tokens(self.own.apply(x, None), self.shape[0], needed)
 
     def joined(self, own: Tensor, bias: Tensor | None) -> Tensor:
         whole = self.shards.gather_tokens(own, self.shape[0])
