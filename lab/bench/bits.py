@@ -96,7 +96,7 @@ def run(args: Namespace) -> int:
         raise EspalierError(f"--ranks={args.ranks} --passes={args.passes}: at least 2 ranks and 1 pass are compared")
     require_writable("--json", args.json)
     settings: dict[str, Any] = {"device": args.device, "max_batch": args.max_batch, "max_context": MAX_CONTEXT}
-    prepared = prepare(EngineConfig(model=args.model, tensor_parallel=args.ranks, **settings))
+    prepared = prepare(EngineConfig(model="bundled", tensor_parallel=args.ranks, **settings))
     print_header()
     with starting_ranks(args.ranks) as ranks:
         counted = count(ranks, prepared, args.passes)

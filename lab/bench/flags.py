@@ -185,7 +185,6 @@ def ranks(parser: ArgumentParser) -> None:
 def bits(parser: ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks that share the model (2)")
     parser.add_argument("--passes", type=int, default=10_000, metavar="N", help="passes of the target (10000)")
-    parser.add_argument("--model", default="bundled", help="a model's directory (the bundled model)")
     parser.add_argument("--device", default="auto", help="as of espalier")
     parser.add_argument("--max-batch", type=int, default=4, metavar="N", help="requests of a round (4)")
     add_json_flag(parser)

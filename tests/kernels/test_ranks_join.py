@@ -6,7 +6,7 @@ tests/gpu/test_ranks.py.
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from espalier.kernels.ops.linear import sum_parts
 from espalier.kernels.ops.norm import add_rms_norm
-from espalier.kernels.ranks.collectives import FLAGS_BYTES, CountedAnew, PeerMemory, two_shot
+from espalier.kernels.ranks.collectives import FLAGS_BYTES, CountedAnew, PeerCollectives, PeerMemory, two_shot
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.pick import SampledTokens, pick
 from espalier.shards.base import Shards, only_best
@@ -152,6 +152,36 @@ def test_the_best_of_gathered_columns_is_that_of_all(join, count, vocab_size, ba
     for found in (first, joined):
         assert same_bits(found[is_whole], logits[is_whole])
         assert all(map(torch.equal, greedy(found), greedy(logits)))
+
+
+class NoNccl:
+    """Whatever is left to NCCL fails."""
+
+
+def test_more_rows_than_fit_are_joined_in_pieces(join):
+    """In two here, of unequal lengths: 64 and 6 rows of logits, 4 and 3 of a sum."""
+    ranks = memories(2)
+    peers = [PeerCollectives(rank, cast(Any, NoNccl())) for rank in ranks]
+    logits, needed = hard_logits(70, 20, 3), torch.tensor([0, 1] * 5)
+    own = [logits[:, :10].contiguous(), logits[:, 10:].contiguous()]
+    wanted = torch.cat([only_best(part, needed) for part in own], 1)
+    assert join.most_gathered(ranks[0], own[0], 10) == 64
+    for found in on_all(ranks, lambda rank: peers[rank.rank].gather_columns(own[rank.rank], 10, 20, needed)):
+        assert same_bits(found, wanted)
+    parts = [normal(7, 256, dtype=torch.float16, seed=rank) for rank in range(2)]
+    residual, weight = normal(7, 256, dtype=torch.float16, seed=2), normal(256, dtype=torch.float16, seed=3)
+    added, norm = add_rms_norm.reference((parts[0].float() + parts[1].float()).half(), residual, weight, EPS)
+    given = residual, weight, EPS
+    for found in on_all(ranks, lambda rank: peers[rank.rank].all_reduce_add_norm(parts[rank.rank], *given)):
+        assert torch.equal(found[0], added)
+        torch.testing.assert_close(found[1], norm, rtol=4 * torch.finfo(torch.float16).eps, atol=0)
+    # Four pieces at the most.
+    assert (
+        peers[0].all_reduce_add_norm(
+            normal(17, 256, dtype=torch.float16, seed=0), normal(17, 256, dtype=torch.float16, seed=1), weight, EPS
+        )
+        is None
+    )
 
 
 def test_a_slot_is_kept_while_the_next_use_runs(join):

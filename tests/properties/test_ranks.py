@@ -102,6 +102,9 @@ def directories(family: str, draft: str, kind: str | None, kv_heads: int | None)
     if draft not in ("eagle3", "ngram", "none"):
         return block_directories(family, draft, 4)
     root, sizes = new_folder("ranks-"), {**(WIDE if kind else SIZES), **OF_FAMILY.get(family, {})}
+    if kind == "fp8-joined":
+        # Blocks of 16 rows in each part of an expert.
+        sizes |= {"moe_intermediate_size": 96}
     if kind in OF_EXPERTS and family == "qwen2_moe":
         sizes |= {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 96}
     if kind == "mxfp4":
@@ -138,8 +141,9 @@ def hitting() -> list[Request]:
 
 
 def crowding() -> list[Request]:
+    """The first is read for its best logits alone."""
     return [
-        request(i, prompt, SamplingParams(temperature=3.0, max_tokens=14, presence_penalty=0.6))
+        request(i, prompt, SamplingParams(temperature=3.0 * (i > 0), max_tokens=14, presence_penalty=0.6 * (i > 0)))
         for i, prompt in enumerate(prompts(31, [5, 12, 7]))
     ]
 
@@ -187,6 +191,7 @@ LARGER = [
       for family in ("gemma4", "gemma4_e") for traffic in (styled, in_grammars, hitting)),
     *(Case("norms-of-held-heads", count, "olmo2", "none", kv_heads=1) for count in (2, 3)),
     *(Case(f"moe-{kind}", 2, "qwen2_moe", "none", kind) for kind in OF_EXPERTS),
+    *(Case("fp8-joined", count, "gemma4_moe", "none", "fp8-joined") for count in (2, 3)),
     *(Case("mxfp4", count, "gpt_oss", "none", "mxfp4") for count in (2, 3)),
     *(Case("kv-scales", count, kind="kv-scales", setup=IN_FP8) for count in (2, 3)),
     *(Case("held-kv", 2, kv_heads=1, traffic=traffic) for traffic in (styled, in_grammars, hitting)),

@@ -226,8 +226,9 @@ def _first_best(value, EXACT: tl.constexpr, BLOCK: tl.constexpr):
 @kernel(do_not_specialize=["rank", "rows", "rows_each"])
 def _gather_kernel(
     x_ptr, needed_ptr, out_ptr, memory_ptr, uses_ptr, stop_ptr, rank, rows, x_row_stride, own_size, size,
-    rows_each, EXACT: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr, WORLD: tl.constexpr,
-    FLAGS: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr, DEPENDENT: tl.constexpr,
+    rows_each, EXACT: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr,
+    WORLD: tl.constexpr, FLAGS: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """out [rows, size]: the columns of all ranks side by side.  Each rank has EACH; the last ones may have fewer.
 

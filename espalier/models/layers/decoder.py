@@ -129,7 +129,12 @@ class Decoder:
     def logits(self, hidden: Tensor, needed: Tensor | None = None) -> Tensor:
         head, config = self.head.weight, self.config
         # A scale or a bound may make unequal logits equal, so the first best may be another.
-        if needed is not None and isinstance(head, GatheredWeight) and config.logit_cap is None and config.logit_scale == 1:
+        if (
+            needed is not None
+            and isinstance(head, GatheredWeight)
+            and config.logit_cap is None
+            and config.logit_scale == 1
+        ):
             rows = head.apply_needed(hidden.flatten(0, -2), needed)
             return rows.view(*hidden.shape[:-1], -1)
         return capped(self.head(hidden), self.config.logit_cap, self.config.logit_scale)
