@@ -124,9 +124,8 @@ def register(name: str, store: Store, rank: int, count: int) -> ProcessGroup:
 
 # The most bytes of a rank's values that are summed in peer memory.  For more, NCCL is not slower.  On two H100s a sum
 # of this size (2,048 rows of 4,096 values in bfloat16) takes 71 µs one-shot and 82 by NCCL (`python -m lab ranks`).
+# With residual and norm it takes 70 and 100, so one-shot, more rows than that are summed piece by piece.
 PEER_BYTES = 2**24
-# With residual and norm, that takes 70 µs and 100 by NCCL, so as many pieces of this size are summed one by one.
-MOST_PIECES = 4
 # In the time of one meeting of the ranks (3 µs on those H100s), a rank reads this many bytes over NVLink.
 MEETING_BYTES = 2**20
 log = logging.getLogger("espalier")
@@ -156,8 +155,7 @@ class PeerCollectives:
     ) -> tuple[Tensor, Tensor] | None:
         most, rows = self.join.most_summed(self.memory, parts, residual.dtype), len(residual)
         way = two_shot(parts, residual.dtype, self.memory.count)
-        # Of more rows than fit, two ranks sum a piece after another.
-        if not 0 < rows <= (most if way else MOST_PIECES * most) or residual.stride(-1) != 1:
+        if not rows or not most or (way and rows > most) or residual.stride(-1) != 1:
             return None
         total, out = (residual.new_empty(residual.shape) for _ in range(2))
         for piece in pieces(rows, most):
