@@ -137,20 +137,24 @@ def styled() -> list[Request]:
 
 
 def hitting() -> list[Request]:
-    """Prompts that share a prefix."""
-    trunk = prompts(29, [9])[0]
-    made = [request(i, [*trunk[:kept], i], SamplingParams(max_tokens=4)) for i, kept in enumerate((9, 7, 4))]
+    """Prompts that share a prefix.  The second is greedy: it is read for its best logits alone."""
+    trunk, ways = prompts(29, [9])[0], [SamplingParams(max_tokens=4, temperature=heat) for heat in (1.0, 0.0, 1.0)]
+    made = [request(i, [*trunk[:kept], i], ways[i]) for i, kept in enumerate((9, 7, 4))]
     for each in made[1:]:
         each.after = made[0]
     return made
 
 
 def crowding() -> list[Request]:
-    """The first is read for its best logits alone."""
     return [
-        request(i, prompt, SamplingParams(temperature=3.0 * (i > 0), max_tokens=14, presence_penalty=0.6 * (i > 0)))
+        request(i, prompt, SamplingParams(temperature=3.0, max_tokens=14, presence_penalty=0.6))
         for i, prompt in enumerate(prompts(31, [5, 12, 7]))
     ]
+
+
+def one_greedy() -> list[Request]:
+    """Of requests that run together."""
+    return [request(0, prompts(31, [5])[0], SamplingParams(temperature=0.0, max_tokens=14)), *crowding()[1:]]
 
 
 def in_grammars() -> list[Request]:
@@ -168,7 +172,7 @@ SMALLER = [
     Case("stacked-experts-ngram", family="gpt_oss", draft="ngram", traffic=hitting),
     Case("shared-gate-crowded", family="qwen2_moe", draft="none", traffic=crowding, setup=CROWDED),
     Case("fp8-block", kind="fp8-block", draft="none"),
-    Case("shared-rows-and-text", traffic=crowding, setup=(("shared_rows", 3), ("text_paths", 2))),
+    Case("shared-rows-and-text", traffic=one_greedy, setup=(("shared_rows", 3), ("text_paths", 2))),
     Case("latent-mtp", family="deepseek_v32", draft="mtp"),
     Case("held-kv", 3, kv_heads=1, traffic=in_grammars),
     Case("gptq", 3, kind="gptq", draft="none"),
