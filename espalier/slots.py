@@ -31,7 +31,6 @@ INTS = (
     "num_logprobs",
     "has_filters",
     "has_penalties",
-    "needs_logits",
     *(f.name for f in SLOT_PARAMS if f.type is int),
 )
 # float32 each.
@@ -295,11 +294,6 @@ class BatchState:
     @property
     def batch(self) -> int:
         return self.index.shape[0]
-
-    @property
-    def needs_logits(self) -> Tensor:
-        """[B] int64: 0 for requests of which only the best logit of a row is read."""
-        return self.table.needs_logits.index_select(0, self.index)
 
     def history_at(self, positions: Tensor) -> Tensor:
         """Tokens at positions [B, W].  Positions past the table read its last column; callers mask them."""

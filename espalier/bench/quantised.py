@@ -84,9 +84,9 @@ class HiddenRecorder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def logits(self, hidden: Tensor, needed: Tensor | None = None) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         self._launch.append(hidden.flatten(0, -2))
-        return self.model.logits(hidden, needed)
+        return self.model.logits(hidden)
 
     def _end_launch(self) -> None:
         # The last of a launch are those that the next token is sampled from.

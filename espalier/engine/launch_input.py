@@ -190,13 +190,6 @@ def sampling_needs_of(requests: list[Request]) -> SamplingNeeds:
     )
 
 
-def picks_best_logit(request: Request) -> bool:
-    """Whether each token is the one with the best logit, and no other logit is read."""
-    params = request.params
-    changes_logits = params.has_penalties or params.logit_bias or params.min_tokens or request.masker is not None
-    return params.temperature == 0 and not changes_logits and params.logprobs is None
-
-
 def prompt_rows_of(batch: list[Request], made: PrefillPass) -> PromptRows | None:
     """Rows of this prefill pass for which prompt log-probabilities are still missing.
 
@@ -235,7 +228,6 @@ def slot_init(request: Request, tokens: list[int], start: int, commit_from: int,
             "seed": request.seed,
             "min_position": len(request.prompt) + params.min_tokens,
             "num_logprobs": -1 if params.logprobs is None else params.logprobs,
-            "needs_logits": int(not picks_best_logit(request)),
         },
         bias=dict(params.logit_bias),
         stop_ids=tuple(sorted(request.stop_ids)),

@@ -62,9 +62,6 @@ class CausalLM(Protocol):
         """Run over the rows of a pass.  Its positions are below the `position_rows` given at loading."""
         ...
 
-    def logits(self, hidden: Tensor, needed: Tensor | None = None) -> Tensor:
-        """Hidden states [..., H] -> logits [..., V] in the model's dtype.
-
-        needed: [B] int64, where ranks divide the head and hidden is [B, n, H]: as Collectives.gather_columns.
-        """
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [..., H] -> logits [..., V] in the model's dtype."""
         ...

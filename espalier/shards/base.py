@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -88,26 +87,13 @@ class Collectives(Protocol):
         """
         ...
 
-    def gather_columns(self, x: Tensor, each: int, size: int, needed: Tensor | None = None) -> Tensor:
-        """x [N, columns] of each rank -> [N, size], side by side.  A rank has `each` columns, the last ones fewer.
-
-        needed: [B] int64, for N / B rows each.  Rows of which it is 0 are read for their first largest value alone:
-        other values may be -inf.  None: all values are read.
-        """
+    def gather_columns(self, x: Tensor, each: int, size: int) -> Tensor:
+        """x [N, columns] of each rank -> [N, size], side by side.  A rank has `each` columns, the last ones fewer."""
         ...
 
     def abort(self) -> None:
         """End what waits for other ranks, with an error or a wrong result.  Called from another thread."""
         ...
-
-
-def only_best(x: Tensor, needed: Tensor) -> Tensor:
-    """x [N, columns] with -inf for what nobody reads (Collectives.gather_columns)."""
-    if not x.shape[1]:
-        return x
-    best = x.max(1, keepdim=True)
-    alone = torch.full_like(x, -torch.inf).scatter_(1, best.indices, best.values)
-    return torch.where((needed != 0).repeat_interleave(len(x) // len(needed))[:, None], x, alone)
 
 
 def joined_columns(collectives: Collectives, x: Tensor, each: int, size: int) -> Tensor:
@@ -158,11 +144,11 @@ class Shards:
         """As Collectives.all_gather."""
         return x[None] if self.collectives is None else self.collectives.all_gather(x)
 
-    def gather_tokens(self, x: Tensor, vocab_size: int, needed: Tensor | None = None) -> Tensor:
-        """x [N, the rank's tokens] -> [N, vocab_size].  needed: as Collectives.gather_columns."""
+    def gather_tokens(self, x: Tensor, vocab_size: int) -> Tensor:
+        """x [N, the rank's tokens] -> [N, vocab_size]."""
         if self.collectives is None:
             return x
-        return self.collectives.gather_columns(x, self.tokens_each(vocab_size), vocab_size, needed)
+        return self.collectives.gather_columns(x, self.tokens_each(vocab_size), vocab_size)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """As Collectives.all_reduce."""

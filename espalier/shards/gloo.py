@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import FileStore, ProcessGroupGloo
 
-from espalier.shards.base import joined_columns, only_best
+from espalier.shards.base import joined_columns
 
 # The time limit for joining, when every rank is known to be alive.
 JOIN_LIMIT = timedelta(seconds=60)
@@ -51,9 +51,8 @@ class GlooCollectives:
     def all_reduce_add_norm(self, parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
         return None
 
-    def gather_columns(self, x: Tensor, each: int, size: int, needed: Tensor | None = None) -> Tensor:
-        # What GPUs leave out is left out here too, so that nobody reads it.
-        return joined_columns(self, x if needed is None else only_best(x, needed), each, size)
+    def gather_columns(self, x: Tensor, each: int, size: int) -> Tensor:
+        return joined_columns(self, x, each, size)
 
     def abort(self) -> None:
         """Nothing: an operation ends with an error when another rank's process has ended."""

@@ -24,7 +24,6 @@ from espalier.kernels.ops.state import NodeRows, advance, chain, gather
 from espalier.kernels.ops.tree import Path, accept, gather_rows
 from espalier.layout import RoundLayout, TreeShape
 from espalier.models.base import CausalLM, ModelOutput
-from espalier.models.weight_formats.sharded import GatheredWeight
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.mask import DraftGuide
 from espalier.sampling.pick import Logprobs, SampledTokens
@@ -84,13 +83,6 @@ class ModelRunner:
             return self
         layout = self.layout.with_tree(tree)
         return replace(self, layout=layout, drafter=self.drafter.for_layout(layout))
-
-    def logits(self, hidden: Tensor, slots: BatchState | None) -> Tensor:
-        """The target's logits of hidden [B, n, H], for picks and log-probabilities of these requests; None: of any
-        rows."""
-        if slots is None or not isinstance(self.target.head.weight, GatheredWeight):
-            return self.target.logits(hidden)
-        return self.target.logits(hidden, slots.needs_logits)
 
     def prepare(self, lengths: CommittedLengths) -> None:
         """Called on the host before each launch.  lengths: the target's committed rows."""
@@ -225,9 +217,7 @@ def verify(proposed: Proposed) -> Verified:
     access = StateAccess(slots.index, slots.prefix_len)
     chosen, prefix = chosen_rows(proposed), Prefix(slots.page_table, slots.prefix_len)
     out = runner.target(runner.cache.begin(prefix, nodes, tokens, access=access, chosen=chosen))
-    logits = None
-    if len(runner.node_slices(slots.batch)) == 1:
-        logits = runner.logits(out.hidden, slots if chosen is None else None)
+    logits = runner.target.logits(out.hidden) if len(runner.node_slices(slots.batch)) == 1 else None
     if chosen is not None:
         out = ModelOutput(chosen.spread(out.hidden), tuple(map(chosen.spread, out.inputs)))
         logits = None if logits is None else chosen.spread(logits)
@@ -261,7 +251,7 @@ def settle(verified: Verified, mask: Tensor | None = None) -> RoundOutput:
         told = {name: field.index_select(0, slots.index).flatten(1) for name, field in fields.items() if field.shape[1]}
     if verified.logits is not None:
         return RoundOutput(path, verified.logits, slots.num_logprobs, path.rows, tree, **told)
-    logits = runner.logits(gather_rows(path.rows, out.hidden), slots)
+    logits = runner.target.logits(gather_rows(path.rows, out.hidden))
     rows = torch.arange(path.rows.shape[1], device=path.rows.device).repeat(slots.batch, 1)
     return RoundOutput(path, logits, slots.num_logprobs, rows, tree, **told)
 
@@ -271,9 +261,9 @@ def sample_nodes(verified: Verified, mask: Tensor | None) -> SampledTokens:
     proposed = verified.proposed
     if verified.logits is not None:
         return proposed.sampler.pick_nodes(verified.logits, proposed.tree, mask)
-    runner, hidden = proposed.runner, verified.out.hidden
+    target, hidden = proposed.runner.target, verified.out.hidden
     parts = [
-        proposed.sampler.pick_nodes(runner.logits(hidden[:, nodes], proposed.slots), proposed.tree, mask, nodes)
+        proposed.sampler.pick_nodes(target.logits(hidden[:, nodes]), proposed.tree, mask, nodes)
         for nodes in proposed.runner.node_slices(proposed.slots.batch)
     ]
     return SampledTokens(*(torch.cat(values, 1) for values in zip(*parts, strict=True)))
@@ -319,7 +309,7 @@ def prefill(
     if prompt_rows is not None:
         logprobs = logprobs_of_prompt(runner, rows.slots, positions, out.hidden, prompt_rows)
     hidden = gather_rows(last.row[:, None], out.hidden) if reads_all else out.hidden
-    logits = runner.logits(last.of_requests(hidden), slots)
+    logits = runner.target.logits(last.of_requests(hidden))
     sampled = runner.sampler(slots, needs, slots.prefix_len + length, 1).pick_last(logits, mask)
     num_emitted, _ = advance(slots, length, sampled.tokens, needs.penalised)
     runner.drafter.extend(rows.slots, draft_features(runner.drafter, out), rows.length, last)

@@ -63,8 +63,8 @@ def counted_models(config: ResolvedConfig, shards: Shards) -> Loaded:
     target: Any = loaded.target
     counter, right = BitCounter(shards, loaded.device), target.logits
 
-    def logits(hidden: Tensor, *needed: Tensor) -> Tensor:
-        found: Tensor = right(hidden, *needed)
+    def logits(hidden: Tensor) -> Tensor:
+        found: Tensor = right(hidden)
         counter.add(hidden, found)
         return found
 

@@ -65,25 +65,21 @@ class JoinWork:
             weight, size = torch.ones(self.hidden, dtype=DTYPE, device=device), f"{rows} x {self.hidden}"
             sums: dict[str, Callable[[], Any]] = {"NCCL": partial(ranks.nccl.all_reduce, x.clone())}
             norms: dict[str, Callable[[], Any]] = {"NCCL": partial(nccl_add_norm, ranks, x.clone(), residual, weight)}
-            if rows <= join.most_summed(memory, x, DTYPE):
+            if join.fits(memory, x, DTYPE):
                 for way, two_shot in (("one-shot", False), ("two-shot", True)):
                     sums[way] = partial(join.sum_rows, memory, x, DTYPE, two_shot)
-                    into = torch.empty_like(x), torch.empty_like(x)
-                    norms[way] = partial(join.sum_add_norm, memory, x, residual, weight, EPS, two_shot, into)
+                    norms[way] = partial(join.sum_add_norm, memory, x, residual, weight, EPS, two_shot)
             for what, ways in (("sum", sums), ("sum, add, norm", norms)):
                 for way, run in ways.items():
                     yield Case((what, size, way), x.nbytes, 0, run)
         each = -(-self.vocab // self.count)
         for rows in (1, 16, 64, 256):
-            x, given = torch.randn(rows, each, dtype=DTYPE, device=device), (each, each * self.count)
-            best_alone = torch.zeros(rows, dtype=torch.int64, device=device)
-            ways = {
-                "NCCL": partial(ranks.nccl.gather_columns, x, *given),
-                "peer memory": partial(ranks.gather_columns, x, *given),
-                "best alone": partial(ranks.gather_columns, x, *given, best_alone),
-            }
-            for way, run in ways.items():
-                yield Case(("logits", f"{rows} x {given[1]}", way), x.nbytes, 0, run)
+            x = torch.randn(rows, each, dtype=DTYPE, device=device)
+            names = "logits", f"{rows} x {each * self.count}"
+            yield Case((*names, "NCCL"), x.nbytes, 0, partial(ranks.nccl.gather_columns, x, each, each * self.count))
+            if join.gathers(memory, x, each):
+                gather = partial(join.gather_columns, memory, x, each, each * self.count)
+                yield Case((*names, "peer memory"), x.nbytes, 0, gather)
 
 
 def nccl_add_norm(ranks: Any, x: Tensor, residual: Tensor, weight: Tensor) -> Any:
@@ -127,16 +123,13 @@ def check(ranks: Any, rank: int, hidden: int) -> None:
         x = make(rows, hidden, generator=generator)
         wanted = in_order(ranks.nccl.all_gather(x))
         wrong += (join.sum_rows(memory, x, DTYPE, two_shot) != wanted).sum()
-        total, norm = join.sum_add_norm(memory, x, wanted, weight, EPS, two_shot, (torch.empty_like(x), x.clone()))
+        total, norm = join.sum_add_norm(memory, x, wanted, weight, EPS, two_shot)
         added, normed = add_rms_norm(wanted, wanted, weight, EPS)
         wrong += (total != added).sum() + (norm.float() - normed.float()).abs().gt(0.05).sum()
         if i % 50 == 0:
             columns = make(1 + i // 50, 1000 - rank, generator=generator)
-            given = memory, columns, 1000, 1000 * memory.count - memory.count + 1
-            gathered = join.gather_columns(*given)
+            gathered = join.gather_columns(memory, columns, 1000, 1000 * memory.count - memory.count + 1)
             wrong += (gathered[:, rank * 1000 :][:, : 1000 - rank] != columns).sum() if rank < 2 else 0
-            best_alone = torch.zeros(len(columns), dtype=torch.int64, device=columns.device)
-            wrong += (join.gather_columns(*given, best_alone).argmax(1) != gathered.argmax(1)).sum()
     if failed := int(ranks.nccl.all_reduce(wrong)):
         raise EspalierError(f"{failed} values of {CHECKED} sums differ from those of gathered rows")
 

@@ -20,10 +20,6 @@ def _other_prompts(right):
     return launch
 
 
-def _every_request(right):
-    return lambda request: True
-
-
 def _next_part(right):
     """The last rank has its own."""
 
@@ -65,12 +61,6 @@ FAULTS_OF_RANKS = {
             "a rank runs a launch with other prompts than rank 0",
             "espalier.engine.follow:Follower._launch",
             _other_prompts,
-        ),
-        Fault(
-            "logits-left-out",
-            "ranks leave out the logits that sampled picks and log-probabilities read",
-            "espalier.engine.launch_input:picks_best_logit",
-            _every_request,
         ),
         Fault(
             "experts-one-part-off",

@@ -79,7 +79,6 @@ def test_an_admission_fills_its_slot_and_no_other():
         "num_logprobs": -1,
         "has_filters": 1,
         "has_penalties": 1,
-        "needs_logits": 1,
     }
     floats = {"temperature": 0.7, "top_p": 0.8, "min_p": 0.1}
     floats |= {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": -0.4}

@@ -60,7 +60,7 @@ class ThreadCollectives:
     def all_reduce_add_norm(self, parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
         return None
 
-    def gather_columns(self, x: Tensor, each: int, size: int, needed: Tensor | None = None) -> Tensor:
+    def gather_columns(self, x: Tensor, each: int, size: int) -> Tensor:
         return joined_columns(self, x, each, size)
 
     def abort(self) -> None:

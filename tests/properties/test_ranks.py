@@ -137,7 +137,7 @@ def styled() -> list[Request]:
 
 
 def hitting() -> list[Request]:
-    """Prompts that share a prefix.  The second is greedy: it is read for its best logits alone."""
+    """Prompts that share a prefix.  The second is greedy."""
     trunk, ways = prompts(29, [9])[0], [SamplingParams(max_tokens=4, temperature=heat) for heat in (1.0, 0.0, 1.0)]
     made = [request(i, [*trunk[:kept], i], ways[i]) for i, kept in enumerate((9, 7, 4))]
     for each in made[1:]:
@@ -309,7 +309,6 @@ PACKED = Case("packed-group", kind="packed-group", draft="none")
 CAUGHT_BY = {
     "product-not-summed": Case("llama", draft="none", traffic=hitting),
     "prompt-of-another-launch": Case("llama", draft="none", traffic=hitting),
-    "logits-left-out": Case("llama", draft="none"),
     "experts-one-part-off": Case("qwen3_moe", family="qwen3_moe", draft="none", traffic=hitting),
     "scales-across": PACKED,
 }

@@ -7,7 +7,6 @@ program: two for the rank's values and two for sums.  A program uses the two in 
 
 import logging
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -124,7 +123,6 @@ def register(name: str, store: Store, rank: int, count: int) -> ProcessGroup:
 
 # The most bytes of a rank's values that are summed in peer memory.  For more, NCCL is not slower.  On two H100s a sum
 # of this size (2,048 rows of 4,096 values in bfloat16) takes 71 µs one-shot and 82 by NCCL (`python -m lab ranks`).
-# With residual and norm it takes 70 and 100, so one-shot, more rows than that are summed piece by piece.
 PEER_BYTES = 2**24
 # In the time of one meeting of the ranks (3 µs on those H100s), a rank reads this many bytes over NVLink.
 MEETING_BYTES = 2**20
@@ -146,44 +144,27 @@ class PeerCollectives:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1, 1)
-        if not 0 < len(rows) <= self.join.most_summed(self.memory, rows, x.dtype):
+        if not self.join.fits(self.memory, rows, x.dtype):
             return self.nccl.all_reduce(x)
         return self.join.sum_rows(self.memory, rows, x.dtype, two_shot(rows, x.dtype, self.memory.count)).view(x.shape)
 
     def all_reduce_add_norm(
         self, parts: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
-        most, rows = self.join.most_summed(self.memory, parts, residual.dtype), len(residual)
-        way = two_shot(parts, residual.dtype, self.memory.count)
-        if not rows or not most or (way and rows > most) or residual.stride(-1) != 1:
+        if not self.join.fits(self.memory, parts, residual.dtype) or residual.stride(-1) != 1:
             return None
-        total, out = (residual.new_empty(residual.shape) for _ in range(2))
-        for piece in pieces(rows, most):
-            into = total[piece], out[piece]
-            self.join.sum_add_norm(self.memory, parts[..., piece, :], residual[piece], weight, eps, way, into)
-        return total, out
+        way = two_shot(parts, residual.dtype, self.memory.count)
+        return self.join.sum_add_norm(self.memory, parts, residual, weight, eps, way)
 
-    def gather_columns(self, x: Tensor, each: int, size: int, needed: Tensor | None = None) -> Tensor:
-        most, rows = self.join.most_gathered(self.memory, x, each), len(x)
-        if not most or not rows:
+    def gather_columns(self, x: Tensor, each: int, size: int) -> Tensor:
+        if not self.join.gathers(self.memory, x, each):
             return self.nccl.gather_columns(x, each, size)
-        if needed is not None and rows > most:
-            needed = needed.repeat_interleave(rows // len(needed))
-        out = x.new_empty(rows, size)
-        for piece in pieces(rows, most):
-            own = None if needed is None else needed[piece] if rows > most else needed
-            self.join.gather_columns(self.memory, x[piece], each, size, own, out[piece])
-        return out
+        return self.join.gather_columns(self.memory, x, each, size)
 
     def abort(self) -> None:
         # First, because NCCL waits for its own kernels.  They may stand behind a kernel that waits for a rank.
         self.memory.wait_for_nobody()
         self.nccl.abort()
-
-
-def pieces(rows: int, most: int) -> Iterator[slice]:
-    """All rows, at most `most` at a time."""
-    return (slice(begin, min(begin + most, rows)) for begin in range(0, rows, most))
 
 
 def two_shot(parts: Tensor, dtype: torch.dtype, count: int) -> bool:

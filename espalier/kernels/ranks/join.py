@@ -25,7 +25,6 @@ from espalier.kernels.ranks.collectives import FLAGS_BYTES, PROGRAMS, PeerMemory
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
-from espalier.kernels.sampling.pick import key_of
 
 # Columns that a program gathers at a time.
 GATHERED = 2048
@@ -163,27 +162,20 @@ def sum_rows(memory: PeerMemory, parts: Tensor, dtype: torch.dtype, two_shot: bo
 
 
 def sum_add_norm(
-    memory: PeerMemory,
-    parts: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    two_shot: bool,
-    into: tuple[Tensor, Tensor],
+    memory: PeerMemory, parts: Tensor, residual: Tensor, weight: Tensor, eps: float, two_shot: bool
 ) -> tuple[Tensor, Tensor]:
-    """(residual + sum, its norm), written `into` two tensors [rows, H], as kernels/ops/norm.py:add_rms_norm.  The sum
-    has the bits of `sum_rows`."""
-    total, out = into
+    """(residual + sum, its norm), as kernels/ops/norm.py:add_rms_norm.  The sum has the bits of `sum_rows`."""
+    total, out = (residual.new_empty(residual.shape) for _ in range(2))
     _launch_sum(memory, parts, out, two_shot, residual, weight, eps, total)
-    return into
+    return total, out
 
 
-def most_summed(memory: PeerMemory, parts: Tensor, dtype: torch.dtype) -> int:
-    """How many rows of parts [rows, H] or [splits, rows, H] the kernel takes at a time."""
-    row_bytes = parts.shape[-1] * dtype.itemsize
-    if row_bytes % 16 or parts.stride(-1) != 1:
-        return 0
-    return memory.slot_bytes // row_bytes * PROGRAMS
+def fits(memory: PeerMemory, parts: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the kernel takes parts [rows, H] or [splits, rows, H]."""
+    rows, size = parts.shape[-2:]
+    row_bytes = size * dtype.itemsize
+    in_turn = -(-rows // PROGRAMS)
+    return rows > 0 and row_bytes % 16 == 0 and in_turn * row_bytes <= memory.slot_bytes and parts.stride(-1) == 1
 
 
 def _launch_sum(
@@ -208,33 +200,13 @@ def _launch_sum(
     )  # fmt: skip
 
 
-@kernel
-def _all_are_read(needed_ptr, request):
-    are_read = True
-    if needed_ptr is not None:
-        are_read = tl.load(needed_ptr + request) != 0
-    return are_read
-
-
-@kernel
-def _first_best(value, EXACT: tl.constexpr, BLOCK: tl.constexpr):
-    """The place of the first of the largest values of a block; NaN is above all, as in sampling/pick.py."""
-    keys = key_of(value.to(EXACT))
-    return tl.min(tl.where(keys == tl.max(keys, 0), tl.arange(0, BLOCK), BLOCK), 0)
-
-
-@kernel(do_not_specialize=["rank", "rows", "rows_each"])
+@kernel(do_not_specialize=["rank", "rows"])
 def _gather_kernel(
-    x_ptr, needed_ptr, out_ptr, memory_ptr, uses_ptr, stop_ptr, rank, rows, x_row_stride, own_size, size,
-    rows_each, EXACT: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr,
-    WORLD: tl.constexpr, FLAGS: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    x_ptr, out_ptr, memory_ptr, uses_ptr, stop_ptr, rank, rows, x_row_stride, own_size, size,
+    EACH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr, WORLD: tl.constexpr,
+    FLAGS: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, size]: the columns of all ranks side by side.  Each rank has EACH; the last ones may have fewer.
-
-    Of a row that is read for its best value alone, a rank gives the best value of each BLOCK and its place, instead of
-    the BLOCK.  needed_ptr: one for `rows_each` rows; None: all values are read.
-    """
+    """out [rows, size]: the columns of all ranks side by side.  Each rank has EACH; the last ones may have fewer."""
     pdl_trigger_and_wait(DEPENDENT)
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
     BLOCKS: tl.constexpr = (EACH + BLOCK - 1) // BLOCK
@@ -246,52 +218,36 @@ def _gather_kernel(
     place = slot
     for block in range(program, rows * BLOCKS, tl.num_programs(0)):
         row, column = (block // BLOCKS).to(tl.int64), block % BLOCKS * BLOCK + of_block
-        values = x_ptr + row * x_row_stride + column
-        value = tl.load(values, mask=column < own_size, other=float("-inf"))
-        if _all_are_read(needed_ptr, row // rows_each):
-            tl.store(_values_at(own + place, TYPE) + of_block, value)
-        else:
-            best = _first_best(value, EXACT, BLOCK)
-            tl.store(_values_at(own + place, TYPE) + of_block * 0, value, mask=of_block == best)
-            tl.store(_values_at(own + place + 16, tl.int32), best)
+        value = tl.load(x_ptr + row * x_row_stride + column, mask=column < own_size, other=0.0)
+        tl.store(_values_at(own + place, TYPE) + of_block, value)
         place += BLOCK_BYTES
     _meet(memory_ptr, stop_ptr, rank, program, 2 * uses + 1, WORLD, LANES)
     place = slot
     for block in range(program, rows * BLOCKS, tl.num_programs(0)):
         row, column = (block // BLOCKS).to(tl.int64), block % BLOCKS * BLOCK + of_block
         for peer in tl.static_range(WORLD):
-            theirs = tl.load(memory_ptr + peer) + place
-            if _all_are_read(needed_ptr, row // rows_each):
-                value = tl.load(_values_at(theirs, TYPE) + of_block)
-            else:
-                best = tl.load(_values_at(theirs + 16, tl.int32))
-                kept = tl.load(_values_at(theirs, TYPE)).to(EXACT)
-                value = tl.where(of_block == best, kept, float("-inf")).to(TYPE)
+            value = tl.load(_values_at(tl.load(memory_ptr + peer) + place, TYPE) + of_block)
             mask = (column < EACH) & (peer * EACH + column < size)
             tl.store(out_ptr + row * size + peer * EACH + column, value, mask=mask)
         place += BLOCK_BYTES
     tl.store(uses_ptr + program, uses + 1)
 
 
-def gather_columns(
-    memory: PeerMemory, x: Tensor, each: int, size: int, needed: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:
-    """Collectives.gather_columns of espalier/shards/base.py.  needed: [B]; out: [rows, size], where to write."""
+def gather_columns(memory: PeerMemory, x: Tensor, each: int, size: int) -> Tensor:
+    """Collectives.gather_columns of espalier/shards/base.py."""
     rows, own_size = x.shape
-    out = x.new_empty(rows, size) if out is None else out
+    out = x.new_empty(rows, size)
     _gather_kernel[(min(rows * -(-each // GATHERED), PROGRAMS),)](
-        x, needed, out, memory.addresses, memory.uses, memory.stop, memory.rank, rows, x.stride(0), own_size, size,
-        1 if needed is None else rows // len(needed), EXACT=exact_type(x.dtype), EACH=each, BLOCK=GATHERED,
-        BLOCK_BYTES=GATHERED * x.itemsize, num_warps=8, **_shared(memory, 8),
+        x, out, memory.addresses, memory.uses, memory.stop, memory.rank, rows, x.stride(0), own_size, size,
+        EACH=each, BLOCK=GATHERED, BLOCK_BYTES=GATHERED * x.itemsize, num_warps=8, **_shared(memory, 8),
     )  # fmt: skip
     return out
 
 
-def most_gathered(memory: PeerMemory, x: Tensor, each: int) -> int:
-    """How many rows of x `gather_columns` takes at a time."""
-    if x.stride(-1) != 1:
-        return 0
-    return memory.slot_bytes // (GATHERED * x.itemsize) * PROGRAMS // -(-each // GATHERED)
+def gathers(memory: PeerMemory, x: Tensor, each: int) -> bool:
+    """Whether `gather_columns` takes x."""
+    in_turn = -(-len(x) * -(-each // GATHERED) // PROGRAMS)
+    return len(x) > 0 and in_turn * GATHERED * x.itemsize <= memory.slot_bytes and x.stride(-1) == 1
 
 
 def _shared(memory: PeerMemory, warps: int) -> dict[str, object]:

@@ -281,7 +281,7 @@ class TransformersTarget:
             run.inputs |= {i: _rows(x, p.needed) for i, x in run.inputs.items() if i == last}
         return ModelOutput(hidden=hidden, inputs=tuple(run.inputs[i] for i in self.capture))
 
-    def logits(self, hidden: Tensor, needed: Tensor | None = None) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         return self.body.logits(hidden)
 
 

@@ -21,7 +21,7 @@ from espalier.models.layers.mlp import GatedMLP, MixtureMLP
 from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
 from espalier.models.layers.stream import Reader, Stream
 from espalier.models.rope import RopeTables
-from espalier.models.weight_formats.sharded import GatheredWeight, Unsummed
+from espalier.models.weight_formats.sharded import Unsummed
 
 
 class Mixer(Reader, Protocol):
@@ -125,17 +125,7 @@ class Decoder:
         inputs = {i: rows.unflatten(0, p.tokens.shape) for i, rows in s.inputs.items()} | {len(self.layers): x}
         return ModelOutput(hidden=hidden, inputs=tuple(inputs[i] for i in self.capture))
 
-    def logits(self, hidden: Tensor, needed: Tensor | None = None) -> Tensor:
-        head, config = self.head.weight, self.config
-        # A scale or a bound may make unequal logits equal, so the first best may be another.
-        if (
-            needed is not None
-            and isinstance(head, GatheredWeight)
-            and config.logit_cap is None
-            and config.logit_scale == 1
-        ):
-            rows = head.apply_needed(hidden.flatten(0, -2), needed)
-            return rows.view(*hidden.shape[:-1], -1)
+    def logits(self, hidden: Tensor) -> Tensor:
         return capped(self.head(hidden), self.config.logit_cap, self.config.logit_scale)
 
 

@@ -82,13 +82,13 @@ def over_ranks(output: Tensor | Unsummed) -> Tensor:
 
 
 class GatheredWeight(ShardedWeight):
-    """A part of the rows: `Shards.tokens` of the vocabulary."""
+    """A part of the rows: `Shards.tokens` of the vocabulary.
+
+    All logits are gathered, for greedy requests too.  To exchange the best of each 2,048 logits and its place alone
+    took longer on two H100s: 6.2 µs instead of 5.4 for one row, 43 instead of 40 for 64, 183 instead of 164 for 256.
+    """
 
     __slots__ = ()
-
-    def apply_needed(self, x: Tensor, needed: Tensor) -> Tensor:
-        """`apply` with -inf for what nobody reads.  needed: as Collectives.gather_columns."""
-        return self.shards.gather_tokens(self.own.apply(x, None), self.shape[0], needed)
 
     def joined(self, own: Tensor, bias: Tensor | None) -> Tensor:
         whole = self.shards.gather_tokens(own, self.shape[0])
