@@ -1,7 +1,8 @@
 """`espalier bench load --url`: a load on running servers with OpenAI's API, whatever engine they have.
 
-Requests arrive at their times, however slow the answers are.  Each server gets the same requests, at each rate, one
-after another.  Times count from the moment at which a request was due; each has a connection of its own.
+Requests arrive at their times, however slow the answers are.  Each server gets the same requests, one server after
+another.  At each rate and temperature drawn prompts are others.  Times count from the moment at which a request was
+due; each has a connection of its own.
 """
 
 import asyncio
@@ -123,18 +124,19 @@ def run(args: Namespace) -> int:
     read = asked_for(args)
     _check(args)
     traffic = Traffic(args.input, args.output, args.turns, args.prefixes, args.prefix_length, args.token_ids)
-    talks = read or traffic.conversations(args.requests, seed=0)
     limits = Limits(args.ttft_limit, args.itl_limit)
     measured, models = [], {}
     cells = [(temperature, rate) for temperature in args.temperature for rate in args.rate]
-    with progress("measuring", len(args.url) * len(cells) * len(talks)) as advance:
+    # Other prompts in each cell: a server keeps those of the cell before in its prefix cache.
+    talks = [read or traffic.conversations(args.requests, seed) for seed in range(len(cells))]
+    with progress("measuring", len(args.url) * sum(map(len, talks))) as advance:
         for url in args.url:
             target = asyncio.run(_target(args, url))
             models[str(target.address)] = target.same["model"]
-            for temperature, rate in cells:
+            for (temperature, rate), sent in zip(cells, talks, strict=True):
                 at = replace(target, same={"temperature": temperature, **target.same})
                 before = asyncio.run(rounds_by_length(at.address, at.headers))
-                seconds, asked = asyncio.run(_measure(at, talks, arrivals_of(args, rate), advance))
+                seconds, asked = asyncio.run(_measure(at, sent, arrivals_of(args, rate), advance))
                 after = asyncio.run(rounds_by_length(at.address, at.headers))
                 rounds = None if before is None or after is None else after - before
                 measured.append(Measured(str(at.address), rate, temperature, seconds, asked, limits, rounds))
@@ -212,7 +214,7 @@ async def _target(args: Namespace, url: str) -> Target:
     switch = {} if args.thinking is None else {"chat_template_kwargs": {SWITCHES[0]: args.thinking}}
     same = {"model": model, **switch, **(args.extra_body or {})}
     target = Target(address, headers, same, args.endpoint, args.timeout, args.think)
-    [first] = Traffic((2, 2), (4, 4), token_ids=args.token_ids).conversations(1, seed=1)
+    [first] = Traffic((2, 2), (4, 4), token_ids=args.token_ids).conversations(1, seed=-1)
     [asked] = await target.converse(first, perf_counter())
     if asked.error:
         raise EspalierError(f"--url {url} does not answer a first request: {asked.error}")

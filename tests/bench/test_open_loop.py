@@ -232,6 +232,8 @@ def test_any_server_is_measured_at_each_rate(scripted, tmp_path, capsys):
     assert len(scripted.bodies) == 1 + 16
     assert all(body.keys() == STANDARD and body["model"] == "its model" for body in scripted.bodies)
     assert set(scripted.keys) == {"Bearer secret"}
+    # A prompt that was sent at the first rate would be in the prefix cache at the second.
+    assert len({body["messages"][-1]["content"] for body in scripted.bodies}) == 1 + 16
 
 
 def test_the_time_before_the_first_arrival_does_not_count(monkeypatch):
