@@ -1,8 +1,7 @@
 """The operations of a layer that keeps a state: convolve the inputs of rows, compute outputs, update states.
 
 The tables have a row for each slot (cache/states.py).  Everything is computed in float32 (float64 for float64).  On a
-GPU float64, trees of more than MAX_TREE_ROWS nodes and heads of fewer than SMALLEST_HEAD values take the references,
-which have static shapes too.
+GPU float64 and trees of more than MAX_TREE_ROWS nodes take the references, which have static shapes too.
 """
 
 from __future__ import annotations
@@ -190,17 +189,6 @@ class PathRows(NamedTuple):
             values.index_copy_(0, self.mark_row.where(self.marked > 0, self.spare), at_mark)
 
 
-# Engines of tiny heads failed with these kernels on an H100, and the cause is not known (docs/log.md).  Published heads
-# have 64 values or more.
-SMALLEST_HEAD = 32
-
-
-def _has_products(rows: StateRows) -> bool:
-    """Whether the kernels that multiply states take these rows."""
-    smallest = min(rows[0].shape[-1], rows[1].shape[-1])
-    return _has_kernels(rows[1]) and smallest >= SMALLEST_HEAD
-
-
 def _has_kernels(values: Tensor) -> bool:
     return values.is_cuda and values.dtype != torch.float64
 
@@ -243,7 +231,7 @@ def tail_before(ordered: Tensor, rows: RowInputs) -> Tensor:
 
 @op(
     "espalier.kernels.recurrence.tree",
-    when=lambda rows: _has_products(rows) and rows[1].shape[1] <= MAX_TREE_ROWS,
+    when=lambda rows: _has_kernels(rows[1]) and rows[1].shape[1] <= MAX_TREE_ROWS,
 )
 def tree_outputs(
     q: Tensor, rows: StateRows, state: StateColumns, bits: Tensor, skip: Tensor | None, delta: bool
@@ -259,7 +247,7 @@ def tree_outputs(
     return _in_dtype(outputs(q, solve(rows, before, seen, delta), before, seen), rows, skip)
 
 
-@op("espalier.kernels.recurrence.chain", when=lambda rows: _has_products(rows))
+@op("espalier.kernels.recurrence.chain", when=lambda rows: _has_kernels(rows[1]))
 def chain_outputs(
     q: Tensor, rows: StateRows, state: StateColumns, path: PathRows, skip: Tensor | None, delta: bool
 ) -> Tensor:
