@@ -47,6 +47,7 @@ def test_equals_the_two_launches(kernel_device, shape, dtype):
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits.double(), normed.double() @ inputs[4].double().T, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits, expected_logits, rtol=0, atol=4 * ulp)
+    assert torch.equal(norm_router.triton(*inputs, dtype=dtype)[3], logits.to(dtype))
 
 
 @pytest.mark.parametrize("group", [None, 64])

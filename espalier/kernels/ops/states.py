@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import unpack
+from espalier.kernels.layers.quantised import InputScales, RoundedRows, Rows, quantise_inputs
 from espalier.kernels.ops.norm import rms_norm
 from espalier.kernels.ops.recurrence import (
     Scanned,
@@ -27,6 +28,7 @@ from espalier.kernels.ops.recurrence import (
     tail_after,
     unit,
 )
+from espalier.kernels.runtime.launch import power_of_two
 from espalier.kernels.runtime.op import op
 
 # Nodes of a tree that one program holds.
@@ -299,9 +301,21 @@ class OutputGate(NamedTuple):
     is_first: bool
 
 
+def rounds_groups(size: int, groups: int, rounding: InputScales) -> bool:
+    """Whether `gated_norm` can round: a group of the norm must have one scale, and fill its program."""
+    return rounding.columns(size * groups) == size == power_of_two(size)
+
+
 @op("espalier.kernels.recurrence.gated_norm", when=lambda read: _has_kernels(read))
-def gated_norm(read: Tensor, gate: OutputGate, weight: Tensor, eps: float) -> Tensor:
-    """[N, groups · size]: the RMS norm of each group of read [N, groups, size] and the gate's silu, multiplied."""
+def gated_norm(read: Tensor, gate: OutputGate, weight: Tensor, eps: float, rounding: InputScales | None = None) -> Rows:
+    """[N, groups · size]: the RMS norm of each group of read [N, groups, size] and the gate's silu, multiplied.
+
+    rounding: how the result is rounded to FP8, for sizes that `rounds_groups` takes; None: it is a tensor.
+    """
+    if rounding is not None:
+        whole = gated_norm.reference(read, gate, weight, eps)
+        assert isinstance(whole, Tensor)
+        return RoundedRows(*quantise_inputs(whole, rounding), read.dtype)
     groups, size = read.shape[1:]
     exact = torch.promote_types(read.dtype, torch.float32)
     values = F.silu(strided(gate.values, groups // gate.share, gate.step, gate.share * size).view(read.shape).to(exact))

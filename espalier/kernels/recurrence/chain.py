@@ -296,7 +296,7 @@ class Plan(NamedTuple):
 
 
 def choose_plan(v_size: int, products: Products) -> Plan:
-    """Outputs with operands in 16 bits always take 64 columns, also of smaller heads.  Then all operands of wgmma have one
+    """Outputs with operands in 16 bits take 64 columns, also of smaller heads, so that all operands of wgmma have one
     layout.  With two layouts, ptxas 12.8 loses the start of an operand (tests/kernels/machine_code.py)."""
     largest = max(power_of_two(v_size), SMALLEST)
     if products.kept.itemsize > 2:
