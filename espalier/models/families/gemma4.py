@@ -22,6 +22,7 @@ from espalier.models.layer_loading import HEADS, layer_specs_of, load_embedding
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.gemma4 import BesideMLP, Gemma4Layer, LayerInput, PerLayerEmbedding
+from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.rope import RopeTables
 from espalier.models.weights import Weights
@@ -169,6 +170,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
 
     is_wide = full["use_double_wide_mlp"] and spec.shares is not None
     inner, size = config.intermediate_size * (2 if is_wide else 1), full["hidden_size_per_layer_input"]
+    mlp = weights.mlp(f"{prefix}mlp.", hidden, inner, False, config.activation)
     own_input = None
     if size:
         gate = weights.linear(prefix, ("per_layer_input_gate",), (on_every_rank(size),), hidden, bias=False)
@@ -180,9 +182,8 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
         attention=_load_attention(weights, config, f"{prefix}self_attn.", spec, rope),
         post_attention_norm=norm("post_attention_layernorm"),
         mlp_norm=norm("pre_feedforward_layernorm"),
-        mlp=weights.mlp(f"{prefix}mlp.", hidden, inner, False, config.activation),
+        mlp=mlp if config.experts is None else _load_experts(weights, config, config.experts, prefix, mlp),
         post_mlp_norm=norm("post_feedforward_layernorm", 1.0 if size else scale),
-        beside=None if config.experts is None else _load_experts(weights, config, config.experts, prefix),
         own_input=own_input,
         scale=scale,
     )
@@ -206,9 +207,10 @@ def _load_attention(weights: Weights, config: ModelConfig, prefix: str, spec: La
     return Attention(qkv, out, own.projected_heads, rope, norms)
 
 
-def _load_experts(weights: Weights, config: ModelConfig, experts: Experts, prefix: str) -> BesideMLP:
+def _load_experts(weights: Weights, config: ModelConfig, experts: Experts, prefix: str, mlp: GatedMLP) -> BesideMLP:
     hidden, eps = config.hidden_size, config.rms_norm_eps
     return BesideMLP(
+        mlp=mlp,
         # The dense MLP stands beside them, and not in the sum.
         mixture=load_experts(weights, replace(experts, shared_size=0), prefix, hidden),
         router_norm=RMSNorm(weights.take_exact(f"{prefix}router.scale", hidden) * hidden**-0.5, eps),

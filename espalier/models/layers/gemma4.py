@@ -1,6 +1,7 @@
 """The layer of Gemma 4: experts beside a dense MLP, an input of its own for each layer, and a factor of its output."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -8,15 +9,14 @@ from torch import Tensor
 
 from espalier.attention import Pass
 from espalier.kernels.ops.drafts import DraftHidden
-from espalier.kernels.ops.linear import sum_parts
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP, MixtureMLP, RoutedRows, router_logits
-from espalier.models.layers.norm import RMSNorm
+from espalier.models.layers.norm import AnyNorm, Delta, Normed, RMSNorm
 from espalier.models.layers.stream import Stream
 from espalier.models.rope import RopeTables
-from espalier.models.weight_formats.sharded import over_ranks
+from espalier.models.weight_formats.sharded import Unsummed
 
 
 class PerLayerEmbedding(Embedding):
@@ -53,9 +53,16 @@ class LayerInput:
     project: Linear
     norm: RMSNorm
 
-    def __call__(self, x: Tensor, given: Tensor) -> Tensor:
-        """x [N, H], given [N, P] -> [N, H]."""
-        return self.norm(self.project(F.gelu(self.gate(x), approximate="tanh") * given))
+    def __call__(self, x: Tensor, given: Tensor) -> Tensor | Unsummed:
+        """x [N, H], given [N, P] -> [N, H] before the norm, or parts of it."""
+        return self.project.for_stream(F.gelu(self.gate(x), approximate="tanh") * given)
+
+
+class BesideRows(NamedTuple):
+    """The rows of the dense MLP and of the experts beside it."""
+
+    of_mlp: Tensor
+    routed: RoutedRows
 
 
 @dataclass(eq=False, slots=True)
@@ -66,24 +73,29 @@ class BesideMLP:
     experts' input and output.
     """
 
+    mlp: GatedMLP
     mixture: MixtureMLP
     router_norm: RMSNorm
     mlp_norm: RMSNorm
     norm: RMSNorm
     after: RMSNorm
 
-    def __call__(self, x: Tensor, dense: Tensor, live: Tensor | None) -> Tensor:
-        """x: [N, H], the stream; dense: of the MLP, [N, H].  Returns the sum of both blocks, normed each."""
-        rows, logits = self.norm(x), router_logits(self.router_norm(x), self.mixture.router)
-        parts = self.mixture(RoutedRows(rows, rows, logits), live)
-        return self.mlp_norm(dense) + self.after(sum_parts(over_ranks(parts), x.dtype))
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, BesideRows]:
+        """As espalier/models/layers/stream.py:Reader.  delta: of an attention whose output is normed."""
+        assert isinstance(delta, Normed) and isinstance(norm, RMSNorm)
+        total, (of_mlp, rows, of_router) = delta.added(x, (norm, self.norm, self.router_norm))
+        return total, BesideRows(of_mlp, RoutedRows(rows, rows, router_logits(of_router, self.mixture.router)))
+
+    def __call__(self, rows: BesideRows, live: Tensor | None) -> tuple[tuple[Tensor | Unsummed, RMSNorm], ...]:
+        """Both blocks' outputs, and their norms."""
+        return (self.mlp(rows.of_mlp), self.mlp_norm), (self.mixture(rows.routed, live), self.after)
 
 
 @dataclass(eq=False, slots=True)
 class Gemma4Layer:
     """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then what the layer's own input adds; all times scale.
 
-    index: the layer's place in the pass.  beside: routed experts, or None; own_input: or None.
+    index: the layer's place in the pass.  own_input: or None.
     post_mlp_norm: its weight includes the scale, unless there is `own_input`, whose norm then does.
     """
 
@@ -92,23 +104,22 @@ class Gemma4Layer:
     attention: Attention
     post_attention_norm: RMSNorm
     mlp_norm: RMSNorm
-    mlp: GatedMLP
+    mlp: GatedMLP | BesideMLP
     post_mlp_norm: RMSNorm
-    beside: BesideMLP | None
     own_input: LayerInput | None
     scale: float
 
     def __call__(self, s: Stream, p: Pass) -> None:
         attended = self.attention(self.index, s.normed(self.attention_norm, self.attention), s, p)
         s.add(attended, self.post_attention_norm)
-        out = self.mlp(s.normed(self.mlp_norm, self.mlp), s.live)
-        if self.beside is not None:
-            out = self.beside(s.x, sum_parts(over_ranks(out), s.x.dtype), s.live)
-        delta = self.post_mlp_norm(sum_parts(over_ranks(out), s.x.dtype))
+        rows = s.normed(self.mlp_norm, self.mlp)
+        scale = self.scale if self.own_input is None else 1.0
+        if isinstance(self.mlp, BesideMLP):
+            out = Normed(*self.mlp(rows, s.live), norm=self.post_mlp_norm, scale=scale)
+        else:
+            out = Normed((self.mlp(rows, s.live), self.post_mlp_norm), scale=scale)
         if self.own_input is not None:
             assert s.beside is not None
-            s.x = s.x + delta
-            delta = self.own_input(s.x, s.beside[:, self.index])
-        if self.scale != 1:
-            s.x = s.x * self.scale
-        s.add(delta)
+            s.x, _ = out.added(s.x, ())
+            out = Normed((self.own_input(s.x, s.beside[:, self.index]), self.own_input.norm), scale=self.scale)
+        s.add(out)
