@@ -14,7 +14,6 @@ from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
-from espalier.models.from_transformers.load import experts_implementation
 from espalier.models.from_transformers.probe import tiny_config
 from espalier.models.from_transformers.target import OurExperts, OurLinear, OurNorm, find_equal
 from scripts.any_model import Found, compare, make_model
@@ -65,7 +64,7 @@ def made(path: Path, kind: str, **fields: Any) -> Path:
         ("bloom", {}, "its attention does not go through transformers' AttentionInterface"),
         ("bart", {"is_encoder_decoder": True}, "it is half of an encoder-decoder"),
         ("doge", {}, "its attention has a mask of its own, which may be not causal"),
-        ("diffllama", {}, "it has several attention calls in a layer"),
+        ("diffllama", {}, "its layers do not attend once each, in the order of one list"),
         ("llama4_text", {}, "its rows do not see just the rows before them"),
         ("bert", {}, "its rows do not see just the rows before them"),
         ("jetmoe", {}, "it reads values on the host while it runs, which no captured pass can"),
@@ -244,10 +243,8 @@ def test_only_what_computes_the_same_is_replaced() -> None:
 
 @pytest.mark.parametrize(("family", "expected"), [("llama", "eager"), ("mixtral", "grouped_mm")])
 def test_experts_on_a_gpu_are_computed_as_the_class_allows(family: str, expected: str, tmp_path: Path) -> None:
-    """Transformers checks the choice where it makes the model, on any device."""
+    """Loading leaves the choice to transformers there.  A loop that reads on the host would not be captured."""
     config = AutoConfig.for_model(family, num_hidden_layers=1)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    chosen = experts_implementation(model_class, torch.device("cuda"))
-    assert chosen == expected
     with torch.device("meta"):
-        model_class._from_config(config, experts_implementation=chosen)
+        assert model_class._from_config(config).config._experts_implementation == expected

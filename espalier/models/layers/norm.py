@@ -1,7 +1,7 @@
 """RMS normalisation with a weight, alone or fused with the residual addition before it; and no normalisation."""
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from espalier.kernels.runtime.launch import chip
 from espalier.models.weight_formats.sharded import Unsummed, over_ranks
 
 # The output of a block, which the next norm adds to the stream.
-Delta = "Tensor | Unsummed | Normed | None"
+Delta: TypeAlias = "Tensor | Unsummed | Normed | None"
 
 
 class RMSNorm:
