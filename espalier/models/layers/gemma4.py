@@ -9,6 +9,7 @@ from torch import Tensor
 
 from espalier.attention import Pass
 from espalier.kernels.ops.drafts import DraftHidden
+from espalier.kernels.ops.norm import takes_router
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
@@ -81,10 +82,15 @@ class BesideMLP:
     after: RMSNorm
 
     def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, BesideRows]:
-        """As espalier/models/layers/stream.py:Reader.  delta: of an attention whose output is normed."""
+        """As espalier/models/layers/stream.py:Reader.  delta: of an attention whose output is normed.
+
+        For a few rows the router is in the launch of the norms.
+        """
         assert isinstance(delta, Normed) and isinstance(norm, RMSNorm)
-        total, (of_mlp, rows, of_router) = delta.added(x, (norm, self.norm, self.router_norm))
-        return total, BesideRows(of_mlp, RoutedRows(rows, rows, router_logits(of_router, self.mixture.router)))
+        router = self.mixture.router if takes_router(x) else None
+        total, (of_mlp, rows, last) = delta.added(x, (norm, self.norm, self.router_norm), router)
+        logits = router_logits(last, self.mixture.router) if router is None else last
+        return total, BesideRows(of_mlp, RoutedRows(rows, rows, logits))
 
     def __call__(self, rows: BesideRows, live: Tensor | None) -> tuple[tuple[Tensor | Unsummed, RMSNorm], ...]:
         """Both blocks' outputs, and their norms."""
