@@ -7,7 +7,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.ops.linear import sum_parts
 from espalier.kernels.ops.norm import NormWeight, add_normed, rms_norm
 from espalier.models import load_target
-from espalier.models.layers import gemma4
+from espalier.models.families import gemma4
 from espalier.models.layers import norm as layer
 from tests.harness import directories
 from tests.kernels.treeing import poisoned

@@ -11,7 +11,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import route
 from espalier.models import load_target
-from espalier.models.layers.gemma4 import BesideMLP
+from espalier.models.families.gemma4 import BesideMLP
 from espalier.models.layers.mlp import MixtureMLP, RoutedRows
 from espalier.models.rope import RopeTables
 from lab.synthetic.chain import predicted_accept_length
