@@ -51,6 +51,8 @@ NO_TIES = {"index_n_heads": 32}
 NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v32": NO_TIES,
     "glm_moe_dsa": NO_TIES,
+    # Beyond its window, which published files make as long as a text, its layers see more rows than its cache keeps.
+    "moshi": {"sliding_window": 64},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4, "head_dim": 16},
     "deepseek_v3": {"head_dim": 16},
     "dots1": {

@@ -7,7 +7,6 @@ from espalier.errors import EspalierError
 from espalier.kernels.ops.linear import sum_parts
 from espalier.kernels.ops.norm import NormWeight, add_normed, rms_norm
 from espalier.models import load_target
-from espalier.models.families import gemma4
 from espalier.models.layers import norm as layer
 from tests.harness import directories
 from tests.kernels.treeing import poisoned
@@ -74,28 +73,6 @@ def test_it_equals_the_launches_one_after_another(case, kernel_device):
     assert_equal(given, add_normed.reference(*inputs), is_exact=False)
 
 
-@pytest.mark.parametrize(("rows", "size", "experts", "norms"), [(1, 200, 70, 3), (4, 64, 5, 1), (3, 33, 6, 2)])
-def test_a_router_takes_the_place_of_the_last_norm(rows, size, experts, norms, kernel_device):
-    case = {**CASES[0], "parts": (2, 0), "shape": (rows, size), "norms": norms, "dtype": torch.float16}
-    inputs = drawn(**case, device=kernel_device)
-    router = torch.randn(experts, size, generator=torch.Generator().manual_seed(1)).to(kernel_device, torch.float16)
-    with poisoned():
-        total, (*others, logits) = add_normed.triton(*inputs, router)
-    expected, (*expected_others, last) = add_normed.triton(*inputs)
-    # With a router a GPU may add the squares of a row in another order.
-    assert_equal((total, others), (expected, expected_others), is_exact=kernel_device.type == "cpu")
-    assert logits.dtype == torch.float32 and logits.shape == (rows, experts)
-    close = 1e-4 if kernel_device.type == "cpu" else 1e-1
-    torch.testing.assert_close(logits.double(), last.double() @ router.double().T, rtol=1e-5, atol=close)
-    by_reference = add_normed.reference(*inputs, router)[1][-1]
-    torch.testing.assert_close(by_reference, logits, rtol=1e-2, atol=1e-1)
-    for wrong in (router[:, 1:], router.float(), router.T.contiguous().T):
-        with pytest.raises(EspalierError, match="add_normed"):
-            add_normed.triton(*inputs, wrong)
-    with pytest.raises(EspalierError, match="one for a router"):
-        add_normed.triton(*inputs[:4], (), router)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1, 2816), (8, 2816), (64, 5376), (300, 3840)], ids=str)
 def test_it_equals_them_in_the_sizes_of_models(shape, kernel_device):
@@ -135,6 +112,3 @@ def test_every_family_with_norms_behind_blocks_launches_it_once_a_block(family, 
     monkeypatch.setattr(layer, "add_normed", lambda *given: launches.append(given) or add_normed(*given))
     assert torch.equal(model(DensePass(tokens, model.layer_specs)).hidden, expected)
     assert len(launches) == len(model.layer_specs) * (3 if family == "gemma4_e" else 2)
-    monkeypatch.setattr(gemma4, "takes_router", lambda x: True)
-    torch.testing.assert_close(model(DensePass(tokens, model.layer_specs)).hidden, expected)
-    assert sum(given[-1] is not None for given in launches) == (family == "gemma4_moe") * len(model.layer_specs)

@@ -3,8 +3,6 @@
 Grid: one program per row, which holds the whole row in registers.  Computed in float32 (float64 for float64), and
 rounded where launches of their own would round.  So the bits of 16-bit rows are those of norm.py's launches one after
 another.  Of float32 and float64, which nothing rounds, a product and a sum may be one instruction.
-
-For a few rows a router is in the same launch, as in norm.py: each program of a row norms it again.
 """
 
 from __future__ import annotations
@@ -18,9 +16,8 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear import load_sum
-from espalier.kernels.layers.linear_plans import DTYPES
-from espalier.kernels.layers.norm import TILE, warps_for
-from espalier.kernels.ops.norm import MAX_NORMS, MAX_OUTPUTS, MAX_ROUTER_ROWS, NormWeight
+from espalier.kernels.layers.norm import warps_for
+from espalier.kernels.ops.norm import MAX_NORMS, MAX_OUTPUTS, NormWeight
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
@@ -29,17 +26,15 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 @kernel
 def _add_normed_kernel(
     x_ptr, first_ptr, second_ptr, sum_ptr, first_weight_ptr, second_weight_ptr, behind_weight_ptr,
-    weight_ptr, weight_1_ptr, weight_2_ptr, out_ptr, out_1_ptr, out_2_ptr, router_ptr, num_experts,
+    weight_ptr, weight_1_ptr, weight_2_ptr, out_ptr, out_1_ptr, out_2_ptr,
     x_row_stride, first_row_stride, first_split_stride, second_row_stride, second_split_stride,
     FIRST_EPS: tl.constexpr, SECOND_EPS: tl.constexpr, BEHIND_EPS: tl.constexpr, EPS: tl.constexpr,
     EPS_1: tl.constexpr, EPS_2: tl.constexpr, FIRST_SPLITS: tl.constexpr, SECOND_SPLITS: tl.constexpr,
-    SCALE: tl.constexpr, SIZE: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    SCALE: tl.constexpr, SIZE: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """first, second: outputs of blocks; SPLITS: the number of their partial sums, 1 without splits.
 
-    second_ptr, behind_weight_ptr, out_ptr to out_2_ptr, router_ptr: None where there is none.  With a router, out_2_ptr
-    takes its product with the norm.
+    second_ptr, behind_weight_ptr, out_ptr to out_2_ptr: None where there is none.
     """
     TYPE: tl.constexpr = sum_ptr.dtype.element_ty
     pdl_trigger(DEPENDENT)
@@ -58,12 +53,6 @@ def _add_normed_kernel(
         weight_1 = tl.load(weight_1_ptr + column, mask=mask, other=0.0)
     if out_2_ptr is not None:
         weight_2 = tl.load(weight_2_ptr + column, mask=mask, other=0.0)
-    if router_ptr is not None:
-        expert = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-        router = tl.load(
-            router_ptr + expert.to(tl.int64)[:, None] * SIZE + column[None, :],
-            mask=(expert < num_experts)[:, None] & mask[None, :], other=0.0,
-        )  # fmt: skip
     pdl_wait(DEPENDENT)
     x = tl.load(x_ptr + row * x_row_stride + column, mask=mask, other=0.0).to(EXACT)
     first = first_ptr + row * first_row_stride + column
@@ -80,8 +69,6 @@ def _add_normed_kernel(
     if SCALE != 1.0:
         x = (x * SCALE).to(TYPE).to(EXACT)
     total = (x + added).to(TYPE)
-    # Further programs of a row compute logits alone.
-    mask = mask & (tl.program_id(1) == 0)
     # evict_last: the next norm reads the sum again, after a linear's weights have passed through the L2.
     tl.store(sum_ptr + row * SIZE + column, total, mask=mask, eviction_policy="evict_last")
     x = total.to(EXACT)
@@ -90,12 +77,7 @@ def _add_normed_kernel(
     if out_1_ptr is not None:
         tl.store(out_1_ptr + row * SIZE + column, normed(x, weight_1, EPS_1, SIZE, EXACT).to(TYPE), mask=mask)
     if out_2_ptr is not None:
-        last = normed(x, weight_2, EPS_2, SIZE, EXACT).to(TYPE)
-        if router_ptr is None:
-            tl.store(out_2_ptr + row * SIZE + column, last, mask=mask)
-        else:
-            logits = tl.sum(router.to(tl.float32) * last.to(tl.float32)[None, :], 1)
-            tl.store(out_2_ptr + row * num_experts + expert, logits, mask=expert < num_experts)
+        tl.store(out_2_ptr + row * SIZE + column, normed(x, weight_2, EPS_2, SIZE, EXACT).to(TYPE), mask=mask)
 
 
 @kernel
@@ -111,29 +93,21 @@ def add_normed(
     residual: Tensor,
     scale: float,
     norms: tuple[NormWeight, ...],
-    router: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The sum and each norm have the tolerance of norm.py:rms_norm, logits that of float32."""
-    _require(outputs, norm, residual, norms, router)
+    """The sum and each norm have the tolerance of norm.py:rms_norm."""
+    _require(outputs, norm, residual, norms)
     total, *out = (torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) for _ in (None, *norms))
     if not len(residual):
         return total, tuple(out)
-    size, num_experts = residual.shape[1], 0 if router is None else len(router)
+    size = residual.shape[1]
     block = power_of_two(size)
-    block_e = max(min(TILE // block, power_of_two(num_experts)), 1) if num_experts else 1
     x, *given = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (residual, *(o for o, _ in outputs)))
     first, second = _filled(given, MAX_OUTPUTS)
-    used = [*_filled([own for _, own in outputs], MAX_OUTPUTS), norm, *_filled(norms, MAX_NORMS)]
-    written = _filled(out, MAX_NORMS)
-    if router is not None:
-        out[-1] = residual.new_empty(len(residual), num_experts, dtype=torch.float32)
-        # Its norm is the last that the kernel takes.
-        used[3:] = [*_filled(norms[:-1], MAX_NORMS - 1), norms[-1]]
-        written = [*_filled(out[:-1], MAX_NORMS - 1), out[-1]]
-    _add_normed_kernel[len(residual), -(-num_experts // block_e) or 1](
+    used = (*_filled([own for _, own in outputs], MAX_OUTPUTS), norm, *_filled(norms, MAX_NORMS))
+    _add_normed_kernel[(len(residual),)](
         *(x, first, second, total),
         *(None if each is None else each.weight.contiguous() for each in used),
-        *(*written, router, num_experts),
+        *_filled(out, MAX_NORMS),
         *(x.stride(0), *_strides(first), *_strides(second)),
         # constexpr: as a run-time argument eps would be rounded to float32.
         *(0.0 if each is None else each.eps for each in used),
@@ -142,7 +116,6 @@ def add_normed(
         SIZE=size,
         EXACT=exact_type(residual.dtype),
         BLOCK=block,
-        BLOCK_E=block_e,
         num_warps=warps_for(block),
         **pdl_arguments(chip(residual)),
     )
@@ -154,28 +127,19 @@ def _require(
     norm: NormWeight | None,
     residual: Tensor,
     norms: tuple[NormWeight, ...],
-    router: Tensor | None,
 ) -> None:
-    if not 1 <= len(outputs) <= MAX_OUTPUTS or not (router is not None) <= len(norms) <= MAX_NORMS:
+    if not 1 <= len(outputs) <= MAX_OUTPUTS or len(norms) > MAX_NORMS:
         raise EspalierError(
-            f"add_normed: 1 to {MAX_OUTPUTS} outputs and at most {MAX_NORMS} norms, one for a router, are supported, "
-            f"but got {len(outputs)} and {len(norms)}: use the reference"
+            f"add_normed: 1 to {MAX_OUTPUTS} outputs and at most {MAX_NORMS} norms are supported, but got "
+            f"{len(outputs)} and {len(norms)}: use the reference"
         )
-    rows, size = residual.shape
     exact = torch.promote_types(residual.dtype, torch.float32)
     for output, _ in outputs:
-        shape, dtype = ((-1, rows, size), exact) if output.ndim == 3 else ((rows, size), residual.dtype)
+        shape, dtype = ((-1, *residual.shape), exact) if output.ndim == 3 else (tuple(residual.shape), residual.dtype)
         require("add_normed: an output", output, shape, dtype, residual)
     for each in (*(own for _, own in outputs), norm, *norms):
         if each is not None:
-            require("add_normed: a weight", each.weight, (size,), None, residual)
-    if router is not None:
-        require("add_normed: router", router, (-1, size), residual.dtype, residual)
-        if not 0 < rows <= MAX_ROUTER_ROWS or residual.dtype not in DTYPES or not router.is_contiguous():
-            raise EspalierError(
-                f"add_normed: a contiguous router and 1 to {MAX_ROUTER_ROWS} rows of bfloat16 or float16 are "
-                f"supported, but got {rows} of {residual.dtype}: use the reference"
-            )
+            require("add_normed: a weight", each.weight, (residual.shape[1],), None, residual)
 
 
 def _filled(given: Sequence[Any], size: int) -> list[Any]:

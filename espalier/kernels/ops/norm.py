@@ -80,14 +80,11 @@ def add_normed(
     residual: Tensor,
     scale: float,
     norms: tuple[NormWeight, ...],
-    router: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(sum, norms of it), each [N, H] in residual's dtype; sum = residual · scale + norm(normed outputs).
 
     outputs: 1 to MAX_OUTPUTS blocks' outputs, each as delta of add_rms_norm, and their norms.  norm: of the sum of the
     normed outputs; None: that sum is added as it is.  norms: at most MAX_NORMS.
-    router: [E, H], contiguous; in place of the last norm is its product with the router, [N, E] float32.  For rows that
-    `takes_router` allows, and their dtype.
     Every product, sum and norm is rounded to residual's dtype, as launches of their own round it.
     """
     dtype = residual.dtype
@@ -95,8 +92,7 @@ def add_normed(
     added = sum(normed[1:], normed[0])
     added = added if norm is None else rms_norm.reference(added, *norm)
     total = (residual if scale == 1 else residual * scale) + added
-    made = [rms_norm.reference(total, *each) for each in norms]
-    return total, tuple(made if router is None else (*made[:-1], F.linear(made[-1].float(), router.float())))
+    return total, tuple(rms_norm.reference(total, *each) for each in norms)
 
 
 @op("espalier.kernels.layers.norm", on="residual")

@@ -19,7 +19,6 @@ from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.activation import GELU_TANH
 from espalier.kernels.ops.drafts import DraftHidden
 from espalier.kernels.ops.experts import Routing
-from espalier.kernels.ops.norm import takes_router
 from espalier.kernels.ops.rope import HeadNorms
 from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows
 from espalier.models.config_values import heads_and_size
@@ -107,15 +106,10 @@ class BesideMLP:
     after: RMSNorm
 
     def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, BesideRows]:
-        """As espalier/models/layers/stream.py:Reader.  delta: of an attention whose output is normed.
-
-        For a few rows the router is in the launch of the norms.
-        """
+        """As espalier/models/layers/stream.py:Reader.  delta: of an attention whose output is normed."""
         assert isinstance(delta, Normed) and isinstance(norm, RMSNorm)
-        router = self.mixture.router if takes_router(x) else None
-        total, (of_mlp, rows, last) = delta.added(x, (norm, self.norm, self.router_norm), router)
-        logits = router_logits(last, self.mixture.router) if router is None else last
-        return total, BesideRows(of_mlp, RoutedRows(rows, rows, logits))
+        total, (of_mlp, rows, of_router) = delta.added(x, (norm, self.norm, self.router_norm))
+        return total, BesideRows(of_mlp, RoutedRows(rows, rows, router_logits(of_router, self.mixture.router)))
 
     def __call__(self, rows: BesideRows, live: Tensor | None) -> tuple[tuple[Tensor | Unsummed, RMSNorm], ...]:
         """Both blocks' outputs, and their norms."""

@@ -106,19 +106,13 @@ class Normed:
         self.norm = norm
         self.scale = scale
 
-    def added(
-        self, x: Tensor, norms: Sequence[RMSNorm], router: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """(the sum, up to 3 norms of it), [N, H] each.  On a GPU they are one launch.
-
-        router: as add_normed takes it, in one launch alone.
-        """
+    def added(self, x: Tensor, norms: Sequence[RMSNorm]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """(the sum, up to 3 norms of it), [N, H] each.  On a GPU they are one launch."""
         outputs = [(over_ranks(output), own) for output, own in self.outputs]
         if is_one_launch(x):
             of_outputs = tuple((output, _weight(own)) for output, own in outputs)
             behind = None if self.norm is None else _weight(self.norm)
-            return add_normed(of_outputs, behind, x, self.scale, tuple(map(_weight, norms)), router)
-        assert router is None, "only the kernel has a router"
+            return add_normed(of_outputs, behind, x, self.scale, tuple(map(_weight, norms)))
         normed = [own(sum_parts(output, x.dtype)) for output, own in outputs]
         added = sum(normed[1:], normed[0])
         added = added if self.norm is None else self.norm(added)
