@@ -14,8 +14,8 @@ from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
-from espalier.models.from_transformers.probe import tiny_config
-from espalier.models.from_transformers.target import OurExperts, OurLinear, OurNorm, find_equal
+from espalier.models.from_transformers.probe import tiny_config, tiny_model, try_tree
+from espalier.models.from_transformers.target import OurExperts, OurLinear, OurNorm, find_equal, register
 from scripts.any_model import Found, compare, make_model
 from scripts.any_model import main as any_model
 from tests.builders import make_target
@@ -221,6 +221,20 @@ def test_a_capture_that_layers_do_not_allow(tmp_path: Path) -> None:
     assert shares == [None] * 10 + [8, 8]
     with pytest.raises(EspalierError, match="do not pass on one row for each token"):
         load_target(tmp_path, capture=(1,), **LOADING)
+
+
+class OwnFirst(Phi3ForCausalLM):
+    """Treats the first row of a pass in a way of its own, as no row of a tree may be."""
+
+    def __init__(self, config: Phi3Config) -> None:
+        super().__init__(config)
+        self.model.embed_tokens.register_forward_hook(lambda module, args, x: torch.cat((2 * x[:, :1], x[:, 1:]), 1))
+
+
+def test_a_class_that_knows_the_first_row_of_a_pass_is_refused() -> None:
+    register()
+    with pytest.raises(EspalierError, match="do not see just the rows before them"):
+        try_tree(tiny_model(OwnFirst, tiny_config(Phi3Config())))
 
 
 class OtherNorm(Phi3RMSNorm):
