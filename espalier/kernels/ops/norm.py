@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -59,6 +61,38 @@ def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) ->
         delta = sum_parts.reference(delta, residual.dtype)
     total = residual + delta
     return total, rms_norm.reference(total, weight, eps)
+
+
+class NormWeight(NamedTuple):
+    """An RMS norm.  weight: [H]."""
+
+    weight: Tensor
+    eps: float
+
+
+MAX_OUTPUTS, MAX_NORMS = 2, 3
+
+
+@op("espalier.kernels.layers.add_normed", on="residual")
+def add_normed(
+    outputs: tuple[tuple[Tensor, NormWeight], ...],
+    norm: NormWeight | None,
+    residual: Tensor,
+    scale: float,
+    norms: tuple[NormWeight, ...],
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """(sum, norms of it), each [N, H] in residual's dtype; sum = residual · scale + norm(normed outputs).
+
+    outputs: 1 to MAX_OUTPUTS blocks' outputs, each as delta of add_rms_norm, and their norms.  norm: of the sum of the
+    normed outputs; None: that sum is added as it is.  norms: at most MAX_NORMS.
+    Every product, sum and norm is rounded to residual's dtype, as launches of their own round it.
+    """
+    dtype = residual.dtype
+    normed = [rms_norm.reference(sum_parts.reference(output, dtype), *own) for output, own in outputs]
+    added = sum(normed[1:], normed[0])
+    added = added if norm is None else rms_norm.reference(added, *norm)
+    total = (residual if scale == 1 else residual * scale) + added
+    return total, tuple(rms_norm.reference(total, *each) for each in norms)
 
 
 @op("espalier.kernels.layers.norm", on="residual")

@@ -24,7 +24,7 @@ from espalier.kernels.ops.experts import (
 from espalier.kernels.ops.linear import linear_parts
 from espalier.kernels.ops.norm import norm_router, rounds_norm, takes_router
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.norm import AnyNorm, Delta, is_rounded_before, summed
+from espalier.models.layers.norm import AnyNorm, Delta, Normed, is_rounded_before, summed
 from espalier.models.weight_formats.sharded import Unsummed
 from espalier.shards import WHOLE, Shards
 
@@ -118,7 +118,7 @@ class MixtureMLP:
         rounded.
         """
         rounding = rounding_in_norm(self.gate_up, x)
-        own = summed(delta) if takes_router(x) else None
+        own = summed(delta) if takes_router(x) and not isinstance(delta, Normed) else None
         if own is not None and norm.weight is not None:
             total, normed, rounded, logits = norm_router.triton(own, x, norm.weight, norm.eps, self.router, rounding)
             return total, RoutedRows(normed, rounded, logits)
@@ -138,9 +138,7 @@ class MixtureMLP:
         return parts if self.shards.count == 1 else Unsummed(parts, self.shards, routed.x.dtype)
 
     def _mixed(self, x: Tensor, of_experts: Rows, logits: Tensor, live: Tensor | None) -> Tensor:
-        ids, weights = route(logits, self.bias, self.routing)
-        if self.scale is not None:
-            weights = weights * self.scale[ids]
+        ids, weights = route(logits, self.bias, self.routing, self.scale)
         if self.shared_tiles is not None and len(x) <= MAX_SHARED_ROWS:
             return grouped_experts(
                 of_experts, self.gate_up, self.down, ids, weights, live=live, shared=self.shared_tiles

@@ -13,7 +13,7 @@ from espalier.kernels.ops.recurrence import ShortConv
 from espalier.kernels.ops.states import Columns, GateInputs, OutputGate, gated_norm, rounds_groups
 from espalier.models.layers.decoder import of_kept
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm, is_rounded_before, summed
+from espalier.models.layers.norm import AnyNorm, Delta, Normed, RMSNorm, is_rounded_before, summed
 from espalier.models.layers.stream import Stream
 from espalier.models.weight_formats.sharded import Unsummed
 
@@ -120,7 +120,7 @@ class DeltaNet:
         """
         rounding = self.qkvz.rounding if is_rounded_before(x, x.shape[1], self.qkvz.rounding) else None
         of_ba = self.ba.weight.dense_tensor() if takes_router(x) else None
-        own = None if of_ba is None else summed(delta)
+        own = None if of_ba is None or isinstance(delta, Normed) else summed(delta)
         if of_ba is not None and own is not None and norm.weight is not None:
             total, _, of_qkvz, ba = norm_router.triton(own, x, norm.weight, norm.eps, of_ba, rounding, x.dtype)
             return total, (of_qkvz, ba)
