@@ -114,9 +114,8 @@ INERT = (
 
 @dataclass(frozen=True)
 class Family:
-    """The declaration of one model family, made in its family file.
-
-    Fields that are functions take the completed config: config.json with `defaults` for missing fields.
+    """The declaration of one model family, made in its family file.  Functions take the completed config: config.json
+    with `defaults` for missing fields.
 
     defaults: values of fields that config.json lacks, as in the family's config class of Hugging Face transformers;
     tie_word_embeddings is false by default.
@@ -372,10 +371,7 @@ def full_attention(full: Raw) -> Windows:
 
 
 def windows_by_layer_type(full: Raw, default: Callable[[int], bool]) -> Windows:
-    """The window of each layer: `sliding_window` for sliding layers, None for the others.
-
-    A layer is sliding if `layer_types` says so.  Without that field, `default` decides by the layer's index.
-    """
+    """The window of each layer: None, or `sliding_window` if `layer_types` (without it, `default`) says sliding."""
     window, types = full.get("sliding_window"), full.get("layer_types")
     if window is None:
         return full_attention(full)

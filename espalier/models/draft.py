@@ -165,7 +165,7 @@ class DraftModel(Protocol):
     """A loaded draft model.  A block draft (BlockModel) has no modules.
 
     modules: the `spec.modules` modules, in order.
-    has_experts: whether rows go to experts; then padding rows are marked, so that they go to none.
+    has_experts: whether rows go to experts.  If so, padding rows must go to none.
     d2t: [draft vocabulary] int64, the target id of each draft id; None if both vocabularies are the same.
     """
 

@@ -38,7 +38,7 @@ FOUR_NORMS = {
 }
 OF_MODEL = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
 EMBEDDING, HEAD, FREQUENCIES = "token_embd.weight", "output.weight", "rope_freqs.weight"
-# GGUF's fields, without the architecture's name that precedes them, and the fields of config.json with the same meaning.
+# GGUF's fields, without the architecture's name that precedes them -> the fields of config.json with the same meaning.
 FIELDS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",

@@ -73,13 +73,10 @@ def _pattern(names: Sequence[str]) -> str:
 class Quantiser:
     """A quantised format: how matrices are stored in it, and which matrices are quantised.
 
-    stored: makes the stored tensors of a matrix [out, in] or, with `experts`, of experts [count, out, in].  Its second
-    argument is the device to compute on.
+    stored: makes the stored tensors of a matrix [out, in] or, with `experts`, of experts [count, out, in], on a device.
     config_of: makes quantization_config, from the pattern `kept` and the names of further matrices that stay dense.
-    groups: numbers of columns that may share a scale.  The first that divides a matrix's columns is used.  If none
-    does, the matrix stays dense.
-    experts: whether the format quantises stacked experts alone.
-    kept: the pattern of the names of matrices that stay dense.
+    groups: columns that share a scale: the first number that divides a matrix's columns; if none does, it stays dense.
+    experts: whether the format quantises stacked experts alone.  kept: the pattern of names that stay dense.
     """
 
     stored: Callable[[Tensor, torch.device], Stored]
@@ -93,11 +90,7 @@ class Quantiser:
         return replace(self, kept=_pattern(KEPT_IN_DRAFTS)) if is_draft else self
 
     def config(self, columns: Mapping[str, int]) -> Mapping[str, Any]:
-        """Returns quantization_config.
-
-        columns: the number of columns of each matrix that `keeps` does not name, by the matrix's name without
-        `.weight`.
-        """
+        """Returns quantization_config.  columns: of each matrix but those that `keeps` names, without `.weight`."""
         groups = {name: self.group_of(count) for name, count in columns.items()}
         full = dict(self.config_of(self.kept, [name for name, group in groups.items() if group is None]))
         for group in self.groups[1:]:
@@ -145,10 +138,7 @@ class Quantiser:
 
 
 def _of_all_layers(names: Sequence[str], groups: Mapping[str, int | None]) -> list[str]:
-    """Returns patterns that match these names, with any layer and expert number.
-
-    A name stays as it is if its pattern would also match a name that is not in `names`.
-    """
+    """Returns patterns of these names for any layer and expert; whole names where a pattern would match others too."""
     patterns: dict[str, list[str]] = {}
     for name in names:
         patterns.setdefault(_numbered(name), []).append(name)
@@ -253,10 +243,7 @@ def to_mxfp4(experts: Tensor, device: torch.device) -> Stored:
 
 
 def to_nvfp4(matrix: Tensor, device: torch.device) -> Stored:
-    """Quantises a matrix to E2M1 with an E4M3 scale for each NV_GROUP columns.
-
-    One divisor for the matrix maps the largest scale to FP8_MAX.
-    """
+    """Quantises a matrix to E2M1: an E4M3 scale for each NV_GROUP columns, a divisor for the largest to be FP8_MAX."""
     largest = matrix.abs().amax().to(device, torch.float32)
     divisor = torch.where(largest == 0, 1.0, FP8_MAX * E2M1[-1] / largest)
     codes, scales = [], []
@@ -313,10 +300,7 @@ def _nvfp4_config(kept: str, dense: Sequence[str]) -> dict[str, Any]:
 
 
 def _fp8_block_config(kept: str, dense: Sequence[str]) -> dict[str, Any]:
-    """Returns quantization_config as DeepSeek-V3 has it.
-
-    DeepSeek-V3's head is dense.  For a quantised head, the field of GPTQ and AWQ is added: `lm_head`: true.
-    """
+    """Returns quantization_config as DeepSeek-V3 has it.  A quantised head adds `lm_head`, a field of GPTQ and AWQ."""
     head = {} if re.match(kept, HEAD) else {HEAD: True}
     return {
         "quant_method": "fp8",
@@ -427,10 +411,7 @@ def _refuse(path: Path, out: Path, config: Mapping[str, Any], is_draft: bool) ->
 
 
 def _stacks_experts(path: Path) -> bool:
-    """Whether a draft's layers have stacked experts.
-
-    The tensors are read for this, because a draft's config.json says it only together with its target's.
-    """
+    """Whether a draft's tensors are stacked experts.  A draft's config.json says so only beside its target's."""
     for file in shards_of(path):
         with safe_open(file, framework="pt") as stored:
             names = [name for name in stored.keys() if ".experts." in name]  # noqa: SIM118
@@ -442,10 +423,7 @@ def _stacks_experts(path: Path) -> bool:
 def _quantised(
     file: Path, quantiser: Quantiser, device: torch.device, written: QuantiseReport, columns: dict[str, int]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the names and tensors of the quantised copy of a file.
-
-    written: the report, which is updated.  columns: gets the number of columns of each matrix, by name.
-    """
+    """Yields the tensors of a file's quantised copy.  Updates `written`, and adds each matrix's columns by name."""
     with safe_open(file, framework="pt") as stored:
         for name in stored.keys():  # noqa: SIM118
             tensor = stored.get_tensor(name)

@@ -31,7 +31,7 @@ def _commit_states_kernel(
 ):  # fmt: skip
     """count: the accepted rows of each request; `source` holds their row indices.
 
-    marked: a snapshot: after this many rows of the request, the state is also saved to the state row `mark_row`.
+    marked: a snapshot: after this many rows of the request, the state is also saved to the table row `mark_row`.
     marked_ptr: None if no request has a snapshot.
     """
     pdl_trigger_and_wait(DEPENDENT)
@@ -72,7 +72,7 @@ def _commit_states_kernel(
 def commit_states(state: Tensor, rows: tuple[Tensor, Tensor, Tensor], path: PathRows, delta: bool) -> None:
     """Apply the accepted rows of each request to its state, in every layer.  Mutates `state`.
 
-    state: [layers, state rows, heads, k_size, v_size].  rows: k, v and the gates (log decay and beta) of all rows of
+    state: [layers, table rows, heads, k_size, v_size].  rows: k, v and the gates (log decay and beta) of all rows of
     the pass, for every layer.  delta: whether the update is the delta rule's.
     Tolerance: an ulp of float32 for each row, times the condition number of the delta rule's system.
     """
@@ -152,7 +152,7 @@ def _commit_tails_kernel(
 def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: Columns) -> None:
     """Write the last inputs of each request's convolution to its tail, in every layer.  Mutates `tail`.
 
-    tail: [layers, state rows, taps - 1, channels].  The kernel only copies, so its result equals the reference's.
+    tail: [layers, table rows, taps - 1, channels].  The kernel only copies, so its result equals the reference's.
     """
     layers, _, kept, channels = tail.shape
     batch = len(path.slots)
