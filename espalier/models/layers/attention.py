@@ -63,7 +63,7 @@ class AttentionBlock:
     sink: Tensor | None = None
 
     def write(self, layer: int, rows: Rows, p: Pass) -> Tensor:
-        """Write the rows that the layer keeps, K and V or latents, for rows [N, in].  Returns the result of Pass.write."""
+        """Write what the layer keeps of rows [N, in]: K and V, or latents.  Returns the result of Pass.write."""
         raise NotImplementedError
 
     def gate(self, rows: Rows, kept: Tensor | None) -> Tensor | None:

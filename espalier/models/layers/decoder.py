@@ -1,4 +1,4 @@
-"""The decoder of all families: embedding, layers of attention and MLP (dense, or a mixture of experts), final norm, head.
+"""The decoder of all families: embedding, layers of attention and MLP (dense or mixture of experts), final norm, head.
 
 The rows of a batch are flat, [B·Q, hidden], because two-dimensional matrix products are cheapest.  Only attention needs
 to know which row belongs to which request.

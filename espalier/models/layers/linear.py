@@ -50,7 +50,7 @@ class Linear:
         return self.weight.apply(x.reshape(-1, x.shape[-1]), self.bias).view(*x.shape[:-1], self.shape[0])
 
     def for_stream(self, x: Rows) -> Tensor | Unsummed:
-        """Returns the result of in_parts, or Unsummed if ranks divide the columns: the next norm then sums over ranks."""
+        """Returns the result of in_parts; if ranks divide the columns, as Unsummed, which the next norm sums."""
         product: Tensor | Unsummed = self.weight.for_stream(x, self.bias)
         return product
 
