@@ -156,9 +156,7 @@ def read_speculators(given: Fields, target: ModelConfig) -> BlockConfig:
 
 def layer_of(given: Fields, target: ModelConfig, target_hidden: int | None = None) -> ModelConfig:
     """Returns the config of the draft's decoder layers, which must be Qwen3 layers of the target's hidden size.
-
-    target_hidden: the target's hidden size as the draft's config states it, if it does.  Raises EspalierError.
-    """
+    target_hidden: the target's hidden size as the draft's config states it, if it does.  Raises EspalierError."""
     declared, supported = given.get("model_type"), QWEN3.model_type
     if declared != supported:
         raise given.error(
@@ -192,9 +190,7 @@ def _edge_fields(given: Fields) -> tuple[int, EdgeKind]:
 
 def own_fields(given: Fields, supported: Sequence[str]) -> Fields:
     """Returns the fields of dflash_config, z-lab's own object.
-
-    Raises EspalierError for a field that is not in `supported`, because such a field may change the results.
-    """
+    Raises EspalierError for a field that is not in `supported`, because such a field may change the results."""
     own, path = given.object("dflash_config"), given.path
     for name, value in own.raw.items():
         if name not in supported or (name == "draft_shift" and value):

@@ -170,9 +170,7 @@ OF_FAMILY = ("architectures", "model_type")
 
 def with_overrides(raw: Raw, overrides: Mapping[str, Any], known: set[str]) -> Raw:
     """Returns `raw` with the overridden fields replaced.  Nested objects are merged key by key.
-
-    Raises EspalierError for a name that is not in `known`.
-    """
+    Raises EspalierError for a name that is not in `known`."""
     merged, overrides = with_rope_type(raw), rope_overrides(raw, overrides)
     for name, value in overrides.items():
         if name in OF_FAMILY and value != raw.get(name):

@@ -127,9 +127,7 @@ class DraftConfig(Protocol):
 @dataclass(frozen=True, slots=True)
 class DraftOutput:
     """The output of a module, [B, Q, H] each, or [B, 1, H] in a pass with `needed`.
-
-    hidden: the hidden states that child rows read.  normed: the input of the lm_head.
-    """
+    hidden: the hidden states that child rows read.  normed: the input of the lm_head."""
 
     hidden: Tensor
     normed: Tensor
@@ -244,9 +242,7 @@ def refuse_sizes(path: Path, target: ModelConfig, hidden: int, vocab: int, draft
 
 def draft_verifier(path: Path | str) -> str | None:
     """The target that a draft in the speculators format names; None if it names none.
-
-    It lets a user give the draft alone.
-    """
+    It lets a user give the draft alone."""
     speculators: Mapping[str, Any] = read_json(Path(path) / "config.json").get("speculators_config") or {}
     with naming_config(Path(path)):
         return (speculators.get("verifier") or {}).get("name_or_path")

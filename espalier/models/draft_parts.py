@@ -27,9 +27,7 @@ log = logging.getLogger(__name__)
 
 def draft_embedding(weights: Weights, shape: Sequence[int], target: CausalLM, name: str = "embed_tokens") -> Embedding:
     """Returns the draft's embedding, or the target's if the draft has none.
-
-    Raises EspalierError if the target's does not fit.
-    """
+    Raises EspalierError if the target's does not fit."""
     if is_borrowed(weights, name, "model.embed_tokens", shape, target.embed.shape):
         embed = whole_embedding(target)
         # The embedding gets no scale: if the draft used one, its own config would name it.
@@ -144,9 +142,7 @@ class Fields:
 
     def layer(self) -> dict[str, Any]:
         """The config of the draft's layers in speculators' form.
-
-        It is the object transformer_layer_config, with the fields beside it that describe quantised weights.
-        """
+        It is the object transformer_layer_config, with the fields beside it that describe quantised weights."""
         return {**self.object("transformer_layer_config").raw, **quantisation_of(self.raw)}
 
     def count(self, name: str, least: int = 2, most: int = MAX_SIZE) -> int:
@@ -165,9 +161,7 @@ class Fields:
 
     def choice(self, name: str, choices: Sequence[Choice], remedy: str) -> Choice:
         """The value of a field, one of `choices`; the first if the field is missing.
-
-        remedy: the words after "use" in the error's text.
-        """
+        remedy: the words after "use" in the error's text."""
         value = self.raw.get(name, choices[0])
         found = next((choice for choice in choices if choice == value), None)
         if found is None:

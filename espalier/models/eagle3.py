@@ -341,9 +341,7 @@ def _refuse_wrong_count(weights: Weights, config: Eagle3Config, target_layers: i
 @dataclass(eq=False)
 class PEagleDraft(Eagle3Draft):
     """A loaded P-EAGLE head.
-
-    mask_features: [1, 1, F], a learnt vector that mask rows read in place of the target's features.
-    """
+    mask_features: [1, 1, F], a learnt vector that mask rows read in place of the target's features."""
 
     mask_features: Tensor
 

@@ -159,9 +159,7 @@ def architecture_of_gguf(gguf: GGUF) -> Architecture:
 
 def gguf_config(path: Path) -> Raw:
     """Returns a config.json with the same meaning as the file's metadata.
-
-    Raises EspalierError naming a field that is not supported.
-    """
+    Raises EspalierError naming a field that is not supported."""
     gguf = read_gguf(path)
     architecture, name = architecture_of_gguf(gguf), gguf.metadata["general.architecture"]
     own = {key.removeprefix(f"{name}."): value for key, value in gguf.metadata.items() if key.startswith(f"{name}.")}

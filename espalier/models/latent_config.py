@@ -150,9 +150,7 @@ def read_latent(
     full: dict[str, Any], count: Callable[[str], int], path: Path, is_indexed: bool = False
 ) -> LatentConfig:
     """Returns the sizes of latent attention.  count: a function that reads a field as a positive integer.
-
-    Raises EspalierError naming a field that is missing or wrong.
-    """
+    Raises EspalierError naming a field that is missing or wrong."""
     latent = LatentConfig(
         q_rank=None if full.get("q_lora_rank") is None else count("q_lora_rank"),
         kv_rank=count("kv_lora_rank"),

@@ -141,9 +141,7 @@ def _stacked_quantised(
     weights: Weights, experts: Experts, name: str, hidden: int
 ) -> tuple[QuantisedMatrix, QuantisedMatrix]:
     """Loads the quantised matrices (gate_up, down) of stacked experts.
-
-    Rows of gate and of up alternate, as the columns of stacked dense experts do.
-    """
+    Rows of gate and of up alternate, as the columns of stacked dense experts do."""
     count, own = experts.routing.num_experts, _own_size(weights, experts)
     gate_up = weights.stacked_matrix(name, ".gate_up_proj", count, [own.times(2)], hidden)
     down = weights.stacked_matrix(name, ".down_proj", count, [hidden], own)
@@ -162,9 +160,7 @@ def _halves(interleaved: Tensor) -> Tensor:
 
 def specs_by_type(config: ModelConfig, others: Mapping[str, LayerSpec]) -> tuple[LayerSpec, ...]:
     """Returns the spec of each layer, by its entry in `layer_types`.
-
-    Layers with full attention keep K and V heads.  others: the specs of the other types.
-    """
+    Layers with full attention keep K and V heads.  others: the specs of the other types."""
     keeps = KVHeads(config.kv_heads, config.head_size, config.head_size)
     of_type = {FULL: LayerSpec(config.heads, keeps, scale=config.softmax_scale), **others}
     return tuple(of_type[kind] for kind in config.raw["layer_types"])
@@ -366,9 +362,7 @@ def load_mamba2(
     limits: Sequence[float],
 ) -> Mamba2:
     """Loads the Mamba 2 block under `prefix`.
-
-    bias, conv_bias: whether the projections and the convolution have a bias.  limits: the least and the largest dt.
-    """
+    bias, conv_bias: whether the projections and the convolution have a bias.  limits: the least and the largest dt."""
     inner, shared, channels = keeps.heads * keeps.v_size, keeps.k_heads * keeps.k_size, keeps.channels
     conv = weights.take(f"{prefix}conv1d.weight", channels, 1, keeps.taps)[:, 0]
     # The stored order of the channels is x, B, C.

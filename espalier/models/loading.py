@@ -255,9 +255,7 @@ def _log_longrope(config: ModelConfig, context: int) -> None:
 
 def unread_prefixes(config: ModelConfig) -> tuple[str, ...]:
     """The prefixes of stored weights that the target does not need.
-
-    They are the weights of its own MTP layers, which are a draft (mtp.py), and those that the family does not read.
-    """
+    They are the weights of its own MTP layers, which are a draft (mtp.py), and those that the family does not read."""
     count = int(config.raw.get("num_nextn_predict_layers") or 0)
     mtp = () if config.family.mtp is None else (config.family.mtp.owned(i, config.num_layers) for i in range(count))
     return (*config.family.unread, *mtp)

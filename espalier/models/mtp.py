@@ -132,9 +132,7 @@ def _family_of(base: Fields) -> Family:
 
 def _continued(base: Mapping[str, Any], modules: int, layer_type: str | None) -> Raw:
     """The config of a model whose last layers are the MTP layers.
-
-    layer_type: the type of each MTP layer; None: the type of the target's last layer.
-    """
+    layer_type: the type of each MTP layer; None: the type of the target's last layer."""
     longer: Raw = {name: [*base[name], *base[name][-1:] * modules] for name in BY_LAYER if base.get(name)}
     if layer_type is not None and base.get("layer_types"):
         longer["layer_types"][-modules:] = [layer_type] * modules
@@ -175,9 +173,7 @@ class MTPModule:
 
 def handed_on(x: Tensor, normed: Tensor) -> DraftOutput:
     """Returns the output of a module.  Child rows read its normed stream.
-
-    x, normed: [B, Q, H], the residual stream after the module's layer, before and after the norm.
-    """
+    x, normed: [B, Q, H], the residual stream after the module's layer, before and after the norm."""
     return DraftOutput(normed, normed)
 
 

@@ -88,9 +88,7 @@ class RopeConfig:
 
     def inverse_frequencies(self, context: int = 0) -> Tensor:
         """Returns the frequencies [dim / 2], float32, in radians per position.
-
-        context: the tokens of the longest text; LongRoPE chooses its divisors by it.
-        """
+        context: the tokens of the longest text; LongRoPE chooses its divisors by it."""
         plain = 1.0 / self._periods()
         match self.type:
             case "linear":
@@ -273,9 +271,7 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
 
 def _require_values(parameters: Raw, kind: object, longest: int, path: Path) -> None:
     """Check the type and the parameters of a RoPE.
-
-    Raises EspalierError for a type or a parameter that is not supported, and for a value of a wrong type.
-    """
+    Raises EspalierError for a type or a parameter that is not supported, and for a value of a wrong type."""
     unknown = [name for name in parameters if name not in FIELDS]
     if kind not in TYPES or unknown:
         what = f"rope type {kind!r}" if kind not in TYPES else f"rope parameter {unknown[0]!r}"

@@ -17,9 +17,7 @@ from espalier.shards import Part, Size, on_every_rank, part_of
 @dataclass(frozen=True)
 class MLPNames:
     """Names of the matrices of an MLP.
-
-    gate_up: two names; one name if both are stored as one matrix, gate over up, or if there is no gate.
-    """
+    gate_up: two names; one name if both are stored as one matrix, gate over up, or if there is no gate."""
 
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"

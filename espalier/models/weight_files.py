@@ -153,9 +153,7 @@ TABLE = "model.embed_tokens.weight"
 @dataclass(frozen=True)
 class WeightCount:
     """The size of a model's weights in memory.
-
-    num_cast: how many values are cast to the model's dtype.  kept_bytes: bytes of tensors that keep their dtype.
-    """
+    num_cast: how many values are cast to the model's dtype.  kept_bytes: bytes of tensors that keep their dtype."""
 
     num_cast: int = 0
     kept_bytes: int = 0
@@ -166,9 +164,7 @@ class WeightCount:
 
     def of_rank(self, count: int, whole: int) -> "WeightCount":
         """The size of the weights that one of `count` ranks holds.
-
-        whole: how many values every rank holds; the other values are divided among the ranks.
-        """
+        whole: how many values every rank holds; the other values are divided among the ranks."""
         return WeightCount(whole + -(-max(self.num_cast - whole, 0) // count), -(-self.kept_bytes // count))
 
     def __add__(self, other: "WeightCount") -> "WeightCount":
@@ -205,9 +201,7 @@ def stored_weights(
 
 def _of_blocks(path: Path) -> WeightCount:
     """The size of the weights of a GGUF file.
-
-    Blocks keep their bytes, except that an embedding in blocks becomes a table in the model's dtype.
-    """
+    Blocks keep their bytes, except that an embedding in blocks becomes a table in the model's dtype."""
     tensors, count = GGUFTensors(path), WeightCount()
     for name, place in tensors.places.items():
         if name == TABLE or place.type in PLAIN:

@@ -136,9 +136,7 @@ class Tiles:
 
 def tiles_of(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> Tiles:
     """Returns the Tiles of ids [N, K].  rows: the most pairs of a tile.
-
-    Raises EspalierError for wrong shapes or dtypes.
-    """
+    Raises EspalierError for wrong shapes or dtypes."""
     if live is not None:
         require("grouped_experts: live", live, (ids.shape[0],), torch.bool, ids)
         live = live.contiguous()
@@ -301,9 +299,7 @@ def _route_kernel(
 @kernel
 def ordered(values):
     """Returns integers in the same order as `values`, floats without NaN.
-
-    A warp finds the largest of 32-bit integers in one instruction.
-    """
+    A warp finds the largest of 32-bit integers in one instruction."""
     BITS: tl.constexpr = values.dtype.primitive_bitwidth
     # Adding 0.0 turns -0 into 0.  The bits of negative values are in reverse order.
     bits = (values + 0.0).to(tl.int64 if BITS == 64 else tl.int32, bitcast=True)

@@ -41,9 +41,7 @@ class Activation:
     @property
     def constants(self) -> dict[str, object]:
         """The constexpr arguments of a kernel that calls layers/activation.py:apply_activation.
-
-        As run-time arguments these numbers would be rounded to float32.
-        """
+        As run-time arguments these numbers would be rounded to float32."""
         return {"KIND": self.kind, "ALPHA": self.alpha, "UP_OFFSET": self.up_offset, "LIMIT": self.limit}
 
 
@@ -66,9 +64,7 @@ def gated(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
 
 def rounded_once(gate_up: Tensor, activation: Activation) -> Tensor:
     """Returns the result of `gated`, rounded once, at the end, as the kernels do.
-
-    With PyTorch's silu in x's dtype, silu(gate) would also be rounded.
-    """
+    With PyTorch's silu in x's dtype, silu(gate) would also be rounded."""
     exact = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
     if activation.halves == 1:
         return F.relu(exact).square().to(gate_up.dtype)
@@ -84,9 +80,7 @@ def rounded_once(gate_up: Tensor, activation: Activation) -> Tensor:
 
 def require_halves(size: int, activation: Activation) -> int:
     """Returns the number of columns of up, from the `size` columns before the activation.
-
-    Raises EspalierError if `size` is odd and there is a gate.
-    """
+    Raises EspalierError if `size` is odd and there is a gate."""
     if size % activation.halves:
         raise EspalierError(f"gate_up holds gate and then up, so it needs an even number of columns, but has {size}")
     return size // activation.halves

@@ -96,9 +96,7 @@ class Prefix:
 
     def holds(self, positions: Tensor) -> Tensor:
         """[B, P] bool: whether a row exists at each position.
-
-        Rows that do not exist must not be read, because pages are not cleared.
-        """
+        Rows that do not exist must not be read, because pages are not cleared."""
         return (positions >= self.first) & (positions < self.length[:, None])
 
 
@@ -129,9 +127,7 @@ class Nodes:
 
     def seen(self, window: int | None) -> Tensor:
         """[B, Q, R] bool: the staged rows that each query attends to, which are its ancestors inside the window.
-
-        Every row attends to itself, padding too, so no softmax is empty.
-        """
+        Every row attends to itself, padding too, so no softmax is empty."""
         return seen_rows(self.ancestor_bits, self.positions, self.row_positions, window)
 
 

@@ -98,9 +98,7 @@ def require_paths(root: Tensor, candidates: Candidates, nodes: int) -> tuple[int
 
 class Matches(NamedTuple):
     """The matches of each request, [B, K] int64 each, best first.  Both are 0 for no match.
-
-    length: the number of matching tokens.  ends: the position of the last matching token.
-    """
+    length: the number of matching tokens.  ends: the position of the last matching token."""
 
     length: Tensor
     ends: Tensor
@@ -168,9 +166,7 @@ def find_matches(history: Tensor, index: Tensor, root: Tensor, topk: int) -> Mat
 
 def convolved(x: Tensor, delta: Tensor, base: Tensor, width: int) -> Tensor:
     """Returns x [N, H], in blocks of `width` rows, convolved with base [T, H] + delta [N, T, G].
-
-    Each channel uses the delta of its group of channels.
-    """
+    Each channel uses the delta of its group of channels."""
     exact = torch.promote_types(x.dtype, torch.float32)
     group = x.shape[1] // delta.shape[2]
     coefficients = base.to(exact) + delta.to(exact).repeat_interleave(group, 2)

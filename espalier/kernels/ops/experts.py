@@ -100,9 +100,7 @@ def _in_best_groups(choosing: Tensor, routing: Routing) -> Tensor:
 
 def _top(scores: Tensor, count: int) -> Tensor:
     """[N, count] int64, the indices of the largest scores; among equal scores, the lower index.
-
-    It sorts, because torch.topk is not stable.
-    """
+    It sorts, because torch.topk is not stable."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 

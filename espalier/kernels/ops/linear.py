@@ -44,9 +44,7 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPla
 
 def linear_parts_library(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LibraryPlan) -> Tensor:
     """Returns the result of linear_parts, by PyTorch's library products on views of x and weight, without copies.
-
-    Raises RuntimeError if `splits` does not divide `in`.
-    """
+    Raises RuntimeError if `splits` does not divide `in`."""
     rows, num_out = x.shape[0], weight.shape[0]
     if plan.splits > 1 and rows * num_out > 0:
         shape = (plan.splits, -1)

@@ -36,9 +36,7 @@ def length_constants(weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 def norm_by_length(x: Tensor, scaled_weight: Tensor, floor: Tensor) -> Tensor:
     """RMS norm of x [..., H], computed from the length of x; see length_constants for the other arguments.
-
-    It uses sqrt(sum(x²) + H · eps) = hypot(length of x, floor), so it takes 4 operations; F.rms_norm takes 9.
-    """
+    It uses sqrt(sum(x²) + H · eps) = hypot(length of x, floor), so it takes 4 operations; F.rms_norm takes 9."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return (x / torch.hypot(length, floor)).mul_(scaled_weight)
 

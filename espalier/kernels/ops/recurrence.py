@@ -67,9 +67,7 @@ def convolved(inputs: Tensor, tail: Tensor, parents: Tensor | None, conv: ShortC
 
 def tail_after(tail: Tensor, inputs: Tensor, count: Tensor) -> Tensor:
     """Returns the new tail [B, taps - 1, C] after the first `count` [B] rows of `inputs` [B, R, C].
-
-    tail: [B, taps - 1, C], the tail before these rows.
-    """
+    tail: [B, taps - 1, C], the tail before these rows."""
     at = count[:, None] + torch.arange(tail.shape[1], device=count.device)
     return torch.cat((tail, inputs), 1).gather(1, at[..., None].expand(-1, -1, tail.shape[2]))
 

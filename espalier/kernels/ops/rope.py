@@ -61,9 +61,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def write_rows(planes: Sequence[Tensor], rows: Tensor, values: Sequence[Tensor], scales: KVScales | None) -> None:
     """Write each of `values` [N, heads, size] to rows [N] of its plane [R, heads, size].
-
-    scales: the scales of FP8 planes; None for planes in other dtypes.
-    """
+    scales: the scales of FP8 planes; None for planes in other dtypes."""
     if scales is None:
         for plane, value in zip(planes, values, strict=True):
             plane.index_copy_(0, rows, value)

@@ -48,9 +48,7 @@ class Copies(NamedTuple):
 
 class Advanced(NamedTuple):
     """The result of `advance`.
-
-    num_picked: [B] int64, how many of the decided tokens were not known before.  copies: None without a path.
-    """
+    num_picked: [B] int64, how many of the decided tokens were not known before.  copies: None without a path."""
 
     num_picked: Tensor
     copies: Copies | None
@@ -73,9 +71,7 @@ def checked_copies(
     staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Check the shapes of commit_rows.  Returns (staged, committed).
-
-    FP8 tensors are returned as bytes, because PyTorch cannot copy FP8 rows by index.
-    """
+    FP8 tensors are returned as bytes, because PyTorch cannot copy FP8 rows by index."""
     for i, (src, dst) in enumerate(zip(staged, committed, strict=True)):
         require(f"staged tensor {i}", src, (committed[0].shape[0], -1, *dst.shape[2:]), dst.dtype, dst)
     require("commit's source", source, (-1,), torch.int64, committed[0])

@@ -161,9 +161,7 @@ def ordered_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def _topk_of_keys(scores: Tensor, k: int) -> Tensor:
     """Returns the indices of ordered_topk.
-
-    A sort would take 3 to 15 times as long for a vocabulary, but less time for up to FEW scores.
-    """
+    A sort would take 3 to 15 times as long for a vocabulary, but less time for up to FEW scores."""
     width, bits = scores.shape[-1], scores.contiguous().view(torch.int32)
     # Integers in the order of the floats.  They are computed in place, because for a vocabulary allocating new tensors
     # would take longer than the rest.

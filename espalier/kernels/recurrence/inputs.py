@@ -50,9 +50,7 @@ def _convolved(
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Returns the convolution's output [rows, channels], rounded to the inputs' dtype, in EXACT.
-
-    within: the index of each row in its request.
-    """
+    within: the index of each row in its request."""
     at, first = within, row - within
     out = tl.zeros([row.shape[0], channel.shape[0]], EXACT)
     for tap in tl.static_range(TAPS):

@@ -151,9 +151,7 @@ def _commit_tails_kernel(
 
 def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: Columns) -> None:
     """Write the last inputs of each request's convolution to its tail, in every layer.  Mutates `tail`.
-
-    tail: [layers, table rows, taps - 1, channels].  The kernel only copies, so its result equals the reference's.
-    """
+    tail: [layers, table rows, taps - 1, channels].  The kernel only copies, so its result equals the reference's."""
     layers, _, kept, channels = tail.shape
     batch = len(path.slots)
     if not kept or not batch:

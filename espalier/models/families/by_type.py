@@ -12,18 +12,14 @@ Bases = Mapping[str, tuple[str, float]]
 
 def kinds_of(full: Raw, is_full: Callable[[int], bool]) -> list[str]:
     """The type of each layer, from `layer_types`.
-
-    Without that field, is_full says whether a layer, counted from 1, has full attention.
-    """
+    Without that field, is_full says whether a layer, counted from 1, has full attention."""
     given, count = full.get("layer_types"), full["num_hidden_layers"]
     return list(given or (FULL if is_full(layer) else SLIDING for layer in range(1, count + 1)))
 
 
 def windows_of(full: Raw, kinds: Sequence[str]) -> Windows:
     """The window of each layer; None for layers with full attention.
-
-    Raises EspalierError for sliding layers without a window.
-    """
+    Raises EspalierError for sliding layers without a window."""
     window = full["sliding_window"]
     if SLIDING in kinds and (not isinstance(window, int) or window < 1):
         raise EspalierError(f"sliding_window = {shown(window)}; sliding layers need a positive integer; correct it")
@@ -32,9 +28,7 @@ def windows_of(full: Raw, kinds: Sequence[str]) -> Windows:
 
 def ropes_of(full: Raw, kinds: Sequence[str], bases: Bases) -> list[Raw]:
     """The RoPE fields of each layer, by the layer's type.
-
-    As in transformers, rope_scaling applies to layers with full attention only.
-    """
+    As in transformers, rope_scaling applies to layers with full attention only."""
     given = full.get("rope_parameters") or {}
     for name, value in given.items():
         if name not in bases or not isinstance(value, Mapping | None):

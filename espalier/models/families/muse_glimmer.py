@@ -35,9 +35,7 @@ def _windows(full: Raw) -> Windows:
 
 def _ropes(full: Raw) -> list[Raw | None]:
     """The RoPE fields of each layer; None for a layer whose `layer_rope_theta` is 0.
-
-    As in transformers, all other layers have the base of rope_parameters.
-    """
+    As in transformers, all other layers have the base of rope_parameters."""
     layers, given = full["num_hidden_layers"], full.get("layer_rope_theta")
     if given is None:
         return [None if _is_fourth(full, layer) else {} for layer in range(layers)]

@@ -26,9 +26,7 @@ RENAMED = {"layer_norm_epsilon": "rms_norm_eps", "layers_block_type": "layer_typ
 
 def _own_fields(raw: Raw) -> Raw:
     """Returns the fields under the names of other families, with a type for each layer.
-
-    rms_norm_eps is left out, because transformers does not read it in this family.
-    """
+    rms_norm_eps is left out, because transformers does not read it in this family."""
     own = {name: value for name, value in raw.items() if name != "rms_norm_eps"}
     fields = with_limits({**own, **{other: raw[name] for name, other in RENAMED.items() if name in raw}})
     types = fields.get("layer_types") or raw.get("hybrid_override_pattern")

@@ -63,9 +63,7 @@ def made_by_transformers(
     state: Mapping[str, Tensor] | None = None,
 ) -> TransformersTarget:
     """Returns the target that the config's class of transformers runs.
-
-    state: the weights by name; None: from_pretrained reads them from the config's directory.
-    """
+    state: the weights by name; None: from_pretrained reads them from the config's directory."""
     from transformers.utils import logging as bars
 
     probed = config.probed
@@ -136,9 +134,7 @@ def read_by_transformers(
     raw: Raw, path: Path, overrides: Mapping[str, Any] | None = None, generation: Raw | None = None
 ) -> ModelConfig:
     """Returns the config of a model that a class of transformers runs.
-
-    Raises EspalierError, with the reason, if no class can run it.
-    """
+    Raises EspalierError, with the reason, if no class can run it."""
     from transformers import CONFIG_MAPPING
 
     name = causal_class(raw)
@@ -193,9 +189,7 @@ def _config(
     probed: Probed, full: Raw, path: Path, overrides: Mapping[str, Any] | None, generation: Raw | None
 ) -> ModelConfig:
     """Returns the ModelConfig that `parse` would return for a plain model with these sizes.
-
-    Fields that only Espalier's own layers read have neutral values.
-    """
+    Fields that only Espalier's own layers read have neutral values."""
     hf, first = probed.config, probed.specs[0]
     windows = tuple(spec.window for spec in probed.specs)
     plain = {

@@ -207,9 +207,7 @@ def tiny_config(config: Any) -> Any:
 @refusing("a small model of it cannot be made")
 def tiny_model(model_class: Any, config: Any, seed: int = 0) -> Any:
     """Returns a random float32 model whose logits depend on every earlier token.
-
-    Raises EspalierError if the class has no such model.
-    """
+    Raises EspalierError if the class has no such model."""
     with torch.device("meta"):
         num_weights = sum(each.numel() for each in model_class(copy.deepcopy(config)).parameters())
     if num_weights > MOST_WEIGHTS:

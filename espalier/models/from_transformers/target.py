@@ -159,9 +159,7 @@ MAKES: Mapping[tuple[str, ...], tuple[Make, ...]] = {("weight",): NORMS, ("down_
 
 def find_equal(model: nn.Module) -> dict[type, Make]:
     """Returns, by class of transformers, the Make of an Espalier module that computes the same.
-
-    model: a tiny random model.
-    """
+    model: a tiny random model."""
     found: dict[type, Make] = {nn.Linear: OurLinear}
     for module in model.modules():
         makes = MAKES.get(tuple(sorted(name for name, _ in module.named_parameters())), ())
@@ -172,9 +170,7 @@ def find_equal(model: nn.Module) -> dict[type, Make]:
 
 def _are_equal(module: Any, make: Make) -> bool:
     """Whether Espalier's module returns the same as a norm or experts of transformers.
-
-    Both are compared on large rows, and on small rows, for which the norm's eps matters.
-    """
+    Both are compared on large rows, and on small rows, for which the norm's eps matters."""
     try:
         ours = make(module)
         if hasattr(module, "weight"):

@@ -45,9 +45,7 @@ def _normed(norm: RMSNorm, x: Tensor, mean_square: Tensor) -> Tensor:
 
 class OutputGate(NamedTuple):
     """The gate of the attention's output, one for each head or one for each value of a head.
-
-    project: from the attention's input to the gates, before the activation.
-    """
+    project: from the attention's input to the gates, before the activation."""
 
     project: Linear
     activation: Callable[[Tensor], Tensor]
@@ -68,9 +66,7 @@ class AttentionBlock:
 
     def gate(self, rows: Rows, kept: Tensor | None) -> Tensor | None:
         """Returns the gates of the attention's output, [N, heads] or [N, heads · size]; None without gates.
-
-        rows: [N, in].  kept: the indices of the rows that the layer goes on with; None: all.
-        """
+        rows: [N, in].  kept: the indices of the rows that the layer goes on with; None: all."""
         return None
 
     def project(self, attended: Tensor) -> Tensor | Unsummed:
@@ -129,9 +125,7 @@ class Attention(AttentionBlock):
 @dataclass(eq=False, slots=True)
 class GatedAttention:
     """The attention block whose gate is stacked with q (Qwen3-Next).
-
-    qkv: the stacked weights: for each of `heads` its q, then its gate; then k, then v.  norms: of each q and k head.
-    """
+    qkv: the stacked weights: for each of `heads` its q, then its gate; then k, then v.  norms: of each q and k head."""
 
     qkv: Linear
     out: Linear

@@ -31,9 +31,7 @@ INDEX_EPS = 1e-6
 
 class IndexedRows(NamedTuple):
     """The input of a layer with an indexer.
-
-    x: [N, hidden], normed rows.  of_products: the same rows in the form that the layer's projections take.
-    """
+    x: [N, hidden], normed rows.  of_products: the same rows in the form that the layer's projections take."""
 
     x: Tensor
     of_products: Rows

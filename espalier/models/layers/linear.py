@@ -64,9 +64,7 @@ class Linear:
 
     def gated(self, x: Rows, activation: Activation = SILU) -> Tensor:
         """x [rows, in] -> the activation [rows, inner].
-
-        The weight stacks gate and up, [2·inner, in]; if the activation has no gate, it is up alone.
-        """
+        The weight stacks gate and up, [2·inner, in]; if the activation has no gate, it is up alone."""
         return self.weight.gated(x, self.bias, activation)
 
 

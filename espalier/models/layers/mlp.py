@@ -31,9 +31,7 @@ from espalier.shards import WHOLE, Shards
 @dataclass(eq=False, slots=True)
 class GatedMLP:
     """A dense MLP.
-
-    gate_up: the stacked weights of gate and up, [2·intermediate, hidden]; if the activation has no gate, up alone.
-    """
+    gate_up: the stacked weights of gate and up, [2·intermediate, hidden]; if the activation has no gate, up alone."""
 
     gate_up: Linear
     down: Linear
@@ -172,9 +170,7 @@ def _write_gated(shared: GatedMLP, gate: Linear, x: Tensor, rows: Rows, out: Ten
 
 def _rows_of_shared(shared: GatedMLP, gate_up: ExpertMatrix, x: Tensor, of_experts: Rows) -> Rows:
     """Returns the rows in the form that the shared MLP takes.
-
-    The result is `of_experts` if those rows are already rounded as the shared MLP would round them, else x.
-    """
+    The result is `of_experts` if those rows are already rounded as the shared MLP would round them, else x."""
     rounding = shared.gate_up.rounding
     if rounding is None or isinstance(gate_up, Tensor) or gate_up.inputs is None:
         return x

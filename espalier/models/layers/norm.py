@@ -58,9 +58,7 @@ class RMSNorm:
 
     def rounded_after(self, delta: Delta, residual: Tensor, rounding: InputScales) -> tuple[Tensor, Rows]:
         """Returns the results of `after`, the norm as RoundedRows if its launch can round it.
-
-        rounding: how the one reader of the norm rounds its input (Linear.rounding).
-        """
+        rounding: how the one reader of the norm rounds its input (Linear.rounding)."""
         if isinstance(delta, Normed) or not is_rounded_before(residual, residual.shape[1], rounding):
             return self.after(delta, residual)
         total, _, rounded = rounded_norm.triton(summed(delta), residual, self.weight, self.eps, rounding)

@@ -66,9 +66,7 @@ class Mamba2:
 @dataclass(eq=False, slots=True)
 class GatedConv:
     """A short convolution with a gate on its input and a gate on its output.
-
-    gates: the stacked projections of the input gate, the output gate and the inputs, [3 · hidden, hidden].
-    """
+    gates: the stacked projections of the input gate, the output gate and the inputs, [3 · hidden, hidden]."""
 
     gates: Linear
     conv: ShortConv
@@ -156,9 +154,7 @@ class DeltaNet:
 
 def _gated_norm(read: Tensor, gate: OutputGate, norm: RMSNorm, out: Linear) -> Rows:
     """Returns the normed and gated rows in the form that `out` takes.
-
-    If `out` takes rounded inputs and the launch of the norm can round them, that launch does it.
-    """
+    If `out` takes rounded inputs and the launch of the norm can round them, that launch does it."""
     rounding, (groups, size) = out.rounding, read.shape[1:]
     is_rounded = rounding is not None and is_rounded_before(read, groups * size, rounding)
     if rounding is None or not is_rounded or not rounds_groups(size, groups, rounding):

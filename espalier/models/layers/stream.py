@@ -17,9 +17,7 @@ class Reader(Protocol):
 
     def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Any]:
         """Returns (x + delta, the norm of that sum in the form that the block takes).
-
-        delta: the last block's output, as RMSNorm.after takes it.
-        """
+        delta: the last block's output, as RMSNorm.after takes it."""
         ...
 
 

@@ -156,9 +156,7 @@ class WeightFormat(ABC):
     @property
     def note(self) -> str | None:
         """A message for the log when a checkpoint in this format is loaded.
-
-        It names a property of the format that is not followed.  None: there is no such property.
-        """
+        It names a property of the format that is not followed.  None: there is no such property."""
         return None
 
     def spelled(self, stored: Callable[[str], bool]) -> "WeightFormat":
@@ -168,9 +166,7 @@ class WeightFormat(ABC):
     @abstractmethod
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         """Returns the tensors that store a matrix [rows, columns].
-
-        Raises EspalierError for a shape that the format cannot store.
-        """
+        Raises EspalierError for a shape that the format cannot store."""
 
     @abstractmethod
     def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:

@@ -103,9 +103,7 @@ def _require_shapes(shapes: Tensor, rows: Sequence[int], columns: int) -> None:
 
 def read_compressed_tensors(quantisation: Mapping[str, Any]) -> FormatOf:
     """Returns the format of each matrix, for quant_method "compressed-tensors".
-
-    Raises EspalierError naming a scheme that is not supported.
-    """
+    Raises EspalierError naming a scheme that is not supported."""
     _refuse(quantisation, "sparsity_config", "transform_config")
     ignored, shared = module_names(quantisation, "ignore"), quantisation.get("format")
     groups: list[tuple[tuple[str, ...], WeightFormat]] = []

@@ -44,9 +44,7 @@ MIXED = "MIXED_PRECISION"
 @dataclass(frozen=True)
 class Mxfp4Format(QuantisedFormat):
     """Stacked experts in MXFP4.
-
-    The tensors are _blocks uint8 [experts, out, in / 32, 16], low nibble first, and _scales [experts, out, in / 32].
-    """
+    The tensors are _blocks uint8 [experts, out, in / 32, 16], low nibble first, and _scales [experts, out, in / 32]."""
 
     name = "mxfp4"
     has_shards = True
@@ -170,9 +168,7 @@ MODELOPT_FORMATS: Mapping[str, WeightFormat] = {
 
 def read_modelopt(quantisation: Mapping[str, Any]) -> FormatOf:
     """Returns the format of each matrix, for quant_method "modelopt".
-
-    Raises EspalierError naming an algorithm that is not supported: W4A8_AWQ, NVFP4_AWQ and others.
-    """
+    Raises EspalierError naming an algorithm that is not supported: W4A8_AWQ, NVFP4_AWQ and others."""
     if quantisation.get("quant_algo") == MIXED:
         layers = read_object(quantisation, "quantized_layers")
         if not layers:

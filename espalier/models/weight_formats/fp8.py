@@ -116,9 +116,7 @@ class Fp8Format(QuantisedFormat):
 
 def _one_scale(scales: Tensor) -> Tensor:
     """Returns the scale that all stacked matrices have for their inputs, [matrices, 1] -> float32 [1].
-
-    Stacked matrices read the same inputs.  Raises EspalierError if their scales differ.
-    """
+    Stacked matrices read the same inputs.  Raises EspalierError if their scales differ."""
     if not bool((scales == scales[0]).all()):
         raise EspalierError(
             "the stacked matrices have different values of input_scale; only equal ones are supported: use a "
@@ -129,9 +127,7 @@ def _one_scale(scales: Tensor) -> Tensor:
 
 def read_fp8(quantisation: Mapping[str, Any]) -> FormatOf:
     """Returns the format of each matrix, for quant_method "fp8".
-
-    Raises EspalierError naming a field that is not supported.
-    """
+    Raises EspalierError naming a field that is not supported."""
     read_field(quantisation, "fmt", ("e4m3", None))
     inputs = read_field(quantisation, "activation_scheme", ("dynamic", "static"), "dynamic")
     block, lm_head = quantisation.get("weight_block_size"), bool(quantisation.get("lm_head"))

@@ -73,9 +73,7 @@ class GGUFFormat(WeightFormat):
 
 def read_gguf_types(quantisation: Mapping[str, Any]) -> FormatOf:
     """Returns the format of each matrix, for quant_method "gguf".
-
-    Raises EspalierError naming a block format that is not supported.
-    """
+    Raises EspalierError naming a block format that is not supported."""
     types = read_object(quantisation, "types")
     if unknown := next((type for type in types.values() if type not in BLOCK_TYPES), None):
         raise EspalierError(f"quantization_config: block type {shown(unknown)} is not supported")

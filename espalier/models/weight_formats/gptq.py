@@ -88,9 +88,7 @@ class GptqFormat(QuantisedFormat):
 
 def read_gptq(quantisation: Mapping[str, Any]) -> FormatOf:
     """Returns the format of each matrix, for quant_method "gptq".
-
-    Raises EspalierError naming a field that is not supported.
-    """
+    Raises EspalierError naming a field that is not supported."""
     read_field(quantisation, "bits", (4,))
     if quantisation.get("dynamic"):
         raise EspalierError("quantization_config: dynamic (settings for each module) is not supported, only none")
@@ -115,9 +113,7 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 @dataclass(frozen=True)
 class AwqFormat(QuantisedFormat):
     """A matrix in AWQ's format.
-
-    The tensors are qweight int32 [in, out / 8], qzeros int32 [in / group, out / 8] and scales [in / group, out].
-    """
+    The tensors are qweight int32 [in, out / 8], qzeros int32 [in / group, out / 8] and scales [in / group, out]."""
 
     group: int | None
     name = "awq"
@@ -148,9 +144,7 @@ class AwqFormat(QuantisedFormat):
 
 def read_awq(quantisation: Mapping[str, Any]) -> FormatOf:
     """Returns the format of each matrix, for quant_method "awq".
-
-    Raises EspalierError naming a field that is not supported.
-    """
+    Raises EspalierError naming a field that is not supported."""
     read_field(quantisation, "bits", (4,), quantisation.get("w_bit", 4))
     read_field(quantisation, "version", ("gemm", "GEMM"), "gemm")
     read_field(quantisation, "zero_point", (True,), True)

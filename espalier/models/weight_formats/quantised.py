@@ -147,9 +147,7 @@ def read_field(quantisation: Mapping[str, Any], name: str, allowed: Sequence[obj
 
 def module_names(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """Returns the module names, or patterns of names, in a field; none if it is null.
-
-    Raises EspalierError for any other value.
-    """
+    Raises EspalierError for any other value."""
     value = fields.get(name) or ()
     if not isinstance(value, list | tuple) or not all(isinstance(each, str) and _is_pattern(each) for each in value):
         raise EspalierError(f"quantization_config: {name} = {value!r}; a list of module names is needed; correct it")

@@ -16,9 +16,7 @@ from espalier.shards import Shards
 
 class ShardedWeight(Weight):
     """A weight of which this rank holds the part `own`.
-
-    shape: the number of outputs of the whole product, and the number of inputs on this rank.
-    """
+    shape: the number of outputs of the whole product, and the number of inputs on this rank."""
 
     __slots__ = ("format", "own", "shards")
 
@@ -51,9 +49,7 @@ class SummedWeight(ShardedWeight):
 
     def for_stream(self, x: Rows, bias: Tensor | None) -> "Unsummed":
         """Returns the product without the sum over the ranks, which the reader of the result computes.
-
-        The bias is added on one rank alone.
-        """
+        The bias is added on one rank alone."""
         once = bias if bias is None or self.shards.rank == 0 else torch.zeros_like(bias)
         return Unsummed(self.own.parts(x, once), self.shards, x.dtype)
 
@@ -77,9 +73,7 @@ class Unsummed:
 
     def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
         """Returns (residual + the sum over the ranks, its norm), from one launch; None if there is no such launch.
-
-        See Collectives.all_reduce_add_norm.
-        """
+        See Collectives.all_reduce_add_norm."""
         joined = self.shards.collectives
         return None if joined is None else joined.all_reduce_add_norm(self.parts, residual, weight, eps)
 
