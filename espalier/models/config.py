@@ -47,7 +47,7 @@ Read = TypeVar("Read")
 LoadLayer = Callable[..., Any]
 # (weights, config, prefix of the layer's names, layer number, RoPE tables) -> a models/layers/decoder.py:Mixer.
 LoadMixer = Callable[[Any, "ModelConfig", str, int, RopeTables], Any]
-# (weights, config, the factor of the embedding's values) -> a models/layers/embedding.py:Embedding.
+# (weights, config, the factor of the embedding's values) -> a models/layers/linear.py:Embedding.
 LoadEmbedding = Callable[[Any, "ModelConfig", float], Any]
 MakeSpecs = Callable[["ModelConfig"], tuple[LayerSpec, ...]]
 
@@ -114,8 +114,8 @@ INERT = (
 
 @dataclass(frozen=True)
 class Family:
-    """The declaration of one model family, made in its family file.  Functions take the completed config: config.json
-    with `defaults` for missing fields.
+    """The declaration of one model family, made in its family file.  Functions take the completed config, which is
+    config.json with `defaults` for missing fields, unless stated otherwise.
 
     defaults: values of fields that config.json lacks, as in the family's config class of Hugging Face transformers;
     tie_word_embeddings is false by default.
@@ -268,7 +268,7 @@ def parse(
     defaults = {"tie_word_embeddings": False, **family.defaults}
     known = {*raw, *defaults, *NEUTRAL, *INERT, *QUANTISATION_FIELDS, "rope_theta", *SPELLINGS}
     given = with_overrides(raw, overrides or {}, known)
-    # As in transformers, a family's default rope_parameters add nothing to a rope_scaling.
+    # As in transformers, the family's default rope_parameters are not used if the config has a rope_scaling.
     replaced = ("rope_parameters",) if given.get("rope_scaling") else ()
     full = {**{name: value for name, value in defaults.items() if name not in replaced}, **given}
     require_kinds(full, path)

@@ -86,7 +86,7 @@ class DraftSpec:
 
         Row m of the last module depends on hidden states of the target at the tokens before m, and pages hold no hidden
         states.  So after a prefix hit of m tokens, the target computes its rows from m - reentry on.  (Rows 0 .. k-1 of
-        module k do not exist.)  A row of a block draft depends on the target's row of its own token alone: 0.
+        module k do not exist.)  0 for a block draft, whose rows depend only on the target's row of the same token.
         """
         return self.modules
 
@@ -242,7 +242,7 @@ def refuse_sizes(path: Path, target: ModelConfig, hidden: int, vocab: int, draft
 
 def draft_verifier(path: Path | str) -> str | None:
     """The target that a draft in the speculators format names; None if it names none.
-    It lets a user give the draft alone."""
+    With this name, a user may give the draft alone."""
     speculators: Mapping[str, Any] = read_json(Path(path) / "config.json").get("speculators_config") or {}
     with naming_config(Path(path)):
         return (speculators.get("verifier") or {}).get("name_or_path")

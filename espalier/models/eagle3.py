@@ -56,7 +56,7 @@ class Eagle3Config:
 
     layer: the config of the draft's decoder layer; `layer.vocab_size` is the target's.
     target_hidden: the target's hidden size.  norm_output: whether child rows read the normed output.
-    norm_before_fc: whether one norm of all captured inputs stands before fc; fc_norm: whether each has a norm.
+    norm_before_fc: whether there is one norm over all captured inputs, before fc.  fc_norm: whether each has a norm.
     """
 
     layer: ModelConfig

@@ -39,7 +39,7 @@ GROUPS = (GROUP, 64, 32)
 BLOCK = 128
 MX_BLOCK = 32
 NV_GROUP = 16
-# A group's scale is the one that maps its largest magnitude to 7.5, times one of these.
+# The factors that are tried for a group's scale.  Factor 1 maps the group's largest magnitude to 7.5.
 SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 # The number of values that are quantised at once.
 BLOCK_VALUES = 2**24
@@ -90,7 +90,7 @@ class Quantiser:
         return replace(self, kept=_pattern(KEPT_IN_DRAFTS)) if is_draft else self
 
     def config(self, columns: Mapping[str, int]) -> Mapping[str, Any]:
-        """Returns quantization_config.  columns: of each matrix but those that `keeps` names, without `.weight`."""
+        """Returns quantization_config.  columns: by name, of each matrix that `keeps` does not name."""
         groups = {name: self.group_of(count) for name, count in columns.items()}
         full = dict(self.config_of(self.kept, [name for name, group in groups.items() if group is None]))
         for group in self.groups[1:]:
@@ -212,7 +212,7 @@ def to_int4(matrix: Tensor, device: torch.device) -> Stored:
 
 
 def _best_scales(groups: Tensor, dtype: torch.dtype) -> Tensor:
-    """groups [rows, n, group] -> scales [rows, n, 1]: of a few that are tried, the least squared error's."""
+    """groups [rows, n, group] -> scales [rows, n, 1]: of the scales that SHRINK makes, those with the least error."""
     largest = groups.abs().amax(2, keepdim=True)
     widest = torch.where(largest == 0, 1.0, largest / 7.5)
     best, least = widest.to(dtype), torch.full_like(largest, torch.inf)

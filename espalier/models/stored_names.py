@@ -47,7 +47,7 @@ PLAIN_NAMES = LayerNames()
 
 @dataclass(frozen=True)
 class LayerNorms:
-    """Names of a layer's RMS norms: of each block's input (before) and of its output (behind); None: no such norm."""
+    """Names of a layer's RMS norms: before_x norms the input of block x, behind_x its output; None: no such norm."""
 
     before_attention: str | None = "input_layernorm"
     before_mlp: str | None = "post_attention_layernorm"

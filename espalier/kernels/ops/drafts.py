@@ -124,10 +124,10 @@ def longest_known(root: Tensor) -> int:
 
 @op("espalier.kernels.tree.select_paths")
 def select_paths(root: Tensor, candidates: Candidates, nodes: int) -> Tree:
-    """The tree of the root [B] int64 and the best nodes - 1 paths, best first.
+    """Returns the tree of the root [B] int64 and the best nodes - 1 paths, best first.
 
-    Equal scores: the path of lower depth first, then the one whose parent was selected first, then the candidate that
-    comes first in its row.  If there are too few paths, the remaining nodes are void, as in select_tree.select.
+    Among paths of equal score, the order is: lower depth, then the parent that was selected first, then the candidate
+    that comes first in its row.  If there are too few paths, the remaining nodes are void, as in select_tree.select.
     Raises EspalierError if sizes do not agree.  Exact.
     """
     _, steps, _, _ = require_paths(root, candidates, nodes)

@@ -94,7 +94,7 @@ class MixtureMLP:
     biases, activation: of the routed experts.  scale: [E], a factor of each expert's weight, or None.
     shards: the ranks that divide the experts and the shared experts.  Each rank has a part of every expert's I.
     shared_tiles: the weights of `shared`, in the same memory, for the launches of the routed experts.  These launches
-    compute the shared MLP too if the rows are few.  None: the shared MLP always has launches of its own.
+    compute the shared MLP too if the rows are few.  None: the shared MLP always runs in separate launches.
     """
 
     routing: Routing
