@@ -89,7 +89,7 @@ def _prompts(path: Path, target: Path) -> Iterator[tuple[dict[str, Any], list[in
         yield record, token_ids(place, record, vocab_size, inputs)
         found = True
     if not found:
-        raise EspalierError(f"--data {path} is empty; a record is {EXPECTED}, or \"token_ids\"")
+        raise EspalierError(f'--data {path} is empty; a record is {EXPECTED}, or "token_ids"')
 
 
 def _inputs(target: Path, config: dict[str, Any]) -> InputProcessor:
