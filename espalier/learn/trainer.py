@@ -40,8 +40,9 @@ from espalier.train.target import Eagle3Target, FrozenTarget, training_device
 from espalier.train.windows import Texts
 
 GO, WAIT = b"1", b"0"
-# Tokens of a row by the device's type, and how often the sample is read.
-LENGTHS, PASSES = MappingProxyType({"cpu": 256, "cuda": 1024}), 3
+# Tokens of a row by the device's type; how often the sample is read, and the steps of a pass for which its rows suffice:
+# a few large batches teach nothing.
+LENGTHS, PASSES, STEPS = MappingProxyType({"cpu": 256, "cuda": 1024}), 3, 50
 # Tokens of a text on both sides of its output's start, and texts, that are measured.
 MEASURED_SIDE, MOST_MEASURED = 256, 64
 # A training reads the newest texts, and this many times as many with those before them, so that older topics stay.
@@ -138,8 +139,8 @@ def texts_in(folder: Path, kind: str, num_texts: int, before: int, behind: int |
 def settings_of(num_tokens: int, length: int, device: torch.device, max_seconds: int, seed: int) -> dict[str, Any]:
     """The settings of a run over a sample of so many tokens.  Raises EspalierError for too few."""
     # A row takes fewer than two rows' tokens: what it cuts off of its last text is left out.
-    batch = min(32 if device.type == "cuda" else 4, num_tokens // (2 * length + 2))
-    if not batch:
+    batch = min(32 if device.type == "cuda" else 4, max(1, num_tokens // (STEPS * length)))
+    if num_tokens < 2 * length + 2:
         raise EspalierError(f"the sample has {num_tokens} tokens to train on; {2 * length + 2} are needed")
     common = {"length": length, "batch": batch, "num_tokens": max(PASSES * num_tokens, batch * length)}
     return {**common, **RATES, "save_every": 10**9, "max_seconds": max_seconds, "seed": seed}

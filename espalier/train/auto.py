@@ -42,8 +42,9 @@ RECIPES = {
     "block": "--edge-kind rnn",
 }
 ROWS = {"eagle3": 16, "mtp": 8, "block": 16}
-# Shares of the time: questions, text, the steps of all trials.  The training has what starts and measurements leave.
-QUESTIONS, TEXT, TRIALS = 0.06, 0.18, 0.15
+# Shares of the time: questions, text, the steps of all trials.  The training has what these, starts and measurements
+# leave.
+QUESTIONS, TEXT, TRIALS = 0.04, 0.12, 0.10
 MOST_QUESTIONS = {"cuda": 20000, "cpu": 64}
 QUESTION_TOKENS, ANSWER_TOKENS = {"cuda": 256, "cpu": 64}, {"cuda": 256, "cpu": 48}
 # Prompts between two looks at the clock.
@@ -82,7 +83,7 @@ def train_auto(target: Path, data: Path | None, out: Path, most_minutes: float, 
     )
     data = data or ask_itself(target, work / "questions.jsonl", device, QUESTIONS * clock.seconds)
     common = ["--target", str(target), "--data", str(data), "--work", str(work)]
-    text = make_text(common, work, device, clock.share(QUESTIONS + TEXT))
+    text = make_text(common, work, device, TEXT * clock.seconds)
     asked = held_out(target, data, work / "held_out.jsonl")
     measure = partial(measured, target, [*asked, *RUNS[device].split()])
     trials, steps, beside = {}, max(1, int(TRIALS * clock.seconds / len(kinds))), 0.0
@@ -95,8 +96,8 @@ def train_auto(target: Path, data: Path | None, out: Path, most_minutes: float, 
         print(f"trial of {kind}: {trials[kind]}", flush=True)
     best = max(trials, key=lambda kind: trials[kind].tokens_per_second)
     clock.say(f"training of {best}")
-    # Starts and measurements take longer than those of a trial, which has one batch.
-    train(best, [*common, *text, "--out", str(out)], device, max(steps, int(clock.left - 1.5 * beside)))
+    # Starts and measurements take as long as those of a trial: more batches, but what was compiled is kept.
+    train(best, [*common, *text, "--out", str(out)], device, max(steps, int(clock.left - beside)))
     trees = out / "trees.json"
     clock.say("measurement")
     found = measure(out, work / "trees.json", ["--batch", BATCHES[device], "--out", str(trees)])
@@ -131,10 +132,6 @@ class Clock:
     @property
     def left(self) -> float:
         return self.seconds - self.passed
-
-    def share(self, part: float) -> float:
-        """What is left of the first `part` of the time."""
-        return part * self.seconds - self.passed
 
     def say(self, what: str) -> None:
         print(f"{what}: {minutes(self.passed)} of {minutes(self.seconds)} have passed", flush=True)
