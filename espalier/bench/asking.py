@@ -83,7 +83,8 @@ class Target:
 
 
 def take(exchange: Exchange, asked: Asked) -> None:
-    """Read a response.  A chunk counts as one token, and the last one as those of `usage` that are left."""
+    """Read a response.  A chunk counts as its token ids, or as one token, and the last one as those of `usage` that are
+    left."""
     if exchange.status != OK:
         asked.error = f"status {exchange.status}: {_message(exchange.body())}"
         return
@@ -99,15 +100,17 @@ def take(exchange: Exchange, asked: Asked) -> None:
         usage = event.get("usage") or {}
         asked.num_prompt = usage.get("prompt_tokens", asked.num_prompt)
         asked.num_output = usage.get("completion_tokens", asked.num_output)
-        if text := _text(event):
+        text, num_ids = _text(event), _num_ids(event)
+        if text or num_ids:
             texts.append(text)
-            asked.timeline.chunks.append((time, 1))
+            asked.timeline.chunks.append((time, num_ids or 1))
     chunks = asked.timeline.chunks
     if not is_ended or not chunks:
         asked.error = "the answer has no text" if is_ended else "the stream has no end"
         return
-    asked.text, asked.num_output = "".join(texts), asked.num_output or len(chunks)
-    chunks[-1] = chunks[-1][0], max(1, asked.num_output - len(chunks) + 1)
+    before = sum(count for _, count in chunks[:-1])
+    asked.text, asked.num_output = "".join(texts), asked.num_output or before + chunks[-1][1]
+    chunks[-1] = chunks[-1][0], max(1, asked.num_output - before)
 
 
 def _text(event: Mapping[str, Any]) -> str:
@@ -119,6 +122,11 @@ def _text(event: Mapping[str, Any]) -> str:
         shown = (choice.get("text"), delta.get("reasoning_content"), delta.get("reasoning"), delta.get("content"))
         parts += [part for part in (*shown, *calls) if part]
     return "".join(parts)
+
+
+def _num_ids(event: Mapping[str, Any]) -> int:
+    """Token ids of an event; 0 where the server does not give them."""
+    return sum(len(choice.get("token_ids") or ()) for choice in event.get("choices") or ())
 
 
 def _message(data: bytes) -> str:

@@ -15,9 +15,9 @@ REQUESTS = 8
 POISSON, FIXED, BURSTS = "poisson", "fixed", "bursts"
 CHAT, COMPLETIONS = "chat", "completions"
 # Flags of `bench load` that need a --url.
-OF_SERVERS = ("endpoint", "ttft_limit", "itl_limit", "timeout", "extra_body", "api_key", "plot")
+OF_SERVERS = ("endpoint", "token_ids", "ttft_limit", "itl_limit", "timeout", "extra_body", "api_key", "plot")
 # Flags of drawn prompts, which a dataset has in their place; and flags that need a dataset.
-OF_DRAWN = ("requests", "input", "prefixes", "prefix_length", "turns")
+OF_DRAWN = ("requests", "input", "token_ids", "prefixes", "prefix_length", "turns")
 OF_DATASET = ("limit", "sample_seed", "thinking", "temperature")
 # Formats of a synthetic target: those of espalier/models/quantisers.py; and of its draft, which has no stacked experts.
 SHAPE_WEIGHTS = ("fp8", "fp8-block", "int4", "nvfp4", "mxfp4")
@@ -83,7 +83,8 @@ def add_server_flags(group: Any) -> None:
     """The flags of OF_SERVERS, and --url."""
     add = group.add_argument
     add("--url", action="append", metavar="X", help="a running server, any with OpenAI's API; may be repeated")
-    add("--endpoint", choices=(CHAT, COMPLETIONS), help="endpoint that is called (chat)")
+    add("--endpoint", choices=(CHAT, COMPLETIONS), help="endpoint that is called (chat; with --token-ids completions)")
+    add("--token-ids", type=int, metavar="N", help="prompts are random token ids below N, so lengths are tokens")
     add("--ttft-limit", type=float, metavar="MS", help="for goodput: the first token comes within MS")
     add(
         "--itl-limit",
