@@ -40,8 +40,8 @@ from espalier.train.target import Eagle3Target, FrozenTarget, training_device
 from espalier.train.windows import Texts
 
 GO, WAIT = b"1", b"0"
-# Tokens of a row by the device's type; how often the sample is read, and the steps of a pass for which its rows suffice:
-# a few large batches teach nothing.
+# Tokens of a row by the device's type; how often the sample is read; steps of a reading, if it has rows for them: a few
+# large batches teach nothing.
 LENGTHS, PASSES, STEPS = MappingProxyType({"cpu": 256, "cuda": 1024}), 3, 50
 # Tokens of a text on both sides of its output's start, and texts, that are measured.
 MEASURED_SIDE, MOST_MEASURED = 256, 64
