@@ -18,7 +18,7 @@ from typing import Any
 
 from espalier import LLM, SamplingParams, SpeculationConfig
 from espalier.bench.drive import heldout
-from espalier.bench.plot import require_plot, save
+from espalier.bench.report import require_plot, save
 from espalier.stats import SpeculationStats
 from espalier.terminal.console import print_table, write_json
 

@@ -1,4 +1,4 @@
-"""The flags of `espalier bench` and of `espalier doctor --tune`: a function for each command.  None imports PyTorch."""
+"""The flags of `espalier bench` and of `espalier doctor`: a function for each command.  None imports PyTorch."""
 
 import json
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction
@@ -133,7 +133,7 @@ def choose(parser: ArgumentParser) -> None:
     add_engine_flags(parser)
 
 
-def tune(parser: ArgumentParser) -> None:
+def doctor(parser: ArgumentParser) -> None:
     tuning = parser.add_argument_group("linear layers and experts")
     tuning.add_argument(
         "--tune",
@@ -163,6 +163,8 @@ def tune(parser: ArgumentParser) -> None:
         metavar="FILE",
         help="write the fastest ones there ($ESPALIER_CHOICES, or ~/.config/espalier/choices.json)",
     )
+    parser.add_argument("--matrix", action="store_true", help="print what each attention backend can run, and end")
+    add_engine_flags(parser)
 
 
 def tree_shape(text: str) -> TreeShape:

@@ -16,13 +16,19 @@ from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
-from espalier.bench.asking import Asked, Target, first_model, require_reachable, rounds_by_length
-from espalier.bench.clients import address_of
+from espalier.bench.clients import Asked, Target, address_of, first_model, require_reachable, rounds_by_length
 from espalier.bench.datasets import asked_for
 from espalier.bench.flags import BURSTS, CHAT, COMPLETIONS, FIXED, OF_DATASET, POISSON
 from espalier.bench.load import TIMES, Answered, Arrivals, Timeline, by_category, latency_of, title_of
-from espalier.bench.plot import LoadPoint, plot_load, require_plot
-from espalier.bench.report import category_table, command_line, shown, write_markdown
+from espalier.bench.report import (
+    LoadPoint,
+    category_table,
+    command_line,
+    plot_load,
+    require_plot,
+    shown,
+    write_markdown,
+)
 from espalier.bench.traffic import SWITCHES, Conversation, Traffic
 from espalier.errors import EspalierError, require_number
 from espalier.terminal.console import print_header, print_table, progress, require_writable, write_json

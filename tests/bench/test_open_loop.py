@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.bench import open_loop
-from espalier.bench.asking import Asked, take
-from espalier.bench.clients import Address, Exchange, address_of
+from espalier.bench.clients import Address, Asked, Exchange, address_of, take
 from espalier.bench.load import Arrivals, Timeline
 from espalier.bench.open_loop import Limits
 from espalier.bench.traffic import CHAT, COMPLETIONS, Traffic, bodies
