@@ -1,6 +1,7 @@
 """Compiling: once for each grammar, refused with the reason, and given up where it takes too long."""
 
 import json
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from espalier.masking import trial as of_trial
 from espalier.masking.compile import CompilerBusy, GrammarCompiler, compile_form, token_bytes
 from espalier.masking.masker import allowed_tokens
 from espalier.masking.trial import TRIAL_S, try_masks
+from espalier.sampling.mask import mask_words
 from espalier.startup.checkpoints import BUNDLED_FILES
 from espalier.text import TokenBytes, load_tokenizer
 from tests.tool_calls.families import FAMILIES
@@ -50,6 +52,52 @@ def test_equal_grammars_are_compiled_once(compiler):
     first, again = (compiler.submit(Grammar("regex", "[ab]+")) for _ in range(2))
     assert first is again and first.result() is compiler.compile(Grammar("regex", "[ab]+", after="</think>"))
     assert compiler.compile(Grammar("regex", "[ab]*")) is not first.result()
+
+
+FIELDS = [
+    {"type": "string", "minLength": 1, "maxLength": 20},
+    {"type": "string", "pattern": "^(ab|a)*c?$"},
+    {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2},
+    {"type": "integer", "minimum": -5, "maximum": 120},
+    {"enum": ["a", "ab", None, 1]},
+    {"type": "string", "format": "date"},
+]
+
+
+def object_of(fields: list[dict[str, Any]]) -> Grammar:
+    names = [f"f{i}" for i in range(len(fields))]
+    properties = dict(zip(names, fields, strict=True))
+    return Grammar.of_json_schema({"type": "object", "properties": properties, "required": names[::2]})
+
+
+def test_a_grammar_whose_parts_were_compiled_before_has_the_masks_that_it_has_alone(compiler):
+    kept, _ = compiler._compiler(False)
+    vocabulary = token_bytes(compiler.tokenizer, compiler.vocab_size, False)
+    info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, stop_token_ids=[])
+    alone = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    for seed in range(15):
+        rng = random.Random(seed)
+        grammar = object_of(rng.choices(FIELDS, k=4))
+        matchers = [xgrammar.GrammarMatcher(compile_form(each, grammar)) for each in (kept, alone)]
+        masks = np.zeros((2, mask_words(compiler.vocab_size)), dtype=np.int32)
+        while not matchers[0].is_completed():
+            for i, matcher in enumerate(matchers):
+                matcher.fill_next_token_bitmask(masks, i)
+            assert (masks[0] == masks[1]).all()
+            token = rng.choice(allowed_tokens(masks[0]))
+            assert all(matcher.accept_token(int(token)) for matcher in matchers)
+
+
+def test_strings_of_one_length_are_compiled_once(compiler):
+    """Ten took ten times as long as one, with a large vocabulary longer than a request waits."""
+    kept, _ = compiler._compiler(False)
+
+    def took_s(most: int, count: int) -> float:
+        grammar, begun = object_of([{"type": "string", "maxLength": most}] * count), time.process_time()
+        compile_form(kept, grammar)
+        return time.process_time() - begun
+
+    assert took_s(121, 10) < 5 * took_s(120, 1)
 
 
 def test_compiling_does_not_meet_the_thread_that_decodes(llm):
