@@ -1,7 +1,9 @@
 """Compiling: once for each grammar, refused with the reason, and given up where it takes too long."""
 
 import json
+import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +15,7 @@ import pytest
 import xgrammar
 
 from espalier import LLM, EspalierError, Grammar, SamplingParams
+from espalier.cores import LOW_PRIORITY
 from espalier.masking import compile as of_compile
 from espalier.masking import trial as of_trial
 from espalier.masking.compile import CompilerBusy, GrammarCompiler, compile_form, token_bytes
@@ -159,6 +162,16 @@ def go_on(monkeypatch):
     monkeypatch.setattr(of_compile, "compile_form", slow)
     yield event
     event.set()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
+def test_one_leaves_the_cores_to_running_streams(compiler, monkeypatch):
+    seen, made = [], of_compile.compile_form
+    monkeypatch.setattr(
+        of_compile, "compile_form", lambda *given: (seen.append(os.getpriority(os.PRIO_PROCESS, 0)), made(*given))[1]
+    )
+    compiler.compile(Grammar("regex", "a"))
+    assert min(seen) >= LOW_PRIORITY > os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def join_compilations():
