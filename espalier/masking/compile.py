@@ -40,8 +40,6 @@ MAX_THREADS = 8
 # Memory limits: of one grammar, and of all that are kept.
 MAX_GRAMMAR_BYTES = 256 * 2**20
 MAX_KEPT_BYTES = 1024 * 2**20
-# Of the masks that xgrammar keeps for parts that come again, in one grammar or in several: strings of one length.
-MAX_PART_BYTES = 256 * 2**20
 MAX_KEPT = 1024
 THREAD = "espalier-grammar"
 # The time and the place in its source with which xgrammar's errors begin.
@@ -202,7 +200,7 @@ class GrammarCompiler:
                 # Stop tokens are given with each output.  One that is given here would spell no text.
                 info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, stop_token_ids=[])
                 threads = min(physical_cores(), MAX_THREADS)
-                compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_limit_bytes=MAX_PART_BYTES)
+                compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
                 self._compilers[names_special] = compiler, np.array([len(each) for each in vocabulary])
             return self._compilers[names_special]
 
