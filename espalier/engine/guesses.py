@@ -93,7 +93,9 @@ class Guesses:
             if generation != request.generation or request.slot is None:
                 continue
             followed[place] = self._count(by_slot.get(request.slot, ()), request, row)
-            if row.candidates is not None and row.by_source is not None:
+            # The draft does not run over all tokens of a request that never speculates, so it guesses noise there.
+            speculates = request.params.depth_limit(self.layout.steps) > 0
+            if speculates and row.candidates is not None and row.by_source is not None:
                 requests.append(request.id)
                 candidates.append(row.candidates)
                 emitted.append(row.tokens)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from espalier.engine.acceptance import Sample
 from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.engine.tree_choice import FixedTrees, TreeChooser
-from espalier.layout import PLAIN, RoundLayout, TreeShape
+from espalier.layout import RoundLayout, TreeShape
 from espalier.request import Request
 
 
@@ -34,9 +34,20 @@ class RoundTrees:
         if not self.runs_any_tree and any(request.masker for request in batch):
             # Rounds with a grammar run in stages, which only the layout's tree has.
             return None
-        drafting = sum(request.params.depth_limit(self.layout.steps) > 0 for request in batch)
+        drafting = self._num_drafting(batch)
         tree = self.chooser.pick(len(batch), drafting, sum(request.num_known for request in batch) / len(batch))
-        return PLAIN if tree is None and not drafting and self.runs_any_tree else tree
+        return self.layout.without_draft if tree is None and not drafting else tree
+
+    def of_pass(self, batch: Sequence[Request]) -> TreeShape | None:
+        """LaunchInput.tree of a prefill pass of these requests."""
+        return self.layout.without_draft if self.layout.steps and not self._num_drafting(batch) else None
+
+    def _num_drafting(self, batch: Sequence[Request]) -> int:
+        return sum(request.params.depth_limit(self.layout.steps) > 0 for request in batch)
+
+    def has_draft_rows(self, request: Request) -> bool:
+        """Whether the draft, if there is one, runs over all tokens of the request."""
+        return not self.layout.has_draft_model or request.params.depth_limit(self.layout.steps) > 0
 
     def rows(self, tree: TreeShape | None, batch: int) -> int:
         """How many nodes a round verifies."""
@@ -57,7 +68,7 @@ class RoundTrees:
         tree = launch_input.tree
         if launch_input.is_prefill:
             self.chooser.restart()
-        if tree is None:
+        if launch_input.is_prefill or tree is None:
             return
         guesses = [sum(row.tree_size.at_depth) for row in rows]
         verified = len(rows) + sum(guesses) if tree.shared_rows else len(rows) * (1 + max(guesses))

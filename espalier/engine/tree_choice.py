@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
+from espalier.config import RoundCosts
 from espalier.engine.acceptance import Acceptance, Sample
 from espalier.engine.round_times import RoundTimes
-from espalier.layout import PLAIN, RoundCosts, RoundLayout, TreeShape, next_bucket
+from espalier.layout import PLAIN, RoundLayout, TreeShape, next_bucket
 
 # A form replaces the current one if its expected tokens a second are at least this many times as many.
 WORTH_A_CHANGE = 1.02
@@ -157,10 +158,7 @@ class TreeChoice:
     def pick(self, batch: int, drafting: int, context: float) -> TreeShape | None:
         at = next_bucket(batch)
         bucket = self._bucket(at)
-        if drafting or PLAIN not in bucket.forms:
-            tree = self._choose(bucket, at, drafting / batch, context)
-        else:
-            tree = PLAIN
+        tree = self._choose(bucket, at, drafting / batch, context) if drafting else self.layout.without_draft
         self._in_flight.append(Picked(tree, at, context, self.clock()))
         return tree
 
@@ -169,7 +167,7 @@ class TreeChoice:
         self._count_time(picked, rows)
         self._acceptance_of(picked.tree).add(picked.tree, samples)
         without = next((form for form in self._bucket(picked.batch).forms if not form.drafts), None)
-        if without is not None and picked.tree.drafts and picked.tree != PLAIN:
+        if without is not None and picked.tree.drafts and picked.tree.steps:
             # The sources were asked anyway.
             self.of_lookup.add(without, looked_up)
 

@@ -214,7 +214,7 @@ class Worker:
 
 def _label(tree: TreeShape) -> str:
     shared = f" sharing {tree.shared_rows}" if tree.shared_rows else ""
-    return ",".join(map(str, tree.sizes.values())) + shared + ("" if tree.drafts else " without draft")
+    return ",".join(map(str, tree.sizes.values())) + shared + ("" if tree.drafts and tree.extends else " without draft")
 
 
 def settings_of(sent: dict[str, Any]) -> dict[str, Any]:

@@ -162,6 +162,17 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
     return ids, weights
 
 
+@op("espalier.kernels.layers.shared_gate", on="x")
+def scale_by_gate(result: Tensor, x: Tensor, gate: Tensor, out: Tensor) -> None:
+    """Write a shared expert's result, times the sigmoid of its gate, to out [N, H], float32 at least.
+
+    result: [N, H] in x's dtype, or [parts, N, H] float32 at least, which are summed in order and rounded to x's dtype.
+    x: [N, in], the rows; gate: [1, in].  Their product is rounded to x's dtype.
+    """
+    result = sum_parts.reference(result, x.dtype)
+    torch.mul(result, F.linear(x, gate).to(out.dtype).sigmoid(), out=out)
+
+
 @op("espalier.kernels.layers.experts", on="ids")
 def grouped_experts(
     x: Rows,

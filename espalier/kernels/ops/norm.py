@@ -79,15 +79,22 @@ def rounded_norm(
 
 @op("espalier.kernels.layers.norm", on="residual")
 def norm_router(
-    delta: Tensor, residual: Tensor, weight: Tensor, eps: float, router: Tensor, rounding: InputScales | None = None
+    delta: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    router: Tensor,
+    rounding: InputScales | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Rows, Tensor]:
     """(sum, norm, rows, logits) for 1 to MAX_ROUTER_ROWS rows of bfloat16 or float16.
 
     sum, norm: as add_rms_norm gives them, with its tolerance; delta may be partial sums.
     rows: the norm as quantise_rows rounds it, to the bit; without `rounding` the norm itself.
-    router: [E, H], contiguous.  logits: norm · routerᵀ [rows, E], computed and returned in float32.
+    router: [E, H], contiguous; it may be another small matrix.
+    logits: norm · routerᵀ [rows, E], computed in float32 and returned in `dtype`.
     Raises EspalierError on other shapes, dtypes or strides, and for a rounding that `rounds_norm` refuses.
     """
     total, normed = add_rms_norm.reference(delta, residual, weight, eps)
     rows = normed if rounding is None else RoundedRows(*quantise_inputs(normed, rounding), normed.dtype)
-    return total, normed, rows, F.linear(normed.float(), router.float())
+    return total, normed, rows, F.linear(normed.float(), router.float()).to(dtype)

@@ -23,6 +23,13 @@ from espalier.models.weight_formats.sharded import Unsummed, over_ranks
 Delta = Tensor | Unsummed | None
 
 
+def is_rounded_before(x: Tensor, size: int, rounding: InputScales | None) -> bool:
+    """Whether the launch that makes `size` columns of rows like x also rounds them, for one product."""
+    if rounding is None or not x.is_cuda or len(x) > kernel_rows(rounding, chip(x)):
+        return False
+    return rounds_norm(size, rounding)
+
+
 class RMSNorm:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension, in float32 at least.
 
@@ -47,8 +54,7 @@ class RMSNorm:
 
     def rounded_after(self, delta: Delta, residual: Tensor, rounding: InputScales) -> tuple[Tensor, Rows]:
         """As `after`, for one reader of the norm that rounds it so (Linear.rounding): it may be rounded already."""
-        few = residual.is_cuda and len(residual) <= kernel_rows(rounding, chip(residual))
-        if not few or not rounds_norm(residual.shape[1], rounding):
+        if not is_rounded_before(residual, residual.shape[1], rounding):
             return self.after(delta, residual)
         total, _, rounded = rounded_norm.triton(summed(delta), residual, self.weight, self.eps, rounding)
         return total, rounded

@@ -30,7 +30,7 @@ class GraftedDrafter:
     def __init__(self, drafter: Drafter, layout: RoundLayout):
         self.drafter = drafter
         self.layout = layout
-        self.spec = drafter.spec
+        self.spec, self.root_trees = drafter.spec, drafter.root_trees
 
     @property
     def captures_prefill(self) -> bool:
@@ -44,8 +44,6 @@ class GraftedDrafter:
 
     def begin(self, slots: BatchState) -> Grow:
         layout = self.layout
-        if layout.num_draft_tokens == 1:
-            return self.drafter.begin(slots)
         if layout.drafts:
             return partial(self._grow, slots, self.drafter.begin(slots))
         return partial(self._graft, slots, roots_alone(slots.root, layout.num_draft_tokens, layout.ancestor_words))
