@@ -322,7 +322,7 @@ class _Reader:
             self._name_of_property()
         written = self.regex[at : max(self.at, at + 1)]
         what, remedy = OTHER_ESCAPES.get(char, ("unknown escape", r"write \\ for a backslash"))
-        raise self._refuse(f"'{written}', a {what}", remedy, at)
+        raise self._refuse(f"'{written}', {'an' if what[0] in 'aeiou' else 'a'} {what}", remedy, at)
 
     def _name_of_property(self) -> None:
         inside, found, _ = self.regex[self.at :].partition("}")

@@ -272,7 +272,7 @@ REFUSED = [
     (r"\U00110000", "no character", "0010ffff"),
     (r"(a)\1", r"'\\1', a back reference at position 3", "again"),
     (r"[\b]", r"'\\b' in a class", r"\x08"),
-    (r"\y", r"'\\y', a unknown escape", r"\\"),
+    (r"\y", r"'\\y', an unknown escape", r"\\"),
     ("a\\", "unknown escape", r"\\"),
     (r"\ud83d", "surrogate", "8 hex digits"),
     ("(?=a)", "lookaround", "part"),
