@@ -263,8 +263,8 @@ def test_both_readers_of_xgrammar_read_a_pattern_alike():
 
 
 REFUSED = [
-    (r"a\Ab", r"'\\A', a start of the text at position 1", "leave it out, or write ^"),
-    (r"\Z", r"'\\Z', a end", "write $"),
+    (r"a\Ab", r"'\\A', the start of the text at position 1", "leave it out, or write ^"),
+    (r"\Z", r"'\\Z', the end", "write $"),
     (r"\p{L}+", r"'\\p{L}', a Unicode property at position 0", "[A-Za-z]"),
     (r"[\P{Lu}]", r"'\\P{Lu}'", "class"),
     (r"\x{41}", r"'\\x' without 2 hex digits", r"\x41"),
