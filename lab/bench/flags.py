@@ -322,5 +322,9 @@ def learn(parser: ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=32768, metavar="N", help="new tokens before a training (32768)")
     parser.add_argument("--seconds", type=int, default=600, metavar="N", help="longest time of a training (600)")
     parser.add_argument("--prompts", type=int, default=24, metavar="N", help="prompts after each swap (24)")
+    topics = ("prose", "code", "logs")
+    parser.add_argument(
+        "--topics", nargs="+", choices=topics, default=topics, help=f"one after another ({' '.join(topics)})"
+    )
     parser.add_argument("--busy", action="store_true", help="the trainer without its low priority, on a busy machine")
     add_json_flag(parser)

@@ -345,9 +345,8 @@ class Watch:
         target = runner.target
         layers = () if target.config.experts is None else target.config.experts.layers
         layered = getattr(target, "layers", ())
-        own = {id(layer.mlp.gate_up) for layer in layered if hasattr(layer.mlp, "gate_up")}
-        beside = (getattr(layer, "beside", None) for layer in layered)
-        own |= {id(block.mixture.gate_up) for block in beside if block is not None}
+        blocks = (getattr(layer.mlp, "mixture", layer.mlp) for layer in layered)
+        own = {id(block.gate_up) for block in blocks if hasattr(block, "gate_up")}
         if launch_input.is_prefill:
             count = extended = sum(launch_input.lengths)
         else:
