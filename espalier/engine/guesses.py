@@ -2,19 +2,25 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from espalier.engine.launch_input import Launch, RequestResult
-from espalier.layout import RoundLayout
+from espalier.engine.tree_choice import LookedUp
+from espalier.layout import PLAIN, RoundLayout, TreeShape
 from espalier.request import Request
 from espalier.slots import ALL_SOURCES, Guess, guess_width
 from espalier.speculate.sources.base import HostSource
 from espalier.speculate.sources.calibrate import Candidates
 from espalier.speculate.sources.survival import Survival
 
+# Beside a draft, a guess is sent if its first token is right at least so often; else it seldom adds to the tree.
+LEAST_BESIDE = 0.25
+# Without a draft, a token is sent if it is reached at least so often: a row costs that share of a token's time.
+LEAST_REACH = 0.06
 # Counts are logged after so many rounds, and each time that the rounds have doubled.
 LEAST_LOGGED = 256
 log = logging.getLogger("espalier")
@@ -28,6 +34,9 @@ class OfRound(NamedTuple):
     guesses: OfSlots = ()
     survival: np.ndarray | None = None
     skill: tuple[float, ...] = ()
+
+
+NOTHING = OfRound()
 
 
 class Guesses:
@@ -58,23 +67,60 @@ class Guesses:
         if self.survival is not None:
             self.survival.own.pop(request.id, None)
 
-    def next(self, batch: Sequence[Request]) -> OfRound:
-        """What a round of these requests carries."""
-        if self.survival is None:
-            return OfRound()
+    def ask(self, batch: Sequence[Request]) -> OfSlots:
+        """Guesses for the next round of these requests."""
+        if self.survival is None or not self.sources:
+            return ()
         found = ((request.slot, self._guesses_of(request)) for request in batch if request.slot is not None)
-        guesses = tuple((slot, of_slot) for slot, of_slot in found if of_slot)
-        return OfRound(guesses, self.survival.to_send(), tuple(self.survival.skill(request.id) for request in batch))
+        return tuple((slot, of_slot) for slot, of_slot in found if of_slot)
 
     def _guesses_of(self, request: Request) -> tuple[Guess, ...]:
         if not request.params.depth_limit(self.layout.steps):
             return ()
-        width = guess_width(self.layout)
+        width = guess_width(self.layout) if request.rounds_in_flight else self.layout.steps
         guesses = chain.from_iterable(source.guesses(request, width) for source in self.sources)
         by_token: dict[int, Guess] = {}
         for guess in guesses:
             by_token.setdefault(guess.tokens[0], guess)
         return tuple(by_token.values())[: self.layout.sent_paths]
+
+    def looked_up(self, batch: Sequence[Request], guesses: OfSlots) -> LookedUp | None:
+        """What these guesses alone would gain in the next round.  None if the host does not know: a round is in flight,
+        or the device has a source too."""
+        if self.survival is None or self.layout.text_paths or any(request.rounds_in_flight for request in batch):
+            return None
+        gained, rows = 0.0, len(batch)
+        for _, of_slot in guesses:
+            others = 1.0
+            for guess in of_slot:
+                reach = self._worth_sending(guess)
+                gained += others * sum(reach)
+                others *= 1 - reach[0] if reach else 1.0
+                rows += len(reach)
+        return LookedUp(gained / len(batch), rows)
+
+    def _worth_sending(self, guess: Guess) -> list[float]:
+        """How often the tokens of a guess are reached, as far as they are worth their rows."""
+        assert self.survival is not None
+        return [reach for reach in self.survival.reach(guess.kind)[: len(guess.tokens)] if reach >= LEAST_REACH]
+
+    def of_round(self, batch: Sequence[Request], guesses: OfSlots, tree: TreeShape | None, is_chosen: bool) -> OfRound:
+        """What a round with this tree carries.  is_chosen: whether `looked_up` chose the tree, so that a guess is only
+        sent where it pays."""
+        if self.survival is None or tree == PLAIN:
+            return NOTHING
+        if is_chosen and tree is not None:
+            kept = ((slot, self._paying(of_slot, tree)) for slot, of_slot in guesses)
+            guesses = tuple((slot, of_slot) for slot, of_slot in kept if of_slot)
+        return OfRound(guesses, self.survival.to_send(), tuple(self.survival.skill(request.id) for request in batch))
+
+    def _paying(self, guesses: Sequence[Guess], tree: TreeShape) -> tuple[Guess, ...]:
+        made = []
+        for guess in guesses:
+            reach = self._worth_sending(guess)
+            if reach and (not tree.drafts or reach[0] >= LEAST_BESIDE):
+                made.append(replace(guess, tokens=guess.tokens[: len(reach)]))
+        return tuple(made)
 
     def count(self, launch: Launch, rows: Sequence[RequestResult]) -> list[int]:
         """Count the guesses of a launch that came true.  Called before its tokens are appended.  rows: the launch's
@@ -84,7 +130,7 @@ class Guesses:
         """
         if self.survival is None:
             return [0] * len(rows)
-        by_slot = dict(launch.launch_input.guesses)
+        by_slot = dict(launch.guesses)
         followed = [0] * len(rows)
         requests: list[str] = []
         candidates: list[np.ndarray] = []

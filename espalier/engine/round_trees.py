@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from espalier.engine.acceptance import Sample
 from espalier.engine.launch_input import LaunchInput, RequestResult
-from espalier.engine.tree_choice import FixedTrees, TreeChooser
+from espalier.engine.tree_choice import FixedTrees, LookedUp, TreeChooser
 from espalier.layout import PLAIN, RoundLayout, TreeShape
 from espalier.request import Request
 
@@ -22,20 +22,21 @@ class RoundTrees:
         self.runs_any_tree = runs_any_tree
         self.num_rounds: Counter[TreeShape] = Counter()
 
-    def next_tree(self, batch: Sequence[Request]) -> TreeShape | None:
-        """The tree of the next round, of these requests; None for the layout's."""
-        tree = self._chosen_tree(batch)
+    def next_tree(self, batch: Sequence[Request], looked_up: LookedUp | None = None) -> TreeShape | None:
+        """The tree of the next round, of these requests; None for the layout's.  looked_up: as in TreeChooser."""
+        tree = self._chosen_tree(batch, looked_up)
         self.num_rounds[tree or self.layout.at(len(batch)).tree] += 1
         return tree
 
-    def _chosen_tree(self, batch: Sequence[Request]) -> TreeShape | None:
+    def _chosen_tree(self, batch: Sequence[Request], looked_up: LookedUp | None) -> TreeShape | None:
         if not self.layout.steps:
             return None
         if not self.runs_any_tree and any(request.masker for request in batch):
             # Rounds with a grammar run in stages, which only the layout's tree has.
             return None
         drafting = sum(request.params.depth_limit(self.layout.steps) > 0 for request in batch)
-        tree = self.chooser.pick(len(batch), drafting, sum(request.num_known for request in batch) / len(batch))
+        context = sum(request.num_known for request in batch) / len(batch)
+        tree = self.chooser.pick(len(batch), drafting, context, looked_up)
         return PLAIN if tree is None and not drafting and self.runs_any_tree else tree
 
     def rows(self, tree: TreeShape | None, batch: int) -> int:

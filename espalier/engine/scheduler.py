@@ -13,7 +13,7 @@ from dataclasses import replace
 from espalier.attention import CommittedLengths
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree, Room
-from espalier.engine.guesses import Guesses, OfRound
+from espalier.engine.guesses import NOTHING, Guesses, OfRound, OfSlots
 from espalier.engine.launch_input import (
     NOT_FINITE,
     Launch,
@@ -36,7 +36,7 @@ from espalier.engine.prefill_policy import (
 from espalier.engine.queue import WaitingQueue
 from espalier.engine.round_trees import RoundTrees
 from espalier.engine.state_keeper import Pairs, Stateless
-from espalier.layout import PLAIN, LaunchForm, RoundLayout, TreeShape
+from espalier.layout import LaunchForm, RoundLayout, TreeShape
 from espalier.request import OutputChunk, Request
 from espalier.sampling.prompt import PromptRows
 from espalier.slots import SlotInit
@@ -260,14 +260,17 @@ class Scheduler:
         at_most = tuple(self.layout.committed_at_most(r.num_known, r.rounds_in_flight) for r in batch)
         committed = CommittedLengths(at_most, exact=not any(r.rounds_in_flight for r in batch))
         marks = self.states.marks_of_round(batch)
+        guesses = self.guesses.ask(batch)
+        looked_up = self.guesses.looked_up(batch, guesses)
         for request in batch:
             request.rounds_in_flight += 1
         self._last_was_prefill = False
         waiting = sum(r.num_prefilled < r.prefill_len for r in self.running)
-        tree = self.trees.next_tree(batch)
+        tree = self.trees.next_tree(batch, looked_up)
+        told = self.guesses.of_round(batch, guesses, tree, looked_up is not None)
         self._idle_rows += (PASS_OVERHEAD_ROWS + self.trees.rows(tree, len(batch))) * waiting / len(batch)
         self.num_rounds[len(batch)] += 1
-        return self._launch(batch, committed, marks, tree=tree)
+        return self._launch(batch, committed, marks, tree=tree, told=told, guesses=guesses)
 
     def _launch(
         self,
@@ -278,10 +281,11 @@ class Scheduler:
         pieces: Pairs = (),
         prompt_rows: PromptRows | None = None,
         tree: TreeShape | None = None,
+        told: OfRound = NOTHING,
+        guesses: OfSlots = (),
     ) -> Launch:
         # A round's launch input has a fixed form without slot inits.  A request that gets a slot needs a prefill first.
         slot_inits, self._slot_inits = (self._slot_inits, []) if prefill.width else ([], self._slot_inits)
-        told = OfRound() if prefill.width or tree == PLAIN else self.guesses.next(batch)
         launch_input = LaunchInput(
             slots=tuple(r.slot for r in batch if r.slot is not None),
             needs=sampling_needs_of(batch),
@@ -304,7 +308,8 @@ class Scheduler:
         )
         self._appended, self._to_clear = [], []
         self._in_flight += 1
-        return Launch(launch_input, [(r, r.generation, r.num_prefilled >= r.prefill_len) for r in batch])
+        members = [(r, r.generation, r.num_prefilled >= r.prefill_len) for r in batch]
+        return Launch(launch_input, members, guesses)
 
     # Harvest
 

@@ -15,7 +15,7 @@ import torch
 
 from espalier.engine.acceptance import Sample
 from espalier.engine.engine import Engine
-from espalier.engine.tree_choice import TreeChoice, TreeChooser
+from espalier.engine.tree_choice import LookedUp, TreeChoice, TreeChooser
 from espalier.layout import PLAIN, RoundLayout, TreeShape, bucket_of, next_bucket
 from espalier.startup.resolve import NUM_DRAFT_TOKENS, PAGE_SIZE, STEPS, TOPK
 from espalier.startup.tree_cost import measure_chip, pass_weights, smaller_trees
@@ -65,7 +65,7 @@ class OneTree:
     tree: TreeShape
     num_changes: int = 0
 
-    def pick(self, batch: int, drafting: int, context: float) -> TreeShape | None:
+    def pick(self, batch: int, drafting: int, context: float, looked_up: LookedUp | None = None) -> TreeShape | None:
         has = self.layout.choices_at(bucket_of(batch, self.layout.batch_buckets(self.layout.max_batch)))
         return self.tree if self.tree in has else PLAIN
 

@@ -5,6 +5,8 @@ read, whether or not it was verified.  So equal requests in equal order give equ
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 
@@ -28,6 +30,7 @@ OWN_PRIOR, OWN_HALF_LIFE, MOST_SKILL = 2.0, 8.0, 50.0
 
 class Survival:
     """tried: [KINDS, S], how many guesses were right above a depth; followed: how many of them were right there.
+    whole: [2, 1 + ALONE, S], the same two counts of paths, whether or not a draft proposed the same.
     own: by request, how many nodes of its draft should have been right by these counts, and how many were.
     """
 
@@ -38,6 +41,7 @@ class Survival:
         self.first = np.array(by_kind)
         self.tried = np.zeros((KINDS, steps))
         self.followed = np.zeros((KINDS, steps))
+        self.whole = np.zeros((2, 1 + ALONE, steps))
         self.own: dict[str, tuple[float, float]] = {}
         self._sent: np.ndarray | None = None
         self._is_counted = True
@@ -72,7 +76,18 @@ class Survival:
                 for counts, last in ((self.tried, tried), (self.followed, min(followed, end))):
                     counts[of_kind] *= fades
                     counts[of_kind, begin:last] += 1
+        self.whole[:, kind] *= fades
+        self.whole[0, kind, : min(followed + 1, len(pairs))] += 1
+        self.whole[1, kind, :followed] += 1
         return followed
+
+    def reach(self, kind: int) -> list[float]:
+        """The probability, by depth, that a path of this kind is right down to there, whatever a draft proposes."""
+        above, steps = float(self.first[kind]), []
+        for tried, followed in self.whole[:, kind].T.tolist():
+            above = (followed + PRIOR * above) / (tried + PRIOR)
+            steps.append(above)
+        return list(accumulate(steps, mul))
 
     def add_draft(self, requests: Sequence[str], candidates: np.ndarray, emitted: Sequence[Sequence[int]]) -> None:
         """Count the draft's nodes of a round.
