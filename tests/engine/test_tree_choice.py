@@ -11,7 +11,7 @@ import pytest
 
 from espalier.engine.acceptance import FIRST_CHILD, Acceptance, Sample, accept_length, at_level, depth_of, gains
 from espalier.engine.round_times import MEMORY, CpuCosts, RoundTimes
-from espalier.engine.tree_choice import LONGEST, TreeChoice
+from espalier.engine.tree_choice import LONGEST, LookedUp, TreeChoice
 from espalier.layout import PLAIN, RoundLayout, TreeShape, next_bucket
 from espalier.startup.tree_cost import CONTEXT
 from espalier.startup.tree_policy import PredictedCosts, tree_sets
@@ -185,6 +185,31 @@ def test_on_a_cpu_guesses_that_find_nothing_are_tried_more_and_more_seldom() -> 
     choices[0].restart()
     assert set(paced(True, 100, choices[0])) == {TREE}
     assert PLAIN in paced(False, 60, choices[0])
+
+
+def by_guesses(choice: TreeChoice, rounds: int, tokens: Sequence[float], accepted: int) -> list[TreeShape]:
+    """Rounds of a request on a CPU.  tokens: what its guesses are expected to gain, over and over; accepted: of the
+    draft's tree."""
+    picked = []
+    for number in range(rounds):
+        gained = tokens[number % len(tokens)]
+        tree = choice.pick(1, 1, 100, LookedUp(gained, 6 if gained else 1))
+        assert tree is not None
+        picked.append(tree)
+        samples = [Sample(5, [0] * accepted, accepted == 5, False)] if tree.drafts and tree != PLAIN else []
+        choice.read(samples, tree.num_draft_tokens, [])
+    return picked
+
+
+def test_a_round_whose_guesses_are_known_runs_without_a_draft_where_they_are_worth_more() -> None:
+    alone = TreeShape(5, 4, 16, drafts=False)
+    choice = TreeChoice(layout_of(((1, (TREE, alone, PLAIN)),)), CpuCosts(draft=0.15), is_lookup=False)
+    assert by_guesses(choice, 60, (4.0, 0.2), 3) == [alone, TREE] * 30
+    choice.restart()
+    assert by_guesses(choice, 2, (4.0, 0.2), 3) == [alone, TREE], "a new prompt forgets nothing"
+    # A draft that finds nothing ends.  Guesses that gain little go on, and do not keep it from being tried again.
+    assert set(by_guesses(choice, 300, (0.3, 0.0), 0)[-10:]) == {alone, PLAIN}
+    assert set(by_guesses(choice, LONGEST + 60, (0.3, 0.0), 4)[-10:]) == {TREE}
 
 
 def test_however_long_a_choice_lasts_others_are_tried() -> None:
