@@ -4,6 +4,7 @@ The counts come from results that the host reads anyway.  Each guess is counted 
 read, whether or not it was verified.  So equal requests in equal order give equal numbers.  Older counts fade.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
@@ -95,6 +96,8 @@ class Survival:
         requests: their ids; candidates: [B, D], as in SlotTable; emitted: the tokens of each request.
         """
         exists, kinds, depths, parents, tokens = Candidates.of(candidates)
+        if not (kinds >= PATH_KINDS).any():
+            return
         known = np.full((len(requests), self.tried.shape[1]), -2)
         for row, of_request in zip(known, emitted, strict=True):
             row[: len(of_request)] = of_request[: len(row)]
@@ -128,7 +131,7 @@ class Survival:
         """The logarithm of how many times as often a node of this request's draft is right."""
         expected, found = self.own.get(request, (0.0, 0.0))
         ratio = (found + OWN_PRIOR) / (expected + OWN_PRIOR)
-        return float(np.log(np.clip(ratio, 1 / MOST_SKILL, MOST_SKILL)))
+        return math.log(min(max(ratio, 1 / MOST_SKILL), MOST_SKILL))
 
     def to_send(self) -> np.ndarray | None:
         """[KINDS, S] float32: log-probabilities.  None if they have hardly changed since they were sent."""
