@@ -18,7 +18,7 @@ from espalier.speculate.sources.calibrate import Candidates
 from espalier.speculate.sources.survival import Survival
 
 # Beside a draft, a guess is sent if its first token is right at least so often; else it seldom adds to the tree.
-LEAST_BESIDE = 0.25
+LEAST_BESIDE = 0.6
 # Without a draft, a token is sent if it is reached at least so often: a row costs that share of a token's time.
 LEAST_REACH = 0.06
 # Counts are logged after so many rounds, and each time that the rounds have doubled.
@@ -90,19 +90,21 @@ class Guesses:
         if self.survival is None or self.layout.text_paths or any(request.rounds_in_flight for request in batch):
             return None
         gained, rows = 0.0, len(batch)
-        for _, of_slot in guesses:
+        samples = {request.slot: request.params.temperature > 0 for request in batch}
+        for slot, of_slot in guesses:
             others = 1.0
             for guess in of_slot:
-                reach = self._worth_sending(guess)
+                reach = self._worth_sending(guess, samples[slot])
                 gained += others * sum(reach)
                 others *= 1 - reach[0] if reach else 1.0
                 rows += len(reach)
         return LookedUp(gained / len(batch), rows)
 
-    def _worth_sending(self, guess: Guess) -> list[float]:
+    def _worth_sending(self, guess: Guess, is_sampled: bool) -> list[float]:
         """How often the tokens of a guess are reached, as far as they are worth their rows."""
         assert self.survival is not None
-        return [reach for reach in self.survival.reach(guess.kind)[: len(guess.tokens)] if reach >= LEAST_REACH]
+        reached = self.survival.reach(guess.kind, is_sampled)[: len(guess.tokens)]
+        return [reach for reach in reached if reach >= LEAST_REACH]
 
     def of_round(self, batch: Sequence[Request], guesses: OfSlots, tree: TreeShape | None, is_chosen: bool) -> OfRound:
         """What a round with this tree carries.  is_chosen: whether `looked_up` chose the tree, so that a guess is only
@@ -110,14 +112,15 @@ class Guesses:
         if self.survival is None or tree == PLAIN:
             return NOTHING
         if is_chosen and tree is not None:
-            kept = ((slot, self._paying(of_slot, tree)) for slot, of_slot in guesses)
+            samples = {request.slot: request.params.temperature > 0 for request in batch}
+            kept = ((slot, self._paying(of_slot, tree, samples[slot])) for slot, of_slot in guesses)
             guesses = tuple((slot, of_slot) for slot, of_slot in kept if of_slot)
         return OfRound(guesses, self.survival.to_send(), tuple(self.survival.skill(request.id) for request in batch))
 
-    def _paying(self, guesses: Sequence[Guess], tree: TreeShape) -> tuple[Guess, ...]:
+    def _paying(self, guesses: Sequence[Guess], tree: TreeShape, is_sampled: bool) -> tuple[Guess, ...]:
         made = []
         for guess in guesses:
-            reach = self._worth_sending(guess)
+            reach = self._worth_sending(guess, is_sampled)
             if reach and (not tree.drafts or reach[0] >= LEAST_BESIDE):
                 made.append(replace(guess, tokens=guess.tokens[: len(reach)]))
         return tuple(made)
@@ -168,7 +171,10 @@ class Guesses:
             known = tuple(request.output[guess.start + 1 - len(request.prompt) :])
             if guess.tokens[: len(known)] == known:
                 paths.append((guess.kind, guess.tokens[len(known) :]))
-        followed = [self.survival.add(kind, tokens, row.tokens, _num_shared(tokens, drafted)) for kind, tokens in paths]
+        samples = request.params.temperature > 0
+        followed = [
+            self.survival.add(kind, tokens, row.tokens, _num_shared(tokens, drafted), samples) for kind, tokens in paths
+        ]
         return max(followed, default=0)
 
 

@@ -235,7 +235,10 @@ def resolve(
     overlap = _value_or(config.overlap, defaults.overlap)
     sources = choose_sources(speculation, spec.algorithm, tree, device)
     of_engine = (shares_rows(facts.layer_specs, facts.model_impl, device), sources, facts.pass_weights)
-    costs, choices = choose_while_running(speculation, tree, machine, max_batch, spec.algorithm, *of_engine)
+    costs, choices = choose_while_running(
+        speculation, tree, machine, max_batch, spec.algorithm, *of_engine, spec.max_steps
+    )
+    tree = replace(tree, steps=max(tree.steps, *(shape.steps for _, shapes in choices for shape in shapes), 0))
     layout = RoundLayout(
         max_batch=max_batch,
         **asdict(tree),

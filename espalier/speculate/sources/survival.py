@@ -31,7 +31,8 @@ OWN_PRIOR, OWN_HALF_LIFE, MOST_SKILL = 2.0, 8.0, 50.0
 
 class Survival:
     """tried: [KINDS, S], how many guesses were right above a depth; followed: how many of them were right there.
-    whole: [2, 1 + ALONE, S], the same two counts of paths, whether or not a draft proposed the same.
+    whole: [2, 2, 1 + ALONE, S], the same two counts of paths, whether or not a draft proposed the same, by whether the
+    request samples.
     own: by request, how many nodes of its draft should have been right by these counts, and how many were.
     """
 
@@ -42,7 +43,7 @@ class Survival:
         self.first = np.array(by_kind)
         self.tried = np.zeros((KINDS, steps))
         self.followed = np.zeros((KINDS, steps))
-        self.whole = np.zeros((2, 1 + ALONE, steps))
+        self.whole = np.zeros((2, 2, 1 + ALONE, steps))
         self.own: dict[str, tuple[float, float]] = {}
         self._sent: np.ndarray | None = None
         self._is_counted = True
@@ -60,7 +61,14 @@ class Survival:
             made[:, depth] = above
         return made
 
-    def add(self, kind: int, path: Sequence[int], emitted: Sequence[int], shared: int | None = None) -> int:
+    def add(
+        self,
+        kind: int,
+        path: Sequence[int],
+        emitted: Sequence[int],
+        shared: int | None = None,
+        is_sampled: bool = False,
+    ) -> int:
         """Count a path.  emitted: the tokens that the target picked at the depths of the path; shared: how many of its
         tokens the draft proposed too, None in a round without a draft.
 
@@ -77,15 +85,16 @@ class Survival:
                 for counts, last in ((self.tried, tried), (self.followed, min(followed, end))):
                     counts[of_kind] *= fades
                     counts[of_kind, begin:last] += 1
-        self.whole[:, kind] *= fades
-        self.whole[0, kind, : min(followed + 1, len(pairs))] += 1
-        self.whole[1, kind, :followed] += 1
+        whole = self.whole[int(is_sampled), :, kind]
+        whole *= fades
+        whole[0, : min(followed + 1, len(pairs))] += 1
+        whole[1, :followed] += 1
         return followed
 
-    def reach(self, kind: int) -> list[float]:
+    def reach(self, kind: int, is_sampled: bool = False) -> list[float]:
         """The probability, by depth, that a path of this kind is right down to there, whatever a draft proposes."""
         above, steps = float(self.first[kind]), []
-        for tried, followed in self.whole[:, kind].T.tolist():
+        for tried, followed in self.whole[int(is_sampled), :, kind].T.tolist():
             above = (followed + PRIOR * above) / (tried + PRIOR)
             steps.append(above)
         return list(accumulate(steps, mul))
