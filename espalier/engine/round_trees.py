@@ -21,6 +21,8 @@ class RoundTrees:
         self.chooser = chooser or FixedTrees()
         self.runs_any_tree = runs_any_tree
         self.num_rounds: Counter[TreeShape] = Counter()
+        # Whether rounds may run without a draft pass.
+        self.looks_up = any(not tree.drafts for _, trees in layout.choices for tree in trees)
 
     def next_tree(self, batch: Sequence[Request], looked_up: LookedUp | None = None) -> TreeShape | None:
         """The tree of the next round, of these requests; None for the layout's.  looked_up: as in TreeChooser."""
@@ -68,7 +70,7 @@ class RoundTrees:
         ]
         counted = [at for at, row in enumerate(rows) if allowed[at] > 0 and row.finite]
         samples = [Sample(allowed[at], rows[at].ranks, rows[at].is_leaf, is_short[at]) for at in counted]
-        looked_up = [_without_draft(allowed[at], followed[at], len(rows[at].tokens)) for at in counted]
+        looked_up = [_without_draft(allowed[at], followed[at], len(rows[at].tokens)) for at in counted if self.looks_up]
         self.chooser.read(samples, verified, looked_up)
 
 

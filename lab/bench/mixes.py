@@ -19,7 +19,7 @@ from espalier.engine.tree_choice import LookedUp, TreeChoice, TreeChooser
 from espalier.layout import PLAIN, RoundLayout, TreeShape, bucket_of, next_bucket
 from espalier.startup.resolve import NUM_DRAFT_TOKENS, PAGE_SIZE, STEPS, TOPK
 from espalier.startup.tree_cost import measure_chip, pass_weights, smaller_trees
-from espalier.startup.tree_policy import MAX_VERIFY_ROWS, PredictedCosts, sharing, tree_sets
+from espalier.startup.tree_policy import MAX_VERIFY_ROWS, PredictedCosts, tree_sets
 from espalier.terminal.console import print_header, stdout, write_json
 from espalier.terminal.machine import require_gpu
 from lab.bench.engines import dtype_on
@@ -44,6 +44,8 @@ WARM_UP = 4
 # Rounds that requests may run while others enter.
 ENTERING = 64
 CONFIGURED = TreeShape(STEPS, TOPK, NUM_DRAFT_TOKENS)
+# A deeper draft pass costs more than its nodes gain with so few rows (docs/log.md).
+SHARING = (TreeShape(3, 2, 8, shared_rows=4), TreeShape(3, 2, 8, shared_rows=3))
 ADAPTIVE, SHARED = "adaptive", "adaptive, shared rows"
 
 
@@ -188,11 +190,10 @@ def layouts(
 
 
 def _chosen(costs: PredictedCosts, batch: int, shares: bool) -> tuple[TreeShape, ...]:
-    """The trees that an engine chooses from at this batch; if rows may be shared, with one that does."""
-    sets = tree_sets(CONFIGURED, costs, batch, MAX_VERIFY_ROWS, shares, looks_up=False)
+    """The trees that an engine chooses from at this batch; shares: with those that share rows out, of several."""
+    sets = tree_sets(CONFIGURED, costs, batch, MAX_VERIFY_ROWS, shares=False, looks_up=False)
     trees = next(trees for least, trees in reversed(sets) if least <= next_bucket(batch))
-    needs_one = shares and batch > 1 and not any(tree.shared_rows for tree in trees)
-    return (*trees, *sharing(CONFIGURED)) if needs_one else trees
+    return (*trees, *SHARING) if shares and batch > 1 else trees
 
 
 def prompts_of(models: SyntheticModels, kinds: Sequence[str], batch: int, sizes: Sizes) -> list[list[int]]:

@@ -75,7 +75,7 @@ class World:
                 ranks.append(1 + self.random.randrange(tree.topk - 1))
             else:
                 break
-        return Sample(depth_of(tree), ranks, len(ranks) == depth_of(tree), False)
+        return Sample(depth_of(tree), tuple(ranks), len(ranks) == depth_of(tree), False)
 
     def looked_up(self, tree: TreeShape, emitted: int) -> Sample:
         found = len(self.sample(replace(tree, drafts=False)).ranks)
@@ -166,7 +166,7 @@ def paced(accepts: bool, rounds: int, choice: TreeChoice) -> list[TreeShape]:
         tree = choice.pick(1, 1, 100)
         assert tree is not None
         picked.append(tree)
-        ranks = [0] * depth_of(tree) if accepts else []
+        ranks = (0,) * depth_of(tree) if accepts else ()
         samples = [Sample(depth_of(tree), ranks, accepts, False)] if tree != PLAIN else []
         choice.read(samples, tree.num_draft_tokens, samples)
     return picked
@@ -196,7 +196,7 @@ def by_guesses(choice: TreeChoice, rounds: int, tokens: Sequence[float], accepte
         tree = choice.pick(1, 1, 100, LookedUp(gained, 6 if gained else 1))
         assert tree is not None
         picked.append(tree)
-        samples = [Sample(5, [0] * accepted, accepted == 5, False)] if tree.drafts and tree != PLAIN else []
+        samples = [Sample(5, (0,) * accepted, accepted == 5, False)] if tree.drafts and tree != PLAIN else []
         choice.read(samples, tree.num_draft_tokens, [])
     return picked
 
@@ -244,7 +244,7 @@ def test_rounds_in_flight_are_read_in_order() -> None:
     choice = TreeChoice(layout_of(((1, (TREE,)), (2, (chain,)))), COSTS, is_lookup=False)
     assert [choice.pick(batch, batch, 1024) for batch in (1, 8)] == [TREE, chain]
     for known in ([TREE], [TREE, chain]):
-        choice.read([Sample(3, [0], False, False)], 4, [])
+        choice.read([Sample(3, (0,), False, False)], 4, [])
         assert [*choice.acceptance.forms] == known
 
 
@@ -282,13 +282,13 @@ def test_times_are_corrected_by_what_the_same_form_took_at_the_nearest_batch() -
 @pytest.mark.parametrize(
     ("sample", "counts"),
     [
-        (Sample(5, [0, 0], False, False), [(1, 1), (1, 1), (1, 0), (0, 0)]),
+        (Sample(5, (0, 0), False, False), [(1, 1), (1, 1), (1, 0), (0, 0)]),
         # Behind another child than the first, paths of first children say nothing.
-        (Sample(5, [0, 2, 0], False, False), [(1, 1), (1, 0), (0, 0), (0, 0)]),
+        (Sample(5, (0, 2, 0), False, False), [(1, 1), (1, 0), (0, 0), (0, 0)]),
         # Other nodes were more probable than a child of this one; or the draft guessed nothing here.
-        (Sample(5, [0], True, False), [(1, 1), (0, 0), (0, 0), (0, 0)]),
-        (Sample(5, [0], True, True), [(1, 1), (1, 0), (0, 0), (0, 0)]),
-        (Sample(2, [0, 0], False, False), [(1, 1), (1, 1), (0, 0), (0, 0)]),
+        (Sample(5, (0,), True, False), [(1, 1), (0, 0), (0, 0), (0, 0)]),
+        (Sample(5, (0,), True, True), [(1, 1), (1, 0), (0, 0), (0, 0)]),
+        (Sample(2, (0, 0), False, False), [(1, 1), (1, 1), (0, 0), (0, 0)]),
     ],
 )
 def test_what_a_path_says_of_first_children(sample: Sample, counts: list[tuple[int, int]]) -> None:
