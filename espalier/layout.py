@@ -80,12 +80,6 @@ class TreeShape:
     def rows(self) -> int:
         return min(self.shared_rows or self.num_draft_tokens, self.num_draft_tokens)
 
-    @property
-    def label(self) -> str:
-        """A short name, for metrics."""
-        shared = f" sharing {self.shared_rows}" if self.shared_rows else ""
-        return ",".join(map(str, self.sizes.values())) + shared + ("" if self.drafts else " without draft")
-
     def __str__(self) -> str:
         if not self.steps:
             return "plain decoding"

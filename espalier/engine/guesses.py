@@ -36,7 +36,15 @@ class OfRound(NamedTuple):
     skill: tuple[float, ...] = ()
 
 
-NOTHING = OfRound()
+class Asked(NamedTuple):
+    """What the sources guess before a round.  looked_up: as in TreeChooser."""
+
+    guesses: OfSlots = ()
+    looked_up: LookedUp | None = None
+
+
+# Of a prefill pass, which carries nothing.
+NOTHING = Asked()
 
 
 class Guesses:
@@ -67,12 +75,13 @@ class Guesses:
         if self.survival is not None:
             self.survival.own.pop(request.id, None)
 
-    def ask(self, batch: Sequence[Request]) -> OfSlots:
+    def ask(self, batch: Sequence[Request]) -> Asked:
         """Guesses for the next round of these requests."""
         if self.survival is None or not self.sources:
-            return ()
+            return Asked()
         found = ((request.slot, self._guesses_of(request)) for request in batch if request.slot is not None)
-        return tuple((slot, of_slot) for slot, of_slot in found if of_slot)
+        guesses = tuple((slot, of_slot) for slot, of_slot in found if of_slot)
+        return Asked(guesses, self._looked_up(batch, guesses))
 
     def _guesses_of(self, request: Request) -> tuple[Guess, ...]:
         if not request.params.depth_limit(self.layout.steps):
@@ -84,10 +93,10 @@ class Guesses:
             by_token.setdefault(guess.tokens[0], guess)
         return tuple(by_token.values())[: self.layout.sent_paths]
 
-    def looked_up(self, batch: Sequence[Request], guesses: OfSlots) -> LookedUp | None:
+    def _looked_up(self, batch: Sequence[Request], guesses: OfSlots) -> LookedUp | None:
         """What these guesses alone would gain in the next round.  None if the host does not know: a round is in flight,
         or the device has a source too."""
-        if self.survival is None or self.layout.text_paths or any(request.rounds_in_flight for request in batch):
+        if self.layout.text_paths or any(request.rounds_in_flight for request in batch):
             return None
         gained, rows = 0.0, len(batch)
         samples = {request.slot: request.params.temperature > 0 for request in batch}
@@ -106,12 +115,12 @@ class Guesses:
         reached = self.survival.reach(guess.kind, is_sampled)[: len(guess.tokens)]
         return [reach for reach in reached if reach >= LEAST_REACH]
 
-    def of_round(self, batch: Sequence[Request], guesses: OfSlots, tree: TreeShape | None, is_chosen: bool) -> OfRound:
-        """What a round with this tree carries.  is_chosen: whether `looked_up` chose the tree, so that a guess is only
-        sent where it pays."""
-        if self.survival is None or tree == PLAIN:
-            return NOTHING
-        if is_chosen and tree is not None:
+    def of_round(self, batch: Sequence[Request], asked: Asked, tree: TreeShape | None) -> OfRound:
+        """What a round with this tree carries.  If `looked_up` chose the tree, a guess is only sent where it pays."""
+        if self.survival is None or asked is NOTHING or tree == PLAIN:
+            return OfRound()
+        guesses = asked.guesses
+        if asked.looked_up is not None and tree is not None:
             samples = {request.slot: request.params.temperature > 0 for request in batch}
             kept = ((slot, self._paying(of_slot, tree, samples[slot])) for slot, of_slot in guesses)
             guesses = tuple((slot, of_slot) for slot, of_slot in kept if of_slot)

@@ -74,6 +74,12 @@ class RoundTrees:
         self.chooser.read(samples, verified, looked_up)
 
 
+def label(tree: TreeShape) -> str:
+    """A short name of a tree, for metrics."""
+    shared = f" sharing {tree.shared_rows}" if tree.shared_rows else ""
+    return ",".join(map(str, tree.sizes.values())) + shared + ("" if tree.drafts else " without draft")
+
+
 def _without_draft(allowed: int, followed: int, emitted: int) -> Sample:
     """What the other sources' guesses alone would have given.  Whether they go on behind the emitted tokens is not
     known."""

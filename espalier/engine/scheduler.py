@@ -13,7 +13,7 @@ from dataclasses import replace
 from espalier.attention import CommittedLengths
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree, Room
-from espalier.engine.guesses import NOTHING, Guesses, OfRound, OfSlots
+from espalier.engine.guesses import NOTHING, Asked, Guesses
 from espalier.engine.launch_input import (
     NOT_FINITE,
     Launch,
@@ -260,17 +260,15 @@ class Scheduler:
         at_most = tuple(self.layout.committed_at_most(r.num_known, r.rounds_in_flight) for r in batch)
         committed = CommittedLengths(at_most, exact=not any(r.rounds_in_flight for r in batch))
         marks = self.states.marks_of_round(batch)
-        guesses = self.guesses.ask(batch)
-        looked_up = self.guesses.looked_up(batch, guesses)
+        asked = self.guesses.ask(batch)
         for request in batch:
             request.rounds_in_flight += 1
         self._last_was_prefill = False
         waiting = sum(r.num_prefilled < r.prefill_len for r in self.running)
-        tree = self.trees.next_tree(batch, looked_up)
-        told = self.guesses.of_round(batch, guesses, tree, looked_up is not None)
+        tree = self.trees.next_tree(batch, asked.looked_up)
         self._idle_rows += (PASS_OVERHEAD_ROWS + self.trees.rows(tree, len(batch))) * waiting / len(batch)
         self.num_rounds[len(batch)] += 1
-        return self._launch(batch, committed, marks, tree=tree, told=told, guesses=guesses)
+        return self._launch(batch, committed, marks, tree=tree, asked=asked)
 
     def _launch(
         self,
@@ -281,8 +279,7 @@ class Scheduler:
         pieces: Pairs = (),
         prompt_rows: PromptRows | None = None,
         tree: TreeShape | None = None,
-        told: OfRound = NOTHING,
-        guesses: OfSlots = (),
+        asked: Asked = NOTHING,
     ) -> Launch:
         # A round's launch input has a fixed form without slot inits.  A request that gets a slot needs a prefill first.
         slot_inits, self._slot_inits = (self._slot_inits, []) if prefill.width else ([], self._slot_inits)
@@ -303,13 +300,12 @@ class Scheduler:
             masks=self.masks.of_prompts(batch) if prefill.width else None,
             state_copies=self.states.take_copies(),
             marks=marks,
-            **told._asdict(),
+            **self.guesses.of_round(batch, asked, tree)._asdict(),
             committed=committed,
         )
         self._appended, self._to_clear = [], []
         self._in_flight += 1
-        members = [(r, r.generation, r.num_prefilled >= r.prefill_len) for r in batch]
-        return Launch(launch_input, members, guesses)
+        return Launch(launch_input, [(r, r.generation, r.num_prefilled >= r.prefill_len) for r in batch], asked.guesses)
 
     # Harvest
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
-from espalier.engine.acceptance import Acceptance, Sample
+from espalier.engine.acceptance import Acceptance, Count, Sample
 from espalier.engine.round_times import RoundTimes
 from espalier.layout import PLAIN, RoundCosts, RoundLayout, TreeShape, next_bucket
 
@@ -28,6 +28,9 @@ COMPETES = 0.75
 DOUBT = 0.5
 # A choice that lasted LASTING rounds was no mistake.  A choice that lasted SETTLED rounds is logged.
 LASTING, SETTLED = 12, 64
+# What a unit of time is worth is averaged over LATELY rounds.  Expected gains of looked-up guesses are uncertain, so
+# they must be worth LEAST_GAIN tokens.
+LATELY, LEAST_GAIN = 64, 0.15
 log = logging.getLogger("espalier")
 
 
@@ -156,6 +159,8 @@ class TreeChoice:
         )
         self.buckets: dict[int, Bucket] = {}
         self.rounds = self.num_changes = 0
+        # Units of time, and tokens of a request in them.
+        self.lately = Count()
         self._in_flight: deque[Picked] = deque()
         self._last: tuple[TreeShape, int, float] | None = None
 
@@ -172,10 +177,10 @@ class TreeChoice:
         at = next_bucket(batch)
         bucket = self._bucket(at)
         alone = next((form for form in bucket.forms if not form.drafts), None)
-        by_guesses = looked_up is not None and alone is not None
+        by_guesses = looked_up is not None and alone is not None and not self.costs.by_clock
         if not drafting and PLAIN in bucket.forms:
             tree = PLAIN
-        elif alone is not None and looked_up is not None:
+        elif by_guesses and alone is not None and looked_up is not None:
             tree = self._choose_by_guesses(bucket, batch, drafting / batch, context, alone, looked_up)
         else:
             tree = self._choose(bucket, at, drafting / batch, context, bucket.forms)
@@ -185,19 +190,24 @@ class TreeChoice:
     def _choose_by_guesses(
         self, bucket: Bucket, batch: int, share: float, context: float, alone: TreeShape, looked_up: LookedUp
     ) -> TreeShape:
-        """The tree without a draft pass, `alone`, in a round whose guesses are worth more than what would run else."""
+        """The tree without a draft pass, `alone`, in a round where the time that it saves is worth more tokens than the
+        draft would add.  Time is worth what lately came of it."""
         at = next_bucket(batch)
         other = self._choose(bucket, at, share, context, [form for form in bucket.forms if form.drafts])
-        rate = (1 + looked_up.tokens) / self.costs.of_rows(alone, batch, looked_up.rows)
-        if other == bucket.current:
-            return alone if rate > self.rate(other, at, share, context) else other
+        seconds = self.times.seconds(other, at, context)
         # A trial goes on unless it cannot be better.
-        return alone if rate > (1 + other.steps) / self.times.seconds(other, at, context) else other
+        tokens = self.rate(other, at, share, context) * seconds if other == bucket.current else 1 + other.steps
+        saved = seconds - self.costs.of_rows(alone, batch, looked_up.rows)
+        worth = self.lately.share(tokens / seconds, 1.0)
+        return alone if 1 + looked_up.tokens + saved * worth > tokens + LEAST_GAIN else other
 
     def read(self, samples: Sequence[Sample], rows: int, looked_up: Sequence[Sample]) -> None:
         picked = self._in_flight.popleft()
         self._count_time(picked, rows)
         if picked.by_guesses:
+            self.lately.fade(1 - 1 / LATELY)
+            self.lately.tried += self.costs.of_rows(picked.tree, picked.batch, rows)
+            self.lately.found += 1 + sum(len(sample.ranks) for sample in samples) / picked.batch
             if picked.tree.drafts:
                 self.acceptance.add(picked.tree, samples)
             return

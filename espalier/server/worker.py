@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from espalier.config import EngineConfig, SpeculationConfig
+from espalier.engine.round_trees import label
 from espalier.errors import EspalierError
 from espalier.layout import bucket_of
 from espalier.llm import LLM, low_acceptance, prepare
@@ -195,7 +196,7 @@ class Worker:
             pages_owned=pool.num_pages - 1 - pool.free - cached,
             preempted=scheduler.num_preempted,
             rounds=self._rounds(),
-            trees=[(tree.label, count) for tree, count in scheduler.trees.num_rounds.items()],
+            trees=[(label(tree), count) for tree, count in scheduler.trees.num_rounds.items()],
             tree_changes=scheduler.trees.chooser.num_changes,
             by_source=dict(zip(ALL_SOURCES, scheduler.guesses.by_source.tolist(), strict=True)),
             totals=engine.totals,

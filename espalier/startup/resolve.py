@@ -26,6 +26,7 @@ from espalier.startup.threads import ThreadFacts, choose_threads
 from espalier.startup.tree_cost import ChipFigures, PassWeights
 from espalier.startup.tree_policy import (
     Machine,
+    as_deep_as,
     busy_chunk_size,
     choose_trees,
     choose_while_running,
@@ -234,14 +235,12 @@ def resolve(
     chunk_size = _value_or(config.chunk_size, defaults.chunk_size)
     overlap = _value_or(config.overlap, defaults.overlap)
     sources = choose_sources(speculation, spec.algorithm, tree, device)
-    of_engine = (shares_rows(facts.layer_specs, facts.model_impl, device), sources, facts.pass_weights)
-    costs, choices = choose_while_running(
-        speculation, tree, machine, max_batch, spec.algorithm, *of_engine, spec.max_steps
-    )
-    tree = replace(tree, steps=max(tree.steps, *(shape.steps for _, shapes in choices for shape in shapes), 0))
+    shares = shares_rows(facts.layer_specs, facts.model_impl, device)
+    of_engine = (shares, sources, facts.pass_weights, spec.max_steps)
+    costs, choices = choose_while_running(speculation, tree, machine, max_batch, spec.algorithm, *of_engine)
     layout = RoundLayout(
         max_batch=max_batch,
-        **asdict(tree),
+        **asdict(as_deep_as(tree, choices)),
         page_size=_value_or(config.page_size, PAGE_SIZE),
         max_context=_max_context(config, facts, defaults),
         reentry=spec.reentry,

@@ -197,6 +197,11 @@ def choose_while_running(
     return None, ()
 
 
+def as_deep_as(tree: TreeShape, choices: Choices) -> TreeShape:
+    """The tree with as many steps as the deepest choice, for buffers that hold each."""
+    return replace(tree, steps=max([tree.steps, *(shape.steps for _, shapes in choices for shape in shapes)]))
+
+
 def _predicted_trees(configured: TreeShape, machine: Machine, max_batch: int) -> tuple[Trees, str]:
     """The trees that tree_cost.py predicts, and the figures behind the prediction in words."""
     chip, routing = machine.chip, "for uniform routing " if machine.weights.expert else ""

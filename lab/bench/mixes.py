@@ -15,6 +15,7 @@ import torch
 
 from espalier.engine.acceptance import Sample
 from espalier.engine.engine import Engine
+from espalier.engine.round_trees import label
 from espalier.engine.tree_choice import LookedUp, TreeChoice, TreeChooser
 from espalier.layout import PLAIN, RoundLayout, TreeShape, bucket_of, next_bucket
 from espalier.startup.resolve import NUM_DRAFT_TOKENS, PAGE_SIZE, STEPS, TOPK
@@ -145,7 +146,7 @@ def measure(
         for batch in order:
             for mix in MIXES if batch > 1 else ("all 0.8", "bursts"):
                 prompts = prompts_of(models, MIXES[mix], batch, sizes)
-                ways: dict[str, TreeChooser] = {tree.label: OneTree(layout, tree) for tree in layout.choices_at(batch)}
+                ways: dict[str, TreeChooser] = {label(tree): OneTree(layout, tree) for tree in layout.choices_at(batch)}
                 # A lone request shares rows with nobody.
                 choosers = {name: chooser for name, chooser in adaptive.items() if batch > 1 or name != SHARED}
                 found = {name: timed(engine, models, way, prompts, sizes) for name, way in (ways | choosers).items()}
@@ -235,7 +236,7 @@ def figures(found: Mapping[str, Timed], fixed: Sequence[str], adaptive: Sequence
     """The figures of a cell.  fixed, adaptive: names in `found`.  The best fixed tree shares no rows out."""
     rates = {name: each.tokens_per_second for name, each in found.items()}
     unshared = [name for name in fixed if "sharing" not in name]
-    plain, best = rates[PLAIN.label], max(unshared, key=lambda name: rates[name])
+    plain, best = rates[label(PLAIN)], max(unshared, key=lambda name: rates[name])
     shared = [name for name in fixed if name not in unshared]
     return {
         "plain tokens/s": round(plain, 1),
@@ -245,7 +246,7 @@ def figures(found: Mapping[str, Timed], fixed: Sequence[str], adaptive: Sequence
         "over best": {name: round(rates[name] / rates[best], 3) for name in (*shared, *adaptive)},
         "accept length": {name: round(found[name].tokens, 2) for name in (best, *shared, *adaptive)},
         "trees": {
-            name: {tree.label: count for tree, count in found[name].trees.items()} for name in (*shared, *adaptive)
+            name: {label(tree): count for tree, count in found[name].trees.items()} for name in (*shared, *adaptive)
         },
         "tokens/s": {name: round(rate, 1) for name, rate in rates.items()},
         "same tokens": f"{min(each.follows for each in found.values())}",

@@ -208,8 +208,9 @@ def test_a_round_whose_guesses_are_known_runs_without_a_draft_where_they_are_wor
     choice.restart()
     assert by_guesses(choice, 2, (4.0, 0.2), 3) == [alone, TREE], "a new prompt forgets nothing"
     # A draft that finds nothing ends.  Guesses that gain little go on, and do not keep it from being tried again.
-    assert set(by_guesses(choice, 300, (0.3, 0.0), 0)[-10:]) == {alone, PLAIN}
-    assert set(by_guesses(choice, LONGEST + 60, (0.3, 0.0), 4)[-10:]) == {TREE}
+    picked = by_guesses(choice, 300, (0.8, 0.0), 0)[-100:]
+    assert picked.count(TREE) <= 16 and picked.count(alone) > 40
+    assert by_guesses(choice, LONGEST + 100, (0.8, 0.0), 4)[-50:].count(TREE) >= 45
 
 
 def test_however_long_a_choice_lasts_others_are_tried() -> None:

@@ -33,12 +33,11 @@ def trees_of_guesses(slots: BatchState, nodes: int, steps: int, num_words: int) 
             if kind and decided >= 0 and tokens[:decided] == since:
                 _add(found, tokens[decided : decided + steps], kind, survival[kind])
         trees.append(_best(found, nodes))
-    tokens, parents, depths, scores, kinds, ancestors = (
-        [[node[part] for node in tree] for tree in trees] for part in range(6)
+    tokens, parents, depths, scores, kinds = (
+        torch.tensor([[node[part] for node in tree] for tree in trees]) for part in range(5)
     )
-    words = [[[_word(bits, word) for word in range(num_words)] for bits in tree] for tree in ancestors]
-    made = Tree(*map(torch.tensor, (tokens, parents, depths)), torch.tensor(scores), torch.tensor(words))
-    return made, torch.tensor(kinds)
+    words = torch.tensor([[[_word(node[5], word) for word in range(num_words)] for node in tree] for tree in trees])
+    return Tree(tokens, parents, depths, scores, words), kinds
 
 
 def _add(found: list[Node], tokens: list[int], kind: int, survival: list[float]) -> None:

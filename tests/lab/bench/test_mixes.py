@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from espalier.engine.round_trees import label
 from espalier.layout import PLAIN, TreeShape
 from espalier.startup.tree_cost import ChipFigures, pass_weights
 from espalier.startup.tree_policy import PredictedCosts
@@ -51,14 +52,14 @@ def test_ways_run_the_same_requests_with_the_same_tokens(monkeypatch):
     monkeypatch.setattr(mixes, "MIXES", {"half 0.95, half 0.3": MIXES["half 0.95, half 0.3"]})
     [cell] = measure(RECIPE, replace(SIZES, batches=(4,)), COSTS, CPU, [4])
     assert cell["same tokens"] == "4" and cell["trees"][ADAPTIVE]
-    assert cell["accept length"][mixes.SHARING[0].label] > 1.2
-    assert set(cell["tokens/s"]) > {PLAIN.label, ADAPTIVE, SHARED}
+    assert cell["accept length"][label(mixes.SHARING[0])] > 1.2
+    assert set(cell["tokens/s"]) > {label(PLAIN), ADAPTIVE, SHARED}
 
 
 def test_the_best_fixed_tree_shares_no_rows():
     shared = TreeShape(5, 4, 16, shared_rows=4)
-    rates = {PLAIN.label: 10.0, "3,1,4": 20.0, shared.label: 30.0, ADAPTIVE: 25.0}
+    rates = {label(PLAIN): 10.0, "3,1,4": 20.0, label(shared): 30.0, ADAPTIVE: 25.0}
     found = {name: Timed(rate, 2.0, 4, Counter({PLAIN: 1})) for name, rate in rates.items()}
     cell = figures(found, list(rates)[:-1], [ADAPTIVE])
     assert (cell["best fixed"], cell["best over plain"]) == ("3,1,4", 2.0)
-    assert cell["over best"] == {shared.label: 1.5, ADAPTIVE: 1.25}
+    assert cell["over best"] == {label(shared): 1.5, ADAPTIVE: 1.25}
