@@ -217,7 +217,7 @@ def check(config: Any, spelled: Callable[[str], str] = str) -> None:
 
 def supported(f: Field) -> str:
     """The supported values of a field, in words."""
-    kinds = _kinds(f.type)
+    kinds = kinds_of(f.type)
     words = list(f.metadata.get("choices", ()))
     if not words and kinds & {int, float}:
         words.append(("a whole number" if int in kinds else "a number") + _range(f.metadata))
@@ -243,17 +243,17 @@ def _range(limits: Mapping[str, Any]) -> str:
     return f", {low} or more" if high is None else f", {low} to {high}"
 
 
-def _kinds(annotation: Any) -> set[Any]:
+def kinds_of(annotation: Any) -> set[Any]:
     """The classes and literal values of an annotation."""
     if get_origin(annotation) in (Union, types.UnionType):
-        return set().union(*(_kinds(part) for part in get_args(annotation)))
+        return set().union(*(kinds_of(part) for part in get_args(annotation)))
     if get_origin(annotation) is Literal:
         return set(get_args(annotation))
     return {get_origin(annotation) or annotation}
 
 
 def _fits_type(value: Any, annotation: Any) -> bool:
-    kinds = _kinds(annotation)
+    kinds = kinds_of(annotation)
     if isinstance(value, bool):
         return bool in kinds
     if isinstance(value, str):

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from espalier.errors import EspalierError, one_line, shown
-from espalier.gguf_file import is_gguf, read_gguf
-from espalier.model_files import read_json, require_files
+from espalier.model_files import is_gguf, read_gguf, read_json, require_files
 
 # Transformers has no tokenizer class of its own for these model types, and takes the one that tokenizer_config.json
 # names.  Of the classes, these add nothing to tokenizer.json.

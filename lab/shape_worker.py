@@ -7,7 +7,7 @@ from typing import Any
 
 from espalier.llm import LLM
 from espalier.server.worker import main, settings_of
-from espalier.terminal.machine import require_gpu
+from espalier.terminal.console import require_gpu
 from lab.bench.engines import OfShape
 from lab.bench.synthetic_models import recipe_of
 

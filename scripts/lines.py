@@ -1,8 +1,10 @@
 """Print the size of the project: lines of code by package, the longest file, the longest function.
 
     python scripts/lines.py --before COMMIT
+    python scripts/lines.py --of COMMIT
 
-A line of code has something other than a comment or a docstring.
+A line of code has something other than a comment or a docstring.  With --of, how much of today's package is as old as a
+commit: by `git blame`, which follows lines that moved or were indented, in some minutes.
 """
 
 import ast
@@ -99,10 +101,27 @@ def largest(sources: Iterable[tuple[Path, str]]) -> Iterator[str]:
     yield "longest function  {} lines  {}".format(*max(found))
 
 
+def of_commit(commit: str) -> str:
+    """The lines of today's package that are as old as a commit, and the files that have most of them."""
+    as_old = newer = files = 0
+    for file in sorted((ROOT / "espalier").rglob("*.py")):
+        blame = ["git", "blame", "-w", "-C", "-M", "-s", f"{commit}..HEAD", "--", str(file)]
+        lines = subprocess.run(blame, cwd=ROOT, capture_output=True, check=True, text=True).stdout.splitlines()
+        old = sum(line.startswith("^") for line in lines)
+        as_old, newer, files = as_old + old, newer + len(lines) - old, files + (2 * old > len(lines))
+    return f"as old as {commit}: {as_old} lines of {as_old + newer}; files with a majority of such lines: {files}"
+
+
 def main(given: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(description="Print the size of the project.")
     parser.add_argument("--before", metavar="COMMIT", help="print the sizes at this commit beside those of today")
+    parser.add_argument(
+        "--of", metavar="COMMIT", help="print only the lines of the package that are as old as this commit"
+    )
     args = parser.parse_args(given)
+    if args.of:
+        print(of_commit(args.of))
+        return
     sides = [sources_at(args.before)] if args.before else []
     tables = [counted(side) for side in [*sides, sources_now()]]
     print(f"{'package':<22}" + f"{'files':>7}{'lines':>8}{'code':>8}" * len(tables))

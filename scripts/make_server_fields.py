@@ -4,9 +4,8 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from espalier.server.fields import field_rows
-from espalier.server.messages import Message
-from espalier.server.openai import ChatRequest, CompletionRequest
+from espalier.server.fields import NoEffect, Refused
+from espalier.server.openai import ChatRequest, CompletionRequest, Message
 from espalier.server.responses import ResponsesRequest
 
 PAGE = Path(__file__).parents[1] / "docs" / "server.md"
@@ -16,6 +15,18 @@ TABLES: tuple[tuple[str, type[BaseModel]], ...] = (
     ("messages", Message),
     ("responses", ResponsesRequest),
 )
+
+
+def field_rows(model: type[BaseModel]) -> list[tuple[str, str, str]]:
+    """(field, "honoured" / "no effect" / "refused", description or reason), in the order of the model."""
+    rows = []
+    for name, info in model.model_fields.items():
+        notes = [note for note in info.metadata if isinstance(note, Refused | NoEffect)]
+        if not notes:
+            rows.append((name, "honoured", info.description or ""))
+        else:
+            rows.append((name, "refused" if isinstance(notes[0], Refused) else "no effect", notes[0].why))
+    return rows
 
 
 def table(model: type[BaseModel]) -> str:

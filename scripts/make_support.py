@@ -8,7 +8,8 @@ from pathlib import Path
 # The package of this clone, also where another one is installed.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from espalier.attention.matrix import limits, matrix
+from espalier.attention import BACKENDS
+from espalier.attention.support import matrix
 from espalier.cache.layer_spec import KVHeads, LatentKV
 from espalier.grammar import KINDS
 from espalier.grammar.formats import ANNOTATING, INTEGERS
@@ -17,7 +18,7 @@ from espalier.grammar.schema import ANNOTATIONS, COMBINING, KEYWORDS
 from espalier.grammar.schema_values import MAX_MULTIPLE, MAX_VALUES
 from espalier.kernels.layers.blocks import BLOCK_TYPES
 from espalier.layout import MAX_PAGE_SIZE
-from espalier.models.block_config import EDGE_KINDS
+from espalier.models.block import EDGE_KINDS
 from espalier.models.config import NEUTRAL, Family
 from espalier.models.draft import MAX_MODULES
 from espalier.models.families import FAMILIES
@@ -25,7 +26,7 @@ from espalier.models.gguf_config import ARCHITECTURES
 from espalier.models.loading import KV_SCALES
 from espalier.models.rope import TYPES as ROPE_TYPES
 from espalier.models.weight_formats import FORMATS, QUANTISATION_FIELDS
-from espalier.models.weight_formats.modelopt import STRATEGIES
+from espalier.models.weight_formats.e2m1 import STRATEGIES
 from espalier.request import SamplingParams
 from espalier.speculate.drafters.base import DraftFormat
 from espalier.speculate.drafters.registry import DRAFT_FORMATS, MTP_NOT_BUILT, NOT_BUILT, WITHOUT_FILES
@@ -53,8 +54,9 @@ def table(head: list[str], rows: Iterable[list[str]]) -> str:
 
 
 def backends() -> str:
-    head, rows = matrix()
-    limited = [[f"`{name}`", key, why] for name, of_backend in limits().items() for key, why in of_backend.items()]
+    supports = [made.support for made in BACKENDS.values()]
+    head, rows = matrix(supports)
+    limited = [[f"`{each.name}`", key, why] for each in supports for key, why in each.limits.items()]
     of_libraries = table(["backend", "limit of", "the library"], limited)
     return f"{table([codes([name]) if name else '' for name in head], rows)}\n\n{BY_LIBRARIES}\n\n{of_libraries}"
 

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 
 from front_cost import CHAT, LENGTHS, cpu_seconds, post
 
-from espalier.serve_ray.build import application
-from espalier.serve_ray.settings import Replicas, Service, service_of
+from espalier.serve_ray.build import Replicas, Service, application, service_of
 from espalier.server.client import ClientOptions
 from lab.bench.server import free_port, wait_until_served
 

@@ -20,22 +20,20 @@ from unittest.mock import patch
 
 import torch
 
-from espalier.bench.chains import Matrix
 from espalier.bench.flags import DRAFT_WEIGHTS, SHAPE_WEIGHTS, tree_shape
+from espalier.bench.timing import Matrix
 from espalier.engine.cuda import CudaExecutor, Graph
 from espalier.engine.launch_input import of_dummies
 from espalier.errors import EspalierError
 from espalier.kernels.hopper.plans import takes_format
 from espalier.kernels.layers import linear_quantised, quantised_plans
-from espalier.kernels.layers.linear_plans import LinearPlan, TritonPlan, candidates
+from espalier.kernels.layers.linear_plans import DENSE, LinearPlan, TritonPlan, candidates
 from espalier.kernels.layers.quantised import QuantisedMatrix, Rows
-from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.runtime.launch import Chip, chip
 from espalier.kernels.runtime.precompile import precompile
 from espalier.layout import PLAIN, LaunchForm
 from espalier.models.weight_formats import dense
-from espalier.terminal.console import print_header
-from espalier.terminal.machine import require_gpu
+from espalier.terminal.console import print_header, require_gpu
 from lab.bench.engines import OfShape, way_with
 from lab.bench.synthetic_models import recipe_of
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from espalier.bench.clients import exchange_all, request_of
-from espalier.bench.engines import BenchEngine, load_sizes
+from espalier.bench.clients import request_of
+from espalier.bench.drive import BenchEngine
 from espalier.cli.serve import sendable
 from espalier.engine.engine import Engine
 from espalier.engine.executor import Handle, StagedHandle
@@ -32,18 +32,18 @@ from espalier.llm import LLM
 from espalier.request import OutputChunk, Request, SamplingParams
 from espalier.server import logs, worker
 from espalier.server.api import ApiOptions
-from espalier.server.body_reader import BodyReader
+from espalier.server.bodies import BodyReader
 from espalier.server.client import ClientOptions, EngineClient
-from espalier.server.engines import Generation
 from espalier.server.front import FrontOptions
+from espalier.server.protocol import Generation, Submit
 from espalier.server.run import ServeOptions, serve
 from espalier.speculate.round import ModelRunner
 from espalier.terminal.console import print_table
 from lab import shape_worker
-from lab.bench.engines import OfShape, engines_of
+from lab.bench.engines import OfShape, engines_of, load_sizes
 from lab.bench.flags import engines as add_flags
 from lab.bench.serve import sharing_the_gpu
-from lab.bench.server import free_port, stop, wait_until_served
+from lab.bench.server import exchange_all, free_port, stop, wait_until_served
 from lab.shape_flags import shape_settings
 
 # Tokens that the stand-in's rounds accept, and the chunk sizes of a GPU.
@@ -215,9 +215,9 @@ def note_front(note: Note) -> None:
         note("parsed", logs.request_id.get())
         return body
 
-    def noted_submit(self: EngineClient, name: str, *args: Any) -> Generation:
-        note("submitted", name)
-        return submit(self, name, *args)
+    def noted_submit(self: EngineClient, prompts: Any, asked: Submit) -> Generation:
+        note("submitted", asked.name)
+        return submit(self, prompts, asked)
 
     def noted_take(self: Generation, part: Any) -> None:
         name = part.name.rpartition("-")[0]

@@ -15,10 +15,10 @@ from espalier.config import EngineConfig, SpeculationConfig, is_open
 from espalier.errors import EspalierError, one_line
 from espalier.layout import PLAIN, TreeShape, max_draft_tokens
 from espalier.models import DraftSpec
-from espalier.models.block_config import MASK_EMBEDDING
+from espalier.models.block import MASK_EMBEDDING
 from espalier.models.weight_files import WeightCount
 from espalier.startup import load, resolve
-from espalier.startup.cache_memory import choose_max_batch
+from espalier.startup.measure_memory import choose_max_batch
 from espalier.startup.resolve import Facts, choose_algorithm, choose_device
 from espalier.startup.threads import ThreadFacts
 from espalier.startup.tree_cost import PassWeights

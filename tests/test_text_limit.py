@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from espalier.text_limit import TextLimit
+from espalier.inputs import TextLimit
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 LONG = "a" * 24

@@ -59,7 +59,7 @@ def choose_backends(
 ) -> str:
     """The backend's name for `layers`, or one name per group of layers if they differ.  configured: None for auto.
 
-    Layers that keep a state have none.
+    Layers that keep a state have no backend.
     """
     groups = groups_of(specs, with_rows(specs, layers)) or (None,)
     names = [configured or default_backend(device, dtype, keeps) for keeps in groups]

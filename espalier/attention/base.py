@@ -19,8 +19,7 @@ from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.ops.attention import Inputs, Nodes, Prefix, merge, no_prefix, staged_attention
-from espalier.kernels.ops.kv_splits import KVSplits
-from espalier.kernels.ops.selection import IndexQueries, SelectedRows, scores_of, top_rows
+from espalier.kernels.ops.selection import IndexQueries, KVSplits, SelectedRows, scores_of, top_rows
 from espalier.kernels.state.kv_scales import KVScales
 
 

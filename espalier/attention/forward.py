@@ -63,7 +63,7 @@ class ModelCache:
     ) -> "Pass":
         """A pass of the model over new rows behind a committed prefix.
 
-        nodes: what the rows see; a sequence: by layer, where layers differ.
+        nodes: what the rows see, or one Nodes for each layer where layers see different rows.
         tokens, positions: as in Pass; positions: by default those of the nodes.
         width: staged rows of each request, by default those of this pass, which writes rows at .. at+Q-1.
         layers: those that run, by default all of this model.
@@ -282,7 +282,7 @@ class Pass:
         return (found if kept is None else found[kept]).view(len(self.tokens), -1, 1, 1)
 
     def looked_up(self, rope: Rope, rotation: Rotation) -> None:
-        """Keep what a launch for another purpose has looked up (espalier/models/layers/embedding.py)."""
+        """Keep what a launch for another purpose has looked up (espalier/models/layers/linear.py)."""
         self._looked_up[rope] = rotation
 
     @cached_property

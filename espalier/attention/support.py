@@ -1,6 +1,9 @@
-"""What a backend can run: one declaration, from which come "auto", refusals and the support matrix."""
+"""What a backend can run: one declaration, from which come "auto", refusals and the support matrix.
 
-from collections.abc import Iterator, Mapping, Sequence
+`espalier doctor --matrix` and docs/support.md show the matrix.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from importlib.util import find_spec
@@ -223,3 +226,42 @@ def plain_sizes(sizes: Sequence[int] | None) -> str:
 def plain(dtype: torch.dtype) -> str:
     """The name of a dtype, without "torch."."""
     return str(dtype).removeprefix("torch.")
+
+
+def _pages(support: Support) -> str:
+    text = plain_sizes(support.page_sizes)
+    latent = support.latent_page_sizes
+    return text if latent is None else f"{text}; latent rows: {plain_sizes(latent)}"
+
+
+def _overlap(support: Support) -> str:
+    refused = ", ".join(kind.kind for kind in support.needs_exact_lengths)
+    return f"not for layers that keep {refused}" if refused else By.ITSELF
+
+
+PROPERTIES: dict[str, Callable[[Support], str]] = {
+    "devices": lambda s: ", ".join(s.devices),
+    "compute capability": lambda s: s.plain_capability.removeprefix("compute capability "),
+    "library": lambda s: "none" if s.library is None else install_command(s.library.extra),
+    "dtypes": lambda s: ", ".join(map(plain, s.dtypes)),
+    "page_size": _pages,
+    "layers that keep": lambda s: ", ".join(kind.kind for kind in s.keeps),
+    "head sizes": lambda s: s.plain_heads,
+    "k and v of different sizes": lambda s: By.ITSELF if s.different_v_size else By.NOTHING,
+    "window on a chain": lambda s: s.window_on_chain,
+    "window on a tree": lambda s: s.window_on_tree,
+    "sinks": lambda s: s.sinks,
+    "K and V in FP8": lambda s: s.fp8,
+    "soft-cap of logits": lambda s: s.softcap,
+    "rows chosen by an indexer": lambda s: s.selection,
+    "draft's left bound": lambda s: s.left_bound,
+    "overlap": _overlap,
+    "CUDA graph": lambda s: By.ITSELF if "cuda" in s.devices else By.NOTHING,
+    "tests have run on": lambda s: ", ".join(s.ran_on) or "not run on hardware",
+}
+
+
+def matrix(supports: Sequence[Support]) -> tuple[list[str], list[list[str]]]:
+    """The head and the rows of the matrix: a property and each backend's value."""
+    head = ["", *(support.name for support in supports)]
+    return head, [[name, *map(value, supports)] for name, value in PROPERTIES.items()]

@@ -33,14 +33,16 @@ from espalier.kernels.ops.attention import (
     merge,
     tree_attention,
 )
-from espalier.kernels.ops.kv_splits import KVSplitPolicy, KVSplits, kv_splits
 from espalier.kernels.ops.selection import (
     MAX_INDEX_SIZE,
     MAX_TOPK,
     IndexKeys,
     IndexQueries,
+    KVSplitPolicy,
+    KVSplits,
     SelectedRows,
     index_scores,
+    kv_splits,
     select_rows,
 )
 

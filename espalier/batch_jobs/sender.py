@@ -1,11 +1,12 @@
-"""Sends lines to a server and waits for their answers, over HTTP or to an application in this process.
+"""Runs a batch: sends every line that has no answer in the journal, over HTTP or to an application in this process.
 
-A failure that says nothing about the line itself is retried: a full queue, a restarting server, a lost connection.
+A failure that says nothing about the line itself is retried: a full queue, a restarting server, a lost connection.  At
+most `concurrency` lines are in memory, so a file may have any number of lines.
 """
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from itertools import cycle
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -13,7 +14,7 @@ from urllib.parse import SplitResult, urlsplit
 import httpx
 import msgspec
 
-from espalier.batch_jobs.lines import Line, LineError, Response
+from espalier.batch_jobs.files import URLS, Journal, Line, LineError, Response, id_prefix, parse
 from espalier.errors import EspalierError, one_line, shown
 
 # A request's connection may be silent for this long: some answers take many minutes.
@@ -25,6 +26,7 @@ MAX_LOST = 5
 RETRIED_STATUSES = (429, 502, 503)
 NOT_FOUND = 404
 App = Callable[..., Awaitable[None]]
+SYNC_S = 1.0
 
 
 class NotAnswered(Exception):
@@ -40,7 +42,7 @@ class NotAnswered(Exception):
 class Sender:
     """clients: one for each server, used in turn; the servers have the same models.
 
-    give_up_s: time limit without any answer; None: no limit.  priority: for bodies that have none.
+    give_up_s: time limit without any answer; None: no limit.  priority: of requests whose bodies name no priority.
     """
 
     def __init__(
@@ -172,3 +174,62 @@ async def require_reachable(clients: Sequence[httpx.AsyncClient]) -> None:
             raise EspalierError(
                 f"--url {client.base_url} has no /v1/models: no OpenAI server is there; correct the path"
             )
+
+
+async def run(
+    journal: Journal,
+    sender: Sender,
+    concurrency: int,
+    answered: Callable[[], object] = lambda: None,
+    urls: Collection[str] = URLS,
+) -> None:
+    """answered: called after each line that is written.  urls: the endpoints that a line may name.
+
+    Raises EspalierError if the server does not answer any more or the output cannot be written.  The journal always has
+    the answers so far, and a later run continues from there.
+    """
+    lines = journal.unanswered()
+    try:
+        async with asyncio.TaskGroup() as group:
+            syncing = group.create_task(_sync(journal))
+            async with asyncio.TaskGroup() as workers:
+                for _ in range(min(concurrency, journal.num_left)):
+                    workers.create_task(_work(lines, journal, sender, answered, urls))
+            syncing.cancel()
+    except BaseExceptionGroup as errors:
+        raise _first_error(errors) from None
+    finally:
+        lines.close()
+
+
+async def _work(
+    lines: Iterator[tuple[int, bytes]],
+    journal: Journal,
+    sender: Sender,
+    answered: Callable[[], object],
+    urls: Collection[str],
+) -> None:
+    """Answer one line after another.  Several workers share the iterator `lines`."""
+    for number, data in lines:
+        custom_id: str | None = None
+        answer: Response | LineError
+        try:
+            line = parse(number, data, urls)
+            custom_id = line.custom_id
+            answer = await sender.answer(f"{id_prefix(journal.input.digest)}{number}", line)
+        except LineError as error:
+            custom_id, answer = error.custom_id, error
+        journal.append(number, custom_id, answer)
+        answered()
+
+
+async def _sync(journal: Journal) -> None:
+    while True:
+        await asyncio.sleep(SYNC_S)
+        # A slow disk must not hold up what else runs on this event loop.
+        await asyncio.to_thread(journal.sync)
+
+
+def _first_error(errors: BaseExceptionGroup) -> BaseException:
+    inner = errors.exceptions[0]
+    return _first_error(inner) if isinstance(inner, BaseExceptionGroup) else inner

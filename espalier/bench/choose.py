@@ -12,8 +12,7 @@ from typing import Any
 
 from rich.text import Text
 
-from espalier.bench.drive import drive, full_steps
-from espalier.bench.engines import BenchEngine, BenchEngines, OfModel, require_positions
+from espalier.bench.drive import BenchEngine, BenchEngines, OfModel, drive, full_steps, require_positions
 from espalier.config import SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
@@ -21,6 +20,7 @@ from espalier.layout import PLAIN, TreeShape
 from espalier.request import SamplingParams
 from espalier.startup import tree_policy
 from espalier.startup.build import engine_of
+from espalier.startup.tree_cost import fits_in
 from espalier.stats import SpeculationStats
 from espalier.terminal.console import QUIET, print_header, print_table, progress, require_writable, stdout, write_json
 from espalier.terminal.flags import engine_settings, flag_of, require_at_least_one, with_minimum, written
@@ -141,16 +141,8 @@ def candidates_of(configured: TreeShape, given: Sequence[TreeShape], is_block: b
         sizes = [nodes for nodes in BLOCK_NODES if nodes < configured.num_draft_tokens]
         fitting = [replace(configured, num_draft_tokens=nodes) for nodes in sizes]
     else:
-        fitting = [shape for shape in CANDIDATES if _fits(configured, shape)]
+        fitting = [shape for shape in CANDIDATES if fits_in(configured, shape)]
     return list(dict.fromkeys(given or (configured, *fitting, PLAIN)))
-
-
-def _fits(configured: TreeShape, shape: TreeShape) -> bool:
-    try:
-        configured.require(shape)
-    except EspalierError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)

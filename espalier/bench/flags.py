@@ -1,4 +1,4 @@
-"""The flags of `espalier bench` and of `espalier doctor --tune`: a function for each command.  None imports PyTorch."""
+"""The flags of `espalier bench` and of `espalier doctor`: a function for each command.  None imports PyTorch."""
 
 import json
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction
@@ -15,9 +15,9 @@ REQUESTS = 8
 POISSON, FIXED, BURSTS = "poisson", "fixed", "bursts"
 CHAT, COMPLETIONS = "chat", "completions"
 # Flags of `bench load` that need a --url.
-OF_SERVERS = ("endpoint", "ttft_limit", "itl_limit", "timeout", "extra_body", "api_key", "plot")
+OF_SERVERS = ("endpoint", "token_ids", "ttft_limit", "itl_limit", "timeout", "extra_body", "api_key", "plot")
 # Flags of drawn prompts, which a dataset has in their place; and flags that need a dataset.
-OF_DRAWN = ("requests", "input", "prefixes", "prefix_length", "turns")
+OF_DRAWN = ("requests", "input", "token_ids", "prefixes", "prefix_length", "turns")
 OF_DATASET = ("limit", "sample_seed", "thinking", "temperature")
 # Formats of a synthetic target: those of espalier/models/quantisers.py; and of its draft, which has no stacked experts.
 SHAPE_WEIGHTS = ("fp8", "fp8-block", "int4", "nvfp4", "mxfp4")
@@ -83,7 +83,8 @@ def add_server_flags(group: Any) -> None:
     """The flags of OF_SERVERS, and --url."""
     add = group.add_argument
     add("--url", action="append", metavar="X", help="a running server, any with OpenAI's API; may be repeated")
-    add("--endpoint", choices=(CHAT, COMPLETIONS), help="endpoint that is called (chat)")
+    add("--endpoint", choices=(CHAT, COMPLETIONS), help="endpoint that is called (chat; with --token-ids completions)")
+    add("--token-ids", type=int, metavar="N", help="prompts are random token ids below N, so lengths are tokens")
     add("--ttft-limit", type=float, metavar="MS", help="for goodput: the first token comes within MS")
     add(
         "--itl-limit",
@@ -125,7 +126,7 @@ def choose(parser: ArgumentParser) -> None:
     add_engine_flags(parser)
 
 
-def tune(parser: ArgumentParser) -> None:
+def doctor(parser: ArgumentParser) -> None:
     tuning = parser.add_argument_group("linear layers and experts")
     tuning.add_argument(
         "--tune",
@@ -155,6 +156,8 @@ def tune(parser: ArgumentParser) -> None:
         metavar="FILE",
         help="write the fastest ones there ($ESPALIER_CHOICES, or ~/.config/espalier/choices.json)",
     )
+    parser.add_argument("--matrix", action="store_true", help="print what each attention backend can run, and end")
+    add_engine_flags(parser)
 
 
 def tree_shape(text: str) -> TreeShape:

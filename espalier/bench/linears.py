@@ -1,6 +1,6 @@
 """The products of a model's passes as a list of shapes: linear layers, and the experts behind routers.
 
-chains.py runs them on a GPU.
+timing.py runs them on a GPU.
 """
 
 from collections import Counter
@@ -10,9 +10,9 @@ from espalier.bench.shapes import find_shape
 from espalier.cache.layer_spec import INDEX_PLANE, NOTHING, LayerSpec, RecurrentState
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import ExpertsShape
-from espalier.kernels.layers.tuning_table import DENSE
+from espalier.kernels.layers.linear_plans import DENSE
 from espalier.kernels.ops.activation import SILU, Activation
-from espalier.models.block_config import EDGE_PARTS, BlockConfig, EdgeKind
+from espalier.models.block import EDGE_PARTS, BlockConfig, EdgeKind
 from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig
 from espalier.models.latent_config import LatentConfig

@@ -1,7 +1,8 @@
 """`espalier bench load --url`: a load on running servers with OpenAI's API, whatever engine they have.
 
-Requests arrive at their times, however slow the answers are.  Each server gets the same requests, at each rate, one
-after another.  Times count from the moment at which a request was due; each has a connection of its own.
+Requests arrive at their times, however slow the answers are.  Each server gets the same requests, one server after
+another.  At each rate and temperature drawn prompts are others.  Times count from the moment at which a request was
+due; each has a connection of its own.
 """
 
 import asyncio
@@ -15,13 +16,19 @@ from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
-from espalier.bench.asking import Asked, Target, first_model, require_reachable, rounds_by_length
-from espalier.bench.clients import address_of
+from espalier.bench.clients import Asked, Target, address_of, first_model, require_reachable, rounds_by_length
 from espalier.bench.datasets import asked_for
-from espalier.bench.flags import BURSTS, CHAT, FIXED, OF_DATASET, POISSON
+from espalier.bench.flags import BURSTS, CHAT, COMPLETIONS, FIXED, OF_DATASET, POISSON
 from espalier.bench.load import TIMES, Answered, Arrivals, Timeline, by_category, latency_of, title_of
-from espalier.bench.plot import LoadPoint, plot_load, require_plot
-from espalier.bench.report import category_table, command_line, shown, write_markdown
+from espalier.bench.report import (
+    LoadPoint,
+    category_table,
+    command_line,
+    plot_load,
+    require_plot,
+    shown,
+    write_markdown,
+)
 from espalier.bench.traffic import SWITCHES, Conversation, Traffic
 from espalier.errors import EspalierError, require_number
 from espalier.terminal.console import print_header, print_table, progress, require_writable, write_json
@@ -116,24 +123,25 @@ def run(args: Namespace) -> int:
     """Raises EspalierError if a server does not answer the first request."""
     read = asked_for(args)
     _check(args)
-    traffic = Traffic(args.input, args.output, args.turns, args.prefixes, args.prefix_length)
-    talks = read or traffic.conversations(args.requests, seed=0)
+    traffic = Traffic(args.input, args.output, args.turns, args.prefixes, args.prefix_length, args.token_ids)
     limits = Limits(args.ttft_limit, args.itl_limit)
     measured, models = [], {}
     cells = [(temperature, rate) for temperature in args.temperature for rate in args.rate]
-    with progress("measuring", len(args.url) * len(cells) * len(talks)) as advance:
+    # Other prompts in each cell: a server keeps those of the cell before in its prefix cache.
+    talks = [read or traffic.conversations(args.requests, seed) for seed in range(len(cells))]
+    with progress("measuring", len(args.url) * sum(map(len, talks))) as advance:
         for url in args.url:
             target = asyncio.run(_target(args, url))
             models[str(target.address)] = target.same["model"]
-            for temperature, rate in cells:
+            for (temperature, rate), sent in zip(cells, talks, strict=True):
                 at = replace(target, same={"temperature": temperature, **target.same})
                 before = asyncio.run(rounds_by_length(at.address, at.headers))
-                seconds, asked = asyncio.run(_measure(at, talks, arrivals_of(args, rate), advance))
+                seconds, asked = asyncio.run(_measure(at, sent, arrivals_of(args, rate), advance))
                 after = asyncio.run(rounds_by_length(at.address, at.headers))
                 rounds = None if before is None or after is None else after - before
                 measured.append(Measured(str(at.address), rate, temperature, seconds, asked, limits, rounds))
     figures = [each.figures() for each in measured]
-    named = (*DEFAULTS, "concurrency", "extra_body", "dataset", *OF_DATASET)
+    named = (*DEFAULTS, "concurrency", "token_ids", "extra_body", "dataset", *OF_DATASET)
     about = {name: shown(getattr(args, name)) for name in named} | asdict(limits)
     write_json(args.json, {"command": command_line(), "models": models, "load": about, "cells": figures})
     tables = [_table(figures, limits)]
@@ -160,6 +168,8 @@ def _check(args: Namespace) -> None:
     """Fill the defaults.  Raises EspalierError."""
     if args.concurrency is not None:
         args.rate = [None]
+    if args.token_ids is not None:
+        _check_token_ids(args)
     for name, value in DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -175,6 +185,15 @@ def _check(args: Namespace) -> None:
     if args.plot is not None and args.concurrency is not None:
         raise EspalierError("--plot draws figures by --rate, and --concurrency is set; leave one out")
     require_plot(args.plot)
+
+
+def _check_token_ids(args: Namespace) -> None:
+    """Raises EspalierError for flags that need a text."""
+    require_at_least_one(args, "token_ids")
+    if args.endpoint == CHAT or (args.turns or 1) > 1:
+        other = "--endpoint chat" if args.endpoint == CHAT else "--turns"
+        raise EspalierError(f"{other} needs a text, and --token-ids sends none; leave one out")
+    args.endpoint = COMPLETIONS
 
 
 def arrivals_of(args: Namespace, rate: float | None) -> Arrivals:
@@ -195,7 +214,7 @@ async def _target(args: Namespace, url: str) -> Target:
     switch = {} if args.thinking is None else {"chat_template_kwargs": {SWITCHES[0]: args.thinking}}
     same = {"model": model, **switch, **(args.extra_body or {})}
     target = Target(address, headers, same, args.endpoint, args.timeout, args.think)
-    [first] = Traffic((2, 2), (4, 4)).conversations(1, seed=1)
+    [first] = Traffic((2, 2), (4, 4), token_ids=args.token_ids).conversations(1, seed=-1)
     [asked] = await target.converse(first, perf_counter())
     if asked.error:
         raise EspalierError(f"--url {url} does not answer a first request: {asked.error}")

@@ -1,6 +1,6 @@
 """What an open loop sends: conversations of one turn or several, whose beginnings may be shared.
 
-Prompts are words of the held-out texts in random order, so that no two share more than they should.
+Prompts are words of the held-out texts, or token ids, in random order, so that no two share more than they should.
 """
 
 import random
@@ -18,8 +18,11 @@ PATHS = {CHAT: "/v1/chat/completions", COMPLETIONS: "/v1/completions"}
 
 @dataclass(frozen=True)
 class Turn:
+    """ids: the whole prompt as token ids, in place of a text."""
+
     text: str
     max_tokens: int
+    ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,8 @@ class Conversation:
 class Traffic:
     """inputs: fewest and most words of a turn; outputs: fewest and most max_tokens; turns: of a conversation.
 
-    prefixes: number of different beginnings, of prefix_words words; 0 for none.
+    prefixes: number of different beginnings, of prefix_words words; 0 for none.  token_ids: prompts are token ids below
+    it, in place of words; None for words.
     """
 
     inputs: tuple[int, int]
@@ -44,18 +48,25 @@ class Traffic:
     turns: int = 1
     prefixes: int = 0
     prefix_words: int = 0
+    token_ids: int | None = None
 
     def conversations(self, count: int, seed: int) -> list[Conversation]:
         """Equal arguments give equal conversations, so servers can be compared."""
-        chance, words = random.Random(seed), _words()
-        beginnings = [" ".join(chance.choices(words, k=self.prefix_words)) for _ in range(self.prefixes)] or [""]
-        return [
-            Conversation(i, chance.choice(beginnings), tuple(self._turn(chance, words) for _ in range(self.turns)))
-            for i in range(count)
-        ]
+        chance = random.Random(seed)
+        words = _words() if self.token_ids is None else range(self.token_ids)
+        beginnings = [chance.choices(words, k=self.prefix_words) for _ in range(self.prefixes)] or [[]]
+        return [self._conversation(i, chance, words, chance.choice(beginnings)) for i in range(count)]
 
-    def _turn(self, chance: random.Random, words: Sequence[str]) -> Turn:
-        return Turn(" ".join(chance.choices(words, k=chance.randint(*self.inputs))), chance.randint(*self.outputs))
+    def _conversation(
+        self, number: int, chance: random.Random, words: Sequence[Any], beginning: list[Any]
+    ) -> Conversation:
+        drawn = [
+            (chance.choices(words, k=chance.randint(*self.inputs)), chance.randint(*self.outputs))
+            for _ in range(self.turns)
+        ]
+        if self.token_ids is None:
+            return Conversation(number, " ".join(beginning), tuple(Turn(" ".join(text), most) for text, most in drawn))
+        return Conversation(number, "", tuple(Turn("", most, ids=(*beginning, *ids)) for ids, most in drawn))
 
 
 def _words() -> list[str]:
@@ -71,7 +82,7 @@ def bodies(
     for turn in talk.turns:
         fields = {**stream, "max_tokens": turn.max_tokens, **same}
         if endpoint == COMPLETIONS:
-            yield {**fields, "prompt": plain_prompt(talk, answers)}
+            yield {**fields, "prompt": list(turn.ids) or plain_prompt(talk, answers)}
         else:
             yield {**fields, "messages": messages(talk, answers)}
 

@@ -22,16 +22,16 @@ from rich.text import Text
 from torch import Tensor
 
 from espalier.bench import tune_experts
-from espalier.bench.chains import Matrix, Multiply, Weights, as_engine
 from espalier.bench.flags import EXPERTS
 from espalier.bench.linears import ModelShape, Run, Shape, model_sizes, shape_named, with_draft
-from espalier.bench.timing import Stopwatch
+from espalier.bench.timing import Matrix, Multiply, Stopwatch, Weights, as_engine
 from espalier.bench.tune_experts import versions
 from espalier.config import EngineConfig, is_open
 from espalier.errors import EspalierError
 from espalier.kernels.layers import quantised_plans
-from espalier.kernels.layers.experts_tuning import EXPERTS as EXPERT_TABLES
+from espalier.kernels.layers.experts_plan import EXPERTS as EXPERT_TABLES
 from espalier.kernels.layers.linear_plans import (
+    DENSE,
     LINEARS,
     NO_PLANS,
     ROWS_BUCKETS,
@@ -39,10 +39,11 @@ from espalier.kernels.layers.linear_plans import (
     LinearPlan,
     LinearPlans,
     TritonPlan,
+    TuningTable,
     candidates,
+    own_file,
 )
 from espalier.kernels.layers.quantised import QuantisedMatrix, Rows
-from espalier.kernels.layers.tuning_table import DENSE, TuningTable, own_file
 from espalier.kernels.ops.linear import (
     linear,
     linear_gated,
@@ -59,9 +60,8 @@ from espalier.models.quantisers import QUANTISERS
 from espalier.models.weight_formats import FormatOf
 from espalier.startup.load import Checkpoint, find
 from espalier.startup.resolve import choose_device
-from espalier.terminal.console import print_header, print_table, progress, require_writable, stdout
+from espalier.terminal.console import print_header, print_table, progress, require_gpu, require_writable, stdout
 from espalier.terminal.flags import flag_of, given_flags
-from espalier.terminal.machine import require_gpu
 
 # Bytes of weights that a chain reads: long enough to time.
 CHAIN_BYTES = 600 * 10**6

@@ -36,7 +36,7 @@ def stacks(
 ) -> list[LayerStack]:
     """One zeroed stack for each group of `layers` that keeps rows.  A commit is then one launch for each group.
 
-    Layers that share rows have none.  dtype: the model's.
+    Layers that share another layer's rows have no stack.  dtype: the model's.
     """
     result = []
     for keeps, members in groups_of(specs, [layer for layer in layers if specs[layer].shares is None]).items():

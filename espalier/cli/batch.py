@@ -28,7 +28,7 @@ from espalier.terminal.flags import (
 )
 
 if TYPE_CHECKING:
-    from espalier.batch_jobs.journal import Journal
+    from espalier.batch_jobs.files import Journal
     from espalier.batch_jobs.sender import Sender
 
 FOR_URL = ("api_key", "priority")
@@ -92,8 +92,7 @@ def run(args: Namespace) -> int:
     """0: every line has an answer with status 200; 1: some have an error."""
     _check(args)
     # Imported here, so that other commands start without these modules.
-    from espalier.batch_jobs.input_scan import scan_input
-    from espalier.batch_jobs.journal import Journal
+    from espalier.batch_jobs.files import Journal, scan_input
 
     began = perf_counter()
     journal = Journal(args.output, scan_input(args.input))
@@ -142,7 +141,7 @@ def _check(args: Namespace) -> None:
 
 
 async def _answer(args: Namespace, journal: "Journal") -> None:
-    from espalier.batch_jobs.run import run as run_batch
+    from espalier.batch_jobs.sender import run as run_batch
 
     async with _sender(args) as (sender, concurrency):
         with progress("answering", journal.input.num_lines) as advance:
@@ -168,7 +167,7 @@ async def _to_servers(args: Namespace) -> AsyncIterator[tuple["Sender", int]]:
 
 @asynccontextmanager
 async def _to_engine(args: Namespace) -> AsyncIterator[tuple["Sender", int]]:
-    from espalier.batch_jobs.lines import MAX_LINE_BYTES
+    from espalier.batch_jobs.files import MAX_LINE_BYTES
     from espalier.batch_jobs.sender import Sender, app_client
     from espalier.server.api import ApiOptions
     from espalier.server.client import ClientOptions

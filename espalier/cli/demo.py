@@ -30,13 +30,13 @@ from espalier.terminal.console import (
     Signs,
     coloured,
     has_colour,
+    header,
     progress,
     signs,
     stdout,
     waiting,
 )
 from espalier.terminal.flags import engine_settings, require_at_least_one
-from espalier.terminal.machine import header
 
 VOID = -1
 Name = Callable[[int], str]

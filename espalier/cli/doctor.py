@@ -9,7 +9,7 @@ import torch
 from rich.text import Text
 
 from espalier.attention import BACKENDS
-from espalier.attention.matrix import matrix
+from espalier.attention.support import matrix
 from espalier.bench import tune
 from espalier.cache.layer_spec import of_rank
 from espalier.config import EngineConfig, is_open
@@ -20,9 +20,8 @@ from espalier.shards import Shards
 from espalier.speculate.drafters.registry import draft_shards
 from espalier.startup.build import cache_size, cache_specs
 from espalier.startup.load import Checkpoint, find, resolve_config, weights_of
-from espalier.terminal.console import QUIET, stdout
+from espalier.terminal.console import QUIET, describe, installed, stdout
 from espalier.terminal.flags import engine_settings, flag_of, given_flags
-from espalier.terminal.machine import describe, installed
 
 # The most GPUs of one machine.
 MOST_RANKS = 8
@@ -91,7 +90,7 @@ def _by_ranks(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
 
 def _matrix() -> int:
     """A line for each property of a backend: sixteen columns would fit no terminal."""
-    console, (head, rows) = stdout(), matrix()
+    console, (head, rows) = stdout(), matrix([made.support for made in BACKENDS.values()])
     for column, name in enumerate(head[1:], start=1):
         support = BACKENDS[name].support
         console.print(Text(name, "bold") + Text("" if support.is_installed else "  not installed", QUIET))

@@ -3,22 +3,24 @@
 import logging
 import os
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from io import TextIOWrapper
+from pathlib import Path
 from types import MappingProxyType
 
 from espalier import __version__
 from espalier.cli import interrupted
 from espalier.cli.parser import BAD_INPUT, Command, Parser
 from espalier.errors import EspalierError
+from espalier.terminal.flags import add_engine_flags
 
 FAILED = 1
 COMMANDS = MappingProxyType(
     {
         "demo": Command(
             "complete held-out prompts, plain and by tree, and draw a round",
-            flags="espalier.cli.flags:demo",
+            flags="espalier.cli.main:demo",
             work="espalier.cli.demo",
         ),
         "generate": Command(
@@ -33,7 +35,7 @@ COMMANDS = MappingProxyType(
             work="espalier.cli.batch",
         ),
         "quantize": Command(
-            "write an FP8 or 4-bit copy of a model", flags="espalier.cli.flags:quantize", work="espalier.cli.quantize"
+            "write an FP8 or 4-bit copy of a model", flags="espalier.cli.main:quantize", work="espalier.cli.quantize"
         ),
         # Only for the help: cli.start hands its arguments to the trainer's own parser.
         "train": Command(
@@ -41,11 +43,26 @@ COMMANDS = MappingProxyType(
             flags="espalier.train.command:add_commands",
             work=None,
         ),
-        "bench": Command("measure loads and servers, choose trees", flags="espalier.cli.flags:bench", work=None),
+        "bench": Command("measure loads and servers, choose trees", flags="espalier.cli.main:bench", work=None),
         "doctor": Command(
             "show the machine, the versions and the resolved configuration",
-            flags="espalier.cli.flags:doctor",
+            flags="espalier.bench.flags:doctor",
             work="espalier.cli.doctor",
+        ),
+    }
+)
+
+BENCH = MappingProxyType(
+    {
+        "load": Command(
+            "tokens a second and waits under a mixed load",
+            flags="espalier.bench.flags:load",
+            work="espalier.bench.load_report",
+        ),
+        "choose": Command(
+            "the fastest tree at each batch, for --by-batch",
+            flags="espalier.bench.flags:choose",
+            work="espalier.bench.choose",
         ),
     }
 )
@@ -60,6 +77,38 @@ def make_parser() -> Parser:
 
 def parse(arguments: Sequence[str] | None) -> Namespace:
     return make_parser().parse(arguments)
+
+
+def demo(parser: ArgumentParser) -> None:
+    parser.add_argument("--prompts", type=int, default=3, metavar="N", help="number of prompts (3)")
+    parser.add_argument("--max-tokens", type=int, default=96, metavar="N", help="output tokens for each (96)")
+    add_engine_flags(parser)
+
+
+def quantize(parser: ArgumentParser) -> None:
+    parser.add_argument("model", help="a target or a draft: a directory, a Hugging Face id, or 'bundled' (a target)")
+    parser.add_argument("--to", required=True, choices=("fp8", "int4"), help="the format of the copy")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="an empty or new directory")
+    parser.add_argument("--device", default="auto", help="device to compute on: auto, cpu or cuda (auto)")
+    parser.add_argument("--draft", metavar="DIR", help="of a target: also compare accept lengths with this draft")
+    parser.add_argument(
+        "--target",
+        metavar="DIR",
+        help="of a draft: compare accept lengths with this target (the target that the draft names)",
+    )
+    parser.add_argument(
+        "--texts",
+        type=int,
+        default=32,
+        metavar="N",
+        help="compare with the original on N held-out texts, or without a tokenizer on texts that the original "
+        "generates; 0: do not compare (32)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
+
+
+def bench(parser: Parser) -> None:
+    parser.add_commands("measured", "what", BENCH)
 
 
 def main(arguments: Sequence[str] | None = None, make_parser: Callable[[], Parser] = make_parser) -> int:

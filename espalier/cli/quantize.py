@@ -15,8 +15,7 @@ from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.llm import prepare
 from espalier.models.draft import draft_verifier
-from espalier.models.quantise import QuantiseReport, quantise
-from espalier.models.quantisers import GROUPS
+from espalier.models.quantisers import GROUPS, QuantiseReport, quantise
 from espalier.models.weight_files import shards_of
 from espalier.speculate.drafters.registry import is_draft
 from espalier.startup.checkpoints import find_target

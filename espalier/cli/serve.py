@@ -281,8 +281,8 @@ def front_options(
 
 def _serve_replicas(args: Namespace, settings: dict[str, Any], options: "ServeOptions") -> None:
     """Serve by Ray.  Raises EspalierError."""
+    from espalier.serve_ray.build import TOKENS_PER_REPLICA, ServedModel, Service, checked_settings, replicas_of
     from espalier.serve_ray.cluster import serve_replicas
-    from espalier.serve_ray.settings import TOKENS_PER_REPLICA, ServedModel, Service, checked_settings, replicas_of
 
     _refuse_beside(args, ("restart_engine",), "has no effect with --replicas: Ray Serve replaces engines; leave it out")
     _refuse_beside(args, ("send_timeout",), "is not supported with --replicas: Ray's proxy sends; leave it out")

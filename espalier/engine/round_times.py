@@ -12,6 +12,8 @@ from espalier.layout import PLAIN, RoundCosts, TreeShape
 
 # A form's correction is made from its last MEMORY rounds.
 MEMORY = 9
+# Predicted times are at most this many times too short (startup/tree_cost.py).
+LARGEST_ERROR = 1.15
 
 
 @dataclass(frozen=True)
@@ -46,17 +48,21 @@ class RoundTimes:
 
     def seconds(self, tree: TreeShape, batch: int, context: float) -> float:
         """context: tokens of a request, the mean over the batch."""
-        return self.costs.seconds(tree, batch, context) * self._correction(tree, batch)
-
-    def _correction(self, tree: TreeShape, batch: int) -> float:
-        """The correction of this batch, else of the nearest batch at which the tree ran, else 1."""
-        own = self.corrections.get((batch, tree))
+        predicted, own = self.costs.seconds(tree, batch, context), self.corrections.get((batch, tree))
         if own is not None:
-            return own
-        others = [
-            (max(batch / at, at / batch), found) for (at, form), found in self.corrections.items() if form == tree
-        ]
-        return min(others)[1] if others else 1.0
+            return predicted * own
+        near = [(max(batch / at, at / batch), found) for (at, form), found in self.corrections.items() if form == tree]
+        if near:
+            return predicted * min(near)[1]
+        return predicted + (self._waits(batch, context) if self.costs.by_clock else 0.0)
+
+    def _waits(self, batch: int, context: float) -> float:
+        """Seconds by which all rounds are longer than predicted, because the host is slower than the GPU."""
+        waits = (
+            (max(batch / at, at / batch), (found - LARGEST_ERROR) * self.costs.seconds(form, at, context))
+            for (at, form), found in self.corrections.items()
+        )
+        return max(min(waits, default=(0.0, 0.0))[1], 0.0)
 
     def add(self, tree: TreeShape, batch: int, context: float, seconds: float) -> None:
         """Count the time of a round."""

@@ -14,8 +14,7 @@ from espalier.attention import Pass
 from espalier.cache.layer_spec import LayerSpec
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.models.config import ModelConfig
-from espalier.models.layers.embedding import Embedding
-from espalier.models.layers.linear import Linear
+from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.stream import Stream
 
 

@@ -6,28 +6,208 @@ vector for each token, norm(fc(features of the target)); each layer has its own 
 """
 
 import logging
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
 from espalier.attention import Pass
+from espalier.cache.layer_spec import LayerSpec
+from espalier.errors import EspalierError
 from espalier.kernels.tree.edges import FactorProjection, LowRankEdges, split_columns
 from espalier.models.base import CausalLM
-from espalier.models.block_config import EDGE_PARTS, BlockConfig
-from espalier.models.draft import Edges
-from espalier.models.draft_parts import draft_embedding, draft_head, draft_to_target
-from espalier.models.layer_loading import load_layer
+from espalier.models.config import ModelConfig, Raw, architecture_of, parse
+from espalier.models.draft import DraftSpec, Edges, refuse_sizes
+from espalier.models.draft_parts import Fields, draft_embedding, draft_head, draft_to_target
+from espalier.models.families.qwen import QWEN3
+from espalier.models.layer_loading import layer_specs_of, load_layer
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.decoder import DecoderLayer
-from espalier.models.layers.embedding import Embedding
-from espalier.models.layers.linear import Linear
+from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.rope import RopeTables
 from espalier.models.weight_formats.dense import dense_weight
 from espalier.models.weights import Weights
 
+Z_LAB, DEEP_SPEC = "DFlashDraftModel", "Qwen3DSparkModel"
+ARCHITECTURES = (Z_LAB, DEEP_SPEC)
+SPECULATORS_TYPES = ("dflash", "dspark")
+# The inputs of DSpark's Markov head.  vanilla: the token before; gated: also the block's hidden state; rnn: also the
+# whole path.
+EdgeKind = Literal["vanilla", "gated", "rnn"]
+EDGE_KINDS: tuple[EdgeKind, ...] = get_args(EdgeKind)
+# The size of each kind's projection in units of the rank: its rows, and its columns without the hidden state's.
+EDGE_PARTS: Mapping[EdgeKind, tuple[int, int]] = {"vanilla": (0, 0), "gated": (1, 1), "rnn": (3, 2)}
+# Fields of dflash_config that are read.
+DFLASH_FIELDS = ("target_layer_ids", "mask_token_id", "block_size", "causal_head", "target_hidden_size", "draft_shift")
+# z-lab's tensor for a mask that is not a token of the vocabulary.
+MASK_EMBEDDING = "mask_embedding.pt"
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """A block draft's config.json, checked against its target's.
+
+    layer: the config of its decoder layers; with `spec.windows_from_root`, windows count context rows before the root.
+    edge_rank: the rank of the Markov head; 0: there is none.  edge_kind: its markov_head_type.
+    """
+
+    layer: ModelConfig
+    spec: DraftSpec
+    edge_rank: int = 0
+    edge_kind: EdgeKind = "vanilla"
+
+
+def block_spec(
+    given: Fields, layer: ModelConfig, first_proposing: int, windows_from_root: bool = True, **fields: Any
+) -> DraftSpec:
+    """The spec of a block draft, with these `fields`.  given: the fields of config.json, wherever they stand in it."""
+    rows, layers = given.count("block_size"), layer_specs_of(layer)
+    return DraftSpec(
+        **{"algorithm": "block", "vocab_size": layer.vocab_size, **fields},
+        layers=tuple(map(_from_root, layers)) if windows_from_root else layers,
+        block_rows=rows,
+        max_steps=rows - first_proposing,
+        mask_token=given.mask_token(layer.vocab_size),
+        first_proposing=first_proposing,
+        windows_from_root=windows_from_root,
+        reads="captured",
+        hidden_size=layer.hidden_size,
+    )
+
+
+def _from_root(spec: LayerSpec) -> LayerSpec:
+    """The spec whose window, seen from the root's position, holds the W rows before the root, and the root."""
+    return spec if spec.window is None else replace(spec, window=spec.window + 1)
+
+
+def read_block(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
+    """Read the config.json `raw` of the draft at `path` and check it against its target's config.  Loads no weights.
+
+    Raises EspalierError if the draft does not fit this target, or is of a form that is not built.
+    """
+    read = _read_published if raw.get("speculators_model_type") is None else read_speculators
+    config = read(Fields(raw, path), target)
+    refuse_misfit(config, target, path)
+    return config
+
+
+def _read_published(given: Fields, target: ModelConfig) -> BlockConfig:
+    """read_block for z-lab's and DeepSpec's forms; not yet checked against the target."""
+    is_deep_spec = architecture_of(dict(given.raw)) == DEEP_SPEC
+    own = own_fields(given, DFLASH_FIELDS)
+    layer = layer_of(given, target, own.get("target_hidden_size"))
+    if any(layer.windows):
+        raise given.error(
+            "sliding windows are supported for block drafts in speculators' form only, because public code "
+            "disagrees about them in this one; use a draft with full attention, or convert it with speculators"
+        )
+    causal = own.flag("causal_head")
+    for name in ("is_causal", "causal"):
+        if given.get(name) and not causal:
+            raise given.error(
+                f"{name} = {given.get(name)!r} is not supported in this form, because public code disagrees about "
+                "it; use a draft without it, or convert it with speculators"
+            )
+    every = given.over(own.raw)
+    if not is_deep_spec:
+        ids = own.get("target_layer_ids") or _default_ids(target.num_layers, layer.num_layers)
+        every = Fields({**every.raw, "target_layer_ids": ids}, given.path)
+    spec = block_spec(
+        *(every, layer),
+        capture=tuple(k + 1 for k in every.layers("target_layer_ids")),
+        first_proposing=0 if is_deep_spec else 1,
+        causal=(causal,) * layer.num_layers,
+    )
+    return BlockConfig(layer, spec, *(_edge_fields(given) if is_deep_spec else ()))
+
+
+def read_speculators(given: Fields, target: ModelConfig) -> BlockConfig:
+    """read_block for speculators' form; not yet checked against the target."""
+    layer = layer_of(Fields(given.layer(), given.path), target, given.get("target_hidden_size"))
+    is_dspark = given.get("speculators_model_type") == "dspark"
+    slides_causally = not given.flag("sliding_window_non_causal")
+    spec = block_spec(
+        *(given, layer),
+        capture=given.layers("aux_hidden_state_layer_ids"),
+        first_proposing=0 if given.flag("sample_from_anchor", is_dspark) else 1,
+        causal=tuple(window is not None and slides_causally for window in layer.windows),
+        vocab_size=given.draft_vocab(layer.vocab_size),
+    )
+    if not is_dspark:
+        return BlockConfig(layer, spec)
+    rank, kind = _edge_fields(given.over({"markov_rank": 256}))
+    if rank and kind == "rnn" and spec.first_proposing:
+        # The package's training pass feeds the root to the state twice: at its own row, then at depth 1.
+        raise given.error(
+            "markov_head_type = 'rnn' with sample_from_anchor = False is not supported; use a draft that "
+            "samples from the anchor"
+        )
+    return BlockConfig(layer, spec, rank, kind)
+
+
+def layer_of(given: Fields, target: ModelConfig, target_hidden: int | None = None) -> ModelConfig:
+    """target_hidden: the hidden size that the config says of its target, if it says one."""
+    declared, supported = given.get("model_type"), QWEN3.model_type
+    if declared != supported:
+        raise given.error(
+            f"a block draft's layers of model_type {declared!r} are not supported; supported: {supported}"
+        )
+    layer = parse({"max_position_embeddings": target.max_position, **given.raw}, QWEN3, given.path)
+    if target_hidden not in (None, layer.hidden_size):
+        raise given.error(
+            f"target_hidden_size = {target_hidden} differs from the draft's hidden_size = {layer.hidden_size}, which "
+            "is not supported; use a draft of the target's hidden size"
+        )
+    return layer
+
+
+def _default_ids(num_target_layers: int, num_layers: int) -> list[int]:
+    """z-lab's choice: from layer 1 to the fourth from the last, evenly spaced."""
+    if num_layers == 1:
+        return [num_target_layers // 2]
+    last = num_target_layers - 3
+    return [round(1 + i * (last - 1) / (num_layers - 1)) for i in range(num_layers)]
+
+
+def _edge_fields(given: Fields) -> tuple[int, EdgeKind]:
+    """The rank and the kind of the Markov head."""
+    rank = given.count("markov_rank", least=0) if given.get("markov_rank") else 0
+    if not rank:
+        return 0, "vanilla"
+    remedy = f"a draft whose Markov head is one of {', '.join(EDGE_KINDS)}"
+    return rank, given.choice("markov_head_type", EDGE_KINDS, remedy)
+
+
+def own_fields(given: Fields, supported: Sequence[str]) -> Fields:
+    """dflash_config, z-lab's own fields.  Raises EspalierError for a field that is not read: it changes the results."""
+    own, path = given.object("dflash_config"), given.path
+    for name, value in own.raw.items():
+        if name not in supported or (name == "draft_shift" and value):
+            raise given.error(
+                f"dflash_config has {name} = {value!r}, which is not supported; supported fields are "
+                f"{', '.join(supported)}; use a draft without it"
+            )
+    if (path / MASK_EMBEDDING).exists():
+        raise EspalierError(
+            f"{path} holds {MASK_EMBEDDING}, a mask that is no token of the vocabulary; this is not supported: use a "
+            "draft whose mask_token_id is a token"
+        )
+    return own
+
+
+def refuse_misfit(config: BlockConfig, target: ModelConfig, path: Path) -> None:
+    refuse_sizes(path, target, config.layer.hidden_size, config.layer.vocab_size, config.spec.vocab_size)
+    # Public codes disagree: some norm the last hidden state, some do not.
+    outside = [layer for layer in config.spec.capture if not 0 <= layer < target.num_layers]
+    if outside:
+        raise EspalierError(
+            f"{path} fuses the input of layer {outside[0]} of its target, whose layers are 0 .. "
+            f"{target.num_layers - 1}; use the target that the draft was trained for"
+        )
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,17 @@ from espalier.models.config_values import (
     with_overrides,
 )
 from espalier.models.latent_config import LatentConfig, read_latent
-from espalier.models.layer_declaration import PLAIN_NAMES, PLAIN_NORMS, Experts, LayerNames, LayerNorms
-from espalier.models.mtp_family import MTPFamily
 from espalier.models.rope import OF_ATTENTION, SPELLINGS, RopeConfig, RopeTables, read_rope
-from espalier.models.stored_names import AS_OWN, StoredNames
+from espalier.models.stored_names import (
+    AS_OWN,
+    PLAIN_NAMES,
+    PLAIN_NORMS,
+    Experts,
+    LayerNames,
+    LayerNorms,
+    MTPFamily,
+    StoredNames,
+)
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declared_kv_dtype, read_formats
 
 if TYPE_CHECKING:

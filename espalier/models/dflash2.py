@@ -15,9 +15,10 @@ from espalier.attention import Pass
 from espalier.kernels.ops.drafts import block_conv, block_conv_norm
 from espalier.kernels.tree.edges import LowRankEdges
 from espalier.models.base import CausalLM
-from espalier.models.block import BlockDraft, block_parts
-from espalier.models.block_config import (
+from espalier.models.block import (
     BlockConfig,
+    BlockDraft,
+    block_parts,
     block_spec,
     layer_of,
     own_fields,
@@ -28,8 +29,7 @@ from espalier.models.config import ModelConfig, Raw
 from espalier.models.draft_parts import Fields
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.decoder import DecoderLayer, Unread, capped
-from espalier.models.layers.embedding import Embedding
-from espalier.models.layers.linear import Linear
+from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import AnyNorm, RMSNorm
 from espalier.models.layers.stream import Stream

@@ -18,8 +18,7 @@ from espalier.model_files import MAX_NUMBER, MAX_SIZE
 from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig
 from espalier.models.layer_loading import tied_head
-from espalier.models.layers.embedding import Embedding
-from espalier.models.layers.linear import Linear
+from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.weight_formats import dense_weight, quantisation_of
 from espalier.models.weights import PLAIN_DTYPES, Weights
 

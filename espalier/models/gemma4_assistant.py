@@ -23,8 +23,7 @@ from espalier.models.draft import DraftOutput, DraftSpec, refuse_sizes
 from espalier.models.draft_parts import Fields, whole_embedding
 from espalier.models.families.gemma4 import FAMILY, UNIFIED
 from espalier.models.layer_loading import layer_specs_of
-from espalier.models.layers.embedding import Embedding
-from espalier.models.layers.linear import Linear
+from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.layers.stream import Stream
 from espalier.models.rope import RopeTables
@@ -39,8 +38,8 @@ WITHOUT = ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_m
 
 @dataclass(frozen=True)
 class AssistantConfig:
-    """layer: the config of its layers; clusters: the clusters of its vocabulary, 0 if it has none; read: how many
-    clusters a row scores."""
+    """layer: the config of its layers; clusters: the number of clusters of its vocabulary, 0 for a vocabulary without
+    clusters; read: how many clusters a row scores."""
 
     layer: ModelConfig
     spec: DraftSpec

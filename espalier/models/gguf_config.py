@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from espalier.errors import EspalierError, shown
-from espalier.gguf_file import GGUF, read_gguf
 from espalier.kernels.layers.blocks import BLOCK_TYPES
+from espalier.model_files import GGUF, read_gguf
 
 Raw = dict[str, Any]
 # GGUF's names of a layer's parts, in every architecture.

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from espalier.cache.layer_spec import Keeps, LatentKV, of_rank, with_rows
 from espalier.errors import EspalierError, shown
-from espalier.gguf_file import is_gguf
 from espalier.kernels.state.kv_scales import KVScales
-from espalier.model_files import naming_config, read_json
+from espalier.model_files import is_gguf, naming_config, read_json
 from espalier.models.base import CausalLM
 from espalier.models.config import Family, ModelConfig, Raw, architecture_of, parse
 from espalier.models.families import FAMILIES
@@ -27,13 +26,12 @@ from espalier.models.from_transformers.load import is_known, load_by_transformer
 from espalier.models.gguf_config import gguf_config
 from espalier.models.layer_loading import layer_specs_of, load_embedding, load_layer, tied_head
 from espalier.models.layers.decoder import Decoder
-from espalier.models.layers.embedding import Embedding
-from espalier.models.layers.linear import Linear
+from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.rope import RopeTables
 from espalier.models.shard_sizes import require_shards
 from espalier.models.stored_names import TEXT_PART
 from espalier.models.weight_formats import QUANTISATION_FIELDS
-from espalier.models.weight_formats.modelopt import read_hf_quant_config
+from espalier.models.weight_formats.e2m1 import read_hf_quant_config
 from espalier.models.weight_formats.sharded import GatheredWeight
 from espalier.models.weights import Weights
 from espalier.shards import WHOLE, Shards, part_of

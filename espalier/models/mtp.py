@@ -27,12 +27,11 @@ from espalier.models.draft_parts import Fields, draft_embedding, is_borrowed
 from espalier.models.families import FAMILIES
 from espalier.models.latent_config import FREQ, FULL, PATTERN, TYPES, indexer_types
 from espalier.models.layer_loading import layer_specs_of, load_layer
-from espalier.models.layers.embedding import Embedding
-from espalier.models.layers.linear import Linear
+from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.layers.stream import Stream
-from espalier.models.mtp_family import SPECULATORS, MTPFamily
 from espalier.models.rope import RopeTables
+from espalier.models.stored_names import SPECULATORS, MTPFamily
 from espalier.models.weight_formats import QUANTISATION_FIELDS, dense_weight, quantisation_of
 from espalier.models.weights import Weights
 from espalier.shards import WHOLE, Shards, on_every_rank

@@ -1,9 +1,120 @@
-"""The names of a text model's weights in a checkpoint.  The checkpoint may be of a multimodal model."""
+"""What a checkpoint stores: how a layer's weights, experts and norms are declared, and what files call them.
 
-from collections.abc import Iterable
+The checkpoint may be of a multimodal model.
+"""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
 
+from espalier.kernels.ops.activation import SILU, Activation
+from espalier.kernels.ops.experts import Routing
 from espalier.models.weight_formats import FormatOf, WeightFormat
+from espalier.shards import Part, Size, on_every_rank, part_of
+
+
+@dataclass(frozen=True)
+class MLPNames:
+    """Names of the matrices of an MLP.  gate_up: one name where they are stored as one matrix, gate over up, or where
+    there is no gate."""
+
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+
+
+GATE_UP_DOWN, UP_DOWN = MLPNames(), MLPNames(("up_proj",))
+
+
+@dataclass(frozen=True)
+class LayerNames:
+    """Names of a layer's weights.
+
+    qkv: one name where q, k and v are stored as one matrix, in this order.  out: of the output projection.
+    head_norms: of the heads of q and of k.
+    under_mlp: the prefix of the MLP's weights; mlp: their names.
+    """
+
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    out: str = "o_proj"
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    under_mlp: str = "mlp."
+    mlp: MLPNames = GATE_UP_DOWN
+
+
+PLAIN_NAMES = LayerNames()
+
+
+@dataclass(frozen=True)
+class LayerNorms:
+    """Names of a layer's RMS norms: before each block, and behind it, of its output; None: there is none."""
+
+    before_attention: str | None = "input_layernorm"
+    before_mlp: str | None = "post_attention_layernorm"
+    behind_attention: str | None = None
+    behind_mlp: str | None = None
+
+
+PLAIN_NORMS = LayerNorms()
+# Gemma's.
+FOUR_NORMS = LayerNorms(
+    before_mlp="pre_feedforward_layernorm",
+    behind_attention="post_attention_layernorm",
+    behind_mlp="post_feedforward_layernorm",
+)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The mixture-of-experts layers of a model.
+
+    layers: their indices; other layers have a dense MLP.  size: intermediate size of an expert.
+    shared_size: intermediate size of the shared expert; 0: there is none.
+    shared_name: name of the shared expert's weights.  shared_bias: whether its projections have a bias.
+    shared_gate: name of the weight [1, H] that gates the shared expert; None without a gate.
+    router_name: name of the router's weight, and of its bias if routing.logit_bias is set.
+    scale_name: name of a factor of each expert's weight [E]; None without one.
+    stored: how the checkpoint stores the experts (espalier/models/layer_loading.py).
+    biases: whether gate, up and down have biases.
+    under: the prefix of the block's weights in a layer.
+    names: of the matrices of an expert that is stored apart.  joined_names: of the two stacks where they are joined.
+    shared_under: the prefix of shared_name in a layer; None: `under`.  shared_names: of the shared expert's matrices.
+    correction_name: of the router's bias if routing.correction_bias is set.
+    """
+
+    layers: frozenset[int]
+    routing: Routing
+    size: int
+    shared_size: int = 0
+    shared_name: str = ""
+    shared_gate: str | None = None
+    shared_bias: bool = False
+    router_name: str = "gate"
+    scale_name: str | None = None
+    stored: Literal["apart", "stacked", "joined"] = "apart"
+    biases: bool = False
+    activation: Activation = SILU
+    under: str = "mlp."
+    names: MLPNames = GATE_UP_DOWN
+    joined_names: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
+    shared_under: str | None = None
+    shared_names: MLPNames = GATE_UP_DOWN
+    correction_name: str = "gate.e_score_correction_bias"
+
+
+def as_stored(names: Sequence[str], rows: Sequence[Size]) -> tuple[Sequence[str], Sequence[Size]]:
+    """The names and rows to read for matrices [rows, ...].  They are stored apart, or one over the other as one matrix.
+
+    If ranks divide such a matrix, the rank's part of each matrix in it is read on its own.
+    """
+    if len(names) == len(rows):
+        return names, rows
+    parts = [part_of(size) for size in rows]
+    total, begins = sum(part.size for part in parts), accumulate((part.size for part in parts), initial=0)
+    if all(part.is_whole for part in parts):
+        return names, (on_every_rank(total),)
+    own = [Part(begin + part.begin, begin + part.end, total) for begin, part in zip(begins, parts, strict=False)]
+    return tuple(names) * len(parts), own
 
 
 @dataclass(frozen=True)
@@ -48,4 +159,64 @@ TEXT_PART = StoredNames(
         ("mtp.", "mtp."),
     ),
     has_parts=True,
+)
+
+
+@dataclass(frozen=True)
+class MTPFamily:
+    """Names of the weights of layer i, counted from 0, and options.
+
+    prefix: of the decoder layer's weights and of the names below; "{}" is i, or the number of the target's layers + i.
+    shared: of the names below, where all layers share these weights; None: that of the layer.
+    after_target: whether "{}" counts from the number of the target's layers.
+    embed_norm, hidden_norm, project, norm: norms of the two inputs, the matrix that joins them, and the last norm.
+    embed, head: of the layer's own embedding and head, whole names; such weights may be missing.
+    hidden_first: whether the first columns of `project` take the hidden state; by default the embedding.
+    layer_type: the layers' entry in `layer_types`; None: that of the target's last layer.
+    """
+
+    prefix: str
+    embed_norm: str
+    hidden_norm: str
+    project: str
+    norm: str
+    embed: str
+    head: str
+    shared: str | None = None
+    layer_type: str | None = None
+    after_target: bool = False
+    hidden_first: bool = False
+
+    def index(self, layer: int, num_layers: int) -> int:
+        """The number of MTP layer `layer` in names.  num_layers: layers of the target."""
+        return num_layers + layer if self.after_target else layer
+
+    def prefix_of(self, layer: int, num_layers: int) -> str:
+        return self.prefix.format(self.index(layer, num_layers))
+
+    def owned(self, layer: int, num_layers: int) -> str:
+        """The prefix of the names of all of an MTP layer's weights, but for its embedding and head."""
+        return self.prefix_of(layer, num_layers) if self.shared is None else self.shared
+
+
+# DeepSeek-V3 and GLM.
+NEXTN = MTPFamily(
+    prefix="model.layers.{}.",
+    embed_norm="enorm",
+    hidden_norm="hnorm",
+    project="eh_proj",
+    norm="shared_head.norm",
+    embed="model.layers.{}.embed_tokens",
+    head="model.layers.{}.shared_head.head",
+    after_target=True,
+)
+# vLLM's speculators 0.9.0, `mtp`, in which espalier.train writes its heads.
+SPECULATORS = MTPFamily(
+    prefix="mtp_layers.{}.",
+    embed_norm="token_layernorm",
+    hidden_norm="hidden_layernorm",
+    project="input_proj",
+    norm="final_layernorm",
+    embed="embed_tokens",
+    head="lm_head",
 )

@@ -18,8 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from espalier.errors import EspalierError, one_line, shown
-from espalier.gguf_file import Place, is_gguf, read_gguf
-from espalier.model_files import MAX_BYTES, file_named, read_json, require_regular
+from espalier.model_files import MAX_BYTES, Place, file_named, is_gguf, read_gguf, read_json, require_regular
 from espalier.models.gguf_config import (
     BY_NUMBER,
     EMBEDDING,
@@ -129,12 +128,8 @@ def read_bin(path: Path, allowed: bool) -> Mapping[str, Tensor]:
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises many exception types for a bad archive
-        raise EspalierError(f"{file} is truncated or corrupt ({first_line(error)}); download the file again") from None
+        raise EspalierError(f"{file} is truncated or corrupt ({one_line(error)}); download the file again") from None
     return {name: tensor for name, tensor in loaded.items() if isinstance(tensor, Tensor)}
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
 
 
 def write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -16,18 +16,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from espalier.errors import EspalierError
-from espalier.gguf_file import is_gguf
+from espalier.errors import EspalierError, one_line
 from espalier.kernels.layers.quantised import QuantisedMatrix, dequantise
 from espalier.kernels.layers.quantised_plans import require_supported
 from espalier.kernels.ops.activation import SILU, Activation
-from espalier.model_files import require_regular
-from espalier.models.layer_declaration import GATE_UP_DOWN, MLPNames, as_stored
+from espalier.model_files import is_gguf, require_regular
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
-from espalier.models.stored_names import AS_OWN, StoredNames
-from espalier.models.weight_files import GGUFTensors, first_line, read_bin, shards_of
+from espalier.models.stored_names import AS_OWN, GATE_UP_DOWN, MLPNames, StoredNames, as_stored
+from espalier.models.weight_files import GGUFTensors, read_bin, shards_of
 from espalier.models.weight_formats import FormatOf, StoredTensor, Weight, WeightFormat, all_dense
 from espalier.models.weight_formats.base import StackedWeights
 from espalier.models.weight_formats.dense import DENSE_FORMAT
@@ -421,7 +419,7 @@ class Weights:
             raise EspalierError(f"shard {shard} is missing; download the checkpoint again") from None
         except (SafetensorError, OSError) as error:
             raise EspalierError(
-                f"{shard} is truncated or corrupt ({first_line(error)}); download the file again"
+                f"{shard} is truncated or corrupt ({one_line(error)}); download the file again"
             ) from None
         for stored in names:
             name = self.stored.own(stored)
@@ -438,5 +436,5 @@ class Weights:
             return file.get_tensor(stored)
         except (SafetensorError, OSError) as error:
             raise EspalierError(
-                f"weight {name!r} in {self.path} is truncated or corrupt ({first_line(error)}); download it again"
+                f"weight {name!r} in {self.path} is truncated or corrupt ({one_line(error)}); download it again"
             ) from None

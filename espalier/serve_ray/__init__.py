@@ -2,7 +2,7 @@
 
 Ray has deployments, the router's interface, autoscaling, health checks and rolling updates.  This package has the
 rest: an engine replica (replica.py), the front that calls replicas (ingress.py, pool.py), the choice of a replica for a
-prompt (replica_chooser.py, router.py), and the number of replicas that the open tokens need (policy.py).
+prompt (replica_chooser.py, router.py), and the number of replicas that the open tokens need.
 """
 
 from espalier.serve_ray.build import app

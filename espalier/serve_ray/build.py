@@ -5,12 +5,40 @@ Ray is imported only when something is built, so a server without --replicas doe
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from espalier.errors import EspalierError, install_command, shown
-from espalier.serve_ray.settings import ServedModel, Service, service_of
+from espalier.chat import require_template
+from espalier.config import EngineConfig, SpeculationConfig
+from espalier.errors import EspalierError, install_command, shown, unknown_name
+from espalier.server.api import ApiOptions
+from espalier.server.client import ClientOptions
+from espalier.server.front import FrontOptions
+from espalier.server.logs import LEVELS
+from espalier.server.run import check_options
+from espalier.tool_calls.formats import find_formats
 
+# Open tokens (replica.open_tokens) for which one replica is enough, on average.
+TOKENS_PER_REPLICA = 16384
+ROUTER = "espalier.serve_ray.router.PrefixRouter"
+# A name in `args`, and the field of the options.
+OF_FRONT = MappingProxyType(
+    {
+        "max_queue": "max_queue",
+        "request_timeout": "request_timeout_s",
+        "strict_fields": "strict_fields",
+        "allow_special_tokens_in_messages": "allow_special_tokens_in_messages",
+        "tool_format": "tool_format",
+        "reasoning_format": "reasoning_format",
+    }
+)
+OF_CLIENT = MappingProxyType({"engine_timeout": "timeout_s", "load_timeout": "load_timeout_s"})
+OF_API = MappingProxyType({"api_key": "api_key", "max_body_bytes": "max_body_bytes", "body_timeout": "body_timeout_s"})
+OF_REPLICAS = ("tokens_per_replica", "resources", "autoscaling", "router")
+OF_MODEL = (*OF_FRONT, *OF_CLIENT, *OF_REPLICAS, "served_model_name", "chat_template", "replicas")
+OF_SERVICE = (*OF_API, "cors_origin", "fronts", "drain_timeout", "log_level", "log_json")
 RAY_VERSION = "2.60"
 # Above any queue: the front limits open requests, not Ray Serve.
 MAX_ONGOING = 65536
@@ -19,6 +47,155 @@ HEALTH_PERIOD_S = 5.0
 HEALTH_TIMEOUT_S = 30.0
 # Ray Serve writes no line for each request, because the front does, with its id.
 NO_ACCESS_LOG = MappingProxyType({"enable_access_log": False})
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """From `low` to `high` engines.
+
+    tokens_per_replica: open tokens for which one replica is enough, on average.
+    resources: what Ray reserves for a replica (ray_actor_options); None: a GPU for each rank, or nothing on a CPU.
+    autoscaling: further fields of Ray Serve's AutoscalingConfig, such as its delays.
+    router: a subclass of Ray Serve's RequestRouter, by its path.
+    """
+
+    low: int
+    high: int
+    tokens_per_replica: int = TOKENS_PER_REPLICA
+    resources: Mapping[str, Any] | None = None
+    autoscaling: Mapping[str, Any] = field(default_factory=dict)
+    router: str = ROUTER
+
+    @property
+    def is_autoscaled(self) -> bool:
+        return self.low < self.high
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """settings: keywords of EngineConfig, as plain values."""
+
+    settings: dict[str, Any]
+    front: FrontOptions
+    client: ClientOptions
+    replicas: Replicas
+
+    @property
+    def name(self) -> str:
+        """The first of its names, or the draft that names its target."""
+        return self.front.names[0] if self.front.names else str(self.settings["draft"])
+
+
+@dataclass(frozen=True)
+class Service:
+    """models: at least one; num_fronts: replicas of the front; drain_timeout_s: limit for requests that run on a
+    replica that is to end."""
+
+    models: tuple[ServedModel, ...]
+    api: ApiOptions
+    num_fronts: int = 1
+    drain_timeout_s: float = 60.0
+    log_level: str = "info"
+    log_json: bool = False
+
+
+def replicas_of(text: int | str, **more: Any) -> Replicas:
+    """From N or "MIN:MAX".  Raises EspalierError."""
+    low, _, high = str(text).partition(":")
+    if not (low.isdecimal() and (high or low).isdecimal() and 1 <= int(low) <= int(high or low)):
+        raise EspalierError(
+            f"replicas={shown(text)} is not supported; use a whole number, 1 or more, or MIN:MAX such as 1:4"
+        )
+    return Replicas(int(low), int(high or low), **more)
+
+
+def service_of(args: Mapping[str, Any]) -> Service:
+    """From the `args` of a Serve config file.  Raises EspalierError.
+
+    Either one `model` with its settings, or `models`, a list of them.  Settings beside `models` apply to each of them.
+    """
+    shared = {name: value for name, value in args.items() if name not in ("models", *OF_SERVICE)}
+    models = args.get("models", [{}])
+    if not (isinstance(models, list) and models and all(isinstance(each, Mapping) for each in models)):
+        raise EspalierError("models is not supported with this value; use a list of objects, each with its `model`")
+    for name in (name for model in models for name in model if name in OF_SERVICE):
+        raise EspalierError(f"{name} is the front's, and all models have one front; put it beside `models`")
+    level = _given(args, "log_level", "info")
+    if level not in LEVELS:
+        raise EspalierError(f"log_level={shown(level)} is not supported; use {', '.join(LEVELS)}")
+    check_options(args)
+    key = args.get("api_key")
+    if key is not None and not (isinstance(key, str) and key):
+        raise EspalierError("api_key is empty, or is no text; give the key, or leave it out")
+    logged = {"log_level": level, "log_json": _given(args, "log_json", False)}
+    return Service(
+        tuple(_model({**shared, **model}, logged) for model in models),
+        ApiOptions(**_renamed(args, OF_API), cors_origins=tuple(_texts(args, "cors_origin"))),
+        _given(args, "fronts", 1),
+        _given(args, "drain_timeout", 60.0),
+        **logged,
+    )
+
+
+def _model(args: dict[str, Any], logged: dict[str, Any]) -> ServedModel:
+    engine = [f.name for f in fields(EngineConfig)]
+    for name in args:
+        if name not in (*engine, *OF_MODEL):
+            raise unknown_name("args", name, [*engine, *OF_MODEL, *OF_SERVICE, "models"])
+    check_options(args)
+    settings = {name: args[name] for name in engine if name in args}
+    if settings.setdefault("model", "auto") == "auto" and "draft" not in settings:
+        raise EspalierError("model is missing in args; name a directory, a Hugging Face id or 'bundled'")
+    checked_settings(settings)
+    names = _texts(args, "served_model_name", *(() if settings["model"] == "auto" else (settings["model"],)))
+    front = _renamed(args, OF_FRONT)
+    find_formats("", front.get("tool_format", "auto"), front.get("reasoning_format", "auto"))
+    if args.get("chat_template") is not None:
+        front["chat_template"] = _template(args["chat_template"])
+    of_replicas = {name: args[name] for name in OF_REPLICAS if args.get(name) is not None}
+    return ServedModel(
+        settings,
+        FrontOptions(tuple(names), **front),
+        ClientOptions(**_renamed(args, OF_CLIENT), **logged),
+        replicas_of(_given(args, "replicas", 1), **of_replicas),
+    )
+
+
+def checked_settings(settings: Mapping[str, Any]) -> None:
+    """Check the engine's settings, plain values, before a replica starts.  Raises EspalierError."""
+    tree = settings.get("speculation")
+    EngineConfig(**{**settings, "speculation": SpeculationConfig(**tree)} if isinstance(tree, Mapping) else settings)
+    if (device := str(settings.get("device", "auto"))).startswith("cuda:"):
+        raise EspalierError(f"device={device} is not supported with replicas: Ray chooses each one's GPU; use cuda")
+
+
+def _given(args: Mapping[str, Any], name: str, default: Any) -> Any:
+    """An option.  null is not given."""
+    return default if args.get(name) is None else args[name]
+
+
+def _renamed(args: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The given options by their fields.  null is not given, and a limit of 0 seconds is no limit."""
+    given = {field: args[name] for name, field in names.items() if args.get(name) is not None}
+    return {field: None if field.endswith("_s") and value == 0 else value for field, value in given.items()}
+
+
+def _texts(args: Mapping[str, Any], name: str, *default: str) -> list[str]:
+    """A text or a list of texts, as a list.  Raises EspalierError."""
+    value = _given(args, name, list(default))
+    texts = [value] if isinstance(value, str) else value
+    if not (isinstance(texts, list) and all(isinstance(each, str) for each in texts)):
+        raise EspalierError(f"{name}={shown(value)} is not supported; use a text or a list of texts")
+    return texts
+
+
+def _template(path: Any) -> str:
+    try:
+        text = Path(path).read_text()
+    except (OSError, ValueError, TypeError) as error:
+        raise EspalierError(f"chat_template cannot be read ({error}); give a text file") from None
+    require_template(text, f"chat_template {path}")
+    return text
 
 
 def require_ray() -> Any:
@@ -88,7 +265,7 @@ def _scaling(model: ServedModel) -> dict[str, Any]:
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
     policy = AutoscalingPolicy(
-        policy_function="espalier.serve_ray.policy:OpenTokens",
+        policy_function="espalier.serve_ray.replica_chooser:OpenTokens",
         policy_kwargs={"tokens_per_replica": replicas.tokens_per_replica},
     )
     return {

@@ -12,8 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from espalier.errors import EspalierError, one_line
-from espalier.serve_ray.build import application, gpus_of, require_ray
-from espalier.serve_ray.settings import Service
+from espalier.serve_ray.build import Service, application, gpus_of, require_ray
 
 log = logging.getLogger("espalier.server")
 APP = "espalier"

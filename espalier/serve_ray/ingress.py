@@ -14,8 +14,8 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from espalier.serve_ray.build import ServedModel, Service
 from espalier.serve_ray.pool import EnginePool
-from espalier.serve_ray.settings import ServedModel, Service
 from espalier.server import logs
 from espalier.server.api import make_app
 from espalier.server.front import Front, FrontOptions, Fronts

@@ -16,12 +16,22 @@ import msgspec
 
 from espalier.errors import EspalierError
 from espalier.inputs import ModelFacts
-from espalier.request import ResolvedParams
 from espalier.serve_ray.replica import ReplicaFigures
 from espalier.serve_ray.replica_chooser import RoutingHint, prefix_hashes
 from espalier.server import protocol
-from espalier.server.engines import SHUTTING_DOWN, EngineGone, Figures, Generation, error_of
-from espalier.server.protocol import Failed, Harvest, Part, Ready, Refused, Submit
+from espalier.server.protocol import (
+    SHUTTING_DOWN,
+    EngineGone,
+    Failed,
+    Figures,
+    Generation,
+    Harvest,
+    Part,
+    Ready,
+    Refused,
+    Submit,
+    error_of,
+)
 
 log = logging.getLogger("espalier.server")
 # Replicas that one prompt is sent to at most.
@@ -114,26 +124,15 @@ class EnginePool:
     def require_up(self) -> None:
         """Raises EngineGone if the pool is closed.  Without a replica, requests wait for one."""
         if self._closed:
-            raise EngineGone("the server is shutting down")
+            raise EngineGone(SHUTTING_DOWN)
 
-    def submit(
-        self,
-        name: str,
-        prompts: Sequence[list[int]],
-        params: ResolvedParams,
-        priority: int,
-        detokenize: bool,
-        client: str = "",
-        streamed: bool = False,
-        private: bool = False,
-    ) -> Generation:
+    def submit(self, prompts: Sequence[list[int]], asked: Submit) -> Generation:
         self.require_up()
-        names = [f"{name}-{self._num_submitted + i}" for i in range(len(prompts))]
+        submits = asked.each_of(prompts, self._num_submitted)
         self._num_submitted += len(prompts)
-        generation = Generation(self, names, params.n)
-        for each, prompt in zip(names, prompts, strict=True):
-            submit = Submit(each, prompt, params, priority, detokenize, client, streamed, private)
-            self._open[each] = generation, asyncio.create_task(self._run(Prompt(submit, generation)))
+        generation = Generation(self, [each.name for each in submits], asked.params.n)
+        for each in submits:
+            self._open[each.name] = generation, asyncio.create_task(self._run(Prompt(each, generation)))
         return generation
 
     async def sent(self) -> None:
@@ -153,7 +152,7 @@ class EnginePool:
             self._polling.cancel()
         for generation, _ in list(self._open.values()):
             self.forget(generation)
-            generation.fail(EngineGone("the server is shutting down"))
+            generation.fail(EngineGone(SHUTTING_DOWN))
 
     # One prompt
 

@@ -20,8 +20,7 @@ from espalier.errors import EspalierError
 from espalier.request import sample_seed
 from espalier.server import logs, protocol
 from espalier.server.client import ClientOptions, EngineClient
-from espalier.server.engines import EngineBusy, EngineGone
-from espalier.server.protocol import Failed, Harvest, Part, Ready, Refused, Report, Submit
+from espalier.server.protocol import EngineBusy, EngineGone, Failed, Harvest, Part, Ready, Refused, Report, Submit
 
 log = logging.getLogger("espalier.server")
 # Time for a replica whose engine is gone to send its last messages.
@@ -30,7 +29,7 @@ EXIT_CODE = 1
 
 
 class ReplicaFigures(msgspec.Struct):
-    """Figures (server/engines.py) of one replica, sent to the front."""
+    """Figures (server/protocol.py) of one replica, sent to the front."""
 
     replica: str
     up: bool
@@ -77,8 +76,7 @@ class EngineReplica:
         """
         submit = msgspec.msgpack.decode(message, type=Submit)
         try:
-            args = submit.params, submit.priority, submit.detokenize, submit.client
-            generation = self.client.submit(submit.name, [submit.prompt], *args)
+            generation = self.client.submit([submit.prompt], submit)
         except EngineGone as error:
             yield protocol.encode(Failed(str(error), refused=False))
             return

@@ -6,7 +6,7 @@ it sent and that have not ended.  Replicas are identified by name.
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Pages of a prompt that are hashed, from its start.
 MAX_PAGES = 512
@@ -101,3 +101,17 @@ class ReplicaChooser:
             del self._open_samples[replica, request]
         for replica in [each for each in self.load if each not in replicas]:
             del self.load[replica]
+
+
+class OpenTokens:
+    """An autoscaling policy of Ray Serve.  tokens_per_replica: open tokens for which one replica is enough."""
+
+    def __init__(self, tokens_per_replica: int):
+        self.tokens_per_replica = tokens_per_replica
+
+    def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:
+        """(number of replicas wanted, state).  Without figures, the number of replicas stays."""
+        figures = (context.aggregated_metrics or {}).get("open_tokens")
+        if not figures:
+            return context.target_num_replicas, {}
+        return sum(figures.values()) / self.tokens_per_replica, {}

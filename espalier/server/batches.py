@@ -13,11 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from espalier.batch_jobs.input_scan import InputScan, scan_input
-from espalier.batch_jobs.journal import Journal
-from espalier.batch_jobs.lines import LineError, custom_id_of
-from espalier.batch_jobs.run import run
-from espalier.batch_jobs.sender import App, Sender, app_client
+from espalier.batch_jobs.files import InputScan, Journal, LineError, custom_id_of, scan_input
+from espalier.batch_jobs.sender import App, Sender, app_client, run
 from espalier.errors import EspalierError
 from espalier.server.front import without_timeout
 from espalier.server.stored import (

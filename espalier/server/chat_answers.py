@@ -1,21 +1,29 @@
-"""Builds the responses of /v1/chat/completions, with tool calls and reasoning read from the tokens."""
+"""Builds the answers to conversations, with tool calls and reasoning read from the tokens.
+
+/v1/chat/completions answers with a message, /v1/responses with a list of items, whole or as events in OpenAI's order.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
+from espalier.errors import EspalierError
 from espalier.inputs import message_stream
 from espalier.logprobs import TokenLogprob
 from espalier.request import OutputChunk, ResolvedParams
-from espalier.server.answers import Answer, Choice
-from espalier.server.openai import Generating
+from espalier.server.answers import Answer, Choice, to_json
+from espalier.server.errors import refusal
+from espalier.server.openai import ChatRequest, Generating
 from espalier.server.protocol import Part
+from espalier.server.responses import ResponsesRequest
 from espalier.text import Tokenizer
 from espalier.tool_calls import base
 from espalier.tool_calls.message_stream import MessageStream
 from espalier.tool_calls.parser import message_of
 from espalier.tool_calls.plan import ChatPlan
+
+Event = dict[str, Any]
 
 
 @dataclass
@@ -188,3 +196,211 @@ class ChatAnswer(Answer):
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         part = None if self.tokenizer is None else list(self.tokenizer.bytes_of(token).bytes)
         return {"token": self._token_text(token), "logprob": logprob, "bytes": part}
+
+
+class OutputItems:
+    """The items of one answer, and the events that say how they grow.  At most the last item is open."""
+
+    def __init__(self, id: str):
+        self.id = id
+        self.items: list[dict[str, Any]] = []
+        self.events: list[Event] = []
+        self.num_events = 0
+        self.is_open = False
+        # The text of the open item.
+        self._texts: list[str] = []
+
+    def take(self) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self.events.append({"type": f"response.{kind}", "sequence_number": self.num_events, **fields})
+        self.num_events += 1
+
+    def add(self, delta: base.Delta, logprobs: list[dict[str, Any]]) -> None:
+        """logprobs: of the tokens of a content delta."""
+        if delta.kind == "content":
+            self._open_text("message", {"role": "assistant"}, _output_text)
+            self._grow(delta.text, logprobs)
+        elif delta.kind == "reasoning":
+            self._open_text("reasoning", {"summary": []}, _reasoning_text)
+            self._grow(delta.text, None)
+        elif delta.kind == "call":
+            call = {"call_id": delta.id, "name": delta.text, "arguments": ""}
+            self._open("function_call", call)
+        elif delta.kind == "arguments":
+            self._texts.append(delta.text)
+            self._item_event("function_call_arguments.delta", delta=delta.text)
+        elif delta.kind == "called":
+            self.close("completed")
+        elif delta.index >= 0:
+            self.close("incomplete")
+
+    def close(self, status: str) -> None:
+        """Close the open item, if there is one."""
+        if not self.is_open:
+            return
+        item, self.is_open = self.items[-1], False
+        item["status"], text = status, "".join(self._texts)
+        self._texts = []
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            self._item_event("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
+        else:
+            part = item["content"][0]
+            part["text"] = text
+            name = "output_text" if item["type"] == "message" else "reasoning_text"
+            logprobs = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
+            self._item_event(f"{name}.done", content_index=0, text=part["text"], **logprobs)
+            self._item_event("content_part.done", content_index=0, part=dict(part))
+        self.event("output_item.done", output_index=len(self.items) - 1, item=_copied(item))
+
+    def _open(self, kind: str, fields: dict[str, Any]) -> None:
+        self.close("completed")
+        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
+        item = {"id": f"{prefix}_{self.id}_{len(self.items)}", "type": kind, "status": "in_progress", **fields}
+        self.items.append(item)
+        self.is_open = True
+        self.event("output_item.added", output_index=len(self.items) - 1, item=_copied(item))
+
+    def _open_text(self, kind: str, fields: dict[str, Any], new_part: Callable[[], dict[str, Any]]) -> None:
+        """Open an item of this type, unless it is open already.  new_part: makes its part without text."""
+        if self.is_open and self.items[-1]["type"] == kind:
+            return
+        self._open(kind, {**fields, "content": []})
+        self.items[-1]["content"].append(new_part())
+        self._item_event("content_part.added", content_index=0, part=new_part())
+
+    def _grow(self, text: str, logprobs: list[dict[str, Any]] | None) -> None:
+        self._texts.append(text)
+        if logprobs is None:
+            self._item_event("reasoning_text.delta", content_index=0, delta=text)
+            return
+        self.items[-1]["content"][0]["logprobs"] += logprobs
+        self._item_event("output_text.delta", content_index=0, delta=text, logprobs=logprobs)
+
+    def _item_event(self, kind: str, **fields: Any) -> None:
+        self.event(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **fields)
+
+
+def _output_text() -> dict[str, Any]:
+    return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+
+
+def _reasoning_text() -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": ""}
+
+
+def _copied(item: dict[str, Any]) -> dict[str, Any]:
+    """The item as it is now."""
+    return {**item, "content": [dict(part) for part in item["content"]]} if "content" in item else dict(item)
+
+
+class ResponsesAnswer(ChatAnswer):
+    """/v1/responses.  request: as it was sent; chat: the same as a chat completion."""
+
+    end_mark = b""
+
+    def __init__(
+        self,
+        request: ResponsesRequest,
+        chat: ChatRequest,
+        id: str,
+        params: ResolvedParams,
+        prompts: Sequence[list[int]],
+        tokenizer: Tokenizer | None,
+        plan: ChatPlan,
+    ):
+        super().__init__(f"resp_{id}", chat, params, prompts, tokenizer, plan)
+        if chat.logprobs and plan.has_parser:
+            reason = "include message.output_text.logprobs is not supported where reasoning or tool calls are read"
+            raise refusal(EspalierError(f"{reason}; use /v1/chat/completions, or leave it out"), "include")
+        self.request = request
+        self.text_only = False
+        self.items = OutputItems(id)
+        self.finish_reason: str | None = None
+        # Why calls were broken.
+        self.errors: list[str] = []
+
+    def take(self, prompt_index: int, part: Part) -> tuple[Choice, OutputChunk]:
+        choice, output = super().take(prompt_index, part)
+        assert isinstance(choice, ChatChoice)
+        logprobs = [] if output.logprobs is None else self._logprobs(output.logprobs)["content"]
+        if choice.make_stream is not None:
+            for each in choice.parts:
+                self.items.add(each, [])
+            self.errors += [each.text for each in choice.parts if each.kind == "broken"]
+        elif output.text or logprobs:
+            self.items.add(base.Delta("content", output.text), logprobs)
+        if output.finish_reason is not None:
+            self.finish_reason = output.finish_reason
+            self.items.close("incomplete" if self.finish_reason == "length" else "completed")
+        return choice, output
+
+    def event(self, prompt_index: int, part: Part) -> bytes:
+        self.take(prompt_index, part)
+        return b"".join(map(self.encode, self.items.take()))
+
+    def encode(self, chunk: dict[str, Any]) -> bytes:
+        return f"event: {chunk['type']}\n".encode() + b"data: " + to_json(chunk) + b"\n\n"
+
+    def failure(self, error: dict[str, Any]) -> bytes:
+        """OpenAI's event, with the whole error added, by which its clients tell an error in any stream."""
+        fields = {name: error["error"][name] for name in ("code", "message", "param")}
+        return self.encode({"type": "error", "sequence_number": self.items.num_events, **fields, **error})
+
+    def opening(self) -> list[dict[str, Any]]:
+        for kind in ("created", "in_progress"):
+            self.items.event(kind, response=self._response("in_progress"))
+        return self.items.take()
+
+    def closing(self) -> list[dict[str, Any]]:
+        response = self.whole()
+        self.items.event(response["status"], response=response)
+        return self.items.take()
+
+    def whole(self) -> dict[str, Any]:
+        is_cut = self.finish_reason == "length"
+        whole = self._response("incomplete" if is_cut else "completed") | {"usage": self.usage()}
+        if self.errors:
+            whole["tool_call_errors"] = [{"message": error} for error in self.errors]
+        return whole
+
+    def _response(self, status: str) -> dict[str, Any]:
+        request, chat = self.request, self.body
+        return {
+            "id": self.head["id"],
+            "object": "response",
+            "created_at": self.head["created"],
+            "model": self.head["model"],
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": [_copied(item) for item in self.items.items],
+            "instructions": request.instructions,
+            "metadata": request.metadata or {},
+            "temperature": self.params.temperature,
+            "top_p": self.params.top_p,
+            "max_output_tokens": request.max_output_tokens,
+            "tools": request.tools or [],
+            "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
+            "parallel_tool_calls": chat.parallel_tool_calls is not False,
+            "reasoning": {"effort": chat.reasoning_effort, "summary": None},
+            "text": {"format": (request.text and request.text.format) or {"type": "text"}},
+            "truncation": "disabled",
+            "previous_response_id": None,
+            "store": False,
+            "usage": None,
+        }
+
+    def usage(self) -> dict[str, Any]:
+        usage = super().usage()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self.num_reasoning},
+            "total_tokens": usage["total_tokens"],
+            "speculation": usage["speculation"],
+        }

@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +25,14 @@ import zmq.asyncio
 from espalier.child_process import environment
 from espalier.errors import EspalierError
 from espalier.inputs import ModelFacts
-from espalier.request import ResolvedParams
 from espalier.server import logs, protocol
-from espalier.server.engines import SHUTTING_DOWN, EngineGone, Figures, Generation, error_of
-from espalier.server.outbox import Outbox
 from espalier.server.protocol import (
+    SHUTTING_DOWN,
     Abort,
+    EngineGone,
     Failed,
+    Figures,
+    Generation,
     Harvest,
     Part,
     Ready,
@@ -41,8 +42,13 @@ from espalier.server.protocol import (
     Start,
     Submit,
     Submits,
+    error_of,
 )
 
+# Turns of the event loop in which no prompt comes, after which the prompts leave.  A request on a new connection needs
+# five: accept, make its transport, watch it, read, handle.
+QUIET_TURNS = 6
+MAX_WAIT_S = 0.01
 log = logging.getLogger("espalier.server")
 MODEL_WORKER = "espalier.server.worker"
 SHUTDOWN_S = 10.0
@@ -51,6 +57,69 @@ MAX_FAILED_STARTS = 5
 FIRST_PAUSE_S = 1.0
 # Interval of the log lines that say that the model is still loading.
 LOADING_S = 30.0
+
+
+class Outbox:
+    """Prompts on their way to the engine.
+
+    They leave when no other request waits to be read, when they fill a prefill pass, or after MAX_WAIT_S.
+
+    send: sends prompts in one message; full_rows: tokens that fill a prefill pass.
+    """
+
+    def __init__(self, send: Callable[[list[Submit]], None]):
+        self.send = send
+        self.full_rows = 0
+        self._waiting: list[Submit] = []
+        self._num_rows = 0
+        self._send_at = 0.0
+        self._num_quiet = 0
+        self._turn: asyncio.Handle | None = None
+        # Set once what waits has left.  None until the first prompt comes.
+        self._left: asyncio.Event | None = None
+
+    def add(self, submit: Submit) -> None:
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            self._send_at, self._left = loop.time() + MAX_WAIT_S, asyncio.Event()
+        self._waiting.append(submit)
+        self._num_rows += len(submit.prompt)
+        self._num_quiet = 0
+        if self._num_rows >= self.full_rows or loop.time() >= self._send_at:
+            self.flush()
+        elif self._turn is None:
+            self._turn = loop.call_soon(self._look_in)
+
+    async def sent(self) -> None:
+        """Return when what waits has left, after at least one turn of the event loop."""
+        if self._waiting and self._left is not None:
+            await self._left.wait()
+        else:
+            await asyncio.sleep(0)
+
+    def flush(self) -> None:
+        """Send what waits now."""
+        if waiting := self.clear():
+            self.send(waiting)
+
+    def clear(self) -> list[Submit]:
+        """Remove and return what waits."""
+        if self._turn is not None:
+            self._turn.cancel()
+            self._turn = None
+        if self._left is not None:
+            self._left.set()
+        waiting, self._waiting, self._num_rows = self._waiting, [], 0
+        return waiting
+
+    def _look_in(self) -> None:
+        """Send, or look again in the next turn."""
+        loop = asyncio.get_running_loop()
+        if self._num_quiet == QUIET_TURNS or loop.time() >= self._send_at:
+            self.flush()
+            return
+        self._num_quiet += 1
+        self._turn = loop.call_soon(self._look_in)
 
 
 @dataclass(frozen=True)
@@ -132,24 +201,14 @@ class EngineClient:
         if self.state != "ready":
             raise EngineGone(self.why)
 
-    def submit(
-        self,
-        name: str,
-        prompts: Sequence[list[int]],
-        params: ResolvedParams,
-        priority: int,
-        detokenize: bool,
-        client: str = "",
-        streamed: bool = False,
-        private: bool = False,
-    ) -> Generation:
+    def submit(self, prompts: Sequence[list[int]], asked: Submit) -> Generation:
         self.require_up()
-        names = [f"{name}-{self._num_submitted + i}" for i in range(len(prompts))]
+        submits = asked.each_of(prompts, self._num_submitted)
         self._num_submitted += len(prompts)
-        generation = Generation(self, names, params.n)
-        for each, prompt in zip(names, prompts, strict=True):
-            self._generations[each] = generation
-            self._outbox.add(Submit(each, prompt, params, priority, detokenize, client, streamed, private))
+        generation = Generation(self, [each.name for each in submits], asked.params.n)
+        for each in submits:
+            self._generations[each.name] = generation
+            self._outbox.add(each)
         return generation
 
     async def sent(self) -> None:

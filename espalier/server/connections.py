@@ -126,7 +126,7 @@ class Connections:
                 connection.transport.close()
         elif self.body_timeout_s is not None and seconds >= self.body_timeout_s:
             message = "no whole request arrived in %.0f s: the connection from %s is closed"
-            _abort(connection, message, seconds, _address(connection.transport))
+            _abort(connection, message, seconds, address_of(connection.transport))
             self.metrics.stalled_senders.inc()
 
 
@@ -141,7 +141,7 @@ def _abort(connection: "Connection", message: str, *values: Any) -> None:
     connection.transport.abort()
 
 
-def _address(transport: Any) -> str:
+def address_of(transport: Any) -> str:
     """The client's address.  A Unix socket has none."""
     peer = transport.get_extra_info("peername")
     return f"{peer[0]} port {peer[1]}" if isinstance(peer, tuple) else "a Unix socket"

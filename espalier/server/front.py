@@ -21,14 +21,13 @@ from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
 from espalier.request import ResolvedParams, SamplingParams
 from espalier.server.answers import Answer, makes_text_there
-from espalier.server.bodies import BodyLimits
-from espalier.server.body_reader import BodyReader
-from espalier.server.engines import SHUTTING_DOWN, EngineGone, Engines, Generation
+from espalier.server.bodies import BodyLimits, BodyReader
 from espalier.server.errors import RETRY_AFTER_S, ApiError, full
 from espalier.server.lanes import Lanes
 from espalier.server.logs import client, request_id
 from espalier.server.metrics import Metrics
 from espalier.server.openai import Generating
+from espalier.server.protocol import SHUTTING_DOWN, EngineGone, Engines, Generation, Submit
 from espalier.server.request_runs import EventStream, Run
 from espalier.server.templates import Templates
 from espalier.text import load_tokenizer
@@ -294,11 +293,10 @@ class Front:
 
     def _submit(self, body: Generating, prompts: Sequence[list[int]], params: ResolvedParams) -> Generation:
         self._require_capacity(len(prompts) * params.n)
-        name = request_id.get()
+        waits = body.priority or 0, makes_text_there(params), client.get(), bool(body.stream)
+        private = getattr(body, "store", None) is False
         try:
-            waits = body.priority or 0, makes_text_there(params), client.get(), bool(body.stream)
-            private = getattr(body, "store", None) is False
-            return self.engines.submit(name, prompts, params, *waits, private=private)
+            return self.engines.submit(prompts, Submit(request_id.get(), [], params, *waits, private))
         except EngineGone as error:
             raise _gone(error) from None
 

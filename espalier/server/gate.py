@@ -14,10 +14,10 @@ from urllib.parse import quote
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from espalier.server.engines import SHUTTING_DOWN
 from espalier.server.errors import FAILED, RETRY_AFTER_S, ApiError
 from espalier.server.front import BATCHES, UNLIMITED
 from espalier.server.logs import client, new_request_id, request_id
+from espalier.server.protocol import SHUTTING_DOWN
 
 log = logging.getLogger("espalier.server")
 CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
@@ -29,16 +29,16 @@ MAX_LENGTH_DIGITS = 19
 MAX_DROPPED = 4
 # Uploads have a limit of their own.
 FILES = "/v1/files"
-# Load balancers and Prometheus read these without a key.  So do browsers, which cannot send one (pages.py).
+# Load balancers and Prometheus read these without a key.  So do browsers, which cannot send one (routes.py).
 OPEN_PATHS = ("/health", "/metrics", "/", "/docs")
 
 
 class Gate:
     """Wraps an app.
 
-    answered(path, status): called at the end of each response; body_timeout_s: limit for reading one body, None for no
-    limit; max_file_bytes: for uploads of files, None for a server without them; more_keys: beside api_key, several keys
-    tell clients apart; num_open: requests in progress.
+    answered(path, status): called at the end of each response.  body_timeout_s: limit for reading one body, None for no
+    limit.  max_file_bytes: limit of an uploaded file, None for a server that takes no files.  more_keys: keys that are
+    valid beside api_key; where there are several keys, a client is known by its key.  num_open: requests in progress.
     """
 
     def __init__(

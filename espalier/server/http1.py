@@ -1,11 +1,14 @@
 """One HTTP/1 connection: h11 reads requests, and each of them runs the ASGI application.
 
-`Upgrade` is ignored (RFC 9110, section 7.8).  The log has a line for what is refused before it is a request.
+A request's head is checked before h11 reads it: h11 takes more than this server, and long for many lines.  `Upgrade` is
+ignored (RFC 9110, section 7.8).  The log has a line for what is refused before it is a request.
 """
 
 import asyncio
 import logging
+import re
 import socket
+from collections.abc import Iterable
 from email.utils import formatdate
 from http import HTTPStatus
 from types import MappingProxyType
@@ -13,14 +16,23 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import h11
-import msgspec
 from starlette.types import ASGIApp, Message, Scope
 
-from espalier.server.connections import Connections
+from espalier.server.connections import Connections, address_of
 from espalier.server.errors import ApiError
-from espalier.server.heads import UNREADABLE, check_head
 from espalier.server.logs import new_request_id, request_id
 
+MAX_HEAD_BYTES = 65536
+MAX_HEAD_LINES = 256
+UNREADABLE = (
+    "malformed HTTP: the request line, a header or the framing of the body is invalid; "
+    "send plain HTTP/1.1 (http://, not https://)"
+)
+END = b"\r\n\r\n"
+# What a request may begin with, as far as it has arrived.
+START = re.compile(rb"[A-Z-]{0,24}(?:\Z| (?:\Z|[^ \r\n]+(?:\Z| (?:HTTP/1\.[01]\r\n|[HTP/1.0\r]{0,9}\Z))))")
+# A line feed alone, or a line that continues the one before.
+BAD_LINE = re.compile(rb"(?<!\r)\n|\r\n[ \t]")
 log = logging.getLogger("espalier.server")
 # Of a chunk's line, and of the trailers.  Chunked bodies are read in pieces of this size.
 MAX_LINE_BYTES = 4096
@@ -43,6 +55,35 @@ CHECKS_PER_PROBE = 100
 LINGER_S = 2.0
 # The ASGI extension that holds the HttpExchange, with which the application may write a part of a response at once.
 EXCHANGE = "espalier.exchange"
+
+
+def check_head(data: bytes) -> int | None:
+    """The length of a head at the start of the data, None while it is not whole.  Raises ApiError."""
+    end = data.find(END)
+    head = data if end < 0 else data[: end + len(END)]
+    if len(head) > MAX_HEAD_BYTES:
+        raise ApiError(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes; send fewer headers")
+    if head.count(b"\n") > MAX_HEAD_LINES:
+        raise ApiError(431, f"the request's head has more than {MAX_HEAD_LINES} lines; send fewer headers")
+    if not START.match(head) or (end >= 0 and BAD_LINE.search(head)):
+        raise ApiError(400, UNREADABLE)
+    if end < 0:
+        return None
+    if head.startswith(b"CONNECT "):
+        raise ApiError(405, "CONNECT is not served: this server is no proxy")
+    first, *lines = head.lower().split(b"\r\n")[:-2]
+    fields = [line.partition(b":") for line in lines]
+    if first.endswith(b"1.1") and [name for name, *_ in fields].count(b"host") != 1:
+        raise ApiError(400, "an HTTP/1.1 request has one Host header; send it once")
+    codings = [value.strip() for name, _, value in fields if name == b"transfer-encoding"]
+    if codings and codings != [b"chunked"]:
+        # RFC 9112, section 6.1.
+        given = b",".join(codings)
+        *_, last = names = [name.strip(b" \t") for name in given.split(b",")]
+        if last == b"chunked" and names.count(last) == 1:
+            raise ApiError(501, f"transfer-encoding {given.decode('latin-1')} is not supported; use chunked alone")
+        raise ApiError(400, "transfer-encoding must be chunked alone, or left out: the body's end would not be known")
+    return len(head)
 
 
 class Connection(asyncio.Protocol):
@@ -158,7 +199,8 @@ class Connection(asyncio.Protocol):
             if self.exchange is not None and isinstance(event, h11.Data):
                 self.exchange.take(event)
             elif self.exchange is not None and isinstance(event, h11.EndOfMessage):
-                self.exchange.end_body()
+                self.exchange.more_body = False
+                self.exchange.news.set()
                 if self.exchange.is_ended:
                     self._next()
 
@@ -251,7 +293,7 @@ class Connection(asyncio.Protocol):
         """
         exchange = self.exchange
         if exchange is None or not exchange.is_started or (exchange.is_ended and not exchange.more_body):
-            self.write(_refusal(error, self.transport.get_extra_info("peername")))
+            self.write(_refusal(error, self.transport))
             self._linger()
         else:
             self.transport.close()
@@ -306,10 +348,6 @@ class HttpExchange:
             if len(self.body) > MAX_UNREAD_BYTES:
                 self.connection.transport.pause_reading()
 
-    def end_body(self) -> None:
-        self.more_body = False
-        self.news.set()
-
     async def receive(self) -> Message:
         """ASGI's."""
         if self.is_waiting and not self.is_started:
@@ -352,7 +390,7 @@ class HttpExchange:
         self.keeps_alive &= given.get(b"connection") != b"close"
         if not self.keeps_alive and b"connection" not in given:
             headers.append((b"connection", b"close"))
-        return b"".join([STATUS_LINES[status], *(b"%b: %b\r\n" % header for header in headers), b"\r\n"])
+        return _head(status, headers)
 
     @property
     def is_read(self) -> bool:
@@ -399,18 +437,14 @@ def _address(name: Any) -> tuple[str, int] | None:
     return (name[0], name[1]) if isinstance(name, tuple) else None
 
 
-def _refusal(error: ApiError, peer: Any) -> bytes:
+def _head(status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    return b"".join([STATUS_LINES[status], *(b"%b: %b\r\n" % header for header in headers), b"\r\n"])
+
+
+def _refusal(error: ApiError, transport: asyncio.Transport) -> bytes:
     """The whole response, with a new request id.  The id of a request that ends in this context is restored."""
-    before, status, client = request_id.set(new_request_id()), error.status_code, _address(peer)
-    place = f"{client[0]} port {client[1]}" if client else "an unknown address"
-    log.info("refused HTTP from %s: %d: %s", place, status, error.detail)
-    body = msgspec.json.encode(error.body())
-    head = {
-        "content-type": "application/json",
-        "content-length": len(body),
-        "x-request-id": request_id.get(),
-        "connection": "close",
-    }
+    before = request_id.set(new_request_id())
+    log.info("refused HTTP from %s: %d: %s", address_of(transport), error.status_code, error.detail)
+    response, own = error.response(), [(b"x-request-id", request_id.get().encode()), (b"connection", b"close")]
     request_id.reset(before)
-    lines = "".join(f"{name}: {value}\r\n" for name, value in head.items())
-    return STATUS_LINES[status] + lines.encode() + b"\r\n" + body
+    return _head(error.status_code, [*response.raw_headers, *own]) + bytes(response.body)

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from espalier.server.engines import Engines, Figures
+from espalier.server.protocol import Engines, Figures
 from espalier.stats import LearnFigures, SpeculationStats
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -195,7 +195,8 @@ def _abort_steps(steps: Mapping[int, int]) -> Metric:
 
 
 def _histogram(name: str, about: str, limits: Sequence[float], counts: Sequence[int], total: float) -> Metric:
-    """limits: of the buckets except the last, which has none; counts: values in each bucket; total: their sum."""
+    """limits: upper limits of all buckets but the last, which has no limit; counts: values in each bucket; total: the
+    sum of the values."""
     labels = [*(str(float(limit)) for limit in limits), "+Inf"]
     buckets = list(zip(labels, accumulate(counts), strict=True))
     return HistogramMetricFamily(f"espalier_{name}", about, buckets=buckets, sum_value=total)

@@ -16,11 +16,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from espalier.errors import EspalierError
 from espalier.server.answers import Answer
-from espalier.server.engines import EngineBusy, EngineGone, Generation
 from espalier.server.errors import FAILED, RETRY_AFTER_S, ApiError, as_json, refusal
 from espalier.server.http1 import EXCHANGE, HttpExchange
 from espalier.server.logs import client
-from espalier.server.protocol import Part
+from espalier.server.protocol import EngineBusy, EngineGone, Generation, Part
 
 if TYPE_CHECKING:
     from espalier.server.front import Front

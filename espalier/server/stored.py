@@ -18,7 +18,7 @@ from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 import msgspec
 from pydantic import Field
 
-from espalier.batch_jobs.journal import sync_folder
+from espalier.batch_jobs.files import sync_folder
 from espalier.errors import EspalierError
 from espalier.server.openai import MAX_METADATA, Body, Refused, at_most
 

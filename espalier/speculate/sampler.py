@@ -19,8 +19,7 @@ from espalier.kernels.ops.drafts import Candidates
 from espalier.kernels.tree.edges import LowRankEdges, Rows, fill_depth
 from espalier.sampling.logit_processors import Above, SamplingNeeds, SamplingRows, process_logits
 from espalier.sampling.mask import DraftGuide, force, masked, unpack_mask
-from espalier.sampling.noise import gumbel
-from espalier.sampling.pick import SampledTokens, coupled_scores, over_temperature, pick
+from espalier.sampling.pick import SampledTokens, coupled_scores, gumbel, over_temperature, pick
 from espalier.slots import BatchState
 from espalier.speculate.tree import VOID, Tree, ordered_topk
 

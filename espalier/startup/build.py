@@ -109,8 +109,8 @@ def cache_size(config: ResolvedConfig, specs: Sequence[LayerSpec], dtype: torch.
 def kv_scales(target: CausalLM) -> dict[int, KVScales]:
     """The scales of FP8 rows by layer, which the checkpoint has for all layers or for none.
 
-    A draft's rows have none: they only decide what is proposed.  Raises EspalierError if a layer lacks them, or has one
-    that is no scale.
+    The rows of a draft have no scales: a draft only proposes.  Raises EspalierError if a layer of the target has no
+    scale, or one that is no positive number.
     """
     stored = {layer: scales for layer, scales in enumerate(target.kv_scales) if scales is not None}
     instead = "use a complete checkpoint, or set kv_dtype to the model's dtype"

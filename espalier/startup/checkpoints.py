@@ -5,15 +5,14 @@ from os import PathLike
 from pathlib import Path
 
 from espalier.errors import EspalierError, one_line
-from espalier.gguf_file import gguf_in, is_gguf
-from espalier.model_files import require_files, require_regular
+from espalier.model_files import gguf_in, is_gguf, require_files, require_regular
 
 BUNDLED = "bundled"
 BUNDLED_FILES = Path(__file__).parents[1] / BUNDLED
 # The bundled model's drafts by algorithm; where none is set, eagle3's is used.
 BUNDLED_DRAFTS = {"eagle3": BUNDLED_FILES / "draft", "mtp": BUNDLED_FILES / "mtp", "block": BUNDLED_FILES / "block"}
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-# A draft is refused if it has the last of these files (espalier/models/block_config.py:MASK_EMBEDDING).
+# A draft is refused if it has the last of these files (espalier/models/block.py:MASK_EMBEDDING).
 FILES_OF_DRAFT = [*FILES, "pytorch_model*.bin", "mask_embedding.pt"]
 # Folders, and the copy of all weights under the publisher's own names that Mistral's repositories have.
 NOT_DOWNLOADED = ["*/*", "consolidated*.safetensors"]

@@ -20,7 +20,7 @@ from espalier.models.draft import DraftSpec
 from espalier.models.weight_files import WeightCount
 from espalier.speculate.drafters.registry import algorithms, drafter_without_files
 from espalier.startup.build import cache_specs
-from espalier.startup.cache_memory import choose_max_batch, pages_and_snapshots
+from espalier.startup.measure_memory import choose_max_batch, pages_and_snapshots
 from espalier.startup.sources import INDEX_BYTES, choose_sources, shares_rows, source_sizes
 from espalier.startup.threads import ThreadFacts, choose_threads
 from espalier.startup.tree_cost import ChipFigures, PassWeights

@@ -199,12 +199,13 @@ def trees_by_cost(
 def smaller_trees(configured: TreeShape, weights: PassWeights) -> list[TreeShape]:
     """The trees that are compared with the configured one, plain decoding aside."""
     if not weights.block_rows:
-        return [tree for tree in SMALLER_TREES if _fits(configured, tree)]
+        return [tree for tree in SMALLER_TREES if fits_in(configured, tree)]
     sizes = [tree.num_draft_tokens for tree in SMALLER_TREES if tree.num_draft_tokens < configured.num_draft_tokens]
     return [replace(configured, num_draft_tokens=nodes) for nodes in sizes]
 
 
-def _fits(configured: TreeShape, tree: TreeShape) -> bool:
+def fits_in(configured: TreeShape, tree: TreeShape) -> bool:
+    """Whether a tree is another than the configured one, and not larger in any size."""
     return (
         tree != configured
         and tree.steps <= configured.steps

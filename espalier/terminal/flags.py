@@ -4,14 +4,13 @@ import codecs
 import json
 import os
 import sys
-import types
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace, _ArgumentGroup
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import Any, get_args, get_origin
 
-from espalier.config import EngineConfig, SpeculationConfig, is_open
+from espalier.config import EngineConfig, SpeculationConfig, is_open, kinds_of
 from espalier.errors import EspalierError
 from espalier.request import SPELLED_ALIKE, ResolvedParams, SamplingParams
 
@@ -196,7 +195,7 @@ def _destination(config: type, name: str) -> str:
 
 def _add(group: _ArgumentGroup, f: Field, about: str | None = None) -> None:
     """about: the help, by default that of the field."""
-    kinds = _kinds(f.type)
+    kinds = kinds_of(f.type)
     config = next(c for c in (EngineConfig, SpeculationConfig, SamplingParams) if f in fields(c))
     about = about or f.metadata["help"]
     how: dict[str, Any] = {"dest": _destination(config, f.name), "default": NOT_GIVEN, "help": about}
@@ -261,10 +260,3 @@ def _element(annotation: Any) -> type:
         if get_origin(part) is Sequence:
             return get_args(part)[0]
     return str
-
-
-def _kinds(annotation: Any) -> set[Any]:
-    """The classes of a type annotation, which may be a union."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        return set().union(*(_kinds(part) for part in get_args(annotation)))
-    return {get_origin(annotation) or annotation}

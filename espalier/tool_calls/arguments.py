@@ -182,7 +182,8 @@ def read_call_object(reader: Reader, call: CallWriter) -> Steps[None]:
 def read_arguments(reader: Reader, call: CallWriter, *ends: str) -> Steps[None]:
     """Read arguments: a JSON object, or a JSON object as a string, which some models write.  Raises Broken.
 
-    ends: marks that end the call.  Where one of them comes first, or the output ends by itself, there are none.
+    ends: marks that end the call.  A call that ends by one of them, or with the output, before any argument has no
+    arguments.
     """
     if call.has_arguments:
         raise Broken("the tool call has arguments twice")

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 from espalier.request import Output, OutputChunk, OutputForm, ResolvedParams
-from espalier.stop_strings import StopFinder
-from espalier.text import TextStream
+from espalier.text import StopFinder, TextStream
 from espalier.tool_calls.base import Delta
 from espalier.tool_calls.formats import REASONING_FORMATS, TOOL_FORMATS, Formats
 from espalier.tool_calls.parser import Message, OutputParser, message_of

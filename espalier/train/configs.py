@@ -8,8 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from espalier.errors import EspalierError
-from espalier.gguf_file import is_gguf
-from espalier.model_files import MAX_LAYERS, MAX_SIZE, read_json
+from espalier.model_files import MAX_LAYERS, MAX_SIZE, is_gguf, read_json
 
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
 # Sizes of a target that a draft's layers take over.

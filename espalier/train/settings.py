@@ -14,7 +14,7 @@ from espalier.terminal.flags import flag_of
 
 Form = Literal["chain", "target"]
 FORMS: tuple[str, ...] = get_args(Form)
-# Those of espalier/models/block_config.py, which imports PyTorch.
+# Those of espalier/models/block.py, which imports PyTorch.
 EdgeKind = Literal["vanilla", "gated", "rnn"]
 EDGE_KINDS: tuple[str, ...] = get_args(EdgeKind)
 # Tokens of the prompts that the target continues, batch by batch in turn.

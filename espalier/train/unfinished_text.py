@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from espalier.batch_jobs.journal import open_alone
+from espalier.batch_jobs.files import open_alone
 from espalier.errors import EspalierError, one_line
 from espalier.train.work import require_same
 

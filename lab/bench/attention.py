@@ -17,11 +17,18 @@ import torch
 from rich.text import Text
 
 from espalier.attention import BACKENDS, AttentionBackend, CommittedLengths, grouped_backend
-from espalier.bench.chains import in_turn
-from espalier.bench.timing import Stopwatch
+from espalier.bench.timing import Stopwatch, in_turn
 from espalier.errors import EspalierError
-from espalier.terminal.console import QUIET, print_header, print_table, progress, require_writable, stdout, write_json
-from espalier.terminal.machine import require_gpu
+from espalier.terminal.console import (
+    QUIET,
+    print_header,
+    print_table,
+    progress,
+    require_gpu,
+    require_writable,
+    stdout,
+    write_json,
+)
 from lab.bench.cases import Case, Timed, table, timed
 from lab.bench.kernels import DTYPE, FEW_HEADS, SPEC, Inputs, Shape, inputs, layers_beyond_cache, require_page_sizes
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from espalier.bench.engines import AS_SET, PLAIN_WAY, WAYS, BenchEngine, BenchEngines, OfModel, Way
+from espalier.bench.drive import AS_SET, PLAIN_WAY, BenchEngine, BenchEngines, OfModel, Way
 from espalier.bench.linears import ModelShape
 from espalier.cache.layer_spec import of_rank
 from espalier.config import EngineConfig, ResolvedConfig, SpeculationConfig
@@ -27,9 +27,8 @@ from espalier.speculate.drafters.registry import draft_shards, drafter_without_f
 from espalier.startup.resolve import Facts, choose_algorithm, free_memory, resolve
 from espalier.startup.threads import thread_facts
 from espalier.startup.tree_cost import measure_chip, pass_weights
-from espalier.terminal.console import print_header, require_writable
+from espalier.terminal.console import print_header, require_gpu, require_writable
 from espalier.terminal.flags import engine_settings, flag_of, with_minimum
-from espalier.terminal.machine import require_gpu
 from lab.bench.ranked_models import synthetic_models
 from lab.bench.recipe_sizes import recipe_sizes
 from lab.bench.synthetic_models import SyntheticModels, recipe_of
@@ -38,6 +37,13 @@ from lab.synthetic.checkpoint import Recipe, total_bytes
 
 # Fields of EngineConfig that --shape decides, or that only a model from files has.
 DECIDED = ("model", "draft", "device", "dtype", "model_overrides")
+
+WAYS = (AS_SET, PLAIN_WAY)
+
+
+def load_sizes(batch: int, context: int) -> dict[str, Any]:
+    """Defaults of `engines_of` for a load: an engine for this batch and context, without a prefix cache."""
+    return {"max_batch": batch, "max_context": context, "prefix_cache": False}
 
 
 def way_with(tree: TreeShape) -> Way:

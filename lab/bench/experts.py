@@ -11,12 +11,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from espalier.bench.chains import Inputs, Matrix, Multiply, Product, Weights, by_layer, in_turn
-from espalier.bench.expert_product import ChainInputs, random_experts
 from espalier.bench.linears import RoutedExperts, Run
+from espalier.bench.timing import Inputs, Matrix, Multiply, Product, Weights, by_layer, in_turn
+from espalier.bench.tune_experts import ChainInputs, random_experts
 from espalier.kernels.layers.experts_plan import ExpertsShape
+from espalier.kernels.layers.linear_plans import DENSE
 from espalier.kernels.layers.quantised import RoundedRows, Rows
-from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.experts import (
     MAX_SHARED_ROWS,

@@ -19,13 +19,12 @@ from math import prod
 import torch
 from rich.text import Text
 
-from espalier.bench.chains import as_engine, plain
 from espalier.bench.linears import ModelShape, Run, shape_named
-from espalier.bench.timing import SECONDS, TURNS, Stopwatch
+from espalier.bench.timing import SECONDS, TURNS, Stopwatch, as_engine, plain
 from espalier.cache.layer_spec import INDEX_PLANE, RecurrentState
 from espalier.config import FP8_KV, is_open
-from espalier.terminal.console import print_header, print_table, require_writable, stdout, write_json
-from espalier.terminal.machine import require_gpu
+from espalier.layout import TreeShape
+from espalier.terminal.console import print_header, print_table, require_gpu, require_writable, stdout, write_json
 from lab.bench.ceilings import Ceilings, measured_ceilings
 from lab.bench.checks import positive_numbers
 from lab.bench.experts import ExpertWeights
@@ -105,29 +104,33 @@ def draft_passes(modules: int, steps: int, topk: int) -> tuple[DraftPass, ...]:
     return (*levels, *extends)
 
 
-def round_runs(
-    shape: ModelShape,
-    batch: int,
-    steps: int,
-    topk: int,
-    num_draft_tokens: int,
-    drafts: bool = True,
-    touched: float | None = None,
-) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
-    """(the target's pass over the trees, the draft's passes) of a round.
+@dataclass(frozen=True)
+class RoundSize:
+    """What decides the time of a round.
 
-    steps=0 is plain decoding: the draft still extends, unless drafts=False.
-    touched: by the target's pass, as of RoutedExperts.
+    tree: of each request; in plain decoding a draft still extends.  context: mean committed tokens of a request.
+    has_draft: whether there is a draft that runs.  touched: experts of the target's pass, as of RoutedExperts.
     """
+
+    batch: int
+    tree: TreeShape
+    context: float = 0.0
+    has_draft: bool = True
+    touched: float | None = None
+
+
+def round_runs(shape: ModelShape, size: RoundSize) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+    """(the target's pass over the trees, the draft's passes) of a round."""
+    batch, steps, topk = size.batch, size.tree.steps, size.tree.topk
     target = tuple(
-        run if run.experts is None else replace(run, experts=replace(run.experts, touched=touched))
-        for run in shape.target_pass(batch * num_draft_tokens)
+        run if run.experts is None else replace(run, experts=replace(run.experts, touched=size.touched))
+        for run in shape.target_pass(batch * size.tree.num_draft_tokens)
     )
     draft: list[Run] = []
-    if drafts and shape.block is not None:
+    if size.has_draft and shape.block is not None:
         draft += shape.block_pass(batch, steps, topk) if steps else ()
         return target, (*draft, *shape.extend_passes(batch * (steps + 1)))
-    for each in draft_passes(shape.modules, steps, topk) if drafts else ():
+    for each in draft_passes(shape.modules, steps, topk) if size.has_draft else ():
         rows = batch * each.queries
         draft += shape.draft_pass(rows, batch * each.head_rows, rows if each.is_extend else 0, each.module)
     return target, tuple(draft)
@@ -139,40 +142,32 @@ def kv_value_bytes(kv_dtype: str, draft_kv_dtype: str) -> tuple[int, int]:
     return (1 if kv_dtype == FP8_KV else 2), (1 if draft_kv_dtype == FP8_KV else 2)
 
 
-def round_attention(
-    shape: ModelShape,
-    batch: int,
-    context: float,
-    steps: int,
-    topk: int,
-    num_draft_tokens: int,
-    drafts: bool = True,
-    value_bytes: tuple[int, int] = (2, 2),
-) -> Cost:
+def round_attention(shape: ModelShape, size: RoundSize, value_bytes: tuple[int, int] = (2, 2)) -> Cost:
     """The attention of the passes of `round_runs`.  value_bytes: see kv_value_bytes.
 
-    Each pass reads a request's prefix of `context` tokens once.  A layer with a window reads only the window; one with
+    Each pass reads a request's committed tokens once.  A layer with a window reads only the window; one with
     an index reads the index keys and, once for all nodes, as many rows as are chosen.  The nodes are left out: they are
     few compared with the prefix.  A state is read once and written once in a round.
     """
-    of_target, of_draft = value_bytes
+    (of_target, of_draft), batch, tree = value_bytes, size.batch, size.tree
     # (model, queries a request, bytes of a value) of each pass
-    passes = [(shape, num_draft_tokens, of_target)]
-    if drafts and shape.block is not None:
-        passes += [(shape.draft_sizes, shape.block.rows, of_draft)] if steps else []
-    elif drafts:
-        passes += [(shape.draft_sizes, each.queries, of_draft) for each in draft_passes(shape.modules, steps, topk)]
+    passes = [(shape, tree.num_draft_tokens, of_target)]
+    if size.has_draft and shape.block is not None:
+        passes += [(shape.draft_sizes, shape.block.rows, of_draft)] if tree.steps else []
+    elif size.has_draft:
+        of_modules = draft_passes(shape.modules, tree.steps, tree.topk)
+        passes += [(shape.draft_sizes, each.queries, of_draft) for each in of_modules]
     num_bytes = flops = 0.0
-    for model, queries, size in passes:
+    for model, queries, of_value in passes:
         for spec in model.specs:
             if isinstance(spec.keeps, RecurrentState):
                 num_bytes += 2 * batch * state_bytes(spec.keeps)
                 continue
-            rows = batch * rows_read(spec, context)
-            of_keys, of_query = index_cost(model, spec, context)
+            rows = batch * rows_read(spec, size.context)
+            of_keys, of_query = index_cost(model, spec, size.context)
             index_values = prod(spec.keeps.planes.get(INDEX_PLANE, (0,)))
             # A layer that reads the rows of an earlier one reads them again.
-            num_bytes += size * (spec.keeps.values_per_token - index_values) * rows + batch * of_keys
+            num_bytes += of_value * (spec.keeps.values_per_token - index_values) * rows + batch * of_keys
             flops += queries * (attention_flops(spec) * rows + batch * of_query)
     return Cost(num_bytes, flops)
 
@@ -228,50 +223,27 @@ class Floors:
         mean = sum(count * each for count, each in touched) / sum(count for count, _ in touched)
         return linears, ExpertTimes(mean, sum(run.expert_bytes for run in runs), min(whole) - linears.fastest_ms)
 
-    def round(
-        self,
-        batch: int,
-        context: float,
-        steps: int,
-        topk: int,
-        num_draft_tokens: int,
-        ceilings: Ceilings,
-        drafts: bool = True,
-        touched: float | None = None,
-    ) -> RoundFloor:
-        """The floor of a round of this layout.
+    def round(self, size: RoundSize, ceilings: Ceilings) -> RoundFloor:
+        """The floor of a round.
 
         The first call for its products needs memory for their weights, and an engine takes all that is free: call it
         when none runs.
-        context: mean tokens of a request; ceilings: measured in the same run; drafts: False if there is no draft;
-        touched: as for round_runs.  Ranks share the time of the target alone, at one GPU's efficiency; the time of
-        their sums is left out.
+        ceilings: measured in the same run.  Ranks share the time of the target alone, at one GPU's efficiency; the time
+        of their sums is left out.
         """
-        layout = (steps, topk, num_draft_tokens)
-        whole = self._of_one(batch, context, *layout, ceilings, drafts, touched)
+        whole = self._of_one(size, ceilings)
         if self.ranks == 1:
             return whole
-        target = self._of_one(batch, context, *layout, ceilings, False, touched)
+        target = self._of_one(replace(size, has_draft=False), ceilings)
         share = 1 - 1 / self.ranks
         pairs = zip(astuple(whole), astuple(target), strict=True)
         return RoundFloor(*(of_all - share * of_target for of_all, of_target in pairs))
 
-    def _of_one(
-        self,
-        batch: int,
-        context: float,
-        steps: int,
-        topk: int,
-        num_draft_tokens: int,
-        ceilings: Ceilings,
-        drafts: bool,
-        touched: float | None,
-    ) -> RoundFloor:
+    def _of_one(self, size: RoundSize, ceilings: Ceilings) -> RoundFloor:
         """The floor on one GPU."""
-        layout = (steps, topk, num_draft_tokens, drafts)
-        target, draft = round_runs(self.shape, batch, *layout, touched)
-        linears, experts = self.products((*draft, *target), batch * num_draft_tokens)
-        attention_ms = round_attention(self.shape, batch, context, *layout, self.value_bytes).ms(ceilings)
+        target, draft = round_runs(self.shape, size)
+        linears, experts = self.products((*draft, *target), size.batch * size.tree.num_draft_tokens)
+        attention_ms = round_attention(self.shape, size, self.value_bytes).ms(ceilings)
         expert_ms, expert_bytes = (experts.ms, experts.num_bytes) if experts else (0.0, 0.0)
         bytes_ms = 1e3 * (linears.weight_bytes + expert_bytes) / ceilings.bandwidth
         whole_ms = linears.fastest_ms + expert_ms + attention_ms

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 
-from espalier.bench.drive import empty_prefix_cache, greedy_request
-from espalier.bench.engines import require_positions
+from espalier.bench.drive import empty_prefix_cache, greedy_request, require_positions
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout

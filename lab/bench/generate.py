@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from espalier.bench.drive import empty_prefix_cache
-from espalier.bench.engines import BenchEngines, Way, compared_ways, require_positions
+from espalier.bench.drive import BenchEngines, Way, compared_ways, empty_prefix_cache, require_positions
 from espalier.config import ResolvedConfig
 from espalier.engine.executor import Handle
 from espalier.engine.launch_input import LaunchInput
@@ -29,7 +28,7 @@ from espalier.terminal.console import QUIET, print_table, progress, stdout, writ
 from espalier.terminal.flags import require_at_least_one
 from lab.bench.checks import refuse_tree_flags, require_pages, require_success
 from lab.bench.engines import about, engines_of, shape_of, way_with
-from lab.bench.floor import Floors, kv_value_bytes
+from lab.bench.floor import Floors, RoundSize, kv_value_bytes
 
 # Default --prompts: for a named shape, and for a model.
 PROMPTS_OF_SHAPE = [(1, 1024), (8, 1024)]
@@ -181,11 +180,10 @@ def _add_floors(measured: list[list[Generated]], configs: list[ResolvedConfig], 
     floors = Floors(shape_of(args), value_bytes=value_bytes)
     ceilings = floors.ceilings()
     for figures, config in zip(measured, configs, strict=True):
-        drafts = drafter_without_files(config.algorithm) is None
+        has_draft = drafter_without_files(config.algorithm) is None
         for i, one in enumerate(figures):
-            tree, context = one.tree, one.context + args.tokens / 2
-            sizes = (tree.steps, tree.topk, tree.num_draft_tokens)
-            floor = floors.round(one.batch, context, *sizes, ceilings, drafts)
+            size = RoundSize(one.batch, one.tree, one.context + args.tokens / 2, has_draft)
+            floor = floors.round(size, ceilings)
             figures[i] = replace(one, floor_ms=floor.ms, weight_bytes_ms=floor.weight_bytes_ms)
 
 

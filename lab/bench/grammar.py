@@ -16,7 +16,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from espalier.bench.engines import BenchEngine, compared_ways, load_sizes
+from espalier.bench.drive import BenchEngine, compared_ways
 from espalier.engine.masks import MaskBuilder
 from espalier.errors import EspalierError
 from espalier.grammar import Grammar
@@ -28,7 +28,7 @@ from espalier.request import Output, SamplingParams
 from espalier.terminal.console import print_table, progress, write_json
 from espalier.terminal.flags import require_at_least_one
 from espalier.text import TokenBytes
-from lab.bench.engines import about, engines_of
+from lab.bench.engines import about, engines_of, load_sizes
 from lab.bench.schemas import random_schema
 from lab.bench.synthetic_vocabulary import synthetic_vocabulary
 

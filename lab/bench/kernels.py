@@ -16,8 +16,8 @@ from rich.text import Text
 
 from espalier.attention import Attention, Nodes, Prefix
 from espalier.attention.triton import TritonAttention, TritonBackend
-from espalier.bench.expert_product import random_experts
 from espalier.bench.timing import SECONDS, Stopwatch
+from espalier.bench.tune_experts import random_experts
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, stored_as
 from espalier.errors import EspalierError
@@ -25,11 +25,19 @@ from espalier.kernels.attention.ancestor_bits import pack
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.ops.attention import count_contiguous_blocks
-from espalier.kernels.ops.kv_splits import kv_splits
+from espalier.kernels.ops.selection import kv_splits
 from espalier.layout import MAX_PAGE_SIZE, RoundLayout
-from espalier.terminal.console import QUIET, print_header, print_table, progress, require_writable, stdout, write_json
+from espalier.terminal.console import (
+    QUIET,
+    print_header,
+    print_table,
+    progress,
+    require_gpu,
+    require_writable,
+    stdout,
+    write_json,
+)
 from espalier.terminal.flags import written
-from espalier.terminal.machine import require_gpu
 from lab.bench.cases import Case, Timed, about, table, timed
 from lab.bench.ceilings import measured_ceilings
 from lab.bench.experts import expert_case

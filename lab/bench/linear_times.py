@@ -11,18 +11,23 @@ from functools import partial
 import torch
 from rich.text import Text
 
-from espalier.bench.chains import Matrix, Weights, in_turn
 from espalier.bench.linears import ModelShape, shape_named
-from espalier.bench.timing import Stopwatch
-from espalier.kernels.layers.linear_plans import LINEARS, plans_for
+from espalier.bench.timing import Matrix, Stopwatch, Weights, in_turn
+from espalier.kernels.layers.linear_plans import DENSE, LINEARS, plans_for
 from espalier.kernels.layers.quantised import QuantisedMatrix
 from espalier.kernels.layers.quantised_plans import plan_of
 from espalier.kernels.layers.scaled_product import is_scaled_product
-from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.ops.linear import linear, linear_gated, linear_quantised, linear_quantised_gated
 from espalier.models.quantisers import QUANTISERS
-from espalier.terminal.console import QUIET, print_header, print_table, require_writable, stdout, write_json
-from espalier.terminal.machine import require_gpu
+from espalier.terminal.console import (
+    QUIET,
+    print_header,
+    print_table,
+    require_gpu,
+    require_writable,
+    stdout,
+    write_json,
+)
 from lab.bench.cases import Case, Timed, table, timed
 from lab.bench.checks import positive_numbers
 from lab.bench.experts import expert_case, stored_experts

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from espalier.bench.plot import save
+from espalier.bench.report import save
 
 
 @dataclass(frozen=True)

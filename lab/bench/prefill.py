@@ -11,18 +11,17 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from espalier.bench.drive import empty_prefix_cache, greedy_request
-from espalier.bench.engines import BenchEngine, load_sizes, require_positions
+from espalier.bench.drive import BenchEngine, empty_prefix_cache, greedy_request, require_positions
 from espalier.bench.linears import ModelShape
 from espalier.errors import EspalierError
-from espalier.kernels.layers.tuning_table import DENSE
+from espalier.kernels.layers.linear_plans import DENSE
 from espalier.request import Request
 from espalier.speculate.drafters.registry import drafter_without_files
 from espalier.terminal.console import print_table, stdout, write_json
 from espalier.terminal.flags import require_at_least_one
 from lab.bench.cases import timed
 from lab.bench.ceilings import PeakMeter
-from lab.bench.engines import about, engines_of, shape_of
+from lab.bench.engines import about, engines_of, load_sizes, shape_of
 from lab.bench.experts import expert_case
 from lab.bench.experts_touched import mixture_blocks
 from lab.bench.floor import Floors

@@ -19,8 +19,7 @@ from espalier.engine.lead import explaining
 from espalier.errors import EspalierError
 from espalier.kernels.ops.norm import add_rms_norm
 from espalier.startup.ranks import Joining, starting_ranks
-from espalier.terminal.console import print_header, print_table, require_writable, stdout, write_json
-from espalier.terminal.machine import require_gpu
+from espalier.terminal.console import print_header, print_table, require_gpu, require_writable, stdout, write_json
 from lab.bench.cases import Case, Timed, table
 from lab.bench.checks import positive_numbers
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from espalier.bench.linears import ModelShape, model_sizes, with_draft
 from espalier.bench.shapes import find_shape
-from espalier.kernels.layers.tuning_table import DENSE
+from espalier.kernels.layers.linear_plans import DENSE
 from lab.synthetic.checkpoint import Recipe
 
 

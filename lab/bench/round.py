@@ -8,7 +8,7 @@ from argparse import Namespace
 from types import MappingProxyType
 from typing import Any
 
-from espalier.bench.plot import require_plot
+from espalier.bench.report import require_plot
 from espalier.errors import EspalierError
 from espalier.startup.resolve import PAGE_SIZE
 from espalier.terminal.console import print_header, require_writable

@@ -19,16 +19,16 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any
 
-from espalier.bench.clients import Exchange, exchange_all, request_of
-from espalier.bench.engines import BenchEngine, load_sizes, require_positions
+from espalier.bench.clients import Exchange, request_of
+from espalier.bench.drive import BenchEngine, require_positions
 from espalier.errors import EspalierError
 from espalier.request import SamplingParams
 from espalier.terminal.console import print_header, print_table, progress, require_writable, write_json
 from espalier.terminal.flags import engine_settings, flag_of, require_at_least_one
 from lab.bench import bad_host, soak
 from lab.bench.checks import positive_numbers, require_success
-from lab.bench.engines import OfShape, about, engines_of, requested_pages
-from lab.bench.server import NAME, Server, serving
+from lab.bench.engines import OfShape, about, engines_of, load_sizes, requested_pages
+from lab.bench.server import NAME, Server, exchange_all, serving
 from lab.shape_flags import SHAPE_FLAGS
 
 # Long enough for an engine step and a report.

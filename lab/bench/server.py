@@ -1,5 +1,6 @@
 """Starts the server for measurements: the command that users type, in its own process."""
 
+import asyncio
 import http.client
 import json
 import os
@@ -15,13 +16,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from espalier.bench.clients import START_S
+from espalier.bench.clients import Address, Exchange, connect
 from espalier.config import SpeculationConfig
 from espalier.errors import EspalierError
 
+# Long enough for a server to load its model.
+START_S = 600.0
 # A server drains for at most a minute, and then closes in less than another.
 STOP_S = 120.0
 NAME = "measured"
+FIRST_REQUEST = b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
 JSON = {"content-type": "application/json"}
 
 
@@ -139,3 +143,28 @@ def exists(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def exchange_all(port: int, requests: Sequence[bytes]) -> list[Exchange]:
+    """Send the requests, each on an open connection of its own, and read the responses.  Raises EspalierError."""
+    return asyncio.run(_exchange_all(Address("127.0.0.1", port), requests))
+
+
+async def _exchange_all(address: Address, requests: Sequence[bytes]) -> list[Exchange]:
+    connections = [await connect(address) for _ in requests]
+    try:
+        # The server has accepted a connection once it has answered on it.
+        await _answered([connection.send(FIRST_REQUEST) for connection in connections])
+        pairs = zip(connections, requests, strict=True)
+        return await _answered([connection.send(request) for connection, request in pairs])
+    finally:
+        for connection in connections:
+            connection.transport.abort()
+
+
+async def _answered(ended: Sequence[asyncio.Future[Exchange]]) -> list[Exchange]:
+    try:
+        async with asyncio.timeout(START_S):
+            return await asyncio.gather(*ended)
+    except TimeoutError:
+        raise EspalierError(f"the server did not answer within {START_S:g} s; see its log") from None

@@ -17,14 +17,14 @@ from rich.text import Text
 
 from espalier.config import SpeculationConfig
 from espalier.errors import EspalierError
-from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
+from espalier.layout import TreeShape
+from espalier.terminal.console import QUIET, print_table, progress, require_gpu, stdout, write_json
 from espalier.terminal.flags import flag_of, given_flags
-from espalier.terminal.machine import require_gpu
 from lab.bench.ceilings import Ceilings
 from lab.bench.cells import Cell, parse_cells, with_plain
 from lab.bench.engine_sizes import EngineFigures, EngineSizes, OwnSize, UserSizes
 from lab.bench.engines import DECIDED, dtype_on
-from lab.bench.floor import Floors, RoundFloor, kv_value_bytes
+from lab.bench.floor import Floors, RoundFloor, RoundSize, kv_value_bytes
 from lab.bench.full_rounds import Rounds, full_rounds
 from lab.bench.plot import Bars, plot
 from lab.bench.ranked_models import synthetic_models
@@ -181,9 +181,10 @@ def measure(
             if floors is not None and ceilings is not None and failure is None and not cell.is_auto:
                 # Now that the engine has closed.  Before it runs, nobody knows how many experts its passes touch; while
                 # it runs, it has all memory, and the products need some.
-                touched = rounds.experts_touched
+                tree, touched = TreeShape(*cell.tree), rounds.experts_touched
                 try:
-                    of_cell = floors.round(cell.batch, rounds.context, *cell.tree, ceilings, cell.drafts, touched)
+                    size = RoundSize(cell.batch, tree, rounds.context, cell.drafts, touched)
+                    of_cell = floors.round(size, ceilings)
                 except BaseException as error:
                     failure = error
             yield Measured(cell, rounds, engine, of_cell, ceilings, seconds)

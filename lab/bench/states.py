@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from espalier.bench.chains import in_turn
+from espalier.bench.timing import in_turn
 from espalier.cache.layer_spec import RecurrentState
 from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
 from espalier.kernels.ops.recurrence import ShortConv, StateRows

@@ -18,7 +18,7 @@ from espalier.config import ResolvedConfig, is_open
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
-from espalier.kernels.layers.tuning_table import DENSE
+from espalier.kernels.layers.linear_plans import DENSE
 from espalier.kernels.ops.drafts import MAX_STEPS
 from espalier.layout import RoundLayout
 from espalier.models import CausalLM, DraftModel

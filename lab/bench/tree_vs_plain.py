@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from espalier.bench.drive import Driven, contexts, drive, empty_prefix_cache, full_steps
-from espalier.bench.engines import OfModel, require_positions
+from espalier.bench.drive import Driven, OfModel, contexts, drive, empty_prefix_cache, full_steps, require_positions
 from espalier.engine.engine import Engine
 from espalier.layout import TreeShape
 from espalier.llm import LLM

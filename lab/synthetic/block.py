@@ -22,7 +22,7 @@ from torch import Tensor
 
 from espalier.bench.shapes import Shape
 from espalier.errors import EspalierError
-from espalier.models.block_config import read_block
+from espalier.models.block import read_block
 from lab.synthetic.draft import DraftTensors
 from lab.synthetic.draft_json import block_json
 from lab.synthetic.layer_tensors import layer_shapes

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from espalier.bench.shapes import Shape
 from espalier.errors import EspalierError
-from espalier.kernels.layers.tuning_table import DENSE
+from espalier.kernels.layers.linear_plans import DENSE
 from espalier.models import CausalLM, DraftModel
 from espalier.models.draft import DraftConfig
 from espalier.models.from_transformers.load import made_by_transformers, read_by_transformers

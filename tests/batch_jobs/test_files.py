@@ -10,10 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from espalier.batch_jobs import input_scan
-from espalier.batch_jobs.input_scan import scan_input
-from espalier.batch_jobs.journal import Journal
-from espalier.batch_jobs.lines import LineError, Response, parse
+from espalier.batch_jobs import files
+from espalier.batch_jobs.files import Journal, LineError, Response, parse, scan_input
 from espalier.errors import EspalierError
 from tests.batch_jobs.sample import line, outcomes, write
 
@@ -34,7 +32,7 @@ def test_a_survey_counts_lines_and_changes_with_every_byte(tmp_path):
 @pytest.mark.parametrize("colliding", [False, True], ids=["", "every hash is equal"])
 def test_a_custom_id_that_comes_twice_is_refused_by_line(tmp_path, monkeypatch, colliding):
     if colliding:
-        monkeypatch.setattr(input_scan, "_hash", lambda custom_id: 7)
+        monkeypatch.setattr(files, "_hash", lambda custom_id: 7)
     path = write(tmp_path / "in.jsonl", [line(i) for i in range(1, 9)])
     assert scan_input(path).num_lines == 8
     write(path, [line(1), line(2), "", line(3, custom_id="r2"), line(4)])

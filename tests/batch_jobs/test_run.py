@@ -8,12 +8,9 @@ from collections import Counter
 import httpx
 import pytest
 
-from espalier.batch_jobs import run as run_module
 from espalier.batch_jobs import sender as sender_module
-from espalier.batch_jobs.input_scan import scan_input
-from espalier.batch_jobs.journal import Journal
-from espalier.batch_jobs.run import run
-from espalier.batch_jobs.sender import MAX_LOST, Sender, http_client, require_reachable
+from espalier.batch_jobs.files import Journal, scan_input
+from espalier.batch_jobs.sender import MAX_LOST, Sender, http_client, require_reachable, run
 from espalier.errors import EspalierError
 from tests.batch_jobs.sample import line, outcomes, write
 
@@ -179,7 +176,7 @@ def test_a_disk_that_fails_ends_the_batch(tmp_path, monkeypatch):
         return ok(body)
 
     asked: list = []
-    monkeypatch.setattr(run_module, "SYNC_S", 1e-3)
+    monkeypatch.setattr(sender_module, "SYNC_S", 1e-3)
     with pytest.raises(EspalierError, match=r"cannot be written \(Input/output error\)"):
         batch(tmp_path, [line(i) for i in range(1, 101)], answer, concurrency=1)
     assert len(asked) < 50

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.bench import open_loop
-from espalier.bench.asking import Asked, take
-from espalier.bench.clients import Address, Exchange, address_of
+from espalier.bench.clients import Address, Asked, Exchange, address_of, take
 from espalier.bench.load import Arrivals, Timeline
 from espalier.bench.open_loop import Limits
 from espalier.bench.traffic import CHAT, COMPLETIONS, Traffic, bodies
@@ -96,6 +95,22 @@ def test_tokens_are_counted_by_usage_and_times_by_chunk():
     ]
     lines = [f"data: {json.dumps({'choices': [each]})}\n\n".encode() for each in texts]
     assert asked(*lines, b"data: [DONE]\n\n").text == "abc"
+
+
+def test_chunks_with_token_ids_count_them_though_they_have_no_text():
+    choices = [{"text": "", "token_ids": [3, 4]}, {"text": "", "token_ids": [5]}, {"text": "", "token_ids": []}]
+    lines = [f"data: {json.dumps({'choices': [each]})}\n\n".encode() for each in choices]
+    found = asked(*lines, b"data: [DONE]\n\n")
+    assert (found.error, found.num_output, found.timeline.chunks) == ("", 3, [(1.0, 2), (2.0, 1)])
+
+
+def test_a_prompt_may_be_token_ids():
+    talks = Traffic((2, 5), (3, 9), prefixes=1, prefix_words=6, token_ids=7).conversations(12, seed=0)
+    prompts = [next(bodies(talk, COMPLETIONS, [], {}))["prompt"] for talk in talks]
+    assert {len(prompt) for prompt in prompts} == {8, 9, 10, 11} and {each for ids in prompts for each in ids} == set(
+        range(7)
+    )
+    assert len({tuple(prompt[:6]) for prompt in prompts}) == 1 < len({tuple(prompt) for prompt in prompts})
 
 
 @pytest.mark.parametrize(
@@ -217,6 +232,8 @@ def test_any_server_is_measured_at_each_rate(scripted, tmp_path, capsys):
     assert len(scripted.bodies) == 1 + 16
     assert all(body.keys() == STANDARD and body["model"] == "its model" for body in scripted.bodies)
     assert set(scripted.keys) == {"Bearer secret"}
+    # A prompt that was sent at the first rate would be in the prefix cache at the second.
+    assert len({body["messages"][-1]["content"] for body in scripted.bodies}) == 1 + 16
 
 
 def test_the_time_before_the_first_arrival_does_not_count(monkeypatch):
@@ -309,6 +326,9 @@ def test_a_plot_has_every_server_and_rate(scripted, tmp_path):
         (["--url", "http://x", "--turns", "0"], "--turns=0"),
         (["--url", "http://x", "--plot", "x.txt"], "--plot x.txt is not a kind of picture"),
         (["--url", "http://x", "--extra-body", "[1]"], "is not a JSON object"),
+        (["--url", "http://x", "--token-ids", "9", "--turns", "2"], "--turns needs a text"),
+        (["--url", "http://x", "--token-ids", "9", "--endpoint", "chat"], "--endpoint chat needs a text"),
+        (["--url", "http://x", "--token-ids", "0"], "--token-ids=0"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(flags, says, capsys):

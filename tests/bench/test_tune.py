@@ -12,9 +12,8 @@ from espalier.bench.tune import Measured, Tuner, plans_by_shape
 from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
-from espalier.kernels.layers.linear_plans import LINEARS, ROWS_BUCKETS, LibraryPlan, TritonPlan
+from espalier.kernels.layers.linear_plans import LINEARS, ROWS_BUCKETS, LibraryPlan, TritonPlan, TuningTable
 from espalier.kernels.layers.quantised_plans import max_block_in
-from espalier.kernels.layers.tuning_table import TuningTable
 from lab.bench.recipe_sizes import recipe_sizes
 from lab.synthetic.checkpoint import Recipe
 from tests.lab.synthetic.mixtures import mixture

@@ -4,8 +4,7 @@ import pytest
 
 from espalier import other_engines
 from espalier.cli import parser
-from espalier.cli.flags import BENCH
-from espalier.cli.main import COMMANDS, parse
+from espalier.cli.main import BENCH, COMMANDS, parse
 from espalier.cli.parser import MOVED
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.request import SamplingParams

@@ -30,14 +30,15 @@ def layout_of(choices: tuple[tuple[int, tuple[TreeShape, ...]], ...]) -> RoundLa
 class World:
     """level: how often the first child is accepted at depth 1; deeper ones are less often.  others: how often another
     child is, where the first is not; shared: how much more often that is where rows are shared out; found: how often a
-    guess of the other sources is accepted.  Each form takes up to 15% less or more than predicted; the host pauses now
-    and then, and prompts enter."""
+    guess of the other sources is accepted; host: the least seconds of a round.  Each form takes up to 15% less or more
+    than predicted; the host pauses now and then, and prompts enter."""
 
     seed: int
     level: float = 0.8
     others: float = 0.25
     shared: float = 0.0
     found: float | None = None
+    host: float = 0.0
     now: float = 0.0
     factors: dict[TreeShape, float] = field(default_factory=dict)
 
@@ -63,7 +64,7 @@ class World:
 
     def seconds(self, tree: TreeShape, batch: int) -> float:
         factor = self.factors.setdefault(tree, self.random.uniform(0.87, 1.15))
-        return COSTS.seconds(tree, next_bucket(batch), 1024) * factor
+        return max(COSTS.seconds(tree, next_bucket(batch), 1024) * factor, self.host)
 
     def sample(self, tree: TreeShape) -> Sample:
         ranks: list[int] = []
@@ -125,6 +126,13 @@ def test_the_best_form_is_found_and_kept(level: float, more: dict[str, float], b
         assert bucket.switches <= 15, batch
         assert "found" not in more or not bucket.current.drafts
         assert "shared" not in more or batch < 8 or bucket.current.shared_rows
+
+
+def test_where_the_host_is_slower_than_the_gpu_few_rounds_are_lost() -> None:
+    """A tiny model on a fast GPU: every form takes as long, and far longer than predicted."""
+    for batch in (1, 8):
+        world = World(batch, 0.9, host=1.0)
+        assert world.run(batch, 100) >= 0.97 * world.best(batch), batch
 
 
 def test_it_follows_when_acceptance_changes() -> None:
@@ -266,7 +274,7 @@ def test_a_round_is_timed_from_the_end_of_the_one_before() -> None:
     assert choice.times.latest[1, TREE] == pytest.approx([2.0] * 4)
 
 
-def test_times_are_corrected_by_what_the_same_form_took_at_the_nearest_batch() -> None:
+def test_times_are_corrected_by_what_was_found_at_the_nearest_batch() -> None:
     times, chain = RoundTimes(COSTS), TreeShape(3, 1, 4)
     for batch, factor in ((4, 1.5), (64, 3.0)):
         for _ in range(2 * MEMORY):
@@ -274,7 +282,8 @@ def test_times_are_corrected_by_what_the_same_form_took_at_the_nearest_batch() -
     times.add(TREE, 4, 1024, 90.0)
     for batch, factor in ((1, 1.5), (4, 1.5), (8, 1.5), (48, 3.0), (64, 3.0)):
         assert times.seconds(TREE, batch, 1024) == pytest.approx(factor * COSTS.seconds(TREE, batch, 1024))
-        assert times.seconds(chain, batch, 1024) == COSTS.seconds(chain, batch, 1024)
+        # What is beyond an error of a prediction, a form that has not run takes longer too.
+        assert times.seconds(chain, batch, 1024) > 1.2 * COSTS.seconds(chain, batch, 1024)
     for _ in range(MEMORY):
         times.add(TREE, 4, 1024, 0.7 * COSTS.seconds(TREE, 4, 1024))
     assert times.seconds(TREE, 4, 1024) == pytest.approx(0.7 * COSTS.seconds(TREE, 4, 1024)), "old times are forgotten"

@@ -15,7 +15,7 @@ from espalier.kernels.ops.attention import (
     no_prefix,
     tree_attention,
 )
-from espalier.kernels.ops.kv_splits import KVSplitPolicy, kv_splits
+from espalier.kernels.ops.selection import KVSplitPolicy, kv_splits
 from espalier.kernels.state.kv_scales import KVScales
 
 # Compared with float64 on the same values.  float32 (IEEE): a few roundings of 2^-24 in sums of terms near one.

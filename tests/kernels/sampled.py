@@ -10,7 +10,7 @@ from espalier.kernels.sampling.logit_processors import SlotRows
 from espalier.layout import RoundLayout
 from espalier.request import ResolvedParams
 from espalier.sampling.logit_processors import Above, SamplingNeeds, SamplingRows
-from espalier.sampling.noise import gumbel
+from espalier.sampling.pick import gumbel
 from espalier.slots import BatchState, SlotTable
 
 ALL_SAMPLING = SamplingNeeds(sampled=True, filtered=True, penalised=True, biased=True)

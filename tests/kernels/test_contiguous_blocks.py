@@ -6,7 +6,7 @@ import torch
 from espalier.kernels.attention.kv_splits import STEP_BLOCKS
 from espalier.kernels.hopper.attention import BLOCK_N
 from espalier.kernels.ops.attention import count_contiguous_blocks
-from espalier.kernels.ops.kv_splits import KVSplitPolicy, kv_splits
+from espalier.kernels.ops.selection import KVSplitPolicy, kv_splits
 from tests.pairwise import pairwise_params
 
 POLICIES, PAGE_SIZES, FIRSTS = [KVSplitPolicy(3, 3), KVSplitPolicy(1, 8)], [1, 16, 48, 64], [0, 1, 130]

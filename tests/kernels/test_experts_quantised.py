@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, ProductPlan, launch_options
-from espalier.kernels.layers.experts_tuning import plan_for
+from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, ProductPlan, launch_options, plan_for
 from espalier.kernels.layers.linear_plans import RESERVED_SHARED_MEMORY
 from espalier.kernels.layers.quantised import RoundedRows, dequantise
 from espalier.kernels.ops.activation import Activation

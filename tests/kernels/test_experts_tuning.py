@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers import tuning_table
+from espalier.kernels.layers import linear_plans
 from espalier.kernels.layers.experts_plan import (
+    EXPERTS,
     PAIRS_BUCKETS,
     ROWS_OF_BUCKET,
     ExpertsPlan,
     ExpertsShape,
     ProductPlan,
     candidates,
+    plan_for,
     rule,
 )
-from espalier.kernels.layers.experts_tuning import EXPERTS, plan_for
-from espalier.kernels.layers.linear_plans import LINEARS, NO_PLANS
-from espalier.kernels.layers.tuning_table import CHOICES_FILE, SHIPPED, TuningTable
+from espalier.kernels.layers.linear_plans import CHOICES_FILE, LINEARS, NO_PLANS, SHIPPED, TuningTable
 from espalier.kernels.runtime.launch import Chip
 
 CHIP = Chip(shared_memory=100_000, processors=10, capability=(9, 0))
@@ -39,11 +39,11 @@ def shipped(tmp_path, monkeypatch):
     path = tmp_path / "shipped.json"
     LINEARS.write(path, TuningTable(CHIP, "bfloat16", {(8, 16): NO_PLANS}))
     EXPERTS.write(path, TuningTable(CHIP, "bfloat16", {(2048, 768): SMALL, (4096, 4096): LARGE}, {"gpu": "one"}))
-    monkeypatch.setattr(tuning_table, "SHIPPED", path)
+    monkeypatch.setattr(linear_plans, "SHIPPED", path)
     monkeypatch.setenv(CHOICES_FILE, str(tmp_path / "own.json"))
-    tuning_table.active_plans.cache_clear()
+    linear_plans.active_plans.cache_clear()
     yield path
-    tuning_table.active_plans.cache_clear()
+    linear_plans.active_plans.cache_clear()
 
 
 def test_both_kinds_of_tables_share_a_file(shipped):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier.kernels.hopper.config import choose_hopper_config
-from espalier.kernels.ops.kv_splits import (
+from espalier.kernels.ops.selection import (
     MAX_MANY_TILES_SPLIT_ROWS,
     MAX_PARTIAL_VALUES,
     MAX_SPLIT_ROWS,

@@ -8,7 +8,7 @@ import torch
 from espalier.errors import EspalierError
 from espalier.kernels.layers import quantise_rows as quantise_rows_launcher
 from espalier.kernels.layers import quantised_plans
-from espalier.kernels.layers.linear_plans import TritonPlan
+from espalier.kernels.layers.linear_plans import DENSE, TritonPlan, TunedKind
 from espalier.kernels.layers.linear_quantised import _launch, lines_ahead
 from espalier.kernels.layers.quantised import (
     FP8,
@@ -31,7 +31,6 @@ from espalier.kernels.layers.quantised_plans import (
     rule,
     tuning_name,
 )
-from espalier.kernels.layers.tuning_table import DENSE, TunedKind
 from espalier.kernels.ops.activation import gated
 from espalier.kernels.ops.linear import linear_quantised, linear_quantised_gated, quantise_rows, sum_parts
 from espalier.kernels.runtime.launch import Chip, chip

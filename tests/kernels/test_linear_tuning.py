@@ -8,15 +8,20 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers import tuning_table
+from espalier.kernels.layers import linear_plans
 from espalier.kernels.layers.linear_plans import (
+    CHOICES_FILE,
+    DENSE,
     DTYPES,
     LINEARS,
     NO_PLANS,
     ROWS_BUCKETS,
+    SHIPPED,
     LibraryPlan,
     TritonPlan,
+    TuningTable,
     candidates,
+    own_file,
     plans_for,
     plans_on,
     rule,
@@ -24,7 +29,6 @@ from espalier.kernels.layers.linear_plans import (
 from espalier.kernels.layers.quantised import Code, InputScales, QuantisedMatrix
 from espalier.kernels.layers.quantised_plans import candidates as quantised_candidates
 from espalier.kernels.layers.quantised_plans import tuning_name
-from espalier.kernels.layers.tuning_table import CHOICES_FILE, DENSE, SHIPPED, TuningTable, own_file
 from espalier.kernels.ops.linear import linear, linear_parts
 from espalier.kernels.runtime.launch import Chip
 from espalier.models.layers.linear import Linear
@@ -120,11 +124,11 @@ def active_plans(tmp_path, monkeypatch):
     shipped, user = tmp_path / "shipped.json", tmp_path / "own.json"
     LINEARS.write(shipped, TuningTable(CHIP, "bfloat16", {(64, 128): SOME, (8, 16): SOME}))
     LINEARS.write(user, TuningTable(CHIP, "bfloat16", {(8, 16): NO_PLANS}))
-    monkeypatch.setattr(tuning_table, "SHIPPED", shipped)
+    monkeypatch.setattr(linear_plans, "SHIPPED", shipped)
     monkeypatch.setenv(CHOICES_FILE, str(user))
-    tuning_table.active_plans.cache_clear()
+    linear_plans.active_plans.cache_clear()
     yield lambda gpu, dtype=torch.bfloat16, format=DENSE: LINEARS.measured(gpu, dtype, format)
-    tuning_table.active_plans.cache_clear()
+    linear_plans.active_plans.cache_clear()
 
 
 def test_the_users_plans_override_the_shipped_ones(active_plans):

@@ -6,7 +6,7 @@ import torch
 from espalier.errors import EspalierError
 from espalier.kernels.attention.merge import MOST_FEW, PROGRAMS_PER_PROCESSOR
 from espalier.kernels.ops.attention import PartialResults, merge_splits
-from espalier.kernels.ops.kv_splits import KVSplitPolicy, kv_splits
+from espalier.kernels.ops.selection import KVSplitPolicy, kv_splits
 from espalier.kernels.runtime.launch import chip
 from tests.pairwise import fewer, in_turn_params
 

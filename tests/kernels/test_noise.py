@@ -6,7 +6,7 @@ import triton.language as tl
 
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.sampling.noise import gumbel_at, noise_keys, random_bits_at
-from espalier.sampling.noise import gumbel, random_bits
+from espalier.sampling.pick import gumbel, random_bits
 
 SEEDS = [0, 1, 2**31 - 1, 2**31, 2**32, 0x0123456789ABCDEF, 2**63 - 1]
 POSITIONS = [0, 1, 2, 4095, 2**20, 2**31 - 1, 2**31, 2**33 + 5]

@@ -18,10 +18,10 @@ from espalier.kernels.attention.ancestor_bits import pack
 from espalier.kernels.layers.linear_plans import TritonPlan
 from espalier.kernels.ops.attention import Inputs, count_contiguous_blocks, tree_attention
 from espalier.kernels.ops.experts import Routing
-from espalier.kernels.ops.kv_splits import KVSplitPolicy, kv_splits
 from espalier.kernels.ops.linear import linear_gated, linear_parts
 from espalier.kernels.ops.norm import add_rms_norm, rms_norm
 from espalier.kernels.ops.rope import LatentForm, Rotation, rotate_and_store
+from espalier.kernels.ops.selection import KVSplitPolicy, kv_splits
 from espalier.layout import RoundLayout
 from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.latent_attention import LatentAttention

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier.kernels.ops.attention import Inputs, merge, no_prefix, staged_attention
-from espalier.kernels.ops.kv_splits import kv_splits
+from espalier.kernels.ops.selection import kv_splits
 from tests.kernels.attending import LSE_TOLERANCE, TOLERANCE, Case, doubled, draw, expected, run
 
 CASES = [

@@ -10,7 +10,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.attention.choose import choose
 from espalier.kernels.attention.triton_config import TritonConfig, choose_config
 from espalier.kernels.ops.attention import Inputs, Nodes, Prefix
-from espalier.kernels.ops.kv_splits import KVSplitPolicy, kv_splits
+from espalier.kernels.ops.selection import KVSplitPolicy, kv_splits
 from espalier.kernels.runtime.launch import Chip
 from tests.kernels.attending import Case, check, draw, expected, only, run
 

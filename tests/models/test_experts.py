@@ -19,8 +19,8 @@ from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import Routing, route
 from espalier.models import load_target, read_config
 from espalier.models.config import Experts
-from espalier.models.expert_loading import load_experts
 from espalier.models.families import FAMILIES
+from espalier.models.layer_loading import load_experts
 from espalier.models.layers.mlp import MixtureMLP, router_logits
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.weight_files import stored_weights

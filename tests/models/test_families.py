@@ -17,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from espalier.cache.layer_spec import KVHeads, RecurrentState
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
-from espalier.models.eagle3_config import read_eagle3
+from espalier.models.eagle3 import read_eagle3
 from espalier.models.families import FAMILIES
 from espalier.models.layer_loading import layer_specs_of
 from espalier.models.mtp import read_mtp

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from espalier.errors import EspalierError
-from espalier.gguf_file import gguf_in, read_gguf
 from espalier.kernels.layers.blocks import BLOCK_TYPES
+from espalier.model_files import gguf_in, read_gguf
 from espalier.models import load_target, read_config
 from espalier.models.loading import read_raw
 from espalier.models.weight_files import WeightCount, stored_weights

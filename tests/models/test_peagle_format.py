@@ -13,7 +13,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
 from espalier.models.draft import DraftOutput
-from espalier.models.peagle import PEagleDraft
+from espalier.models.eagle3 import PEagleDraft
 from espalier.speculate.drafters.registry import draft_algorithm, load_draft, read_draft
 from tests.oracles.dense import DensePass
 

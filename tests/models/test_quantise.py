@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
-from espalier.models.quantise import quantise
-from espalier.models.quantisers import QUANTISERS
+from espalier.models.quantisers import QUANTISERS, quantise
 from espalier.models.weight_files import INDEX
 from espalier.models.weights import Weights
 from tests.builders import make_target

@@ -18,7 +18,7 @@ from espalier.models import load_target, read_config
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.mtp import stores_mtp
-from espalier.models.quantise import quantise
+from espalier.models.quantisers import quantise
 from espalier.models.weight_formats import quantised
 from espalier.models.weight_formats.quantised import QuantisedWeight
 from espalier.speculate.drafters.registry import is_draft, load_draft, read_draft

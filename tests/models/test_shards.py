@@ -23,8 +23,7 @@ from espalier.kernels.ops.drafts import DraftHidden
 from espalier.kernels.ops.linear import sum_parts
 from espalier.llm import prepare
 from espalier.models.layer_loading import load_layer
-from espalier.models.layers.embedding import Embedding
-from espalier.models.layers.linear import Linear
+from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.loading import read_config
 from espalier.models.shard_sizes import require_shards
 from espalier.models.weight_formats import dense_weight, read_formats

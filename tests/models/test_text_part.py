@@ -25,7 +25,7 @@ from transformers import (
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
-from espalier.models.quantise import quantise
+from espalier.models.quantisers import quantise
 from espalier.models.stored_names import TEXT_PART
 from espalier.models.weight_files import stored_weights
 from espalier.models.weight_formats import all_dense

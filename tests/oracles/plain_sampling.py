@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from espalier.request import Request
-from espalier.sampling.noise import gumbel
+from espalier.sampling.pick import gumbel
 
 Values = dict[int, float]
 

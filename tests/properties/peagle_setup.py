@@ -10,7 +10,7 @@ import torch
 from espalier.layout import RoundLayout
 from espalier.models import CausalLM, DraftModel, load_target, read_config
 from espalier.models.draft import DraftOutput
-from espalier.models.peagle import PEagleDraft
+from espalier.models.eagle3 import PEagleDraft
 from espalier.request import Request
 from espalier.speculate.drafters.registry import load_draft, read_draft
 from tests.harness import CPU, DTYPE, MAX_POSITIONS, Setup

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.sampling import noise
-from espalier.sampling.noise import gumbel, random_bits
+from espalier.sampling import pick
+from espalier.sampling.pick import gumbel, random_bits
 from tests.pairwise import fewer
 from tests.sampling.batch import chi_square_z
 
@@ -51,7 +51,7 @@ def test_gumbel_is_of_the_specified_uniforms():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_outermost_uniforms_are_neither_zero_nor_one(dtype, monkeypatch):
-    monkeypatch.setattr(noise, "random_bits", lambda *_: torch.tensor([[[0, 0x1FF, -1]]], dtype=torch.int32))
+    monkeypatch.setattr(pick, "random_bits", lambda *_: torch.tensor([[[0, 0x1FF, -1]]], dtype=torch.int32))
     lowest, same, highest = gumbel(torch.tensor([0]), torch.tensor([[0]]), 3, dtype)[0, 0].tolist()
     assert lowest == same == pytest.approx(-math.log(-math.log(2.0**-24)), rel=1e-6)
     assert highest == pytest.approx(-math.log(-math.log(1 - 2.0**-24)), rel=1e-6)

@@ -11,8 +11,7 @@ from espalier.engine.launch_input import sampling_needs_of
 from espalier.kernels.attention.ancestor_bits import pack
 from espalier.request import Request
 from espalier.sampling.logit_processors import Above, SamplingNeeds, SamplingRows
-from espalier.sampling.noise import gumbel
-from espalier.sampling.pick import SampledTokens, coupled_scores, filtered, logprobs, pick
+from espalier.sampling.pick import SampledTokens, coupled_scores, filtered, gumbel, logprobs, pick
 from tests.oracles.plain_sampling import plain_law, plain_pick
 from tests.sampling.batch import chi_square_z, request, rows_of
 

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from espalier.errors import EspalierError
-from espalier.serve_ray.build import resources_of
+from espalier.serve_ray.build import resources_of, service_of
 from espalier.serve_ray.cluster import _join, _require_gpus
-from espalier.serve_ray.settings import service_of
 
 
 @pytest.mark.parametrize("address", [None, "local"])

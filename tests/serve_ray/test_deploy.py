@@ -9,7 +9,7 @@ import yaml
 
 from espalier import serve_ray
 from espalier.cli.main import parse
-from espalier.serve_ray.settings import service_of
+from espalier.serve_ray.build import service_of
 from espalier.server.api import ApiOptions
 from espalier.server.connections import KEEP_ALIVE_S
 

@@ -12,9 +12,8 @@ from espalier.serve_ray import pool as pools
 from espalier.serve_ray.pool import MAX_TRIES, NO_REPLICA, EnginePool
 from espalier.serve_ray.replica import ReplicaFigures
 from espalier.server import protocol
-from espalier.server.engines import SHUTTING_DOWN, EngineGone
 from espalier.server.metrics import Metrics
-from espalier.server.protocol import Failed, Harvest, Part, Ready, Refused, Report, Submit
+from espalier.server.protocol import SHUTTING_DOWN, EngineGone, Failed, Harvest, Part, Ready, Refused, Report, Submit
 from espalier.stats import Usage
 from tests.serve_ray.handles import Handle, Lost
 
@@ -70,7 +69,7 @@ async def started(*replicas, **more):
 
 
 async def tokens_of(pool, prompt=PROMPT):
-    generation = pool.submit("req", [prompt], ResolvedParams(), 0, False)
+    generation = pool.submit([prompt], Submit("req", [], ResolvedParams(), 0, False))
     try:
         return [part.output.token_ids async for parts in generation.parts(None) for part in parts]
     finally:
@@ -106,7 +105,7 @@ def test_a_prompt_whose_replica_is_lost_before_its_first_token_is_tried_elsewher
 def test_a_prompt_with_a_token_ends_with_an_error(end):
     async def run():
         pool = await started(Scripted("a", [1], end))
-        generation = pool.submit("req", [PROMPT], ResolvedParams(), 0, False)
+        generation = pool.submit([PROMPT], Submit("req", [], ResolvedParams(), 0, False))
         found = []
         with pytest.raises(EngineGone, match=r"gone|stopped"):
             async for parts in generation.parts(None):
@@ -191,7 +190,7 @@ def test_closing_a_generation_cancels_its_calls():
         replica = Scripted("a", [1], [2])
         replica.go_on.clear()
         pool = await started(replica)
-        generation = pool.submit("req", [PROMPT, PROMPT], ResolvedParams(n=2), 0, False)
+        generation = pool.submit([PROMPT, PROMPT], Submit("req", [], ResolvedParams(n=2), 0, False))
         await asyncio.sleep(0.01)
         assert pool.open_samples == 4 and len(replica.asked) == 2
         assert {call[1].samples for call in pool.handle.calls} == {2}
@@ -246,6 +245,6 @@ def test_the_replicas_are_known_by_their_figures(monkeypatch):
         await pool.close()
         assert (pool.state, pool.why) == ("closed", SHUTTING_DOWN)
         with pytest.raises(EngineGone, match="shutting down"):
-            pool.submit("req", [PROMPT], ResolvedParams(), 0, False)
+            pool.submit([PROMPT], Submit("req", [], ResolvedParams(), 0, False))
 
     asyncio.run(run())

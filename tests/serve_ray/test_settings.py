@@ -6,9 +6,8 @@ import pytest
 
 import espalier.chat
 from espalier.errors import EspalierError
-from espalier.serve_ray.build import _deployment_name
-from espalier.serve_ray.policy import OpenTokens
-from espalier.serve_ray.settings import OF_MODEL, OF_SERVICE, Replicas, replicas_of, service_of
+from espalier.serve_ray.build import OF_MODEL, OF_SERVICE, Replicas, _deployment_name, replicas_of, service_of
+from espalier.serve_ray.replica_chooser import OpenTokens
 
 
 def test_the_names_are_the_flags_of_the_server():

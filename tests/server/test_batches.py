@@ -15,9 +15,7 @@ import openai
 import pytest
 
 from espalier import SpeculationConfig
-from espalier.batch_jobs.input_scan import scan_input
-from espalier.batch_jobs.journal import Journal
-from espalier.batch_jobs.lines import MAX_LINE_BYTES, URLS
+from espalier.batch_jobs.files import MAX_LINE_BYTES, URLS, Journal, scan_input
 from espalier.cli.main import main
 from espalier.server.batches import Batches
 from espalier.server.routes import not_served

@@ -14,15 +14,13 @@ from espalier.inputs import InputProcessor, ModelFacts
 from espalier.request import OutputChunk, ResolvedParams
 from espalier.server import lanes, protocol
 from espalier.server.api import ApiOptions, make_app
-from espalier.server.bodies import BodyLimits
-from espalier.server.body_reader import BodyReader
+from espalier.server.bodies import BodyLimits, BodyReader
 from espalier.server.client import MAX_FAILED_STARTS, ClientOptions, EngineClient
-from espalier.server.engines import EngineGone, Generation
 from espalier.server.errors import ApiError
 from espalier.server.front import Front, Shares
 from espalier.server.gate import Gate
 from espalier.server.metrics import Metrics
-from espalier.server.protocol import Abort, Part, Refused
+from espalier.server.protocol import Abort, EngineGone, Generation, Part, Refused, Submit
 from espalier.server.request_runs import Run
 from tests.folders import new_folder
 
@@ -78,7 +76,7 @@ async def told(generation):
 def test_what_cannot_be_read_ends_the_engine_and_tells_everyone():
     async def run():
         client = ready(False, b"\xc1 is no message")
-        generation = client.submit("x", [[1]], ResolvedParams(), 0, False)
+        generation = client.submit([[1]], Submit("x", [], ResolvedParams(), 0, False))
         client._supervisor = asyncio.create_task(client._supervise())
         assert "an unreadable message" in await told(generation)
         await client._supervisor
@@ -94,7 +92,7 @@ def test_a_refusal_that_a_retry_may_change_says_so(busy, status):
 
     async def run():
         client = ready(False, protocol.encode(Refused("x-0", "the grammar waits", busy)))
-        generation = client.submit("x", [[1]], ResolvedParams(), 0, False)
+        generation = client.submit([[1]], Submit("x", [], ResolvedParams(), 0, False))
         reading = asyncio.create_task(client._read())
         with pytest.raises(ApiError, match="the grammar waits") as caught, Run._errors(SimpleNamespace()):
             async for _ in generation.parts(asyncio.get_running_loop().time() + 5):
@@ -113,7 +111,7 @@ def test_a_part_behind_the_failure_of_its_request_does_not_hide_the_sample_from_
 
     async def run():
         client = ready(False)
-        generation = client.submit("x", [[1]], ResolvedParams(), 0, False)
+        generation = client.submit([[1]], Submit("x", [], ResolvedParams(), 0, False))
         [name] = generation.num_running
         generation.fail(ClientDisconnect())
         client._hand_out(Part(name, OutputChunk(f"{name}.0", 0, [7])))
@@ -269,9 +267,9 @@ def test_prompts_that_are_being_read_take_room():
 def test_an_answer_is_made_once_the_prompts_have_left():
     order = []
 
-    def submit(name, prompts, params, priority, detokenize, client, streamed, private):
+    def submit(prompts, asked):
         order.append("submitted")
-        return Generation(front.engines, [name], 1)
+        return Generation(front.engines, [asked.name], 1)
 
     async def sent():
         order.append("sent")

@@ -12,8 +12,7 @@ from espalier.cli.main import parse
 from espalier.cli.serve import front_options
 from espalier.server.fields import HINTS
 from espalier.server.front import MAX_TEXT_CHARS
-from espalier.server.messages import Message
-from espalier.server.openai import ChatRequest
+from espalier.server.openai import ChatRequest, Message
 from espalier.server.responses import ResponsesRequest, messages_of
 from espalier.text import load_tokenizer
 from tests.server.bodies import BODIES

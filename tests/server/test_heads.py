@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.server.heads import MAX_HEAD_BYTES, MAX_HEAD_LINES
+from espalier.server.http1 import MAX_HEAD_BYTES, MAX_HEAD_LINES
 from tests.server.connected import connected
 
 BODIES = st.binary(max_size=40)

@@ -13,17 +13,14 @@ from starlette.testclient import TestClient
 
 import espalier
 from espalier.errors import EspalierError
-from espalier.inputs import InputProcessor, ModelFacts
-from espalier.server import body_reader, lanes
-from espalier.server.api import ApiOptions, make_app
-from espalier.server.bodies import MAX_ENTRIES, MAX_MESSAGES, BodyLimits, read_body
-from espalier.server.body_reader import SMALL_BYTES, BodyReader
-from espalier.server.conversing import converse
+from espalier.inputs import InputProcessor, ModelFacts, TextLimit
+from espalier.server import bodies, lanes
+from espalier.server.api import ApiOptions, converse, make_app
+from espalier.server.bodies import MAX_ENTRIES, MAX_MESSAGES, SMALL_BYTES, BodyLimits, BodyReader, read_body
 from espalier.server.errors import ApiError
 from espalier.server.lanes import MAX_INLINE, MAX_SHORT, Lanes
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest
 from espalier.text import load_tokenizer
-from espalier.text_limit import TextLimit
 from espalier.tool_calls.formats import Formats
 
 TOKENIZER = Path(espalier.__file__).parent / "bundled" / "target"
@@ -90,7 +87,7 @@ LARGE = [
 
 def test_large_bodies_are_read_in_another_process_and_mean_the_same(monkeypatch):
     here = [read_body(model.__name__, "application/json", json.dumps(body).encode(), LIMITS) for model, body in LARGE]
-    monkeypatch.setattr(body_reader, "read_body", None)
+    monkeypatch.setattr(bodies, "read_body", None)
     assert read_in_turn(*LARGE) == (here, len(LARGE))
 
 
@@ -160,7 +157,7 @@ def test_a_body_process_that_dies_takes_one_body_with_it():
 
 
 def test_only_so_many_large_bodies_wait(monkeypatch):
-    monkeypatch.setattr(body_reader, "MAX_WAITING", 2)
+    monkeypatch.setattr(bodies, "MAX_WAITING", 2)
 
     async def run():
         reader = BodyReader(LIMITS)

@@ -7,9 +7,8 @@ from contextlib import ExitStack
 import pytest
 
 from espalier.request import ResolvedParams
-from espalier.server import outbox
-from espalier.server.client import ClientOptions, EngineClient
-from espalier.server.outbox import Outbox
+from espalier.server import client as module
+from espalier.server.client import ClientOptions, EngineClient, Outbox
 from espalier.server.protocol import Abort, Submit, Submits
 
 
@@ -20,7 +19,7 @@ def prompt(name, num_tokens=10):
 @pytest.fixture(autouse=True)
 def never_late(monkeypatch):
     """The clock of a busy machine decides nothing."""
-    monkeypatch.setattr(outbox, "MAX_WAIT_S", 60.0)
+    monkeypatch.setattr(module, "MAX_WAIT_S", 60.0)
 
 
 def sent_by(work, full_rows=1000):
@@ -70,7 +69,7 @@ def test_a_full_prefill_pass_leaves_at_once():
 
 
 def test_prompts_leave_when_they_have_waited_long_enough(monkeypatch):
-    monkeypatch.setattr(outbox, "MAX_WAIT_S", 0.0)
+    monkeypatch.setattr(module, "MAX_WAIT_S", 0.0)
 
     async def work(box):
         for i in range(3):
@@ -116,13 +115,13 @@ def test_an_abort_follows_its_prompt(monkeypatch):
         client, sent = EngineClient({}, ClientOptions()), []
         monkeypatch.setattr(client, "_send", sent.append)
         client.state, client._outbox.full_rows = "ready", 1000
-        generation = client.submit("x", [[1], [2]], ResolvedParams(), 0, False)
+        generation = client.submit([[1], [2]], Submit("x", [], ResolvedParams(), 0, False))
         assert sent == []
         generation.close()
         assert [type(message) for message in sent] == [Submits, Abort, Abort]
         assert [submit.name for submit in sent[0].prompts] == [message.name for message in sent[1:]]
         # Nothing of an engine that is gone reaches the next one.
-        client.submit("y", [[1]], ResolvedParams(), 0, False)
+        client.submit([[1]], Submit("y", [], ResolvedParams(), 0, False))
         client._fail("it is gone")
         client.state = "closed"
         await asyncio.sleep(0.01)

@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from espalier.server.api import ApiOptions, make_app
-from espalier.server.pages import asks_of
+from espalier.server.routes import asks_of
 
 FETCHES = re.compile(r"<(?:link|img|iframe|object)\b|\ssrc=|@import|url\(|fetch\(|href=\"(?!#|docs\")")
 NAMES = ("m", "org/name", 'it\'s <b>&amp; "x" $HOME')

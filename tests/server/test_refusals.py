@@ -15,12 +15,10 @@ from pydantic import ValidationError
 
 from espalier.server.bodies import BodyLimits, read_body
 from espalier.server.errors import ApiError
-from espalier.server.fields import field_rows
-from espalier.server.heads import MAX_HEAD_BYTES
-from espalier.server.http1 import MAX_LINE_BYTES
+from espalier.server.http1 import MAX_HEAD_BYTES, MAX_LINE_BYTES
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest
 from espalier.server.responses import ResponsesRequest
-from scripts.make_server_fields import PAGE, with_tables
+from scripts.make_server_fields import PAGE, field_rows, with_tables
 from tests.properties.summary import ASKED
 
 HI = [{"role": "user", "content": "hi"}]

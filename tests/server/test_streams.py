@@ -7,12 +7,11 @@ import pytest
 
 from espalier.bench.clients import Exchange, request_of
 from espalier.request import OutputChunk
-from espalier.server import answers, chat_answers, request_runs, response_answers
+from espalier.server import answers, chat_answers, request_runs
 from espalier.server.api import ApiOptions, make_app
-from espalier.server.engines import Generation
 from espalier.server.front import Front, FrontOptions
 from espalier.server.http1 import HttpExchange
-from espalier.server.protocol import Part
+from espalier.server.protocol import Generation, Part
 from tests.server.connected import connected
 from tests.server.scripted import ScriptedClient
 from tests.tool_calls.families import FAMILIES
@@ -41,7 +40,7 @@ def tokenizer(tmp_path_factory):
 @pytest.fixture
 def ask(tokenizer, monkeypatch):
     """From (path, body) to the response's bytes."""
-    for module in (answers, chat_answers, response_answers):
+    for module in (answers, chat_answers):
         if hasattr(module, "time"):
             monkeypatch.setattr(module.time, "time", lambda: 1e9)
 
@@ -119,8 +118,8 @@ def test_a_defect_while_the_run_writes_ends_the_stream_with_an_error_event(ask, 
 
 
 def test_an_error_amid_the_events_of_a_response_is_one_of_them(ask, monkeypatch):
-    takes = iter((response_answers.ResponsesAnswer.take,))
-    monkeypatch.setattr(response_answers.ResponsesAnswer, "take", lambda *part: next(takes)(*part))
+    takes = iter((chat_answers.ResponsesAnswer.take,))
+    monkeypatch.setattr(chat_answers.ResponsesAnswer, "take", lambda *part: next(takes)(*part))
     events = [(kind, json.loads(data)) for kind, data in named_events(ask(*BODIES["response"]).body())]
     assert [kind for kind, _ in events[:2]] == ["response.created", "response.in_progress"]
     assert events[-1][0] == "error" and events[-2][0].endswith("delta")

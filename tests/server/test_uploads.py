@@ -12,8 +12,7 @@ from starlette.testclient import TestClient
 
 from espalier.server.batch_api import Transfers, batch_endpoints
 from espalier.server.batches import Batches
-from espalier.server.bodies import MAX_CONTENT_TYPE, BodyLimits, read_body, require_utf8
-from espalier.server.body_reader import BodyReader
+from espalier.server.bodies import MAX_CONTENT_TYPE, BodyLimits, BodyReader, read_body, require_utf8
 from espalier.server.errors import ApiError
 from espalier.server.gate import Gate
 from espalier.server.routes import make_router

@@ -13,7 +13,7 @@ from espalier.kernels.ops.rope import rotate_and_store
 from espalier.kernels.ops.state import chain, commit_rows
 from espalier.layout import RoundLayout
 from espalier.models import dflash2, load_target, read_config
-from espalier.models.layers import embedding
+from espalier.models.layers import linear
 from espalier.speculate.drafters import one_pass
 from espalier.speculate.drafters.one_pass import OnePassDrafter
 from espalier.speculate.drafters.registry import load_draft, read_draft
@@ -32,7 +32,7 @@ BY_KERNELS = {
     (dflash2, "block_conv"): block_conv.triton,
     (dflash2, "block_conv_norm"): block_conv_norm.triton,
     (layer_spec, "rotate_and_store"): rotate_and_store.triton,
-    (embedding, "embed_rows"): embed_rows.triton,
+    (linear, "embed_rows"): embed_rows.triton,
     (kv, "commit_rows"): commit_rows.triton,
 }
 

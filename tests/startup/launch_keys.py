@@ -31,8 +31,8 @@ from espalier.engine.launch_buffer import pack_launch
 from espalier.engine.launch_input import ALL_SAMPLING, LaunchInput, of_dummies
 from espalier.engine.prefill_policy import next_pass, pieces_of
 from espalier.engine.results import Results
+from espalier.kernels.layers.linear_plans import DENSE
 from espalier.kernels.layers.quantised import FP8
-from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.runtime import launch
 from espalier.kernels.runtime.launch import Chip, launch_hook
 from espalier.layout import RoundLayout

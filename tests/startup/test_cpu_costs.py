@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from espalier import LLM
-from espalier.models.quantise import quantise
+from espalier.models.quantisers import quantise
 from tests.builders import make_target
 
 SIZE: dict[str, Any] = {"device": "cpu", "max_batch": 1, "max_context": 64, "num_pages": 9}

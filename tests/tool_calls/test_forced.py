@@ -12,9 +12,9 @@ from espalier.grammar.spec import Grammar
 from espalier.grammar.tag import check_grammar
 from espalier.masking.compile import compile_form
 from espalier.tool_calls.definitions import checked_tools
-from espalier.tool_calls.forced import output_grammar
 from espalier.tool_calls.formats import REASONING_FORMATS, TOOL_FORMATS, Formats
 from espalier.tool_calls.parser import OutputParser, message_of
+from espalier.tool_calls.plan import output_grammar
 from lab.bench.schemas import random_schema
 from tests.grammar.vocabulary import PIECES, compiler_of, random_text
 

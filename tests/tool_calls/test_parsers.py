@@ -15,11 +15,9 @@ from espalier.tool_calls.formats import (
     Formats,
     deepseek,
     find_formats,
-    glm,
-    hermes,
     llama,
     mistral,
-    qwen_coder,
+    tagged,
 )
 from espalier.tool_calls.parser import OutputParser, message_of
 from espalier.tool_calls.reader import Markers
@@ -214,7 +212,7 @@ def test_characters_that_are_held_back_are_not_searched_again(name, monkeypatch)
         made(self, *texts, **how)
         self.pattern = Counting(self.pattern)
 
-    for formats in (deepseek, glm, hermes, llama, mistral, qwen_coder):
+    for formats in (deepseek, llama, mistral, tagged):
         for marks in (each for each in vars(formats).values() if isinstance(each, Markers)):
             monkeypatch.setattr(marks, "pattern", Counting(marks.pattern))
     monkeypatch.setattr(Markers, "__init__", counting)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.tree.edges import Rows
-from espalier.models import DraftModel, block_config, load_target, read_config
+from espalier.models import DraftModel, load_target, read_config
 from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.train.block import (
     TREES,
@@ -315,5 +315,5 @@ def test_the_command_has_a_flag_for_each_setting():
     flags = ["block", "--target", "t", "--data", "d", "--out", "o"]
     arguments = make_parser().parse_args([*flags, "--edge-rank", "0", "--block-size", "16"])
     assert (arguments.edge_rank, arguments.block_size, arguments.layers) == (0, 16, 3)
-    kinds = [make_parser().parse_args([*flags, "--edge-kind", kind]).edge_kind for kind in block_config.EDGE_KINDS]
+    kinds = [make_parser().parse_args([*flags, "--edge-kind", kind]).edge_kind for kind in EDGE_KINDS]
     assert tuple(kinds) == EDGE_KINDS and arguments.edge_kind == "vanilla"

@@ -22,7 +22,7 @@ from espalier.kernels.hopper.config import (
     takes_few,
 )
 from espalier.kernels.ops.attention import Inputs
-from espalier.kernels.ops.kv_splits import PROGRAMS
+from espalier.kernels.ops.selection import PROGRAMS
 from espalier.kernels.runtime.launch import aligned_for_copies, chip, power_of_two
 from espalier.layout import next_bucket
 

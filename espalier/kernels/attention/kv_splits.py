@@ -18,7 +18,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.attention.work_items import committed_blocks, load_split
 from espalier.kernels.hopper.config import BLOCK_N
-from espalier.kernels.ops.kv_splits import COLUMNS, SPLIT_STEP, KVSplitPolicy, KVSplits
+from espalier.kernels.ops.selection import COLUMNS, SPLIT_STEP, KVSplitPolicy, KVSplits
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait

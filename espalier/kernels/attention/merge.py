@@ -13,7 +13,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.attention.attention_blocks import share_beside_sink
 from espalier.kernels.ops.attention import Part, PartialResults
-from espalier.kernels.ops.kv_splits import KVSplits
+from espalier.kernels.ops.selection import KVSplits
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait

@@ -1,10 +1,10 @@
 """The rows with the highest scores of each query, exactly: the topk largest by (score, position), in order of position.
 
-A score's bits, with the sign turned, are in the order of scores.  Three launches count the bins of 11, 11 and 10 of
-these bits and so find the lowest chosen score, the threshold, whatever the scores are.  A fourth counts for each chunk
-of positions the scores above and at the threshold, and a fifth writes the chosen rows: a chunk knows from the counts
-where its rows begin, and how many of the equal scores behind it are taken.  Programs of chunks past a request's length
-end at once, so a captured launch does the work of the length that it meets.
+A score's bits, with the sign turned, are in the order of scores.  A launch for each eight of these bits counts their
+bins, and together they find the lowest chosen score, the threshold, whatever the scores are.  Another launch counts for
+each chunk of positions the scores above and at the threshold, and the last one writes the chosen rows: a chunk knows
+from the counts where its rows begin, and how many of the equal scores behind it are taken.  Programs of chunks past a
+request's length end at once, so a captured launch does the work of the length that it meets.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.layout import ANCESTOR_BITS
 
 CHUNK = 4096
-# Bits of a score that each level counts, from the highest.
-LEVELS = (11, 11, 10)
-BINS = 2048
+# Each level counts eight bits of a score, from the highest on.  The time of tl.histogram grows with its bins: for 128
+# queries of 32k scores, three levels of 2,048 bins took 0.5 ms.
+LEVELS = 4
+BINS = 256
 NUM_WARPS = 8
 
 
@@ -65,24 +66,18 @@ def _find_bin(bin_ptr, wanted, BINS: tl.constexpr):
 def _threshold(bin_ptr, wanted, LEVEL: tl.constexpr, BINS: tl.constexpr):
     """(the leading bits of the threshold that the first LEVEL levels give, how many scores with them are wanted)."""
     found = tl.zeros([], tl.uint32)
-    if LEVEL > 0:
-        place, wanted = _find_bin(bin_ptr, wanted, BINS)
-        found = place.to(tl.uint32)
-    if LEVEL > 1:
-        place, wanted = _find_bin(bin_ptr + BINS, wanted, BINS)
-        found = (found << 11) | place.to(tl.uint32)
-    if LEVEL > 2:
-        place, wanted = _find_bin(bin_ptr + 2 * BINS, wanted, BINS)
-        found = (found << 10) | place.to(tl.uint32)
+    for level in tl.static_range(LEVEL):
+        place, wanted = _find_bin(bin_ptr + level * BINS, wanted, BINS)
+        found = (found << 8) | place.to(tl.uint32)
     return found, wanted
 
 
 @kernel
 def _count_bins_kernel(
     score_ptr, length_ptr, bin_ptr, queries, capacity, rows, topk, score_b, score_q, length_b,
-    LEVEL: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, DEPENDENT: tl.constexpr,
+    LEVEL: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (chunks, B · Q).  bin_ptr: [B · Q, 3, BINS]."""
+    """Grid: (chunks, B · Q).  bin_ptr: [B · Q, LEVELS, BINS]."""
     pdl_trigger_and_wait(DEPENDENT)
     chunk, query = tl.program_id(0), tl.program_id(1).to(tl.int64)
     request = query // queries
@@ -91,16 +86,11 @@ def _count_bins_kernel(
     if (chunk * CHUNK < length) | (chunk >= num_committed):
         scores = score_ptr + request * score_b + query % queries * score_q
         _at, exists, ordered = _chunk_of(scores, chunk, length, capacity, rows, CHUNK)
-        bins = bin_ptr + query * 3 * BINS
-        found, _wanted = _threshold(bins, topk, LEVEL, BINS)
-        if LEVEL == 0:
-            place = ordered >> 21
-        elif LEVEL == 1:
-            exists = exists & (ordered >> 21 == found)
-            place = (ordered >> 10) & 0x7FF
-        else:
-            exists = exists & (ordered >> 10 == found)
-            place = ordered & 0x3FF
+        bins = bin_ptr + query * LEVELS * BINS
+        if LEVEL > 0:
+            found, _wanted = _threshold(bins, topk, LEVEL, BINS)
+            exists = exists & (ordered >> (32 - 8 * LEVEL) == found)
+        place = (ordered >> (24 - 8 * LEVEL)) & 0xFF
         counts = tl.histogram(place.to(tl.int32), BINS, mask=exists)
         tl.atomic_add(bins + LEVEL * BINS + tl.arange(0, BINS), counts, mask=counts > 0, sem="relaxed")
 
@@ -108,7 +98,7 @@ def _count_bins_kernel(
 @kernel
 def _count_chunks_kernel(
     score_ptr, length_ptr, bin_ptr, count_ptr, queries, capacity, rows, topk, score_b, score_q, length_b,
-    CHUNK: tl.constexpr, BINS: tl.constexpr, DEPENDENT: tl.constexpr,
+    LEVELS: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (chunks, B · Q).  count_ptr: [B · Q, chunks, 2], scores above the threshold, and at it."""
     pdl_trigger_and_wait(DEPENDENT)
@@ -118,7 +108,7 @@ def _count_chunks_kernel(
     scores = score_ptr + request * score_b + query % queries * score_q
     above, equal = 0, 0
     if (chunk * CHUNK < length) | (chunk >= (capacity + CHUNK - 1) // CHUNK):
-        least, _wanted = _threshold(bin_ptr + query * 3 * BINS, topk, 3, BINS)
+        least, _wanted = _threshold(bin_ptr + query * LEVELS * BINS, topk, LEVELS, BINS)
         _at, exists, ordered = _chunk_of(scores, chunk, length, capacity, rows, CHUNK)
         above = tl.sum((exists & (ordered > least)).to(tl.int32), 0)
         equal = tl.sum((exists & (ordered == least)).to(tl.int32), 0)
@@ -166,8 +156,8 @@ def _write_bits(scores, words, rows, least, wanted, WORDS: tl.constexpr, WORD: t
 def _write_rows_kernel(
     score_ptr, length_ptr, bin_ptr, count_ptr, table_ptr, row_ptr, chosen_ptr, word_ptr,
     queries, capacity, rows, topk, width, chunks, score_b, score_q, length_b, table_b,
-    PAGE_SIZE: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr, WORDS: tl.constexpr,
-    WORD: tl.constexpr, DEPENDENT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr,
+    WORDS: tl.constexpr, WORD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (committed chunks + 1, B · Q).  The last program of a query writes its bits and its count."""
     pdl_trigger_and_wait(DEPENDENT)
@@ -178,7 +168,7 @@ def _write_rows_kernel(
     scores = score_ptr + request * score_b + query % queries * score_q
     is_long = length + rows > topk
     if (chunk == num_committed) | (is_long & (chunk * CHUNK < length)):
-        least, wanted = _threshold(bin_ptr + query * 3 * BINS, topk, 3, BINS)
+        least, wanted = _threshold(bin_ptr + query * LEVELS * BINS, topk, LEVELS, BINS)
         other = tl.arange(0, CHUNKS)
         counts = count_ptr + (query * chunks + other) * 2
         above = tl.load(counts, mask=other < chunks, other=0)
@@ -218,13 +208,14 @@ def select_rows(scores: Tensor, length: Tensor, page_table: Tensor, page_size: i
         return SelectedRows(chosen, count, bits)
     num_committed = -(-capacity // CHUNK)
     chunks = num_committed + -(-rows // CHUNK)
-    bins = torch.zeros(batch * queries, len(LEVELS), BINS, dtype=torch.int32, device=device)
+    bins = torch.zeros(batch * queries, LEVELS, BINS, dtype=torch.int32, device=device)
     counts = torch.empty(batch * queries, chunks, 2, dtype=torch.int32, device=device)
     strides = *scores.stride()[:2], length.stride(0)
     sizes = queries, capacity, rows, topk
-    how: dict[str, Any] = {"CHUNK": CHUNK, "BINS": BINS, "num_warps": NUM_WARPS, **pdl_arguments(chip(scores))}
+    constants = {"LEVELS": LEVELS, "CHUNK": CHUNK, "BINS": BINS}
+    how: dict[str, Any] = {**constants, "num_warps": NUM_WARPS, **pdl_arguments(chip(scores))}
     grid = chunks, batch * queries
-    for level in range(len(LEVELS)):
+    for level in range(LEVELS):
         _count_bins_kernel[grid](scores, length, bins, *sizes, *strides, LEVEL=level, **how)
     _count_chunks_kernel[grid](scores, length, bins, counts, *sizes, *strides, **how)
     _write_rows_kernel[(num_committed + 1, batch * queries)](

@@ -17,14 +17,16 @@ from espalier.errors import EspalierError
 from espalier.kernels.attention.attention_blocks import (
     Constants,
     Tiles,
+    check_shapes,
     load_rows,
     over_committed,
     over_staged,
+    shared_arguments,
+    strides,
     times_scale,
     write_work_item,
 )
 from espalier.kernels.attention.choose import choose, fits_hopper
-from espalier.kernels.attention.rows import check_shapes, shared_arguments, strides
 from espalier.kernels.attention.triton_config import TritonConfig
 from espalier.kernels.attention.work_items import (
     let_merge_start,

@@ -126,7 +126,7 @@ def committed_blocks(begin, end, first, WINDOW: tl.constexpr, BLOCK_N: tl.conste
     """(num_blocks, num_lower, num_unmasked) of the positions begin .. end; begin is a multiple of BLOCK_N.
 
     The first num_lower blocks contain positions below `first`.  The num_unmasked blocks after them need no mask; with a
-    window there are none.
+    window num_unmasked is 0.
     """
     num_blocks = (tl.maximum(end - begin, 0) + BLOCK_N - 1) // BLOCK_N
     num_lower = tl.minimum((tl.maximum(first - begin, 0) + BLOCK_N - 1) // BLOCK_N, num_blocks)

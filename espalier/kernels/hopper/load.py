@@ -237,7 +237,7 @@ def convert_work_items(raw, stages, plan, positions, CONSTANTS: gl.constexpr):
                 for i in gl.static_range(len(stages.tiles)):
                     values = raw.tiles[i].index(raw_stage).load(LAYOUT)
                     if stages.tiles[i].dtype == gl.bfloat16:
-                        # As in kernels/runtime/convert.py:from_fp8.
+                        # As in kernels/runtime/jit.py:from_fp8.
                         values = values.to(gl.float32)
                     stages.tiles[i].index(stage).store(values.to(stages.tiles[i].dtype))
                 # Makes the rows visible to the tensor cores.

@@ -27,7 +27,7 @@ def takes_format(weight: QuantisedMatrix, dtype: torch.dtype, rows: int, gpu: Ch
 
 
 def is_hopper_product(x: Tensor, weight: QuantisedMatrix, rows: int, tile: tuple[int, int, int], gpu: Chip) -> bool:
-    """Whether these kernels, or those of hopper/experts.py, take a product.
+    """Whether these kernels, or those of hopper/nibbles.py, take a product.
 
     x: all inputs; rows: of a tile of them; tile: block_out, block_in and warps of the plan.  The kernels choose their
     stages themselves.

@@ -26,7 +26,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.hopper.quantised_products import is_hopper_experts, launch_down, launch_gated
 from espalier.kernels.layers.activation import apply_activation
-from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, ProductPlan, launch_options
+from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, ProductPlan, launch_options, plan_for
 from espalier.kernels.layers.experts_tiles import (
     PREFETCHED_STEPS,
     Tiles,
@@ -36,7 +36,6 @@ from espalier.kernels.layers.experts_tiles import (
     tile_and_expert,
     tiles_of,
 )
-from espalier.kernels.layers.experts_tuning import plan_for
 from espalier.kernels.layers.linear import gate_and_up, weight_rows
 from espalier.kernels.layers.linear_plans import block_rows
 from espalier.kernels.layers.linear_quantised import (

@@ -30,8 +30,7 @@ from espalier.kernels.ops.rope import (
     LatentPlace,
     require_latent,
 )
-from espalier.kernels.runtime.convert import rounded_values
-from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.jit import kernel, rounded_values
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
 from espalier.kernels.state.kv_scales import require_rows

@@ -14,8 +14,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from espalier.kernels.layers.quantised_nibbles import nibble_dot
-from espalier.kernels.runtime.convert import from_fp8
-from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.jit import from_fp8, kernel
 from espalier.kernels.runtime.pdl import prefetch
 
 # Bytes of an L2 line.  Kernels cannot read it either: prefetch_codes repeats it.

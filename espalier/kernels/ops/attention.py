@@ -12,7 +12,7 @@ from torch import Tensor
 from espalier.kernels.attention.ancestor_bits import bits_up_to, seen_rows
 from espalier.kernels.attention.triton_config import TritonConfig
 from espalier.kernels.hopper.config import BLOCK_N, HopperConfig, HopperLatentConfig, HopperLatentFewConfig
-from espalier.kernels.ops.kv_splits import COLUMNS, KVSplitPolicy, KVSplits
+from espalier.kernels.ops.selection import COLUMNS, KVSplitPolicy, KVSplits
 from espalier.kernels.ops.state import page_rows
 from espalier.kernels.runtime.op import op
 from espalier.kernels.state.kv_scales import KVScales, times_k_scale, times_v_scale

@@ -131,7 +131,7 @@ def _product(x: Tensor, weight: ExpertMatrix, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias) if isinstance(weight, Tensor) else linear_quantised.reference(x, weight, bias)
 
 
-@op("espalier.kernels.layers.routing")
+@op("espalier.kernels.layers.experts_tiles")
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     """The experts of each row, and their weights: ids [N, K] int64, ascending in each row, and weights [N, K].
 
@@ -186,7 +186,7 @@ def grouped_experts(
     extra: the number of further parts at the end.  They are allocated here, and the caller writes them.
     shared: of S pieces, for at most MAX_SHARED_ROWS rows and dense experts.  The results of its pieces are the parts
     behind the first K, of rows that are not live too; its activation is SILU, as that of the others must be.
-    plan: launch parameters; None: those that experts_tuning.py chooses.
+    plan: launch parameters; None: those that experts_plan.py chooses.
     """
     # A loop over the experts that have rows. It reads their number on the host.
     assert isinstance(x, Tensor)

@@ -1,4 +1,4 @@
-"""Device functions for noise.  The reference is espalier/sampling/noise.py, which also gives the formulas.
+"""Device functions for noise.  The reference is espalier/sampling/pick.py, which also gives the formulas.
 
 The random bits equal the reference's exactly.  The logarithms are tl.log, which Triton lowers to libdevice's accurate
 __nv_logf and __nv_log (error of one ulp; not lg2.approx).  So in float32 the noise is within 2**-22 of the reference's:

@@ -200,7 +200,7 @@ def _select_tree_kernel(
     # The node of each candidate; 0, the root, if it is not selected.
     node = tl.where(selected, tl.cumsum(selected.to(tl.int32), 0), 0)
     void = score == float("-inf")
-    # The pool index of each candidate's parent beam; level 1 has none.
+    # The pool index of each candidate's parent beam; candidates of level 1 have no parent beam.
     has_beam = exists & (i >= TOPK)
     beam_index = (i - TOPK) // topk
     # One level less than the candidates.

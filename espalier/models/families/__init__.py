@@ -1,9 +1,8 @@
-"""The model families.  Each file declares one: what of it differs, in names and sizes."""
+"""The model families.  Each file declares those that are alike: what of them differs, in names and sizes."""
 
 from espalier.models.config import Family
 from espalier.models.families import (
     deepseek,
-    exaone4,
     gemma3,
     gemma4,
     glm4_moe,
@@ -15,27 +14,22 @@ from espalier.models.families import (
     mistral,
     muse_glimmer,
     nemotron_h,
-    olmo,
-    phi3,
     qwen,
     qwen3_next,
-    qwen_moe,
-    smollm3,
-    sparse_attention,
 )
 
 # To add a family from outside this package: FAMILIES[FAMILY.architecture] = FAMILY.
 FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
-        *(llama.FAMILY, qwen.QWEN2, qwen.QWEN3, mistral.FAMILY, qwen.MIMO),
-        *(qwen_moe.QWEN2_MOE, qwen_moe.FAMILY, gpt_oss.FAMILY),
+        *(llama.LLAMA, qwen.QWEN2, qwen.QWEN3, mistral.MISTRAL, qwen.MIMO),
+        *(qwen.QWEN2_MOE, qwen.QWEN3_MOE, gpt_oss.FAMILY),
         *(gemma3.GEMMA2, gemma3.FAMILY, gemma4.FAMILY, gemma4.UNIFIED),
-        *(mistral.MINISTRAL, mistral.MINISTRAL3, mistral.MIXTRAL, phi3.FAMILY, smollm3.FAMILY),
-        *(granite.FAMILY, granite.MOE, granite.SHARED, granite.HYBRID, olmo.OLMO2, olmo.OLMO3, laguna.FAMILY),
-        *(muse_glimmer.FAMILY, exaone4.FAMILY),
+        *(mistral.MINISTRAL, mistral.MINISTRAL3, mistral.MIXTRAL, mistral.PHI3, llama.SMOLLM3),
+        *(granite.FAMILY, granite.MOE, granite.SHARED, granite.HYBRID, llama.OLMO2, llama.OLMO3, laguna.FAMILY),
+        *(muse_glimmer.FAMILY, llama.EXAONE4),
         *(qwen3_next.FAMILY, qwen3_next.QWEN3_5, qwen3_next.QWEN3_5_MOE, lfm2.FAMILY, lfm2.MOE, nemotron_h.FAMILY),
         *(deepseek.V2, deepseek.V3, glm4_moe.GLM, glm4_moe.GLM_LITE, glm4_moe.DOTS),
-        *(sparse_attention.FAMILY, sparse_attention.GLM),
+        *(glm4_moe.DEEPSEEK_V32, glm4_moe.GLM_SPARSE),
     )
 }

@@ -9,7 +9,7 @@ from dataclasses import replace
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Family, Raw
-from espalier.models.mtp_family import NEXTN
+from espalier.models.stored_names import NEXTN
 
 # Fields of config.json that this file reads, so they may have any value (Family.honours).
 EXPERT_FIELDS = (

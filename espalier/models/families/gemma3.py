@@ -8,7 +8,7 @@ from dataclasses import replace
 from espalier.models.config import Family, Raw, windows_in_every_second
 from espalier.models.config_values import positive, require_counts
 from espalier.models.families.by_type import FULL, SLIDING, Bases, kinds_of, ropes_of, windows_of
-from espalier.models.layer_declaration import FOUR_NORMS
+from espalier.models.stored_names import FOUR_NORMS
 
 BASES: Bases = {
     FULL: ("rope_theta", 1_000_000.0),

@@ -6,24 +6,32 @@ them, and each layer of those sizes has an input of its own.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from espalier.attention import Pass
 from espalier.cache.layer_spec import KVHeads, LayerSpec, of_rank
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.activation import GELU_TANH
+from espalier.kernels.ops.drafts import DraftHidden
 from espalier.kernels.ops.experts import Routing
+from espalier.kernels.ops.linear import sum_parts
 from espalier.kernels.ops.rope import HeadNorms
 from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows
 from espalier.models.config_values import heads_and_size
-from espalier.models.expert_loading import load_experts
 from espalier.models.families.by_type import FULL, SLIDING, kinds_of
 from espalier.models.families.gemma3 import FAMILY as GEMMA3
-from espalier.models.layer_loading import HEADS, layer_specs_of, load_embedding
+from espalier.models.layer_loading import HEADS, layer_specs_of, load_embedding, load_experts
 from espalier.models.layers.attention import Attention
-from espalier.models.layers.embedding import Embedding
-from espalier.models.layers.gemma4 import BesideMLP, Gemma4Layer, LayerInput, PerLayerEmbedding
+from espalier.models.layers.linear import Embedding, Linear
+from espalier.models.layers.mlp import GatedMLP, MixtureMLP, RoutedRows, router_logits
 from espalier.models.layers.norm import RMSNorm
+from espalier.models.layers.stream import Stream
 from espalier.models.rope import RopeTables
+from espalier.models.weight_formats.sharded import over_ranks
 from espalier.models.weights import Weights
 from espalier.shards import on_every_rank
 
@@ -34,6 +42,101 @@ ROPES: Mapping[str, Raw] = {
 }
 # The fields that may differ by layer in per_layer_config.
 BY_LAYER = ("head_dim", "num_key_value_heads")
+
+
+class PerLayerEmbedding(Embedding):
+    """A token embedding that gives each layer an input of P values beside the stream (E2B, E4B).
+
+    table: [vocab, layers · P]; table_scale: of its values.  project: an embedding [H] -> [layers · P], normed for each
+    layer by `norm` and added.
+    """
+
+    __slots__ = ("table", "table_scale", "project", "norm")
+
+    def __init__(self, own: Embedding, table: Tensor, table_scale: float, project: Linear, norm: RMSNorm) -> None:
+        super().__init__(own.weight, own.scale, None, own.shape[0], own.shards)
+        self.table = table
+        self.table_scale = table_scale
+        self.project = project
+        self.norm = norm
+
+    def __call__(self, p: Pass, rope: RopeTables, beside: DraftHidden | None = None) -> Stream:
+        s = super().__call__(p, rope, beside)
+        size = self.norm.weight.shape[0]
+        # Nothing reads the values of void rows.
+        of_tokens = F.embedding(p.tokens.flatten().clamp(min=0), self.table).unflatten(1, (-1, size))
+        of_rows = self.norm(self.project(s.x).unflatten(1, (-1, size)))
+        s.beside = torch.add(of_rows, of_tokens, alpha=self.table_scale)
+        return s
+
+
+@dataclass(eq=False, slots=True)
+class LayerInput:
+    """A layer's use of its own input: norm(project(activation(gate(x)) · input))."""
+
+    gate: Linear
+    project: Linear
+    norm: RMSNorm
+
+    def __call__(self, x: Tensor, given: Tensor) -> Tensor:
+        """x [N, H], given [N, P] -> [N, H]."""
+        return self.norm(self.project(F.gelu(self.gate(x), approximate="tanh") * given))
+
+
+@dataclass(eq=False, slots=True)
+class BesideMLP:
+    """Routed experts that read the stream beside the dense MLP, through norms of their own.
+
+    router_norm: its weight includes the router's scale.  mlp_norm: of the dense MLP's output; norm, after: of the
+    experts' input and output.
+    """
+
+    mixture: MixtureMLP
+    router_norm: RMSNorm
+    mlp_norm: RMSNorm
+    norm: RMSNorm
+    after: RMSNorm
+
+    def __call__(self, x: Tensor, dense: Tensor, live: Tensor | None) -> Tensor:
+        """x: [N, H], the stream; dense: of the MLP, [N, H].  Returns the sum of both blocks, normed each."""
+        rows, logits = self.norm(x), router_logits(self.router_norm(x), self.mixture.router)
+        parts = self.mixture(RoutedRows(rows, rows, logits), live)
+        return self.mlp_norm(dense) + self.after(sum_parts(over_ranks(parts), x.dtype))
+
+
+@dataclass(eq=False, slots=True)
+class Gemma4Layer:
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then what the layer's own input adds; all times scale.
+
+    index: the layer's place in the pass.  beside: routed experts, or None; own_input: or None.
+    post_mlp_norm: its weight includes the scale, unless there is `own_input`, whose norm then does.
+    """
+
+    index: int
+    attention_norm: RMSNorm
+    attention: Attention
+    post_attention_norm: RMSNorm
+    mlp_norm: RMSNorm
+    mlp: GatedMLP
+    post_mlp_norm: RMSNorm
+    beside: BesideMLP | None
+    own_input: LayerInput | None
+    scale: float
+
+    def __call__(self, s: Stream, p: Pass) -> None:
+        attended = self.attention(self.index, s.normed(self.attention_norm, self.attention), s, p)
+        s.add(attended, self.post_attention_norm)
+        out = self.mlp(s.normed(self.mlp_norm, self.mlp), s.live)
+        if self.beside is not None:
+            out = self.beside(s.x, sum_parts(over_ranks(out), s.x.dtype), s.live)
+        delta = self.post_mlp_norm(sum_parts(over_ranks(out), s.x.dtype))
+        if self.own_input is not None:
+            assert s.beside is not None
+            s.x = s.x + delta
+            delta = self.own_input(s.x, s.beside[:, self.index])
+        if self.scale != 1:
+            s.x = s.x * self.scale
+        s.add(delta)
 
 
 def _layer_types(full: Raw) -> list[str]:

@@ -1,7 +1,8 @@
-"""The families with the experts of DeepSeek-V3 and other attention: GLM-4.5, 4.6, 4.7, GLM-4.7-Flash, dots.llm1.
+"""The families with the experts of DeepSeek-V3 and other attention: GLM-4.5 to 4.7, 4.7-Flash and 5, dots.llm1, V3.2.
 
 GLM-4.5, 4.6 and 4.7 have K and V heads, and rotate half of the values of a head.  GLM-4.7-Flash has latent attention.
-dots.llm1 has the attention of Qwen3.
+dots.llm1 has the attention of Qwen3.  The layers of DeepSeek-V3.2 and GLM-5 attend to the rows that an indexer chooses
+(DeepSeek-AI 2025); in GLM-5 and its successors, some layers share the rows that an earlier layer chose.
 """
 
 from dataclasses import replace
@@ -10,7 +11,8 @@ from espalier.errors import EspalierError
 from espalier.models.config import Experts, Family, Raw, windows_by_layer_type
 from espalier.models.families.deepseek import V3, routed_experts
 from espalier.models.families.qwen import QWEN3 as QWEN3
-from espalier.models.mtp_family import NEXTN
+from espalier.models.latent_config import INDEX_FIELDS
+from espalier.models.stored_names import NEXTN
 
 # Experts are chosen from all experts, not from groups.
 UNGROUPED = {"n_group": 1, "topk_group": 1}
@@ -104,4 +106,36 @@ DOTS = replace(
     windows=lambda full: windows_by_layer_type(full, lambda layer: layer >= full["max_window_layers"]),
     experts=V3.experts,
     honours=V3.honours,
+)
+
+
+DEEPSEEK_V32 = replace(
+    V3,
+    architecture="DeepseekV32ForCausalLM",
+    model_type="deepseek_v32",
+    defaults={**V3.defaults, **INDEX_FIELDS, "max_position_embeddings": 163840, "indexer_rope_interleave": False},
+    honours=(*V3.honours, "index_topk"),
+    experts=experts_by_type,
+    indexed=True,
+    in_drafts=False,
+    # Releases of transformers call the same layers by either name.
+    layer_kinds=("indexed_attention", "deepseek_sparse_attention"),
+)
+
+
+GLM_SPARSE = replace(
+    DEEPSEEK_V32,
+    architecture="GlmMoeDsaForCausalLM",
+    model_type="glm_moe_dsa",
+    defaults={
+        **DEEPSEEK_V32.defaults,
+        **UNGROUPED,
+        "max_position_embeddings": 202752,
+        "rms_norm_eps": 1e-5,
+        "q_lora_rank": 2048,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "index_n_heads": 32,
+        "indexer_rope_interleave": True,
+    },
 )

@@ -12,12 +12,12 @@ from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows, attention_in_some_layer
 from espalier.models.config_values import positive, require_counts, require_multiple
-from espalier.models.families.llama import FAMILY as LLAMA
-from espalier.models.layer_declaration import LayerNames, MLPNames
+from espalier.models.families.llama import LLAMA
 from espalier.models.layer_loading import load_attention, load_mamba2, specs_by_type
 from espalier.models.layers.decoder import Mixer
 from espalier.models.layers.recurrent import Mamba2
 from espalier.models.rope import RopeTables
+from espalier.models.stored_names import LayerNames, MLPNames
 from espalier.models.weights import Weights
 
 FACTORS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")

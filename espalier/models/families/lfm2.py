@@ -8,11 +8,11 @@ from espalier.kernels.ops.experts import Routing
 from espalier.kernels.ops.recurrence import ShortConv
 from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows, attention_in_some_layer
 from espalier.models.config_values import require_counts
-from espalier.models.layer_declaration import LayerNames, LayerNorms, MLPNames
 from espalier.models.layer_loading import load_attention, load_layer, specs_by_type
 from espalier.models.layers.decoder import DecoderLayer, Mixer
 from espalier.models.layers.recurrent import GatedConv
 from espalier.models.rope import RopeTables
+from espalier.models.stored_names import LayerNames, LayerNorms, MLPNames
 from espalier.models.weights import Weights
 
 CONV, FULL = "conv", "full_attention"

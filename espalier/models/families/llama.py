@@ -1,8 +1,19 @@
-"""Llama 2 and 3.x: full attention in every layer; biases only if the config sets them."""
+"""Llama 2 and 3.x: full attention in every layer; biases only if the config sets them.  And families close to it.
 
-from espalier.models.config import Family
+SmolLM3 has layers without RoPE, which may have a sliding window.  OLMo 2 and 3 have norms only behind each block, and
+of all of q and of k; OLMo 3 has windows and RoPE by type.  EXAONE 4 (text) has norms only behind each block; with a
+window, only the layers that have it have RoPE.
+"""
 
-FAMILY = Family(
+from dataclasses import replace
+
+from espalier.errors import EspalierError, shown
+from espalier.models.config import Family, Raw, Windows, windows_by_layer_type, windows_if_used
+from espalier.models.config_values import require_counts
+from espalier.models.families.by_type import FULL, SLIDING, Bases, kinds_of, ropes_of, windows_of
+from espalier.models.stored_names import LayerNorms
+
+LLAMA = Family(
     architecture="LlamaForCausalLM",
     model_type="llama",
     defaults={
@@ -14,4 +25,103 @@ FAMILY = Family(
         "mlp_bias": False,
     },
     in_drafts=True,
+)
+BASES: Bases = {FULL: ("rope_theta", 5e5), SLIDING: ("rope_theta", 5e5)}
+
+
+def _with_rope(full: Raw) -> list[bool]:
+    """Whether each layer has RoPE.  In `no_rope_layers` 1 means that it has."""
+    layers, given = full["num_hidden_layers"], full["no_rope_layers"]
+    if given is None:
+        require_counts(full, ("no_rope_layer_interval",))
+        return [layer % full["no_rope_layer_interval"] != 0 for layer in range(1, layers + 1)]
+    if not isinstance(given, list) or len(given) < layers or not set(map(repr, given)) <= {"0", "1"}:
+        raise EspalierError(
+            f"no_rope_layers = {shown(given)}; 0 or 1 is needed for each of {layers} layers; correct it"
+        )
+    return [bool(value) for value in given[:layers]]
+
+
+def _smollm3_windows(full: Raw) -> Windows:
+    with_rope = _with_rope(full)
+    return windows_if_used(full, lambda layer: not with_rope[layer])
+
+
+SMOLLM3 = replace(
+    LLAMA,
+    architecture="SmolLM3ForCausalLM",
+    model_type="smollm3",
+    defaults={
+        **LLAMA.defaults,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 4,
+        "rope_theta": 2e6,
+    },
+    windows=_smollm3_windows,
+    ropes=lambda full: [{} if rope else None for rope in _with_rope(full)],
+    honours=("no_rope_layers",),
+    in_drafts=False,
+)
+
+
+def _layer_types(full: Raw) -> list[str]:
+    """The type of each layer; without `layer_types`, every fourth has full attention."""
+    return kinds_of(full, lambda layer: layer % 4 == 0)
+
+
+OLMO2 = replace(
+    LLAMA,
+    architecture="Olmo2ForCausalLM",
+    model_type="olmo2",
+    defaults={**LLAMA.defaults, "rms_norm_eps": 1e-5},
+    qk_norm=True,
+    wide_qk_norm=True,
+    layer_norms=LayerNorms(None, None, "post_attention_layernorm", "post_feedforward_layernorm"),
+    in_drafts=False,
+)
+OLMO3 = replace(
+    OLMO2,
+    architecture="Olmo3ForCausalLM",
+    model_type="olmo3",
+    defaults={**OLMO2.defaults, "sliding_window": 4096},
+    windows=lambda full: windows_of(full, _layer_types(full)),
+    ropes=lambda full: ropes_of(full, _layer_types(full), BASES),
+)
+
+
+def _exaone4_windows(full: Raw) -> Windows:
+    """Without `layer_types`, every sliding_window_pattern-th layer has full attention."""
+    every = full["sliding_window_pattern"]
+    is_number = isinstance(every, int) and not isinstance(every, bool) and every > 0
+    if full["sliding_window"] is not None and full.get("layer_types") is None and not is_number:
+        raise EspalierError(
+            f"sliding_window_pattern = {shown(every)}; without layer_types a positive integer is needed; add "
+            "layer_types with model_overrides"
+        )
+    return windows_by_layer_type(full, lambda layer: (layer + 1) % every != 0)
+
+
+EXAONE4 = Family(
+    architecture="Exaone4ForCausalLM",
+    model_type="exaone4",
+    defaults={
+        "num_key_value_heads": 32,
+        "head_dim": None,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+    },
+    qkv_bias=lambda full: False,
+    out_bias=lambda full: False,
+    windows=_exaone4_windows,
+    qk_norm=True,
+    layer_norms=LayerNorms(None, None, "post_attention_layernorm", "post_feedforward_layernorm"),
+    # A model without a window has RoPE in every layer.
+    ropes=lambda full: [{} if full["sliding_window"] is None or window else None for window in _exaone4_windows(full)],
 )

@@ -1,15 +1,21 @@
-"""Mistral, Ministral, Ministral 3 and Mixtral: no biases; sliding windows where the config sets one.
+"""Mistral, Ministral, Ministral 3, Mixtral and Phi-3 to 4: no biases; sliding windows where the config sets one.
 
 Ministral has the window in the layers that `layer_types` names, the others in every layer.  Ministral 3 has YaRN, and
-Llama 4's attention temperature.  Mixtral has experts in every layer.
+Llama 4's attention temperature.  Mixtral has experts in every layer.  Phi stores q, k and v as one matrix, and gate and
+up, and has LongRoPE.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Family, Raw, Windows, windows_by_layer_type
-from espalier.models.layer_declaration import MLPNames
+from espalier.models.rope import SPELLINGS, with_rope_type
+from espalier.models.stored_names import LayerNames, MLPNames
+
+# What LongRoPE was called.
+OLD_NAMES = ("su", "yarn")
 
 
 def windows(full: Raw) -> Windows:
@@ -26,7 +32,7 @@ def windows(full: Raw) -> Windows:
     return (window,) * int(full["num_hidden_layers"])
 
 
-FAMILY = Family(
+MISTRAL = Family(
     architecture="MistralForCausalLM",
     model_type="mistral",
     defaults={
@@ -43,18 +49,18 @@ FAMILY = Family(
     multimodal=("Mistral3ForConditionalGeneration",),
 )
 MINISTRAL = replace(
-    FAMILY,
+    MISTRAL,
     architecture="MinistralForCausalLM",
     model_type="ministral",
     windows=lambda full: windows_by_layer_type(full, default=lambda layer: True),
     multimodal=(),
 )
 MINISTRAL3 = replace(
-    FAMILY,
+    MISTRAL,
     architecture="Ministral3ForCausalLM",
     model_type="ministral3",
     defaults={
-        **FAMILY.defaults,
+        **MISTRAL.defaults,
         "head_dim": 128,
         "max_position_embeddings": 262144,
         "rms_norm_eps": 1e-5,
@@ -86,11 +92,11 @@ def _experts(full: Raw) -> Experts:
 
 
 MIXTRAL = replace(
-    FAMILY,
+    MISTRAL,
     architecture="MixtralForCausalLM",
     model_type="mixtral",
     defaults={
-        **FAMILY.defaults,
+        **MISTRAL.defaults,
         "rms_norm_eps": 1e-5,
         "sliding_window": None,
         "num_local_experts": 8,
@@ -99,6 +105,34 @@ MIXTRAL = replace(
     },
     experts=_experts,
     honours=("num_local_experts",),
+    in_drafts=False,
+    multimodal=(),
+)
+
+
+def _ropes(full: Raw) -> list[Raw]:
+    fields = {name: rope for name, rope in with_rope_type(full).items() if name in SPELLINGS}
+    for name, rope in fields.items():
+        if isinstance(rope, Mapping) and rope.get("rope_type") in OLD_NAMES:
+            fields[name] = {**rope, "rope_type": "longrope"}
+    return [fields] * full["num_hidden_layers"]
+
+
+PHI3 = replace(
+    MISTRAL,
+    architecture="Phi3ForCausalLM",
+    model_type="phi3",
+    defaults={
+        **MISTRAL.defaults,
+        "num_key_value_heads": None,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+    },
+    ropes=_ropes,
+    names=LayerNames(qkv=("qkv_proj",), mlp=MLPNames(gate_up=("gate_up_proj",))),
+    honours=("partial_rotary_factor",),
     in_drafts=False,
     multimodal=(),
 )

@@ -12,13 +12,13 @@ from espalier.kernels.ops.rope import HeadNorms
 from espalier.models.config import Family, ModelConfig, Raw, Windows
 from espalier.models.config_values import positive
 from espalier.models.families.by_type import kinds_of, windows_of
-from espalier.models.layer_declaration import FOUR_NORMS
 from espalier.models.layer_loading import HEADS, load_embedding, load_layer
 from espalier.models.layers.attention import Attention, OutputGate
 from espalier.models.layers.decoder import DecoderLayer
-from espalier.models.layers.embedding import Embedding
+from espalier.models.layers.linear import Embedding
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.rope import RopeTables
+from espalier.models.stored_names import FOUR_NORMS
 from espalier.models.weights import Weights
 
 

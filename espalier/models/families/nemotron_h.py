@@ -8,15 +8,13 @@ from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.activation import RELU2
 from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows, full_attention
-from espalier.models.expert_loading import load_experts
 from espalier.models.families.granite import FULL, LINEAR, check_sizes, with_limits
-from espalier.models.layer_declaration import UP_DOWN
-from espalier.models.layer_loading import load_attention, load_mamba2, specs_by_type
+from espalier.models.layer_loading import load_attention, load_experts, load_mamba2, specs_by_type
 from espalier.models.layers.decoder import BlockLayer
-from espalier.models.layers.embedding import Embedding
+from espalier.models.layers.linear import Embedding
 from espalier.models.layers.recurrent import Mamba2
 from espalier.models.rope import RopeTables
-from espalier.models.stored_names import StoredNames
+from espalier.models.stored_names import UP_DOWN, StoredNames
 from espalier.models.weights import Weights
 
 MOE, MLP = "moe", "mlp"

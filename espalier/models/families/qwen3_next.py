@@ -12,15 +12,14 @@ from espalier.kernels.ops.recurrence import ShortConv
 from espalier.model_files import MAX_HEAD_SIZE
 from espalier.models.config import Experts, ModelConfig, Raw, Windows, attention_in_some_layer
 from espalier.models.config_values import require_counts, require_multiple
-from espalier.models.families.qwen_moe import FAMILY as QWEN3_MOE
-from espalier.models.families.qwen_moe import experts_beside_shared
+from espalier.models.families.qwen import QWEN3_MOE, experts_beside_shared
 from espalier.models.layer_loading import load_head_norms, specs_by_type
 from espalier.models.layers.attention import GatedAttention
 from espalier.models.layers.decoder import Mixer
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.recurrent import DeltaNet
-from espalier.models.mtp_family import MTPFamily
 from espalier.models.rope import RopeTables
+from espalier.models.stored_names import MTPFamily
 from espalier.models.weights import Weights
 
 LINEAR, FULL = "linear_attention", "full_attention"

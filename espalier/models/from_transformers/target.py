@@ -23,8 +23,7 @@ from espalier.kernels.state.kv_scales import KVScales
 from espalier.models.base import ModelOutput
 from espalier.models.config import ModelConfig
 from espalier.models.from_transformers.attention import RUNNING, Attends, Call, attending
-from espalier.models.layers.embedding import Embedding
-from espalier.models.layers.linear import Linear
+from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.weight_formats import dense_weight
 

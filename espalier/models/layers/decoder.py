@@ -16,8 +16,7 @@ from espalier.cache.layer_spec import LayerSpec
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.models.base import Layer, ModelOutput
 from espalier.models.config import ModelConfig
-from espalier.models.layers.embedding import Embedding
-from espalier.models.layers.linear import Linear
+from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.mlp import GatedMLP, MixtureMLP
 from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
 from espalier.models.layers.stream import Reader, Stream

@@ -2,13 +2,20 @@
 
 from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from espalier.attention import Pass
 from espalier.kernels.layers.quantised import InputScales, RoundedRows, Rows
 from espalier.kernels.ops.activation import SILU, Activation
-from espalier.models.layers.norm import AnyNorm, Delta
+from espalier.kernels.ops.drafts import DraftHidden, EmbeddingTables, embed_rows
+from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
+from espalier.models.layers.stream import Stream
+from espalier.models.rope import RopeTables
 from espalier.models.weight_formats import Weight
 from espalier.models.weight_formats.sharded import Unsummed
+from espalier.shards import WHOLE, Shards
 
 
 @dataclass(eq=False, slots=True)
@@ -59,3 +66,57 @@ class Linear:
         """x [rows, in] -> the activation [rows, inner], for a weight that stacks gate and up [2·inner, in], or of up
         alone if the activation has no gate."""
         return self.weight.gated(x, self.bias, activation)
+
+
+@dataclass(eq=False, slots=True)
+class Embedding:
+    """weight [vocab, hidden]; scale: factor of every embedding, a number that the model's dtype holds.
+
+    row_norm: the norm of every embedding before the factor, or None.
+    vocab_size, shards: set with several ranks.  Then `weight` holds the rank's part of the vocabulary (Shards.tokens).
+    """
+
+    weight: Tensor
+    scale: float = 1.0
+    row_norm: RMSNorm | None = None
+    vocab_size: int | None = None
+    shards: Shards = WHOLE
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[vocab, hidden] of the whole embedding, over all ranks."""
+        return len(self.weight) if self.vocab_size is None else self.vocab_size, self.weight.shape[1]
+
+    def __call__(self, p: Pass, rope: RopeTables, beside: DraftHidden | None = None) -> Stream:
+        """The stream of the pass's B · Q rows.  rope: the one that most layers use.
+
+        beside: for a draft, the hidden states that are concatenated to the embeddings; then the stream begins with
+        them, and `given` holds both, normed: [B · Q, 2 · hidden].
+        """
+        tokens, table = (p.tokens, self.weight) if self.shards.count == 1 else self._over_ranks(p.tokens)
+        tables = EmbeddingTables(table, rope.cos, rope.sin)
+        x, residual, rotation, live = embed_rows(tokens, p.positions, tables, beside)
+        p.looked_up(rope, rotation)
+        if beside is not None:
+            return Stream(residual, live, x)
+        x = x if self.row_norm is None else self.row_norm(x)
+        return Stream(x if self.scale == 1 else x * self.scale, live)
+
+    def _over_ranks(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The place of each token in a table of this pass's embeddings alone, and that table."""
+        own = self.shards.tokens(self.shape[0])
+        places = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
+        rows = self.weight.new_zeros(tokens.numel(), self.shape[1])
+        if len(own):
+            local = tokens.flatten() - own.begin
+            is_own = (local >= 0) & (local < len(own))
+            rows = F.embedding(local.clamp(0, len(own) - 1), self.weight).masked_fill_(~is_own[:, None], 0)
+        return places.masked_fill_(tokens < 0, -1), self.shards.all_reduce(rows)
+
+    def make_whole(self) -> None:
+        """Hold all rows on every rank, for a draft that reads them at each of its levels, where ranks do not meet."""
+        vocab_size, _ = self.shape
+        if self.shards.count > 1:
+            padding = self.shards.tokens_each(vocab_size) - len(self.weight)
+            self.weight = self.shards.all_gather(F.pad(self.weight, (0, 0, 0, padding))).flatten(0, 1)[:vocab_size]
+            self.shards = WHOLE

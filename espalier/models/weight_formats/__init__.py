@@ -16,11 +16,10 @@ from espalier.models.weight_formats.base import (
 )
 from espalier.models.weight_formats.compressed_tensors import read_compressed_tensors
 from espalier.models.weight_formats.dense import DENSE_FORMAT, dense_weight
-from espalier.models.weight_formats.e2m1 import read_mxfp4
+from espalier.models.weight_formats.e2m1 import MODELOPT, kv_scheme, read_modelopt, read_mxfp4
 from espalier.models.weight_formats.fp8 import read_fp8
 from espalier.models.weight_formats.gguf import GGUF_METHOD, read_gguf_types
 from espalier.models.weight_formats.gptq import read_awq, read_gptq
-from espalier.models.weight_formats.modelopt import MODELOPT, kv_scheme, read_modelopt
 
 __all__ = [
     "FORMATS",

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from espalier.kernels.layers.linear_plans import LINEARS, LinearPlans, TritonPlan, plans_for
-from espalier.kernels.layers.tuning_table import DENSE
+from espalier.kernels.layers.linear_plans import DENSE, LINEARS, LinearPlans, TritonPlan, plans_for
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.linear import linear, linear_gated, linear_parts, write_parts
 from espalier.models.weight_formats.base import StoredTensor, Weight, WeightFormat

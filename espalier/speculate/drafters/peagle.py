@@ -12,7 +12,7 @@ from espalier.attention import Nodes, Prefix
 from espalier.kernels.ops.state import carried
 from espalier.kernels.tree.edges import Rows
 from espalier.models.draft import DraftOutput
-from espalier.models.peagle import PEagleDraft
+from espalier.models.eagle3 import PEagleDraft
 from espalier.slots import BatchState
 from espalier.speculate.drafters import one_pass
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter, rope_positions

@@ -7,18 +7,14 @@ import torch
 
 from espalier.attention import ModelCache
 from espalier.errors import EspalierError, shown
-from espalier.gguf_file import is_gguf
 from espalier.layout import RoundLayout
-from espalier.model_files import naming_config, read_json
+from espalier.model_files import is_gguf, naming_config, read_json
 from espalier.models import (
     block,
-    block_config,
     dflash2,
     eagle3,
-    eagle3_config,
     gemma4_assistant,
     mtp,
-    peagle,
 )
 from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, Raw, architecture_of
@@ -48,10 +44,10 @@ FORMATS = (
     DraftFormat(
         algorithm="eagle3",
         title="EAGLE-3 heads",
-        architectures=eagle3_config.ARCHITECTURES,
-        unmarked=peagle.MASKS,
+        architectures=eagle3.ARCHITECTURES,
+        unmarked=eagle3.MASKS,
         speculators_types=("eagle3",),
-        read=eagle3_config.read_eagle3,
+        read=eagle3.read_eagle3,
         make=eagle3.make_eagle3,
         drafter=AutoregressiveDrafter,
         checks=CAPTURED,
@@ -59,14 +55,14 @@ FORMATS = (
     DraftFormat(
         algorithm="peagle",
         title="P-EAGLE heads",
-        architectures=peagle.ARCHITECTURES,
-        marked=peagle.EAGLE3_ARCHITECTURES,
-        marks=peagle.MASKS,
+        architectures=eagle3.PEAGLE_ARCHITECTURES,
+        marked=eagle3.EAGLE3_ARCHITECTURES,
+        marks=eagle3.MASKS,
         speculators_types=("peagle",),
-        read=peagle.read_peagle,
-        make=peagle.make_peagle,
+        read=eagle3.read_peagle,
+        make=eagle3.make_peagle,
         drafter=PEagleDrafter,
-        checks=f"{CAPTURED} and the mask token ({', '.join(peagle.MASKS)})",
+        checks=f"{CAPTURED} and the mask token ({', '.join(eagle3.MASKS)})",
     ),
     DraftFormat(
         algorithm="mtp",
@@ -83,9 +79,9 @@ FORMATS = (
     DraftFormat(
         algorithm="block",
         title="block drafts",
-        architectures=block_config.ARCHITECTURES,
-        speculators_types=block_config.SPECULATORS_TYPES,
-        read=block_config.read_block,
+        architectures=block.ARCHITECTURES,
+        speculators_types=block.SPECULATORS_TYPES,
+        read=block.read_block,
         make=block.make_block,
         drafter=OnePassDrafter,
         checks=BLOCK_CHECKS,
@@ -117,7 +113,7 @@ DRAFT_FORMATS: dict[str, DraftFormat] = {known.algorithm: known for known in FOR
 NOT_BUILT = {
     "xpress": "XPress",
     "Gemma4DSparkModel": "DSpark with Gemma 4's layers",
-    **dict.fromkeys(("eagle", *eagle3_config.EAGLE_1_2), "EAGLE-1/2 heads"),
+    **dict.fromkeys(("eagle", *eagle3.EAGLE_1_2), "EAGLE-1/2 heads"),
 }
 MTP_NOT_BUILT = {
     **dict.fromkeys(("MiMoV2FlashForCausalLM", "MiMoV2MTP"), "MiMo-V2"),
@@ -182,8 +178,8 @@ def format_of(raw: Raw, path: Path) -> DraftFormat:
 def _why_unknown(raw: Raw, path: Path) -> str:
     declared = raw.get("speculators_model_type")
     name = architecture_of(raw) if declared is None else str(declared)
-    if name in eagle3_config.EAGLE_1_2:
-        eagle3_config.refuse_eagle3_called_eagle(name, path)
+    if name in eagle3.EAGLE_1_2:
+        eagle3.refuse_eagle3_called_eagle(name, path)
     if name in NOT_BUILT:
         return f"{name!r} ({NOT_BUILT[name]}) is not supported yet"
     if name in MTP_NOT_BUILT:

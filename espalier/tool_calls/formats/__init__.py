@@ -7,14 +7,14 @@ from typing import TypeVar
 
 from espalier.errors import EspalierError
 from espalier.tool_calls.base import MISTRAL, THINK, ReasoningFormat, ToolFormat
-from espalier.tool_calls.formats import deepseek, glm, harmony, hermes, llama, mistral, qwen_coder
+from espalier.tool_calls.formats import deepseek, harmony, llama, mistral, tagged
 
 # In the order in which a template's signs are looked for: a format whose signs include another's comes first.
 _TOOLS = (
     harmony.FORMAT,
-    glm.FORMAT,
-    qwen_coder.FORMAT,
-    hermes.FORMAT,
+    tagged.GLM,
+    tagged.QWEN_CODER,
+    tagged.HERMES,
     deepseek.V3,
     deepseek.FORMAT,
     mistral.FORMAT,

@@ -8,14 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.bench import chains
-from espalier.bench.chains import plain
-from espalier.bench.expert_product import random_ids
+from espalier.bench import timing
 from espalier.bench.linears import Run
 from espalier.bench.shapes import SHAPES, Shape
+from espalier.bench.timing import plain
+from espalier.bench.tune_experts import random_ids
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.quantised import InputScales, RoundedRows
 from espalier.kernels.ops.experts import grouped_experts
+from espalier.layout import TreeShape
 from espalier.models.layers import mlp as layer
 from espalier.models.quantisers import QUANTISERS
 from lab.__main__ import main as lab
@@ -23,7 +24,7 @@ from lab.bench import experts as lab_experts
 from lab.bench import floor as floor_module
 from lab.bench.ceilings import Ceilings
 from lab.bench.experts import ExpertCalls, ExpertWeights, LayerExperts, num_copies, steps_of
-from lab.bench.floor import Floors, LinearTimes, round_runs
+from lab.bench.floor import Floors, LinearTimes, RoundSize, round_runs
 from lab.bench.passes import prefill_pass
 from lab.bench.recipe_sizes import recipe_sizes, shape_named
 from lab.synthetic.checkpoint import Recipe, build
@@ -59,7 +60,8 @@ def test_each_call_touches_as_many_experts_as_were_measured(rows, num_experts, t
     ("rows", "measured", "drawn"), [(64, 57.4, 57), (64, 3.0, 8), (2, 20.0, 16), (64, 200.0, 128), (64, None, None)]
 )
 def test_a_measured_number_is_rounded_to_one_that_the_rows_can_touch(rows, measured, drawn):
-    [router] = [run for run in round_runs(QWEN, 1, 1, 1, rows, touched=measured)[0] if run.experts is not None]
+    target, _ = round_runs(QWEN, RoundSize(1, TreeShape(1, rows, rows), touched=measured))
+    [router] = [run for run in target if run.experts is not None]
     assert lab_experts.touched_to_draw(router.experts, rows) == drawn
     calls = ExpertCalls(router, [LayerExperts(torch.empty(0, 0, 2048), torch.empty(1), torch.float32)]).inputs
     assert len(calls.ids) == 48 and {ids.shape for ids in calls.ids} == {(rows, 8)}
@@ -103,7 +105,7 @@ def test_each_pass_of_an_mtp_module_with_experts_has_its_product():
     target = recipe_sizes(Recipe(mixture("qwen3-moe"), mtp_layers=2))
     layer_sizes = replace(target.mtp.layer, experts=replace(target.experts, layers=1))
     shape = replace(target, mtp=replace(target.mtp, layer=layer_sizes))
-    _, draft = round_runs(shape, batch=2, steps=3, topk=2, num_draft_tokens=6)
+    _, draft = round_runs(shape, RoundSize(2, TreeShape(3, 2, 6)))
     found = [step.run for step in steps_of(draft, experts=True) if step.is_experts]
     assert [(run.name, run.rows) for run in found] == [
         *(("draft 2 router", 4), ("draft 2 router", 4)),
@@ -240,11 +242,11 @@ def told(monkeypatch):
 
 def test_the_floor_of_a_mixture_is_one_chain_of_linear_layers_and_experts(told):
     layers, sizes = told.shape.experts.layers, told.shape.experts.shape
-    floor = told.round(2, 100.0, 3, 2, 6, CEILINGS, touched=9.2)
+    floor = told.round(RoundSize(2, TreeShape(3, 2, 6), 100.0, touched=9.2), CEILINGS)
     assert (floor.linear_ms, floor.expert_ms) == (1, 0.25 * layers)
-    attention = floor_module.round_attention(told.shape, 2, 100.0, 3, 2, 6).ms(CEILINGS)
+    attention = floor_module.round_attention(told.shape, RoundSize(2, TreeShape(3, 2, 6), 100.0)).ms(CEILINGS)
     assert floor.ms == 1 + 0.25 * layers + attention
-    runs = [run for of_model in round_runs(told.shape, 2, 3, 2, 6) for run in of_model]
+    runs = [run for of_model in round_runs(told.shape, RoundSize(2, TreeShape(3, 2, 6))) for run in of_model]
     num_bytes = sum(run.weight_bytes for run in runs) + layers * 9.2 * sizes.expert_bytes
     assert floor.weight_bytes_ms == pytest.approx(1e3 * num_bytes / CEILINGS.bandwidth)
     calls = told.stopwatch.recorder.calls
@@ -254,10 +256,10 @@ def test_the_floor_of_a_mixture_is_one_chain_of_linear_layers_and_experts(told):
 
 def test_products_are_timed_once_for_each_number_of_touched_experts(told):
     for context in (100.0, 200.0):
-        told.round(2, context, 3, 2, 6, CEILINGS, touched=9.2)
+        told.round(RoundSize(2, TreeShape(3, 2, 6), context, touched=9.2), CEILINGS)
     assert told.stopwatch.timed == 1
-    told.round(2, 100.0, 3, 2, 6, CEILINGS, touched=12.0)
-    told.round(2, 100.0, 3, 2, 6, CEILINGS)
+    told.round(RoundSize(2, TreeShape(3, 2, 6), 100.0, touched=12.0), CEILINGS)
+    told.round(RoundSize(2, TreeShape(3, 2, 6), 100.0), CEILINGS)
     assert told.stopwatch.timed == 3
     # Without experts where only linear layers are asked for, as prefill does.
     before = len(told.stopwatch.recorder.calls)
@@ -282,7 +284,7 @@ def test_the_command_prints_what_experts_add(told, monkeypatch, capsys, tmp_path
 @pytest.mark.parametrize(("name", "weights"), [*DENSE, *QUANTISED, ("gpt-oss", "mxfp4")])
 def test_on_a_gpu_experts_are_in_the_floor(name, weights):
     recipe = Recipe(wide(name), weights=weights)
-    floor = Floors(recipe_sizes(recipe)).round(2, 100.0, 3, 2, 6, CEILINGS, touched=7.0)
+    floor = Floors(recipe_sizes(recipe)).round(RoundSize(2, TreeShape(3, 2, 6), 100.0, touched=7.0), CEILINGS)
     assert floor.expert_ms > 0 and floor.ms > floor.linear_ms + floor.expert_ms > floor.weight_bytes_ms
 
 
@@ -295,14 +297,15 @@ def test_ranks_share_the_time_of_the_target_alone(monkeypatch):
 
     monkeypatch.setattr(Floors, "products", products)
     sizes = recipe_sizes(Recipe(mixture("qwen3-moe")))
-    one, two = (Floors(sizes, ranks=ranks).round(2, 0.0, 3, 2, 6, CEILINGS).ms for ranks in (1, 2))
-    target = Floors(sizes).round(2, 0.0, 3, 2, 6, CEILINGS, drafts=False).ms
+    size = RoundSize(2, TreeShape(3, 2, 6))
+    one, two = (Floors(sizes, ranks=ranks).round(size, CEILINGS).ms for ranks in (1, 2))
+    target = Floors(sizes).round(replace(size, has_draft=False), CEILINGS).ms
     assert one > target > 0 and two == pytest.approx(one - target / 2)
 
 
 @pytest.mark.parametrize("rows", [1, 256, 257])
 def test_what_a_norm_rounds_in_its_launch_is_no_part_of_a_chain(rows, monkeypatch):
-    monkeypatch.setattr(chains, "rounding_in_norm", lambda weight, x: InputScales())
+    monkeypatch.setattr(timing, "rounding_in_norm", lambda weight, x: InputScales())
     weight = QUANTISERS["fp8"].matrix(torch.randn(128, 128))
     rounded = set()
 
@@ -312,6 +315,6 @@ def test_what_a_norm_rounds_in_its_launch_is_no_part_of_a_chain(rows, monkeypatc
 
     for name, behind_a_norm in (("qkv", True), ("gate_up", True), ("o", False), ("down", False)):
         run = Run(name, (128, 128), 1, rows, weights="fp8")
-        chains._product(run, torch.randn(rows, 128), weight, multiply)()
+        timing._product(run, torch.randn(rows, 128), weight, multiply)()
         assert rounded == {behind_a_norm and rows <= 256}, name
         rounded.clear()

@@ -5,10 +5,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from espalier.bench import expert_product, tune_experts
-from espalier.bench.expert_product import ChainInputs, random_ids
+from espalier.bench import tune_experts
 from espalier.bench.linears import ExpertSizes, ModelShape
-from espalier.bench.tune_experts import ExpertsTuner
+from espalier.bench.tune_experts import ChainInputs, ExpertsTuner, random_ids
 from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import ROWS_OF_BUCKET, ExpertsShape, candidates, rule
@@ -43,7 +42,7 @@ def tuner(monkeypatch):
     monkeypatch.setattr(tune_experts, "require_gpu", lambda what: CPU)
     monkeypatch.setattr(tune_experts, "precompile", nullcontext)
     for name in ("CHAIN_BYTES", "CHAIN_FLOPS"):
-        monkeypatch.setattr(expert_product, name, 1)
+        monkeypatch.setattr(tune_experts, name, 1)
     for name in ("experts_tiles.tiles_of", "experts.gated_triton", "experts.down_triton"):
         monkeypatch.setattr(f"espalier.kernels.layers.{name}", lambda *args, **named: None)
     monkeypatch.setattr(grouped_experts, "triton", lambda *args, **named: None)

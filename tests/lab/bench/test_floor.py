@@ -7,15 +7,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from espalier.bench.chains import Weights, plain
 from espalier.bench.drive import drive
 from espalier.bench.linears import Run, model_sizes, with_draft
 from espalier.bench.shapes import SHAPES, find_shape
+from espalier.bench.timing import Weights, plain
 from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.cache.states import bytes_per_state
 from espalier.cli.main import main
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import dequantise
+from espalier.layout import PLAIN, TreeShape
 from espalier.models import read_config
 from espalier.models.layer_loading import layer_specs_of
 from espalier.request import SamplingParams
@@ -26,6 +27,7 @@ from lab.bench.floor import (
     Cost,
     ExpertTimes,
     LinearTimes,
+    RoundSize,
     draft_passes,
     kv_value_bytes,
     round_attention,
@@ -43,6 +45,7 @@ from tests.properties.mtp_setup import MTPSetup
 
 LLAMA = shape_named("llama-3.1-8b")
 QWEN = shape_named("qwen3-30b-a3b")
+SIZE = RoundSize(1, TreeShape(5, 8, 64))
 # Layers that keep a state have no floor.
 NAMED = [
     name
@@ -115,12 +118,12 @@ def test_the_weights_of_llama_are_those_of_its_checkpoint():
 
 @pytest.mark.parametrize(("steps", "levels"), [(0, 0), (1, 0), (2, 1), (5, 4)])
 def test_a_round_runs_a_level_less_than_its_steps(steps, levels):
-    target, draft = round_runs(LLAMA, batch=3, steps=steps, topk=8, num_draft_tokens=64)
+    target, draft = round_runs(LLAMA, RoundSize(3, TreeShape(steps, 8, 1)))
     heads = [run.rows for run in draft if run.name == "draft lm_head"]
     # At steps=0 nothing is proposed: the draft only extends.
     assert heads == [24] * levels + [3] * (steps > 0)
     assert [run.rows for run in draft if run.name == "draft fc"] == [3 * (steps + 1)]
-    assert {run.rows for run in target} == {192}
+    assert {run.rows for run in target} == {3}
 
 
 def test_a_cost_is_the_larger_of_reading_and_computing():
@@ -130,7 +133,7 @@ def test_a_cost_is_the_larger_of_reading_and_computing():
 
 
 def test_attention_of_a_round_reads_each_prefix_once_a_pass():
-    cost = round_attention(LLAMA, batch=2, context=1000, steps=5, topk=8, num_draft_tokens=64)
+    cost = round_attention(LLAMA, RoundSize(2, TreeShape(5, 8, 64), 1000))
     token = 2 * 8 * 128 * 2  # K and V of a layer
     assert cost.num_bytes == 2 * 1000 * token * (32 + 4 + 1)
     # A product of q and k, and one of weights and v, 2 operations each.
@@ -189,7 +192,7 @@ def test_experts_are_counted_as_they_are_stored(name):
 
 
 def test_layers_share_weights_that_no_cache_holds(monkeypatch):
-    monkeypatch.setattr("espalier.bench.chains.MIN_BYTES", 2 * 6 * 8 * 4)
+    monkeypatch.setattr("espalier.bench.timing.MIN_BYTES", 2 * 6 * 8 * 4)
     run = Run("out", (4, 8), 10, 1)
     weights = [each.data_ptr() for each in Weights(torch.float32, torch.device("cpu")).of(run)]
     assert len(weights) == 10 and len(set(weights)) == 6 and weights[6:] == weights[:4]
@@ -206,14 +209,14 @@ def test_layers_of_several_sizes_run_and_read_what_each_has():
     }
     assert [run.shape for run in shape.target_pass(2)[:2]] == [(64 * 256, 5376), (5376, 32 * 256)]
     for context, read in ((4096, 1024), (100, 100)):
-        cost = round_attention(shape, 3, context, 0, 1, 1, drafts=False)
+        cost = round_attention(shape, RoundSize(3, PLAIN, context, has_draft=False))
         assert cost.num_bytes == 3 * 2 * 2 * (50 * read * 16 * 256 + 10 * context * 4 * 512)
         assert cost.flops == 3 * 4 * 32 * (50 * read * 256 + 10 * context * 512)
 
 
 def test_a_state_is_read_and_written_once_in_a_round():
     """Three of four layers keep 48 heads of 128 x 128 in float32; the others read K and V of the context."""
-    cost = round_attention(shape_named("qwen3.6-27b"), 3, 1000, 3, 4, 16, drafts=False)
+    cost = round_attention(shape_named("qwen3.6-27b"), RoundSize(3, TreeShape(3, 4, 16), 1000, has_draft=False))
     assert cost.num_bytes == 3 * (48 * 2 * 4 * 48 * 128 * 128 + 16 * 1000 * 2 * 2 * 4 * 256)
 
 
@@ -221,7 +224,7 @@ def test_layers_of_other_layers_rows_read_them_again_and_project_queries_alone()
     own = LayerSpec(4, KVHeads(2, 8, 8), window=16)
     shape = replace(LLAMA, specs=(own, replace(own, shares=0)))
     assert [(run.name, run.shape[0]) for run in shape.target_pass(1) if run.name == "qkv"] == [("qkv", 64), ("qkv", 32)]
-    assert round_attention(shape, 1, 100, 0, 1, 1, drafts=False).num_bytes == 2 * 16 * 32 * 2
+    assert round_attention(shape, RoundSize(1, PLAIN, 100, has_draft=False)).num_bytes == 2 * 16 * 32 * 2
 
 
 def weights_of(*shapes):
@@ -264,17 +267,17 @@ def expert_bytes(runs):
 
 def test_experts_count_the_bytes_of_those_touched():
     size = 2 * 3 * 2048 * 768
-    uniform, measured = (round_runs(QWEN, 1, 5, 8, 64, touched=each)[0] for each in (None, 20.0))
+    uniform, measured = (round_runs(QWEN, RoundSize(1, TreeShape(5, 8, 64), touched=each))[0] for each in (None, 20.0))
     assert expert_bytes(uniform) == [pytest.approx(48 * 125.94 * size, rel=1e-4)]
     assert expert_bytes(measured) == [48 * 20 * size]
-    assert not expert_bytes(round_runs(LLAMA, 1, 5, 8, 64, touched=20.0)[0])
+    assert not expert_bytes(round_runs(LLAMA, RoundSize(1, TreeShape(5, 8, 64), touched=20.0))[0])
     # An EAGLE head's layer is dense.
-    assert not expert_bytes(round_runs(QWEN, 1, 5, 8, 64)[1])
+    assert not expert_bytes(round_runs(QWEN, SIZE)[1])
 
 
 def test_latent_attention_reads_one_row_for_all_heads():
     shape = recipe_sizes(Recipe(mixture("v3-dense")))
-    plain_cost = round_attention(shape, 2, 1000, 0, 1, 1, drafts=False)
+    plain_cost = round_attention(shape, RoundSize(2, PLAIN, 1000, has_draft=False))
     assert plain_cost.num_bytes == 4 * 2 * 1000 * (64 + 32) * 2  # layers, batch, context, values, bytes
     assert plain_cost.flops == 4 * 2 * 1000 * 8 * 2 * (96 + 64)  # a product with the row, one with the latent
     batched = {run.name: (run.shape, run.heads) for run in shape.target_pass(3) if run.heads > 1}
@@ -283,12 +286,12 @@ def test_latent_attention_reads_one_row_for_all_heads():
 
 def test_chosen_rows_are_read_once_and_every_index_key():
     shape = recipe_sizes(Recipe(mixture("v3.2")))
-    cost = round_attention(shape, 2, 1000, 1, 1, 5, drafts=False)
+    cost = round_attention(shape, RoundSize(2, TreeShape(1, 4, 5), 1000, has_draft=False))
     of_keys, of_rows = 1000 * 48, 24 * (64 + 32)
     assert cost.num_bytes == 4 * 2 * (of_keys + of_rows) * 2  # layers, batch, values, bytes
     assert cost.flops == 5 * 4 * 2 * (1000 * 2 * 24 * 48 + 24 * 8 * 2 * (96 + 64))  # nodes, layers, batch
     # No more rows than are chosen: no key is scored.
-    assert round_attention(shape, 2, 20, 0, 1, 1, drafts=False).num_bytes == 4 * 2 * 20 * (64 + 32) * 2
+    assert round_attention(shape, RoundSize(2, PLAIN, 20, has_draft=False)).num_bytes == 4 * 2 * 20 * (64 + 32) * 2
 
 
 def test_a_window_limits_what_a_layer_reads():
@@ -322,9 +325,9 @@ def test_rows_are_numbers(rows, capsys):
 
 
 def test_plain_decoding_without_a_draft_has_no_extend():
-    target, draft = round_runs(LLAMA, 2, 0, 1, 1, drafts=False)
+    target, draft = round_runs(LLAMA, RoundSize(2, PLAIN, has_draft=False))
     assert (target, draft) == (LLAMA.target_pass(2), ())
-    cost = round_attention(LLAMA, 2, 1000, 0, 1, 1, drafts=False)
+    cost = round_attention(LLAMA, RoundSize(2, PLAIN, 1000, has_draft=False))
     assert cost.num_bytes == 2 * 1000 * 2 * 8 * 128 * 2 * 32
 
 
@@ -347,7 +350,7 @@ BLOCK = shape_named("llama-3.1-8b", block_size=16)
 
 @pytest.mark.parametrize("steps", [7, 15])
 def test_a_block_draft_runs_one_pass_its_edges_and_its_context(steps):
-    target, draft = round_runs(BLOCK, batch=3, steps=steps, topk=8, num_draft_tokens=64)
+    target, draft = round_runs(BLOCK, RoundSize(3, TreeShape(steps, 8, 64)))
     assert target == LLAMA.target_pass(3 * 64)
     edges = [run for run in draft if run.name == "draft edges"]
     assert [run.rows for run in edges] == [3] + [24] * (steps - 1) and {run.shape for run in edges} == {(128256, 256)}
@@ -383,9 +386,9 @@ def test_edges_of_more_than_a_token_are_projected_too(form, vanilla, parts, inpu
 
 
 def test_without_a_tree_a_block_draft_only_projects_context():
-    _, draft = round_runs(BLOCK, batch=3, steps=0, topk=1, num_draft_tokens=1)
+    _, draft = round_runs(BLOCK, RoundSize(3, PLAIN))
     assert [run.name for run in draft] == ["draft fc", "draft context"] == [r.name for r in BLOCK.extend_passes(3)]
-    assert round_runs(BLOCK, 3, 0, 1, 1, drafts=False)[1] == ()
+    assert round_runs(BLOCK, RoundSize(3, PLAIN, has_draft=False))[1] == ()
 
 
 def test_the_weights_of_a_block_draft_are_read_once():
@@ -393,13 +396,13 @@ def test_the_weights_of_a_block_draft_are_read_once():
     tensors = Recipe(find_shape("llama-3.1-8b"), block_size=16).tensors(torch.bfloat16, "meta")[1]
     stored = sum(torch.Size(size).numel() for size in tensors.shapes.values() if len(size) == 2)
     before = 128256 * 256  # a table of rows
-    draft = round_runs(BLOCK, 1, 7, 8, 64)[1]
+    draft = round_runs(BLOCK, RoundSize(1, TreeShape(7, 8, 64)))[1]
     once = {run.name: run.weight_bytes // 2 for run in draft if run.name != "draft context"}
     assert sum(once.values()) == stored - before
 
 
 def test_the_attention_of_a_block_draft_is_its_block_over_the_context():
-    cost = round_attention(BLOCK, batch=3, context=100, steps=7, topk=8, num_draft_tokens=64)
+    cost = round_attention(BLOCK, RoundSize(3, TreeShape(7, 8, 64), 100))
     assert cost.num_bytes == 2 * 3 * 100 * 2 * 8 * 128 * (32 + 5)
     assert cost.flops == 3 * 100 * attention_flops(BLOCK.specs[0]) * (64 * 32 + 16 * 5)
 
@@ -488,7 +491,7 @@ def test_heads_of_modules_are_the_targets_or_their_own():
     shared = shape_named("llama-3.1-8b", mtp_layers=3)
     apart = replace(shared, mtp=replace(shared.mtp, own_heads=True))
     for sizes, names in ((shared, ["lm_head"] * 3), (apart, [f"draft {m} lm_head" for m in (2, 3, 1)])):
-        _, draft = round_runs(sizes, batch=2, steps=3, topk=4, num_draft_tokens=16)
+        _, draft = round_runs(sizes, RoundSize(2, TreeShape(3, 4, 16)))
         heads = [run for run in draft if run.name.endswith("lm_head")]
         assert [run.name for run in heads] == names and [run.rows for run in heads] == [8, 8, 2]
         assert {run.shape for run in heads} == {(128256, 4096)}
@@ -504,23 +507,23 @@ def test_attention_and_experts_of_modules_are_of_their_own_rows_and_layers():
     target = read_config(target_path)
     sizes = with_draft(model_sizes(target), read_draft(draft_path, target))
     layer, size = sizes.mtp.layer, 2 * 3 * 100
-    cost = round_attention(sizes, batch=3, context=100, steps=3, topk=2, num_draft_tokens=6)
+    cost = round_attention(sizes, RoundSize(3, TreeShape(3, 2, 6), 100))
     # The target, the levels 2 and 3, two extends.
     assert cost.num_bytes == size * target.latent.row_size * (target.num_layers + 2 + 2)
     assert cost.flops == 3 * 100 * attention_flops(sizes.specs[0]) * (target.num_layers * 6 + 2 + 2 + 4 + 4)
     verify, drafted = (
         [(run.rows, run.count, run.experts.touched) for run in runs if run.experts is not None]
-        for runs in round_runs(sizes, 3, 3, 2, 6, touched=5.0)
+        for runs in round_runs(sizes, RoundSize(3, TreeShape(3, 2, 6), touched=5.0))
     )
     # What is measured is of the target; the levels 2 and 3 and two extends, of one layer each, route uniformly.
     assert verify == [(18, target.num_layers - 1, 5.0)]
     assert drafted == [(6, 1, None), (6, 1, None), (12, 1, None), (12, 1, None)] and layer.experts.layers == 1
-    assert not round_runs(sizes, 3, 0, 1, 1, drafts=False)[1]
+    assert not round_runs(sizes, RoundSize(3, PLAIN, has_draft=False))[1]
 
 
 def test_a_chain_of_passes_has_weights_for_each_module_and_one_shared_head():
     sizes = recipe_sizes(Recipe(mixture("v2", hot=512), mtp_layers=3))
-    target, draft = round_runs(sizes, batch=2, steps=4, topk=2, num_draft_tokens=6)
+    target, draft = round_runs(sizes, RoundSize(2, TreeShape(4, 2, 6)))
     seen, weights = [], Weights(torch.float32, torch.device("cpu"))
 
     def multiply(x, weight):
@@ -541,10 +544,10 @@ def test_a_chain_of_passes_has_weights_for_each_module_and_one_shared_head():
 def test_quantised_layers_count_as_they_are_stored(weights, layers_bytes):
     """The head, and all of a dense draft, have two bytes a number."""
     quantised, count = shape_named("llama-3.1-8b", weights=weights), 32 * (6144 + 4096 + 28672 + 3.5 * 4096) * 4096
-    target, draft = round_runs(quantised, 1, 5, 8, 64)
+    target, draft = round_runs(quantised, SIZE)
     assert sum(run.weight_bytes for run in target) == layers_bytes * count + 2 * 128256 * 4096
-    assert draft == round_runs(LLAMA, 1, 5, 8, 64)[1]
-    assert all(run.weights == "dense" for run in round_runs(replace(quantised, draft=None), 1, 5, 8, 64)[1])
+    assert draft == round_runs(LLAMA, SIZE)[1]
+    assert all(run.weights == "dense" for run in round_runs(replace(quantised, draft=None), SIZE)[1])
     assert {run.name for run in target if run.weights == weights} == {"qkv", "o", "gate_up", "down"}
 
 

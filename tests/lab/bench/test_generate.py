@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from espalier.bench.engines import AS_SET, PLAIN_WAY
+from espalier.bench.drive import AS_SET, PLAIN_WAY
 from espalier.config import SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError

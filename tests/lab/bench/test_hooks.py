@@ -74,9 +74,9 @@ def test_scores_without_noise_change_what_is_drafted_and_no_token():
 def test_no_flag_waits_for_pytorch():
     code = """
 import sys
-from espalier.cli import flags, main
+from espalier.cli import main
 from lab import __main__ as lab
-ours = ([], *([name] for name in main.COMMANDS), *(["bench", name] for name in flags.BENCH))
+ours = ([], *([name] for name in main.COMMANDS), *(["bench", name] for name in main.BENCH))
 for parser, commands in ((main.make_parser, ours), (lab.make_parser, [[name] for name in lab.COMMANDS])):
   for command in commands:
     for flag in ("--help", "--hepl"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier.bench import load
-from espalier.bench.engines import AS_SET, PLAIN_WAY
+from espalier.bench.drive import AS_SET, PLAIN_WAY
 from espalier.bench.load import Arrivals, Load, Timeline, mixed, percentiles, serve
 from espalier.config import SpeculationConfig
 from lab.__main__ import main as lab

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from espalier import SamplingParams
-from espalier.bench.clients import Exchange, exchange_all, request_of
+from espalier.bench.clients import Exchange, request_of
 from espalier.cli.serve import sendable
 from espalier.errors import EspalierError
 from espalier.request import Output
 from lab import shape_worker
 from lab.__main__ import main as lab
 from lab.bench import engines, serve, synthetic_models
+from lab.bench.server import exchange_all
 from tests.lab.synthetic.test_checkpoint import SHAPE
 
 TREE = ["--steps", "3", "--topk", "2", "--num-draft-tokens", "8"]

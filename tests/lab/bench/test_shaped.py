@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
+from espalier.layout import TreeShape
 from lab.__main__ import main as lab
 from lab.bench import shaped
 from lab.bench.cells import Cell, parse_cells, with_plain
@@ -154,10 +155,10 @@ class NotingFloors:
     def ceilings(self):
         return "ceilings"
 
-    def round(self, batch, context, *others):
+    def round(self, size, ceilings):
         assert [engine() for engine in self.engines] == [None] * len(self.engines)
-        self.asked.append((batch, *others))
-        return f"floor of {batch}"
+        self.asked.append((size.batch, size.tree, ceilings, size.has_draft, size.touched))
+        return f"floor of {size.batch}"
 
 
 @pytest.fixture
@@ -181,7 +182,8 @@ def test_floors_are_timed_when_the_engine_has_closed_and_for_the_experts_that_it
     one, two = measure(models, cells, UserSizes(recipe, SETTINGS, CPU), 2, floors)
     assert (one.floor, two.floor) == ("floor of 1", "floor of 2") and one.engine is two.engine
     touched = [each.rounds.experts_touched for each in (one, two)]
-    assert floors.asked == [(n, 2, 2, 4, "ceilings", True, each) for n, each in zip((1, 2), touched, strict=True)]
+    tree = TreeShape(2, 2, 4)
+    assert floors.asked == [(n, tree, "ceilings", True, each) for n, each in zip((1, 2), touched, strict=True)]
     assert 4 <= touched[0] <= touched[1] <= 16
 
 

@@ -1,0 +1,385 @@
+"""The files of a batch: OpenAI's lines, the scan of an input, and the journal, which is the output.
+
+Input: {"custom_id", "method", "url", "body"}.  Output: {"id", "custom_id", "response", "error"}, where `response` is
+{"status_code", "request_id", "body"}.  The id has the input's digest and the line's number, so each answer names its
+input file and line.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import threading
+from array import array
+from codecs import BOM_UTF8
+from collections.abc import Collection, Generator, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import msgspec
+import numpy as np
+
+from espalier.errors import EspalierError, once_each, shown
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+FIELDS = ("custom_id", "method", "url", "body")
+MAX_LINE_BYTES = 64 * 2**20
+MAX_ID_CHARS = 512
+DIGEST_CHARS = 16
+OK = 200
+
+
+@dataclass(frozen=True)
+class Line:
+    """One request.  number: of its line in the input, from 1."""
+
+    number: int
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+class Response(NamedTuple):
+    status_code: int
+    request_id: str
+    body: Any
+
+
+class LineError(Exception):
+    """Why one line has no response.  code: for programs; custom_id: None if the line has none."""
+
+    def __init__(self, code: str, message: str, custom_id: str | None = None):
+        super().__init__(message)
+        self.code = code
+        self.custom_id = custom_id
+
+
+def raw_lines(file: BinaryIO, name: Path) -> Iterator[tuple[int, bytes]]:
+    """(number, bytes) of each line that is not blank, without the byte order mark that some editors put first.
+
+    Raises EspalierError for a line that is too long.
+    """
+    number = 0
+    while data := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(data) > MAX_LINE_BYTES:
+            raise EspalierError(
+                f"{name}, line {number}: it is longer than {MAX_LINE_BYTES} bytes; write one request on each line"
+            )
+        if number == 1:
+            data = data.removeprefix(BOM_UTF8)
+        if data and not data.isspace():
+            yield number, data
+
+
+def parse(number: int, data: bytes, urls: Collection[str] = URLS) -> Line:
+    """The request of a line.  urls: those that it may name.  Raises LineError."""
+    try:
+        value = msgspec.json.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise _no_json(error) from None
+    if not isinstance(value, dict):
+        raise LineError("invalid_json_line", "the line is not a JSON object; write one with " + ", ".join(FIELDS))
+    custom_id = value.get("custom_id")
+    known_id = custom_id if isinstance(custom_id, str) else None
+    _require_once_each(data, known_id)
+    try:
+        _check(value, urls)
+    except LineError as error:
+        raise LineError(error.code, str(error), known_id) from None
+    return Line(number, value["custom_id"], value["url"], value["body"])
+
+
+def _no_json(error: Exception, custom_id: str | None = None) -> LineError:
+    return LineError("invalid_json_line", f"the line is not JSON ({error}); write a JSON object", custom_id)
+
+
+def _require_once_each(data: bytes, custom_id: str | None) -> None:
+    """Refuse a name that comes twice in an object: msgspec keeps the last of them.
+
+    custom_id: as msgspec reads it.  Raises LineError, which has it unless the line has two: either may be meant.
+    """
+    errors: list[EspalierError] = []
+    custom_ids: list[Any] = []
+
+    def read(pairs: list[tuple[str, Any]]) -> None:
+        custom_ids[:] = (value for name, value in pairs if name == "custom_id")  # the line's own object comes last
+        try:
+            once_each(pairs)
+        except EspalierError as error:
+            errors.append(error)
+
+    try:
+        json.loads(data, object_pairs_hook=read)
+    except (ValueError, RecursionError) as error:  # json also refuses some of what msgspec reads
+        raise _no_json(error, custom_id) from None
+    if len(custom_ids) > 1:
+        raise LineError(
+            "invalid_json_line", f"the line has {' and '.join(map(shown, custom_ids))} as custom_id; leave one out"
+        )
+    if errors:
+        raise LineError("invalid_json_line", str(errors[0]), custom_id)
+
+
+def _check(value: Mapping[str, Any], urls: Collection[str]) -> None:
+    """Raises LineError."""
+    for name in FIELDS:
+        if value.get(name) is None:
+            raise LineError("missing_required_parameter", f"{name} is missing; a line has {', '.join(FIELDS)}")
+    for name in value:
+        if name not in FIELDS:
+            raise LineError("unknown_parameter", f"a line has no {shown(name)}; use {', '.join(FIELDS)}")
+    custom_id, method, url, body = (value[name] for name in FIELDS)
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_CHARS:
+        message = f"custom_id={shown(custom_id)} is not supported; use text of 1 to {MAX_ID_CHARS} characters"
+        raise LineError("invalid_custom_id", message)
+    if method != "POST":
+        raise LineError("invalid_method", f"method={shown(method)} is not supported; use 'POST'")
+    if url not in urls:
+        raise LineError("invalid_url", f"url={shown(url)} is not supported; use {', '.join(urls)}")
+    if not isinstance(body, dict):
+        raise LineError("invalid_body", f"body={shown(body)} is not supported; use a JSON object")
+    if body.get("stream"):
+        raise LineError("invalid_body", "stream is not supported in a batch; leave it out")
+
+
+def custom_id_of(data: bytes) -> str | None:
+    """The custom_id of a line, None if it has none that can be read."""
+    try:
+        value = msgspec.json.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return None
+    custom_id = value.get("custom_id") if isinstance(value, dict) else None
+    return custom_id if isinstance(custom_id, str) else None
+
+
+def id_prefix(digest: str) -> str:
+    return f"batch_req_{digest}_"
+
+
+def answer_line(digest: str, number: int, custom_id: str | None, answer: Response | LineError) -> bytes:
+    """The line of the output that answers line `number` of the input with this digest."""
+    response, error = None, None
+    if isinstance(answer, LineError):
+        error = {"code": answer.code, "message": str(answer)}
+    else:
+        response = answer._asdict()
+    line = {"id": f"{id_prefix(digest)}{number}", "custom_id": custom_id, "response": response, "error": error}
+    return msgspec.json.encode(line) + b"\n"
+
+
+@dataclass(frozen=True)
+class InputScan:
+    """digest: hex digits, of the lines; num_lines: lines that are not blank; last: the number of the last, from 1."""
+
+    path: Path
+    digest: str
+    num_lines: int
+    last: int
+
+
+def scan_input(path: Path) -> InputScan:
+    """Read the whole file.  Raises EspalierError if it cannot be read, has no line, or has a custom_id twice.
+
+    Memory: eight bytes a line, the hash of its custom_id.  A second pass compares the custom_ids with equal hashes.
+    """
+    if not path.is_file():
+        raise EspalierError(f"{path} is not a file; name a file with one request on each line")
+    whole, hashes = hashlib.sha256(), array("Q")
+    num_lines = last = 0
+    try:
+        with path.open("rb") as file:
+            for number, data in raw_lines(file, path):
+                whole.update(b"%d:" % number + data)
+                num_lines, last = num_lines + 1, number
+                custom_id = custom_id_of(data)
+                if custom_id is not None:
+                    hashes.append(_hash(custom_id))
+        _refuse_equal_ids(path, hashes)
+    except OSError as error:
+        raise EspalierError(f"{path} cannot be read ({error.strerror}); use a text file") from None
+    if not num_lines:
+        raise EspalierError(f"{path} has no line; write one request on each line")
+    return InputScan(path, whole.hexdigest()[:DIGEST_CHARS], num_lines, last)
+
+
+def _hash(custom_id: str) -> int:
+    return int.from_bytes(hashlib.blake2b(custom_id.encode(), digest_size=8).digest())
+
+
+def _refuse_equal_ids(path: Path, hashes: array) -> None:
+    """Raises EspalierError with the line numbers of the first custom_id that comes twice."""
+    # Sorted in place: a copy would double the memory.
+    order = np.frombuffer(hashes, dtype=np.uint64)
+    order.sort()
+    repeated = set(order[1:][order[1:] == order[:-1]].tolist())
+    if repeated:
+        _compare(path, repeated)
+
+
+def _compare(path: Path, repeated: Collection[int]) -> None:
+    seen: dict[str, int] = {}
+    with path.open("rb") as file:
+        for number, data in raw_lines(file, path):
+            custom_id = custom_id_of(data)
+            if custom_id is None or _hash(custom_id) not in repeated:
+                continue
+            if custom_id in seen:
+                raise EspalierError(
+                    f"{path}, line {number}: custom_id {shown(custom_id)} is on line {seen[custom_id]} too; "
+                    "give each line its own"
+                )
+            seen[custom_id] = number
+
+
+class Journal:
+    """num_answered: input lines with an answer; num_failed: those whose answer is an error or a status other than 200.
+
+    Raises EspalierError if the file cannot be written, is another input's output, or is no batch's output.
+    """
+
+    def __init__(self, path: Path, scan: InputScan):
+        self.path = path
+        self.input = scan
+        self.num_answered = 0
+        self.num_failed = 0
+        self._prefix = id_prefix(scan.digest)
+        self._is_answered = bytearray(scan.last + 1)
+        self._unsynced = False
+        # A sync may run in a thread while the journal is closed.
+        self._syncing = threading.Lock()
+        self._file = open_alone(path, "batch", "name another file")
+        try:
+            self._keep_name()
+            self._recover()
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def is_answered(self, number: int) -> bool:
+        return bool(self._is_answered[number])
+
+    @property
+    def num_left(self) -> int:
+        return self.input.num_lines - self.num_answered
+
+    def unanswered(self) -> Generator[tuple[int, bytes]]:
+        """(number, bytes) of the input's lines without an answer.  Read as they are needed."""
+        with self.input.path.open("rb") as file:
+            for number, data in raw_lines(file, self.input.path):
+                if not self.is_answered(number):
+                    yield number, data
+
+    def append(self, number: int, custom_id: str | None, answer: Response | LineError) -> None:
+        """Write the answer of a line.  Raises EspalierError if it cannot be written."""
+        data = whole = answer_line(self.input.digest, number, custom_id, answer)
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            # Other lines may still be appended, and only the last line may be torn.
+            with suppress(OSError):
+                os.ftruncate(self._file, os.fstat(self._file).st_size - (len(whole) - len(data)))
+            raise EspalierError(
+                f"{self.path} cannot be written ({error.strerror}); make room and run it again"
+            ) from None
+        self._unsynced = True
+        self._count(number, isinstance(answer, LineError) or answer.status_code != OK)
+
+    def sync(self) -> None:
+        """Wait until the lines are on the disk.  May run in a thread.  Raises EspalierError if they cannot be kept."""
+        with self._syncing:
+            if not self._unsynced:
+                return
+            self._unsynced = False
+            try:
+                os.fsync(self._file)
+            except OSError as error:
+                raise EspalierError(
+                    f"{self.path} cannot be written ({error.strerror}); check the disk and run it again"
+                ) from None
+
+    def close(self) -> None:
+        try:
+            self.sync()
+        finally:
+            os.close(self._file)
+
+    def _keep_name(self) -> None:
+        try:
+            sync_folder(self.path.parent)
+        except OSError as error:
+            raise EspalierError(f"{self.path.parent} cannot be synced ({error.strerror}); use another disk") from None
+
+    def _count(self, number: int, failed: bool) -> None:
+        self._is_answered[number] = 1
+        self.num_answered += 1
+        self.num_failed += failed
+
+    def _recover(self) -> None:
+        """Read what an earlier run has written, and cut off a torn last line."""
+        with self.path.open("rb") as file:
+            offset = 0
+            for count, data in enumerate(file, 1):
+                if not data.endswith(b"\n") and self._is_torn(data):
+                    os.ftruncate(self._file, offset)
+                    break
+                self._take(count, data)
+                offset += len(data)
+
+    def _is_torn(self, data: bytes) -> bool:
+        """Whether bytes without an end are the start of a line of this output.  A lost block reads as zeros."""
+        start, written = f'{{"id":"{self._prefix}'.encode(), data.rstrip(b"\0")
+        return written.startswith(start) or start.startswith(written)
+
+    def _take(self, count: int, data: bytes) -> None:
+        try:
+            line: Any = msgspec.json.decode(data)
+            name, response = line["id"], line["response"]
+            number = int(name.rpartition("_")[2])
+            failed = response is None or response["status_code"] != OK
+        except (msgspec.DecodeError, TypeError, KeyError, ValueError, AttributeError):
+            raise EspalierError(
+                f"{self.path}, line {count}: this is not a batch's output; name another file for the output"
+            ) from None
+        if not name.startswith(self._prefix) or not 0 < number <= self.input.last:
+            raise EspalierError(
+                f"{self.path} has answers to another input than {self.input.path}, or the input has changed since; "
+                "name another file for the output"
+            )
+        if not self.is_answered(number):
+            self._count(number, failed)
+
+
+def open_alone(path: Path, writer: str, remedy: str) -> int:
+    """The file, open for appending and locked against another process.  Raises EspalierError.
+
+    writer: what the other process is; remedy: what to do if the file cannot be opened.
+    """
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise EspalierError(f"{path} cannot be written ({error.strerror}); {remedy}") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(file)
+        if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN):
+            raise EspalierError(f"{path} is being written by another {writer}; wait for it, or end it") from None
+        raise EspalierError(f"{path} cannot be locked ({error.strerror}); use a local file system") from None
+    return file
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk: a file's fsync does not cover its name.  Raises OSError."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some file systems cannot sync a folder
+            raise
+    finally:
+        os.close(handle)
