@@ -235,9 +235,8 @@ def resolve(
     chunk_size = _value_or(config.chunk_size, defaults.chunk_size)
     overlap = _value_or(config.overlap, defaults.overlap)
     sources = choose_sources(speculation, spec.algorithm, tree, device)
-    shares = shares_rows(facts.layer_specs, facts.model_impl, device)
-    of_engine = (shares, sources, facts.pass_weights, spec.max_steps)
-    costs, choices = choose_while_running(speculation, tree, machine, max_batch, spec.algorithm, *of_engine)
+    of_engine = (spec.algorithm, shares_rows(facts.layer_specs, facts.model_impl, device), sources, facts.pass_weights)
+    costs, choices = choose_while_running(speculation, tree, machine, max_batch, *of_engine, spec.max_steps)
     layout = RoundLayout(
         max_batch=max_batch,
         **asdict(as_deep_as(tree, choices)),

@@ -21,8 +21,7 @@ from espalier.layout import PLAIN, RoundLayout, TreeShape, bucket_of, next_bucke
 from espalier.startup.resolve import NUM_DRAFT_TOKENS, PAGE_SIZE, STEPS, TOPK
 from espalier.startup.tree_cost import measure_chip, pass_weights, smaller_trees
 from espalier.startup.tree_policy import MAX_VERIFY_ROWS, PredictedCosts, tree_sets
-from espalier.terminal.console import print_header, stdout, write_json
-from espalier.terminal.machine import require_gpu
+from espalier.terminal.console import print_header, require_gpu, stdout, write_json
 from lab.bench.engines import dtype_on
 from lab.bench.full_rounds import enter, leave
 from lab.bench.synthetic_models import SyntheticModels, recipe_with
