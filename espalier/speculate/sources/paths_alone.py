@@ -27,11 +27,12 @@ def trees_of_guesses(slots: BatchState, nodes: int, steps: int, num_words: int) 
         slots.index.tolist(), rows, slots.root.tolist(), slots.prefix_len.tolist(), strict=True
     ):
         found: list[Node] = [(root, 0, 0, 0.0, 0, 0)]
+        places: dict[tuple[int, int], int] = {}
         for start, kind, *tokens in guesses:
             decided = length - start
             since = table.history[slot, start + 1 : length + 1].tolist() if decided > 0 else []
             if kind and decided >= 0 and tokens[:decided] == since:
-                _add(found, tokens[decided : decided + steps], kind, survival[kind])
+                _add(found, places, tokens[decided : decided + steps], kind, survival[kind])
         trees.append(_best(found, nodes))
     tokens, parents, depths, scores, kinds = (
         torch.tensor([[node[part] for node in tree] for tree in trees]) for part in range(5)
@@ -40,16 +41,20 @@ def trees_of_guesses(slots: BatchState, nodes: int, steps: int, num_words: int) 
     return Tree(tokens, parents, depths, scores, words), kinds
 
 
-def _add(found: list[Node], tokens: list[int], kind: int, survival: list[float]) -> None:
-    """Add a path.  Nodes with the same tokens from the root down are one, with the better of their scores."""
+def _add(
+    found: list[Node], places: dict[tuple[int, int], int], tokens: list[int], kind: int, survival: list[float]
+) -> None:
+    """Add a path.  Nodes with the same tokens from the root down are one, with the better of their scores.
+
+    places: of the nodes, by token and parent.
+    """
     parent, score = 0, 0.0
     for depth, token in enumerate(tokens):
         if token == NO_TOKEN:
             return
         score += survival[depth]
-        same = next((at for at, node in enumerate(found) if at and node[:2] == (token, parent)), None)
-        if same is None:
-            same = len(found)
+        same = places.setdefault((token, parent), len(found))
+        if same == len(found):
             found.append((token, parent, depth + 1, score, kind, 0))
         elif score > found[same][3]:
             found[same] = (*found[same][:3], score, found[same][4], 0)

@@ -22,8 +22,8 @@ ALONE_FIRST = 0.4
 # The assumption counts as PRIOR guesses.  A guess's weight is halved after HALF_LIFE more guesses of its kind.
 PRIOR = 4.0
 HALF_LIFE = 256.0
-# The table is sent again when one probability has changed by this much.
-WORTH_SENDING = 0.02
+# The table is sent again when one probability has changed by this much.  That is looked at after LEAST_COUNTED counts.
+WORTH_SENDING, LEAST_COUNTED = 0.02, 8
 # A request's own share counts at first as OWN_PRIOR nodes that were as right as all requests' nodes.  Its weight is
 # halved after OWN_HALF_LIFE rounds.  No request differs by more than MOST_SKILL times.
 OWN_PRIOR, OWN_HALF_LIFE, MOST_SKILL = 2.0, 8.0, 50.0
@@ -46,7 +46,7 @@ class Survival:
         self.whole = np.zeros((2, 2, 1 + ALONE, steps))
         self.own: dict[str, tuple[float, float]] = {}
         self._sent: np.ndarray | None = None
-        self._is_counted = True
+        self._counted = 0
 
     @property
     def probabilities(self) -> np.ndarray:
@@ -74,7 +74,7 @@ class Survival:
 
         Returns how many of its tokens came true.
         """
-        self._is_counted = True
+        self._counted += 1
         pairs = list(zip(path, emitted, strict=False))[: self.tried.shape[1]]
         followed = next((at for at, (said, got) in enumerate(pairs) if said != got), len(pairs))
         fades = 0.5 ** (1 / HALF_LIFE)
@@ -127,7 +127,7 @@ class Survival:
         self.followed *= fades
         np.add.at(self.tried, at, 1)
         np.add.at(self.followed, at, came_true[tried])
-        self._is_counted = True
+        self._counted += 1
 
     def _add_own(self, requests: Sequence[str], tried: np.ndarray, right: np.ndarray, said: np.ndarray) -> None:
         fades = 0.5 ** (1 / OWN_HALF_LIFE)
@@ -144,9 +144,9 @@ class Survival:
 
     def to_send(self) -> np.ndarray | None:
         """[KINDS, S] float32: log-probabilities.  None if they have hardly changed since they were sent."""
-        if not self._is_counted:
+        if self._sent is not None and self._counted < LEAST_COUNTED:
             return None
-        now, self._is_counted = self.probabilities, False
+        now, self._counted = self.probabilities, 0
         if self._sent is not None and np.abs(now - self._sent).max() < WORTH_SENDING:
             return None
         self._sent = now
