@@ -21,6 +21,7 @@ COMMANDS = MappingProxyType(
         "attention": bench("attention", "attention over a committed prefix, for each backend"),
         "linears": bench("linear_times", "linear layers on a GPU: time and bandwidth of each format", "linears"),
         "ranks": bench("ranks", "how ranks on several GPUs join their results: time, equal bits"),
+        "bits": bench("bits", "in how many bits ranks differ, over passes of an engine"),
         "prefill": bench("prefill", "time of prefill, and how long running requests wait for it"),
         "load": bench("load", "tokens a second and times under a mixed load, tree and plain"),
         "choose": bench("choose", "the fastest tree at each batch, also for a named shape"),

@@ -10,7 +10,7 @@ import numpy as np
 
 from espalier.engine.launch_input import Launch, RequestResult
 from espalier.engine.tree_choice import LookedUp
-from espalier.layout import PLAIN, RoundLayout, TreeShape
+from espalier.layout import RoundLayout, TreeShape
 from espalier.request import Request
 from espalier.slots import ALL_SOURCES, Guess, guess_width
 from espalier.speculate.sources.base import HostSource
@@ -117,7 +117,7 @@ class Guesses:
 
     def of_round(self, batch: Sequence[Request], asked: Asked, tree: TreeShape | None) -> OfRound:
         """What a round with this tree carries.  If `looked_up` chose the tree, a guess is only sent where it pays."""
-        if self.survival is None or asked is NOTHING or tree == PLAIN:
+        if self.survival is None or asked is NOTHING or (tree is not None and not tree.steps):
             return OfRound()
         guesses = asked.guesses
         if asked.looked_up is not None and tree is not None:
@@ -151,7 +151,9 @@ class Guesses:
             if generation != request.generation or request.slot is None:
                 continue
             followed[place] = self._count(by_slot.get(request.slot, ()), request, row)
-            if row.candidates is not None and row.by_source is not None:
+            # The draft does not run over all tokens of a request that never speculates, so it guesses noise there.
+            speculates = request.params.depth_limit(self.layout.steps) > 0
+            if speculates and row.candidates is not None and row.by_source is not None:
                 requests.append(request.id)
                 candidates.append(row.candidates)
                 emitted.append(row.tokens)

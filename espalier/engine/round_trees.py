@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from espalier.engine.acceptance import Sample
 from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.engine.tree_choice import FixedTrees, LookedUp, TreeChooser
-from espalier.layout import PLAIN, RoundLayout, TreeShape
+from espalier.layout import RoundLayout, TreeShape
 from espalier.request import Request
 
 
@@ -36,10 +36,21 @@ class RoundTrees:
         if not self.runs_any_tree and any(request.masker for request in batch):
             # Rounds with a grammar run in stages, which only the layout's tree has.
             return None
-        drafting = sum(request.params.depth_limit(self.layout.steps) > 0 for request in batch)
+        drafting = self._num_drafting(batch)
         context = sum(request.num_known for request in batch) / len(batch)
         tree = self.chooser.pick(len(batch), drafting, context, looked_up)
-        return PLAIN if tree is None and not drafting and self.runs_any_tree else tree
+        return self.layout.without_draft if tree is None and not drafting else tree
+
+    def of_pass(self, batch: Sequence[Request]) -> TreeShape | None:
+        """LaunchInput.tree of a prefill pass of these requests."""
+        return self.layout.without_draft if self.layout.steps and not self._num_drafting(batch) else None
+
+    def _num_drafting(self, batch: Sequence[Request]) -> int:
+        return sum(request.params.depth_limit(self.layout.steps) > 0 for request in batch)
+
+    def has_draft_rows(self, request: Request) -> bool:
+        """Whether the draft, if there is one, runs over all tokens of the request."""
+        return not self.layout.has_draft_model or request.params.depth_limit(self.layout.steps) > 0
 
     def rows(self, tree: TreeShape | None, batch: int) -> int:
         """How many nodes a round verifies."""
@@ -60,7 +71,7 @@ class RoundTrees:
         tree = launch_input.tree
         if launch_input.is_prefill:
             self.chooser.restart()
-        if tree is None:
+        if launch_input.is_prefill or tree is None:
             return
         guesses = [sum(row.tree_size.at_depth) for row in rows]
         verified = len(rows) + sum(guesses) if tree.shared_rows else len(rows) * (1 + max(guesses))
@@ -77,7 +88,7 @@ class RoundTrees:
 def label(tree: TreeShape) -> str:
     """A short name of a tree, for metrics."""
     shared = f" sharing {tree.shared_rows}" if tree.shared_rows else ""
-    return ",".join(map(str, tree.sizes.values())) + shared + ("" if tree.drafts else " without draft")
+    return ",".join(map(str, tree.sizes.values())) + shared + ("" if tree.drafts and tree.extends else " without draft")
 
 
 def _without_draft(allowed: int, followed: int, emitted: int) -> Sample:

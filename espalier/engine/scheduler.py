@@ -182,7 +182,8 @@ class Scheduler:
         tokens = request.tokens
         # The last token of a preempted request is its root.  The root is not prefilled, so it is not sampled again.
         prefill_len = len(tokens) - 1 if request.output else len(tokens)
-        shared = [] if self.prefixes is None else self.prefixes.match(tokens[:prefill_len])
+        drafted = self.trees.has_draft_rows(request)
+        shared = [] if self.prefixes is None else self.prefixes.match(tokens[:prefill_len], drafted)
         self.pool.share(shared)
         end = request.end(self.layout.max_context)
         need = self.layout.reserve(prefill_len, self.rounds_in_flight, end) - len(shared)
@@ -254,13 +255,12 @@ class Scheduler:
             request.num_prefilled += length
         self._last_was_prefill = True
         self._idle_rows = 0.0
-        return self._launch(batch, committed, marks, made, pieces, prompt_rows)
+        return self._launch(batch, committed, marks, self.trees.of_pass(batch), made, pieces, prompt_rows)
 
     def _launch_round(self, batch: list[Request]) -> Launch:
         at_most = tuple(self.layout.committed_at_most(r.num_known, r.rounds_in_flight) for r in batch)
         committed = CommittedLengths(at_most, exact=not any(r.rounds_in_flight for r in batch))
-        marks = self.states.marks_of_round(batch)
-        asked = self.guesses.ask(batch)
+        marks, asked = self.states.marks_of_round(batch), self.guesses.ask(batch)
         for request in batch:
             request.rounds_in_flight += 1
         self._last_was_prefill = False
@@ -268,17 +268,17 @@ class Scheduler:
         tree = self.trees.next_tree(batch, asked.looked_up)
         self._idle_rows += (PASS_OVERHEAD_ROWS + self.trees.rows(tree, len(batch))) * waiting / len(batch)
         self.num_rounds[len(batch)] += 1
-        return self._launch(batch, committed, marks, tree=tree, asked=asked)
+        return self._launch(batch, committed, marks, tree, asked=asked)
 
     def _launch(
         self,
         batch: list[Request],
         committed: CommittedLengths,
         marks: Pairs,
+        tree: TreeShape | None,
         prefill: PrefillPass = NO_PREFILL,
         pieces: Pairs = (),
         prompt_rows: PromptRows | None = None,
-        tree: TreeShape | None = None,
         asked: Asked = NOTHING,
     ) -> Launch:
         # A round's launch input has a fixed form without slot inits.  A request that gets a slot needs a prefill first.
@@ -446,5 +446,5 @@ class Scheduler:
         if self.prefixes is not None:
             num_full = self.layout.whole_pages(rows)
             tokens = request.tokens[: self.layout.tokens_in(num_full)]
-            self.prefixes.insert(tokens, request.pages[:num_full])
+            self.prefixes.insert(tokens, request.pages[:num_full], self.trees.has_draft_rows(request))
             self.states.filed(request, len(tokens))

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
+from espalier.config import RoundCosts
 from espalier.engine.acceptance import Acceptance, Count, Sample
 from espalier.engine.round_times import RoundTimes
-from espalier.layout import PLAIN, RoundCosts, RoundLayout, TreeShape, next_bucket
+from espalier.layout import PLAIN, RoundLayout, TreeShape, next_bucket
 
 # A form replaces the current one if its expected tokens a second are at least this many times as many.
 WORTH_A_CHANGE = 1.02
@@ -178,8 +179,8 @@ class TreeChoice:
         bucket = self._bucket(at)
         alone = next((form for form in bucket.forms if not form.drafts), None)
         by_guesses = looked_up is not None and alone is not None and not self.costs.by_clock
-        if not drafting and PLAIN in bucket.forms:
-            tree = PLAIN
+        if not drafting:
+            tree = self.layout.without_draft
         elif by_guesses and alone is not None and looked_up is not None:
             tree = self._choose_by_guesses(bucket, batch, drafting / batch, context, alone, looked_up)
         else:
@@ -213,7 +214,7 @@ class TreeChoice:
             return
         self._acceptance_of(picked.tree).add(picked.tree, samples)
         without = next((form for form in self._bucket(picked.batch).forms if not form.drafts), None)
-        if without is not None and picked.tree.drafts and picked.tree != PLAIN:
+        if without is not None and picked.tree.drafts and picked.tree.steps:
             # The sources were asked anyway.
             self.of_lookup.add(without, looked_up)
 

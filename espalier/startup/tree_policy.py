@@ -16,11 +16,11 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from espalier.config import EngineConfig, SpeculationConfig, is_open
+from espalier.config import EngineConfig, RoundCosts, SpeculationConfig, is_open
 from espalier.engine.acceptance import ACCEPTED_BY, FIRST_CHILD, at_level, gains
 from espalier.engine.round_times import CpuCosts
 from espalier.errors import EspalierError, once_each
-from espalier.layout import MIN_CHUNK_WIDTH, PLAIN, TREE_FIELDS, RoundCosts, TreeShape, next_bucket
+from espalier.layout import MIN_CHUNK_WIDTH, PLAIN, TREE_FIELDS, TreeShape, next_bucket
 from espalier.startup.tree_cost import CONTEXT, ChipFigures, PassWeights, smaller_trees, trees_by_cost
 
 # The most trees of a bucket, plain decoding included, the tree without a draft pass aside.

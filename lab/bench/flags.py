@@ -193,9 +193,17 @@ def linears(parser: ArgumentParser) -> None:
 
 def ranks(parser: ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks, each on a GPU of its own (2)")
-    parser.add_argument("--rows", default="1,16,64,512,2048", metavar="N,N", help="rows of a sum (1,16,64,512,2048)")
+    parser.add_argument("--rows", default="1,16,64,512,2048,4096", metavar="N,N", help="rows of a sum (1 to 4096)")
     parser.add_argument("--hidden", type=int, default=4096, metavar="N", help="columns of a sum (4096)")
     parser.add_argument("--vocab", type=int, default=128256, metavar="N", help="logits of a row (128256)")
+    add_json_flag(parser)
+
+
+def bits(parser: ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks that share the model (2)")
+    parser.add_argument("--passes", type=int, default=10_000, metavar="N", help="passes of the target (10000)")
+    parser.add_argument("--device", default="auto", help="as of espalier")
+    parser.add_argument("--max-batch", type=int, default=4, metavar="N", help="requests of a round (4)")
     add_json_flag(parser)
 
 

@@ -12,7 +12,7 @@ import pytest
 from espalier.engine.acceptance import FIRST_CHILD, Acceptance, Sample, accept_length, at_level, depth_of, gains
 from espalier.engine.round_times import MEMORY, CpuCosts, RoundTimes
 from espalier.engine.tree_choice import LONGEST, LookedUp, TreeChoice
-from espalier.layout import PLAIN, RoundLayout, TreeShape, next_bucket
+from espalier.layout import PLAIN, TARGET_ALONE, RoundLayout, TreeShape, next_bucket
 from espalier.startup.tree_cost import CONTEXT
 from espalier.startup.tree_policy import PredictedCosts, tree_sets
 from tests.startup.test_tree_policy import BIG
@@ -244,7 +244,7 @@ def test_where_nobody_can_use_guesses_nothing_is_drafted() -> None:
     world.run(8, 50)
     before = world.choice.buckets[8].current
     for _ in range(20):
-        assert world.choice.pick(8, 0, 1024) == PLAIN
+        assert world.choice.pick(8, 0, 1024) == TARGET_ALONE
         world.choice.read([], 8, [])
     assert world.choice.buckets[8].current == before != PLAIN, "nothing was found out"
 

@@ -117,6 +117,10 @@ def test_log_probabilities_of_a_cached_prompt_compute_rows_again():
     scenarios.ask_of_cached_prompts(watched, SMALL)
 
 
+def test_pages_without_draft_rows_serve_no_draft():
+    scenarios.opt_out(watched, SMALL)
+
+
 @both
 def test_preempted_requests_are_as_if_undisturbed(setup):
     scenarios.preempt(watched, setup)

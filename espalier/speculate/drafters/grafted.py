@@ -31,7 +31,7 @@ class GraftedDrafter:
     def __init__(self, drafter: Drafter, layout: RoundLayout):
         self.drafter = drafter
         self.layout = layout
-        self.spec = drafter.spec
+        self.spec, self.root_trees = drafter.spec, drafter.root_trees
 
     @property
     def captures_prefill(self) -> bool:
@@ -45,8 +45,6 @@ class GraftedDrafter:
 
     def begin(self, slots: BatchState) -> Grow:
         layout = self.layout
-        if layout.num_draft_tokens == 1:
-            return self.drafter.begin(slots)
         if layout.drafts:
             return partial(self._grow, slots, self.drafter.begin(slots))
         if slots.root.device.type == "cpu" and not layout.text_paths:
