@@ -31,7 +31,7 @@ DOUBT = 0.5
 LASTING, SETTLED = 12, 64
 # What a unit of time is worth is averaged over LATELY rounds.  Expected gains of looked-up guesses are uncertain, so
 # they must be worth LEAST_GAIN tokens.
-LATELY, LEAST_GAIN = 64, 0.15
+LATELY, LEAST_GAIN = 16, 0.15
 log = logging.getLogger("espalier")
 
 
