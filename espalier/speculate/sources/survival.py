@@ -19,6 +19,8 @@ from espalier.speculate.sources.calibrate import Candidates, first_of_level
 FIRST = {"text": (1 / 2, 2 / 3, 3 / 4, 4 / 5), "prediction": (0.6, 0.8, 0.9, 0.95), "index": (0.5, 0.7, 0.85, 0.92)}
 # The same where the draft beside it proposes something else, as many times as much.
 ALONE_FIRST = 0.4
+# The same where tokens are sampled, before any is counted.
+SAMPLED_FIRST = 0.5
 # The assumption counts as PRIOR guesses.  A guess's weight is halved after HALF_LIFE more guesses of its kind.
 PRIOR = 4.0
 HALF_LIFE = 256.0
@@ -93,7 +95,7 @@ class Survival:
 
     def reach(self, kind: int, is_sampled: bool = False) -> list[float]:
         """The probability, by depth, that a path of this kind is right down to there, whatever a draft proposes."""
-        above, steps = float(self.first[kind]), []
+        above, steps = float(self.first[kind]) * (SAMPLED_FIRST if is_sampled else 1.0), []
         for tried, followed in self.whole[int(is_sampled), :, kind].T.tolist():
             above = (followed + PRIOR * above) / (tried + PRIOR)
             steps.append(above)
