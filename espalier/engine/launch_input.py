@@ -93,10 +93,12 @@ class LaunchInput:
 
 @dataclass(frozen=True)
 class Launch:
-    """members: (request, its generation at the launch, whether the whole prefill was launched), in slots' order."""
+    """members: (request, its generation at the launch, whether the whole prefill was launched), in slots' order.
+    guesses: what the host's sources guessed, of which the launch input may carry a part."""
 
     launch_input: LaunchInput
     members: list[tuple[Request, int, bool]]
+    guesses: tuple[tuple[int, tuple[Guess, ...]], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from espalier.attention import CommittedLengths
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree, Room
-from espalier.engine.guesses import Guesses, OfRound
+from espalier.engine.guesses import NOTHING, Asked, Guesses
 from espalier.engine.launch_input import (
     NOT_FINITE,
     Launch,
@@ -260,15 +260,15 @@ class Scheduler:
     def _launch_round(self, batch: list[Request]) -> Launch:
         at_most = tuple(self.layout.committed_at_most(r.num_known, r.rounds_in_flight) for r in batch)
         committed = CommittedLengths(at_most, exact=not any(r.rounds_in_flight for r in batch))
-        marks = self.states.marks_of_round(batch)
+        marks, asked = self.states.marks_of_round(batch), self.guesses.ask(batch)
         for request in batch:
             request.rounds_in_flight += 1
         self._last_was_prefill = False
         waiting = sum(r.num_prefilled < r.prefill_len for r in self.running)
-        tree = self.trees.next_tree(batch)
+        tree = self.trees.next_tree(batch, asked.looked_up)
         self._idle_rows += (PASS_OVERHEAD_ROWS + self.trees.rows(tree, len(batch))) * waiting / len(batch)
         self.num_rounds[len(batch)] += 1
-        return self._launch(batch, committed, marks, tree)
+        return self._launch(batch, committed, marks, tree, asked=asked)
 
     def _launch(
         self,
@@ -279,10 +279,10 @@ class Scheduler:
         prefill: PrefillPass = NO_PREFILL,
         pieces: Pairs = (),
         prompt_rows: PromptRows | None = None,
+        asked: Asked = NOTHING,
     ) -> Launch:
         # A round's launch input has a fixed form without slot inits.  A request that gets a slot needs a prefill first.
         slot_inits, self._slot_inits = (self._slot_inits, []) if prefill.width else ([], self._slot_inits)
-        told = OfRound() if prefill.width or (tree and not tree.steps) else self.guesses.next(batch)
         launch_input = LaunchInput(
             slots=tuple(r.slot for r in batch if r.slot is not None),
             needs=sampling_needs_of(batch),
@@ -300,12 +300,12 @@ class Scheduler:
             masks=self.masks.of_prompts(batch) if prefill.width else None,
             state_copies=self.states.take_copies(),
             marks=marks,
-            **told._asdict(),
+            **self.guesses.of_round(batch, asked, tree)._asdict(),
             committed=committed,
         )
         self._appended, self._to_clear = [], []
         self._in_flight += 1
-        return Launch(launch_input, [(r, r.generation, r.num_prefilled >= r.prefill_len) for r in batch])
+        return Launch(launch_input, [(r, r.generation, r.num_prefilled >= r.prefill_len) for r in batch], asked.guesses)
 
     # Harvest
 
