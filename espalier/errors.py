@@ -112,10 +112,7 @@ def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @contextmanager
 def tokenizing() -> Iterator[None]:
-    """Turns a panic of the tokenizers library, whose match took too long, into an EspalierError.
-
-    The panic is a BaseException, which handlers of Exception would miss.
-    """
+    """Turns the panic of the tokenizers library when a match takes too long, no Exception, into an EspalierError."""
     try:
         yield
     except BaseException as error:

@@ -308,16 +308,15 @@ class TextSink(Protocol):
 class Request:
     """One sequence that the engine runs, from arrival to its last token.  Mutable: only the scheduler writes it.
 
-    prompt: token ids.  seed: of this sample.  arrival: the request's number in the order of arrival.  priority: a
-    request with a lower number runs first and is preempted last.  Equal priorities go by arrival, and several clients
-    take turns (engine/queue.py).  stop_ids: tokens that end the request.  text: None if nobody reads text.  masker:
-    None if every token is allowed.  index: which of n samples.  after: a sibling with the same prompt; this request
-    waits for the sibling's prefill, to share its pages.  streamed: whether the caller reads tokens as they come.
-    prompt_logprobs: from the prompt's second token on, as far as they are read.  num_predicted: tokens of
-    params.prediction seen in output.  generation: how often the request has left a slot.
-
-    In a slot: prefill_len, rows to prefill before rounds begin; num_prefilled, how many of them were launched;
-    num_known, last root's index that the host knows = rows committed before it; rounds_in_flight, launched and not read.
+    prompt: token ids.  seed: of this sample.  arrival: number in the order of requests.  priority: a lower number runs
+    first and is preempted last; equal priorities go by arrival, and several clients take turns (engine/queue.py).
+    stop_ids: tokens that end the request.  text: None if nobody reads text.  masker: None if every token is allowed.
+    index: which of n samples.  after: a sibling with the same prompt; this request waits for the sibling's prefill, to
+    share its pages.  streamed: whether the user reads tokens as they come.  prompt_logprobs: from the second token on,
+    when read.  num_predicted: how many tokens of params.prediction are in output.  generation: how often the request
+    has left a slot.  In a slot: prefill_len, rows to prefill before rounds begin; num_prefilled, how many of these rows
+    are launched so far; num_known, index of the last root that the host knows, which is also the number of rows
+    committed before this root; rounds_in_flight, rounds launched and not yet read.
     """
 
     id: str
