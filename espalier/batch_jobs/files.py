@@ -176,8 +176,7 @@ def answer_line(digest: str, number: int, custom_id: str | None, answer: Respons
 class InputScan:
     """A checked input file.
 
-    digest: of the lines, as hex digits.  num_lines: how many lines are not blank.  last: the last line's number, from
-    1.
+    digest: of the lines, in hex digits.  num_lines: lines that are not blank.  last: the last line's number, from 1.
     """
 
     path: Path
@@ -286,7 +285,7 @@ class Journal:
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
-            # A part of the line may be written.  It is removed: other lines may follow, and only the last may be torn.
+            # A part of the line may be written.  It is cut off: more lines may follow, and only the last may be torn.
             with suppress(OSError):
                 os.ftruncate(self._file, os.fstat(self._file).st_size - (len(whole) - len(data)))
             raise EspalierError(
@@ -296,10 +295,7 @@ class Journal:
         self._count(number, isinstance(answer, LineError) or answer.status_code != OK)
 
     def sync(self) -> None:
-        """Wait until the lines are on the disk.
-
-        May run in a thread.  Raises EspalierError if they cannot be stored.
-        """
+        """Wait until the lines are on the disk.  May run in a thread.  Raises EspalierError if storing them fails."""
         with self._syncing:
             if not self._unsynced:
                 return

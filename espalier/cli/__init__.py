@@ -40,10 +40,7 @@ def interrupted() -> int:
 
 @contextmanager
 def _terminating_as_interrupting() -> Iterator[None]:
-    """Makes SIGTERM act like Ctrl-C, so that a command ends the processes that it started.
-
-    A server handles SIGTERM.
-    """
+    """Makes SIGTERM act like Ctrl-C, so that a command ends the processes it started.  A server has its own handler."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -207,7 +207,7 @@ def _prompt_and_output(console: Console, llm: LLM, prompt: str, output: Output) 
 
 
 def _compare(console: Console, plain_llm: LLM, prompts: list[str], plain: Run, tree: Run) -> bool:
-    """Print whether the tokens are identical; if not, where they differ and how near a tie is.  Returns whether."""
+    """Print whether the tokens are identical, else where they differ and how near a tie is.  Returns if identical."""
     _rule(console)
     for i, (prompt, a, b) in enumerate(zip(prompts, plain.outputs, tree.outputs, strict=True), 1):
         if a.token_ids != b.token_ids:
@@ -229,10 +229,7 @@ def _compare(console: Console, plain_llm: LLM, prompts: list[str], plain: Run, t
 
 
 def _likelihoods(llm: LLM, prompt: str, before: list[int], tokens: list[int]) -> str:
-    """Returns the log-probabilities of tokens by plain decoding, as text.
-
-    If two are nearly equal, rounding decides.
-    """
+    """Returns the tokens' log-probabilities by plain decoding, as text.  Rounding decides between nearly equal ones."""
     assert llm.tokenizer is not None
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=MAX_LOGPROBS)
     [output] = llm.generate([[*llm.tokenizer.encode(prompt), *before]], params)
@@ -244,7 +241,7 @@ def _likelihoods(llm: LLM, prompt: str, before: list[int], tokens: list[int]) ->
 
 
 def _draw_round(console: Console, llm: LLM, traces: list[RoundTrace]) -> None:
-    """Draw the first of the rounds that accepted the most tokens; a round with a rejected node is preferred."""
+    """Draw the first of the rounds that accepted the most tokens.  A path of the tree's full depth counts one less."""
     if not traces or llm.tokenizer is None:
         return
     deepest = max(trace.tree.depths[-1] if trace.tree.depths else 0 for trace in traces)

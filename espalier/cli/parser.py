@@ -95,8 +95,8 @@ class Command(NamedTuple):
 
     about: its help.  flags: the module of add_flags(parser), or "module:function".  work: the module of
     run(args) -> status, imported only to run the command, or None if the command only adds subcommands.  Most `work`
-    modules import PyTorch.  The flags and the check of the models' directories do not, so help and typing errors are
-    answered at once.
+    modules import PyTorch.  The flags and the check of the models' directories do not, so help and errors about
+    misspelt words come at once.
     """
 
     about: str

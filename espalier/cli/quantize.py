@@ -72,10 +72,7 @@ def run(args: Namespace) -> int:
 
 
 def _compared(compare: Comparison, out: Path) -> tuple[dict[str, Any], Rows]:
-    """Returns the results of the comparison.
-
-    It may take longer than the copy, so the user is told first what exists.
-    """
+    """Returns the results of the comparison.  It may take longer than the copy, so the user is told what exists."""
     whole = f"{out} is whole"
     stderr().print(
         Text(f"{whole}; comparing it with the original on {compare.what} (--texts 0 leaves this out)", QUIET)

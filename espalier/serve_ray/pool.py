@@ -1,4 +1,4 @@
-"""The engine replicas as a front sees them.  It submits prompts, and Ray Serve's router chooses a replica for each.
+"""The engine replicas of a front: the front submits prompts, and Ray Serve's router chooses a replica for each prompt.
 
 If a replica is lost before a request's first token, the request is submitted again, to another replica.  If it is lost
 later, the request ends with EngineGone.  Prompts of one HTTP request are routed one by one.
@@ -213,10 +213,7 @@ class EnginePool:
             await self._poll_figures()
 
     async def _poll_figures(self) -> None:
-        """Read each replica's figures.
-
-        Leave out a replica that does not answer, or answers in another version's form.
-        """
+        """Read each replica's figures.  A replica that gives no answer, or another version's form, is left out."""
         found: list[Any] = []
         # The call raises if there is no replica.
         with suppress(Exception):

@@ -59,8 +59,7 @@ class ReplicaChooser:
         def rank(replica: str) -> tuple[int, int, int, str]:
             is_free = self.load[replica] - fewest <= self.imbalance
             pages = held.get(replica, 0) if is_free else 0
-            # The hash is equal in every front.  So for a new prefix, all fronts choose the same of equally busy
-            # replicas.
+            # The hash is equal in every front, so all fronts send a new prefix to the same of equally busy replicas.
             tie_break = hash((keys[0], *replica.encode())) if keys else 0
             return -pages, self.load[replica], tie_break, replica
 
@@ -107,10 +106,7 @@ class ReplicaChooser:
 
 
 class OpenTokens:
-    """An autoscaling policy of Ray Serve.
-
-    tokens_per_replica: how many open tokens one replica can take, on average.
-    """
+    """An autoscaling policy of Ray Serve.  tokens_per_replica: the open tokens of one replica, on average."""
 
     def __init__(self, tokens_per_replica: int):
         self.tokens_per_replica = tokens_per_replica

@@ -122,10 +122,7 @@ def signs(console: Console) -> Signs:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table as text.
-
-    The first column is left-aligned, other columns right-aligned.  No line is truncated.
-    """
+    """Returns a table as text: the first column left-aligned, other columns right-aligned, no line truncated."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     return "\n".join("  ".join(["", row[0].ljust(widths[0]), *line[1:]]) for row, line in zip(rows, lines, strict=True))

@@ -66,7 +66,7 @@ class MessageStream:
     def ends(self, output: OutputChunk | Output) -> tuple[str | None, int | str | None]:
         """Returns (finish_reason, stop_reason) of an output that was read.
 
-        The text of a broken call is content too, so a stop string may be found there after the output's end.
+        The text of a broken call becomes content, and may have a stop string that the output's own reasons lack.
         """
         if self.finder.stopped and output.finish_reason in ("stop", "length"):
             return "stop", self.finder.stopped

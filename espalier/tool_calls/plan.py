@@ -128,7 +128,7 @@ def _triggered(tools: Tools, format: ToolFormat, is_single: bool) -> Node:
 
 
 def _node_of(grammar: Grammar) -> Node:
-    """Returns a grammar that was checked as a part of a structural tag."""
+    """Returns a checked grammar as a node of a structural tag."""
     spec = grammar.spec
     if grammar.kind == "regex":
         return {"type": "regex", "pattern": spec}
