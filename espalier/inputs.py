@@ -146,7 +146,7 @@ class ModelFacts:
 
 
 class InputProcessor:
-    """Turns prompts and parameters into engine input, and refuses what the model does not support.
+    """Turns prompts and parameters into engine input, and refuses those that the model does not support.
 
     tokenizer: None if the model has none; prompts must then be token ids.  allow_special_tokens_in_messages: the
     default for chat.

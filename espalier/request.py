@@ -1,4 +1,4 @@
-"""A user's sampling parameters, the engine's record of a request, and what comes back.
+"""A user's sampling parameters, the engine's record of a request, and the outputs that the user gets.
 
 This module holds values only and knows of no tokenizer, device or model.  A TextSink makes a request's text.
 

@@ -127,7 +127,7 @@ class EngineReplica:
         return {"open_tokens": self.open_tokens()}
 
     async def check_health(self) -> None:
-        """Raises if the engine is gone."""
+        """Raises an error if the engine is gone.  Ray Serve calls this hook."""
         self.client.require_up()
 
     async def __del__(self) -> None:

@@ -199,7 +199,7 @@ class BodyReader:
 
     async def read(self, http: Request, model: type[BaseModel]) -> Any:
         """Returns the body as a record of `model`.  Raises ApiError or ClientDisconnect."""
-        # Not http.body(), which would keep the bytes as long as the request.
+        # http.body() would keep the bytes as long as the request.
         data, content_type = b"".join([part async for part in http.stream()]), http.headers.get("content-type", "")
         if (encoding := http.headers.get("content-encoding", IDENTITY)) != IDENTITY:
             raise ApiError(400, f"content-encoding {encoding} is not supported; send the body as plain JSON")

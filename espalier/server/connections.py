@@ -1,4 +1,4 @@
-"""All open connections.  Connections with a stalled client are closed; if there are too many, the oldest idle ones too.
+"""All open connections.  A connection with a stalled client is closed; if too many are open, the oldest idle one too.
 
 A stalled client does not read its response, or does not send a whole request.  asyncio keeps a closed transport until
 its last byte is sent, forever if the client does not read.  So all connections are checked periodically.

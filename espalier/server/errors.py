@@ -175,8 +175,8 @@ def _reason(error: Mapping[str, Any]) -> str:
 
 
 class Place(NamedTuple):
-    """Where an error is.  owner: the innermost model around the error.  name: the field of that model.  path: as the
-    client wrote it."""
+    """The place of an error.  owner: the innermost model around it.  name: the field of that model.  path: to the
+    field, as the client wrote it."""
 
     owner: type[BaseModel]
     name: str
