@@ -224,23 +224,37 @@ DENSE = ("embed", "lm_head", "mlp.gate.weight", "shared_expert_gate", "router")
 
 
 def quantise(path: Path, kind: str) -> Stored:
-    """Rewrite a float64 checkpoint in a kind of KINDS, or "mxfp4" (GPT-OSS); returns what it means, dense."""
-    stored, meant = {}, {}
+    """Rewrite a float64 checkpoint in a kind of KINDS, "mxfp4" (GPT-OSS), or "fp8-joined", which has the stacks of
+    experts [E, out, in] in FP8; returns what it means, dense."""
+    stored: Stored = {}
+    meant: Stored = {}
     config = json.loads((path / "config.json").read_text())
     for name, tensor in load_file(path / "model.safetensors").items():
         meant[name], parts = tensor, None
         if kind == "mxfp4":
             if name.endswith(("gate_up_proj", "down_proj")):
                 parts, meant[name] = mxfp4(tensor, name + "_")
+        elif kind == "fp8-joined":
+            if ".experts." in name:
+                parts, meant[name] = fp8_stack(tensor, name)
         elif tensor.ndim == 2 and not any(dense in name for dense in DENSE):
             prefix = name.removesuffix("weight")
             by_suffix, meant[name] = KINDS[kind][1](tensor)
             parts = {f"{prefix}{suffix}": part for suffix, part in by_suffix.items()}
         stored |= {name: tensor} if parts is None else parts
     save_file(stored, path / "model.safetensors")
-    quantisation = {"quant_method": "mxfp4"} if kind == "mxfp4" else KINDS[kind][0]
+    dense = [name.removesuffix(".weight") for name in meant if ".experts." not in name]
+    of_stacks = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": dense}
+    quantisation = {"mxfp4": {"quant_method": "mxfp4"}, "fp8-joined": of_stacks}.get(kind) or KINDS[kind][0]
     (path / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))
     return meant
+
+
+def fp8_stack(experts: Tensor, name: str) -> tuple[Stored, Tensor]:
+    """Experts [E, out, in] with scales for blocks, as transformers names them."""
+    made = [fp8(expert, BLOCK, BLOCK, "scale") for expert in experts]
+    codes, scales = (torch.stack([each[part] for each, _ in made]) for part in ("weight", "scale"))
+    return {name: codes, f"{name}_scale_inv": scales}, torch.stack([each for _, each in made])
 
 
 def mxfp4(experts: Tensor, prefix: str) -> tuple[Stored, Tensor]:

@@ -80,16 +80,13 @@ def _joined(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Mat
     if gate_up not in weights:
         return _apart(weights, experts, prefix, hidden)
     own = _own_size(weights, experts)
+    _, halves = as_stored([gate_up], (own, own))
     if weights.formats(gate_up).name != DENSE and not weights.is_plain(gate_up):
-        if not own.is_whole:
-            raise EspalierError("joined experts in a quantised format are supported on one GPU only")
-        whole = on_every_rank(2 * size)
         return (
-            weights.stacked_matrix(gate_up, "", count, whole, hidden),
-            weights.stacked_matrix(down, "", count, hidden, own),
+            weights.stacked_matrix(gate_up, "", count, halves, hidden),
+            weights.stacked_matrix(down, "", count, [hidden], own),
             None,
         )
-    _, halves = as_stored([gate_up], (own, own))
     return (
         weights.take_parts(gate_up, (count, 2 * size, hidden), 1, [part_of(half) for half in halves]),
         weights.take_parts(down, (count, hidden, size), 2, [own]),
@@ -145,8 +142,8 @@ def _stacked_quantised(
 ) -> tuple[QuantisedMatrix, QuantisedMatrix]:
     """Rows of gate and up are in turn, as the columns of dense experts are."""
     count, own = experts.routing.num_experts, _own_size(weights, experts)
-    gate_up = weights.stacked_matrix(name, ".gate_up_proj", count, own.times(2), hidden)
-    down = weights.stacked_matrix(name, ".down_proj", count, hidden, own)
+    gate_up = weights.stacked_matrix(name, ".gate_up_proj", count, [own.times(2)], hidden)
+    down = weights.stacked_matrix(name, ".down_proj", count, [hidden], own)
     return gate_up.rows_taken(torch.arange(2 * len(own)).view(-1, 2).T.flatten()), down
 
 

@@ -104,7 +104,9 @@ class DeclaredWeights(Weights):
         self.weight(names[:1], rows[:1], columns)
         return self.empty(sum(len(part_of(size)) for size in rows), len(part_of(columns)))
 
-    def stacked_matrix(self, name: str, matrix: str, count: int, rows: Size, columns: Size) -> QuantisedMatrix:
+    def stacked_matrix(
+        self, name: str, matrix: str, count: int, rows: Sequence[Size], columns: Size
+    ) -> QuantisedMatrix:
         with self._naming_matrices([name]):
             require_format_with_parts(self.formats(name))
         return super().stacked_matrix(name, matrix, count, rows, columns)

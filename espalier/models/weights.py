@@ -251,15 +251,22 @@ class Weights:
                 require_supported(matrix, self.dtype)
         return matrix
 
-    def stacked_matrix(self, name: str, matrix: str, count: int, rows: Size, columns: Size) -> QuantisedMatrix:
-        """`count` experts [rows, columns] that are stored in one tensor, name + matrix and the format's suffixes."""
-        format, own = self.formats(name), (part_of(rows), part_of(columns))
-        self.require_parts([f"{name}{matrix}"], (rows, columns))
+    def stacked_matrix(
+        self, name: str, matrix: str, count: int, rows: Sequence[Size], columns: Size
+    ) -> QuantisedMatrix:
+        """`count` experts [rows, columns] that are stored in one tensor, name + matrix and the format's suffixes.
+
+        rows: one or more parts of the same rows, one over the other.
+        """
+        format, parts, own = self.formats(name), [part_of(each) for each in rows], part_of(columns)
+        self.require_parts([f"{name}{matrix}"], (*rows, columns))
         with self._naming_matrices([f"{name}{matrix}"]):
-            tensors = {
-                stored.suffix: self._checked(f"{name}{matrix}{stored.suffix}", stored)[stored.cut(*own)].to(self.device)
-                for stored in format.expert_tensors(count, own[0].size, own[1].size)
-            }
+            tensors = {}
+            for stored in format.expert_tensors(count, parts[0].size, own.size):
+                whole = self._checked(f"{name}{matrix}{stored.suffix}", stored)
+                cuts = [whole[stored.cut(part, own)] for part in parts]
+                one = cuts[0] if len(cuts) == 1 else torch.cat(cuts, stored.row_dim or 0)
+                tensors[stored.suffix] = one.to(self.device)
             experts = format.expert_matrix(tensors)
             require_supported(experts, self.dtype)
         return experts

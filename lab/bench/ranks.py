@@ -73,7 +73,7 @@ class JoinWork:
                 for way, run in ways.items():
                     yield Case((what, size, way), x.nbytes, 0, run)
         each = -(-self.vocab // self.count)
-        for rows in (1, 16, 64):
+        for rows in (1, 16, 64, 256):
             x = torch.randn(rows, each, dtype=DTYPE, device=device)
             names = "logits", f"{rows} x {each * self.count}"
             yield Case((*names, "NCCL"), x.nbytes, 0, partial(ranks.nccl.gather_columns, x, each, each * self.count))
@@ -142,7 +142,7 @@ def in_order(gathered: Tensor) -> Tensor:
 
 
 def run(args: Namespace) -> int:
-    rows = positive_numbers("--rows", args.rows, "1,16,64,512,2048")
+    rows = positive_numbers("--rows", args.rows, "1,16,64,512,2048,4096")
     require_writable("--json", args.json)
     require_gpu("ranks")
     if not 2 <= args.ranks <= torch.cuda.device_count():

@@ -99,8 +99,7 @@ def serving(settings: Mapping[str, Any], *flags: str, start: Sequence[str] = ("e
             except EspalierError as error:
                 log.seek(0)
                 raise EspalierError(f"{error}: {' '.join(log.read()[-500:].split())}") from None
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            yield Server(port, process.pid, int(children[0]))
+            yield Server(port, process.pid, children_of(process.pid)[0])
         finally:
             stop(process)
 
@@ -134,6 +133,11 @@ def wait_until_served(process: subprocess.Popen[bytes], port: int) -> None:
         except OSError:
             time.sleep(0.05)
     raise EspalierError("the server did not start")
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process's main thread has started."""
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
 def exists(pid: int) -> bool:

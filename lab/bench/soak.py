@@ -15,7 +15,7 @@ from typing import Any
 from rich.text import Text
 
 from espalier.terminal.console import stdout, write_json
-from lab.bench.server import NAME, Server, exists, serving
+from lab.bench.server import NAME, Server, children_of, exists, serving
 from lab.shape_flags import seed_of
 
 # A request without a response after this time counts as unanswered.
@@ -147,7 +147,8 @@ def soak(settings: Mapping[str, Any], count: int, seed: int) -> Soaked:
     with serving(settings, "--max-queue", str(max(count // 4, 8))) as server:
         asyncio.run(_send(server, count, chance, tally))
         metrics = asyncio.run(_metrics_when_idle(server))
-        pids = server.pid, server.engine_pid
+        # With several ranks, the engine's children are the others.
+        pids = server.pid, server.engine_pid, *children_of(server.engine_pid)
     return Soaked(
         requests=count,
         answered=sum(tally.statuses.values()),

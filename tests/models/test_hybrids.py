@@ -21,7 +21,7 @@ from espalier.startup import load
 from tests.builders import make_target
 from tests.mtp import mtp_directories
 from tests.oracles.dense import DensePass
-from tests.quantised import fp8
+from tests.quantised import quantise
 
 TOKENS = torch.arange(9)[None] % 16
 OF_WHOLE = ("architectures", "tie_word_embeddings", "dtype", "transformers_version")
@@ -87,47 +87,36 @@ def test_layers_stay_unquantised_by_the_names_that_the_checkpoint_has(tmp_path):
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
 def test_experts_in_one_tensor(family, tmp_path):
-    apart = make_target(tmp_path / "apart", family)
-    expected, weights = logits_of(apart), load_file(apart / "model.safetensors")
+    path = make_target(tmp_path / "model", family)
+    expected = logits_of(path)
+    join_experts(path)
+    assert torch.equal(logits_of(path), expected)
+
+
+def join_experts(path: Path) -> None:
+    """Store each layer's experts as two stacks."""
+    weights = load_file(path / "model.safetensors")
     for layer in range(3):
         prefix, made = f"model.layers.{layer}.mlp.experts.", {}
         for half in ("gate", "up", "down"):
             made[half] = torch.stack([weights.pop(f"{prefix}{i}.{half}_proj.weight") for i in range(6)])
         weights[f"{prefix}gate_up_proj"] = torch.cat((made["gate"], made["up"]), 1)
         weights[f"{prefix}down_proj"] = made["down"]
-    save_file(weights, apart / "model.safetensors")
-    assert torch.equal(logits_of(apart), expected)
+    save_file(weights, path / "model.safetensors")
 
 
 @pytest.mark.parametrize("size", [16, 20], ids=["whole blocks", "a cut block"])
 def test_fp8_experts_in_one_tensor(size, tmp_path):
     """As transformers names them, with scales for blocks: the logits of what they mean, and held in FP8."""
     path = make_target(tmp_path / "model", "qwen3_5_moe", moe_intermediate_size=size)
-    file, weights = path / "model.safetensors", load_file(path / "model.safetensors")
-    stored, stacks = dict(weights), {}
-    for layer in range(3):
-        prefix = f"model.layers.{layer}.mlp.experts."
-        apart = {
-            half: [stored.pop(f"{prefix}{i}.{half}_proj.weight") for i in range(6)] for half in ("gate", "up", "down")
-        }
-        stacks[f"{prefix}gate_up_proj"] = [torch.cat(pair) for pair in zip(apart["gate"], apart["up"], strict=True)]
-        stacks[f"{prefix}down_proj"] = apart["down"]
-    meant = dict(stored)
-    for name, experts in stacks.items():
-        parts = [fp8(expert, 16, 16, "scale") for expert in experts]
-        meant[name] = torch.stack([each for _, each in parts])
-        stored[name] = torch.stack([each["weight"] for each, _ in parts])
-        stored[f"{name}_scale_inv"] = torch.stack([each["scale"] for each, _ in parts])
+    join_experts(path)
+    dense, file = (path / "config.json").read_text(), path / "model.safetensors"
+    meant = quantise(path, "fp8-joined")
+    quantised, stored = (path / "config.json").read_text(), load_file(file)
+    (path / "config.json").write_text(dense)
     save_file(meant, file)
     expected = logits_of(path)
-    raw = json.loads((path / "config.json").read_text())
-    others = [name.removesuffix(".weight") for name in weights if ".experts." not in name]
-    raw["quantization_config"] = {
-        "quant_method": "fp8",
-        "weight_block_size": [16, 16],
-        "modules_to_not_convert": others,
-    }
-    (path / "config.json").write_text(json.dumps(raw))
+    (path / "config.json").write_text(quantised)
     save_file(stored, file)
     torch.testing.assert_close(logits_of(path), expected, rtol=0, atol=1e-9)
     layers = load_target(path, dtype=torch.float64, device="cpu", position_rows=9).layers

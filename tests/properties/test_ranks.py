@@ -17,6 +17,7 @@ from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.engine.ranks import RankFailed
 from espalier.errors import EspalierError
+from espalier.kernels.layers.blocks import BLOCK_TYPES
 from espalier.models.config import ModelConfig
 from espalier.models.loading import read_config
 from espalier.models.shard_sizes import require_shards
@@ -29,6 +30,7 @@ from tests.block import block_directories
 from tests.builders import CONFIGS, add_kv_scales, make_eagle3, make_target
 from tests.engine.fake_cuda import fake_cuda
 from tests.folders import new_folder
+from tests.gguf import convert
 from tests.grammar.test_lossless import asked
 from tests.harness import LATENT_HEADS, Setup, prompts, request
 from tests.models.test_gemma4_assistant import pair
@@ -102,12 +104,18 @@ def directories(family: str, draft: str, kind: str | None, kv_heads: int | None)
     if draft not in ("eagle3", "ngram", "none"):
         return block_directories(family, draft, 4)
     root, sizes = new_folder("ranks-"), {**(WIDE if kind else SIZES), **OF_FAMILY.get(family, {})}
+    if kind == "fp8-joined":
+        # Blocks of 16 rows in each part of an expert.
+        sizes |= {"moe_intermediate_size": 96}
     if kind in OF_EXPERTS and family == "qwen2_moe":
         sizes |= {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 96}
-    if kind == "mxfp4":
+    if kind in ("mxfp4", *IN_GGUF):
         # Blocks of 32 columns in each half of an expert.
         sizes |= {"intermediate_size": 192}
     target = make_target(root / "target", family, **{**sizes, **({"kv_heads": kv_heads} if kv_heads else {})})
+    if kind in IN_GGUF:
+        convert(target, root / "model.gguf", lambda name: kind)
+        return root / "model.gguf", root
     if kind == "kv-scales":
         add_kv_scales(target)
     elif kind is not None:
@@ -129,9 +137,9 @@ def styled() -> list[Request]:
 
 
 def hitting() -> list[Request]:
-    """Prompts that share a prefix."""
-    trunk = prompts(29, [9])[0]
-    made = [request(i, [*trunk[:kept], i], SamplingParams(max_tokens=4)) for i, kept in enumerate((9, 7, 4))]
+    """Prompts that share a prefix.  The second is greedy."""
+    trunk, ways = prompts(29, [9])[0], [SamplingParams(max_tokens=4, temperature=heat) for heat in (1.0, 0.0, 1.0)]
+    made = [request(i, [*trunk[:kept], i], ways[i]) for i, kept in enumerate((9, 7, 4))]
     for each in made[1:]:
         each.after = made[0]
     return made
@@ -144,6 +152,11 @@ def crowding() -> list[Request]:
     ]
 
 
+def one_greedy() -> list[Request]:
+    """Of requests that run together."""
+    return [request(0, prompts(31, [5])[0], SamplingParams(temperature=0.0, max_tokens=14)), *crowding()[1:]]
+
+
 def in_grammars() -> list[Request]:
     return asked(2, 1.2, count=3, max_tokens=6)
 
@@ -152,12 +165,14 @@ CROWDED = (("num_pages", 16), ("max_context", 30), ("overlap", True))
 OVERLAP = (("overlap", True),)
 IN_FP8 = (("kv_dtype", "fp8_e4m3"), ("draft_kv_dtype", "fp8_e4m3"), ("kv_scales", True))
 OF_EXPERTS = ("awq", "gptq", "packed-group", "fp8-channel-token")
+IN_GGUF = [name for name, kind in BLOCK_TYPES.items() if kind.values == 32]
 SMALLER = [
     Case("kv-grammars-overlap", traffic=in_grammars, setup=OVERLAP),
     Case("latent-experts", family="deepseek_v3"),
     Case("stacked-experts-ngram", family="gpt_oss", draft="ngram", traffic=hitting),
     Case("shared-gate-crowded", family="qwen2_moe", draft="none", traffic=crowding, setup=CROWDED),
     Case("fp8-block", kind="fp8-block", draft="none"),
+    Case("shared-rows-and-text", traffic=one_greedy, setup=(("shared_rows", 3), ("text_paths", 2))),
     Case("latent-mtp", family="deepseek_v32", draft="mtp"),
     Case("held-kv", 3, kv_heads=1, traffic=in_grammars),
     Case("gptq", 3, kind="gptq", draft="none"),
@@ -187,6 +202,8 @@ LARGER = [
       for family in ("gemma4", "gemma4_e") for traffic in (styled, in_grammars, hitting)),
     *(Case("norms-of-held-heads", count, "olmo2", "none", kv_heads=1) for count in (2, 3)),
     *(Case(f"moe-{kind}", 2, "qwen2_moe", "none", kind) for kind in OF_EXPERTS),
+    *(Case(f"gguf-{kind}", count, kind=kind, draft="none") for kind in IN_GGUF for count in (2, 3)),
+    *(Case("fp8-joined", count, "gemma4_moe", "none", "fp8-joined") for count in (2, 3)),
     *(Case("mxfp4", count, "gpt_oss", "none", "mxfp4") for count in (2, 3)),
     *(Case("kv-scales", count, kind="kv-scales", setup=IN_FP8) for count in (2, 3)),
     *(Case("held-kv", 2, kv_heads=1, traffic=traffic) for traffic in (styled, in_grammars, hitting)),

@@ -84,8 +84,8 @@ def over_ranks(output: Tensor | Unsummed) -> Tensor:
 class GatheredWeight(ShardedWeight):
     """A part of the rows: `Shards.tokens` of the vocabulary.
 
-    All logits are gathered.  Where a request asks for no filter and no log-probabilities, each rank's best token and
-    its logit would suffice.
+    All logits are gathered, for greedy requests too.  To exchange the best of each 2,048 logits and its place alone
+    took longer on two H100s: 6.2 µs instead of 5.4 for one row, 43 instead of 40 for 64, 183 instead of 164 for 256.
     """
 
     __slots__ = ()
