@@ -57,8 +57,7 @@ def lower_priority(native_id: int) -> None:
 def wait_at_exit(is_in_library: Callable[[threading.Thread], bool]) -> None:
     """At exit, wait up to EXIT_S for threads of which is_in_library(thread) is true.
 
-    If a thread's call returns while the interpreter shuts down, the thread is ended within C++, which aborts the
-    process.
+    A thread whose call returns while the interpreter shuts down is ended within C++, which aborts the process.
     """
     atexit.register(_wait_for, is_in_library)
 

@@ -50,8 +50,7 @@ class EngineLock:
         self._run_postponed()
 
     def _run_postponed(self) -> None:
-        # A thread that fails to take the lock leaves its action to the lock's owner, which runs this loop after its
-        # turn.
+        # A thread that fails to take the lock leaves its action to the lock's owner, which comes here after its turn.
         while self._postponed:
             with _interrupt_deferred():
                 if not self.lock.acquire(blocking=False):

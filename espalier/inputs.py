@@ -196,8 +196,7 @@ class InputProcessor:
     ) -> Steps:
         """Turns a conversation into token ids, one step for each rendering of the chat template (see chat.Steps).
 
-        check: called with the rendered text.  options: see chat.ChatOptions.  The steps return the token ids and raise
-        EspalierError.
+        check: called with the rendered text.  options: see chat.ChatOptions.  Raises EspalierError during a step.
         """
         _check_messages(messages)
         if options.get("allow_special_tokens_in_messages") is None:
@@ -225,8 +224,7 @@ class InputProcessor:
         """Refuse a max_tokens that does not fit behind the prompt.  Raises EspalierError.
 
         params: as the user gave them.  The max_tokens of resolved parameters is not checked: it was checked before, or
-        it is the model's default, which only limits the output, like the context.  name: the user's word for
-        max_tokens.
+        is the model's default, which only limits the output, like the context.  name: the user's word for max_tokens.
         """
         limit = None if params is None or isinstance(params, ResolvedParams) else params.max_tokens
         if limit is not None and len(prompt) + limit > self.facts.max_context:

@@ -324,8 +324,7 @@ class LLM:
 class Prepared:
     """The parts of an LLM that need no weights.
 
-    config: the configuration as the user gave it.  resolved: the same with every "auto" decided.  inputs: checks
-    requests.
+    config: as the user gave it.  resolved: the configuration with every "auto" decided.  inputs: checks requests.
     """
 
     config: EngineConfig

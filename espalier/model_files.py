@@ -79,8 +79,7 @@ def require_files(directory: Path) -> None:
 def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """Returns the JSON object of a file.
 
-    Raises EspalierError naming the file, if the file is missing, no regular file, too large, nested too deeply, or not
-    a JSON object.
+    Raises EspalierError naming the file if it is missing, no regular file, too large, too deep, or no JSON object.
     """
     try:
         require_regular(path, max_bytes)
@@ -167,8 +166,7 @@ class Place:
 class GGUF:
     """The header of a model in one or several GGUF files.
 
-    metadata: values by key; an array of strings is replaced by its length, an int.  tensors: by their names in the
-    file.
+    metadata: values by key; an array of strings is replaced by its length, an int.  tensors: by name in the file.
     """
 
     path: Path

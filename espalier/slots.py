@@ -206,8 +206,7 @@ class SlotTable:
     def page_table_updates(self, appended_pages: Sequence[tuple[int, int, int]]) -> ScatterUpdate:
         """Returns the update that adds pages to page tables.
 
-        appended_pages: (slot, column, page) of pages added since the last launch.  Raises EspalierError for a column
-        past the table.
+        appended_pages: (slot, column, page), since the last launch.  Raises EspalierError for a column past the table.
         """
         if not appended_pages:
             return NO_UPDATE

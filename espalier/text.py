@@ -40,8 +40,7 @@ Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 class StopFinder:
     """Finds the first stop string in a growing text, and cuts the text there.
 
-    stop: the stop strings.  keep_stop: the text includes the stop string.  stopped: the stop string that was found,
-    None before.
+    stop: the stop strings.  keep_stop: the text includes the stop string.  stopped: the one that was found, or None.
     """
 
     def __init__(self, stop: Sequence[str], keep_stop: bool = False):
@@ -174,8 +173,7 @@ class Tokenizer:
     ) -> Steps:
         """Runs the chat template and tokenizes its text, one step for each rendering (see chat.Steps).
 
-        check: called with the rendered text.  options: see chat.ChatOptions.  The steps return the token ids and raise
-        EspalierError.
+        check: called with the rendered text.  options: see chat.ChatOptions.  Raises EspalierError during a step.
         """
         return self._template.steps(messages, options, check)
 

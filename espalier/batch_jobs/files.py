@@ -174,10 +174,7 @@ def answer_line(digest: str, number: int, custom_id: str | None, answer: Respons
 
 @dataclass(frozen=True)
 class InputScan:
-    """A checked input file.
-
-    digest: of the lines, in hex digits.  num_lines: lines that are not blank.  last: the last line's number, from 1.
-    """
+    """A checked input.  digest: of its lines, in hex digits; num_lines: not blank; last: the last's number, from 1."""
 
     path: Path
     digest: str

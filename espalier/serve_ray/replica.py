@@ -50,10 +50,7 @@ class OpenPrompt:
 
 
 class EngineReplica:
-    """Ray's actor of one engine.
-
-    settings: keywords of EngineConfig.  name: of this replica.  leave: ends this actor.
-    """
+    """Ray's actor of one engine.  settings: keywords of EngineConfig.  name: of the replica.  leave: ends the actor."""
 
     # Ray Serve awaits this constructor, and calls nothing else before.
     async def __init__(  # type: ignore[misc]

@@ -10,10 +10,7 @@ from espalier.serve_ray.replica_chooser import ReplicaChooser, RoutingHint
 
 
 class PrefixRouter(RequestRouter):
-    """Routes prompts by shared prefix and load.
-
-    Ray Serve calls initialize_state with the deployment's request_router_kwargs.
-    """
+    """Routes prompts.  Ray Serve calls initialize_state with the deployment's request_router_kwargs."""
 
     def initialize_state(self, imbalance: int = 8) -> None:
         self.chooser = ReplicaChooser(imbalance)

@@ -37,10 +37,9 @@ class Choice:
     """One sample of one prompt.
 
     prompt: token ids.  make_sink: returns the stream that makes the text, None if the engine process makes it.
-    keep_stop: the text includes the stop token's text.  event_ends: the bytes before and after the text in this
-    choice's events, built at the first event.  For the text offsets of log-probabilities: text_length, characters of
-    the tokens so far; characters, a decoder that keeps the bytes of an incomplete character; has_begun, whether a token
-    had text.
+    keep_stop: the text includes the stop token's text.  event_ends: the bytes before and after the text in an event,
+    built at the first event.  For the text offsets of log-probabilities: text_length, characters of the tokens so far;
+    characters, a decoder that keeps the bytes of an incomplete character; has_begun, whether a token had text.
     """
 
     index: int
@@ -166,10 +165,7 @@ class Answer:
         return b"" if chunk is None else event(chunk)
 
     def _text_event(self, choice: Choice, text: str) -> bytes:
-        """Returns the event of a chunk that has only text.
-
-        The bytes around the text never change, so they are kept.
-        """
+        """Returns the event of a chunk that has only text.  The bytes around the text never change, and are kept."""
         if choice.event_ends is None:
             chunk = self.chunk(choice, OutputChunk("", text=PLACEHOLDER))
             assert chunk is not None
@@ -341,10 +337,7 @@ class TextAnswer(Answer):
         }
 
     def _top_logprobs(self, entry: TokenLogprob) -> dict[str, float]:
-        """Returns log-probabilities by token text.
-
-        Of tokens with equal text, all but the likeliest are keyed by id.
-        """
+        """Returns log-probabilities by token text.  Of tokens with one text, all but the likeliest are keyed by id."""
         by_text: dict[str, float] = {}
         for token, value in entry.top[: self.body.logprobs]:
             text = self._token_text(token)

@@ -1,7 +1,6 @@
 """A process beside the front, for work that would hold up the event loop.  It answers each frame with one frame.
 
-A frame is a length and bytes.  The process starts with the first frame, and again after a failure.  It exits when the
-front exits.
+A frame is a length and bytes.  The process starts with the first frame, and after a failure.  It exits with the front.
 """
 
 import asyncio

@@ -1,7 +1,6 @@
 """Builds the answers to conversations, with tool calls and reasoning read from the tokens.
 
-/v1/chat/completions answers with a message, /v1/responses with a list of items.  Both answer whole, or as events in
-OpenAI's order.
+/v1/chat/completions answers with a message, /v1/responses with a list of items: whole, or as events in OpenAI's order.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,8 +31,7 @@ class ChatChoice(Choice):
     """A choice whose tokens are read as a message.
 
     make_stream: returns the stream that reads the tokens, None if all text is content.  parts: the deltas of the last
-    chunk.  deltas: all deltas so far, if the response is whole.  calls: indices of the calls so far that are not
-    broken.
+    chunk.  deltas: all deltas so far, if the response is whole.  calls: indices of the unbroken calls so far.
     """
 
     make_stream: Callable[[], MessageStream] | None = None

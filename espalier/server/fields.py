@@ -79,10 +79,7 @@ PLAIN = frozenset((int, float, bool, type(None)))
 
 
 def at_most(most: int) -> BeforeValidator:
-    """Returns a validator that refuses an object with more than `most` entries before they are checked.
-
-    pydantic has no fail_fast for objects.
-    """
+    """Returns a check that refuses too many entries of an object at once: pydantic has no fail_fast for objects."""
 
     def count(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:

@@ -29,8 +29,7 @@ MAX_LENGTH_DIGITS = 19
 MAX_DROPPED = 4
 # Uploads to this path have their own size limit.
 FILES = "/v1/files"
-# Load balancers and Prometheus read these paths without a key.  Browsers read them too, and cannot send a key
-# (routes.py).
+# Load balancers and Prometheus read these paths without a key.  So do browsers, which cannot send a key (routes.py).
 OPEN_PATHS = ("/health", "/metrics", "/", "/docs")
 
 

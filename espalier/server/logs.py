@@ -60,10 +60,7 @@ def about(name: str) -> dict[str, str]:
 
 
 class Seldom:
-    """Limits the log lines for an event that may happen thousands of times a second.
-
-    every_s: seconds between two lines.
-    """
+    """Limits the log lines of an event that may come thousands of times a second.  every_s: seconds between lines."""
 
     def __init__(self, every_s: float = 60.0):
         self.every_s = every_s

@@ -1,7 +1,6 @@
 """The request bodies: OpenAI's fields with the messages of a conversation, and the fields of SamplingParams.
 
-fields.py defines how a field is declared, and which fields have no effect.  The tables of docs/server.md come from
-these models.
+fields.py defines how a field is declared, and which fields have no effect.  These models make docs/server.md's tables.
 """
 
 import types
@@ -214,10 +213,7 @@ class Generating(Hinted, Constrained):
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def sampling(self, **values: Any) -> SamplingParams:
-        """Returns SamplingParams from the fields of the same names.
-
-        `values`: fields that the endpoint names otherwise.
-        """
+        """Returns SamplingParams from the fields of the same names.  values: fields that the endpoint renames."""
         given = {name: getattr(self, name) for name in self.model_fields_set if name in SAMPLING_FIELDS}
         if self.max_completion_tokens is not None:
             given["max_tokens"] = self.max_completion_tokens

@@ -208,8 +208,7 @@ class Engines(Protocol):
 
     facts: None until `start` has returned.  state: "ready", or one word that tells why no engine is ready.  why: the
     same as a sentence, "" if an engine is ready.  num_slots: how many samples all engines together can run now.
-    max_slots: the same for the largest number of engines.  open_samples: queued or running samples that the front
-    knows.
+    max_slots: the same for the largest number of engines.  open_samples: queued or running, as the front knows.
     """
 
     @property
@@ -229,10 +228,7 @@ class Engines(Protocol):
         """Raises EngineGone if a prompt submitted now could not run."""
 
     def submit(self, prompts: Sequence[list[int]], asked: Submit) -> "Generation":
-        """Queue prompts.  asked: the settings of all prompts; each prompt's name begins with its name.
-
-        Raises EngineGone.
-        """
+        """Queue prompts.  asked: settings of all prompts; its name begins each prompt's name.  Raises EngineGone."""
 
     async def sent(self) -> None:
         """Return when all prompts queued so far are sent, after at least one turn of the event loop."""

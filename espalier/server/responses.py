@@ -241,10 +241,7 @@ def _is_repeated(item: Mapping[str, Any], place: str, following: Sequence[Mappin
 
 
 def _begins_message(message: Mapping[str, Any], kind: str) -> bool:
-    """Whether an item of this type begins a new message.
-
-    It does if `message` already has such an item, or one that comes later.
-    """
+    """Whether an item of this type begins a new message: if `message` has such an item already, or a later one."""
     has_content = message["content"] is not None or "tool_calls" in message
     return (kind == "message" and has_content) or (
         kind == "reasoning" and (has_content or "reasoning_content" in message)

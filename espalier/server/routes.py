@@ -188,8 +188,7 @@ def page_endpoints(server: Server, endpoints: Sequence[Endpoint], needs_key: boo
     async def start(http: Request) -> Response:
         names = () if needs_key else server.names
         models = [(name, server.of(name).inputs.facts.max_context) for name in names]
-        # The origin has the address as the browser wrote it.  Characters that no host has are escaped: a shell reads
-        # it.
+        # The address is as the browser wrote it.  Characters that no host has are escaped, because a shell reads them.
         origin = f"http://{quote(http.headers.get('host', 'localhost'), safe='.:[]-_')}"
         asks = list(asks_of(server, needs_key))
         return page("start.html", models=models, operations=operations_of(described()), origin=origin, asks=asks)
@@ -234,10 +233,7 @@ def openapi(endpoints: Sequence[Endpoint], names: Sequence[str]) -> dict[str, An
 
 
 def asks_of(server: Server, needs_key: bool) -> Iterator[tuple[str, str]]:
-    """Yields (path, the rest of a curl command).
-
-    The command works unchanged in a shell whose environment has the key.
-    """
+    """Yields (path, the rest of a curl command), which works unchanged in a shell whose environment has the key."""
     yield "/v1/models", KEY if needs_key else ""
     if needs_key:  # a generation request names its model, and this page must not
         return

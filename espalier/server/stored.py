@@ -227,10 +227,7 @@ def _whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def split(answers: Path, folder: Path) -> list[tuple[Path, int]]:
-    """Copy a batch's answers into two new files: answers with status 200, and all others.
-
-    Returns (file, number of lines) of each file.
-    """
+    """Copy a batch's answers into two new files: status 200, and all others.  Returns (file, line count) of each."""
     names = [folder / f"{answers.stem}.{kind}" for kind in ("ok", "failed")]
     counts = [0, 0]
     with answers.open("rb") as lines, names[0].open("wb") as ok, names[1].open("wb") as failed:

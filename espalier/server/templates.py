@@ -43,10 +43,7 @@ class Templates:
         await self._aside.start()
 
     async def render(self, rendering: Rendering) -> str:
-        """Returns the rendered text.
-
-        Raises EspalierError if the template refuses or does not end, ApiError if too many renderings wait.
-        """
+        """Returns the text.  Raises EspalierError if the template fails or does not end, ApiError if too many wait."""
         data = json.dumps({"source": self.source, "rendering": rendering}).encode()
         try:
             answer = json.loads(await self._aside.exchange(data, MAX_WALL_S))

@@ -109,8 +109,7 @@ def given_flags(args: Namespace) -> list[str]:
 def named_models(args: Namespace) -> dict[str, str]:
     """Returns the model and the draft that a command loads, by the name of the setting.
 
-    The flags are those of EngineConfig or the command's own.  With --url the result is empty: a running server has the
-    model.
+    The flags are EngineConfig's or the command's own.  With --url the result is empty: a running server has the model.
     """
     if getattr(args, "url", None):
         return {}

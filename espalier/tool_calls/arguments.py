@@ -27,10 +27,7 @@ Schema = Mapping[str, Any]
 
 
 def alternatives(schema: Schema, name: str) -> list[Schema]:
-    """Returns the schemas of a property, one of which it has.  References and unions are resolved.
-
-    {} is a schema that allows everything.
-    """
+    """Returns the schemas of a property, which has one of them; {} allows all.  References and unions are resolved."""
     properties = schema.get("properties")
     return _alternatives(properties.get(name) if isinstance(properties, Mapping) else None, schema, 0)
 

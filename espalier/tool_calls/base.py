@@ -40,8 +40,7 @@ def short_id() -> str:
 class Writer:
     """Collects the deltas that a parser makes.
 
-    schemas: for each tool that may be called, the JSON schema of its parameters.  in_reasoning, may_reason: set by the
-    parser.
+    schemas: for each tool that may be called, the parameters' JSON schema.  in_reasoning, may_reason: the parser's.
     """
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]], make_id: Callable[[], str]):

@@ -120,8 +120,7 @@ def chat_output(
 ) -> ChatOutput:
     """Returns the output with its message; each of the output's choices gets its message too.
 
-    new_stream: makes a stream that reads the output's tokens and ends the content at a stop string; None: its text is
-    read.
+    new_stream: makes a stream that reads the output's tokens, up to a stop string; None: the output's text is read.
     """
     values = {f.name: getattr(output, f.name) for f in fields(Output)}
     choices = [chat_output(plan, prompt, each, new_stream) for each in output.choices]
