@@ -35,7 +35,8 @@ ZERO_ROW = 0
 
 class Marks(NamedTuple):
     """The snapshots that a launch writes.  at: [B], the number of tokens after which the state is copied; row: [B], the
-    table row that gets the copy, 0 for no snapshot.  A launch that does not reach `at` tokens writes none."""
+    table row that gets the copy, 0 for no snapshot.  A request gets a snapshot only if this launch takes it from fewer
+    than `at` tokens to `at` or more."""
 
     at: Tensor
     row: Tensor

@@ -10,7 +10,7 @@ from torch import Tensor
 from espalier.kernels.runtime.launch import require
 from espalier.layout import ANCESTOR_BITS
 
-# Number of words that strides are rounded up to.  Triton compiles the same code for all strides that it divides.
+# Numbers of words are multiples of this.  Triton compiles the same code for all strides that it divides.
 WORDS_UNIT = 16
 
 

@@ -162,8 +162,7 @@ class PeerCollectives:
         return self.join.gather_columns(self.memory, x, each, size)
 
     def abort(self) -> None:
-        # This comes first, because NCCL waits for its own kernels, which may stand behind a kernel that waits for a
-        # rank.
+        # This comes first: NCCL waits for its own kernels, which may stand behind a kernel that waits for a rank.
         self.memory.wait_for_nobody()
         self.nccl.abort()
 

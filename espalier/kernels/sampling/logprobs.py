@@ -18,7 +18,7 @@ from espalier.kernels.runtime.launch import Chip, chip, oversubscribed, power_of
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.logprobs import CHOSEN, RANK, TOKEN, TOP, words
 
-# Token ids per program of the first launch: this many, and more only if there are many rows.
+# Token ids per program of the first launch: the fewest, and the most, for many rows.
 SPLIT = 2048
 MAX_SPLIT = 8192
 

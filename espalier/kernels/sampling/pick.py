@@ -34,7 +34,7 @@ from espalier.kernels.sampling.logit_processors import (
 from espalier.kernels.sampling.noise import gumbel_at, noise_keys
 from espalier.kernels.sampling.top_k_top_p import draw_filtered, from_order, in_order
 
-# Token ids per split: this many, and more only if there are many rows.
+# Token ids per split: the fewest, and the most, for many rows.
 SPLIT = 2048
 MOST_SPLIT = 32768
 # Token ids read at once in a row with parameters; in a row without parameters, bytes read at once.
