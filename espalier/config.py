@@ -10,10 +10,10 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import Field, asdict, dataclass, field, fields
 from os import PathLike
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Protocol, Union, get_args, get_origin
 
 from espalier.errors import EspalierError, refuses_unknown, shown
-from espalier.layout import RoundCosts, RoundLayout
+from espalier.layout import RoundLayout, TreeShape
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 # The kv_dtype that is no dtype of a model.
@@ -139,6 +139,24 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check(self)
         object.__setattr__(self, "model_overrides", dict(self.model_overrides))
+
+
+class RoundCosts(Protocol):
+    """Predicts the times of rounds.  A plain value: it can be sent to another process.
+
+    by_clock: whether a clock corrects the prediction, which must then be in seconds.
+    """
+
+    @property
+    def by_clock(self) -> bool: ...
+
+    def seconds(self, tree: TreeShape, batch: int, context: float) -> float:
+        """The time of a round.  context: tokens of a request, the mean over the batch."""
+        ...
+
+    def of_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
+        """The time of a round that verified so many rows in all.  Only without a clock."""
+        ...
 
 
 @dataclass(frozen=True)

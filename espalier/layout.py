@@ -7,7 +7,7 @@ against it on the host, without reading from the device.
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from espalier.errors import EspalierError
 
@@ -48,6 +48,7 @@ class TreeShape:
     steps: depth; topk: branches kept at each level; num_draft_tokens: nodes verified per round, root included.
     shared_rows: rows of a verify pass for each request of the batch.  The nodes with the best scores get them.  0: each
     request has num_draft_tokens.  drafts: whether the draft proposes; if not, the tree has the other sources' paths.
+    extends: whether the draft runs over the decided tokens, so that it can propose in a later round.
     Raises EspalierError if the levels cannot propose that many nodes.
     """
 
@@ -56,6 +57,7 @@ class TreeShape:
     num_draft_tokens: int
     shared_rows: int = 0
     drafts: bool = True
+    extends: bool = True
 
     def __post_init__(self) -> None:
         bound = max_draft_tokens(self.steps, self.topk)
@@ -82,7 +84,7 @@ class TreeShape:
 
     def __str__(self) -> str:
         if not self.steps:
-            return "plain decoding"
+            return "plain decoding" if self.extends else "plain decoding without a draft"
         shared = f", sharing {self.shared_rows} rows a request" if self.shared_rows else ""
         undrafted = "" if self.drafts else ", without a draft pass"
         return ", ".join(f"{name} {size}" for name, size in self.sizes.items()) + shared + undrafted
@@ -100,24 +102,7 @@ class TreeShape:
 
 TREE_FIELDS = ("steps", "topk", "num_draft_tokens")
 PLAIN = TreeShape(steps=0, topk=1, num_draft_tokens=1)
-
-
-class RoundCosts(Protocol):
-    """Predicts the times of rounds.  A plain value: it can be sent to another process.
-
-    by_clock: whether a clock corrects the prediction, which must then be in seconds.
-    """
-
-    @property
-    def by_clock(self) -> bool: ...
-
-    def seconds(self, tree: TreeShape, batch: int, context: float) -> float:
-        """The time of a round.  context: tokens of a request, the mean over the batch."""
-        ...
-
-    def of_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
-        """The time of a round that verified so many rows in all.  Only without a clock."""
-        ...
+TARGET_ALONE = replace(PLAIN, extends=False)
 
 
 def bucket_of(batch: int, buckets: Iterable[int]) -> int:
@@ -139,7 +124,7 @@ class LaunchForm(NamedTuple):
     """The numbers from which all shapes of a launch follow, with padding.
 
     batch: requests; width: rows of each piece of a prefill pass, 0 for a round; pieces: of the pass, 0 where each
-    request has one; tree: of a round, None for the layout's.
+    request has one; tree: as in LaunchInput, but None for a captured prefill pass, which always runs the draft.
     """
 
     batch: int
@@ -183,7 +168,7 @@ class RoundLayout:
     does not choose.
     text_paths, sent_paths: how many paths are grafted onto each tree, from the request's own text and from the host's
     guesses.
-    shared_rows, drafts: as in TreeShape.
+    shared_rows, drafts, extends: as in TreeShape.
     """
 
     max_batch: int
@@ -202,6 +187,7 @@ class RoundLayout:
     sent_paths: int = 0
     shared_rows: int = 0
     drafts: bool = True
+    extends: bool = True
 
     def __post_init__(self) -> None:
         configured = self.tree
@@ -225,7 +211,16 @@ class RoundLayout:
 
     @cached_property
     def tree(self) -> TreeShape:
-        return TreeShape(self.steps, self.topk, self.num_draft_tokens, self.shared_rows, self.drafts)
+        return TreeShape(self.steps, self.topk, self.num_draft_tokens, self.shared_rows, self.drafts, self.extends)
+
+    @property
+    def has_draft_model(self) -> bool:
+        return self.reentry > 0 or self.block_rows > 0
+
+    @property
+    def without_draft(self) -> TreeShape:
+        """The tree of rounds in which no request ever speculates."""
+        return TARGET_ALONE if self.has_draft_model else PLAIN
 
     @property
     def calibrates(self) -> bool:
@@ -253,7 +248,9 @@ class RoundLayout:
 
     def round_forms(self, buckets: Sequence[int]) -> list[LaunchForm]:
         """The forms of the rounds of these buckets, those with the most rows first."""
-        forms = [LaunchForm(batch, tree=tree) for batch in buckets for tree in self.choices_at(batch) or (None,)]
+        alone = (self.without_draft,) if self.steps else ()
+        trees = {batch: dict.fromkeys((*(self.choices_at(batch) or (None,)), *alone)) for batch in buckets}
+        forms = [LaunchForm(batch, tree=tree) for batch in buckets for tree in trees[batch]]
         rows = {form: form.batch * (form.tree or self.at(form.batch).tree).rows for form in forms}
         return sorted(forms, key=lambda form: (rows[form], form.batch), reverse=True)
 

@@ -45,8 +45,14 @@ LENGTHS = (5, 19, 7, 12)
 MAX_TOKENS = 20
 # Of a log-probability; and how many times the difference between transformers' own two ways, if that is more.
 TOLERANCE, TIMES_OWN = 1e-4, 3
-# Fields without which a class does not run, and for which its own default is None.
+# With few index heads many rows score exactly 0, and which of them a query chooses is nowhere defined.
+NO_TIES = {"index_n_heads": 32}
+# Fields without which a class does not run, and for which its own default is None; or without which it is no judge.
 NEEDED: dict[str, dict[str, Any]] = {
+    "deepseek_v32": NO_TIES,
+    "glm_moe_dsa": NO_TIES,
+    # Beyond its window, which published files make as long as a text, its layers see more rows than its cache keeps.
+    "moshi": {"sliding_window": 64},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4, "head_dim": 16},
     "deepseek_v3": {"head_dim": 16},
     "dots1": {

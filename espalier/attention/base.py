@@ -83,13 +83,17 @@ class Attention:
         """
         raise NotImplementedError
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, selected: Selection | None = None
+    ) -> Tensor:
         """Attention of q [B, Q, heads, k_size] over the committed rows and the staged k, v [B, R, kv_heads, size].
 
         k, v: as the layer's `keeps.read` gives them.
         sink: [heads] float32 (float64 for float64), one extra logit per head that joins the softmax and has no value.
+        selected: the only rows that the queries attend to, of a layer without sinks; None: all that they see.
         Returns out [B, Q, heads, v_size].
         """
+        assert selected is None, "a backend that selects attends to its selections"
         over_staged = staged_attention(self.inputs(layer, q, (k, v), *self._no_prefix))
         return merge(self.over_prefix(q, layer), over_staged, sink)
 
@@ -103,11 +107,6 @@ class Attention:
         queries: [B, Q, ...]; keys: [B, R, 1, size], the index keys of the staged rows.
         """
         raise EspalierError("this attention backend does not attend to chosen rows; use another one")
-
-    def attend_selected(self, layer: int, q: Tensor, k: Tensor, v: Tensor, selection: Selection | None) -> Tensor:
-        """As `attend`, over the rows of `selection` alone; None: over all."""
-        assert selection is None, "a backend that selects attends to its selections"
-        return self.attend(layer, q, k, v)
 
     def select_by_mask(
         self, layer: int, queries: IndexQueries, keys: Tensor, rows: Tensor, held: Tensor

@@ -224,9 +224,8 @@ class Pass:
         k, v = spec.rows.read(planes)
         if self.chosen is not None:
             return self.chosen.of(plan.attend(index, self.chosen.spread(q), k, v, sink))
-        if spec.topk is None:
-            return plan.attend(index, q, k, v, sink)
-        return plan.attend_selected(index, q, k, v, self._selected(layer, plan, planes))
+        selection = None if spec.topk is None else self._selected(layer, plan, planes)
+        return plan.attend(index, q, k, v, sink, selection)
 
     def _selected(self, layer: int, plan: Attention, planes: tuple[Tensor, ...]) -> Selection | None:
         """The rows that the layer's queries attend to, chosen by this layer or by the last layer that chose; None: all

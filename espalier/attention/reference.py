@@ -23,10 +23,14 @@ class ReferenceAttention(Attention):
         _, exists, rows = self._held_rows()
         return self.select_by_mask(layer, queries, keys, rows, exists)
 
-    def attend_selected(self, layer: int, q: Tensor, k: Tensor, v: Tensor, selection: Selection | None) -> Tensor:
-        assert isinstance(selection, SelectedMask)
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, selected: Selection | None = None
+    ) -> Tensor:
+        if selected is None:
+            return super().attend(layer, q, k, v, sink)
+        assert isinstance(selected, SelectedMask)
         spec = self.specs[layer]
-        committed, staged = selection.mask.split((selection.mask.shape[2] - k.shape[1], k.shape[1]), 2)
+        committed, staged = selected.mask.split((selected.mask.shape[2] - k.shape[1], k.shape[1]), 2)
         over_staged = masked_attention(q, k, v, staged, spec.softmax_scale, self.scales(layer))
         return merge.reference(self._over(q, layer, committed), over_staged)
 

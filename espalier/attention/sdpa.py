@@ -75,15 +75,8 @@ class SdpaAttention(Attention):
             return None
         return self.select_by_mask(layer, queries, keys, self.committed_rows.rows, self.committed_rows.held)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
-        return self._attend(layer, q, k, v, sink, None)
-
-    def attend_selected(self, layer: int, q: Tensor, k: Tensor, v: Tensor, selection: Selection | None) -> Tensor:
-        assert selection is None or isinstance(selection, SelectedMask)
-        return self._attend(layer, q, k, v, None, selection)
-
-    def _attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, selection: SelectedMask | None
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, selected: Selection | None = None
     ) -> Tensor:
         batch, queries, heads, size = q.shape
         spec = self.specs[layer]
@@ -97,8 +90,9 @@ class SdpaAttention(Attention):
         if scales is not None:
             q, k, v = times_k_scale(q, scales), k.to(q.dtype), v.to(q.dtype)
         bias = self._bias(spec.window, groups, q.dtype)
-        if selection is not None:
-            bias = _additive_mask(selection.mask, groups, q.dtype)
+        if selected is not None:
+            assert isinstance(selected, SelectedMask)
+            bias = _additive_mask(selected.mask, groups, q.dtype)
         if sink is not None:
             # One more key, all zeros, whose bias is the sink.  Its value is zero.
             k, v = (F.pad(rows, (0, 0, 0, 0, 0, 1)) for rows in (k, v))

@@ -62,24 +62,25 @@ class TritonAttention(Attention):
         self.contiguous_of: dict[tuple[LayerSpec, bool], Tensor | None] = {}
 
     def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        return self._attend(layer, q, None, None)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
-        return self._attend(layer, q, (k, v), sink)[0]
+        spec = self.specs[layer]
+        return self._run(spec, self.inputs(layer, q, None, self.prefix, self.splits(spec)))
 
     def select(self, layer: int, queries: IndexQueries, keys: Tensor) -> SelectedRows | None:
         return _select(self.pages, self.specs[layer], layer, self.prefix, self.nodes, queries, keys)
 
-    def attend_selected(self, layer: int, q: Tensor, k: Tensor, v: Tensor, selection: Selection | None) -> Tensor:
-        if selection is None:
-            return self.attend(layer, q, k, v)
-        assert isinstance(selection, SelectedRows)
-        spec, policy = self.specs[layer], self._policy(self.specs[layer])
-        batch, queries, width = selection.rows.shape
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, selected: Selection | None = None
+    ) -> Tensor:
+        spec = self.specs[layer]
+        if selected is None:
+            return self._run(spec, self.inputs(layer, q, (k, v), self.prefix, self.splits(spec), sink))[0]
+        assert isinstance(selected, SelectedRows)
+        policy = self._policy(spec)
+        batch, queries, width = selected.rows.shape
         rest = self.prefix.shared((spec.topk, k.shape[1], policy), partial(self._rest, spec, policy, k.shape[1]))
         inputs = self.inputs(layer, q, (k, v), *rest)
         of_choice = self._policy_of(spec, batch * queries, 1, width)
-        return _attend_chosen(partial(self._run, spec), inputs, selection, of_choice)
+        return _attend_chosen(partial(self._run, spec), inputs, selected, of_choice)
 
     def _rest(self, spec: LayerSpec, policy: KVSplitPolicy, staged: int) -> tuple[Prefix, KVSplits]:
         """The prefixes, which are empty for requests with more than topk rows (committed and staged together)."""
@@ -88,17 +89,11 @@ class TritonAttention(Attention):
         length = prefix.length.where(prefix.length + staged <= spec.topk, 0)
         return Prefix(prefix.page_table, length, prefix.first), kv_splits.triton(length, prefix.first, policy)
 
-    def _attend(
-        self, layer: int, q: Tensor, staged: tuple[Tensor, Tensor] | None, sink: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        spec = self.specs[layer]
-        if _is_wide_latent(spec) and sink is not None:
-            raise EspalierError("attention=triton has no sinks over wide latent rows; use attention=reference")
-        return self._run(spec, self.inputs(layer, q, staged, self.prefix, self.splits(spec), sink))
-
     def _run(self, spec: LayerSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:
         splits, queries = inputs.splits, inputs.q.shape[1]
         if _is_wide_latent(spec):
+            if inputs.sink is not None:
+                raise EspalierError("attention=triton has no sinks over wide latent rows; use attention=reference")
             partials = None if splits.policy.max_splits == 1 else self._partials(splits, spec, queries)
             return latent_attention.triton(inputs, partials)
         contiguous = self._contiguous_blocks(spec, inputs) if spec.topk is None else None
@@ -184,7 +179,7 @@ def _bits_of(nodes: Nodes) -> Tensor:
 
 
 def _attend_chosen(run: AttentionKernel, rest: Inputs, chosen: SelectedRows, policy: KVSplitPolicy) -> Tensor:
-    """Attention.attend_selected, by kernels: the kernel of a layer runs twice.
+    """Attention.attend over chosen rows, by kernels: the kernel of a layer runs twice.
 
     The first launch attends to committed rows.  It treats each query as a request, whose pages are the chosen rows, one
     row a page.  The second launch attends to the chosen staged rows.  A request with at most topk rows has no rows in

@@ -17,6 +17,7 @@ class Node:
     """One cached page.
 
     used: the clock at its last use; at least the clock of each node below it.
+    has_draft_rows: whether a draft ran over its tokens.  Then one ran over the tokens of its ancestors.
     num_keepers: reasons why the node cannot be evicted: one for each child that cannot, and one if a request holds the
     page.
     """
@@ -25,6 +26,7 @@ class Node:
     key: Hashable = ()
     parent: "Node | None" = None
     used: int = 0
+    has_draft_rows: bool = False
     num_keepers: int = 0
     children: dict[Hashable, "Node"] = field(default_factory=dict)
 
@@ -46,7 +48,6 @@ class PrefixTree:
         self.page_size = page_size
         self.on_removed: Callable[[int], None] = lambda page: None
         self._root = Node(DUMMY_PAGE)
-        # In order of insertion, so a node comes after its ancestors.
         self._nodes: dict[int, Node] = {}
         # A heap of (used, page): one entry for each leaf, and some for pages that are no leaves any more.  `used` may
         # be older than the node's; it is corrected when the entry is popped, so a match does not touch the heap.
@@ -56,9 +57,10 @@ class PrefixTree:
         self._num_kept = 0
         pool.on_shared = self._page_shared
 
-    def match(self, tokens: Sequence[int]) -> list[int]:
+    def match(self, tokens: Sequence[int], needs_draft_rows: bool = False) -> list[int]:
         """The cached pages of the longest cached prefix of `tokens`, in order.  Marks them as used now.
 
+        needs_draft_rows: only pages that have them.
         Takes no reference: the caller shares the pages before anything can evict them.
         """
         self._clock += 1
@@ -66,18 +68,20 @@ class PrefixTree:
         pages: list[int] = []
         for key in page_keys(tokens, len(tokens) // self.page_size, self.page_size):
             child = node.children.get(key)
-            if child is None:
+            if child is None or (needs_draft_rows and not child.has_draft_rows):
                 return pages
             node = child
             node.used = self._clock
             pages.append(node.page)
         return pages
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
+    def insert(self, tokens: Sequence[int], pages: Sequence[int], has_draft_rows: bool = True) -> None:
         """Add `pages`, which hold tokens[: len(pages) * page_size].  Marks them as used now.
 
+        has_draft_rows: whether a draft ran over all of these tokens.
         The tree takes a reference to each page that is new to it.  If another page with equal tokens is cached already,
-        the tree keeps that one.  The caller keeps its references and releases them as usual.
+        the tree keeps that one, unless only the new one has draft rows.  The caller keeps its references and releases
+        them as usual.
         """
         if len(tokens) < len(pages) * self.page_size:
             raise ValueError(f"{len(pages)} pages of {self.page_size} tokens need more than the {len(tokens)} given")
@@ -85,6 +89,10 @@ class PrefixTree:
         node = self._root
         for key, page in zip(page_keys(tokens, len(pages), self.page_size), pages, strict=True):
             node = node.children.get(key) or self._add(node, key, page)
+            if has_draft_rows and not node.has_draft_rows:
+                node.has_draft_rows = True
+                if node.page != page:
+                    self._replace(node, page)
             node.used = self._clock
         if pages and not node.children:
             self._queue(node)
@@ -117,7 +125,7 @@ class PrefixTree:
         return len(self._nodes) - self._num_kept
 
     def pages(self) -> Iterator[int]:
-        """Every cached page once, ancestors first."""
+        """Every cached page once."""
         return iter(self._nodes)
 
     def __len__(self) -> int:
@@ -136,13 +144,29 @@ class PrefixTree:
         self.pool.release(pages)
 
     def _add(self, parent: Node, key: Hashable, page: int) -> Node:
+        node = parent.children[key] = Node(page, key, parent)
+        self._hold(node, page)
+        return node
+
+    def _hold(self, node: Node, page: int) -> None:
         if page in self._nodes:
             raise PageDefect(f"page {page} is cached already with other tokens")
         self.pool.share([page])
-        node = self._nodes[page] = parent.children[key] = Node(page, key, parent)
+        node.page, self._nodes[page] = page, node
         if self.pool.references(page) > 1:
             self._page_shared(page, True)
-        return node
+
+    def _let_go(self, page: int) -> None:
+        del self._nodes[page]
+        self.on_removed(page)
+        self.pool.release([page])
+
+    def _replace(self, node: Node, page: int) -> None:
+        old = node.page
+        if self.pool.references(old) > 1:
+            self._page_shared(old, False)
+        self._hold(node, page)
+        self._let_go(old)
 
     def _page_shared(self, page: int, shared: bool) -> None:
         """Update `evictable`: a first request now holds a page of the tree (shared), or no request holds it any more.
@@ -162,9 +186,7 @@ class PrefixTree:
         parent = leaf.parent
         assert parent is not None
         del parent.children[leaf.key]
-        del self._nodes[leaf.page]
-        self.on_removed(leaf.page)
-        self.pool.release([leaf.page])
+        self._let_go(leaf.page)
         if parent is not self._root and not parent.children:
             self._queue(parent)
 
@@ -178,8 +200,8 @@ class PrefixTree:
         while self._leaves:
             used, page = heappop(self._leaves)
             self._queued.remove(page)
-            node = self._nodes[page]
-            if node.children:
+            node = self._nodes.get(page)
+            if node is None or node.children:
                 continue
             if node.used == used:
                 return node

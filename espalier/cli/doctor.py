@@ -72,7 +72,7 @@ def run(args: Namespace) -> int:
         )
     )
     if target.probed is not None:
-        console.print(Text(f"  it runs by transformers; modules that are replaced by ours: {target.probed.in_words}"))
+        console.print(Text(f"  it runs by transformers; modules that are replaced by ours: {target.probed.replaced}"))
     else:
         console.print(Text("  it runs by Espalier's own layers (native)"))
     console.print(Text("this configuration is supported and fits here", QUIET))

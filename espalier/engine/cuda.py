@@ -194,7 +194,7 @@ class CudaExecutor:
         with torch.cuda.stream(self.stream):
             self._prepare(launch_input, form, graph is not None)
             if graph is None:
-                output = self._eager(launch_input, packed)
+                output = self._eager(launch_input, packed, form)
             else:
                 self._send(launch_input, packed, host, graph)
                 self._replay(graph.graph)
@@ -314,7 +314,7 @@ class CudaExecutor:
             if launch_input.is_staged:
                 self._eager_stages(packed, form.batch).run()
             else:
-                self._eager(launch_input, packed)
+                self._eager(launch_input, packed, form)
 
     def bucket(self, batch: int) -> int:
         """The batch size that a round of `batch` requests is padded to, eager or captured.  One above max_batch is not:
@@ -331,11 +331,11 @@ class CudaExecutor:
         """The graph that a launch replays; None for an eager launch, which may have the form of a graph."""
         return None if launch_input.is_eager_only else self.graphs.get(self.form(launch_input))
 
-    def _eager(self, launch_input: LaunchInput, packed: LaunchBuffer) -> RoundOutput:
+    def _eager(self, launch_input: LaunchInput, packed: LaunchBuffer, form: LaunchForm) -> RoundOutput:
         masks = None
         if launch_input.masks is not None:
             masks = torch.from_numpy(launch_input.masks).pin_memory().to(self.device, non_blocking=True)
-        runner, device_launch = self.runner.of_tree(launch_input.tree), self._to_device(packed)
+        runner, device_launch = self.runner.of_tree(form.tree), self._to_device(packed)
         known = (launch_input.width, ALL_SAMPLING, launch_input.prompt_rows, masks)
         return execute(runner, self.results, device_launch, *known)
 

@@ -41,7 +41,8 @@ class LaunchInput:
     cleared_pages: free pages of requests whose logits were not finite: their rows become zero before the launch.
     traced: whether results carry the trees.
     prompt_rows: rows of a prefill pass whose log-probabilities are wanted; None for none.
-    tree: of a round; None for the layout's.
+    tree: of a round; None for the layout's.  A prefill pass of requests that never speculate has
+    RoundLayout.without_draft.
     is_staged: a round that runs in stages, because a request of it has a grammar.
     masks: [B, 1, words] int32, the tokens that a prefill pass may pick; None for all.
     state_copies: (source, destination) rows of the states, which are copied in this order before the launch.
@@ -92,10 +93,12 @@ class LaunchInput:
 
 @dataclass(frozen=True)
 class Launch:
-    """members: (request, its generation at the launch, whether the whole prefill was launched), in slots' order."""
+    """members: (request, its generation at the launch, whether the whole prefill was launched), in slots' order.
+    guesses: what the host's sources guessed, of which the launch input may carry a part."""
 
     launch_input: LaunchInput
     members: list[tuple[Request, int, bool]]
+    guesses: tuple[tuple[int, tuple[Guess, ...]], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from espalier.layout import PLAIN, RoundCosts, TreeShape
+from espalier.config import RoundCosts
+from espalier.layout import TreeShape
 
 # A form's correction is made from its last MEMORY rounds.
 MEMORY = 9
@@ -34,8 +35,8 @@ class CpuCosts:
 
     def of_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
         # A draft also runs over the tokens that were decided.
-        passes = 1 + (tree.steps - 1 if tree.drafts and tree != PLAIN else 0)
-        return 1 + self.row * (rows - 1) + self.lookup * (tree != PLAIN) + self.draft * passes
+        passes = tree.extends + (tree.steps - 1 if tree.drafts and tree.steps else 0)
+        return 1 + self.row * (rows - 1) + self.lookup * (tree.steps > 0) + self.draft * passes
 
 
 class RoundTimes:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from espalier.engine.acceptance import Sample
 from espalier.engine.launch_input import LaunchInput, RequestResult
-from espalier.engine.tree_choice import FixedTrees, TreeChooser
-from espalier.layout import PLAIN, RoundLayout, TreeShape
+from espalier.engine.tree_choice import FixedTrees, LookedUp, TreeChooser
+from espalier.layout import RoundLayout, TreeShape
 from espalier.request import Request
 
 
@@ -21,22 +21,36 @@ class RoundTrees:
         self.chooser = chooser or FixedTrees()
         self.runs_any_tree = runs_any_tree
         self.num_rounds: Counter[TreeShape] = Counter()
+        # Whether rounds may run without a draft pass.
+        self.looks_up = any(not tree.drafts for _, trees in layout.choices for tree in trees)
 
-    def next_tree(self, batch: Sequence[Request]) -> TreeShape | None:
-        """The tree of the next round, of these requests; None for the layout's."""
-        tree = self._chosen_tree(batch)
+    def next_tree(self, batch: Sequence[Request], looked_up: LookedUp | None = None) -> TreeShape | None:
+        """The tree of the next round, of these requests; None for the layout's.  looked_up: as in TreeChooser."""
+        tree = self._chosen_tree(batch, looked_up)
         self.num_rounds[tree or self.layout.at(len(batch)).tree] += 1
         return tree
 
-    def _chosen_tree(self, batch: Sequence[Request]) -> TreeShape | None:
+    def _chosen_tree(self, batch: Sequence[Request], looked_up: LookedUp | None) -> TreeShape | None:
         if not self.layout.steps:
             return None
         if not self.runs_any_tree and any(request.masker for request in batch):
             # Rounds with a grammar run in stages, which only the layout's tree has.
             return None
-        drafting = sum(request.params.depth_limit(self.layout.steps) > 0 for request in batch)
-        tree = self.chooser.pick(len(batch), drafting, sum(request.num_known for request in batch) / len(batch))
-        return PLAIN if tree is None and not drafting and self.runs_any_tree else tree
+        drafting = self._num_drafting(batch)
+        context = sum(request.num_known for request in batch) / len(batch)
+        tree = self.chooser.pick(len(batch), drafting, context, looked_up)
+        return self.layout.without_draft if tree is None and not drafting else tree
+
+    def of_pass(self, batch: Sequence[Request]) -> TreeShape | None:
+        """LaunchInput.tree of a prefill pass of these requests."""
+        return self.layout.without_draft if self.layout.steps and not self._num_drafting(batch) else None
+
+    def _num_drafting(self, batch: Sequence[Request]) -> int:
+        return sum(request.params.depth_limit(self.layout.steps) > 0 for request in batch)
+
+    def has_draft_rows(self, request: Request) -> bool:
+        """Whether the draft, if there is one, runs over all tokens of the request."""
+        return not self.layout.has_draft_model or request.params.depth_limit(self.layout.steps) > 0
 
     def rows(self, tree: TreeShape | None, batch: int) -> int:
         """How many nodes a round verifies."""
@@ -57,7 +71,7 @@ class RoundTrees:
         tree = launch_input.tree
         if launch_input.is_prefill:
             self.chooser.restart()
-        if tree is None:
+        if launch_input.is_prefill or tree is None:
             return
         guesses = [sum(row.tree_size.at_depth) for row in rows]
         verified = len(rows) + sum(guesses) if tree.shared_rows else len(rows) * (1 + max(guesses))
@@ -67,8 +81,14 @@ class RoundTrees:
         ]
         counted = [at for at, row in enumerate(rows) if allowed[at] > 0 and row.finite]
         samples = [Sample(allowed[at], rows[at].ranks, rows[at].is_leaf, is_short[at]) for at in counted]
-        looked_up = [_without_draft(allowed[at], followed[at], len(rows[at].tokens)) for at in counted]
+        looked_up = [_without_draft(allowed[at], followed[at], len(rows[at].tokens)) for at in counted if self.looks_up]
         self.chooser.read(samples, verified, looked_up)
+
+
+def label(tree: TreeShape) -> str:
+    """A short name of a tree, for metrics."""
+    shared = f" sharing {tree.shared_rows}" if tree.shared_rows else ""
+    return ",".join(map(str, tree.sizes.values())) + shared + ("" if tree.drafts and tree.extends else " without draft")
 
 
 def _without_draft(allowed: int, followed: int, emitted: int) -> Sample:

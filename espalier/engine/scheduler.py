@@ -13,7 +13,7 @@ from dataclasses import replace
 from espalier.attention import CommittedLengths
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree, Room
-from espalier.engine.guesses import Guesses, OfRound
+from espalier.engine.guesses import NOTHING, Asked, Guesses
 from espalier.engine.launch_input import (
     NOT_FINITE,
     Launch,
@@ -36,7 +36,7 @@ from espalier.engine.prefill_policy import (
 from espalier.engine.queue import WaitingQueue
 from espalier.engine.round_trees import RoundTrees
 from espalier.engine.state_keeper import Pairs, Stateless
-from espalier.layout import PLAIN, LaunchForm, RoundLayout, TreeShape
+from espalier.layout import LaunchForm, RoundLayout, TreeShape
 from espalier.request import OutputChunk, Request
 from espalier.sampling.prompt import PromptRows
 from espalier.slots import SlotInit
@@ -182,7 +182,8 @@ class Scheduler:
         tokens = request.tokens
         # The last token of a preempted request is its root.  The root is not prefilled, so it is not sampled again.
         prefill_len = len(tokens) - 1 if request.output else len(tokens)
-        shared = [] if self.prefixes is None else self.prefixes.match(tokens[:prefill_len])
+        drafted = self.trees.has_draft_rows(request)
+        shared = [] if self.prefixes is None else self.prefixes.match(tokens[:prefill_len], drafted)
         self.pool.share(shared)
         end = request.end(self.layout.max_context)
         need = self.layout.reserve(prefill_len, self.rounds_in_flight, end) - len(shared)
@@ -254,34 +255,34 @@ class Scheduler:
             request.num_prefilled += length
         self._last_was_prefill = True
         self._idle_rows = 0.0
-        return self._launch(batch, committed, marks, made, pieces, prompt_rows)
+        return self._launch(batch, committed, marks, self.trees.of_pass(batch), made, pieces, prompt_rows)
 
     def _launch_round(self, batch: list[Request]) -> Launch:
         at_most = tuple(self.layout.committed_at_most(r.num_known, r.rounds_in_flight) for r in batch)
         committed = CommittedLengths(at_most, exact=not any(r.rounds_in_flight for r in batch))
-        marks = self.states.marks_of_round(batch)
+        marks, asked = self.states.marks_of_round(batch), self.guesses.ask(batch)
         for request in batch:
             request.rounds_in_flight += 1
         self._last_was_prefill = False
         waiting = sum(r.num_prefilled < r.prefill_len for r in self.running)
-        tree = self.trees.next_tree(batch)
+        tree = self.trees.next_tree(batch, asked.looked_up)
         self._idle_rows += (PASS_OVERHEAD_ROWS + self.trees.rows(tree, len(batch))) * waiting / len(batch)
         self.num_rounds[len(batch)] += 1
-        return self._launch(batch, committed, marks, tree=tree)
+        return self._launch(batch, committed, marks, tree, asked=asked)
 
     def _launch(
         self,
         batch: list[Request],
         committed: CommittedLengths,
         marks: Pairs,
+        tree: TreeShape | None,
         prefill: PrefillPass = NO_PREFILL,
         pieces: Pairs = (),
         prompt_rows: PromptRows | None = None,
-        tree: TreeShape | None = None,
+        asked: Asked = NOTHING,
     ) -> Launch:
         # A round's launch input has a fixed form without slot inits.  A request that gets a slot needs a prefill first.
         slot_inits, self._slot_inits = (self._slot_inits, []) if prefill.width else ([], self._slot_inits)
-        told = OfRound() if prefill.width or tree == PLAIN else self.guesses.next(batch)
         launch_input = LaunchInput(
             slots=tuple(r.slot for r in batch if r.slot is not None),
             needs=sampling_needs_of(batch),
@@ -299,12 +300,12 @@ class Scheduler:
             masks=self.masks.of_prompts(batch) if prefill.width else None,
             state_copies=self.states.take_copies(),
             marks=marks,
-            **told._asdict(),
+            **self.guesses.of_round(batch, asked, tree)._asdict(),
             committed=committed,
         )
         self._appended, self._to_clear = [], []
         self._in_flight += 1
-        return Launch(launch_input, [(r, r.generation, r.num_prefilled >= r.prefill_len) for r in batch])
+        return Launch(launch_input, [(r, r.generation, r.num_prefilled >= r.prefill_len) for r in batch], asked.guesses)
 
     # Harvest
 
@@ -445,5 +446,5 @@ class Scheduler:
         if self.prefixes is not None:
             num_full = self.layout.whole_pages(rows)
             tokens = request.tokens[: self.layout.tokens_in(num_full)]
-            self.prefixes.insert(tokens, request.pages[:num_full])
+            self.prefixes.insert(tokens, request.pages[:num_full], self.trees.has_draft_rows(request))
             self.states.filed(request, len(tokens))

@@ -47,29 +47,29 @@ POSIX_CLASS = re.compile(r"\[([:.=])[a-z]*\1\]")
 CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
 # Escapes of other dialects, and what the user should write instead.
 OTHER_ESCAPES = {
-    "A": ("start of the text", "leave it out, or write ^"),
-    "Z": ("end of the text", "leave it out, or write $"),
-    "z": ("end of the text", "leave it out, or write $"),
-    "b": ("word boundary", "write the characters beside it"),
+    "A": ("the start of the text", "leave it out, or write ^"),
+    "Z": ("the end of the text", "leave it out, or write $"),
+    "z": ("the end of the text", "leave it out, or write $"),
+    "b": ("a word boundary", "write the characters beside it"),
     "B": ("no word boundary", "write the characters beside it"),
-    "G": ("start of the match", "leave it out"),
-    "K": ("start of the match", "leave it out"),
-    "Q": ("quotation", "escape each character instead"),
-    "E": ("end of a quotation", "escape each character instead"),
-    "h": ("horizontal space", r"write [ \t]"),
+    "G": ("the start of the match", "leave it out"),
+    "K": ("the start of the match", "leave it out"),
+    "Q": ("a quotation", "escape each character instead"),
+    "E": ("the end of a quotation", "escape each character instead"),
+    "h": ("a horizontal space", r"write [ \t]"),
     "H": ("no horizontal space", r"write [^ \t]"),
     "N": ("no newline, or a named character", r"write [^\n], or the character"),
-    "R": ("line break", r"write (\r\n|\n|\r)"),
-    "X": ("grapheme", "write a class of characters"),
-    "p": ("Unicode property", "write the characters as a class, such as [A-Za-z]"),
-    "P": ("Unicode property", "write the characters as a class, such as [^A-Za-z]"),
-    "k": ("back reference", "write the group again"),
-    "g": ("back reference", "write the group again"),
-    "c": ("control character", r"write it as \x and two hex digits"),
-    "a": ("control character", r"write \x07"),
-    "e": ("control character", r"write \x1b"),
-    "0": ("octal number", r"write \x and two hex digits"),
-    "o": ("octal number", r"write \x and two hex digits"),
+    "R": ("a line break", r"write (\r\n|\n|\r)"),
+    "X": ("a grapheme", "write a class of characters"),
+    "p": ("a Unicode property", "write the characters as a class, such as [A-Za-z]"),
+    "P": ("a Unicode property", "write the characters as a class, such as [^A-Za-z]"),
+    "k": ("a back reference", "write the group again"),
+    "g": ("a back reference", "write the group again"),
+    "c": ("a control character", r"write it as \x and two hex digits"),
+    "a": ("a control character", r"write \x07"),
+    "e": ("a control character", r"write \x1b"),
+    "0": ("an octal number", r"write \x and two hex digits"),
+    "o": ("an octal number", r"write \x and two hex digits"),
 }
 GROUPS = (
     ("?=", "lookaround", "write what may follow as a part of the regex"),
@@ -321,8 +321,8 @@ class _Reader:
         if char == "p" or char == "P":
             self._name_of_property()
         written = self.regex[at : max(self.at, at + 1)]
-        what, remedy = OTHER_ESCAPES.get(char, ("unknown escape", r"write \\ for a backslash"))
-        raise self._refuse(f"'{written}', a {what}", remedy, at)
+        what, remedy = OTHER_ESCAPES.get(char, ("an unknown escape", r"write \\ for a backslash"))
+        raise self._refuse(f"'{written}', {what}", remedy, at)
 
     def _name_of_property(self) -> None:
         inside, found, _ = self.regex[self.at :].partition("}")

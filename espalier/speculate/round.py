@@ -61,8 +61,7 @@ class ModelRunner:
         Raises EspalierError above max_batch.
         """
         self.layout.require_batch(batch)
-        layout = self.layout.at(batch)
-        return self if layout is self.layout else replace(self, layout=layout, drafter=self.drafter.for_layout(layout))
+        return self._of_layout(self.layout.at(batch))
 
     @property
     def pages(self) -> PagedKV:
@@ -79,10 +78,10 @@ class ModelRunner:
     def of_tree(self, tree: TreeShape | None) -> "ModelRunner":
         """The runner for rounds with this tree at every batch; None: with the layout's trees.  Models and buffers are
         shared."""
-        if tree is None:
-            return self
-        layout = self.layout.with_tree(tree)
-        return replace(self, layout=layout, drafter=self.drafter.for_layout(layout))
+        return self if tree is None else self._of_layout(self.layout.with_tree(tree))
+
+    def _of_layout(self, layout: RoundLayout) -> "ModelRunner":
+        return self if layout is self.layout else replace(self, layout=layout, drafter=self.drafter.for_layout(layout))
 
     def prepare(self, lengths: CommittedLengths) -> None:
         """Called on the host before each launch.  lengths: the target's committed rows."""
@@ -174,7 +173,11 @@ def decode_round(
     appended: ScatterUpdate | None = None,
     marks: Marks | None = None,
 ) -> RoundOutput:
-    """Run a whole round.  index: [B] int64, the slots of the batch; appended: as `gather` takes it."""
+    """Run a whole round.
+
+    index: [B] int64, the slots of the batch; appended: new entries of the page table; marks: where states leave
+    snapshots, by request.
+    """
     return settle(verify(propose(begin(runner, index, needs, appended, marks))))
 
 
@@ -185,11 +188,14 @@ def begin(
     appended: ScatterUpdate | None = None,
     marks: Marks | None = None,
 ) -> Begun:
-    """First stage: the draft's first logits for each slot of `index` [B].  appended: as `gather` takes it."""
+    """First stage: the draft's first logits for each slot.  Arguments as of `decode_round`."""
     runner = runner.at(index.shape[0])
+    drafter = runner.drafter
     slots = gather(runner.table, index, appended)
     sampler = runner.sampler(slots, needs, slots.num_tokens, runner.layout.extend_width)
-    return Begun(runner, slots, sampler, marks, runner.drafter.begin(slots))
+    is_plain = runner.layout.num_draft_tokens == 1
+    grow = (lambda sampler: drafter.root_trees(slots.root)) if is_plain else drafter.begin(slots)
+    return Begun(runner, slots, sampler, marks, grow)
 
 
 def propose(begun: Begun, guide: DraftGuide | None = None) -> Proposed:
@@ -199,6 +205,8 @@ def propose(begun: Begun, guide: DraftGuide | None = None) -> Proposed:
     check_tree(begun.runner.layout, tree, begun.slots.batch)
     runner = begun.runner
     if runner.shared_rows(begun.slots.batch):
+        # A node that cannot be accepted takes no row from another request.
+        tree = tree.within(begun.slots.max_accept_depth)
         tree = tree.only(tree.best(runner.shared_rows(begun.slots.batch)))
     if runner.trims_trees:
         nodes = num_offered(tree, begun.slots.max_accept_depth)
@@ -244,7 +252,8 @@ def settle(verified: Verified, mask: Tensor | None = None) -> RoundOutput:
     sampled = sample_nodes(verified, mask)
     path = accept(tree, *sampled, slots.max_accept_depth, slots.real, runner.layout.steps)
     commit(runner, slots, path, proposed.sampler.needs.penalised, proposed.marks)
-    runner.drafter.extend(slots, rows_of_path(runner.drafter, out, path), path.length)
+    if runner.layout.extends:
+        runner.drafter.extend(slots, rows_of_path(runner.drafter, out, path), path.length)
     told: dict[str, Any] = {}
     if runner.table.layout.calibrates and runner.layout.num_draft_tokens > 1:
         fields = {"said": slots.table.said, "candidates": slots.table.candidates}
@@ -312,7 +321,8 @@ def prefill(
     logits = runner.target.logits(last.of_requests(hidden))
     sampled = runner.sampler(slots, needs, slots.prefix_len + length, 1).pick_last(logits, mask)
     num_emitted, _ = advance(slots, length, sampled.tokens, needs.penalised)
-    runner.drafter.extend(rows.slots, draft_features(runner.drafter, out), rows.length, last)
+    if runner.layout.extends:
+        runner.drafter.extend(rows.slots, draft_features(runner.drafter, out), rows.length, last)
     path = Path(torch.zeros_like(sampled.tokens), num_emitted, sampled.tokens, num_emitted * sampled.finite[:, 0])
     return RoundOutput(path, logits, slots.num_logprobs, path.rows, prompt_logprobs=logprobs)
 

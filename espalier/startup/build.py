@@ -29,6 +29,7 @@ from espalier.speculate.drafters.registry import make_drafter
 from espalier.speculate.round import ModelRunner
 from espalier.speculate.sources.base import HostSource
 from espalier.speculate.sources.index import IndexSource
+from espalier.speculate.sources.own_text import OwnTextSource
 from espalier.speculate.sources.prediction import PredictionSource
 
 
@@ -140,7 +141,7 @@ def assemble(loaded: Loaded, keep_graphs: bool = False, capture_stages: bool = F
     config = loaded.config
     graphs = (config.graph_batch, keep_graphs, capture_stages)
     on = (make_runner(loaded), config.overlap, config.prefix_cache, *graphs, chooser_of(config))
-    return engine_of(*on, host_sources(config.sources, config.index_bytes))
+    return engine_of(*on, host_sources(config.sources, config.index_bytes, config.layout.text_paths == 0))
 
 
 def engine_of(
@@ -165,9 +166,11 @@ def chooser_of(config: ResolvedConfig) -> TreeChooser | None:
     return TreeChoice(config.layout, config.round_costs, is_lookup=config.algorithm == "ngram")
 
 
-def host_sources(names: Sequence[str], index_bytes: int) -> list[HostSource]:
-    """The sources that the host asks, in order of preference.  names: of all sources."""
+def host_sources(names: Sequence[str], index_bytes: int, searches_text: bool) -> list[HostSource]:
+    """The sources that the host asks, in order of preference.  names: of all sources; searches_text: whether it has
+    `text` too."""
     made: list[HostSource] = [PredictionSource()] if "prediction" in names else []
+    made += [OwnTextSource()] if "text" in names and searches_text else []
     return [*made, IndexSource(index_bytes)] if "index" in names else made
 
 

@@ -26,6 +26,7 @@ from espalier.startup.threads import ThreadFacts, choose_threads
 from espalier.startup.tree_cost import ChipFigures, PassWeights
 from espalier.startup.tree_policy import (
     Machine,
+    as_deep_as,
     busy_chunk_size,
     choose_trees,
     choose_while_running,
@@ -232,12 +233,13 @@ def resolve(
     max_batch = choose_max_batch(config, facts, getattr(torch, dtype), defaults.max_batch)
     trees = choose_trees(speculation.by_batch, tree, machine, names_tree(speculation), max_batch)
     chunk_size = _value_or(config.chunk_size, defaults.chunk_size)
+    overlap = _value_or(config.overlap, defaults.overlap)
     sources = choose_sources(speculation, spec.algorithm, tree, device)
-    of_engine = (shares_rows(facts.layer_specs, facts.model_impl, device), sources, facts.pass_weights)
-    costs, choices = choose_while_running(speculation, tree, machine, max_batch, spec.algorithm, *of_engine)
+    of_engine = (spec.algorithm, shares_rows(facts.layer_specs, facts.model_impl, device), sources, facts.pass_weights)
+    costs, choices = choose_while_running(speculation, tree, machine, max_batch, *of_engine, spec.max_steps)
     layout = RoundLayout(
         max_batch=max_batch,
-        **asdict(tree),
+        **asdict(as_deep_as(tree, choices)),
         page_size=_value_or(config.page_size, PAGE_SIZE),
         max_context=_max_context(config, facts, defaults),
         reentry=spec.reentry,
@@ -245,13 +247,12 @@ def resolve(
         chunk_size=chunk_size,
         busy_chunk_size=busy_chunk_size(config, chunk_size, defaults.busy_chunk_size, machine),
         trees=tuple(trees.items()),
-        **source_sizes(sources),
+        **source_sizes(sources, on_host=device.type == "cpu" and not overlap),
         choices=choices,
     )
     if device.type == "cuda":
         require_triton()
     setting = (device.type, getattr(torch, dtype), layout.page_size, facts.layer_specs)
-    overlap = _value_or(config.overlap, defaults.overlap)
     grouped_backend(attention, *setting, facts.target_layers, exact_lengths=not overlap)
     if facts.draft_layers:
         exact, left_bound = not overlap and spec.reentry <= 1, spec.reentry > 0

@@ -87,7 +87,7 @@ class PassWeights:
         """The time of a round.  context: committed tokens of a request, the mean."""
         cache = (2 * self.kept * context + 3 * self.state_bytes) * batch / chip.bandwidth
         verify = self.target_seconds(batch * tree.rows, chip) + cache
-        if tree == PLAIN:
+        if not tree.steps:
             return verify
         if not tree.drafts:
             proposal = 0.0

@@ -32,7 +32,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ngram + index": {"algorithm": "ngram", "sources": "index"},
 }
 # What a round does for the sources beside the draft and for calibrated scores.
-CHOOSERS = ((GraftedDrafter, "_graft"), (Tree, "best"), (Guesses, "next"), (Guesses, "count"))
+CHOOSERS = (
+    (GraftedDrafter, "_graft"),
+    (GraftedDrafter, "_guesses_alone"),
+    (Tree, "best"),
+    (Guesses, "ask"),
+    (Guesses, "of_round"),
+    (Guesses, "count"),
+)
 EDITS = 10
 PROSE_CHARACTERS = 600
 

@@ -208,10 +208,10 @@ def test_chosen_rows(kernel_device, shape, in_fp8):
         expected = exact.select(layer, IndexQueries(*(value.double() for value in asking)), keys.double())
         held = choice.counts + (choice.bits[..., None] >> torch.arange(rows, device=kernel_device) & 1).sum((2, 3))
         assert torch.equal(held[[0, 2]], expected.mask.sum(2)[[0, 2]]) and not choice.counts[[1, 3]].any()
-        out = made.attend_selected(layer, q, k, v, choice)
+        out = made.attend(layer, q, k, v, selected=choice)
         staged = (k, v) if in_fp8 else (k.double(), v.double())
         torch.testing.assert_close(
-            out.double(), exact.attend_selected(layer, q.double(), *staged, expected), rtol=0, atol=TOLERANCE
+            out.double(), exact.attend(layer, q.double(), *staged, selected=expected), rtol=0, atol=TOLERANCE
         )
         assert torch.equal(out[[1, 3]], made.attend(layer, q, k, v)[[1, 3]])
 
@@ -239,9 +239,6 @@ def test_layouts_whose_rows_all_fit_choose_nothing(kernel_device):
     made = backend("triton").plan(pages, specs, Prefix(table, length), nodes)
     asking = IndexQueries(torch.zeros(4, 4, 6, 16), torch.zeros(4, 4, 6))
     assert made.select(0, asking, torch.zeros(4, 4, 1, 16)) is None
-    q, k, _ = (value.to(kernel_device) for value in drawn(CHOOSING[0], 4, 4))
-    rows = CHOOSING[0].keeps.read([k])
-    assert torch.equal(made.attend_selected(0, q, *rows, None), made.attend(0, q, *rows))
 
 
 def test_splits_are_shared_by_the_passes_over_a_prefix(kernel_device):

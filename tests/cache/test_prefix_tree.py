@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import pytest
 from hypothesis import settings
@@ -16,6 +17,7 @@ from espalier.cache.prefix_tree import PrefixTree, page_keys
 class Entry:
     page: int
     used: int
+    drafted: bool
 
 
 @dataclass
@@ -29,17 +31,24 @@ class NaiveCache:
     def prefixes(self, tokens):
         return [tuple(tokens[:end]) for end in range(self.page_size, len(tokens) + 1, self.page_size)]
 
-    def match(self, tokens):
+    def match(self, tokens, drafted):
         self.clock += 1
-        hit = [run for run in self.prefixes(tokens) if run in self.entries]
+        entries = self.entries
+
+        def serves(run):
+            return run in entries and (entries[run].drafted or not drafted)
+
+        hit = list(takewhile(serves, self.prefixes(tokens)))
         for run in hit:
             self.entries[run].used = self.clock
         return [self.entries[run].page for run in hit]
 
-    def insert(self, tokens, pages):
+    def insert(self, tokens, pages, drafted):
         self.clock += 1
         for run, page in zip(self.prefixes(tokens)[: len(pages)], pages, strict=True):
-            self.entries.setdefault(run, Entry(page, 0)).used = self.clock
+            if run not in self.entries or drafted > self.entries[run].drafted:
+                self.entries[run] = Entry(page, 0, drafted)
+            self.entries[run].used = self.clock
 
     def below(self, run):
         return [other for other in self.entries if len(other) > len(run) and other[: len(run)] == run]
@@ -81,6 +90,7 @@ class WatchedPool(PagePool):
 class Running:
     tokens: list[int]
     pages: list[int]
+    drafted: bool
 
 
 @st.composite
@@ -100,7 +110,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.tree = PrefixTree(self.pool, page_size)
         self.naive = NaiveCache(page_size)
         self.running: list[Running] = []
-        self.waiting: list[list[int]] = []
+        self.waiting: list[tuple[list[int], bool]] = []
 
     def held(self):
         return {page for request in self.running for page in request.pages}
@@ -112,11 +122,11 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.tree.evict(count) == len(gone) == min(count, evictable)
         assert self.pool.freed == gone
 
-    def enter(self, tokens):
-        shared = self.tree.match(tokens)
-        assert shared == self.naive.match(tokens)
+    def enter(self, tokens, drafted):
+        shared = self.tree.match(tokens, drafted)
+        assert shared == self.naive.match(tokens, drafted)
         self.pool.share(shared)
-        self.running.append(Running(list(tokens), shared))
+        self.running.append(Running(list(tokens), shared, drafted))
         if not self.grow(self.running[-1]):
             self.pool.release(self.running.pop().pages)
             return False
@@ -132,8 +142,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     def file(self, request):
         whole = len(request.tokens) // self.page_size
-        self.tree.insert(request.tokens[: whole * self.page_size], request.pages[:whole])
-        self.naive.insert(request.tokens, request.pages[:whole])
+        self.tree.insert(request.tokens[: whole * self.page_size], request.pages[:whole], request.drafted)
+        self.naive.insert(request.tokens, request.pages[:whole], request.drafted)
 
     def leave(self, request, filed):
         if filed:
@@ -141,16 +151,16 @@ class CacheMachine(RuleBasedStateMachine):
         self.running.remove(request)
         self.pool.release(request.pages)
 
-    @rule(tokens=prompts(), requests=st.integers(1, 3), filed=st.booleans())
-    def admit(self, tokens, requests, filed):
+    @rule(tokens=prompts(), drafted=st.lists(st.booleans(), min_size=1, max_size=3), filed=st.booleans())
+    def admit(self, tokens, drafted, filed):
         """One prompt, of one request or of several before the first has filed it."""
-        entered = [self.running[-1] for _ in range(requests) if self.enter(tokens)]
+        entered = [self.running[-1] for each in drafted if self.enter(tokens, each)]
         for request in entered if filed else []:
             self.file(request)
 
-    @rule(tokens=prompts())
-    def come_and_go(self, tokens):
-        if self.enter(tokens):
+    @rule(tokens=prompts(), drafted=st.booleans())
+    def come_and_go(self, tokens, drafted):
+        if self.enter(tokens, drafted):
             self.leave(self.running[-1], filed=True)
 
     @precondition(lambda self: self.running)
@@ -174,18 +184,18 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule()
     def preempt(self):
-        self.waiting.append(self.running[-1].tokens)
+        self.waiting.append((self.running[-1].tokens, self.running[-1].drafted))
         self.leave(self.running[-1], filed=True)
 
     @precondition(lambda self: self.waiting)
     @rule()
     def resume(self):
-        if self.enter(self.waiting[0]):
+        if self.enter(*self.waiting[0]):
             del self.waiting[0]
 
-    @rule(tokens=prompts())
-    def look(self, tokens):
-        assert self.tree.match(tokens) == self.naive.match(tokens)
+    @rule(tokens=prompts(), drafted=st.booleans())
+    def look(self, tokens, drafted):
+        assert self.tree.match(tokens, drafted) == self.naive.match(tokens, drafted)
 
     @rule(count=st.integers(0, 5))
     def evict(self, count):

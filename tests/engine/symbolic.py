@@ -82,6 +82,10 @@ class Slot:
         self.append(next_token(self.digests[-1]))
 
 
+def extends(launch_input: LaunchInput) -> bool:
+    return launch_input.tree is None or launch_input.tree.extends
+
+
 class SymbolicDevice:
     """Runs launches like the executor does.  poison: a token whose rows are NaN; None for a sound model."""
 
@@ -141,7 +145,8 @@ class SymbolicDevice:
             firsts = [slot.prefix_len for slot in slots]
             # Spans count rows of the whole pass.
             before = [PrefillPass(made.lengths[:i], made.width).rows for i in range(len(slots))]
-            rows = [self._prefill(slot, n) for slot, n in zip(slots, launch_input.lengths, strict=True)]
+            lengths = zip(slots, launch_input.lengths, strict=True)
+            rows = [self._prefill(slot, n, extends(launch_input)) for slot, n in lengths]
             if launch_input.prompt_rows is None:
                 return rows
             spans = [
@@ -150,9 +155,9 @@ class SymbolicDevice:
             ]
             of_prompts = map(self._of_prompt, slots, firsts, spans)
             return [replace(row, prompt_logprobs=own) for row, own in zip(rows, of_prompts, strict=True)]
-        return [self._round(self.slots[s]) for s in launch_input.slots]
+        return [self._round(self.slots[s], extends(launch_input)) for s in launch_input.slots]
 
-    def _prefill(self, slot: Slot, length: int) -> RequestResult:
+    def _prefill(self, slot: Slot, length: int, extends: bool) -> RequestResult:
         first = slot.prefix_len
         assert 1 <= length <= self.layout.chunk_size
         assert first + length <= len(slot.tokens)
@@ -163,7 +168,7 @@ class SymbolicDevice:
         picked = slot.prefix_len == len(slot.tokens)
         if picked:
             slot.append_next()
-        self._write_draft(slot, first, length)
+        self._write_draft(slot, first, length, extends)
         num_finite = self._sound(slot, slot.prefix_len)
         return RequestResult([slot.tokens[slot.prefix_len]] if picked and num_finite else [], num_finite or not picked)
 
@@ -178,7 +183,7 @@ class SymbolicDevice:
         rows.view(np.float64)[:, CHOSEN] = values
         return rows
 
-    def _round(self, slot: Slot) -> RequestResult:
+    def _round(self, slot: Slot, extends: bool) -> RequestResult:
         first = slot.prefix_len
         assert len(slot.tokens) == first + 1
         self._read(slot, first)
@@ -189,7 +194,7 @@ class SymbolicDevice:
         for _ in range(length):
             slot.append_next()
         self._write(slot, TARGET, range(first, first + length))
-        self._write_draft(slot, first, length)
+        self._write_draft(slot, first, length, extends)
         slot.prefix_len += length
         nodes = self.layout.num_draft_tokens
         tree = DraftTree([0] * nodes, [0] * nodes, [0] * nodes, [0.0] * nodes, list(range(length)))
@@ -201,9 +206,10 @@ class SymbolicDevice:
         """Whether what is picked after so many tokens is picked from finite logits."""
         return self.poison is None or self.poison not in slot.tokens[:length]
 
-    def _write_draft(self, slot: Slot, first: int, length: int) -> None:
-        if self.layout.reentry:
-            assert slot.slot_init is not None
+    def _write_draft(self, slot: Slot, first: int, length: int, extends: bool) -> None:
+        assert slot.slot_init is not None
+        assert extends or not slot.slot_init.depth_limit, "the draft left out tokens of a request that speculates"
+        if self.layout.reentry and extends:
             self._write(slot, DRAFT, range(max(first + 1, slot.slot_init.commit_from), first + length + 1))
 
     def _place(self, slot: Slot, position: int) -> tuple[int, int]:
@@ -221,8 +227,11 @@ class SymbolicDevice:
                 self.poisoned.add(page)
 
     def _read(self, slot: Slot, prefix_len: int) -> None:
-        """Rows 0 .. prefix_len - 1 of the target and 1 .. prefix_len of the draft, as attention reads them."""
-        size = self.layout.page_size
+        """Rows 0 .. prefix_len - 1 of the target and 1 .. prefix_len of the draft, as attention reads them.
+
+        What the draft says of a request that never speculates is not used."""
+        assert slot.slot_init is not None
+        drafted, size = self.layout.reentry and slot.slot_init.depth_limit, self.layout.page_size
         for first in range(0, prefix_len + 1, size):
             page, _ = self._place(slot, first)
             stored = self.pages[page]
@@ -230,7 +239,7 @@ class SymbolicDevice:
                 position = first + offset
                 if position < prefix_len:
                     assert stored.get((TARGET, offset)) == value, f"target row {position} in page {page} is wrong"
-                if position and self.layout.reentry:
+                if position and drafted:
                     assert stored.get((DRAFT, offset)) == value, f"draft row {position} in page {page} is wrong"
 
 

@@ -12,7 +12,7 @@ from espalier.engine.acceptance import Sample
 from espalier.engine.engine import Engine
 from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.kernels.ops import drafts
-from espalier.layout import PLAIN, LaunchForm, TreeShape
+from espalier.layout import PLAIN, TARGET_ALONE, LaunchForm, TreeShape
 from espalier.speculate.drafters import grafted
 from tests.engine.alone import plainly
 from tests.engine.fake_cuda import FakeGraph, engine_on_fake_cuda, fake_cuda
@@ -55,7 +55,7 @@ class AnyTree:
     samples: list[Sequence[Sample]] = field(default_factory=list)
     num_changes: int = 0
 
-    def pick(self, batch: int, drafting: int, context: float) -> TreeShape:
+    def pick(self, batch: int, drafting: int, context: float, looked_up: Any = None) -> TreeShape:
         self.picked.append(self.random.choice(self.forms))
         return self.picked[-1]
 
@@ -121,12 +121,13 @@ def test_on_a_gpu_every_tree_of_a_bucket_is_a_graph(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(drafts, "longest_known", lambda root: setup.layout.history_width)
     monkeypatch.setattr(Setup, "layout", replace(setup.layout, choices=sets))
     engine = engine_on_fake_cuda(setup, graph_batch=4)
-    rounds = {LaunchForm(at, tree=tree) for at in (1, 2, 3, 4) for tree in dict(sets)[1 if at < 3 else 3]}
+    forms = {at: (*dict(sets)[1 if at < 3 else 3], TARGET_ALONE) for at in (1, 2, 3, 4)}
+    rounds = {LaunchForm(at, tree=tree) for at in forms for tree in forms[at]}
     graphs: Any = engine.executor
     assert {form for form in graphs.graphs if not form.width} == rounds
 
     class OfBucket(AnyTree):
-        def pick(self, batch: int, drafting: int, context: float) -> TreeShape:
+        def pick(self, batch: int, drafting: int, context: float, looked_up: Any = None) -> TreeShape:
             self.forms = engine.layout.choices_at(batch)
             return super().pick(batch, drafting, context)
 
@@ -137,6 +138,27 @@ def test_on_a_gpu_every_tree_of_a_bucket_is_a_graph(monkeypatch: pytest.MonkeyPa
     assert [r.output for r in requests] == wanted
     assert len(set(chooser.picked)) == 4 and FakeGraph.replayed >= len(chooser.picked)
     assert engine.scheduler.trees.num_rounds.total() == len(chooser.picked)
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
+def test_on_a_gpu_rounds_of_which_nobody_speculates_are_graphs_without_a_draft(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    """Also where the tree is named."""
+    small = {**TREE, "max_batch": 2, "algorithm": algorithm}
+    setup, requests = Setup(**small, attention="reference", overlap=True), mixed(4, max_tokens=6)
+    for r in requests:
+        r.params = replace(r.params, speculation=False)
+    wanted = [plainly(setup, r).tokens for r in requests]
+    fake_cuda(monkeypatch)
+    monkeypatch.setattr(drafts, "longest_known", lambda root: setup.layout.history_width)
+    engine = engine_on_fake_cuda(setup, graph_batch=2)
+    FakeGraph.replayed = 0
+    run_staggered(engine, requests, every=2)
+    assert [r.output for r in requests] == wanted
+    without_draft = TARGET_ALONE if algorithm == "eagle3" else PLAIN
+    rounds = engine.scheduler.trees.num_rounds
+    assert list(rounds) == [without_draft] and FakeGraph.replayed >= rounds[without_draft] > 6
 
 
 def test_samples_are_what_the_trees_say() -> None:

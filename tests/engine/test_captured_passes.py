@@ -52,7 +52,7 @@ def test_the_gpu_executor_says_what_the_cpu_executor_says(asks, algorithm, monke
     assert (asks != "nothing", True) in passes, "a pass has the form of a graph"
 
 
-@pytest.mark.parametrize("captured_before", [0, 3])
+@pytest.mark.parametrize("captured_before", [0, 4])
 def test_a_capture_that_runs_out_of_memory_names_its_graph(captured_before, monkeypatch):
     setup = setup_of("eagle3", 4, 16, overlap=True, attention="reference", max_batch=2, chunk_size=64)
     fake_cuda(monkeypatch)

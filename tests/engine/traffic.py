@@ -47,6 +47,7 @@ class Traffic(RuleBasedStateMachine):
             max_tokens=draw.draw(limits),
             stop_token_ids=draw.draw(stops),
             prompt_logprobs=draw.draw(asked_of_prompt),
+            speculation=draw.draw(st.sampled_from([None, False])),
         )
 
     @initialize(draw=st.data())

@@ -41,9 +41,9 @@ def setup_of(algorithm: str, page_size: int, dtype: torch.dtype, **changes) -> D
     return setup.plain() if algorithm == "none" else setup
 
 
-def check(one: Engine, other: Engine, put_on_record, count: int = 13) -> Twin:
+def check(one: Engine, other: Engine, put_on_record, count: int = 13, **style) -> Twin:
     twin = twins(one, other)
-    run_staggered(one, mixed(count, max_tokens=14), every=2)
+    run_staggered(one, mixed(count, max_tokens=14, **style), every=2)
     put_on_record(BATCHES, {"replayed": {str(batch): rounds for batch, rounds in twin.replayed.items()}})
     return twin
 
@@ -61,6 +61,15 @@ def test_a_tree_of_its_own_for_each_batch(algorithm, put_on_record):
     setup = setup_of(algorithm, 16, torch.bfloat16, trees=TREES)
     twin = check(setup.engine(), setup.engine(), put_on_record)
     assert set(twin.replayed) == {1, 2, 3, 4, 5} and twin.num_passes > 0
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
+def test_requests_that_never_speculate(algorithm, put_on_record):
+    setup = setup_of(algorithm, 16, torch.bfloat16)
+    one = setup.engine()
+    twin = check(one, setup.engine(), put_on_record, speculation=False)
+    assert set(twin.replayed) == {1, 2, 3, 4, 5} and twin.num_passes > 0
+    assert list(one.scheduler.trees.num_rounds) == [setup.layout.without_draft]
 
 
 SOURCED = [{"text_paths": 2, "sent_paths": 2, "shared_rows": 3}, {"shared_rows": 3}, {"text_paths": 2, "drafts": False}]

@@ -3,7 +3,8 @@
     PYTHONPATH=tests/kernels python -m pytest -p compile_only tests/kernels/test_kv_splits.py
 
 Triton's interpreter accepts programs that its compiler refuses.  Results mean nothing here: a test fails only where a
-kernel does not compile.  Of each kernel the first variants are compiled, `MAX_VARIANTS` of them.
+kernel does not compile, or where its machine code reads a register that is never written (machine_code.py).  Of each
+kernel the first variants are compiled, `MAX_VARIANTS` of them.
 """
 
 import os
@@ -38,8 +39,12 @@ def _compile(function, grid, *args, **options):
     if compiled[name] >= MAX_VARIANTS:
         return
     before = sum(len(cache[0]) for cache in function.device_caches.values())
+    from tests.kernels.machine_code import unwritten_registers
+
     try:
-        function.warmup(*args, grid=grid, **options)
+        made = function.warmup(*args, grid=grid, **options)
+        if lost := unwritten_registers(made.asm["cubin"]):
+            raise AssertionError(f"reads registers that are never written: {lost[:2]}")
     except Exception as error:
         refused.append(f"{name}: {type(error).__name__}: {error}")
         raise

@@ -15,3 +15,15 @@ def test_kernels_of_states_compile():
     of_chains = {"_solve_kernel", "_states_kernel", "_outputs_kernel"}
     of_commits = {"_commit_states_kernel", "_commit_tails_kernel"}
     assert set(said["names"]) == {*of_chains, *of_commits, "_tree_kernel", "_prepare_kernel", "_gated_norm_kernel"}
+
+
+def test_no_register_of_tiny_heads_is_lost():
+    """Engines of tiny heads read shared memory that was not theirs: ptxas had lost where an operand begins."""
+    lost = json.loads(warm.compiler().run("tests.kernels.compiled_states", "machine"))
+    assert len(lost) == 1 and set(map(tuple, lost.values())) == {()}
+
+
+@pytest.mark.full
+def test_no_register_of_any_head_is_lost():
+    lost = json.loads(warm.compiler().run("tests.kernels.compiled_states", "all"))
+    assert len(lost) > 200 and set(map(tuple, lost.values())) == {()}

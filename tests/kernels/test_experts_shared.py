@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import ProductPlan
 from espalier.kernels.ops.activation import Activation
-from espalier.kernels.ops.experts import MAX_SHARED_ROWS, ExpertBiases, SharedExperts, grouped_experts
+from espalier.kernels.ops.experts import MAX_SHARED_ROWS, ExpertBiases, SharedExperts, grouped_experts, scale_by_gate
 from espalier.kernels.runtime.launch import Chip
 from tests.kernels.test_experts import DTYPE, PLANS, TOLERANCE, drawn, exact_parts, exactly_drawn
 from tests.kernels.treeing import poisoned
@@ -141,3 +141,28 @@ def test_all_programs_of_a_few_tiles_run_at_once():
     assert plan.stages_together(hopper, 4, 2, 1, 2, 132) == 4
     assert plan.stages_together(hopper, 4, 2, 1, 2, 176) == 3
     assert plan.stages_together(hopper, 4, 2, 1, 2, 1000) == 4
+
+
+@pytest.mark.parametrize("dtype", [DTYPE, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(1, 0, 40, 33), (5, 3, 33, 1500), (2, 1, 200, 64)], ids=str)
+def test_a_gate_scales_the_result(kernel_device, shape, dtype):
+    """(rows, parts, columns in, columns out); 0 parts: a result in the model's dtype.  Rows have any stride."""
+    rows, parts, num_in, num_out = shape
+    generator, exact = torch.Generator().manual_seed(rows), torch.promote_types(dtype, torch.float32)
+
+    def normal(*sizes):
+        return torch.randn(sizes, generator=generator).to(kernel_device)
+
+    x, gate = normal(rows, num_in + 3).to(dtype)[:, :num_in], (normal(1, num_in) / num_in**0.5).to(dtype)
+    result = normal(parts, rows, num_out).to(exact) if parts else normal(rows, num_out).to(dtype)
+    made = []
+    for run in (scale_by_gate.triton, scale_by_gate.reference):
+        out = torch.full((rows, num_out), torch.nan, dtype=exact, device=kernel_device)
+        with poisoned():
+            run(result, x, gate, out)
+        made.append(out)
+    ulp = torch.finfo(dtype).eps
+    torch.testing.assert_close(*made, rtol=2 * ulp, atol=2 * ulp)
+    gates = torch.sigmoid(x.double() @ gate.double().T)
+    expected = (result.double().sum(0) if parts else result.double()) * gates
+    torch.testing.assert_close(made[0].double(), expected, rtol=4 * ulp, atol=4 * ulp)

@@ -1,16 +1,22 @@
 """The norm and the router in one launch equal the two one after another, and no row's bits depend on the others."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.quantised import FP8, InputScales, QuantisedMatrix
-from espalier.kernels.ops.experts import Routing, grouped_experts
+from espalier.kernels.layers.quantised import FP8, InputScales, QuantisedMatrix, RoundedRows
+from espalier.kernels.ops.experts import Routing, grouped_experts, scale_by_gate
 from espalier.kernels.ops.linear import quantise_rows
 from espalier.kernels.ops.norm import add_rms_norm, norm_router
 from espalier.models.layers import mlp as layer
-from espalier.models.layers.mlp import MixtureMLP
+from espalier.models.layers import recurrent
+from espalier.models.layers.linear import Linear
+from espalier.models.layers.mlp import GatedMLP, MixtureMLP
 from espalier.models.layers.norm import RMSNorm
+from espalier.models.weight_formats.dense import DenseWeight
+from espalier.models.weight_formats.quantised import QuantisedWeight
 from tests.kernels.treeing import poisoned
 
 # Triton's interpreter does not round to bfloat16 as a GPU does.
@@ -47,6 +53,7 @@ def test_equals_the_two_launches(kernel_device, shape, dtype):
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits.double(), normed.double() @ inputs[4].double().T, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits, expected_logits, rtol=0, atol=4 * ulp)
+    assert torch.equal(norm_router.triton(*inputs, dtype=dtype)[3], logits.to(dtype))
 
 
 @pytest.mark.parametrize("group", [None, 64])
@@ -108,16 +115,18 @@ def test_a_mixtures_block_is_the_norm_and_then_the_block(kernel_device, monkeypa
     torch.testing.assert_close(parts, expected, rtol=2e-2, atol=1e-3)
 
 
+def fp8_matrix(shape, seed, device, inputs):
+    generator = torch.Generator().manual_seed(seed)
+    codes = (torch.randn(shape, generator=generator) * 60).to(FP8).to(device)
+    return QuantisedMatrix("fp8", codes, torch.full((*shape[:-1], 1), 1e-3, device=device), shape[-1], inputs=inputs)
+
+
 @pytest.mark.parametrize("few", [True, False])
 def test_fp8_experts_take_what_the_norm_rounds(kernel_device, monkeypatch, few):
     """The same bits as from a norm that does not round."""
     delta, residual, weight, eps, router = drawn(4, 64, 8, 2, kernel_device)
-    generator, inputs = torch.Generator().manual_seed(1), InputScales()
-    matrices = []
-    for shape in ((8, 64, 64), (8, 64, 32)):
-        codes = (torch.randn(shape, generator=generator) * 60).to(FP8).to(kernel_device)
-        scales = torch.full((*shape[:2], 1), 1e-3, device=kernel_device)
-        matrices.append(QuantisedMatrix("fp8", codes, scales, shape[2], inputs=inputs))
+    inputs = InputScales()
+    matrices = [fp8_matrix(shape, 1, kernel_device, inputs) for shape in ((8, 64, 64), (8, 64, 32))]
     mlp, norm = MixtureMLP(Routing(8, 2), router, None, *matrices), RMSNorm(weight, eps)
     monkeypatch.setattr(layer, "takes_router", lambda residual: few)
     monkeypatch.setattr(layer, "grouped_experts", grouped_experts.triton)
@@ -128,3 +137,39 @@ def test_fp8_experts_take_what_the_norm_rounds(kernel_device, monkeypatch, few):
         found.append((total, mlp(routed)))
     (expected_total, expected), (total, parts) = found
     assert torch.equal(total, expected_total) and torch.equal(parts, expected) and parts.any()
+
+
+@pytest.mark.parametrize(("routes", "rounds"), [(True, True), (True, False), (False, True)])
+def test_a_delta_block_reads_the_same_in_fewer_launches(kernel_device, monkeypatch, routes, rounds):
+    delta, residual, weight, eps, ba = drawn(4, 64, 12, 2, kernel_device)
+    qkvz = Linear(QuantisedWeight(fp8_matrix((40, 64), 2, kernel_device, InputScales()), "fp8"))
+    block, norm = SimpleNamespace(qkvz=qkvz, ba=Linear(DenseWeight(ba))), RMSNorm(weight, eps)
+    found = []
+    for in_router, in_norm in ((False, False), (routes, rounds)):
+        monkeypatch.setattr(recurrent, "takes_router", lambda x, taken=in_router: taken)
+        monkeypatch.setattr(recurrent, "is_rounded_before", lambda *_, taken=in_norm: taken)
+        total, (of_qkvz, of_ba) = recurrent.DeltaNet.read(block, norm, delta, residual)
+        assert isinstance(of_qkvz, RoundedRows) == in_norm
+        found.append((total, qkvz(of_qkvz), of_ba))
+    for one, other in zip(*found, strict=True):
+        assert one.dtype == other.dtype == residual.dtype
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=4e-3)
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_a_gated_shared_expert_takes_the_rows_of_the_others(kernel_device, monkeypatch, rounds):
+    delta, residual, weight, eps, router = drawn(4, 64, 8, 2, kernel_device)
+    inputs, norm = InputScales(), RMSNorm(weight, eps)
+    stacks = [fp8_matrix(shape, 1, kernel_device, inputs) for shape in ((8, 64, 64), (8, 64, 32))]
+    own = [fp8_matrix(shape, 2, kernel_device, inputs) for shape in ((64, 64), (64, 32))]
+    shared = GatedMLP(*(Linear(QuantisedWeight(matrix, "fp8")) for matrix in own))
+    gate = Linear(DenseWeight(torch.randn(1, 64, device=kernel_device).to(residual.dtype) / 8))
+    mlp = MixtureMLP(Routing(8, 2), router, None, *stacks, shared, gate)
+    monkeypatch.setattr(layer, "rounding_in_norm", lambda gate_up, x: inputs)
+    monkeypatch.setattr(layer, "is_rounded_before", lambda *_: rounds)
+    monkeypatch.setattr(layer, "grouped_experts", grouped_experts.triton)
+    monkeypatch.setattr(layer, "scale_by_gate", scale_by_gate.triton)
+    _, routed = mlp.read(norm, delta, residual)
+    assert (layer._rows_of_shared(shared, mlp.gate_up, *routed[:2]) is routed.of_experts) == rounds
+    expected = shared(routed.x).double() * gate(routed.x).double().sigmoid()
+    torch.testing.assert_close(mlp(routed)[-1].double(), expected, rtol=5e-3, atol=1e-3)

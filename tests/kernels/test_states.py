@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from espalier.cache.layer_spec import RecurrentState
+from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
+from espalier.kernels.layers.quantised import InputScales
+from espalier.kernels.ops.linear import quantise_rows
 from espalier.kernels.ops.recurrence import ShortConv, StateRows
 from espalier.kernels.ops.states import (
     Columns,
@@ -337,3 +340,21 @@ def test_what_heads_read_is_normed_and_gated(gate, dtype, kernel_device):
     out = gated_norm.triton(read, gate, weight, 1e-6)
     expected = gated_norm.reference(read.double(), gate._replace(values=values.double()), weight.double(), 1e-6)
     assert_close(out, expected, CLOSE if dtype == torch.float32 else 3e-3)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("static", [False, True])
+def test_what_is_normed_and_gated_is_also_rounded(is_first, static, kernel_device):
+    """As by a launch of its own, to the bit."""
+    drawn, size = Drawn(9, kernel_device), 32
+    read, values = drawn(5, 4, size).half(), drawn(5, 4 * size + 3)[:, 3:].half()
+    read[2, 1] = 0
+    weight = drawn(4 * size if is_first else size).half()
+    gate, scale = OutputGate(values, 1, size, is_first), torch.full((1,), 0.25, device=kernel_device)
+    rounding = InputScales(size, scale if static else None)
+    rounded = gated_norm.triton(read, gate, weight, 1e-6, rounding)
+    expected, scales = quantise_rows.triton(gated_norm.triton(read, gate, weight, 1e-6), rounding)
+    assert torch.equal(rounded.values.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(rounded.scales, scales) and rounded.dtype == read.dtype
+    with pytest.raises(EspalierError, match="not rounded in groups of 64"):
+        gated_norm.triton(read, gate, weight, 1e-6, InputScales(64))

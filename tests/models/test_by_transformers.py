@@ -14,9 +14,8 @@ from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
-from espalier.models.from_transformers.load import experts_implementation
-from espalier.models.from_transformers.probe import tiny_config
-from espalier.models.from_transformers.target import OurExperts, OurLinear, OurNorm, find_equal
+from espalier.models.from_transformers.probe import tiny_config, tiny_model, try_tree
+from espalier.models.from_transformers.target import OurExperts, OurLinear, OurNorm, find_equal, register
 from scripts.any_model import Found, compare, make_model
 from scripts.any_model import main as any_model
 from tests.builders import make_target
@@ -65,7 +64,7 @@ def made(path: Path, kind: str, **fields: Any) -> Path:
         ("bloom", {}, "its attention does not go through transformers' AttentionInterface"),
         ("bart", {"is_encoder_decoder": True}, "it is half of an encoder-decoder"),
         ("doge", {}, "its attention has a mask of its own, which may be not causal"),
-        ("diffllama", {}, "it has several attention calls in a layer"),
+        ("diffllama", {}, "its layers do not attend once each, in the order of one list"),
         ("llama4_text", {}, "its rows do not see just the rows before them"),
         ("bert", {}, "its rows do not see just the rows before them"),
         ("jetmoe", {}, "it reads values on the host while it runs, which no captured pass can"),
@@ -224,6 +223,20 @@ def test_a_capture_that_layers_do_not_allow(tmp_path: Path) -> None:
         load_target(tmp_path, capture=(1,), **LOADING)
 
 
+class OwnFirst(Phi3ForCausalLM):
+    """Treats the first row of a pass in a way of its own, as no row of a tree may be."""
+
+    def __init__(self, config: Phi3Config) -> None:
+        super().__init__(config)
+        self.model.embed_tokens.register_forward_hook(lambda module, args, x: torch.cat((2 * x[:, :1], x[:, 1:]), 1))
+
+
+def test_a_class_that_knows_the_first_row_of_a_pass_is_refused() -> None:
+    register()
+    with pytest.raises(EspalierError, match="do not see just the rows before them"):
+        try_tree(tiny_model(OwnFirst, tiny_config(Phi3Config())))
+
+
 class OtherNorm(Phi3RMSNorm):
     """Looks like the norm that is ours, and is not."""
 
@@ -244,10 +257,8 @@ def test_only_what_computes_the_same_is_replaced() -> None:
 
 @pytest.mark.parametrize(("family", "expected"), [("llama", "eager"), ("mixtral", "grouped_mm")])
 def test_experts_on_a_gpu_are_computed_as_the_class_allows(family: str, expected: str, tmp_path: Path) -> None:
-    """Transformers checks the choice where it makes the model, on any device."""
+    """Loading leaves the choice to transformers there.  A loop that reads on the host would not be captured."""
     config = AutoConfig.for_model(family, num_hidden_layers=1)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    chosen = experts_implementation(model_class, torch.device("cuda"))
-    assert chosen == expected
     with torch.device("meta"):
-        model_class._from_config(config, experts_implementation=chosen)
+        assert model_class._from_config(config).config._experts_implementation == expected

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 from unittest.mock import patch
 
-from espalier.layout import TreeShape
+from espalier.layout import TARGET_ALONE, TreeShape
 from espalier.request import Request, SamplingParams
 from tests.harness import Setup, prompts, request
 from tests.properties.watch import INCREMENTAL, PROPOSAL, Watch, run_watched
@@ -54,6 +54,21 @@ def ask_of_cached_prompts(watched: Watched[Some], setup: Some, length: int = 25)
     # Until it is past them, a slot's shared pages hold rows that it has not decided again.
     watch.properties -= {INCREMENTAL}
     run_watched(watch, [asked(1, [*trunk[:-3], 3, 5], prompt_logprobs=1), asked(2, trunk, prompt_logprobs=0)])
+
+
+def opt_out(watched: Watched[Some], setup: Some) -> None:
+    """Prompts that share pages, of requests of which some never speculate: alone, then beside others, in turns.
+
+    Pages whose draft rows nobody wrote hold NaN."""
+    watch = watched(setup)
+    trunk = prompts(29, [11])[0]
+    for turn, wants in enumerate(((False,), (True, False), (False, False), (True, True, False))):
+        ends = [[*trunk, *([turn, place] if place else [])] for place in range(len(wants))]
+        asking = [asked(10 * turn + i, end, speculation=wants[i]) for i, end in enumerate(ends)]
+        run_watched(watch, asking, last=turn == 3)
+        # The first prompt is the trunk.  Only a request that speculates cannot share what the first turn left.
+        assert (asking[0].cached_tokens > 0) == (turn > 1)
+    assert watch.engine.scheduler.trees.num_rounds[TARGET_ALONE] > 0
 
 
 def preempt(watched: Watched[Some], setup: Some) -> None:

@@ -10,6 +10,7 @@ from espalier.engine.launch_input import LaunchInput
 from espalier.request import Request, SamplingParams
 from tests.harness import Setup, prompts, request
 from tests.pairwise import fewer, in_turn_params, pairwise_params
+from tests.properties import scenarios
 from tests.properties.layouts import reference_of
 from tests.properties.watch import Watch, run_watched
 
@@ -65,6 +66,11 @@ def test_a_shared_page_is_never_written_not_even_what_it_holds(page_size, overla
     bits = [(a.view(torch.int64), b.view(torch.int64)) for a, b in zip(marked, now, strict=True)]
     assert all(torch.equal(before, after) for before, after in bits)
     assert sum(r.cached_tokens for r in hits) > 0
+
+
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.full), True])
+def test_pages_without_draft_rows_serve_no_draft(overlap):
+    scenarios.opt_out(watched, replace(SETUP, overlap=overlap))
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,10 @@ def test_one_request_in_a_bucket_of_eight(form):
     run_watched(watch, [asked(0, prompts(41, [2])[0], max_tokens=14)])
 
 
+def test_pages_without_draft_rows_serve_no_draft():
+    scenarios.opt_out(watched, replace(SMALL, form=FORMS[1]))
+
+
 @pytest.mark.parametrize("form", [FORMS[1], pytest.param(FORMS[2], marks=pytest.mark.full)], ids=str)
 def test_preempted_requests_are_as_if_undisturbed(form):
     scenarios.preempt(watched, replace(SMALL, form=form))

@@ -75,6 +75,10 @@ def test_prefix_hits_are_entered_again():
     assert sum(r.cached_tokens for r in requests) >= 80
 
 
+def test_pages_without_draft_rows_serve_no_draft():
+    scenarios.opt_out(watched, SMALL)
+
+
 def test_preempted_requests_are_as_if_undisturbed():
     scenarios.preempt(watched, SMALL)
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from espalier.kernels.ops.tree import VOID, Tree, select
 from espalier.request import Request, SamplingParams
+from espalier.speculate import round as of_round
 from tests.harness import Setup, prompts, request, run
 from tests.kernels.treeing import random_pool
 from tests.properties.layouts import reference_of
@@ -92,6 +93,15 @@ def test_tokens_are_plain_decodings_as_many_as_the_chosen_nodes_say(
     watch = Watch(setup.engine(), algorithm, reference_of(setup), (TOKENS, CONSERVED))
     run_watched(watch, traffic(styles))
     assert watch.coverage.mean_accept_length > 1, "guesses are accepted"
+
+
+def test_no_row_is_given_to_a_node_that_cannot_be_accepted(monkeypatch):
+    verify, trees = of_round.verify, []
+    monkeypatch.setattr(of_round, "verify", lambda proposed: trees.append(proposed) or verify(proposed))
+    run(replace(SHARED, shared_rows=2).engine(), traffic(FEW))
+    for tree, slots in ((proposed.tree, proposed.slots) for proposed in trees):
+        assert not ((tree.tokens != VOID) & (tree.depths > slots.max_accept_depth.clamp(min=0)[:, None])).any()
+    assert any((proposed.tree.tokens[:, 1:] != VOID).any() for proposed in trees)
 
 
 def test_with_a_row_each_the_roots_run_alone():

@@ -3,7 +3,7 @@ so is every snapshot; tokens are plain decoding's.
 
 The watch holds these beside the three equalities (tests/properties/watch.py:check_state, check_snapshots)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from tests.properties.layouts import reference_of
 from tests.properties.mtp_setup import MTPSetup, mtp_reference_of
 from tests.properties.watch import Watch, run_watched
 
-# The product that the issue names.  A setup is a draft and the blocks of the target.
+# A draft, and the blocks of the target.
 SETUPS: dict[str, Setup] = {
     "eagle3, toy": Setup(keeps="hybrid"),
     "ngram, toy": Setup(keeps="hybrid_conv", algorithm="ngram"),
@@ -33,19 +33,37 @@ SETUPS: dict[str, Setup] = {
     "eagle3, granite_hybrid": Setup(family="granite_hybrid"),
     "eagle3, nemotron_h": Setup(family="nemotron_h"),
 }
-PRODUCT: dict[str, Sequence[Any]] = {
-    "setup": tuple(SETUPS),
-    "topk": (1, 2, 4),
+# nodes: of a tree, or all that its steps and topk allow.
+TREES: dict[str, Sequence[Any]] = {
+    "topk": (1, 2, 4, 8),
     "steps": (1, 3, 5),
-    "page_size": (1, 16, 64),
+    "nodes": (8, 33, 129),
+    "page_size": (1, 16, 64, 256),
+}
+AROUND: dict[str, Sequence[Any]] = {
     "overlap": (False, True),
     "chunk_size": (16, 48),
+    "num_snapshots": (0, 3, 12),
+    "attention": ("sdpa", "reference"),
 }
-AROUND: dict[str, Sequence[Any]] = {"num_snapshots": (0, 3, 12), "attention": ("sdpa", "reference")}
 # What the other setups have, tests/models and test_faults.py show.
 ARRAY = {"setup": tuple(SETUPS)[:3], "topk": (1, 4), "steps": (1, 5), "page_size": (1, 16), "num_snapshots": (0, 12)}
-CELLS = pairwise({**PRODUCT, **AROUND, **ARRAY}, lambda cell: False)
+CELLS = pairwise({**TREES, "nodes": (8, 33), **AROUND, **ARRAY}, lambda cell: False)
 STYLES = ({"temperature": 0.0}, {"temperature": 6.0}, {"temperature": 1.2, "presence_penalty": 0.5})
+
+
+def whole_product() -> Iterator[dict[str, Any]]:
+    """All trees for each setup; what stands around them changes from one to the next."""
+    trees = [cell for cell in rows_of(TREES) if cell["nodes"] <= fewest_for_all(cell)]
+    around = list(rows_of({name: AROUND[name] for name in ("overlap", "chunk_size")}))
+    for setup in SETUPS:
+        yield from ({"setup": setup, **cell, **around[i % len(around)]} for i, cell in enumerate(trees))
+
+
+def fewest_for_all(cell: Mapping[str, Any]) -> int:
+    """The smallest of the product's numbers of nodes that holds every node of these steps and topk, or the largest."""
+    most = max_draft_tokens(cell["steps"], cell["topk"])
+    return min((nodes for nodes in TREES["nodes"] if nodes >= most), default=max(TREES["nodes"]))
 
 
 def watched(setup: Setup, prompt_tokens: int = 12) -> Watch:
@@ -65,11 +83,12 @@ def asked(index: int, prompt: list[int], **style: Any) -> Request:
 
 def hold(cell: Mapping[str, Any]) -> list[Request]:
     """Four prompts over three slots, some cut; then each text goes on, as the next turn of a conversation."""
-    fields = {name: value for name, value in cell.items() if name != "setup"}
-    nodes = min(max_draft_tokens(cell["steps"], cell["topk"]), 24)
-    sizes = {"num_draft_tokens": (3 + nodes) // 2, "max_batch": 3, "max_context": 96}
+    fields = {name: value for name, value in cell.items() if name not in ("setup", "nodes")}
+    nodes = min(max_draft_tokens(cell["steps"], cell["topk"]), cell["nodes"])
+    # One text is longer than a page.
+    long = max(cell["page_size"] + 6, 34)
+    sizes = {"num_draft_tokens": nodes, "max_batch": 3, "max_context": long + 62}
     watch = watched(replace(SETUPS[cell["setup"]], **fields, **sizes))
-    long = 70 if cell["page_size"] == 64 else 34
     first = [asked(i, prompt) for i, prompt in enumerate(prompts(11, [23, 1, long, 18]))]
     run_watched(watch, first, last=False)
     turns = [asked(i, [*r.prompt, *r.output, 5, 2], max_tokens=5) for i, r in enumerate(first, 10)]
@@ -85,7 +104,7 @@ def test_every_property_holds(cell):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cell", list(rows_of(PRODUCT)), ids=lambda cell: "-".join(map(str, cell.values())))
+@pytest.mark.parametrize("cell", list(whole_product()), ids=lambda cell: "-".join(map(str, cell.values())))
 def test_every_property_holds_in_the_whole_product(cell):
     hold(cell)
 
@@ -115,6 +134,10 @@ def test_a_prompt_is_cut_behind_every_hit(chunk_size, setup):
 
 def test_log_probabilities_of_a_cached_prompt_compute_rows_again():
     scenarios.ask_of_cached_prompts(watched, SMALL)
+
+
+def test_pages_without_draft_rows_serve_no_draft():
+    scenarios.opt_out(watched, SMALL)
 
 
 @both

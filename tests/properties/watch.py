@@ -140,7 +140,7 @@ class Watch:
             self.check_routed(launch_input, rows, routed)
         self.launches += 1
         for slot in launch_input.slots:
-            self.check_slot(slot)
+            self.check_slot(slot, owners[slot])
         if not launch_input.is_prefill:
             self.check_round([owners[slot] for slot in launch_input.slots], before, rows)
             self.paths.note(launch_input, [decided.tokens for decided in before], rows)
@@ -160,17 +160,20 @@ class Watch:
 
     # After every launch
 
-    def check_slot(self, slot: int) -> None:
+    def check_slot(self, slot: int, owner: Request) -> None:
         decided = self.decided(slot)
         if INCREMENTAL in self.properties:
-            self.check_incremental(slot, decided)
+            self.check_incremental(slot, decided, self.speculates(owner))
         if READY in self.properties:
-            self.check_ready(slot, decided)
+            self.check_ready(slot, decided, self.speculates(owner))
 
-    def check_incremental(self, slot: int, decided: Decided) -> None:
+    def speculates(self, request: Request) -> bool:
+        return request.params.depth_limit(self.engine.layout.steps) > 0
+
+    def check_incremental(self, slot: int, decided: Decided, drafted: bool) -> None:
         """(a) Committed rows of every layer are those of one plain pass: target rows 0 .. n-1, rows k .. n of draft
         module k (0 .. n-1 of a block draft).  All else in the request's pages is as spoilt as it was handed out, and
-        the dummy page is clear."""
+        the dummy page is clear.  drafted: if not, nobody reads the draft's rows of this request."""
         scratch, n = self.reference.scratch(decided.tokens), decided.root_at
         held = [(0, n, layer) for layer in scratch.target]
         for first, layers_of_module in enumerate(scratch.draft, 1):
@@ -185,7 +188,7 @@ class Watch:
         keeping = {layer for layer, (_, _, planes) in enumerate(held) if planes}
         assert {*layers, *kept} == keeping, f"layers {[*layers, *kept]} keep something, {keeping} are due to"
         for layer, (first, end, expected) in enumerate(held):
-            if layer not in keeping:
+            if layer not in keeping or (layer >= len(scratch.target) and not drafted):
                 continue
             if layer in kept:
                 self.check_state(layer, slot, n, expected)
@@ -228,12 +231,14 @@ class Watch:
             for layer in self.engine.executor.runner.cache.states.states:
                 self.check_state(layer, row, len(tokens) - keeper.back, scratch.target[layer])
 
-    def check_ready(self, slot: int, decided: Decided) -> None:
-        """(b) The slot carries the root, and the draft's hidden there."""
+    def check_ready(self, slot: int, decided: Decided, drafted: bool) -> None:
+        """(b) The slot carries the root, and the draft's hidden there unless its request never speculates."""
         table, n = self.engine.executor.runner.table, decided.root_at
         root = int(table.root[slot])
         assert root == decided.tokens[n], f"the root is {root}, the history ends in {decided.tokens[n]}"
         scratch = self.reference.scratch(decided.tokens)
+        if not drafted:
+            return
         for name, expected in self.carried(
             scratch, n, max(0, int(table.commit_from[slot]) - len(scratch.outs))
         ).items():
@@ -260,6 +265,8 @@ class Watch:
             trees = self.trees_from_scratch(requests, before)
             for request, decided, row, expected in zip(requests, before, rows, trees, strict=True):
                 assert row.tree is not None
+                if not self.speculates(request):
+                    continue
                 self.check_proposal(request, decided, row.tree, expected)
         if TOKENS in self.properties:
             for request, decided, row in zip(requests, before, rows, strict=True):
@@ -280,7 +287,13 @@ class Watch:
             recalibrated(tree, request.params.temperature > 0, table.survival.numpy(), float(table.skill[request.slot]))
             for request, tree in zip(requests, trees, strict=True)
         ]
-        nodes = sorted((-node.score, row, at) for row, tree in enumerate(trees) for at, node in enumerate(tree))
+        most = [self.most_depth(request, decided) for request, decided in zip(requests, before, strict=True)]
+        nodes = sorted(
+            (-node.score, row, at)
+            for row, tree in enumerate(trees)
+            for at, node in enumerate(tree)
+            if len(node.path) <= most[row]
+        )
         kept = {(row, at) for _, row, at in nodes[: (layout.shared_rows - 1) * len(trees)]}
         return [[node for at, node in enumerate(tree) if (row, at) in kept] for row, tree in enumerate(trees)]
 
@@ -332,9 +345,8 @@ class Watch:
         target = runner.target
         layers = () if target.config.experts is None else target.config.experts.layers
         layered = getattr(target, "layers", ())
-        own = {id(layer.mlp.gate_up) for layer in layered if hasattr(layer.mlp, "gate_up")}
-        beside = (getattr(layer, "beside", None) for layer in layered)
-        own |= {id(block.mixture.gate_up) for block in beside if block is not None}
+        blocks = (getattr(layer.mlp, "mixture", layer.mlp) for layer in layered)
+        own = {id(block.gate_up) for block in blocks if hasattr(block, "gate_up")}
         if launch_input.is_prefill:
             count = extended = sum(launch_input.lengths)
         else:

@@ -237,13 +237,13 @@ def prefetch_piece(
 
 @kernel
 def _route_kernel(
-    logits_ptr, bias_ptr, ids_ptr, weights_ptr, part_stride, row_stride,
+    logits_ptr, bias_ptr, scale_ptr, ids_ptr, weights_ptr, part_stride, row_stride,
     PARTS: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr,
     HAS_BIAS: tl.constexpr, LOGIT_BIAS: tl.constexpr,
     NORM: tl.constexpr, NORM_EPS: tl.constexpr, SCALE: tl.constexpr, N_GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr,
     TOP2_SUM: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program a row, which holds all logits."""
+    """One program a row, which holds all logits.  scale_ptr: of each expert's weight, or None."""
     pdl_trigger_and_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
@@ -283,7 +283,10 @@ def _route_kernel(
         weights = weights / (tl.sum(weights, 0) + NORM_EPS)
     place = row * TOP_K + tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.store(ids_ptr + place, expert.to(tl.int64), mask=chosen)
-    tl.store(weights_ptr + place, weights * SCALE, mask=chosen)
+    weights *= SCALE
+    if scale_ptr is not None:
+        weights *= tl.load(scale_ptr + expert, mask=inside, other=0.0).to(EXACT)
+    tl.store(weights_ptr + place, weights, mask=chosen)
 
 
 @kernel
@@ -320,19 +323,21 @@ def best_groups(
     return found
 
 
-def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The ids are the reference's, but for scores that differ by a rounding; tolerance of the weights: 1e-5 of each."""
     parts = logits if logits.ndim == 3 else logits[None]
     num_parts, num_rows, top_k = parts.shape[0], parts.shape[1], routing.top_k
     require("route: logits", parts, (num_parts, num_rows, routing.num_experts), None, parts)
-    if bias is not None:
-        require("route: bias", bias, (routing.num_experts,), None, logits)
+    for name, of_experts in (("bias", bias), ("scale", scale)):
+        if of_experts is not None:
+            require(f"route: {name}", of_experts, (routing.num_experts,), None, logits)
     parts, block = parts if parts.stride(2) == 1 else parts.contiguous(), power_of_two(routing.num_experts)
     ids = torch.empty(num_rows, top_k, dtype=torch.int64, device=logits.device)
     weights = logits.new_empty(num_rows, top_k)
     if num_rows:
         _route_kernel[(num_rows,)](
-            *(parts, parts if bias is None else bias.contiguous(), ids, weights, *parts.stride()[:2]),
+            *(parts, parts if bias is None else bias.contiguous(), None if scale is None else scale.contiguous()),
+            *(ids, weights, *parts.stride()[:2]),
             PARTS=num_parts,
             NUM_EXPERTS=routing.num_experts,
             TOP_K=top_k,

@@ -187,17 +187,24 @@ def _norm_router_kernel(
             of_type = normed.to(tl.float32)
             store_rounded(of_type, row, values_ptr, scales_ptr, static_ptr, SIZE, BLOCK, GROUP, MOST)
     logits = tl.sum(router.to(tl.float32) * normed.to(tl.float32)[None, :], 1)
+    logits = logits.to(logits_ptr.dtype.element_ty)
     tl.store(logits_ptr + row * num_experts + expert, logits, mask=expert < num_experts)
 
 
 def norm_router(
-    delta: Tensor, residual: Tensor, weight: Tensor, eps: float, router: Tensor, rounding: InputScales | None = None
+    delta: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    router: Tensor,
+    rounding: InputScales | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Rows, Tensor]:
     rows, size = residual.shape
     num_experts = router.shape[0]
     parts = delta if delta.ndim == 3 else delta[None]
-    dtype = torch.float32 if delta.ndim == 3 else residual.dtype
-    require("norm_router: delta", parts, (-1, rows, size), dtype, residual)
+    of_delta = torch.float32 if delta.ndim == 3 else residual.dtype
+    require("norm_router: delta", parts, (-1, rows, size), of_delta, residual)
     require("norm_router: weight", weight, (size,), None, residual)
     require("norm_router: router", router, (num_experts, size), residual.dtype, residual)
     read = (parts, residual, weight)
@@ -216,7 +223,7 @@ def norm_router(
         raise EspalierError(f"norm_router: a norm is rounded in groups of a power of two, not {rounding.group}")
     total, out = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
     rounded = None if rounding is None else empty_rounded(residual, rounding)
-    logits = residual.new_empty(rows, num_experts, dtype=torch.float32)
+    logits = residual.new_empty(rows, num_experts, dtype=dtype)
     block = power_of_two(size)
     block_e = max(min(TILE // block, power_of_two(num_experts)), 1)
     _norm_router_kernel[rows, -(-num_experts // block_e)](

@@ -132,11 +132,11 @@ def _product(x: Tensor, weight: ExpertMatrix, bias: Tensor | None) -> Tensor:
 
 
 @op("espalier.kernels.layers.experts_tiles")
-def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The experts of each row, and their weights: ids [N, K] int64, ascending in each row, and weights [N, K].
 
     logits: [N, E], float32 or float64, or [parts, N, E], which are added in order; weights have its dtype.
-    bias: [E], added as `routing` says, or None.
+    bias: [E], added as `routing` says, or None.  scale: [E], a factor of each expert's weight, or None.
     Among equal scores the lower id is chosen.  Sums have the same order whatever the number of rows.
     """
     if logits.ndim == 3:
@@ -159,7 +159,18 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
         weights = weights / (weights.cumsum(-1)[:, -1:] + routing.norm_eps)
     if routing.routed_scaling_factor != 1.0:
         weights = weights * routing.routed_scaling_factor
-    return ids, weights
+    return ids, weights if scale is None else weights * scale[ids]
+
+
+@op("espalier.kernels.layers.shared_gate", on="x")
+def scale_by_gate(result: Tensor, x: Tensor, gate: Tensor, out: Tensor) -> None:
+    """Write a shared expert's result, times the sigmoid of its gate, to out [N, H], float32 at least.
+
+    result: [N, H] in x's dtype, or [parts, N, H] float32 at least, which are summed in order and rounded to x's dtype.
+    x: [N, in], the rows; gate: [1, in].  Their product is rounded to x's dtype.
+    """
+    result = sum_parts.reference(result, x.dtype)
+    torch.mul(result, F.linear(x, gate).to(out.dtype).sigmoid(), out=out)
 
 
 @op("espalier.kernels.layers.experts", on="ids")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -61,6 +63,38 @@ def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) ->
     return total, rms_norm.reference(total, weight, eps)
 
 
+class NormWeight(NamedTuple):
+    """An RMS norm.  weight: [H]."""
+
+    weight: Tensor
+    eps: float
+
+
+MAX_OUTPUTS, MAX_NORMS = 2, 3
+
+
+@op("espalier.kernels.layers.add_normed", on="residual")
+def add_normed(
+    outputs: tuple[tuple[Tensor, NormWeight], ...],
+    norm: NormWeight | None,
+    residual: Tensor,
+    scale: float,
+    norms: tuple[NormWeight, ...],
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """(sum, norms of it), each [N, H] in residual's dtype; sum = residual · scale + norm(normed outputs).
+
+    outputs: 1 to MAX_OUTPUTS blocks' outputs, each as delta of add_rms_norm, and their norms.  norm: of the sum of the
+    normed outputs; None: that sum is added as it is.  norms: at most MAX_NORMS.
+    Every product, sum and norm is rounded to residual's dtype, as launches of their own round it.
+    """
+    dtype = residual.dtype
+    normed = [rms_norm.reference(sum_parts.reference(output, dtype), *own) for output, own in outputs]
+    added = sum(normed[1:], normed[0])
+    added = added if norm is None else rms_norm.reference(added, *norm)
+    total = (residual if scale == 1 else residual * scale) + added
+    return total, tuple(rms_norm.reference(total, *each) for each in norms)
+
+
 @op("espalier.kernels.layers.norm", on="residual")
 def rounded_norm(
     delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float, inputs: InputScales, keeps_norm: bool = False
@@ -79,15 +113,22 @@ def rounded_norm(
 
 @op("espalier.kernels.layers.norm", on="residual")
 def norm_router(
-    delta: Tensor, residual: Tensor, weight: Tensor, eps: float, router: Tensor, rounding: InputScales | None = None
+    delta: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    router: Tensor,
+    rounding: InputScales | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Rows, Tensor]:
     """(sum, norm, rows, logits) for 1 to MAX_ROUTER_ROWS rows of bfloat16 or float16.
 
     sum, norm: as add_rms_norm gives them, with its tolerance; delta may be partial sums.
     rows: the norm as quantise_rows rounds it, to the bit; without `rounding` the norm itself.
-    router: [E, H], contiguous.  logits: norm · routerᵀ [rows, E], computed and returned in float32.
+    router: [E, H], contiguous; it may be another small matrix.
+    logits: norm · routerᵀ [rows, E], computed in float32 and returned in `dtype`.
     Raises EspalierError on other shapes, dtypes or strides, and for a rounding that `rounds_norm` refuses.
     """
     total, normed = add_rms_norm.reference(delta, residual, weight, eps)
     rows = normed if rounding is None else RoundedRows(*quantise_inputs(normed, rounding), normed.dtype)
-    return total, normed, rows, F.linear(normed.float(), router.float())
+    return total, normed, rows, F.linear(normed.float(), router.float()).to(dtype)

@@ -1,8 +1,7 @@
 """The operations of a layer that keeps a state: convolve the inputs of rows, compute outputs, update states.
 
 The tables have a row for each slot (cache/states.py).  Everything is computed in float32 (float64 for float64).  On a
-GPU float64, trees of more than MAX_TREE_ROWS nodes and heads of fewer than SMALLEST_HEAD values take the references,
-which have static shapes too.
+GPU float64 and trees of more than MAX_TREE_ROWS nodes take the references, which have static shapes too.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import unpack
+from espalier.kernels.layers.quantised import InputScales, RoundedRows, Rows, quantise_inputs
 from espalier.kernels.ops.norm import rms_norm
 from espalier.kernels.ops.recurrence import (
     Scanned,
@@ -28,6 +28,7 @@ from espalier.kernels.ops.recurrence import (
     tail_after,
     unit,
 )
+from espalier.kernels.runtime.launch import power_of_two
 from espalier.kernels.runtime.op import op
 
 # Nodes of a tree that one program holds.
@@ -190,17 +191,6 @@ class PathRows(NamedTuple):
             values.index_copy_(0, self.mark_row.where(self.marked > 0, self.spare), at_mark)
 
 
-# Engines of tiny heads failed with these kernels on an H100, and the cause is not known (docs/log.md).  Published heads
-# have 64 values or more.
-SMALLEST_HEAD = 32
-
-
-def _has_products(rows: StateRows) -> bool:
-    """Whether the kernels that multiply states take these rows."""
-    smallest = min(rows[0].shape[-1], rows[1].shape[-1])
-    return _has_kernels(rows[1]) and smallest >= SMALLEST_HEAD
-
-
 def _has_kernels(values: Tensor) -> bool:
     return values.is_cuda and values.dtype != torch.float64
 
@@ -243,7 +233,7 @@ def tail_before(ordered: Tensor, rows: RowInputs) -> Tensor:
 
 @op(
     "espalier.kernels.recurrence.tree",
-    when=lambda rows: _has_products(rows) and rows[1].shape[1] <= MAX_TREE_ROWS,
+    when=lambda rows: _has_kernels(rows[1]) and rows[1].shape[1] <= MAX_TREE_ROWS,
 )
 def tree_outputs(
     q: Tensor, rows: StateRows, state: StateColumns, bits: Tensor, skip: Tensor | None, delta: bool
@@ -259,7 +249,7 @@ def tree_outputs(
     return _in_dtype(outputs(q, solve(rows, before, seen, delta), before, seen), rows, skip)
 
 
-@op("espalier.kernels.recurrence.chain", when=lambda rows: _has_products(rows))
+@op("espalier.kernels.recurrence.chain", when=lambda rows: _has_kernels(rows[1]))
 def chain_outputs(
     q: Tensor, rows: StateRows, state: StateColumns, path: PathRows, skip: Tensor | None, delta: bool
 ) -> Tensor:
@@ -311,9 +301,21 @@ class OutputGate(NamedTuple):
     is_first: bool
 
 
+def rounds_groups(size: int, groups: int, rounding: InputScales) -> bool:
+    """Whether `gated_norm` can round: a group of the norm must have one scale, and fill its program."""
+    return rounding.columns(size * groups) == size == power_of_two(size)
+
+
 @op("espalier.kernels.recurrence.gated_norm", when=lambda read: _has_kernels(read))
-def gated_norm(read: Tensor, gate: OutputGate, weight: Tensor, eps: float) -> Tensor:
-    """[N, groups · size]: the RMS norm of each group of read [N, groups, size] and the gate's silu, multiplied."""
+def gated_norm(read: Tensor, gate: OutputGate, weight: Tensor, eps: float, rounding: InputScales | None = None) -> Rows:
+    """[N, groups · size]: the RMS norm of each group of read [N, groups, size] and the gate's silu, multiplied.
+
+    rounding: how the result is rounded to FP8, for sizes that `rounds_groups` takes; None: it is a tensor.
+    """
+    if rounding is not None:
+        whole = gated_norm.reference(read, gate, weight, eps)
+        assert isinstance(whole, Tensor)
+        return RoundedRows(*quantise_inputs(whole, rounding), read.dtype)
     groups, size = read.shape[1:]
     exact = torch.promote_types(read.dtype, torch.float32)
     values = F.silu(strided(gate.values, groups // gate.share, gate.step, gate.share * size).view(read.shape).to(exact))

@@ -66,7 +66,13 @@ class Tree(NamedTuple):
     def only(self, places: Tensor) -> Tree:
         """The trees with these nodes alone (`best`), at the same places.  The others become void."""
         left_out = torch.ones_like(self.tokens, dtype=torch.bool).flatten().index_fill(0, places, False)
-        left_out = left_out.view_as(self.tokens)
+        return self._without(left_out.view_as(self.tokens))
+
+    def within(self, max_depth: Tensor) -> Tree:
+        """The trees down to these depths [B], the root in any case.  Deeper nodes become void, at the same places."""
+        return self._without(self.depths > max_depth.clamp(min=0)[:, None])
+
+    def _without(self, left_out: Tensor) -> Tree:
         itself = own_bits(0, self.tokens.shape[1], self.num_words, self.tokens.device)
         return Tree(
             self.tokens.masked_fill(left_out, VOID),

@@ -9,7 +9,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels.ops.states import OutputGate
+from espalier.errors import EspalierError
+from espalier.kernels.layers.quantise_rows import empty_rounded, over_scale, scale_of
+from espalier.kernels.layers.quantised import FP8_MAX, InputScales, Rows
+from espalier.kernels.ops.states import OutputGate, rounds_groups
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
@@ -20,10 +23,12 @@ VALUES = 512
 
 @kernel(do_not_specialize=["num_rows"])
 def _gated_norm_kernel(
-    x_ptr, gate_ptr, weight_ptr, out_ptr, num_rows, gate_stride,
+    x_ptr, gate_ptr, weight_ptr, out_ptr, scales_ptr, static_ptr, num_rows, gate_stride,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, SHARE: tl.constexpr, STEP: tl.constexpr, GATE_FIRST: tl.constexpr,
-    EPS: tl.constexpr, EXACT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    EPS: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """scales_ptr: None, or the result is rounded to FP8, as quantise_rows.py rounds it, with a scale for each group."""
     pdl_trigger_and_wait(DEPENDENT)
     row, group = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R), tl.program_id(1)
     column = tl.arange(0, BLOCK)
@@ -38,24 +43,34 @@ def _gated_norm_kernel(
     if GATE_FIRST:
         x *= gate
         x *= (1.0 / tl.sqrt(tl.sum(x * x, 1) / SIZE + EPS))[:, None]
-        out = x.to(out_ptr.dtype.element_ty).to(EXACT) * weight
+        out = x.to(x_ptr.dtype.element_ty).to(EXACT) * weight
     else:
         x *= (1.0 / tl.sqrt(tl.sum(x * x, 1) / SIZE + EPS))[:, None] * weight
-        out = x.to(out_ptr.dtype.element_ty).to(EXACT) * gate
+        out = x.to(x_ptr.dtype.element_ty).to(EXACT) * gate
+    if scales_ptr is not None:
+        out = out.to(x_ptr.dtype.element_ty).to(EXACT)
+        scale = scale_of(tl.max(tl.abs(out), 1), static_ptr, MOST)
+        out = over_scale(out, scale[:, None], static_ptr, MOST)
+        tl.store(scales_ptr + row * GROUPS + group, scale, mask=row < num_rows)
     tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def gated_norm(read: Tensor, gate: OutputGate, weight: Tensor, eps: float) -> Tensor:
-    """Tolerance: two ulps of the reference."""
+def gated_norm(read: Tensor, gate: OutputGate, weight: Tensor, eps: float, rounding: InputScales | None = None) -> Rows:
+    """Tolerance: two ulps of the reference.  A result that is rounded equals the rounding of one that is not."""
     read = read.contiguous()
     num_rows, groups, size = read.shape
-    out = torch.empty_like(read)
+    if rounding is not None and not rounds_groups(size, groups, rounding):
+        raise EspalierError(f"a gated norm of groups of {size} columns is not rounded in groups of {rounding.group}")
+    rounded = None if rounding is None else empty_rounded(read.flatten(1), rounding)
+    out = torch.empty_like(read) if rounded is None else rounded.values
     if not num_rows:
-        return out.flatten(1)
+        return out.flatten(1) if rounded is None else rounded
     block = power_of_two(size)
     block_r = max(VALUES // block, 1)
     _gated_norm_kernel[-(-num_rows // block_r), groups](
-        *(read, gate.values, weight, out, num_rows, gate.values.stride(0)),
+        *(read, gate.values, weight, out),
+        *(None if rounded is None else rounded.scales, None if rounding is None else rounding.static),
+        *(num_rows, gate.values.stride(0)),
         GROUPS=groups,
         SIZE=size,
         SHARE=gate.share,
@@ -63,9 +78,10 @@ def gated_norm(read: Tensor, gate: OutputGate, weight: Tensor, eps: float) -> Te
         GATE_FIRST=gate.is_first,
         EPS=eps,
         EXACT=exact_type(read.dtype),
+        MOST=FP8_MAX,
         BLOCK_R=block_r,
         BLOCK=block,
         num_warps=4 if block >= 512 else 2,
         **pdl_arguments(chip(read)),
     )
-    return out.flatten(1)
+    return out.flatten(1) if rounded is None else rounded

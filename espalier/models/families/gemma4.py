@@ -7,6 +7,7 @@ them, and each layer of those sizes has an input of its own.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,6 @@ from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.activation import GELU_TANH
 from espalier.kernels.ops.drafts import DraftHidden
 from espalier.kernels.ops.experts import Routing
-from espalier.kernels.ops.linear import sum_parts
 from espalier.kernels.ops.rope import HeadNorms
 from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows
 from espalier.models.config_values import heads_and_size
@@ -28,10 +28,10 @@ from espalier.models.layer_loading import HEADS, layer_specs_of, load_embedding,
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.mlp import GatedMLP, MixtureMLP, RoutedRows, router_logits
-from espalier.models.layers.norm import RMSNorm
+from espalier.models.layers.norm import AnyNorm, Delta, Normed, RMSNorm
 from espalier.models.layers.stream import Stream
 from espalier.models.rope import RopeTables
-from espalier.models.weight_formats.sharded import over_ranks
+from espalier.models.weight_formats.sharded import Unsummed
 from espalier.models.weights import Weights
 from espalier.shards import on_every_rank
 
@@ -78,9 +78,16 @@ class LayerInput:
     project: Linear
     norm: RMSNorm
 
-    def __call__(self, x: Tensor, given: Tensor) -> Tensor:
-        """x [N, H], given [N, P] -> [N, H]."""
-        return self.norm(self.project(F.gelu(self.gate(x), approximate="tanh") * given))
+    def __call__(self, x: Tensor, given: Tensor) -> Tensor | Unsummed:
+        """x [N, H], given [N, P] -> [N, H] before the norm, or parts of it."""
+        return self.project.for_stream(F.gelu(self.gate(x), approximate="tanh") * given)
+
+
+class BesideRows(NamedTuple):
+    """The rows of the dense MLP and of the experts beside it."""
+
+    of_mlp: Tensor
+    routed: RoutedRows
 
 
 @dataclass(eq=False, slots=True)
@@ -91,24 +98,29 @@ class BesideMLP:
     experts' input and output.
     """
 
+    mlp: GatedMLP
     mixture: MixtureMLP
     router_norm: RMSNorm
     mlp_norm: RMSNorm
     norm: RMSNorm
     after: RMSNorm
 
-    def __call__(self, x: Tensor, dense: Tensor, live: Tensor | None) -> Tensor:
-        """x: [N, H], the stream; dense: of the MLP, [N, H].  Returns the sum of both blocks, normed each."""
-        rows, logits = self.norm(x), router_logits(self.router_norm(x), self.mixture.router)
-        parts = self.mixture(RoutedRows(rows, rows, logits), live)
-        return self.mlp_norm(dense) + self.after(sum_parts(over_ranks(parts), x.dtype))
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, BesideRows]:
+        """As espalier/models/layers/stream.py:Reader.  delta: of an attention whose output is normed."""
+        assert isinstance(delta, Normed) and isinstance(norm, RMSNorm)
+        total, (of_mlp, rows, of_router) = delta.added(x, (norm, self.norm, self.router_norm))
+        return total, BesideRows(of_mlp, RoutedRows(rows, rows, router_logits(of_router, self.mixture.router)))
+
+    def __call__(self, rows: BesideRows, live: Tensor | None) -> tuple[tuple[Tensor | Unsummed, RMSNorm], ...]:
+        """Both blocks' outputs, and their norms."""
+        return (self.mlp(rows.of_mlp), self.mlp_norm), (self.mixture(rows.routed, live), self.after)
 
 
 @dataclass(eq=False, slots=True)
 class Gemma4Layer:
     """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then what the layer's own input adds; all times scale.
 
-    index: the layer's place in the pass.  beside: routed experts, or None; own_input: or None.
+    index: the layer's place in the pass.  own_input: or None.
     post_mlp_norm: its weight includes the scale, unless there is `own_input`, whose norm then does.
     """
 
@@ -117,26 +129,25 @@ class Gemma4Layer:
     attention: Attention
     post_attention_norm: RMSNorm
     mlp_norm: RMSNorm
-    mlp: GatedMLP
+    mlp: GatedMLP | BesideMLP
     post_mlp_norm: RMSNorm
-    beside: BesideMLP | None
     own_input: LayerInput | None
     scale: float
 
     def __call__(self, s: Stream, p: Pass) -> None:
         attended = self.attention(self.index, s.normed(self.attention_norm, self.attention), s, p)
         s.add(attended, self.post_attention_norm)
-        out = self.mlp(s.normed(self.mlp_norm, self.mlp), s.live)
-        if self.beside is not None:
-            out = self.beside(s.x, sum_parts(over_ranks(out), s.x.dtype), s.live)
-        delta = self.post_mlp_norm(sum_parts(over_ranks(out), s.x.dtype))
+        rows = s.normed(self.mlp_norm, self.mlp)
+        scale = self.scale if self.own_input is None else 1.0
+        if isinstance(self.mlp, BesideMLP):
+            out = Normed(*self.mlp(rows, s.live), norm=self.post_mlp_norm, scale=scale)
+        else:
+            out = Normed((self.mlp(rows, s.live), self.post_mlp_norm), scale=scale)
         if self.own_input is not None:
             assert s.beside is not None
-            s.x = s.x + delta
-            delta = self.own_input(s.x, s.beside[:, self.index])
-        if self.scale != 1:
-            s.x = s.x * self.scale
-        s.add(delta)
+            s.x, _ = out.added(s.x, ())
+            out = Normed((self.own_input(s.x, s.beside[:, self.index]), self.own_input.norm), scale=self.scale)
+        s.add(out)
 
 
 def _layer_types(full: Raw) -> list[str]:
@@ -272,6 +283,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
 
     is_wide = full["use_double_wide_mlp"] and spec.shares is not None
     inner, size = config.intermediate_size * (2 if is_wide else 1), full["hidden_size_per_layer_input"]
+    mlp = weights.mlp(f"{prefix}mlp.", hidden, inner, False, config.activation)
     own_input = None
     if size:
         gate = weights.linear(prefix, ("per_layer_input_gate",), (on_every_rank(size),), hidden, bias=False)
@@ -283,9 +295,8 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
         attention=_load_attention(weights, config, f"{prefix}self_attn.", spec, rope),
         post_attention_norm=norm("post_attention_layernorm"),
         mlp_norm=norm("pre_feedforward_layernorm"),
-        mlp=weights.mlp(f"{prefix}mlp.", hidden, inner, False, config.activation),
+        mlp=mlp if config.experts is None else _load_experts(weights, config, config.experts, prefix, mlp),
         post_mlp_norm=norm("post_feedforward_layernorm", 1.0 if size else scale),
-        beside=None if config.experts is None else _load_experts(weights, config, config.experts, prefix),
         own_input=own_input,
         scale=scale,
     )
@@ -309,9 +320,10 @@ def _load_attention(weights: Weights, config: ModelConfig, prefix: str, spec: La
     return Attention(qkv, out, own.projected_heads, rope, norms)
 
 
-def _load_experts(weights: Weights, config: ModelConfig, experts: Experts, prefix: str) -> BesideMLP:
+def _load_experts(weights: Weights, config: ModelConfig, experts: Experts, prefix: str, mlp: GatedMLP) -> BesideMLP:
     hidden, eps = config.hidden_size, config.rms_norm_eps
     return BesideMLP(
+        mlp=mlp,
         # The dense MLP stands beside them, and not in the sum.
         mixture=load_experts(weights, replace(experts, shared_size=0), prefix, hidden),
         router_norm=RMSNorm(weights.take_exact(f"{prefix}router.scale", hidden) * hidden**-0.5, eps),

@@ -6,8 +6,7 @@ What cannot run is refused before weights are read.  The loader is transformers'
 import copy
 import json
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
@@ -20,9 +19,8 @@ from torch import Tensor
 from espalier.errors import EspalierError, one_line
 from espalier.model_files import MAX_LAYERS
 from espalier.models.config import INERT, Family, ModelConfig, Raw, architecture_of, parse, with_overrides
-from espalier.models.from_transformers.attention import NAME, refusing
-from espalier.models.from_transformers.probe import Probed, probe
-from espalier.models.from_transformers.target import Body, TransformersTarget
+from espalier.models.from_transformers.probe import Probed, probe, refusing
+from espalier.models.from_transformers.target import NAME, Body, TransformersTarget
 from espalier.models.weight_files import stored_weights
 from espalier.models.weight_formats import QUANTISATION_FIELDS
 from espalier.models.weights import HARMLESS, Weights
@@ -64,32 +62,39 @@ def made_by_transformers(
     state: Mapping[str, Tensor] | None = None,
 ) -> TransformersTarget:
     """state: the weights by name, which replace the weights in the config's directory."""
+    from transformers.utils import logging as bars
+
     probed = config.probed
     assert probed is not None
+    # The loop over experts reads their rows on the host, which a captured pass cannot: it is for a CPU alone.
+    options: dict[str, Any] = {"experts_implementation": "eager"} if device.type == "cpu" else {}
     # If accelerate is not installed, a model is loaded into host memory first and then moved to the GPU.
-    direct = {"device_map": {"": device}} if device.type != "cpu" and find_spec("accelerate") else {}
+    options |= {"device_map": {"": device}} if device.type != "cpu" and find_spec("accelerate") else {}
+    shows_progress = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
     try:
-        with _without_progress_bars():
-            model, found = probed.model_class.from_pretrained(
-                None if state else config.path,
-                config=copy.deepcopy(probed.config),
-                state_dict=state,
-                dtype=dtype,
-                attn_implementation=NAME,
-                experts_implementation=experts_implementation(probed.model_class, device),
-                use_safetensors=True,
-                local_files_only=True,
-                output_loading_info=True,
-                trust_remote_code=False,
-                **direct,
-            )
+        model, found = probed.model_class.from_pretrained(
+            None if state else config.path,
+            config=copy.deepcopy(probed.config),
+            state_dict=state,
+            dtype=dtype,
+            attn_implementation=NAME,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            trust_remote_code=False,
+            **options,
+        )
     except Exception as error:  # any: it is another's code
         raise EspalierError(
             f"{config.path}: transformers cannot load the model ({one_line(error)}); download the checkpoint again"
         ) from None
+    finally:
+        if shows_progress:
+            bars.enable_progress_bar()
     _require_all(found, config)
     body = Body(model.to(device).eval().requires_grad_(False), probed.layers, probed.equal, capture)
-    log.info("%s runs by transformers; replaced by ours: %s", config.architecture, probed.in_words)
+    log.info("%s runs by transformers; replaced by ours: %s", config.architecture, probed.replaced)
     return TransformersTarget(config, body, capture)
 
 
@@ -103,27 +108,6 @@ def _require_all(found: Mapping[str, Any], config: ModelConfig) -> None:
                 f"{config.path}: weight {min(names)!r}{more} {what} of {config.architecture}; config.json and weights "
                 "do not belong together: download both again"
             )
-
-
-def experts_implementation(model_class: Any, device: torch.device) -> str:
-    """How transformers computes experts.  It refuses a choice for classes that have none."""
-    # The plain loop reads the experts' rows on the host, which a captured pass cannot.
-    on_device = device.type != "cpu" and model_class._can_set_experts_implementation()
-    return "grouped_mm" if on_device else "eager"
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Turns transformers' progress bars off, which would disturb our log."""
-    from transformers.utils import logging as bars
-
-    was = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was:
-            bars.enable_progress_bar()
 
 
 # Kinds of RoPE whose frequencies change behind a length, and the field that says which.
@@ -148,6 +132,8 @@ def read_by_transformers(
     raw: Raw, path: Path, overrides: Mapping[str, Any] | None = None, generation: Raw | None = None
 ) -> ModelConfig:
     """The config of a model that a class of transformers runs.  Raises EspalierError, with the reason, if none can."""
+    from transformers import CONFIG_MAPPING
+
     name = causal_class(raw)
     if name is None:
         raise EspalierError(
@@ -159,9 +145,11 @@ def read_by_transformers(
             f"{path}: architecture {architecture_of(raw)!r} is not the causal model of its model_type, which is "
             f"{name}; use a text generation model that transformers has"
         )
-    full = with_overrides(raw, overrides or {}, {*raw, *_fields(raw["model_type"]), *INERT, *QUANTISATION_FIELDS})
-    left_out = (*QUANTISATION_FIELDS, "auto_map", "architectures", "torch_dtype", "dtype", "transformers_version")
-    fields = {name: value for name, value in full.items() if name not in left_out and not name.startswith("_")}
+    config_class = CONFIG_MAPPING[raw["model_type"]]
+    known_fields = {*config_class().to_dict(), *config_class.attribute_map, *raw, *INERT, *QUANTISATION_FIELDS}
+    full = with_overrides(raw, overrides or {}, known_fields)
+    # Fields that begin so may name code.
+    fields = {name: value for name, value in full.items() if not name.startswith("_")}
     if any(full.get(name) is not None for name in QUANTISATION_FIELDS):
         raise EspalierError(
             f"{path}: {name} runs by transformers, for which quantised weights are not supported; use "
@@ -172,14 +160,6 @@ def read_by_transformers(
     except EspalierError as error:
         raise EspalierError(f"{path}: {name} cannot run by transformers: {error}; use another model") from None
     return _config(probed, full, path, overrides, generation)
-
-
-def _fields(model_type: str) -> set[str]:
-    """The fields that a config class knows."""
-    from transformers import CONFIG_MAPPING
-
-    config_class = CONFIG_MAPPING[model_type]
-    return {*config_class().to_dict(), *config_class.attribute_map}
 
 
 @lru_cache(maxsize=16)

@@ -24,8 +24,6 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"hidden_size|d_model|n_embd|embed(ding)?_(dim|size)|proj_dim|model_dim|hidden_dim", HIDDEN),
     (r"first_k_dense|num_dense", 1),
 )
-ROPE_LENGTHS = {"original_max_position_embeddings": WINDOW, "max_position_embeddings": POSITIONS}
-SCALINGS = ("type", "rope_type", "factor")
 
 
 def shrunk(fields: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
@@ -38,7 +36,9 @@ def shrunk(fields: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     firsts = [kinds.index(kind) for kind in set(kinds)]
     firsts += [min(map(int, value)) for value in fields.values() if _is_by_layer(value)]
     layers = min(max(*firsts, 3, 3) + 1, MOST_LAYERS, num_layers)
-    return {name: _small(name, value, num_layers, layers, fields) for name, value in fields.items()}
+    # A class's own RoPE does: that of a config may have factors that belong to its true sizes.
+    kept = {name: value for name, value in fields.items() if name not in ("rope_parameters", "rope_scaling")}
+    return {name: _small(name, value, num_layers, layers, fields) for name, value in kept.items()}
 
 
 def _is_by_layer(value: Any) -> bool:
@@ -51,8 +51,6 @@ def _small(name: str, value: Any, num_layers: int, layers: int, fields: Mapping[
         return [_small(name, each, 0, 0, fields) for each in value[:layers]]
     if _is_by_layer(value):
         return {layer: each for layer, each in value.items() if int(layer) < layers}
-    if name.startswith("rope_"):
-        return _plain_rope(value)
     if name == "head_dim" and value is None:
         return HEAD_SIZE
     if not isinstance(value, int) or isinstance(value, bool):
@@ -63,13 +61,3 @@ def _small(name: str, value: Any, num_layers: int, layers: int, fields: Mapping[
         return HEADS
     size = next((size for pattern, size in SIZES if re.search(pattern, name)), value)
     return min(size, value)
-
-
-def _plain_rope(value: Any) -> Any:
-    """RoPE parameters without the scalings whose factors belong to the true sizes."""
-    if not isinstance(value, Mapping):
-        return value
-    if any(isinstance(each, Mapping) for each in value.values()):
-        return {kind: _plain_rope(each) for kind, each in value.items()}
-    plain = (name for name, each in value.items() if name not in SCALINGS and not isinstance(each, list))
-    return {**{name: ROPE_LENGTHS.get(name, value[name]) for name in plain}, "rope_type": "default"}

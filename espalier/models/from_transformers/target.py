@@ -1,15 +1,17 @@
 """A model of transformers as a target: its layers write to the pass, and attend through it.
 
-Our layers stand in the place of transformers' where both compute the same: there speed and quantised formats come from.
-Linear layers are known by their class.  Norms and experts are compared with ours on random rows of a tiny model.
+Our layers stand in the place of transformers' where both compute the same: there speed comes from.  Linear layers are
+known by their class.  Norms and experts are compared with ours on random rows of a tiny model.
 """
 
 import copy
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +24,85 @@ from espalier.kernels.ops.linear import sum_parts
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.models.base import ModelOutput
 from espalier.models.config import ModelConfig
-from espalier.models.from_transformers.attention import RUNNING, Attends, Call, attending
 from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.weight_formats import dense_weight
 
+# As transformers' AttentionInterface knows us.
+NAME = "espalier"
 # Makes our module of one of transformers'.
 Make = Callable[[Any], nn.Module]
-# The names that norms give their epsilon.
-EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 TOLERANCE = 1e-5
-EXPERT_INPUTS = ("hidden_states", "top_k_index", "top_k_weights")
+
+
+class Call(NamedTuple):
+    """A layer's attention.  q: [B, heads, Q, k_size]; k, v: [B, kv_heads, Q, size] of the new rows.
+
+    masked: whether the model brings a mask of its own.  scale: factor of q·k; window: as LayerSpec.window; softcap:
+    scores are bounded to ±softcap by a tanh; sink: [heads], as Attention.attend takes it.
+    """
+
+    module: nn.Module
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    masked: bool
+    scale: float | None
+    window: int | None
+    softcap: float | None
+    sink: Tensor | None
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What answers the attention calls of a forward pass.
+
+    inputs: by layer, the captured inputs, which the pass adds.
+    """
+
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def live(self) -> Tensor | None:
+        """[B · Q] bool, of rows that go to experts; None: all do."""
+        return None
+
+    def __call__(self, call: Call) -> Tensor:
+        """[B, Q, heads, v_size]."""
+        raise NotImplementedError
+
+
+# Who runs is no argument of a model's layers.
+RUNNING: ContextVar[Run] = ContextVar("the attention of the forward pass that runs")
+
+
+@contextmanager
+def attending(run: Run) -> Iterator[None]:
+    """Let `run` answer the attention calls of this thread."""
+    token = RUNNING.set(run)
+    try:
+        yield
+    finally:
+        RUNNING.reset(token)
+
+
+def register() -> None:
+    """Make NAME known to transformers.
+
+    It is not registered as a kind of mask.  So transformers makes none, and does not look for packed sequences in the
+    positions, which it would do on the host.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, _attend)
+
+
+def _attend(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, **given: Any
+) -> tuple[Tensor, None]:
+    window, softcap = given.get("sliding_window") or None, given.get("softcap") or None
+    call = Call(module, q, k, v, attention_mask is not None, given.get("scaling"), window, softcap, given.get("s_aux"))
+    return RUNNING.get()(call), None
 
 
 class OurLinear(nn.Module):
@@ -56,8 +126,8 @@ class OurNorm(nn.Module):
         super().__init__()
         self.weight = module.weight.data
         exact = torch.promote_types(self.weight.dtype, torch.float32)
-        eps = next(getattr(module, name) for name in EPSILONS if hasattr(module, name))
-        self.norm = RMSNorm(self.weight.to(exact) + offset if offset else self.weight, float(eps))
+        eps = next(value for value in vars(module).values() if isinstance(value, float))
+        self.norm = RMSNorm(self.weight.to(exact) + offset if offset else self.weight, eps)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x.contiguous())
@@ -80,64 +150,35 @@ class OurExperts(nn.Module):
         return sum_parts(parts, hidden_states.dtype)
 
 
-# What may compute the same as a norm, and as experts.
+# What may compute the same as a module with these parameters.
 NORMS: tuple[Make, ...] = (OurNorm, partial(OurNorm, offset=1.0))
 EXPERTS: tuple[Make, ...] = (partial(OurExperts, activation=SILU), partial(OurExperts, activation=GELU_TANH))
+MAKES: Mapping[tuple[str, ...], tuple[Make, ...]] = {("weight",): NORMS, ("down_proj", "gate_up_proj"): EXPERTS}
 
 
 def find_equal(model: nn.Module) -> dict[type, Make]:
     """What makes our modules of those of a model's classes that compute the same.  model: a tiny random one."""
-    found: dict[type, Make] = {}
+    found: dict[type, Make] = {nn.Linear: OurLinear}
     for module in model.modules():
-        kind = type(module)
-        if kind not in found and (make := _equal_to(module)) is not None:
-            found[kind] = make
+        makes = MAKES.get(tuple(sorted(name for name, _ in module.named_parameters())), ())
+        if type(module) not in found and (equal := [make for make in makes if _are_equal(module, make)]):
+            found[type(module)] = equal[0]
     return found
 
 
-def _equal_to(module: nn.Module) -> Make | None:
-    if type(module) is nn.Linear:
-        return OurLinear
-    names = sorted(name for name, _ in module.named_parameters())
-    if names == ["weight"] and type(module).__name__.endswith("Norm") and any(hasattr(module, n) for n in EPSILONS):
-        return next((make for make in NORMS if _are_equal(module, make, _rows_of_norm(module))), None)
-    if names == ["down_proj", "gate_up_proj"] and _inputs_of(module) == EXPERT_INPUTS:
-        return next((make for make in EXPERTS if _are_equal(module, make, _rows_of_experts(module))), None)
-    return None
-
-
-def _inputs_of(module: nn.Module) -> tuple[str, ...]:
-    return tuple(inspect.signature(type(module).forward).parameters)[1:]
-
-
-def _rows_of_norm(module: Any) -> list[tuple[Tensor, ...]]:
-    """Large rows, and small ones, in which the epsilon counts."""
-    x = torch.randn(7, module.weight.numel())
-    return [(x,), (x * 1e-3,)]
-
-
-def _rows_of_experts(module: Any) -> list[tuple[Tensor, ...]]:
-    (count, _, hidden), rows = module.gate_up_proj.shape, 9
-    ids = torch.rand(rows, count).topk(min(2, count)).indices
-    return [(torch.randn(rows, hidden), ids, torch.rand(ids.shape))]
-
-
-def _are_equal(module: nn.Module, make: Make, inputs: list[tuple[Tensor, ...]]) -> bool:
+def _are_equal(module: Any, make: Make) -> bool:
+    """Whether ours gives what a norm or experts give: of large rows, and of small ones, in which an epsilon counts."""
     try:
         ours = make(module)
-        pairs = [(ours(*each), module(*each)) for each in inputs]
+        if hasattr(module, "weight"):
+            given: tuple[Tensor, ...] = (torch.randn(7, module.weight.numel()),)
+        else:
+            ids = torch.rand(9, len(module.down_proj)).topk(min(2, len(module.down_proj))).indices
+            given = (torch.randn(9, module.down_proj.shape[1]), ids, torch.rand(ids.shape))
+        pairs = [[run(given[0] * scale, *given[1:]) for run in (ours, module)] for scale in (1.0, 1e-3)]
     except Exception:  # any: it is another's code, of other shapes than it seemed
         return False
     return all(one.shape == other.shape and torch.allclose(one, other, TOLERANCE, TOLERANCE) for one, other in pairs)
-
-
-def replace(model: nn.Module, equal: Mapping[type, Make]) -> None:
-    """Put our modules in the place of those of the classes in `equal`."""
-    for parent in list(model.modules()):
-        for name, module in parent.named_children():
-            # Some classes of norms have weights or not, as their place asks.
-            if type(module) in equal and any(True for _ in module.parameters()):
-                setattr(parent, name, equal[type(module)](module))
 
 
 class Body:
@@ -148,17 +189,21 @@ class Body:
     """
 
     def __init__(self, model: Any, layers: str, equal: Mapping[type, Make], capture: tuple[int, ...] = ()) -> None:
-        self.model = model
-        self.decoder = model.get_submodule(layers.partition(".")[0])
-        replace(model, equal)
+        name = layers.partition(".")[0]
+        self.model, self.decoder = model, model.get_submodule(name)
+        for parent in list(model.modules()):
+            for child, module in parent.named_children():
+                # Some classes of norms have weights or not, as their place asks.
+                if type(module) in equal and any(True for _ in module.parameters()):
+                    setattr(parent, child, equal[type(module)](module))
         fix_ropes(model)
         _capture(model.get_submodule(layers), capture)
         head = model.get_output_embeddings()
         self.head: Linear = (head if isinstance(head, OurLinear) else OurLinear(head)).linear
         self._given = copy.copy(model)
-        self._given._modules = {**model._modules, layers.partition(".")[0]: GivenHidden()}
+        self._given._modules = {**model._modules, name: GivenHidden()}
 
-    def __call__(self, tokens: Tensor, positions: Tensor, run: Attends) -> Tensor:
+    def __call__(self, tokens: Tensor, positions: Tensor, run: Run) -> Tensor:
         """[B, Q, H] behind the last norm.  tokens, positions: [B, Q]."""
         with attending(run):
             out = self.decoder(input_ids=tokens, position_ids=positions, use_cache=False)
@@ -174,7 +219,7 @@ class GivenHidden(nn.Module):
     """In the place of a model's body: its hidden states are those that it is given."""
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **options: Any) -> "OnlyHidden":
-        return OnlyHidden(inputs_embeds)
+        return OnlyHidden((inputs_embeds,))
 
     @property
     def decoder(self) -> "GivenHidden":
@@ -182,17 +227,13 @@ class GivenHidden(nn.Module):
         return self
 
 
-class OnlyHidden:
+class OnlyHidden(tuple[Tensor]):
     """A body's output, of which nothing but the hidden states is there."""
 
-    def __init__(self, last_hidden_state: Tensor) -> None:
-        self.last_hidden_state = last_hidden_state
+    last_hidden_state = property(itemgetter(0))
 
     def __getattr__(self, name: str) -> None:
         return None
-
-    def __getitem__(self, index: int) -> Tensor:
-        return (self.last_hidden_state,)[index]
 
 
 def fix_ropes(model: nn.Module) -> None:
@@ -224,7 +265,7 @@ def _capture(layers: nn.ModuleList, capture: tuple[int, ...]) -> None:
 
 
 @dataclass
-class PassRun:
+class PassRun(Run):
     """A pass that answers a model's attention calls.
 
     layers: the number of each attention module's layer; sharing: the layers that share rows and write none.
@@ -233,7 +274,6 @@ class PassRun:
     p: Pass
     layers: Mapping[nn.Module, int]
     sharing: frozenset[int]
-    inputs: dict[int, Tensor] = field(default_factory=dict)
 
     @cached_property
     def live(self) -> Tensor | None:
@@ -259,14 +299,11 @@ class TransformersTarget:
 
     def __init__(self, config: ModelConfig, body: Body, capture: tuple[int, ...]) -> None:
         assert config.probed is not None
-        self.config = config
+        self.config, self.body, self.capture, self.head = config, body, capture, body.head
         self.layer_specs = config.probed.specs
-        self.capture = capture
         self.kv_scales: tuple[KVScales | None, ...] = (None,) * len(self.layer_specs)
         # Some have a row more, for audio or an unknown token.
         self.embed = Embedding(body.model.get_input_embeddings().weight[: config.vocab_size])
-        self.head = body.head
-        self.body = body
         self._sharing = frozenset(i for i, spec in enumerate(self.layer_specs) if spec.shares is not None)
         self._layers = {body.model.get_submodule(name): i for i, name in enumerate(config.probed.attention)}
 

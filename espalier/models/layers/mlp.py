@@ -19,11 +19,12 @@ from espalier.kernels.ops.experts import (
     SharedExperts,
     grouped_experts,
     route,
+    scale_by_gate,
 )
 from espalier.kernels.ops.linear import linear_parts
 from espalier.kernels.ops.norm import norm_router, rounds_norm, takes_router
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.norm import AnyNorm, Delta, summed
+from espalier.models.layers.norm import AnyNorm, Delta, Normed, is_rounded_before, summed
 from espalier.models.weight_formats.sharded import Unsummed
 from espalier.shards import WHOLE, Shards
 
@@ -46,6 +47,10 @@ class GatedMLP:
         live: [B·Q] bool, as MixtureMLP takes it.  Here every row is computed.
         """
         return self.down.for_stream(self.gate_up.gated(x, self.activation))
+
+    def in_parts(self, x: Rows) -> Tensor:
+        """[B·Q, hidden] -> [B·Q, hidden], or parts of it that sum to it: on each rank its own."""
+        return self.down.in_parts(self.gate_up.gated(x, self.activation))
 
     def num_parts(self, rows: int) -> int:
         """The number of parts that `write_parts` writes."""
@@ -113,7 +118,7 @@ class MixtureMLP:
         rounded.
         """
         rounding = rounding_in_norm(self.gate_up, x)
-        own = summed(delta) if takes_router(x) else None
+        own = summed(delta) if takes_router(x) and not isinstance(delta, Normed) else None
         if own is not None and norm.weight is not None:
             total, normed, rounded, logits = norm_router.triton(own, x, norm.weight, norm.eps, self.router, rounding)
             return total, RoutedRows(normed, rounded, logits)
@@ -133,9 +138,7 @@ class MixtureMLP:
         return parts if self.shards.count == 1 else Unsummed(parts, self.shards, routed.x.dtype)
 
     def _mixed(self, x: Tensor, of_experts: Rows, logits: Tensor, live: Tensor | None) -> Tensor:
-        ids, weights = route(logits, self.bias, self.routing)
-        if self.scale is not None:
-            weights = weights * self.scale[ids]
+        ids, weights = route(logits, self.bias, self.routing, self.scale)
         if self.shared_tiles is not None and len(x) <= MAX_SHARED_ROWS:
             return grouped_experts(
                 of_experts, self.gate_up, self.down, ids, weights, live=live, shared=self.shared_tiles
@@ -144,11 +147,29 @@ class MixtureMLP:
         experts = (of_experts, self.gate_up, self.down, ids, weights)
         parts = grouped_experts(*experts, live=live, biases=self.biases, activation=self.activation, extra=extra)
         if self.shared is not None and self.shared_gate is not None:
-            gate = self.shared_gate(x).to(parts.dtype).sigmoid()
-            torch.mul(self.shared.summed(x), gate, out=parts[-1])
+            rows = _rows_of_shared(self.shared, self.gate_up, x, of_experts)
+            _write_gated(self.shared, self.shared_gate, x, rows, parts[-1])
         elif self.shared is not None:
             self.shared.write_parts(x, parts[-extra:])
         return parts
+
+
+def _write_gated(shared: GatedMLP, gate: Linear, x: Tensor, rows: Rows, out: Tensor) -> None:
+    """Write the shared MLP's result, scaled by its gate, to out [N, H].  rows: x as the MLP takes it."""
+    weight = gate.weight.dense_tensor()
+    if weight is None:
+        torch.mul(shared.summed(x), gate(x).to(out.dtype).sigmoid(), out=out)
+    else:
+        scale_by_gate(shared.in_parts(rows), x, weight, out)
+
+
+def _rows_of_shared(shared: GatedMLP, gate_up: ExpertMatrix, x: Tensor, of_experts: Rows) -> Rows:
+    """The rows as the shared MLP takes them: those of the routed experts, if these are rounded as it rounds few."""
+    rounding = shared.gate_up.rounding
+    if rounding is None or isinstance(gate_up, Tensor) or gate_up.inputs is None:
+        return x
+    is_same = rounding.static is gate_up.inputs.static and rounding.group == gate_up.inputs.group
+    return of_experts if is_same and is_rounded_before(x, x.shape[1], rounding) else x
 
 
 def rounding_in_norm(gate_up: ExpertMatrix, x: Tensor) -> InputScales | None:

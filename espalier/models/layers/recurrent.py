@@ -8,11 +8,12 @@ from torch import Tensor
 from espalier.attention import Pass
 from espalier.cache.layer_spec import RecurrentState
 from espalier.kernels.layers.quantised import Rows
+from espalier.kernels.ops.norm import norm_router, takes_router
 from espalier.kernels.ops.recurrence import ShortConv
-from espalier.kernels.ops.states import Columns, GateInputs, OutputGate, gated_norm
+from espalier.kernels.ops.states import Columns, GateInputs, OutputGate, gated_norm, rounds_groups
 from espalier.models.layers.decoder import of_kept
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
+from espalier.models.layers.norm import AnyNorm, Delta, Normed, RMSNorm, is_rounded_before, summed
 from espalier.models.layers.stream import Stream
 from espalier.models.weight_formats.sharded import Unsummed
 
@@ -57,7 +58,7 @@ class Mamba2:
         s.keep(p.kept(layer))
         read = p.attend(layer, q, self.skip).flatten(2).view(-1, keeps.k_heads, share * keeps.v_size)
         gate = OutputGate(of_kept(inputs, layer, p), 1, share * keeps.v_size, True)
-        return self.out.for_stream(gated_norm(read, gate, self.norm.weight, self.norm.eps))
+        return self.out.for_stream(_gated_norm(read, gate, self.norm, self.out))
 
 
 @dataclass(eq=False, slots=True)
@@ -112,20 +113,39 @@ class DeltaNet:
             self.columns = keeps.columns._replace(k=keeps.k_size, v=2 * keeps.k_size, k_step=step, v_step=step)
             self.z_at = 2 * keeps.k_size + of_group
 
-    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Tensor]:
-        """As espalier/models/layers/stream.py:Reader.  Two projections read the norm, so it is not rounded for one."""
-        return norm.after(delta, x)
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, tuple[Rows, Tensor]]:
+        """As espalier/models/layers/stream.py:Reader: the norm as qkvz takes it, and the product of ba.
 
-    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
+        For a few rows the norm and ba are one launch.  The launch that norms also rounds for qkvz.
+        """
+        rounding = self.qkvz.rounding if is_rounded_before(x, x.shape[1], self.qkvz.rounding) else None
+        of_ba = self.ba.weight.dense_tensor() if takes_router(x) else None
+        own = None if of_ba is None or isinstance(delta, Normed) else summed(delta)
+        if of_ba is not None and own is not None and norm.weight is not None:
+            total, _, of_qkvz, ba = norm_router.triton(own, x, norm.weight, norm.eps, of_ba, rounding, x.dtype)
+            return total, (of_qkvz, ba)
+        total, normed, of_qkvz = norm.both_after(delta if own is None else own, x, rounding)
+        return total, (of_qkvz, self.ba(normed))
+
+    def __call__(self, layer: int, rows: tuple[Rows, Tensor], s: Stream, p: Pass) -> Tensor | Unsummed:
         """As espalier/models/layers/decoder.py:Mixer."""
-        qkvz, ba = self.qkvz(rows), self.ba(rows)
+        qkvz, ba = self.qkvz(rows[0]), rows[1]
         q = p.write(layer, qkvz, self._gates(ba), self.conv, self.columns)
         s.keep(p.kept(layer))
         read = p.attend(layer, q).flatten(0, 1)
         gate = OutputGate(of_kept(qkvz, layer, p)[:, self.z_at :], self.share, self.columns.v_step, False)
-        return self.out.for_stream(gated_norm(read, gate, self.norm.weight, self.norm.eps))
+        return self.out.for_stream(_gated_norm(read, gate, self.norm, self.out))
 
     def _gates(self, ba: Tensor) -> GateInputs:
         """ba: [N, 2 · heads]."""
         apart, step = (self.share, 2 * self.share) if self.is_grouped else (self.keeps.heads, self.share)
         return GateInputs(ba[:, apart:], ba, self.A_log, self.dt_bias, self.share, step)
+
+
+def _gated_norm(read: Tensor, gate: OutputGate, norm: RMSNorm, out: Linear) -> Rows:
+    """The normed and gated rows as `out` takes them: where one launch can round them for it, it does."""
+    rounding, (groups, size) = out.rounding, read.shape[1:]
+    is_rounded = rounding is not None and is_rounded_before(read, groups * size, rounding)
+    if rounding is None or not is_rounded or not rounds_groups(size, groups, rounding):
+        return gated_norm(read, gate, norm.weight, norm.eps)
+    return gated_norm(read, gate, norm.weight, norm.eps, rounding)

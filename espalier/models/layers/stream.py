@@ -7,9 +7,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from espalier.kernels.ops.linear import sum_parts
-from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
-from espalier.models.weight_formats.sharded import Unsummed
+from espalier.models.layers.norm import AnyNorm, Delta, Normed, RMSNorm
+from espalier.models.weight_formats.sharded import Unsummed, over_ranks
 
 
 class Reader(Protocol):
@@ -57,7 +56,7 @@ class Stream:
             rows, self.given = self.given, None
             assert rows is not None, "only the first block of a draft head reads what the embedding made"
             return rows
-        if self.delta is None or isinstance(self.delta, Tensor | Unsummed):
+        if self.delta is None or isinstance(self.delta, Tensor | Unsummed | Normed):
             self.x, rows = reader.read(norm, self.delta, self.x)
         else:
             self.x, rows = self.delta.after(norm, self.x)
@@ -66,16 +65,14 @@ class Stream:
             self.inputs[self._capturing], self._capturing = self.x, None
         return rows
 
-    def add(self, delta: Tensor | Unsummed | Pending, norm: RMSNorm | None = None, scale: float = 1.0) -> None:
+    def add(self, delta: Tensor | Unsummed | Normed | Pending, norm: RMSNorm | None = None, scale: float = 1.0) -> None:
         """Take a block's output, [N, H] or parts of it.
 
-        norm: of the output, for families that norm behind a block; scale: the output's factor.
+        norm: of the output, for families that norm behind a block; scale: the output's factor.  No family has both.
         """
         if norm is not None or scale != 1:
-            delta = delta.summed() if isinstance(delta, Unsummed) else delta
-            assert isinstance(delta, Tensor)
-            delta = delta if norm is None else norm(sum_parts(delta, self.x.dtype))
-            delta = delta if scale == 1 else delta * scale
+            assert isinstance(delta, Tensor | Unsummed) and (norm is None or scale == 1)
+            delta = over_ranks(delta) * scale if norm is None else Normed((delta, norm))
         self.delta = delta
 
     def keep(self, rows: Tensor | None) -> None:
@@ -91,7 +88,7 @@ class Stream:
 
     def end(self, norm: RMSNorm, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """The stream behind the last block and the norm of it, [*shape, H] each."""
-        if self.delta is None or isinstance(self.delta, Tensor | Unsummed):
+        if self.delta is None or isinstance(self.delta, Tensor | Unsummed | Normed):
             x, normed = norm.after(self.delta, self.x)
         else:
             x, normed = self.delta.after(norm, self.x)

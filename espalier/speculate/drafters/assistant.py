@@ -26,8 +26,6 @@ class AssistantDrafter(AutoregressiveDrafter):
         ModelDrafter.prepare(self, lengths)
 
     def begin(self, slots: BatchState) -> Grow:
-        if self.layout.num_draft_tokens == 1:
-            return lambda sampler: self.root_trees(slots.root)
         positions = slots.prefix_len[:, None].expand(-1, self.layout.beam_rows)
         of_target = ModuleRows(slots, Prefix(slots.page_table, slots.prefix_len))
         rows = TreeRows(slots, positions, positions, torch.empty_like(positions), [of_target])

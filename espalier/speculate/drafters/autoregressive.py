@@ -74,8 +74,6 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         super().prepare(replace(lengths.longer(more), exact=False) if more else lengths)
 
     def begin(self, slots: BatchState) -> Grow:
-        if self.layout.num_draft_tokens == 1:
-            return lambda sampler: self.root_trees(slots.root)
         at, topk, modules = slots.prefix_len[:, None] + self.depths, self.layout.topk, self.spec.modules
         positions, above = at[:, topk:], at[:, : self.layout.beam_rows]
         rows = TreeRows(slots, positions, above, torch.empty_like(positions), module_rows(slots, modules))

@@ -26,10 +26,12 @@ Grow = Callable[[Sampler], Tree]
 class Drafter(Protocol):
     """Proposes token trees, and runs over the tokens that were decided.
 
-    spec: what the draft needs (DraftSpec); captures_prefill: whether its part of prefill passes can be captured.
+    spec: what the draft needs (DraftSpec); root_trees: trees without a proposal; captures_prefill: whether its part of
+    prefill passes can be captured.
     """
 
     spec: DraftSpec
+    root_trees: RootTrees
 
     @property
     def captures_prefill(self) -> bool: ...
@@ -43,7 +45,10 @@ class Drafter(Protocol):
         ...
 
     def begin(self, slots: BatchState) -> Grow:
-        """Begin to propose a tree under the root of each slot: all that no mask changes, up to the first logits."""
+        """Begin to propose a tree under the root of each slot: all that no mask changes, up to the first logits.
+
+        The tree has layout.num_draft_tokens nodes, at least two.
+        """
         ...
 
     def extend(
@@ -79,12 +84,10 @@ class DrafterWithoutFiles:
         pass
 
     def begin(self, slots: BatchState) -> Grow:
-        if self.layout.num_draft_tokens == 1:
-            return lambda sampler: self.root_trees(slots.root)
         return partial(self.propose, slots)
 
     def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
-        """A tree of layout.num_draft_tokens nodes, at least two, under the root of each slot.
+        """A tree of layout.num_draft_tokens nodes under the root of each slot.
 
         A CUDA graph captures this: sizes follow from the layout alone, and nothing waits for the device.
         sampler.guide: what a grammar says of the next tokens; a drafter may ignore it.

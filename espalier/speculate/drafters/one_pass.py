@@ -42,8 +42,6 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         }
 
     def begin(self, slots: BatchState) -> Grow:
-        if self.layout.num_draft_tokens == 1:
-            return lambda sampler: self.root_trees(slots.root)
         hidden = self._run_block(slots)
         logits = self.draft.block_logits(hidden)
         edges = None if self.draft.edges is None else self.draft.edges.of_block(logits, hidden)

@@ -27,8 +27,6 @@ class PEagleDrafter(AutoregressiveDrafter):
         self.known = torch.zeros(self.layout.max_batch, dtype=torch.int64, device=self.device)
 
     def begin(self, slots: BatchState) -> Grow:
-        if self.layout.num_draft_tokens == 1:
-            return lambda sampler: self.root_trees(slots.root)
         out = self.draft.output_of(carried(slots, "hidden"))
         if self.layout.steps > 1:
             normed = torch.cat((out.normed, self._mask_rows(slots).normed), 1)

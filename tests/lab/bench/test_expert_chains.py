@@ -186,10 +186,8 @@ def test_a_chain_launches_what_the_engine_launches(name, weights, rows, monkeypa
     monkeypatch.setattr(lab_experts, "grouped_experts", chain)
     x = torch.randn(rows, recipe.shape.target.hidden_size, dtype=dtype)
     live = torch.ones(rows, dtype=torch.bool)
-    if name.startswith("gemma4"):
-        block.beside(x, x, live)
-    else:
-        block.mlp(block.mlp.routed(x), live)
+    mixture = getattr(block.mlp, "mixture", block.mlp)
+    mixture(mixture.routed(x), live)
     shape = recipe_sizes(recipe)
     ExpertWeights(dtype, CPU).chain(shape.target_pass(rows), plain, experts=True)()
     assert len(chain.calls) == shape.experts.layers

@@ -11,6 +11,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import route
 from espalier.models import load_target
+from espalier.models.families.gemma4 import BesideMLP
 from espalier.models.layers.mlp import MixtureMLP, RoutedRows
 from espalier.models.rope import RopeTables
 from lab.synthetic.chain import predicted_accept_length
@@ -129,8 +130,8 @@ def routed(recipe: Recipe, text: list[int]) -> list[torch.Tensor]:
     for layer in target.layers:
         if isinstance(layer.mlp, MixtureMLP):
             layer.mlp = Noting(layer.mlp)
-        elif getattr(layer, "beside", None) is not None:
-            layer.beside.mixture = Noting(layer.beside.mixture)
+        elif isinstance(layer.mlp, BesideMLP):
+            layer.mlp.mixture = Noting(layer.mlp.mixture)
     target(DensePass(torch.tensor([text]), target.layer_specs, torch.arange(len(text))[None]))
     return seen
 

@@ -1,0 +1,156 @@
+"""Norms behind blocks: the norms of blocks' outputs, the residual addition and the norms before the next blocks.
+
+Grid: one program per row, which holds the whole row in registers.  Computed in float32 (float64 for float64), and
+rounded where launches of their own would round.  So the bits of 16-bit rows are those of norm.py's launches one after
+another.  Of float32 and float64, which nothing rounds, a product and a sum may be one instruction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.kernels.layers.linear import load_sum
+from espalier.kernels.layers.norm import warps_for
+from espalier.kernels.ops.norm import MAX_NORMS, MAX_OUTPUTS, NormWeight
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
+
+
+@kernel
+def _add_normed_kernel(
+    x_ptr, first_ptr, second_ptr, sum_ptr, first_weight_ptr, second_weight_ptr, behind_weight_ptr,
+    weight_ptr, weight_1_ptr, weight_2_ptr, out_ptr, out_1_ptr, out_2_ptr,
+    x_row_stride, first_row_stride, first_split_stride, second_row_stride, second_split_stride,
+    FIRST_EPS: tl.constexpr, SECOND_EPS: tl.constexpr, BEHIND_EPS: tl.constexpr, EPS: tl.constexpr,
+    EPS_1: tl.constexpr, EPS_2: tl.constexpr, FIRST_SPLITS: tl.constexpr, SECOND_SPLITS: tl.constexpr,
+    SCALE: tl.constexpr, SIZE: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """first, second: outputs of blocks; SPLITS: the number of their partial sums, 1 without splits.
+
+    second_ptr, behind_weight_ptr, out_ptr to out_2_ptr: None where there is none.
+    """
+    TYPE: tl.constexpr = sum_ptr.dtype.element_ty
+    pdl_trigger(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < SIZE
+    # No kernel writes weights, so they are loaded before the wait.
+    first_weight = tl.load(first_weight_ptr + column, mask=mask, other=0.0)
+    if second_ptr is not None:
+        second_weight = tl.load(second_weight_ptr + column, mask=mask, other=0.0)
+    if behind_weight_ptr is not None:
+        behind_weight = tl.load(behind_weight_ptr + column, mask=mask, other=0.0)
+    if out_ptr is not None:
+        weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
+    if out_1_ptr is not None:
+        weight_1 = tl.load(weight_1_ptr + column, mask=mask, other=0.0)
+    if out_2_ptr is not None:
+        weight_2 = tl.load(weight_2_ptr + column, mask=mask, other=0.0)
+    pdl_wait(DEPENDENT)
+    x = tl.load(x_ptr + row * x_row_stride + column, mask=mask, other=0.0).to(EXACT)
+    first = first_ptr + row * first_row_stride + column
+    added = load_sum(first, first_split_stride, mask, FIRST_SPLITS, TYPE, EXACT)
+    if second_ptr is not None:
+        second = second_ptr + row * second_row_stride + column
+        beside = load_sum(second, second_split_stride, mask, SECOND_SPLITS, TYPE, EXACT)
+        beside = normed(beside, second_weight, SECOND_EPS, SIZE, EXACT).to(TYPE).to(EXACT)
+    added = normed(added, first_weight, FIRST_EPS, SIZE, EXACT).to(TYPE).to(EXACT)
+    if second_ptr is not None:
+        added = (added + beside).to(TYPE).to(EXACT)
+    if behind_weight_ptr is not None:
+        added = normed(added, behind_weight, BEHIND_EPS, SIZE, EXACT).to(TYPE).to(EXACT)
+    if SCALE != 1.0:
+        x = (x * SCALE).to(TYPE).to(EXACT)
+    total = (x + added).to(TYPE)
+    # evict_last: the next norm reads the sum again, after a linear's weights have passed through the L2.
+    tl.store(sum_ptr + row * SIZE + column, total, mask=mask, eviction_policy="evict_last")
+    x = total.to(EXACT)
+    if out_ptr is not None:
+        tl.store(out_ptr + row * SIZE + column, normed(x, weight, EPS, SIZE, EXACT).to(TYPE), mask=mask)
+    if out_1_ptr is not None:
+        tl.store(out_1_ptr + row * SIZE + column, normed(x, weight_1, EPS_1, SIZE, EXACT).to(TYPE), mask=mask)
+    if out_2_ptr is not None:
+        tl.store(out_2_ptr + row * SIZE + column, normed(x, weight_2, EPS_2, SIZE, EXACT).to(TYPE), mask=mask)
+
+
+@kernel
+def normed(x, weight, EPS: tl.constexpr, SIZE: tl.constexpr, EXACT: tl.constexpr):
+    """The norm of a row, in EXACT.  x: 0 behind the row's SIZE values."""
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + EPS)
+    return x * scale * weight.to(EXACT)
+
+
+def add_normed(
+    outputs: tuple[tuple[Tensor, NormWeight], ...],
+    norm: NormWeight | None,
+    residual: Tensor,
+    scale: float,
+    norms: tuple[NormWeight, ...],
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The sum and each norm have the tolerance of norm.py:rms_norm."""
+    _require(outputs, norm, residual, norms)
+    total, *out = (torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) for _ in (None, *norms))
+    if not len(residual):
+        return total, tuple(out)
+    size = residual.shape[1]
+    block = power_of_two(size)
+    x, *given = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (residual, *(o for o, _ in outputs)))
+    first, second = _filled(given, MAX_OUTPUTS)
+    used = (*_filled([own for _, own in outputs], MAX_OUTPUTS), norm, *_filled(norms, MAX_NORMS))
+    _add_normed_kernel[(len(residual),)](
+        *(x, first, second, total),
+        *(None if each is None else each.weight.contiguous() for each in used),
+        *_filled(out, MAX_NORMS),
+        *(x.stride(0), *_strides(first), *_strides(second)),
+        # constexpr: as a run-time argument eps would be rounded to float32.
+        *(0.0 if each is None else each.eps for each in used),
+        *(_splits(first), _splits(second)),
+        SCALE=scale,
+        SIZE=size,
+        EXACT=exact_type(residual.dtype),
+        BLOCK=block,
+        num_warps=warps_for(block),
+        **pdl_arguments(chip(residual)),
+    )
+    return total, tuple(out)
+
+
+def _require(
+    outputs: tuple[tuple[Tensor, NormWeight], ...],
+    norm: NormWeight | None,
+    residual: Tensor,
+    norms: tuple[NormWeight, ...],
+) -> None:
+    if not 1 <= len(outputs) <= MAX_OUTPUTS or len(norms) > MAX_NORMS:
+        raise EspalierError(
+            f"add_normed: 1 to {MAX_OUTPUTS} outputs and at most {MAX_NORMS} norms are supported, but got "
+            f"{len(outputs)} and {len(norms)}: use the reference"
+        )
+    exact = torch.promote_types(residual.dtype, torch.float32)
+    for output, _ in outputs:
+        shape, dtype = ((-1, *residual.shape), exact) if output.ndim == 3 else (tuple(residual.shape), residual.dtype)
+        require("add_normed: an output", output, shape, dtype, residual)
+    for each in (*(own for _, own in outputs), norm, *norms):
+        if each is not None:
+            require("add_normed: a weight", each.weight, (residual.shape[1],), None, residual)
+
+
+def _filled(given: Sequence[Any], size: int) -> list[Any]:
+    """As many as the kernel takes, None where there is none."""
+    return [*given, *[None] * (size - len(given))]
+
+
+def _strides(output: Tensor | None) -> tuple[int, int]:
+    """Of a row and of a part."""
+    return (0, 0) if output is None else (output.stride(-2), output.stride(0))
+
+
+def _splits(output: Tensor | None) -> int:
+    return 0 if output is None else output.shape[0] if output.ndim == 3 else 1

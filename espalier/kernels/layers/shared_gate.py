@@ -1,0 +1,59 @@
+"""A shared expert's gate and its product with the expert's result, in one launch.
+
+Grid: (rows, blocks of the result).  Each program multiplies the row with the gate's weight again, which it loads before
+it waits for the kernel before (PDL).
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from torch import Tensor
+
+from espalier.kernels.layers.linear import load_sum
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
+
+# Values of the result that a program writes.
+BLOCK = 1024
+
+
+@kernel
+def _scale_by_gate_kernel(
+    result_ptr, x_ptr, gate_ptr, out_ptr, result_row, result_split, x_row, out_row,
+    IN: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, EXACT: tl.constexpr, BLOCK_IN: tl.constexpr,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    pdl_trigger(DEPENDENT)
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_IN)
+    gate = tl.load(gate_ptr + column, mask=column < IN, other=0.0).to(EXACT)
+    pdl_wait(DEPENDENT)
+    x = tl.load(x_ptr + row * x_row + column, mask=column < IN, other=0.0).to(EXACT)
+    logit = tl.sum(x * gate, 0).to(x_ptr.dtype.element_ty).to(EXACT)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < SIZE
+    result = load_sum(result_ptr + row * result_row + column, result_split, mask, SPLITS, x_ptr.dtype.element_ty, EXACT)
+    tl.store(out_ptr + row * out_row + column, result / (1.0 + tl.exp(-logit)), mask=mask)
+
+
+def scale_by_gate(result: Tensor, x: Tensor, gate: Tensor, out: Tensor) -> None:
+    """Tolerance: the rounding of the gate's product to x's dtype, whose sum has another order than the reference's."""
+    parts = result if result.ndim == 3 else result[None]
+    rows, size = out.shape
+    require("scale_by_gate: result", parts, (-1, rows, size), None, x)
+    require("scale_by_gate: gate", gate, (1, x.shape[1]), x.dtype, x)
+    if not out.numel():
+        return
+    x, parts = x if x.stride(1) == 1 else x.contiguous(), parts if parts.stride(2) == 1 else parts.contiguous()
+    block = min(power_of_two(size), BLOCK)
+    _scale_by_gate_kernel[rows, -(-size // block)](
+        *(parts, x, gate.contiguous(), out, parts.stride(1), parts.stride(0), x.stride(0), out.stride(0)),
+        IN=x.shape[1],
+        SIZE=size,
+        SPLITS=parts.shape[0],
+        EXACT=exact_type(x.dtype),
+        BLOCK_IN=power_of_two(x.shape[1]),
+        BLOCK=block,
+        num_warps=4,
+        **pdl_arguments(chip(x)),
+    )
