@@ -97,7 +97,7 @@ class Support:
         """Check, before anything is allocated, that this backend can run the layers.  Raises EspalierError.
 
         left_bound: whether these layers have no rows below the prefix's `first`.
-        exact_lengths: whether every launch of a round knows the exact lengths: lock-step, and at most one MTP layer.
+        exact_lengths: whether every launch of a round knows exact lengths, as in lock-step with at most one MTP layer.
         """
         if device in self.devices and self.library is not None and not self.is_installed:
             raise EspalierError(
@@ -151,7 +151,7 @@ class Support:
         return [size for size in sizes if self.head_sizes is not None and size not in self.head_sizes]
 
     def _refusals(self, spec: LayerSpec, page_size: int, exact_lengths: bool) -> Iterator["Refusal"]:
-        """(is unsupported, the property, what is supported, its name in `limits`) for each property of a layer."""
+        """Yield (is unsupported, property, supported values, its name in `limits`) for each property of a layer."""
         keeps = spec.keeps
         if not isinstance(keeps, self.keeps):
             kinds = ", ".join(kind.kind for kind in self.keeps)
@@ -262,6 +262,6 @@ PROPERTIES: dict[str, Callable[[Support], str]] = {
 
 
 def matrix(supports: Sequence[Support]) -> tuple[list[str], list[list[str]]]:
-    """The head and the rows of the matrix: a property and each backend's value."""
+    """(head, rows) of the support matrix.  A row has a property's name and each backend's value."""
     head = ["", *(support.name for support in supports)]
     return head, [[name, *map(value, supports)] for name, value in PROPERTIES.items()]

@@ -205,7 +205,7 @@ class LayerSpec:
     window: a query at position p attends to positions > p - window; None: to all positions.
     scale: factor of q·k; None means k_size ** -0.5.
     softcap: a logit s of attention, scale included, becomes softcap · tanh(s / softcap); None: it stays.
-    shares: the earlier layer whose rows this layer reads; it writes none of its own.  Both have the same `keeps`.
+    shares: the earlier layer whose rows this layer reads instead of its own rows.  Both layers have the same `keeps`.
     topk: the most rows that a query attends to, None for all rows.  The rows are those with the highest index scores.
     The index keys are the layer's own, or else of the last layer before it that has index keys.
     v_is_k: whether V is made from K's projection.
@@ -269,7 +269,7 @@ def stored_as(specs: Sequence[LayerSpec], dtype: torch.dtype | None) -> tuple[La
 
 
 def with_rows(specs: Sequence[LayerSpec], layers: Sequence[int]) -> list[int]:
-    """The layers of `layers` that keep rows (an attention backend attends to them)."""
+    """Return those of `layers` that keep rows.  These layers need an attention backend."""
     return [layer for layer in layers if not isinstance(specs[layer].keeps, RecurrentState)]
 
 

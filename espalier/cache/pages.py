@@ -143,7 +143,7 @@ class Snapshots:
             self._filed[page] = row
 
     def last_of(self, pages: Sequence[int]) -> int | None:
-        """The index of the last of these pages that has a snapshot."""
+        """The index in `pages` of the last page with a snapshot; None if no page has one."""
         return next((i for i in reversed(range(len(pages))) if pages[i] in self._filed), None)
 
     def use(self, page: int) -> int:
@@ -162,7 +162,7 @@ class Snapshots:
         return len(self._filed)
 
     def check(self, held: Iterable[int], cached: Iterable[int]) -> None:
-        """Check that every row is exactly one of free, held and filed, and that snapshots belong to cached pages.
+        """Check that every row is exactly one of free, held or a page's snapshot, and that these pages are cached.
 
         held: rows of running requests; cached: pages of the tree.  Raises PageDefect.
         """

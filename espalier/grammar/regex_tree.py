@@ -35,7 +35,7 @@ def exactly(ranges: Iterable[tuple[int, int]]) -> Characters:
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """The characters of any of the ranges."""
+    """Return the characters that are in at least one of the ranges."""
     made: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if made and first <= made[-1][1] + 1:
@@ -46,7 +46,7 @@ def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def complement(ranges: Ranges) -> Ranges:
-    """All other characters."""
+    """Return the characters that are not in the ranges."""
     at, made = 0, []
     for first, last in union((*ranges, SURROGATES)):
         if at < first:
@@ -56,7 +56,7 @@ def complement(ranges: Ranges) -> Ranges:
 
 
 def common(one: Ranges, other: Ranges) -> Ranges:
-    """The characters of both."""
+    """Return the characters that are in both sets."""
     return complement(union((*complement(one), *complement(other))))
 
 

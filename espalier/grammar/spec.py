@@ -51,7 +51,7 @@ class Grammar:
 
     @classmethod
     def of_json_schema(cls, schema: Any, *, strict: bool = True, after: str | None = None) -> "Grammar":
-        """The grammar of a JSON schema, given as a value (dict or bool) or as JSON text."""
+        """Make the grammar of a JSON schema.  schema: a value (dict or bool) or JSON text."""
         text = schema if isinstance(schema, str) else json.dumps(schema)
         return cls("json_schema", text, strict, after)
 

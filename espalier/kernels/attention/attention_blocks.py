@@ -240,7 +240,7 @@ def over_staged(
 ):
     """Attend to staged rows low .. high, out of `rows`.
 
-    In a chain (STAGED 1) a query sees its own row and those before it; in a tree (2), the rows of its ancestor bits.
+    In a chain (STAGED 1) a query sees its own row and all rows before it; in a tree (2), its ancestor bits' rows.
     """
     WINDOW: tl.constexpr = CONSTANTS.WINDOW
     for at in tl.range(low, high, CONSTANTS.BLOCK_R, num_stages=CONSTANTS.STAGES):

@@ -107,7 +107,7 @@ class ExpertsShape:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert, at two bytes a number."""
+        """Bytes of one expert's weights, at two bytes per number."""
         return 2 * (self.halves + 1) * self.hidden * self.inner
 
     def flops(self, rows: int) -> int:

@@ -28,9 +28,9 @@ MAX_INDEX_SIZE = 256
 MAX_TOPK = 8192
 # Splits start at multiples of this number.  No kernel has a larger BLOCK_N.
 SPLIT_STEP = 64
-# The fewest rows of a split, because a shorter split costs more to merge than it saves.  Up to SMALL_TILE packed
-# queries have few partial results, large tiles many.  A single tile of latent rows is read slowly, so its splits are
-# short.
+# The fewest rows of a split: usually, for few packed queries, and for large tiles.  A shorter split costs more to merge
+# than it saves.  Up to SMALL_TILE packed queries have few partial results, and large tiles have many.  A single tile of
+# latent rows is read slowly, so its splits are short too.
 MIN_SPLIT_ROWS, MIN_SHORT_SPLIT_ROWS, MIN_LARGE_TILE_SPLIT_ROWS = 128, 64, 320
 SMALL_TILE = 16
 # The most rows of a split, for any batch.  Without it, one long request among short ones would run alone at the end.
@@ -108,7 +108,7 @@ class SelectedRows(NamedTuple):
     """The rows that each query attends to.
 
     rows: [B, Q, K] int32, committed rows of the pages in order of position; the first `counts` [B, Q] int64 exist, the
-    others are the dummy row.  If a request has at most topk committed and staged rows, its counts are 0, and its
+    others are the dummy row.  If a request has at most topk committed and staged rows, its counts are 0 and its
     queries attend to all rows that they see.  bits: [B, Q, W] int64, the chosen staged rows, as ancestor bits.
     """
 

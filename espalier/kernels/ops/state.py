@@ -50,7 +50,7 @@ class Advanced(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """Consecutive known tokens of a batch, [B, W] int64 each; rows: the page rows that a commit fills."""
+    """Consecutive known tokens of each request, [B, W] int64 each; rows: the page rows that a commit fills."""
 
     positions: Tensor
     tokens: Tensor

@@ -3,7 +3,7 @@
 PDL hides the launch latency, some microseconds of an idle chip, behind the predecessor's work.  A kernel that is
 launched with PDL does three things:
 - trigger: it lets the next kernel start.  The next kernel's programs run as soon as SMs are free, and then wait.
-- prefetch (optional): before it waits, it may prefetch weights into the L2.  No kernel writes weights.
+- prefetch (optional): before its wait, the kernel may prefetch weights into the L2.  No kernel writes weights.
 - wait: every program waits before it reads or writes anything else.
 
 The wait ends when every program of the predecessor has ended and its writes are visible.  The predecessor itself either

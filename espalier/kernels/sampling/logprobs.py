@@ -1,4 +1,4 @@
-"""Write log-probabilities of emitted tokens to the results of a launch, for the requests that ask for them.
+"""Writes log-probabilities of emitted tokens to the results of a launch, for requests that want log-probabilities.
 
 There are two launches.  The first finds, per split of the vocabulary, the likeliest tokens and the split's part of the
 softmax's sum.  The second merges the splits, one program per token.  Programs of other requests end at once, so a CUDA

@@ -1,4 +1,4 @@
-"""Pick a token for each row of the target's logits, in three launches and without a copy of the logits.
+"""Picks a token for each row of the target's logits, in three launches and without a copy of the logits.
 
 The reference is `pick` in espalier/sampling/pick.py; speculate/sampler.py chooses between the two.  The first launch
 finds the best token of each split of the vocabulary.  The second merges the splits, one program per row.  The third
