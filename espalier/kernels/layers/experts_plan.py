@@ -290,7 +290,7 @@ def plan_for(
         # Experts without a gate have no such kernel.
         has_gate = matrices[0].shape[1] > matrices[1].shape[2]
         if has_gate and few.gated.tile(2) == few.down.tile(1) == TILE:
-            # The rows are those of half a product; an expert seldom has more pairs.
+            # Tiles of FEW_ROWS rows need half of the products, and an expert seldom has more pairs.
             return few
     return quantised_rule(shape, rows, plan, *matrices, gpu)
 

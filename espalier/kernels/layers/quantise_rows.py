@@ -17,8 +17,8 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # Values that a warp loads: with many programs, and with at most one program per multiprocessor.  In the second case
 # most of the time would be the divisions of a thread.  So up to MAX_PARTS programs load the same group and find its
-# largest value, and each program divides a part of the group.  (These numbers were measured with the divisions of
-# static scales, which run one after another.)  A short group has up to FEW_WARPS warps that load the smaller number,
+# largest value, and each program divides a part of the group.  (These numbers were measured with divisions that run one
+# after another, as those of static scales do.)  A short group has up to FEW_WARPS warps that load the smaller number,
 # with any number of programs.
 VALUES_PER_WARP, VALUES_PER_WARP_ALONE = 1024, 256
 VALUES_PER_PART, MAX_PARTS = 1024, 8
@@ -47,8 +47,8 @@ def scale_of(largest, static_ptr, MOST: tl.constexpr):
 def over_scale(values, scale, static_ptr, MOST: tl.constexpr):
     """Divide float32 values by their scale, see `scale_of`.  Static scales: quotients are clamped to FP8's range."""
     if static_ptr is None:
-        # A power of two makes tiny values larger, so that float32 holds the remainders.  If the scale is infinite, all
-        # values become 0.
+        # A power of two makes tiny values larger, so that float32 holds the remainders.  If a value is
+        # infinite, the finite values become 0.
         is_infinite = scale == float("inf")
         power = tl.where(scale < 2.0**-64, 2.0**64, tl.where(is_infinite, 0.0, 1.0))
         # No clamp is needed: the largest value is MOST, or rounds to it.

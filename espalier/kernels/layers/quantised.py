@@ -235,8 +235,8 @@ def interleave_nibbles(packed: Tensor, moves: Moves = ()) -> Tensor:
     """Reorder nibbles from column order to the order in which a kernel unpacks them; uint8 [..., in / 2] both.
 
     Of 32 columns, column 8·p + 2·t + h becomes nibble p + 4·h of the t-th int32 (counted from the low bits).  So one
-    shift and one mask give the neighbours h = 0 and 1 in the halves of a word.  A row in a tensor core has four
-    threads, and thread t finds all of its columns in its own words.  The last in % 32 columns stay in order.
+    shift and one mask give the neighbours h = 0 and 1 in the halves of a word.  Four threads share a row in a tensor
+    core, and thread t of them finds all of its columns in its own words.  The last in % 32 columns stay in order.
 
     moves: how bits move in these words.  SPREAD moves each pair of E2M1 nibbles so that one mask, after at most one
     shift, leaves the bits of two bfloat16 numbers: the sign in bit 15, exponent and mantissa in bits 8 to 6.  The bits

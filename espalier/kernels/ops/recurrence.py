@@ -1,7 +1,7 @@
 """Linear recurrences over chains and trees: short convolutions, and the gated delta rule with its relatives.
 
-A row updates the state S [k_size, v_size] of a head: `S = decay · S + k ⊗ new`.  With the delta rule `new` is `beta ·
-(v - decay · Sᵀ k)`, without it `beta · v`.  The output of the row is `Sᵀ q`.  Everything is computed in float32
+A row updates the state S [k_size, v_size] of a head: `S = decay · S + k ⊗ new`.  With the delta rule `new` is
+`beta · (v - decay · Sᵀ k)`, without it `beta · v`.  The output of the row is `Sᵀ q`.  Everything is computed in float32
 (float64 for float64).  A row of a tree reads the state of its parent, so sums are restricted to ancestors.
 """
 

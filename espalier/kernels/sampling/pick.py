@@ -51,7 +51,7 @@ def pick_triton(
     first_above: int = 0,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw tokens [B, Q] int64 at positions first [B] + offsets [B, Q].  Also returns whether rows are finite, [B, Q].
+    """Draw tokens [B, Q] int64 at positions first [B] + offsets [B, Q].  Returns (tokens, finite [B, Q] bool).
 
     logits: [B, Q, V], bfloat16, float16, float32 or float64 (then computed in float64), contiguous in the last
     dimension.  above: drafted tokens (tokens [B, E], ancestor_bits [B, Q, W]); tokens from index `first_above` on count

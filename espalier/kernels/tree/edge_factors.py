@@ -29,7 +29,7 @@ LEAST_ROWS, MOST_ROWS = 16, 32
 
 
 def edge_factors_triton(edges: LowRankEdges, depth: int, rows: Rows) -> tuple[Tensor, Tensor | None]:
-    """Compute factors of edges with a projection, see LowRankEdges.factors.  Raises EspalierError for other shapes."""
+    """See LowRankEdges.factors, for edges with a projection.  Raises EspalierError for other shapes and dtypes."""
     projection, before = edges.projection, edges.before
     assert projection is not None
     (batch, num_rows), rank = rows.tokens.shape, before.shape[1]
