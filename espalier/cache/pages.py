@@ -132,7 +132,7 @@ class Snapshots:
         return self._filed.popitem(last=False)[1] if self._filed else None
 
     def release(self, row: int) -> None:
-        """Return a row that a caller holds."""
+        """Give a held row back to the free rows."""
         self._free.append(row)
 
     def file(self, page: int, row: int) -> None:

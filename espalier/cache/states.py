@@ -107,7 +107,9 @@ class LayerStates:
 
 
 class StateTable:
-    """stacks: one tensor for all layers with states of the same sizes, so that one launch commits these layers; states:
+    """The state tables of all layers that keep states.
+
+    stacks: one tensor for all layers with states of the same sizes, so that one launch commits these layers; states:
     views by layer.
 
     num_rows: rows of the table, with the spare row.

@@ -99,8 +99,8 @@ CARET = of_text("^")
 GAPS = (0x7FF, 0xFFFF)
 # The most times that xgrammar unrolls a repeated part.
 MAX_UNROLLED = 128
-# A character repeated more often is written in blocks of about BLOCK, up to MAX_IN_BLOCKS characters in a regex.  Above
-# that xgrammar compiles for too long.
+# A character repeated more often is written in blocks of about BLOCK if the regex has at most MAX_IN_BLOCKS characters.
+# A longer regex in blocks would take xgrammar too long to compile.
 BLOCK = 100
 MAX_IN_BLOCKS = 1000
 

@@ -205,7 +205,7 @@ def merge_splits(
         BLOCK_SPLITS=block_splits,
         num_warps=1,
         # With fusion, the compiler could round one pair differently from the next, and a query's bits would depend on
-        # its place in the batch.
+        # its place among the pairs.
         enable_fp_fusion=False,
         **pdl_arguments(chip(out)),
     )

@@ -315,8 +315,8 @@ def _rank_rows_kernel(
     row_scores_ptr, row_scores_batch_stride, row_scores_stride, num_rows, topk,
     CANDIDATES: tl.constexpr, TOPK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Write each candidate's next row.  TOPK times it takes the best candidate that is left; if rows are tokens, it takes
-    all candidates with this token together."""
+    """Write each candidate's next row.  TOPK times it takes the best candidate that is left; if rows are tokens, it
+    takes all candidates with this token together."""
     pdl_trigger_and_wait(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, CANDIDATES)
