@@ -111,8 +111,7 @@ class StateTable:
 
     stacks: one tensor for all layers with states of the same sizes, so that one launch commits these layers; states:
     views by layer.
-
-    num_rows: rows of the table, with the spare row.
+    num_rows: rows of each table, with the spare row.
     """
 
     def __init__(
