@@ -38,7 +38,7 @@ from espalier.kernels.runtime.precompile import precompile
 from espalier.layout import ROUNDS_IN_FLIGHT, LaunchForm, bucket_of
 from espalier.speculate.round import ModelRunner, RoundOutput
 
-# One entry more than launches can be unread, so that a launch never waits for the copy of the launch before it.
+# One entry more than the most unread launches, so that a launch never waits for the copy of the previous launch.
 RING = ROUNDS_IN_FLIGHT + 1
 
 log = logging.getLogger(__name__)
@@ -298,7 +298,7 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def run_dummies(self, launch_input: LaunchInput) -> None:
-        """Run a launch of dummy slots to its end, for measurements."""
+        """Runs a launch of dummy slots to its end, for measurements."""
         if launch_input.is_staged:
             self.run_eagerly(launch_input)
             self.stream.synchronize()
@@ -434,7 +434,7 @@ class CudaExecutor:
         return eager.captured(pool, self.stream)
 
     def close(self) -> None:
-        """Wait for the launches in flight, then free the graphs and their memory."""
+        """Waits for the launches in flight, then frees the graphs and their memory."""
         try:
             torch.cuda.synchronize(self.device)
         finally:
@@ -444,7 +444,7 @@ class CudaExecutor:
 
 
 def _pinned(buffer: Tensor, packed: LaunchBuffer) -> Tensor:
-    """Copy the packed vector to the start of a pinned buffer.  Returns that part of the buffer."""
+    """Copies the packed vector to the start of a pinned buffer.  Returns that part of the buffer."""
     used = buffer[: len(packed.vector)]
     np.copyto(used.numpy(), packed.vector)
     return used

@@ -128,7 +128,7 @@ def adjacent(rows: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def packed_words(words: int) -> int:
-    """The number of int64 values that hold `words` int32 words."""
+    """Returns the number of int64 values that hold `words` int32 words."""
     return -(-words // 2)
 
 

@@ -39,7 +39,7 @@ class LaunchBuffer:
     sizes: Parts
 
     def on(self, vector: Tensor) -> "LaunchBuffer":
-        """The same launch in a tensor that holds a copy of its vector."""
+        """Returns the same launch, whose vector is this tensor.  vector: a copy of the launch's vector."""
         return LaunchBuffer(vector, self.sizes)
 
     @cached_property
@@ -69,13 +69,13 @@ class LaunchBuffer:
 
     @property
     def pieces(self) -> Pieces | None:
-        """None in a form without pieces."""
+        """The pieces of a prefill pass; None in a form without pieces."""
         made = Pieces(*(self.parts[f"piece_{name}"] for name in Pieces._fields))
         return made if made.request.shape[0] else None
 
     @property
     def marks(self) -> Marks | None:
-        """None in a launch without marks."""
+        """The snapshots of states that the launch takes; None in a launch without marks."""
         made = Marks(self.parts["mark_at"], self.parts["mark_row"])
         return made if made.at.shape[0] else None
 

@@ -152,7 +152,7 @@ class TreeSize:
         return len(self.at_depth)
 
     def drafted(self, depth: int) -> int:
-        """The number of draft tokens at this depth and above."""
+        """Returns the number of draft tokens at depths 1 to `depth`."""
         return sum(self.at_depth[:depth])
 
 

@@ -47,7 +47,7 @@ class MaskThreads:
 
     @property
     def num_abandoned(self) -> int:
-        """Abandoned threads that still run."""
+        """The number of abandoned threads that still run."""
         return self.queue.num_abandoned
 
     def run(
@@ -224,7 +224,7 @@ class _MaskThread(threading.Thread):
     such clock."""
 
     def __init__(self, queue: _Queue):
-        # A daemon: the interpreter does not wait for it.
+        # The thread is a daemon, so the interpreter does not wait for it at exit.
         super().__init__(name="espalier-masks", daemon=True)
         self.queue = queue
         self.is_abandoned = False

@@ -43,7 +43,7 @@ class RowMasks:
     masks: np.ndarray
 
     def whole(self, batch: int) -> np.ndarray:
-        """[batch, D, words]"""
+        """Returns the masks of the whole batch, [batch, D, words]."""
         whole = np.full((batch, *self.masks.shape[1:]), ALL_ALLOWED, dtype=np.int32)
         whole[list(self.rows)] = self.masks
         return whole

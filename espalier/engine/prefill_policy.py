@@ -21,8 +21,10 @@ NEAR_BEST = 0.98
 
 
 class PrefillPass(NamedTuple):
-    """lengths: for each request, in order of place, the number of tokens that the pass enters; width: rows of a
-    piece."""
+    """The size of a prefill pass.
+
+    lengths: for each request, in order of place, the number of tokens that the pass enters; width: rows of a piece.
+    """
 
     lengths: tuple[int, ...]
     width: int

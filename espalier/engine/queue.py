@@ -17,7 +17,10 @@ FEW = 4
 
 
 class Entry(NamedTuple):
-    """number: counts the entries, so that requests with equal arrivals leave in the order in which they came."""
+    """A request in the queue.
+
+    number: counts the entries, so that requests with equal arrivals leave in the order in which they were added.
+    """
 
     arrival: int
     number: int

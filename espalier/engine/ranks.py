@@ -202,7 +202,7 @@ class Ranks:
                 raise self.explained(error) from None
 
     def load(self, source: Any) -> None:
-        """Begin to load on every rank."""
+        """Starts loading on every rank, and does not wait."""
         self.num_loaded += 1
         self.send(Load(source))
 
@@ -291,7 +291,7 @@ class Ranks:
         self._wake.send(None)
         self._watcher.join()
         for peer in self.peers:
-            # A rank ends when its connection does.
+            # A rank's process ends when its connection is closed.
             with suppress(OSError):
                 peer.connection.close()
         deadline = time.monotonic() + (END_S if self.failure is None else 0)

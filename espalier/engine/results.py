@@ -57,7 +57,7 @@ class Fields:
         sizes = {"length": 1, "num_finite": 1, "emitted": width, "path": width}
         sizes |= dict.fromkeys(("tokens", "parents", "depths", "scores"), nodes)
         sizes |= {"said": layout.text_paths * (1 + layout.steps), "candidates": nodes * layout.calibrates}
-        # Last, so that the fields before it are one view.
+        # The log-probabilities are last, so that all other fields are one view.
         sizes["logprobs"] = width * words(MAX_LOGPROBS)
         ends = np.cumsum(list(sizes.values())).tolist()
         return cls(
@@ -84,7 +84,7 @@ class Results:
         self.logprobs = self.ring[..., self.fields.logprobs].unflatten(-1, (-1, words(MAX_LOGPROBS)))
 
     def write(self, entry: Tensor, output: RoundOutput) -> None:
-        """Write the output of a launch to ring entry `entry` [1]."""
+        """Writes the output of a launch to ring entry `entry` [1]."""
         path, tree = output.path, output.tree
         parts = {"length": path.length[:, None], "emitted": path.tokens, "num_finite": path.num_finite[:, None]}
         # write_results fills all other columns with the void token.  So a launch without a tree has only void nodes.

@@ -88,7 +88,7 @@ class RoundTrees:
 
 
 def label(tree: TreeShape) -> str:
-    """A short name of a tree, for metrics."""
+    """Returns a short name of a tree, for metrics."""
     shared = f" sharing {tree.shared_rows}" if tree.shared_rows else ""
     return ",".join(map(str, tree.sizes.values())) + shared + ("" if tree.drafts and tree.extends else " without draft")
 

@@ -137,7 +137,7 @@ class Scheduler:
         self.trees.read(launch.launch_input, rows, allowed, followed)
 
     def stop(self, error: str) -> None:
-        """Abort every request and forget the launches in flight."""
+        """Aborts every request and forgets the launches in flight."""
         self._in_flight = 0
         for request in (*self.waiting, *self.running):
             self._finish(request, "abort", error)
@@ -155,7 +155,7 @@ class Scheduler:
         return needed <= self.pool.num_pages - 1
 
     def _fill_slots(self) -> None:
-        """Give free slots to waiting requests, in queue order, until one does not fit."""
+        """Gives free slots to waiting requests, in queue order, until one does not fit."""
         skipped = []
         try:
             while self.free_slots and (request := self.waiting.first()) is not None:
@@ -175,7 +175,7 @@ class Scheduler:
         return self.prefixes is not None and leader is not None and not (leader.prompt_cached or leader.done)
 
     def _enter_slot(self, request: Request) -> bool:
-        """Give a waiting request a slot and the pages for its prompt and first rounds.  False if they do not fit."""
+        """Gives a waiting request a slot, and pages for its prompt and first rounds.  False if they do not fit."""
         if self._no_room == (request, self.pool.num_released):
             # No page was released since the last try.
             return False
@@ -229,7 +229,7 @@ class Scheduler:
         return batch
 
     def _extend_pages(self, request: Request) -> bool:
-        """Allocate the pages that one more round of this request may need.  False if too few can be freed."""
+        """Allocates the pages that one more round may need.  Returns False if too few pages can be freed."""
         end = request.end(self.layout.max_context)
         missing = self.layout.reserve(request.num_known, request.rounds_in_flight + 1, end) - len(request.pages)
         if missing <= 0:
@@ -353,7 +353,7 @@ class Scheduler:
         return allowed
 
     def _append(self, request: Request, row: RequestResult, from_draft: list[bool]) -> int:
-        """Append decided tokens to the request until one ends it.  Returns the number of tokens appended."""
+        """Appends decided tokens to the request until one ends it.  Returns the number of tokens appended."""
         reason = None
         kept = 0
         prompt_logprobs = None if request.output else request.prompt_report
@@ -374,7 +374,7 @@ class Scheduler:
         return kept
 
     def _push(self, request: Request, token: int) -> str | None:
-        """Append one token.  Returns the finish reason if this token ends the request, else None."""
+        """Appends one token.  Returns the finish reason if this token ends the request, else None."""
         request.output.append(token)
         if request.masker is not None:
             request.masker.push(token)
@@ -390,7 +390,7 @@ class Scheduler:
     # Leaving
 
     def _drop_aborted(self) -> None:
-        """Finish aborted requests that hold no slot.  If nothing is in flight, finish those that hold one too."""
+        """Finishes aborted requests that have no slot.  If no launch is in flight, finishes those with a slot too."""
         # The list is replaced before it is read, so an abort that interrupts this goes to the new list and is not lost.
         aborted, self._aborted = self._aborted, []
         for request in aborted:
@@ -418,7 +418,7 @@ class Scheduler:
         self.guesses.leave(request)
 
     def _preempt(self, request: Request) -> None:
-        """Return a running request to the queue.  It keeps its tokens; its full pages go to the prefix cache."""
+        """Puts a running request back into the queue.  It keeps its tokens; its full pages go to the prefix cache."""
         self.num_preempted += 1
         self._release(request)
         self.waiting.add(request)

@@ -230,7 +230,7 @@ def verify(proposed: Proposed) -> Verified:
     runner, slots, tree = proposed.runner, proposed.slots, proposed.tree
     positions = tree.positions(slots.prefix_len)
     nodes = Nodes(positions, positions, tree.ancestors, tree.parents)
-    # Void nodes have token -1: the model reads the embedding of their request's root in its place.
+    # A void node has token -1.  For it the model reads the embedding of its request's root.
     tokens = void_padding(runner, tree.tokens, slots.real[:, None])
     access = StateAccess(slots.index, slots.prefix_len)
     chosen, prefix = chosen_rows(proposed), Prefix(slots.page_table, slots.prefix_len)

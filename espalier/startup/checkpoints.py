@@ -12,7 +12,7 @@ BUNDLED_FILES = Path(__file__).parents[1] / BUNDLED
 # The bundled model's drafts by algorithm.  If the user sets no algorithm, eagle3's draft is used.
 BUNDLED_DRAFTS = {"eagle3": BUNDLED_FILES / "draft", "mtp": BUNDLED_FILES / "mtp", "block": BUNDLED_FILES / "block"}
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-# A draft is refused if it has the last of these files (espalier/models/block.py:MASK_EMBEDDING).
+# The last file is downloaded to be noticed: a draft that has it is refused (espalier/models/block.py:MASK_EMBEDDING).
 FILES_OF_DRAFT = [*FILES, "pytorch_model*.bin", "mask_embedding.pt"]
 # Folders, and the second copy of all weights, under the publisher's own names, in Mistral's repositories.
 NOT_DOWNLOADED = ["*/*", "consolidated*.safetensors"]
@@ -57,7 +57,10 @@ def _find(what: str, name: str | PathLike[str], bundled: Path, files: list[str])
 
 
 def _local(what: str, name: str | PathLike[str]) -> Path | None:
-    """The directory or GGUF file; None if there is none and the name may be a hub id.  Raises EspalierError."""
+    """Returns the directory or GGUF file; None if there is none and the name may be a hub id.
+
+    Raises EspalierError if the name is neither, or if the path is no checkpoint.
+    """
     path = Path(name).expanduser()
     if (gguf := _gguf(what, path)) is not None:
         return gguf
@@ -72,7 +75,10 @@ def _local(what: str, name: str | PathLike[str]) -> Path | None:
 
 
 def _gguf(what: str, path: Path) -> Path | None:
-    """The GGUF file that `path` is or, as the only weights in a directory, holds.  Raises EspalierError."""
+    """Returns the GGUF file `path`, or the GGUF file in the directory `path` if the directory has no other weights.
+
+    Returns None for another path.  Raises EspalierError if the file cannot be read, or is given as a draft.
+    """
     try:
         if path.is_dir() and _holds_gguf(path):
             path = gguf_in(path)

@@ -147,7 +147,7 @@ def _measure_needs(loaded: Loaded) -> Needs:
     """Measures the needs with a trial runner.  The runner's memory is freed before this function returns."""
     layout, device = loaded.config.layout, loaded.device
     try:
-        # No name holds the runner: it must be gone when the memory is freed below.
+        # The runner has no name, so that it is freed before the memory is released below.
         return measure(
             CudaExecutor(make_runner(loaded.with_pages(TRIAL_PAGES)), graph_batch=0, capture_stages=True),
             layout,
@@ -172,7 +172,7 @@ def measure(executor: CudaExecutor, layout: RoundLayout, device: torch.device, g
     compiled when the launches are captured.
     """
     passes = [fullest_pass(layout, width) for width in layout.chunk_widths]
-    # Ascending, so that the largest batch of each tree stays.
+    # Batches are in ascending order, so each tree keeps its largest batch.
     staged = {layout.at(batch).tree: replace(of_dummies(batch), is_staged=True) for batch in executor.buckets}
     forms = sorted(layout.round_forms(executor.buckets), key=lambda form: form.batch)
     largest = {form.tree or layout.at(form.batch).tree: of_dummies(*form) for form in forms}

@@ -283,7 +283,7 @@ def read(path: Path) -> Trees:
 
 
 def write(path: Path, trees: Mapping[int, TreeShape]) -> None:
-    """Write a table as JSON.  Raises EspalierError if the file cannot be written."""
+    """Writes a table as JSON.  Raises EspalierError if the file cannot be written."""
     lines = [f"  {json.dumps(str(least))}: {json.dumps(shape.sizes)}" for least, shape in trees.items()]
     try:
         path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
