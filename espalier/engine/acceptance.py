@@ -1,10 +1,9 @@
 """Estimates how many tokens a round of any tree emits, from the rounds that the host has read.
 
-A tree shape is called a form.  The engine counts how often the first child is accepted at each depth, along paths of
-first children; rounds of every form add to these counts.  A form's gain (its tokens beyond the first) is predicted from
-them.  Each form that ran also has a factor: its real gain divided by the predicted gain.  For a form that did not run,
-two things are assumed.  First, the other children of a node are accepted in proportion to the first child
-(FIRST_CHILD).  Second, ACCEPT_LENGTHS says how much the other children add.
+Trees of every form teach how often the first child is accepted at each depth, along paths of first children.  A form's
+gain (its tokens beyond the first) is predicted from these shares.  Each form that ran also has a factor: its real gain
+over the predicted one.  For a form that did not run, two things are assumed.  The other children of a node are accepted
+in proportion to the first child (FIRST_CHILD).  How much they add follows from ACCEPT_LENGTHS.
 """
 
 import math
@@ -17,18 +16,17 @@ from typing import NamedTuple
 
 from espalier.layout import TreeShape
 
-# (nodes of the tree, measured accept length), and the draft that was measured.
+# (nodes, accept length) as measured, and the draft that was measured.
 ACCEPT_LENGTHS = ((1, 1.0), (2, 1.76), (4, 2.55), (8, 2.85), (16, 3.5), (64, 4.0))
 ACCEPTED_BY = "an EAGLE-3 head of llama-3.1-8b"
-# How often that head's first child is accepted if its parent is, by depth.  The last value holds for all deeper levels.
+# How often that head's first child is accepted after its parent, by depth.  The last value holds for all deeper levels.
 FIRST_CHILD = (0.76, 0.64, 0.63)
-# The highest estimate of an acceptance rate: even if all guesses so far were accepted, later guesses may fail.
+# The highest estimate: even if every guess at a depth was accepted, later guesses may fail.
 MOST = 0.98
-# The gain of rows that are shared out over the batch, divided by the gain of the same number of rows split evenly among
-# the requests (`python -m lab sharing`).
+# The gain of rows that are shared out over the batch, over as many rows for each request (`python -m lab sharing`).
 SHARING = 1.07
-# The assumptions count as samples until samples of rounds replace them; one request in one round is a sample.
-# FIRST_CHILD counts as PRIOR samples.  A form's assumed factor of 1 counts as FORM_PRIOR tokens.
+# Assumptions count as samples until rounds replace them.  FIRST_CHILD counts as PRIOR samples (requests of a round).  A
+# form's factor of 1 counts as FORM_PRIOR tokens.
 PRIOR, FORM_PRIOR = 3.0, 12.0
 # Each round multiplies the weight of the prior by FADING.
 FADING = 0.9
@@ -38,11 +36,11 @@ RECENT, SURPRISE, SPREAD = 32, 4.0, 1.5
 
 
 class Sample(NamedTuple):
-    """The result of one request in one round, or the result that it would have had without a draft.
+    """One request of a round, or what it would have been without a draft.
 
     allowed: the greatest depth at which the request may accept nodes; ranks: for each accepted node its rank among its
-    siblings, 0 for the most probable sibling; is_leaf: whether the last accepted node has no child in the tree;
-    is_short: whether the draft had fewer guesses than the tree has nodes.
+    siblings, 0 for the most probable; is_leaf: whether the last accepted node has no child in the tree; is_short:
+    whether the draft had fewer guesses than the tree has nodes.
     """
 
     allowed: int
@@ -52,10 +50,7 @@ class Sample(NamedTuple):
 
 
 def accept_length(tree: TreeShape) -> float:
-    """Returns the assumed accept length of a tree, in tokens.
-
-    ACCEPT_LENGTHS is interpolated over the logarithm of the number of nodes.
-    """
+    """The assumed accept length of a tree: ACCEPT_LENGTHS, interpolated over the logarithm of the number of nodes."""
     nodes = min(tree.rows, ACCEPT_LENGTHS[-1][0])
     low, high = next((low, high) for low, high in pairwise(ACCEPT_LENGTHS) if nodes <= high[0])
     share = math.log2(nodes / low[0]) / math.log2(high[0] / low[0])
@@ -63,7 +58,7 @@ def accept_length(tree: TreeShape) -> float:
 
 
 def assumed(depth: int) -> float:
-    """Returns FIRST_CHILD at a depth.  depth: 1 or more."""
+    """FIRST_CHILD at a depth, from 1 on."""
     return FIRST_CHILD[min(depth, len(FIRST_CHILD)) - 1]
 
 
@@ -72,9 +67,9 @@ def depth_of(tree: TreeShape) -> int:
 
 
 def gains(tree: TreeShape, first_child: Sequence[float]) -> list[float]:
-    """Returns [depth + 1]: the expected tokens beyond the first if a round may accept nodes down to depth 0, 1, 2, ...
+    """[depth + 1]: the tokens beyond the first that a round emits if it may accept nodes down to depth 0, 1, 2, ...
 
-    first_child: how often the first child is accepted at depths 1, 2, ...
+    first_child: how often the first child is accepted, by depth from 1 on.
     """
     others = _other_child_rate(tree)
     reached, summed = 1.0, [0.0]
@@ -87,10 +82,7 @@ def gains(tree: TreeShape, first_child: Sequence[float]) -> list[float]:
 
 @cache
 def _other_child_rate(tree: TreeShape) -> float:
-    """Returns how often another child is accepted if the first child is not.
-
-    The rate is solved so that the tree has the assumed `accept_length`.
-    """
+    """How often another child is accepted if the first child is not.  Solved so that `accept_length` comes out."""
     if tree.topk == 1:
         return 0.0
     low, high = 0.0, 1.0
@@ -105,14 +97,13 @@ def _other_child_rate(tree: TreeShape) -> float:
 
 
 def at_level(level: float, steps: int) -> list[float]:
-    """Returns how often first children are accepted at depths 1 to `steps`: FIRST_CHILD, scaled so that depth 1 has
-    `level`."""
+    """How often first children are accepted, by depth: FIRST_CHILD, scaled so that depth 1 has `level`."""
     return [min(level * assumed(depth) / assumed(1), MOST) for depth in range(1, steps + 1)]
 
 
 @dataclass
 class Count:
-    """The number of tries and of successes (`found`).  `fade` lets older tries count less."""
+    """How often something was tried and found.  Older tries count less."""
 
     tried: float = 0.0
     found: float = 0.0
@@ -127,10 +118,8 @@ class Count:
 
 @dataclass
 class Acceptance:
-    """Estimates of acceptance.
-
-    steps: depth of the deepest tree; least_rounds, least_samples: an estimate remembers this many rounds or this many
-    samples, whichever takes longer; least_prior: the least weight of the assumptions, in samples.
+    """steps: depth of the deepest tree; least_rounds, least_samples: an estimate remembers so many rounds and so many
+    samples, whichever takes longer; least_prior: the least weight of the assumptions.
     """
 
     steps: int
@@ -150,7 +139,7 @@ class Acceptance:
         self.forms, self.recent, self.prior = {}, Count(), PRIOR
 
     def doubt(self, samples: float) -> None:
-        """Reduces the weight of all earlier rounds together to at most this many samples."""
+        """Let all rounds so far count as at most this many samples."""
         if self.steps and self.depths[0].tried > samples:
             factor = samples / self.depths[0].tried
             for each in (*self.depths, *self.forms.values()):
@@ -158,8 +147,7 @@ class Acceptance:
 
     @property
     def first_child(self) -> list[float]:
-        """How often the first child is accepted at depths 1, 2, ...  A depth with few samples follows the depth above
-        it."""
+        """How often the first child is accepted, by depth.  A depth that was rarely tried follows the depth above."""
         found: list[float] = []
         follows = 1.0
         for depth, count in enumerate(self.depths, 1):
@@ -168,16 +156,16 @@ class Acceptance:
         return found
 
     def length(self, tree: TreeShape) -> float:
-        """Returns the expected tokens of a round of this tree, for a request that may accept nodes at any depth."""
+        """The tokens that a round of this tree is expected to emit for a request that may accept any depth."""
         return 1 + gains(tree, self.first_child)[-1] * self._form_factor(tree)
 
     def _form_factor(self, tree: TreeShape) -> float:
-        """Returns the form's real gain divided by its predicted gain."""
+        """How many times its predicted gain the form has had."""
         count = self.forms.get(tree)
         return 1.0 if count is None else (count.found + FORM_PRIOR) / (count.tried + FORM_PRIOR)
 
     def add(self, tree: TreeShape, samples: Sequence[Sample]) -> None:
-        """Counts a round of this tree.  samples: one for each request."""
+        """Count a round of this tree."""
         depth = depth_of(tree)
         if not samples or not depth:
             return
@@ -189,14 +177,14 @@ class Acceptance:
         self.prior = max(FADING * self.prior, self.least_prior)
         for count in (*self.depths, *self.forms.values()):
             count.fade(factor)
-        # In a large batch, many samples are equal.
+        # Of a large batch, many samples are equal.
         for sample, weight in Counter(samples).items():
             self._add_path(sample, min(sample.allowed, depth), weight)
             form.tried += weight * expected[min(sample.allowed, depth)]
             form.found += weight * len(sample.ranks)
 
     def _doubt_if_surprised(self, expected: float, samples: Sequence[Sample]) -> None:
-        """Reduces the weight of older rounds if the latest rounds gain much more or much less than expected."""
+        """Doubt the older rounds if the latest ones gain much more or less than expected."""
         self.recent.fade(1 - 1 / max(2, RECENT / len(samples)))
         self.recent.tried += expected
         self.recent.found += sum(len(sample.ranks) for sample in samples)
@@ -206,12 +194,12 @@ class Acceptance:
             self.recent = Count()
 
     def _add_path(self, sample: Sample, allowed: int, weight: int) -> None:
-        """Counts the first children along a path of first children, and the child at which that path ends."""
+        """Count the first children of a path of first children, and the child where that path ends."""
         ranks = sample.ranks
         for depth in range(min(allowed, len(ranks) + 1)):
             count = self.depths[depth]
             if depth == len(ranks):
-                # If the last node has no child because other nodes were more probable, its first child is unknown.
+                # A leaf may have no child because other nodes were more probable.  Then nothing is known.
                 count.tried += weight * (not sample.is_leaf or sample.is_short)
                 return
             count.tried += weight

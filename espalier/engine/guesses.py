@@ -1,4 +1,4 @@
-"""Gets guesses from the host's sources for the rounds of a batch, and counts which guesses were right."""
+"""Asks the host's sources for guesses for the rounds of a batch, and counts which guesses came true."""
 
 import logging
 from collections.abc import Sequence
@@ -17,12 +17,11 @@ from espalier.speculate.sources.base import HostSource
 from espalier.speculate.sources.calibrate import Candidates
 from espalier.speculate.sources.survival import Survival
 
-# Beside a draft, a guess is sent if its first token is right at least this often; else it seldom adds to the tree.
+# Beside a draft, a guess is sent if its first token is right at least so often; else it seldom adds to the tree.
 LEAST_BESIDE = 0.6
-# Without a draft, a token is sent if it is accepted at least this often, because a row costs this share of the time of
-# a token.
+# Without a draft, a token is sent if it is reached at least so often: a row costs that share of a token's time.
 LEAST_REACH = 0.06
-# Counts are logged after this many rounds, and each time that the number of rounds has doubled.
+# Counts are logged after so many rounds, and each time that the rounds have doubled.
 LEAST_LOGGED = 256
 log = logging.getLogger("espalier")
 
@@ -30,7 +29,7 @@ OfSlots = tuple[tuple[int, tuple[Guess, ...]], ...]
 
 
 class OfRound(NamedTuple):
-    """The fields of a round's LaunchInput that have these names."""
+    """The fields of these names of a round's LaunchInput."""
 
     guesses: OfSlots = ()
     survival: np.ndarray | None = None
@@ -38,21 +37,20 @@ class OfRound(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """The guesses of the sources before a round.  looked_up: as in TreeChooser."""
+    """What the sources guess before a round.  looked_up: as in TreeChooser."""
 
     guesses: OfSlots = ()
     looked_up: LookedUp | None = None
 
 
-# The value for a prefill pass, which carries no guesses.
+# Of a prefill pass, which carries nothing.
 NOTHING = Asked()
 
 
 class Guesses:
-    """The host's sources, and the counts of their guesses.
+    """sources: in order of preference.  If there are more guesses than a round carries, the first ones are taken.
 
-    sources: in order of preference.  If there are more guesses than a round carries, the first guesses are taken.
-    by_source: [ALL_SOURCES, 3], the sums of RequestResult.by_source; num_read: the number of rounds in these sums.
+    by_source: [ALL_SOURCES, 3], the sums of RequestResult.by_source; num_read: their rounds.
     """
 
     def __init__(self, layout: RoundLayout, sources: Sequence[HostSource]):
@@ -78,7 +76,7 @@ class Guesses:
             self.survival.own.pop(request.id, None)
 
     def ask(self, batch: Sequence[Request]) -> Asked:
-        """Returns the guesses for the next round of these requests."""
+        """Guesses for the next round of these requests."""
         if self.survival is None or not self.sources:
             return Asked()
         found = ((request.slot, self._guesses_of(request)) for request in batch if request.slot is not None)
@@ -96,10 +94,8 @@ class Guesses:
         return tuple(by_token.values())[: self.layout.sent_paths]
 
     def _looked_up(self, batch: Sequence[Request], guesses: OfSlots) -> LookedUp | None:
-        """Returns the expected result of the next round with these guesses alone.
-
-        Returns None if the host does not know all guesses, because a round is in flight or the device has a source too.
-        """
+        """What these guesses alone would gain in the next round.  None if the host does not know: a round is in flight,
+        or the device has a source too."""
         if self.layout.text_paths or any(request.rounds_in_flight for request in batch):
             return None
         gained, rows = 0.0, len(batch)
@@ -114,14 +110,13 @@ class Guesses:
         return LookedUp(gained / len(batch), rows)
 
     def _worth_sending(self, guess: Guess, is_sampled: bool) -> list[float]:
-        """Returns how often each token of a guess is accepted, up to the last token that is worth its row."""
+        """How often the tokens of a guess are reached, as far as they are worth their rows."""
         assert self.survival is not None
         reached = self.survival.reach(guess.kind, is_sampled)[: len(guess.tokens)]
         return [reach for reach in reached if reach >= LEAST_REACH]
 
     def of_round(self, batch: Sequence[Request], asked: Asked, tree: TreeShape | None) -> OfRound:
-        """Returns the fields of a round's launch input.  If `looked_up` chose the tree, only guesses that are worth
-        their rows are sent."""
+        """What a round with this tree carries.  If `looked_up` chose the tree, a guess is only sent where it pays."""
         if self.survival is None or asked is NOTHING or (tree is not None and not tree.steps):
             return OfRound()
         guesses = asked.guesses
@@ -140,10 +135,10 @@ class Guesses:
         return tuple(made)
 
     def count(self, launch: Launch, rows: Sequence[RequestResult]) -> list[int]:
-        """Counts the guesses of a launch that were right.  Must be called before the launch's tokens are appended.
+        """Count the guesses of a launch that came true.  Called before its tokens are appended.  rows: the launch's
+        results.
 
-        rows: the launch's results.  Returns for each row how many of the next tokens the sources beside the draft
-        guessed without a mistake.
+        Returns for each row how many tokens the sources beside the draft guessed right, one after another.
         """
         if self.survival is None:
             return [0] * len(rows)
@@ -195,10 +190,7 @@ class Guesses:
 
 
 def _num_shared(path: Sequence[int], drafted: set[tuple[int, ...]] | None) -> int | None:
-    """Returns how many tokens of a path, from the first on, the draft proposed too; None if it proposed nothing.
-
-    drafted: Candidates.lineage.
-    """
+    """How many tokens of a path the draft proposed too.  drafted: Candidates.lineage."""
     if not drafted:
         return None
     return next((at for at in range(len(path)) if tuple(path[: at + 1]) not in drafted), len(path))

@@ -1,4 +1,4 @@
-"""Gives each round its tree: asks the chooser (tree_choice.py) for the tree, and passes it the results of rounds."""
+"""Names the tree of each round: asks the chooser (tree_choice.py) for it, and gives it the results of the rounds."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,10 +11,9 @@ from espalier.request import Request
 
 
 class RoundTrees:
-    """The trees of an engine's rounds.
+    """chooser: None for the layout's trees; runs_any_tree: the executor's attribute of this name.
 
-    chooser: None to use the layout's trees; runs_any_tree: see Executor; num_rounds: the number of launched rounds of
-    each tree.
+    num_rounds: how many rounds of each tree were launched.
     """
 
     def __init__(self, layout: RoundLayout, chooser: TreeChooser | None = None, runs_any_tree: bool = False) -> None:
@@ -26,8 +25,7 @@ class RoundTrees:
         self.looks_up = any(not tree.drafts for _, trees in layout.choices for tree in trees)
 
     def next_tree(self, batch: Sequence[Request], looked_up: LookedUp | None = None) -> TreeShape | None:
-        """Returns the tree of the next round of these requests; None for the layout's tree.  looked_up: as in
-        TreeChooser."""
+        """The tree of the next round, of these requests; None for the layout's.  looked_up: as in TreeChooser."""
         tree = self._chosen_tree(batch, looked_up)
         self.num_rounds[tree or self.layout.at(len(batch)).tree] += 1
         return tree
@@ -44,18 +42,18 @@ class RoundTrees:
         return self.layout.without_draft if tree is None and not drafting else tree
 
     def of_pass(self, batch: Sequence[Request]) -> TreeShape | None:
-        """Returns LaunchInput.tree for a prefill pass of these requests."""
+        """LaunchInput.tree of a prefill pass of these requests."""
         return self.layout.without_draft if self.layout.steps and not self._num_drafting(batch) else None
 
     def _num_drafting(self, batch: Sequence[Request]) -> int:
         return sum(request.params.depth_limit(self.layout.steps) > 0 for request in batch)
 
     def has_draft_rows(self, request: Request) -> bool:
-        """Returns whether the draft runs over all tokens of the request; True if there is no draft model."""
+        """Whether the draft, if there is one, runs over all tokens of the request."""
         return not self.layout.has_draft_model or request.params.depth_limit(self.layout.steps) > 0
 
     def rows(self, tree: TreeShape | None, batch: int) -> int:
-        """Returns the number of nodes that a round of `batch` requests verifies."""
+        """How many nodes a round verifies."""
         return batch * (tree or self.layout.at(batch).tree).rows
 
     def read(
@@ -65,10 +63,10 @@ class RoundTrees:
         allowed: Sequence[int],
         followed: Sequence[int],
     ) -> None:
-        """Counts the results of a launch.
+        """Count a launch.
 
-        rows: one result for each request; allowed: for each row, the greatest depth that the request could accept;
-        followed: for each row, how many of the next tokens the sources beside the draft guessed without a mistake.
+        rows: its results; allowed: for each row, the greatest depth that it could accept; followed: how many tokens the
+        sources beside the draft guessed right, one after another.
         """
         tree = launch_input.tree
         if launch_input.is_prefill:
@@ -88,14 +86,12 @@ class RoundTrees:
 
 
 def label(tree: TreeShape) -> str:
-    """Returns a short name of a tree, for metrics."""
+    """A short name of a tree, for metrics."""
     shared = f" sharing {tree.shared_rows}" if tree.shared_rows else ""
     return ",".join(map(str, tree.sizes.values())) + shared + ("" if tree.drafts and tree.extends else " without draft")
 
 
 def _without_draft(allowed: int, followed: int, emitted: int) -> Sample:
-    """Returns the sample that a round with only the other sources' guesses would have given.
-
-    Whether these guesses would be right after the last emitted token is not known.
-    """
+    """What the other sources' guesses alone would have given.  Whether they go on behind the emitted tokens is not
+    known."""
     return Sample(followed if followed == emitted else allowed, (0,) * min(allowed, followed), True, True)

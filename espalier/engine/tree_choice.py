@@ -1,9 +1,8 @@
 """Chooses the tree of each round while the engine runs: the one with the most expected tokens a second.
 
-RoundLayout.choices lists the trees (called forms here) that may be chosen.  acceptance.py estimates the tokens that a
-round emits, and round_times.py the seconds that it takes.  To keep the estimates current, forms that are nearly as good
-are tried for a few rounds now and then.  While plain decoding runs, a small tree is tried.  Tokens never depend on the
-choice.
+RoundLayout.choices lists the trees (called forms here) that it may choose.  acceptance.py estimates the tokens that a
+round emits, round_times.py the seconds that it takes.  To keep the estimates true, forms that are nearly as good are
+tried for a few rounds now and then, and a small tree while plain decoding runs.  Tokens never depend on the choice.
 """
 
 import logging
@@ -28,20 +27,20 @@ COMPETES = 0.75
 # While plain decoding runs, or a tree without a draft pass, acceptance is not measured.  So at a trial, all older
 # rounds together count DOUBT times as much as the trial.
 DOUBT = 0.5
-# A choice of a tree that lasted LASTING rounds was right.  A choice that lasted SETTLED rounds is logged.
+# A choice that lasted LASTING rounds was no mistake.  A choice that lasted SETTLED rounds is logged.
 LASTING, SETTLED = 12, 64
-# The tokens that a unit of time brings are averaged over LATELY rounds.  The expected gain of looked-up guesses is
-# uncertain, so they must be at least LEAST_GAIN tokens better.
+# What a unit of time is worth is averaged over LATELY rounds.  Expected gains of looked-up guesses are uncertain, so
+# they must be worth LEAST_GAIN tokens.
 LATELY, LEAST_GAIN = 16, 0.15
 log = logging.getLogger("espalier")
 
 
 class Pace(NamedTuple):
-    """How fast the choice adapts to the text.
+    """How fast the choice follows the text.
 
-    rounds, samples: least_rounds and least_samples of Acceptance; trial: rounds of a trial; alone: additional rounds of
-    a trial if the batch is a single request, because one request gives fewer samples in a round; dwell: rounds before a
-    choice may change; least_prior: see Acceptance.
+    rounds, samples: least_rounds and least_samples of Acceptance; trial: rounds of a trial; alone: how many more rounds
+    a trial has for a single request, because one request shows less in a round; dwell: rounds before a choice may
+    change; least_prior: as in Acceptance.
     """
 
     rounds: int
@@ -52,16 +51,15 @@ class Pace(NamedTuple):
     least_prior: float
 
 
-# Guesses of a draft model are about equally good everywhere in a text.  Guesses that are looked up in the text are good
-# in some places and bad in others.
+# Guesses of a draft model succeed about equally everywhere.  Guesses looked up in the text depend on the place in it.
 DRAFTED = Pace(48, 400, trial=4, alone=4, dwell=8, least_prior=0.25)
 LOOKED_UP = Pace(16, 24, trial=2, alone=0, dwell=2, least_prior=1.0)
 
 
 class LookedUp(NamedTuple):
-    """The expected result of the next round if it had only the guesses of the other sources, and no draft pass.
+    """What the guesses of the other sources alone would give in the next round.
 
-    tokens: a request's expected tokens beyond the first, the mean over the batch; rows: rows of the verify pass.
+    tokens: a request's expected tokens beyond the first, the mean over the batch; rows: of the verify pass.
     """
 
     tokens: float
@@ -69,31 +67,31 @@ class LookedUp(NamedTuple):
 
 
 class TreeChooser(Protocol):
-    """Decides the tree of each round.  Results are read in the order in which the trees were picked.
+    """Decides the tree of each round.  Rounds are read in the order in which they were picked.
 
-    num_changes: how often the choice changed to another tree.
+    num_changes: how often another tree was chosen.
     """
 
     num_changes: int
 
     def pick(self, batch: int, drafting: int, context: float, looked_up: LookedUp | None = None) -> TreeShape | None:
-        """Returns the tree of the next round; None for the layout's tree.
+        """The tree of the next round; None for the layout's.
 
-        batch: number of requests; drafting: how many of them can accept guesses; context: the mean number of tokens of
-        a request; looked_up: None if these guesses are not known before the round.
+        batch: requests; drafting: how many of them can accept guesses; context: the mean number of tokens of a request;
+        looked_up: None where it is not known before the round.
         """
         ...
 
     def read(self, samples: Sequence[Sample], rows: int, looked_up: Sequence[Sample]) -> None:
-        """Counts the result of a round for which `pick` returned a tree.
+        """Count the result of a round for which `pick` named a tree.
 
-        samples: one for each request that can accept guesses; rows: rows of the verify pass, without void nodes;
-        looked_up: the samples that the round would have had without the draft.
+        samples: one for each request that can accept guesses; rows: of the verify pass, without void ones; looked_up:
+        what the samples would have been without the draft.
         """
         ...
 
     def restart(self) -> None:
-        """Called after each prefill pass."""
+        """Called when a prompt has entered."""
         ...
 
 
@@ -114,11 +112,8 @@ class FixedTrees:
 
 @dataclass(frozen=True)
 class Picked:
-    """A round in flight.
-
-    at: the time when its tree was picked, in seconds of the clock; by_guesses: whether the guesses of the round were
-    known at that time.
-    """
+    """A round in flight.  at: the time when its tree was picked, in seconds of the clock; by_guesses: whether the
+    guesses of the round were known then."""
 
     tree: TreeShape
     batch: int
@@ -131,10 +126,9 @@ class Picked:
 class Bucket:
     """The choice for the batches of one bucket.
 
-    forms: the trees that may be chosen; current: the tree that is chosen; held: rounds since `current` was chosen;
-    switches: how often `current` changed; pause: rounds until the next trial; length: rounds of the present pause;
-    plain_pause: rounds of a pause while plain decoding runs; trying, left: the form on trial and its remaining rounds;
-    tried: the number of the round in which each form ran last; logged: the form that was logged last.
+    held: rounds since `current` was chosen; switches: how often `current` changed; pause: rounds until the next trial;
+    length: rounds of the present pause; plain_pause: rounds of a pause while plain decoding runs; trying, left: the
+    form on trial and its remaining rounds; tried: the round in which each form ran last; logged: the form logged last.
     """
 
     forms: tuple[TreeShape, ...]
@@ -151,10 +145,7 @@ class Bucket:
 
 
 class TreeChoice:
-    """The TreeChooser of an engine that has several trees.
-
-    costs: predicted times of rounds; is_lookup: whether the guesses are looked up in the text; clock: returns seconds.
-    """
+    """clock: seconds.  is_lookup: whether guesses are looked up in the text."""
 
     def __init__(
         self, layout: RoundLayout, costs: RoundCosts, is_lookup: bool, clock: Callable[[], float] = perf_counter
@@ -169,17 +160,14 @@ class TreeChoice:
         )
         self.buckets: dict[int, Bucket] = {}
         self.rounds = self.num_changes = 0
-        # tried: units of time; found: the tokens of a request in this time.
+        # Units of time, and tokens of a request in them.
         self.lately = Count()
         self._in_flight: deque[Picked] = deque()
         self._last: tuple[TreeShape, int, float] | None = None
 
     def restart(self) -> None:
-        """If guesses are looked up on a CPU, forgets all estimates, because the new text may repeat itself.
-
-        Estimates of a draft model stay, because it is about equally good everywhere.  On a GPU all estimates stay,
-        because prompts enter all the time.
-        """
+        """Where guesses are looked up on a CPU, forget all estimates: the new text may repeat itself.  A draft model is
+        about equally good everywhere, and on a GPU prompts enter all the time."""
         self._last = None
         if not self.costs.by_clock and self.pace is LOOKED_UP:
             self.acceptance.forget()
@@ -203,12 +191,12 @@ class TreeChoice:
     def _choose_by_guesses(
         self, bucket: Bucket, batch: int, share: float, context: float, alone: TreeShape, looked_up: LookedUp
     ) -> TreeShape:
-        """Returns `alone`, the tree without a draft pass, if the time that it saves is worth more tokens than the draft
-        would add.  Else returns the best tree with a draft pass.  The worth of time is the recent tokens a second."""
+        """The tree without a draft pass, `alone`, in a round where the time that it saves is worth more tokens than the
+        draft would add.  Time is worth what lately came of it."""
         at = next_bucket(batch)
         other = self._choose(bucket, at, share, context, [form for form in bucket.forms if form.drafts])
         seconds = self.times.seconds(other, at, context)
-        # A form on trial counts with the most tokens that it can emit, so the trial ends only if it cannot be better.
+        # A trial goes on unless it cannot be better.
         tokens = self.rate(other, at, share, context) * seconds if other == bucket.current else 1 + other.steps
         saved = seconds - self.costs.of_rows(alone, batch, looked_up.rows)
         worth = self.lately.share(tokens / seconds, 1.0)
@@ -227,7 +215,7 @@ class TreeChoice:
         self._acceptance_of(picked.tree).add(picked.tree, samples)
         without = next((form for form in self._bucket(picked.batch).forms if not form.drafts), None)
         if without is not None and picked.tree.drafts and picked.tree.steps:
-            # The sources have made their guesses in this round too.
+            # The sources were asked anyway.
             self.of_lookup.add(without, looked_up)
 
     def _acceptance_of(self, tree: TreeShape) -> Acceptance:
@@ -239,8 +227,7 @@ class TreeChoice:
             self.times.add(tree, batch, context, self.costs.of_rows(tree, batch, rows))
             return
         now, last, self._last = self.clock(), self._last, None
-        # A round may have waited for a previous launch of another form or for a prefill pass.  Then its time does not
-        # count.
+        # A round after another form or after a prefill pass may have waited for it, so its time is not counted.
         if last is not None and last[:2] == (tree, batch):
             self.times.add(tree, batch, context, now - max(last[2], picked.at))
         self._last = tree, batch, now
@@ -252,7 +239,7 @@ class TreeChoice:
         return self.buckets[at]
 
     def _choose(self, bucket: Bucket, at: int, share: float, context: float, forms: Sequence[TreeShape]) -> TreeShape:
-        """Returns one of these forms.  share: the share of the batch's requests that can accept guesses."""
+        """One of these forms.  share: the share of the batch's requests that can accept guesses."""
         self.rounds += 1
         if bucket.left:
             bucket.left -= 1
@@ -267,7 +254,7 @@ class TreeChoice:
         return tree
 
     def rate(self, tree: TreeShape, at: int, share: float, context: float) -> float:
-        """Returns the expected tokens a second of a request.  share: as in `_choose`."""
+        """Expected tokens of a request a second."""
         gained = share * (self._acceptance_of(tree).length(tree) - 1)
         return (1 + gained) / self.times.seconds(tree, at, context)
 
@@ -276,7 +263,7 @@ class TreeChoice:
         best = max(rates, key=lambda form: rates[form])
         if bucket.held > self.pace.dwell and rates[best] > WORTH_A_CHANGE * rates[bucket.current]:
             if best == PLAIN:
-                # If guesses were worth their time for a while, they may soon be again, so the pause is short.
+                # Guesses that paid for a while may soon pay again.
                 bucket.plain_pause = SHORTEST if bucket.held > LASTING else min(2 * bucket.plain_pause, LONGEST)
             bucket.length = bucket.pause = bucket.plain_pause if best == PLAIN else SHORTEST
             bucket.current, bucket.held, bucket.switches = best, 0, bucket.switches + 1
@@ -285,7 +272,7 @@ class TreeChoice:
     def _start_trial_if_due(
         self, bucket: Bucket, at: int, rates: dict[TreeShape, float], share: float
     ) -> TreeShape | None:
-        """Returns the form that is tried from this round on; None if no trial is due."""
+        """The form that is tried from this round on, if a trial is due."""
         bucket.pause -= 1
         if bucket.pause > 0:
             return None

@@ -1,4 +1,4 @@
-"""Decides which sources propose tokens beside the draft, and whether requests can share the rows of a verify pass."""
+"""Resolves which sources propose tokens beside the draft, and whether requests can share the rows of a verify pass."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,23 +11,20 @@ from espalier.errors import EspalierError
 from espalier.layout import TreeShape
 from espalier.slots import SOURCES
 
-# The most paths that are grafted onto a tree: from the request's own text, and from the host's guesses.
+# How many paths are grafted onto a tree: from the request's own text, and from the host's guesses.
 TEXT_PATHS, SENT_PATHS = 2, 2
 INDEX_BYTES = 2**26
 
 
 def shares_rows(layer_specs: Sequence[LayerSpec], model_impl: str, device: torch.device) -> bool:
-    """Returns whether an engine may share rows out over the batch.
-
-    Layers with states and sparse attention need all rows of a request.  Rows are not shared on a GPU, because such
-    rounds have not been timed on a GPU yet.
-    """
+    """Whether an engine may share rows out.  Layers with states and sparse attention need all rows of a request.  No
+    GPU has timed such rounds yet."""
     in_order = any(isinstance(spec.keeps, RecurrentState) or spec.topk is not None for spec in layer_specs)
     return device.type == "cpu" and model_impl == "native" and not in_order
 
 
 def source_sizes(sources: Sequence[str], on_host: bool) -> dict[str, Any]:
-    """Returns the fields of a RoundLayout for these sources.  on_host: whether the host searches a request's text."""
+    """The fields of a RoundLayout for these sources.  on_host: whether the host searches a request's text."""
     of_text = TEXT_PATHS * ("text" in sources)
     sent = SENT_PATHS * ("prediction" in sources or "index" in sources) + of_text * on_host
     return {"text_paths": of_text * (not on_host), "sent_paths": sent}
@@ -36,11 +33,7 @@ def source_sizes(sources: Sequence[str], on_host: bool) -> dict[str, Any]:
 def choose_sources(
     speculation: SpeculationConfig, algorithm: str, tree: TreeShape, device: torch.device
 ) -> tuple[str, ...]:
-    """Returns the sources beside the drafter of this algorithm.
-
-    Raises EspalierError for an unknown source, for sources without a tree, and for the source `text` beside n-gram
-    lookup.
-    """
+    """The sources beside the drafter of this algorithm.  Raises EspalierError for unknown ones."""
     if is_open(speculation.sources):
         return ("prediction",) if tree.steps and device.type == "cpu" else ()
     named = [name.strip() for name in speculation.sources.split(",")]

@@ -1,14 +1,14 @@
-"""Predicts the fastest tree for each batch size from the sizes of the models and the chip's bandwidth and peak.
+"""Predicts the fastest tree at each batch from the sizes of the models and the chip's bandwidth and peak.
 
-The bandwidth and the peak are measured at startup, in some 20 ms.
+The two figures of the chip are measured at the start, in some 20 ms.
 
-The predicted time of a pass is the sum of three times: reading weights and cache, matrix products, and a fixed time for
-each layer.  With trees, a round emits more tokens, and its verify pass has more rows.  So deep trees are fastest at few
-requests, small trees and chains at more requests, and plain decoding at very many.  With experts, more rows touch more
-experts: at one request, plain decoding reads 8 of 128 experts, and a tree of 64 nodes reads 126.
+A pass takes the time to read its weights and the cache, the time of its products, and a time for each layer.  With
+trees, a round emits more tokens, and its verify pass has more rows.  So deep trees are fastest at few requests, small
+ones and chains at more, plain decoding at very many.  With experts, more rows touch more of them: at one request, plain
+decoding reads 8 of 128 experts, and a tree of 64 nodes reads 126.
 
 The prediction assumes uniform routing, independent rows and CONTEXT tokens a request.  If neighbouring tokens share
-experts, trees are faster than predicted; `espalier bench choose` measures real times.
+experts, trees are faster than predicted; `espalier bench choose` measures.
 """
 
 import statistics
@@ -27,23 +27,19 @@ from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig
 from espalier.models.layer_loading import layer_specs_of
 
-# Smaller trees that are compared with the configured tree.  For a block draft only their numbers of nodes are used.
+# Smaller trees that are compared with the configured one.  For a block draft only their numbers of nodes count.
 SMALLER_TREES = (TreeShape(5, 4, 16), TreeShape(3, 2, 8), TreeShape(3, 1, 4), TreeShape(1, 1, 2))
-# Seconds that a layer's launches take in addition to reading and products, measured for an 8B on an H100 (docs/log.md).
+# Seconds that a layer's launches take beside reading and products, measured for an 8B on an H100 (docs/log.md).
 LAYER_SECONDS = 1.2e-5
-# From a batch size on, another tree replaces the tree of smaller batches if it is predicted to be this many times as
-# fast.
+# A tree replaces the one of smaller batches if it is predicted to be this much faster.
 WORTH_A_CHANGE = 1.03
-# The assumed committed tokens of a request.  A round reads their rows once.
+# Committed tokens of a request, whose rows a round reads once.
 CONTEXT = 1024
 
 
 @dataclass(frozen=True)
 class ChipFigures:
-    """The measured speed of a GPU (measure_chip).
-
-    bandwidth: bytes read or written a second; peak: bf16 FLOPs a second.
-    """
+    """The measured speed of a GPU (measure_chip): bytes read or written a second, bf16 FLOPs a second."""
 
     gpu: str
     bandwidth: float
@@ -52,14 +48,13 @@ class ChipFigures:
 
 @dataclass(frozen=True)
 class PassWeights:
-    """The sizes of target and draft from which times are predicted.
+    """Numbers of weights, and of layers.
 
-    dense: weights of the target that every row is multiplied with; expert: weights of one expert, summed over the
-    layers, 0 without experts; layers: layers of the target; kept: values of one token in the target's cache;
-    state_bytes: bytes of a request's states, which a round reads twice and writes once;
-    draft: weights that a draft pass reads; draft_layers: layers of a draft pass; block_rows: rows of a block draft's
-    one pass, 0 for other drafts, which run a pass for each level; extends: whether the draft runs its layers over
-    decided tokens.
+    dense: weights of the target that every row is multiplied with.  expert: weights of one expert, summed over the
+    layers; 0 without experts.  layers: of the target.  kept: values of a token in the target's cache.
+    state_bytes: of a request's states, which a round reads twice and writes once.
+    draft: weights that a draft pass reads; draft_layers: its layers.  block_rows: rows of a block draft's one pass; 0
+    for other drafts, which run a pass for each level.  extends: whether a draft runs its layers over decided tokens.
     """
 
     dense: int
@@ -75,22 +70,21 @@ class PassWeights:
     extends: bool = True
 
     def of_rank(self, count: int) -> "PassWeights":
-        """Returns the sizes of one of `count` ranks.  The time in which ranks join their results is not predicted."""
+        """What each of `count` ranks holds.  The time in which ranks join their results is left out."""
         return replace(self, dense=self.dense // count, expert=self.expert // count, kept=self.kept // count)
 
     def target_seconds(self, rows: int, chip: ChipFigures) -> float:
-        """Returns the predicted seconds of a target pass, without reading the cache."""
+        """The time of a target pass without its cache."""
         touched = expected_touched(self.num_experts, self.top_k, rows) if self.expert else 0
         read = self.dense + self.expert * touched
         return _seconds(read, (self.dense + self.expert * self.top_k) * rows, self.layers, chip)
 
     def draft_seconds(self, rows: int, chip: ChipFigures) -> float:
-        """Returns the predicted seconds of a draft pass."""
+        """The time of a draft pass."""
         return _seconds(self.draft, self.draft * rows, self.draft_layers, chip)
 
     def round_seconds(self, tree: TreeShape, batch: int, chip: ChipFigures, context: float = CONTEXT) -> float:
-        """Returns the predicted seconds of a round.  context: committed tokens of a request, the mean over the
-        batch."""
+        """The time of a round.  context: committed tokens of a request, the mean."""
         cache = (2 * self.kept * context + 3 * self.state_bytes) * batch / chip.bandwidth
         verify = self.target_seconds(batch * tree.rows, chip) + cache
         if not tree.steps:
@@ -98,7 +92,7 @@ class PassWeights:
         if not tree.drafts:
             proposal = 0.0
         elif self.block_rows:
-            # One pass proposes every depth.
+            # Depth is free.
             proposal = self.draft_seconds(batch * self.block_rows, chip)
         else:
             proposal = (tree.steps - 1) * self.draft_seconds(batch * tree.topk, chip)
@@ -106,18 +100,15 @@ class PassWeights:
 
 
 def _seconds(read: float, products: float, layers: int, chip: ChipFigures) -> float:
-    """Returns the predicted seconds of a pass.
-
-    read: the number of weights to read, of two bytes each; products: the number of products of a weight and a value.
-    """
+    """read: weights, of two bytes each; products: of a weight and a value of a row."""
     return 2 * read / chip.bandwidth + 2 * products / chip.peak + layers * LAYER_SECONDS
 
 
 def pass_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeights:
-    """Returns the sizes of a target and its draft.  draft: None for a drafter without weights."""
+    """The numbers of weights of a target and its draft.  draft: None for a drafter without weights."""
     probed = target.probed
     if probed is not None:
-        # A pass reads only a few rows of the embedding, unless the embedding is also the head.
+        # A pass reads few rows of an embedding that is not the head too.
         apart = 0 if target.tie_word_embeddings else target.vocab_size * target.hidden_size
         return replace(
             _pass_weights(target, draft),
@@ -157,10 +148,10 @@ def _pass_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeights
 
 
 def _draft_weights(draft: DraftConfig) -> int:
-    """Returns the number of weights that a draft pass reads.
+    """Weights that a draft pass reads.
 
-    If a draft proposes one level a pass, its attention reads embedding and hidden state.  So this attention has about
-    twice the weights of a target layer's attention.
+    The attention of a draft that proposes one level a pass reads embedding and hidden state, so it has about twice the
+    weights of a target layer's attention.
     """
     layer, spec = draft.layer, draft.spec
     layers, inputs = (len(spec.layers), 1) if spec.block_rows else (1, 2)
@@ -171,9 +162,9 @@ def _draft_weights(draft: DraftConfig) -> int:
 
 
 def _attention_weights(config: ModelConfig, spec: LayerSpec) -> int:
-    """Returns the number of weights of one layer's attention, or of the recurrent block of a layer with a state."""
+    """Weights of one layer's attention, or of what a layer with a state has in its place."""
     if isinstance(spec.keeps, RecurrentState):
-        # Three projections: the inputs, a gate of the outputs' size, and the outputs.
+        # Of the inputs, a gate of the outputs' size, and the outputs.
         return config.hidden_size * (spec.keeps.channels + 2 * spec.heads * spec.keeps.v_size)
     latent, hidden, heads = config.latent, config.hidden_size, spec.heads
     if latent is None:
@@ -190,9 +181,9 @@ def _attention_weights(config: ModelConfig, spec: LayerSpec) -> int:
 def trees_by_cost(
     configured: TreeShape, weights: PassWeights, max_batch: int, chip: ChipFigures
 ) -> dict[int, TreeShape]:
-    """Returns the trees that are predicted to be fastest: {least number of requests: tree}.
+    """The trees that are predicted to be fastest: least number of requests -> tree.
 
-    Empty if the configured tree is predicted to be the fastest at every batch size.
+    Empty if the configured tree is predicted to be the fastest at every batch.
     """
     trees = [configured, *smaller_trees(configured, weights), PLAIN]
     chosen: dict[int, TreeShape] = {}
@@ -206,7 +197,7 @@ def trees_by_cost(
 
 
 def smaller_trees(configured: TreeShape, weights: PassWeights) -> list[TreeShape]:
-    """Returns the smaller trees that are compared with the configured tree, without plain decoding."""
+    """The trees that are compared with the configured one, plain decoding aside."""
     if not weights.block_rows:
         return [tree for tree in SMALLER_TREES if fits_in(configured, tree)]
     sizes = [tree.num_draft_tokens for tree in SMALLER_TREES if tree.num_draft_tokens < configured.num_draft_tokens]
@@ -214,7 +205,7 @@ def smaller_trees(configured: TreeShape, weights: PassWeights) -> list[TreeShape
 
 
 def fits_in(configured: TreeShape, tree: TreeShape) -> bool:
-    """Returns whether a tree differs from the configured tree and is not larger in any size."""
+    """Whether a tree is another than the configured one, and not larger in any size."""
     return (
         tree != configured
         and tree.steps <= configured.steps
@@ -224,18 +215,18 @@ def fits_in(configured: TreeShape, tree: TreeShape) -> bool:
 
 
 def _buckets(most: int) -> Sequence[int]:
-    """Returns the batch buckets 1, 2, 3, 4, 6, 8, 12, ..., up to `most`."""
+    """1, 2, 3, 4, 6, 8, 12, ..., up to `most`."""
     return sorted({next_bucket(batch) for batch in range(1, most + 1) if next_bucket(batch) <= most})
 
 
-# The bytes of a copy that does not fit into a cache, and the size of a square matrix product that fills a chip.
+# Bytes of a copy that is too large for a cache, and the size of a square product that fills a chip.
 COPIED_BYTES, PRODUCT_SIZE = 2**27, 4096
 REPEATS = 7
 
 
 @cache
 def measure_chip(device: torch.device) -> ChipFigures:
-    """Measures the bandwidth of a copy (bytes read plus bytes written) and the FLOPs a second of a bfloat16 product."""
+    """The bandwidth of a copy, bytes read and written, and the rate of a product in bfloat16."""
     with torch.cuda.device(device):
         source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
         matrix = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, dtype=torch.bfloat16, device=device)
@@ -246,7 +237,7 @@ def measure_chip(device: torch.device) -> ChipFigures:
 
 
 def _median_seconds(work: Callable[[], object]) -> float:
-    """Returns the median seconds of `work` on the GPU, after three untimed runs."""
+    """The median time of some work, once it is warm."""
     times = []
     for _ in range(3 + REPEATS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,11 +1,10 @@
-"""Chooses the tree for each batch size: the user's table, a table in a file, or predicted trees.
+"""Chooses the tree for each batch size: the user's table, a table in a file, or the trees that are predicted.
 
-A table says "from n requests on, use this tree".  `espalier bench choose` measures trees and writes a table.  Without a
-table, trees are predicted (tree_cost.py) from the GPU's speed, which is measured at startup.  While the engine runs, it
-chooses again among the trees of `tree_sets` (engine/tree_choice.py).
+A table says "from n requests on, use this tree".  `espalier bench choose` measures and writes one.  Without a
+table, the trees are predicted (tree_cost.py) from what the GPU was measured to do at the start,
+and chosen anew while the engine runs (engine/tree_choice.py), among those of `tree_sets`.
 
-This module also bounds the pause of streams while prompts enter: it limits the rows of a prefill pass by the pass's
-predicted time.
+It also bounds the pause of streams while prompts enter: the rows of a prefill pass, from its predicted time.
 """
 
 import json
@@ -24,17 +23,16 @@ from espalier.errors import EspalierError, once_each
 from espalier.layout import MIN_CHUNK_WIDTH, PLAIN, TREE_FIELDS, TreeShape, next_bucket
 from espalier.startup.tree_cost import CONTEXT, ChipFigures, PassWeights, smaller_trees, trees_by_cost
 
-# The most trees of a bucket.  Plain decoding counts, and the tree without a draft pass does not.
+# The most trees of a bucket, plain decoding included, the tree without a draft pass aside.
 MOST_TREES = 4
-# Rows per request of a tree whose rows are shared out.  With 8 rows the gain is at most 2%, with 16 there is none
-# (docs/log.md).
+# Rows a request of the trees whose rows are shared out.  At 8 they gain at most 2%, at 16 nothing (docs/log.md).
 SHARED_ROWS = 4
-# The depth of guesses that are looked up, in a round without a draft pass on a CPU.  Repeated text is usually long, and
-# a guess is cut at the first token that is not worth its row.
+# The depth of guesses that are looked up, in a round without a draft pass on a CPU.  Text that repeats itself does so
+# for long, and a guess is cut where its rows do not pay.
 LOOKED_UP_STEPS = 12
-# The drafts that are considered possible, each by how often its first child is accepted at depth 1.
+# The supposed drafts: how often the first child is accepted at depth 1.
 LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
-# The prediction errors that are considered: one tree may be this many times as fast as predicted.
+# Any single tree may be this many times as fast as predicted.
 UNSURE = 1.1
 
 Choices = tuple[tuple[int, tuple[TreeShape, ...]], ...]
@@ -58,11 +56,10 @@ class PredictedCosts:
 def tree_sets(
     configured: TreeShape, costs: PredictedCosts, max_batch: int, most_rows: int, shares: bool, looks_up: bool
 ) -> Choices:
-    """Returns the value of RoundLayout.choices: (least batch of a bucket, its trees), trees in order of predicted
-    speed.
+    """The value of RoundLayout.choices: (least batch of a bucket, its trees), the trees in order of predicted speed.
 
-    most_rows: the most nodes that the trees of a batch may have together; shares: whether rows may be shared out over
-    the batch; looks_up: whether there are sources beside a draft.
+    most_rows: the most nodes that the trees of a batch may have together; shares: whether rows may be shared out;
+    looks_up: whether there are sources beside a draft.
     """
     trees = [configured, *smaller_trees(configured, costs.weights)]
     halved = configured
@@ -85,16 +82,13 @@ def tree_sets(
 
 
 def sharing(tree: TreeShape) -> list[TreeShape]:
-    """Returns a list with the tree whose rows are shared out; an empty list if the tree has too few nodes."""
+    """The tree with its rows shared out, if it has enough nodes for that."""
     return [replace(tree, shared_rows=SHARED_ROWS)] if tree.num_draft_tokens >= 2 * SHARED_ROWS else []
 
 
 def best_set(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) -> tuple[TreeShape, ...]:
-    """Returns plain decoding and the set of trees whose worst loss is smallest, in order of predicted speed.
-
-    The loss is taken against the best tree, over all drafts in LEVELS and errors of UNSURE.  At most one tree of the
-    set shares out its rows, because such trees differ little.
-    """
+    """Plain decoding and the trees that lose least beside it, in order of predicted speed.  At most one of them shares
+    out its rows: such trees differ little."""
     every = (*trees, PLAIN)
     known, *supposed = (_rates(every, costs, batch, level) for level in (FIRST_CHILD[0], *LEVELS))
     supposed += [{**rates, tree: rates[tree] * UNSURE} for rates in supposed for tree in trees]
@@ -113,16 +107,13 @@ def best_set(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) -> t
 
 
 def _rates(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int, level: float) -> dict[TreeShape, float]:
-    """Returns the predicted tokens a second of a request for each tree.
-
-    level: how often the first child is accepted at depth 1.
-    """
+    """A request's tokens a second, by tree.  level: how often the first child is accepted at depth 1."""
     first_child = at_level(level, max(tree.steps for tree in trees))
     return {tree: (1 + gains(tree, first_child)[-1]) / costs.seconds(tree, batch, CONTEXT) for tree in trees}
 
 
-# By default the trees of a verify pass have at most this many rows together.  Staging and logits grow with the rows:
-# 4096 rows of llama-3.1-8b are 0.54 GB of K and V, and 1.05 GB of logits in bfloat16.
+# Rows of a verify pass that trees by default do not exceed.  Staging and logits grow with them: 4096 rows of
+# llama-3.1-8b are 0.54 GB of K and V, and 1.05 GB of logits in bfloat16.
 MAX_VERIFY_ROWS = 4096
 EXAMPLE = '{"8": {"steps": 3, "topk": 2, "num_draft_tokens": 8}, "64": {"steps": 0}}'
 log = logging.getLogger("espalier")
@@ -132,7 +123,7 @@ Trees = dict[int, TreeShape]
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts from which trees are predicted.  weights: the sizes of target and draft."""
+    """The facts that trees are predicted from.  weights: of target and draft."""
 
     chip: ChipFigures
     weights: PassWeights
@@ -141,12 +132,12 @@ class Machine:
 def choose_trees(
     requested: Any, configured: TreeShape, machine: Machine | None, is_named: bool = False, max_batch: int = 1
 ) -> Trees:
-    """Returns the trees that differ from the configured tree: {least number of requests: tree}.
+    """The trees that differ from the configured one: least number of requests -> tree.
 
-    requested: a table, the path of a table, or "auto"; machine: None if nothing is predicted, as on a CPU.
+    requested: a table, the path of one, or "auto"; machine: None where nothing is predicted, as on a CPU.
     is_named: whether the user set the configured tree; max_batch: the largest batch.
-    Logs one line with the trees and the reason.  The line is a warning if "auto" may replace the user's tree.
-    Raises EspalierError for a bad table.  RoundLayout checks that the trees fit the configured tree.
+    Logs one line with the trees and the reason; a warning if "auto" may replace the user's tree.
+    Raises EspalierError naming what is wrong with a table.  RoundLayout checks that trees fit the configured one.
     """
     if isinstance(requested, Mapping):
         chosen, why = parse(requested, "by_batch"), "set by by_batch"
@@ -168,7 +159,7 @@ def choose_trees(
 
 
 def names_tree(speculation: SpeculationConfig) -> bool:
-    """Returns whether the user set a size of the tree."""
+    """Whether the user set a size of the tree."""
     return any(not is_open(getattr(speculation, name)) for name in TREE_FIELDS)
 
 
@@ -183,13 +174,12 @@ def choose_while_running(
     weights: PassWeights,
     most_steps: int | None = None,
 ) -> tuple[RoundCosts | None, Choices]:
-    """Returns ResolvedConfig.round_costs and RoundLayout.choices; (None, ()) if the engine does not choose trees while
-    it runs.
+    """The values of ResolvedConfig.round_costs and RoundLayout.choices.  None and () if the engine does not choose
+    trees while it runs.
 
-    On a CPU, a tree that the user names runs in every round, and a draft model pauses only if other sources search
-    texts.
-    speculation: as the user gave it; shares: as in tree_sets; sources: the sources beside the drafter; weights: the
-    sizes of target and draft; most_steps: the depth of the deepest tree of this drafter, None without a limit.
+    speculation: as the user gave it.  On a CPU, a tree that the user names runs in every round, and a draft model
+    pauses only where other sources search texts.  shares: as in tree_sets; sources: beside the drafter; weights: of
+    target and draft; most_steps: the deepest tree of this drafter, None for any.
     """
     if speculation.by_batch != "auto" or configured == PLAIN:
         return None, ()
@@ -208,12 +198,12 @@ def choose_while_running(
 
 
 def as_deep_as(tree: TreeShape, choices: Choices) -> TreeShape:
-    """Returns the tree with as many steps as the deepest of the choices, so that buffers can hold each choice."""
+    """The tree with as many steps as the deepest choice, for buffers that hold each."""
     return replace(tree, steps=max([tree.steps, *(shape.steps for _, shapes in choices for shape in shapes)]))
 
 
 def _predicted_trees(configured: TreeShape, machine: Machine, max_batch: int) -> tuple[Trees, str]:
-    """Returns the trees that tree_cost.py predicts, and a sentence with the figures of the prediction."""
+    """The trees that tree_cost.py predicts, and the figures behind the prediction in words."""
     chip, routing = machine.chip, "for uniform routing " if machine.weights.expert else ""
     why = (
         f"predicted {routing}from {chip.bandwidth / 1e12:.1f} TB/s and {chip.peak / 1e12:.0f} TFLOP/s, as measured on "
@@ -224,10 +214,8 @@ def _predicted_trees(configured: TreeShape, machine: Machine, max_batch: int) ->
 
 
 def _bounded(trees: Trees, configured: TreeShape, max_batch: int) -> Trees:
-    """Returns these trees, and smaller trees for batches below theirs whose rows would exceed MAX_VERIFY_ROWS.
-
-    The number of nodes of such a tree is halved until the rows fit.
-    """
+    """These trees.  Smaller batches than theirs get trees of half the nodes, as often as they would exceed
+    MAX_VERIFY_ROWS."""
     halves: Trees = {}
     shape, end = configured, min([*trees, max_batch + 1])
     while shape.num_draft_tokens > 1 and (least := MAX_VERIFY_ROWS // shape.num_draft_tokens + 1) < end:
@@ -237,9 +225,9 @@ def _bounded(trees: Trees, configured: TreeShape, max_batch: int) -> Trees:
 
 
 def parse(table: Mapping[Any, Any], where: str) -> Trees:
-    """Reads the trees of a table {requests: TreeShape or its fields}.  With steps 0 the other fields may be missing.
+    """The trees of a table {requests: TreeShape or its fields}.  With steps 0 the other fields may be missing.
 
-    Raises EspalierError, which names the bad entry.
+    Raises EspalierError naming the bad entry.
     """
     trees: Trees = {}
     for key, value in table.items():
@@ -278,12 +266,12 @@ def _shape(value: Any, where: str) -> TreeShape:
 
 
 def read(path: Path) -> Trees:
-    """Reads a table that `write` wrote.  Raises EspalierError, which names the file."""
+    """Read a table that `write` wrote.  Raises EspalierError naming the file."""
     return parse(_read_object(path, "table of trees; `espalier bench choose` writes one"), str(path))
 
 
 def write(path: Path, trees: Mapping[int, TreeShape]) -> None:
-    """Writes a table as JSON.  Raises EspalierError if the file cannot be written."""
+    """Write a table as JSON.  Raises EspalierError if the file cannot be written."""
     lines = [f"  {json.dumps(str(least))}: {json.dumps(shape.sizes)}" for least, shape in trees.items()]
     try:
         path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
@@ -303,19 +291,19 @@ def _read_object(path: Path, what: str) -> dict[str, Any]:
     return content
 
 
-# The default of max_pause_ms.  An 8B on an H100 enters some 640 rows in this time.
+# The bound by default.  An 8B on an H100 enters some 640 rows in it.
 PAUSE_MS = 20.0
-# If reading the weights alone takes about that long, a pass may take this many times as long as the smallest pass.
-# With fewer rows, prompts would enter at less than half the possible rate.
+# Where the weights alone take that long to read, a pass may take so many times as long as its smallest form: with fewer
+# rows, prompts would enter at less than half the rate.
 LEAST_RATE = 2.0
 
 
 def busy_chunk_size(config: EngineConfig, chunk_size: int, default: int, machine: Machine | None) -> int:
-    """Returns the most rows of a prefill pass while a request is streamed.
+    """Rows of a prefill pass that streams wait for.
 
-    chunk_size: the most rows of any pass; default: the rows on a machine for which nothing is predicted.
-    Raises EspalierError if both the rows and the pause are set, if the smallest pass takes longer than the pause, or if
-    a pause is set on a machine for which nothing is predicted.
+    chunk_size: the most rows of a pass; default: of a machine for which nothing is predicted.
+    Raises EspalierError if both the rows and the pause are set, if the smallest pass takes longer than the pause, and
+    for a pause on a machine for which nothing is predicted.
     """
     if not is_open(config.busy_chunk_size):
         if not is_open(config.max_pause_ms):
