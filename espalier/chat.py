@@ -1,10 +1,10 @@
 """Turns a conversation into a prompt with the chat template, and protects special tokens against injection.
 
-Only the template may write special tokens.  The text of one inside a message stays text, so that a user cannot end a
-turn and forge the assistant's.  To tell them apart, the conversation is rendered twice.  The second rendering has a
-mark after the first character of everything in a message that could become part of a special token, so a special token
-with a mark inside comes from a message.  If there is one, the template's special tokens get random names, and a copy of
-the tokenizer that knows only these names encodes the prompt.
+Only the template may write special tokens.  If a message contains the text of a special token, it stays text, so that a
+user cannot end a turn and forge the assistant's turn.  To tell the two apart, the conversation is rendered twice.  The
+second rendering has a mark inside every part of a message that could become part of a special token, after the part's
+first character.  So a special token with a mark inside comes from a message.  If there is such a token, the template's
+special tokens get random names, and a copy of the tokenizer that knows only these names encodes the prompt.
 """
 
 import inspect
@@ -26,14 +26,14 @@ WITHOUT_1_AND_2 = str.maketrans("12", "89")
 
 
 class ChatOptions(TypedDict, total=False):
-    """The options that say how a conversation becomes a prompt.
+    """How a conversation becomes a prompt.
 
-    chat_template_kwargs: variables of the chat template, such as Qwen3's enable_thinking; one that the template does
-    not read is refused.  continue_final_message: the output continues the last message.  add_generation_prompt: end
-    with the start of an assistant turn; None means: unless continue_final_message.  tools: definitions for the
-    template, ignored if it does not read tools.  add_special_tokens: add the tokens that the tokenizer adds to plain
-    text, beside the template's.  allow_special_tokens_in_messages: the text of a special token in a message becomes
-    that token.
+    chat_template_kwargs: variables of the chat template, such as Qwen3's enable_thinking.  A variable that the template
+    does not read is refused.  continue_final_message: the output continues the last message.  add_generation_prompt:
+    end the prompt with the start of an assistant turn; None means true unless continue_final_message.  tools:
+    definitions for the template, ignored if it reads no tools.  add_special_tokens: beside the template's special
+    tokens, add those that the tokenizer adds to plain text.  allow_special_tokens_in_messages: the text of a special
+    token in a message becomes that token.
     """
 
     chat_template_kwargs: Mapping[str, Any] | None
@@ -48,19 +48,20 @@ FLAGS = ("add_generation_prompt", "continue_final_message", "add_special_tokens"
 
 
 class Rendering(NamedTuple):
-    """The arguments of one rendering of a chat template.  Plain values, which JSON keeps."""
+    """The arguments of one rendering of a chat template.  They are plain values, which JSON can carry."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
     variables: dict[str, Any]
 
 
-# From texts of a template to token ids: it yields what is to be rendered and is sent the text.
+# A generator that makes token ids of a conversation.  It yields each Rendering, is sent the rendered text, and returns
+# the token ids.  So its caller chooses in which process a template is rendered.
 Steps = Generator[Rendering, str, list[int]]
 
 
 def finish(steps: Steps, render: Callable[[Rendering], str]) -> list[int]:
-    """What the steps return.  Raises EspalierError."""
+    """Runs `steps`, with `render` for each rendering.  Returns the token ids.  Raises EspalierError."""
     try:
         rendering = next(steps)
         while True:
@@ -70,7 +71,7 @@ def finish(steps: Steps, render: Callable[[Rendering], str]) -> list[int]:
 
 
 class ChatTemplate:
-    """The chat template of a Hugging Face tokenizer.  A tokenizer without one is allowed until `tokens` is called."""
+    """The chat template of a Hugging Face tokenizer.  Without a template, only `steps` raises an error."""
 
     def __init__(self, hf: Any):
         self.hf = hf
@@ -81,25 +82,25 @@ class ChatTemplate:
 
     @property
     def special_names(self) -> set[str]:
-        """The special tokens, and added tokens that look like turn tokens."""
+        """Returns the special tokens, and added tokens that look like turn tokens."""
         return self.special.names
 
     @property
     def text(self) -> str:
-        """The template, "" if there is none.  Of several, the one for conversations with tools."""
+        """Returns the template, "" if there is none.  If there are several, the one for conversations with tools."""
         return self.hf.get_chat_template(tools=[{}]) if getattr(self.hf, "chat_template", None) else ""
 
     def reads(self, variable: str) -> bool:
         """Whether the template reads a variable."""
         try:
             return variable in _variables_of(self.text)
-        except Exception:  # the template cannot be parsed; a conversation says so
+        except Exception:  # the template cannot be parsed; `render` reports it
             return False
 
     def steps(self, messages: Messages, options: ChatOptions, check: Callable[[str], None] | None = None) -> Steps:
-        """To the token ids of a conversation.  check: called with the rendered text before tokenization.
+        """Turns a conversation into token ids, one step for each rendering (see Steps).
 
-        Raises EspalierError.
+        check: called with the rendered text before tokenization.  The steps raise EspalierError.
         """
         if not getattr(self.hf, "chat_template", None):
             raise EspalierError("this model has no chat template; use /v1/completions, or generate with a prompt")
@@ -125,7 +126,7 @@ class ChatTemplate:
         return self.special.encode(prompt, adds)
 
     def _variables(self, options: ChatOptions) -> dict[str, Any]:
-        """The variables for apply_chat_template, beside messages and tools.  Raises EspalierError."""
+        """Returns the variables for apply_chat_template, beside messages and tools.  Raises EspalierError."""
         for name in FLAGS:
             if not isinstance(value := options.get(name), bool | None):
                 raise EspalierError(f"{name}={value!r} is not supported; use True or False")
@@ -144,7 +145,7 @@ class ChatTemplate:
         return {**kwargs, "add_generation_prompt": generates, "continue_final_message": continues}
 
     def render(self, rendering: Rendering) -> str:
-        """Raises EspalierError."""
+        """Returns the text that the template makes of `rendering`.  Raises EspalierError."""
         messages, tools, variables = rendering
         try:
             text = str(self.hf.apply_chat_template(messages, tools=tools or None, tokenize=False, **variables))
@@ -152,7 +153,7 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template may raise anything
             raise _refused(error) from None
-        # Half of a surrogate pair, which the JSON of a call's arguments may have, stands as JSON writes it.
+        # The JSON of a call's arguments may have half of a surrogate pair.  The text has the half as JSON's escape.
         return text.encode(errors="backslashreplace").decode()
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -196,8 +197,8 @@ def _refused(error: Exception) -> EspalierError:
 
 
 class RenderedPrompt:
-    """A rendered conversation.  spans: (start, end) of the special tokens that the template wrote; names: their
-    texts."""
+    """A rendered conversation.  spans: (start, end) of the special tokens that the template wrote, in characters;
+    names: the texts of these tokens."""
 
     def __init__(self, text: str, spans: Sequence[tuple[int, int]]):
         self.text = text
@@ -212,17 +213,17 @@ class SpecialTokens:
         self.backend = getattr(hf, "backend_tokenizer", None)
         added = list(getattr(hf, "added_tokens_decoder", {}).values())
         self.names = {each.content for each in added if each.special or CONTROL.fullmatch(each.content)}
-        # All added tokens are matched: if one contains a special token, the tokenizer takes the longer one.
+        # This pattern has all added tokens: if one contains a special token, the tokenizer takes the longer one.
         self._any = _one_of(each.content for each in added)
         self._first = _one_of(name[0] for name in self.names)
-        # A lookahead for the second character: it may be the first of another match.
+        # The second character is in a lookahead, since it may also be the first character of another match.
         self._first_two = re.compile(f"(?={_one_of(name[:2] for name in self.names).pattern}).", re.DOTALL)
         self._last = re.compile(rf"{self._first.pattern}(?=\s*\Z)")
         self._rest = _one_of(name[1:] for name in self.names if name[1:])
         self._joined = "\n".join(self.names)
 
     def marked(self, value: Any, mark: str) -> Any:
-        """A message, or a value in it, with marks in everything that may become part of a special token."""
+        """Returns a message, or a value in it, with marks in everything that may become part of a special token."""
         if isinstance(value, str):
             return self._marked(value, mark)
         if isinstance(value, Mapping):
@@ -232,7 +233,7 @@ class SpecialTokens:
         return value
 
     def _marked(self, text: str, mark: str) -> str:
-        """Mark whole special tokens and parts of them: a template may join texts, or remove a part of one."""
+        """Mark special tokens and parts of special tokens: a template may join texts, or remove part of a text."""
         first_pattern = self._first if self._first.search(text) and self._rest.search(text) else self._first_two
         places = {match.start() + 1 for pattern in (first_pattern, self._last) for match in pattern.finditer(text)}
         head = text.strip()
@@ -245,14 +246,14 @@ class SpecialTokens:
         return [match[0] for match in self._any.finditer(text) if match[0] in self.names]
 
     def without_marks(self, rendered: str, mark: str) -> RenderedPrompt:
-        """The text without marks, and the spans of the special tokens that had no mark inside."""
+        """Returns the text without marks, and the spans of the special tokens that had no mark inside."""
         parts = rendered.split(mark)
         marks, text = list(accumulate(len(part) for part in parts[:-1])), "".join(parts)
         spans = [match.span() for match in self._any.finditer(text) if match[0] in self.names]
         return RenderedPrompt(text, [(start, end) for start, end in spans if not _any_between(marks, start, end)])
 
     def encode(self, prompt: RenderedPrompt, add_special_tokens: bool) -> list[int]:
-        """Token ids; only the template's special tokens become special.  Raises EspalierError."""
+        """Returns token ids, in which only the template's special tokens are special.  Raises EspalierError."""
         if self.backend is None:
             raise EspalierError(
                 "the messages contain special tokens, which this model's tokenizer cannot keep as text; remove them, "
@@ -305,7 +306,7 @@ class Renamed:
 
 
 def _one_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """A pattern that matches the longest of the texts, or nothing if there are none."""
+    """Returns a pattern that matches the longest of the texts, or nothing if there are none."""
     each = sorted(set(texts), key=lambda text: (-len(text), text))
     return re.compile("(?:" + "|".join(map(re.escape, each)) + ")" if each else "(?!)")
 
@@ -316,16 +317,19 @@ def _any_between(places: Sequence[int], start: int, end: int) -> bool:
 
 
 def _random_digits() -> str:
-    """A random number as a mark.  Digits survive a template that trims, splits, quotes or changes the case of texts.
+    """Returns a random number as a mark.  Digits survive a template that trims, splits, quotes or changes case.
 
-    Two marks cannot overlap: 1 is only the first digit and 2 only the last.
+    Two marks cannot overlap: 1 is only the first digit of a mark, and 2 only the last.
     """
     octal = f"{secrets.randbits(3 * 24):024o}"
     return f"1{octal.translate(WITHOUT_1_AND_2)}2"
 
 
 def require_template(text: str, what: str) -> None:
-    """Refuse a chat template that is empty or cannot be parsed.  what: for the message.  Raises EspalierError."""
+    """Refuse a chat template that is empty or cannot be parsed.
+
+    what: names it in the message.  Raises EspalierError.
+    """
     if not text.strip():
         raise EspalierError(f"{what} is empty; give a Jinja template, or leave it out")
     try:
@@ -336,7 +340,7 @@ def require_template(text: str, what: str) -> None:
 
 @lru_cache(4)
 def _variables_of(template: str) -> set[str]:
-    """The variables that a chat template reads and does not set."""
+    """Returns the variables that a chat template reads and does not set."""
     from jinja2 import Environment, meta, nodes
     from jinja2.ext import Extension
     from jinja2.visitor import NodeTransformer
@@ -351,7 +355,7 @@ def _variables_of(template: str) -> set[str]:
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     class WithoutConstants(NodeTransformer):
-        """Jinja computes expressions of constants as it compiles, and 'a' * 10**10 takes all memory."""
+        """Does not compute constant expressions at compile time, as Jinja does: 'a' * 10**10 would take all memory."""
 
         def visit_Const(self, node: nodes.Const) -> nodes.Node:
             return nodes.ContextReference()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """os.environ with changes.
+    """Returns a copy of os.environ with changes.
 
     `python -m` imports from the working directory first, which may hold another espalier, such as a clone beside an
     installed release.

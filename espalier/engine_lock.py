@@ -1,7 +1,7 @@
-"""Turns at an engine: one thread at a time, and parts of a turn that nothing may come in between.
+"""A lock that gives one thread at a time its turn at an engine, and keeps parts of a turn from being interrupted.
 
 Ctrl-C may come at any line.  So may the end of a stream that nobody reads any more: Python's garbage collector closes
-it in the middle of whatever a thread does, also of a thread that runs a launch for another one.
+the stream in the middle of whatever a thread does.  That thread may be running a launch for another thread.
 """
 
 import signal
@@ -13,9 +13,10 @@ from typing import Any
 
 
 class EngineLock:
-    """`with turn.postponing(), turn.lock:` is a turn.  A thread may take its turn again within its turn.
+    """`with turn.postponing(), turn.lock:` is a turn.  A thread that has a turn may take another one inside it.
 
-    lock: `with` takes and releases it in C.  In a method written in Python, Ctrl-C could come after the lock is taken
+    lock: the `with` statement takes and releases this lock in C.  In a method written in Python, Ctrl-C could come
+    after the lock is taken or before it is released, and every other thread would wait forever.
     or before it is released, and every other thread would wait forever.
     """
 
@@ -26,7 +27,7 @@ class EngineLock:
 
     @contextmanager
     def postponing(self) -> Iterator[None]:
-        """What `run` postpones within the block runs after it.  It does not take the lock."""
+        """Actions that `run` postpones within the block run after the block.  Does not take the lock."""
         try:
             yield
         finally:
@@ -34,7 +35,7 @@ class EngineLock:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """A turn that nothing interrupts; Ctrl-C comes after it.  Not to be taken within itself."""
+        """A turn that nothing interrupts; Ctrl-C takes effect after it.  Must not be nested."""
         with self.postponing(), self.lock, _interrupt_deferred():
             assert not self._in_whole
             self._in_whole = True
@@ -44,12 +45,12 @@ class EngineLock:
                 self._in_whole = False
 
     def run(self, action: Callable[[], None]) -> None:
-        """Run `action` in a turn: now, or when this thread's `whole` or another thread's turn is over.  Never waits."""
+        """Run `action` in a turn: now, or once this thread's `whole` or another thread's turn is over.  Never waits."""
         self._postponed.append(action)
         self._run_postponed()
 
     def _run_postponed(self) -> None:
-        # Who fails to take the lock leaves its action to the thread that holds it, which comes here after its turn.
+        # A thread that fails to take the lock leaves its action to the lock's owner, which comes here after its turn.
         while self._postponed:
             with _interrupt_deferred():
                 if not self.lock.acquire(blocking=False):
@@ -57,7 +58,7 @@ class EngineLock:
                 try:
                     if self._in_whole:
                         return
-                    # Another thread may have taken the last one, and a third have left a new one meanwhile.
+                    # Another thread may have run the last action, and a third may have added a new one meanwhile.
                     if self._postponed:
                         self._postponed.popleft()()
                 finally:

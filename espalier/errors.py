@@ -29,14 +29,14 @@ NOT_FINITE = (
 
 
 class EspalierError(ValueError):
-    """Bad input or an unsupported combination.  It is raised before any work is lost."""
+    """Bad input or an unsupported combination.  Raised before any work is lost."""
 
 
 @contextmanager
 def frames_cleared() -> Iterator[None]:
-    """An EspalierError that leaves this block keeps no variable of the functions that it left.
+    """Clears the frames of an EspalierError that leaves this block, so that it keeps no local variables alive.
 
-    They may be models on a GPU, whose memory whoever handles the error needs for the next try.
+    These variables may be models on a GPU.  Whoever handles the error needs their memory for the next try.
     """
     try:
         yield
@@ -49,13 +49,13 @@ def frames_cleared() -> Iterator[None]:
 
 
 def shown(value: Any) -> str:
-    """A value's repr in one line; a long one is shortened in the middle."""
+    """Returns a value's repr in one line; a long repr is shortened in the middle."""
     text = " ".join(line.strip() for line in repr(value).splitlines())
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]} ... {text[-MAX_SHOWN // 2 :]}"
 
 
 def install_command(extra: str) -> str:
-    """What installs an extra of pyproject.toml, in the clone: the package is on no index."""
+    """Returns the command that installs an extra of pyproject.toml from the clone: the package is on no index."""
     return f"pip install -e '.[{extra}]'"
 
 
@@ -64,9 +64,9 @@ class ContextOverflow(EspalierError):
 
 
 def prompt_too_long(size: str, max_context: int, max_position: int | None = None) -> ContextOverflow:
-    """The error for a prompt of `size`.  langchain and litellm recognize it by "maximum context length is".
+    """Returns the error for a prompt of `size`.  langchain and litellm look for "maximum context length is" in it.
 
-    max_position: the model's positions, above which max_context cannot be; None if the caller does not know them.
+    max_position: the positions that the model has, which max_context cannot exceed; None if the caller does not know.
     """
     limit, or_raise = _limit(max_context, max_position)
     return ContextOverflow(
@@ -77,9 +77,9 @@ def prompt_too_long(size: str, max_context: int, max_position: int | None = None
 def too_little_room(
     name: str, value: int, prompt_tokens: int, max_context: int, max_position: int | None = None
 ) -> ContextOverflow:
-    """The error for max_tokens or min_tokens, called `name`, that does not fit behind the prompt.
+    """Returns the error for max_tokens or min_tokens, called `name`, that does not fit behind the prompt.
 
-    Clients recognize it by the words of `prompt_too_long`; max_position as there.
+    Clients look for the same words as in `prompt_too_long`.  max_position: see `prompt_too_long`.
     """
     limit, or_raise = _limit(max_context, max_position)
     return ContextOverflow(
@@ -89,10 +89,10 @@ def too_little_room(
 
 
 def _limit(max_context: int, max_position: int | None) -> tuple[str, str]:
-    """(the limit, the advice to raise it).
+    """Returns (the limit, the advice to raise it).
 
-    The limit is in the words that clients look for, even if it is the engine's.  The advice is empty if the model has
-    no more positions.
+    The limit has the words that clients look for, even if it is the engine's limit.  The advice is empty if the model
+    has no more positions.
     """
     length = f"this model's maximum context length is {max_context} tokens for prompt and output"
     if max_context == max_position:
@@ -102,7 +102,7 @@ def _limit(max_context: int, max_position: int | None) -> tuple[str, str]:
 
 
 def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For json's object_pairs_hook, which would keep the last of two equal names: raises EspalierError for them."""
+    """A json object_pairs_hook that raises EspalierError for two equal names.  json itself would keep the last one."""
     value = dict(pairs)
     if len(value) < len(pairs):
         [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
@@ -112,7 +112,7 @@ def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @contextmanager
 def tokenizing() -> Iterator[None]:
-    """Turn what the tokenizers library raises when a match takes too long, no Exception, into an EspalierError."""
+    """Turns the panic of the tokenizers library when a match takes too long, no Exception, into an EspalierError."""
     try:
         yield
     except BaseException as error:
@@ -123,7 +123,7 @@ def tokenizing() -> Iterator[None]:
 
 
 def one_line(error: Exception) -> str:
-    """Another library's error in one line of at most 200 characters."""
+    """Returns another library's error in one line of at most 200 characters."""
     text = " ".join(str(error).split())
     return (text if len(text) <= 200 else f"{text[:196]} ...") or type(error).__name__
 
@@ -131,10 +131,10 @@ def one_line(error: Exception) -> str:
 def unknown_name(
     what: str, name: str, known: Collection[str], listed: str | None = None, python: bool = True
 ) -> EspalierError:
-    """The error for a name that is not in `known`.
+    """Returns the error for a name that is not in `known`.
 
-    It gives Espalier's name for another engine's setting, else the most similar name, else all names, or `listed`:
-    where they are.  python: whether the advice may be Python.
+    The error gives Espalier's name for another engine's setting, else the most similar name, else all names.  listed:
+    where the names are listed, given in place of all names.  python: whether the advice may be Python.
     """
     near = difflib.get_close_matches(name, known, n=1, cutoff=MIN_SIMILARITY)
     nearest = (
@@ -146,13 +146,13 @@ def unknown_name(
 def require_number(
     name: str, value: Any, inside: Callable[[Any], bool], supported: str, *, optional: bool = False
 ) -> None:
-    """Raise EspalierError unless `value` is a finite number and inside(value) is true.  `optional` allows None.
+    """Refuse a value unless it is a finite number and inside(value) is true.  `optional` allows None.
 
-    supported: the end of the message.
+    supported: the supported values in words, which end the message.  Raises EspalierError.
     """
     if optional and value is None:
         return
-    # Not math.isfinite: it raises for an integer that no float can hold.
+    # math.isfinite would raise for an integer that no float can hold.
     number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
     if not (number and inside(value)):
         raise EspalierError(f"{name}={shown(value)} is not supported; use {supported}")
@@ -174,7 +174,7 @@ def require_int(
 
 
 def require_text(what: str, text: str) -> None:
-    """Refuse a lone surrogate, which UTF-8 and so no token can have.  what: names the text.  Raises EspalierError."""
+    """Refuse text with a lone surrogate, which UTF-8 cannot encode.  what: names the text.  Raises EspalierError."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -187,7 +187,7 @@ def require_text(what: str, text: str) -> None:
 def require_fields(what: str, cls: type, names: Iterable[str]) -> None:
     """Refuse a name that is no field of a dataclass's constructor.  Raises EspalierError.
 
-    what: whatever takes the fields as keywords.
+    what: names the function or class that takes the fields as keywords.
     """
     known = [f.name for f in fields(cls) if f.init]
     for name in names:
@@ -213,7 +213,7 @@ def refuses_unknown(cls: type[T]) -> type[T]:
 def refuses_unknown_keywords(what: str, options: type) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorator for the method `what`: an unknown keyword raises EspalierError with the most similar one.
 
-    options: the dataclass whose fields are none of the method's keywords, but of an argument.
+    options: a dataclass.  Its fields belong to an argument of the method, so the method refuses them as keywords.
     """
 
     def decorated(method: Callable[P, T]) -> Callable[P, T]:

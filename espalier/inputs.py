@@ -28,20 +28,21 @@ Step = Mapping[str, Any]
 # characters for each original one (Unicode Standard Annex 15), so NFC leaves at least a quarter.
 SHRINKS: Mapping[str, int] = MappingProxyType({"NFC": 4, "NFD": 1, "Prepend": 1, "ByteLevel": 1})
 KEEPS = frozenset({"ByteLevel", "Metaspace", "Digits"})
-# These keep all characters unless their behavior is "Removed".
+# These steps keep all characters unless their behavior is "Removed".
 SPLITS = frozenset({"Split", "Punctuation"})
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, str]]
 
 
 class TextLimit:
-    """characters_a_token: upper bound on a text's characters per token, None if unknown.
+    """An upper bound on how many characters one token covers, to refuse a long text before it is tokenized.
 
-    swallowing: added tokens that also match any number of adjacent spaces; a text with one of them has no bound.
+    characters_a_token: the bound, None if unknown.  swallowing: added tokens that also match any number of adjacent
+    spaces.  A text with one of them has no bound.
     """
 
     def __init__(self, backend: Any):
-        """backend: a tokenizer of the tokenizers library, None for any other kind."""
+        """backend: a tokenizer of the tokenizers library, None for any other tokenizer."""
         self.characters_a_token: int | None = None
         self.swallowing: tuple[str, ...] = ()
         if backend is None:
@@ -49,7 +50,7 @@ class TextLimit:
         normalizer, pre_tokenizer = (_steps_of(step) for step in (backend.normalizer, backend.pre_tokenizer))
         added = list(backend.get_added_tokens_decoder().values())
         swallowing = [token for token in added if token.lstrip or token.rstrip]
-        # Tokens that are matched after normalization may match although the text does not contain them literally.
+        # Added tokens that are matched after normalization may match a text that does not contain them literally.
         hidden = bool(normalizer) and any(token.normalized for token in swallowing)
         shrink = _shrink(normalizer)
         if shrink is None or hidden or not _keeps(pre_tokenizer) or not _knows_all(backend, normalizer + pre_tokenizer):
@@ -67,7 +68,7 @@ class TextLimit:
 
 
 def _steps_of(component: Any) -> list[Step]:
-    """The steps of a normalizer or pre-tokenizer as a flat list.  A custom one in Python is a step of unknown type."""
+    """Returns the steps of a normalizer or pre-tokenizer as a list.  A step written in Python has unknown type."""
     if component is None:
         return []
     try:
@@ -82,7 +83,7 @@ def _flat(step: Step) -> list[Step]:
 
 
 def _shrink(normalizer: Sequence[Step]) -> int | None:
-    """The largest ratio of characters before normalization to those after it, None if unknown."""
+    """Returns the largest ratio of characters before normalization to characters after it, None if unknown."""
     shrink = 1
     for step in normalizer:
         if step["type"] == "Replace":
@@ -103,7 +104,7 @@ def _keeps(pre_tokenizer: Sequence[Step]) -> bool:
 
 
 def _knows_all(backend: Any, steps: Sequence[Step]) -> bool:
-    """Whether every character has tokens.  Other models drop characters, or fuse several into one unknown token."""
+    """Whether every character has tokens.  If not, the model drops characters, or fuses several into one token."""
     model = backend.model
     if type(model).__name__ != "BPE":
         return False
@@ -116,8 +117,8 @@ def _knows_all(backend: Any, steps: Sequence[Step]) -> bool:
 class ConversationOptions(ChatOptions, total=False):
     """The options of LLM.chat.
 
-    tool_choice: as in OpenAI's API; parallel_tool_calls: False allows one call at most; tool_format, reasoning_format:
-    names of espalier/tool_calls/formats, "auto" for those of the chat template.
+    tool_choice: as in OpenAI's API.  parallel_tool_calls: False allows one call at most.  tool_format,
+    reasoning_format: names of espalier/tool_calls/formats; "auto" chooses the formats of the chat template.
     """
 
     tool_choice: str | Mapping[str, Any] | None
@@ -130,9 +131,9 @@ class ConversationOptions(ChatOptions, total=False):
 class ModelFacts:
     """The properties of a model and engine that requests are checked against.  Plain values, sent between processes.
 
-    model: its directory; max_context: tokens of one request, prompt and output; generation_config: the content of the
-    model's generation_config.json, {} without one; max_position: the positions that the model has, None if unknown.
-    sources: what proposes tokens beside the draft (SpeculationConfig).
+    model: the model's directory.  max_context: tokens of one request, prompt and output.  generation_config: the
+    content of the model's generation_config.json, {} without this file.  max_position: the positions that the model
+    has, None if unknown.  sources: the sources that propose tokens beside the draft (SpeculationConfig).
     """
 
     model: str
@@ -145,9 +146,10 @@ class ModelFacts:
 
 
 class InputProcessor:
-    """tokenizer: None if the model has none, then prompts must be token ids.
+    """Turns prompts and parameters into engine input, and refuses those that the model does not support.
 
-    allow_special_tokens_in_messages: the default for chat.
+    tokenizer: None if the model has none; prompts must then be token ids.  allow_special_tokens_in_messages: the
+    default for chat.
     """
 
     def __init__(self, facts: ModelFacts, tokenizer: Tokenizer | None, allow_special_tokens_in_messages: bool = False):
@@ -157,16 +159,16 @@ class InputProcessor:
         self.bound = TextLimit(None if tokenizer is None else tokenizer.backend)
 
     def for_another_thread(self) -> "InputProcessor":
-        """A copy with its own tokenizer, since only one thread at a time may use a tokenizer."""
+        """Returns a copy with its own tokenizer, since only one thread at a time may use a tokenizer."""
         other = copy.copy(self)
         other.tokenizer = copy.deepcopy(self.tokenizer)
         return other
 
     def tokens(self, prompt: Prompt, add_special_tokens: bool = True, keep_last: int | None = None) -> list[int]:
-        """The prompt's token ids, checked against the vocabulary and max_context.
+        """Returns the prompt's token ids, checked against the vocabulary and max_context.
 
-        add_special_tokens: the tokenizer adds its special tokens to a text, such as BOS; keep_last: keep only this
-        number of tokens, from the prompt's end.  Raises EspalierError.
+        add_special_tokens: add the tokenizer's special tokens, such as BOS, to a text.  keep_last: keep only this many
+        tokens, from the prompt's end.  Raises EspalierError.
         """
         if isinstance(prompt, str):
             require_text("the prompt", prompt)
@@ -186,15 +188,15 @@ class InputProcessor:
             raise prompt_too_long(f"{len(text)} characters", self.facts.max_context, self.facts.max_position)
 
     def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
-        """Token ids of a conversation (chat.ChatOptions).  Raises EspalierError."""
+        """Returns the token ids of a conversation.  options: see chat.ChatOptions.  Raises EspalierError."""
         return finish(self.chat_steps(messages, **options), self.text_of("a conversation").render)
 
     def chat_steps(
         self, messages: Messages, check: Callable[[str], None] | None = None, **options: Unpack[ChatOptions]
     ) -> Steps:
-        """To the token ids of a conversation (chat.ChatOptions).  check: called with the rendered text.
+        """Turns a conversation into token ids, one step for each rendering of the chat template (see chat.Steps).
 
-        Raises EspalierError.
+        check: called with the rendered text.  options: see chat.ChatOptions.  Raises EspalierError during a step.
         """
         _check_messages(messages)
         if options.get("allow_special_tokens_in_messages") is None:
@@ -204,7 +206,7 @@ class InputProcessor:
     def conversation(
         self, messages: Messages, params: SamplingParams | None, **options: Unpack[ConversationOptions]
     ) -> tuple[list[int], ResolvedParams, ChatPlan]:
-        """(prompt, parameters, plan of the output) of a conversation.  Raises EspalierError."""
+        """Returns a conversation's (prompt, parameters, plan of the output).  Raises EspalierError."""
         tokenizer = self.text_of("a conversation")
         _check_messages(messages)
         for name in options:
@@ -221,21 +223,21 @@ class InputProcessor:
     def require_room(self, prompt: Sequence[int], params: SamplingParams | None, name: str = "max_tokens") -> None:
         """Refuse a max_tokens that does not fit behind the prompt.  Raises EspalierError.
 
-        params: as the user gave them.  Resolved ones were checked before, or have the model's default, which is a limit
-        like that of the context.  name: what the user calls max_tokens.
+        params: as the user gave them.  The max_tokens of resolved parameters is not checked: it was checked before, or
+        is the model's default, which only limits the output, like the context.  name: the user's word for max_tokens.
         """
         limit = None if params is None or isinstance(params, ResolvedParams) else params.max_tokens
         if limit is not None and len(prompt) + limit > self.facts.max_context:
             raise too_little_room(name, limit, len(prompt), self.facts.max_context, self.facts.max_position)
 
     def planned(self, plan: ChatPlan, params: ResolvedParams, prompt: Sequence[int]) -> ResolvedParams:
-        """The parameters with the plan's grammar and shown tokens, checked.  Raises EspalierError."""
+        """Returns the parameters with the plan's grammar and shown tokens, checked.  Raises EspalierError."""
         return self.checked(plan.params(params, prompt))
 
     def resolve(self, params: SamplingParams) -> ResolvedParams:
-        """The parameters with defaults filled in and values checked.  Raises EspalierError.
+        """Returns the parameters with defaults filled in and values checked.  Raises EspalierError.
 
-        Resolved parameters are returned as they are.
+        Resolved parameters are returned unchanged.
         """
         if isinstance(params, ResolvedParams):
             return params
@@ -243,7 +245,10 @@ class InputProcessor:
         return self.predicted(resolved, params.prediction) if params.prediction else resolved
 
     def predicted(self, params: ResolvedParams, guessed: str | Sequence[int]) -> ResolvedParams:
-        """The parameters with this prediction.  Raises EspalierError if the engine takes none, or if it is too long."""
+        """Returns the parameters with the prediction `guessed`.
+
+        Raises EspalierError if the engine takes no prediction, or if the prediction is too long.
+        """
         if "prediction" not in self.facts.sources:
             raise EspalierError(
                 "prediction is not supported by this engine, whose sources beside the draft are "
@@ -261,14 +266,14 @@ class InputProcessor:
         return replace(params, prediction=tuple(guessed))
 
     def checked(self, params: ResolvedParams) -> ResolvedParams:
-        """The same parameters.  Raises EspalierError for values that this model does not support."""
+        """Returns the same parameters.  Raises EspalierError for values that this model does not support."""
         params.validate(self.facts.vocab_size, self.tokenizer is not None)
         if params.grammar is not None:
             check_grammar(params.grammar)
         return params
 
     def text_of(self, what: str) -> Tokenizer:
-        """The tokenizer.  what: names its user in the EspalierError that is raised if there is none."""
+        """Returns the tokenizer.  what: the use of the tokenizer, for the EspalierError raised if there is none."""
         if self.tokenizer is None:
             raise EspalierError(
                 f"{what} needs a tokenizer, and {self.facts.model} has none; add its tokenizer.json, or give token ids"
@@ -299,7 +304,7 @@ def _check_messages(messages: Any) -> None:
 def text_sink(
     tokenizer: Tokenizer | None, prompt: Sequence[int], params: ResolvedParams
 ) -> TextStream | MessageStream | None:
-    """The stream that turns a request's tokens into text; None without a tokenizer."""
+    """Returns the stream that turns a request's tokens into text; None without a tokenizer."""
     if tokenizer is None:
         return None
     if params.form is not None:
@@ -310,12 +315,12 @@ def text_sink(
 def message_stream(
     tokenizer: Tokenizer, prompt: Sequence[int], params: ResolvedParams, parser: OutputParser
 ) -> MessageStream:
-    """The stream that turns a request's tokens into the deltas of a message."""
+    """Returns the stream that turns a request's tokens into the deltas of a message."""
     return MessageStream(text_stream(tokenizer, prompt, params, ()), parser, params)
 
 
 def text_stream(tokenizer: Tokenizer, prompt: Sequence[int], params: ResolvedParams, stop: Sequence[str]) -> TextStream:
-    """The stream that turns a request's tokens into text, in which it finds stop strings."""
+    """Returns the stream that turns a request's tokens into text and finds stop strings in it."""
     keep, skip = params.include_stop_str_in_output, params.skip_special_tokens
     return tokenizer.sink(
         prompt,

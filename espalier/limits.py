@@ -1,4 +1,4 @@
-"""Limits on sampling parameters: of single values, of values that depend on each other, and of one model.
+"""Limits on sampling parameters: on one value, on values that depend on each other, and on values for one model.
 
 Each field of SamplingParams (espalier/request.py) names the check of its own value.  All checks raise EspalierError
 with the value, the range and the remedy.
@@ -9,17 +9,17 @@ from typing import Any
 
 from espalier.errors import EspalierError, require_int, require_number, require_text, shown
 
-# (name, value): refuses a value that no model supports.
+# Takes (name, value), and refuses a value that no model supports.
 Check = Callable[[str, Any], None]
 
 MAX_BIAS = 512
 MAX_STOP_IDS = 64
-# The text is searched for each of them after every token.
+# After every token, the text is searched for each stop string.
 MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 1024
 MAX_COUNT = 2**31 - 1
-# Within these limits, scaled logits stay finite and nonzero in float32.  Below them a temperature is greedy.
+# Within these limits, scaled logits stay finite and nonzero in float32.  A temperature below the first one is greedy.
 TEMPERATURES = (1e-4, 1e30)
 REPETITION_PENALTIES = (0.01, 100.0)
 MAX_ABS_BIAS = 10_000
@@ -27,17 +27,17 @@ MAX_SEED = 2**63 - 1
 
 
 def number(inside: Callable[[float], bool], supported: str) -> Check:
-    """A check for finite numbers.  supported: the range in words, for the error text."""
+    """Returns a check for finite numbers.  supported: the range in words, for the error text."""
     return lambda name, value: require_number(name, value, inside, supported)
 
 
 def number_between(low: float, high: float, remark: str) -> Check:
-    """A check for finite numbers from low to high, both included.  remark: follows the range in the error text."""
+    """Returns a check for finite numbers from low to high, both included.  remark: follows the range in the error."""
     return number(lambda value: low <= value <= high, f"{low} to {high} ({remark})")
 
 
 def whole_number(low: int, high: int = MAX_COUNT, remark: str = "") -> Check:
-    """A check for integers from low to high, both included.  remark: follows the range in the error text."""
+    """Returns a check for integers from low to high, both included.  remark: follows the range in the error text."""
     remedy = f" ({remark})" if remark else ""
     return lambda name, value: require_int(name, value, low, high, remedy=remedy)
 
@@ -48,7 +48,7 @@ def true_or_false(name: str, value: Any) -> None:
 
 
 def check_token_limits(params: Any) -> None:
-    """Refuse max_tokens and min_tokens that are allowed alone and not together.  params: SamplingParams."""
+    """Refuse max_tokens and min_tokens that are allowed alone but not together.  params: SamplingParams."""
     if params.max_tokens == 0 and params.prompt_logprobs is None:
         raise EspalierError(
             "max_tokens=0 is not supported without prompt_logprobs: nothing would come back; use 1 or more, or ask for "
@@ -81,7 +81,7 @@ def check_for_model(params: Any, vocab_size: int, has_tokenizer: bool) -> None:
 
 
 def check_beside_grammar(params: Any, has_tokenizer: bool) -> None:
-    """Refuse what a grammar cannot go together with.  params: ResolvedParams."""
+    """Refuse parameters that cannot be combined with a grammar.  params: ResolvedParams."""
     if not has_tokenizer:
         raise EspalierError("a grammar needs text and this model has no tokenizer; leave it out")
     if params.ignore_eos:
@@ -96,7 +96,7 @@ def check_beside_grammar(params: Any, has_tokenizer: bool) -> None:
 
 
 def texts_of(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """Stop strings as a tuple; a single string gives a tuple of one."""
+    """Returns stop strings as a tuple; a single string gives a tuple of one."""
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
 

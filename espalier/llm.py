@@ -46,14 +46,17 @@ class LLM:
 
     @classmethod
     def of(cls, prepared: "Prepared") -> "LLM":
-        """An LLM from prepare(...), for callers that check requests before the weights are loaded."""
+        """Returns an LLM from prepare(...), for callers that check requests before the weights are loaded."""
         llm = cls.__new__(cls)
         llm._load(prepared)
         return llm
 
     @classmethod
     def from_engine(cls, engine: Engine, config: ResolvedConfig, inputs: InputProcessor) -> "LLM":
-        """An LLM that runs `engine`, for models without files.  config: of the engine; close() closes the engine."""
+        """Returns an LLM that runs `engine`, for models without files.
+
+        config: the configuration that `engine` was built from.  close() also closes `engine`.
+        """
         llm = cls.__new__(cls)
         llm._use(engine, config, inputs)
         return llm
@@ -73,7 +76,8 @@ class LLM:
         self.grammars = None if tokenizer is None else GrammarCompiler(tokenizer, inputs.facts.vocab_size)
         # Unread chunks by request id; the requests of one call share a queue.
         self._unread: dict[str, deque[OutputChunk]] = {}
-        # The thread that uses the engine and the tokenizer: for all of `generate`, for one step of a stream.
+        # A thread holds this lock while it uses the engine and the tokenizer: `generate` holds it for the whole call, a
+        # stream for one step.
         self._turn = EngineLock()
         self._num_requests = 0
         self._warned = False
@@ -88,9 +92,9 @@ class LLM:
     ) -> list[Output]:
         """Complete all prompts.  Returns outputs in the order of the prompts.
 
-        prompts: text or token ids, one or several; params: one for all prompts, or one for each; on_chunk: called with
-        each chunk as it is generated.  Raises EspalierError, which names the prompt, before any prompt starts.  A later
-        error is in Output.error.
+        prompts: text or token ids, one or several.  params: one for all prompts, or one for each.  on_chunk: called
+        with each chunk as it is generated.  Raises EspalierError, which names the prompt, before any prompt starts.
+        An error that comes later is in Output.error.
         """
         if on_chunk is not None and not callable(on_chunk):
             raise EspalierError(f"on_chunk={shown(on_chunk)} is not supported; use a function that takes a chunk")
@@ -108,7 +112,7 @@ class LLM:
 
     @refuses_unknown_keywords("LLM.stream", SamplingParams)
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputChunk]:
-        """Yield the output of one prompt as it is generated.  With n > 1, OutputChunk.index is the sample's.
+        """Yield the output of one prompt as it is generated.  With n > 1, OutputChunk.index tells the samples apart.
 
         Raises EspalierError for a bad prompt before the first chunk.  Leaving the loop early aborts the request.
         """
@@ -128,8 +132,8 @@ class LLM:
     ) -> ChatOutput:
         """Generate the assistant's answer to a conversation, with the model's chat template.
 
-        messages: {"role", "content"} mappings; special tokens inside them stay text.  options: tools, tool_choice and
-        others (espalier/inputs.py:ConversationOptions, espalier/chat.py:ChatOptions).
+        messages: {"role", "content"} mappings.  The text of a special token inside a message stays text.  options:
+        tools, tool_choice and others (espalier/inputs.py:ConversationOptions, espalier/chat.py:ChatOptions).
         """
         with self._turn.postponing(), self._turn.lock:
             prompt, resolved, plan = self.inputs.conversation(messages, params, **options)
@@ -139,12 +143,12 @@ class LLM:
             return chat_output(plan, prompt, output, new_stream)
 
     def chat_prompt(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
-        """Token ids of a conversation (chat.ChatOptions).  Raises EspalierError."""
+        """Returns the token ids of a conversation.  options: see chat.ChatOptions.  Raises EspalierError."""
         with self._turn.postponing(), self._turn.lock:
             return self.inputs.chat(messages, **options)
 
     def close(self) -> None:
-        """Free the engine's memory, after what other threads generate.  A second call does nothing."""
+        """Free the engine's memory, once the calls of other threads have ended.  A second call does nothing."""
         with self._turn.postponing(), self._turn.lock:
             if not self._closed:
                 self._closed = True
@@ -174,7 +178,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         streamed: bool,
     ) -> list[list[Request]]:
-        """The n requests of each prompt, checked but not queued.  streamed: somebody reads tokens as they come."""
+        """Returns each prompt's n requests, checked but not queued.  streamed: the user reads tokens as they come."""
         self._require_open()
         each = _one_each(params, len(prompts))
         checked: list[tuple[list[int], ResolvedParams]] = []
@@ -183,7 +187,7 @@ class LLM:
                 tokens = self.inputs.tokens(prompt)
                 self.inputs.require_room(tokens, prompt_params)
                 checked.append((tokens, self.inputs.resolve(prompt_params)))
-        # All grammars compile at once.
+        # All grammars compile at the same time.
         compiling = [self.compiling(resolved.grammar) for _, resolved in checked]
         groups = []
         for i, ((tokens, resolved), grammar) in enumerate(zip(checked, compiling, strict=True)):
@@ -193,7 +197,7 @@ class LLM:
         return groups
 
     def compiling(self, grammar: Grammar | None) -> Future[CompiledGrammar] | None:
-        """The grammar as it is compiled in a thread; None for none.  Its error is an EspalierError."""
+        """Compiles the grammar, if any, in a thread.  The future's error is an EspalierError."""
         if grammar is None:
             return None
         assert self.grammars is not None, "a model without a tokenizer refuses grammars"
@@ -214,11 +218,13 @@ class LLM:
         client: str = "",
         streamed: bool = False,
     ) -> list[Request]:
-        """The n requests of one prompt, not queued.  Requests 1 to n - 1 wait until the first has cached the prompt.
+        """Returns the n requests of one prompt, not queued.
 
-        name: prefix of their ids, by default the prompt's number; detokenize: whether chunks have text; grammar:
-        `params.grammar`, compiled; client: its name; the requests of several clients take turns;
-        streamed: whether somebody reads the tokens as they come.
+        Requests 1 to n - 1 wait until request 0 has cached the prompt.
+
+        name: prefix of the request ids, by default the prompt's number.  detokenize: whether chunks have text.
+        grammar: `params.grammar`, compiled.  client: the client's name; the requests of several clients take turns.
+        streamed: whether the user reads the tokens as they come.
         """
         number = self._num_requests
         self._num_requests += 1
@@ -254,7 +260,7 @@ class LLM:
                 self.engine.add(request)
 
     def _run(self, requests: list[Request]) -> Generator[OutputChunk, None, None]:
-        """Queue the requests and yield their chunks until all have ended.  Leaving early aborts the others."""
+        """Queue the requests and yield their chunks until all have ended.  An early close aborts the requests left."""
         unread: deque[OutputChunk] = deque()
         try:
             with self._turn.postponing(), self._turn.lock:
@@ -272,9 +278,9 @@ class LLM:
             self._turn.run(partial(self._leave, requests))
 
     def _step(self, unread: Sequence[OutputChunk] = ()) -> None:
-        """One engine step.  None, if the step of another thread has filled `unread` before this thread's turn.
+        """Run one engine step.  No step runs if another thread's step has filled `unread` before this thread's turn.
 
-        It is whole, also for Ctrl-C: a result that is half read would be lost.
+        Ctrl-C waits until the end of the step: a result that is half read would be lost.
         """
         with self._turn.whole():
             if unread:
@@ -286,13 +292,13 @@ class LLM:
             self._warn_of_low_acceptance()
 
     def step(self) -> list[OutputChunk]:
-        """One engine step, for callers that queue groups themselves."""
+        """Run one engine step, for callers that queue requests themselves.  Returns the step's chunks."""
         chunks = self.engine.step()
         self._warn_of_low_acceptance()
         return chunks
 
     def _leave(self, requests: list[Request]) -> None:
-        """Abort the requests that the engine has not ended, and drop what is unread."""
+        """Abort the requests that the engine has not ended, and drop their unread chunks."""
         for request in requests:
             self.engine.abort(request.id)
         while not self._closed and any(not r.done and r.id in self.engine.requests for r in requests):
@@ -316,7 +322,10 @@ class LLM:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The parts of an LLM that need no weights.  config: as the user gave it; inputs: checks requests."""
+    """The parts of an LLM that need no weights.
+
+    config: as the user gave it.  resolved: the configuration with every "auto" decided.  inputs: checks requests.
+    """
 
     config: EngineConfig
     checkpoint: Checkpoint
@@ -349,7 +358,7 @@ def low_acceptance(totals: SpeculationStats) -> bool:
 
 
 def _require_settings(settings: Mapping[str, Any]) -> None:
-    """Raises EspalierError for an unknown setting, and for one that is each request's."""
+    """Refuse an unknown setting, and a setting that belongs to each request.  Raises EspalierError."""
     engine, sampling = ({f.name for f in fields(cls)} for cls in (EngineConfig, SamplingParams))
     for name in settings:
         if name in sampling - engine:
@@ -373,10 +382,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _require_prompt(name: str, prompt: Any) -> None:
-    """Refuse a prompt that is neither text nor a sequence, and bytes, which are a sequence of int.
-
-    Raises EspalierError.
-    """
+    """Refuse bytes, and a prompt that is neither text nor a sequence.  Raises EspalierError."""
     if isinstance(prompt, BYTES) or not isinstance(prompt, str | Sequence):
         raise EspalierError(f"{name} is {shown(prompt)}; use text or a list of token ids")
 

@@ -1,10 +1,10 @@
 """Log-probabilities of tokens: a row of numbers for each token, and the objects that users read.
 
 A round may emit hundreds of tokens, and an object costs more than a row.  So rows are kept, and objects are built when
-somebody reads them.
+the user reads them.
 
 A row is int64 words: token id, rank, log-probability; then, for each of the likeliest tokens, its id and its
-log-probability.  Log-probabilities are the bits of a float64.
+log-probability.  Each log-probability is the bits of a float64.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ TOKEN, RANK, CHOSEN, TOP = range(4)
 
 
 def words(count: int) -> int:
-    """Words of a row with `count` likeliest tokens."""
+    """Returns the length, in int64 words, of a row with `count` likeliest tokens."""
     return TOP + 2 * count
 
 
@@ -25,8 +25,8 @@ def words(count: int) -> int:
 class TokenLogprob:
     """The target's log-probability of a token, before temperature and masks.
 
-    top: the likeliest tokens at its position, as (token id, log-probability); rank: 1 for the likeliest token of the
-    vocabulary; tokens of equal logits have the same rank.
+    top: the likeliest tokens at the token's position, as (token id, log-probability).  rank: 1 for the likeliest token
+    of the vocabulary; tokens with equal logits have the same rank.
     """
 
     token_id: int
@@ -35,15 +35,15 @@ class TokenLogprob:
     rank: int
 
 
-# TokenLogprob; for a prompt TokenLogprob | None.
+# An entry is a TokenLogprob for an output, and TokenLogprob | None for a prompt.
 Entry = TypeVar("Entry")
 
 
 class TokenLogprobs(Sequence[Entry], Generic[Entry]):
-    """The entries of several tokens, in order.  It reads like a list and is equal to one with the same entries.
+    """The entries of several tokens, in order.  Reads like a list, and equals a list of the same entries.
 
-    rows: arrays [n, words] of one width, in order; of_prompt: the first entry is None, because nothing comes before a
-    prompt's first token.
+    rows: arrays [n, words] of the same width, in order.  of_prompt: the first entry is None, because no token comes
+    before a prompt's first token.
     """
 
     __slots__ = ("rows", "of_prompt", "_entries")
@@ -55,7 +55,7 @@ class TokenLogprobs(Sequence[Entry], Generic[Entry]):
         self._entries: list[Any] | None = None
 
     def add(self, rows: np.ndarray) -> "TokenLogprobs[Entry]":
-        """Append rows, which nobody changes afterwards.  Returns the new entries alone."""
+        """Append rows, which the caller must not change afterwards.  Returns only the new entries."""
         self.rows.append(rows)
         self._entries = None
         return TokenLogprobs((rows,))
@@ -66,7 +66,7 @@ class TokenLogprobs(Sequence[Entry], Generic[Entry]):
         return any(np.isnan(rows.view(np.float64)[:, CHOSEN]).any() for rows in self.rows)
 
     def joined(self) -> np.ndarray:
-        """All rows [n, words]."""
+        """Returns all rows as one array [n, words]."""
         return np.concatenate(self.rows) if self.rows else np.zeros((0, TOP), np.int64)
 
     def _read(self) -> list[Any]:
@@ -101,7 +101,7 @@ class TokenLogprobs(Sequence[Entry], Generic[Entry]):
         return repr(self._read())
 
 
-# One entry per prompt token.  The first token has nothing before it, so its entry is None.
+# One entry per prompt token.  No token comes before the first one, so the first entry is None.
 PromptLogprobs = TokenLogprobs[TokenLogprob | None]
 
 

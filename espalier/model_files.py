@@ -1,7 +1,7 @@
 """Opens the files of a model's directory, which may come from strangers: only regular files, of bounded size and depth.
 
-Symbolic links are followed, because the Hugging Face cache consists of them.  A file that another file names, as an
-index does, must be in the same directory.
+Symbolic links are followed, because the Hugging Face cache consists of them.  If one file names another, as an index
+does, the named file must be in the same directory.
 """
 
 import json
@@ -23,16 +23,16 @@ from espalier.errors import EspalierError, one_line, shown
 # Published files have at most 1 MB (config.json), 10 MB (an index) and 40 MB (tokenizer.json).
 MAX_CONFIG_BYTES = 8 * 2**20
 MAX_BYTES = 128 * 2**20
-# Levels of objects and lists.  Published files have at most 10.
+# The most levels of nested objects and lists.  Published files have at most 10.
 MAX_DEPTH = 64
-# Sizes in a config: of layers, of the values of a head, and of anything else.
+# The largest sizes in a config: number of layers, size of an attention head, and any other size.
 MAX_LAYERS = 1024
 MAX_HEAD_SIZE = 2**14
 MAX_SIZE = 2**31 - 1
-# Of other numbers: float32 has it, and its square.
+# The largest other number: float32 can hold this number and its square.
 MAX_NUMBER = 1e15
 WEIGHTS = (".safetensors", ".bin", ".pt")
-# Files that libraries read: their size is bounded, and of weights only the kind of file.
+# Suffixes of the files that libraries read.  Their size is checked; of weights, only that the file is regular.
 READ_BY_LIBRARIES = (".json", ".jinja", ".model", ".txt", *WEIGHTS)
 TEMPLATES = "additional_chat_templates"
 KINDS = (
@@ -43,17 +43,17 @@ KINDS = (
 )
 SUFFIX = ".gguf"
 MAGIC, VERSIONS = b"GGUF", (2, 3)
-# The struct format of the values of each type, by the type's number; then the types without such a format.
+# The struct format of each GGUF value type, by the type's number.  The types below have no such format.
 VALUES = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 FLOAT32, STRING, ARRAY = 6, 8, 9
 MAX_DIMENSIONS, ALIGNMENT = 4, 32
-# Of one model in several files, as llama.cpp names them.
+# Matches a file of a model that is split into several files, as llama.cpp names them.
 SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 DOWNLOAD = "download the file again"
 
 
 def require_regular(path: Path, max_bytes: int | None = None) -> None:
-    """Refuse a path that exists and is no regular file, or a larger one.  Raises EspalierError, and OSError."""
+    """Refuse a path that exists and is no regular file, or is larger than max_bytes.  Raises EspalierError, OSError."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -66,7 +66,7 @@ def require_regular(path: Path, max_bytes: int | None = None) -> None:
 
 
 def require_files(directory: Path) -> None:
-    """Check all files of a model's directory that are read, here or by a library.  Raises EspalierError."""
+    """Check all files of a model's directory that this package or a library reads.  Raises EspalierError."""
     for folder in (directory, directory / TEMPLATES):
         try:
             names = os.listdir(folder) if folder.is_dir() else []
@@ -77,10 +77,9 @@ def require_files(directory: Path) -> None:
 
 
 def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """The JSON object of a file.
+    """Returns the JSON object of a file.
 
-    Raises EspalierError naming the file: for one that is missing, no regular file, too large, nested too deeply, or no
-    JSON object.
+    Raises EspalierError naming the file if it is missing, no regular file, too large, too deep, or no JSON object.
     """
     try:
         require_regular(path, max_bytes)
@@ -108,7 +107,7 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
 
 @contextmanager
 def naming_config(path: Path) -> Iterator[None]:
-    """Turn what a value of the wrong kind raises, in a reader that names no field, into an EspalierError."""
+    """Raises EspalierError naming config.json if a reader of its values fails on a value of the wrong type."""
     try:
         yield
     except EspalierError:
@@ -121,7 +120,7 @@ def naming_config(path: Path) -> Iterator[None]:
 
 
 def file_named(directory: Path, name: Any, by: Path) -> Path:
-    """The file of the directory that the file `by` names.  Raises EspalierError for a path, and for no name."""
+    """Returns the path of the file `name` that the file `by` names.  Raises EspalierError unless it is a file name."""
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise EspalierError(f"{by} names {name!r}, which is no file of its directory; download {by.name} again")
     return directory / name
@@ -134,7 +133,7 @@ def _constant(name: str) -> float:
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether objects and lists stand inside each other in more than `levels` levels."""
+    """Whether objects and lists are nested in more than `levels` levels."""
     level = [value]
     for _ in range(levels):
         inner = (each.values() if isinstance(each, dict) else each for each in level)
@@ -152,7 +151,10 @@ def _too_deep(path: Path) -> EspalierError:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies.  shape: the last dimension's values are neighbours; type: its number; begin: in the file."""
+    """Where a tensor is in a file.
+
+    shape: values along the last dimension are neighbours.  type: GGUF's number of the type.  begin: offset in bytes.
+    """
 
     file: Path
     shape: tuple[int, ...]
@@ -162,9 +164,9 @@ class Place:
 
 @dataclass(frozen=True)
 class GGUF:
-    """The header of a model.
+    """The header of a model in one or several GGUF files.
 
-    metadata: by key; of an array of strings only their number, as an int.  tensors: by their names in the file.
+    metadata: values by key; an array of strings is replaced by its length, an int.  tensors: by name in the file.
     """
 
     path: Path
@@ -173,12 +175,12 @@ class GGUF:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is named as a GGUF file, whose header `read_gguf` reads."""
+    """Whether a path has the name of a GGUF file, whose header `read_gguf` reads."""
     return path.suffix.lower() == SUFFIX
 
 
 def gguf_in(directory: Path) -> Path:
-    """The GGUF file of a directory, the first of those of one model.  Raises EspalierError for several models."""
+    """Returns a directory's GGUF file, or the first file of a split model.  Raises EspalierError for several models."""
     files = sorted(file for file in directory.iterdir() if is_gguf(file))
     first = [file for file in files if not (split := SPLIT.fullmatch(file.name)) or int(split["number"]) == 1]
     if len(first) != 1:
@@ -188,7 +190,7 @@ def gguf_in(directory: Path) -> Path:
 
 
 def read_gguf(path: Path) -> GGUF:
-    """The header of a file, and of the others of its model.  Raises EspalierError naming what is wrong."""
+    """Returns a model's header, read from all files of a split model.  Raises EspalierError naming the fault."""
     files = _files_of(path)
     headers = []
     for file in files:
@@ -226,7 +228,7 @@ def _files_of(path: Path) -> list[Path]:
 
 @lru_cache(maxsize=8)
 def _read(path: Path, changed: int, size: int) -> GGUF:
-    """changed, size: of the file, so that a file that changes is read again."""
+    """Returns the header of one file.  The cache's key includes changed and size, so a changed file is read again."""
     if size < len(MAGIC):
         raise EspalierError(f"{path} is no GGUF file: it has {size} bytes; {DOWNLOAD}")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -237,7 +239,7 @@ def _read(path: Path, changed: int, size: int) -> GGUF:
 
 
 class _Reader:
-    """Reads a file's header from its begin to its end."""
+    """Reads a file's header from start to end."""
 
     def __init__(self, path: Path, content: mmap.mmap) -> None:
         self.path, self.content, self.at = path, content, 0
@@ -283,7 +285,7 @@ class _Reader:
     def _value(self, name: str, kind: int) -> Any:
         if kind in VALUES:
             [value] = self._numbers(VALUES[kind])
-            # The decimal that was written: the shortest that rounds to this float32.
+            # The shortest decimal that rounds to this float32 is the decimal that the model's author wrote.
             return _shortest(value) if kind == FLOAT32 else value
         if kind == STRING:
             return self._string()
@@ -316,7 +318,7 @@ class _Reader:
 
 
 def _shortest(value: float) -> float:
-    """The float of the fewest digits that is `value` in float32."""
+    """Returns the float with the fewest digits that is `value` in float32."""
     for digits in range(1, 9):
         short = float(f"{value:.{digits}g}")
         if struct.pack("<f", short) == struct.pack("<f", value):

@@ -6,7 +6,7 @@ The tables serve keywords in Python and flags on the command line, where a flag 
 from collections.abc import Collection
 from types import MappingProxyType
 
-# Espalier's setting (with "=value" if the other name implies a value): the other engines' names for it.
+# Key: Espalier's setting (with "=value" if the other name implies a value).  Value: the other engines' names for it.
 TABLE = MappingProxyType(
     {
         "EngineConfig.model": "model_path model_name model_name_or_path pretrained_model_name_or_path",
@@ -54,7 +54,7 @@ TABLE = MappingProxyType(
         "serve.replicas": "data_parallel_size dp_size dp",
     }
 )
-# The reason why Espalier has no such setting: the other engines' names for it.
+# Key: the reason why Espalier has no such setting.  Value: the other engines' names for it.
 NONE = MappingProxyType(
     {
         "the KV cache takes a share of the free memory, or as many pages as num_pages says": "gpu_memory_utilization "
@@ -76,7 +76,7 @@ NONE = MappingProxyType(
         "temperature=0 is greedy decoding, and any other value samples": "do_sample",
     }
 )
-# The argument of LLM.generate and LLM.stream: the other engines' name for it.
+# Key: the other engines' name.  Value: the argument of LLM.generate and LLM.stream.
 ARGUMENTS = MappingProxyType({"sampling_params": "params"})
 # The kind of Grammar: the names for it.
 _KINDS = MappingProxyType(
@@ -88,7 +88,7 @@ _REASONS = MappingProxyType({name: why for why, names in NONE.items() for name i
 
 
 def keyword(name: str, known: Collection[str], python: bool = True) -> str | None:
-    """The advice for an unknown keyword: Espalier's name for it, or why it has none; None for an unknown name.
+    """Returns the advice for an unknown keyword: Espalier's name for it, or why it has none; None if no table has it.
 
     python: False gives no advice to write Python, for a client of the server.
     """
@@ -98,7 +98,7 @@ def keyword(name: str, known: Collection[str], python: bool = True) -> str | Non
         return f"{_REASONS[name]}; leave it out"
     if ARGUMENTS.get(name) in known:
         return f"use {ARGUMENTS[name]}"
-    # Or the name is Espalier's, but of another class.
+    # The name may also be Espalier's own, in another class.
     ours = _OURS.get(name) or next((each for each in TABLE if each.partition(".")[2] == name), None)
     if ours is None:
         return None
@@ -113,9 +113,10 @@ def keyword(name: str, known: Collection[str], python: bool = True) -> str | Non
 
 
 def flag(name: str, flags: Collection[str], arguments: Collection[str] = ()) -> str | None:
-    """The advice for an unknown flag, among a command's `flags` and its `arguments`, which have no flag.
+    """Returns the advice for an unknown flag.
 
-    name: with underscores, without leading dashes; arguments: names such as "model".
+    name: with underscores, without leading dashes.  flags: the command's flags.  arguments: the command's arguments
+    without a flag, such as "model".
     """
     if name in _REASONS:
         return f"{_REASONS[name]}; leave it out"

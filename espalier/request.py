@@ -1,9 +1,9 @@
-"""A user's sampling parameters, the engine's record of a request, and what comes back.
+"""A user's sampling parameters, the engine's record of a request, and the outputs that the user gets.
 
-Values only: nothing here knows of a tokenizer, a device or a model.  A request's text is made by a TextSink.
+This module holds values only and knows of no tokenizer, device or model.  A TextSink makes a request's text.
 
-SamplingParams and ResolvedParams are the one declaration of the sampling parameters.  Command-line flags, the server's
-fields, docs, checks of values, columns of the slot table and offsets in kernels are derived from them.
+SamplingParams and ResolvedParams are the only declaration of the sampling parameters.  Command-line flags, the server's
+fields, docs, checks of values, columns of the slot table and offsets in kernels are derived from these two classes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,8 +24,8 @@ def _param(help: str, check: limits.Check, generation_config: str | None = None,
     """A field that is unset by default.
 
     help: for the command line, the server and docs.  check: refuses values that no model supports.
-    generation_config: the name of its default in generation_config.json.  has_own_spelling: no flag and no field of a
-    request's body is made from it.
+    generation_config: the key of its default in generation_config.json.  has_own_spelling: no flag and no field of a
+    request body is generated for the field.
     """
     metadata = {"help": help, "check": check, "generation_config": generation_config}
     return field(default=None, metadata={**metadata, "has_own_spelling": has_own_spelling})
@@ -34,7 +34,7 @@ def _param(help: str, check: limits.Check, generation_config: str | None = None,
 @refuses_unknown
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one prompt is continued.
+    """How to continue one prompt.
 
     None means unset: the model's generation_config.json decides, then the defaults of ResolvedParams.
     Raises EspalierError for a value that no model supports.
@@ -126,7 +126,7 @@ class SamplingParams:
     )
 
     def __repr__(self) -> str:
-        """With the fields that are set."""
+        """Shows only the fields that are set."""
         given = ((f.name, getattr(self, f.name)) for f in fields(self))
         return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in given if value is not None)})"
 
@@ -139,7 +139,7 @@ class SamplingParams:
         limits.check_token_limits(self)
 
     def resolve(self, defaults: Mapping[str, Any], eos_token_ids: Iterable[int]) -> "ResolvedParams":
-        """Fill unset fields.
+        """Returns the parameters with unset fields filled in.
 
         defaults: the model's generation_config.json ({} if it has none), where do_sample false is temperature 0.
         eos_token_ids: added to stop_token_ids unless ignore_eos.
@@ -153,20 +153,20 @@ class SamplingParams:
             values["temperature"] = 0.0
         values |= {name: value for name in CHECKS if (value := getattr(self, name)) is not None}
         top_k = values.get("top_k")
-        # -1.0 is left as it is: it is refused like every float.
+        # -1.0 stays: the check refuses it like every float.
         if isinstance(top_k, int) and top_k == -1:
             values["top_k"] = 0
         values["stop"] = limits.texts_of(values.get("stop", ()))
-        # A text is encoded where there is a tokenizer (InputProcessor.predicted).
+        # A prediction that is text is encoded later, by InputProcessor.predicted, which has the tokenizer.
         values["prediction"] = () if isinstance(self.prediction, str) else tuple(self.prediction or ())
         eos = values["eos_token_ids"] = () if values.get("ignore_eos") else tuple(eos_token_ids)
         own = tuple(values.get("stop_token_ids", ()))
-        # The user's own ids are not deduplicated: of 1 and True one would go, and the check must see both.
+        # The user's own ids keep duplicates: of 1 and True, deduplication would drop one, and the check must see both.
         values["stop_token_ids"] = (*own, *(token for token in eos if token not in own))
         return ResolvedParams(**values)
 
 
-# The check of each field's value.  Every request runs them, and `fields` would make its list each time.
+# The check of each field.  Every request runs all checks; calling `fields` each time would build this mapping anew.
 CHECKS: Mapping[str, limits.Check] = {f.name: f.metadata["check"] for f in fields(SamplingParams)}
 # The fields that flags and request bodies are made from.
 SPELLED_ALIKE: tuple[Field, ...] = tuple(f for f in fields(SamplingParams) if not f.metadata["has_own_spelling"])
@@ -176,17 +176,17 @@ GENERATION_CONFIG_NAMES = {
 
 
 def _slot_param(neutral: float, part_of: str | None = None) -> Any:
-    """A number that the slot table holds in a column of this name: int64 for an int, float32 for a float.
+    """Declares a number that the slot table holds in a column of the same name: int64 for an int, float32 for a float.
 
-    neutral: the value that changes nothing.  part_of: "filters" or "penalties", which a launch skips where all of them
-    are neutral.
+    neutral: the value that changes nothing.  part_of: "filters" or "penalties".  A launch skips the filters, or the
+    penalties, if all of their values are neutral.
     """
     return field(default=neutral, metadata={"in_slot": True, "part_of": part_of})
 
 
 @dataclass(frozen=True)
 class OutputForm:
-    """How an output is read as a message.  Formats by name, "" for none; begun: of the answer, in the prompt."""
+    """How to read an output as a message.  Formats are names, "" for none; begun: the answer's start, in the prompt."""
 
     tool_format: str
     reasoning_format: str
@@ -199,9 +199,9 @@ class OutputForm:
 class ResolvedParams(SamplingParams):
     """SamplingParams with every field decided.
 
-    The defaults are neutral: they leave the target's distribution as it is.  eos_token_ids: those of stop_token_ids
-    that are the model's own.  shown_special_tokens: special tokens that the text has by name in any case, because a
-    parser of tool calls or reasoning reads them.  form: set if stop strings apply only to a message's content.
+    The defaults are neutral: they leave the target's distribution as it is.  eos_token_ids: the stop_token_ids that are
+    the model's own.  shown_special_tokens: special tokens whose names are always in the text, because a parser of tool
+    calls or reasoning reads them.  form: set if stop strings apply only to a message's content.
     """
 
     temperature: float = _slot_param(1.0)
@@ -240,20 +240,20 @@ class ResolvedParams(SamplingParams):
         return any(getattr(self, f.name) != f.default for f in SLOT_PARAMS if f.metadata["part_of"] == part)
 
     def slot_values(self) -> dict[str, float | int]:
-        """The values that a slot holds, by column."""
+        """Returns the values that a slot holds, by column."""
         return {f.name: getattr(self, f.name) for f in SLOT_PARAMS} | {
             "has_filters": int(self.has_filters),
             "has_penalties": int(self.has_penalties),
         }
 
     def depth_limit(self, steps: int) -> int:
-        """Draft tokens that a round may accept for this request."""
+        """Returns how many draft tokens a round may accept for this request.  steps: the most of any request."""
         if not self.speculation:
             return 0
         return steps if self.max_draft_depth is None else min(steps, self.max_draft_depth)
 
     def validate(self, vocab_size: int, has_tokenizer: bool = True) -> None:
-        """Refuse values that this model does not support.  Raises EspalierError: value, range, remedy."""
+        """Refuse values that this model does not support.  Raises EspalierError with the value, range and remedy."""
         limits.check_for_model(self, vocab_size, has_tokenizer)
 
 
@@ -264,13 +264,13 @@ SLOT_PARAMS: tuple[Field, ...] = tuple(f for f in fields(ResolvedParams) if "in_
 def check_prompt(prompt: Sequence[int], vocab_size: int, max_context: int, max_position: int | None = None) -> None:
     """Refuse a prompt that is empty, too long or has tokens outside the vocabulary.  Raises EspalierError.
 
-    max_position: of the model, for the message (errors.prompt_too_long).
+    max_position: the positions that the model has, for the message (errors.prompt_too_long).
     """
     if len(prompt) == 0:
         raise EspalierError("the prompt is empty; give it at least one token (the bos token, if the model has one)")
     if len(prompt) >= max_context:
         raise prompt_too_long(f"{len(prompt)} tokens", max_context, max_position)
-    # A prompt may have a million tokens.  They are checked one by one only where one of them is wrong.
+    # A prompt may have a million tokens.  They are checked one by one only if the whole prompt fails this fast check.
     if {*map(type, prompt)} == {int} and min(prompt) >= 0 and max(prompt) < vocab_size:
         return
     for token in prompt:
@@ -278,7 +278,7 @@ def check_prompt(prompt: Sequence[int], vocab_size: int, max_context: int, max_p
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """The seed of sample `index` of n.  Sample 0 has the request's own seed, so that it does not depend on n."""
+    """Returns the seed of sample `index` of n.  Sample 0 has the request's own seed, whatever n is."""
     if index == 0:
         return seed
     mask = 2**64 - 1
@@ -292,14 +292,14 @@ class TextSink(Protocol):
     """Turns a request's tokens into text as they arrive.  espalier.text implements it."""
 
     def push(self, token_id: int) -> str | None:
-        """Add a token.  Returns the stop string once one is complete; nothing is pushed after that."""
+        """Add a token.  Returns the stop string once it is complete.  Nothing may be pushed after a stop string."""
         ...
 
     def take(self, final: bool) -> str:
         """New text since the last take.
 
-        It never splits a character and ends before a stop string.  Unless final, text that may begin a stop string is
-        held back.
+        The text never ends inside a character, and ends before a stop string.  Unless final, text that may begin a
+        stop string is held back.
         """
         ...
 
@@ -308,16 +308,15 @@ class TextSink(Protocol):
 class Request:
     """One sequence that the engine runs, from arrival to its last token.  Mutable: only the scheduler writes it.
 
-    prompt: token ids; seed: of this sample; arrival: its number in the order of requests.  A lower priority goes first
-    and is preempted last; equal priorities go by arrival, and several clients take turns (engine/queue.py).
-    stop_ids: tokens that end it; text: None if nobody reads text; masker: None if every token is allowed; index: which
-    of n samples; after: a sibling with the same prompt, whose prefill this request waits for, to share its pages;
-    streamed: whether its tokens are read as they come; prompt_logprobs: of prompt tokens from the second on, when read.
-
-    In a slot: prefill_len, rows to prefill before rounds begin; num_prefilled, the rows of these launched so far;
-    num_known, index of the last root that the host knows, which is also the number of rows committed before it;
-    rounds_in_flight, rounds launched and not yet read.  generation: how often it has left a slot.  num_predicted:
-    tokens of its prediction that its output has had.
+    prompt: token ids.  seed: of this sample.  arrival: number in the order of requests.  priority: a lower number runs
+    first and is preempted last; equal priorities go by arrival, and several clients take turns (engine/queue.py).
+    stop_ids: tokens that end the request.  text: None if nobody reads text.  masker: None if every token is allowed.
+    index: which of n samples.  after: a sibling with the same prompt; this request waits for the sibling's prefill, to
+    share its pages.  streamed: whether the user reads tokens as they come.  prompt_logprobs: from the second token on,
+    when read.  num_predicted: how many tokens of params.prediction are in output.  generation: how often the request
+    has left a slot.  In a slot: prefill_len, rows to prefill before rounds begin; num_prefilled, how many of these rows
+    are launched so far; num_known, index of the last root that the host knows, which is also the number of rows
+    committed before this root; rounds_in_flight, rounds launched and not yet read.
     """
 
     id: str
@@ -356,7 +355,7 @@ class Request:
 
     @property
     def place(self) -> tuple[int, int]:
-        """The key of every order of requests."""
+        """The sort key of every queue of requests."""
         return self.priority, self.arrival
 
     @property
@@ -379,13 +378,13 @@ class Request:
     def end(self, max_context: int) -> int:
         """The number of tokens, prompt included, after which the request is finished.
 
-        A prompt pass always picks a token.  With max_tokens=0 that token still counts here, and is dropped later.
+        A prefill always picks a token.  With max_tokens=0 that token still counts here, and is dropped later.
         """
         limit = self.params.max_tokens
         return max_context if limit is None else min(len(self.prompt) + max(limit, 1), max_context)
 
     def ends_in_flight(self, max_context: int) -> bool:
-        """Whether launches in flight are sure to finish it.  The prefill and each round decide at least one token."""
+        """Whether the launches in flight surely finish the request.  A prefill or round decides at least one token."""
         return self.num_known + 1 + self.rounds_in_flight >= self.end(max_context)
 
     @property
@@ -408,9 +407,9 @@ class OutputChunk:
     """The output of one engine step for one request.
 
     index: which of n samples.  text may lag behind token_ids, because the last characters can still change.
-    from_draft: for each token, whether the draft had proposed it.  A request's last chunk has its finish_reason,
-    stop_reason and error.  prompt_logprobs: of the whole prompt, in the chunk of the first token.  If the request ends
-    without a token, its last chunk has those that were read.
+    from_draft: for each token, whether the draft proposed it.  A request's last chunk has finish_reason, stop_reason
+    and error.  prompt_logprobs: of the whole prompt, in the chunk of the first token.  If the request ends without a
+    token, its last chunk has the log-probabilities that were read.
     """
 
     request_id: str
@@ -429,12 +428,12 @@ class OutputChunk:
 class Output:
     """A finished continuation.
 
-    token_ids: all that were generated, the end token included.  from_draft: for each of them, whether the draft had
-    proposed it.  logprobs: one entry for each of them, None if they were not asked for.
-    finish_reason: "stop" (an end token or a stop string), "length" (max_tokens or the context's end) or "abort" (error
-    says why, unless the user aborted it).  stop_reason: the stop string or the id of stop_token_ids that ended it; None
-    for the model's own end tokens.  prompt_logprobs: only in the first of n outputs; an aborted output has those that
-    were read.  choices: when n > 1, all n outputs, this one first.  speculation: counts over the rounds of this output.
+    token_ids: all generated tokens, the end token included.  from_draft: for each token, whether the draft proposed it.
+    logprobs: one entry for each token, None if the request did not ask for them.  finish_reason: "stop" (an end token
+    or a stop string), "length" (max_tokens or the context's end) or "abort" (error says why, unless the user aborted).
+    stop_reason: the stop string or the id of stop_token_ids that ended the output; None for the model's own end tokens.
+    prompt_logprobs: only in the first of n outputs; an aborted output has the entries that were read.  choices: when
+    n > 1, all n outputs, this one first.  speculation: counts over the rounds of this output.
     """
 
     text: str

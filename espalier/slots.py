@@ -1,8 +1,8 @@
-"""The device's data of each request.
+"""The table that holds each request's data on the device.
 
 A slot is one row of every field.  Slot 0 is the dummy request that pads a batch; it never advances.  A launch passes
-state to the next launch only through slots, so the host can launch without knowing any length.  Sampling and drafting
-define what their fields mean.
+state to the next launch only through slots, so the host can launch without knowing any length.  The modules of sampling
+and drafting define what their fields mean.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from espalier.layout import ROUNDS_IN_FLIGHT, RoundLayout
 from espalier.limits import MAX_BIAS, MAX_STOP_IDS
 from espalier.request import SLOT_PARAMS
 
-# The numbers of a slot, in the order of their columns: state and sampling parameters, int64 each.
+# The int64 numbers of a slot, in the order of their columns: state, then sampling parameters.
 INTS = (
     "prefix_len",
     "root",
@@ -33,31 +33,31 @@ INTS = (
     "has_penalties",
     *(f.name for f in SLOT_PARAMS if f.type is int),
 )
-# float32 each.
+# The float32 numbers of a slot.
 FLOATS = tuple(f.name for f in SLOT_PARAMS if f.type is float)
 
-# The sources of paths beside a draft.  A path's kind is its source and its strength: how well it matches the text, from
-# 1 to STRENGTHS.  Kind 0 is no path.  A node that the draft beside it does not propose is right less often, so it has a
-# kind of its own, ALONE higher.
+# The sources of paths beside a draft.  A path's kind is its source and its strength.  The strength is how well the path
+# matches the text, from 1 to STRENGTHS.  Kind 0 is no path.  A node of a path that the draft does not propose too is
+# right less often, so it has its own kind, higher by ALONE.
 SOURCES = ("text", "prediction", "index")
 ALL_SOURCES = (*SOURCES, "draft")
 STRENGTHS = 4
 ALONE = len(SOURCES) * STRENGTHS
 PATH_KINDS = 1 + 2 * ALONE
-# The kinds of a draft's nodes follow: by whether tokens are sampled, by rank among siblings (the last rank stands for
-# all behind it), and by level, which says how sure the draft was of the node's last step.
+# The kinds of a draft's nodes follow the kinds of paths.  They differ by whether tokens are sampled, by rank among
+# siblings (the last rank stands for all later ranks), and by level: how sure the draft was of the node's last step.
 RANKS, LEVELS = 3, 8
 KINDS = PATH_KINDS + 2 * RANKS * LEVELS
 # The columns of a guess before its tokens: start and kind.
 GUESS_HEAD = 2
-# A missing token of a guess.
+# Stands for a missing token of a guess.
 NO_TOKEN = -1
 
 
 class Columns:
-    """The column of each number by its name, such as `columns.top_k`, for kernels as a tl.constexpr.
+    """Maps each number's name to its column, such as `columns.top_k`.  Kernels take it as a tl.constexpr.
 
-    num_ints, num_floats: columns of each type.  Triton compiles a kernel for each value of repr().
+    num_ints, num_floats: how many columns each type has.  Triton compiles a kernel for each value of repr().
     """
 
     num_ints: int
@@ -79,9 +79,9 @@ COLUMNS = Columns(INTS, FLOATS)
 class SlotInit:
     """A request that enters a slot, as plain values, so that a launch input can be sent to another process.
 
-    tokens: all known tokens, prompt first; start: the first row to compute; commit_from: rows below it are in shared
-    pages and are never written; end: the number of tokens after which the request is finished; sampling: the other
-    numbers of the slot, by column.
+    tokens: all known tokens, prompt first.  start: the first row to compute.  commit_from: rows below this index are in
+    shared pages and are never written.  end: the number of tokens after which the request is finished.  sampling: the
+    slot's other numbers, by column.
     """
 
     slot: int
@@ -99,7 +99,7 @@ class SlotInit:
 
     @property
     def numbers(self) -> dict[str, float | int]:
-        """The value of every column of `ints` and `floats`."""
+        """Returns the value of every column of `ints` and `floats`."""
         return {
             "prefix_len": self.start,
             "root": self.tokens[self.start],
@@ -113,7 +113,7 @@ class SlotInit:
 
 @dataclass(frozen=True)
 class Guess:
-    """Tokens that may follow a request's token number `start`, the last one that the host knows."""
+    """Tokens that may follow a request's token at index `start`, the last token that the host knows."""
 
     start: int
     kind: int
@@ -121,19 +121,19 @@ class Guess:
 
 
 def guess_width(layout: RoundLayout) -> int:
-    """The length of a guess: the most tokens that rounds in flight may decide, and a path after them."""
+    """Returns the length of a guess: the most tokens that rounds in flight may decide, and a path after them."""
     return (ROUNDS_IN_FLIGHT - 1) * layout.extend_width + layout.steps
 
 
 def guess_cells(layout: RoundLayout) -> int:
-    """How many int64 numbers the guesses of a slot take."""
+    """Returns how many int64 numbers the guesses of one slot take."""
     return layout.sent_paths * (GUESS_HEAD + guess_width(layout))
 
 
 class ScatterUpdate(NamedTuple):
-    """Values for cells of one field of the slot table: two [n] int64, of numpy or torch.
+    """New values for some cells of one field of the slot table.  Both arrays are [n] int64, of numpy or torch.
 
-    at: indices into the flattened field.  values: float32 values travel as their bits.
+    at: indices into the flattened field.  values: a float32 value is carried as its bits.
     """
 
     at: Any
@@ -147,12 +147,13 @@ class SlotTable:
     """The table of all requests on the device: every field is [num_slots, ...].
 
     Numbers are columns of `ints` (int64, INTS) and `floats` (float32, FLOATS).  Each column is also an attribute, a
-    view [num_slots].  Page tables are int32; rows of pages are computed in int64.  carried: what the drafter hands from
-    round to round, by name, shaped per slot.  guesses: [num_slots, P, GUESS_HEAD + W], the host's guesses; survival:
-    [KINDS, S], the log-probability that a node of a kind is right at a depth if its parent is, over all requests;
-    skill: [num_slots, 1], what the logarithm is raised by for the draft's nodes of one request.  said:
-    [num_slots, P, 1 + S], kind and tokens of the paths that the last round found in the request's own text;
-    candidates: [num_slots, D], the nodes of its tree before rows were shared out (speculate/sources/calibrate.py).
+    view [num_slots].  Page tables are int32; row numbers of pages are computed in int64.  carried: what the drafter
+    hands from round to round, by name, shaped per slot.  guesses: [num_slots, P, GUESS_HEAD + W], the host's guesses.
+    survival: [KINDS, S], over all requests: the log-probability that a node of a kind at a depth is right if its parent
+    is.  skill: [num_slots, 1], added to this logarithm for the draft's nodes of one request.  said:
+    [num_slots, P, 1 + S], kind and tokens of the paths that the last round found in the request's own text.
+    candidates: [num_slots, D], the nodes of the request's tree before rows were shared out
+    (speculate/sources/calibrate.py).
     """
 
     if TYPE_CHECKING:
@@ -192,7 +193,7 @@ class SlotTable:
         self.seen = zeros(vocab_size, dtype=torch.bool)
 
     def init_updates(self, slot_inits: Sequence[SlotInit]) -> dict[str, ScatterUpdate]:
-        """The updates that fill these slots, by field.  All other cells of them must be cleared before."""
+        """Returns the updates that fill these slots, by field.  Their other cells must be cleared before."""
         fields: dict[str, list[ScatterUpdate]] = {}
         for init in slot_inits:
             for name, values in _row(init).items():
@@ -203,9 +204,9 @@ class SlotTable:
         return {name: ScatterUpdate(*map(np.concatenate, zip(*rows, strict=True))) for name, rows in fields.items()}
 
     def page_table_updates(self, appended_pages: Sequence[tuple[int, int, int]]) -> ScatterUpdate:
-        """appended_pages: (slot, column, page) of pages added since the last launch.
+        """Returns the update that adds pages to page tables.
 
-        Raises EspalierError for a column past the table.
+        appended_pages: (slot, column, page), since the last launch.  Raises EspalierError for a column past the table.
         """
         if not appended_pages:
             return NO_UPDATE
@@ -219,7 +220,10 @@ class SlotTable:
         return ScatterUpdate(slots * self.layout.table_width + columns, pages)
 
     def guess_updates(self, guesses: Sequence[tuple[int, Sequence[Guess]]]) -> ScatterUpdate:
-        """guesses: (slot, its guesses, the best first); a slot's row is written whole, and has the first that fit."""
+        """Returns the update that writes the guesses of some slots.
+
+        guesses: (slot, its guesses, the best first).  The slot's whole row is written, with the first guesses that fit.
+        """
         size = guess_cells(self.layout)
         values = np.full((len(guesses), *self.guesses.shape[1:]), NO_TOKEN, dtype=np.int64)
         values[..., :GUESS_HEAD] = 0
@@ -231,23 +235,23 @@ class SlotTable:
         return ScatterUpdate((slots[:, None] * size + np.arange(size)).reshape(-1), values.reshape(-1))
 
     def clear(self, slots: Tensor) -> None:
-        """Clear slots [A] of their last requests; init_updates overwrites `ints` and `floats`."""
+        """Clear what the last requests left in slots [A], except `ints` and `floats`, which init_updates overwrites."""
         zeroed = (self.history, self.page_table, self.guesses, self.bias_ids, self.bias_values, self.counts, self.seen)
         for rows in (*zeroed, *self.carried.values()):
             rows.index_fill_(0, slots, 0)
         self.stop_ids.index_fill_(0, slots, -1)
 
     def write(self, updates: Mapping[str, ScatterUpdate]) -> None:
-        """Write updates, by field."""
+        """Write the updates, which are given by field."""
         for name, (at, values) in updates.items():
             rows: Tensor = getattr(self, name)
-            # The low bytes of an int64 are the narrower integer, or the float's bits.  A view costs no launch.
+            # The low bytes of the int64 are the narrower integer, or the float's bits.  A view costs no launch.
             narrowed = values.view(rows.dtype)[:: values.itemsize // rows.itemsize]
             rows.view(-1).index_copy_(0, at, narrowed)
 
 
 def _row(init: SlotInit) -> dict[str, Any]:
-    """The first values of each field's row, or a ScatterUpdate of columns and values."""
+    """Returns the first values of each field's row, or a ScatterUpdate of columns and values."""
     numbers = init.numbers
     row: dict[str, Any] = {
         "ints": [numbers[name] for name in INTS],
@@ -266,7 +270,7 @@ def _row(init: SlotInit) -> dict[str, Any]:
 
 
 def float_bits(values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """The bits of float32 values, as int64."""
+    """Returns the bits of float32 values, as int64."""
     return np.array(values, dtype=np.float32).view(np.int32).astype(np.int64)
 
 
@@ -274,10 +278,10 @@ def float_bits(values: Sequence[float] | np.ndarray) -> np.ndarray:
 class BatchState:
     """The slots of a batch, gathered once per launch by kernels/state/batch_state.py.
 
-    index: [B] slots; prefix_len, root, commit_from: [B], all as they were before the launch; num_tokens: [B],
-    prefix_len + 1 for the root; max_accept_depth: [B], depth of the deepest node that may be accepted, limited by the
-    request's depth_limit and by the tokens it has left; num_logprobs: [B], likeliest tokens to report beside each
-    emitted token, -1 for no log-probabilities; real: [B] bool, False for padding; page_table: [B, table_width] int32.
+    index: [B], the slots.  prefix_len, root, commit_from: [B], as they were before the launch.  num_tokens: [B],
+    prefix_len + 1 for the root.  max_accept_depth: [B], depth of the deepest node that may be accepted, limited by the
+    request's depth_limit and by the tokens it has left.  num_logprobs: [B], likeliest tokens to report beside each
+    emitted token, -1 for no log-probabilities.  real: [B] bool, False for padding.  page_table: [B, table_width] int32.
     """
 
     table: SlotTable
@@ -296,6 +300,6 @@ class BatchState:
         return self.index.shape[0]
 
     def history_at(self, positions: Tensor) -> Tensor:
-        """Tokens at positions [B, W].  Positions past the table read its last column; callers mask them."""
+        """Returns the tokens at positions [B, W].  Positions past the table read its last column; callers mask them."""
         columns = positions.clamp(max=self.table.layout.history_width - 1)
         return self.table.history[self.index[:, None], columns]

@@ -22,12 +22,13 @@ class Usage:
 
 @dataclass
 class LearnFigures:
-    """Of online learning.  before, after: accept lengths on held-back traffic, of the draft that was served and of the
-    one that was trained last; 0 before the first."""
+    """Of online learning.  given, before, after: accept lengths on held-back traffic, of the draft that the server was
+    given, of the one that was served and of the one that was trained last; 0 before the first."""
 
     swaps: int = 0
     trainings: int = 0
     failures: int = 0
+    given: float = 0.0
     before: float = 0.0
     after: float = 0.0
     texts: int = 0

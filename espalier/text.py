@@ -1,4 +1,7 @@
-"""The tokenizer, and the stream that turns output tokens into text: no incomplete characters, no parts of stop strings.
+"""The tokenizer, and the stream that turns output tokens into text.
+
+The stream gives out no incomplete characters and no parts of stop strings.
+
 
 A byte-level tokenizer's tokens are bytes of UTF-8, so new tokens are decoded alone (ByteDetokenizer).  Other tokens are
 decoded in a window that begins a few tokens before the first new one, because a token's text can depend on the tokens
@@ -35,7 +38,10 @@ Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class StopFinder:
-    """stop: the strings; keep_stop: the text includes the one that is found.  stopped: that one, None so far."""
+    """Finds the first stop string in a growing text, and cuts the text there.
+
+    stop: the stop strings.  keep_stop: the text includes the stop string.  stopped: the one that was found, or None.
+    """
 
     def __init__(self, stop: Sequence[str], keep_stop: bool = False):
         self.stop = tuple(stop)
@@ -45,7 +51,7 @@ class StopFinder:
         self._held = ""
 
     def add(self, text: str, counts: bool = True, ahead: str = "") -> None:
-        """Add text.  counts: stop strings in it count; ahead: text that comes later, where one may end already."""
+        """Add text.  counts: search stop strings in the text.  ahead: text after it, where a stop string may end."""
         if not counts:
             self._ready += text
             return
@@ -53,14 +59,14 @@ class StopFinder:
         self._end_at_stop(ahead if self.stop else "")
 
     def take(self, final: bool) -> str:
-        """The new text since the last take.  final: nothing is held back."""
+        """Returns the new text since the last take.  final: hold nothing back."""
         keep = 0 if final or self.stopped or not self.stop else self._may_begin_stop()
         text = self._ready + self._held[: len(self._held) - keep]
         self._ready, self._held = "", self._held[len(self._held) - keep :]
         return text
 
     def _end_at_stop(self, ahead: str) -> None:
-        """End the text at its first stop string, if any; if several begin there, at the shortest."""
+        """End the text at its first stop string, if any.  If several stop strings begin there, the shortest counts."""
         text = self._held + ahead
         matches = [(start, len(stop), stop) for stop in self.stop if (start := text.find(stop)) >= 0]
         if matches:
@@ -68,7 +74,7 @@ class StopFinder:
             self._held = text[: start + size if self.keep_stop else start]
 
     def _may_begin_stop(self) -> int:
-        """Number of characters at the end of the held text with which a stop string may begin."""
+        """Returns how many characters at the end of the held text may begin a stop string."""
         longest = max(len(text) for text in self.stop)
         for size in range(min(longest - 1, len(self._held)), 0, -1):
             tail = self._held[-size:]
@@ -100,33 +106,33 @@ class Tokenizer:
         self._template = ChatTemplate(tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a copy, which gets a cache of its own: the thread that decodes may be writing to this one."""
+        """Leaves out the cache.  A copy gets its own: the thread that decodes may be writing to this cache."""
         return {**vars(self), "_bytes": {}}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text.  add_special_tokens: add the tokenizer's special tokens, such as BOS."""
+        """Returns the token ids of a text.  add_special_tokens: add the tokenizer's special tokens, such as BOS."""
         with tokenizing():
             return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of tokens, spaces unchanged.  Special tokens are skipped, or written as their names."""
+        """Returns the text of tokens, spaces unchanged.  Special tokens are skipped, or written as their names."""
         if self.backend is not None:
             return self.backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return self.hf.decode(list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
     def name(self, token: int) -> str:
-        """The text of a single token, or a special token's name; bytes of an incomplete character become U+FFFD."""
+        """Returns the text of one token, or a special token's name.  An incomplete character becomes U+FFFD."""
         return self.hf.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def bytes_of(self, token: int) -> TokenBytes:
-        """The bytes that a token adds to a text, or a special token's name.  Cached."""
+        """Returns the bytes that a token adds to a text, or a special token's name.  The result is cached."""
         cached = self._bytes.get(token)
         if cached is None:
             cached = self._bytes[token] = self._look_up(token)
         return cached
 
     def _look_up(self, token: int) -> TokenBytes:
-        # The decoder treats added tokens that are not special like ordinary pieces.
+        # For the decoder, added tokens that are not special are ordinary pieces.
         if (added := self._added.get(token)) is not None and added.special:
             return TokenBytes(added.content.encode(), False)
         piece = None if self.backend is None else self.backend.id_to_token(token)
@@ -152,7 +158,7 @@ class Tokenizer:
 
     @property
     def template_text(self) -> str:
-        """The chat template for a conversation with tools, "" if there is none."""
+        """Returns the chat template for a conversation with tools, "" if the tokenizer has no template."""
         return self._template.text
 
     def shows(self, variable: str) -> bool:
@@ -165,18 +171,18 @@ class Tokenizer:
         check: Callable[[str], None] | None = None,
         **options: Unpack[ChatOptions],
     ) -> Steps:
-        """To the token ids of a conversation (chat.ChatOptions).  check: called with the rendered text.
+        """Runs the chat template and tokenizes its text, one step for each rendering (see chat.Steps).
 
-        Raises EspalierError.
+        check: called with the rendered text.  options: see chat.ChatOptions.  Raises EspalierError during a step.
         """
         return self._template.steps(messages, options, check)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> list[int]:
-        """Token ids of a conversation (chat.ChatOptions).  Raises EspalierError."""
+        """Returns the token ids of a conversation.  options: see chat.ChatOptions.  Raises EspalierError."""
         return finish(self.chat_steps(messages, **options), self.render)
 
     def render(self, rendering: Rendering) -> str:
-        """The chat template's text.  Raises EspalierError."""
+        """Returns the text that the chat template makes of `rendering`.  Raises EspalierError."""
         return self._template.render(rendering)
 
     def sink(
@@ -189,19 +195,20 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         shown: Sequence[int] = (),
     ) -> "TextStream":
-        """A stream that turns a request's tokens into text.
+        """Returns a stream that turns a request's tokens into text.
 
-        keep_stop: the text includes the stop string; shown: special tokens that are not skipped in any case.
+        keep_stop: the text includes the stop string.  shown: special tokens that are never skipped.
         """
         return TextStream(self._detokenizer(prompt, skip_special_tokens, shown), stop, min_tokens, keep_stop)
 
     def special_ids(self, names: Collection[str]) -> tuple[int, ...]:
-        """The ids of the special tokens with these names, as far as the tokenizer has them."""
+        """Returns the ids of the special tokens with these names.  Names that the tokenizer lacks are left out."""
         return tuple(sorted(id for id, each in self._added.items() if each.special and each.content in names))
 
     def last_turn(self, prompt: Sequence[int], marks: Collection[str]) -> str | None:
-        """The prompt's text from its last special token on; None if there is none, or it only begins or ends a text.
+        """Returns the prompt's text from its last special token on.
 
+        Returns None if the prompt has no special token, or only special tokens that begin or end a text.
         marks: special tokens that do not count.
         """
         names = self._template.special_names
@@ -232,16 +239,16 @@ class Tokenizer:
 
 
 def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
-    """The tokenizer in a model's directory or GGUF file; None if there is none, then prompts must be token ids.
+    """Loads the tokenizer from a model's directory or GGUF file.  Raises EspalierError if its files cannot be loaded.
 
-    Raises EspalierError if its files cannot be loaded.
+    Returns None if the model has no tokenizer; its prompts must then be token ids.
     """
     if not _has_tokenizer(path):
         log.info("%s has no tokenizer: prompts must be token ids, and outputs have no text", path)
         return None
     hf = hugging_face_tokenizer(path)
     tokenizer = Tokenizer(hf)
-    # Prompts are held to max_context.  transformers would print a warning of its own about a long one.
+    # Espalier itself limits prompts to max_context.  transformers would print its own warning about a long prompt.
     hf.model_max_length = sys.maxsize
     if tokenizer.size > vocab_size:
         log.warning(
@@ -260,7 +267,7 @@ def _has_tokenizer(path: Path) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's byte alphabet: a printable Latin-1 byte is its own character, the others are the characters from 256."""
+    """GPT-2's byte alphabet: a printable Latin-1 byte is its own character, other bytes are the characters from 256."""
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
@@ -269,7 +276,7 @@ def _byte_alphabet() -> dict[str, int]:
 class TextStream:
     """Turns a request's tokens into text and finds stop strings (request.TextSink).
 
-    decoder: of the output's tokens; min_tokens: stop strings within the first min_tokens tokens do not count;
+    decoder: decodes the output's tokens.  min_tokens: stop strings within the first min_tokens tokens do not count.
     keep_stop: the text includes the stop string.
     """
 
@@ -294,19 +301,19 @@ class TextStream:
         return self.finder.stopped
 
     def push_all(self, token_ids: Sequence[int]) -> None:
-        """Add tokens, where nobody waits for a stop string."""
+        """Add tokens without a search for stop strings in between."""
         self.pushed += len(token_ids)
         self.decoder.push_all(token_ids)
 
     def take(self, final: bool) -> str:
-        """The new text since the last take.  Text that may be the start of a stop string is held back unless final."""
+        """Returns the new text since the last take.  Unless final, text that may begin a stop string is held back."""
         if not self.finder.stopped:
             self._read(final)
         return self.finder.take(final)
 
     def _read(self, final: bool) -> None:
         text, counts = self.decoder.take(final), self.pushed > self.min_tokens
-        # Complete characters of tokens that are not taken yet: a stop string may end there.
+        # These are complete characters of tokens that take() has not given out: a stop string may end in them.
         self.finder.add(text, counts, self.decoder.ahead() if counts and self.finder.stop else "")
 
 
@@ -324,7 +331,7 @@ class ByteDetokenizer:
 
     @property
     def is_between_characters(self) -> bool:
-        """Whether the tokens that were taken end with a whole character."""
+        """Whether the tokens taken so far end with a whole character."""
         return not self.utf8.getstate()[0]
 
     def push(self, token_id: int) -> None:
@@ -334,18 +341,18 @@ class ByteDetokenizer:
         self.untaken.extend(token_ids)
 
     def take(self, final: bool) -> str:
-        """The text of the tokens since the last take, up to the last complete character unless final."""
+        """Returns the text of the tokens since the last take; unless final, only up to the last complete character."""
         parts = [part.bytes for token in self.untaken if (part := self.bytes_of(token)).is_text or token in self.shown]
         self.untaken.clear()
         return self.utf8.decode(b"".join(parts), final)
 
     def ahead(self) -> str:
-        """Nothing: take withholds no complete character."""
+        """Returns "": take withholds no complete character."""
         return ""
 
 
 class Detokenizer:
-    """Decodes tokens to complete characters.  The texts taken add up to the decoding of all tokens at once."""
+    """Decodes tokens to complete characters.  The taken texts, joined, equal the decoding of all tokens at once."""
 
     def __init__(self, decode: Decode, prompt: Sequence[int] = ()):
         self.decode = decode
@@ -353,7 +360,7 @@ class Detokenizer:
         self.read = len(self.window)
 
     def _context(self, prompt: list[int]) -> list[int]:
-        """The prompt's last tokens, beginning at a character: without its first byte, later bytes decode wrongly."""
+        """Returns the prompt's last tokens from a character's first byte on: without it, later bytes decode wrongly."""
         for size in range(CONTEXT_TOKENS, CONTEXT_TOKENS - MAX_TOKENS_PER_CHARACTER, -1):
             context = prompt[-size:]
             if not self.decode(context).startswith(INCOMPLETE):
@@ -367,28 +374,28 @@ class Detokenizer:
         self.window.extend(token_ids)
 
     def take(self, final: bool) -> str:
-        """The text of the tokens since the last take, up to the last complete character unless final."""
+        """Returns the text of the tokens since the last take; unless final, only up to the last complete character."""
         if self.read == len(self.window):
             return ""
         end, whole = (len(self.window), self.decode(self.window)) if final else self._whole_characters()
         text = _added(self.decode(self.window[: self.read]), whole)
-        # The tokens just taken become the next context if they have text; otherwise the old context stays.
+        # If the tokens just taken have text, they become the next context.  Otherwise the old context stays.
         drop = self.read if text else max(0, end - MAX_CONTEXT_TOKENS)
         self.window = self.window[drop:]
         self.read = end - drop
         return text
 
     def ahead(self) -> str:
-        """The complete characters that take still withholds because the same token also begins an incomplete one."""
+        """Returns the complete characters that take withholds because their last token begins an incomplete one."""
         if self.read == len(self.window):
             return ""
         return _added(self.decode(self.window[: self.read]), self.decode(self.window).rstrip(INCOMPLETE))
 
     def _whole_characters(self) -> tuple[int, str]:
-        """(number of tokens, their text) up to the last complete character.
+        """Returns (number of tokens, their text) up to the last complete character.
 
-        An incomplete character decodes to U+FFFD.  It has at most 3 tokens.  So the token before the last 3 is
-        complete, or it also begins the character that they continue; then the text ends inside that token.
+        An incomplete character decodes to U+FFFD and has at most 3 tokens.  So the token before the last 3 ends with a
+        complete character, or begins the character that the last 3 continue.  Then the text ends inside that token.
         """
         first = max(self.read, len(self.window) - MAX_TOKENS_PER_CHARACTER + 1)
         text = whole = self.decode(self.window)
@@ -402,10 +409,10 @@ class Detokenizer:
 
 
 def _added(before: str, whole: str) -> str:
-    """The text that `whole` adds to `before`.  An incomplete character at the end of `before` may be complete now."""
+    """Returns the text that `whole` adds to `before`.  An incomplete last character of `before` may now be complete."""
     if whole.startswith(before):
         return whole[len(before) :]
-    # The window may begin inside a character; the U+FFFD of its bytes are the same in both texts.
+    # The window may begin inside a character.  The U+FFFD of that character's bytes are the same in both texts.
     return whole[max(_common_prefix(before, whole), len(before.rstrip(INCOMPLETE))) :]
 
 

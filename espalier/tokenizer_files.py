@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Set
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,12 @@ PLAIN_MODEL_TYPES = ("llama", "gpt_oss")
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # A pattern that repeats a part up to this often is taken for one that repeats it without end.
 FEW_REPEATS = 10
+# The steps of published tokenizers write texts of FEW_CHARACTERS at most in place of others.
+FEW_CHARACTERS = 4
+MAX_GROWTH = 1000
+STEPS = ("normalizer", "pre_tokenizer", "decoder")
+# The fields of a step whose text is written into the text that it reads.
+WRITTEN = ("content", "prepend")
 log = logging.getLogger("espalier")
 QUANTIFIER = re.compile(r"(?:(?P<sign>[*+?])|\{(?P<low>\d*)(?P<comma>,?)(?P<high>\d*)\})(?P<suffix>[?+]?)")
 
@@ -78,7 +85,13 @@ def _loaded(path: Path, load: Callable[..., Any]) -> Any:
             f"the tokenizer in {path} cannot be loaded ({one_line(error)}); "
             "restore its files, or remove them and use token ids as prompts"
         ) from None
-    if pattern := endless_pattern(getattr(hf, "backend_tokenizer", None)):
+    backend = getattr(hf, "backend_tokenizer", None)
+    if most_growth(backend) > MAX_GROWTH:
+        raise EspalierError(
+            f"the tokenizer in {path} makes more than {MAX_GROWTH} characters of one; "
+            "use another model, or token ids as prompts without its files"
+        )
+    if pattern := endless_pattern(backend):
         raise EspalierError(
             f"the tokenizer in {path} reads text by the pattern {shown(pattern)}, whose time may grow exponentially "
             "with the text; use another model, or token ids as prompts without its files"
@@ -145,20 +158,26 @@ def endless_pattern(backend: Any) -> str | None:
 
     The library bounds the time of each match, but a text has a match at each of its characters.
     """
-    steps = (getattr(backend, name, None) for name in ("normalizer", "pre_tokenizer", "decoder"))
-    return next((pattern for step in steps for pattern in _patterns(step) if may_not_end(pattern)), None)
+    patterns = (part.get("Regex") for name in STEPS for part in _parts(getattr(backend, name, None)))
+    return next((pattern for pattern in patterns if isinstance(pattern, str) and may_not_end(pattern)), None)
 
 
-def _patterns(step: Any) -> Iterator[str]:
-    """The regular expressions of a step of a tokenizer."""
+def most_growth(backend: Any) -> int:
+    """The characters that long replacements may make of one: each may apply to what those before it wrote."""
+    parts = (part for name in STEPS for part in _parts(getattr(backend, name, None)))
+    sizes = [len(str(part[name])) for part in parts for name in WRITTEN if name in part]
+    return prod(size for size in sizes if size > FEW_CHARACTERS)
+
+
+def _parts(step: Any) -> Iterator[dict[str, Any]]:
+    """The objects of which a step of a tokenizer consists."""
     try:
         left = [json.loads(step.__getstate__())]
     except Exception:  # none, or a custom step in Python, which has no serialized state
         return
     while left:
         if isinstance(part := left.pop(), dict):
-            if isinstance(pattern := part.get("Regex"), str):
-                yield pattern
+            yield part
             left += part.values()
         elif isinstance(part, list):
             left += part

@@ -33,6 +33,7 @@ COMMANDS = MappingProxyType(
         "server": Command("espalier serve with a synthetic model", flags="lab.server", work="lab.server"),
         "fault": Command("run espalier with a planted fault", flags="lab.faults.command", work="lab.faults.command"),
         "sharing": bench("sharing", "on paper: rows of a batch shared out by the draft's scores"),
+        "mixes": bench("mixes", "requests whose drafts differ in skill: chosen trees over fixed ones"),
         "defaults": bench("defaults", "an engine without a flag on a CPU, over one without speculation"),
         "sources": bench("sources", "a draft with other sources beside it, against each alone"),
         "learn": bench("learn", "online learning: the topic of the traffic shifts, and the draft follows"),

@@ -18,6 +18,7 @@ from typing import Any
 
 from espalier import LLM, SamplingParams, SpeculationConfig
 from espalier.bench.drive import heldout
+from espalier.bench.report import require_plot, save
 from espalier.stats import SpeculationStats
 from espalier.terminal.console import print_table, write_json
 
@@ -112,12 +113,14 @@ def make_parser() -> argparse.ArgumentParser:
         help="of weights and of K and V; tokens of trees and of plain decoding agree in float32 [auto]",
     )
     parser.add_argument("--threads", default="auto", type=lambda text: text if text == "auto" else int(text))
-    parser.add_argument("--prompts", type=int, help="how many of the prompts [all]")
+    parser.add_argument("--prompts", type=int, help="how many of the prompts, at even distances [all]")
+    parser.add_argument("--most-nodes", type=int, default=64, help="leave out trees with more [64]")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--turns", type=int, default=3, help="times that each tree is measured; the median counts [3]")
     parser.add_argument("--temperature", type=float, action="append", help="may repeat [0 and 1]")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path, help="a file for the tables")
+    parser.add_argument("--plot", type=Path, help="a picture, .svg or .png, of accept length and speed by nodes")
     parser.add_argument("--read", type=Path, nargs="+", help="JSON files of runs, in place of a run")
     return parser
 
@@ -125,8 +128,11 @@ def make_parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     settings = {"device": arguments.device, "dtype": arguments.dtype, "threads": arguments.threads}
     settings |= {"max_batch": 1, "max_context": 1024, "num_pages": 512, "page_size": 16}
-    prompts = read_prompts(arguments.data)[: arguments.prompts]
+    prompts = read_prompts(arguments.data)
+    count = min(arguments.prompts or len(prompts), len(prompts))
+    prompts = [prompts[i * len(prompts) // count] for i in range(count)]
     trees = [(name, place, tree) for name, place in drafts_of(arguments.draft) for tree in TREES[name]]
+    trees = [each for each in trees if each[2][2] <= arguments.most_nodes]
     engines = [engine_of(arguments.model, name, place, tree, settings) for name, place, tree in trees]
     found: list[dict[str, Any]] = []
     for temperature in arguments.temperature or [0.0, 1.0]:
@@ -161,17 +167,45 @@ def markdown(title: str, rows: list[list[str]]) -> str:
     return "\n".join([f"**{title}**", "", lines[0], "| --- " * len(rows[0]) + "|", *lines[1:], ""])
 
 
+def plot(found: Sequence[dict[str, Any]], path: Path) -> None:
+    """Accept length and speed over plain decoding's, where it was measured, by nodes; a column for each temperature.
+
+    Lines are of trees, triangles of chains.
+    """
+    from matplotlib.figure import Figure
+
+    temperatures, names = (list(dict.fromkeys(row[field] for row in found)) for field in ("temperature", "draft"))
+    figure = Figure(figsize=(5.0 * len(temperatures), 6.0), layout="constrained")
+    for column, temperature in zip(figure.subplots(2, len(temperatures), squeeze=False).T, temperatures, strict=True):
+        column[0].set_title(f"temperature {temperature:g}")
+        for colour, name in enumerate(name for name in names if name != "plain"):
+            own = [row for row in found if (row["temperature"], row["draft"]) == (temperature, name)]
+            for style in ("^", "o-"):
+                chosen = [row for row in own if (row["tree"][1] == 1) == (style == "^")]
+                nodes = [row["tree"][2] for row in chosen]
+                speeds = [row["tokens_per_second"] / row.get("plain_tokens_per_second", float("nan")) for row in chosen]
+                for axis, values in zip(column, ([row["accept_length"] for row in chosen], speeds), strict=True):
+                    axis.plot(nodes, values, style, color=f"C{colour}", label=name if style == "o-" else None)
+        for axis, label in zip(column, ("accept length", "tokens/s over plain decoding's"), strict=True):
+            axis.set(xlabel="nodes", ylabel=label, ylim=(0, None))
+        column[0].legend()
+    save(figure, path)
+
+
 def main() -> None:
     parser = make_parser()
     arguments = parser.parse_args()
     if bool(arguments.draft) == bool(arguments.read):
         parser.error("give one --draft or several, or --read")
+    require_plot(arguments.plot)
     read = [row for path in arguments.read or () for row in json.loads(path.read_text())["rows"]]
-    written = []
-    for title, rows in tables(read or run(arguments)):
+    written, found = [], read or run(arguments)
+    for title, rows in tables(found):
         print(title)
         print_table(rows)
         written.append(markdown(title, rows))
+    if arguments.plot:
+        plot(found, arguments.plot)
     if arguments.markdown:
         arguments.markdown.write_text("\n".join(written), encoding="utf-8")
 

@@ -170,6 +170,20 @@ def test_a_tokenizer_with_such_a_pattern_is_refused(where: str, tmp_path: Path) 
         load_tokenizer(tmp_path, 300)
 
 
+@pytest.mark.parametrize("where", ["normalizer", "decoder"])
+@pytest.mark.parametrize("sizes", [[10**6], [30] * 4, [3] * 20], ids=str)
+def test_a_tokenizer_whose_replacements_grow_is_refused(sizes: list[int], where: str, tmp_path: Path) -> None:
+    state, names = json.loads(BYTE_LEVEL.to_str()), {"normalizer": "normalizers", "decoder": "decoders"}
+    steps = [{"type": "Replace", "pattern": {"String": "a"}, "content": "b" * size} for size in sizes]
+    state[where] = {"type": "Sequence", names[where]: steps}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    if max(sizes) < 5:
+        load_tokenizer(tmp_path, 300)
+        return
+    with pytest.raises(EspalierError, match="more than 1000 characters of one; use another model"):
+        load_tokenizer(tmp_path, 300)
+
+
 def splitting_by(pattern: str) -> Tokenizer:
     from transformers import PreTrainedTokenizerFast
 

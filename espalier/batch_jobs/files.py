@@ -1,8 +1,8 @@
 """The files of a batch: OpenAI's lines, the scan of an input, and the journal, which is the output.
 
 Input: {"custom_id", "method", "url", "body"}.  Output: {"id", "custom_id", "response", "error"}, where `response` is
-{"status_code", "request_id", "body"}.  The id has the input's digest and the line's number, so each answer names its
-input file and line.
+{"status_code", "request_id", "body"}.  The id has the input's digest and the line's number, so each answer identifies
+its input file and line.
 """
 
 import errno
@@ -34,7 +34,7 @@ OK = 200
 
 @dataclass(frozen=True)
 class Line:
-    """One request.  number: of its line in the input, from 1."""
+    """One request.  number: of the request's line in the input, from 1."""
 
     number: int
     custom_id: str
@@ -49,7 +49,7 @@ class Response(NamedTuple):
 
 
 class LineError(Exception):
-    """Why one line has no response.  code: for programs; custom_id: None if the line has none."""
+    """Why one line has no response.  code: for programs.  custom_id: None if the line has none."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None):
         super().__init__(message)
@@ -58,7 +58,7 @@ class LineError(Exception):
 
 
 def raw_lines(file: BinaryIO, name: Path) -> Iterator[tuple[int, bytes]]:
-    """(number, bytes) of each line that is not blank, without the byte order mark that some editors put first.
+    """Yields (number, bytes) of each line that is not blank, without the byte order mark that some editors put first.
 
     Raises EspalierError for a line that is too long.
     """
@@ -76,7 +76,7 @@ def raw_lines(file: BinaryIO, name: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse(number: int, data: bytes, urls: Collection[str] = URLS) -> Line:
-    """The request of a line.  urls: those that it may name.  Raises LineError."""
+    """Returns the request of a line.  urls: the endpoints that it may name.  Raises LineError."""
     try:
         value = msgspec.json.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -98,9 +98,10 @@ def _no_json(error: Exception, custom_id: str | None = None) -> LineError:
 
 
 def _require_once_each(data: bytes, custom_id: str | None) -> None:
-    """Refuse a name that comes twice in an object: msgspec keeps the last of them.
+    """Refuse a name that comes twice in an object: msgspec would keep only the last value.
 
-    custom_id: as msgspec reads it.  Raises LineError, which has it unless the line has two: either may be meant.
+    custom_id: as msgspec reads it.  Raises LineError with this custom_id.  If the line has two custom_ids, the error
+    has none, because the user may mean either one.
     """
     errors: list[EspalierError] = []
     custom_ids: list[Any] = []
@@ -114,7 +115,7 @@ def _require_once_each(data: bytes, custom_id: str | None) -> None:
 
     try:
         json.loads(data, object_pairs_hook=read)
-    except (ValueError, RecursionError) as error:  # json also refuses some of what msgspec reads
+    except (ValueError, RecursionError) as error:  # json also refuses some texts that msgspec reads
         raise _no_json(error, custom_id) from None
     if len(custom_ids) > 1:
         raise LineError(
@@ -125,7 +126,7 @@ def _require_once_each(data: bytes, custom_id: str | None) -> None:
 
 
 def _check(value: Mapping[str, Any], urls: Collection[str]) -> None:
-    """Raises LineError."""
+    """Refuse a line with a missing, unknown or wrong field.  Raises LineError."""
     for name in FIELDS:
         if value.get(name) is None:
             raise LineError("missing_required_parameter", f"{name} is missing; a line has {', '.join(FIELDS)}")
@@ -147,7 +148,7 @@ def _check(value: Mapping[str, Any], urls: Collection[str]) -> None:
 
 
 def custom_id_of(data: bytes) -> str | None:
-    """The custom_id of a line, None if it has none that can be read."""
+    """Returns the custom_id of a line, None if it has none that can be read."""
     try:
         value = msgspec.json.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
@@ -161,7 +162,7 @@ def id_prefix(digest: str) -> str:
 
 
 def answer_line(digest: str, number: int, custom_id: str | None, answer: Response | LineError) -> bytes:
-    """The line of the output that answers line `number` of the input with this digest."""
+    """Returns the output line that answers line `number` of the input with this digest."""
     response, error = None, None
     if isinstance(answer, LineError):
         error = {"code": answer.code, "message": str(answer)}
@@ -173,7 +174,7 @@ def answer_line(digest: str, number: int, custom_id: str | None, answer: Respons
 
 @dataclass(frozen=True)
 class InputScan:
-    """digest: hex digits, of the lines; num_lines: lines that are not blank; last: the number of the last, from 1."""
+    """A checked input.  digest: of its lines, in hex digits; num_lines: not blank; last: the last's number, from 1."""
 
     path: Path
     digest: str
@@ -182,9 +183,9 @@ class InputScan:
 
 
 def scan_input(path: Path) -> InputScan:
-    """Read the whole file.  Raises EspalierError if it cannot be read, has no line, or has a custom_id twice.
+    """Read and check a whole input file.  Raises EspalierError if it cannot be read, is empty, or repeats a custom_id.
 
-    Memory: eight bytes a line, the hash of its custom_id.  A second pass compares the custom_ids with equal hashes.
+    Memory: eight bytes a line, for the hash of its custom_id.  A second pass compares custom_ids with equal hashes.
     """
     if not path.is_file():
         raise EspalierError(f"{path} is not a file; name a file with one request on each line")
@@ -211,8 +212,8 @@ def _hash(custom_id: str) -> int:
 
 
 def _refuse_equal_ids(path: Path, hashes: array) -> None:
-    """Raises EspalierError with the line numbers of the first custom_id that comes twice."""
-    # Sorted in place: a copy would double the memory.
+    """Raises EspalierError with the two line numbers of the first custom_id that comes twice."""
+    # The hashes are sorted in place: a copy would double the memory.
     order = np.frombuffer(hashes, dtype=np.uint64)
     order.sort()
     repeated = set(order[1:][order[1:] == order[:-1]].tolist())
@@ -236,9 +237,10 @@ def _compare(path: Path, repeated: Collection[int]) -> None:
 
 
 class Journal:
-    """num_answered: input lines with an answer; num_failed: those whose answer is an error or a status other than 200.
+    """The output file of a batch, which records which lines are answered.
 
-    Raises EspalierError if the file cannot be written, is another input's output, or is no batch's output.
+    num_answered: input lines with an answer.  num_failed: input lines whose answer is an error or a status other than
+    200.  Raises EspalierError if the file cannot be written, or is not the output of this input.
     """
 
     def __init__(self, path: Path, scan: InputScan):
@@ -249,7 +251,7 @@ class Journal:
         self._prefix = id_prefix(scan.digest)
         self._is_answered = bytearray(scan.last + 1)
         self._unsynced = False
-        # A sync may run in a thread while the journal is closed.
+        # A thread may run `sync` while the journal is closed.
         self._syncing = threading.Lock()
         self._file = open_alone(path, "batch", "name another file")
         try:
@@ -267,7 +269,7 @@ class Journal:
         return self.input.num_lines - self.num_answered
 
     def unanswered(self) -> Generator[tuple[int, bytes]]:
-        """(number, bytes) of the input's lines without an answer.  Read as they are needed."""
+        """Yields (number, bytes) of the input's lines without an answer.  Lines are read as they are needed."""
         with self.input.path.open("rb") as file:
             for number, data in raw_lines(file, self.input.path):
                 if not self.is_answered(number):
@@ -280,7 +282,7 @@ class Journal:
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
-            # Other lines may still be appended, and only the last line may be torn.
+            # A part of the line may be written.  It is cut off: more lines may follow, and only the last may be torn.
             with suppress(OSError):
                 os.ftruncate(self._file, os.fstat(self._file).st_size - (len(whole) - len(data)))
             raise EspalierError(
@@ -290,7 +292,7 @@ class Journal:
         self._count(number, isinstance(answer, LineError) or answer.status_code != OK)
 
     def sync(self) -> None:
-        """Wait until the lines are on the disk.  May run in a thread.  Raises EspalierError if they cannot be kept."""
+        """Wait until the lines are on the disk.  May run in a thread.  Raises EspalierError if storing them fails."""
         with self._syncing:
             if not self._unsynced:
                 return
@@ -320,7 +322,7 @@ class Journal:
         self.num_failed += failed
 
     def _recover(self) -> None:
-        """Read what an earlier run has written, and cut off a torn last line."""
+        """Read the answers that an earlier run wrote, and cut off a torn last line."""
         with self.path.open("rb") as file:
             offset = 0
             for count, data in enumerate(file, 1):
@@ -331,7 +333,7 @@ class Journal:
                 offset += len(data)
 
     def _is_torn(self, data: bytes) -> bool:
-        """Whether bytes without an end are the start of a line of this output.  A lost block reads as zeros."""
+        """Whether bytes without a line end are the start of an output line.  A lost disk block reads as zeros."""
         start, written = f'{{"id":"{self._prefix}'.encode(), data.rstrip(b"\0")
         return written.startswith(start) or start.startswith(written)
 
@@ -355,9 +357,9 @@ class Journal:
 
 
 def open_alone(path: Path, writer: str, remedy: str) -> int:
-    """The file, open for appending and locked against another process.  Raises EspalierError.
+    """Returns a descriptor of the file, open for appending and locked against other processes.  Raises EspalierError.
 
-    writer: what the other process is; remedy: what to do if the file cannot be opened.
+    writer: what the other process is, for the message.  remedy: what to do if the file cannot be opened.
     """
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)

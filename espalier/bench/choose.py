@@ -4,8 +4,10 @@ Every bucket runs with every candidate tree, by the engine's own launches.  Acce
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
+from pathlib import Path
 from statistics import median
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +19,7 @@ from espalier.config import SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.layout import PLAIN, TreeShape
+from espalier.prompt_files import records, token_ids
 from espalier.request import SamplingParams
 from espalier.startup import tree_policy
 from espalier.startup.build import engine_of
@@ -97,7 +100,8 @@ def choose(
         lengths = None if predict is None else predict(configured, shapes, is_block)
         source = "measured" if lengths is None else f"predicted from {lengths[configured]:g} of {configured}"
         stdout().print(Text(f"{config.algorithm}, {config.dtype}, context {context}; accept lengths {source}", QUIET))
-        runs = Runs.of(bench, args.batch or (), context, args.tokens, args.repeats)
+        given = None if getattr(args, "dataset", None) is None else _prompts_of(args.dataset, bench, context)
+        runs = Runs.of(bench, args.batch or (), context, args.tokens, args.repeats, given)
         with progress("measuring", len(shapes) * len(runs.prompts)) as advance:
             timed = measure(bench.engine, config.graph_batch, runs, shapes, lengths, advance)
     by_batch = table(timed)
@@ -145,17 +149,42 @@ def candidates_of(configured: TreeShape, given: Sequence[TreeShape], is_block: b
     return list(dict.fromkeys(given or (configured, *fitting, PLAIN)))
 
 
+def _prompts_of(path: Path, bench: BenchEngine, context: int) -> list[list[int]]:
+    """Raises EspalierError."""
+    inputs = bench.llm.inputs
+    found = [
+        token_ids(place, record, inputs.facts.vocab_size, lambda: inputs)
+        for place, record in records("--dataset", path)
+    ]
+    fitting = [tokens for tokens in found if 0 < len(tokens) <= context]
+    if not fitting:
+        raise EspalierError(f"--dataset {path} has no prompt of up to {context} tokens; raise --context")
+    if len(fitting) < len(found):
+        stdout().print(f"{len(found) - len(fitting)} of {len(found)} prompts are left out: above {context} tokens")
+    return fitting
+
+
 @dataclass(frozen=True)
 class Runs:
-    """Prompts by batch.  Each is continued by num_tokens greedy tokens, once to warm up and `repeats` times timed."""
+    """Prompts by batch, which are taken in turn.  Each run continues a batch of them by num_tokens greedy tokens: one
+    to warm up, and `repeats` that are timed."""
 
     prompts: Mapping[int, Sequence[Sequence[int]]]
     num_tokens: int
     repeats: int
 
     @classmethod
-    def of(cls, bench: BenchEngine, batches: Sequence[int], context: int, num_tokens: int, repeats: int) -> "Runs":
-        """Prompts of `context` tokens for these batches, or every bucket.  A CPU takes the buckets of a GPU.
+    def of(
+        cls,
+        bench: BenchEngine,
+        batches: Sequence[int],
+        context: int,
+        num_tokens: int,
+        repeats: int,
+        given: Sequence[Sequence[int]] | None = None,
+    ) -> "Runs":
+        """Prompts for these batches, or every bucket: those given, or of `context` tokens.  A CPU takes the buckets of
+        a GPU.
 
         Raises EspalierError for a batch that is no bucket.
         """
@@ -165,7 +194,12 @@ class Runs:
                 f"--batch={other[0]} is not measured, as rounds are padded; use some of {written(buckets)}"
             )
         chosen = sorted(set(batches)) or buckets
-        return cls({batch: bench.prompts([context] * batch) for batch in chosen}, num_tokens, repeats)
+        return cls({batch: given or bench.prompts([context] * batch) for batch in chosen}, num_tokens, repeats)
+
+    def batches(self, batch: int) -> Iterator[list[Sequence[int]]]:
+        """The prompts of each run."""
+        prompts = cycle(self.prompts[batch])
+        return (list(islice(prompts, batch)) for _ in range(self.repeats + 1))
 
 
 def measure(
@@ -204,7 +238,7 @@ def measure(
 def _round_ms(engine: Engine, batch: int, runs: Runs, stats: SpeculationStats) -> float:
     """Median ms of the rounds that held the whole batch.  The runs' statistics are added to `stats`."""
     params = SamplingParams(temperature=0.0, max_tokens=runs.num_tokens)
-    driven = [drive(engine, runs.prompts[batch], params) for _ in range(runs.repeats + 1)][1:]
+    driven = [drive(engine, prompts, params) for prompts in runs.batches(batch)][1:]
     for each in driven:
         stats.merge(each.stats)
     return 1000 * median(full_steps(driven))

@@ -122,6 +122,13 @@ def choose(parser: ArgumentParser) -> None:
     parser.add_argument("--context", type=int, metavar="N", help="prompt length (128)")
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens to generate for each prompt (96)")
     parser.add_argument("--repeats", type=int, metavar="N", help="repetitions; medians are shown (5)")
+    parser.add_argument(
+        "--dataset",
+        type=Path,
+        metavar="FILE",
+        help="its prompts in turn, those of up to --context tokens, in place of Python code; formats as of bench load, "
+        "or token_ids",
+    )
     add_json_flag(parser)
     add_engine_flags(parser)
 

@@ -15,9 +15,10 @@ INTERRUPTED = 130
 
 
 def start(arguments: Sequence[str] | None = None, make_parser: "Callable[[], Parser] | None" = None) -> int:
-    """The entry point of `espalier`.  Ctrl-C during the imports, which take seconds, also gives one line.
+    """Runs the command line `espalier`.  Returns the exit status.
 
-    make_parser: of another command line; None: that of `espalier`.
+    Ctrl-C during the imports, which take seconds, also gives one line.  make_parser: makes the parser of another
+    command line; None: the parser of `espalier`.
     """
     with _terminating_as_interrupting():
         given = sys.argv[1:] if arguments is None else list(arguments)
@@ -39,7 +40,7 @@ def interrupted() -> int:
 
 @contextmanager
 def _terminating_as_interrupting() -> Iterator[None]:
-    """SIGTERM acts like Ctrl-C, so that a command ends the processes that it has started.  A server has its own way."""
+    """Makes SIGTERM act like Ctrl-C, so that a command ends the processes it started.  A server has its own handler."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -52,7 +53,7 @@ def _terminating_as_interrupting() -> Iterator[None]:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     on_ctrl_c = signal.getsignal(signal.SIGINT)
-    # A shell's background job ignores SIGINT, and must end at SIGTERM all the same.
+    # A shell's background job ignores SIGINT, but must end at SIGTERM.
     if not callable(on_ctrl_c):
         raise KeyboardInterrupt
     on_ctrl_c(signal.SIGINT, frame)

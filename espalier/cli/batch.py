@@ -1,6 +1,6 @@
-"""`espalier batch IN OUT`: answers a file of requests in OpenAI's batch format, by one engine or by running servers.
+"""`espalier batch IN OUT`: answers a file of requests in OpenAI's batch format, with its own engine or running servers.
 
-The output grows line by line, so a run that is killed or interrupted goes on where it was when it is started again.
+The output grows line by line.  So if a run is killed or interrupted, the same command continues where the run stopped.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from espalier.batch_jobs.sender import Sender
 
 FOR_URL = ("api_key", "priority")
-# Flags of the front of an own engine, with their defaults.
+# Flags for the front of the command's own engine, with their defaults.
 FOR_ENGINE = MappingProxyType(
     {
         "no_speculation": False,
@@ -45,9 +45,9 @@ FOR_ENGINE = MappingProxyType(
 )
 BUNDLED = "bundled"
 URL_CONCURRENCY = 64
-# With this many lines for each slot of the engine, one is waiting when another ends.
+# With this many lines for each slot of the engine, a line is waiting when another one ends.
 LINES_PER_SLOT = 2
-# A queue that a local batch never fills.
+# A queue length that a local batch never reaches.
 ENDLESS_QUEUE = 2**30
 
 
@@ -89,7 +89,7 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """0: every line has an answer with status 200; 1: some have an error."""
+    """Runs the batch.  Returns 0 if every line has an answer with status 200, and 1 if some lines have an error."""
     _check(args)
     # Imported here, so that other commands start without these modules.
     from espalier.batch_jobs.files import Journal, scan_input
@@ -106,7 +106,7 @@ def run(args: Namespace) -> int:
         _say(f"interrupted: {_so_far(journal)}; run the same command again to go on")
         return INTERRUPTED
     except EspalierError as error:
-        if not journal.num_answered:  # as of a wrong flag: the same command would fail again
+        if not journal.num_answered:  # the cause may be a wrong flag; the same command would then fail again
             raise
         raise EspalierError(f"{error}; {_so_far(journal)}; run the same command again to go on") from None
     finally:
@@ -118,7 +118,7 @@ def run(args: Namespace) -> int:
 
 
 def _check(args: Namespace) -> None:
-    """Raises EspalierError for flags that do not go together."""
+    """Refuse flags that do not go together.  Raises EspalierError."""
     if args.url is None:
         for name in FOR_URL:
             if getattr(args, name) is not None:
@@ -133,7 +133,7 @@ def _check(args: Namespace) -> None:
         api_key(args)
     require_int("--concurrency", args.concurrency, 1, optional=True)
     require_number("--give-up-after", args.give_up_after, lambda s: s >= 0, "seconds, 0 or more")
-    # A batch reads its output before it goes on.
+    # A batch reads its output file before it continues.
     if str(args.output) == "-" or (args.output.exists() and not args.output.is_file()):
         raise EspalierError(f"{args.output} is not a regular file; name another file for the output")
     if args.output.exists() and args.input.exists() and args.output.samefile(args.input):
@@ -150,7 +150,7 @@ async def _answer(args: Namespace, journal: "Journal") -> None:
 
 
 def _sender(args: Namespace) -> AbstractAsyncContextManager[tuple["Sender", int]]:
-    """A sender to the servers or the engine of the flags, and the number of lines at once."""
+    """Yields a sender to the servers or the engine that the flags name, and the number of lines to send at once."""
     return _to_engine(args) if args.url is None else _to_servers(args)
 
 

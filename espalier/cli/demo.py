@@ -43,8 +43,11 @@ Name = Callable[[int], str]
 
 
 def round_tree(trace: RoundTrace, name: Name, signs: Signs) -> Text:
-    """name: gives a token's text.  A node's score is the sum of log-probabilities along its branch; the tree keeps the
-    nodes with the highest scores."""
+    """Returns a drawing of one round's tree.
+
+    name: returns a token's text.  A node's score is the sum of log-probabilities along its branch.  The tree keeps the
+    nodes with the highest scores.
+    """
     drawing = Text()
     _node(drawing, trace, 0, "", "", name, signs)
     bonus = trace.emitted[-1]
@@ -76,7 +79,7 @@ def _node(drawing: Text, trace: RoundTrace, node: int, lead: str, fork: str, nam
 
 
 def _place(trace: RoundTrace, node: int) -> str:
-    """The position, page and row of an accepted node's K/V."""
+    """Returns the position, page and row of an accepted node's K/V, as text."""
     position = trace.prefix_len + trace.tree.depths[node]
     page = trace.pages[position // trace.page_size]
     return f"position {position}, page {page} row {position % trace.page_size}"
@@ -149,7 +152,7 @@ def show(args: Namespace, console: Console) -> int:
 
 
 def _require_tree(llm: LLM) -> None:
-    """Raises EspalierError, and closes the LLM, if it decodes plainly."""
+    """Refuse an LLM that decodes plainly, and close it.  Raises EspalierError."""
     if not llm.engine.layout.steps:
         llm.close()
         raise EspalierError(
@@ -158,7 +161,7 @@ def _require_tree(llm: LLM) -> None:
 
 
 def _started_as() -> str:
-    """The command to run espalier again: its path if it is not on PATH."""
+    """Returns the command that starts espalier again: its path if it is not on PATH."""
     if which("espalier") or Path(sys.argv[0]).name != "espalier":
         return "espalier"
     path = Path(sys.argv[0]).absolute()
@@ -173,7 +176,7 @@ def _warm_up(plain: LLM, tree: LLM, prompt: str) -> None:
 def _complete(
     console: Console, plain_llm: LLM, tree_llm: LLM, prompts: list[str], params: SamplingParams
 ) -> tuple[Run, Run]:
-    """Complete each prompt plain and then with the tree: alternating spreads other load on the machine over both."""
+    """Complete each prompt plainly and then with the tree.  Alternating spreads other load on the machine over both."""
     plain, tree = Run(), Run()
     with progress("completing", 2 * len(prompts)) as advance:
         for prompt in prompts:
@@ -195,7 +198,7 @@ def _rule(console: Console, title: str = "") -> None:
 
 
 def _prompt_and_output(console: Console, llm: LLM, prompt: str, output: Output) -> Text:
-    """The prompt's last lines, dimmed, and the output.  Without colours a sign separates them."""
+    """Returns the prompt's last lines, dimmed, and the output.  Without colours, a sign separates them."""
     assert llm.tokenizer is not None
     last_lines = prompt.splitlines(keepends=True)[-PROMPT_LINES:]
     end = "" if has_colour(console) else signs(console).prompt_end
@@ -204,7 +207,7 @@ def _prompt_and_output(console: Console, llm: LLM, prompt: str, output: Output) 
 
 
 def _compare(console: Console, plain_llm: LLM, prompts: list[str], plain: Run, tree: Run) -> bool:
-    """Print whether the tokens are identical, else where they differ and how near a tie the two tokens were."""
+    """Print whether the tokens are identical, else where they differ and how near a tie is.  Returns if identical."""
     _rule(console)
     for i, (prompt, a, b) in enumerate(zip(prompts, plain.outputs, tree.outputs, strict=True), 1):
         if a.token_ids != b.token_ids:
@@ -226,7 +229,7 @@ def _compare(console: Console, plain_llm: LLM, prompts: list[str], plain: Run, t
 
 
 def _likelihoods(llm: LLM, prompt: str, before: list[int], tokens: list[int]) -> str:
-    """The log-probabilities of tokens by plain decoding.  If two are nearly equal, rounding explains the difference."""
+    """Returns the tokens' log-probabilities by plain decoding, as text.  Rounding decides between nearly equal ones."""
     assert llm.tokenizer is not None
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=MAX_LOGPROBS)
     [output] = llm.generate([[*llm.tokenizer.encode(prompt), *before]], params)
@@ -238,7 +241,7 @@ def _likelihoods(llm: LLM, prompt: str, before: list[int], tokens: list[int]) ->
 
 
 def _draw_round(console: Console, llm: LLM, traces: list[RoundTrace]) -> None:
-    """Draw the first of the rounds that accepted the most tokens; one that accepted all is not preferred."""
+    """Draw the first of the rounds that accepted the most tokens.  A path of the tree's full depth counts one less."""
     if not traces or llm.tokenizer is None:
         return
     deepest = max(trace.tree.depths[-1] if trace.tree.depths else 0 for trace in traces)
@@ -262,7 +265,7 @@ def _figures(console: Console, plain: Run, tree: Run) -> None:
 
 
 def _histogram(stats: SpeculationStats, signs: Signs, width: int) -> Iterator[str]:
-    """A line for each accept length, within `width` columns if the longest bar then has one."""
+    """Yields a line for each accept length, within `width` columns unless the longest bar needs more."""
     max_rounds = max(stats.histogram, default=0)
     for length, rounds in enumerate(stats.histogram):
         if length:

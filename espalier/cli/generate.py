@@ -52,7 +52,7 @@ def run(args: Namespace) -> int:
             raise EspalierError(f"{flag_of(name)} is printed by --json alone; add that, or leave {flag_of(name)} out")
     if args.chat and not all(isinstance(prompt, str) for prompt in prompts):
         raise EspalierError("--chat is for messages, and --file holds token ids; write text, or leave --chat out")
-    # Imported here: the help and wrong prompts do not wait for PyTorch.
+    # Imported here, so that neither the help nor an error in the prompts waits for PyTorch.
     from espalier.llm import LLM, prepare
 
     # Check prompts and parameters before the weights are loaded, which may take minutes.
@@ -73,7 +73,7 @@ def run(args: Namespace) -> int:
 def _checked(
     inputs: InputProcessor, i: int, prompts: list[Any], params: SamplingParams, chat: bool
 ) -> tuple[list[int], SamplingParams]:
-    """A prompt's tokens and parameters.  This command's default of max_tokens ends at the context's end."""
+    """Returns a prompt's tokens and parameters.  If max_tokens is unset, it is this command's default or what fits."""
     from espalier.llm import naming
 
     with naming(i, len(prompts)):
@@ -114,7 +114,7 @@ def _read_stdin() -> str:
 
 
 def _read_file(path: Path) -> list[Any]:
-    # Not splitlines(), which also splits at line separators inside JSON strings.
+    # splitlines() would also split at line separators inside JSON strings.
     lines = read_text("--file", path).split("\n")
     prompts: list[Any] = []
     for number, line in enumerate(lines, 1):
@@ -178,7 +178,7 @@ def _all(llm: "LLM", prompts: list[Any], params: list[SamplingParams], as_json: 
 
 
 def as_dict(output: Output) -> dict[str, Any]:
-    """An output as a dict for JSON."""
+    """Returns an output as a dict for JSON."""
     return {
         "text": output.text,
         "token_ids": output.token_ids,

@@ -37,7 +37,7 @@ COMMANDS = MappingProxyType(
         "quantize": Command(
             "write an FP8 or 4-bit copy of a model", flags="espalier.cli.main:quantize", work="espalier.cli.quantize"
         ),
-        # Only for the help: cli.start hands its arguments to the trainer's own parser.
+        # This entry is only for the help: cli.start passes the arguments to the trainer's own parser.
         "train": Command(
             "train a draft for a model, or choose and train one (auto)",
             flags="espalier.train.command:add_commands",

@@ -1,5 +1,5 @@
-"""argparse with one-line errors that suggest the right command or flag, also for names of other engines and for
-commands that moved."""
+"""A parser based on argparse.  Its errors are one line and suggest the right command or flag, also for names of other
+engines and for commands that moved."""
 
 import difflib
 import sys
@@ -23,7 +23,7 @@ from espalier.startup.checkpoints import require_names
 from espalier.terminal.console import HelpText
 from espalier.terminal.flags import named_models
 
-# By the command that had them: the name, and the command of the laboratory.
+# Key: a command of `espalier`.  Value: the names that it had, each with its command of the laboratory now.
 MOVED = MappingProxyType(
     {
         "espalier bench": {
@@ -40,7 +40,7 @@ MOVED = MappingProxyType(
 )
 
 
-# Commands that one command does now.
+# Old commands whose work another command does now.
 RENAMED = MappingProxyType(
     {
         ("espalier bench", "throughput"): "espalier bench load",
@@ -55,7 +55,7 @@ RENAMED = MappingProxyType(
 
 
 def moved_to(prog: str, name: str) -> str | None:
-    """How a command or a flag is run now; None if it did not move.  prog: of the parser that does not know it."""
+    """Returns how a command or a flag is run now; None if it did not move.  prog: of the parser that lacks it."""
     if renamed := RENAMED.get((prog, name)):
         return f"it is now `{renamed}`"
     found = MOVED.get(prog, {}).get(name)
@@ -66,7 +66,7 @@ def moved_to(prog: str, name: str) -> str | None:
 
 
 BAD_INPUT = 2
-# What a flag of a plain type takes, for messages; a function that reads a flag has this as its __name__.
+# The kind of value that a flag of a plain type takes, for messages.  A function that reads a flag has it as __name__.
 KINDS = MappingProxyType({int: "whole number", float: "number"})
 # Other engines' names of commands, and likely guesses.
 COMMANDS = MappingProxyType(
@@ -91,12 +91,12 @@ COMMANDS = MappingProxyType(
 
 
 class Command(NamedTuple):
-    """Where a command is.
+    """Where the code of a command is.
 
-    about: its help; flags: the module of add_flags(parser), or "module:function"; work: the module of
-    run(args) -> status, which is imported only to run, or None if the command only adds further ones.  Most work
-    imports PyTorch.  The flags and the look at the models' directories do not, so that help and what is mistyped are
-    answered at once.
+    about: its help.  flags: the module of add_flags(parser), or "module:function".  work: the module of
+    run(args) -> status, imported only to run the command, or None if the command only adds subcommands.  Most `work`
+    modules import PyTorch.  The flags and the check of the models' directories do not, so help and errors about
+    misspelt words come at once.
     """
 
     about: str
@@ -118,7 +118,7 @@ class Parser(ArgumentParser):
         self.exit(BAD_INPUT, f"{self.prog}: {' '.join(message.split())}\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """As argparse does, but help and version that stdout does not take raise OSError."""
+        """Print as argparse does, but raise OSError if stdout does not take help or version."""
         if file is None or file is not sys.stdout:
             super()._print_message(message, file)
             return
@@ -147,15 +147,15 @@ class Parser(ArgumentParser):
             commands.add_parser(name, help=about, description=about, allow_abbrev=False).command = command
 
     def commands(self) -> Mapping[str, "Parser"]:
-        """This parser's subcommands, by name."""
+        """Returns this parser's subcommands, by name."""
         return next((dict(each.choices) for each in self._actions if isinstance(each, _SubParsersAction)), {})
 
     def all_flags(self) -> list[str]:
-        """This parser's flags."""
+        """Returns this parser's flags."""
         return [flag for action in self._actions for flag in action.option_strings]
 
     def _deepest(self, known: Namespace) -> "Parser":
-        """The parser of the command that was given without its subcommand."""
+        """Returns the parser of the command that was given without its subcommand."""
         return self.commands().get(known.command or "", self)
 
     def _unknown(self, given: str, parser: "Parser") -> str:
@@ -176,7 +176,7 @@ class Parser(ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def _get_values(self, action: Action, arg_strings: list[str]) -> Any:
-        """Called once for each flag.  Refuse one that is given twice, where argparse would keep the last alone."""
+        """Refuse a flag that is given twice: argparse would keep only the last value.  Called once for each flag."""
         if isinstance(action, _StoreAction | BooleanOptionalAction) and action.option_strings:
             if action in self._given:
                 raise ArgumentError(None, f"{self._named(action)}; leave one out")
@@ -184,13 +184,13 @@ class Parser(ArgumentParser):
         return super()._get_values(action, arg_strings)
 
     def _named(self, action: Action) -> str:
-        """How a flag that was given twice was written: --x and --no-x are one flag."""
+        """Returns how a flag that was given twice was written: --x and --no-x are one flag."""
         arguments = (each.partition("=")[0] for each in self._arguments)
         written = list(dict.fromkeys(flag for flag in arguments if flag in action.option_strings))
         return f"{' and '.join(written)} are both given" if len(written) > 1 else f"{written[0]} is given twice"
 
     def _get_value(self, action: Action, arg_string: str) -> Any:
-        """As argparse does, with a message that says what to use."""
+        """Read a value as argparse does, with an error message that says what to use."""
         try:
             return super()._get_value(action, arg_string)
         except ArgumentError as error:

@@ -22,7 +22,7 @@ from espalier.startup.checkpoints import find_target
 from espalier.startup.resolve import choose_device
 from espalier.terminal.console import QUIET, print_table, progress, require_writable, stderr, write_json
 
-# Tokens generated from each prompt for the accept length.
+# Number of tokens generated from each prompt to measure the accept length.
 GENERATED = 64
 OWN_TEXT = ", of the original's own text: it has no tokenizer"
 
@@ -32,8 +32,11 @@ Compare = Callable[[Callable[[], None]], tuple[dict[str, Any], Rows]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """run: compares the copy with the original: (results for --json, rows of the table).  It takes what it calls after
-    each of its steps.  what: it reads, for the user."""
+    """A comparison of the copy with the original.
+
+    run(advance): compares them, calls `advance` after each step, and returns (results for --json, rows of the table).
+    steps: how many there are.  what: names the texts that it reads, for the user.
+    """
 
     run: Compare
     steps: int
@@ -51,7 +54,7 @@ def run(args: Namespace) -> int:
     settings = {"device": device.type}
     path = find_target(args.model)
     of_draft = is_draft(path, is_expected=args.target is not None)
-    # The copy may take an hour: what the comparison would refuse is refused now.
+    # The copy may take an hour, so settings that the comparison would refuse are refused before it.
     compare = _of_draft(args, path, settings) if of_draft else _of_target(args, settings)
     begin = perf_counter()
     with progress("quantising", len(shards_of(path))) as advance:
@@ -69,7 +72,7 @@ def run(args: Namespace) -> int:
 
 
 def _compared(compare: Comparison, out: Path) -> tuple[dict[str, Any], Rows]:
-    """The results of the comparison.  It may take longer than the copy, so the user is told what stands."""
+    """Returns the results of the comparison.  It may take longer than the copy, so the user is told what exists."""
     whole = f"{out} is whole"
     stderr().print(
         Text(f"{whole}; comparing it with the original on {compare.what} (--texts 0 leaves this out)", QUIET)
@@ -85,7 +88,7 @@ def _compared(compare: Comparison, out: Path) -> tuple[dict[str, Any], Rows]:
 
 
 def _of_target(args: Namespace, settings: dict[str, Any]) -> Comparison | None:
-    """Of a target with its copy, with --draft if it is given; None: nothing is compared.  Raises EspalierError."""
+    """Returns the comparison of a target with its copy, with --draft if given; None for none.  Raises EspalierError."""
     if args.target is not None:
         raise EspalierError(f"--target is for a draft, and {args.model} is a target; leave it out")
     if not args.texts:
@@ -101,7 +104,7 @@ def _of_target(args: Namespace, settings: dict[str, Any]) -> Comparison | None:
 
 
 def _of_draft(args: Namespace, path: Path, settings: dict[str, Any]) -> Comparison | None:
-    """Of a draft with its copy: its target's accept lengths; None: nothing is compared.  Raises EspalierError."""
+    """Returns the comparison of a draft's accept lengths with its copy's; None for none.  Raises EspalierError."""
     if args.draft is not None:
         raise EspalierError(f"--draft is for a target, and {args.model} is a draft; give its target with --target")
     if not args.texts:
@@ -124,7 +127,7 @@ def _of_draft(args: Namespace, path: Path, settings: dict[str, Any]) -> Comparis
 
 
 def _require_engine(config: EngineConfig) -> None:
-    """Check, without weights, that the comparison has an engine.  Raises EspalierError."""
+    """Check, without weights, that an engine can run the comparison.  Raises EspalierError."""
     try:
         prepare(config)
     except EspalierError as error:

@@ -25,7 +25,7 @@ SEND_TIMEOUT_S = 60.0
 
 
 def add_chat_flags(group: _ArgumentGroup) -> None:
-    """Flags of how messages become a prompt, and an output an answer.  See front_options."""
+    """Add flags for how messages become a prompt, and an output an answer.  front_options reads them."""
     group.add_argument("--chat-template", type=Path, metavar="FILE", help="replaces the tokenizer's chat template")
     group.add_argument(
         "--allow-special-tokens-in-messages",
@@ -71,7 +71,7 @@ def _add_learn_flags(parser: ArgumentParser) -> None:
 
 
 def _learn_settings(args: Namespace, num_keys: int) -> dict[str, Any] | None:
-    """The fields of LearnConfig.  Raises EspalierError."""
+    """Returns the fields of LearnConfig, None without --learn.  Raises EspalierError."""
     names = [f.name for f in fields(LearnConfig)[1:]]
     given = {name: value for name in names if (value := getattr(args, f"learn_{name}")) is not None}
     if args.learn is None:
@@ -200,8 +200,10 @@ def run(args: Namespace) -> int:
 
 
 def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: str | None = None) -> int:
-    """Serve what an engine process makes of `settings`.  name: the model's; worker: the module of that process, None:
-    the one that loads a model.  Raises EspalierError.
+    """Serve an engine process that loads `settings`.  Returns the exit status.
+
+    name: the model's name.  worker: the module that the engine process runs; None: the module that loads a model.
+    Raises EspalierError.
     """
     # Imported here, so that other commands start without the server's modules.
     from espalier.server.api import ApiOptions
@@ -209,7 +211,7 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
     from espalier.server.run import ServeOptions, check_options, serve
 
     check_options(vars(args), flag_of)
-    if not args.host:  # an empty address means all: `--host "$HOST"` with HOST unset must not open the server to them
+    if not args.host:  # an empty address means all: `--host "$HOST"` with HOST unset must not open the server to others
         raise EspalierError("--host is empty; give an address, such as 127.0.0.1, or 0.0.0.0 for all, or leave it out")
     if args.batch_dir is None:
         _refuse_beside(args, ("max_file_bytes",), "is for --batch-dir; give that too, or leave it out")
@@ -217,7 +219,7 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
     learn = _learn_settings(args, len(keys))
     if learn is not None and worker is not None:
         raise EspalierError("--learn trains from a model's files; a synthetic model has none: leave it out")
-    # With "auto" and a draft, the name is that of the target's directory.
+    # If the model is "auto" with a draft, the served name is the name of the target's directory.
     names = args.served_model_name or [name for name in [name] if name != "auto"]
     options = ServeOptions(
         host=args.host,
@@ -225,7 +227,7 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
         drain_timeout_s=args.drain_timeout,
         send_timeout_s=SEND_TIMEOUT_S if args.send_timeout is None else args.send_timeout or None,
         client=ClientOptions(
-            # A replica ends with its engine.
+            # A replica must end with its engine: Ray Serve starts the next replica.
             restart=args.replicas is None and args.restart_engine is not False,
             timeout_s=args.engine_timeout,
             load_timeout_s=args.load_timeout or None,
@@ -259,7 +261,7 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
 def front_options(
     args: Namespace, names: Sequence[str], max_queue: int, request_timeout_s: float | None, strict_fields: bool = False
 ) -> "FrontOptions":
-    """With the flags of add_chat_flags.  Raises EspalierError, before the model is loaded."""
+    """Returns FrontOptions from the flags of add_chat_flags.  Raises EspalierError before the model is loaded."""
     from espalier.server.front import FrontOptions
     from espalier.tool_calls.formats import find_formats
 
@@ -280,7 +282,7 @@ def front_options(
 
 
 def _serve_replicas(args: Namespace, settings: dict[str, Any], options: "ServeOptions") -> None:
-    """Serve by Ray.  Raises EspalierError."""
+    """Serve with Ray Serve.  Raises EspalierError."""
     from espalier.serve_ray.build import TOKENS_PER_REPLICA, ServedModel, Service, checked_settings, replicas_of
     from espalier.serve_ray.cluster import serve_replicas
 
@@ -301,14 +303,14 @@ def _serve_replicas(args: Namespace, settings: dict[str, Any], options: "ServeOp
 
 
 def _refuse_beside(args: Namespace, names: Sequence[str], why: str) -> None:
-    """Raises EspalierError for a flag that was given."""
+    """Refuse the flags `names` if any was given.  why: the rest of the message.  Raises EspalierError."""
     for name in names:
         if getattr(args, name) is not None:
             raise EspalierError(f"{flag_of(name)} {why}")
 
 
 def _model(args: Namespace) -> tuple[dict[str, Any], str]:
-    """(settings for the engine process, the model's name).  Raises EspalierError."""
+    """Returns (settings for the engine process, the model's name).  Raises EspalierError."""
     settings = engine_settings(args) | {"model": args.model}
     if args.model == "auto" and "draft" not in settings:
         settings["model"] = "bundled"
@@ -316,7 +318,7 @@ def _model(args: Namespace) -> tuple[dict[str, Any], str]:
 
 
 def sendable(settings: dict[str, Any]) -> dict[str, Any]:
-    """Check the engine's settings, and make them plain values for the engine process.  Raises EspalierError."""
+    """Check the engine's settings and return them as plain values for the engine process.  Raises EspalierError."""
     EngineConfig(**settings)
     tree = settings.get("speculation")
     if tree is None or isinstance(tree, str):

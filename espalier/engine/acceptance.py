@@ -7,6 +7,7 @@ in proportion to the first child (FIRST_CHILD).  How much they add follows from 
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -43,7 +44,7 @@ class Sample(NamedTuple):
     """
 
     allowed: int
-    ranks: Sequence[int]
+    ranks: tuple[int, ...]
     is_leaf: bool
     is_short: bool
 
@@ -176,10 +177,11 @@ class Acceptance:
         self.prior = max(FADING * self.prior, self.least_prior)
         for count in (*self.depths, *self.forms.values()):
             count.fade(factor)
-        for sample in samples:
-            self._add_path(sample, min(sample.allowed, depth))
-            form.tried += expected[min(sample.allowed, depth)]
-            form.found += len(sample.ranks)
+        # Of a large batch, many samples are equal.
+        for sample, weight in Counter(samples).items():
+            self._add_path(sample, min(sample.allowed, depth), weight)
+            form.tried += weight * expected[min(sample.allowed, depth)]
+            form.found += weight * len(sample.ranks)
 
     def _doubt_if_surprised(self, expected: float, samples: Sequence[Sample]) -> None:
         """Doubt the older rounds if the latest ones gain much more or less than expected."""
@@ -191,16 +193,16 @@ class Acceptance:
             self.doubt(max(RECENT / 4, len(samples)))
             self.recent = Count()
 
-    def _add_path(self, sample: Sample, allowed: int) -> None:
+    def _add_path(self, sample: Sample, allowed: int, weight: int) -> None:
         """Count the first children of a path of first children, and the child where that path ends."""
         ranks = sample.ranks
         for depth in range(min(allowed, len(ranks) + 1)):
             count = self.depths[depth]
             if depth == len(ranks):
                 # A leaf may have no child because other nodes were more probable.  Then nothing is known.
-                count.tried += not sample.is_leaf or sample.is_short
+                count.tried += weight * (not sample.is_leaf or sample.is_short)
                 return
-            count.tried += 1
+            count.tried += weight
             if ranks[depth]:
                 return
-            count.found += 1
+            count.found += weight

@@ -2,19 +2,25 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from espalier.engine.launch_input import Launch, RequestResult
-from espalier.layout import RoundLayout
+from espalier.engine.tree_choice import LookedUp
+from espalier.layout import RoundLayout, TreeShape
 from espalier.request import Request
 from espalier.slots import ALL_SOURCES, Guess, guess_width
 from espalier.speculate.sources.base import HostSource
 from espalier.speculate.sources.calibrate import Candidates
 from espalier.speculate.sources.survival import Survival
 
+# Beside a draft, a guess is sent if its first token is right at least so often; else it seldom adds to the tree.
+LEAST_BESIDE = 0.6
+# Without a draft, a token is sent if it is reached at least so often: a row costs that share of a token's time.
+LEAST_REACH = 0.06
 # Counts are logged after so many rounds, and each time that the rounds have doubled.
 LEAST_LOGGED = 256
 log = logging.getLogger("espalier")
@@ -28,6 +34,17 @@ class OfRound(NamedTuple):
     guesses: OfSlots = ()
     survival: np.ndarray | None = None
     skill: tuple[float, ...] = ()
+
+
+class Asked(NamedTuple):
+    """What the sources guess before a round.  looked_up: as in TreeChooser."""
+
+    guesses: OfSlots = ()
+    looked_up: LookedUp | None = None
+
+
+# Of a prefill pass, which carries nothing.
+NOTHING = Asked()
 
 
 class Guesses:
@@ -58,23 +75,64 @@ class Guesses:
         if self.survival is not None:
             self.survival.own.pop(request.id, None)
 
-    def next(self, batch: Sequence[Request]) -> OfRound:
-        """What a round of these requests carries."""
-        if self.survival is None:
-            return OfRound()
+    def ask(self, batch: Sequence[Request]) -> Asked:
+        """Guesses for the next round of these requests."""
+        if self.survival is None or not self.sources:
+            return Asked()
         found = ((request.slot, self._guesses_of(request)) for request in batch if request.slot is not None)
         guesses = tuple((slot, of_slot) for slot, of_slot in found if of_slot)
-        return OfRound(guesses, self.survival.to_send(), tuple(self.survival.skill(request.id) for request in batch))
+        return Asked(guesses, self._looked_up(batch, guesses))
 
     def _guesses_of(self, request: Request) -> tuple[Guess, ...]:
         if not request.params.depth_limit(self.layout.steps):
             return ()
-        width = guess_width(self.layout)
+        width = guess_width(self.layout) if request.rounds_in_flight else self.layout.steps
         guesses = chain.from_iterable(source.guesses(request, width) for source in self.sources)
         by_token: dict[int, Guess] = {}
         for guess in guesses:
             by_token.setdefault(guess.tokens[0], guess)
         return tuple(by_token.values())[: self.layout.sent_paths]
+
+    def _looked_up(self, batch: Sequence[Request], guesses: OfSlots) -> LookedUp | None:
+        """What these guesses alone would gain in the next round.  None if the host does not know: a round is in flight,
+        or the device has a source too."""
+        if self.layout.text_paths or any(request.rounds_in_flight for request in batch):
+            return None
+        gained, rows = 0.0, len(batch)
+        samples = {request.slot: request.params.temperature > 0 for request in batch}
+        for slot, of_slot in guesses:
+            others = 1.0
+            for guess in of_slot:
+                reach = self._worth_sending(guess, samples[slot])
+                gained += others * sum(reach)
+                others *= 1 - reach[0] if reach else 1.0
+                rows += len(reach)
+        return LookedUp(gained / len(batch), rows)
+
+    def _worth_sending(self, guess: Guess, is_sampled: bool) -> list[float]:
+        """How often the tokens of a guess are reached, as far as they are worth their rows."""
+        assert self.survival is not None
+        reached = self.survival.reach(guess.kind, is_sampled)[: len(guess.tokens)]
+        return [reach for reach in reached if reach >= LEAST_REACH]
+
+    def of_round(self, batch: Sequence[Request], asked: Asked, tree: TreeShape | None) -> OfRound:
+        """What a round with this tree carries.  If `looked_up` chose the tree, a guess is only sent where it pays."""
+        if self.survival is None or asked is NOTHING or (tree is not None and not tree.steps):
+            return OfRound()
+        guesses = asked.guesses
+        if asked.looked_up is not None and tree is not None:
+            samples = {request.slot: request.params.temperature > 0 for request in batch}
+            kept = ((slot, self._paying(of_slot, tree, samples[slot])) for slot, of_slot in guesses)
+            guesses = tuple((slot, of_slot) for slot, of_slot in kept if of_slot)
+        return OfRound(guesses, self.survival.to_send(), tuple(self.survival.skill(request.id) for request in batch))
+
+    def _paying(self, guesses: Sequence[Guess], tree: TreeShape, is_sampled: bool) -> tuple[Guess, ...]:
+        made = []
+        for guess in guesses:
+            reach = self._worth_sending(guess, is_sampled)
+            if reach and (not tree.drafts or reach[0] >= LEAST_BESIDE):
+                made.append(replace(guess, tokens=guess.tokens[: len(reach)]))
+        return tuple(made)
 
     def count(self, launch: Launch, rows: Sequence[RequestResult]) -> list[int]:
         """Count the guesses of a launch that came true.  Called before its tokens are appended.  rows: the launch's
@@ -84,7 +142,7 @@ class Guesses:
         """
         if self.survival is None:
             return [0] * len(rows)
-        by_slot = dict(launch.launch_input.guesses)
+        by_slot = dict(launch.guesses)
         followed = [0] * len(rows)
         requests: list[str] = []
         candidates: list[np.ndarray] = []
@@ -124,7 +182,10 @@ class Guesses:
             known = tuple(request.output[guess.start + 1 - len(request.prompt) :])
             if guess.tokens[: len(known)] == known:
                 paths.append((guess.kind, guess.tokens[len(known) :]))
-        followed = [self.survival.add(kind, tokens, row.tokens, _num_shared(tokens, drafted)) for kind, tokens in paths]
+        samples = request.params.temperature > 0
+        followed = [
+            self.survival.add(kind, tokens, row.tokens, _num_shared(tokens, drafted), samples) for kind, tokens in paths
+        ]
         return max(followed, default=0)
 
 

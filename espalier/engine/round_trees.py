@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from espalier.engine.acceptance import Sample
 from espalier.engine.launch_input import LaunchInput, RequestResult
-from espalier.engine.tree_choice import FixedTrees, TreeChooser
+from espalier.engine.tree_choice import FixedTrees, LookedUp, TreeChooser
 from espalier.layout import RoundLayout, TreeShape
 from espalier.request import Request
 
@@ -21,21 +21,24 @@ class RoundTrees:
         self.chooser = chooser or FixedTrees()
         self.runs_any_tree = runs_any_tree
         self.num_rounds: Counter[TreeShape] = Counter()
+        # Whether rounds may run without a draft pass.
+        self.looks_up = any(not tree.drafts for _, trees in layout.choices for tree in trees)
 
-    def next_tree(self, batch: Sequence[Request]) -> TreeShape | None:
-        """The tree of the next round, of these requests; None for the layout's."""
-        tree = self._chosen_tree(batch)
+    def next_tree(self, batch: Sequence[Request], looked_up: LookedUp | None = None) -> TreeShape | None:
+        """The tree of the next round, of these requests; None for the layout's.  looked_up: as in TreeChooser."""
+        tree = self._chosen_tree(batch, looked_up)
         self.num_rounds[tree or self.layout.at(len(batch)).tree] += 1
         return tree
 
-    def _chosen_tree(self, batch: Sequence[Request]) -> TreeShape | None:
+    def _chosen_tree(self, batch: Sequence[Request], looked_up: LookedUp | None) -> TreeShape | None:
         if not self.layout.steps:
             return None
         if not self.runs_any_tree and any(request.masker for request in batch):
             # Rounds with a grammar run in stages, which only the layout's tree has.
             return None
         drafting = self._num_drafting(batch)
-        tree = self.chooser.pick(len(batch), drafting, sum(request.num_known for request in batch) / len(batch))
+        context = sum(request.num_known for request in batch) / len(batch)
+        tree = self.chooser.pick(len(batch), drafting, context, looked_up)
         return self.layout.without_draft if tree is None and not drafting else tree
 
     def of_pass(self, batch: Sequence[Request]) -> TreeShape | None:
@@ -78,8 +81,14 @@ class RoundTrees:
         ]
         counted = [at for at, row in enumerate(rows) if allowed[at] > 0 and row.finite]
         samples = [Sample(allowed[at], rows[at].ranks, rows[at].is_leaf, is_short[at]) for at in counted]
-        looked_up = [_without_draft(allowed[at], followed[at], len(rows[at].tokens)) for at in counted]
+        looked_up = [_without_draft(allowed[at], followed[at], len(rows[at].tokens)) for at in counted if self.looks_up]
         self.chooser.read(samples, verified, looked_up)
+
+
+def label(tree: TreeShape) -> str:
+    """A short name of a tree, for metrics."""
+    shared = f" sharing {tree.shared_rows}" if tree.shared_rows else ""
+    return ",".join(map(str, tree.sizes.values())) + shared + ("" if tree.drafts and tree.extends else " without draft")
 
 
 def _without_draft(allowed: int, followed: int, emitted: int) -> Sample:

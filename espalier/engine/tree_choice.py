@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import NamedTuple, Protocol
 
 from espalier.config import RoundCosts
-from espalier.engine.acceptance import Acceptance, Sample
+from espalier.engine.acceptance import Acceptance, Count, Sample
 from espalier.engine.round_times import RoundTimes
 from espalier.layout import PLAIN, RoundLayout, TreeShape, next_bucket
 
@@ -29,6 +29,9 @@ COMPETES = 0.75
 DOUBT = 0.5
 # A choice that lasted LASTING rounds was no mistake.  A choice that lasted SETTLED rounds is logged.
 LASTING, SETTLED = 12, 64
+# What a unit of time is worth is averaged over LATELY rounds.  Expected gains of looked-up guesses are uncertain, so
+# they must be worth LEAST_GAIN tokens.
+LATELY, LEAST_GAIN = 16, 0.15
 log = logging.getLogger("espalier")
 
 
@@ -53,6 +56,16 @@ DRAFTED = Pace(48, 400, trial=4, alone=4, dwell=8, least_prior=0.25)
 LOOKED_UP = Pace(16, 24, trial=2, alone=0, dwell=2, least_prior=1.0)
 
 
+class LookedUp(NamedTuple):
+    """What the guesses of the other sources alone would give in the next round.
+
+    tokens: a request's expected tokens beyond the first, the mean over the batch; rows: of the verify pass.
+    """
+
+    tokens: float
+    rows: int
+
+
 class TreeChooser(Protocol):
     """Decides the tree of each round.  Rounds are read in the order in which they were picked.
 
@@ -61,10 +74,11 @@ class TreeChooser(Protocol):
 
     num_changes: int
 
-    def pick(self, batch: int, drafting: int, context: float) -> TreeShape | None:
+    def pick(self, batch: int, drafting: int, context: float, looked_up: LookedUp | None = None) -> TreeShape | None:
         """The tree of the next round; None for the layout's.
 
-        batch: requests; drafting: how many of them can accept guesses; context: the mean number of tokens of a request.
+        batch: requests; drafting: how many of them can accept guesses; context: the mean number of tokens of a request;
+        looked_up: None where it is not known before the round.
         """
         ...
 
@@ -86,7 +100,7 @@ class FixedTrees:
 
     num_changes = 0
 
-    def pick(self, batch: int, drafting: int, context: float) -> TreeShape | None:
+    def pick(self, batch: int, drafting: int, context: float, looked_up: LookedUp | None = None) -> TreeShape | None:
         return None
 
     def read(self, samples: Sequence[Sample], rows: int, looked_up: Sequence[Sample]) -> None:
@@ -98,12 +112,14 @@ class FixedTrees:
 
 @dataclass(frozen=True)
 class Picked:
-    """A round in flight.  at: the time when its tree was picked, in seconds of the clock."""
+    """A round in flight.  at: the time when its tree was picked, in seconds of the clock; by_guesses: whether the
+    guesses of the round were known then."""
 
     tree: TreeShape
     batch: int
     context: float
     at: float
+    by_guesses: bool
 
 
 @dataclass
@@ -144,27 +160,58 @@ class TreeChoice:
         )
         self.buckets: dict[int, Bucket] = {}
         self.rounds = self.num_changes = 0
+        # Units of time, and tokens of a request in them.
+        self.lately = Count()
         self._in_flight: deque[Picked] = deque()
         self._last: tuple[TreeShape, int, float] | None = None
 
     def restart(self) -> None:
-        """On a CPU, forget all estimates: the new text may repeat itself.  On a GPU prompts enter all the time."""
+        """Where guesses are looked up on a CPU, forget all estimates: the new text may repeat itself.  A draft model is
+        about equally good everywhere, and on a GPU prompts enter all the time."""
         self._last = None
-        if not self.costs.by_clock:
+        if not self.costs.by_clock and self.pace is LOOKED_UP:
             self.acceptance.forget()
             self.of_lookup.forget()
             self.buckets.clear()
 
-    def pick(self, batch: int, drafting: int, context: float) -> TreeShape | None:
+    def pick(self, batch: int, drafting: int, context: float, looked_up: LookedUp | None = None) -> TreeShape | None:
         at = next_bucket(batch)
         bucket = self._bucket(at)
-        tree = self._choose(bucket, at, drafting / batch, context) if drafting else self.layout.without_draft
-        self._in_flight.append(Picked(tree, at, context, self.clock()))
+        alone = next((form for form in bucket.forms if not form.drafts), None)
+        by_guesses = looked_up is not None and alone is not None and not self.costs.by_clock
+        if not drafting:
+            tree = self.layout.without_draft
+        elif by_guesses and alone is not None and looked_up is not None:
+            tree = self._choose_by_guesses(bucket, batch, drafting / batch, context, alone, looked_up)
+        else:
+            tree = self._choose(bucket, at, drafting / batch, context, bucket.forms)
+        self._in_flight.append(Picked(tree, at, context, self.clock(), by_guesses))
         return tree
+
+    def _choose_by_guesses(
+        self, bucket: Bucket, batch: int, share: float, context: float, alone: TreeShape, looked_up: LookedUp
+    ) -> TreeShape:
+        """The tree without a draft pass, `alone`, in a round where the time that it saves is worth more tokens than the
+        draft would add.  Time is worth what lately came of it."""
+        at = next_bucket(batch)
+        other = self._choose(bucket, at, share, context, [form for form in bucket.forms if form.drafts])
+        seconds = self.times.seconds(other, at, context)
+        # A trial goes on unless it cannot be better.
+        tokens = self.rate(other, at, share, context) * seconds if other == bucket.current else 1 + other.steps
+        saved = seconds - self.costs.of_rows(alone, batch, looked_up.rows)
+        worth = self.lately.share(tokens / seconds, 1.0)
+        return alone if 1 + looked_up.tokens + saved * worth > tokens + LEAST_GAIN else other
 
     def read(self, samples: Sequence[Sample], rows: int, looked_up: Sequence[Sample]) -> None:
         picked = self._in_flight.popleft()
         self._count_time(picked, rows)
+        if picked.by_guesses:
+            self.lately.fade(1 - 1 / LATELY)
+            self.lately.tried += self.costs.of_rows(picked.tree, picked.batch, rows)
+            self.lately.found += 1 + sum(len(sample.ranks) for sample in samples) / picked.batch
+            if picked.tree.drafts:
+                self.acceptance.add(picked.tree, samples)
+            return
         self._acceptance_of(picked.tree).add(picked.tree, samples)
         without = next((form for form in self._bucket(picked.batch).forms if not form.drafts), None)
         if without is not None and picked.tree.drafts and picked.tree.steps:
@@ -191,15 +238,15 @@ class TreeChoice:
             self.buckets[at] = Bucket(forms, forms[0])
         return self.buckets[at]
 
-    def _choose(self, bucket: Bucket, at: int, share: float, context: float) -> TreeShape:
-        """share: the share of the batch's requests that can accept guesses."""
+    def _choose(self, bucket: Bucket, at: int, share: float, context: float, forms: Sequence[TreeShape]) -> TreeShape:
+        """One of these forms.  share: the share of the batch's requests that can accept guesses."""
         self.rounds += 1
         if bucket.left:
             bucket.left -= 1
             assert bucket.trying is not None
             tree = bucket.trying
         else:
-            rates = {form: self.rate(form, at, share, context) for form in bucket.forms}
+            rates = {form: self.rate(form, at, share, context) for form in forms}
             self._switch_if_better(bucket, rates)
             tree = self._start_trial_if_due(bucket, at, rates, share) or bucket.current
             self._log_if_settled(bucket, at, context)
@@ -213,7 +260,7 @@ class TreeChoice:
 
     def _switch_if_better(self, bucket: Bucket, rates: dict[TreeShape, float]) -> None:
         bucket.held += 1
-        best = max(bucket.forms, key=lambda form: rates[form])
+        best = max(rates, key=lambda form: rates[form])
         if bucket.held > self.pace.dwell and rates[best] > WORTH_A_CHANGE * rates[bucket.current]:
             if best == PLAIN:
                 # Guesses that paid for a while may soon pay again.
@@ -232,7 +279,7 @@ class TreeChoice:
         bucket.length = bucket.pause = min(2 * bucket.length, LONGEST)
         bucket.plain_pause = bucket.length if bucket.current == PLAIN else bucket.plain_pause
         # Without a clock, the time of plain decoding is known.
-        others = [form for form in bucket.forms if form != bucket.current and (self.costs.by_clock or form != PLAIN)]
+        others = [form for form in rates if form != bucket.current and (self.costs.by_clock or form != PLAIN)]
         rivals = [form for form in others if rates[form] >= COMPETES * max(rates.values())]
         if (bucket.current == PLAIN or not bucket.current.drafts) and others:
             for acceptance in (self.acceptance, self.of_lookup)[: 2 if bucket.current == PLAIN else 1]:

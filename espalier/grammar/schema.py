@@ -6,7 +6,9 @@ A schema may become narrower (closed objects, strings without escapes), never wi
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
 from typing import Any
 
 from espalier.errors import EspalierError, shown
@@ -62,7 +64,33 @@ def enforceable(text: str, strict: bool = True) -> str:
     walk.check_references()
     walk.check_disjoint()
     require_finite_values(walk.made)
+    _share_strings(made)
     return json.dumps(made)
+
+
+def _share_strings(made: dict[str, Any]) -> None:
+    """Make a definition of each pattern that comes several times: xgrammar compiles a definition once."""
+    strings = [part for part in _parts(made) if part.keys() == {"type", "pattern"} and isinstance(part["pattern"], str)]
+    times = Counter(part["pattern"] for part in strings)
+    taken = made.get("$defs", {})
+    free = (name for i in count() if (name := f"string{i}") not in taken)
+    names = {pattern: next(free) for pattern in times if times[pattern] > 1}
+    for part in strings:
+        if (pattern := part.get("pattern")) in names:  # else a part that stands in several places, and was changed
+            part.clear()
+            part["$ref"] = f"#/$defs/{names[pattern]}"
+    if names:
+        made["$defs"] = taken | {name: {"type": "string", "pattern": pattern} for pattern, name in names.items()}
+
+
+def _parts(schema: Any) -> Iterator[dict[str, Any]]:
+    """The objects of an enforceable schema, without the values of an enum."""
+    if isinstance(schema, dict) and not isinstance(schema.get("enum"), list):
+        yield schema
+        schema = list(schema.values())
+    if isinstance(schema, list):
+        for each in schema:
+            yield from _parts(each)
 
 
 class _Walk:

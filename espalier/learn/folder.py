@@ -62,14 +62,14 @@ class Text:
 class Sample:
     """Texts in files of int32 rows, each after (first, number of tokens).  `add` only queues; `flush` writes.
 
-    max_bytes: of all files and of what is queued.  num_texts, num_tokens, num_held_back: texts, their tokens, and
+    max_bytes: of all files and of what is queued.  counts, num_tokens, num_held_back: texts by kind, their tokens, and
     output tokens of held-back ones, since the start.  Both may be called from different threads.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder = folder
         self.part = {"train": max_bytes - max_bytes // HELD_BACK, "held-back": max_bytes // HELD_BACK}
-        self.num_texts = self.num_tokens = self.num_held_back = 0
+        self.counts, self.num_tokens, self.num_held_back = dict.fromkeys(KINDS, 0), 0, 0
         self._queued: dict[str, list[np.ndarray]] = {kind: [] for kind in KINDS}
         self._lock = threading.Lock()
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -85,7 +85,7 @@ class Sample:
         with self._lock:
             if self._queued_bytes(kind) + row.nbytes <= self.part[kind] // SEGMENTS:
                 self._queued[kind].append(row)
-                self.num_texts += 1
+                self.counts[kind] += 1
                 self.num_tokens += len(prompt) + len(output)
                 self.num_held_back += len(output) if kind == "held-back" else 0
 
@@ -133,10 +133,11 @@ def texts_of(files: Sequence[Path]) -> Iterator[Text]:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Of a learned draft.  digest: of its files; before, after: accept lengths of the draft that was served and of this
-    one on the same held-back traffic."""
+    """Of a learned draft.  digest: of its files; given, before, after: accept lengths of the draft that the server was
+    given, of the one that was served and of this one, on the same held-back traffic."""
 
     digest: str
+    given: float
     before: float
     after: float
     num_tokens: int
@@ -184,9 +185,12 @@ class Folder:
         return self.drafts / str(max(numbers, default=0) + 1)
 
     def serve(self, draft: Path) -> None:
-        """Remember the draft, and remove all others.  Raises OSError."""
-        with whole_file(self.path / "served.json", SPACE) as half:
-            half.write_text(json.dumps({"draft": draft.name}))
+        """Remember the draft, and remove all others.  One from elsewhere is the given one.  Raises OSError."""
+        if draft.parent == self.drafts:
+            with whole_file(self.path / "served.json", SPACE) as half:
+                half.write_text(json.dumps({"draft": draft.name}))
+        else:
+            (self.path / "served.json").unlink(missing_ok=True)
         for other in self.drafts.iterdir():
             if other != draft:
                 remove(other)
@@ -221,9 +225,11 @@ def remove(draft: Path) -> None:
         shutil.rmtree(draft)
 
 
-def publish(unfinished: Path, draft: Path, before: float, after: float, num_tokens: int, seconds: float) -> None:
-    """Give a draft that is written whole its manifest and its name.  Raises OSError."""
-    manifest = Manifest(_digest(unfinished), before, after, num_tokens, seconds)
+def publish(
+    unfinished: Path, draft: Path, lengths: tuple[float, float, float], num_tokens: int, seconds: float
+) -> None:
+    """Give a draft that is written whole its manifest and its name.  lengths: see Manifest.  Raises OSError."""
+    manifest = Manifest(_digest(unfinished), *lengths, num_tokens, seconds)
     (unfinished / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
     for file in unfinished.iterdir():
         with file.open("rb") as opened:

@@ -113,6 +113,18 @@ def trainers_machine(device: torch.device, num_pages: int | str | None) -> Machi
 
 
 @dataclass(frozen=True)
+class Counts:
+    """Of the sample when a training begins: texts by kind, and output tokens of held-back ones."""
+
+    texts: Mapping[str, int]
+    num_held_back: int
+
+    @classmethod
+    def of(cls, sample: Sample) -> Counts:
+        return cls(dict(sample.counts), sample.num_held_back)
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A learned draft that is to be swapped in."""
 
@@ -133,12 +145,13 @@ class Learner:
         self.kind, found = require_learnable(prepared), prepared.checkpoint
         assert found.draft_path is not None
         self.machine = trainers_machine(torch.device(prepared.resolved.device), prepared.config.num_pages)
-        self.target, self.draft = found.target_path, found.draft_path
+        self.target, self.draft, self.given = found.target_path, found.draft_path, found.draft_path
         origin = {"target": target_digest(found.target_path), "draft": target_digest(found.draft_path)}
         self.folder = Folder(Path(config.folder).expanduser(), origin)
         self.sample = Sample(self.folder.path / "sample", config.bytes)
         self.figures = LearnFigures()
         self._trained_at = self._num_failed = 0
+        self._judged = self._starts = Counts.of(self.sample)
         self._may_start_at = 0.0
         self._process: subprocess.Popen[bytes] | None = None
         self._said = b""
@@ -216,27 +229,30 @@ class Learner:
 
     def _turn(self) -> None:
         self._remember_swap()
-        self.figures.texts, self.figures.bytes = self.sample.num_texts, self.sample.num_bytes
+        self.figures.texts, self.figures.bytes = sum(self.sample.counts.values()), self.sample.num_bytes
         if self._process is not None:
             self._watch(self._process)
         elif self._candidate is None and time.monotonic() >= self._may_start_at:
             if self.sample.is_full():
                 self.sample.flush()
             is_due = self.sample.num_tokens - self._trained_at >= self.config.tokens
-            if is_due and self.sample.num_held_back >= LEAST_HELD_BACK:
+            if is_due and self.sample.num_held_back - self._judged.num_held_back >= LEAST_HELD_BACK:
                 self.sample.flush()
                 self._start()
 
     def _start(self) -> None:
         tree = self.resolved.layout.tree
-        self._out = self.folder.next_draft()
+        self._out, self._starts = self.folder.next_draft(), Counts.of(self.sample)
+        new = {kind: count - self._judged.texts[kind] for kind, count in self._starts.texts.items()}
         run = {
             "kind": self.kind,
             "target": str(self.target),
             "draft": str(self.draft),
+            "given": str(self.given),
             "tree": [tree.steps, tree.topk, tree.num_draft_tokens],
             "out": str(self._out),
             "seconds": self.config.seconds,
+            "texts": new,
         }
         (self.folder.path / "run.json").write_text(json.dumps(run))
         num_tokens = self.sample.num_tokens
@@ -272,21 +288,25 @@ class Learner:
             self._fail(f"the training process {process.pid} {how}")
             return
         self._judge(self._out)
-        self._num_failed = 0
+        self._judged, self._num_failed = self._starts, 0
         self.figures.trainings += 1
 
     def _judge(self, draft: Path) -> None:
-        """Make a candidate of a draft that accepts more.  Raises EspalierError for one that is not whole."""
+        """Make a candidate of the best draft, new or given, if it accepts more than the served one.
+
+        Raises EspalierError for a new draft that is not whole.
+        """
         manifest = read_manifest(draft)
-        self.figures.before, self.figures.after = manifest.before, manifest.after
-        if not manifest.after >= manifest.before + LEAST_GAIN:  # also if it is not a number
+        self.figures.given, self.figures.before, self.figures.after = manifest.given, manifest.before, manifest.after
+        best, length = (draft, manifest.after) if manifest.after > manifest.given else (self.given, manifest.given)
+        if not length >= manifest.before + LEAST_GAIN:  # also if it is not a number
             log.info(
                 "learning: the new draft is not used: accept length %.3f on held-back traffic, the served one's %.3f",
                 *(manifest.after, manifest.before),
             )
             remove(draft)
             return
-        self._candidate = Candidate(draft, manifest, Swap(self._served, self._load(draft)))
+        self._candidate = Candidate(best, manifest, Swap(self._served, self._load(best)))
 
     def _remember_swap(self) -> None:
         """Write down what the engine's thread has swapped in.  Raises OSError; then a restart serves the one before."""
@@ -295,10 +315,13 @@ class Learner:
             return
         self.draft, manifest = swapped.directory, swapped.manifest
         self.figures.swaps += 1
+        is_back = self.draft == self.given
         log.info(
-            "learning: swapped in a draft: accept length %.3f on held-back traffic, before %.3f; trained on %d tokens "
+            "learning: swapped in %s: accept length %.3f on held-back traffic, before %.3f; trained on %d tokens "
             "in %.0f s",
-            *(manifest.after, manifest.before, manifest.num_tokens, manifest.seconds),
+            "the given draft again" if is_back else "a draft",
+            manifest.given if is_back else manifest.after,
+            *(manifest.before, manifest.num_tokens, manifest.seconds),
         )
         self.folder.serve(self.draft)
 

@@ -7,7 +7,6 @@ manifest.  Its stdin says when it may compute.  When that is closed, the server 
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import threading
@@ -15,6 +14,8 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,7 +29,7 @@ from espalier.errors import EspalierError, one_line
 from espalier.learn.folder import publish, remove, texts_of
 from espalier.train import block, eagle3, mtp
 from espalier.train.checkpoint import load_draft, save_draft
-from espalier.train.data import Conversation, Data
+from espalier.train.data import Data
 from espalier.train.draft_run import DraftRun, Loss, RunFiles, print_measure, run_steps, training_rows
 from espalier.train.evaluate import AcceptReport, measure
 from espalier.train.mtp_checkpoint import load_mtp, save_mtp
@@ -39,10 +40,13 @@ from espalier.train.target import Eagle3Target, FrozenTarget, training_device
 from espalier.train.windows import Texts
 
 GO, WAIT = b"1", b"0"
-# Tokens of a row by the device's type, and how often the sample is read.
-LENGTHS, PASSES = MappingProxyType({"cpu": 256, "cuda": 1024}), 3
-# Tokens of a text on both sides of its output's start, and of all outputs, that are measured.
-MEASURED_SIDE, MEASURED = 256, 2**13
+# Tokens of a row by the device's type; how often the sample is read; steps of a reading, if it has rows for them: a few
+# large batches teach nothing.
+LENGTHS, PASSES, STEPS = MappingProxyType({"cpu": 256, "cuda": 1024}), 3, 50
+# Tokens of a text on both sides of its output's start, and texts, that are measured.
+MEASURED_SIDE, MOST_MEASURED = 256, 64
+# A training reads the newest texts, and this many times as many with those before them, so that older topics stay.
+REPLAYED = 2
 # Far fewer than a new draft's: the rates of a training from nothing would first undo what the draft has learned.
 RATES = MappingProxyType({"matrix_lr": 1e-3, "other_lr": 5e-4})
 FAILED = 1
@@ -122,70 +126,87 @@ class Turn:
         self._may.wait()
 
 
-def texts_in(folder: Path, kind: str, before: int, behind: int | None = None, most: float = math.inf) -> Texts:
-    """The newest texts of the sample, each cut to so many tokens before and behind its output's start.
-
-    most: tokens of outputs, after which no more texts are taken.
-    """
-    tokens, firsts, num_tokens = [], [], 0
-    for text in texts_of(sorted(folder.glob(f"{kind}.*.npy"))):
-        if num_tokens >= most:
-            break
+def texts_in(folder: Path, kind: str, num_texts: int, before: int, behind: int | None = None) -> Texts:
+    """The newest texts of the sample, each cut to so many tokens before and behind its output's start."""
+    tokens, firsts = [], []
+    for text in islice(texts_of(sorted(folder.glob(f"{kind}.*.npy"))), num_texts):
         begin = max(0, text.first - before)
         tokens.append(text.tokens[begin : None if behind is None else text.first + behind])
         firsts.append(text.first - begin)
-        num_tokens += len(tokens[-1]) - firsts[-1]
     return Texts.of(tokens, firsts)
 
 
 def settings_of(num_tokens: int, length: int, device: torch.device, max_seconds: int, seed: int) -> dict[str, Any]:
     """The settings of a run over a sample of so many tokens.  Raises EspalierError for too few."""
     # A row takes fewer than two rows' tokens: what it cuts off of its last text is left out.
-    batch = min(32 if device.type == "cuda" else 4, num_tokens // (2 * length + 2))
-    if not batch:
+    batch = min(32 if device.type == "cuda" else 4, max(1, num_tokens // (STEPS * length)))
+    if num_tokens < 2 * length + 2:
         raise EspalierError(f"the sample has {num_tokens} tokens to train on; {2 * length + 2} are needed")
     common = {"length": length, "batch": batch, "num_tokens": max(PASSES * num_tokens, batch * length)}
     return {**common, **RATES, "save_every": 10**9, "max_seconds": max_seconds, "seed": seed}
 
 
 def train_once(folder: Path, turn: Turn) -> Path:
-    """Train the draft that run.json names further.  Returns the new one's directory, with its manifest.
+    """Train the served or the given draft further, whichever accepts more of the newest held-back traffic.
 
-    Raises EspalierError or OSError; then nothing has the new draft's name.
+    run.json names both.  Returns the new one's directory, with its manifest.  Raises EspalierError or OSError; then
+    nothing has the new draft's name.
     """
     begun, run = time.monotonic(), json.loads((folder / "run.json").read_text())
     kind, out, unfinished = CONTINUED[run["kind"]], Path(run["out"]), folder / "drafts" / "unfinished"
     remove(unfinished)
-    training = run_of(kind, folder / "sample", run, unfinished, int(out.name))
-    training.target.model.get_decoder().register_forward_pre_hook(lambda *_: turn.wait())
-    if not (before := print_measure(training)):
-        raise EspalierError("the held-back traffic has no outputs long enough to measure a draft")
-    after, num_tokens = run_steps(training)[2], len(training.files.own.texts.tokens)
-    lengths = before["tree"].every_root, after["tree"].every_root
-    publish(unfinished, out, *lengths, num_tokens, time.monotonic() - begun)
+    served = run_of(kind, folder / "sample", run, unfinished, int(out.name))
+    served.target.model.get_decoder().register_forward_pre_hook(lambda *_: turn.wait())
+    before = given = accept_length(served)
+    training = served
+    if run["given"] != run["draft"]:
+        of_given = of_draft(kind, Path(run["given"]), served.target, served.files, run, int(out.name))
+        given = accept_length(of_given)
+        training = of_given if given > before else served
+    after, num_tokens = run_steps(training)[2]["tree"].every_root, len(training.files.own.texts.tokens)
+    publish(unfinished, out, (given, before, after), num_tokens, time.monotonic() - begun)
     return out
 
 
+def accept_length(run: DraftRun) -> float:
+    """On the held-back traffic.  Raises EspalierError if none is long enough."""
+    if not (found := print_measure(run)):
+        raise EspalierError("the held-back traffic has no outputs long enough to measure a draft")
+    return found["tree"].every_root
+
+
 def run_of(kind: Kind, sample: Path, run: dict[str, Any], out: Path, seed: int) -> DraftRun:
-    """The trainer's run over the sample: prompts are conversations, of whose texts only the outputs are learned."""
-    target_dir, device, tree = Path(run["target"]), training_device(), tuple(run["tree"])
-    target, draft = kind.target(target_dir, device), kind.load(Path(run["draft"])).to(device)
-    length = min(LENGTHS[device.type], int(target.config["max_position_embeddings"]))
-    texts = texts_in(sample, "train", length // 2)
-    held_out = texts_in(sample, "held-back", MEASURED_SIDE, MEASURED_SIDE, MEASURED)
-    config = kind.config(draft, settings_of(len(texts.tokens), length, device, run["seconds"], seed))
+    """The trainer's run of the served draft over the newest texts and as many before them, prompts and outputs."""
+    target_dir, device = Path(run["target"]), training_device()
+    target = kind.target(target_dir, device)
+    side = length_of(target) // 2
+    texts = texts_in(sample, "train", REPLAYED * run["texts"]["train"], side)
+    num_measured = min(run["texts"]["held-back"], MOST_MEASURED)
+    held_out = texts_in(sample, "held-back", num_measured, MEASURED_SIDE, MEASURED_SIDE)
+    own, nothing = OwnText(texts, np.zeros(0, np.int64), held_out), Data(np.zeros(0, np.int32))
+    files = RunFiles(run["kind"], target_dir, out, nothing, own, SavedState(out / "state.pt", {}))
+    return of_draft(kind, Path(run["draft"]), target, files, run, seed)
+
+
+def length_of(target: FrozenTarget) -> int:
+    """Tokens of a row."""
+    return min(LENGTHS[target.device.type], int(target.config["max_position_embeddings"]))
+
+
+def of_draft(
+    kind: Kind, directory: Path, target: FrozenTarget, files: RunFiles, run: dict[str, Any], seed: int
+) -> DraftRun:
+    draft, tree = kind.load(directory).to(target.device), tuple(run["tree"])
+    num_tokens = len(files.own.texts.tokens)
+    config = kind.config(draft, settings_of(num_tokens, length_of(target), target.device, run["seconds"], seed))
 
     def measured(texts: list[np.ndarray], firsts: list[int]) -> dict[str, AcceptReport]:
         written = deepcopy(draft).bfloat16().to(target.head.dtype)
         return {"tree": kind.measure(written, target, texts, firsts, tree)}
 
-    prompts = [Conversation(text[:first]) for text, first in zip(texts.split(), texts.firsts, strict=True)]
-    own, data = OwnText(texts, np.zeros(0, np.int64), held_out), Data(np.zeros(0, np.int32), prompts)
-    return DraftRun(
-        *(draft, target, kind.loss(draft, target, config), lambda: kind.save(draft, target, target_dir, out), measured),
-        RunFiles(run["kind"], target_dir, out, data, own, SavedState(out / "state.pt", {})),
-        *(config, kind.rows_of, kind.depth(draft, tree)),
-    )
+    save = partial(kind.save, draft, target, files.target, files.out)
+    parts = draft, target, kind.loss(draft, target, config), save, measured
+    return DraftRun(*parts, files, config, kind.rows_of, kind.depth(draft, tree))
 
 
 def main(folder: Path) -> int:

@@ -111,7 +111,8 @@ class GrammarCompiler:
         with self._running:
             if made.done():  # refused while it waited
                 return
-            timer = _after(self.wait_s, self._give_up, key, made, threading.get_native_id())
+            lower_priority(threading.get_native_id())  # running streams come first
+            timer = _after(self.wait_s, self._give_up, key, made)
             try:
                 compiled: CompiledGrammar | EspalierError = self._compiled(grammar)
             except EspalierError as error:
@@ -129,11 +130,10 @@ class GrammarCompiler:
                     made.set_result(compiled)
                 self._drop_oldest()
 
-    def _give_up(self, key: Key, made: "Future[CompiledGrammar]", thread: int) -> None:
+    def _give_up(self, key: Key, made: "Future[CompiledGrammar]") -> None:
         with self._lock:
             if made.done():
                 return
-            lower_priority(thread)
             self.num_given_up += 1
             made.set_exception(
                 CompilerBusy(

@@ -1,7 +1,7 @@
-"""N engines behind Ray Serve, with the server's own front.  `app` is for a Serve config file (docs/deploy.md).
+"""Several engines behind Ray Serve, with the server's own front.  `app` is for a Serve config file (docs/deploy.md).
 
-Ray has deployments, the router's interface, autoscaling, health checks and rolling updates.  This package has the
-rest: an engine replica (replica.py), the front that calls replicas (ingress.py, pool.py), the choice of a replica for a
+Ray provides deployments, the router's interface, autoscaling, health checks and rolling updates.  This package provides
+an engine replica (replica.py), the front that calls replicas (ingress.py, pool.py), the choice of a replica for a
 prompt (replica_chooser.py, router.py), and the number of replicas that the open tokens need.
 """
 

@@ -1,4 +1,4 @@
-"""Ray Serve's deployments: one of the front, and one of engine replicas for each model.
+"""Ray Serve's deployments: one for the front, and one for the engine replicas of each model.
 
 Ray is imported only when something is built, so a server without --replicas does not need it.
 """
@@ -20,10 +20,10 @@ from espalier.server.logs import LEVELS
 from espalier.server.run import check_options
 from espalier.tool_calls.formats import find_formats
 
-# Open tokens (replica.open_tokens) for which one replica is enough, on average.
+# How many open tokens (replica.open_tokens) one replica can take, on average.
 TOKENS_PER_REPLICA = 16384
 ROUTER = "espalier.serve_ray.router.PrefixRouter"
-# A name in `args`, and the field of the options.
+# Key: a name in `args`.  Value: the field of the front's options.
 OF_FRONT = MappingProxyType(
     {
         "max_queue": "max_queue",
@@ -40,23 +40,23 @@ OF_REPLICAS = ("tokens_per_replica", "resources", "autoscaling", "router")
 OF_MODEL = (*OF_FRONT, *OF_CLIENT, *OF_REPLICAS, "served_model_name", "chat_template", "replicas")
 OF_SERVICE = (*OF_API, "cors_origin", "fronts", "drain_timeout", "log_level", "log_json")
 RAY_VERSION = "2.60"
-# Above any queue: the front limits open requests, not Ray Serve.
+# Larger than any queue, because the front limits open requests, not Ray Serve.
 MAX_ONGOING = 65536
-# Health checks find a replica that hangs.  A replica whose engine ended exits by itself.
+# Seconds between health checks, which find a replica that hangs.  A replica whose engine ended exits by itself.
 HEALTH_PERIOD_S = 5.0
 HEALTH_TIMEOUT_S = 30.0
-# Ray Serve writes no line for each request, because the front does, with its id.
+# Ray Serve logs no line for each request, because the front logs one with the request's id.
 NO_ACCESS_LOG = MappingProxyType({"enable_access_log": False})
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """From `low` to `high` engines.
+    """How many engine replicas a model has: from `low` to `high`.
 
-    tokens_per_replica: open tokens for which one replica is enough, on average.
+    tokens_per_replica: how many open tokens one replica can take, on average.
     resources: what Ray reserves for a replica (ray_actor_options); None: a GPU for each rank, or nothing on a CPU.
     autoscaling: further fields of Ray Serve's AutoscalingConfig, such as its delays.
-    router: a subclass of Ray Serve's RequestRouter, by its path.
+    router: the import path of a subclass of Ray Serve's RequestRouter.
     """
 
     low: int
@@ -73,7 +73,7 @@ class Replicas:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """settings: keywords of EngineConfig, as plain values."""
+    """One model of a service.  settings: keywords of EngineConfig, as plain values."""
 
     settings: dict[str, Any]
     front: FrontOptions
@@ -82,14 +82,14 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """The first of its names, or the draft that names its target."""
+        """The first of the model's names; without a model, the draft that names its target."""
         return self.front.names[0] if self.front.names else str(self.settings["draft"])
 
 
 @dataclass(frozen=True)
 class Service:
-    """models: at least one; num_fronts: replicas of the front; drain_timeout_s: limit for requests that run on a
-    replica that is to end."""
+    """A whole service.  models: at least one.  num_fronts: replicas of the front.  drain_timeout_s: how long requests
+    may still run on a replica that must end."""
 
     models: tuple[ServedModel, ...]
     api: ApiOptions
@@ -100,7 +100,7 @@ class Service:
 
 
 def replicas_of(text: int | str, **more: Any) -> Replicas:
-    """From N or "MIN:MAX".  Raises EspalierError."""
+    """Returns the Replicas for N or "MIN:MAX".  Raises EspalierError."""
     low, _, high = str(text).partition(":")
     if not (low.isdecimal() and (high or low).isdecimal() and 1 <= int(low) <= int(high or low)):
         raise EspalierError(
@@ -110,9 +110,10 @@ def replicas_of(text: int | str, **more: Any) -> Replicas:
 
 
 def service_of(args: Mapping[str, Any]) -> Service:
-    """From the `args` of a Serve config file.  Raises EspalierError.
+    """Returns the Service for the `args` of a Serve config file.  Raises EspalierError.
 
-    Either one `model` with its settings, or `models`, a list of them.  Settings beside `models` apply to each of them.
+    `args` has either one `model` with its settings, or `models`, a list of such objects.  Settings beside `models`
+    apply to each model.
     """
     shared = {name: value for name, value in args.items() if name not in ("models", *OF_SERVICE)}
     models = args.get("models", [{}])
@@ -170,18 +171,18 @@ def checked_settings(settings: Mapping[str, Any]) -> None:
 
 
 def _given(args: Mapping[str, Any], name: str, default: Any) -> Any:
-    """An option.  null is not given."""
+    """Returns an option, or `default` if the option is missing or null."""
     return default if args.get(name) is None else args[name]
 
 
 def _renamed(args: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The given options by their fields.  null is not given, and a limit of 0 seconds is no limit."""
+    """Returns the given options by their fields.  null counts as not given; a limit of 0 seconds means no limit."""
     given = {field: args[name] for name, field in names.items() if args.get(name) is not None}
     return {field: None if field.endswith("_s") and value == 0 else value for field, value in given.items()}
 
 
 def _texts(args: Mapping[str, Any], name: str, *default: str) -> list[str]:
-    """A text or a list of texts, as a list.  Raises EspalierError."""
+    """Returns a text or a list of texts as a list.  Raises EspalierError."""
     value = _given(args, name, list(default))
     texts = [value] if isinstance(value, str) else value
     if not (isinstance(texts, list) and all(isinstance(each, str) for each in texts)):
@@ -199,7 +200,7 @@ def _template(path: Any) -> str:
 
 
 def require_ray() -> Any:
-    """The module ray.serve.  Raises EspalierError."""
+    """Imports and returns the module ray.serve.  Raises EspalierError if Ray is missing or has another version."""
     remedy = f"in the clone, run {install_command('ray')}"
     try:
         import ray
@@ -212,12 +213,12 @@ def require_ray() -> Any:
 
 
 def app(args: dict[str, Any]) -> Any:
-    """The application of a Serve config file: `import_path: espalier.serve_ray:app`.  args: see settings.service_of."""
+    """Returns the application of a Serve config file (`import_path: espalier.serve_ray:app`).  args: see service_of."""
     return application(service_of(args))
 
 
 def application(service: Service) -> Any:
-    """Ray Serve's Application.  Raises EspalierError."""
+    """Returns Ray Serve's Application for a service.  Raises EspalierError."""
     serve = require_ray()
     from espalier.serve_ray.ingress import Ingress
 
@@ -237,7 +238,7 @@ def application(service: Service) -> Any:
 
 
 def _engines(serve: Any, model: ServedModel, service: Service, name: str) -> Any:
-    """The bound deployment of a model's replicas."""
+    """Returns the bound deployment of a model's replicas."""
     from ray.serve.config import RequestRouterConfig
 
     from espalier.serve_ray.replica import EngineReplica
@@ -251,7 +252,7 @@ def _engines(serve: Any, model: ServedModel, service: Service, name: str) -> Any
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         request_router_config=RequestRouterConfig(request_router_class=model.replicas.router),
-        # A configuration that a replica refuses is refused again at every try.
+        # If a replica refuses a configuration, every retry would refuse it again.
         max_constructor_retry_count=1,
         logging_config=dict(NO_ACCESS_LOG),
     )
@@ -277,10 +278,10 @@ def _scaling(model: ServedModel) -> dict[str, Any]:
 
 
 def resources_of(model: ServedModel) -> dict[str, Any]:
-    """The resources that Ray reserves for a replica: a GPU for each rank; nothing for the CPU, whose cores replicas may
-    share.
+    """Returns the resources that Ray reserves for a replica.
 
-    Ray takes an actor's resources from one machine.  Raises EspalierError for fewer GPUs than ranks.
+    This is a GPU for each rank.  For the CPU it is nothing: replicas may share cores.  Ray takes an actor's resources
+    from one machine.  Raises EspalierError for fewer GPUs than ranks.
     """
     wanted = gpus_of(model.settings)
     if model.replicas.resources is None:
@@ -295,12 +296,12 @@ def resources_of(model: ServedModel) -> dict[str, Any]:
 
 
 def gpus_of(settings: Mapping[str, Any]) -> int:
-    """The GPUs of a replica, all of one machine."""
+    """Returns how many GPUs a replica needs, all of one machine."""
     return int(settings.get("tensor_parallel", 1)) if uses_gpu(settings) else 0
 
 
 def uses_gpu(settings: Mapping[str, Any]) -> bool:
-    """Whether a replica needs a GPU: `device` says so; "auto" means yes if the cluster has a GPU."""
+    """Whether a replica needs a GPU.  `device` decides; "auto" means yes if the cluster has a GPU."""
     import ray
 
     device = settings.get("device", "auto")
@@ -310,7 +311,7 @@ def uses_gpu(settings: Mapping[str, Any]) -> bool:
 
 
 def _deployment_name(model: ServedModel, num_models: int) -> str:
-    """ "engine", or with several models "engine-" and the model's name."""
+    """Returns "engine", or with several models "engine-" and the model's name."""
     if num_models == 1:
         return "engine"
     return "engine-" + re.sub(r"[^\w.-]", "-", model.name)

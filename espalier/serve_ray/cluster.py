@@ -16,7 +16,7 @@ from espalier.serve_ray.build import Service, application, gpus_of, require_ray
 
 log = logging.getLogger("espalier.server")
 APP = "espalier"
-# The object store of a cluster that this command starts.  Small: messages of replicas do not go through it.
+# Bytes of the object store in a cluster that this command starts.  Few: messages of replicas do not use the store.
 OBJECT_STORE_BYTES = 2**28
 # The environment of a cluster that this command starts.  gRPC between Serve's processes halves the cost of a streamed
 # token (docs/deploy.md); RAY_worker_niceness=0 gives them normal priority.
@@ -24,7 +24,7 @@ OWN_CLUSTER_ENV = MappingProxyType(
     {
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
-        # Otherwise replicas log to files only.
+        # Without this variable, replicas log only to files.
         "RAY_SERVE_LOG_TO_STDERR": "1",
         "RAY_worker_niceness": "0",
     }
@@ -32,7 +32,7 @@ OWN_CLUSTER_ENV = MappingProxyType(
 CONNECT_S = 10.0
 # After drain_timeout, Ray Serve has this long to kill the replicas that still run.
 KILL_S = 20.0
-# The reason in a replica's traceback, as Ray Serve reports it.
+# Finds the reason in a replica's traceback, as Ray Serve reports it.
 REFUSED = re.compile(r"EspalierError: (.+)")
 
 
@@ -43,7 +43,7 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
 
     ending = threading.Event()
     is_own = _join(ray, host, port)
-    # Set after ray.init, to replace Ray's handlers, which end the process with a stack trace.
+    # These handlers are set after ray.init: Ray's own handlers end the process with a stack trace.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda *_: ending.set())
     try:
@@ -67,10 +67,10 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
 
 
 def _join(ray: Any, host: str, port: int) -> bool:
-    """Connect to the cluster of RAY_ADDRESS, else to the one on this machine, else start one.
+    """Connect to the cluster of RAY_ADDRESS, else to the cluster on this machine, else start one.
 
-    RAY_ADDRESS=local always starts one.  Returns whether a cluster was started.  Raises EspalierError, for a port in
-    use before a cluster is started, which takes ten seconds.
+    RAY_ADDRESS=local always starts a cluster.  Returns whether a cluster was started.  Raises EspalierError.  A port in
+    use is found before a cluster is started, which takes ten seconds.
     """
     quiet = {"logging_level": logging.WARNING}
     address = os.environ.get("RAY_ADDRESS")
@@ -93,7 +93,7 @@ def _join(ray: Any, host: str, port: int) -> bool:
 
 
 def _require_listening(address: str) -> None:
-    """Refuse HOST:PORT where nothing listens: Ray would wait for minutes.  Raises EspalierError."""
+    """Refuse an address HOST:PORT on which nothing listens: Ray would wait for minutes.  Raises EspalierError."""
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal()) or "/" in host:
         return
@@ -111,7 +111,7 @@ def _no_cluster(address: str, error: Exception) -> EspalierError:
 
 
 def _require_gpus(ray: Any, service: Service) -> None:
-    """Raises EspalierError if the cluster has too few GPUs for the replicas, each of which has those of one machine."""
+    """Refuse a cluster with too few GPUs.  A replica's GPUs must be of one machine.  Raises EspalierError."""
     each = [gpus_of(model.settings) for model in service.models for _ in range(model.replicas.high)]
     wanted = sorted(filter(None, each), reverse=True)
     free = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]] or [0]
@@ -150,7 +150,7 @@ def _listen(serve: Any, host: str, port: int) -> int:
 
 
 def _bindable_port(host: str, port: int) -> int:
-    """The port (a free one for 0).  Raises EspalierError if this machine cannot listen there."""
+    """Returns the port (a free one for 0).  Raises EspalierError if this machine cannot listen there."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -163,7 +163,7 @@ def _bindable_port(host: str, port: int) -> int:
 def _delete_app(serve: Any, drain_timeout_s: float) -> None:
     """End the application.  Its replicas finish their requests, for drain_timeout_s at most."""
     end = time.monotonic() + drain_timeout_s + KILL_S
-    # `delete` waits one minute at most, drain_timeout_s may be longer.
+    # `delete` waits one minute at most, and drain_timeout_s may be longer.
     with suppress(TimeoutError):
         serve.delete(APP)
     while APP in serve.status().applications:
@@ -182,7 +182,7 @@ def _refuse_second_app(serve: Any) -> None:
 
 
 def _deploy(serve: Any, service: Service, ending: threading.Event) -> None:
-    """Deploy, and return when every replica is ready, or `ending` is set.  Raises EspalierError if one cannot load."""
+    """Deploy, and return when every replica is ready or `ending` is set.  Raises EspalierError if one cannot load."""
     try:
         target = serve.RunTarget(application(service), name=APP, route_prefix="/")
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
@@ -198,7 +198,7 @@ def _deploy(serve: Any, service: Service, ending: threading.Event) -> None:
 
 
 def _reason(message: str) -> str:
-    """One line of what Ray Serve says about a deployment that failed."""
+    """Returns one line of Ray Serve's message about a deployment that failed."""
     found = REFUSED.findall(message)
     return (
         f"a replica cannot load: {found[-1]}" if found else f"Ray Serve cannot deploy: {one_line(Exception(message))}"

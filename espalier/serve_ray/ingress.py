@@ -1,7 +1,7 @@
 """The front as Ray Serve's ingress: the server's endpoints over pools of replicas.
 
-Ray Serve's proxy reads HTTP and hands each request on as ASGI messages.  Everything above that is the server's: bodies,
-fields, errors, streams, the queue's limit, metrics.
+Ray Serve's proxy reads HTTP and passes each request on as ASGI messages.  The server's own code does everything above
+that: bodies, fields, errors, streams, the queue's limit, metrics.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ log = logging.getLogger("espalier.server")
 
 
 class Ingress:
-    """service: what is served; handles: of the deployment of each model's replicas."""
+    """The front as a Ray Serve deployment.  service: what is served; handles: each model's deployment of replicas."""
 
     def __init__(self, service: Service, handles: Sequence[Any]):
         logs.set_up(service.log_level, service.log_json)
@@ -35,7 +35,7 @@ class Ingress:
         self.fronts: Fronts | None = None
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Ray Serve's hook.  Returns when each model has a replica."""
+        """Returns the ASGI application, once each model has a replica.  Ray Serve calls this hook."""
         service, share = self.service, 1 / self.service.num_fronts
         for model, handle in zip(service.models, self.handles, strict=True):
             self.pools.append(EnginePool(handle, model.name, model.replicas.high, share, is_lost))
@@ -60,22 +60,22 @@ class Ingress:
 
 
 def _options(model: ServedModel, num_fronts: int) -> FrontOptions:
-    """The options of one front of several: each gets an equal part of the queue."""
+    """Returns the options of one front of several: each front gets an equal part of the queue."""
     return replace(model.front, max_queue=-(-model.front.max_queue // num_fronts))
 
 
 def is_lost(error: BaseException) -> bool:
     """Whether an exception of a call to a replica means that the replica is gone.
 
-    A RayTaskError does not: the replica's own code raised it, which is a bug.
+    A RayTaskError does not mean that: the replica's own code raised it, which is a bug.
     """
     return isinstance(error, RayError | RayServeException) and not isinstance(error, RayTaskError)
 
 
 class BehindProxy:
-    """An app as Ray Serve's proxy expects it.
+    """Wraps an app as Ray Serve's proxy expects it.
 
-    The proxy adds the request's id to the response, so the app's own header is left out.  Paths are those below the
+    The proxy adds the request's id to the response, so the app's own header is left out.  Paths are relative to the
     application's route_prefix.
     """
 

@@ -1,7 +1,7 @@
-"""N engine replicas as a front sees them: it submits prompts, and Ray Serve's router chooses the replica of each.
+"""The engine replicas of a front: the front submits prompts, and Ray Serve's router chooses a replica for each prompt.
 
-A request whose replica is lost before its first token is submitted again, to another replica; later it ends with
-EngineGone.  Prompts of one HTTP request are routed one by one.
+If a replica is lost before a request's first token, the request is submitted again, to another replica.  If it is lost
+later, the request ends with EngineGone.  Prompts of one HTTP request are routed one by one.
 """
 
 import asyncio
@@ -34,9 +34,9 @@ from espalier.server.protocol import (
 )
 
 log = logging.getLogger("espalier.server")
-# Replicas that one prompt is sent to at most.
+# The most replicas that one prompt is sent to.
 MAX_TRIES = 3
-# How often the replicas' figures are read, and the time limit for that.
+# Seconds between two reads of the replicas' figures, and the time limit of one read.
 POLL_S = 1.0
 POLL_TIMEOUT_S = 5.0
 NO_REPLICA = "no replica is ready; Ray Serve is starting one"
@@ -63,7 +63,7 @@ class Prompt:
 class EnginePool:
     """The replicas of one model.
 
-    handle: Ray Serve's DeploymentHandle of replica.EngineReplica.  name: the model's, a label in the metrics.
+    handle: Ray Serve's DeploymentHandle of replica.EngineReplica.  name: the model's name, a label in the metrics.
     max_replicas: the upper limit of autoscaling.  share: 1 / number of fronts, the part of the slots that this front
     may fill.  is_lost: whether an exception of a call means that the replica is gone.
     """
@@ -95,7 +95,7 @@ class EnginePool:
 
     @property
     def num_replicas(self) -> int:
-        """Replicas that were ready when their figures were last read."""
+        """How many replicas were ready when their figures were last read."""
         return sum(figures.up for figures in self._figures)
 
     @property
@@ -180,9 +180,9 @@ class EnginePool:
             log.warning("%s before the first token: trying another replica", lost)
 
     async def _stream_from_replica(self, prompt: "Prompt", message: bytes, hint: RoutingHint) -> str | None:
-        """Send a prompt to a replica and hand out its output.  Returns why the replica is lost, None at the end."""
-        # Serve's router identifies a call by the HTTP request of its context.  An empty context makes each prompt a
-        # request of its own.
+        """Send a prompt to a replica and pass on its output.  Returns why the replica is lost, None at the end."""
+        # Serve's router identifies a call by the HTTP request of its context.  With an empty context, each prompt
+        # counts as a request of its own.
         stream = Context().run(self.streams.remote, message, hint)
         try:
             async for data in stream:
@@ -201,7 +201,7 @@ class EnginePool:
         except Exception as error:
             if not self.is_lost(error):
                 raise
-            # The output may be complete although the replica died before it ended the call.
+            # The output may be complete even if the replica died before it ended the call.
             return None if prompt.is_done else f"the replica is gone ({type(error).__name__})"
         return None if prompt.is_done else "the replica ended the stream early"
 
@@ -213,9 +213,9 @@ class EnginePool:
             await self._poll_figures()
 
     async def _poll_figures(self) -> None:
-        """Read each replica's figures.  A replica that does not answer, or not in this version's form, is left out."""
+        """Read each replica's figures.  A replica that gives no answer, or another version's form, is left out."""
         found: list[Any] = []
-        # Without a replica the call raises.
+        # The call raises if there is no replica.
         with suppress(Exception):
             answers = self.handle.broadcast("figures")
             found = await answers.results_async(timeout_s=POLL_TIMEOUT_S, return_exceptions=True)

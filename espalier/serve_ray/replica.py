@@ -1,7 +1,7 @@
 """An engine replica: an actor of Ray Serve that holds one engine process, as the server's front does.
 
 The engine has its own process, so Ray's threads and the messages of many streams do not delay its steps.  If the
-engine process ends, the actor exits at once: Ray Serve then starts another and sends no request to this one.
+engine process ends, the actor exits at once.  Ray Serve then starts another actor and sends no request to this one.
 """
 
 import asyncio
@@ -23,13 +23,13 @@ from espalier.server.client import ClientOptions, EngineClient
 from espalier.server.protocol import EngineBusy, EngineGone, Failed, Harvest, Part, Ready, Refused, Report, Submit
 
 log = logging.getLogger("espalier.server")
-# Time for a replica whose engine is gone to send its last messages.
+# Seconds in which a replica whose engine is gone may send its last messages.
 FLUSH_S = 0.5
 EXIT_CODE = 1
 
 
 class ReplicaFigures(msgspec.Struct):
-    """Figures (server/protocol.py) of one replica, sent to the front."""
+    """Figures of one replica (server/protocol.py), sent to the front."""
 
     replica: str
     up: bool
@@ -39,7 +39,7 @@ class ReplicaFigures(msgspec.Struct):
 
 @dataclass
 class OpenPrompt:
-    """Open tokens of one prompt.  prompt_tokens: 0 once there is an output token; output_tokens: the most to come."""
+    """Open tokens of one prompt.  prompt_tokens: 0 once there is an output token.  output_tokens: the most to come."""
 
     prompt_tokens: int
     output_tokens: int
@@ -50,9 +50,9 @@ class OpenPrompt:
 
 
 class EngineReplica:
-    """settings: keywords of EngineConfig; name: of this replica; leave: ends this actor."""
+    """Ray's actor of one engine.  settings: keywords of EngineConfig.  name: of the replica.  leave: ends the actor."""
 
-    # Ray Serve awaits it, and calls nothing else before.
+    # Ray Serve awaits this constructor, and calls nothing else before.
     async def __init__(  # type: ignore[misc]
         self, settings: Mapping[str, Any], options: ClientOptions, name: str = "", leave: Any = os._exit
     ):
@@ -65,14 +65,14 @@ class EngineReplica:
         self._watch = asyncio.create_task(self._exit_with_engine())
 
     async def about(self) -> bytes:
-        """A Ready message: facts of the model, and the resolved configuration."""
+        """Returns a Ready message: facts of the model, and the resolved configuration."""
         assert self.client.facts is not None
         return protocol.encode(Ready(self.client.facts, self.client.config))
 
     async def generate(self, message: bytes, _hint: Any = None) -> AsyncIterator[bytes]:
         """Run a Submit.  Yields messages of the engine's protocol: Harvest; Refused or Failed if the request fails.
 
-        _hint: read by the router, not here.  Closing the iterator early aborts the request.
+        _hint: only the router reads it.  Closing the iterator early aborts the request.
         """
         submit = msgspec.msgpack.decode(message, type=Submit)
         try:
@@ -97,7 +97,7 @@ class EngineReplica:
 
     @contextmanager
     def _tracked(self, submit: Submit) -> Iterator[OpenPrompt]:
-        """Add the prompt to the open ones, and remove it at the end."""
+        """Count the prompt as open within the block."""
         assert self.client.facts is not None
         left_in_context = self.client.facts.max_context - len(submit.prompt)
         most = submit.params.max_tokens
@@ -109,7 +109,7 @@ class EngineReplica:
             self._open.pop(submit.name, None)
 
     def open_tokens(self) -> int:
-        """Open tokens: prompts that have no output token yet, and outputs up to their limit."""
+        """Returns the open tokens: prompts that have no output token yet, and outputs up to their limit."""
         return sum(each.prompt_tokens + max(each.output_tokens, 0) for each in self._open.values())
 
     async def figures(self) -> bytes:
@@ -124,7 +124,7 @@ class EngineReplica:
         return {"open_tokens": self.open_tokens()}
 
     async def check_health(self) -> None:
-        """Raises if the engine is gone."""
+        """Raises an error if the engine is gone.  Ray Serve calls this hook."""
         self.client.require_up()
 
     async def __del__(self) -> None:
@@ -140,7 +140,7 @@ class EngineReplica:
 
 
 def with_own_seed(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The settings of the replica of this name: replicas with one --seed must not draw the same texts."""
+    """Returns the settings of the replica of this name: replicas with one --seed must not draw the same texts."""
     seed: Any = settings.get("seed")
     if is_open(seed):
         return dict(settings)
@@ -148,7 +148,7 @@ def with_own_seed(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _name_in_serve() -> str:
-    """The replica's name in Ray Serve."""
+    """Returns the replica's name in Ray Serve."""
     from ray import serve
 
     return str(serve.get_replica_context().replica_id.unique_id)

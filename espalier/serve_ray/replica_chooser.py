@@ -1,28 +1,28 @@
-"""Chooses the replica of a prompt: the one that was sent the longest prefix of it, unless that one is too busy.
+"""Chooses the replica of a prompt: the replica that was sent the longest prefix of it, unless that replica is too busy.
 
-Each front decides alone, without messages: it remembers which replica it sent a prefix to, and counts the samples that
-it sent and that have not ended.  Replicas are identified by name.
+Each front decides alone, without messages.  It remembers to which replica it sent a prefix, and counts its samples that
+have not ended.  Replicas are identified by name.
 """
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-# Pages of a prompt that are hashed, from its start.
+# The most pages of a prompt that are hashed, from the prompt's start.
 MAX_PAGES = 512
-# Prefixes that are remembered, one for each whole page of a prompt.
+# The most prefixes that are remembered.  A prompt has one prefix for each whole page.
 MAX_PREFIXES = 2**18
 
 
 class RoutingHint(NamedTuple):
-    """What the router needs to know of a prompt.  keys: its prefix_hashes; samples: outputs of the prompt (n)."""
+    """The facts of a prompt that the router needs.  keys: its prefix_hashes.  samples: outputs of the prompt (n)."""
 
     keys: tuple[int, ...]
     samples: int
 
 
 def prefix_hashes(prompt: Sequence[int], page_size: int) -> tuple[int, ...]:
-    """One hash for each prefix of whole pages, shortest first.  Equal in every process."""
+    """Returns one hash for each prefix of whole pages, shortest first.  The hashes are equal in every process."""
     keys: list[int] = []
     key = 0
     for start in range(0, min(len(prompt), MAX_PAGES * page_size) - page_size + 1, page_size):
@@ -33,22 +33,24 @@ def prefix_hashes(prompt: Sequence[int], page_size: int) -> tuple[int, ...]:
 
 
 class ReplicaChooser:
-    """imbalance: a replica with over `imbalance` open samples more than the least busy one is not chosen for its pages.
+    """Ranks replicas for prompts.
 
-    max_prefixes: prefixes that are remembered; the least recently used are forgotten first, of one prompt the longest.
+    imbalance: a replica that has more open samples than the least busy one by over `imbalance` is not chosen for its
+    pages.  max_prefixes: how many prefixes are remembered.  The least recently used prefix is forgotten first, and of
+    one prompt the longest.
     """
 
     def __init__(self, imbalance: int = 8, max_prefixes: int = MAX_PREFIXES):
         self.imbalance = imbalance
         self.max_prefixes = max_prefixes
-        # The replica that last got a prompt with this prefix, by the prefix's hash.
+        # By the prefix's hash: the replica that last got a prompt with this prefix.
         self._replica_of_prefix: OrderedDict[int, str] = OrderedDict()
-        # Open samples by replica, and by (replica, request).
+        # The number of open samples by replica, and by (replica, request).
         self.load: Counter[str] = Counter()
         self._open_samples: dict[tuple[str, str], list[int]] = {}
 
     def ranked(self, keys: Sequence[int], replicas: Collection[str]) -> list[str]:
-        """The replicas, best first.  keys: the prompt's prefix_hashes."""
+        """Returns the replicas, best first.  keys: the prompt's prefix_hashes."""
         if not replicas:
             return []
         fewest = min(self.load[each] for each in replicas)
@@ -57,14 +59,14 @@ class ReplicaChooser:
         def rank(replica: str) -> tuple[int, int, int, str]:
             is_free = self.load[replica] - fewest <= self.imbalance
             pages = held.get(replica, 0) if is_free else 0
-            # Equal in every front: for a new prefix, all fronts choose the same one of equally busy replicas.
+            # The hash is equal in every front, so all fronts send a new prefix to the same of equally busy replicas.
             tie_break = hash((keys[0], *replica.encode())) if keys else 0
             return -pages, self.load[replica], tie_break, replica
 
         return sorted(replicas, key=rank)
 
     def _pages_held(self, keys: Sequence[int], replicas: Collection[str]) -> dict[str, int]:
-        """By replica, the pages of this prompt's longest prefix that it was sent and that is remembered."""
+        """Returns, by replica, how many pages the prompt's longest prefix has that the replica is known to hold."""
         held: dict[str, int] = {}
         for count, key in enumerate(keys, 1):
             replica = self._replica_of_prefix.get(key)
@@ -77,11 +79,11 @@ class ReplicaChooser:
     def record_sent(self, keys: Sequence[int], samples: int, replica: str, request: str) -> None:
         """Record a prompt that was sent to a replica.
 
-        samples: its outputs; request: the name of the call, as record_ended gets it.
+        samples: how many outputs the prompt has.  request: the name of the call, as record_ended gets it.
         """
         self._open_samples.setdefault((replica, request), []).append(samples)
         self.load[replica] += samples
-        # The shortest prefix last, so that it is forgotten last: without it the longer ones are never found.
+        # The shortest prefix is recorded last, so that it is forgotten last: without it, longer ones are never found.
         for key in reversed(keys):
             self._replica_of_prefix[key] = replica
             self._replica_of_prefix.move_to_end(key)
@@ -96,7 +98,7 @@ class ReplicaChooser:
                 del self._open_samples[replica, request]
 
     def forget_all_but(self, replicas: Collection[str]) -> None:
-        """Forget the open samples of all replicas except these."""
+        """Forget the open samples of all replicas except `replicas`."""
         for replica, request in [key for key in self._open_samples if key[0] not in replicas]:
             del self._open_samples[replica, request]
         for replica in [each for each in self.load if each not in replicas]:
@@ -104,13 +106,13 @@ class ReplicaChooser:
 
 
 class OpenTokens:
-    """An autoscaling policy of Ray Serve.  tokens_per_replica: open tokens for which one replica is enough."""
+    """An autoscaling policy of Ray Serve.  tokens_per_replica: the open tokens of one replica, on average."""
 
     def __init__(self, tokens_per_replica: int):
         self.tokens_per_replica = tokens_per_replica
 
     def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:
-        """(number of replicas wanted, state).  Without figures, the number of replicas stays."""
+        """Returns (number of replicas wanted, state).  Without figures, the number of replicas does not change."""
         figures = (context.aggregated_metrics or {}).get("open_tokens")
         if not figures:
             return context.target_num_replicas, {}

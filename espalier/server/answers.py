@@ -18,17 +18,17 @@ from espalier.stats import SpeculationStats, Usage
 from espalier.text import TextStream, Tokenizer
 
 to_json = msgspec.json.Encoder().encode
-# Stands for the text in an event that has no text yet.
+# Stands for the text in an event until the text is known.
 PLACEHOLDER = "\0"
 
 
 def event(chunk: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Returns one server-sent event."""
     return b"data: " + to_json(chunk) + b"\n\n"
 
 
 def makes_text_there(params: ResolvedParams) -> bool:
-    """Whether the engine process makes the text.  It must if there are stop strings, which end a request there."""
+    """Whether the engine process makes the text.  It must if there are stop strings, since they end a request there."""
     return bool(params.stop)
 
 
@@ -36,10 +36,10 @@ def makes_text_there(params: ResolvedParams) -> bool:
 class Choice:
     """One sample of one prompt.
 
-    prompt: token ids; make_sink: makes what makes the text, None if the engine process does; keep_stop: the text
-    includes the stop token's; event_ends: the bytes before and after the text in this choice's events, built at the
-    first one.  For the text offsets of log-probabilities: text_length: characters of the tokens so far; characters:
-    decoder that keeps the bytes of an incomplete character; has_begun: one of these tokens had text.
+    prompt: token ids.  make_sink: returns the stream that makes the text, None if the engine process makes it.
+    keep_stop: the text includes the stop token's text.  event_ends: the bytes before and after the text in an event,
+    built at the first event.  For the text offsets of log-probabilities: text_length, characters of the tokens so far;
+    characters, a decoder that keeps the bytes of an incomplete character; has_begun, whether a token had text.
     """
 
     index: int
@@ -63,11 +63,11 @@ class Choice:
 
     @cached_property
     def sink(self) -> TextStream | None:
-        """Made when the first part arrives, so that the request does not wait for it."""
+        """The stream that makes the text.  Made when the first part arrives, so that the request starts sooner."""
         return self.make_sink()
 
     def take(self, output: OutputChunk, keep: bool) -> OutputChunk:
-        """The chunk with the text that it adds here.  keep: add it to the choice too, for the whole response."""
+        """Returns the chunk with its text and reasons.  keep: add them to the choice too, for the whole response."""
         text = self.new_text(output)
         ends = self.ends(output)
         self.num_tokens += len(output.token_ids)
@@ -84,11 +84,11 @@ class Choice:
         return replace(output, text=text, finish_reason=ends[0], stop_reason=ends[1])
 
     def ends(self, output: OutputChunk) -> tuple[str | None, int | str | None]:
-        """(finish_reason, stop_reason) of a chunk whose text was read."""
+        """Returns (finish_reason, stop_reason) of a chunk whose text was read."""
         return output.finish_reason, output.stop_reason
 
     def new_text(self, output: OutputChunk) -> str:
-        """The text that a chunk adds.  Like the engine process, leave out the stop token's text unless keep_stop."""
+        """Returns the text that a chunk adds.  Like the engine process, leaves out the stop token unless keep_stop."""
         if self.sink is None:
             return output.text
         ends_by_token = output.finish_reason == "stop" and not self.keep_stop
@@ -99,12 +99,12 @@ class Choice:
 class Answer:
     """The choices of one HTTP request: n for each prompt, in the order of the prompts.
 
-    tokenizer: None if the model has none, then texts are empty.  echo: the text of each prompt, or empty.
+    tokenizer: None if the model has none; the texts are then empty.  echo: the text of each prompt, or empty.
     """
 
     object_whole = ""
     object_chunk = ""
-    # The end of a stream.
+    # The event that ends a stream.
     end_mark = b"data: [DONE]\n\n"
 
     def __init__(
@@ -122,7 +122,7 @@ class Answer:
         self.echo = echo
         self.include_usage = bool(body.stream_options and body.stream_options.include_usage)
         self.usage_in_chunks = bool(body.stream_options and body.stream_options.continuous_usage_stats)
-        # Whether the events before a choice's last differ only in their text, unless they have log-probabilities.
+        # Whether events differ only in their text, except a choice's last event and events with log-probabilities.
         self.text_only = not (self.usage_in_chunks or body.return_token_ids or body.from_draft)
         self.num_prompt_tokens = sum(len(prompt) for prompt in prompts)
         self.head = {"id": id, "created": int(time.time()), "model": body.model}
@@ -143,10 +143,10 @@ class Answer:
         return text_stream(self.tokenizer, prompt, self.params, ())
 
     def take(self, prompt_index: int, part: Part) -> tuple[Choice, OutputChunk]:
-        """Add a part of a prompt."""
+        """Add a part of a prompt's output.  Returns its choice and the chunk with its text."""
         choice = self.choices[prompt_index * self.params.n + part.output.index]
         if part.usage is not None:
-            # A prompt's tokens count once for its n samples: use the usage of the first.
+            # All n samples share the prompt, so the prompt's tokens are counted only from the first sample's usage.
             first = part.output.index == 0
             self.usages.append(part.usage if first else replace(part.usage, prompt_tokens=0, cached_tokens=0))
         if part.speculation is not None:
@@ -154,7 +154,7 @@ class Answer:
         return choice, choice.take(part.output, keep=not self.body.stream)
 
     def event(self, prompt_index: int, part: Part) -> bytes:
-        """Add a part of a prompt.  Returns its stream event, empty if the event would be."""
+        """Add a part of a prompt's output.  Returns its stream event; b"" if the event would say nothing."""
         output = part.output
         has_more = output.finish_reason or output.logprobs is not None or output.prompt_logprobs is not None
         if self.text_only and not has_more:
@@ -165,57 +165,57 @@ class Answer:
         return b"" if chunk is None else event(chunk)
 
     def _text_event(self, choice: Choice, text: str) -> bytes:
-        """The event of a chunk that has only text.  The rest of the event is the same each time, so it is kept."""
+        """Returns the event of a chunk that has only text.  The bytes around the text never change, and are kept."""
         if choice.event_ends is None:
             chunk = self.chunk(choice, OutputChunk("", text=PLACEHOLDER))
             assert chunk is not None
-            # The client chose values before the text, never after it: the last placeholder is the text's.
+            # Values that the client chose come before the text, so the last placeholder is the text's.
             before, _, after = event(chunk).rpartition(to_json(PLACEHOLDER))
             choice.event_ends = before, after
         before, after = choice.event_ends
         return before + to_json(text) + after
 
     def chunk(self, choice: Choice, output: OutputChunk) -> dict[str, Any] | None:
-        """The stream chunk for what `take` returned, None if it would be empty."""
+        """Returns the stream chunk for what `take` returned, None if the chunk would be empty."""
         quiet = not (output.text or output.finish_reason or output.logprobs or output.prompt_logprobs)
         if quiet and not (self.body.return_token_ids or self.body.from_draft):
             return None
         return self._chunk([self._chunk_choice(choice, output) | self._beyond_openai(output)])
 
     def encode(self, chunk: dict[str, Any]) -> bytes:
-        """The event of a chunk of `opening` or `closing`."""
+        """Returns the event of a chunk that `opening` or `closing` returned."""
         return event(chunk)
 
     def failure(self, error: dict[str, Any]) -> bytes:
-        """The event of an error after the stream has begun.  error: the body of an error response."""
+        """Returns the event of an error after the stream has begun.  error: the body of an error response."""
         return event(error)
 
     def opening(self) -> list[dict[str, Any]]:
-        """Chunks that come before the first token."""
+        """Returns the chunks that come before the first token."""
         return []
 
     def closing(self) -> list[dict[str, Any]]:
-        """Chunks that come after the last token."""
+        """Returns the chunks that come after the last token."""
         return [{**self._chunk([]), "usage": self.usage()}] if self.include_usage else []
 
     def whole(self) -> dict[str, Any]:
-        """The whole response, after all choices have ended."""
+        """Returns the whole response, after all choices have ended."""
         choices = [self._whole_choice(choice) | self._beyond_openai(choice) for choice in self.choices]
         return {**self.head, "object": self.object_whole, "choices": choices, "usage": self.usage()}
 
     def _first_sample(self, choice: Choice) -> Choice:
-        """The first sample of the choice's prompt.  It holds the prompt's log-probabilities."""
+        """Returns the first sample of the choice's prompt.  It holds the prompt's log-probabilities."""
         return self.choices[choice.index // self.params.n * self.params.n]
 
     def _of_prompt(self, choice: Choice) -> dict[str, Any]:
-        """prompt_logprobs, if requested, in vLLM's format: null, then for each token an object keyed by token id."""
+        """Returns prompt_logprobs, if requested, as vLLM does: null, then an object by token id for each token."""
         count, entries = self.body.prompt_logprobs, self._first_sample(choice).prompt_logprobs
         if count is None or entries is None:
             return {}
         return {"prompt_logprobs": [None if entry is None else self._ranked(entry, count) for entry in entries]}
 
     def _ranked(self, entry: TokenLogprob, count: int) -> dict[int, dict[str, Any]]:
-        """The prompt's token first, then the likeliest tokens in order."""
+        """Returns the prompt's token first, then the likeliest tokens in order."""
         ranked = {entry.token_id: (entry.logprob, entry.rank)}
         for rank, (token, value) in enumerate(entry.top[:count], 1):
             ranked.setdefault(token, (value, rank))
@@ -238,7 +238,7 @@ class Answer:
         }
 
     def completion_details(self) -> dict[str, int]:
-        """completion_tokens_details; empty if there is nothing to say."""
+        """Returns completion_tokens_details; empty if there is nothing to report."""
         if not self.params.prediction:
             return {}
         names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
@@ -251,12 +251,12 @@ class Answer:
         return {**chunk, "usage": None} if self.include_usage else chunk
 
     def _usage_so_far(self) -> dict[str, int]:
-        """The token counts so far.  Cached tokens and speculation are known only at the end."""
+        """Returns the token counts so far.  Cached tokens and speculation are known only at the end."""
         prompt, completion = self.num_prompt_tokens, sum(choice.num_tokens for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _beyond_openai(self, source: OutputChunk | Choice) -> dict[str, Any]:
-        """Fields of a choice that OpenAI's API does not have."""
+        """Returns the fields of a choice that OpenAI's API does not have."""
         extra: dict[str, Any] = {"stop_reason": source.stop_reason}
         if self.body.return_token_ids:
             extra["token_ids"] = source.token_ids
@@ -271,7 +271,7 @@ class Answer:
         raise NotImplementedError
 
     def _token_text(self, token: int) -> str:
-        """The text of a single token, a special token's name, or the id if the model has no tokenizer.
+        """Returns the text of one token, a special token's name, or the id if the model has no tokenizer.
 
         Bytes of an incomplete character are written as at OpenAI: bytes:\\xe6\\x97.
         """
@@ -285,7 +285,7 @@ class Answer:
 
 
 class TextAnswer(Answer):
-    """/v1/completions"""
+    """Builds the answers of /v1/completions."""
 
     object_whole = object_chunk = "text_completion"
 
@@ -337,7 +337,7 @@ class TextAnswer(Answer):
         }
 
     def _top_logprobs(self, entry: TokenLogprob) -> dict[str, float]:
-        """Log-probabilities by token text.  If several tokens have one text, all but the likeliest appear by id."""
+        """Returns log-probabilities by token text.  Of tokens with one text, all but the likeliest are keyed by id."""
         by_text: dict[str, float] = {}
         for token, value in entry.top[: self.body.logprobs]:
             text = self._token_text(token)
@@ -345,7 +345,7 @@ class TextAnswer(Answer):
         return by_text
 
     def _advance(self, choice: Choice, token: int) -> int:
-        """The token's offset in the text, in characters; moves choice.text_length past the token.
+        """Returns the token's offset in the text, in characters, and moves choice.text_length past the token.
 
         A token that continues an incomplete character has the offset of that character.
         """

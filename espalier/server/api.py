@@ -1,4 +1,4 @@
-"""The HTTP endpoints.  Each checks its request, makes its prompts and passes them to the front of its model."""
+"""The HTTP endpoints.  Each endpoint checks its request, makes the prompts and passes them to the model's front."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -33,21 +33,21 @@ from espalier.tool_calls.definitions import Tools
 from espalier.tool_calls.formats import Formats
 from espalier.tool_calls.plan import ChatPlan
 
-# The response header that lists the request's fields without effect.
+# The response header that lists the request's fields that have no effect.
 IGNORED = "x-espalier-no-effect"
-# The schema of a stream's event.  Its data is a chunk as JSON, or [DONE].
+# The schema of a stream's event.  The event's data is a chunk as JSON, or [DONE].
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 STREAMED = {200: {**JSON, "text/event-stream": {"schema": EVENT}}}
 ALWAYS = (401, 500)
 READS_A_BODY = (400, 404, 408, 413, 503, *ALWAYS)
 GENERATES = (*READS_A_BODY, 429, 504)
-# As a browser sends it: no path and no slash at the end.
+# Matches an origin as a browser sends it: no path, and no slash at the end.
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation that may start.  ignored: fields without effect."""
+    """A conversation that is checked and may start.  ignored: names of the request's fields without effect."""
 
     ignored: list[str]
     prompt: list[int]
@@ -56,13 +56,13 @@ class Conversation:
 
     @property
     def answer_arguments(self) -> tuple[ResolvedParams, list[list[int]], Tokenizer | None, ChatPlan]:
-        """The last arguments of a ChatAnswer or ResponsesAnswer."""
+        """Returns the last arguments of ChatAnswer or ResponsesAnswer."""
         return self.params, [self.prompt], self.plan.tokenizer, self.plan
 
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Raise the ApiError of an EspalierError."""
+    """Turns an EspalierError that leaves the block into an ApiError."""
     try:
         yield
     except EspalierError as error:
@@ -95,7 +95,7 @@ async def converse(front: Front, body: ChatRequest) -> Conversation:
 
 
 def _prompt(inputs: InputProcessor, body: ChatRequest, plan: ChatPlan, check: Callable[[str], None]) -> Steps:
-    """To the token ids of a conversation.  Raises EspalierError."""
+    """Turns a conversation into token ids, one step for each rendering (see chat.Steps).  Raises EspalierError."""
     keep = body.truncate_prompt_tokens
     check = inputs.require_fit if keep is None else check
     tokens = yield from chat_steps(inputs, body.messages, body.options(), check, plan)
@@ -109,12 +109,12 @@ def chat_steps(
     check: Callable[[str], None],
     plan: ChatPlan,
 ) -> Steps:
-    """To the token ids of messages.  Raises EspalierError."""
+    """Turns messages into token ids, one step for each rendering (see chat.Steps).  Raises EspalierError."""
     return inputs.chat_steps(plan.messages([message.turn() for message in messages]), check=check, **options)
 
 
 def num_characters(value: Any) -> int:
-    """The characters of all texts in a value that was read from a body."""
+    """Returns how many characters all texts in a value have.  value: read from a request body."""
     count, open_values = 0, [value]
     while open_values:
         inner = open_values.pop()
@@ -131,9 +131,12 @@ def num_characters(value: Any) -> int:
 
 @dataclass(frozen=True)
 class ApiOptions:
-    """api_key: None if clients need none; cors_origins: origins whose pages may call the server; body_timeout_s: limit
-    for reading the headers, and for reading the body, None for no limit; max_file_bytes: for an upload of a file;
-    more_keys: keys that are valid beside api_key, one for each further client."""
+    """Settings of the HTTP API.
+
+    api_key: None if clients need no key.  more_keys: further valid keys, one for each further client.  cors_origins:
+    origins whose pages may call the server.  body_timeout_s: limit for reading the headers, and for reading the body;
+    None for no limit.  max_file_bytes: limit for one uploaded file.
+    """
 
     api_key: str | None = None
     cors_origins: Sequence[str] = ()
@@ -143,7 +146,7 @@ class ApiOptions:
     more_keys: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Raises EspalierError for an origin that no browser sends."""
+        """Refuse an origin that no browser sends.  Raises EspalierError."""
         for origin in self.cors_origins:
             if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
                 raise EspalierError(
@@ -153,7 +156,7 @@ class ApiOptions:
 
 
 def make_app(server: Server, options: ApiOptions, batches: Batches | None = None) -> tuple[ASGIApp, Gate]:
-    """The application, and the gate that counts open requests.  batches: None for a server without them."""
+    """Returns the application, and the gate that counts open requests.  batches: None for a server without batches."""
     endpoints = [
         *_generation(server),
         *_tokens(server),
@@ -242,7 +245,7 @@ def _generation(server: Server) -> list[Endpoint]:
 
 
 def _naming(ignored: Sequence[str], answer: Response) -> Response:
-    """The response, with a header that lists the fields without effect."""
+    """Returns the response with a header that lists the fields without effect."""
     if ignored:
         answer.headers[IGNORED] = ", ".join(ignored)
     return answer
@@ -255,9 +258,9 @@ def _prompts(
     asked: SamplingParams,
     check: Callable[[str], None],
 ) -> list[list[int]]:
-    """The prompts' token ids.
+    """Returns the prompts' token ids.
 
-    check: limits the length of a text that will be truncated; max_context limits any other.  Raises EspalierError.
+    check: limits the length of a text that will be truncated; max_context limits any other text.  Raises EspalierError.
     """
     keep, found = body.truncate_prompt_tokens, []
     for prompt in prompts:
@@ -269,7 +272,7 @@ def _prompts(
 
 
 def _echo(inputs: InputProcessor, prompts: Sequence[str | list[int]], skip_special_tokens: bool) -> list[str]:
-    """The text of each prompt.  Raises EspalierError."""
+    """Returns the text of each prompt.  Raises EspalierError."""
     return [
         prompt if isinstance(prompt, str) else _text(inputs, "echo", prompt, skip_special_tokens) for prompt in prompts
     ]
@@ -309,7 +312,7 @@ def _tokens(server: Server) -> list[Endpoint]:
 
 
 def _tokenized(inputs: InputProcessor, body: TokenizeRequest, check: Callable[[str], None]) -> list[int]:
-    """The tokens of a text, for /tokenize."""
+    """Returns the token ids of a text, for /tokenize."""
     assert body.prompt is not None
     tokenizer = inputs.text_of("/tokenize")
     check(body.prompt)
@@ -319,14 +322,14 @@ def _tokenized(inputs: InputProcessor, body: TokenizeRequest, check: Callable[[s
 def _conversation_tokenized(
     inputs: InputProcessor, body: TokenizeRequest, formats: Formats, check: Callable[[str], None]
 ) -> Steps:
-    """To the tokens of a conversation, for /tokenize."""
+    """Turns a conversation into token ids, one step for each rendering (see chat.Steps), for /tokenize."""
     assert body.messages is not None
     options: ChatOptions = {**body.options(), "add_special_tokens": body.add_special_tokens}
     return chat_steps(inputs, body.messages, options, check, ChatPlan(inputs.tokenizer, formats, Tools()))
 
 
 def _detokenized(inputs: InputProcessor, tokens: list[int]) -> Response:
-    """The response of /detokenize."""
+    """Returns the response of /detokenize."""
     vocab_size = inputs.facts.vocab_size
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         wrong = next(token for token in tokens if not 0 <= token < vocab_size)

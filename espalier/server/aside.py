@@ -1,7 +1,6 @@
-"""A process beside the front, for work that would hold up the event loop: one frame in, one frame out.
+"""A process beside the front, for work that would hold up the event loop.  It answers each frame with one frame.
 
-A frame is a length and bytes.  The process starts with the first frame, and again after it has failed.  It exits when
-the front does.
+A frame is a length and bytes.  The process starts with the first frame, and after a failure.  It exits with the front.
 """
 
 import asyncio
@@ -23,12 +22,15 @@ def framed(data: bytes) -> bytes:
 
 
 class AsideFailed(Exception):
-    """The process ended or did not answer in time.  The next frame starts another."""
+    """The process ended or did not answer in time.  The next frame starts another process."""
 
 
 class Aside:
-    """what: the process's name in the log; max_waiting: frames that may wait, told to those beyond as `waiting`;
-    program: a module that calls serve_frames, and its arguments."""
+    """Sends frames to a process beside the front, one at a time.
+
+    what: the process's name in the log.  max_waiting: how many frames may wait; further ones are refused with `waiting`
+    as the reason.  program: a module that calls serve_frames, and its arguments.
+    """
 
     def __init__(self, what: str, max_waiting: int, waiting: str, *program: str):
         self.what = what
@@ -51,7 +53,7 @@ class Aside:
             self._num_open -= 1
 
     async def _exchange(self, data: bytes, limit_s: float | None) -> bytes:
-        """One at a time.  A failure ends the process."""
+        """Exchange one frame.  The caller holds `_turn`.  A failure ends the process."""
         try:
             async with asyncio.timeout(limit_s):
                 process = await self.start()
@@ -69,7 +71,7 @@ class Aside:
             raise
 
     async def start(self) -> asyncio.subprocess.Process:
-        """The process, started unless it runs."""
+        """Returns the process.  Starts it if it does not run."""
         process = self._process
         if process is None or process.returncode is not None:
             pipe = asyncio.subprocess.PIPE
@@ -94,7 +96,7 @@ class Aside:
 
 
 def serve_frames(answer: Callable[[bytes], bytes]) -> None:
-    """The program of such a process: answers each frame until the front is gone."""
+    """Answers frames from stdin until the front is gone.  The program of an Aside calls this function."""
     # Ctrl-C reaches the whole process group, but the front decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     frames, answers = sys.stdin.buffer, sys.stdout.buffer

@@ -89,6 +89,14 @@ def _storing() -> Iterator[None]:
         raise ApiError(500, f"{why}; its log has the details", retry=False) from None
 
 
+def _require_plain(file: UploadFile) -> None:
+    """Refuse a part whose header says that its bytes are no UTF-8: they are stored as they came.  Raises ApiError."""
+    require_utf8(file.headers.get("content-type", ""))
+    encoding = file.headers.get("content-transfer-encoding", "binary")
+    if encoding.lower() not in ("7bit", "8bit", "binary"):
+        raise ApiError(415, f"content-transfer-encoding={shown(encoding)} is not supported; send binary", "file")
+
+
 def batch_endpoints(batches: Batches) -> list[Endpoint]:
     return [*_files(batches), *_batches(batches)]
 
@@ -125,6 +133,7 @@ def _files(batches: Batches) -> list[Endpoint]:
                 raise ApiError(400, f"purpose={shown(purpose)} is not supported; use {INPUT!r}", "purpose")
             if not isinstance(file, UploadFile):
                 raise ApiError(400, "file is missing; send it as a part of multipart/form-data", "file")
+            _require_plain(file)
             name = file.filename or "batch.jsonl"
             return as_json(await asyncio.to_thread(store.add, file.file, name, INPUT))
 

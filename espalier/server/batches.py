@@ -1,7 +1,7 @@
-"""The batches of a server: each is validated, runs when those before it have ended, and gets its output files.
+"""The batches of a server.  Each batch is validated, runs when the batches before it have ended, and gets output files.
 
-A batch's requests go through the server's own endpoints, at a lower priority than others.  Its answers are in a file
-from the first one on, so a server that starts again goes on where it was.
+A batch's requests go through the server's own endpoints, at a lower priority than other requests.  The answers are
+written to a file as they come, so a server that starts again continues where it stopped.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ from espalier.server.stored import (
 )
 
 log = logging.getLogger("espalier.server")
-# Of requests that name no priority; a lower value starts first, and others have 0.
+# The priority of a batch's requests that name none.  A lower value starts first, and other requests have 0.
 PRIORITY = 2**20
-# Batches whose input is read at once.
+# How many batches may have their input read at the same time.
 MAX_SCANS = 2
 ON_LINE = re.compile(r", line (\d+): ")
 NOT_RUN = {
@@ -44,7 +44,7 @@ NOT_RUN = {
 
 
 class Life:
-    """One batch that has not ended.  turn: set when all batches before it have ended."""
+    """The state of one batch that has not ended.  turn: set when all batches before it have ended."""
 
     def __init__(self) -> None:
         self.turn = asyncio.Event()
@@ -53,25 +53,25 @@ class Life:
 
 
 class Batches:
-    """concurrency: requests of a batch at once.  start() comes before everything else.
+    """Runs batches.  concurrency: how many requests of a batch run at once.  Call start() before everything else.
 
-    A batch opens files when its turn has come, or when it ends before: thousands may wait.
+    A batch opens its files only at its turn, or when it ends before its turn: thousands of batches may wait.
     """
 
     def __init__(self, store: Store, concurrency: int):
         self.store = store
         self.concurrency = concurrency
-        # In the order of their turns.
+        # By batch id, in the order of their turns.
         self._lives: dict[str, Life] = {}
         self._journals: dict[str, Journal] = {}
         self._scanning = asyncio.Semaphore(MAX_SCANS)
-        # Of the batches that end before their turn.
+        # Held while a batch ends before its turn.
         self._ending_early = asyncio.Lock()
 
     def start(self, app: App, api_key: str | None) -> None:
-        """Go on with the batches that have not ended.  app: answers their requests.
+        """Continue the batches that have not ended.  app: answers their requests.
 
-        They may wait longer than others, whose requests go first: the window of the batch is their limit.
+        These requests have no --request-timeout, since other requests go first.  The batch's window is their limit.
         """
         self._client = app_client(without_timeout(app), api_key)
         for batch in self.store.batches.values():
@@ -87,7 +87,7 @@ class Batches:
         return batch
 
     def cancel(self, batch: Batch) -> None:
-        """Stop a batch.  What it has answered becomes its output."""
+        """Stop a batch.  The answers so far become its output."""
         if batch.status not in (*ENDED, "cancelling"):
             batch.status, batch.cancelling_at = "cancelling", int(time.time())
             self.store.save(batch)
@@ -96,19 +96,19 @@ class Batches:
             self._lives[batch.id].cancelled.set()
 
     def counted(self, batch: Batch) -> Batch:
-        """The batch with its counts of this moment."""
+        """Returns the batch with its current counts."""
         journal = self._journals.get(batch.id)
         if journal is not None:
             _count(batch, journal)
         return batch
 
     def reader_of(self, file_id: str) -> str | None:
-        """The id of a batch that has not ended and whose input is this file; None if there is none."""
+        """Returns the id of a batch that has not ended and whose input is this file; None if there is none."""
         batches = self.store.batches.values()
         return next((each.id for each in batches if each.input_file_id == file_id and each.status not in ENDED), None)
 
     def stop(self) -> None:
-        """Leave all batches as they are, for the next start."""
+        """Stop all work and leave the batches as they are, for the server's next start."""
         for life in self._lives.values():
             life.task.cancel()
 
@@ -144,7 +144,7 @@ class Batches:
             log.exception("%s goes on when the server starts again", batch.id)
 
     async def _advance(self, batch: Batch, life: Life) -> None:
-        """Take a batch to its end.  Raises EspalierError or OSError if that is not possible now."""
+        """Run a batch to its end.  Raises EspalierError or OSError if that is not possible now."""
         try:
             async with self._scanning:
                 found = await asyncio.to_thread(scan_input, self.store.content(batch.input_file_id))
@@ -160,7 +160,7 @@ class Batches:
                 await self._work(batch, life, found, end)
 
     async def _end_of(self, batch: Batch, life: Life, work: Coroutine[Any, Any, Any]) -> str | None:
-        """Await the work.  "cancelled" or "expired" if the batch ends first; None otherwise."""
+        """Await the work.  Returns "cancelled" or "expired" if the batch ends first; None otherwise."""
         running = asyncio.create_task(work)
         cancelled = asyncio.create_task(life.cancelled.wait())
         try:
@@ -182,7 +182,7 @@ class Batches:
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
-            # The thread goes on, and its journal would keep the file locked.
+            # The thread still runs, and its journal would keep the file locked.
             with suppress(EspalierError):
                 (await opening).close()
             raise
@@ -190,13 +190,13 @@ class Batches:
     async def _work(self, batch: Batch, life: Life, found: InputScan, end: str | None = None) -> None:
         """Answer a batch's lines and make its output files.  Raises EspalierError if the engine is gone.
 
-        end: "cancelled" or "expired" if it ends before its turn.
+        end: "cancelled" or "expired" if the batch ends before its turn.
         """
         journal = self._journals[batch.id] = await self._opened(self.store.answers(batch.id), found)
         try:
             if journal.num_left and end is None:
                 end = await self._end_of(batch, life, self._answer(batch, journal))
-            # With all answers it is whole, however late.
+            # With all answers the batch is completed, even if it expired meanwhile.
             end = "completed" if end is None or (end == "expired" and not journal.num_left) else end
             if end == "completed":
                 batch.status, batch.finalizing_at = "finalizing", int(time.time())
@@ -214,7 +214,7 @@ class Batches:
         log.info("%s: %s, %d of %d lines answered", batch.id, end, batch.request_counts.completed, found.num_lines)
 
     async def _answer(self, batch: Batch, journal: Journal) -> None:
-        """Answer the lines."""
+        """Answer the lines that have no answer yet."""
         if batch.status == "validating":
             batch.status, batch.in_progress_at = "in_progress", int(time.time())
             self.store.save(batch)
@@ -222,13 +222,13 @@ class Batches:
         await run(journal, sender, self.concurrency, urls=(batch.endpoint,))
 
     def _make_files(self, batch: Batch) -> None:
-        """Store the answers as the batch's output file and error file.  One without lines is not made."""
+        """Store the answers as the batch's output file and error file.  A file without lines is not made."""
         made: dict[str, str | None] = {"output": None, "error": None}
         parts = split(self.store.answers(batch.id), self.store.folder / "batches")
         try:
             for (path, num_lines), kind in zip(parts, made, strict=True):
                 if num_lines:
-                    # Always the same id: after a crash here, the next start makes the files again.
+                    # The id is always the same: after a crash here, the next start makes the files again.
                     id = f"file-{batch.id.removeprefix('batch_')}-{kind}"
                     with path.open("rb") as lines:
                         made[kind] = self.store.add(lines, f"{batch.id}_{kind}.jsonl", OUTPUT, id).id
@@ -252,7 +252,7 @@ def _count(batch: Batch, journal: Journal) -> None:
 
 
 def _answer_rest(journal: Journal, end: str) -> None:
-    """Give an error to each line without an answer, if the batch ended before it."""
+    """Give an error to each line without an answer, if the batch was cancelled or expired."""
     for number, data in journal.unanswered():
         code, message = NOT_RUN[end]
         journal.append(number, custom_id_of(data), LineError(code, message))

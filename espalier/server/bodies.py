@@ -1,8 +1,8 @@
-"""Reads the bodies of requests: small ones in the front, large ones in the body process, one at a time.
+"""Reads request bodies: small bodies in the front, large bodies in the body process, one at a time.
 
-A large body holds the GIL for up to a second, so reading it in a thread would stop every stream.  This module is that
-process's program too; it exits when the front does.  A frame in either direction is a length and a pickle.  Pickle is
-safe here: only the front has the pipes' other ends.
+Parsing a large body holds the GIL for up to a second, so a thread that parses would stop every stream.  This module is
+also the program of the body process, which exits when the front exits.  A frame in either direction is a length and a
+pickle.  Pickle is safe here: only the front has the other ends of the pipes.
 """
 
 import json
@@ -46,8 +46,8 @@ UNREADABLE = (
 )
 MAX_MESSAGES = 4096
 MAX_CONTENT_TYPE = 1024
-# Entries of all lists and objects in one field; prompt and tokens have limits of their own (BodyLimits).  A body of
-# SMALL_BYTES has fewer.
+# Limit on the entries of all lists and objects in one field; prompt and tokens have their own limits (BodyLimits).  A
+# body of SMALL_BYTES has fewer entries.
 MAX_ENTRIES = 65536
 # The front reads any body of this size in a few milliseconds.
 SMALL_BYTES = 65536
@@ -59,8 +59,8 @@ IDENTITY = "identity"
 class BodyLimits(msgspec.Struct, frozen=True):
     """The limits that a body is checked against.  Plain values, because they are sent to the body process.
 
-    prompts: most prompts in one request; tokens: most token ids for /detokenize; max_position: of the model, for a
-    message (errors.prompt_too_long).
+    prompts: the most prompts in one request.  tokens: the most token ids for /detokenize.  max_position: the positions
+    that the model has, for an error message (errors.prompt_too_long).
     """
 
     vocab_size: int
@@ -71,7 +71,7 @@ class BodyLimits(msgspec.Struct, frozen=True):
 
 
 def read_body(name: str, content_type: str, data: bytes, limits: BodyLimits) -> Any:
-    """The body as a record of MODELS[name].  The text parts of each message are joined.  Raises ApiError."""
+    """Returns the body as a record of MODELS[name].  The text parts of each message are joined.  Raises ApiError."""
     model = MODELS[name]
     value = _parsed(content_type, data)
     if not isinstance(value, dict):
@@ -93,7 +93,7 @@ def read_body(name: str, content_type: str, data: bytes, limits: BodyLimits) -> 
 def require_utf8(content_type: str) -> None:
     """Refuse a content type that names another charset, before anything is decoded.  Raises ApiError.
 
-    A client may name any of Python's codecs.  Some take a time that grows with the square of the text.
+    A client may name any of Python's codecs.  For some codecs, the time grows with the square of the text's length.
     """
     if len(content_type) > MAX_CONTENT_TYPE:
         raise ApiError(415, f"a content-type of {len(content_type)} characters is not supported; send a shorter one")
@@ -152,7 +152,7 @@ def _require_at_most(name: str, count: int, limit: int) -> None:
 
 
 def _num_entries(value: Any, limit: int) -> int:
-    """Entries of all lists and objects in a value.  Counting stops above the limit."""
+    """Returns how many entries all lists and objects in a value have.  Counting stops above the limit."""
     count, open_values = 0, [value]
     while open_values and count <= limit:
         inner = open_values.pop()
@@ -166,7 +166,7 @@ def _num_entries(value: Any, limit: int) -> int:
 
 
 def _refuse_several_kinds(prompt: Any) -> None:
-    """Refuse a list whose entries differ: pydantic would say what one of them is not.  Raises ApiError."""
+    """Refuse a list whose entries have several types: pydantic's error names only one type.  Raises ApiError."""
     for i, entry in enumerate(prompt if isinstance(prompt, list) else ()):
         if type(entry) is not type(prompt[0]):
             allowed = "send a text, texts, token ids, or lists of token ids"
@@ -186,9 +186,9 @@ def _check_prompts(body: CompletionRequest, limits: BodyLimits) -> None:
 
 
 class BodyReader:
-    """Starts the body process with the first large body.
+    """Reads bodies, and starts the body process with the first large body.
 
-    num_aside: bodies that a body process has read so far.
+    num_aside: how many bodies a body process has read so far.
     """
 
     def __init__(self, limits: BodyLimits):
@@ -198,8 +198,8 @@ class BodyReader:
         self.aside = Aside("body", MAX_WAITING, "large bodies are already waiting to be read", *program)
 
     async def read(self, http: Request, model: type[BaseModel]) -> Any:
-        """The body as a record of `model`.  Raises ApiError or ClientDisconnect."""
-        # Not http.body(), which would keep the bytes as long as the request.
+        """Returns the body as a record of `model`.  Raises ApiError or ClientDisconnect."""
+        # http.body() would keep the bytes as long as the request.
         data, content_type = b"".join([part async for part in http.stream()]), http.headers.get("content-type", "")
         if (encoding := http.headers.get("content-encoding", IDENTITY)) != IDENTITY:
             raise ApiError(400, f"content-encoding {encoding} is not supported; send the body as plain JSON")
@@ -223,7 +223,7 @@ def pickled(value: Any) -> bytes:
 
 
 def answer(frame: bytes, limits: BodyLimits) -> bytes:
-    """From (model name, content type, bytes) to (body, None), or (None, arguments of the ApiError)."""
+    """Reads (model name, content type, bytes); returns (body, None), or (None, arguments of the ApiError)."""
     name, content_type, data = pickle.loads(frame)
     try:
         return pickled((read_body(name, content_type, data, limits), None))

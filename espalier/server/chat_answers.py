@@ -1,6 +1,6 @@
 """Builds the answers to conversations, with tool calls and reasoning read from the tokens.
 
-/v1/chat/completions answers with a message, /v1/responses with a list of items, whole or as events in OpenAI's order.
+/v1/chat/completions answers with a message, /v1/responses with a list of items: whole, or as events in OpenAI's order.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,8 +30,8 @@ Event = dict[str, Any]
 class ChatChoice(Choice):
     """A choice whose tokens are read as a message.
 
-    make_stream: makes what reads them, None if all text is content.  parts: the deltas of the last chunk; deltas: all
-    so far, if the response is whole; calls: indices of the calls so far that are not broken.
+    make_stream: returns the stream that reads the tokens, None if all text is content.  parts: the deltas of the last
+    chunk.  deltas: all deltas so far, if the response is whole.  calls: indices of the unbroken calls so far.
     """
 
     make_stream: Callable[[], MessageStream] | None = None
@@ -42,17 +42,17 @@ class ChatChoice(Choice):
 
     @cached_property
     def stream(self) -> MessageStream:
-        """Made with the first part: before, the request would wait for it."""
+        """The stream that reads the tokens.  Made with the first part, so that the request starts sooner."""
         assert self.make_stream is not None
         return self.make_stream()
 
     @property
     def num_reasoning(self) -> int:
-        """Tokens of the reasoning."""
+        """The number of reasoning tokens."""
         return 0 if self.make_stream is None else self.stream.num_reasoning
 
     def new_text(self, output: OutputChunk) -> str:
-        """The text of a chunk, "" where it is read as parts."""
+        """Returns the text of a chunk, "" if the chunk is read as parts."""
         if self.make_stream is None:
             return super().new_text(output)
         self.parts = self.stream.read(output)
@@ -69,12 +69,12 @@ class ChatChoice(Choice):
         return super().ends(output) if self.make_stream is None else self.stream.ends(output)
 
     def ending(self, reason: str | None) -> str | None:
-        """The finish_reason: "tool_calls" for an output that ended by itself and has calls."""
+        """Returns the finish_reason: "tool_calls" for an output that ended by itself and has calls."""
         return "tool_calls" if reason == "stop" and self.calls else reason
 
 
 class ChatAnswer(Answer):
-    """/v1/chat/completions.  plan: None if all of the text is content."""
+    """Builds the answer of /v1/chat/completions.  plan: None if all of the text is content."""
 
     object_whole = "chat.completion"
     object_chunk = "chat.completion.chunk"
@@ -113,7 +113,7 @@ class ChatAnswer(Answer):
         return choice, output
 
     def _is_shown(self, part: base.Delta) -> bool:
-        """Whether a stream's chunk shows a part."""
+        """Whether a chunk of the stream shows a part."""
         return part.kind != "called" and (part.kind != "reasoning" or self.shows_reasoning)
 
     def opening(self) -> list[dict[str, Any]]:
@@ -134,7 +134,7 @@ class ChatAnswer(Answer):
         return {**chunk, "tool_call_errors": errors} if errors else chunk
 
     def _parts(self, parts: Sequence[base.Delta]) -> dict[str, Any]:
-        """The delta of a chunk."""
+        """Returns the `delta` field of a chunk."""
         delta: dict[str, Any] = {}
         calls: dict[int, dict[str, Any]] = {}
         for part in parts:
@@ -175,7 +175,7 @@ class ChatAnswer(Answer):
 
     @property
     def num_reasoning(self) -> int:
-        """Tokens of the reasoning in all choices."""
+        """The number of reasoning tokens in all choices."""
         return sum(choice.num_reasoning for choice in self.choices if isinstance(choice, ChatChoice))
 
     def completion_details(self) -> dict[str, int]:
@@ -199,7 +199,7 @@ class ChatAnswer(Answer):
 
 
 class OutputItems:
-    """The items of one answer, and the events that say how they grow.  At most the last item is open."""
+    """The items of one answer, and the events that report how they grow.  At most one item, the last, is open."""
 
     def __init__(self, id: str):
         self.id = id
@@ -207,7 +207,7 @@ class OutputItems:
         self.events: list[Event] = []
         self.num_events = 0
         self.is_open = False
-        # The text of the open item.
+        # The pieces of the open item's text.
         self._texts: list[str] = []
 
     def take(self) -> list[Event]:
@@ -219,7 +219,7 @@ class OutputItems:
         self.num_events += 1
 
     def add(self, delta: base.Delta, logprobs: list[dict[str, Any]]) -> None:
-        """logprobs: of the tokens of a content delta."""
+        """Add a delta to the open item, or to a new item.  logprobs: the tokens' log-probabilities, for content."""
         if delta.kind == "content":
             self._open_text("message", {"role": "assistant"}, _output_text)
             self._grow(delta.text, logprobs)
@@ -265,7 +265,7 @@ class OutputItems:
         self.event("output_item.added", output_index=len(self.items) - 1, item=_copied(item))
 
     def _open_text(self, kind: str, fields: dict[str, Any], new_part: Callable[[], dict[str, Any]]) -> None:
-        """Open an item of this type, unless it is open already.  new_part: makes its part without text."""
+        """Open an item of this type, unless one is open already.  new_part: returns the item's part, without text."""
         if self.is_open and self.items[-1]["type"] == kind:
             return
         self._open(kind, {**fields, "content": []})
@@ -293,12 +293,12 @@ def _reasoning_text() -> dict[str, Any]:
 
 
 def _copied(item: dict[str, Any]) -> dict[str, Any]:
-    """The item as it is now."""
+    """Returns a copy of the item as it is now."""
     return {**item, "content": [dict(part) for part in item["content"]]} if "content" in item else dict(item)
 
 
 class ResponsesAnswer(ChatAnswer):
-    """/v1/responses.  request: as it was sent; chat: the same as a chat completion."""
+    """Builds the answer of /v1/responses.  request: as it was sent; chat: the same request as a chat completion."""
 
     end_mark = b""
 
@@ -320,7 +320,7 @@ class ResponsesAnswer(ChatAnswer):
         self.text_only = False
         self.items = OutputItems(id)
         self.finish_reason: str | None = None
-        # Why calls were broken.
+        # The reasons why calls were broken.
         self.errors: list[str] = []
 
     def take(self, prompt_index: int, part: Part) -> tuple[Choice, OutputChunk]:
@@ -346,7 +346,7 @@ class ResponsesAnswer(ChatAnswer):
         return f"event: {chunk['type']}\n".encode() + b"data: " + to_json(chunk) + b"\n\n"
 
     def failure(self, error: dict[str, Any]) -> bytes:
-        """OpenAI's event, with the whole error added, by which its clients tell an error in any stream."""
+        """Returns OpenAI's event, with the whole error added: OpenAI's clients look for that error in any stream."""
         fields = {name: error["error"][name] for name in ("code", "message", "param")}
         return self.encode({"type": "error", "sequence_number": self.items.num_events, **fields, **error})
 

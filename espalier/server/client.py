@@ -1,7 +1,7 @@
 """The front's client of the engine process: starts it, submits prompts, distributes its output, notices its end.
 
 All code runs on one event loop.  If the process exits or sends nothing for timeout_s, every generation in flight fails
-with EngineGone, and with `restart` a new process is started, until several in a row cannot load.
+with EngineGone.  With `restart`, a new process is then started, until several in a row cannot load.
 """
 
 import asyncio
@@ -45,26 +45,26 @@ from espalier.server.protocol import (
     error_of,
 )
 
-# Turns of the event loop in which no prompt comes, after which the prompts leave.  A request on a new connection needs
-# five: accept, make its transport, watch it, read, handle.
+# After this many turns of the event loop without a new prompt, the waiting prompts are sent.  A request on a new
+# connection needs five turns: accept, make its transport, watch it, read, handle.
 QUIET_TURNS = 6
 MAX_WAIT_S = 0.01
 log = logging.getLogger("espalier.server")
 MODEL_WORKER = "espalier.server.worker"
 SHUTDOWN_S = 10.0
-# Starts that fail one after another, after which no further process is started; the pause after each is twice the last.
+# After this many failed starts in a row, no further process is started.  Each pause is twice the pause before.
 MAX_FAILED_STARTS = 5
 FIRST_PAUSE_S = 1.0
-# Interval of the log lines that say that the model is still loading.
+# Seconds between the log lines that report that the model is still loading.
 LOADING_S = 30.0
 
 
 class Outbox:
     """Prompts on their way to the engine.
 
-    They leave when no other request waits to be read, when they fill a prefill pass, or after MAX_WAIT_S.
+    The prompts are sent when no other request waits to be read, when they fill a prefill pass, or after MAX_WAIT_S.
 
-    send: sends prompts in one message; full_rows: tokens that fill a prefill pass.
+    send: sends prompts in one message.  full_rows: how many tokens fill a prefill pass.
     """
 
     def __init__(self, send: Callable[[list[Submit]], None]):
@@ -75,7 +75,7 @@ class Outbox:
         self._send_at = 0.0
         self._num_quiet = 0
         self._turn: asyncio.Handle | None = None
-        # Set once what waits has left.  None until the first prompt comes.
+        # Set once the waiting prompts are sent.  None until the first prompt comes.
         self._left: asyncio.Event | None = None
 
     def add(self, submit: Submit) -> None:
@@ -91,19 +91,19 @@ class Outbox:
             self._turn = loop.call_soon(self._look_in)
 
     async def sent(self) -> None:
-        """Return when what waits has left, after at least one turn of the event loop."""
+        """Return when the waiting prompts are sent, after at least one turn of the event loop."""
         if self._waiting and self._left is not None:
             await self._left.wait()
         else:
             await asyncio.sleep(0)
 
     def flush(self) -> None:
-        """Send what waits now."""
+        """Send the waiting prompts now."""
         if waiting := self.clear():
             self.send(waiting)
 
     def clear(self) -> list[Submit]:
-        """Remove and return what waits."""
+        """Remove and return the waiting prompts."""
         if self._turn is not None:
             self._turn.cancel()
             self._turn = None
@@ -113,7 +113,7 @@ class Outbox:
         return waiting
 
     def _look_in(self) -> None:
-        """Send, or look again in the next turn."""
+        """Send the waiting prompts if no more come, or look again in the next turn of the event loop."""
         loop = asyncio.get_running_loop()
         if self._num_quiet == QUIET_TURNS or loop.time() >= self._send_at:
             self.flush()
@@ -124,9 +124,12 @@ class Outbox:
 
 @dataclass(frozen=True)
 class ClientOptions:
-    """heartbeat_s: seconds between messages of an idle engine; timeout_s: seconds without a message, once the model is
-    loaded, after which the engine is ended; load_timeout_s: limit for loading the model, None for no limit; worker: the
-    module that the engine process runs; learn: as in protocol.Start."""
+    """Settings of an EngineClient.
+
+    heartbeat_s: seconds between messages of an idle engine.  timeout_s: after this many seconds without a message, once
+    the model is loaded, the engine is ended.  load_timeout_s: limit for loading the model, None for no limit.  worker:
+    the module that the engine process runs.  learn: see protocol.Start.
+    """
 
     restart: bool = False
     heartbeat_s: float = 1.0
@@ -139,10 +142,10 @@ class ClientOptions:
 
 
 class EngineClient:
-    """One engine process, or with `restart` one after another.  settings: what its worker loads, as plain values.
+    """Runs one engine process, or with `restart` one after another.  settings: what its worker loads, as plain values.
 
-    state: "starting", "ready", "gone" or "closed"; why: why it is not "ready"; abort_steps: number of aborts by
-    the engine steps that they took.
+    state: "starting", "ready", "gone" or "closed".  why: the reason for a state other than "ready".  abort_steps: how
+    many aborts took each number of engine steps.
     """
 
     def __init__(self, settings: Mapping[str, Any], options: ClientOptions):
@@ -160,7 +163,7 @@ class EngineClient:
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
         self._outbox = Outbox(lambda prompts: self._send(Submits(prompts)))
-        # Of the sockets, readable by this user alone.  None before `start`.
+        # The folder of the sockets, readable by this user alone.  None before `start`.
         self._folder: Path | None = None
         self._heard = 0.0
         self._num_starts = 0
@@ -222,13 +225,13 @@ class EngineClient:
                 self._send(Abort(name))
 
     async def ended(self) -> str | None:
-        """Wait until there will be no further engine process.  The reason, None after `close`."""
+        """Wait until there will be no further engine process.  Returns the reason, None after `close`."""
         assert self._supervisor is not None
         await asyncio.wait({self._supervisor})
         return None if self.state == "closed" else self.why
 
     async def close(self) -> None:
-        """End the process; kill it if it does not exit.  Further calls wait for the first."""
+        """End the process; kill it if it does not exit.  Later calls wait for the first call."""
         if self._closing is None:
             self.state, self.why = "closed", SHUTTING_DOWN
             self._fail(SHUTTING_DOWN)
@@ -282,7 +285,7 @@ class EngineClient:
         self.state, self.why = "ready", ""
 
     async def _first_message(self, socket: zmq.asyncio.Socket, process: asyncio.subprocess.Process) -> Any:
-        """The first message, Ready or Failed.  Raises EspalierError if the process exits without one, or times out."""
+        """Returns the first message, Ready or Failed.  Raises EspalierError if the process exits or times out first."""
         message = asyncio.ensure_future(socket.recv())
         exited = asyncio.create_task(process.wait())
         limit, loop = self.options.load_timeout_s, asyncio.get_running_loop()
@@ -310,7 +313,7 @@ class EngineClient:
             exited.cancel()
 
     async def _supervise(self) -> None:
-        """Read from the process until it is gone; with `restart`, start the next and go on."""
+        """Read from the process until it is gone; with `restart`, start the next process and continue."""
         num_failed = 0
         while True:
             if self.state == "ready":
@@ -340,7 +343,7 @@ class EngineClient:
             while True:
                 await asyncio.wait({reading, exited}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
                 if exited.done():
-                    # Messages that it sent before it exited are still unread.
+                    # Messages that the process sent before its exit are still unread.
                     await asyncio.wait({reading}, timeout=1.0)
                 if reading.done():
                     return _reason_of(reading)
@@ -372,7 +375,7 @@ class EngineClient:
 
     def _hand_out(self, part: Part) -> None:
         generation = self._generations.get(part.name)
-        if generation is None:  # it was closed
+        if generation is None:  # the front has closed it
             return
         generation.take(part)
         if generation.num_running[part.name] == 0:
@@ -404,7 +407,7 @@ class EngineClient:
                 with suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(process.wait(), SHUTDOWN_S)
         finally:
-            # Also if the wait is cancelled.
+            # This also runs if the wait is cancelled.
             if process.returncode is None:
                 with suppress(ProcessLookupError):
                     process.kill()
@@ -422,7 +425,7 @@ class EngineClient:
 
 
 def _reason_of(reading: asyncio.Task[str]) -> str:
-    """Why _read ended.  A message that it cannot decode ends it too: requests in flight must not wait forever."""
+    """Returns why `_read` ended.  A message that cannot be decoded also ends it, so that no request waits forever."""
     if (error := reading.exception()) is None:
         return reading.result()
     log.error("the engine process sent an unreadable message", exc_info=error)

@@ -1,10 +1,10 @@
-"""All open connections: the ones whose client is stalled are closed, and the oldest idle ones where there are too many.
+"""All open connections.  A connection with a stalled client is closed; if too many are open, the oldest idle one too.
 
 A stalled client does not read its response, or does not send a whole request.  asyncio keeps a closed transport until
 its last byte is sent, forever if the client does not read.  So all connections are checked periodically.
 
-A connection that is accepted without a file descriptor left would take the place of a journal, an upload or the next
-engine process.  So their number follows from the process's limit.
+A connection that takes the last file descriptor would leave none for a journal, an upload or the next engine process.
+So the process's limit on descriptors decides how many connections may be open.
 """
 
 import asyncio
@@ -23,16 +23,17 @@ if TYPE_CHECKING:
     from espalier.server.http1 import Connection
 
 log = logging.getLogger("espalier.server")
-# A connection on which nothing came since its last response is closed after this time.
+# A connection is closed if nothing comes for this long after its last response.
 KEEP_ALIVE_S = 5.0
-# Connections that asyncio accepts in one turn of its loop, before any can be closed.
+# How many connections asyncio accepts in one turn of its loop, before any can be closed.
 MAX_ACCEPTED = 16
-# A connection that is closed holds its descriptor for two turns more.
+# A closed connection holds its descriptor for two more turns of the loop.
 TURNS_TO_CLOSE = 3
-# Uploads and downloads of files at once, and the files that one has open.
+# How many files may be uploaded or downloaded at once; then the descriptors that one transfer has open.
 MAX_TRANSFERS = 8
 FILES_PER_TRANSFER = 3
-# Journals and their inputs, the next engine process with its socket, and the processes that read bodies and templates.
+# Descriptors for journals and their inputs, the next engine process with its socket, and the processes that read bodies
+# and templates.
 FILES_OF_SERVER = 40
 RESERVED = MAX_ACCEPTED * TURNS_TO_CLOSE + MAX_TRANSFERS * FILES_PER_TRANSFER + FILES_OF_SERVER
 MIN_CONNECTIONS = 16
@@ -42,12 +43,12 @@ FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class Connections:
     """The open connections of one server.
 
-    limit: their number (max_connections), None for no limit.  Above it, the one that has been idle longest
-    is closed: without a request in progress and without pending output, for whoever has no key is never in a request
-    for long.  Without an idle one, the oldest is closed whose request has not arrived whole or whose client has not
-    read its response; without that, the new one.
+    limit: how many may be open (max_connections), None for no limit.  Above the limit, the connection that has been
+    idle longest is closed.  Idle means no request in progress and no pending output: a client without a key is never in
+    a request for long.  If none is idle, the oldest connection is closed that waits for its client: the client has not
+    sent its whole request, or has not read its response.  If there is none either, the new connection is closed.
 
-    send_timeout_s: for which a client may take no byte of pending output; body_timeout_s: for which a connection may
+    send_timeout_s: how long a client may read no byte of pending output.  body_timeout_s: how long a connection may
     have no request in progress once anything came, None for no limit.  A request whose body is still being read is in
     progress; gate.Upload limits that time.
     """
@@ -57,9 +58,9 @@ class Connections:
         self.limit = limit
         self.send_timeout_s = send_timeout_s
         self.body_timeout_s = body_timeout_s
-        # In the order in which they were made or became idle.
+        # Ordered by the time at which they were made or became idle.
         self._open: dict[Connection, None] = {}
-        # Of pending output: bytes that the system has taken of what was written, and since when it took no more.
+        # For connections with pending output: bytes that the system has taken so far, and since when it took no more.
         self._progress: dict[Connection, tuple[int, float]] = {}
         self._seldom = Seldom()
 
@@ -74,7 +75,7 @@ class Connections:
         self._open[connection] = None
         if self.limit is None or len(self._open) <= self.limit:
             return
-        # The new one comes last, and is idle itself.
+        # The new connection comes last in the order, and is idle itself.
         before = [each for each in self._open if each is not connection]
         quiet = (each for each in before if each.is_idle and not _pending(each))
         waiting = (each for each in before if each.waits_for_client)
@@ -86,7 +87,7 @@ class Connections:
         chosen.transport.abort()
 
     def renew(self, connection: "Connection") -> None:
-        """A connection's request has ended."""
+        """Move a connection to the end of the order, because its request has ended."""
         if connection in self._open:
             del self._open[connection]
             self._open[connection] = None
@@ -96,7 +97,7 @@ class Connections:
         self._progress.pop(connection, None)
 
     def sweep(self, now: float, at_most_s: float | None = None) -> None:
-        """Close those whose client is stalled.  now: in seconds; at_most_s: a further limit, beside send_timeout_s."""
+        """Close connections with a stalled client.  now: in seconds.  at_most_s: a limit beside send_timeout_s."""
         limits = [each for each in (self.send_timeout_s, at_most_s) if each is not None]
         for connection in self:
             if size := _pending(connection):
@@ -106,7 +107,7 @@ class Connections:
                 self._check_sender(connection, now)
 
     def _check_reader(self, connection: "Connection", size: int, now: float, limit: float | None) -> None:
-        # It counts as idle once all is sent.
+        # The connection counts as idle from the moment when all output is sent.
         connection.idle_since = now
         taken = connection.num_written - size
         before, since = self._progress.get(connection, (taken, now))
@@ -137,18 +138,19 @@ def _pending(connection: "Connection") -> int:
 def _abort(connection: "Connection", message: str, *values: Any) -> None:
     scope = {} if connection.exchange is None else connection.exchange.scope
     log.warning(message, *values, extra=about(scope.get("state", {}).get("request_id", NO_REQUEST)))
-    # Not close(), which waits for the client.
+    # close() would wait for the client.
     connection.transport.abort()
 
 
 def address_of(transport: Any) -> str:
-    """The client's address.  A Unix socket has none."""
+    """Returns the client's address.  A Unix socket has none."""
     peer = transport.get_extra_info("peername")
     return f"{peer[0]} port {peer[1]}" if isinstance(peer, tuple) else "a Unix socket"
 
 
 def max_connections() -> int | None:
-    """Connections that may be open beside what is open now and RESERVED; None without a limit.
+    """Returns how many connections may be open, beside RESERVED and the descriptors open now; None without a limit.
+
 
     Raises EspalierError if the limit leaves room for too few.
     """
@@ -164,7 +166,7 @@ def max_connections() -> int | None:
 
 
 def report_full_rarely(loop: asyncio.AbstractEventLoop) -> None:
-    """Log accepts that fail for want of a descriptor or memory once a minute, without tracebacks."""
+    """Logs once a minute, without tracebacks, that accepts fail because descriptors or memory are missing."""
     seldom = Seldom()
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

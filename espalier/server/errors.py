@@ -18,7 +18,7 @@ from espalier.server.openai import ChatRequest, CompletionRequest, Refused
 KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
-    # OpenAI sends this type with the code model_not_found, and clients check both.
+    # OpenAI sends this type with the code model_not_found, and clients check type and code.
     404: "invalid_request_error",
     405: "invalid_request_error",
     408: "timeout_error",
@@ -69,13 +69,13 @@ class ApiError(HTTPException):
 
 
 def full(message: str) -> ApiError:
-    """The error for a full queue."""
+    """Returns the error for a full queue."""
     code = "rate_limit_exceeded"
     return ApiError(429, f"{message}; retry later", code=code, retry_after_s=RETRY_AFTER_S)
 
 
 def _shortened(text: str, limit: int) -> str:
-    """Leave out the middle of a long text: the start names the problem and the end says what to do."""
+    """Leaves out the middle of a long text: the start names the problem and the end tells what to do."""
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
 
 
@@ -98,17 +98,17 @@ class ErrorBody(BaseModel):
 
 
 def refusal(error: EspalierError, field: str | None = None) -> ApiError:
-    """The 400 response for an EspalierError.  param: the field that the message begins with, else `field`."""
+    """Returns the 400 response for an EspalierError.  param: the field that the message begins with, else `field`."""
     match = FIELD_FIRST.match(str(error))
     code = "context_length_exceeded" if isinstance(error, ContextOverflow) else None
     return ApiError(400, str(error), param=match.group(1) if match else field, code=code)
 
 
 def of_validation(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | None) -> ApiError:
-    """The 400 response for a body that pydantic refused.  It reports one error, in one line."""
+    """Returns the 400 response for a body that pydantic refused.  It reports one error, in one line."""
     first = errors[0]
     if first["type"] == "missing":
-        # A field that this body does not have says more: the client meant another endpoint, or misspelt the name.
+        # An unknown field tells more than other errors: the client meant another endpoint, or misspelt the name.
         first = next((e for e in errors if e["type"] == "extra_forbidden" and len(_where(e)) == 1), first)
     where = _where(first)
     if first["type"] == "json_invalid":
@@ -121,7 +121,8 @@ def of_validation(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | 
     if first["type"] == "extra_forbidden" and len(where) == 1:
         name = str(where[0])
         return ApiError(400, _unknown_field(model, name), param=name)
-    # A field with several types has an error for each type.  The client meant the one whose error is nested deepest.
+    # For a field with several types, pydantic reports an error for each type.  The client meant the type whose error is
+    # nested deepest.
     path = _place(model, where).path
     places = [(each, _place(model, _where(each))) for each in errors]
     first, place = max(
@@ -142,7 +143,7 @@ def of_validation(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | 
 
 
 def _unknown_field(model: type[BaseModel], name: str) -> str:
-    """The message for a field that the body does not have.  It may be one of the other endpoint."""
+    """Returns the message for a field that the body does not have.  Another endpoint may have the field."""
     if model in ENDPOINTS.values() and other_engines.keyword(name, model.model_fields, python=False) is None:
         for path, other in ENDPOINTS.items():
             if name in other.model_fields and _refused(other, name) is None:
@@ -151,10 +152,10 @@ def _unknown_field(model: type[BaseModel], name: str) -> str:
 
 
 def _fields_around(model: type[BaseModel], where: Sequence[Any]) -> list[str]:
-    """The fields, as a client writes them, of the object that has the unknown field `where`."""
+    """Returns the fields, as a client writes them, of the object that has the unknown field `where`."""
     place = _place(model, where[:-1])
     inner = _models(place.owner.model_fields[place.name].annotation)
-    # pydantic names the type of the object, if the type chose the model.
+    # If the field `type` chose the model, pydantic's location has its value before the unknown field.
     typed = [m for m in inner if "type" in m.model_fields and where[-2] in get_args(m.model_fields["type"].annotation)]
     return list(dict.fromkeys(f.alias or name for m in typed or inner for name, f in m.model_fields.items()))
 
@@ -174,8 +175,8 @@ def _reason(error: Mapping[str, Any]) -> str:
 
 
 class Place(NamedTuple):
-    """Where an error is.  owner: the innermost model that contains it; name: the field there; path: as the client wrote
-    it."""
+    """The place of an error.  owner: the innermost model around it.  name: the field of that model.  path: to the
+    field, as the client wrote it."""
 
     owner: type[BaseModel]
     name: str
@@ -205,7 +206,7 @@ def _is_one_of_several(model: type[BaseModel], name: str) -> bool:
 
 
 def _kinds(annotation: Any) -> list[Any]:
-    """The members of a union, and of a union with a discriminator in it."""
+    """Returns the members of a union, and of a union with a discriminator inside it."""
     if get_origin(annotation) is Annotated:
         return _kinds(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):

@@ -1,8 +1,8 @@
-"""What the models of request bodies share: how a field is declared, the checks of a whole body, and the fields that ask
-for a form of the output: OpenAI's, vLLM's and SGLang's, all as one Grammar.
+"""Shared parts of the models of request bodies: how a field is declared, and the checks of a whole body.
 
+The fields that ask for a form of the output are here too: OpenAI's, vLLM's and SGLang's all become one Grammar.
 A field is honoured, accepted without effect, or refused.  A refused field accepts only its neutral values, for clients
-that always send it; any other value is an error that says why.
+that always send it.  Any other value is an error that gives the reason.
 """
 
 import json
@@ -18,13 +18,13 @@ from espalier.grammar.spec import Grammar, Kind
 
 _SENDER = "describes the sender; the server does not use it"
 CACHE = "the prefix cache always shares equal prompt prefixes"
-# Marks of a message, an item, a part of one or a tool: Anthropic's, and OpenAI's.
+# Fields that mark a message, an item, a part or a tool for caching: Anthropic's name, and OpenAI's.
 CACHE_MARKS = ("cache_control", "prompt_cache_breakpoint")
 _ROUTING = "the server chooses the engine"
 
 # Fields of other servers and clients that are accepted without effect and named in a response header.  A field belongs
-# here if the response is the same without it.  One that changes tokens, adds something to the response, or separates
-# users (such as vLLM's cache_salt) does not: the server refuses it by name.
+# here if the response is the same without it.  A field does not belong here, and is refused by name, if it changes
+# tokens, adds something to the response, or separates users (such as vLLM's cache_salt).
 HINTS: Mapping[str, str] = {
     # OpenAI
     "user": _SENDER,
@@ -58,28 +58,28 @@ HINTS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Refused:
-    """why: the end of the error message, with what to do."""
+    """Marks a field that is refused.  why: the end of the error message, which tells what to do."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class NoEffect:
-    """neutral: a value that asks for nothing, so that it is not named in the answer's header."""
+    """Marks a field without effect.  neutral: a value that requests nothing; the answer's header does not name it."""
 
     why: str
     neutral: Any = None
 
 
 Nothing = Annotated[list[Any], Field(max_length=0)]
-# Checking stops at the first wrong entry: an error for each of a million entries would block the server.
+# Checking stops at the first wrong entry: to report an error for each of a million entries would block the server.
 FIRST: Any = Field(fail_fast=True)
 NUMBERS = frozenset((int, float))
 PLAIN = frozenset((int, float, bool, type(None)))
 
 
 def at_most(most: int) -> BeforeValidator:
-    """Refuse an object with more entries, before they are checked: pydantic has no fail_fast for objects."""
+    """Returns a check that refuses too many entries of an object at once: pydantic has no fail_fast for objects."""
 
     def count(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
@@ -111,7 +111,7 @@ def _whole_text(value: Any) -> None:
             raise ValueError("text contains a lone surrogate (\\ud800 to \\udfff); send whole characters") from None
     elif isinstance(value, dict):
         for name, inner in value.items():
-            # A bias that was read once has token ids as names.
+            # A logit_bias that was parsed before has token ids, which are ints, as names.
             if not (isinstance(name, int) or name.isascii()):
                 _whole_text(name)
             if type(inner) not in PLAIN:
@@ -143,7 +143,7 @@ class Body(BaseModel):
         return {name: each for name, each in value.items() if name in known or name == unknown[0]}
 
     def without_effect(self) -> list[str]:
-        """Names of the fields that were sent and have no effect, in the order of the model."""
+        """Returns the names of the fields that were sent and have no effect, in the order of the model."""
         given = self.model_fields_set
         return [
             name
@@ -153,13 +153,13 @@ class Body(BaseModel):
 
 
 def inside(name: str, bodies: Iterable[Body]) -> list[str]:
-    """The names of fields without effect in the bodies that field `name` holds, each once."""
+    """Returns the names of fields without effect in the bodies that field `name` holds, each name once."""
     return [f"{name}.{each}" for each in dict.fromkeys(each for body in bodies for each in body.without_effect())]
 
 
 @cache
 def _neutral_values(model: type[BaseModel]) -> dict[str, Any]:
-    """The neutral value of each field without effect."""
+    """Returns the neutral value of each field without effect."""
     return {
         name: note.neutral
         for name, info in model.model_fields.items()
@@ -263,7 +263,7 @@ class Constrained(_Strict):
     structural_tag: str | None = Field(None, description="SGLang's form: a structural tag, as JSON text")
 
     def asked_grammar(self) -> Grammar | None:
-        """The form that is asked for.  Raises EspalierError if there are two."""
+        """Returns the form that the body asks for.  Raises EspalierError if it asks for two."""
         found = list(self._asked())
         if len(found) > 1:
             names = " and ".join(name for name, _ in found)
@@ -280,7 +280,7 @@ class Constrained(_Strict):
                 yield name, _grammar_of(kind, value)
 
 
-# For the fields that hold one value.  Their JSON schemas are not strict: they have no field `strict`.
+# The kind of Grammar of each field that holds one value.  These JSON schemas are not strict: no field `strict` says so.
 KIND_OF_FIELD: Mapping[str, Kind] = {
     "guided_json": "json_schema",
     "guided_regex": "regex",

@@ -1,6 +1,6 @@
 """The layer between the endpoints and the engine process: admission, tokenization and time limits, for each model.
 
-Clients share the queue: one that fills it leaves room for others.
+Clients share the queue: a client that fills it leaves room for other clients.
 """
 
 import asyncio
@@ -45,10 +45,13 @@ MAX_RESOLVED = 256
 
 @dataclass(frozen=True)
 class FrontOptions:
-    """names: the model's names in the API, its directory's name if empty; chat_template: replaces the tokenizer's;
-    max_queue: samples that may wait for a slot; request_timeout_s: limit for one request, None for no limit;
-    strict_fields: refuse fields without effect; tool_format, reasoning_format: names of espalier/tool_calls/formats,
-    "auto" for those of the chat template."""
+    """Settings of a front.
+
+    names: the model's names in the API; if empty, its directory's name.  chat_template: replaces the tokenizer's.
+    max_queue: how many samples may wait for a slot.  request_timeout_s: limit for one request, None for no limit.
+    strict_fields: refuse fields without effect.  tool_format, reasoning_format: names of espalier/tool_calls/formats;
+    "auto" chooses the formats of the chat template.
+    """
 
     names: tuple[str, ...]
     chat_template: str | None = None
@@ -64,16 +67,16 @@ class FrontOptions:
             raise EspalierError("--served-model-name is empty; give a name, or leave the flag out")
 
 
-# Requests of the server's own batches.
+# The client's name of requests of the server's own batches.
 BATCHES = "batches"
-# One part in so many of the queue is kept, beside it, for clients that hold no more than this part.
+# Beside the queue, a PARTS-th of its length is reserved for clients that hold no more than that many samples.
 PARTS = 4
-# In the state of a request's scope: it may take any time.
+# A key in the state of a request's scope.  It means that the request has no time limit.
 UNLIMITED = "unlimited"
 
 
 class Shares:
-    """The samples that each client has in the server."""
+    """Counts the samples that each client has in the server."""
 
     def __init__(self) -> None:
         self._generations: dict[str, set[Generation]] = {}
@@ -82,8 +85,8 @@ class Shares:
     def admits(self, num_samples: int, num_held: int, capacity: int, max_queue: int) -> bool:
         """Whether samples of the current client may enter.
 
-        num_held: samples in the server; capacity: those that all clients together may have, and that one may have
-        alone.  Above it, a client may enter that has little itself.
+        num_held: samples of all clients in the server.  capacity: how many samples all clients together may have; one
+        client alone may have as many.  Above capacity, a client may enter only if it holds few samples.
         """
         if num_held + num_samples <= capacity:
             return True
@@ -92,7 +95,7 @@ class Shares:
         return is_small and name != BATCHES and num_held + num_samples <= capacity + share
 
     def held_by(self, name: str) -> int:
-        """Samples of a client that are being tokenized, wait or run."""
+        """Returns how many samples of a client are being tokenized, wait or run."""
         running = sum(sum(each.num_running.values()) for each in self._generations.get(name, ()))
         return running + self._entering[name]
 
@@ -100,7 +103,7 @@ class Shares:
         self._entering[client.get()] += num_samples
 
     def entered(self, num_samples: int) -> None:
-        """The end of `enter`."""
+        """Undo `enter`, once the samples are submitted or refused."""
         name = client.get()
         self._entering[name] -= num_samples
         if not self._entering[name]:
@@ -121,7 +124,7 @@ class Shares:
 
 
 def without_timeout(app: ASGIApp) -> ASGIApp:
-    """The app for callers whose requests have no --request-timeout."""
+    """Wraps the app for callers whose requests have no --request-timeout."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         await app({**scope, "state": {UNLIMITED: True}}, receive, send)
@@ -130,7 +133,7 @@ def without_timeout(app: ASGIApp) -> ASGIApp:
 
 
 def no_model(name: str, served: Sequence[str]) -> ApiError:
-    """The error for a model that is not served."""
+    """Returns the error for a model that is not served."""
     message = f"this server has no model {name!r}; use {', '.join(served)}"
     return ApiError(404, message, "model", "model_not_found")
 
@@ -138,8 +141,8 @@ def no_model(name: str, served: Sequence[str]) -> ApiError:
 class Front:
     """The front of one model.
 
-    engines: must be ready; metrics: those of the server, by default of a server with this model alone; draining: new
-    requests are refused, and running ones finish.
+    engines: must be ready.  metrics: the server's metrics, by default those of a server with only this model.
+    draining: new requests are refused, and running requests finish.
     """
 
     def __init__(self, engines: Engines, options: FrontOptions, metrics: Metrics | None = None):
@@ -169,13 +172,13 @@ class Front:
         self._resolved: dict[int, tuple[SamplingParams, ResolvedParams]] = {}
 
     def render_aside(self) -> None:
-        """From now on, render chat templates in a process of their own.  Without this, the lanes render them."""
+        """From now on, render chat templates in a separate process.  Otherwise the lanes render them."""
         hf = None if self.inputs.tokenizer is None else self.inputs.tokenizer.hf
         if getattr(hf, "chat_template", None):
             self.templates = Templates(hf)
 
     async def rendered(self, work: Callable[..., Steps], *values: Any, size: int) -> list[int]:
-        """The tokens of a conversation: Lanes.finish.  Raises ApiError."""
+        """Returns the token ids of a conversation.  See Lanes.finish.  Raises ApiError."""
         if self.templates is not None:
             render = self.templates.render
             return await self.lanes.finish(work, *values, render=render, size=size, field="messages")
@@ -187,7 +190,7 @@ class Front:
 
     @property
     def max_detokenized(self) -> int:
-        """Most token ids in one /detokenize request."""
+        """The most token ids in one /detokenize request."""
         return max(MAX_DETOKENIZED, self.inputs.facts.max_context)
 
     @property
@@ -203,13 +206,13 @@ class Front:
         return "" if self.engines.state == "ready" else self.engines.why
 
     def of(self, model: str | None) -> "Front":
-        """This front, if it serves the model of a request.  Raises ApiError."""
+        """Returns this front if it serves `model`.  Raises ApiError if it does not."""
         if model is not None and model not in self.names:
             raise no_model(model, self.names)
         return self
 
     def check_effect(self, names: Sequence[str]) -> None:
-        """Log each field without effect once.  Raises ApiError with strict_fields."""
+        """Log each field without effect once.  With strict_fields, refuse them: raises ApiError."""
         if names and self.options.strict_fields:
             why = f"{names[0]} has no effect, and this server runs with --strict-fields; leave it out"
             raise ApiError(400, why, names[0], "unsupported")
@@ -219,7 +222,7 @@ class Front:
                 log.info("the field %s is accepted but has no effect (logged once)", name)
 
     def resolve(self, params: SamplingParams) -> ResolvedParams:
-        """InputProcessor.resolve, once for an object that many bodies share.  Raises EspalierError."""
+        """Returns InputProcessor.resolve(params), computed once for params that bodies share.  Raises EspalierError."""
         known, resolved = self._resolved.get(id(params), (None, None))
         if resolved is None or known is not params:
             resolved = self.inputs.resolve(params)
@@ -229,7 +232,7 @@ class Front:
         return resolved
 
     def require_tokenizable(self, text: str) -> None:
-        """Limit a text whose length max_context does not limit.  Raises EspalierError."""
+        """Refuse a too long text if max_context does not limit its length.  Raises EspalierError."""
         limit = max(MAX_TEXT_CHARS, CHARS_PER_TOKEN * self.inputs.facts.max_context)
         if len(text) > limit:
             raise EspalierError(f"a text of {len(text)} characters is not supported; use at most {limit}")
@@ -244,14 +247,14 @@ class Front:
     ) -> Response:
         """Run a request.  Raises ApiError or ClientDisconnect; for a stream only before its first event.
 
-        make_answer: called once the prompts have left.
+        make_answer: called once the prompts are sent to the engine.
         """
         loop = asyncio.get_running_loop()
         limit = None if UNLIMITED in http.scope["state"] else self.options.request_timeout_s
         generation = self._submit(body, prompts, params)
         run = Run(self, make_answer, generation, None if limit is None else loop.time() + limit)
         try:
-            # The rest is done while the engine computes.
+            # The answer is made while the engine computes.
             await self.engines.sent()
             run.watch(http)
             if not body.stream:
@@ -275,7 +278,7 @@ class Front:
             self.shares.entered(num_samples)
 
     def _require_capacity(self, num_samples: int) -> None:
-        """Admission: refuse samples that do not fit the slots and the queue.  Raises ApiError."""
+        """Refuse samples that do not fit into the slots and the queue.  Raises ApiError."""
         if self.draining:
             message = f"{SHUTTING_DOWN}; retry on another server"
             raise ApiError(503, message, retry_after_s=RETRY_AFTER_S)
@@ -312,10 +315,10 @@ def _gone(error: EngineGone) -> ApiError:
 
 
 class Fronts:
-    """fronts: at least one, each with the same metrics.  Has what the endpoints ask of a Front.
+    """Several models behind one server.  It has the attributes of a Front that the endpoints use.
 
-    A body is read before its model is known, so its limits are those of the largest model.  The front of its model then
-    checks it against its own.
+    fronts: at least one, all with the same metrics.  A body is read before its model is known, so the body's limits are
+    those of the largest model.  The front of its model then checks the body against its own limits.
     """
 
     def __init__(self, fronts: Sequence[Front], metrics: Metrics):
@@ -337,7 +340,7 @@ class Fronts:
         )
 
     def of(self, model: str | None) -> Front:
-        """The front of a request's model.  Raises ApiError."""
+        """Returns the front of a request's model.  Raises ApiError."""
         if model is None and len(self.fronts) > 1:
             raise ApiError(400, f"model is missing; use one of {', '.join(self.names)}", "model")
         if model is None:

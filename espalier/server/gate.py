@@ -21,24 +21,25 @@ from espalier.server.protocol import SHUTTING_DOWN
 
 log = logging.getLogger("espalier.server")
 CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-# nginx's status for a client that disconnected.  It is for the log; no client receives it.
+# nginx's status for a client that disconnected.  It appears only in the log; no client receives it.
 CLIENT_LEFT = 499
-# 2**63 has as many digits.
+# The largest length, 2**63, has this many digits.
 MAX_LENGTH_DIGITS = 19
-# Multiple of max_body_bytes up to which a too large body is read and dropped.
+# A too large body is read and dropped up to this multiple of max_body_bytes.
 MAX_DROPPED = 4
-# Uploads have a limit of their own.
+# Uploads to this path have their own size limit.
 FILES = "/v1/files"
-# Load balancers and Prometheus read these without a key.  So do browsers, which cannot send one (routes.py).
+# Load balancers and Prometheus read these paths without a key.  So do browsers, which cannot send a key (routes.py).
 OPEN_PATHS = ("/health", "/metrics", "/", "/docs")
 
 
 class Gate:
-    """Wraps an app.
+    """Wraps an app with the checks and the log of every request.
 
     answered(path, status): called at the end of each response.  body_timeout_s: limit for reading one body, None for no
-    limit.  max_file_bytes: limit of an uploaded file, None for a server that takes no files.  more_keys: keys that are
-    valid beside api_key; where there are several keys, a client is known by its key.  num_open: requests in progress.
+    limit.  max_file_bytes: limit for one uploaded file, None for a server that takes no files.  more_keys: keys that
+    are valid beside api_key.  If there are several keys, a client is identified by its key.  num_open: how many
+    requests are in progress.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Gate:
         self.body_timeouts: set[asyncio.Timeout] = set()
 
     def drain(self) -> None:
-        """From now on, refuse requests whose body has not arrived."""
+        """From now on, refuse requests whose body has not arrived whole."""
         self.draining = True
         for timeout in self.body_timeouts:
             if not timeout.expired():
@@ -99,9 +100,9 @@ class Gate:
         finally:
             self.num_open -= 1
             seconds = time.perf_counter() - began
-            # Nothing was sent to a client that left, or to a batch that was stopped.
+            # No status was sent if the client left, or if the batch was stopped.
             status = answer.status or CLIENT_LEFT
-            # Probes would fill the log.
+            # At level INFO, probes would fill the log.
             level = logging.DEBUG if scope["path"] in OPEN_PATHS and answer.status == 200 else logging.INFO
             log.log(level, "%s %s %d %.3f s%s", method, _shown(scope), status, seconds, _reason(refused))
             self.answered(scope["state"].get("route", "other"), status)
@@ -121,12 +122,12 @@ class Gate:
 
 
 def _shown(scope: Scope) -> str:
-    """The path in a log line, quoted, so that a line break in it cannot forge another line."""
+    """Returns the path in a log line, quoted, so that a line break in the path cannot forge another line."""
     return quote(scope["path"])
 
 
 def _reason(refused: ApiError | None) -> str:
-    """The end of the log line of a failed request.  Line breaks that the client sent are escaped."""
+    """Returns the end of the log line of a failed request.  Line breaks that the client sent are escaped."""
     if refused is None:
         return ""
     message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(refused.detail))
@@ -157,30 +158,30 @@ class Upload:
         return message
 
     async def check_length(self, headers: Headers) -> None:
-        """Refuse a body by its Content-Length.  Raises ApiError."""
+        """Refuse a too large body by its Content-Length.  Raises ApiError."""
         length = headers.get("content-length", "0")
         # Python refuses to read a number of thousands of digits.
         if length.isdecimal() and (number := int(length.lstrip("0")[:MAX_LENGTH_DIGITS] or "0")) > self.max_bytes:
             await self._drop(number)
 
     async def finish(self) -> None:
-        """Read the rest of the body and drop it: a client that sends does not read.  Raises ApiError."""
+        """Read the rest of the body and drop it: a client does not read while it sends.  Raises ApiError."""
         while not self.complete:
             await self()
 
     async def _drop(self, length: int = 0) -> None:
-        """Refuse a too large body.  Read a moderately large one to its end first: a client that sends does not read."""
+        """Refuse a too large body, after reading a moderately large one: a client does not read while it sends."""
         limit = self.max_bytes
         while not self.complete and max(self.num_received, length) <= MAX_DROPPED * limit:
             await self._next()
         raise ApiError(413, f"the body is larger than {limit} bytes; send less, or raise {self.flag}")
 
     async def _next(self) -> Message:
-        if self.complete:  # the next message is the client's disconnect, and may take any time
+        if self.complete:  # the next message reports the client's disconnect, and may come at any time
             return await self.receive()
         deadline = asyncio.get_running_loop().time() if self.gate.draining else self.deadline
         try:
-            # A message that has already arrived is taken even after the deadline: the timeout only ends a wait.
+            # A message that has already arrived is returned even after the deadline: the timeout only ends a wait.
             async with asyncio.timeout_at(deadline) as timeout:
                 self.gate.body_timeouts.add(timeout)
                 try:
@@ -207,7 +208,7 @@ class Upload:
 
 
 class Answering:
-    """An ASGI send that adds the request's id and keeps the status, 0 if nothing was sent."""
+    """An ASGI send that adds the request's id and keeps the status.  status: 0 if nothing was sent."""
 
     def __init__(self, send: Send):
         self.send = send

@@ -1,7 +1,7 @@
-"""One HTTP/1 connection: h11 reads requests, and each of them runs the ASGI application.
+"""One HTTP/1 connection: h11 reads requests, and the ASGI application runs once for each request.
 
-A request's head is checked before h11 reads it: h11 takes more than this server, and long for many lines.  `Upgrade` is
-ignored (RFC 9110, section 7.8).  The log has a line for what is refused before it is a request.
+A request's head is checked before h11 reads it: h11 accepts more than this server, and is slow for many lines.
+`Upgrade` is ignored (RFC 9110, section 7.8).  Data that is refused before it becomes a request gets one log line.
 """
 
 import asyncio
@@ -29,22 +29,22 @@ UNREADABLE = (
     "send plain HTTP/1.1 (http://, not https://)"
 )
 END = b"\r\n\r\n"
-# What a request may begin with, as far as it has arrived.
+# Matches the beginning of a request, as much of it as has arrived.
 START = re.compile(rb"[A-Z-]{0,24}(?:\Z| (?:\Z|[^ \r\n]+(?:\Z| (?:HTTP/1\.[01]\r\n|[HTP/1.0\r]{0,9}\Z))))")
-# A line feed alone, or a line that continues the one before.
+# Matches a line feed alone, or a line that continues the line before.
 BAD_LINE = re.compile(rb"(?<!\r)\n|\r\n[ \t]")
 log = logging.getLogger("espalier.server")
-# Of a chunk's line, and of the trailers.  Chunked bodies are read in pieces of this size.
+# Limit for the first line of a chunk, and for the trailers.  Chunked bodies are passed to h11 in pieces of this size.
 MAX_LINE_BYTES = 4096
-# More chunks than this must have this many bytes on average: each costs the event loop a hundredth of a millisecond.
+# If a body has more chunks, they must have MIN_CHUNK_BYTES on average: each costs the event loop 0.01 ms.
 FEW_CHUNKS = 4096
 MIN_CHUNK_BYTES = 32
-# Of one body: more waits in the socket until the application has read some.
+# Limit for one body.  More bytes wait in the socket until the application has read some.
 MAX_UNREAD_BYTES = 65536
 STATUS_LINES = MappingProxyType(
     {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() for each in HTTPStatus}
 )
-# What ends a body in chunks.
+# The bytes that end a chunked body.
 LAST_CHUNK = b"0\r\n\r\n"
 INTERIM = STATUS_LINES[100] + b"\r\n"
 # A half-closed connection is checked every CHECK_S.  Check FIRST_PROBE, and every CHECKS_PER_PROBE after it, sends an
@@ -53,12 +53,12 @@ CHECK_S = 0.1
 FIRST_PROBE = 3
 CHECKS_PER_PROBE = 100
 LINGER_S = 2.0
-# The ASGI extension that holds the HttpExchange, with which the application may write a part of a response at once.
+# The key of the ASGI extension that holds the HttpExchange.  With it the application may write response parts at once.
 EXCHANGE = "espalier.exchange"
 
 
 def check_head(data: bytes) -> int | None:
-    """The length of a head at the start of the data, None while it is not whole.  Raises ApiError."""
+    """Returns the length of the head at the start of the data, None if the head is not whole.  Raises ApiError."""
     end = data.find(END)
     head = data if end < 0 else data[: end + len(END)]
     if len(head) > MAX_HEAD_BYTES:
@@ -87,12 +87,12 @@ def check_head(data: bytes) -> int | None:
 
 
 class Connection(asyncio.Protocol):
-    """app: answers requests; connections: all that are open.
+    """One connection.  app: answers its requests.  connections: all open connections of the server.
 
-    A client that sends FIN after a whole request still gets its response.  FIN does not say whether the client still
-    reads.  Data written to a client that is gone causes a TCP reset.  That data is a stream's events or, before the
-    response starts, an interim response.  FIN counts as a disconnect on HTTP/1.0, which has no interim responses,
-    inside a request, and if several requests are pipelined.
+    A client that sends FIN after a whole request still gets its response.  FIN does not tell whether the client still
+    reads.  If the client is gone, data written to it causes a TCP reset.  So the connection writes the stream's events
+    or, before the response starts, interim responses.  FIN counts as a disconnect inside a request, on HTTP/1.0, which
+    has no interim responses, and if several requests are pipelined.
     """
 
     transport: asyncio.Transport
@@ -101,7 +101,7 @@ class Connection(asyncio.Protocol):
         self.app = app
         self.connections = connections
         self.loop = asyncio.get_running_loop()
-        # The part of a request's head that has arrived.  Once it is whole, h11 reads that request.
+        # The part of a request's head that has arrived.  Once the head is whole, h11 reads it.
         self.head = b""
         self.http: h11.Connection | None = None
         # The last request.
@@ -110,16 +110,16 @@ class Connection(asyncio.Protocol):
         self.writable = asyncio.Event()
         self.writable.set()
         self.is_half_closed = False
-        # Nothing more is read after an error for what is no HTTP.
+        # True after an error for data that is not HTTP.  Nothing more is read then.
         self.is_refused = False
-        # The response in progress is the last one.
+        # True if the response in progress is the last one.
         self.is_ending = False
-        # For Connections: since when there is no request in progress; whether nothing came since the last response.
+        # For Connections: since when no request is in progress; whether nothing came since the last response.
         self.idle_since = self.loop.time()
         self.is_silent = False
         self.num_written = 0
 
-    # What asyncio calls.
+    # Methods that asyncio calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -143,7 +143,7 @@ class Connection(asyncio.Protocol):
         self._take(data)
 
     def eof_received(self) -> bool:
-        """Whether the connection stays open."""
+        """Returns whether the connection stays open."""
         exchange, http = self.exchange, self.http
         self.is_half_closed = (
             exchange is not None
@@ -159,7 +159,7 @@ class Connection(asyncio.Protocol):
     # Reading
 
     def _take(self, data: bytes) -> None:
-        """Read what has come, and send the error for what is no HTTP."""
+        """Read data that has come.  Send an error if it is not HTTP."""
         try:
             if not self.is_refused:
                 self._feed(data)
@@ -171,7 +171,7 @@ class Connection(asyncio.Protocol):
             self._refuse(ApiError(431, why) if too_large else ApiError(400, UNREADABLE))
 
     def _feed(self, data: bytes) -> None:
-        """Read data.  h11 limits a line only where its end is still to come, so chunks are given to it in pieces."""
+        """Pass data to h11.  h11 limits only a line whose end has not arrived, so chunked data is passed in pieces."""
         while True:
             is_chunked = self.http is not None and self.exchange is not None and self.exchange.is_chunked
             size = MAX_LINE_BYTES if is_chunked else len(data)
@@ -185,7 +185,7 @@ class Connection(asyncio.Protocol):
                 return
 
     def _read(self) -> None:
-        """Handle what has arrived.  Raises ApiError, or h11's errors."""
+        """Handle the requests and body parts that have arrived.  Raises ApiError, or h11's errors."""
         while not (self.is_refused or self.transport.is_closing()):
             if self.http is None and not self._begin():
                 return
@@ -205,7 +205,7 @@ class Connection(asyncio.Protocol):
                     self._next()
 
     def _begin(self) -> bool:
-        """Whether a whole head has arrived; h11 then reads it.  Raises ApiError."""
+        """Start a request if its whole head has arrived.  Returns whether it has.  Raises ApiError."""
         self.head = self.head.lstrip(b"\r\n")
         end = check_head(self.head)
         if end is None:
@@ -230,7 +230,7 @@ class Connection(asyncio.Protocol):
             self.transport.close()
 
     def _next(self) -> None:
-        """After a whole request and its whole response."""
+        """Prepare for the next request, after a whole request and its whole response."""
         assert self.http is not None
         self.head, self.http = self.http.trailing_data[0], None
 
@@ -244,7 +244,7 @@ class Connection(asyncio.Protocol):
         return self.exchange is None or self.exchange.is_ended or self.exchange.more_body
 
     def _disconnect(self) -> None:
-        """Tell the application that nothing of its response will be read."""
+        """Tell the application that the client will read nothing more of its response."""
         if self.exchange is not None and not self.exchange.is_ended:
             self.exchange.is_disconnected = True
             self.exchange.news.set()
@@ -258,7 +258,7 @@ class Connection(asyncio.Protocol):
     def response_ended(self, exchange: "HttpExchange") -> None:
         self.idle_since, self.is_silent = self.loop.time(), True
         self.connections.renew(self)
-        # After FIN no request follows.
+        # After FIN the client sends no further request.
         if self.is_ending or self.is_half_closed or not exchange.keeps_alive:
             self.transport.close()
             return
@@ -268,7 +268,7 @@ class Connection(asyncio.Protocol):
             self._take(b"")
 
     def end(self) -> None:
-        """Close after the response in progress, or now."""
+        """Close the connection after the response in progress, or now if there is none."""
         self.is_ending = True
         if self.is_idle:
             self.transport.close()
@@ -299,9 +299,9 @@ class Connection(asyncio.Protocol):
             self.transport.close()
 
     def _linger(self) -> None:
-        """Close, but read on for LINGER_S: a client that still sends would lose the response to a TCP reset."""
+        """Close for writing, but read for LINGER_S: if a client still sends, a TCP reset would destroy the response."""
         self.is_refused = True
-        # Nothing may be written behind the error.
+        # Nothing may be written after the error.
         self._disconnect()
         self.transport.write_eof()
         self.loop.call_later(LINGER_S, self.transport.abort)
@@ -310,14 +310,14 @@ class Connection(asyncio.Protocol):
 class HttpExchange:
     """One request and its response: what the application receives and sends.
 
-    more_body: the request has not arrived whole; is_started, is_ended: of the response; keeps_alive: another request
-    may follow on the connection.
+    more_body: the request has not arrived whole.  is_started, is_ended: whether the response has.  keeps_alive: another
+    request may follow on the connection.
     """
 
     def __init__(self, connection: Connection, request: h11.Request):
         headers = dict(request.headers)
         if b"content-length" in headers and b"transfer-encoding" in headers:
-            # Another reader may take the other one for the body's end.
+            # The two headers may disagree: a proxy may find the body's end by the other one.
             raise ApiError(400, UNREADABLE)
         self.connection = connection
         self.scope = _scope_of(request, connection.transport)
@@ -335,7 +335,7 @@ class HttpExchange:
         self.has_body, self.in_chunks = request.method != b"HEAD", False
 
     def take(self, data: h11.Data) -> None:
-        """Take a part of the body.  Raises ApiError."""
+        """Add a part of the body.  Raises ApiError."""
         self.num_chunks += data.chunk_start
         self.num_body_bytes += len(data.data)
         self.is_waiting = False
@@ -349,7 +349,7 @@ class HttpExchange:
                 self.connection.transport.pause_reading()
 
     async def receive(self) -> Message:
-        """ASGI's."""
+        """Returns the next message of the request, as ASGI defines."""
         if self.is_waiting and not self.is_started:
             self.is_waiting = False
             self.connection.write(INTERIM)
@@ -365,12 +365,12 @@ class HttpExchange:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """ASGI's.  It waits until the client has read enough to be sent more, or is gone."""
+        """Sends a message, as ASGI defines.  Waits until the client has read enough to be sent more, or is gone."""
         await self.connection.writable.wait()
         if self.is_disconnected or self.is_ended:
             return
         if message["type"] == "http.response.start":
-            # Kept for the first part of the body, so that both are one packet.
+            # The head is kept for the first part of the body, so that both leave in one packet.
             self.head, self.is_started = self._head_of(message), True
             return
         data, self.head = self.head + self._framed(message.get("body", b"")), b""
@@ -394,12 +394,12 @@ class HttpExchange:
 
     @property
     def is_read(self) -> bool:
-        """Whether what is written now leaves at once, or soon."""
+        """Whether data that is written now leaves at once, or soon."""
         connection = self.connection
         return not self.is_disconnected and connection.writable.is_set() and not connection.transport.is_closing()
 
     def write(self, data: bytes) -> None:
-        """Write a part of a body whose first part was sent, and whose end will be."""
+        """Write a middle part of a body: `send` has sent the first part, and will send the last."""
         self.connection.write(self._framed(data))
 
     def _framed(self, data: bytes) -> bytes:
@@ -433,7 +433,7 @@ def _scope_of(request: h11.Request, transport: asyncio.Transport) -> Scope:
 
 
 def _address(name: Any) -> tuple[str, int] | None:
-    """Host and port.  A Unix socket has none."""
+    """Returns host and port; None for a Unix socket."""
     return (name[0], name[1]) if isinstance(name, tuple) else None
 
 
@@ -442,7 +442,7 @@ def _head(status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def _refusal(error: ApiError, transport: asyncio.Transport) -> bytes:
-    """The whole response, with a new request id.  The id of a request that ends in this context is restored."""
+    """Returns the whole response, with a new request id.  Restores the id of a request that ends in this context."""
     before = request_id.set(new_request_id())
     log.info("refused HTTP from %s: %d: %s", address_of(transport), error.status_code, error.detail)
     response, own = error.response(), [(b"x-request-id", request_id.get().encode()), (b"connection", b"close")]

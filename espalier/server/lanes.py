@@ -1,4 +1,4 @@
-"""Tokenization outside the event loop, in two lanes, so that a short prompt never waits for a long one.
+"""Tokenization in threads, in two lanes, so that a short prompt never waits for a long one.
 
 Each lane is a thread with its own tokenizer.  transformers calls encode_batch of the tokenizers library, which releases
 the GIL, so a long prompt does not block the event loop.
@@ -15,15 +15,18 @@ from espalier.inputs import InputProcessor
 from espalier.server.errors import full, refusal
 
 T = TypeVar("T")
-# Characters or tokens of the short lane: a few milliseconds of work.
+# The most characters or tokens for the short lane: a few milliseconds of work.
 MAX_SHORT = 16384
 MAX_WAITING = 32
-# Work below this size takes less time than the way to a thread and back.
+# Below this size, the work takes less time than switching to a thread and back.
 MAX_INLINE = 2048
 
 
 class Lane:
-    """num_open: pieces of work that wait or run, also those whose request was cancelled: a thread cannot be stopped."""
+    """One thread with its tokenizer.
+
+    num_open: pieces of work that wait or run.  Cancelled requests count too: a thread cannot be stopped.
+    """
 
     def __init__(self, inputs: InputProcessor, thread: ThreadPoolExecutor):
         self.inputs = inputs
@@ -41,7 +44,7 @@ class Lane:
 
 
 class Lanes:
-    """inputs: used by the short lane; the long lane uses a copy."""
+    """Runs work in the short or the long lane.  inputs: used by the short lane; the long lane uses a copy."""
 
     def __init__(self, inputs: InputProcessor):
         self._short = Lane(inputs, ThreadPoolExecutor(1, "tokenizing-short"))
@@ -50,12 +53,12 @@ class Lanes:
     async def run(self, work: Callable[..., T], *values: Any, size: int, field: str | None = None) -> T:
         """Run work(InputProcessor, *values) in a lane.
 
-        size: characters or tokens to process; field: the body's field that errors name.  Raises ApiError if `work`
-        raises EspalierError, or if too many long prompts wait.
+        size: characters or tokens to process.  field: the field of the body that errors name.  Raises ApiError if
+        `work` raises EspalierError, or if too many long prompts wait.
         """
         try:
             if size <= MAX_INLINE and not self._short.num_open:
-                # Nobody else uses this lane's tokenizer now.
+                # No thread uses this lane's tokenizer now.
                 return work(self._short.inputs, *values)
             if size <= MAX_SHORT:
                 return await self._short.run(work, *values)
@@ -73,7 +76,10 @@ class Lanes:
         size: int,
         field: str | None = None,
     ) -> list[int]:
-        """Run the steps of work(InputProcessor, *values) in a lane, and render between them.  As `run` otherwise."""
+        """Run the steps of work(InputProcessor, *values) in a lane, with `render` between them.  Returns the token ids.
+
+        Other arguments and errors: see `run`.
+        """
         steps, rendering, tokens = await self.run(_begin, work, *values, size=size, field=field)
         while rendering is not None:
             try:
@@ -89,7 +95,7 @@ class Lanes:
 
 
 def _begin(inputs: InputProcessor, work: Callable[..., Steps], *values: Any) -> tuple[Any, ...]:
-    """(the steps, what to render, None), or (the steps, None, the tokens)."""
+    """Returns (the steps, what to render, None), or (the steps, None, the token ids)."""
     steps = work(inputs, *values)
     try:
         return steps, next(steps), None
@@ -98,7 +104,7 @@ def _begin(inputs: InputProcessor, work: Callable[..., Steps], *values: Any) -> 
 
 
 def _go_on(inputs: InputProcessor, steps: Steps, text: str) -> tuple[Any, ...]:
-    """(what to render, None), or (None, the tokens)."""
+    """Returns (what to render, None), or (None, the token ids)."""
     try:
         return steps.send(text), None
     except StopIteration as end:

@@ -8,15 +8,15 @@ from contextvars import ContextVar
 
 LEVELS = ("debug", "info", "warning", "error")
 NO_REQUEST = "-"
-# Of the request in this context.
+# The id of the request in this context.
 request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST)
-# The API key that the client sent, where the server has several keys, and else its address.  A key that nobody checks
-# is no name: whoever sends many would have many shares of the queue (front.Shares).
+# The client's API key if the server has several keys, else the client's address.  A key that nobody checks is not used
+# as a name: a client that sends many keys would have many shares of the queue (front.Shares).
 client: ContextVar[str] = ContextVar("client", default="")
 
 
 def new_request_id() -> str:
-    """The id of a request whose client sent none."""
+    """Returns an id for a request whose client sent none."""
     return f"req-{random.getrandbits(128):032x}"
 
 
@@ -50,17 +50,17 @@ def set_up(level: str, as_json: bool) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # httpx would log a line for each request to the model hub.
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    # It warns about prompts longer than the model's context, which the server refuses anyway.
+    # transformers warns about prompts longer than the model's context, which the server refuses anyway.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
 
 
 def about(name: str) -> dict[str, str]:
-    """The `extra` argument of a log call outside a request's context."""
+    """Returns the `extra` argument of a log call outside a request's context."""
     return {"request_id": name}
 
 
 class Seldom:
-    """Says when to log what may happen thousands of times a second.  every_s: seconds between two lines."""
+    """Limits the log lines of an event that may come thousands of times a second.  every_s: seconds between lines."""
 
     def __init__(self, every_s: float = 60.0):
         self.every_s = every_s
@@ -68,7 +68,7 @@ class Seldom:
         self._count = 0
 
     def due(self, now: float) -> int:
-        """Count one event.  The number of events since the last line if one is due now, else 0."""
+        """Count one event.  Returns the number of events since the last line if a line is due now, else 0."""
         self._count += 1
         if now < self._next_at:
             return 0

@@ -159,7 +159,7 @@ def _of_learning(figures: LearnFigures) -> Iterator[Metric]:
     lengths = GaugeMetricFamily(
         "espalier_learn_accept_length", "accept length on held-back traffic, at the last training", labels=["draft"]
     )
-    yield _labelled(lengths, (("served", figures.before), ("trained", figures.after)))
+    yield _labelled(lengths, (("given", figures.given), ("served", figures.before), ("trained", figures.after)))
     yield _counter("learn_texts", "texts kept", figures.texts)
     yield _gauge("learn_bytes", "size of the kept sample", figures.bytes)
 

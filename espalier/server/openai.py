@@ -1,7 +1,6 @@
 """The request bodies: OpenAI's fields with the messages of a conversation, and the fields of SamplingParams.
 
-How a field is declared, and which have no effect, stands in fields.py.  The tables of docs/server.md come from these
-models.
+fields.py defines how a field is declared, and which fields have no effect.  These models make docs/server.md's tables.
 """
 
 import types
@@ -104,7 +103,7 @@ class Message(Body):
     @model_validator(mode="before")
     @classmethod
     def _check_content(cls, value: Any) -> Any:
-        """Only a message with tool_calls may leave content out."""
+        """Refuse a message without content, unless it has tool_calls."""
         if isinstance(value, dict) and "content" not in value and not value.get("tool_calls"):
             raise ValueError("content is missing; give text, or null for none")
         return value
@@ -130,7 +129,7 @@ class Message(Body):
             self.content = self.text
 
     def turn(self) -> dict[str, Any]:
-        """In the form that chat templates read.  Arguments of calls are text."""
+        """Returns the message in the form that chat templates read.  Arguments of calls are text."""
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.tool_calls:
             turn["tool_calls"] = [call.turn() for call in self.tool_calls]
@@ -143,7 +142,7 @@ class Message(Body):
 
 
 def _json_type(annotation: Any) -> Any:
-    """The JSON type of a SamplingParams field."""
+    """Returns the JSON type of a SamplingParams field."""
     if get_origin(annotation) in (Union, types.UnionType):
         return Union[tuple(_json_type(part) for part in get_args(annotation))]  # noqa: UP007
     if get_origin(annotation) is Sequence:
@@ -151,7 +150,7 @@ def _json_type(annotation: Any) -> Any:
     return Bias if get_origin(annotation) is Mapping else annotation
 
 
-# The engine honours these.  Their descriptions are the help texts in espalier/request.py.
+# The engine honours these fields.  Their descriptions are the help texts in espalier/request.py.
 SAMPLING_FIELDS: Mapping[str, Any] = {
     f.name: (_json_type(f.type), Field(None, description=f.metadata["help"])) for f in SPELLED_ALIKE
 }
@@ -162,9 +161,9 @@ Hinted: Any = create_model("Hinted", __base__=Sampling, **HINT_FIELDS)
 
 @lru_cache(maxsize=256)
 def _params_of(values: frozenset[tuple[str, Any]]) -> SamplingParams:
-    """Bodies with equal values share one object: to check it takes as long as to read the body.
+    """Returns one shared object for equal values: checking a new object takes as long as reading the body.
 
-    Each field has values of one type, so equal values are alike.
+    Each field has values of one type, so values that compare equal are the same value.
     """
     return SamplingParams(**dict(values))
 
@@ -210,11 +209,11 @@ class Generating(Hinted, Constrained):
 
     @property
     def limit_name(self) -> str:
-        """The name of the limit of the output that was sent."""
+        """The name of the output limit that the client sent."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def sampling(self, **values: Any) -> SamplingParams:
-        """SamplingParams from the fields of the same names.  `values` are those that the endpoint names differently."""
+        """Returns SamplingParams from the fields of the same names.  values: fields that the endpoint renames."""
         given = {name: getattr(self, name) for name in self.model_fields_set if name in SAMPLING_FIELDS}
         if self.max_completion_tokens is not None:
             given["max_tokens"] = self.max_completion_tokens
@@ -230,7 +229,7 @@ class Generating(Hinted, Constrained):
             raise EspalierError("stream_options needs stream=true; set it, or leave stream_options out")
         if self.prompt_logprobs is not None and self.stream:
             raise EspalierError("prompt_logprobs are not streamed; leave stream out")
-        # Checked here so that the error has the name that was sent; resolve checks it again as max_tokens.
+        # Checked here so that the error has the name that the client sent; resolve checks the value as max_tokens.
         require_int("max_completion_tokens", self.max_completion_tokens, 1, MAX_COUNT, optional=True)
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise EspalierError("max_tokens and max_completion_tokens are the same limit but differ; send only one")
@@ -263,7 +262,7 @@ class CompletionRequest(Generating):
         return self.sampling(prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
 
     def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt.  Raises EspalierError if there is none."""
+        """Returns one entry per prompt.  Raises EspalierError if there is none."""
         if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
             return [self.prompt]
         if not self.prompt:
@@ -345,7 +344,7 @@ class ChatRequest(Conversing, Generating):
 
     @model_validator(mode="after")
     def _unmark_tools(self) -> "ChatRequest":
-        """Take cache marks out of the tools, which the chat template would show."""
+        """Remove cache marks from the tools, because the chat template would show them."""
         tools = self.tools or []
         self._tool_marks = [name for name in CACHE_MARKS if any(_is_marked(tool, name) for tool in tools)]
         if self._tool_marks:
@@ -356,7 +355,7 @@ class ChatRequest(Conversing, Generating):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise EspalierError("top_logprobs needs logprobs=true; set it, or leave top_logprobs out")
-        # Checked here so that the error has the name that was sent; resolve checks it again as logprobs.
+        # Checked here so that the error has the name that the client sent; resolve checks the value as logprobs.
         require_int("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS, optional=True)
 
     def params(self) -> SamplingParams:
@@ -370,7 +369,7 @@ class ChatRequest(Conversing, Generating):
         return {**options, "tools": self.tools, "add_special_tokens": self.add_special_tokens}
 
     def tool_use(self) -> Tools:
-        """The tools that the model may call.  Raises EspalierError."""
+        """Returns the tools that the model may call.  Raises EspalierError."""
         return checked_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def without_effect(self) -> list[str]:
@@ -384,7 +383,7 @@ def _is_marked(tool: dict[str, Any], mark: str) -> bool:
 
 
 def _unmarked(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool without cache marks, beside its function or in it."""
+    """Returns a copy of a tool without cache marks, which may stand beside its function or inside it."""
     return {
         name: _unmarked(value) if name == "function" and isinstance(value, dict) else value
         for name, value in tool.items()

@@ -1,10 +1,10 @@
-"""What a front asks of the engines of one model, and the messages between it and an engine process.
+"""The interface of a front to the engines of one model, and the messages between a front and an engine process.
 
 The messages are typed structs, encoded with msgpack, one per ZeroMQ frame.  ResolvedParams, OutputChunk, Usage and
 SpeculationStats are sent as they are, so no field is declared twice.  Log-probabilities are sent as rows of numbers
-(espalier/logprobs.py).  The front binds a PAIR socket and starts the engine process, which connects to it.
+(espalier/logprobs.py).  The front binds a PAIR socket and starts the engine process, which connects to the socket.
 
-client.EngineClient is one engine in a process of its own; serve_ray/pool.py:EnginePool is N of them behind Ray Serve.
+client.EngineClient is one engine in its own process; serve_ray/pool.py:EnginePool is several engines behind Ray Serve.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ SHUTTING_DOWN = "the server is shutting down"
 
 
 class Start(msgspec.Struct, tag=True):
-    """The first message.
+    """The first message from the front.
 
-    settings: what the worker loads, for a model the keywords of EngineConfig; heartbeat_s: seconds between messages of
-    an idle engine; learn: the fields of LearnConfig, None for an engine that does not learn.
+    settings: what the worker loads; for a model, the keywords of EngineConfig.  heartbeat_s: seconds between messages
+    of an idle engine.  learn: the fields of LearnConfig, None for an engine that does not learn.
     """
 
     settings: dict[str, Any]
@@ -42,9 +42,9 @@ class Start(msgspec.Struct, tag=True):
 class Submit(msgspec.Struct):
     """A prompt with n samples.
 
-    detokenize: the engine process makes the text, which stop strings need; client: its name; the prompts of several
-    clients take turns; streamed: whether somebody reads the tokens as they come; private: never part of what an engine
-    learns from.
+    detokenize: the engine process makes the text, which stop strings need.  client: the client's name; the prompts of
+    several clients take turns.  streamed: whether the client reads tokens as they come.  private: the engine does not
+    learn from this prompt and its output.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Submit(msgspec.Struct):
     private: bool = False
 
     def each_of(self, prompts: Sequence[list[int]], first: int) -> "list[Submit]":
-        """This with each of the prompts, named by the prompt's number from `first` on behind the name."""
+        """Returns a copy for each prompt.  Its name ends with the prompt's number, counted from `first`."""
         named = ((f"{self.name}-{number}", prompt) for number, prompt in enumerate(prompts, first))
         return [msgspec.structs.replace(self, name=name, prompt=prompt) for name, prompt in named]
 
@@ -69,27 +69,30 @@ class Submits(msgspec.Struct, tag=True):
 
 
 class Abort(msgspec.Struct, tag=True):
-    """End the samples of a name.  A name that has already ended is ignored: the messages may cross."""
+    """End all samples of one prompt.  name: of its Submit.  Ignored if they have ended: the messages may cross."""
 
     name: str
 
 
 class Shutdown(msgspec.Struct, tag=True):
-    """End at once: the front has drained already, or does not wait."""
+    """Makes the engine process exit at once.  The front has drained before, or does not wait."""
 
 
 ToEngine = Start | Submits | Abort | Shutdown
 
 
 class Ready(msgspec.Struct, tag=True):
-    """The engine is loaded.  config: the resolved configuration."""
+    """Reports that the engine is loaded.  config: the resolved configuration."""
 
     facts: ModelFacts
     config: dict[str, Any]
 
 
 class Refused(msgspec.Struct, tag=True):
-    """A submitted name that does not run, and why.  busy: it may run if it is submitted again later."""
+    """Reports a prompt that the engine refused.
+
+    name: of its Submit.  error: the reason.  busy: the prompt may run if the front submits it again later.
+    """
 
     name: str
     error: str
@@ -97,7 +100,7 @@ class Refused(msgspec.Struct, tag=True):
 
 
 class Part(msgspec.Struct, array_like=True):
-    """An output chunk of one sample.  usage and speculation: the sample's totals, only with its last chunk."""
+    """An output chunk of one sample.  usage, speculation: the sample's totals, set only with its last chunk."""
 
     name: str
     output: OutputChunk
@@ -108,11 +111,11 @@ class Part(msgspec.Struct, array_like=True):
 class Report(msgspec.Struct):
     """The engine's state.
 
-    harvests: engine steps so far; pages_owned: pages of running requests that are not in the prefix cache; rounds:
-    (bucket, whether a CUDA graph ran them, number of rounds); trees: (sizes of a tree, number of rounds);
-    tree_changes: TreeChooser.num_changes; by_source: rows of Guesses.by_source by name;
-    abort_steps: for each abort that was completed since the
-    last report, the engine steps from its arrival to the release of its pages; learning: None if the engine does not.
+    harvests: engine steps so far.  pages_owned: pages of running requests that are not in the prefix cache.  rounds:
+    (bucket, whether a CUDA graph ran them, number of rounds).  trees: (sizes of a tree, number of rounds).
+    tree_changes: TreeChooser.num_changes.  by_source: rows of Guesses.by_source by name.  abort_steps: for each abort
+    that was completed since the last report, the engine steps from its arrival to the release of its pages.  learning:
+    None if the engine does not learn.
     """
 
     harvests: int = 0
@@ -133,7 +136,7 @@ class Report(msgspec.Struct):
 
 
 class Harvest(msgspec.Struct, tag=True):
-    """The output of one engine step.  Without parts it is a heartbeat.
+    """The output of one engine step.  Without parts, the message is a heartbeat.
 
     report: None if the engine is busy and the last report is younger than worker.REPORT_S.
     """
@@ -143,7 +146,10 @@ class Harvest(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """The last message of an engine process that cannot go on.  refused: the settings are wrong, not the engine."""
+    """The last message of an engine process that cannot go on.
+
+    refused: the cause is wrong settings, not the engine.
+    """
 
     error: str
     refused: bool
@@ -153,7 +159,7 @@ FromEngine = Ready | Refused | Harvest | Failed
 
 
 def _plain(value: Any) -> Any:
-    """Log-probabilities as bytes: the front builds their objects, not the engine process."""
+    """Returns log-probabilities as bytes: the front builds the objects, not the engine process."""
     if isinstance(value, TokenLogprobs):
         rows = value.joined()
         return value.of_prompt, rows.shape[1], rows.tobytes()
@@ -171,7 +177,7 @@ decode_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_from_plain).d
 
 
 class EngineGone(Exception):
-    """There is no engine process.  Raised to requests in flight and to new ones."""
+    """There is no engine process.  Raised to requests in flight and to new requests."""
 
 
 class EngineBusy(EspalierError):
@@ -184,10 +190,10 @@ def error_of(refused: Refused) -> EspalierError:
 
 @dataclass
 class Figures:
-    """One engine's figures for /metrics.
+    """The figures of one engine for /metrics.
 
-    labels: tell it from the other engines, {} where there is one; up: whether it is ready; num_restarts: engine
-    processes started after the first; abort_steps: number of aborts by the engine steps that they took.
+    labels: distinguish the engine from other engines; {} if there is one.  up: whether the engine is ready.
+    num_restarts: engine processes started after the first.  abort_steps: how many aborts took each number of steps.
     """
 
     labels: Mapping[str, str]
@@ -200,9 +206,9 @@ class Figures:
 class Engines(Protocol):
     """The engines of one model.
 
-    facts: None until `start` has returned; state: "ready", or why no engine is ready in one word; why: the same as a
-    sentence, "" if one is ready; num_slots: samples that all engines together can run now; max_slots: the same with as
-    many engines as there may be; open_samples: samples that are queued or running, as the front knows them.
+    facts: None until `start` has returned.  state: "ready", or one word that tells why no engine is ready.  why: the
+    same as a sentence, "" if an engine is ready.  num_slots: how many samples all engines together can run now.
+    max_slots: the same for the largest number of engines.  open_samples: queued or running, as the front knows.
     """
 
     @property
@@ -219,13 +225,13 @@ class Engines(Protocol):
     def open_samples(self) -> int: ...
 
     def require_up(self) -> None:
-        """Raises EngineGone if a prompt that is submitted now could not run."""
+        """Raises EngineGone if a prompt submitted now could not run."""
 
     def submit(self, prompts: Sequence[list[int]], asked: Submit) -> "Generation":
-        """Queue prompts.  asked: the same for all; its name is the beginning of theirs.  Raises EngineGone."""
+        """Queue prompts.  asked: settings of all prompts; its name begins each prompt's name.  Raises EngineGone."""
 
     async def sent(self) -> None:
-        """Return when the prompts queued so far have left, after at least one turn of the event loop."""
+        """Return when all prompts queued so far are sent, after at least one turn of the event loop."""
 
     def forget(self, generation: "Generation") -> None:
         """Abort the samples that still run, and drop their output."""
@@ -233,19 +239,20 @@ class Engines(Protocol):
     def figures(self) -> list[Figures]: ...
 
     async def close(self) -> None:
-        """End all requests with EngineGone, and let go of the engines."""
+        """End all requests with EngineGone, and release the engines."""
 
 
 class Generation:
     """The output of one HTTP request's prompts.
 
-    num_running: number of samples that still run, by name, in the order of the prompts.
+    num_running: how many samples still run, by prompt name, in the order of the prompts.
 
-    Unread parts are buffered here, at most max_tokens for each sample, so a slow reader does not block others.  The
-    caller must close it in every case; that aborts the samples that still run.
+    Unread parts are buffered here, at most max_tokens for each sample, so a slow reader does not block other requests.
+    The caller must close the generation in every case; that aborts the samples that still run.
 
-    listener: gets new parts while the reader of `parts` waits, without waking it, which would cost as much as sending
-    them.  It returns whether it took them; if not, the reader gets them.  The reader gets the last ones.
+    listener: gets new parts while the reader of `parts` waits.  The reader is not woken, which would cost as much as
+    sending the parts.  The listener returns whether it took the parts; if not, the reader gets them.  The reader also
+    gets the last parts.
     """
 
     def __init__(self, engines: "Engines", names: Sequence[str], samples: int):
@@ -264,10 +271,10 @@ class Generation:
     async def parts(self, deadline: float | None) -> AsyncIterator[list[Part]]:
         """Yield the new parts, until all samples have ended.
 
-        deadline: on the event loop's clock.  Raises TimeoutError, EngineGone, or EspalierError if the engine refuses
-        (EngineBusy if a retry may succeed).
+        deadline: a time on the event loop's clock.  Raises TimeoutError, EngineGone, or EspalierError if the engine
+        refuses a prompt (EngineBusy if a retry may succeed).
         """
-        # One timer for all waits: asyncio.timeout_at at each wait costs more than the rest of the loop.
+        # One timer serves all waits: asyncio.timeout_at for each wait costs more than the rest of the loop.
         timer = None if deadline is None else asyncio.get_running_loop().call_at(deadline, self._expire)
         try:
             ended = False
@@ -296,13 +303,13 @@ class Generation:
         if part.output.finish_reason is not None:
             self.num_running[part.name] -= 1
         if self.error is not None:
-            # Parts before this one may be lost, so it is of no use.
+            # Earlier parts of this sample may be lost, so this part is useless.
             return
         self.unread.append(part)
         if self.listener is None or self.done:
             self.news.set()
         elif len(self.unread) == 1:
-            # The parts of one message come in one turn of the loop, and are read together in the next.
+            # Parts of one message arrive in one turn of the event loop.  The next turn offers them together.
             asyncio.get_running_loop().call_soon(self._offer, self.listener)
 
     def _offer(self, listener: Callable[[list[Part]], bool]) -> None:
@@ -319,7 +326,7 @@ class Generation:
             self.news.set()
 
     def fail(self, error: Exception) -> None:
-        """End the reading with an error.  The samples run on until `close`, so num_running still counts them."""
+        """End the reading with an error.  The samples run until `close`, so num_running still counts them."""
         self.error = error
         self.news.set()
 

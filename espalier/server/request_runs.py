@@ -1,6 +1,6 @@
-"""One request in progress: its engine's output becomes a whole response, or a stream of server-sent events.
+"""One request in progress: the engine's output becomes a whole response, or a stream of server-sent events.
 
-When either ends, for any reason, samples that still run are aborted.
+When the request or the response ends, for any reason, samples that still run are aborted.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ SEND_GRACE_S = 10.0
 
 
 class Run:
-    """One request in progress.  deadline: on the event loop's clock."""
+    """One request in progress.  deadline: a time on the event loop's clock."""
 
     def __init__(
         self, front: "Front", make_answer: Callable[[], Answer], generation: Generation, deadline: float | None
@@ -62,7 +62,7 @@ class Run:
             self.generation.fail(ClientDisconnect())
 
     async def whole(self) -> Response:
-        """The whole response.  Raises ApiError or ClientDisconnect."""
+        """Returns the whole response.  Raises ApiError or ClientDisconnect."""
         with self._errors():
             async for parts in self.generation.parts(self.deadline):
                 self._measure(parts)
@@ -72,7 +72,7 @@ class Run:
         return as_json(self.answer.whole())
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The response as server-sent events.  Raises ApiError or ClientDisconnect."""
+        """Yields the response as server-sent events.  Raises ApiError or ClientDisconnect."""
         self._opening = b"".join(map(self.answer.encode, self.answer.opening()))
         with self._errors():
             async for parts in self.generation.parts(self.deadline):
@@ -85,17 +85,17 @@ class Run:
         return self.generation.done and self.generation.error is None
 
     def _events_of(self, parts: list[Part]) -> bytes:
-        """The events of the next parts.  Raises ApiError."""
+        """Returns the events of the next parts.  Raises ApiError."""
         self._measure(parts)
         events = self._opening + b"".join([self.answer.event(self.prompt_index[part.name], part) for part in parts])
         self._opening = b""
         if self.has_ended:
-            # With the last tokens: each message to the client costs as much as many tokens.
+            # The end is sent with the last tokens: a message to the client costs as much as many tokens.
             events += b"".join([*map(self.answer.encode, self.answer.closing()), self.answer.end_mark])
         return events
 
     def write_to(self, exchange: HttpExchange) -> None:
-        """From now on, write events to the client as soon as they exist, while it reads."""
+        """From now on, write events to the client as soon as they exist, as long as the client reads."""
 
         def write(parts: list[Part]) -> bool:
             if not exchange.is_read:
@@ -108,7 +108,7 @@ class Run:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Raise the ApiError for what ended the generation."""
+        """Turns an error that ended the generation into an ApiError."""
         try:
             yield
         except TimeoutError:
@@ -124,7 +124,7 @@ class Run:
             raise refusal(error) from None
 
     def _measure(self, parts: list[Part]) -> None:
-        """Count the parts.  Raises ApiError for one with an error."""
+        """Measure the parts for /metrics.  Raises ApiError if a part has an error."""
         metrics, now = self.metrics, asyncio.get_running_loop().time()
         for part in parts:
             output = part.output
@@ -159,10 +159,10 @@ async def _wait_for_disconnect(http: Request) -> None:
 
 
 class EventStream(StreamingResponse):
-    """A run's events; the first exists already.  A later error is sent as an event.
+    """The response of a run as server-sent events.  The first event exists already.  A later error is sent as an event.
 
-    To wake this task for each event costs as much as the event.  So after the first one, the run writes events as soon
-    as they exist, where the HTTP server takes them (http1.EXCHANGE) and the client reads.
+    Waking this task for each event costs as much as the event.  So after the first event, the run writes events as soon
+    as they exist, if the HTTP server supports it (http1.EXCHANGE) and the client reads.
     """
 
     def __init__(self, run: Run, first: bytes, rest: AsyncIterator[bytes]):
@@ -173,7 +173,7 @@ class EventStream(StreamingResponse):
         self.ended = False
 
     async def _send_all(self, send: Send, exchange: HttpExchange | None) -> None:
-        """Send the response.  If the client leaves, its rest is dropped."""
+        """Send the response.  If the client leaves, the rest is dropped."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send(_body(self.first))
         if exchange is not None:
@@ -190,13 +190,13 @@ class EventStream(StreamingResponse):
             log.warning("the stream ended early: %s", error.detail)
             await send(_body(self._failed(error)))
         except Exception:
-            # Status 200 is already sent: without an error event the client would take this for the end of the text.
+            # Status 200 is already sent: without an error event, the client would think that the text is complete.
             log.exception("the stream failed")
             await send(_body(self._failed(ApiError(500, FAILED))))
         self.ended = True
         if not is_last:
             await send(_body(b"", False))
-        # Streams that end together all end before the first of them is logged and counted.
+        # If several streams end together, all of them end before the first one is logged and counted.
         await asyncio.sleep(0)
 
     def _failed(self, error: ApiError) -> bytes:

@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses, in its stateless form: it becomes the body of a chat completion."""
+"""The body of POST /v1/responses, in its stateless form, and its conversion to the body of a chat completion."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,13 +25,13 @@ from espalier.server.openai import HINT_FIELDS, MAX_METADATA, SAMPLING_FIELDS, C
 from espalier.tool_calls.definitions import MAX_TOOLS
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
-# Fields of SamplingParams that this endpoint names otherwise, or does not have.
+# Fields of SamplingParams that this endpoint names differently, or does not have.
 NOT_SHARED = ("n", "max_tokens", "logprobs", "prompt_logprobs")
 _sampling = {name: each for name, each in SAMPLING_FIELDS.items() if name not in NOT_SHARED}
 _Sampling: Any = create_model("ResponsesSampling", __base__=Body, **_sampling, **HINT_FIELDS)
 # Fields that a chat completion has under the same name.
 SHARED = (*_sampling, "model", "stream", "parallel_tool_calls", "priority", "chat_template_kwargs", "top_logprobs")
-# Fields of a chat completion that this endpoint names otherwise.
+# Fields of a chat completion that this endpoint names differently.
 NAMES: Mapping[str, str] = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -42,7 +42,7 @@ NAMES: Mapping[str, str] = {
 
 @contextmanager
 def naming_fields() -> Iterator[None]:
-    """Errors of the chat completion name the fields as they were sent here."""
+    """Makes errors of the chat completion name the fields as the client sent them to this endpoint."""
     try:
         yield
     except ApiError as error:
@@ -113,11 +113,11 @@ class ResponsesRequest(_Sampling):
         return super().without_effect() + in_text + [f"input.{name}" for name in _marks_of(self.input)]
 
     def as_chat(self) -> ChatRequest:
-        """The same request as a chat completion.  Raises EspalierError or ApiError."""
+        """Returns the same request as a chat completion.  Raises EspalierError or ApiError."""
         fields = {name: value for name in SHARED if (value := getattr(self, name)) is not None}
         fields["messages"] = messages_of(self.input, self.instructions)
         fields["max_completion_tokens"] = self.max_output_tokens
-        if self.store is False:  # true has no effect, which this body's own field says
+        if self.store is False:  # this body's own field already reports that true has no effect
             fields["store"] = False
         if self.tools is not None:
             fields["tools"] = [_chat_tool(f"tools[{i}]", tool) for i, tool in enumerate(self.tools)]
@@ -138,7 +138,7 @@ class ResponsesRequest(_Sampling):
 
 
 def _chat_tool(place: str, tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool in the form of chat completions: its fields stand inside `function` there."""
+    """Returns a tool in the form of chat completions, where the tool's fields are inside `function`."""
     if tool.get("type") != "function":
         raise EspalierError(f"{place}.type={shown(tool.get('type'))} is not supported; use 'function'")
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
@@ -150,21 +150,21 @@ def _chat_format(form: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
 
 
-# The fields of each type of item, and those of them that must be there.
+# For each type of item: its required fields and its optional fields.
 ITEM_FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "message": (("role", "content"), ("id", "status", "phase")),
     "function_call": (("call_id", "name", "arguments"), ("id", "status")),
     "function_call_output": (("call_id", "output"), ("id", "status", "name")),
     "reasoning": ((), ("id", "summary", "content", "encrypted_content", "status")),
 }
-# Of an item or a part of one.  phase: whether a message came before the answer or is one.
+# Fields without effect of an item, or of a part.  phase: whether a message came before the answer or is the answer.
 NO_EFFECT = (*CACHE_MARKS, "phase")
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 def _marks_of(given: str | Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of the fields without effect that items or their parts have."""
+    """Returns the names of the fields without effect in items or their parts."""
     items = [] if isinstance(given, str) else given
     parts = [part for item in items for part in _parts_of(item)]
     return [name for name in NO_EFFECT if any(each.get(name) is not None for each in (*items, *parts))]
@@ -176,7 +176,7 @@ def _parts_of(item: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
-    """The messages of an input.  Items of one answer become one message.  Raises EspalierError."""
+    """Returns the messages of an input.  Items of one answer become one message.  Raises EspalierError."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
@@ -199,13 +199,13 @@ def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | No
 
 
 def _kind_of(place: str, item: Mapping[str, Any]) -> str:
-    """The type of an item whose fields are those of its type.  Raises EspalierError."""
+    """Returns an item's type, after checking that the item's fields belong to the type.  Raises EspalierError."""
     kind = item.get("type", "message" if "role" in item else None)
     if not isinstance(kind, str) or kind not in ITEM_FIELDS:
         raise EspalierError(f"{place}.type={shown(kind)} is not supported; use {', '.join(ITEM_FIELDS)}")
     needed, optional = ITEM_FIELDS[kind]
     for name in item:
-        # OpenAI's client writes all fields of an item that it gives back, most of them null.
+        # If OpenAI's client sends an item back, it writes all fields of the item, most of them null.
         if item[name] is not None and name not in ("type", *needed, *optional, *CACHE_MARKS):
             raise unknown_name(place, name, (*needed, *optional))
     for name in needed:
@@ -219,7 +219,7 @@ def _kind_of(place: str, item: Mapping[str, Any]) -> str:
 
 
 def _add_to_answer(messages: list[dict[str, Any]], place: str, kind: str, item: Mapping[str, Any]) -> None:
-    """Add an item of the assistant to its last message, or to a new one where their order asks for it."""
+    """Add an item of the assistant to its last message, or to a new message if the order requires it."""
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     if last is None or _begins_message(last, kind):
         messages.append(last := {"role": "assistant", "content": None})
@@ -233,7 +233,7 @@ def _add_to_answer(messages: list[dict[str, Any]], place: str, kind: str, item: 
 
 
 def _is_repeated(item: Mapping[str, Any], place: str, following: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether an item is a call that was cut off, whose text the next item has.  place: of that item."""
+    """Whether an item is a call that was cut off and the next item has its text.  place: where the item is."""
     if item.get("type") != "function_call" or item.get("status") != "incomplete":
         return False
     messages = (each for each in following if each.get("role") == "assistant")
@@ -241,7 +241,7 @@ def _is_repeated(item: Mapping[str, Any], place: str, following: Sequence[Mappin
 
 
 def _begins_message(message: Mapping[str, Any], kind: str) -> bool:
-    """Whether an item of this type begins a new message: `message` already has one, or what comes after it."""
+    """Whether an item of this type begins a new message: if `message` has such an item already, or a later one."""
     has_content = message["content"] is not None or "tool_calls" in message
     return (kind == "message" and has_content) or (
         kind == "reasoning" and (has_content or "reasoning_content" in message)
@@ -249,7 +249,7 @@ def _begins_message(message: Mapping[str, Any], kind: str) -> bool:
 
 
 def _text_of(place: str, content: Any) -> str:
-    """Text, or the joined text parts.  Raises EspalierError."""
+    """Returns text, or the joined text parts.  Raises EspalierError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -1,8 +1,8 @@
-"""What is served: endpoints by path and method, the errors for any other path, and the pages that describe both.
+"""Endpoints by path and method, the errors for any other path, and the pages that describe the endpoints.
 
-/openapi.json is for programs.  / shows people how to ask for what is served, and /docs lists endpoints and fields.  The
-pages fetch nothing, so they work offline.  A browser cannot send an API key, so they need none: where there is one,
-they name no model.
+/openapi.json is for programs.  / shows people how to call the endpoints, and /docs lists endpoints and fields.  The
+pages fetch nothing, so they work offline.  A browser cannot send an API key, so the pages need no key.  If the server
+has a key, the pages name no model.
 """
 
 import json
@@ -55,7 +55,7 @@ REFUSED_PATHS = {
 OBJECT: dict[str, Any] = {"type": "object", "additionalProperties": True}
 JSON: Mapping[str, Any] = {"application/json": {"schema": OBJECT}}
 TEMPLATES = "server/html"
-# The browser fetches nothing, whatever a page holds.
+# Forbids the browser to fetch anything, whatever a page contains.
 HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"}
 KEY = '-H "authorization: Bearer $ESPALIER_API_KEY"'
 MAX_TOKENS = 64
@@ -66,9 +66,9 @@ PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 class Endpoint:
     """One method of one path.
 
-    handle: from the request, and the record of its body if it has one, to the response; body: the record's model.  The
-    rest is for the OpenAPI page: about: one line, "" leaves the endpoint out; answers: statuses without an error, with
-    the content types and schemas of each; errors: the other statuses.
+    handle: takes the request, and the record of its body if it has one; returns the response.  body: the record's
+    model.  The other fields are for the OpenAPI page.  about: one line; "" leaves the endpoint out.  answers: the
+    statuses without an error, with content types and schemas of each status.  errors: the other statuses.
     """
 
     method: str
@@ -81,7 +81,7 @@ class Endpoint:
 
 
 def make_router(server: Server, endpoints: Sequence[Endpoint]) -> Router:
-    """The application without its gate, which answers the ApiErrors that this one raises."""
+    """Returns the application without its gate.  It raises ApiErrors, which the gate answers."""
     by_path: dict[str, dict[str, Endpoint]] = {}
     for endpoint in endpoints:
         by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint
@@ -103,11 +103,11 @@ class Path:
         self.by_method = by_method
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises ApiError."""
+        """Answer a request by its method.  Raises ApiError."""
         endpoint = self.by_method.get(scope["method"])
         if endpoint is None:
             raise self._wrong_method(scope)
-        # The gate counts requests by it.
+        # The gate counts requests by route.
         scope["state"]["route"] = self.path
         http = Request(scope, receive)
         try:
@@ -127,7 +127,7 @@ class Path:
 
 
 def not_served(path: str, served: Collection[str]) -> ApiError:
-    """The error for a path that is not among those that are served."""
+    """Returns the error for a path that is not served.  served: the paths that are."""
     if (meant := path.rstrip("/")) != path and meant in served:
         return ApiError(404, f"{path} is not served; use {meant}, without the slash at the end")
     refused = ((prefix, why) for prefix, why in REFUSED_PATHS.items() if prefix not in served)
@@ -139,7 +139,7 @@ def not_served(path: str, served: Collection[str]) -> ApiError:
         f"use /v1/models, /v1/completions, /v1/chat/completions, /v1/responses, {batches}/tokenize, /detokenize, "
         "/health, /metrics, /version, /openapi.json or /docs"
     )
-    # As by a base URL without /v1, or with it where the client adds it.
+    # The client's base URL may lack /v1, or may have it although the client adds it too.
     near = [one for one in served if one.strip("/") and (one == f"/v1{path}" or path.endswith(one))]
     if near:
         use = f"use {max(near, key=len)}, and check the client's base URL"
@@ -154,7 +154,7 @@ class Field(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """body: the name of its schema, "" without one."""
+    """One operation of the OpenAPI page.  body: the name of its schema, "" without a body."""
 
     method: str
     path: str
@@ -164,7 +164,7 @@ class Operation(NamedTuple):
 
 
 def page_endpoints(server: Server, endpoints: Sequence[Endpoint], needs_key: bool) -> list[Endpoint]:
-    """The endpoints of the pages that describe `endpoints`."""
+    """Returns the endpoints of the pages that describe `endpoints`."""
     environment = Environment(loader=PackageLoader("espalier", TEMPLATES), autoescape=True, trim_blocks=True)
 
     def page(name: str, **values: Any) -> HTMLResponse:
@@ -188,7 +188,7 @@ def page_endpoints(server: Server, endpoints: Sequence[Endpoint], needs_key: boo
     async def start(http: Request) -> Response:
         names = () if needs_key else server.names
         models = [(name, server.of(name).inputs.facts.max_context) for name in names]
-        # The address as the browser wrote it.  What does not belong into a host is escaped, as the shell will read it.
+        # The address is as the browser wrote it.  Characters that no host has are escaped, because a shell reads them.
         origin = f"http://{quote(http.headers.get('host', 'localhost'), safe='.:[]-_')}"
         asks = list(asks_of(server, needs_key))
         return page("start.html", models=models, operations=operations_of(described()), origin=origin, asks=asks)
@@ -198,7 +198,7 @@ def page_endpoints(server: Server, endpoints: Sequence[Endpoint], needs_key: boo
 
 
 def openapi(endpoints: Sequence[Endpoint], names: Sequence[str]) -> dict[str, Any]:
-    """The OpenAPI description.  names: of the served models."""
+    """Returns the OpenAPI description.  names: of the served models."""
     shown = [each for each in endpoints if each.about]
     bodies = [each.body for each in shown if each.body is not None]
     models: list[type[BaseModel]] = [*bodies, ErrorBody]
@@ -233,9 +233,9 @@ def openapi(endpoints: Sequence[Endpoint], names: Sequence[str]) -> dict[str, An
 
 
 def asks_of(server: Server, needs_key: bool) -> Iterator[tuple[str, str]]:
-    """(path, the rest of a curl command): each works as it stands, in a shell that has the key in its environment."""
+    """Yields (path, the rest of a curl command), which works unchanged in a shell whose environment has the key."""
     yield "/v1/models", KEY if needs_key else ""
-    if needs_key:  # a request names its model, and this page does not
+    if needs_key:  # a generation request names its model, and this page must not
         return
     front = server.of(server.names[0])
     path, asked = "/v1/completions", dict[str, Any](prompt="Hello")
@@ -248,7 +248,7 @@ def asks_of(server: Server, needs_key: bool) -> Iterator[tuple[str, str]]:
 
 
 def operations_of(described: dict[str, Any]) -> Iterator[Operation]:
-    """described: the OpenAPI description."""
+    """Yields the operations of an OpenAPI description."""
     for path, methods in described["paths"].items():
         for method, operation in methods.items():
             content = operation.get("requestBody", {}).get("content", {})
@@ -258,7 +258,7 @@ def operations_of(described: dict[str, Any]) -> Iterator[Operation]:
 
 
 def schemas_of(described: dict[str, Any]) -> dict[str, list[Field]]:
-    """The fields of each schema by name."""
+    """Returns the fields of each schema by the schema's name."""
     schemas = described.get("components", {}).get("schemas", {})
     return {
         _name(name): [
@@ -270,7 +270,7 @@ def schemas_of(described: dict[str, Any]) -> dict[str, list[Field]]:
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """What a JSON schema takes, in a few words."""
+    """Returns the type that a JSON schema accepts, in a few words."""
     if ref := schema.get("$ref"):
         return _name(ref.rpartition("/")[2])
     if options := schema.get("anyOf") or schema.get("oneOf"):
@@ -283,5 +283,5 @@ def _kind(schema: dict[str, Any]) -> str:
 
 
 def _name(schema: str) -> str:
-    """A schema's name without the module that pydantic puts before one of two equal names."""
+    """Returns a schema's name without its module, which pydantic adds if two schemas have equal names."""
     return ": ".join(schema.split("__")[-2:])

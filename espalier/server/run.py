@@ -1,7 +1,7 @@
 """Starts the server, and ends it on a signal.
 
-SIGTERM drains: running requests finish, for at most drain_timeout_s, and new ones are refused.  SIGINT ends running
-requests with an error.  A second signal of either kind ends draining at once.  So does the last engine process's end.
+SIGTERM drains: running requests finish, for at most drain_timeout_s, and new requests are refused.  SIGINT ends running
+requests with an error.  A second signal of either kind, or the end of the last engine process, ends draining at once.
 """
 
 import asyncio
@@ -32,22 +32,22 @@ from espalier.startup.checkpoints import BUNDLED, BUNDLED_FILES
 from espalier.tokenizer_files import tokenizer_class
 
 log = logging.getLogger("espalier.server")
-# Limit for sending pending output to clients at the end.
+# Limit, in seconds, for sending pending output to clients at shutdown.
 CLOSE_S = 5
-# A client that reads nothing for this long loses its connection, at the end and while draining.
+# A client that reads nothing for this many seconds loses its connection, at shutdown and while draining.
 STALLED_AT_CLOSE_S = 1.0
 STALLED_AT_DRAIN_S = 5.0
-# New objects after which the youngest generation is collected.
+# Number of new objects after which Python collects the youngest generation.
 COLLECT_AFTER = 20_000
 # Whether the template process starts before the first conversation.
 STARTS_TEMPLATES = True
-# Bytes that the system takes ahead of a client's reading.
+# Bytes that the system may buffer for a client that has not read them.
 MAX_UNSENT_BYTES = 65536
-# Connections that wait to be accepted.
+# How many connections may wait to be accepted.
 BACKLOG = 2048
 
 
-# The least value of each number.
+# The smallest allowed value of each numeric option.
 LEAST = MappingProxyType(
     {
         "port": 0,
@@ -69,8 +69,11 @@ SWITCHES = ("strict_fields", "allow_special_tokens_in_messages", "log_json")
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """port: 0 chooses a free one, which the log shows; send_timeout_s: how long a client may read nothing, None for no
-    limit; batch_dir: for files and batches, None for a server without them."""
+    """Settings of a server process.
+
+    port: 0 chooses a free port, which the log shows.  send_timeout_s: how long a client may read nothing, None for no
+    limit.  batch_dir: the directory for files and batches, None for a server without them.
+    """
 
     host: str
     port: int
@@ -83,9 +86,9 @@ class ServeOptions:
 
 
 def check_options(options: Mapping[str, Any], spelled: Callable[[str], str] = str) -> None:
-    """options: by the name of the flag; None is one that was not given.  spelled: from a name to what errors call it.
+    """Refuse options with wrong values.  Raises EspalierError.
 
-    Raises EspalierError.
+    options: values by the name of the flag; None for a flag that was not given.  spelled: returns what errors call it.
     """
     for name, low in LEAST.items():
         if name.endswith("_timeout"):
@@ -102,7 +105,7 @@ def _check_seconds(name: str, value: Any, low: int) -> None:
 
 
 class Server:
-    """Accepts connections until a signal, with the shutdown that the module describes."""
+    """Accepts connections until a signal.  The module's docstring describes the shutdown."""
 
     def __init__(
         self,
@@ -131,7 +134,7 @@ class Server:
                 self.batches.stop()
         if again or at_once:
             self.should_exit.set()
-            # Kept: the event loop alone would not keep a task alive.
+            # The task is kept in an attribute: the event loop alone would not keep it alive.
             self.ending = self.loop.create_task(self.front.engines.close())
             return
         log.info("draining: %d requests are in progress", self.gate.num_open)
@@ -148,11 +151,11 @@ class Server:
         self.should_exit.set()
 
     async def serve(self, listener: socket.socket) -> None:
-        """Accept connections and answer their requests until a signal, and then until all is sent."""
+        """Accept connections and answer their requests until a signal, and then until all output is sent."""
         report_full_rarely(self.loop)
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, self.leave, number == signal.SIGINT)
-        # asyncio accepts as many in one turn; more of them may wait.
+        # asyncio accepts MAX_ACCEPTED connections in one turn of the event loop.  `listener` lets more of them wait.
         accepting = await self.loop.create_server(self._connect, sock=listener, backlog=MAX_ACCEPTED)
         listener.listen(BACKLOG)
         sweeping = self.loop.create_task(self._sweep_often())
@@ -187,12 +190,12 @@ class Server:
 
 
 def url_of(host: str, port: int) -> str:
-    """The server's URL.  In a URL an IPv6 address is in brackets (RFC 3986, section 3.2.2)."""
+    """Returns the server's URL.  In a URL, an IPv6 address is in brackets (RFC 3986, section 3.2.2)."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
-    """Serve until a signal, or until there is no engine process and will be none.  Returns whether it was a signal.
+    """Serve until a signal, or until no engine process is left to serve.  Returns whether a signal ended it.
 
     settings: keywords of EngineConfig.  Raises EspalierError before anything is served.
     """
@@ -217,10 +220,10 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
         connections = Connections(front.metrics, *limits)
         server = Server(app, front, gate, connections, options.drain_timeout_s, batches)
         log.info("serving %s at %s/v1", ", ".join(front.names), url_of(*listener.getsockname()[:2]))
-        # The application lives as long as the process: garbage collections must not search it.
+        # The application lives as long as the process, so garbage collections need not search it.
         gc.collect()
         gc.freeze()
-        # The default, 700 objects, is a few requests: those that arrive together would wait for collections.
+        # The default threshold, 700 objects, is a few requests: many requests at once would wait for collections.
         gc.set_threshold(COLLECT_AFTER)
         if batches is not None:
             batches.start(gate, options.api.api_key)
@@ -240,7 +243,7 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
 async def local_app(
     settings: Mapping[str, Any], client_options: ClientOptions, front_options: FrontOptions, api_options: ApiOptions
 ) -> AsyncIterator[tuple[Front, ASGIApp]]:
-    """The server without its sockets, for callers in this process.
+    """Yields a front and an application without sockets, for callers in this process.
 
     settings: keywords of EngineConfig.  Raises EspalierError if the model cannot be loaded.
     """
@@ -258,7 +261,7 @@ async def local_app(
 
 
 async def _leave_without_engine(client: EngineClient, server: Server) -> str | None:
-    """End the server once there will be no further engine process.  Returns why, None after a signal."""
+    """End the server once no further engine process will start.  Returns the reason, None after a signal."""
     why = await client.ended()
     if why is not None:
         log.error("the server ends without an engine: %s", why)
@@ -267,9 +270,9 @@ async def _leave_without_engine(client: EngineClient, server: Server) -> str | N
 
 
 def _batch_concurrency(front: Front) -> int:
-    """Requests of a batch at once: three quarters of the slots, and at most half of what the server holds.
+    """Returns how many requests of a batch run at once: 3/4 of the slots, and at most half of what the server holds.
 
-    No running request makes way for an arrival, so without free slots every other request would wait.
+    A running request does not make way for a new one, so without free slots every other request would wait.
     """
     slots = front.engines.num_slots
     return max(1, min(slots - slots // 4, (slots + front.options.max_queue) // 2))
@@ -278,17 +281,17 @@ def _batch_concurrency(front: Front) -> int:
 def _import_tokenizer(model: str | None) -> None:
     """Import the class that will load the tokenizer.
 
-    model: as the user names it; None for one without a tokenizer.  For an id of the Hugging Face hub, whose files are
-    not known yet, AutoTokenizer is imported.
+    model: as the user names it; None for a model without a tokenizer.  The files of a Hugging Face hub id are not known
+    yet, so AutoTokenizer is imported for it.
     """
     if model is not None:
         tokenizer_class(BUNDLED_FILES / "target" if model == BUNDLED else Path(model).expanduser())
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """The listening socket, bound before the model is loaded so that a port in use fails at once."""
-    # First without SO_REUSEADDR: with it two servers that load at the same time could both bind.  Then with it: the
-    # connections of a server that has ended keep its port for a minute.
+    """Returns the listening socket.  It is bound before the model is loaded, so that a used port fails at once."""
+    # The first try is without SO_REUSEADDR: with it, two servers that load at the same time could both bind.  The
+    # second try is with it: the connections of a server that has ended keep its port for a minute.
     with suppress(OSError, OverflowError):
         return _bind(host, port, reuse=False)
     try:
@@ -298,18 +301,18 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def _allow_reuse(listener: socket.socket) -> None:
-    """Let the next server bind the port while connections of this one keep it.  For a socket that listens soon."""
+    """Let the next server bind the port while this server's connections keep it.  For a socket that listens soon."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
 def _bind(host: str, port: int, reuse: bool) -> socket.socket:
-    """Raises OSError, or OverflowError for a port that does not exist."""
+    """Returns a bound socket.  Raises OSError, or OverflowError for a port that does not exist."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only on sockets that name their protocol.  Without it an event waits for the client's
-    # acknowledgement of the event before, which comes up to 40 ms late.
+    # asyncio sets TCP_NODELAY only on sockets that name their protocol.  Without TCP_NODELAY, an event waits until the
+    # client acknowledges the event before, up to 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
-    # Of the connections too.  The system takes little more than it can send: what it takes shows that a client reads.
+    # Connections inherit this option.  The system then buffers little, so the bytes it takes show that a client reads.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
     try:
         listener.bind((host, port))

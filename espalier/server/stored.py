@@ -1,7 +1,7 @@
-"""OpenAI's objects of files and batches, and the directory that holds them (--batch-dir).  It outlives the server.
+"""OpenAI's objects of files and batches, and the directory that holds them (--batch-dir) after the server ends.
 
-`files/ID.json` describes a file and `files/ID` is its content; `batches/ID.json` describes a batch and
-`batches/ID.jsonl` holds the answers that it has so far.
+`files/ID.json` describes a file and `files/ID` is its content.  `batches/ID.json` describes a batch and
+`batches/ID.jsonl` holds its answers so far.
 """
 
 import fcntl
@@ -23,11 +23,11 @@ from espalier.errors import EspalierError
 from espalier.server.openai import MAX_METADATA, Body, Refused, at_most
 
 log = logging.getLogger("espalier.server")
-# The end of the name of a file that is being written.
+# The suffix of a file that is being written.
 UNFINISHED = ".new"
 WINDOW_S = 24 * 3600
 INPUT, OUTPUT = "batch", "batch_output"
-# A batch in one of these changes no more.
+# A batch with one of these statuses never changes again.
 ENDED = ("failed", "completed", "expired", "cancelled")
 
 
@@ -37,7 +37,7 @@ Metadata = Annotated[
 
 
 class StoredFile(msgspec.Struct):
-    """purpose: INPUT or OUTPUT; created_at: in seconds since 1970."""
+    """OpenAI's object of a file.  purpose: INPUT or OUTPUT.  created_at: in seconds since 1970."""
 
     id: str
     bytes: int
@@ -50,7 +50,7 @@ class StoredFile(msgspec.Struct):
 
 
 class Counts(msgspec.Struct):
-    """total: lines of the input; completed: those answered with status 200; failed: those with an error."""
+    """Counts of a batch's lines.  total: of the input; completed: answered with status 200; failed: with an error."""
 
     total: int = 0
     completed: int = 0
@@ -72,7 +72,7 @@ class Faults(msgspec.Struct):
 
 
 class Batch(msgspec.Struct):
-    """Times are in seconds since 1970."""
+    """OpenAI's object of a batch.  Times are in seconds since 1970."""
 
     id: str
     endpoint: str
@@ -114,12 +114,15 @@ T = TypeVar("T", StoredFile, Batch)
 
 
 def new_id(kind: str) -> str:
-    """Ids sort by the time at which they were made."""
+    """Returns a new id.  Ids sort by the time at which they were made."""
     return f"{kind}{time.time_ns():016x}{uuid.uuid4().hex[:16]}"
 
 
 class Store:
-    """files, batches: by id, the oldest first.  Raises EspalierError if the directory cannot be used."""
+    """The files and batches of a directory.
+
+    files, batches: by id, the oldest first.  Raises EspalierError if the directory cannot be used.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -148,7 +151,7 @@ class Store:
         return {each.id: each for each in sorted(found, key=lambda each: (each.created_at, each.id))}
 
     def _remove_orphans(self) -> None:
-        """Remove what a killed server left: content without a description, which nothing lists or removes."""
+        """Remove contents without a description, which a killed server left: nothing lists or removes them."""
         kept = set(self.files) | {f"{id}.jsonl" for id in self.batches}
         for path in (*self.folder.glob("files/file-*"), *self.folder.glob("batches/batch_*")):
             if path.suffix != ".json" and path.name not in kept:
@@ -157,7 +160,7 @@ class Store:
                     path.unlink()
 
     def list_files(self) -> list[StoredFile]:
-        """At once: a thread may add one."""
+        """Returns the files.  The list is copied in one step, since a thread may add a file."""
         return list(self.files.values())
 
     def content(self, id: str) -> Path:
@@ -169,7 +172,7 @@ class Store:
     def add(self, source: BinaryIO, filename: str, purpose: str, id: str | None = None) -> StoredFile:
         """Copy a file into the store, whole or not at all.  May run beside the event loop, in a thread.
 
-        id: None for a new one; of a file that is there, it replaces that one.  Raises OSError.
+        id: None for a new id; the id of an existing file replaces that file.  Raises OSError.
         """
         id = id or new_id("file-")
         with _whole_file(self.content(id)) as copy:
@@ -186,7 +189,7 @@ class Store:
         return file
 
     def remove(self, id: str) -> None:
-        """Delete a file.  Its description goes first: a content without one is nobody's."""
+        """Delete a file.  Its description is deleted first: `_remove_orphans` removes contents without one."""
         del self.files[id]
         (self.folder / "files" / f"{id}.json").unlink()
         self.content(id).unlink()
@@ -206,7 +209,7 @@ def _write(path: Path, data: bytes) -> None:
 
 @contextmanager
 def _whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that becomes `path` at the end of the block, and is on the disk then.
+    """Opens a file that becomes `path` at the end of the block.  The file is then on the disk.
 
     If the block fails, `path` stays as it was.
     """
@@ -224,7 +227,7 @@ def _whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def split(answers: Path, folder: Path) -> list[tuple[Path, int]]:
-    """Copy a batch's answers into two new files: those with status 200, and all others.  (file, lines) of each."""
+    """Copy a batch's answers into two new files: status 200, and all others.  Returns (file, line count) of each."""
     names = [folder / f"{answers.stem}.{kind}" for kind in ("ok", "failed")]
     counts = [0, 0]
     with answers.open("rb") as lines, names[0].open("wb") as ok, names[1].open("wb") as failed:

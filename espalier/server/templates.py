@@ -1,8 +1,8 @@
 """Renders chat templates in the template process, one at a time, within limits of time and memory.
 
-A chat template is a program of the checkpoint's author, and its input is the client's.  It may run for ever, or make
-more text than the machine holds, so it never runs on the event loop.  This module is that process's program too.
-Frames are JSON: what a template can break must not be able to send pickles.
+A chat template is a program of the checkpoint's author, and its input comes from the client.  It may run forever, or
+make more text than the machine can hold, so it never runs on the event loop.  This module is also the program of the
+template process.  Frames are JSON: a template that breaks this process must not be able to send pickles.
 """
 
 import json
@@ -19,18 +19,19 @@ from espalier.chat import ChatTemplate, Rendering
 from espalier.errors import EspalierError
 from espalier.server.aside import Aside, AsideFailed, serve_frames
 
-# CPU time of one rendering.
+# Limit on the CPU time of one rendering, in seconds.
 MAX_S = 1.0
 MAX_MEMORY = 2**30
 MAX_CHARS = 2**24
 BEYOND = "the chat template is not finished within {} for these messages; send fewer or shorter ones, or correct it"
-# Wall time of one rendering.  The process itself limits its CPU time, but for work that Python cannot interrupt.
+# Limit on the wall time of one rendering, in seconds.  The process limits its own CPU time, except for work that Python
+# cannot interrupt.
 MAX_WALL_S = 30.0
 MAX_WAITING = 64
 
 
 class Templates:
-    """hf: a Hugging Face tokenizer with a chat template."""
+    """Renders chat templates in the template process.  hf: a Hugging Face tokenizer with a chat template."""
 
     def __init__(self, hf: Any):
         self.source = hf.chat_template, dict(hf.special_tokens_map)
@@ -38,11 +39,11 @@ class Templates:
         self._aside = Aside("template", MAX_WAITING, waiting, "espalier.server.templates")
 
     async def start(self) -> None:
-        """Start the process, whose imports take a second or two, before the first conversation needs it."""
+        """Start the process before the first conversation needs it: its imports take a second or two."""
         await self._aside.start()
 
     async def render(self, rendering: Rendering) -> str:
-        """Raises EspalierError if the template refuses or does not end, ApiError if too many wait."""
+        """Returns the text.  Raises EspalierError if the template fails or does not end, ApiError if too many wait."""
         data = json.dumps({"source": self.source, "rendering": rendering}).encode()
         try:
             answer = json.loads(await self._aside.exchange(data, MAX_WALL_S))
@@ -57,7 +58,7 @@ class Templates:
 
 
 class OutOfTime(BaseException):
-    """No Exception, so that nothing in between takes it for an error of its own."""
+    """The time limit was reached.  It is no Exception, so that no handler in between catches it as its own error."""
 
 
 class OnlyTemplate(PreTrainedTokenizerBase):
@@ -73,7 +74,7 @@ class OnlyTemplate(PreTrainedTokenizerBase):
 
 
 def rendered(template: ChatTemplate, rendering: Rendering) -> str:
-    """The text.  Raises EspalierError, also if a limit is reached."""
+    """Returns the rendered text.  Raises EspalierError, also if a limit is reached."""
     try:
         with _limited_time():
             text = template.render(rendering)
@@ -100,7 +101,7 @@ def _expire(number: int, frame: FrameType | None) -> None:
 
 
 class Renderer:
-    """Answers frames.  The template is made again only for another source."""
+    """Answers frames.  It makes the template anew only if the template's source differs from the last one."""
 
     def __init__(self) -> None:
         self._source: Any = None

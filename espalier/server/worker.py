@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from espalier.config import EngineConfig, SpeculationConfig
+from espalier.engine.round_trees import label
 from espalier.errors import EspalierError
-from espalier.layout import TreeShape, bucket_of
+from espalier.layout import bucket_of
 from espalier.llm import LLM, low_acceptance, prepare
 from espalier.masking.compile import CompiledGrammar, CompilerBusy
 from espalier.request import OutputChunk, Request
@@ -195,7 +196,7 @@ class Worker:
             pages_owned=pool.num_pages - 1 - pool.free - cached,
             preempted=scheduler.num_preempted,
             rounds=self._rounds(),
-            trees=[(_label(tree), count) for tree, count in scheduler.trees.num_rounds.items()],
+            trees=[(label(tree), count) for tree, count in scheduler.trees.num_rounds.items()],
             tree_changes=scheduler.trees.chooser.num_changes,
             by_source=dict(zip(ALL_SOURCES, scheduler.guesses.by_source.tolist(), strict=True)),
             totals=engine.totals,
@@ -210,11 +211,6 @@ class Worker:
         for batch, count in self.llm.engine.scheduler.num_rounds.items():
             counts[bucket_of(batch, self.buckets)] += count
         return [(bucket, bucket in self.buckets, count) for bucket, count in sorted(counts.items())]
-
-
-def _label(tree: TreeShape) -> str:
-    shared = f" sharing {tree.shared_rows}" if tree.shared_rows else ""
-    return ",".join(map(str, tree.sizes.values())) + shared + ("" if tree.drafts and tree.extends else " without draft")
 
 
 def settings_of(sent: dict[str, Any]) -> dict[str, Any]:

@@ -23,10 +23,11 @@ def shares_rows(layer_specs: Sequence[LayerSpec], model_impl: str, device: torch
     return device.type == "cpu" and model_impl == "native" and not in_order
 
 
-def source_sizes(sources: Sequence[str]) -> dict[str, Any]:
-    """The fields of a RoundLayout for these sources."""
-    is_sent = "prediction" in sources or "index" in sources
-    return {"text_paths": TEXT_PATHS * ("text" in sources), "sent_paths": SENT_PATHS * is_sent}
+def source_sizes(sources: Sequence[str], on_host: bool) -> dict[str, Any]:
+    """The fields of a RoundLayout for these sources.  on_host: whether the host searches a request's text."""
+    of_text = TEXT_PATHS * ("text" in sources)
+    sent = SENT_PATHS * ("prediction" in sources or "index" in sources) + of_text * on_host
+    return {"text_paths": of_text * (not on_host), "sent_paths": sent}
 
 
 def choose_sources(

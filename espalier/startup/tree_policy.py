@@ -27,6 +27,9 @@ from espalier.startup.tree_cost import CONTEXT, ChipFigures, PassWeights, smalle
 MOST_TREES = 4
 # Rows a request of the trees whose rows are shared out.  At 8 they gain at most 2%, at 16 nothing (docs/log.md).
 SHARED_ROWS = 4
+# The depth of guesses that are looked up, in a round without a draft pass on a CPU.  Text that repeats itself does so
+# for long, and a guess is cut where its rows do not pay.
+LOOKED_UP_STEPS = 12
 # The supposed drafts: how often the first child is accepted at depth 1.
 LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 # Any single tree may be this many times as fast as predicted.
@@ -169,13 +172,14 @@ def choose_while_running(
     shares: bool,
     sources: Sequence[str],
     weights: PassWeights,
+    most_steps: int | None = None,
 ) -> tuple[RoundCosts | None, Choices]:
     """The values of ResolvedConfig.round_costs and RoundLayout.choices.  None and () if the engine does not choose
     trees while it runs.
 
     speculation: as the user gave it.  On a CPU, a tree that the user names runs in every round, and a draft model
     pauses only where other sources search texts.  shares: as in tree_sets; sources: beside the drafter; weights: of
-    target and draft.
+    target and draft; most_steps: the deepest tree of this drafter, None for any.
     """
     if speculation.by_batch != "auto" or configured == PLAIN:
         return None, ()
@@ -186,10 +190,16 @@ def choose_while_running(
     if algorithm == "ngram" and speculation == SpeculationConfig():
         return CpuCosts(), ((1, (configured, PLAIN)),)
     if looks_up and {*sources} != {"prediction"} and not names_tree(speculation):
-        lone = (configured, replace(configured, drafts=False), PLAIN)
+        deepest = max(configured.steps, min(LOOKED_UP_STEPS, most_steps or LOOKED_UP_STEPS))
+        lone = (configured, replace(configured, steps=deepest, drafts=False), PLAIN)
         shared = tuple(sharing(configured)) if shares else ()
         return CpuCosts(draft=weights.draft / weights.dense), ((1, lone), (2, (*lone, *shared)))
     return None, ()
+
+
+def as_deep_as(tree: TreeShape, choices: Choices) -> TreeShape:
+    """The tree with as many steps as the deepest choice, for buffers that hold each."""
+    return replace(tree, steps=max([tree.steps, *(shape.steps for _, shapes in choices for shape in shapes)]))
 
 
 def _predicted_trees(configured: TreeShape, machine: Machine, max_batch: int) -> tuple[Trees, str]:

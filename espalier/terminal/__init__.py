@@ -1,1 +1,1 @@
-"""What every command shares: flags made from the config fields, tables and progress on the terminal, the machine."""
+"""Shared parts of all commands: flags made from the config fields, tables and progress on the terminal, the machine."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def describe() -> dict[str, str]:
-    """Name -> text: the machine, the interpreter and the versions that figures depend on."""
+    """Returns texts by name: the machine, the interpreter and the versions that figures depend on."""
     import torch  # here, so that `--help` does not wait for it
 
     machine = {
@@ -48,14 +48,14 @@ def describe() -> dict[str, str]:
 
 
 def header() -> str:
-    """One line for the top of a table."""
+    """Returns one line to print above a table: the machine and the versions."""
     about = describe()
     gpu = f"{about['cuda']}; " if "cuda" in about else ""
     return f"{gpu}{about['machine']}; torch {about['torch']}; python {about['python']}"
 
 
 def require_gpu(what: str) -> "torch.device":
-    """The GPU that the command `what` measures.  Raises EspalierError if there is none."""
+    """Returns the GPU that the command `what` measures.  Raises EspalierError if there is none."""
     import torch
 
     if not torch.cuda.is_available():
@@ -84,12 +84,12 @@ def _memory_gib() -> float:
 
 class _Console(Console):
     def on_broken_pipe(self) -> NoReturn:
-        """main.py handles it and exits with status 0; rich would exit with 1."""
+        """Raise the error.  main.py handles it and exits with status 0; rich would exit with 1."""
         raise BrokenPipeError
 
 
 def stdout(wrap: bool = False) -> Console:
-    """A console for stdout.  wrap: on a terminal, break lines between words instead of at the last column."""
+    """Returns a console for stdout.  wrap: on a terminal, break lines between words instead of at the last column."""
     console = _Console(highlight=False, soft_wrap=True)
     console.soft_wrap = not (wrap and console.is_terminal)
     return console
@@ -122,14 +122,14 @@ def signs(console: Console) -> Signs:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A table as text: the first column is left-aligned, the others right-aligned.  Lines are never truncated."""
+    """Returns a table as text: the first column left-aligned, other columns right-aligned, no line truncated."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     return "\n".join("  ".join(["", row[0].ljust(widths[0]), *line[1:]]) for row, line in zip(rows, lines, strict=True))
 
 
 def print_header() -> None:
-    """The machine and the versions, in one line above a table."""
+    """Print the machine and the versions, in one line above a table."""
     stdout().print(Text(header(), QUIET))
 
 
@@ -154,8 +154,8 @@ def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
 def waiting(what: str) -> Iterator[None]:
     """Show a line on stderr, if it is a terminal, while the block runs.
 
-    The line is static, because the block may show a progress bar in its place.  It is cut where a narrow terminal would
-    break it, as only one line can be removed.
+    The line is static, because the block may show a progress bar in its place.  On a narrow terminal the line is cut
+    before it breaks, as only one line can be removed.
     """
     console = stderr()
     if not console.is_terminal:
@@ -170,7 +170,7 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def coloured(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], from_draft: Sequence[bool]) -> Text:
-    """The text of tokens, with those from the draft in colour."""
+    """Returns the text of tokens, with the tokens from the draft in colour."""
     sink = tokenizer.sink(prompt)
     text = Text()
     for i, (token, drafted) in enumerate(zip(tokens, from_draft, strict=True)):
@@ -184,7 +184,7 @@ def has_colour(console: Console) -> bool:
 
 
 def read_text(flag: str, path: Path) -> str:
-    """A file's text, without the byte order mark that some editors put first.  Raises EspalierError."""
+    """Returns a file's text without the byte order mark that some editors put first.  Raises EspalierError."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -219,28 +219,28 @@ def write_json(path: Path | None, figures: dict[str, Any]) -> None:
     import torch  # here, so that `--help` does not wait for it
 
     try:
-        # The engine sets the number of threads when it starts, so this is the number that was measured.
+        # The engine sets the number of threads at startup, so this is the number that was measured.
         machine = describe() | {"threads": str(torch.get_num_threads())}
         path.write_text(json.dumps({"machine": machine, **figures}, indent=1) + "\n")
     except OSError as error:
         raise EspalierError(f"--json {path} cannot be written ({error.strerror}); use another file") from None
 
 
-# A usage of more flags would take many lines, and the list of flags follows it.
+# A usage line with more flags would be long, and the list of flags follows it anyway.
 MAX_FLAGS_IN_USAGE = 10
 FLAGS = "[flags]"
 
 
 class HelpText(HelpFormatter):
     def add_argument(self, action: Action) -> None:
-        """As argparse does, but the column of names is as wide as the longest command's."""
+        """Add an action as argparse does, but make the column of names as wide as the longest command's name."""
         super().add_argument(action)
         for command in self._iter_indented_subactions(action):
             length = len(str(command.metavar)) + self._current_indent
             self._action_max_length = max(self._action_max_length, length)
 
     def _format_usage(self, usage: str | None, actions: Iterable[Action], groups: Any, prefix: str | None) -> str:
-        """As argparse does; of a command with many flags, only what must be given."""
+        """Format the usage as argparse does, but show only required arguments of a command with many flags."""
         actions = list(actions)
         flags = [action for action in actions if action.option_strings]
         if usage is not None or len(flags) <= MAX_FLAGS_IN_USAGE:
@@ -261,5 +261,5 @@ class HelpText(HelpFormatter):
         )
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        """As argparse does, but a name such as --by-batch stays whole."""
+        """Break lines as argparse does, but never inside a name such as --by-batch."""
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)

@@ -46,23 +46,23 @@ def add_json_flag(parser: ArgumentParser) -> None:
 
 
 def add_key_flag(parser: ArgumentParser | _ArgumentGroup, about: str, several: bool = False) -> None:
-    """about: who sends the key to whom; several: the flag may be repeated.  See api_key and api_keys."""
+    """Add the flag --api-key.  about: its help.  several: the flag may be repeated.  See api_key and api_keys."""
     action = "append" if several else "store"
     parser.add_argument("--api-key", metavar="X", action=action, help=f"{about} (${KEY_VARIABLE})")
 
 
 def api_keys(args: Namespace) -> tuple[str, ...]:
-    """The keys of a flag that may be repeated, or the one of the environment.  Raises EspalierError as api_key does."""
+    """Returns the keys of a flag that may be repeated, or the environment's key.  Raises EspalierError: see api_key."""
     given = args.api_key or [None]
     keys = [api_key(Namespace(api_key=each)) for each in given]
     return tuple(key for key in dict.fromkeys(keys) if key is not None)
 
 
 def api_key(args: Namespace) -> str | None:
-    """The key of the flag or of the environment.
+    """Returns the key of the flag or of the environment; None if there is none.
 
     Raises EspalierError for an empty flag: `--api-key "$KEY"` with KEY unset must not start a server without a key.
-    And for a key that no client can send, as one read from a file with its end of line.
+    Also raises it for a key that no client can send, such as a key that was read from a file with its end of line.
     """
     if args.api_key == "":
         raise EspalierError(f"--api-key is empty; give the key, set {KEY_VARIABLE}, or leave the flag out")
@@ -90,7 +90,7 @@ def add_sampling_flags(parser: ArgumentParser, max_tokens: int) -> None:
 
 
 def engine_settings(args: Namespace) -> dict[str, Any]:
-    """The keywords of LLM from the flags that were given."""
+    """Returns the keywords of LLM from the flags that were given."""
     given = _given(args, EngineConfig)
     tree = _given(args, SpeculationConfig)
     if getattr(args, "no_speculation", False):
@@ -102,14 +102,14 @@ def engine_settings(args: Namespace) -> dict[str, Any]:
 
 
 def given_flags(args: Namespace) -> list[str]:
-    """Names of the fields of EngineConfig and SpeculationConfig whose flags were given."""
+    """Returns the names of the fields of EngineConfig and SpeculationConfig whose flags were given."""
     return [*_given(args, EngineConfig), *_given(args, SpeculationConfig)]
 
 
 def named_models(args: Namespace) -> dict[str, str]:
-    """The model and the draft that a command loads, by a flag of EngineConfig or by one of its own.
+    """Returns the model and the draft that a command loads, by the name of the setting.
 
-    With --url it loads none: the name is for a running server.
+    The flags are EngineConfig's or the command's own.  With --url the result is empty: a running server has the model.
     """
     if getattr(args, "url", None):
         return {}
@@ -121,9 +121,9 @@ def named_models(args: Namespace) -> dict[str, str]:
 
 
 def with_minimum(settings: Mapping[str, Any], defaults: Mapping[str, Any], **minimum: int) -> dict[str, Any]:
-    """The settings, with `defaults` for those that are "auto".
+    """Returns the settings, with `defaults` for settings that are "auto".
 
-    minimum: smallest value by setting.  Raises EspalierError for a smaller one.
+    minimum: the smallest value of each setting.  Raises EspalierError for a smaller value.
     """
     for name, low in minimum.items():
         given: Any = settings.get(name)
@@ -138,7 +138,7 @@ def with_minimum(settings: Mapping[str, Any], defaults: Mapping[str, Any], **min
 
 
 def sampling_params(args: Namespace) -> SamplingParams:
-    """SamplingParams from the flags that were given.  Raises EspalierError."""
+    """Returns SamplingParams from the flags that were given.  Raises EspalierError."""
     given = _given(args, SamplingParams)
     for text in given.get("stop", ()):
         readable(text, "--stop", sys.getfilesystemencoding())
@@ -146,7 +146,7 @@ def sampling_params(args: Namespace) -> SamplingParams:
 
 
 def readable(text: str, what: str, encoding: str) -> str:
-    """The same text.  Raises EspalierError if it has lone surrogates, which Python makes from undecodable bytes."""
+    """Returns the same text.  Raises EspalierError for lone surrogates, which Python makes from undecodable bytes."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -157,7 +157,7 @@ def readable(text: str, what: str, encoding: str) -> str:
 
 
 def whole_numbers(text: str) -> list[int]:
-    """The type of a flag that takes N,N."""
+    """Reads the value of a flag that takes N,N."""
     return [int(part) for part in text.split(",")]
 
 
@@ -165,7 +165,7 @@ whole_numbers.__name__ = "list of whole numbers, such as 1,8"
 
 
 def require_at_least_one(asked: Namespace, *names: str) -> None:
-    """Raises EspalierError for a flag that was given with a number below 1.  A list is checked whole."""
+    """Refuse a flag that was given with a number below 1, or with a list that has one.  Raises EspalierError."""
     for name in names:
         value = getattr(asked, name)
         if value is not None and min(value if isinstance(value, list) else [value]) < 1:
@@ -173,7 +173,7 @@ def require_at_least_one(asked: Namespace, *names: str) -> None:
 
 
 def written(value: Any) -> str:
-    """The value of a flag as it is written on the command line: N,N for a list."""
+    """Returns the value of a flag as it is written on the command line: N,N for a list."""
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
@@ -189,18 +189,18 @@ def _given(args: Namespace, config: type) -> dict[str, Any]:
 
 
 def _destination(config: type, name: str) -> str:
-    """The name of a flag's value, with the class: two classes may have fields of one name."""
+    """Returns the name of a flag's value, with the class: two classes may have fields of the same name."""
     return f"{config.__name__}.{name}"
 
 
 def _add(group: _ArgumentGroup, f: Field, about: str | None = None) -> None:
-    """about: the help, by default that of the field."""
+    """Add the flag of a field.  about: its help, by default the field's help."""
     kinds = kinds_of(f.type)
     config = next(c for c in (EngineConfig, SpeculationConfig, SamplingParams) if f in fields(c))
     about = about or f.metadata["help"]
     how: dict[str, Any] = {"dest": _destination(config, f.name), "default": NOT_GIVEN, "help": about}
     if bool in kinds:
-        # The help is also that of an API field, which is true or false; a switch has a name for each.
+        # The help is also that of an API field, which is true or false; a switch has a name for each of the two values.
         how["help"] = about.replace("true: ", f"{flag_of(f.name)}: ").replace("false: ", f"{flag_of('no_' + f.name)}: ")
         group.add_argument(flag_of(f.name), action=BooleanOptionalAction, **how)
     elif Sequence in kinds:
@@ -250,12 +250,12 @@ def _mapping_reader(key: type) -> Callable[[str], dict[Any, Any]]:
 
 
 def _either(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Parse a JSON object with `read`; keep any other text, a file's name or "auto", as it is."""
+    """Returns a reader that parses a JSON object with `read`, and keeps other text: a file's name or "auto"."""
     return lambda text: read(text) if text.lstrip().startswith("{") else text
 
 
 def _element(annotation: Any) -> type:
-    """The type of a list field's items."""
+    """Returns the type of a list field's items."""
     for part in get_args(annotation):
         if get_origin(part) is Sequence:
             return get_args(part)[0]

@@ -1,2 +1,2 @@
-"""Tool calls and reasoning: the formats in which models write them, and what a request's tools make of a prompt, of the
-parameters and of the output."""
+"""Tool calls and reasoning: the formats in which models write them, and how a request's tools change its prompt, its
+parameters and its output."""

@@ -1,4 +1,4 @@
-"""Reads the arguments of a call: a JSON object, or plain text between tags, whose types the tool's schema says."""
+"""Reads the arguments of a call: a JSON object, or plain text between tags, whose types are in the tool's schema."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 from espalier.tool_calls.base import CallWriter
 from espalier.tool_calls.reader import BROKEN_OFF, Broken, Markers, Reader, Steps, decoded, is_text
 
-# How Python writes them, as some models do.
+# Constants as Python writes them, as some models do, and as JSON writes them.
 PYTHON = {"True": "true", "False": "false", "None": "null"}
 TYPES: Mapping[type, str] = {
     str: "string",
@@ -20,14 +20,14 @@ TYPES: Mapping[type, str] = {
 }
 
 
-# Keywords of a text that white space around it would break.
+# Schema keywords that a text may fail because of white space around it.
 LIMITS = frozenset(("enum", "const", "pattern", "format", "maxLength"))
 MAX_DEPTH = 16
 Schema = Mapping[str, Any]
 
 
 def alternatives(schema: Schema, name: str) -> list[Schema]:
-    """The schemas of which a property has one: behind references and unions.  {} is one that does not say."""
+    """Returns the schemas of a property, which has one of them; {} allows all.  References and unions are resolved."""
     properties = schema.get("properties")
     return _alternatives(properties.get(name) if isinstance(properties, Mapping) else None, schema, 0)
 
@@ -47,7 +47,7 @@ def _alternatives(schema: Any, root: Schema, depth: int) -> list[Schema]:
 
 
 def types_of(schemas: Sequence[Schema]) -> set[str]:
-    """The JSON types that one of the schemas allows; empty if one does not say."""
+    """Returns the JSON types that the schemas allow together; empty if one of them names no type."""
     found = [_types(schema) for schema in schemas]
     return set().union(*found) if all(found) else set()
 
@@ -69,7 +69,7 @@ def _limits(schemas: Sequence[Schema]) -> set[str]:
 
 
 def _within(text: str, schemas: Sequence[Schema]) -> str:
-    """A text as its schemas limit it: white space around it is the tags', unless a length allows it."""
+    """Returns a text as its schemas limit it: white space around it belongs to the tags, unless a length allows it."""
     limits = _limits(schemas)
     lengths = [most for schema in schemas if isinstance(most := schema.get("maxLength"), int)]
     fits = limits == {"maxLength"} and len(text) <= max(lengths, default=0)
@@ -84,9 +84,9 @@ class XmlArguments:
         self.num_values = 0
 
     def read(self, reader: Reader, name: str, end: str, trim: str = "") -> Steps[None]:
-        """Read a value up to its closing tag.  A text is passed on as it comes.  Raises Broken.
+        """Read a value up to its closing tag.  A text is written as it comes.  Raises Broken.
 
-        trim: characters around the value that belong to the tags, at most one on each side.
+        trim: characters that belong to the tags if they are next to the value, at most one on each side.
         """
         schemas = alternatives(self.call.schema, name)
         types = types_of(schemas)
@@ -128,7 +128,7 @@ def _escaped(text: str) -> str:
 
 
 def _value(name: str, text: str, types: set[str]) -> str:
-    """The JSON text of a value.  Raises Broken if it is of no type that the schema allows."""
+    """Returns the JSON text of a value.  Raises Broken if the value has no type that the schema allows."""
     written = PYTHON.get(text.strip(), text.strip())
     try:
         value = decoded(written)
@@ -153,9 +153,9 @@ ARGUMENTS = ("arguments", "parameters")
 
 
 def read_call_object(reader: Reader, call: CallWriter) -> Steps[None]:
-    """Read the object.  Arguments that are an object are passed on as they come.  Other keys are read and not used.
+    """Read a call that is one JSON object.  Arguments that are an object are written as they come.
 
-    Raises Broken.
+    Other keys are read and not used.  Raises Broken.
     """
     yield from reader.expect("{")
     yield from reader.space()
@@ -182,8 +182,7 @@ def read_call_object(reader: Reader, call: CallWriter) -> Steps[None]:
 def read_arguments(reader: Reader, call: CallWriter, *ends: str) -> Steps[None]:
     """Read arguments: a JSON object, or a JSON object as a string, which some models write.  Raises Broken.
 
-    ends: marks that end the call.  A call that ends by one of them, or with the output, before any argument has no
-    arguments.
+    ends: marks that end the call.  If a mark or the output's end comes before any argument, the call has no arguments.
     """
     if call.has_arguments:
         raise Broken("the tool call has arguments twice")
@@ -197,12 +196,12 @@ def read_arguments(reader: Reader, call: CallWriter, *ends: str) -> Steps[None]:
         value = decoded(value) if value.strip() else None
     if value is not None:
         text = json.dumps(value, ensure_ascii=False)
-        # Half of a surrogate pair can only be written with an escape.
+        # Text cannot hold half of a surrogate pair, so JSON's escape is written.
         call.arguments(text if is_text(text) else json.dumps(value))
 
 
 def is_absent(reader: Reader, *ends: str) -> Steps[bool]:
-    """Whether a call ends here, before its arguments.  Raises Broken if the output was cut off here."""
+    """Whether a call ends here, before its arguments.  Raises Broken if the output is cut off here."""
     if (yield from reader.peek()):
         return (yield from reader.sees(*ends)) is not None
     if reader.is_cut:

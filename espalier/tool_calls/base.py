@@ -1,5 +1,5 @@
-"""What parsers of tool calls and reasoning share: the deltas that they make, the declaration of a format, and
-reasoning between two marks."""
+"""Shared parts of the parsers of tool calls and reasoning: the deltas that they make, the declaration of a format, and
+the reader of reasoning between two marks."""
 
 import secrets
 import string
@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from espalier.tool_calls.reader import Broken, Markers, Reader, Steps, decoded
 
-# What a delta is: text of the answer; text of the reasoning; the name of a new call; text of its arguments; its end;
-# the reason why a call is broken.  The whole text of a broken call follows as content.
+# The kinds of deltas: text of the answer; text of the reasoning; the name of a new call; text of the call's arguments;
+# the call's end; the reason why a call is broken.  The whole text of a broken call follows as content.
 Kind = Literal["content", "reasoning", "call", "arguments", "called", "broken"]
 ALPHANUMERIC = string.ascii_letters + string.digits
 
@@ -33,14 +33,14 @@ def call_id() -> str:
 
 
 def short_id() -> str:
-    """The only form that Mistral's chat templates take."""
+    """Returns a new call id in the only form that Mistral's chat templates accept."""
     return "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
 
 
 class Writer:
-    """Where a parser puts what it finds.
+    """Collects the deltas that a parser makes.
 
-    schemas: the parameters' JSON schema of each tool that may be called.  in_reasoning, may_reason: set by the parser.
+    schemas: for each tool that may be called, the parameters' JSON schema.  in_reasoning, may_reason: the parser's.
     """
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]], make_id: Callable[[], str]):
@@ -69,7 +69,7 @@ class Writer:
         self.add("reasoning", text)
 
     def resume(self, deltas: Sequence[Delta]) -> None:
-        """Go on after deltas that the prompt has shown.  A call that is open in them is the answer's."""
+        """Continue after the deltas of a prompt that begins the answer.  Only a call that is open in them is kept."""
         open_call = self.num_calls - 1
         if any(delta.kind in ("called", "broken") and delta.index == open_call for delta in deltas):
             return
@@ -81,7 +81,7 @@ class Writer:
 
 
 class CallWriter:
-    """One tool call.  Its arguments are held back until its name is known."""
+    """Writes one tool call.  Its arguments are held back until its name is known."""
 
     def __init__(self, writer: Writer):
         self.writer = writer
@@ -93,7 +93,7 @@ class CallWriter:
         return self.writer.schemas[self._name]
 
     def name(self, name: Any) -> None:
-        """Raises Broken if there is no such tool."""
+        """Write the name of the call.  Raises Broken if there is no such tool."""
         if self.index >= 0:
             raise Broken("the tool call has two names")
         if not isinstance(name, str) or name not in self.writer.schemas:
@@ -116,7 +116,7 @@ class CallWriter:
         return bool(self._parts)
 
     def end(self) -> None:
-        """Raises Broken if the name is missing, or if the arguments are not a JSON object."""
+        """End the call.  Raises Broken if the name is missing, or if the arguments are not a JSON object."""
         if self.index < 0:
             raise Broken("the tool call has no name")
         if not self._parts:
@@ -127,9 +127,9 @@ class CallWriter:
 
 
 def read_call(reader: Reader, writer: Writer, opening: str, read: Callable[[CallWriter], Steps[None]]) -> Steps[bool]:
-    """Read one call.  False: it is broken, and all of it is content.
+    """Read one call.  Returns False if the call is broken; its whole text is then content.
 
-    opening: what was read of it; read: reads the rest.
+    opening: the text of the call that was already read.  read: reads the rest.
     """
     reader.keep(opening)
     call = CallWriter(writer)
@@ -149,10 +149,10 @@ Parse = Callable[[Reader, Writer], Generator[None, None, None]]
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """How a call is written, for a grammar that forces one: before_name, name, after_name, arguments, end.
+    """How a call is written, for a grammar that forces a call: before_name, name, after_name, arguments, end.
 
-    separator: between calls; opening, closing: around all of them.  style: of the arguments, one of xgrammar's styles
-    of a JSON schema.
+    separator: the text between calls.  opening, closing: the text around all calls.  style: of the arguments, one of
+    xgrammar's styles of a JSON schema.
     """
 
     before_name: str
@@ -168,10 +168,10 @@ class CallSyntax:
 class ToolFormat:
     """How a family of models writes tool calls.
 
-    signs: texts of a chat template of this family, all of which must be there.  special_tokens: those that the parser
+    signs: texts that all stand in a chat template of this family.  special_tokens: the special tokens that the parser
     reads; they appear in its text if the tokenizer has them.  parse: reads an answer to its end.  one_call: a call ends
-    the output.  make_id: ids of calls.  takes_text: the chat template takes the arguments of earlier calls as text, not
-    as an object.
+    the output.  make_id: returns the id of a new call.  takes_text: the chat template takes the arguments of earlier
+    calls as text, not as an object.
     """
 
     name: str
@@ -188,10 +188,10 @@ class ToolFormat:
 class ReasoningFormat:
     """How a family of models separates its reasoning.
 
-    begin, end: around the reasoning.  answer: text between the reasoning and an answer that is no call.  switches:
-    variables of a chat template with which such a model reasons where its prompt does not say so.  whole: the tool
-    format of this name reads the reasoning too, and such a model always may reason; turn: the text with which each of
-    its messages begins.
+    begin, end: the marks around the reasoning.  answer: text between the reasoning and an answer that is no call.
+    switches: variables of a chat template.  A model whose template reads one of them reasons even if its prompt does
+    not open the reasoning.  whole: the tool format of this name also reads the reasoning, and such a model may always
+    reason.  turn: the text with which each message of such a model begins.
     """
 
     name: str
@@ -209,9 +209,9 @@ NEWLINES = "\n"
 
 
 def split(reader: Reader, writer: Writer, format: ReasoningFormat) -> Steps[None]:
-    """Read the reasoning, if there is any, up to its end, and again if more follows at once.
+    """Read the reasoning, if there is any, up to its end, and again if more follows directly.
 
-    Newlines beside the marks belong to them.  A mark that opens what is open, or ends what is not, is left out.
+    Newlines beside the marks belong to the marks.  A begin mark inside reasoning, or an end mark outside, is left out.
     """
     marks = Markers(format.end, format.begin, swallow=NEWLINES)
     while (marker := (yield from _first(reader, format))) is not None:
@@ -225,7 +225,7 @@ def split(reader: Reader, writer: Writer, format: ReasoningFormat) -> Steps[None
 
 
 def _first(reader: Reader, format: ReasoningFormat) -> Steps[str | None]:
-    """Read a mark of the reasoning, with the white space before it, if the output goes on with one."""
+    """Read the white space and the reasoning mark that come next.  Returns the mark, None if no mark comes next."""
     space = yield from reader.space()
     marker = yield from reader.literal(format.begin, format.end)
     if marker is None:

@@ -1,4 +1,4 @@
-"""Checks the tools of a request, and which of them the model may or must call."""
+"""Checks the tools of a request, and which tools the model may or must call."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from espalier.errors import EspalierError, shown, unknown_name
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 MAX_TOOLS = 1024
-# Characters of one tool's parameters as JSON.
+# The most characters of one tool's parameters as JSON.
 MAX_PARAMETERS = 64 * 1024
 FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 CHOICES = ("auto", "none", "required")
@@ -21,8 +21,8 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 class Tools:
     """The tools of a request, checked.
 
-    definitions: as they were sent; choice: "auto", "none" or "required"; is_named: choice is the name of the tool that
-    must be called; parallel: whether one answer may have several calls.
+    definitions: as the client sent them.  choice: "auto", "none", "required", or a tool's name.  is_named: choice is
+    the name of the tool that must be called.  parallel: whether one answer may have several calls.
     """
 
     definitions: tuple[Mapping[str, Any], ...] = ()
@@ -32,7 +32,7 @@ class Tools:
 
     @property
     def callable(self) -> list[Mapping[str, Any]]:
-        """The functions that may be called."""
+        """The definitions of the functions that may be called."""
         functions = [each["function"] for each in self.definitions]
         if self.is_named:
             return [each for each in functions if each["name"] == self.choice]
@@ -49,7 +49,7 @@ class Tools:
 
 
 def checked_tools(tools: Any, choice: Any = None, parallel: bool | None = None) -> Tools:
-    """The tools of a request in OpenAI's form.  choice: also {"type": "function", "function": {"name": ...}}.
+    """Returns a request's tools in OpenAI's form.  choice: may be {"type": "function", "function": {"name": ...}} too.
 
     Raises EspalierError, whose message begins with the field.
     """
@@ -73,7 +73,7 @@ def checked_tools(tools: Any, choice: Any = None, parallel: bool | None = None) 
 
 
 def _named(choice: Any) -> str | None:
-    """The tool that a tool_choice names, None if it names none.  Raises EspalierError."""
+    """Returns the tool that a tool_choice names, None if it names none.  Raises EspalierError."""
     if not isinstance(choice, Mapping):
         return None
     if choice.get("type") != "function":
@@ -109,7 +109,7 @@ def _checked_definitions(tools: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def _checked_tool(place: str, tool: Any) -> str:
-    """The name of a tool.  Raises EspalierError."""
+    """Checks a tool and returns its name.  Raises EspalierError."""
     form = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
     if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("function"), Mapping):
         raise EspalierError(f"{place}={shown(tool)} is not supported; use {form}")
@@ -132,7 +132,7 @@ def _checked_tool(place: str, tool: Any) -> str:
 
 
 def _check_parameters(place: str, parameters: Any) -> None:
-    """Refuse parameters that are no JSON schema of an object.  Raises EspalierError."""
+    """Refuse parameters that are not the JSON schema of an object.  Raises EspalierError."""
     _require_type(place, parameters, Mapping | None, "a JSON schema, an object")
     if parameters is None:
         return

@@ -1,7 +1,7 @@
 """Turns a request's tokens into the deltas of a message, and finds stop strings in its content.
 
-The engine process and the front run the same stream over the same tokens: the one ends the request at the token that
-completes a stop string, the other ends the content there.
+The engine process and the front run the same stream over the same tokens.  The engine process ends the request at the
+token that completes a stop string.  The front ends the content before that stop string.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +16,9 @@ from espalier.tool_calls.plan import ChatPlan
 
 
 class MessageStream:
-    """A request.TextSink whose stop strings are those of the content; its text is what the model wrote.
+    """A request.TextSink that finds stop strings only in the content.  Its text is what the model wrote.
 
-    text: makes text from tokens, without stop strings; num_reasoning: tokens of the reasoning so far.
+    text: makes text from tokens, without stop strings.  num_reasoning: how many tokens the reasoning has so far.
     """
 
     def __init__(self, text: TextStream, parser: OutputParser, params: ResolvedParams):
@@ -32,7 +32,7 @@ class MessageStream:
         self._deltas: list[Delta] = []
 
     def push(self, token_id: int) -> str | None:
-        """Add a token.  Returns the stop string once one is complete in the content, else None."""
+        """Add a token.  Returns the stop string once it is complete in the content, else None."""
         was_reasoning = self.parser.in_reasoning
         self.text.push(token_id)
         self._read(final=False)
@@ -40,13 +40,13 @@ class MessageStream:
         return self.finder.stopped
 
     def take(self, final: bool) -> str:
-        """The new text since the last take, with the marks of calls and reasoning and with the stop string."""
+        """Returns the new text since the last take, with the marks of calls and reasoning, and with the stop string."""
         self._read(final)
         text, self._texts, self._deltas = "".join(self._texts), [], []
         return text
 
     def read(self, output: OutputChunk | Output) -> list[Delta]:
-        """The deltas that an output adds, up to a stop string in the content.  A stop token has no text."""
+        """Returns the deltas that an output adds, up to a stop string in the content.  A stop token has no text."""
         is_last = output.finish_reason is not None
         ends_by_token = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
         tokens = output.token_ids[:-1] if ends_by_token and not self.keep_stop else output.token_ids
@@ -64,7 +64,10 @@ class MessageStream:
         return deltas
 
     def ends(self, output: OutputChunk | Output) -> tuple[str | None, int | str | None]:
-        """(finish_reason, stop_reason) of an output that was read: text of a broken call may have a stop string too."""
+        """Returns (finish_reason, stop_reason) of an output that was read.
+
+        The text of a broken call becomes content, and may have a stop string that the output's own reasons lack.
+        """
         if self.finder.stopped and output.finish_reason in ("stop", "length"):
             return "stop", self.finder.stopped
         return output.finish_reason, output.stop_reason
@@ -104,9 +107,9 @@ def parser_of(form: OutputForm) -> OutputParser:
 class ChatOutput(Output):
     """The answer to a conversation.
 
-    text: all of it, as the model wrote it, with the special tokens of calls and reasoning, and with a stop string that
-    ended the content; message: its parts.
-    finish_reason: also "tool_calls", for an answer that ended by itself and has calls.
+    text: the whole text as the model wrote it, with the special tokens of calls and reasoning, and with a stop string
+    that ended the content.  message: the parts of the answer.
+    finish_reason: may also be "tool_calls", for an answer that ended by itself and has calls.
     """
 
     message: Message = field(default_factory=Message)
@@ -115,9 +118,9 @@ class ChatOutput(Output):
 def chat_output(
     plan: ChatPlan, prompt: Sequence[int], output: Output, new_stream: Callable[[], MessageStream] | None = None
 ) -> ChatOutput:
-    """The output with its message, and likewise each of its choices.
+    """Returns the output with its message; each of the output's choices gets its message too.
 
-    new_stream: reads the output's tokens, where stop strings end the content; else its text is read.
+    new_stream: makes a stream that reads the output's tokens, up to a stop string; None: the output's text is read.
     """
     values = {f.name: getattr(output, f.name) for f in fields(Output)}
     choices = [chat_output(plan, prompt, each, new_stream) for each in output.choices]

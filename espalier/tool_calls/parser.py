@@ -1,4 +1,4 @@
-"""Reads the output of one sample: text in, deltas of a message out."""
+"""Reads the output of one sample: takes text and returns deltas of a message."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,9 +10,9 @@ from espalier.tool_calls.reader import Reader, Steps
 
 
 class OutputParser:
-    """The joined deltas do not depend on how the text was cut.
+    """Parses the text of one output.  The joined deltas do not depend on how the text was cut into parts.
 
-    schemas: by the name of each tool that may be called; begun: the text with which the prompt begins the answer.
+    schemas: by the name of each tool that may be called.  begun: the start of the answer that is in the prompt.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class OutputParser:
         ids = formats.tools.make_id if formats.tools is not None else call_id
         self._writer = Writer(schemas, make_id or ids)
         self._steps = _parse(self._reader, self._writer, formats)
-        # Text of the prompt that may begin a mark.
+        # The end of the prompt's text, which may begin a mark.
         self._held = ""
         self._read()
         if begun:
@@ -40,18 +40,18 @@ class OutputParser:
 
     @property
     def may_reason(self) -> bool:
-        """Whether reasoning may still come or go on."""
+        """Whether reasoning may still begin or continue."""
         return self._writer.may_reason
 
     def feed(self, text: str) -> list[Delta]:
-        """The deltas that a text adds.  Text that may become a part of a mark is held back."""
+        """Returns the deltas that a text adds.  Text that may become a part of a mark is held back."""
         if not text:
             return []
         self._reader.buffer += text
         return self._read()
 
     def finish(self, is_cut: bool = False) -> list[Delta]:
-        """The deltas of what was held back.  is_cut: the output did not end by itself."""
+        """Returns the deltas of the text that was held back.  is_cut: the output did not end by itself."""
         self._reader.ended, self._reader.is_cut = True, is_cut
         return self._read()
 
@@ -61,7 +61,7 @@ class OutputParser:
         return self._without_held(deltas) if self._held and deltas else deltas
 
     def _without_held(self, deltas: list[Delta]) -> list[Delta]:
-        """The deltas without the prompt's text at their beginning."""
+        """Returns the deltas without the prompt's text at their beginning."""
         first = deltas[0]
         size = min(len(self._held), len(first.text))
         if first.kind not in ("content", "reasoning") or first.text[:size] != self._held[:size]:
@@ -95,13 +95,13 @@ class ToolCall:
     arguments: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """In OpenAI's form."""
+        """Returns the call in OpenAI's form."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclass(frozen=True)
 class Message:
-    """An assistant's message.  errors: why calls were broken; their text is in the content."""
+    """An assistant's message.  errors: the reasons why calls were broken; the text of such calls is in the content."""
 
     content: str = ""
     reasoning: str = ""
@@ -110,11 +110,11 @@ class Message:
 
 
 def message_of(deltas: Iterable[Delta]) -> Message:
-    """The message that deltas add up to."""
+    """Returns the message that the deltas add up to."""
     content: list[str] = []
     reasoning: list[str] = []
     errors: list[str] = []
-    # By index: the first delta of a call, and its arguments.
+    # By the call's index: the first delta of the call, and its arguments.
     calls: dict[int, tuple[Delta, list[str]]] = {}
     for delta in deltas:
         if delta.kind == "content":

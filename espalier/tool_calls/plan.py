@@ -1,6 +1,6 @@
-"""What the tools and the formats of one conversation make of its prompt, its parameters and its output.
+"""How the tools and the formats of one conversation change its prompt, its parameters and its output.
 
-LLM.chat and the server's endpoints share it.
+LLM.chat and the server's endpoints share this module.
 """
 
 import json
@@ -29,14 +29,14 @@ def output_grammar(
     reasoning: ReasoningFormat | None = None,
     after: str | None = None,
 ) -> Grammar | None:
-    """The grammar of an output that may or must have calls; None if it is free.
+    """Returns the grammar of an output that may or must have calls; None if the output is free.
 
-    answer: the form of an answer without calls.  reasoning: what may come first, in a model that decides that itself.
-    after: text after which the grammar begins.  Raises EspalierError.
+    answer: the form of an answer without calls.  reasoning: reasoning that may come first, for a model that decides
+    itself whether to reason.  after: the text after which the grammar begins.  Raises EspalierError.
     """
     node = None if answer is None else _answer(answer, reasoning)
     if format is not None and tools.callable:
-        # A named tool is called once.
+        # A named tool is called exactly once.
         is_single = tools.is_named or not tools.parallel or format.one_call
         if tools.is_forced and answer is not None:
             raise EspalierError("tool_choice with response_format or another grammar is not supported; use one of them")
@@ -45,7 +45,7 @@ def output_grammar(
         elif node is not None:
             node = {"type": "or", "elements": [_calls(tools, format, is_single), node]}
         elif _has_strict(tools) or not (tools.parallel or format.one_call):
-            # Its free text may be reasoning.
+            # In such a format, the free text may be reasoning.
             return _tag(_triggered(tools, format, is_single), True, after)
     if node is None:
         return None
@@ -86,18 +86,18 @@ def _tags(tools: Tools, format: ToolFormat) -> list[Node]:
 
 def _arguments(schema: Mapping[str, Any], style: str) -> Node:
     node = {"type": "json_schema", "json_schema": schema, "style": style}
-    # Between tags xgrammar allows any white space, of which a model may find no end.
+    # xgrammar allows any white space between tags, and a model may write white space without end.
     return node if style == "json" else {**node, "max_whitespace_cnt": 2}
 
 
 def _schema(tools: Tools, function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema that the arguments follow.  Where a call is free, only a strict tool's is enforced."""
+    """Returns the schema of a call's arguments.  If the call is not forced, only a strict tool's schema is enforced."""
     is_enforced = function.get("strict") is not False if tools.is_forced else function.get("strict")
     return function.get("parameters") or ANY_OBJECT if is_enforced else ANY_OBJECT
 
 
 def _calls(tools: Tools, format: ToolFormat, is_single: bool) -> Node:
-    """One call or several, and nothing else."""
+    """Returns a grammar node for one call or several, and nothing else."""
     syntax = format.syntax
     calls = {
         "type": "tags_with_separator",
@@ -113,7 +113,7 @@ def _calls(tools: Tools, format: ToolFormat, is_single: bool) -> Node:
 
 
 def _triggered(tools: Tools, format: ToolFormat, is_single: bool) -> Node:
-    """Free text, in which calls have their form."""
+    """Returns a grammar node for free text in which each call has its form."""
     syntax = format.syntax
     tags = _tags(tools, format)
     if syntax.opening:
@@ -128,7 +128,7 @@ def _triggered(tools: Tools, format: ToolFormat, is_single: bool) -> Node:
 
 
 def _node_of(grammar: Grammar) -> Node:
-    """A grammar that was checked, as a part of a structural tag."""
+    """Returns a checked grammar as a node of a structural tag."""
     spec = grammar.spec
     if grammar.kind == "regex":
         return {"type": "regex", "pattern": spec}
@@ -142,10 +142,10 @@ def _node_of(grammar: Grammar) -> Node:
 
 
 def with_calls(message: Mapping[str, Any], takes_text: bool) -> dict[str, Any]:
-    """A message with tool_calls whose arguments are objects, or their JSON text if the template takes that.
+    """Returns a message whose tool_calls have arguments as objects, or as JSON text if the template takes text.
 
-    A call whose arguments are no JSON object, such as one that was cut off, is content, as it was in the answer.
-    Raises EspalierError for an entry that is no call.
+    If a call's arguments are no JSON object, because the call was cut off, the call becomes content, as it was in the
+    answer.  Raises EspalierError for an entry that is no call.
     """
     calls, texts, content = [], [], message.get("content") or ""
     for call in message["tool_calls"]:
@@ -177,7 +177,7 @@ def _function(call: Any) -> Mapping[str, Any]:
 
 
 def _object(arguments: Any) -> Mapping[str, Any] | None:
-    """The arguments of a call, which may be JSON text; None if they are no object."""
+    """Returns the arguments of a call, which may be JSON text; None if they are no object."""
     if isinstance(arguments, str):
         try:
             arguments = decoded(arguments) if arguments.strip() else None
@@ -188,17 +188,17 @@ def _object(arguments: Any) -> Mapping[str, Any] | None:
     return arguments if isinstance(arguments, Mapping) else None
 
 
-# Tokens at the prompt's end that are searched for an open reasoning mark.
+# How many tokens at the prompt's end are searched for an open reasoning mark.
 TAIL = 16
 
 
 class ChatPlan:
-    """One conversation.  Raises EspalierError if the model cannot call the tools."""
+    """The plan of one conversation.  Raises EspalierError if the model cannot call the tools."""
 
     def __init__(self, tokenizer: Tokenizer | None, formats: Formats, tools: Tools):
         self.tokenizer = tokenizer
         self.tools = tools
-        # The last prompt that was asked for, and its last turn.
+        # The prompt of the last call of _last_turn, and the turn that was found.
         self._turn: tuple[Sequence[int], str] | None = None
         self._takes_text = formats.tools is not None and formats.tools.takes_text
         calls = bool(tools.callable)
@@ -224,7 +224,7 @@ class ChatPlan:
         return self.tokenizer is not None and self.tokenizer.shows(variable)
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """The messages as this model's chat template takes them."""
+        """Returns the messages in the form that this model's chat template takes."""
         return [self._message(each) for each in messages]
 
     def _message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -241,7 +241,7 @@ class ChatPlan:
         return message
 
     def params(self, params: ResolvedParams, prompt: Sequence[int]) -> ResolvedParams:
-        """The parameters with the grammar of the calls, and with the special tokens that the parser reads.
+        """Returns the parameters with the grammar of the calls, and with the special tokens that the parser reads.
 
         Raises EspalierError.
         """
@@ -261,11 +261,11 @@ class ChatPlan:
 
     def _grammar(self, params: ResolvedParams, prompt: Sequence[int]) -> Any:
         reasoning, tools, answer = self.formats.reasoning, self.formats.tools, params.grammar
-        # A grammar that says when it begins begins there.
+        # If the user's grammar names the text after which it begins, it begins there.
         after = None if answer is None else answer.after
         reasons = reasoning is not None and after is None and self._reasons(prompt)
         if reasoning is not None and reasons and self._is_open(prompt):
-            # In a format of messages another one may come before the answer.
+            # In a `whole` format, another reasoning message may come before the answer.
             after, reasons = reasoning.end, reasoning.whole
         if tools is None and not reasons:
             return None if answer is None else replace(answer, after=after)
@@ -289,7 +289,7 @@ class ChatPlan:
         return parser is not None and parser.in_reasoning
 
     def begun(self, prompt: Sequence[int]) -> str:
-        """The text with which the prompt begins the answer: reasoning that is open, or a message of a whole format."""
+        """Returns the start of the answer that is in the prompt: open reasoning, or a message of a `whole` format."""
         reasoning = self.formats.reasoning
         if reasoning is None or not reasoning.begin or self.tokenizer is None:
             return ""
@@ -300,9 +300,10 @@ class ChatPlan:
         return "" if start < 0 or reasoning.end in turn[start:] else turn[start:]
 
     def _last_turn(self, prompt: Sequence[int]) -> str:
-        """The prompt's text from its last turn mark on: a special token that is no mark of the formats.
+        """Returns the prompt's text from its last turn token on: a special token that is no mark of the formats.
 
-        Where its turns have no such token, only a mark at its very end counts: the user may have written others.
+        If the prompt has no such token, only a reasoning mark at the prompt's very end counts: the user may have
+        written marks before.
         """
         if self._turn is None or self._turn[0] is not prompt:
             self._turn = prompt, self._find_turn(prompt)
@@ -320,5 +321,5 @@ class ChatPlan:
         return next((tail[tail.rindex(mark) :] for mark in at_end), "")
 
     def parser(self, prompt: Sequence[int]) -> OutputParser | None:
-        """A parser for one output, None if all of it is content."""
+        """Returns a parser for one output, None if all of the output is content."""
         return OutputParser(self.formats, self.tools.schemas, self.begun(prompt)) if self.has_parser else None

@@ -1,7 +1,7 @@
-"""The text of an output that arrives in parts, for parsers that are written as if it were whole.
+"""Reads the text of an output that arrives in parts.  Parsers are written as if the text were whole.
 
-A parser is a generator.  It reads the text from its start to its end and yields where it needs more.  What it does
-depends only on the text, never on where the text was cut.
+A parser is a generator.  It reads the text from start to end, and yields when it needs more text.  Its results depend
+only on the text, never on where the text was cut.
 """
 
 import json
@@ -13,7 +13,7 @@ T = TypeVar("T")
 Steps = Generator[None, None, T]
 Put = Callable[[str], None]
 SPACE = " \t\r\n"
-# Characters of a name.
+# The most characters of a name.
 MAX_WORD = 256
 
 
@@ -27,7 +27,7 @@ BROKEN_OFF = "the output ends inside the tool call"
 class Markers:
     """Texts that end a part of the output.  None may be inside another.
 
-    swallow: characters that belong to a marker when they stand directly before it.
+    swallow: characters that belong to a marker if they stand directly before it.
     """
 
     def __init__(self, *texts: str, swallow: str = ""):
@@ -37,7 +37,7 @@ class Markers:
         self.pattern = re.compile("|".join(map(re.escape, texts)))
 
     def num_held(self, text: str) -> int:
-        """Characters at the end of a text without a marker that may belong to one."""
+        """Returns how many characters at the end of a text without a marker may belong to a marker."""
         held = 0
         for marker in self.texts:
             for size in range(min(len(marker) - 1, len(text)), held, -1):
@@ -50,7 +50,10 @@ class Markers:
 
 
 class Reader:
-    """buffer: text that has arrived and is not read yet; is_cut: the output did not end by itself."""
+    """The text that a parser reads.
+
+    buffer: text that has arrived and is not read yet.  is_cut: the output did not end by itself.
+    """
 
     def __init__(self) -> None:
         self.buffer = ""
@@ -59,27 +62,27 @@ class Reader:
         self._kept: list[str] | None = None
 
     def keep(self, text: str) -> None:
-        """From now on, keep what is read, for `kept`.  text: what was read just before."""
+        """From now on, keep the text that is read, for `kept`.  text: the text that was read just before."""
         self._kept = [text]
 
     def kept(self) -> str:
-        """What was read since `keep`.  Nothing is kept any more."""
+        """Returns the text that was read since `keep`, and stops keeping text."""
         kept, self._kept = self._kept or [], None
         return "".join(kept)
 
     def take(self, size: int) -> str:
-        """Read `size` characters of the buffer."""
+        """Read and return `size` characters of the buffer."""
         text, self.buffer = self.buffer[:size], self.buffer[size:]
         if self._kept is not None:
             self._kept.append(text)
         return text
 
     def put_back(self, text: str) -> None:
-        """Undo a `take`.  Only where nothing is kept."""
+        """Undo a `take`.  Must not be called while text is kept."""
         self.buffer = text + self.buffer
 
     def more(self) -> Steps[bool]:
-        """Wait for text.  False: there is no more."""
+        """Wait for text.  Returns False if there is no more text."""
         size = len(self.buffer)
         while len(self.buffer) == size and not self.ended:
             yield
@@ -88,7 +91,7 @@ class Reader:
     def until(self, markers: Markers, put: Put) -> Steps[str | None]:
         """Read up to the first marker and past it.  Returns the marker, None at the end of the text.
 
-        put: called with the text before the marker, as early as it is known to be no marker.
+        put: called with the text before the marker, as soon as that text is known to be no part of a marker.
         """
         start = 0
         while True:
@@ -101,7 +104,7 @@ class Reader:
             held = markers.num_held(self.buffer)
             if text := self.take(len(self.buffer) - held):
                 put(text)
-            # A model may write characters to swallow without end: they are held, but not searched again.
+            # A model may write swallowed characters without end.  They are held back, but not searched again.
             start = max(0, held - markers.longest + 1)
             if not (yield from self.more()):
                 if rest := self.take(len(self.buffer)):
@@ -109,7 +112,7 @@ class Reader:
                 return None
 
     def before(self, *markers: str) -> Steps[tuple[str, str]]:
-        """(text, marker): a short text that ends with one of the markers.  Raises Broken if there is none."""
+        """Returns (text, marker): a short text and the marker that ends it.  Raises Broken if no marker comes."""
         parts: list[str] = []
 
         def put(text: str) -> None:
@@ -123,7 +126,7 @@ class Reader:
         return "".join(parts), marker
 
     def word(self, stops: str) -> Steps[str]:
-        """Read a short text up to one of the characters `stops`, or to the end.  Raises Broken if it is long."""
+        """Returns a short text up to one of the characters `stops`, or to the end.  Raises Broken if it is long."""
         parts: list[str] = []
         while (char := (yield from self.peek())) and char not in stops:
             parts.append(self.take(1))
@@ -132,7 +135,7 @@ class Reader:
         return "".join(parts)
 
     def peek(self) -> Steps[str]:
-        """The next character, "" at the end."""
+        """Returns the next character without reading it, "" at the end."""
         if not self.buffer:
             yield from self.more()
         return self.buffer[:1]
@@ -145,7 +148,7 @@ class Reader:
         return "".join(parts)
 
     def sees(self, *texts: str) -> Steps[str | None]:
-        """The one of the texts with which the output goes on.  None may begin another."""
+        """Returns which of the texts comes next, without reading it.  No text may begin with another one."""
         while True:
             for text in texts:
                 if self.buffer.startswith(text):
@@ -154,18 +157,18 @@ class Reader:
                 return None
 
     def literal(self, *texts: str) -> Steps[str | None]:
-        """Read one of the texts, if the output goes on with one.  None may begin another."""
+        """Read one of the texts, if it comes next, and return it.  No text may begin with another one."""
         found = yield from self.sees(*texts)
         return None if found is None else self.take(len(found))
 
     def expect(self, text: str) -> Steps[None]:
-        """Read this text.  Raises Broken if the output goes on otherwise."""
+        """Read this text.  Raises Broken if other text comes next."""
         if (yield from self.literal(text)) is None:
             at_end = self.ended and text.startswith(self.buffer)
             raise Broken(BROKEN_OFF if at_end else f"{text} is missing in the tool call")
 
     def json_value(self, put: Put) -> Steps[None]:
-        """Read one JSON value.  put: called with its text in parts.  Raises Broken if the output ends inside it.
+        """Read one JSON value.  put: called with the parts of its text.  Raises Broken if the output ends inside it.
 
         Only brackets and strings are checked.
         """
@@ -186,7 +189,7 @@ class Reader:
 
 
 def decoded(text: str) -> Any:
-    """A JSON text's value.  Raises Broken."""
+    """Returns the value of a JSON text.  Raises Broken."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -194,7 +197,7 @@ def decoded(text: str) -> Any:
 
 
 def is_text(text: str) -> bool:
-    """Whether UTF-8 can hold it: not if it has half of a surrogate pair."""
+    """Whether UTF-8 can hold the text: it cannot hold half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -207,7 +210,7 @@ def _refuse(name: str) -> Any:
 
 
 class _ValueEnd:
-    """Finds the end of a JSON value in a text that comes in parts."""
+    """Finds the end of a JSON value in a text that arrives in parts."""
 
     def __init__(self) -> None:
         self.found = False
@@ -217,7 +220,7 @@ class _ValueEnd:
         self._in_scalar = False
 
     def scan(self, text: str) -> int:
-        """The number of characters of this part that belong to the value."""
+        """Returns how many characters of this part belong to the value."""
         for i, char in enumerate(text):
             if self._in_string:
                 self._scan_string(char)

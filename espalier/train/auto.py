@@ -12,7 +12,9 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from espalier.errors import EspalierError
 from espalier.model_files import read_json
 from espalier.text import load_tokenizer
 from espalier.train.configs import read_target
+from espalier.train.data import read_data
 from espalier.train.own_text import minutes
 from espalier.train.target import training_device
 from espalier.train.work import require_same, target_digest
@@ -31,7 +34,7 @@ from espalier.train.writer import Writer
 # Flags of every training; the recipe of each kind beside its defaults.
 SIZES = {
     "cuda": "--length 1024 --save-every 400",
-    "cpu": "--length 192 --batch 2 --log-every 5 --save-every 100",
+    "cpu": "--length 128 --batch 2 --log-every 5 --save-every 100",
 }
 RECIPES = {
     "eagle3": "--draft-vocab 16384",
@@ -39,11 +42,17 @@ RECIPES = {
     "block": "--edge-kind rnn",
 }
 ROWS = {"eagle3": 16, "mtp": 8, "block": 16}
-# Shares of the time: text, all trials, training; the rest measures.
-TEXT, TRIALS, TRAINING = 0.2, 0.25, 0.45
-QUESTIONS = {"cuda": 20000, "cpu": 24}
-QUESTION_TOKENS = 256
-ANSWER_TOKENS = {"cuda": 256, "cpu": 48}
+# Shares of the time: questions, text, the steps of all trials.  The training has what these, starts and measurements
+# leave.
+QUESTIONS, TEXT, TRIALS = 0.04, 0.12, 0.10
+MOST_QUESTIONS = {"cuda": 20000, "cpu": 64}
+QUESTION_TOKENS, ANSWER_TOKENS = {"cuda": 256, "cpu": 64}, {"cuda": 256, "cpu": 48}
+# Prompts between two looks at the clock.
+AT_ONCE = {"cuda": 512, "cpu": 16}
+# Of a measurement: batches of the finished draft, runs and tokens.
+BATCHES = {"cuda": "1,8,64", "cpu": "1,4"}
+RUNS = {"cuda": "--tokens 64 --repeats 8", "cpu": "--tokens 24 --repeats 2"}
+MAX_CONTEXT = 1024
 
 
 @dataclass(frozen=True)
@@ -61,8 +70,7 @@ class Speed:
 
 def train_auto(target: Path, data: Path | None, out: Path, most_minutes: float, kinds: list[str]) -> None:
     """Raises EspalierError; OSError for a command that fails."""
-    device, work, begun = training_device().type, out / "work", time.perf_counter()
-    seconds = most_minutes * 60
+    device, work, clock = training_device().type, out / "work", Clock(most_minutes * 60)
     work.mkdir(parents=True, exist_ok=True)
     require_same_run(
         work / "auto.json", {"--target": target_digest(target), "--data": None if data is None else str(data.resolve())}
@@ -70,23 +78,32 @@ def train_auto(target: Path, data: Path | None, out: Path, most_minutes: float, 
     source = f"--data {data}" if data else "questions that the target asks itself"
     small = "; on a CPU this is a trial of the chain, a GPU makes a draft that is worth its time" * (device == "cpu")
     print(
-        f"on {device}: text from {source}, trials of {', '.join(kinds)}, training, trees: {most_minutes:g} min{small}"
+        f"on {device}: text from {source}, trials of {', '.join(kinds)}, training, trees: {most_minutes:g} min{small}",
+        flush=True,
     )
-    data = data or ask_itself(target, work / "questions.jsonl", QUESTIONS[device])
+    data = data or ask_itself(target, work / "questions.jsonl", device, QUESTIONS * clock.seconds)
     common = ["--target", str(target), "--data", str(data), "--work", str(work)]
-    text = [*make_text(common, work, device, TEXT * seconds), *SIZES[device].split()]
-    trials = {}
+    text = make_text(common, work, device, TEXT * clock.seconds)
+    asked = held_out(target, data, work / "held_out.jsonl")
+    measure = partial(measured, target, [*asked, *RUNS[device].split()])
+    trials, steps, beside = {}, max(1, int(TRIALS * clock.seconds / len(kinds))), 0.0
     for kind in kinds:
-        trial = work / f"trial-{kind}"
-        train(kind, [*common, *text, "--out", str(trial)], device, int(TRIALS * seconds / len(kinds)))
-        trials[kind] = measured(target, trial, work / f"trial-{kind}-trees.json")
+        clock.say(f"trial of {kind}")
+        begun, trial = clock.passed, work / f"trial-{kind}"
+        train(kind, [*common, *text, "--out", str(trial)], device, steps)
+        trials[kind] = measure(trial, work / f"trial-{kind}-trees.json", ["--batch", "1"])
+        beside = max(beside, clock.passed - begun - steps)
         print(f"trial of {kind}: {trials[kind]}", flush=True)
     best = max(trials, key=lambda kind: trials[kind].tokens_per_second)
-    train(best, [*common, *text, "--out", str(out)], device, int(TRAINING * seconds))
-    found, trees = measured(target, out, work / "trees.json", out / "trees.json"), out / "trees.json"
+    clock.say(f"training of {best}")
+    # Starts and measurements take as long as those of a trial: more batches, but what was compiled is kept.
+    train(best, [*common, *text, "--out", str(out)], device, max(steps, int(clock.left - beside)))
+    trees = out / "trees.json"
+    clock.say("measurement")
+    found = measure(out, work / "trees.json", ["--batch", BATCHES[device], "--out", str(trees)])
     lines = [f"trial of {kind}: {speed}" for kind, speed in trials.items()]
     lines += [f"chosen: {best}", f"predicted: at least {trials[best]}", f"found: {found}"]
-    lines += [f"in {minutes(time.perf_counter() - begun)} on {device}"]
+    lines += [f"in {minutes(clock.passed)} on {device}"]
     if found.tokens_per_second <= found.plain:
         lines.append("plain decoding is faster here: train for longer, or on a GPU, or serve without this draft")
     with (out / "README.md").open("a", encoding="utf-8") as card:
@@ -100,6 +117,24 @@ def train_auto(target: Path, data: Path | None, out: Path, most_minutes: float, 
         ["bench", "load", "--model", str(target), *model],
     ):
         print("  " + shlex.join(["espalier", *command]))
+
+
+class Clock:
+    """The time of the whole command, in seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.begun = seconds, time.perf_counter()
+
+    @property
+    def passed(self) -> float:
+        return time.perf_counter() - self.begun
+
+    @property
+    def left(self) -> float:
+        return self.seconds - self.passed
+
+    def say(self, what: str) -> None:
+        print(f"{what}: {minutes(self.passed)} of {minutes(self.seconds)} have passed", flush=True)
 
 
 def require_same_run(path: Path, run: dict[str, str | None]) -> None:
@@ -117,26 +152,16 @@ def espalier(*command: str) -> None:
     if status in (-2, 130):
         raise KeyboardInterrupt
     if status:
-        raise OSError(f"espalier {command[0]} {command[1]} ended with status {status}; start again to go on behind it")
+        why = f"ended with status {status}, as it says above; what is done before it is kept for another start"
+        raise OSError(f"espalier {command[0]} {command[1]} {why}")
 
 
 def make_text(common: list[str], work: Path, device: str, seconds: float) -> list[str]:
-    """Make the target's own text, and return the flags of it, which the runs that follow must have too.
-
-    A first part, of seed 1, says how much text the time allows.
-    """
-    size, tokens = (1024, 256) if device == "cuda" else (4, ANSWER_TOKENS["cpu"])
-    flags = ["--continuation-tokens", str(tokens), "--generate-batch", str(size)]
-    plan = work / "text.json"
-    if not plan.exists():
-        begun = time.perf_counter()
-        espalier("train", "own-text", *common, *flags, "--continuations", str(size), "--seed", "1")
-        took = time.perf_counter() - begun
-        plan.write_text(json.dumps({"continuations": max(size, int(size * (seconds - took) / took) // size * size)}))
-    flags += ["--continuations", str(json.loads(plan.read_text())["continuations"])]
+    """Make the target's own text, and return the flags of every training."""
+    flags = ["--continuation-tokens", str(ANSWER_TOKENS[device]), "--generate-batch", str(AT_ONCE[device])]
     if not (work / "own_text-0.npz").exists():
-        espalier("train", "own-text", *common, *flags)
-    return flags
+        espalier("train", "own-text", *common, *flags, "--text-seconds", str(max(1, int(seconds))))
+    return [*flags, *SIZES[device].split()]
 
 
 def train(kind: str, flags: list[str], device: str, seconds: int) -> None:
@@ -147,25 +172,30 @@ def train(kind: str, flags: list[str], device: str, seconds: int) -> None:
         return
     rows = [] if device == "cpu" else ["--batch", str(ROWS[kind])]
     extra = ["--anchors", "16"] if (kind, device) == ("block", "cpu") else []
-    limit = ["--num-tokens", "1e12", "--max-seconds", str(max(1, seconds))]
+    limit = ["--num-tokens", "1e12", "--max-seconds", str(seconds)]
     espalier("train", kind, *flags, *RECIPES[kind].split(), *rows, *extra, *limit)
 
 
-def measured(target: Path, draft: Path, figures: Path, trees: Path | None = None) -> Speed:
-    """trees: a file for the table of trees by batch; without it only one request is measured."""
+def held_out(target: Path, data: Path, path: Path) -> list[str]:
+    """Write the prompts that no draft is trained on; return the flags that measure drafts on them."""
+    _, prompts = read_data(data, target).apart()
+    path.write_text("".join(json.dumps({"token_ids": prompt.tolist()}) + "\n" for prompt in prompts))
+    fitting = [len(prompt) for prompt in prompts if len(prompt) <= MAX_CONTEXT]
+    return ["--dataset", str(path), "--context", str(max(fitting))] if fitting else []
+
+
+def measured(target: Path, flags: Sequence[str], draft: Path, figures: Path, more: Sequence[str]) -> Speed:
+    """A measurement that is finished is not run again."""
     if not figures.exists():
-        short = [] if trees else ["--batch", "1", "--tokens", "48", "--repeats", "2"]
-        table = ["--out", str(trees)] if trees else []
-        espalier(
-            "bench", "choose", "--model", str(target), "--draft", str(draft), *short, *table, "--json", str(figures)
-        )
+        models = ["--model", str(target), "--draft", str(draft)]
+        espalier("bench", "choose", *models, *flags, *more, "--json", str(figures))
     cells: list[dict[str, Any]] = [cell for cell in json.loads(figures.read_text())["cells"] if cell["batch"] == 1]
     plain = next(cell for cell in cells if not cell["steps"])
     best = max((cell for cell in cells if cell["steps"]), key=lambda cell: cell["tokens_per_second"])
     return Speed(best["tokens_per_second"], plain["tokens_per_second"], best["accept_length"])
 
 
-def ask_itself(target: Path, path: Path, most: int) -> Path:
+def ask_itself(target: Path, path: Path, device: str, seconds: float) -> Path:
     """Questions that the target asks when its chat template opens a user's turn (Magpie, arXiv 2406.08464).
 
     Raises EspalierError for a target without a chat template.
@@ -178,12 +208,18 @@ def ask_itself(target: Path, path: Path, most: int) -> Path:
     mark = "MARK-OF-THE-QUESTION"
     whole = tokenizer.hf.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
     opening = np.array(tokenizer.encode(whole.partition(mark)[0], add_special_tokens=False), np.int32)
-    with Writer(target, len(opening) + QUESTION_TOKENS, most) as writer:
-        texts = writer.continuations([opening] * most, QUESTION_TOKENS, 1.0, seed=1)
-    asked = dict.fromkeys(tokenizer.decode(text[len(opening) :].tolist()).strip() for text in texts)
-    lines = [{"kind": "own question", "messages": [{"role": "user", "content": each}]} for each in asked if each]
+    num_tokens, size, asked, rounds = QUESTION_TOKENS[device], AT_ONCE[device], dict[str, None](), 0
+    with Writer(target, len(opening) + num_tokens, size) as writer:
+        begun, passed = time.perf_counter(), 0.0
+        while passed < seconds and rounds * size < MOST_QUESTIONS[device]:
+            rounds += 1
+            texts = writer.continuations([opening] * size, num_tokens, 1.0, seed=rounds)
+            said = (tokenizer.decode(text[len(opening) :].tolist()).strip() for text in texts)
+            asked |= dict.fromkeys(text for text in said if text)
+            passed = time.perf_counter() - begun
+            print(f"{len(asked)} questions of the target itself, {passed:.0f} s", flush=True)
+    lines = [{"kind": "own question", "messages": [{"role": "user", "content": each}]} for each in asked]
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     shutil.move(unfinished, path)
-    print(f"{len(lines)} questions of the target itself: {path}", flush=True)
     return path

@@ -150,6 +150,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     auto.add_argument("--data", type=given_path, help=f"{DATA_HELP}; by default questions that the target asks itself")
     auto.add_argument("--out", type=given_path, default=Path("draft"), help="where the draft goes (draft)")
     auto.add_argument("--minutes", type=float, default=30, metavar="N", help="minutes that all of it may take (30)")
+    auto.add_argument("--kinds", nargs="+", choices=tuple(TRAINERS), help="kinds to try (all that fit the target)")
     for name, trainer in TRAINERS.items():
         train = commands.add_parser(name, help=trainer.help, description=trainer.help)
         train.add_argument("--target", type=not_empty, required=True, help=TARGET_HELP)
@@ -221,7 +222,10 @@ def _auto(arguments: argparse.Namespace) -> None:
     require_folder("--out", arguments.out)
     target = find_target(arguments.target, "--target")
     config = read_target(target)
-    kinds = [name for name, kind in TRAINERS.items() if config["num_hidden_layers"] >= kind.min_layers]
+    for kind in arguments.kinds or ():
+        read_target(target, TRAINERS[kind].min_layers)
+    fitting = [name for name, kind in TRAINERS.items() if config["num_hidden_layers"] >= kind.min_layers]
+    kinds = list(dict.fromkeys(arguments.kinds or fitting))
     function("espalier.train.auto:train_auto")(target, arguments.data, arguments.out, arguments.minutes, kinds)
 
 

@@ -1,4 +1,4 @@
-"""Reads the given text: documents, prompts or conversations from JSON lines, or a .npy of token ids.
+"""Reads the given text: documents and conversations of a file of prompts (espalier/prompt_files.py), or a .npy of ids.
 
 Everything is checked here, before a model is loaded: a file that cannot be read, a line that is no document, and token
 ids that the target does not have.
@@ -6,8 +6,7 @@ ids that the target does not have.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -17,11 +16,10 @@ import numpy as np
 
 from espalier.errors import EspalierError, one_line
 from espalier.inputs import InputProcessor, ModelFacts
-from espalier.terminal.console import read_text
+from espalier.prompt_files import EXPECTED, TEXTS, kind_of, records, token_ids
 from espalier.text import load_tokenizer
 from espalier.train.configs import read_target
 
-FORM = 'one JSON object a line with "text", "prompt", "token_ids" or "messages"'
 # What is kept apart and measured while training: prompts, and tokens of a prompt that is cut from documents.
 HELDOUT_PROMPTS, HELDOUT_TOKENS = 16, 64
 
@@ -69,9 +67,9 @@ def read_data(path: Path, target: Path) -> Data:
     if path.suffix == ".npy":
         return Data(_read_ids(path, target))
     documents, conversations, licenses = [], [], set()
-    for record, tokens in _lines(path, target):
+    for record, tokens in _prompts(path, target):
         licenses |= {str(record[name]) for name in ("license",) if record.get(name)}
-        if "messages" in record:
+        if kind_of("", record) not in (*TEXTS, "token_ids"):
             conversations.append(Conversation(np.array(tokens, np.int32), str(record.get("kind", ""))))
         else:
             documents.append(np.array(tokens, dtype=np.int32))
@@ -80,57 +78,18 @@ def read_data(path: Path, target: Path) -> Data:
 
 def read_prompts(path: Path, target: Path) -> list[list[int]]:
     """The token ids of every line.  Raises EspalierError, naming the line."""
-    return [tokens for _, tokens in _lines(path, target)]
+    return [tokens for _, tokens in _prompts(path, target)]
 
 
-def _lines(path: Path, target: Path) -> Iterator[tuple[dict[str, Any], list[int]]]:
-    """Each line with its token ids: "token_ids" as given, "text" or "prompt" encoded by the target's tokenizer,
-    "messages" by its chat template, without a last answer."""
+def _prompts(path: Path, target: Path) -> Iterator[tuple[dict[str, Any], list[int]]]:
+    """Each record with its token ids, see prompt_files.token_ids."""
     config, found = read_target(target), False
     vocab_size, inputs = int(config["vocab_size"]), cache(lambda: _inputs(target, config))
-    # Not splitlines(), which also splits at line separators inside JSON strings.
-    for number, line in enumerate(read_text("--data", path).split("\n"), 1):
-        if not line.strip():
-            continue
-        where = f"--data {path}, line {number}:"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise EspalierError(f"{where} not JSON ({error.msg}); write {FORM}") from None
-        tokens, text = _content(record)
-        if isinstance(record, dict) and "messages" in record:
-            tokens = _asked(where, record["messages"], inputs)
-        elif text is not None:
-            tokens = inputs().text_of("a text").encode(text)
-        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-            raise EspalierError(f"{where} neither a text nor a list of token ids; write {FORM}")
-        if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
-            raise EspalierError(
-                f"{where} token id {wrong[0]}, and the target has {vocab_size}; give ids of its own tokenizer"
-            )
-        yield record, tokens
+    for place, record in records("--data", path):
+        yield record, token_ids(place, record, vocab_size, inputs)
         found = True
     if not found:
-        raise EspalierError(f"--data {path} is empty; write {FORM}")
-
-
-def _content(record: Any) -> tuple[Any, str | None]:
-    """(token ids, text) of a line, of which one is None."""
-    if not isinstance(record, dict):
-        return None, None
-    text = record.get("text", record.get("prompt"))
-    if "token_ids" in record or not isinstance(text, str):
-        return record.get("token_ids"), None
-    return None, text
-
-
-def _asked(where: str, messages: Any, inputs: Callable[[], InputProcessor]) -> list[int]:
-    """A conversation up to the answer that the target is to give."""
-    said = isinstance(messages, list) and messages and isinstance(messages[-1], dict) and messages[-1].get("role")
-    try:
-        return inputs().chat(messages[:-1] if said == "assistant" else messages)
-    except EspalierError as error:
-        raise EspalierError(f"{where} {error}") from None
+        raise EspalierError(f'--data {path} is empty; a record is {EXPECTED}, or "token_ids"')
 
 
 def _inputs(target: Path, config: dict[str, Any]) -> InputProcessor:

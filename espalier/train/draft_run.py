@@ -204,7 +204,7 @@ def run_steps(run: DraftRun) -> tuple[int, list[float], dict[str, AcceptReport]]
     num_steps = int(config.num_tokens / (config.batch * config.length))
     first = done = state.load(run.draft, optimizers)
     agreement = torch.zeros(0)
-    print(f"{run.num_parameters:,} parameters, steps {first} to {num_steps}")
+    print(f"{run.num_parameters:,} parameters, step {first} comes first", flush=True)
     clock = StepClock(config.max_seconds)
     try:
         for tokens, learned in mixed_batches(run, first):
@@ -319,4 +319,5 @@ def log(step: int, num_steps: int, loss: float, agreement: Tensor, num_tokens: i
     depths = " ".join(f"{a:.3f}" for a in agreement.tolist())
     rate, left = num_tokens * clock.steps_per_second / 1e6, clock.seconds_left(num_steps - step)
     end = "" if left is None else f", {minutes(left)} left"
-    print(f"step {step}/{num_steps} loss {loss:.3f} top-1 by depth {depths} {rate:.4f} M tokens/s{end}", flush=True)
+    of_all = f"/{num_steps}" if clock.max_seconds is None else ""
+    print(f"step {step}{of_all} loss {loss:.3f} top-1 by depth {depths} {rate:.4f} M tokens/s{end}", flush=True)

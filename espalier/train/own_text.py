@@ -9,6 +9,7 @@ ended goes on.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -50,13 +51,17 @@ def print_work(config: OwnTextConfig, makes_text: bool) -> None:
     """The first line of a run: the device, the work ahead, and on a CPU how to make it small."""
     device, work, trial = training_device(), [], TRIAL
     if makes_text:
-        work.append(f"{config.continuations} continuations of up to {config.continuation_tokens} tokens")
+        most = "" if config.text_seconds is None else f" within {minutes(config.text_seconds)}"
+        work.append(f"{config.continuations} continuations of up to {config.continuation_tokens} tokens{most}")
     if isinstance(config, TrainConfig):
+        steps = f"steps of {config.batch} x {config.length} tokens"
         num_steps = int(config.num_tokens / (config.batch * config.length))
-        limit = "" if config.max_seconds is None else f", or {minutes(config.max_seconds)} of them"
-        work.append(f"{num_steps} steps of {config.batch} x {config.length} tokens{limit}")
+        limit = config.max_seconds
+        work.append(f"{num_steps} {steps}" if limit is None else f"{steps} for {minutes(limit)}")
         trial += TRIAL_OF_TRAINING
-    hint = f"; on a CPU this may take days: for a trial give {trial}" if device.type == "cpu" else ""
+    limits = [config.text_seconds] * makes_text + [getattr(config, "max_seconds", 0)]
+    is_long = device.type == "cpu" and None in limits
+    hint = f"; on a CPU this may take days: for a trial give {trial}" if is_long else ""
     print(f"on {device}: {', then '.join(work)}{hint}", file=sys.stderr)
 
 
@@ -88,15 +93,15 @@ def require_prompts(data: Data, config: OwnTextConfig, target: Path) -> None:
 
 
 def make_own_text(writer: Writer, data: Data, config: OwnTextConfig, unfinished: UnfinishedText) -> None:
-    """Continue prompts, as many as are missing.
+    """Continue prompts, as many as are missing, or until text_seconds are over.
 
     A batch follows from its number, its size and the prompt lengths in use, so a run that was ended goes on to the same
     text.  With another generate_batch the rest of it is another, but no batch is made twice.
     """
     if found := unfinished.num_texts:
         print(f"{unfinished.path} has {found} continuations, {config.continuations - found} are left", flush=True)
-    begun, made = time.perf_counter(), 0
-    while (before := unfinished.num_texts) < config.continuations:
+    begun, made, seconds, most = time.perf_counter(), 0, 0.0, config.text_seconds or math.inf
+    while (before := unfinished.num_texts) < config.continuations and seconds < most:
         number, size = len(unfinished.batches), min(config.generate_batch, config.continuations - before)
         prompts = _cut(data, config, number, size) if not data.conversations else _asked(data, config, before, size)
         # A conversation's second answer would be the first again.
@@ -107,8 +112,8 @@ def make_own_text(writer: Writer, data: Data, config: OwnTextConfig, unfinished:
         unfinished.append(Batch([len(prompt) for prompt in prompts], sampled, texts))
         made += size
         seconds = time.perf_counter() - begun
-        left = minutes((config.continuations - unfinished.num_texts) * seconds / made)
-        print(f"continued {unfinished.num_texts} prompts, {seconds:.0f} s, {left} left", flush=True)
+        left = min((config.continuations - unfinished.num_texts) * seconds / made, max(0.0, most - seconds))
+        print(f"continued {unfinished.num_texts} prompts, {seconds:.0f} s, {minutes(left)} left", flush=True)
 
 
 def _cut(data: Data, config: OwnTextConfig, number: int, size: int) -> list[np.ndarray]:

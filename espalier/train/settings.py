@@ -39,6 +39,9 @@ class OwnTextConfig:
     )
     continuation_tokens: int = option("largest number of tokens of a continuation", 256, low=1)
     generate_batch: int = option("number of prompts that the target continues between two saves", 256, low=1, free=True)
+    text_seconds: int | None = option(
+        "seconds after which no further prompts are continued; by default no limit", None, low=1, free=True
+    )
     sampled_share: float = option(
         "share of the batches of prompts, 0 to 1, that is sampled at temperature 1; the others are greedy",
         0.35,

@@ -141,6 +141,23 @@ def sharing(parser: ArgumentParser) -> None:
     add_json_flag(parser)
 
 
+def mixes(parser: ArgumentParser) -> None:
+    parser.add_argument("--shape", required=True, metavar="NAME", help=f"one of {', '.join(SHAPE_NAMES)}")
+    parser.add_argument("--layers", type=int, metavar="N", help="the first N layers alone")
+    parser.add_argument(
+        "--batch",
+        type=whole_numbers,
+        default=[64, 32, 16, 8, 96, 1],
+        metavar="N,N",
+        help="batch sizes, in this order (64,32,16,8,96,1)",
+    )
+    parser.add_argument("--context", type=int, default=512, metavar="N", help="tokens of each prompt (512)")
+    parser.add_argument("--finding", type=int, default=80, metavar="N", help="rounds in which trees are found (80)")
+    parser.add_argument("--rounds", type=int, default=40, metavar="N", help="rounds to time (40)")
+    parser.add_argument("--even", action="store_true", help="without trees whose rows are shared out")
+    add_json_flag(parser)
+
+
 def defaults(parser: ArgumentParser) -> None:
     parser.add_argument("--model", default="bundled", help="a directory, a Hugging Face id, or 'bundled' (bundled)")
     parser.add_argument("--chat", action="store_true", help="ask a chat model, in place of texts that it continues")
@@ -322,5 +339,9 @@ def learn(parser: ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=32768, metavar="N", help="new tokens before a training (32768)")
     parser.add_argument("--seconds", type=int, default=600, metavar="N", help="longest time of a training (600)")
     parser.add_argument("--prompts", type=int, default=24, metavar="N", help="prompts after each swap (24)")
+    topics = ("prose", "code", "logs")
+    parser.add_argument(
+        "--topics", nargs="+", choices=topics, default=topics, help=f"one after another ({' '.join(topics)})"
+    )
     parser.add_argument("--busy", action="store_true", help="the trainer without its low priority, on a busy machine")
     add_json_flag(parser)

@@ -1,9 +1,11 @@
 """`python -m lab learn`: the topic of the traffic shifts, and the draft follows; the bundled model on a CPU.
 
-Prose comes first, then one code base.  An engine without a draft must say the same tokens, and one whose draft stays as
-it is gets the prompts after the last swap too.  The first training on code is killed.
+Prose comes first, then one code base, then a service's logs: the draft was trained on code like the second, and on
+nothing like the third.  An engine without a draft must say the same tokens, and one whose draft stays as
+it is gets the prompts after the last swap too.  The first training on a topic but the first is killed.
 """
 
+import json
 import os
 import random
 import signal
@@ -26,7 +28,8 @@ from espalier.stats import SpeculationStats
 from espalier.terminal.console import print_table, write_json
 
 ROOT = Path(__file__).parents[2]
-TOPICS = {"prose": "docs/*.md", "one code base": "espalier/**/*.py"}
+LOGS = "logs"
+TOPICS = {"prose": "docs/*.md", "code": "espalier/**/*.py", LOGS: ""}
 CHARACTERS = 2000
 # Three engines, and on a GPU the trainer, share the memory.
 SIZES: dict[str, Any] = {"threads": 1, "num_pages": 1000, "page_size": 16}
@@ -98,17 +101,17 @@ def run(args: Namespace) -> None:
         plain = stack.enter_context(LLM("bundled", speculation=None, **SIZES))
         traffic = Traffic(llm, learner, static, plain)
         rows = []
-        for topic in TOPICS:
-            rows.append(row(traffic, topic, args.prompts))
+        for topic in args.topics:
+            rows.append(row(traffic, topic, args.prompts, is_killed=topic != args.topics[0]))
             print(f"{topic}: {rows[-1]}", flush=True)
     print_table([list(rows[0]), *([str(value) for value in each.values()] for each in rows)])
     write_json(args.json, {"learn": rows})
 
 
-def row(traffic: Traffic, topic: str, num_compared: int) -> dict[str, Any]:
+def row(traffic: Traffic, topic: str, num_compared: int, is_killed: bool) -> dict[str, Any]:
     figures = traffic.learner.figures
     swaps = figures.swaps
-    phase = learn_from(traffic, topic, num_compared, is_killed=topic != next(iter(TOPICS)))
+    phase = learn_from(traffic, topic, num_compared, is_killed)
     num_swaps = figures.swaps - swaps
     return {
         "traffic": topic,
@@ -153,7 +156,31 @@ def learn_from(traffic: Traffic, topic: str, num_compared: int, is_killed: bool)
 
 
 def prompts_of(topic: str) -> Iterator[str]:
+    if topic == LOGS:
+        return logs()
     texts: Sequence[str] = [path.read_text() for path in sorted(ROOT.glob(TOPICS[topic]))]
     pieces = [text[i : i + CHARACTERS] for text in texts for i in range(0, len(text) - CHARACTERS, CHARACTERS // 2)]
     random.Random(0).shuffle(pieces)
     return iter(pieces)
+
+
+def logs() -> Iterator[str]:
+    """Lines of JSON as services write them, with names of their own."""
+    chance = random.Random(0)
+    services, levels = ("ledger-api", "quarry", "tollgate", "mirabel-worker"), ("INFO", "INFO", "INFO", "WARN", "ERROR")
+    events = ("order.accepted", "order.rejected", "cache.miss", "cache.hit", "payment.settled", "session.expired")
+    while True:
+        at = 1764000000 + chance.randrange(10**6)
+        lines = [
+            {
+                "ts": (at := at + chance.randrange(9)),
+                "level": chance.choice(levels),
+                "service": chance.choice(services),
+                "event": chance.choice(events),
+                "tenant": f"acme-{chance.randrange(40):03}",
+                "duration_ms": chance.randrange(900),
+                "request_id": f"{chance.getrandbits(32):08x}",
+            }
+            for _ in range(3)
+        ]
+        yield "\n".join(map(json.dumps, lines)) + "\n"

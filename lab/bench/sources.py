@@ -1,6 +1,7 @@
 """`python -m lab sources`: a draft with other sources beside it, against each alone, on the bundled model.
 
-All engines are loaded at once and take turns at every prompt, so that a busy machine slows all of them alike.
+All engines are loaded at once and take turns at every prompt, so that a busy machine slows all of them alike.  On a
+CPU the seconds are processor time, which other processes do not take.
 "choosing" is the share of the time in which nodes are scored, grafted, shared out and counted.
 """
 
@@ -9,9 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 from unittest.mock import patch
+
+import torch
 
 from espalier.bench.drive import heldout
 from espalier.config import SpeculationConfig
@@ -32,7 +35,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ngram + index": {"algorithm": "ngram", "sources": "index"},
 }
 # What a round does for the sources beside the draft and for calibrated scores.
-CHOOSERS = ((GraftedDrafter, "_graft"), (Tree, "best"), (Guesses, "next"), (Guesses, "count"))
+CHOOSERS = (
+    (GraftedDrafter, "_graft"),
+    (GraftedDrafter, "_guesses_alone"),
+    (Tree, "best"),
+    (Guesses, "ask"),
+    (Guesses, "of_round"),
+    (Guesses, "count"),
+)
 EDITS = 10
 PROSE_CHARACTERS = 600
 
@@ -45,6 +55,10 @@ class Total:
     choosing: float
     tokens: int
     stats: SpeculationStats
+
+
+def clock() -> float:
+    return perf_counter() if torch.cuda.is_available() else process_time()
 
 
 def run(args: Namespace) -> None:
@@ -71,9 +85,9 @@ def measure(prompts: Sequence[str], params: SamplingParams, about: dict[str, Any
         for prompt in prompts:
             said = set()
             for name, llm in engines.items():
-                begun, before = perf_counter(), sum(spent)
+                begun, before = clock(), sum(spent)
                 [output] = llm.generate(prompt, params)
-                totals[name].seconds += perf_counter() - begun
+                totals[name].seconds += clock() - begun
                 totals[name].choosing += sum(spent) - before
                 totals[name].tokens += len(output.token_ids)
                 totals[name].stats.merge(output.speculation)
@@ -101,9 +115,9 @@ def timed(functions: Sequence[tuple[type, str]]) -> Iterator[list[float]]:
 
     def watched(right: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            begun = perf_counter()
+            begun = clock()
             made = right(*args)
-            spent.append(perf_counter() - begun)
+            spent.append(clock() - begun)
             return made
 
         return call

@@ -151,12 +151,12 @@ class SyntheticModels:
         attention: str | None,
         overlap: bool,
         all_buckets: bool = False,
-        **stored: str,
+        **chosen: Any,
     ) -> AbstractContextManager[RunningEngine]:
         """An engine of this layout, with pages for a full batch of full contexts.  It closes at the end of the block.
 
         steps=0 is plain decoding without a draft.  all_buckets: capture the rounds of every bucket, not only of the
-        largest; stored: kv_dtype and draft_kv_dtype, "auto" for the models' dtype.
+        largest; chosen: fields of ResolvedConfig that differ; "auto" is the default.
         """
         algorithm = self.draft.spec.algorithm if layout.steps else "none"
         sizes = {f.name: getattr(layout, f.name) for f in fields(layout)}
@@ -168,7 +168,7 @@ class SyntheticModels:
             self.device,
             overlap=overlap,
             graph_batch=layout.max_batch if self.device.type == "cuda" else 0,
-            **{name: value for name, value in stored.items() if not is_open(value)},
+            **{name: value for name, value in chosen.items() if not is_open(value)},
         )
         return self._running(partial(assemble, Loaded(config, *self._models(algorithm)), keep_graphs=True))
 

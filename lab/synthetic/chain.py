@@ -134,6 +134,7 @@ def make_chain(
     block_size: int = 0,
     fade: float = 1.0,
     skills: Sequence[float] = (),
+    stretches: Sequence[tuple[int, float]] = (),
 ) -> Chain:
     """A chain drawn from the seed, on the CPU, so that it is the same on every device.
 
@@ -142,9 +143,11 @@ def make_chain(
     is_nudged: the draft is an MTP head.  In copy mode it nudges nothing.
     block_size: depths that a block draft proposes; 0: it is none.  fade: its skill at a depth over that at the depth
     before, in chain mode; skills: at each depth, in its place.
+    stretches: (tokens, skill), in place of one skill: greedy text runs through them, over and over.
     Raises EspalierError for arguments that do not fit together.
     """
-    _check(len(plain), num_hot, mode, skill, reach)
+    for each in [skill, *(each for _, each in stretches)]:
+        _check(len(plain), num_hot, mode, each, reach)
     generator = torch.Generator().manual_seed(seed)
     hot = plain.start + torch.randperm(len(plain), generator=generator)[:num_hot].sort().values
     ring = torch.randperm(num_hot, generator=generator)
@@ -170,7 +173,12 @@ def make_chain(
         after = hot[ring[(torch.arange(num_hot) + shifts[nudged % NUM_SUCCESSORS]) % num_hot]]
         nudge = (kind[after] + nudged // NUM_SUCCESSORS * NUM_SUCCESSORS)[place]
     else:
-        draft_logp = _guesses(num_hot, skill, generator)
+        if stretches:
+            profile = _profile_by_place(num_hot, int(shifts[0]), stretches, generator)
+        else:
+            spread = torch.tensor(SPREAD)[torch.randint(0, len(SPREAD), (num_hot,), generator=generator)]
+            profile = _profile((1 - (1 - skill) * spread).clamp(LEAST_SKILL, MOST_SKILL))
+        draft_logp = _guesses(profile, generator)
     chain = Chain(mode, hot, ring, place, is_hot, shifts, draft_logp, kind, lag_of, lags, topic, nudge)
     if not block_size:
         return chain
@@ -217,11 +225,28 @@ def _profile(skill: Tensor) -> Tensor:
     return torch.cat((skill[:, None], wrong * (1 - MISS) * tail / tail.sum(), wrong * MISS), 1)
 
 
-def _guesses(size: int, skill: float, generator: torch.Generator) -> Tensor:
-    """draft_logp in chain mode.  The draft is calibrated: the candidate it ranks k-th is true with the probability that
-    the draft gives it."""
-    spread = torch.tensor(SPREAD)[torch.randint(0, len(SPREAD), (size,), generator=generator)]
-    profile = _profile((1 - (1 - skill) * spread).clamp(LEAST_SKILL, MOST_SKILL))
+def _profile_by_place(
+    size: int, shift: int, stretches: Sequence[tuple[int, float]], generator: torch.Generator
+) -> Tensor:
+    """The same for stretches of text, of which some may be noise: the first rank is always the likeliest.
+
+    shift: from a place to the next one of greedy text.
+    """
+    once = torch.cat([torch.full((tokens,), skill) for tokens, skill in stretches])
+    wrong = 1 - once[torch.arange(size) * pow(shift, -1, size) % size % len(once)]
+    spread = torch.tensor(SPREAD)[torch.randint(0, len(SPREAD), (size,), generator=generator)] - 1
+    wrong = wrong * (1 + spread * (((1 - LEAST_SKILL) / wrong - 1) / (max(SPREAD) - 1)).clamp(max=1))
+    profile = _profile(1 - wrong)
+    hits = torch.minimum(profile[:, :-1], profile[:, :1] * 0.5 ** torch.arange(NUM_CANDIDATES))
+    return torch.cat((hits, 1 - hits.sum(1, keepdim=True)), 1)
+
+
+def _guesses(profile: Tensor, generator: torch.Generator) -> Tensor:
+    """draft_logp in chain mode.  profile: of each place.
+
+    The draft is calibrated: the candidate it ranks k-th is true with the probability that the draft gives it.
+    """
+    size = len(profile)
     drawn = torch.rand(size, 1, generator=generator)
     truth = (drawn > profile.cumsum(1)[:, :-1]).sum(1, keepdim=True)
     others = torch.arange(1, NUM_CANDIDATES + 1).expand(size, -1)

@@ -52,6 +52,7 @@ class Recipe:
     follows, so that a wrong K/V row of any layer changes the text.  Prompts must be longer than `reach`.
     skill: how often the draft's first guess is right; in chain mode only.
     routing_correlation: 0 to 1, how much the experts of neighbouring tokens agree (routing.py).
+    stretches: (tokens, skill), in place of `skill`: stretches of greedy text, over and over.  Not for an MTP head.
     mtp_layers: layers of an MTP head; 0 is an EAGLE-3 head.  mtp_form: "chain" or "target".
     block_size: tokens that one pass of a block draft proposes; 0: the draft is not a block draft.
     block_fade: its skill at each depth, divided by that at the depth before; at depth 1 it is `skill`.
@@ -65,6 +66,7 @@ class Recipe:
     seed: int = 0
     mode: str = "chain"
     skill: float = 0.8
+    stretches: tuple[tuple[int, float], ...] = ()
     reach: int = 256
     routing_correlation: float = 0.0
     mtp_layers: int = 0
@@ -119,6 +121,7 @@ class Recipe:
             block_size=self.block_size,
             fade=self.block_fade,
             skills=self.block_skills,
+            stretches=self.stretches,
         )
 
     def tensors(self, dtype: torch.dtype, device: torch.device | str) -> tuple[Tensors, Tensors]:

@@ -47,6 +47,7 @@ FLOORS = (
     ("llm",),
     ("",),
     ("batch_jobs", "terminal"),
+    ("prompt_files",),
     ("bench", "train"),
     ("learn",),
     ("server",),

@@ -92,6 +92,24 @@ def test_a_batch_runs_whole_however_long_its_prompts_take_to_enter(tiny, tiny_he
     assert capsys.readouterr().out.count("*") == 2
 
 
+def test_prompts_of_a_dataset_are_taken_in_turn(tiny, tiny_heldout, tmp_path, monkeypatch, capsys):  # noqa: F811
+    prompts, driven = [[1, 2], [3, 4, 5], [6]], []
+    lines = [json.dumps({"token_ids": tokens}) for tokens in (*prompts, list(range(1, 10)))]
+    (tmp_path / "data").write_text("\n".join(lines))
+    drive = choose.drive
+    monkeypatch.setattr(
+        choose, "drive", lambda engine, given, params: driven.append(given) or drive(engine, given, params)
+    )
+    flags = ["--tokens", "4", "--context", "3", "--repeats", "2", "--batch", "1,2", "--candidates", "0,1,1"]
+    assert run("bench", "choose", *flags, "--by-batch", "{}", "--dataset", str(tmp_path / "data"), *tiny) == 0
+    a, b, c = prompts
+    assert driven == [[a], [b], [c], [a, b], [c, a], [b, c]]
+    assert "1 of 4 prompts are left out: above 3 tokens" in capsys.readouterr().out
+    (tmp_path / "data").write_text(lines[-1])
+    assert run("bench", "choose", *flags, "--dataset", str(tmp_path / "data"), *tiny) == 2
+    assert "no prompt of up to 3 tokens; raise --context" in capsys.readouterr().err
+
+
 BAD = [
     (["--candidates", "5,4"], "'5,4' is no tree"),
     (["--candidates", "2,1,9"], "'2,1,9' is no tree: num_draft_tokens=9"),

@@ -24,6 +24,7 @@ SAID = {
         ("", "", ["a", "b"]),
     ),
     "prompt": ({"prompt": "a", "category": "c"}, ("c", "", ["a"])),
+    "text": ({"text": "a"}, ("", "", ["a"])),
 }
 
 
@@ -88,7 +89,8 @@ BROKEN = {
     '{"prompt": "a"}\n{"prompt": ': "prompts:2: expected an object with",
     '[{"prompt": "a"},\n}': "prompts:2: expected an object with",
     '{"prompt": "a"}\n3': 'prompts:2: expected an object with "turns"',
-    '{"prompt": "a"}\n{"text": "b"}': "prompts:2.*found an object without a prompt",
+    '{"prompt": "a"}\n{"said": "b"}': "prompts:2.*found an object without a prompt",
+    '{"token_ids": [1]}': "found token ids, which are no text",
     '[{"prompt": "a"}, {"prompt": 1}]': "prompts, record 2.*found a text that is empty or none",
     '{"turns": "a"}': '"turns" that is no list',
     '{"turns": ["a", " "]}': "a text that is empty",

@@ -55,7 +55,7 @@ class AnyTree:
     samples: list[Sequence[Sample]] = field(default_factory=list)
     num_changes: int = 0
 
-    def pick(self, batch: int, drafting: int, context: float) -> TreeShape:
+    def pick(self, batch: int, drafting: int, context: float, looked_up: Any = None) -> TreeShape:
         self.picked.append(self.random.choice(self.forms))
         return self.picked[-1]
 
@@ -127,7 +127,7 @@ def test_on_a_gpu_every_tree_of_a_bucket_is_a_graph(monkeypatch: pytest.MonkeyPa
     assert {form for form in graphs.graphs if not form.width} == rounds
 
     class OfBucket(AnyTree):
-        def pick(self, batch: int, drafting: int, context: float) -> TreeShape:
+        def pick(self, batch: int, drafting: int, context: float, looked_up: Any = None) -> TreeShape:
             self.forms = engine.layout.choices_at(batch)
             return super().pick(batch, drafting, context)
 

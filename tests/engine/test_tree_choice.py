@@ -11,7 +11,7 @@ import pytest
 
 from espalier.engine.acceptance import FIRST_CHILD, Acceptance, Sample, accept_length, at_level, depth_of, gains
 from espalier.engine.round_times import MEMORY, CpuCosts, RoundTimes
-from espalier.engine.tree_choice import LONGEST, TreeChoice
+from espalier.engine.tree_choice import LONGEST, LookedUp, TreeChoice
 from espalier.layout import PLAIN, TARGET_ALONE, RoundLayout, TreeShape, next_bucket
 from espalier.startup.tree_cost import CONTEXT
 from espalier.startup.tree_policy import PredictedCosts, tree_sets
@@ -76,7 +76,7 @@ class World:
                 ranks.append(1 + self.random.randrange(tree.topk - 1))
             else:
                 break
-        return Sample(depth_of(tree), ranks, len(ranks) == depth_of(tree), False)
+        return Sample(depth_of(tree), tuple(ranks), len(ranks) == depth_of(tree), False)
 
     def looked_up(self, tree: TreeShape, emitted: int) -> Sample:
         found = len(self.sample(replace(tree, drafts=False)).ranks)
@@ -174,7 +174,7 @@ def paced(accepts: bool, rounds: int, choice: TreeChoice) -> list[TreeShape]:
         tree = choice.pick(1, 1, 100)
         assert tree is not None
         picked.append(tree)
-        ranks = [0] * depth_of(tree) if accepts else []
+        ranks = (0,) * depth_of(tree) if accepts else ()
         samples = [Sample(depth_of(tree), ranks, accepts, False)] if tree != PLAIN else []
         choice.read(samples, tree.num_draft_tokens, samples)
     return picked
@@ -193,6 +193,33 @@ def test_on_a_cpu_guesses_that_find_nothing_are_tried_more_and_more_seldom() -> 
     choices[0].restart()
     assert set(paced(True, 100, choices[0])) == {TREE}
     assert PLAIN in paced(False, 60, choices[0])
+
+
+def by_guesses(choice: TreeChoice, rounds: int, tokens: Sequence[float], accepted: int) -> list[TreeShape]:
+    """Rounds of a request on a CPU.  tokens: what its guesses are expected to gain, over and over; accepted: of the
+    draft's tree."""
+    picked = []
+    for number in range(rounds):
+        gained = tokens[number % len(tokens)]
+        tree = choice.pick(1, 1, 100, LookedUp(gained, 6 if gained else 1))
+        assert tree is not None
+        picked.append(tree)
+        samples = [Sample(5, (0,) * accepted, accepted == 5, False)] if tree.drafts and tree != PLAIN else []
+        choice.read(samples, tree.num_draft_tokens, [])
+    return picked
+
+
+def test_a_round_whose_guesses_are_known_runs_without_a_draft_where_they_are_worth_more() -> None:
+    alone = TreeShape(5, 4, 16, drafts=False)
+    choice = TreeChoice(layout_of(((1, (TREE, alone, PLAIN)),)), CpuCosts(draft=0.15), is_lookup=False)
+    assert by_guesses(choice, 60, (4.0, 0.2), 3) == [alone, TREE] * 30
+    known = choice.acceptance.length(TREE)
+    choice.restart()
+    assert choice.acceptance.length(TREE) == known and known > 3.5, "a new prompt forgets nothing"
+    # A draft that finds nothing ends.  Guesses that gain little go on, and do not keep it from being tried again.
+    picked = by_guesses(choice, 300, (0.8, 0.0), 0)[-100:]
+    assert picked.count(TREE) <= 16 and picked.count(alone) > 40
+    assert by_guesses(choice, LONGEST + 100, (0.8, 0.0), 4)[-50:].count(TREE) >= 45
 
 
 def test_however_long_a_choice_lasts_others_are_tried() -> None:
@@ -227,7 +254,7 @@ def test_rounds_in_flight_are_read_in_order() -> None:
     choice = TreeChoice(layout_of(((1, (TREE,)), (2, (chain,)))), COSTS, is_lookup=False)
     assert [choice.pick(batch, batch, 1024) for batch in (1, 8)] == [TREE, chain]
     for known in ([TREE], [TREE, chain]):
-        choice.read([Sample(3, [0], False, False)], 4, [])
+        choice.read([Sample(3, (0,), False, False)], 4, [])
         assert [*choice.acceptance.forms] == known
 
 
@@ -266,13 +293,13 @@ def test_times_are_corrected_by_what_was_found_at_the_nearest_batch() -> None:
 @pytest.mark.parametrize(
     ("sample", "counts"),
     [
-        (Sample(5, [0, 0], False, False), [(1, 1), (1, 1), (1, 0), (0, 0)]),
+        (Sample(5, (0, 0), False, False), [(1, 1), (1, 1), (1, 0), (0, 0)]),
         # Behind another child than the first, paths of first children say nothing.
-        (Sample(5, [0, 2, 0], False, False), [(1, 1), (1, 0), (0, 0), (0, 0)]),
+        (Sample(5, (0, 2, 0), False, False), [(1, 1), (1, 0), (0, 0), (0, 0)]),
         # Other nodes were more probable than a child of this one; or the draft guessed nothing here.
-        (Sample(5, [0], True, False), [(1, 1), (0, 0), (0, 0), (0, 0)]),
-        (Sample(5, [0], True, True), [(1, 1), (1, 0), (0, 0), (0, 0)]),
-        (Sample(2, [0, 0], False, False), [(1, 1), (1, 1), (0, 0), (0, 0)]),
+        (Sample(5, (0,), True, False), [(1, 1), (0, 0), (0, 0), (0, 0)]),
+        (Sample(5, (0,), True, True), [(1, 1), (1, 0), (0, 0), (0, 0)]),
+        (Sample(2, (0, 0), False, False), [(1, 1), (1, 1), (0, 0), (0, 0)]),
     ],
 )
 def test_what_a_path_says_of_first_children(sample: Sample, counts: list[tuple[int, int]]) -> None:

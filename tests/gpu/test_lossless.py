@@ -47,6 +47,22 @@ LAYOUTS: dict[str, dict[str, object]] = {
     },
     "states": {"page_size": 16, "topk": 4, "steps": 5, "num_draft_tokens": 16, "family": "qwen3_5"},
     "draft of 11 tokens": {"page_size": 16, "topk": 4, "steps": 3, "num_draft_tokens": 16, "draft_vocab": 11},
+    "page 16, 4 shared rows, text": {
+        "page_size": 16,
+        "topk": 4,
+        "steps": 5,
+        "num_draft_tokens": 16,
+        "shared_rows": 4,
+        "text_paths": 2,
+    },
+    "page 3, text without a draft pass": {
+        "page_size": 3,
+        "topk": 3,
+        "steps": 4,
+        "num_draft_tokens": 10,
+        "text_paths": 2,
+        "drafts": False,
+    },
 }
 # Nothing may differ in float64; the reference is the backend that runs it.
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}

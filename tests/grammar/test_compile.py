@@ -1,6 +1,9 @@
 """Compiling: once for each grammar, refused with the reason, and given up where it takes too long."""
 
 import json
+import os
+import random
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,11 +15,14 @@ import pytest
 import xgrammar
 
 from espalier import LLM, EspalierError, Grammar, SamplingParams
+from espalier.cores import LOW_PRIORITY
+from espalier.grammar import schema as of_schema
 from espalier.masking import compile as of_compile
 from espalier.masking import trial as of_trial
 from espalier.masking.compile import CompilerBusy, GrammarCompiler, compile_form, token_bytes
 from espalier.masking.masker import allowed_tokens
 from espalier.masking.trial import TRIAL_S, try_masks
+from espalier.sampling.mask import mask_words
 from espalier.startup.checkpoints import BUNDLED_FILES
 from espalier.text import TokenBytes, load_tokenizer
 from tests.tool_calls.families import FAMILIES
@@ -50,6 +56,51 @@ def test_equal_grammars_are_compiled_once(compiler):
     first, again = (compiler.submit(Grammar("regex", "[ab]+")) for _ in range(2))
     assert first is again and first.result() is compiler.compile(Grammar("regex", "[ab]+", after="</think>"))
     assert compiler.compile(Grammar("regex", "[ab]*")) is not first.result()
+
+
+FIELDS = [
+    {"type": "string", "minLength": 1, "maxLength": 20},
+    {"type": "string", "pattern": "^(ab|a)*c?$"},
+    {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2},
+    {"type": "integer", "minimum": -5, "maximum": 120},
+    {"enum": ["a", "ab", None, 1]},
+    {"type": "string", "format": "date"},
+    {"enum": [{"type": "string", "pattern": "a value"}]},
+    {"$ref": "#/$defs/string0"},
+]
+
+
+def object_of(fields: list[dict[str, Any]]) -> Grammar:
+    names = [f"f{i}" for i in range(len(fields))]
+    properties = dict(zip(names, fields, strict=True))
+    schema = {"type": "object", "properties": properties, "required": names[::2]}
+    return Grammar.of_json_schema(schema | {"$defs": {"string0": {"type": "integer"}}})
+
+
+def test_strings_that_come_again_have_the_masks_that_they_have_alone(compiler, monkeypatch):
+    made, _ = compiler._compiler(False)
+    for seed in range(15):
+        rng = random.Random(seed)
+        grammar = object_of(rng.choices(FIELDS, k=5))
+        shared = compile_form(made, grammar)
+        with monkeypatch.context() as patch:
+            patch.setattr(of_schema, "_share_strings", lambda made: None)
+            alone = compile_form(made, grammar)
+        matchers = [xgrammar.GrammarMatcher(each) for each in (shared, alone)]
+        masks = np.zeros((2, mask_words(compiler.vocab_size)), dtype=np.int32)
+        while not matchers[0].is_completed():
+            for i, matcher in enumerate(matchers):
+                matcher.fill_next_token_bitmask(masks, i)
+            assert (masks[0] == masks[1]).all()
+            token = rng.choice(allowed_tokens(masks[0]))
+            assert all(matcher.accept_token(int(token)) for matcher in matchers)
+
+
+def test_strings_of_one_length_are_compiled_once(compiler):
+    """Ten took ten times as long as one: with a large vocabulary longer than a request waits."""
+    string = {"type": "string", "maxLength": 50}
+    sizes = [compile_form(compiler._compiler(False)[0], object_of([string] * times)) for times in (1, 10)]
+    assert sizes[1].memory_size_bytes < 2 * sizes[0].memory_size_bytes
 
 
 def test_compiling_does_not_meet_the_thread_that_decodes(llm):
@@ -111,6 +162,16 @@ def go_on(monkeypatch):
     monkeypatch.setattr(of_compile, "compile_form", slow)
     yield event
     event.set()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
+def test_one_leaves_the_cores_to_running_streams(compiler, monkeypatch):
+    seen, made = [], of_compile.compile_form
+    monkeypatch.setattr(
+        of_compile, "compile_form", lambda *given: (seen.append(os.getpriority(os.PRIO_PROCESS, 0)), made(*given))[1]
+    )
+    compiler.compile(Grammar("regex", "a"))
+    assert min(seen) >= LOW_PRIORITY > os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def join_compilations():

@@ -263,8 +263,8 @@ def test_both_readers_of_xgrammar_read_a_pattern_alike():
 
 
 REFUSED = [
-    (r"a\Ab", r"'\\A', a start of the text at position 1", "leave it out, or write ^"),
-    (r"\Z", r"'\\Z', a end", "write $"),
+    (r"a\Ab", r"'\\A', the start of the text at position 1", "leave it out, or write ^"),
+    (r"\Z", r"'\\Z', the end", "write $"),
     (r"\p{L}+", r"'\\p{L}', a Unicode property at position 0", "[A-Za-z]"),
     (r"[\P{Lu}]", r"'\\P{Lu}'", "class"),
     (r"\x{41}", r"'\\x' without 2 hex digits", r"\x41"),
@@ -272,7 +272,7 @@ REFUSED = [
     (r"\U00110000", "no character", "0010ffff"),
     (r"(a)\1", r"'\\1', a back reference at position 3", "again"),
     (r"[\b]", r"'\\b' in a class", r"\x08"),
-    (r"\y", r"'\\y', a unknown escape", r"\\"),
+    (r"\y", r"'\\y', an unknown escape", r"\\"),
     ("a\\", "unknown escape", r"\\"),
     (r"\ud83d", "surrogate", "8 hex digits"),
     ("(?=a)", "lookaround", "part"),

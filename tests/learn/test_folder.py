@@ -20,10 +20,10 @@ def test_the_sample_is_bounded_and_keeps_the_newest_texts_as_they_were(texts, ma
     folder = tmp_path_factory.mktemp("sample")
     sample, added = Sample(folder / "sample", max_bytes), []
     for number, (prompt_length, length, flushes) in enumerate(texts):
-        prompt, before = [number + i for i in range(prompt_length)], sample.num_texts
+        prompt, before = [number + i for i in range(prompt_length)], sum(sample.counts.values())
         sample.add(prompt, output := [7 + i for i in range(length)])
-        assert length >= of_folder.LEAST_OUTPUT or sample.num_texts == before
-        if sample.num_texts > before:
+        assert length >= of_folder.LEAST_OUTPUT or sum(sample.counts.values()) == before
+        if sum(sample.counts.values()) > before:
             added.append((prompt, output))
         if flushes or sample.is_full():
             sample.flush()
@@ -70,7 +70,7 @@ def learned(tmp_path, name="1"):
     unfinished.mkdir()
     (unfinished / "model.safetensors").write_bytes(np.arange(1000).tobytes())
     (unfinished / "config.json").write_text("{}")
-    publish(unfinished, folder.drafts / name, 2.0, 2.5, 100, 1.0)
+    publish(unfinished, folder.drafts / name, (2.0, 2.0, 2.5), 100, 1.0)
     return folder
 
 

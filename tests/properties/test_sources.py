@@ -111,6 +111,25 @@ def test_without_a_prediction_rounds_are_those_of_an_engine_without_sources(algo
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=FULL)])
+def test_rounds_whose_form_follows_from_their_guesses_say_the_same(temperature):
+    """With a draft, with what the host found in the text alone, and plain."""
+    setup = replace(TREE, text_paths=0, sent_paths=4)
+    config = setup.config(sources=("text", "index"), round_costs=CpuCosts(draft=0.15), index_bytes=2**12)
+    tree = config.layout.tree
+    choices = ((1, (tree, replace(tree, drafts=False), PLAIN)),)
+    engine = assemble(
+        Loaded(
+            replace(config, layout=replace(config.layout, choices=choices)), *setup.models(setup.layout.position_rows)
+        )
+    )
+    params = SamplingParams(temperature=temperature, max_tokens=30)
+    asked = [[request(i, prompt, params) for i, prompt in enumerate(prompts(3, [6, 9, 4, 7, 6]))] for _ in range(2)]
+    plain = run(replace(setup, sent_paths=0).plain().engine(), asked[1])
+    assert run(engine, asked[0]).tokens == plain.tokens
+    assert engine.scheduler.trees.num_rounds[choices[0][1][1]] > 10 and len(engine.scheduler.trees.num_rounds) > 1
+
+
 def test_a_text_that_repeats_itself_is_grafted_onto_a_draft():
     """A draft of random weights, whose target says the same again and again."""
     params = SamplingParams(temperature=0.0, max_tokens=30)
@@ -129,11 +148,11 @@ def test_a_text_that_repeats_itself_is_grafted_onto_a_draft():
 def test_each_path_is_counted_once(overlap, monkeypatch):
     """What was sent with a round and what the device found for it, when its result is read."""
     counted, sent, found = [], [], []
-    add, next_guesses, count = Survival.add, Guesses.next, Guesses.count
+    add, ask, count = Survival.add, Guesses.ask, Guesses.count
 
-    def noted_next(guesses, batch):
-        made = next_guesses(guesses, batch)
-        sent.extend(guess.kind for _, of_slot in made[0] for guess in of_slot)
+    def noted_ask(guesses, batch):
+        made = ask(guesses, batch)
+        sent.extend(guess.kind for _, of_slot in made.guesses for guess in of_slot)
         return made
 
     def noted_count(guesses, launch, rows):
@@ -141,7 +160,7 @@ def test_each_path_is_counted_once(overlap, monkeypatch):
         count(guesses, launch, rows)
 
     monkeypatch.setattr(Survival, "add", lambda to, kind, *of: (counted.append(kind), add(to, kind, *of)))
-    monkeypatch.setattr(Guesses, "next", noted_next)
+    monkeypatch.setattr(Guesses, "ask", noted_ask)
     monkeypatch.setattr(Guesses, "count", noted_count)
     plain = run(replace(TREE, text_paths=0, sent_paths=0).plain().engine(), traffic(0.0))
     counted.clear()

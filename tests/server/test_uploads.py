@@ -44,8 +44,8 @@ def client(kept):
     return TestClient(Gate(app, None, 10**6, lambda *_: None, None, 10**6))
 
 
-def upload(client, content_type="multipart/form-data; boundary=B", name="a.jsonl"):
-    parts = 'purpose"\r\n\r\nbatch', f'file"; filename="{name}"\r\n\r\n0123456789'
+def upload(client, content_type="multipart/form-data; boundary=B", name="a.jsonl", head=""):
+    parts = 'purpose"\r\n\r\nbatch', f'file"; filename="{name}"\r\n{head}\r\n0123456789'
     form = "".join(f'--B\r\nContent-Disposition: form-data; name="{part}\r\n' for part in parts) + "--B--\r\n"
     return client.post("/v1/files", content=form.encode(), headers={"content-type": content_type})
 
@@ -81,6 +81,21 @@ def test_an_upload_in_another_form_is_refused_and_leaves_nothing(client, kept, c
     assert answer.status_code == 415 and answer.json()["error"]["message"]
     assert left(kept) == before
     assert len(content_type) > MAX_CONTENT_TYPE or "not supported" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        *((f"Content-Type: text/plain; charset={codec}\r\n", 415) for codec in ("idna", "utf-16", "base64")),
+        *((f"Content-Transfer-Encoding: {name}\r\n", 415) for name in ("base64", "Quoted-Printable")),
+        ("Content-Type: application/jsonl; charset=UTF-8\r\nContent-Transfer-Encoding: Binary\r\n", 200),
+    ],
+)
+def test_a_file_whose_own_header_names_other_bytes_is_refused_and_leaves_nothing(client, kept, head, status):
+    before = left(kept)
+    answer = upload(client, head=head)
+    assert answer.status_code == status
+    assert (left(kept) == before) == (status != 200)
 
 
 @pytest.mark.parametrize(("number", "status"), [(errno.ENOSPC, 507), (errno.EDQUOT, 507), (errno.EIO, 500)])

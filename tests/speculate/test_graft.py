@@ -14,7 +14,9 @@ from espalier.layout import LaunchForm
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.slots import ALONE, PATH_KINDS, Guess
 from espalier.speculate.sources.base import Paths
+from espalier.speculate.sources.calibrate import roots_alone
 from espalier.speculate.sources.graft import graft
+from espalier.speculate.sources.paths_alone import trees_of_guesses
 from espalier.speculate.sources.sent import paths_of_guesses
 from tests.harness import Setup
 from tests.kernels.treeing import random, random_pool
@@ -113,6 +115,32 @@ def test_a_guess_goes_on_behind_what_was_decided_since(text, data):
     left = ahead[len(decided) : len(decided) + layout.steps] if agrees else []
     assert paths.tokens[0, 0].tolist() == left + [VOID] * (layout.steps - len(left))
     assert paths.kinds[0].tolist() == [5 if agrees else 0, 0]
+
+
+@given(st.data(), st.integers(0, 10_000))
+def test_on_a_cpu_guesses_alone_make_the_trees_that_a_gpu_grafts(data, seed):
+    layout, table, rng = SENT.layout, RUNNER.table, random(seed)
+    slots = torch.tensor([1, 2])
+    table.history[slots] = torch.randint(0, 3, (2, table.history.shape[1]), generator=rng)
+    table.prefix_len[slots] = torch.randint(3, 9, (2,), generator=rng)
+    table.survival.copy_(
+        torch.nn.functional.pad(survival(layout.steps, seed), (0, 0, 0, len(table.survival) - PATH_KINDS))
+    )
+    for slot in slots.tolist():
+        for path in range(layout.sent_paths):
+            start = int(table.prefix_len[slot]) - data.draw(st.integers(-1, 2))
+            known = table.history[slot, start + 1 : int(table.prefix_len[slot]) + 1].tolist()
+            said = known + data.draw(st.lists(st.integers(-1, 1), max_size=layout.steps + 1))
+            row = [start, data.draw(st.integers(0, ALONE)), *said, *[-1] * table.guesses.shape[2]]
+            table.guesses[slot, path] = torch.tensor(row[: table.guesses.shape[2]])
+    batch = gather(table, slots)
+    nodes = data.draw(st.integers(2, layout.num_draft_tokens))
+    roots = roots_alone(batch.root, nodes, layout.ancestor_words)
+    paths = paths_of_guesses(batch, layout.steps)
+    wanted = graft(roots, torch.zeros_like(roots.tokens), paths, table.survival, layout.steps, is_drafted=False)
+    got = trees_of_guesses(batch, nodes, layout.steps, layout.ancestor_words)
+    for one, other in zip((*got[0], got[1]), (*wanted[0], wanted[1]), strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other), (got, wanted)
 
 
 SENT = Setup(sent_paths=2)

@@ -1,11 +1,13 @@
 """What the host's sources guess, against searching lists; and the survival that is counted of paths."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.request import Request, SamplingParams
 from espalier.slots import KINDS
+from espalier.speculate.sources import own_text
 from espalier.speculate.sources.index import BYTES_A_TOKEN, RUNS, IndexSource, salt_of
 from espalier.speculate.sources.prediction import REJOIN, PredictionSource
 from espalier.speculate.sources.survival import FIRST, Survival
@@ -41,6 +43,28 @@ def test_the_index_says_what_followed_in_a_text_of_the_same_client(served, last,
     if len(newest) > run and size > 4 * len(newest):
         found = index.find(newest[:run], salt_of(client), WIDTH)
         assert found, "the newest text is in the index"
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=1, max_size=6), st.integers(1, 7))
+def test_the_host_finds_in_a_text_what_followed_its_last_tokens(pieces, width):
+    """The latest place of each run, against searching the list; behind its end the text is repeated."""
+    text = own_text.Text(pieces[0])
+    for piece in pieces[1:]:
+        text.push(piece)
+    tokens = [token for piece in pieces for token in piece]
+    expected: dict[int, tuple[int, tuple[int, ...]]] = {}
+    for run in own_text.RUNS:
+        ends = [end for end in range(run, len(tokens)) if tokens[end - run : end] == tokens[-run:]]
+        if ends:
+            end = ends[-1]
+            matching = max(
+                n
+                for n in range(min(end, own_text.MOST_MATCHING) + 1)
+                if tokens[end - n : end] == tokens[len(tokens) - n :]
+            )
+            ahead = (tokens[end:] * width)[:width]
+            expected.setdefault(end, (matching, tuple(ahead)))
+    assert text.find(width) == [*expected.values()]
 
 
 def test_an_index_is_bounded_and_apart_for_each_client():
@@ -113,6 +137,18 @@ def test_survival_finds_the_rates_of_a_stream_and_follows_a_change():
         assert np.abs(survival.probabilities[3] - rate).max() < 0.08, survival.probabilities[3]
         assert survival.to_send() is not None and survival.to_send() is None
     assert np.allclose(survival.probabilities[1], FIRST["text"][0])
+
+
+def test_how_far_a_path_reaches_does_not_depend_on_what_a_draft_proposed_beside_it():
+    alone, beside = Survival(steps=4), Survival(steps=4)
+    for emitted in ([1, 1, 0], [1, 1, 1, 1, 0], [0]):
+        alone.add(3, [1] * 4, emitted)
+        beside.add(3, [1] * 4, emitted, shared=1)
+    prior = 4 * FIRST["text"][2]
+    first = (2 + prior) / (3 + 4)
+    assert alone.reach(3) == beside.reach(3) and 0.7 < first < 0.8
+    assert alone.reach(3)[0] == pytest.approx(first, abs=0.01)
+    assert alone.reach(3)[1] == pytest.approx(first * (2 + 4 * first) / (2 + 4), abs=0.01)
 
 
 @given(st.lists(st.integers(0, 1), max_size=6), st.lists(st.integers(0, 1), min_size=1, max_size=6))

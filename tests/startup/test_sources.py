@@ -23,14 +23,16 @@ CPU = torch.device("cpu")
         ({}, PLAIN, "cpu", (), (0, 0)),
         ({"sources": "none"}, TREE, "cpu", (), (0, 0)),
         ({"sources": "index, text"}, TREE, "cuda", ("text", "index"), (2, 2)),
-        ({"sources": "text"}, TREE, "cpu", ("text",), (2, 0)),
+        ({"sources": "text"}, TREE, "cpu", ("text",), (0, 2)),
+        ({"sources": "text,index"}, TREE, "cpu", ("text", "index"), (0, 4)),
     ],
 )
 def test_by_default_predictions_on_a_cpu(asked, tree, device, sources, sizes):
     speculation = SpeculationConfig(**asked)
     chosen = choose_sources(speculation, "eagle3", tree, torch.device(device))
     assert {*chosen} == {*sources}
-    got = source_sizes(chosen)
+    # A CPU's host knows all tokens before a round, and searches them itself.
+    got = source_sizes(chosen, on_host=device == "cpu")
     assert (got["text_paths"], got["sent_paths"]) == sizes
 
 

@@ -37,14 +37,26 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     return commands
 
 
+def conversations(folder: Path) -> Path:
+    lines = [json.dumps({"messages": [{"role": "user", "content": f"What is {n}?"}]}) for n in range(8)]
+    (folder / "data.jsonl").write_text("\n".join(lines))
+    return folder / "data.jsonl"
+
+
 def test_the_fastest_kind_is_trained_and_said(
     ran: list[tuple[str, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data, target = tmp_path / "data.jsonl", find_target("bundled")
+    data, target = conversations(tmp_path), find_target("bundled")
     train_auto(target, data, tmp_path / "out", 30, list(TRAINERS))
     names = [command[1] for command in ran]
     trials = [each for kind in TRAINERS for each in (kind, "choose")]
-    assert names == ["own-text", "own-text", *trials, "mtp", "choose"]
+    assert names == ["own-text", *trials, "mtp", "choose"]
+    prompts = [json.loads(line)["token_ids"] for line in (tmp_path / "out/work/held_out.jsonl").open()]
+    for command in ran:
+        if command[1] == "choose":  # on the prompts that no draft is trained on
+            flags = dict(zip(command[2::2], command[3::2], strict=True))
+            assert Path(flags["--dataset"]).samefile(tmp_path / "out/work/held_out.jsonl")
+            assert int(flags["--context"]) == max(map(len, prompts)) and len(prompts) == 2
     said = capsys.readouterr().out
     assert "chosen: mtp\npredicted: at least 120 tokens/s, 1.20 times plain, accept length 2.50" in said
     assert [line.split()[1] for line in said.splitlines() if line.startswith("  espalier")] == [
@@ -60,17 +72,17 @@ def test_the_fastest_kind_is_trained_and_said(
 def test_a_draft_that_is_slower_than_plain_decoding_is_called_so(
     ran: list[tuple[str, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train_auto(find_target("bundled"), tmp_path / "data.jsonl", tmp_path / "out", 30, ["eagle3", "block"])
+    train_auto(find_target("bundled"), conversations(tmp_path), tmp_path / "out", 30, ["eagle3", "block"])
     assert "plain decoding is faster here" in capsys.readouterr().out
 
 
 def test_the_target_asks_itself_and_without_a_template_it_is_refused(tmp_path: Path) -> None:
     target = find_target("bundled")
-    path = ask_itself(target, tmp_path / "questions.jsonl", 3)
+    path = ask_itself(target, tmp_path / "questions.jsonl", "cpu", 1e-9)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert all(line["messages"][0]["role"] == "user" for line in lines)
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.json").write_bytes((target / "config.json").read_bytes())
     with pytest.raises(EspalierError, match="has no chat template, so it asks no questions; give --data"):
-        ask_itself(bare, tmp_path / "others.jsonl", 3)
+        ask_itself(bare, tmp_path / "others.jsonl", "cpu", 1)

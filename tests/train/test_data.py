@@ -201,17 +201,20 @@ def test_conversations_are_prompts_by_the_chat_template(tmp_path: Path) -> None:
     target = find_target("bundled")
     asked = [{"role": "user", "content": "Write a loop."}]
     answered = [*asked, {"role": "assistant", "content": "for"}]
+    shared = {"conversations": [{"from": "human", "value": "Write a loop."}, {"from": "gpt", "value": "for"}]}
+    speed = {"turns": ["Write a loop.", "Another."]}  # the model answers before the second
     lines = [{"messages": asked, "kind": "code", "license": "MIT"}, {"messages": answered}, {"text": "x = 1"}]
+    lines += [shared, speed, {"prompt": "x = 1"}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
     data = read_data(tmp_path / "a.jsonl", target)
     tokenizer = load_tokenizer(target, 6144)
     assert tokenizer is not None
     expected = tokenizer.hf.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
-    assert [each.tokens.tolist() for each in data.conversations] == [expected, expected]
-    assert ([each.kind for each in data.conversations], list(data.licenses)) == (["code", ""], ["MIT"])
-    assert data.stream.tolist() == tokenizer.encode("x = 1")
+    assert [each.tokens.tolist() for each in data.conversations] == [expected] * 4
+    assert ([each.kind for each in data.conversations], list(data.licenses)) == (["code", *[""] * 3], ["MIT"])
+    assert data.stream.tolist() == tokenizer.encode("x = 1") * 2
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [{"role": "user"}]}))
-    with pytest.raises(ValueError, match=r"a.jsonl, line 1: .*content"):
+    with pytest.raises(ValueError, match=r"a.jsonl:1: .*content"):
         read_data(tmp_path / "a.jsonl", target)
 
 

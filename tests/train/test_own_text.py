@@ -10,7 +10,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -211,6 +213,14 @@ def test_an_interrupted_run_goes_on_to_the_same_text(
     assert making.made() == whole and len(making.prompts) == 7
 
 
+def test_text_ends_in_time_and_a_run_without_a_limit_takes_it(making: Making, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = count()
+    monkeypatch.setattr("espalier.train.own_text.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    making.run(None, replace(OWN7, text_seconds=2))
+    assert len(making.prompts) == 4 and making.made()
+    assert own_text.saved_texts(OWN7, making.work, making.origin) == [making.work / "own_text-0.npz"]
+
+
 def test_another_batch_size_repeats_no_prompt(making: Making) -> None:
     """A number that followed from the prompts that are done would be the second batch's again."""
     making.interrupted(2)
@@ -316,7 +326,7 @@ def test_a_trainer_that_is_terminated_goes_on(making: Making, whole: Made) -> No
     making.work.mkdir()
     np.save(making.work.parent / "ids.npy", making.stream)
     flags = {"target": making.target_dir, "data": making.work.parent / "ids.npy", "work": making.work, **vars(OWN7)}
-    line = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    line = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None]
     reads, writes = os.pipe()
     with open(reads, "rb"), open(writes, "wb", buffering=0) as out, tempfile.TemporaryFile("w+") as err:
         os.set_blocking(writes, False)

@@ -108,7 +108,7 @@ def test_what_is_wrong_is_one_line_before_anything_is_loaded(
     assert not list(tmp_path.glob("out/*.*"))
 
 
-LINES = 'write one JSON object a line with "text", "prompt", "token_ids" or "messages"'
+LINES = 'an object with "turns" (texts'
 
 
 @pytest.mark.parametrize(
@@ -121,16 +121,16 @@ LINES = 'write one JSON object a line with "text", "prompt", "token_ids" or "mes
         ("ids.npy", np.array([], dtype=int), "holds int64 [0]; give whole numbers"),
         ("ids.npy", b"", "cannot be read (No data left in file); give a .npy of token ids"),
         ("ids.npy", b"text", "cannot be read (This file contains pickled"),
-        ("a.jsonl", b"", "is empty; " + LINES),
-        ("a.jsonl", b"\n\n", "is empty; " + LINES),
+        ("a.jsonl", b"", "is empty; a record is " + LINES),
+        ("a.jsonl", b"\n\n", "is empty; a record is " + LINES),
         ("a.jsonl", b"\xff\xfe", "cannot be read ('utf-8' codec can't decode"),
-        ("a.jsonl", b'{"text"', "line 1: not JSON (Expecting ':' delimiter); " + LINES),
-        ("a.jsonl", b'{"token_ids": [1]}\n\n[1]', "line 3: neither a text nor a list of token ids; " + LINES),
-        ("a.jsonl", b'{"token_ids": ["a"]}', "line 1: neither a text nor a list of token ids; " + LINES),
-        ("a.jsonl", b'{"token_ids": [true]}', "line 1: neither a text nor a list of token ids; " + LINES),
-        ("a.jsonl", b'{"text": 3}', "line 1: neither a text nor a list of token ids; " + LINES),
-        ("a.jsonl", b'{"token_ids": [1, -5]}', "line 1: token id -5, and the target has 6144; give ids of its own"),
-        ("a.jsonl", b'{"token_ids": [6144]}', "line 1: token id 6144, and the target has 6144"),
+        ("a.jsonl", b'{"text"', f":1: expected {LINES}"),
+        ("a.jsonl", b'{"token_ids": [1]}\n\n[1]', f":3: expected {LINES}"),
+        ("a.jsonl", b'{"token_ids": ["a"]}', 'found "token_ids" that are no list of whole numbers'),
+        ("a.jsonl", b'{"token_ids": [true]}', 'found "token_ids" that are no list of whole numbers'),
+        ("a.jsonl", b'{"text": 3}', "found a text that is empty or none"),
+        ("a.jsonl", b'{"token_ids": [1, -5]}', ":1: token id -5, and the target has 6144; give ids of its own"),
+        ("a.jsonl", b'{"token_ids": [6144]}', ":1: token id 6144, and the target has 6144"),
     ],
 )
 def test_data_that_are_no_text_of_the_target_are_refused(

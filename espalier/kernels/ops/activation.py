@@ -50,7 +50,7 @@ SILU, GELU_TANH, RELU2 = Activation(), Activation(kind="gelu_tanh"), Activation(
 
 @op("espalier.kernels.layers.activation")
 def gated(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
-    """The activation of gate_up [N, 2·I], gate first, or of up [N, I] -> [N, I].
+    """Apply the activation to gate_up [N, 2·I], gate first, or to up [N, I].  Returns [N, I].
 
     Raises EspalierError for an odd number of columns of gate and up.
     """

@@ -208,7 +208,7 @@ def has_kernel(inputs: Inputs) -> bool:
 
 @op("espalier.kernels.attention.kv_splits", on="page_table")
 def count_contiguous_blocks(splits: KVSplits, page_table: Tensor, page_size: int, first: int) -> Tensor:
-    """[B * max_splits] int32: for each split, how many of its first unmasked blocks are contiguous in the pool.
+    """[B * max_splits] int32: how many unmasked blocks at each split's beginning are contiguous in the pool.
 
     Counting stops at a split's first block that is not contiguous.  work_items.committed_blocks defines unmasked
     blocks.  Entries past the last split are undefined.

@@ -118,7 +118,7 @@ def match_lengths(known: Tensor, root: Tensor) -> Tensor:
 
 
 def longest_known(root: Tensor) -> int:
-    """The number of tokens of the longest request.  For CPU tensors: on a GPU this would synchronise."""
+    """The number of tokens of the longest request.  Only for CPU tensors, because a GPU would have to synchronise."""
     return int(root.max()) + 1 if root.numel() else 1
 
 

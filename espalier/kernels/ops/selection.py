@@ -25,7 +25,7 @@ MAX_PRODUCTS = 2**25
 # Limits of the kernels: the values of a key, and the number of chosen rows.
 MAX_INDEX_SIZE = 256
 MAX_TOPK = 8192
-# Splits start at multiples of this.  No kernel has a larger BLOCK_N.
+# Splits start at multiples of this number.  No kernel has a larger BLOCK_N.
 SPLIT_STEP = 64
 # The least rows of a split: a shorter split costs more to merge than it saves.  MIN_SHORT_SPLIT_ROWS holds for up to
 # SMALL_TILE packed queries, which have few partial results, and MIN_LARGE_TILE_SPLIT_ROWS for large tiles, which have
@@ -48,11 +48,11 @@ LATENT_TILE, MAX_LATENT_SPLIT_ROWS = 64, 4096
 # Most splits of one request.  The second limit is for wide latent rows and for few requests with few KV heads: with
 # MAX_SPLITS, these would leave a part of the GPU without a program.
 MAX_SPLITS, MAX_SPLITS_OF_FEW_HEADS = 32, 128
-# Most rows of partial results (queries x splits) of one request.
+# The most rows of partial results (queries x splits) of one request.
 MAX_PARTIAL_ROWS_PER_REQUEST = 512
-# Most float32 values in the partial results of a batch: 256 MiB.
+# The most float32 values in the partial results of a batch: 256 MiB.
 MAX_PARTIAL_VALUES = 2**26
-# Columns of the table of splits: request, begin (a multiple of SPLIT_STEP), end (exclusive), number of splits of the
+# Columns of the table of splits: request, begin (a multiple of SPLIT_STEP), end (exclusive), number of splits of this
 # request.
 COLUMNS = 4
 

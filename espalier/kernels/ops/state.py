@@ -87,7 +87,7 @@ def checked_copies(
 def advance(
     slots: BatchState, length: Tensor, picked: Tensor, count_tokens: bool, path: NodeRows | None = None
 ) -> Advanced:
-    """Decide `length` [B] more tokens of each slot; the last one becomes its root.
+    """Decide `length` [B] more tokens of each slot; the last of them becomes its root.
 
     picked: [B, W] int64, the last W decided tokens of each request, or all if there are fewer.  Earlier decided tokens
     are already in the history.  If the history knows a token at a position, that token stays, and the picked one is
@@ -101,7 +101,7 @@ def advance(
     offsets = torch.arange(width, device=picked.device)
     decided = offsets < length[:, None]
     places = slots.prefix_len[:, None] + 1 + (length[:, None] - width).clamp(min=0) + offsets
-    # An undecided entry keeps its token.
+    # An undecided entry keeps its present token.
     columns = places.clamp(max=table.layout.history_width - 1)
     slot = slots.index[:, None].expand_as(columns)
     new = decided & (places >= table.known_len[slots.index][:, None])

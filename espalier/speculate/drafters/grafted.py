@@ -19,6 +19,7 @@ from espalier.speculate.sampler import Sampler
 from espalier.speculate.sources.base import Paths
 from espalier.speculate.sources.calibrate import calibrated, is_sampled, kinds_of_draft, packed, roots_alone
 from espalier.speculate.sources.graft import graft
+from espalier.speculate.sources.paths_alone import trees_of_guesses
 from espalier.speculate.sources.sent import paths_of_guesses
 from espalier.speculate.sources.text import paths_of_text
 from espalier.speculate.tree import VOID, Tree
@@ -46,10 +47,18 @@ class GraftedDrafter:
         layout = self.layout
         if layout.drafts:
             return partial(self._grow, slots, self.drafter.begin(slots))
+        if slots.root.device.type == "cpu" and not layout.text_paths:
+            return partial(self._guesses_alone, slots)
         return partial(self._graft, slots, roots_alone(slots.root, layout.num_draft_tokens, layout.ancestor_words))
 
     def _grow(self, slots: BatchState, grow: Grow, sampler: Sampler) -> Tree:
         return self._graft(slots, grow(sampler))
+
+    def _guesses_alone(self, slots: BatchState, _sampler: Sampler) -> Tree:
+        layout, table = self.layout, slots.table
+        tree, kinds = trees_of_guesses(slots, layout.num_draft_tokens, layout.steps, layout.ancestor_words)
+        table.candidates.index_copy_(0, slots.index, _padded(packed(tree, kinds), table.candidates))
+        return tree
 
     def _graft(self, slots: BatchState, tree: Tree, _sampler: Sampler | None = None) -> Tree:
         paths, table = self._paths(slots), slots.table
@@ -58,8 +67,11 @@ class GraftedDrafter:
             # Scores are compared with nobody's.
             table.candidates.index_fill_(0, slots.index, VOID)
             return tree
-        kinds = kinds_of_draft(tree, is_sampled(slots))
-        tree = calibrated(tree, kinds, table.survival, table.skill.index_select(0, slots.index))
+        if self.layout.drafts:
+            kinds = kinds_of_draft(tree, is_sampled(slots))
+            tree = calibrated(tree, kinds, table.survival, table.skill.index_select(0, slots.index))
+        else:
+            kinds = torch.zeros_like(tree.tokens)
         if paths is not None:
             tree, kinds = graft(tree, kinds, paths, table.survival, self.layout.steps, self.layout.drafts)
         table.candidates.index_copy_(0, slots.index, _padded(packed(tree, kinds), table.candidates))

@@ -73,9 +73,9 @@ class IndexSource:
         """
         text, made, seen = np.array(last, dtype=np.int64), [], set()
         for run, table in self.tables.items():
-            if len(text) < run:
+            if len(last) < run:
                 continue
-            place = int(table[int(_hashes(text[-run:], run, salt)[0] % np.uint64(self.size))])
+            place = int(table[_hash(last[-run:], salt) % self.size])
             if place < 0 or place in seen:
                 continue
             seen.add(place)
@@ -110,6 +110,15 @@ def salt_of(client: str) -> int:
 
 def _text(salt: int, number: int) -> int:
     return salt << NUMBER_BITS | number % (1 << NUMBER_BITS)
+
+
+def _hash(run: Sequence[int], salt: int) -> int:
+    """`_hashes` of one run, which takes less time in plain numbers."""
+    made = salt
+    for token in run:
+        made = (made ^ token) * int(ODD) & (1 << 64) - 1
+        made ^= made >> 29
+    return made
 
 
 def _hashes(text: np.ndarray, run: int, salt: int) -> np.ndarray:

@@ -4,7 +4,10 @@ The counts come from results that the host reads anyway.  Each guess is counted 
 read, whether or not it was verified.  So equal requests in equal order give equal numbers.  Older counts fade.
 """
 
+import math
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 
@@ -16,11 +19,13 @@ from espalier.speculate.sources.calibrate import Candidates, first_of_level
 FIRST = {"text": (1 / 2, 2 / 3, 3 / 4, 4 / 5), "prediction": (0.6, 0.8, 0.9, 0.95), "index": (0.5, 0.7, 0.85, 0.92)}
 # The same where the draft beside it proposes something else, as many times as much.
 ALONE_FIRST = 0.4
+# The same where tokens are sampled, before any is counted.
+SAMPLED_FIRST = 0.5
 # The assumption counts as PRIOR guesses.  A guess's weight is halved after HALF_LIFE more guesses of its kind.
 PRIOR = 4.0
 HALF_LIFE = 256.0
-# The table is sent again when one probability has changed by this much.
-WORTH_SENDING = 0.02
+# The table is sent again when one probability has changed by this much.  That is looked at after LEAST_COUNTED counts.
+WORTH_SENDING, LEAST_COUNTED = 0.02, 8
 # A request's own share counts at first as OWN_PRIOR nodes that were as right as all requests' nodes.  Its weight is
 # halved after OWN_HALF_LIFE rounds.  No request differs by more than MOST_SKILL times.
 OWN_PRIOR, OWN_HALF_LIFE, MOST_SKILL = 2.0, 8.0, 50.0
@@ -28,6 +33,8 @@ OWN_PRIOR, OWN_HALF_LIFE, MOST_SKILL = 2.0, 8.0, 50.0
 
 class Survival:
     """tried: [KINDS, S], how many guesses were right above a depth; followed: how many of them were right there.
+    whole: [2, 2, 1 + ALONE, S], the same two counts of paths, whether or not a draft proposed the same, by whether the
+    request samples.
     own: by request, how many nodes of its draft should have been right by these counts, and how many were.
     """
 
@@ -38,9 +45,10 @@ class Survival:
         self.first = np.array(by_kind)
         self.tried = np.zeros((KINDS, steps))
         self.followed = np.zeros((KINDS, steps))
+        self.whole = np.zeros((2, 2, 1 + ALONE, steps))
         self.own: dict[str, tuple[float, float]] = {}
         self._sent: np.ndarray | None = None
-        self._is_counted = True
+        self._counted = 0
 
     @property
     def probabilities(self) -> np.ndarray:
@@ -55,13 +63,20 @@ class Survival:
             made[:, depth] = above
         return made
 
-    def add(self, kind: int, path: Sequence[int], emitted: Sequence[int], shared: int | None = None) -> int:
+    def add(
+        self,
+        kind: int,
+        path: Sequence[int],
+        emitted: Sequence[int],
+        shared: int | None = None,
+        is_sampled: bool = False,
+    ) -> int:
         """Count a path.  emitted: the tokens that the target picked at the depths of the path; shared: how many of its
         tokens the draft proposed too, None in a round without a draft.
 
         Returns how many of its tokens came true.
         """
-        self._is_counted = True
+        self._counted += 1
         pairs = list(zip(path, emitted, strict=False))[: self.tried.shape[1]]
         followed = next((at for at, (said, got) in enumerate(pairs) if said != got), len(pairs))
         fades = 0.5 ** (1 / HALF_LIFE)
@@ -72,7 +87,19 @@ class Survival:
                 for counts, last in ((self.tried, tried), (self.followed, min(followed, end))):
                     counts[of_kind] *= fades
                     counts[of_kind, begin:last] += 1
+        whole = self.whole[int(is_sampled), :, kind]
+        whole *= fades
+        whole[0, : min(followed + 1, len(pairs))] += 1
+        whole[1, :followed] += 1
         return followed
+
+    def reach(self, kind: int, is_sampled: bool = False) -> list[float]:
+        """The probability, by depth, that a path of this kind is right down to there, whatever a draft proposes."""
+        above, steps = float(self.first[kind]) * (SAMPLED_FIRST if is_sampled else 1.0), []
+        for tried, followed in self.whole[int(is_sampled), :, kind].T.tolist():
+            above = (followed + PRIOR * above) / (tried + PRIOR)
+            steps.append(above)
+        return list(accumulate(steps, mul))
 
     def add_draft(self, requests: Sequence[str], candidates: np.ndarray, emitted: Sequence[Sequence[int]]) -> None:
         """Count the draft's nodes of a round.
@@ -80,6 +107,8 @@ class Survival:
         requests: their ids; candidates: [B, D], as in SlotTable; emitted: the tokens of each request.
         """
         exists, kinds, depths, parents, tokens = Candidates.of(candidates)
+        if not (kinds >= PATH_KINDS).any():
+            return
         known = np.full((len(requests), self.tried.shape[1]), -2)
         for row, of_request in zip(known, emitted, strict=True):
             row[: len(of_request)] = of_request[: len(row)]
@@ -100,7 +129,7 @@ class Survival:
         self.followed *= fades
         np.add.at(self.tried, at, 1)
         np.add.at(self.followed, at, came_true[tried])
-        self._is_counted = True
+        self._counted += 1
 
     def _add_own(self, requests: Sequence[str], tried: np.ndarray, right: np.ndarray, said: np.ndarray) -> None:
         fades = 0.5 ** (1 / OWN_HALF_LIFE)
@@ -113,13 +142,13 @@ class Survival:
         """The logarithm of how many times as often a node of this request's draft is right."""
         expected, found = self.own.get(request, (0.0, 0.0))
         ratio = (found + OWN_PRIOR) / (expected + OWN_PRIOR)
-        return float(np.log(np.clip(ratio, 1 / MOST_SKILL, MOST_SKILL)))
+        return math.log(min(max(ratio, 1 / MOST_SKILL), MOST_SKILL))
 
     def to_send(self) -> np.ndarray | None:
         """[KINDS, S] float32: log-probabilities.  None if they have hardly changed since they were sent."""
-        if not self._is_counted:
+        if self._sent is not None and self._counted < LEAST_COUNTED:
             return None
-        now, self._is_counted = self.probabilities, False
+        now, self._counted = self.probabilities, 0
         if self._sent is not None and np.abs(now - self._sent).max() < WORTH_SENDING:
             return None
         self._sent = now

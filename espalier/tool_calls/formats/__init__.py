@@ -1,4 +1,4 @@
-"""The formats of tool calls and of reasoning, by name.  A model's formats are found by its chat template."""
+"""The formats of tool calls and of reasoning, by name.  The chat template tells a model's formats."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,8 @@ from espalier.errors import EspalierError
 from espalier.tool_calls.base import MISTRAL, THINK, ReasoningFormat, ToolFormat
 from espalier.tool_calls.formats import deepseek, harmony, llama, mistral, tagged
 
-# In the order in which a template's signs are looked for: a format whose signs include another's comes first.
+# In this order, the signs of each format are searched in a template.  A format whose signs include another format's
+# signs comes first.
 _TOOLS = (
     harmony.FORMAT,
     tagged.GLM,
@@ -37,11 +38,11 @@ class Formats:
 
 
 def find_formats(template: str, tool_format: str = AUTO, reasoning_format: str = AUTO) -> Formats:
-    """The formats of a model by the text of its chat template, or by name.
+    """Returns the formats of a model, found by the text of its chat template or by name.
 
     Raises EspalierError for a name that does not exist.
     """
-    # One format reads both.
+    # The harmony format reads both calls and reasoning.
     if tool_format == harmony.FORMAT.name and reasoning_format == AUTO:
         reasoning_format = harmony.REASONING.name
     if reasoning_format == harmony.REASONING.name and tool_format == AUTO:

@@ -1,4 +1,4 @@
-"""DeepSeek: V3 and R1 write the arguments as a block of JSON, V3.1 writes them bare after the name."""
+"""DeepSeek's tool calls: V3 and R1 write the arguments as a block of JSON, V3.1 writes them directly after the name."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ from espalier.tool_calls.reader import Broken, Markers, Reader, Steps
 
 OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-# Some outputs have no opening before the first call.
+# Some outputs lack the opening before the first call.
 STARTS = Markers(OPEN, CALL, swallow="\n")
 FENCE, FENCE_END = "```json\n", "\n```"
 

@@ -1,9 +1,9 @@
-"""GPT-OSS (harmony): messages in channels.
+"""GPT-OSS's format (harmony): messages in channels.
 
-The channel analysis is reasoning, a message to functions.NAME is a call, everything else is content.  A message to
-assistant is one to the user: GPT-OSS writes it at times.
+The channel `analysis` is reasoning, a message to functions.NAME is a call, and any other message is content.  GPT-OSS
+sometimes writes a message to `assistant`, which is a message to the user.
 
-openai-harmony is not used: it reads the ids of its own vocabulary, which it downloads.
+openai-harmony is not used, because it reads the ids of its own vocabulary, which it downloads.
 """
 
 import re
@@ -15,7 +15,7 @@ from espalier.tool_calls.reader import Broken, Markers, Reader, Steps
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END, CALL, RETURN, CONSTRAIN = "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"
 SPECIAL = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
-# A message also ends where the next one begins.
+# A message also ends at the start of the next message.
 ENDS = Markers(END, CALL, RETURN, START, CHANNEL)
 HEADER_ENDS = Markers(MESSAGE, END, CALL, RETURN)
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")
@@ -25,7 +25,7 @@ HEADER = re.compile(
     rf"^(?:{re.escape(START)})?\w*{TO}(?:{re.escape(CHANNEL)}\w*)?{TO}(?: *{re.escape(CONSTRAIN)}\w*| json)?"
 )
 FUNCTIONS = "functions."
-# A message to one of them is no call.
+# A message to one of these recipients is no call.
 ROLES = ("assistant", "user", "system", "developer", "all")
 
 
@@ -34,7 +34,7 @@ def parse(reader: Reader, writer: Writer) -> Steps[None]:
     opening = yield from reader.literal(CHANNEL, START, " to=")
     while True:
         if opening is None:
-            # Text outside of a message.
+            # This text is outside of a message.
             opening = yield from reader.until(ENDS, writer.content)
         if opening is None:
             return
@@ -45,7 +45,7 @@ def parse(reader: Reader, writer: Writer) -> Steps[None]:
 
 
 def _message(reader: Reader, writer: Writer, opening: str) -> Steps[str | None]:
-    """Read a message.  Returns the marker that ends it, None if what follows is text."""
+    """Read a message.  Returns the marker that ends it, None if plain text follows."""
     parts = [opening]
     marker = yield from reader.until(HEADER_ENDS, parts.append)
     header = "".join(parts)
@@ -64,7 +64,7 @@ def _message(reader: Reader, writer: Writer, opening: str) -> Steps[str | None]:
 
 
 def _call(reader: Reader, writer: Writer, header: str, marker: str | None, recipient: str) -> Steps[str | None]:
-    """Read a call after its header, which `marker` ends."""
+    """Read a call after its header, which `marker` ended.  Returns the marker that ends the call, like _message."""
 
     def read(call: CallWriter) -> Steps[None]:
         call.name(recipient.removeprefix(FUNCTIONS))

@@ -1,4 +1,4 @@
-"""Llama 3.1 to 3.3: {"name": ..., "parameters": {...}}, or several of them with "; " between.
+"""The tool calls of Llama 3.1 to 3.3: {"name": ..., "parameters": {...}}, or several such objects with "; " between.
 
 A call stands at the start of the output, or after the tag.
 """

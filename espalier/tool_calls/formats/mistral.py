@@ -1,4 +1,5 @@
-"""Mistral: [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...], and the newer [TOOL_CALLS]name[ARGS]{...}."""
+"""Mistral's tool calls: [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...], and the newer
+[TOOL_CALLS]name[ARGS]{...}."""
 
 from espalier.tool_calls.arguments import read_arguments, read_call_object
 from espalier.tool_calls.base import CallSyntax, CallWriter, ToolFormat, Writer, read_call, short_id
@@ -18,7 +19,7 @@ def parse(reader: Reader, writer: Writer) -> Steps[None]:
 
 
 def _list(reader: Reader, writer: Writer, opening: str) -> Steps[None]:
-    """The calls after "[", up to "]".  A broken one ends the list."""
+    """Read the calls after "[", up to "]".  A broken call ends the list."""
 
     def read(call: CallWriter) -> Steps[None]:
         yield from reader.space()
@@ -35,13 +36,13 @@ def _list(reader: Reader, writer: Writer, opening: str) -> Steps[None]:
 
 
 def _named(reader: Reader, writer: Writer, opening: str) -> Steps[None]:
-    """The call after its name.  Some servers leave [ARGS] out, so the arguments may begin at once."""
+    """Read a call that begins with its name.  Some servers leave [ARGS] out, so the arguments may follow directly."""
 
     def read(call: CallWriter) -> Steps[None]:
         name = yield from reader.word("{[")
         call.name(name.strip())
         if (yield from reader.literal(ID)):
-            # The server makes ids of its own: they must be unique within a conversation.
+            # The model's id is not used: the server makes ids, which must be unique within a conversation.
             yield from reader.word("{[")
         yield from reader.literal(ARGS)
         yield from reader.space()

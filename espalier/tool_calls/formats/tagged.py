@@ -11,13 +11,13 @@ from espalier.tool_calls.reader import Broken, Markers, Reader, Steps
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 CALL = Markers(OPEN, swallow="\n")
-# GLM's.
+# The tags of GLM.
 KEY, KEY_END = "<arg_key>", "</arg_key>"
 VALUE, VALUE_END = "<arg_value>", "</arg_value>"
-# Qwen-Coder's.
+# The tags of Qwen-Coder.
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-# Some outputs have no opening before the function.
+# Some outputs lack the opening before the function.
 CALL_OR_FUNCTION = Markers(OPEN, FUNCTION, swallow="\n")
 
 
@@ -26,7 +26,7 @@ def parse_hermes(reader: Reader, writer: Writer) -> Steps[None]:
         yield from reader.space()
         yield from read_call_object(reader, call)
         yield from reader.space()
-        # Some models end their turn without it.
+        # Some models end their turn without the closing tag.
         if (yield from reader.peek()):
             yield from reader.expect(CLOSE)
 
@@ -97,7 +97,7 @@ def _parameters(reader: Reader, call: CallWriter) -> Steps[None]:
     while True:
         yield from reader.space()
         found = yield from reader.literal(PARAMETER, FUNCTION_END)
-        # Some outputs leave it out before the closing.
+        # Some outputs lack this tag before the closing tag.
         if found == FUNCTION_END or (yield from reader.sees(CLOSE)):
             return arguments.end()
         if found is None:

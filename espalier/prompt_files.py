@@ -1,0 +1,166 @@
+"""Records of a file of prompts: JSON lines, a JSON list or a Parquet file, recognised by its content.
+
+A record is SPEED-Bench's ({"turns"}), ShareGPT's ({"conversations"}), a conversation ({"messages"}), a text ({"prompt"}
+or {"text"}) or {"token_ids"}.  What speakers say is checked here; what is done with it is left to the callers.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from espalier.errors import EspalierError, one_line
+from espalier.inputs import InputProcessor
+from espalier.terminal.console import read_text
+
+PARQUET = b"PAR1"
+# What SPEED-Bench's public file has in the place of a text that its owner gives out alone.
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+ROLES = {
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "tool", "function"), "assistant"),
+}
+# Of a message: the names of its speaker and of its text.
+FIELDS: Mapping[str, tuple[str, str]] = {"conversations": ("from", "value"), "messages": ("role", "content")}
+TEXTS = ("prompt", "text")
+EXPECTED = (
+    'an object with "turns" (texts, as SPEED-Bench has them), "conversations" (objects with "from" and "value", as '
+    'ShareGPT has them), "messages" (objects with "role" and "content"), "prompt" or "text" (a text)'
+)
+Record = tuple[str, dict[str, Any]]
+
+
+def records(flag: str, path: Path) -> Iterator[Record]:
+    """(place, record) in the file's order; the place begins with the flag.  Raises EspalierError."""
+    for place, value in _values(flag, path):
+        if not isinstance(value, dict):
+            raise wrong(place, "not an object")
+        yield place, value
+
+
+def _values(flag: str, path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        with path.open("rb") as file:
+            is_parquet = file.read(len(PARQUET)) == PARQUET
+    except OSError as error:
+        raise EspalierError(f"{flag} {path} cannot be read ({error.strerror}); use a file of prompts") from None
+    if is_parquet:
+        yield from _of_parquet(flag, path)
+        return
+    text = read_text(flag, path)
+    if text.lstrip().startswith("["):
+        for i, value in enumerate(_parsed(flag, path, 1, text), 1):
+            yield f"{flag} {path}, record {i}", value
+        return
+    # Not splitlines(), which also splits at line separators inside JSON strings.
+    for i, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield f"{flag} {path}:{i}", _parsed(flag, path, i, line)
+
+
+def _of_parquet(flag: str, path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        parquet = import_module("pyarrow.parquet")
+    except ImportError:
+        raise EspalierError(f"{flag} {path} is a Parquet file; run `pip install pyarrow` to read it") from None
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except (OSError, ValueError) as error:
+        raise EspalierError(f"{flag} {path} is no whole Parquet file ({one_line(error)}); fetch it again") from None
+    yield from ((f"{flag} {path}, row {i}", row) for i, row in enumerate(rows, 1))
+
+
+def _parsed(flag: str, path: Path, line: int, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise wrong(f"{flag} {path}:{line + error.lineno - 1}", f"not JSON ({error.msg})") from None
+    except (ValueError, RecursionError):
+        raise wrong(f"{flag} {path}:{line}", "not JSON that can be read") from None
+
+
+def kind_of(place: str, record: Mapping[str, Any]) -> str:
+    """The field that says what a record is.  Raises EspalierError."""
+    kind = next((name for name in ("turns", *FIELDS, "token_ids", *TEXTS) if name in record), None)
+    if kind is None:
+        raise wrong(place, "an object without a prompt")
+    if kind not in TEXTS and not isinstance(record[kind], list):
+        raise wrong(place, f'"{kind}" that is no list')
+    return kind
+
+
+def messages_of(place: str, record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a conversation's speakers say, by the roles user, system and assistant.  Raises EspalierError."""
+    kind = kind_of(place, record)
+    if kind not in FIELDS:
+        said: list[Any] = record[kind] if kind == "turns" else [record[kind]]
+        return [{"role": "user", "content": require_text(place, text)} for text in said]
+    who, what = FIELDS[kind]
+    found: list[dict[str, Any]] = []
+    for message in record[kind]:
+        role = ROLES.get(speaker) if isinstance(speaker := _get(message, who), str) else None
+        if role is None:
+            raise wrong(place, f'a message whose "{who}" is none of {", ".join(ROLES)}')
+        content = message.get(what)
+        if role != "assistant" and not (kind == "conversations" and content == ""):
+            require_text(place, content)
+        found.append({"role": role, "content": content})
+    return found
+
+
+def _get(message: Any, name: str) -> Any:
+    return message.get(name) if isinstance(message, dict) else None
+
+
+def require_text(place: str, text: Any) -> str:
+    """Raises EspalierError for what nobody can have said."""
+    if not isinstance(text, str) or not text.strip():
+        raise wrong(place, "a text that is empty or none")
+    if PLACEHOLDER in text:
+        raise EspalierError(
+            f"{place} has no text but where to fetch it; prepare the file with SPEED-Bench's prepare_data.py"
+        )
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise wrong(place, "half of a UTF-16 pair, which is no text")
+    return text
+
+
+def wrong(place: str, found: str) -> EspalierError:
+    return EspalierError(f"{place}: expected {EXPECTED}, but found {found}")
+
+
+def token_ids(
+    place: str, record: Mapping[str, Any], vocab_size: int, inputs: Callable[[], InputProcessor]
+) -> list[int]:
+    """A record as a prompt: its text, its conversation by the chat template up to the last answer, or its token ids.
+
+    Only the first of "turns" is taken, because the model answers before the second.  inputs: not called for token ids.
+    Raises EspalierError.
+    """
+    kind = kind_of(place, record)
+    if kind in TEXTS:
+        text = record[kind]
+        return inputs().text_of("a text").encode(text if text == "" else require_text(place, text))
+    if kind != "token_ids":
+        return _asked(place, record, kind, inputs())
+    given: list[Any] = record[kind]
+    if not all(type(token) is int for token in given):
+        raise wrong(place, '"token_ids" that are no list of whole numbers')
+    if outside := [token for token in given if not 0 <= token < vocab_size]:
+        raise EspalierError(
+            f"{place}: token id {outside[0]}, and the target has {vocab_size}; give ids of its own tokenizer"
+        )
+    return given
+
+
+def _asked(place: str, record: Mapping[str, Any], kind: str, inputs: InputProcessor) -> list[int]:
+    messages: Any = record[kind] if kind == "messages" else messages_of(place, record)
+    messages = messages[:1] if kind == "turns" else messages
+    if messages and _get(messages[-1], "role") == "assistant":
+        messages = messages[:-1]
+    try:
+        return inputs.chat(messages)
+    except EspalierError as error:
+        raise EspalierError(f"{place}: {error}") from None

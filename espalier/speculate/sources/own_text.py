@@ -1,0 +1,71 @@
+"""The source `text` where the host knows all tokens of a request before each round: it searches them itself.
+
+Tables give the place after the last occurrence of each run of tokens.  Each new token enters them once, so a round
+costs the same however long the text is.
+"""
+
+from collections.abc import Sequence
+
+from espalier.request import Request
+from espalier.slots import Guess
+from espalier.speculate.sources.base import kind_of, strength_of
+
+# The lengths of the runs that are looked up, the longest first.
+RUNS = (4, 2, 1)
+# At most this many tokens are compared to find how well a place matches.
+MOST_MATCHING = 16
+
+
+class Text:
+    """tokens: all; after: by the length of a run, for each run the position of the token that followed it last."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens: list[int] = []
+        self.after: dict[int, dict[tuple[int, ...], int]] = {run: {} for run in RUNS}
+        self.push(tokens)
+
+    def push(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            end = len(self.tokens)
+            for run, after in self.after.items():
+                if end >= run:
+                    after[tuple(self.tokens[end - run :])] = end
+            self.tokens.append(token)
+
+    def find(self, width: int) -> list[tuple[int, tuple[int, ...]]]:
+        """(number of matching tokens, the `width` tokens that followed) for each place, longer runs first.
+
+        Where these go beyond the text, the text from the place on is repeated.
+        """
+        tokens, end, found = self.tokens, len(self.tokens), {}
+        for run, after in self.after.items():
+            place = after.get(tuple(tokens[-run:])) if end >= run else None
+            if place is not None and place not in found:
+                most = min(MOST_MATCHING, place)
+                matching = next((n for n in range(run, most) if tokens[place - 1 - n] != tokens[-1 - n]), most)
+                ahead = tuple(tokens[place + at % (end - place)] for at in range(width))
+                found[place] = (matching, ahead)
+        return list(found.values())
+
+
+class OwnTextSource:
+    def __init__(self) -> None:
+        self.texts: dict[str, Text] = {}
+
+    def enter(self, request: Request) -> None:
+        if request.id not in self.texts:
+            self.texts[request.id] = Text(request.tokens)
+
+    def read(self, request: Request, tokens: Sequence[int]) -> None:
+        if request.id in self.texts:
+            self.texts[request.id].push(tokens)
+
+    def guesses(self, request: Request, width: int) -> list[Guess]:
+        start = request.num_tokens - 1
+        return [
+            Guess(start, kind_of("text", strength_of(matching)), ahead)
+            for matching, ahead in self.texts[request.id].find(width)
+        ]
+
+    def leave(self, request: Request) -> None:
+        self.texts.pop(request.id, None)

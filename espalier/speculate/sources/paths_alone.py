@@ -1,0 +1,79 @@
+"""The trees of the host's guesses in a round without a draft pass, on a CPU.
+
+They are the trees that graft.py makes of roots alone and the paths of sent.py.  So few nodes take less time one after
+another than in operations over all of them.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from espalier.kernels.ops.tree import VOID, Tree
+from espalier.layout import ANCESTOR_BITS
+from espalier.slots import NO_TOKEN, BatchState
+
+# A node's token, parent, depth, score, kind, and its ancestors' bits once it has its place.
+Node = tuple[int, int, int, float, int, int]
+VOID_NODE = (VOID, 0, 1, -math.inf, 0)
+
+
+def trees_of_guesses(slots: BatchState, nodes: int, steps: int, num_words: int) -> tuple[Tree, Tensor]:
+    """Trees [B, nodes] of the guesses that the slot table holds for a batch, and the nodes' kinds."""
+    table, survival = slots.table, slots.table.survival.tolist()
+    rows = table.guesses.index_select(0, slots.index).tolist()
+    trees = []
+    for slot, guesses, root, length in zip(
+        slots.index.tolist(), rows, slots.root.tolist(), slots.prefix_len.tolist(), strict=True
+    ):
+        found: list[Node] = [(root, 0, 0, 0.0, 0, 0)]
+        places: dict[tuple[int, int], int] = {}
+        for start, kind, *tokens in guesses:
+            decided = length - start
+            since = table.history[slot, start + 1 : length + 1].tolist() if decided > 0 else []
+            if kind and decided >= 0 and tokens[:decided] == since:
+                _add(found, places, tokens[decided : decided + steps], kind, survival[kind])
+        trees.append(_best(found, nodes))
+    tokens, parents, depths, scores, kinds = (
+        torch.tensor([[node[part] for node in tree] for tree in trees]) for part in range(5)
+    )
+    words = torch.tensor([[[_word(node[5], word) for word in range(num_words)] for node in tree] for tree in trees])
+    return Tree(tokens, parents, depths, scores, words), kinds
+
+
+def _add(
+    found: list[Node], places: dict[tuple[int, int], int], tokens: list[int], kind: int, survival: list[float]
+) -> None:
+    """Add a path.  Nodes with the same tokens from the root down are one, with the better of their scores.
+
+    places: of the nodes, by token and parent.
+    """
+    parent, score = 0, 0.0
+    for depth, token in enumerate(tokens):
+        if token == NO_TOKEN:
+            return
+        score += survival[depth]
+        same = places.setdefault((token, parent), len(found))
+        if same == len(found):
+            found.append((token, parent, depth + 1, score, kind, 0))
+        elif score > found[same][3]:
+            found[same] = (*found[same][:3], score, found[same][4], 0)
+        parent = same
+
+
+def _best(found: list[Node], nodes: int) -> list[Node]:
+    """The root and the best other nodes, in the order of their scores, padded with void nodes."""
+    order = [0, *sorted(range(1, len(found)), key=lambda at: -found[at][3])][:nodes]
+    place = {at: i for i, at in enumerate(order)}
+    made: list[Node] = []
+    for at in order:
+        token, parent, depth, score, kind, _ = found[at]
+        above = made[place[parent]][5] if at else 0
+        made.append((token, place[parent], depth, score, kind, above | 1 << place[at]))
+    return made + [(*VOID_NODE, 1 << at) for at in range(len(made), nodes)]
+
+
+def _word(bits: int, word: int) -> int:
+    """A word of ancestor bits, as int64."""
+    unsigned = bits >> word * ANCESTOR_BITS & (1 << ANCESTOR_BITS) - 1
+    return unsigned - (unsigned >> ANCESTOR_BITS - 1 << ANCESTOR_BITS)

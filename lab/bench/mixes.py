@@ -1,0 +1,265 @@
+"""`python -m lab mixes`: batches of requests whose draft is better for some than for others, on a synthetic model.
+
+The draft's skill depends on the place in the text, so a request's skill follows from where its prompt begins.  One
+engine has all trees.  For each batch it runs the same requests with every fixed tree, and with trees that it chooses.
+"""
+
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from espalier.engine.acceptance import Sample
+from espalier.engine.engine import Engine
+from espalier.engine.round_trees import label
+from espalier.engine.tree_choice import LookedUp, TreeChoice, TreeChooser
+from espalier.layout import PLAIN, RoundLayout, TreeShape, bucket_of, next_bucket
+from espalier.startup.resolve import NUM_DRAFT_TOKENS, PAGE_SIZE, STEPS, TOPK
+from espalier.startup.tree_cost import measure_chip, pass_weights, smaller_trees
+from espalier.startup.tree_policy import MAX_VERIFY_ROWS, PredictedCosts, tree_sets
+from espalier.terminal.console import print_header, require_gpu, stdout, write_json
+from lab.bench.engines import dtype_on
+from lab.bench.full_rounds import enter, leave
+from lab.bench.synthetic_models import SyntheticModels, recipe_with
+from lab.synthetic.checkpoint import Recipe
+
+# How often the draft's first guess is right, by kind of text.  A text of two skills changes every BURST tokens.
+SKILLS = {"even": (0.8,), "sure": (0.95,), "unsure": (0.3,), "bursts": (0.95, 0.3), "noise": (0.05,)}
+BURST = 32
+# The kinds of a batch's requests, over and over.
+MIXES = {
+    "all 0.8": ("even",),
+    "half 0.95, half 0.3": ("sure", "unsure"),
+    "bursts": ("bursts",),
+    "a tenth noise": (*("even",) * 4, "noise", *("even",) * 5),
+}
+CHUNK_SIZE = 4096
+# A fixed tree with more rows in a batch is not measured, unless the engine may choose it.
+MOST_ROWS = 1024
+WARM_UP = 4
+# Rounds that requests may run while others enter.
+ENTERING = 64
+CONFIGURED = TreeShape(STEPS, TOPK, NUM_DRAFT_TOKENS)
+# A deeper draft pass costs more than its nodes gain with so few rows (docs/log.md).
+SHARING = (TreeShape(3, 2, 8, shared_rows=4), TreeShape(3, 2, 8, shared_rows=3))
+ADAPTIVE, SHARED = "adaptive", "adaptive, shared rows"
+
+
+@dataclass(frozen=True)
+class FewBuckets(RoundLayout):
+    """batches: the sizes that rounds are padded to."""
+
+    batches: tuple[int, ...] = ()
+
+    def batch_buckets(self, largest: int) -> tuple[int, ...]:
+        return self.batches if largest else ()
+
+
+@dataclass
+class OneTree:
+    """Chooses one tree, or plain decoding at a batch that has no graph of it."""
+
+    layout: RoundLayout
+    tree: TreeShape
+    num_changes: int = 0
+
+    def pick(self, batch: int, drafting: int, context: float, looked_up: LookedUp | None = None) -> TreeShape | None:
+        has = self.layout.choices_at(bucket_of(batch, self.layout.batch_buckets(self.layout.max_batch)))
+        return self.tree if self.tree in has else PLAIN
+
+    def read(self, samples: Sequence[Sample], rows: int, looked_up: Sequence[Sample]) -> None:
+        pass
+
+    def restart(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """batches: ascending; context: tokens of a prompt; finding: rounds before the timed ones where the engine chooses;
+    rounds: timed ones."""
+
+    batches: tuple[int, ...]
+    context: int
+    finding: int
+    rounds: int
+
+    @property
+    def max_tokens(self) -> int:
+        return (ENTERING + self.finding + self.rounds) * (STEPS + 1)
+
+
+@dataclass
+class Timed:
+    """tokens: of a request and round; follows: requests with the expected tokens; trees: rounds by tree."""
+
+    tokens_per_second: float
+    tokens: float
+    follows: int
+    trees: Counter[TreeShape] = field(default_factory=Counter)
+
+
+def run(args: Namespace) -> int:
+    device = require_gpu("mixes")
+    sizes = Sizes(tuple(sorted(args.batch)), args.context, args.finding, args.rounds)
+    recipe = mixed_recipe(recipe_with(args.shape, 0, layers=args.layers))
+    costs = PredictedCosts(pass_weights(recipe.shape.target, recipe.draft_config), measure_chip(device))
+    print_header()
+    cells = []
+    for cell in measure(recipe, sizes, costs, device, args.batch, not args.even):
+        cells.append(cell)
+        stdout().print(line(cell), soft_wrap=True)
+        write_json(args.json, {"mixes": cells})
+    return 0
+
+
+def mixed_recipe(recipe: Recipe) -> Recipe:
+    """The same with an equal part of its text for each of SKILLS."""
+    tokens = recipe.shape.draft_vocab // len(SKILLS)
+    stretches: list[tuple[int, float]] = []
+    for skills in SKILLS.values():
+        unit = BURST if len(skills) > 1 else tokens
+        stretches += [(min(unit, tokens - at), skills[at // unit % len(skills)]) for at in range(0, tokens, unit)]
+    return replace(recipe, stretches=tuple(stretches))
+
+
+def measure(
+    recipe: Recipe,
+    sizes: Sizes,
+    costs: PredictedCosts,
+    device: torch.device,
+    order: Sequence[int],
+    shares: bool = True,
+) -> Iterator[dict[str, Any]]:
+    """A cell for each batch, in this order, and mix.  shares: whether there are trees whose rows are shared out."""
+    layout, chosen = layouts(recipe, sizes, costs, shares)
+    models = SyntheticModels(recipe, dtype_on(device), device, layout.position_rows)
+    adaptive = {name: TreeChoice(of_name, costs, is_lookup=False) for name, of_name in chosen.items()}
+    on_gpu = device.type == "cuda"
+    with models.engine(layout, None, on_gpu, all_buckets=True, prefix_cache=True) as (engine, start):
+        stdout().print(f"{models.title}; started in {start.seconds:.0f} s", soft_wrap=True)
+        for batch in order:
+            for mix in MIXES if batch > 1 else ("all 0.8", "bursts"):
+                prompts = prompts_of(models, MIXES[mix], batch, sizes)
+                ways: dict[str, TreeChooser] = {label(tree): OneTree(layout, tree) for tree in layout.choices_at(batch)}
+                # A lone request shares rows with nobody.
+                choosers = {name: chooser for name, chooser in adaptive.items() if batch > 1 or name != SHARED}
+                found = {name: timed(engine, models, way, prompts, sizes) for name, way in (ways | choosers).items()}
+                yield {"mix": mix, "batch": batch, **figures(found, list(ways), list(choosers))}
+
+
+def layouts(
+    recipe: Recipe, sizes: Sizes, costs: PredictedCosts, shares: bool = True
+) -> tuple[RoundLayout, dict[str, RoundLayout]]:
+    """The layout of the engine, with all trees, and by name the layouts that adaptive trees are chosen from."""
+    least = dict(zip(sizes.batches, (1, *(batch + 1 for batch in sizes.batches)), strict=False))
+    names = (ADAPTIVE, SHARED) if shares else (ADAPTIVE,)
+    chosen = {name: {batch: _chosen(costs, batch, name == SHARED) for batch in least} for name in names}
+    small = (CONFIGURED, *smaller_trees(CONFIGURED, costs.weights))
+    every = {
+        batch: tuple(
+            dict.fromkeys(
+                (
+                    *(tree for name in names for tree in chosen[name][batch]),
+                    *(tree for tree in small if batch * tree.num_draft_tokens <= MOST_ROWS),
+                )
+            )
+        )
+        for batch in least
+    }
+    spec = recipe.draft_config.spec
+    max_context = sizes.context + sizes.max_tokens + 1
+    layout = FewBuckets(
+        max_batch=sizes.batches[-1],
+        **CONFIGURED.sizes,
+        page_size=PAGE_SIZE,
+        max_context=max_context,
+        reentry=spec.reentry,
+        chunk_size=CHUNK_SIZE,
+        batches=sizes.batches,
+    )
+
+    def with_choices(trees: Mapping[int, tuple[TreeShape, ...]]) -> RoundLayout:
+        return replace(layout, choices=tuple((first, trees[batch]) for batch, first in least.items()))
+
+    return with_choices(every), {name: with_choices(trees) for name, trees in chosen.items()}
+
+
+def _chosen(costs: PredictedCosts, batch: int, shares: bool) -> tuple[TreeShape, ...]:
+    """The trees that an engine chooses from at this batch; shares: with those that share rows out, of several."""
+    sets = tree_sets(CONFIGURED, costs, batch, MAX_VERIFY_ROWS, shares=False, looks_up=False)
+    trees = next(trees for least, trees in reversed(sets) if least <= next_bucket(batch))
+    return (*trees, *SHARING) if shares and batch > 1 else trees
+
+
+def prompts_of(models: SyntheticModels, kinds: Sequence[str], batch: int, sizes: Sizes) -> list[list[int]]:
+    """Prompts for requests of these kinds, each from its own place of the kind's text."""
+    chain, names = models.chain, list(SKILLS)
+    part = chain.size // len(names)
+    room = max(part - sizes.context - sizes.max_tokens, 1)
+    generator = torch.Generator().manual_seed(batch)
+    found = []
+    for at in range(batch):
+        first = names.index(kinds[at % len(kinds)]) * part + int(torch.randint(0, room, (), generator=generator))
+        found.append(chain.token_at((first + torch.arange(sizes.context)) * chain.shifts[0]).tolist())
+    return found
+
+
+def timed(
+    engine: Engine, models: SyntheticModels, chooser: TreeChooser, prompts: Sequence[Sequence[int]], sizes: Sizes
+) -> Timed:
+    """Rounds of all these requests.  The prefix cache keeps the prompts for the next way."""
+    trees = engine.scheduler.trees
+    trees.chooser = chooser
+    requests = enter(engine, prompts, sizes.max_tokens)
+    for _ in range(sizes.finding if isinstance(chooser, TreeChoice) else WARM_UP):
+        engine.step()
+    before, ran = sum(request.num_tokens for request in requests), trees.num_rounds.copy()
+    begun = perf_counter()
+    for _ in range(sizes.rounds):
+        engine.step()
+    seconds = perf_counter() - begun
+    tokens = sum(request.num_tokens for request in requests) - before
+    assert len(engine.scheduler.running) == len(requests), "all requests ran in all rounds"
+    follows = sum(models.follows(request.prompt, request.output) for request in requests)
+    leave(engine, requests)
+    engine.drain()
+    return Timed(tokens / seconds, tokens / sizes.rounds / len(requests), follows, trees.num_rounds - ran)
+
+
+def figures(found: Mapping[str, Timed], fixed: Sequence[str], adaptive: Sequence[str]) -> dict[str, Any]:
+    """The figures of a cell.  fixed, adaptive: names in `found`.  The best fixed tree shares no rows out."""
+    rates = {name: each.tokens_per_second for name, each in found.items()}
+    unshared = [name for name in fixed if "sharing" not in name]
+    plain, best = rates[label(PLAIN)], max(unshared, key=lambda name: rates[name])
+    shared = [name for name in fixed if name not in unshared]
+    return {
+        "plain tokens/s": round(plain, 1),
+        "best fixed": best,
+        "best over plain": round(rates[best] / plain, 3),
+        "over plain": {name: round(rates[name] / plain, 3) for name in (*shared, *adaptive)},
+        "over best": {name: round(rates[name] / rates[best], 3) for name in (*shared, *adaptive)},
+        "accept length": {name: round(found[name].tokens, 2) for name in (best, *shared, *adaptive)},
+        "trees": {
+            name: {label(tree): count for tree, count in found[name].trees.items()} for name in (*shared, *adaptive)
+        },
+        "tokens/s": {name: round(rate, 1) for name, rate in rates.items()},
+        "same tokens": f"{min(each.follows for each in found.values())}",
+    }
+
+
+def line(cell: Mapping[str, Any]) -> str:
+    """A cell in one line."""
+    chosen = "; ".join(
+        f"{name}: {cell['over plain'][name]:.3f} of plain, {over:.3f} of best, "
+        + ", ".join(f"{count} x {tree}" for tree, count in cell["trees"][name].items())
+        for name, over in cell["over best"].items()
+    )
+    return (
+        f"{cell['batch']} x {cell['mix']}: plain {cell['plain tokens/s']:.0f}/s; best fixed {cell['best fixed']} "
+        f"{cell['best over plain']:.3f} of plain; {chosen}; expected tokens {cell['same tokens']}/{cell['batch']}"
+    )

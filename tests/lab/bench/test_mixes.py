@@ -1,0 +1,65 @@
+"""`lab mixes`: each request's draft has the skill of its kind, and every way to choose trees runs the same requests."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from espalier.engine.round_trees import label
+from espalier.layout import PLAIN, TreeShape
+from espalier.startup.tree_cost import ChipFigures, pass_weights
+from espalier.startup.tree_policy import PredictedCosts
+from lab.bench import mixes
+from lab.bench.mixes import ADAPTIVE, MIXES, SHARED, SKILLS, Sizes, Timed, figures, layouts, measure, mixed_recipe
+from lab.bench.synthetic_models import SyntheticModels
+from lab.synthetic.checkpoint import Recipe
+from tests.lab.synthetic.test_checkpoint import tiny
+
+CPU = torch.device("cpu")
+RECIPE = mixed_recipe(Recipe(tiny(hot=4000, intermediate_size=320)))
+COSTS = PredictedCosts(pass_weights(RECIPE.shape.target, RECIPE.draft_config), ChipFigures("a CPU", 2e10, 4e10))
+SIZES = Sizes((1, 4, 8), context=16, finding=2, rounds=2)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_requests_draft_is_as_good_as_its_kind(mix):
+    """Over the first 200 tokens that follow the prompt: the share of right first guesses, without the draft's pass."""
+    models = SyntheticModels.__new__(SyntheticModels)
+    models.chain = chain = RECIPE.chain()
+    is_right = chain.draft_logp.argmax(1) == 0
+    found: dict[str, list[float]] = {}
+    for at, prompt in enumerate(mixes.prompts_of(models, MIXES[mix], 20, SIZES)):
+        after = (chain.place[prompt[-1]] + torch.arange(200) * chain.shifts[0]) % chain.size
+        found.setdefault(MIXES[mix][at % len(MIXES[mix])], []).append(float(is_right[after].float().mean()))
+    for kind, shares in found.items():
+        assert sum(shares) / len(shares) == pytest.approx(sum(SKILLS[kind]) / len(SKILLS[kind]), abs=0.06)
+    assert set(found) == set(MIXES[mix])
+
+
+def test_every_tree_of_a_chooser_has_a_graph_and_rows_are_shared_by_several_alone():
+    layout, chosen = layouts(RECIPE, SIZES, COSTS)
+    assert [least for least, _ in layout.choices] == [1, 2, 5]
+    for batch in range(1, 9):
+        every = set(layout.choices_at(batch))
+        assert PLAIN in every and len(every) > 3
+        assert not any(tree.shared_rows for tree in chosen[ADAPTIVE].choices_at(batch))
+        assert any(tree.shared_rows for tree in chosen[SHARED].choices_at(batch)) == (batch > 1)
+        assert all(set(of_name.choices_at(batch)) <= every for of_name in chosen.values())
+
+
+def test_ways_run_the_same_requests_with_the_same_tokens(monkeypatch):
+    monkeypatch.setattr(mixes, "MIXES", {"half 0.95, half 0.3": MIXES["half 0.95, half 0.3"]})
+    [cell] = measure(RECIPE, replace(SIZES, batches=(4,)), COSTS, CPU, [4])
+    assert cell["same tokens"] == "4" and cell["trees"][ADAPTIVE]
+    assert cell["accept length"][label(mixes.SHARING[0])] > 1.2
+    assert set(cell["tokens/s"]) > {label(PLAIN), ADAPTIVE, SHARED}
+
+
+def test_the_best_fixed_tree_shares_no_rows():
+    shared = TreeShape(5, 4, 16, shared_rows=4)
+    rates = {label(PLAIN): 10.0, "3,1,4": 20.0, label(shared): 30.0, ADAPTIVE: 25.0}
+    found = {name: Timed(rate, 2.0, 4, Counter({PLAIN: 1})) for name, rate in rates.items()}
+    cell = figures(found, list(rates)[:-1], [ADAPTIVE])
+    assert (cell["best fixed"], cell["best over plain"]) == ("3,1,4", 2.0)
+    assert cell["over best"] == {label(shared): 1.5, ADAPTIVE: 1.25}
