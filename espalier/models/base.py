@@ -1,6 +1,6 @@
 """The contract of a target model: a call over the rows of a pass.
 
-A model never sees the KV cache.  Each of its layers writes what it keeps and attends through the pass
+A model never sees the KV cache.  Its layers write their K and V (or states) and attend through the pass
 (espalier/attention/forward.py).
 """
 
@@ -22,19 +22,23 @@ class Layer(Protocol):
     """A layer of a decoder (espalier/models/layers/decoder.py:DecoderLayer).  A family may bring its own."""
 
     def __call__(self, s: Stream, p: Pass) -> None:
-        """Take the stream of the pass's rows through the layer.
+        """Run the layer over the stream of the pass's rows.
 
-        The layer calls `p.write` and `p.attend` once each, and goes on with the rows `p.kept` between them; one that
-        keeps a convolution alone has nothing to attend to.  It does not write to the residual that it gets, because it
-        may have been captured.
+        The layer calls `p.write` once, goes on with the rows `p.kept`, then calls `p.attend` once.  A layer that keeps
+        only a convolution does not call `p.attend`.  A layer does not write to the residual tensor that it gets,
+        because that tensor may have been captured.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """hidden: [B, Q, H], after the final norm, or [B, 1, H] in a pass with `needed`; inputs: [B, Q, H] each, of the n
-    captured layers, in order.  The input of the final norm has the rows of `hidden`."""
+    """The output of a target over the rows of a pass.
+
+    hidden: [B, Q, H], the hidden states after the final norm; [B, 1, H] in a pass with `needed`.
+    inputs: the inputs of the n captured layers, [B, Q, H] each, in order.  A captured input of the final norm has as
+    many rows as `hidden`.
+    """
 
     hidden: Tensor
     inputs: tuple[Tensor, ...]
@@ -48,7 +52,8 @@ class ModelOutput:
 class CausalLM(Protocol):
     """A loaded target model.  A draft without its own embedding or head uses the target's.
 
-    kv_scales: of each layer's K and V in FP8, where the checkpoint has them.
+    kv_scales: the FP8 scales of each layer's K and V; None for a layer whose scales the checkpoint does not have.
+    capture: the layers whose inputs each pass returns.
     """
 
     config: ModelConfig
@@ -59,7 +64,7 @@ class CausalLM(Protocol):
     head: Linear
 
     def __call__(self, p: Pass) -> ModelOutput:
-        """Run over the rows of a pass.  Its positions are below the `position_rows` given at loading."""
+        """Run over the rows of a pass.  The positions of the rows must be below the `position_rows` of load_target."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Block drafts (DFlash: Chen et al. 2026, arXiv:2602.06036; JetSpec; DSpark): one pass proposes every depth.
 
-A block is the root and mask tokens, at the root's position and those after it.  In each layer, the rows of a block
-attend to one another and to the context rows, one for each token before the root.  Context rows are K and V of one
-vector for each token, norm(fc(features of the target)); each layer has its own K and V projections of it.
+A block is the root, at its position, and mask tokens at the next positions.  In each layer, the rows of a block attend
+to one another and to the context rows.  There is one context row for each token before the root.  It is the K and V of
+the vector norm(fc(features of the target)) of that token; each layer has its own K and V projections.
 """
 
 import logging
@@ -34,15 +34,16 @@ from espalier.models.weights import Weights
 Z_LAB, DEEP_SPEC = "DFlashDraftModel", "Qwen3DSparkModel"
 ARCHITECTURES = (Z_LAB, DEEP_SPEC)
 SPECULATORS_TYPES = ("dflash", "dspark")
-# The inputs of DSpark's Markov head.  vanilla: the token before; gated: also the block's hidden state; rnn: also the
-# whole path.
+# An edge scores a token given its parent in the tree.  The edges come from DSpark's Markov head, of one of three types
+# with more and more inputs.  vanilla: the parent token; gated: also the block's hidden state at this depth; rnn: also
+# all tokens of the path before the parent.
 EdgeKind = Literal["vanilla", "gated", "rnn"]
 EDGE_KINDS: tuple[EdgeKind, ...] = get_args(EdgeKind)
-# The size of each kind's projection in units of the rank: its rows, and its columns without the hidden state's.
+# The size of each type's projection: its rows, and its columns without the hidden state's, as multiples of the rank.
 EDGE_PARTS: Mapping[EdgeKind, tuple[int, int]] = {"vanilla": (0, 0), "gated": (1, 1), "rnn": (3, 2)}
-# Fields of dflash_config that are read.
+# The fields of dflash_config that are read.
 DFLASH_FIELDS = ("target_layer_ids", "mask_token_id", "block_size", "causal_head", "target_hidden_size", "draft_shift")
-# z-lab's tensor for a mask that is not a token of the vocabulary.
+# The file of z-lab's drafts whose mask is not a token of the vocabulary.
 MASK_EMBEDDING = "mask_embedding.pt"
 log = logging.getLogger(__name__)
 
@@ -51,8 +52,8 @@ log = logging.getLogger(__name__)
 class BlockConfig:
     """A block draft's config.json, checked against its target's.
 
-    layer: the config of its decoder layers; with `spec.windows_from_root`, windows count context rows before the root.
-    edge_rank: the rank of the Markov head; 0: there is none.  edge_kind: its markov_head_type.
+    layer: the config of the decoder layers.  With `spec.windows_from_root`, windows count context rows before the root.
+    edge_rank: the rank of the Markov head; 0: no Markov head.  edge_kind: the head's markov_head_type.
     """
 
     layer: ModelConfig
@@ -64,7 +65,11 @@ class BlockConfig:
 def block_spec(
     given: Fields, layer: ModelConfig, first_proposing: int, windows_from_root: bool = True, **fields: Any
 ) -> DraftSpec:
-    """The spec of a block draft, with these `fields`.  given: the fields of config.json, wherever they stand in it."""
+    """Returns the spec of a block draft.
+
+    given: the fields of config.json, merged from its objects.  fields: further fields of the spec; they replace the
+    algorithm and vocab_size set here.
+    """
     rows, layers = given.count("block_size"), layer_specs_of(layer)
     return DraftSpec(
         **{"algorithm": "block", "vocab_size": layer.vocab_size, **fields},
@@ -80,14 +85,14 @@ def block_spec(
 
 
 def _from_root(spec: LayerSpec) -> LayerSpec:
-    """The spec whose window, seen from the root's position, holds the W rows before the root, and the root."""
+    """The spec with a window that holds, counted from the root's position, the root and the W rows before it."""
     return spec if spec.window is None else replace(spec, window=spec.window + 1)
 
 
 def read_block(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
     """Read the config.json `raw` of the draft at `path` and check it against its target's config.  Loads no weights.
 
-    Raises EspalierError if the draft does not fit this target, or is of a form that is not built.
+    Raises EspalierError if the draft does not fit this target, or has a form that is not supported.
     """
     read = _read_published if raw.get("speculators_model_type") is None else read_speculators
     config = read(Fields(raw, path), target)
@@ -96,7 +101,7 @@ def read_block(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
 
 
 def _read_published(given: Fields, target: ModelConfig) -> BlockConfig:
-    """read_block for z-lab's and DeepSpec's forms; not yet checked against the target."""
+    """The config of a draft in z-lab's or DeepSpec's form.  The caller checks it against the target."""
     is_deep_spec = architecture_of(dict(given.raw)) == DEEP_SPEC
     own = own_fields(given, DFLASH_FIELDS)
     layer = layer_of(given, target, own.get("target_hidden_size"))
@@ -126,7 +131,7 @@ def _read_published(given: Fields, target: ModelConfig) -> BlockConfig:
 
 
 def read_speculators(given: Fields, target: ModelConfig) -> BlockConfig:
-    """read_block for speculators' form; not yet checked against the target."""
+    """The config of a draft in speculators' form.  The caller checks it against the target."""
     layer = layer_of(Fields(given.layer(), given.path), target, given.get("target_hidden_size"))
     is_dspark = given.get("speculators_model_type") == "dspark"
     slides_causally = not given.flag("sliding_window_non_causal")
@@ -150,7 +155,8 @@ def read_speculators(given: Fields, target: ModelConfig) -> BlockConfig:
 
 
 def layer_of(given: Fields, target: ModelConfig, target_hidden: int | None = None) -> ModelConfig:
-    """target_hidden: the hidden size that the config says of its target, if it says one."""
+    """Returns the config of the draft's decoder layers, which must be Qwen3 layers of the target's hidden size.
+    target_hidden: the target's hidden size as the draft's config states it, if it does.  Raises EspalierError."""
     declared, supported = given.get("model_type"), QWEN3.model_type
     if declared != supported:
         raise given.error(
@@ -166,7 +172,7 @@ def layer_of(given: Fields, target: ModelConfig, target_hidden: int | None = Non
 
 
 def _default_ids(num_target_layers: int, num_layers: int) -> list[int]:
-    """z-lab's choice: from layer 1 to the fourth from the last, evenly spaced."""
+    """The target layers that z-lab's drafts read by default: evenly spaced from layer 1 to layer L - 3 of L."""
     if num_layers == 1:
         return [num_target_layers // 2]
     last = num_target_layers - 3
@@ -174,7 +180,7 @@ def _default_ids(num_target_layers: int, num_layers: int) -> list[int]:
 
 
 def _edge_fields(given: Fields) -> tuple[int, EdgeKind]:
-    """The rank and the kind of the Markov head."""
+    """Returns the rank and the type of the Markov head; rank 0 without a head."""
     rank = given.count("markov_rank", least=0) if given.get("markov_rank") else 0
     if not rank:
         return 0, "vanilla"
@@ -183,7 +189,8 @@ def _edge_fields(given: Fields) -> tuple[int, EdgeKind]:
 
 
 def own_fields(given: Fields, supported: Sequence[str]) -> Fields:
-    """dflash_config, z-lab's own fields.  Raises EspalierError for a field that is not read: it changes the results."""
+    """Returns the fields of dflash_config, z-lab's own object.
+    Raises EspalierError for a field that is not in `supported`, because such a field may change the results."""
     own, path = given.object("dflash_config"), given.path
     for name, value in own.raw.items():
         if name not in supported or (name == "draft_shift" and value):
@@ -201,7 +208,7 @@ def own_fields(given: Fields, supported: Sequence[str]) -> Fields:
 
 def refuse_misfit(config: BlockConfig, target: ModelConfig, path: Path) -> None:
     refuse_sizes(path, target, config.layer.hidden_size, config.layer.vocab_size, config.spec.vocab_size)
-    # Public codes disagree: some norm the last hidden state, some do not.
+    # The input of the final norm is refused: some public implementations norm that state, others do not.
     outside = [layer for layer in config.spec.capture if not 0 <= layer < target.num_layers]
     if outside:
         raise EspalierError(
@@ -212,10 +219,11 @@ def refuse_misfit(config: BlockConfig, target: ModelConfig, path: Path) -> None:
 
 @dataclass(frozen=True)
 class MarkovEdges:
-    """DSpark's Markov head, of low rank.  before: [V, rank]; after: [draft vocabulary, rank].
+    """DSpark's Markov head: scores of a token given its parent, as a product of low rank.
 
-    of_hidden, of_rows: the columns of its gate or of its recurrent projection that read the block's hidden states, and
-    the others (FactorProjection.weight); None for a head that reads the token before alone.
+    before: [V, rank], the vectors of parent tokens; after: [draft vocabulary, rank], the vectors of tokens.
+    of_hidden: the columns of the head's gate, or of its recurrent projection, that read the block's hidden states.
+    of_rows: the other columns (FactorProjection.weight).  Both are None for a head that reads only the parent token.
     """
 
     before: Tensor
@@ -235,7 +243,9 @@ class MarkovEdges:
 class BlockDraft:
     """A loaded block draft: a BlockModel (espalier/models/draft.py).
 
-    context_kv: the K and V projections of each layer: rows of its stacked q, k and v, in the same memory.
+    fc, context_norm: make the vector of a context row.  context_kv: the K and V projections of each layer, which share
+    the memory of the layer's stacked q, k and v.
+    d2t: as in DraftModel.  edges: None without a Markov head.
     """
 
     modules = ()
@@ -283,9 +293,9 @@ def _attention(layer: DecoderLayer) -> Attention:
 
 
 def make_block(weights: Weights, config: BlockConfig, target: CausalLM, position_rows: int) -> BlockDraft:
-    """Build the draft from its weights.  Without an embedding or a head of its own, it shares the target's tensor.
+    """Build the draft from its weights.  A draft without an embedding or a head of its own shares the target's.
 
-    Raises EspalierError naming what does not fit, and a weight that is not used.
+    Raises EspalierError naming a weight that does not fit or is not used.
     """
     draft = BlockDraft(**block_parts(weights, config, target, position_rows), edges=_edges(weights, config))
     weights.finish()
@@ -293,12 +303,12 @@ def make_block(weights: Weights, config: BlockConfig, target: CausalLM, position
 
 
 def block_parts(weights: Weights, config: BlockConfig, target: CausalLM, position_rows: int) -> dict[str, Any]:
-    """The fields of a BlockDraft without edges."""
+    """Returns the fields of a BlockDraft, without `edges`."""
     layer, spec, eps = config.layer, config.spec, config.layer.rms_norm_eps
     hidden = layer.hidden_size
     embed = draft_embedding(weights, (layer.vocab_size, hidden), target)
     if weights.has_matrix("confidence_head.proj"):
-        # A tree ranks its paths by probability, so no threshold on confidence is needed.
+        # The confidence head would set a threshold.  A tree ranks its paths by probability and needs none.
         log.info("draft %s: its confidence head is not used", weights.path)
         weights.ignore_under(("confidence_head.",))
     weights.ignore(["t2d"])

@@ -1,6 +1,6 @@
 """Reads a model's config.json.  Every field that changes the computation is honoured, or refused by name.
 
-The defaults of missing fields differ by family, so each family file declares them.  The reading is shared.
+All families share this reader.  The defaults of missing fields differ by family, so each family file declares them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,16 +42,16 @@ if TYPE_CHECKING:
 Raw = dict[str, Any]
 Windows = tuple[int | None, ...]
 Read = TypeVar("Read")
-# (weights, config, prefix of the layer's names, its number, its RoPE's tables) -> a models/base.py:Layer.  Of a family
-# with MTP layers it also takes the layer's place in the pass, by default its number.
+# (weights, config, prefix of the layer's names, layer number, RoPE tables) -> a models/base.py:Layer.  In a family with
+# MTP layers the function also takes the layer's index in the pass, by default the layer number.
 LoadLayer = Callable[..., Any]
-# (weights, config, prefix of the layer's names, its number, its RoPE's tables) -> a models/layers/decoder.py:Mixer.
+# (weights, config, prefix of the layer's names, layer number, RoPE tables) -> a models/layers/decoder.py:Mixer.
 LoadMixer = Callable[[Any, "ModelConfig", str, int, RopeTables], Any]
-# (weights, config, the factor of its values) -> a models/layers/embedding.py:Embedding.
+# (weights, config, the factor of the embedding's values) -> a models/layers/linear.py:Embedding.
 LoadEmbedding = Callable[[Any, "ModelConfig", float], Any]
 MakeSpecs = Callable[["ModelConfig"], tuple[LayerSpec, ...]]
 
-# Fields that change the computation of models that are not supported, and the values with which they have no effect.
+# Fields that change the computation in a way that is not supported, each with the values that have no effect.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "swish"),
     "attn_logit_softcapping": (None, 0, 0.0),
@@ -96,7 +96,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 # The activations of a family that honours hidden_act, or names another field (Family.activation_field).
 ACTIVATIONS: Mapping[str, Activation] = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
-# Fields without effect on the forward pass.  They are listed so that an override of one is not refused as misspelled.
+# Fields without effect on the forward pass.  An override of such a field is accepted, not refused as misspelled.
 INERT = (
     "architectures",
     "bos_token_id",
@@ -114,45 +114,44 @@ INERT = (
 
 @dataclass(frozen=True)
 class Family:
-    """The declaration of one model family, made in its family file.
+    """The declaration of one model family, made in its family file.  Functions take the completed config, which is
+    config.json with `defaults` for missing fields, unless stated otherwise.
 
     defaults: values of fields that config.json lacks, as in the family's config class of Hugging Face transformers;
     tie_word_embeddings is false by default.
-    qkv_bias, out_bias: from the completed config, whether the attention's projections have a bias; by default
-    attention_bias says so.
-    windows: from the completed config, one entry for each layer: None, or the number of positions that a query attends
-    to, itself included; by default, None for all.
+    qkv_bias, out_bias: whether the attention's projections have a bias; by default, the value of attention_bias.
+    windows: one entry for each layer: None, or the number of positions that a query attends to, the query's own
+    included; by default, None for all layers.
     qk_norm: whether q and k are normed for each head, or the name of the field that says so.
-    wide_qk_norm: whether these are norms of all of q and all of k, not of each head.
+    wide_qk_norm: whether there is one norm of all of q and one of all of k, instead of norms for each head.
     layer_norms: where a layer has norms.  names: the names of a layer's other weights.
-    norm_offset: what is added, in float32 at least, to the weight of every RMS norm.
-    sinks: whether each head has an attention sink, a logit that joins the softmax and has no value.
-    experts: from the completed config, the layers with experts; None if there are none.  It raises EspalierError for
-    experts that the family cannot run yet.
-    embedding_scale, softmax_scale: from the completed config; softmax_scale: None for head_size ** -0.5.
-    residual_scale: from the completed config, the factor of each block's output before it is added to the residual.
-    logit_scale: from the completed config, the factor of logits, before they are bounded.
-    ropes: from the completed config, the RoPE fields of each layer, which replace those of the config for read_rope,
-    and its head_dim if heads differ by layer, or None for a layer without RoPE; None: all layers have those of the
-    config.
+    norm_offset: a number that is added, in float32 at least, to the weight of every RMS norm.
+    sinks: whether each head has an attention sink: a logit in the softmax that has no value vector.
+    experts: the layers with experts; None for a model without them.  Raises EspalierError for experts that are not
+    supported.
+    embedding_scale: the factor of the embedding.  softmax_scale: None for head_size ** -0.5.
+    residual_scale: the factor of each block's output before it is added to the residual.
+    logit_scale: the factor of logits, before they are bounded.
+    ropes: the RoPE fields of each layer, which replace the config's in read_rope; with head_dim, if the size of heads
+    differs by layer.  None in the list: a layer without RoPE.  None for the field: all layers have the config's fields.
     load_embedding: makes the token embedding; None: a table of vocab_size rows.
-    load_layer: makes a layer of the family's own; None: the layer of norms, mixer and MLP in layer_loading.py.
+    load_layer: makes a layer that only this family has; None: the layer of norms, mixer and MLP in layer_loading.py.
     load_mixer: makes the first block of that layer; None: attention, by layer_loading.py:load_attention.
-    layer_specs: what each layer keeps, from the config; None: as layer_loading.py:layer_specs_of says.
+    layer_specs: from the ModelConfig, what each layer keeps; None: K and V heads (layer_loading.py:layer_specs_of).
     latent: whether layers have latent attention (MLA), whose sizes espalier/models/latent_config.py reads.
     indexed: whether layers attend to the rows that an indexer chooses (espalier/models/latent_config.py).
-    honours: the fields of NEUTRAL that `experts` reads, or that do not change the output.  The family supports other
-    values of them.
-    multimodal: architectures of multimodal checkpoints whose text part may be of the family.
+    honours: the fields of NEUTRAL whose other values this family supports, because `experts` reads them or because they
+    do not change the output.
+    multimodal: architectures of multimodal checkpoints whose text part may be of this family.
     mtp: the multi-token prediction layers of the family's checkpoints; None if they have none.
     mlp_size_field: the field that holds the intermediate size of dense MLPs.
     activation_field: the field that names the activation of dense MLPs, one of ACTIVATIONS.
-    in_drafts: whether an EAGLE-3 head, or MTP layers with a config of their own, may have the family's layers.  A draft
-    builds its first layer itself, so these are layers of norms before each block, attention and a gated MLP.
-    fields: from config.json as it is stored, its fields under the names that families share.
+    in_drafts: whether an EAGLE-3 head, or MTP layers with a config of their own, may have this family's layers.  A
+    draft builds its first layer itself, so such layers have a norm before each block, attention and a gated MLP.
+    fields: takes config.json as it is stored, and returns its fields under the names that families share.
     layer_kinds: further names that `layer_types` may hold.
-    stored: what a checkpoint of the family calls the weights; unread: beginnings of the names of weights that are not
-    the text model's, and what they are.  final_norm: the name of the last norm.
+    stored: how a checkpoint of the family names the weights.  unread: weights that are not part of the text model: the
+    beginning of their names, and what they are.  final_norm: the name of the last norm.
     """
 
     architecture: str
@@ -196,20 +195,20 @@ class Family:
 class ModelConfig:
     """A decoder's sizes and options.
 
-    max_position: the longest context that the checkpoint was trained for (the limit of a dynamic rope, see RopeConfig).
-    ropes: of each layer; rope: of the first.
-    logit_cap: logits are bounded to ±logit_cap by a tanh; None: they are not.  softcap: the same bound for the logits
-    of attention.
+    max_position: the longest context, in tokens, that the checkpoint was trained for (see RopeConfig for its limit on a
+    dynamic RoPE).
+    ropes: the RoPE of each layer; rope: that of the first layer.
+    logit_cap: a tanh bounds logits to ±logit_cap; None: no bound.  softcap: the same for the logits of attention.
     eos_token_ids: all ids that config.json and generation_config.json name, or the ids of an override.
-    latent: the sizes of latent attention; None for layers with K and V heads.  With it, heads share one key-value head,
-    and head_size is the size of q and k before the latent is multiplied in.
+    latent: the sizes of latent attention; None for layers with K and V heads.  With latent attention, all heads share
+    one key-value head, and head_size is the size of q and k before the latent is multiplied in.
     formats: the storage format of each matrix.
-    embedding_scale, softmax_scale, residual_scale, logit_scale: as the family's functions of these names say.
-    stored: what the checkpoint calls the weights.
-    activation: of dense MLPs.
-    raw: config.json, completed with the family's defaults, with the overrides applied.  path: of its directory.
-    text_part_of: the architecture of the multimodal checkpoint whose text part this is; None: it is a whole.
-    probed: what the class of transformers does that runs the model; None: our own layers run it.
+    embedding_scale, softmax_scale, residual_scale, logit_scale: results of the Family's functions of these names.
+    stored: how the checkpoint names the weights.
+    activation: the activation of dense MLPs.
+    raw: config.json, completed with the family's defaults, with the overrides applied.  path: the directory.
+    text_part_of: the architecture of the multimodal checkpoint whose text part this is; None for a text model.
+    probed: what was measured of the transformers class that runs the model; None: Espalier's own layers run it.
     """
 
     family: Family = field(repr=False)
@@ -255,7 +254,7 @@ class ModelConfig:
 
 
 def architecture_of(raw: Raw) -> str | None:
-    """The first name in `architectures`, or model_type without it; None if that is no name."""
+    """The first name in `architectures`, or model_type if that field is missing; None if the value is no string."""
     names = raw.get("architectures") or [raw.get("model_type")]
     name = names[0] if isinstance(names, list) else None
     return name if isinstance(name, str) else None
@@ -264,12 +263,12 @@ def architecture_of(raw: Raw) -> str | None:
 def parse(
     raw: Raw, family: Family, path: Path, overrides: Mapping[str, Any] | None = None, generation: Raw | None = None
 ) -> ModelConfig:
-    """A ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported."""
+    """Returns a ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported."""
     raw = _declared(family.fields, raw, path)
     defaults = {"tie_word_embeddings": False, **family.defaults}
     known = {*raw, *defaults, *NEUTRAL, *INERT, *QUANTISATION_FIELDS, "rope_theta", *SPELLINGS}
     given = with_overrides(raw, overrides or {}, known)
-    # As in transformers, a family's default rope_parameters add nothing to a rope_scaling.
+    # As in transformers, the family's default rope_parameters are not used if the config has a rope_scaling.
     replaced = ("rope_parameters",) if given.get("rope_scaling") else ()
     full = {**{name: value for name, value in defaults.items() if name not in replaced}, **given}
     require_kinds(full, path)
@@ -310,7 +309,7 @@ def parse(
         softcap=cap_of(full, "attn_logit_softcapping", path),
         logit_cap=cap_of(full, "final_logit_softcapping", path),
         activation=_read_activation(full, family.activation_field, path),
-        # An override replaces what generation_config.json says, too.
+        # An override also replaces the ids of generation_config.json.
         eos_token_ids=eos_ids(full, {} if "eos_token_id" in (overrides or {}) else generation or {}, path),
         latent=latent,
         formats=read_formats(full, path),
@@ -321,9 +320,9 @@ def parse(
 
 
 def refuse_unsupported(full: Raw, path: Path, honoured: tuple[str, ...]) -> None:
-    """Raises EspalierError naming a field that needs a computation which is not implemented.
+    """Refuse a config with a field that needs a computation which is not implemented.  Raises EspalierError.
 
-    honoured: fields of NEUTRAL that the model's family supports.
+    honoured: the fields of NEUTRAL that the model's family supports.
     """
     for name, neutral in NEUTRAL.items():
         if name in full and name not in honoured and full[name] not in neutral:
@@ -335,7 +334,7 @@ def refuse_unsupported(full: Raw, path: Path, honoured: tuple[str, ...]) -> None
 
 
 def _read_activation(full: Raw, field: str, path: Path) -> Activation:
-    """Raises EspalierError for an activation that no kernel computes."""
+    """The activation that `field` names.  Raises EspalierError for an activation that no kernel computes."""
     name = full.get(field, "silu")
     if not isinstance(name, str) or name not in ACTIVATIONS:
         supported = " or ".join(map(repr, ACTIVATIONS))
@@ -344,7 +343,7 @@ def _read_activation(full: Raw, field: str, path: Path) -> Activation:
 
 
 def _lifted(full: Raw) -> Raw:
-    """The config with the attention's fields at its top level.  Transformers 5 writes them into rope_parameters."""
+    """The config with the attention's fields at the top level.  Transformers 5 writes them into rope_parameters."""
     ropes = [full.get(field) or {} for field in reversed(SPELLINGS)]
     return full | {name: rope[name] for rope in ropes for name in OF_ATTENTION if name in rope}
 
@@ -352,7 +351,7 @@ def _lifted(full: Raw) -> Raw:
 def _read_ropes(
     full: Raw, family: Family, latent: LatentConfig | None, head_size: int, longest: int, path: Path
 ) -> tuple[tuple[RopeConfig, ...], int]:
-    """The RoPE of each layer, and the longest context that all of them were made for."""
+    """Returns the RoPE of each layer, and the longest context, in tokens, that all of them support."""
     own = [{}] * full["num_hidden_layers"] if family.ropes is None else _declared(family.ropes, full, path)
     read = []
     for each in own:
@@ -372,7 +371,7 @@ def full_attention(full: Raw) -> Windows:
 
 
 def windows_by_layer_type(full: Raw, default: Callable[[int], bool]) -> Windows:
-    """The window for layers that `layer_types` (or `default`, without it) declares sliding; None for the others."""
+    """The window of each layer: None, or `sliding_window` if `layer_types` (without it, `default`) says sliding."""
     window, types = full.get("sliding_window"), full.get("layer_types")
     if window is None:
         return full_attention(full)
@@ -382,18 +381,18 @@ def windows_by_layer_type(full: Raw, default: Callable[[int], bool]) -> Windows:
 
 
 def windows_in_every_second(full: Raw) -> Windows:
-    """As windows_by_layer_type; without `layer_types`, in every second layer, from the first on."""
+    """The window of each layer (windows_by_layer_type).  Without `layer_types`, layers 0, 2, 4, ... are sliding."""
     return windows_by_layer_type(full, lambda layer: layer % 2 == 0)
 
 
 def windows_if_used(full: Raw, default: Callable[[int], bool]) -> Windows:
-    """As windows_by_layer_type with `use_sliding_window`, else no layer has a window."""
+    """The window of each layer (windows_by_layer_type); None for all if `use_sliding_window` is false."""
     window = full["sliding_window"] if full["use_sliding_window"] else None
     return windows_by_layer_type({**full, "sliding_window": window}, default)
 
 
 def attention_in_some_layer(full: Raw) -> Windows:
-    """No layer has a window.  Raises EspalierError if no layer has attention."""
+    """Returns None for each layer: no windows.  Raises EspalierError if no layer has attention."""
     if "full_attention" not in (full["layer_types"] or ()):
         raise EspalierError(
             "layer_types names no 'full_attention'; a model with no layer of attention is not supported"
@@ -402,7 +401,7 @@ def attention_in_some_layer(full: Raw) -> Windows:
 
 
 def _declared(read: Callable[[Raw], Read], full: Raw, path: Path) -> Read:
-    """The result of a family's function `read` for the completed config.  Its EspalierErrors get the path."""
+    """Returns the result of a family's function `read` for the completed config.  Adds the path to its errors."""
     try:
         return read(full)
     except EspalierError as error:
@@ -423,7 +422,7 @@ def _read_windows(full: Raw, family: Family, layers: int, path: Path) -> Windows
             raise EspalierError(
                 f"{path}: layer_types has {len(types)} entries for num_hidden_layers = {layers}; make them agree"
             )
-    # Where it is not used, some configs have a window of 0.
+    # Some configs that do not use a window have sliding_window = 0.
     window = full.get("sliding_window") if full.get("use_sliding_window", True) else None
     if window is not None and (not isinstance(window, int) or window < 1):
         raise EspalierError(f"{path}: sliding_window = {window!r}; a positive integer or null is needed; correct it")

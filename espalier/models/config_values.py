@@ -1,4 +1,4 @@
-"""Checks the single values of a config.json: their kinds and ranges.  config.py checks how values fit together."""
+"""Checks single values of a config.json: their types and ranges.  config.py checks how values fit together."""
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,7 +11,8 @@ from espalier.model_files import MAX_HEAD_SIZE, MAX_LAYERS, MAX_NUMBER, MAX_SIZE
 from espalier.models.rope import SPELLINGS, rope_overrides, type_of_rope, with_rope_type
 
 Raw = dict[str, Any]
-# The most of sizes that take memory before a weight is read: layers, and the columns of the rotary tables.
+# The largest allowed values of sizes that take memory before any weight is read: the number of layers, and the columns
+# of the rotary tables.
 HEAD_SIZES = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 MOST: Mapping[str, int] = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(HEAD_SIZES, MAX_HEAD_SIZE)}
 # Fields that are not counts: (name, type, in words).
@@ -57,13 +58,13 @@ def _optional() -> Iterator[tuple[str, tuple[Callable[[Any], bool], str]]]:
         yield name, (lambda value: isinstance(value, str), "text")
 
 
-# For fields that a family may honour, or that are supported with few values: a check of the kind of value, and the kind
-# in words.
+# Fields that only some families honour, or that are supported with few values: a check of the value's type, and the
+# type in words.
 OPTIONAL: Mapping[str, tuple[Callable[[Any], bool], str]] = dict(_optional())
 
 
 def require_kinds(full: Raw, path: Path) -> None:
-    """Raises EspalierError naming a field whose value is not of its kind."""
+    """Check the types of all known fields.  Raises EspalierError naming a field whose value has a wrong type."""
     for name, kind, words in KINDS:
         value = full.get(name)
         is_missing = value is None and words.endswith("null")
@@ -81,7 +82,7 @@ def require_kinds(full: Raw, path: Path) -> None:
 
 
 def positive(full: Raw, name: str) -> float:
-    """The positive number of a field.  Raises EspalierError, without the path, naming a field that has none."""
+    """Returns the value of a field, a positive number.  Raises EspalierError, without the path, for any other value."""
     value = full.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_NUMBER:
         raise EspalierError(f"{name} = {shown(value)}; a positive number is needed; correct the config")
@@ -89,7 +90,7 @@ def positive(full: Raw, name: str) -> float:
 
 
 def require_counts(full: Raw, names: Iterable[str], most: int = MAX_SIZE) -> None:
-    """Raises EspalierError, without the path, naming a field that is no integer from 1 to `most`."""
+    """Check that fields are integers from 1 to `most`.  Raises EspalierError, without the path, naming a field."""
     for name in names:
         value = full.get(name)
         if type(value) is not int or not 1 <= value <= most:
@@ -99,15 +100,15 @@ def require_counts(full: Raw, names: Iterable[str], most: int = MAX_SIZE) -> Non
 
 
 def require_multiple(full: Raw, name: str, of: str) -> None:
-    """Raises EspalierError, without the path, if the first field is no multiple of the second."""
+    """Check that field `name` is a multiple of field `of`.  Raises EspalierError, without the path."""
     if full[name] % full[of]:
         raise EspalierError(f"{name} = {full[name]} is no multiple of {of} = {full[of]}; correct the config")
 
 
 def rotated_size(full: Raw, head_size: int, path: Path) -> int:
-    """The number of rotated values of a head, which are its first values.  Raises EspalierError for a wrong factor.
+    """How many of a head's values are rotated: the first ones.  Raises EspalierError for a wrong factor.
 
-    A proportional RoPE has a frequency for all of them, 0 for those that stay.
+    For a proportional RoPE the result is all values: those that it does not rotate have frequency 0.
     """
     if type_of_rope(full) == "proportional":
         return head_size
@@ -122,7 +123,7 @@ def rotated_size(full: Raw, head_size: int, path: Path) -> int:
 
 
 def count_of(full: Raw, path: Path, name: str) -> int:
-    """The positive integer of a field.  Raises EspalierError naming a field that has none."""
+    """Returns the value of a field, a positive integer.  Raises EspalierError naming the field for any other value."""
     value, most = full.get(name), MOST.get(name, MAX_SIZE)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise EspalierError(
@@ -133,7 +134,7 @@ def count_of(full: Raw, path: Path, name: str) -> int:
 
 
 def cap_of(full: Raw, field: str, path: Path) -> float | None:
-    """The bound that a field sets; None and 0 set none.  Raises EspalierError for what is no bound."""
+    """The bound that a field sets; None if the value is None or 0.  Raises EspalierError for any other non-number."""
     cap = full.get(field)
     if cap is not None and not (isinstance(cap, int | float) and not isinstance(cap, bool) and 0 <= cap <= MAX_NUMBER):
         raise EspalierError(f"{path}: {field} = {shown(cap)}; a positive number or null is needed; correct it")
@@ -141,7 +142,7 @@ def cap_of(full: Raw, field: str, path: Path) -> float | None:
 
 
 def heads_and_size(full: Raw, path: Path, heads: int, hidden: int) -> tuple[int, int]:
-    """(key-value heads, size of a head) of layers that keep K and V heads."""
+    """Returns (number of key-value heads, size of a head) of layers that keep K and V heads."""
     head_size = hidden // heads if full.get("head_dim") is None else count_of(full, path, "head_dim")
     name = "num_key_value_heads"
     kv_heads = heads if full.get(name) is None else count_of(full, path, name)
@@ -163,12 +164,13 @@ def eos_ids(full: Raw, generation: Raw, path: Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-# Fields that choose the family, before anything is overridden.
+# Fields that choose the family.  They are read before overrides apply.
 OF_FAMILY = ("architectures", "model_type")
 
 
 def with_overrides(raw: Raw, overrides: Mapping[str, Any], known: set[str]) -> Raw:
-    """raw with fields replaced, nested objects merged key by key.  Raises EspalierError for a name not in `known`."""
+    """Returns `raw` with the overridden fields replaced.  Nested objects are merged key by key.
+    Raises EspalierError for a name that is not in `known`."""
     merged, overrides = with_rope_type(raw), rope_overrides(raw, overrides)
     for name, value in overrides.items():
         if name in OF_FAMILY and value != raw.get(name):

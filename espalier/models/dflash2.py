@@ -1,8 +1,9 @@
-"""DFlash 2 drafts: DFlash (block.py) with convolutions within the block, and a selector among candidate tokens.
+"""DFlash 2 drafts: DFlash (block.py) with convolutions over the rows of the block, and a selector of candidate tokens.
 
 The normed input and the output of each sublayer are convolved over the rows of the block
-(kernels/layers/block_conv.py).  Context rows are not.  The selector scores the best tokens of each depth, given the
-token before: logit(v) + sum over r of before[u, r] · project(hidden)[r] · after[v, r] for token v after u.
+(kernels/layers/block_conv.py).  Context rows are not convolved.  The selector scores the best tokens of each depth,
+given the parent token.  Token v after parent u gets
+logit(v) + sum over r of before[u, r] · project(hidden)[r] · after[v, r].
 """
 
 from dataclasses import dataclass, replace
@@ -38,7 +39,7 @@ from espalier.models.weights import Weights
 
 ARCHITECTURES = ("DFlash2DraftModel",)
 SPECULATORS_TYPES = ("dflash2",)
-# The package's defaults.
+# The defaults of the DFlash 2 package.
 SIZES = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 SCALES = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale")
 DFLASH_FIELDS = ("target_layer_ids", "mask_token_id", "block_size", *SIZES, *SCALES)
@@ -49,9 +50,10 @@ DEFAULT_BLOCK_SIZE = 16
 class DFlash2Config(BlockConfig):
     """A DFlash 2 draft's config.json, checked against its target's.
 
-    conv_taps: rows that a convolution reads, its own included; conv_group: adjacent channels that share a coefficient.
-    selector_rank: of the codebooks; selector_topk: tokens of a depth that the selector scores.
-    embedding_scale, logit_scale: 1 for none; logit_cap: tanh(logit / cap) · cap, None for none.
+    conv_taps: how many rows a convolution reads for an output row, that row included.  conv_group: how many adjacent
+    channels share a coefficient.
+    selector_rank: the rank of the codebooks.  selector_topk: how many tokens of a depth the selector scores.
+    embedding_scale, logit_scale: factors.  logit_cap: a logit becomes tanh(logit / cap) · cap; None: it stays.
     """
 
     conv_taps: int
@@ -70,7 +72,7 @@ class DFlash2Config(BlockConfig):
 def read_dflash2(path: Path, raw: Raw, target: ModelConfig) -> DFlash2Config:
     """Read the config.json `raw` of the draft at `path` and check it against its target's config.  Loads no weights.
 
-    Raises EspalierError if the draft does not fit this target, or is of a form that is not built.
+    Raises EspalierError if the draft does not fit this target, or has a form that is not supported.
     """
     given = Fields(raw, path)
     is_speculators = given.get("speculators_model_type") is not None
@@ -121,7 +123,7 @@ def _sizes(given: Fields) -> dict[str, Any]:
 
 
 def _refuse_sizes(config: DFlash2Config, given: Fields) -> None:
-    """Raises EspalierError for sizes that do not fit one another."""
+    """Refuse a config whose sizes do not fit one another.  Raises EspalierError."""
     hidden, vocab = config.layer.hidden_size, config.layer.vocab_size
     wrong = {
         f"conv_group_size = {config.conv_group} does not divide the hidden size {hidden}": hidden % config.conv_group,
@@ -140,22 +142,22 @@ def _refuse_sizes(config: DFlash2Config, given: Fields) -> None:
 
 @dataclass(frozen=True)
 class BlockConv:
-    """The two convolutions of a sublayer.
+    """The two convolutions of a sublayer, of its input (first in both tensors) and of its output.
 
-    base: [2, T, H], coefficients by channel; weight: [2 · T · G, H], which makes the coefficients of each row.  The
-    input's come first.
+    base: [2, T, H], the coefficients of each tap and channel, the same for all rows.  weight: [2 · T · G, H], the
+    projection that makes the further coefficients of each row, one per tap and group of channels.
     """
 
     base: Tensor
     weight: Tensor
 
     def of_input(self, normed: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """normed [N, H], in blocks of `width` rows -> (the sublayer's input, the coefficients of its output)."""
+        """normed [N, H], in blocks of `width` rows -> (the convolved input [N, H], the output's coefficients)."""
         return block_conv(normed, self.weight, self.base[0], width)
 
 
 class Convolved(NamedTuple):
-    """A sublayer's output (as RMSNorm.after takes it), which is convolved and added to the stream in one launch."""
+    """A sublayer's output (as RMSNorm.after takes it).  One launch convolves it and adds it to the stream."""
 
     output: Tensor
     coefficients: Tensor
@@ -163,7 +165,7 @@ class Convolved(NamedTuple):
     width: int
 
     def after(self, norm: AnyNorm, x: Tensor) -> tuple[Tensor, Tensor]:
-        """As espalier/models/layers/stream.py:Pending."""
+        """Returns (x + the convolved output, the norm of that sum).  See stream.py:Pending."""
         assert isinstance(norm, RMSNorm)
         return block_conv_norm(self.output, self.coefficients, self.base, x, norm.weight, norm.eps, self.width)
 
@@ -193,7 +195,7 @@ class ConvolvedLayer(DecoderLayer):
 
 @dataclass(frozen=True)
 class Selector:
-    """The candidate selector.  before, after: the codebooks [V, rank]; topk: tokens of a depth that it scores."""
+    """The candidate selector.  before, after: the codebooks [V, rank]; topk: how many tokens of a depth it scores."""
 
     before: Tensor
     after: Tensor
@@ -201,7 +203,7 @@ class Selector:
     topk: int
 
     def of_block(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
-        # Any choice among ties: it decides only what is drafted.
+        # Any choice among ties is correct, because it decides only which tokens are drafted.
         ids = logits.topk(self.topk, -1).indices.sort(-1).values
         after = self.after[ids] * self.project(hidden)[:, :, None]
         return LowRankEdges(logits.gather(2, ids), self.before, after, ids)
@@ -218,7 +220,7 @@ class DFlash2Draft(BlockDraft):
 
 
 def make_dflash2(weights: Weights, config: DFlash2Config, target: CausalLM, position_rows: int) -> DFlash2Draft:
-    """As make_block."""
+    """Build the draft from its weights; see block.py:make_block for shared tensors and errors."""
     hidden, vocab, rank = config.layer.hidden_size, config.layer.vocab_size, config.selector_rank
     rows = 2 * config.conv_taps * config.conv_groups
 

@@ -1,7 +1,7 @@
 """The declaration of a draft (DraftSpec), and the contract of a loaded draft model (DraftModel).
 
-A DraftSpec follows from the config.json of the draft and of its target.  So memory, pages and slots are sized before
-weights are read.
+A DraftSpec is made from the config.json of the draft and of its target alone.  So memory, pages and slots are sized
+before weights are read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +19,10 @@ from espalier.layout import MIN_CHUNK_WIDTH
 from espalier.model_files import naming_config, read_json
 from espalier.models.config import ModelConfig
 
-# DraftSpec.form.
+# The type of DraftSpec.form.
 Form = Literal["chain", "target"]
-# A piece of a prompt holds the tokens that the modules of the next piece look back to.
+# The modules of a piece of a prompt read tokens of the piece before it, so a piece has at least as many tokens as there
+# are modules.
 MAX_MODULES = MIN_CHUNK_WIDTH
 
 
@@ -30,24 +31,26 @@ class DraftSpec:
     """A draft's declaration.  Without a draft model (n-gram, plain decoding), all fields but `algorithm` are defaults.
 
     algorithm: the name that users give.
-    layers: specs of the draft's layers, module after module; pages keep them after the target's.
-    modules: N, the modules of the draft, each with as many layers.  Module l proposes level l of a tree; the last one
-    proposes all levels from N on.  An EAGLE head is one module, and so is each MTP layer (DeepSeek-V3's word).  0 for a
-    block draft, whose layers all run in its one pass.  P-EAGLE's one module extends as EAGLE's and proposes in a pass.
-    block_rows: the rows of that pass; 0 for drafts that propose one level a pass.
-    max_steps: the depth that this pass proposes, which a tree must not exceed; None: no limit.
+    layers: the specs of the draft's layers, module after module.  In pages they follow the target's layers.
+    modules: N, the number of modules (DeepSeek-V3's word).  All have the same number of layers.  Module l proposes
+    level l of a tree; module N proposes all levels from N on.  An EAGLE head is one module, and so is each MTP layer.
+    P-EAGLE's one module extends the committed text as EAGLE's does, and proposes all levels in one pass.  0 for a block
+    draft: all its layers run in its one pass.
+    block_rows: the rows of the pass that proposes all levels; 0 for drafts that propose one level per pass.
+    max_steps: how many levels this pass proposes; a tree must not be deeper.  None: no limit.
     mask_token: the token of all rows of this pass but the root's.
-    first_proposing: the row of a block that proposes depth 1: 0, the root's, or 1, the first mask.
-    causal: for each layer of a block draft, whether a block row sees no later block row.
-    windows_from_root: whether a sliding window is the same for all rows of a block, counted from the root; if not, each
-    row counts from its own position.
+    first_proposing: the row of a block that proposes depth 1: 0, the root's row, or 1, the first mask row.
+    causal: for each layer of a block draft, whether a block row does not attend to later block rows.
+    windows_from_root: whether a sliding window is counted from the root, the same for all rows of a block.  If not, it
+    is counted from each row's own position.
     form: the hidden state that module k (from 1) reads at token q.  "chain": the output of module k - 1 at token q - 1,
-    where module 0 is the target; "target": the target's at token q - k.  Both are the same for one module.
+    where module 0 is the target; "target": the target's hidden state at token q - k.  With one module, both are the
+    same.
     reads: the field of the target's ModelOutput that the draft reads.  "captured": the inputs of the layers `capture`,
     concatenated; "hidden": the last hidden state after the final norm; None: no field.
     capture: target layers whose inputs are read; num_layers means the input of the final norm.
-    hidden_size: H, of the hidden states that modules read and hand on.
-    vocab_size: size of the draft's vocabulary; below the target's if the draft has a map (DraftModel.d2t).
+    hidden_size: H, the size of the hidden states that modules read and return.
+    vocab_size: the size of the draft's vocabulary; below the target's if the draft has a map (DraftModel.d2t).
 
     Raises EspalierError for layers that cannot be divided among the modules.
     """
@@ -79,23 +82,29 @@ class DraftSpec:
 
     @property
     def reentry(self) -> int:
-        """Rows 0 .. k-1 of module k do not exist.  After a prefix hit of m tokens, the target's rows from m - reentry
-        on are computed again: pages hold no hidden states, and row m of the last module follows from those rows.  A row
-        of a block draft follows from the target's row of its own token, so nothing is computed again."""
+        """How many tokens of a cached prefix the target computes again.
+
+        Row m of the last module depends on hidden states of the target at the tokens before m, and pages hold no hidden
+        states.  So after a prefix hit of m tokens, the target computes its rows from m - reentry on.  (Rows 0 .. k-1 of
+        module k do not exist.)  0 for a block draft, whose rows depend only on the target's row of the same token.
+        """
         return self.modules
 
     @property
     def root_rows(self) -> int:
-        """Committed rows of the root: 1 if its row follows from the feature of the token before it, 0 for a block
-        draft without modules, whose rows follow from the features of their own tokens."""
+        """The number of committed draft rows of the root.
+
+        1 if the root's row is computed from the feature of the token before the root.  0 for a block draft without
+        modules, whose rows are computed from the features of their own tokens.
+        """
         return 0 if self.block_rows and not self.modules else 1
 
     @property
     def carried(self) -> Mapping[str, tuple[int, ...]]:
-        """The tensors that each slot carries from launch to launch, as shapes by name.
+        """The tensors that each slot keeps from round to round, as shapes by name.
 
-        hidden: the output of module 1 at the root.  feed2 to feedN: the hidden state that module k reads at the token
-        after the root.
+        hidden: the output of module 1 at the root.  feedk, for k from 2 to N: the hidden state that module k reads at
+        the token after the root.
         """
         names = ["hidden", *(f"feed{k}" for k in range(2, self.modules + 1))] if self.modules else []
         return dict.fromkeys(names, (self.hidden_size,))
@@ -106,7 +115,7 @@ class DraftSpec:
 
 
 class DraftConfig(Protocol):
-    """A draft's config.json, checked against its target's.  layer: the config of its decoder layers."""
+    """A draft's config.json, checked against its target's.  layer: the config of the draft's decoder layers."""
 
     @property
     def spec(self) -> DraftSpec: ...
@@ -117,8 +126,8 @@ class DraftConfig(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DraftOutput:
-    """[B, Q, H] each, or [B, 1, H] in a pass with `needed`.  hidden: input of the rows that follow; normed: input of
-    the lm_head."""
+    """The output of a module, [B, Q, H] each, or [B, 1, H] in a pass with `needed`.
+    hidden: the hidden states that child rows read.  normed: the input of the lm_head."""
 
     hidden: Tensor
     normed: Tensor
@@ -131,30 +140,30 @@ class DraftOutput:
 
 
 class DraftModule(Protocol):
-    """One module of a draft.  A row of module k belongs to its token q, and has RoPE position q - k."""
+    """One module of a draft.  The row of token q in module k has RoPE position q - k."""
 
     def __call__(self, p: Pass, hidden: Tensor, parents: Tensor | None = None) -> DraftOutput:
-        """Run over the rows of a pass, whose layers are the module's.
+        """Run over the rows of a pass over the module's layers.
 
-        hidden: [B, R, H], fused features or the hidden states of earlier rows; parents: int64 [B, Q], index of the row
-        of `hidden` that each new row reads; None: row i reads row i.
+        hidden: [B, R, H], fused features or the hidden states of earlier rows.  parents: int64 [B, Q], the index of the
+        row of `hidden` that each new row reads; None: row i reads row i.
         """
         ...
 
     def output_of(self, hidden: Tensor) -> DraftOutput:
-        """The output of rows of which only `hidden` was kept."""
+        """Returns the whole output of rows, from their `hidden` [..., H] alone."""
         ...
 
     def logits(self, out: DraftOutput) -> Tensor:
-        """[B, Q, draft vocabulary] in the model's dtype."""
+        """Returns the logits [B, Q, draft vocabulary] in the model's dtype."""
         ...
 
 
 class DraftModel(Protocol):
     """A loaded draft model.  A block draft (BlockModel) has no modules.
 
-    modules: `spec.modules` of them, in order.
-    has_experts: whether rows go to experts, so that padding should not.
+    modules: the `spec.modules` modules, in order.
+    has_experts: whether rows go to experts.  If so, padding rows must go to none.
     d2t: [draft vocabulary] int64, the target id of each draft id; None if both vocabularies are the same.
     """
 
@@ -175,21 +184,24 @@ class DraftModel(Protocol):
 
 
 class Edges(Protocol):
-    """What makes a block draft's scores depend on the tokens before (DSpark's Markov head, DFlash 2's selector)."""
+    """The part of a block draft that scores a token given its parent (DSpark's Markov head, DFlash 2's selector)."""
 
     def of_block(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
-        """logits: [B, S, draft vocabulary], which do not depend on the tokens before; hidden: [B, S, H], the inputs of
-        the head that gave them."""
+        """Returns the edges of one block.
+
+        logits: [B, S, draft vocabulary], which do not depend on the parent token.  hidden: [B, S, H], the inputs of the
+        head that returned these logits.
+        """
         ...
 
 
 class BlockModel(DraftModel, Protocol):
     """A loaded block draft: one pass over a block of rows proposes all depths.
 
-    The rows are the root and mask tokens, at the positions from the root on.  They attend to context rows, one for each
-    token before the root, and to one another.  Context rows are kept in pages; block rows are not.
+    The rows are the root, then mask tokens at the next positions.  They attend to one another and to context rows, of
+    which there is one for each token before the root.  Context rows are kept in pages; block rows are not.
 
-    edges: None if a depth's scores do not depend on the tokens before.
+    edges: None if a token's score does not depend on its parent.
     """
 
     edges: Edges | None
@@ -199,22 +211,22 @@ class BlockModel(DraftModel, Protocol):
         ...
 
     def block_logits(self, hidden: Tensor) -> Tensor:
-        """[..., H] -> [..., draft vocabulary] in the model's dtype."""
+        """The inputs of the head [..., H] -> logits [..., draft vocabulary] in the model's dtype."""
         ...
 
     def write_context(self, features: Tensor, p: Pass) -> None:
         """Write the context rows of a pass, in every layer.
 
-        features: [B, W, F], the target's (`spec.reads`) at the tokens of the pass.
+        features: [B, W, F], the target's features (`spec.reads`) at the tokens of the pass.
         """
         ...
 
 
 def refuse_sizes(path: Path, target: ModelConfig, hidden: int, vocab: int, draft_vocab: int = 1) -> None:
-    """Raises EspalierError if the sizes in a draft's config.json do not fit its target.
+    """Refuse a draft whose config.json has sizes that do not fit its target.  Raises EspalierError.
 
-    hidden: of the hidden states that it reads of the target; vocab: of the tokens that it embeds; draft_vocab: of the
-    tokens that it proposes.
+    hidden: the size of the target's hidden states that the draft reads.  vocab: how many tokens it embeds.
+    draft_vocab: how many tokens it can propose.
     """
     for what, have, need in (("hidden size", hidden, target.hidden_size), ("vocabulary", vocab, target.vocab_size)):
         if have != need:
@@ -229,7 +241,8 @@ def refuse_sizes(path: Path, target: ModelConfig, hidden: int, vocab: int, draft
 
 
 def draft_verifier(path: Path | str) -> str | None:
-    """The target that a draft in the speculators format names.  With it, a user may give the draft alone."""
+    """The target that a draft in the speculators format names; None if it names none.
+    With this name, a user may give the draft alone."""
     speculators: Mapping[str, Any] = read_json(Path(path) / "config.json").get("speculators_config") or {}
     with naming_config(Path(path)):
         return (speculators.get("verifier") or {}).get("name_or_path")

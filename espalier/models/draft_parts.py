@@ -1,7 +1,7 @@
-"""What readers of several draft formats share: single fields of config.json, and weights that drafts have or borrow.
+"""Shared code of the readers of several draft formats: single fields of config.json, and weights.
 
-The weights are the embedding, the head and the map of a reduced vocabulary.  The reader of each format checks how
-fields fit together.
+The weights are the embedding and the head, which a draft has or borrows from the target, and the map of a reduced
+vocabulary.  The reader of each format checks how fields fit together.
 """
 
 import logging
@@ -26,16 +26,17 @@ log = logging.getLogger(__name__)
 
 
 def draft_embedding(weights: Weights, shape: Sequence[int], target: CausalLM, name: str = "embed_tokens") -> Embedding:
-    """The draft's embedding, or the target's.  Raises EspalierError if the target's does not fit."""
+    """Returns the draft's embedding, or the target's if the draft has none.
+    Raises EspalierError if the target's does not fit."""
     if is_borrowed(weights, name, "model.embed_tokens", shape, target.embed.shape):
         embed = whole_embedding(target)
-        # The target's scale is left out: a draft's config would name it.
+        # The embedding gets no scale: if the draft used one, its own config would name it.
         return Embedding(embed.weight)
     return Embedding(weights.take(f"{name}.weight", *shape))
 
 
 def whole_embedding(target: CausalLM) -> Embedding:
-    """The target's embedding, now whole on every rank, and a tied head in its memory."""
+    """Returns the target's embedding, made whole on every rank.  A tied head then shares the new memory."""
     shards = target.embed.shards
     target.embed.make_whole()
     if shards.count > 1 and target.config.tie_word_embeddings:
@@ -44,9 +45,9 @@ def whole_embedding(target: CausalLM) -> Embedding:
 
 
 def draft_head(weights: Weights, layer: ModelConfig, draft_vocab: int, target: CausalLM, embed: Embedding) -> Linear:
-    """The draft's head; its embedding, if its config says that they are tied; else the target's head.
+    """Returns the draft's head; else the draft's embedding, if its config ties the two; else the target's head.
 
-    Raises EspalierError if the target's does not fit.
+    Raises EspalierError if the target's head does not fit.
     """
     name, shape = "lm_head", (draft_vocab, layer.hidden_size)
     if weights.has_matrix(name):
@@ -59,9 +60,10 @@ def draft_head(weights: Weights, layer: ModelConfig, draft_vocab: int, target: C
 
 
 def is_borrowed(weights: Weights, name: str, original: str, shape: Sequence[int], target_shape: Sequence[int]) -> bool:
-    """Whether the draft has no matrix `name`, or `weights` holds a copy of the target's, `original`, under that name.
+    """Whether the draft uses the target's matrix: it has no matrix `name`, or `name` is a copy of `original`.
 
-    A quantised matrix counts as the draft's own.  Raises EspalierError if the target's shape does not fit.
+    original: the name under which `weights` holds the target's matrix, if it does.  A quantised matrix counts as the
+    draft's own.  Raises EspalierError if the target's shape does not fit.
     """
     if weights.has_matrix(name):
         return name != original and _are_equal(weights, f"{name}.weight", f"{original}.weight")
@@ -75,7 +77,7 @@ def is_borrowed(weights: Weights, name: str, original: str, shape: Sequence[int]
 
 
 def _are_equal(weights: Weights, name: str, other: str) -> bool:
-    """Whether both are stored, as plain tensors with the same values."""
+    """Whether both names are stored, as plain tensors with the same values."""
     if name not in weights or other not in weights or weights.shape(name) != weights.shape(other):
         return False
     one, two = (weights.take_raw(each, *weights.shape(name)) for each in (name, other))
@@ -83,9 +85,10 @@ def _are_equal(weights: Weights, name: str, other: str) -> bool:
 
 
 def draft_to_target(weights: Weights, vocab: int, draft_vocab: int) -> Tensor | None:
-    """The target id of each draft id; None if both vocabularies are the same.  Files store target id - draft id.
+    """Returns the target id of each draft id; None if both vocabularies are the same.
 
-    Raises EspalierError for ids that are outside the target's vocabulary, or that occur twice.
+    Files store target id - draft id.  Raises EspalierError for target ids that are outside the target's vocabulary, or
+    that occur twice.
     """
     if "d2t" not in weights and draft_vocab == vocab:
         return None
@@ -110,13 +113,13 @@ Choice = TypeVar("Choice", bound=str)
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields of an object in a draft's config.json.  A field that is read and is wrong raises EspalierError."""
+    """The fields of an object in a draft's config.json.  Methods raise EspalierError for a field with a wrong value."""
 
     raw: Mapping[str, Any]
     path: Path
 
     def error(self, message: str) -> EspalierError:
-        """The error with this message, which begins with the draft's path."""
+        """Returns an error whose text is the draft's path and this message."""
         return EspalierError(f"{self.path}: {message}")
 
     def over(self, defaults: Mapping[str, Any]) -> "Fields":
@@ -124,21 +127,22 @@ class Fields:
         return Fields({**defaults, **self.raw}, self.path)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of a field as it is."""
+        """The value of a field, unchecked."""
         return self.raw.get(name, default)
 
     def flag(self, name: str, default: bool = False) -> bool:
         return bool(self.raw.get(name, default))
 
     def object(self, name: str) -> "Fields":
-        """The fields of the object `name`; null is an empty one."""
+        """The fields of the object `name`; no fields if it is null or missing."""
         value = self.raw.get(name) or {}
         if not isinstance(value, Mapping):
             raise self.error(f"{name} = {value!r}; an object is needed; correct the config")
         return Fields(value, self.path)
 
     def layer(self) -> dict[str, Any]:
-        """The layers' config in speculators' form: an object of its own, with quantised weights described beside it."""
+        """The config of the draft's layers in speculators' form.
+        It is the object transformer_layer_config, with the fields beside it that describe quantised weights."""
         return {**self.object("transformer_layer_config").raw, **quantisation_of(self.raw)}
 
     def count(self, name: str, least: int = 2, most: int = MAX_SIZE) -> int:
@@ -156,7 +160,8 @@ class Fields:
         return None if value is None else float(value)
 
     def choice(self, name: str, choices: Sequence[Choice], remedy: str) -> Choice:
-        """One of `choices`, by default the first.  remedy: behind "use"."""
+        """The value of a field, one of `choices`; the first if the field is missing.
+        remedy: the words after "use" in the error's text."""
         value = self.raw.get(name, choices[0])
         found = next((choice for choice in choices if choice == value), None)
         if found is None:
@@ -164,14 +169,14 @@ class Fields:
         return found
 
     def layers(self, name: str) -> tuple[int, ...]:
-        """A list of target layers."""
+        """The value of a field that lists target layers."""
         ids = self.raw.get(name)
         if not ids or not isinstance(ids, list | tuple) or not all(type(layer) is int for layer in ids):
             raise self.error(f"{name} = {ids!r}; a list of target layers is needed; correct the config")
         return tuple(ids)
 
     def mask_token(self, vocab: int, names: Sequence[str] = ("mask_token_id",)) -> int:
-        """The mask token, which config.json may call by any of `names`."""
+        """The id of the mask token, from the first of the fields `names` that config.json has."""
         given = {name: self.raw[name] for name in names if self.raw.get(name) is not None}
         name, token = next(iter(given.items()), (names[0], None))
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:

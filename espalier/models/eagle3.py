@@ -1,11 +1,11 @@
 """The EAGLE-3 draft head (arXiv:2503.01840), in the formats of SafeAILab and of vLLM's speculators.
 
-It is one decoder layer over cat(norm(embedding of token q), norm(hidden state at q-1)).  The hidden state is the fused
-feature of the target, or, inside a tree, the draft's own output.
+The head is one decoder layer over cat(norm(embedding of token q), norm(hidden state at q-1)).  The hidden state is the
+fused feature of the target or, inside a tree, the draft's own output at the parent.
 
 P-EAGLE heads propose all depths of a round in one causal pass.  The root's row is an EAGLE-3 row and proposes depth 1.
 The mask rows after it propose depths 2, 3, ...  All mask rows have the same input: a mask token, and a learnt vector in
-place of the target's features.  A mask row attends to all rows before it and is never kept.
+place of the target's features.  A mask row attends to all earlier rows.  Mask rows are never kept in pages.
 """
 
 import math
@@ -42,9 +42,9 @@ ARCHITECTURES = (
     "Eagle3DraftModel",
     *LATENT_ARCHITECTURES,
 )
-# Values of model_type that name the format of the head, not the kind of its layer.  The layer is then a Llama layer.
+# Values of model_type that name the head's format, not the family of its layer.  The layer is then a Llama layer.
 WRAPPERS = ("eagle", "eagle3", "speculators", "speculator_model")
-# Targets whose heads list the captured layers in eagle_config by input and not by output (_captured_layers).
+# Targets whose heads list the captured layers in eagle_config by input, not by output (_captured_layers).
 EAGLE3_IDS_BY_INPUT = (V2.architecture, V3.architecture)
 EAGLE_1_2 = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "EagleSpeculator")
 LEGACY_FC_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
@@ -54,7 +54,9 @@ LEGACY_FC_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 class Eagle3Config:
     """A draft's config.json, completed from its target's.
 
-    layer: the config of the draft's decoder layer; its vocab_size is the target's.
+    layer: the config of the draft's decoder layer; `layer.vocab_size` is the target's.
+    target_hidden: the target's hidden size.  norm_output: whether child rows read the normed output.
+    norm_before_fc: whether there is one norm over all captured inputs, before fc.  fc_norm: whether each has a norm.
     """
 
     layer: ModelConfig
@@ -83,15 +85,15 @@ def read_eagle3(path: Path, raw: Raw, target: ModelConfig) -> Eagle3Config:
 
 
 def read_head(path: Path, raw: Raw, target: ModelConfig, by_input: Sequence[str] | None) -> Eagle3Config:
-    """The config, not yet checked against the target.
+    """Returns the config of an EAGLE-3 or P-EAGLE head.  The caller checks it against the target.
 
-    by_input: the target architectures for which ids in eagle_config name layers by their input; None: for all.
+    by_input: the target architectures for which ids in eagle_config name layers by their input; None: all.
     """
     given = Fields(raw, path)
     flat = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position, **raw, **given.layer()}
     eagle = given.object("eagle_config")
     family = _layer_family(Fields(flat, path))
-    # The layer of a latent head is dense, even if its config repeats the target's experts.
+    # A latent head's layer has a dense MLP, even if the head's config repeats the target's experts.
     layer = parse({**flat, "n_routed_experts": None} if family.latent else flat, family, path)
     spec = DraftSpec(
         algorithm="eagle3",
@@ -115,7 +117,7 @@ def read_head(path: Path, raw: Raw, target: ModelConfig, by_input: Sequence[str]
 
 
 def refuse_eagle3_called_eagle(name: str, path: Path) -> None:
-    """Raises EspalierError if the head at `path`, whose architecture `name` is an EAGLE-1/2 head's, is EAGLE-3."""
+    """Refuse an EAGLE-3 head at `path` whose config names an EAGLE-1/2 architecture, `name`.  Raises EspalierError."""
     if looks_like_eagle3(Weights(path, torch.float32, "cpu", allow_bin=True)):
         raise EspalierError(
             f"{path} is declared as EAGLE ({name}) but holds an EAGLE-3 head (it has hidden_norm); set its "
@@ -131,7 +133,7 @@ def _layer_family(flat: Fields) -> Family:
     """The family of the draft's layer: Llama, unless model_type names another supported family.
 
     A latent head has DeepSeek-V3's attention, unless model_type names another latent family.  Raises EspalierError for
-    a model_type of no family, unless the architecture says that the layer is DeepSeek's.
+    a model_type that is no family's, unless the architecture says that the layer is DeepSeek's.
     """
     named_latent = architecture_of(dict(flat.raw)) in LATENT_ARCHITECTURES
     is_latent = bool(flat.get("kv_lora_rank")) or named_latent
@@ -150,11 +152,11 @@ def _layer_family(flat: Fields) -> Family:
 def _captured_layers(
     given: Fields, eagle: Fields, target: ModelConfig, by_input: Sequence[str] | None
 ) -> tuple[int, ...]:
-    """The target layers whose inputs are fused.
+    """Returns the target layers whose inputs the head fuses.
 
-    Two formats differ by one.  The top-level ids of speculators name layers by their input (the default is
-    [2, L/2, L-3]).  The ids in eagle_config of SafeAILab and SpecForge name layers by their output, which is the input
-    of layer id + 1.
+    The ids of two formats differ by one.  In speculators' format, top-level ids name layers by their input (the default
+    is [2, L/2, L-3]).  In SafeAILab's and SpecForge's, the ids in eagle_config name layers by their output, which is
+    the input of layer id + 1.
 
     Heads for DeepSeek targets are an exception: the ids in their eagle_config name layers by their input.  But if the
     first id is 1, all ids name outputs: the output of layer 1 is the input of layer 2, the first default layer.
@@ -202,7 +204,7 @@ def refuse_misfit(config: Eagle3Config, target: ModelConfig, path: Path) -> None
 class Eagle3Draft:
     """A loaded EAGLE-3 head: a DraftModel, and its only module (espalier/models/draft.py).
 
-    layers: the first reads embedding and hidden state, which the embedding norms.
+    layers: the first layer reads the normed embedding and the normed hidden state; the launch of `embed` norms both.
     """
 
     has_experts = False
@@ -243,7 +245,7 @@ class Eagle3Draft:
 
 @dataclass(frozen=True)
 class Fuser:
-    """captured [..., n·H_target] -> feature [..., H]: one norm over all, one for each part, or none; then fc."""
+    """captured [..., n·H_target] -> feature [..., H]: fc, after one norm over all, a norm for each part, or no norm."""
 
     fc: Linear
     whole: RMSNorm | None
@@ -259,9 +261,9 @@ class Fuser:
 
 
 def make_eagle3(weights: Weights, config: Eagle3Config, target: CausalLM, position_rows: int) -> Eagle3Draft:
-    """Build the draft from its weights.  If they lack an embedding or a head, the target's tensor is used, not copied.
+    """Build the draft from its weights.  A draft without an embedding or a head of its own shares the target's.
 
-    Raises EspalierError naming what does not fit, and a weight that is not used.
+    Raises EspalierError naming a weight that does not fit or is not used.
     """
     draft = Eagle3Draft(**head_parts(weights, config, target, position_rows))
     weights.finish()
@@ -269,7 +271,7 @@ def make_eagle3(weights: Weights, config: Eagle3Config, target: CausalLM, positi
 
 
 def head_parts(weights: Weights, config: Eagle3Config, target: CausalLM, position_rows: int) -> dict[str, Any]:
-    """The fields of an Eagle3Draft."""
+    """Returns the fields of an Eagle3Draft."""
     _refuse_other_heads(weights, config)
     prefix = "midlayer." if "midlayer.hidden_norm.weight" in weights else "layers.0."
     spec, hidden, eps = config.spec, config.layer.hidden_size, config.layer.rms_norm_eps
@@ -300,7 +302,7 @@ def head_parts(weights: Weights, config: Eagle3Config, target: CausalLM, positio
 
 
 def _refuse_other_heads(weights: Weights, config: Eagle3Config) -> None:
-    """Raises EspalierError for an EAGLE-1/2 head that is declared as EAGLE-3."""
+    """Refuse an EAGLE-1/2 head whose config says EAGLE-3.  Raises EspalierError."""
     if looks_like_eagle3(weights):
         return
     hidden = config.layer.hidden_size
@@ -325,7 +327,7 @@ def _fuser(weights: Weights, config: Eagle3Config, target_layers: int) -> Fuser:
 
 def _refuse_wrong_count(weights: Weights, config: Eagle3Config, target_layers: int) -> None:
     """Check the number of captured layers against the width of fc.  Raises EspalierError."""
-    # The inputs of all layers and that of the final norm can be captured.
+    # The input of every layer and the input of the final norm can be captured.
     counts = (len(config.spec.capture), *range(1, target_layers + 2))
     hidden, size = config.layer.hidden_size, config.target_hidden
     fused = next((count for count in counts if weights.has_matrix_of("fc", hidden, count * size)), None)
@@ -338,7 +340,8 @@ def _refuse_wrong_count(weights: Weights, config: Eagle3Config, target_layers: i
 
 @dataclass(eq=False)
 class PEagleDraft(Eagle3Draft):
-    """A loaded P-EAGLE head.  mask_features: [1, 1, F], what mask rows read in place of the target's features."""
+    """A loaded P-EAGLE head.
+    mask_features: [1, 1, F], a learnt vector that mask rows read in place of the target's features."""
 
     mask_features: Tensor
 
@@ -347,12 +350,12 @@ class PEagleDraft(Eagle3Draft):
         self.mask_hidden = self.fuse(self.mask_features)
 
     def of_masks(self, p: Pass) -> DraftOutput:
-        """Run over a pass of mask tokens."""
+        """Run over a pass whose rows are all mask tokens."""
         return self(p, self.mask_hidden.expand(len(p.tokens), -1, -1), torch.zeros_like(p.tokens))
 
 
 def make_peagle(weights: Weights, config: Eagle3Config, target: CausalLM, position_rows: int) -> PEagleDraft:
-    """As make_eagle3."""
+    """Build the draft from its weights; see make_eagle3 for shared tensors and errors."""
     name, size = "mask_hidden", len(config.spec.capture) * config.target_hidden
     if name not in weights:
         raise EspalierError(f"{weights.path} has no {name!r}, which a P-EAGLE head needs; use a whole checkpoint")
@@ -369,10 +372,10 @@ def make_peagle(weights: Weights, config: Eagle3Config, target: CausalLM, positi
 
 
 PEAGLE_ARCHITECTURES = ("PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM", "PEagleSpeculator")
-# Architectures of EAGLE-3 that are P-EAGLE if the config names a mask.
+# Architectures of EAGLE-3 heads that are P-EAGLE heads if the config names a mask token.
 EAGLE3_ARCHITECTURES = (*ARCHITECTURES, "Eagle3Qwen3ForCausalLM")
 MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
-# For files that do not say for how many depths they were trained.
+# The number of depths for heads whose config does not say for how many they were trained.
 MAX_STEPS = 16
 
 
@@ -382,7 +385,7 @@ def read_peagle(path: Path, raw: Raw, target: ModelConfig) -> Eagle3Config:
     Raises EspalierError if the head does not fit this target.
     """
     head = read_head(path, raw, target, by_input=None)
-    # The tokens that speculators trained the head to propose.
+    # The number of tokens that speculators trained the head to propose.
     given = Fields(raw, path)
     methods = given.object("speculators_config").get("proposal_methods") or [{}]
     if not isinstance(methods, list) or not isinstance(methods[0], dict):

@@ -1,8 +1,9 @@
-"""Gemma 4's assistants: drafts of a few layers that keep no rows and read the target's K and V.
+"""Gemma 4's assistants: drafts of a few layers that keep no K and V and read the target's.
 
-The input of a row is the target's embedding of its token and a hidden state.  The root's row gets the target's last
-hidden state of the token before it.  Every other row gets the output of the draft at its parent.  All rows have the
-root's position and attend to committed rows only (transformers' SinglePositionMultiTokenCandidateGenerator).
+The input of a row is the target's embedding of the row's token and a hidden state.  For the root's row, it is the
+target's last hidden state at the token before the root.  For every other row, it is the draft's output at the parent.
+All rows have the root's position and attend to committed rows only (transformers'
+SinglePositionMultiTokenCandidateGenerator).
 """
 
 from collections.abc import Sequence
@@ -32,14 +33,17 @@ from espalier.models.weights import Weights
 from espalier.shards import WHOLE, Shards, on_every_rank
 
 ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
-# Fields that must be off in an assistant, as in transformers' config.
+# Fields that must be off in an assistant's config.  Transformers requires the same.
 WITHOUT = ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp")
 
 
 @dataclass(frozen=True)
 class AssistantConfig:
-    """layer: the config of its layers; clusters: the number of clusters of its vocabulary, 0 for a vocabulary without
-    clusters; read: how many clusters a row scores."""
+    """An assistant's config.json, checked against its target's.
+
+    layer: the config of the draft's layers.  clusters: the number of clusters of its vocabulary; 0 without clusters.
+    read: how many clusters a row scores.
+    """
 
     layer: ModelConfig
     spec: DraftSpec
@@ -72,7 +76,11 @@ def read_assistant(path: Path, raw: Raw, target: ModelConfig) -> AssistantConfig
 
 
 def _spec_reading_target(spec: LayerSpec, target: Sequence[LayerSpec], path: Path) -> LayerSpec:
-    """The spec of a layer that reads a target layer's rows: the last one of the same kind that has rows of its own."""
+    """Returns `spec`, made to read a target layer's rows.
+
+    The target layer is the last one with rows of its own that, like `spec`, has a window or has none.
+    Raises EspalierError if the target has no such layer.
+    """
     own = [i for i, each in enumerate(target) if each.shares is None and (each.window is None) == (spec.window is None)]
     if not own or target[own[-1]].keeps != spec.keeps:
         keeps = target[own[-1]].keeps if own else "no such layer"
@@ -80,15 +88,16 @@ def _spec_reading_target(spec: LayerSpec, target: Sequence[LayerSpec], path: Pat
             f"{path} does not fit its target: its layers read {spec.keeps}, the target has {keeps}; use the draft "
             "trained for it"
         )
-    # It sees the last committed row, at the position before the root, and `window` rows before that row.
+    # The layer attends to the last committed row, at the position before the root, and to `window` rows before that.
     return replace(spec, shares=own[-1], window=None if spec.window is None else spec.window + 2)
 
 
 @dataclass(frozen=True)
 class Clusters:
-    """Scores only the tokens of the likeliest clusters.
+    """A head that scores only the tokens of the likeliest clusters.
 
-    head: [V, H]; tokens: [clusters, size], the tokens of each cluster; read: how many clusters a row scores.
+    head: [V, H].  centroids: scores the clusters.  tokens: [clusters, size], the tokens of each cluster.
+    read: how many clusters a row scores.
     """
 
     head: Tensor
@@ -97,7 +106,7 @@ class Clusters:
     read: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [B, Q, H] -> scores [B, Q, V].  The tokens of other clusters get a lower score than all of these."""
+        """x [B, Q, H] -> scores [B, Q, V].  Tokens of clusters that are not read get a score below all others."""
         tokens = self.tokens[self.centroids(x).topk(self.read).indices].flatten(2)
         scores = (self.head[tokens] @ x[..., None])[..., 0]
         below = scores.amin(-1, keepdim=True) - 1

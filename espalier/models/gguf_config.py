@@ -1,7 +1,7 @@
-"""A config.json for a model in a GGUF file, from its metadata.
+"""Makes a config.json for a model in a GGUF file, from the file's metadata.
 
-Every field of the model's architecture is honoured, or refused by name.  llama.cpp's converter leaves out some that it
-computes from others; those are named here.
+Every field of the model's architecture is honoured, or refused by name.  llama.cpp's converter leaves out some fields
+that can be computed from others; this module computes them.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from espalier.kernels.layers.blocks import BLOCK_TYPES
 from espalier.model_files import GGUF, read_gguf
 
 Raw = dict[str, Any]
-# GGUF's names of a layer's parts, in every architecture.
+# GGUF's names of a layer's parts, the same in every architecture.
 PARTS = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -38,7 +38,7 @@ FOUR_NORMS = {
 }
 OF_MODEL = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
 EMBEDDING, HEAD, FREQUENCIES = "token_embd.weight", "output.weight", "rope_freqs.weight"
-# Fields behind the name of the architecture, and those of config.json with the same meaning.
+# GGUF's fields, without the architecture's name that precedes them -> the fields of config.json with the same meaning.
 FIELDS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -50,9 +50,9 @@ FIELDS = {
     "attention.key_length": "head_dim",
     "rope.freq_base": "rope_theta",
 }
-# Those that a file may leave out, which then have GGUF's defaults, whatever the family's are.
+# Fields that a file may leave out.  They then have GGUF's defaults, not the family's.
 OPTIONAL = ("attention.head_count_kv", "attention.key_length", "rope.freq_base")
-# Fields that are read otherwise, or whose value here changes nothing.
+# Fields that other code reads, or whose value does not change the computation.
 READ_APART = (
     *("attention.value_length", "rope.dimension_count", "vocab_size", "rope.scaling.type", "rope.scaling.factor"),
     *("rope.scaling.original_context_length", "rope.scaling.finetuned"),
@@ -66,7 +66,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "rope.scaling.attn_factor": (1.0,),
     }
 )
-# The type of plain tensors, by GGUF's number.
+# The types of plain tensors, by GGUF's number.
 PLAIN = {0: "F32", 1: "F16", 30: "BF16"}
 BY_NUMBER = {type.number: type for type in BLOCK_TYPES.values()}
 
@@ -77,12 +77,13 @@ def no_more(gguf: GGUF, field: Callable[[str], Any]) -> Raw:
 
 @dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp stores a family.
+    """How llama.cpp stores the models of one family.
 
-    family, model_type: of config.json.  norms: names of a layer's norms beside `attn_norm`.
+    family, model_type: the values for config.json.  norms: the names of a layer's norms besides `attn_norm`.
     permuted: whether rows of q and k are stored in the order of pairs of rotated values.
-    norm_offset: what is added to stored norms.  more: further fields, from the header and a function that reads one
-    behind the architecture's name; `fields`: their names.
+    norm_offset: a number that the converter added to the weights of norms.
+    more: makes further fields, from the file and a function that reads one field of the architecture.
+    fields: the names of the fields that `more` reads.
     """
 
     family: str
@@ -94,7 +95,7 @@ class Architecture:
     fields: tuple[str, ...] = ()
 
     def name(self, stored: str) -> str:
-        """The name of a tensor in a Hugging Face checkpoint; `stored` itself for an unknown one."""
+        """The name in a Hugging Face checkpoint of the tensor `stored`; `stored` itself if it is unknown."""
         module, _, kind = stored.rpartition(".")
         if module in OF_MODEL:
             return f"{OF_MODEL[module]}.{kind}"
@@ -108,20 +109,20 @@ def _llama(gguf: GGUF, field: Callable[[str], Any]) -> Raw:
     return {"attention_bias": "blk.0.attn_q.bias" in gguf.tensors}
 
 
-# Fields of Gemma 2 and 3, and those of config.json.
+# Fields of Gemma 2 and 3 in GGUF, and their names in config.json.
 GEMMA = {
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
 GEMMA3 = {"attention.sliding_window_pattern": "sliding_window_pattern", "rope.freq_base_swa": "rope_local_base_freq"}
-# The layers of the largest model of each, which scales queries by another size than that of their heads.
+# How many layers the largest model has.  It scales queries by another size than that of their heads.
 LARGEST = {"gemma2": 46, "gemma3": 62}
 
 
 def _gemma(gguf: GGUF, field: Callable[[str], Any]) -> Raw:
     heads, hidden = field("attention.head_count"), field("embedding_length")
-    # The file does not say it.
+    # The file does not say how queries are scaled.
     is_largest = field("block_count") == LARGEST[gguf.metadata["general.architecture"]]
     is_known = type(heads) is int and type(hidden) is int and heads > 0
     scalar = hidden // heads if is_largest and is_known else field("attention.key_length")
@@ -131,7 +132,7 @@ def _gemma(gguf: GGUF, field: Callable[[str], Any]) -> Raw:
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
-        # Mistral's models too.
+        # Files of Mistral's models also say "llama".
         "llama": Architecture("LlamaForCausalLM", "llama", TWO_NORMS, permuted=True, more=_llama),
         "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", TWO_NORMS),
         "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", TWO_NORMS),
@@ -146,7 +147,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 
 
 def architecture_of_gguf(gguf: GGUF) -> Architecture:
-    """Raises EspalierError for an architecture that is not supported."""
+    """Returns the Architecture of a file.  Raises EspalierError for one that is not supported."""
     name = gguf.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise EspalierError(
@@ -157,7 +158,8 @@ def architecture_of_gguf(gguf: GGUF) -> Architecture:
 
 
 def gguf_config(path: Path) -> Raw:
-    """The config.json that says the same as the file's metadata.  Raises EspalierError naming what is not supported."""
+    """Returns a config.json with the same meaning as the file's metadata.
+    Raises EspalierError naming a field that is not supported."""
     gguf = read_gguf(path)
     architecture, name = architecture_of_gguf(gguf), gguf.metadata["general.architecture"]
     own = {key.removeprefix(f"{name}."): value for key, value in gguf.metadata.items() if key.startswith(f"{name}.")}
@@ -174,7 +176,7 @@ def gguf_config(path: Path) -> Raw:
         **architecture.more(gguf, own.get),
         "quantization_config": {"quant_method": "gguf", "types": _types(gguf, architecture)},
     }
-    # An embedding in blocks is read twice: as a table, and in its blocks as the head.
+    # An embedding in blocks is not tied: it is read once as a table, and once more, as blocks, for the head.
     config["tie_word_embeddings"] = HEAD not in gguf.tensors and gguf.tensors[EMBEDDING].type in PLAIN
     return config
 
@@ -198,7 +200,7 @@ def _refuse_unknown(own: Raw, architecture: Architecture, path: Path, name: str)
 
 
 def _sizes(gguf: GGUF, own: Raw) -> Raw:
-    """The vocabulary, and the part of a head that is rotated."""
+    """The fields for the size of the vocabulary, and for the part of a head that is rotated."""
     if EMBEDDING not in gguf.tensors:
         raise EspalierError(f"{gguf.path} has no tensor {EMBEDDING!r}; download the file again")
     sizes: Raw = {"vocab_size": gguf.tensors[EMBEDDING].shape[0]}
@@ -217,7 +219,7 @@ def _sizes(gguf: GGUF, own: Raw) -> Raw:
 
 
 def _rope(gguf: GGUF, own: Raw) -> Raw:
-    """rope_scaling: of the type that the file names, or of the divisors of frequencies that it holds."""
+    """The field rope_scaling, from the type that the file names or from the divisors of frequencies that it holds."""
     kind, factor = own.get("rope.scaling.type", "none"), own.get("rope.scaling.factor")
     scaling: Raw | None = None
     if kind in ("linear", "yarn"):
@@ -236,7 +238,7 @@ def _rope(gguf: GGUF, own: Raw) -> Raw:
 
 
 def _dtype(gguf: GGUF) -> str:
-    """The dtype of the model: of matrices that are not in blocks, or bfloat16."""
+    """The dtype of the model: float32 or float16 if all matrices are stored in it, else bfloat16."""
     types = {place.type for place in gguf.tensors.values() if len(place.shape) > 1}
     return {frozenset({0}): "float32", frozenset({1}): "float16"}.get(frozenset(types), "bfloat16")
 
@@ -254,7 +256,7 @@ def _frequencies(gguf: GGUF) -> list[float]:
 
 
 def _tokens(metadata: Mapping[str, Any]) -> Raw:
-    """Special tokens.  llama.cpp ends at the end of a text and at the end of a turn."""
+    """The fields for special tokens.  llama.cpp stops at the end of a text and at the end of a turn."""
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     found: Raw = {"eos_token_id": [end for end in ends if end is not None]}
     for name, field in (("bos_token_id", "bos_token_id"), ("pad_token_id", "padding_token_id")):
@@ -264,7 +266,7 @@ def _tokens(metadata: Mapping[str, Any]) -> Raw:
 
 
 def _types(gguf: GGUF, architecture: Architecture) -> dict[str, str]:
-    """The block format of each matrix that has one, by the matrix's name."""
+    """The block format of each matrix that is stored in blocks, by the matrix's name."""
     types = {}
     for stored, place in gguf.tensors.items():
         if place.type in PLAIN:

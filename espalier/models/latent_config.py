@@ -1,4 +1,4 @@
-"""Reads the sizes of latent attention, and of the indexer that chooses the rows that a layer attends to."""
+"""Reads the sizes of latent attention, and of the indexer, which chooses the rows that a layer attends to."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,10 +10,10 @@ from espalier.errors import EspalierError, shown
 FULL, SHARED = "full", "shared"
 LETTERS = {"F": FULL, "S": SHARED, FULL: FULL, SHARED: SHARED}
 TYPES, PATTERN, FREQ, OFFSET = "indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"
-# index_skip_topk_offset of a config that does not have the field.
+# The value of index_skip_topk_offset if a config does not have the field.
 DEFAULT_OFFSET = 2
-# The defaults of families with an indexer.  index_share_for_mtp_iteration is accepted and not used: every row of an MTP
-# layer chooses for itself here, which does not change the target's output.
+# The defaults of families with an indexer.  index_share_for_mtp_iteration is accepted and not used: here each row of an
+# MTP layer chooses for itself.  The target's output does not depend on that.
 INDEX_FIELDS: dict[str, Any] = {
     "index_topk": 2048,
     "index_head_dim": 128,
@@ -27,9 +27,9 @@ INDEX_FIELDS: dict[str, Any] = {
 class IndexConfig:
     """The sizes of the indexers of a model's layers (DeepSeek-AI 2025, "DeepSeek-V3.2", section 2.1).
 
-    topk: the most rows that a query attends to; heads: the number of index heads; size: values of an index query's head
-    and of an index key; interleaved: see espalier/kernels/ops/selection.py:IndexRows; types: FULL or SHARED for each
-    layer.
+    topk: the largest number of rows that a query attends to.  heads: the number of index heads.  size: how many values
+    an index key and a head of an index query have.  interleaved: see espalier/kernels/ops/selection.py:IndexRows.
+    types: FULL (the layer has an indexer) or SHARED (it uses an earlier layer's choice) for each layer.
     """
 
     topk: int
@@ -43,7 +43,7 @@ class IndexConfig:
 
 
 def read_index(full: dict[str, Any], count: Callable[[str], int], path: Path) -> IndexConfig:
-    """count: a function that reads a field as a positive integer.
+    """Returns the sizes of the indexers.  count: a function that reads a field as a positive integer.
 
     Raises EspalierError naming a field that is missing or wrong.
     """
@@ -119,12 +119,12 @@ def _types_of_schedule(full: dict[str, Any], layers: int) -> tuple[str, ...]:
 class LatentConfig:
     """The sizes of latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1).
 
-    q_rank: size of the queries' latent; None: queries are projected from the hidden state at once.
-    kv_rank: size of the latent that stands for K and V.
-    nope_size, rope_size: values of a q or k head without and with rotation.
-    v_size: values of a v head.
-    interleaved: as in espalier/kernels/ops/rope.py:LatentForm.
-    index: how layers choose the rows that they attend to; None: they attend to all.
+    q_rank: the size of the queries' latent; None: queries are projected directly from the hidden state.
+    kv_rank: the size of the latent from which K and V are computed.
+    nope_size, rope_size: how many values of a q or k head are not rotated, and how many are.
+    v_size: the size of a v head.
+    interleaved: see espalier/kernels/ops/rope.py:LatentForm.
+    index: the sizes of the indexers; None: layers attend to all rows.
     """
 
     q_rank: int | None
@@ -137,19 +137,20 @@ class LatentConfig:
 
     @property
     def head_size(self) -> int:
-        """Values of a q or k head."""
+        """The size of a q or k head."""
         return self.nope_size + self.rope_size
 
     @property
     def row_size(self) -> int:
-        """Values that a token keeps: its latent and the rotated part of its key, which all heads share."""
+        """How many values are kept for a token: its latent, and the rotated part of its key, shared by all heads."""
         return self.kv_rank + self.rope_size
 
 
 def read_latent(
     full: dict[str, Any], count: Callable[[str], int], path: Path, is_indexed: bool = False
 ) -> LatentConfig:
-    """count: the positive integer of a field.  Raises EspalierError naming a field that is missing or wrong."""
+    """Returns the sizes of latent attention.  count: a function that reads a field as a positive integer.
+    Raises EspalierError naming a field that is missing or wrong."""
     latent = LatentConfig(
         q_rank=None if full.get("q_lora_rank") is None else count("q_lora_rank"),
         kv_rank=count("kv_lora_rank"),

@@ -1,4 +1,4 @@
-"""Builds a layer of a target or a draft from its weights.  A family that brings its own layer calls these."""
+"""Builds a layer of a target or a draft from its weights.  Families with layers of their own also use this module."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +31,7 @@ from espalier.models.weight_formats.sharded import GatheredWeight
 from espalier.models.weights import Weights
 from espalier.shards import Part, Shards, on_every_rank, part_of
 
-# (gate_up, down, biases)
+# The matrices of a layer's experts: (gate_up, down, biases).
 Matrices = tuple[ExpertMatrix, ExpertMatrix, ExpertBiases | None]
 HEADS = "number of attention heads"
 FULL = "full_attention"
@@ -40,9 +40,9 @@ FULL = "full_attention"
 def load_experts(
     weights: Weights, experts: Experts, prefix: str, hidden: int, of_shared: Activation = SILU
 ) -> MixtureMLP:
-    """The mixture-of-experts block under `prefix`.  of_shared: the activation of shared experts."""
+    """Loads the mixture-of-experts block under `prefix`.  of_shared: the activation of shared experts."""
     routing = experts.routing
-    # First: it refuses a wrong number of experts before they are read.
+    # The router is read first, because its shape shows a wrong number of experts before the experts are read.
     router = weights.take(f"{prefix}{experts.router_name}.weight", routing.num_experts, hidden)
     read = {"apart": _apart, "stacked": _stacked, "joined": _joined}[experts.stored]
     gate_up, down, biases = read(weights, experts, prefix, hidden)
@@ -55,7 +55,7 @@ def load_experts(
     if experts.shared_size:
         under = prefix if experts.shared_under is None else prefix.removesuffix(experts.under) + experts.shared_under
         sizes, name = (hidden, experts.shared_size), f"{under}{experts.shared_name}."
-        # The mixture sums it with the routed experts.
+        # The mixture sums the shared expert with the routed experts, so it is not summed over the ranks here.
         shared = weights.mlp(name, *sizes, experts.shared_bias, of_shared, False, experts.shared_names)
     if experts.shared_gate is not None:
         shared_gate = weights.linear(prefix, (experts.shared_gate,), (on_every_rank(1),), hidden, bias=False)
@@ -140,7 +140,8 @@ def _stacked_biases(weights: Weights, experts: Experts, name: str, hidden: int) 
 def _stacked_quantised(
     weights: Weights, experts: Experts, name: str, hidden: int
 ) -> tuple[QuantisedMatrix, QuantisedMatrix]:
-    """Rows of gate and up are in turn, as the columns of dense experts are."""
+    """Loads the quantised matrices (gate_up, down) of stacked experts.
+    Rows of gate and of up alternate, as the columns of stacked dense experts do."""
     count, own = experts.routing.num_experts, _own_size(weights, experts)
     gate_up = weights.stacked_matrix(name, ".gate_up_proj", count, [own.times(2)], hidden)
     down = weights.stacked_matrix(name, ".down_proj", count, [hidden], own)
@@ -148,18 +149,18 @@ def _stacked_quantised(
 
 
 def _own_size(weights: Weights, experts: Experts) -> Part:
-    """This rank's part of each expert's intermediate size."""
+    """The part of each expert's intermediate size that this rank holds."""
     return weights.shards.part(experts.size, "intermediate size of experts")
 
 
 def _halves(interleaved: Tensor) -> Tensor:
-    """[N, 2·I], whose columns are gate, up, gate, up, ... -> [N, 2, I]."""
+    """[N, 2·I] with columns gate, up, gate, up, ... -> [N, 2, I], gate first."""
     return interleaved.unflatten(1, (-1, 2)).transpose(1, 2)
 
 
 def specs_by_type(config: ModelConfig, others: Mapping[str, LayerSpec]) -> tuple[LayerSpec, ...]:
-    """The spec of each layer by its entry in `layer_types`: K and V heads for full attention, else the spec in
-    `others`."""
+    """Returns the spec of each layer, by its entry in `layer_types`.
+    Layers with full attention keep K and V heads.  others: the specs of the other types."""
     keeps = KVHeads(config.kv_heads, config.head_size, config.head_size)
     of_type = {FULL: LayerSpec(config.heads, keeps, scale=config.softmax_scale), **others}
     return tuple(of_type[kind] for kind in config.raw["layer_types"])
@@ -183,14 +184,14 @@ def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
-    """The token embedding, or the rank's part of it.  scale: of its values."""
+    """Loads the token embedding, or the rank's part of it.  scale: the factor of its values."""
     own = weights.shards.tokens(config.vocab_size)
     table = weights.table("model.embed_tokens", own, config.hidden_size)
     return Embedding(table, scale, None, config.vocab_size, weights.shards)
 
 
 def tied_head(embed: Embedding, shards: Shards) -> Linear:
-    """The head whose rows are the embedding's, in the same memory."""
+    """Returns a head with the embedding's tensor as its weight, in the same memory."""
     vocab_size, _ = embed.shape
     if shards.count == 1:
         return Linear(dense_weight(embed.weight))
@@ -201,10 +202,11 @@ def tied_head(embed: Embedding, shards: Shards) -> Linear:
 def load_attention(
     weights: Weights, config: ModelConfig, prefix: str, columns: int, rope: RopeTables, layer: int = 0
 ) -> Attention | LatentAttention:
-    """The attention block under `prefix`, with K and V heads or latent rows as the config says.
+    """Loads the attention block under `prefix`, with K and V heads or with latent attention, as the config says.
 
-    columns: input size of q, k and v: the hidden size, or twice that for a draft, whose input is embedding and hidden
-    state concatenated.  layer: its number in the checkpoint, which says whether it has an indexer.
+    columns: the input size of q, k and v: the hidden size; twice that for a draft whose input is the embedding and the
+    hidden state concatenated.  layer: the layer's number in the checkpoint; by it the config says whether the layer has
+    an indexer.
     """
     if config.latent is not None:
         return _load_latent_attention(weights, config, config.latent, prefix, columns, rope, layer)
@@ -225,7 +227,7 @@ def load_attention(
 
 
 def _wide_norms(weights: Weights, config: ModelConfig, prefix: str, q_rows: Part, kv_rows: Part) -> WideNorms:
-    """Norms of the rank's heads of q and k, by the length over all heads."""
+    """Loads the norms of q and k that use the length over all heads.  Each rank holds the weights of its heads."""
     q, k = (
         RMSNorm(weights.take_parts(f"{prefix}{name}_norm.weight", (rows.size,), 0, [rows]), config.rms_norm_eps)
         for name, rows in (("q", q_rows), ("k", kv_rows))
@@ -234,7 +236,7 @@ def _wide_norms(weights: Weights, config: ModelConfig, prefix: str, q_rows: Part
 
 
 def load_head_norms(weights: Weights, config: ModelConfig, prefix: str) -> HeadNorms:
-    """The norms of the heads of q and k under `prefix`."""
+    """Loads the norms of each head of q and k under `prefix`."""
     names, offset = config.family.names.head_norms, config.family.norm_offset
     q, k = (weights.norm_weight(f"{prefix}{name}.weight", config.head_size, offset) for name in names)
     return HeadNorms(q, k, config.rms_norm_eps)
@@ -249,7 +251,7 @@ def _load_latent_attention(
     rope: RopeTables,
     layer: int,
 ) -> LatentAttention:
-    """The latent attention block under `prefix`.  columns, layer: as in load_attention."""
+    """Loads the latent attention block under `prefix`.  columns, layer: as in load_attention."""
     hidden, heads, rank = config.hidden_size, weights.shards.part(config.heads, HEADS), latent.q_rank
     q_rows, bias = heads.times(latent.head_size), config.attention_bias
     rows = q_rows if rank is None else on_every_rank(rank)
@@ -260,7 +262,7 @@ def _load_latent_attention(
         q_norm = weights.norm(f"{prefix}q_a_layernorm", rank, NORM_EPS)
         q = weights.linear(prefix, ("q_b_proj",), (q_rows,), rank, bias=False)
     elif bias:
-        # Only the row to keep has one.
+        # Of the two stacked projections, only the one of the row to keep has a bias.
         down.bias = torch.cat((weights.empty(len(q_rows)).zero_(), weights.take(f"{prefix}{names[1]}.bias", row)))
     kv_rows = heads.times(latent.nope_size + latent.v_size)
     kv_up = weights.take_matrix(f"{prefix}kv_b_proj", kv_rows, latent.kv_rank)
@@ -282,12 +284,12 @@ def _load_latent_attention(
 def _load_indexer(
     weights: Weights, index: IndexConfig | None, prefix: str, rank: int | None, columns: int, layer: int
 ) -> Indexer | None:
-    """The indexer of a layer that has one, whole on every rank."""
+    """Loads the indexer of a layer, whole on every rank; None for a layer without one."""
     if index is None or rank is None:
         return None
     under = f"{prefix}indexer."
     if not index.is_full(layer):
-        # There are some where an override lets more layers share.
+        # The checkpoint holds such weights if an override lets more layers share a choice.
         weights.ignore_under((under,))
         return None
     return Indexer(
@@ -306,10 +308,10 @@ def _load_indexer(
 def load_layer(
     weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables, index: int | None = None
 ) -> DecoderLayer:
-    """The layer under `prefix`.
+    """Loads the layer under `prefix`: norms, mixer and MLP.
 
-    layer: its number in the checkpoint, which says whether it has experts; index: its place in a pass, by default the
-    same.
+    layer: the layer's number in the checkpoint; by it the config says whether the layer has experts.
+    index: the layer's index in a pass; None: `layer`.
     """
     experts = config.experts if config.experts is not None and layer in config.experts.layers else None
     hidden, norms = config.hidden_size, config.family.layer_norms
@@ -343,7 +345,7 @@ def load_layer(
 
 
 def load_mlp(weights: Weights, config: ModelConfig, prefix: str) -> GatedMLP:
-    """The dense MLP of the layer under `prefix`."""
+    """Loads the dense MLP of the layer under `prefix`."""
     sizes, names = (config.hidden_size, config.intermediate_size), config.family.names
     return weights.mlp(f"{prefix}{names.under_mlp}", *sizes, config.mlp_bias, config.activation, names=names.mlp)
 
@@ -359,7 +361,8 @@ def load_mamba2(
     conv_bias: bool,
     limits: Sequence[float],
 ) -> Mamba2:
-    """The block under `prefix`.  bias: of its projections; limits: of dt, two numbers."""
+    """Loads the Mamba 2 block under `prefix`.
+    bias, conv_bias: whether the projections and the convolution have a bias.  limits: the least and the largest dt."""
     inner, shared, channels = keeps.heads * keeps.v_size, keeps.k_heads * keeps.k_size, keeps.channels
     conv = weights.take(f"{prefix}conv1d.weight", channels, 1, keeps.taps)[:, 0]
     # The stored order of the channels is x, B, C.

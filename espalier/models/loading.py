@@ -1,7 +1,7 @@
 """Loads a target from a directory: finds its family, reads its config, builds the model from its weights.
 
-A multimodal checkpoint (`...ForConditionalGeneration`) has the config of its text part in `text_config`.  The names of
-its weights are in stored_names.py.
+A multimodal checkpoint (`...ForConditionalGeneration`) has the config of its text part in `text_config`.
+stored_names.py has the names of its weights.
 """
 
 import logging
@@ -37,17 +37,17 @@ from espalier.models.weights import Weights
 from espalier.shards import WHOLE, Shards, part_of
 
 RECURRENT = re.compile("mamba|rwkv|jamba|bamba|recurrent|zamba|retnet|deltanet|lfm|qwen3next|hybrid")
-# Fields of the whole that hold for its text part where `text_config` does not have them.
+# Fields of a multimodal config that hold for its text part if `text_config` does not have them.
 SHARED = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config", "compression_config")
 
 
 def has_family(raw: Raw, families: Mapping[str, Family]) -> bool:
-    """Whether a config.json is of one of the families."""
+    """Whether a config.json belongs to one of the families."""
     return _family_of(raw, families) is not None
 
 
 def _family_of(raw: Raw, families: Mapping[str, Family]) -> Family | None:
-    """The family of a config.json, by `architectures`, or by `model_type` without it."""
+    """The family of a config.json, by `architectures` or, without that field, by `model_type`; None if unknown."""
     name = architecture_of(raw)
     by_type = {} if raw.get("architectures") else {family.model_type: family for family in families.values()}
     return families.get(str(name)) or by_type.get(str(name))
@@ -71,12 +71,12 @@ def find_family(raw: Raw, families: Mapping[str, Family], path: Path) -> Family:
 
 
 def is_multimodal(raw: Raw, families: Iterable[Family]) -> bool:
-    """Whether a config.json is of a multimodal checkpoint whose text part one of the families may be."""
+    """Whether a config.json belongs to a multimodal checkpoint whose text part may be of one of the families."""
     return any(architecture_of(raw) in family.multimodal for family in families)
 
 
 def text_config(raw: Raw, families: Iterable[Family], path: Path) -> Raw:
-    """The config of a multimodal checkpoint's text part, in the form of a text model's config.
+    """Returns the config of a multimodal checkpoint's text part, in the form of a text model's config.
 
     Raises EspalierError if the text part is of another family.
     """
@@ -91,7 +91,7 @@ def text_config(raw: Raw, families: Iterable[Family], path: Path) -> Raw:
             f"{', '.join(known)}"
         )
     shared = {field: raw[field] for field in SHARED if raw.get(field) is not None}
-    # Tied or not is what the whole says: its head is no part of the text model.
+    # The multimodal config says whether the head is tied, because the head is not part of its text model.
     tied = {field: raw[field] for field in ("tie_word_embeddings",) if field in raw}
     return {**shared, **text, **tied, "architectures": [known[kind].architecture], "model_type": kind}
 
@@ -107,16 +107,16 @@ KV_SCALES = (
 
 
 def load_kv_scales(weights: Weights, prefix: str, keeps: Keeps) -> KVScales | None:
-    """The scales of K and V under an attention's prefix, one for each head or for all; None if there are none.
+    """Loads the FP8 scales of K and V under an attention's prefix; None if there are none.
 
-    keeps: what the layer keeps on all ranks; the scales are those of this rank's heads.
-    Raises EspalierError for one without the other, and for another shape.
+    There is one scale for each of this rank's heads, or one for all.  keeps: what the layer keeps, over all ranks.
+    Raises EspalierError for a scale of K without one of V (or the reverse), and for a wrong shape.
     """
     own = part_of(1) if isinstance(keeps, LatentKV) else weights.shards.kv_heads(keeps.kv_heads)
     for names in KV_SCALES:
         if any(f"{prefix}{name}" in weights for name in names):
             k, v = (_scale_of_heads(weights, f"{prefix}{name}", keeps.kv_heads)[own.slice] for name in names)
-            # A latent row is stored once, with K's scale.
+            # A latent row serves as K and as V and is stored once, with K's scale.
             return KVScales(k, k if isinstance(keeps, LatentKV) else v, weights.dtype)
     return None
 
@@ -124,7 +124,7 @@ def load_kv_scales(weights: Weights, prefix: str, keeps: Keeps) -> KVScales | No
 def _scale_of_heads(weights: Weights, name: str, kv_heads: int) -> Tensor:
     shape = weights.shape(name) if name in weights else (1,)
     size = kv_heads if prod(shape) == kv_heads else 1
-    # Those of heads are [kv_heads, 1, 1] in compressed-tensors.
+    # In compressed-tensors, scales by head have the shape [kv_heads, 1, 1].
     stored = shape if prod(shape) == kv_heads else (size,)
     scale = weights.take_exact(name, *stored).to(torch.float32)
     return scale.reshape(size).expand(kv_heads).contiguous()
@@ -136,8 +136,8 @@ log = logging.getLogger(__name__)
 def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None, model_impl: str = "auto") -> ModelConfig:
     """Parse config.json of a target directory, and the eos ids of its generation_config.json.
 
-    model_impl: "native" for our own families; "transformers" for the class of transformers; "auto" for a family of
-    ours if there is one, else the class of transformers.
+    model_impl: "native" for Espalier's own families; "transformers" for the class of transformers; "auto" for an own
+    family if there is one, else the class of transformers.
     Raises EspalierError for an unknown architecture or override, a weight format that is not supported, recurrent
     state, and any other field that changes the computation in a way that is not supported.
     """
@@ -161,9 +161,9 @@ def _runs_by_transformers(raw: Raw, model_impl: str) -> bool:
 
 
 def read_raw(path: Path) -> dict[str, Any]:
-    """config.json of a target or a draft, and the quantisation that ModelOpt describes in a file of its own.
+    """Returns config.json of a target or a draft, with the quantisation that ModelOpt describes in a separate file.
 
-    For a GGUF file, a config.json with the same meaning.
+    For a GGUF file, returns a config.json with the same meaning (gguf_config.py).
     """
     if is_gguf(path):
         return gguf_config(path)
@@ -185,10 +185,10 @@ def load_target(
     model_impl: str = "auto",
     shards: Shards = WHOLE,
 ) -> CausalLM:
-    """Load a target, or what one rank holds of it.  overrides, model_impl: as read_config takes them.
+    """Load a target, or the part of it that one rank holds.  overrides, model_impl: as read_config takes them.
 
-    position_rows: rotary tables cover positions 0 .. position_rows-1.  max_context: tokens of the longest text; None:
-    as many.
+    position_rows: the rows of the rotary tables; they cover positions 0 .. position_rows-1.
+    max_context: the tokens of the longest text; None: position_rows.
     capture: layers whose inputs every pass returns, in this order; num_layers means the input of the final norm.
     """
     config = read_config(path, overrides, model_impl)
@@ -244,7 +244,7 @@ def make_target(
 
 
 def _log_longrope(config: ModelConfig, context: int) -> None:
-    """Say which frequencies are used, because the text of short prompts depends on it."""
+    """Log which of LongRoPE's frequencies are used, because the text after short prompts depends on them."""
     for original in {rope.original_max_position for rope in config.ropes if rope.type == "longrope"}:
         which, other = ("long", "at most") if context > original else ("short", "more than")
         log.info(
@@ -254,15 +254,15 @@ def _log_longrope(config: ModelConfig, context: int) -> None:
 
 
 def unread_prefixes(config: ModelConfig) -> tuple[str, ...]:
-    """The prefixes of weights that the target's output does not need: its own MTP layers, which are a draft (mtp.py),
-    and what the family does not read."""
+    """The prefixes of stored weights that the target does not need.
+    They are the weights of its own MTP layers, which are a draft (mtp.py), and those that the family does not read."""
     count = int(config.raw.get("num_nextn_predict_layers") or 0)
     mtp = () if config.family.mtp is None else (config.family.mtp.owned(i, config.num_layers) for i in range(count))
     return (*config.family.unread, *mtp)
 
 
 def _head(weights: Weights, config: ModelConfig, embed: Embedding) -> Linear:
-    """The lm_head.  With tied embeddings it is the embedding's tensor, and a stored head must be equal to it."""
+    """Loads the lm_head.  A tied head is the embedding's tensor; if a head is stored too, it must equal that tensor."""
     own, shards = weights.shards.tokens(config.vocab_size), weights.shards
     if not config.tie_word_embeddings:
         head = weights.linear("", ("lm_head",), (own,), config.hidden_size, bias=False)

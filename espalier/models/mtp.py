@@ -1,10 +1,11 @@
-"""Multi-token prediction layers as a draft: module k predicts the token k + 1 places ahead.
+"""Multi-token prediction (MTP) layers as a draft: module k predicts the token k + 1 places ahead.
 
-A module: x = project(cat(norm(embedding of token q), norm(hidden state that feeds it))), then one decoder layer, then a
-norm, whose output goes to the head and to the rows that follow (DeepSeek-AI 2024, arXiv:2412.19437, section 2.2).
+A module computes x = project(cat(norm(embedding of token q), norm(the hidden state that the row reads))), then one
+decoder layer, then a norm.  The head and the child rows read the normed output (DeepSeek-AI 2024, arXiv:2412.19437,
+section 2.2).
 
 Every row reads its token's embedding, as in the paper.  vLLM sets the embedding to zero at RoPE position 0, "as not
-needed by MTP": in the unshifted order that is token 0, which has no row here.  There the position is the one of the row
+needed by MTP".  In vLLM's unshifted order that position is token 0, which has no row here.  Here, position 0 is the row
 of token 1, whose embedding every trainer reads.
 """
 
@@ -42,7 +43,7 @@ HEADS = ("MTPDraftModel",)
 ARCHITECTURES = (*HEADS, *OWN)
 COUNT, FORM = "num_nextn_predict_layers", "mtp_form"
 FORMS: tuple[Form, ...] = get_args(Form)
-# Per-layer fields of a config, which the MTP layers continue.
+# The per-layer lists of a config.  The entries of MTP layers are appended to them.
 BY_LAYER = ("layer_types", "mlp_layer_types")
 
 
@@ -50,7 +51,7 @@ BY_LAYER = ("layer_types", "mlp_layer_types")
 class MTPConfig:
     """The config of MTP layers, checked against their target's.
 
-    layer: of a target with num_layers layers and `spec.modules` more, the MTP layers.
+    layer: a config for a model of the target's num_layers layers followed by `spec.modules` MTP layers.
     """
 
     layer: ModelConfig
@@ -62,18 +63,18 @@ class MTPConfig:
         return self.layer.num_layers - self.spec.modules
 
     def prefix(self, module: int) -> str:
-        """The beginning of the names of a module's weights.  module: from 0."""
+        """The prefix of the names of a module's layer weights.  module: counted from 0."""
         return self.family.prefix_of(module, self.num_layers)
 
     def owned(self, module: int) -> str:
-        """The result of MTPFamily.owned for this module.  module: from 0."""
+        """The prefix of the names of all weights of a module (MTPFamily.owned).  module: counted from 0."""
         return self.family.owned(module, self.num_layers)
 
 
 def read_mtp(path: Path, raw: Raw, target: ModelConfig) -> MTPConfig:
     """Read the config.json `raw` of the layers at `path` and check it against the target's.  Loads no weights.
 
-    If the config is of the target's architecture, the layers are the target's own, and the target's overrides apply.
+    If the config names the target's architecture, the layers are the target's own, and the target's overrides apply.
     Raises EspalierError if the layers do not fit this target.
     """
     is_head = raw.get("speculators_model_type") is not None or architecture_of(raw) in HEADS
@@ -104,7 +105,7 @@ def read_mtp(path: Path, raw: Raw, target: ModelConfig) -> MTPConfig:
 
 
 def _stored_as(target: Raw, raw: Raw) -> Raw:
-    """The target's config for layers in a directory of their own, whose config, `raw`, says how they are stored."""
+    """Returns the target's config for MTP layers in a separate directory, with the storage fields of their `raw`."""
     return {name: target[name] for name in target if name not in QUANTISATION_FIELDS} | quantisation_of(raw)
 
 
@@ -118,7 +119,7 @@ def stores_mtp(path: Path, target: ModelConfig) -> bool:
 
 
 def _family_of(base: Fields) -> Family:
-    """The family of a head's layers, by model_type."""
+    """The family of the layers of an MTP head, by model_type.  Raises EspalierError for any other model_type."""
     by_type = {family.model_type: family for family in FAMILIES.values() if family.in_drafts}
     declared = base.get("model_type")
     if declared not in by_type:
@@ -130,20 +131,20 @@ def _family_of(base: Fields) -> Family:
 
 
 def _continued(base: Mapping[str, Any], modules: int, layer_type: str | None) -> Raw:
-    """The config of a model that has the MTP layers as its last ones; each is of the kind of the target's last, or has
-    the type `layer_type`."""
+    """The config of a model whose last layers are the MTP layers.
+    layer_type: the type of each MTP layer; None: the type of the target's last layer."""
     longer: Raw = {name: [*base[name], *base[name][-1:] * modules] for name in BY_LAYER if base.get(name)}
     if layer_type is not None and base.get("layer_types"):
         longer["layer_types"][-modules:] = [layer_type] * modules
     if base.get("index_topk") is not None:
-        # An MTP layer has an indexer of its own.  Its place in the target's schedule says nothing.
+        # Every MTP layer has its own indexer, whatever the target's pattern of full and shared layers.
         longer |= {TYPES: [*indexer_types({**base}), *[FULL] * modules], PATTERN: None, FREQ: None}
     return {**base, **longer, "num_hidden_layers": base["num_hidden_layers"] + modules}
 
 
 @dataclass(frozen=True)
 class MTPModule:
-    """One MTP layer: a DraftModule (espalier/models/draft.py).  has_experts: of `layer`."""
+    """One MTP layer: a DraftModule (espalier/models/draft.py).  has_experts: whether `layer` has experts."""
 
     embed: Embedding
     rope: RopeTables
@@ -171,7 +172,8 @@ class MTPModule:
 
 
 def handed_on(x: Tensor, normed: Tensor) -> DraftOutput:
-    """The output of a module, from its last residual stream before and after the norm, [B, Q, H] each."""
+    """Returns the output of a module.  Child rows read its normed stream.
+    x, normed: [B, Q, H], the residual stream after the module's layer, before and after the norm."""
     return DraftOutput(normed, normed)
 
 
@@ -192,12 +194,12 @@ class MTPDraft:
 
 
 def make_mtp(weights: Weights, config: MTPConfig, target: CausalLM, position_rows: int) -> MTPDraft:
-    """Build the draft from the weights of its layers.  Other weights of the directory are the target's.
+    """Build the draft from the weights of its layers.  Other weights in the directory belong to the target.
 
-    Raises EspalierError naming a weight that is missing, misshapen or, under the names of a layer, not used.
+    Raises EspalierError naming a weight that is missing or misshapen, or a layer's weight that is not used.
     """
     rope = RopeTables(config.layer.rope, position_rows, weights.dtype, weights.device)
-    # By name: modules may have one embedding and one head together, which are loaded once.
+    # Cached by name, because modules may share an embedding and a head, which are then loaded once.
     embed_of = cache(partial(draft_embedding, weights, target.embed.shape, target))
     head_of = cache(partial(_head, weights, target))
     modules = tuple(
@@ -217,7 +219,7 @@ def _load_module(
     head_of: Callable[[str], Linear],
     module: int,
 ) -> MTPModule:
-    """embed_of, head_of: by name.  module: from 0."""
+    """Loads one module.  embed_of, head_of: return an embedding or a head by its name.  module: counted from 0."""
     layer, family, prefix = config.layer, config.family, config.owned(module)
     hidden, index, own = layer.hidden_size, config.num_layers + module, family.index(module, config.num_layers)
     eps_and_offset = layer.rms_norm_eps, layer.family.norm_offset
@@ -236,7 +238,7 @@ def _load_module(
 
 
 def _projection(weights: Weights, name: str, family: MTPFamily, hidden: int) -> Linear:
-    """The matrix [H, 2·H] that joins embedding and hidden state, with the embedding's columns first."""
+    """Loads the projection [H, 2·H] of embedding and hidden state, with the embedding's columns first."""
     if not family.hidden_first:
         return weights.linear("", (name,), (on_every_rank(hidden),), 2 * hidden, bias=False)
     matrix = weights.take_matrix(name, on_every_rank(hidden), 2 * hidden)
@@ -244,7 +246,7 @@ def _projection(weights: Weights, name: str, family: MTPFamily, hidden: int) -> 
 
 
 def _head(weights: Weights, target: CausalLM, name: str) -> Linear:
-    """The head of this name, as it is stored, or the target's."""
+    """Returns the draft's own head `name` in its stored format, or the target's head if the draft has none."""
     if is_borrowed(weights, name, "lm_head", target.head.shape, target.head.shape):
         return target.head
     rows, columns = target.head.shape

@@ -1,13 +1,13 @@
-"""Turns dense matrices into the stored tensors of a quantised format, with its quantization_config, and writes copies.
+"""Turns dense matrices into the stored tensors of a quantised format, and writes quantised copies of checkpoints.
 
 fp8: E4M3 with a scale for each row of a matrix; inputs are rounded to FP8 token by token.
-int4: groups of 128 columns, or of 64 or 32 where 128 does not divide, with a symmetric scale; each group tries a few
-scales and takes the one with the least squared error.  Neither needs calibration text.
+int4: groups of 128 columns with a symmetric scale; 64 or 32 columns if 128 does not divide a matrix's columns.  Each
+group tries a few scales and takes the one with the least squared error.  Neither format needs calibration text.
 
-`espalier quantize` writes a copy of a target or a draft (`quantise`), in the format of compressed-tensors, by file.
-Linear layers are quantised, also experts that are stored one by one, and a draft's own head.  The embedding, a target's
-head, routers and what a family reads as a plain tensor stay as they are.  Synthetic models use the tensors directly;
-these stay on the matrix's device.
+`espalier quantize` writes a copy of a target or a draft (`quantise`) in the format of compressed-tensors, file by file.
+It quantises linear layers, experts that are stored one by one, and a draft's own head.  The embedding, a target's head,
+routers and weights that a family reads as plain tensors stay as they are.  Synthetic models use the quantised tensors
+directly, on the matrix's device.
 """
 
 import json
@@ -32,34 +32,34 @@ from espalier.models.weight_files import INDEX, shards_of, write_weights
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, read_formats
 from espalier.models.weights import PLAIN_DTYPES
 
-# Columns of a group of int4 (the first of GROUPS that divides a matrix's columns); rows and columns of a block of FP8;
-# values of a block of MXFP4.
+# GROUP, GROUPS: columns of a group of int4: the first of GROUPS that divides a matrix's columns.  BLOCK: rows and
+# columns of a block of FP8.  MX_BLOCK: values of a block of MXFP4.
 GROUP = 128
 GROUPS = (GROUP, 64, 32)
 BLOCK = 128
 MX_BLOCK = 32
 NV_GROUP = 16
-# A group's scale is the one that maps its largest magnitude to 7.5, times one of these.
+# The factors that are tried for a group's scale.  Factor 1 maps the group's largest magnitude to 7.5.
 SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
-# Values that are quantised at once.
+# The number of values that are quantised at once.
 BLOCK_VALUES = 2**24
 NUMBER = re.compile("[0-9]+")
 HEAD = "lm_head"
-# Matrices that stay as they are, in targets and drafts alike.  weights_proj: of an indexer, as it is published.
+# Matrices that stay dense in targets and in drafts.  weights_proj, of an indexer, is dense in published checkpoints.
 KEPT_DENSE = (
     *("embed_tokens", "embeddings", "gate", "router", "router.proj", "router.layer", "shared_expert_gate"),
     *("eh_proj", "shared_head.head"),
     "indexer.weights_proj",
 )
-# A draft's own head is quantised: it decides no token.
+# A draft's own head is quantised, because the target decides every token.
 KEPT_IN_TARGETS = (*KEPT_DENSE, HEAD)
-# Block drafts read these, and kernel_projection, as plain tensors.
+# Block drafts read these matrices, and kernel_projection, as plain tensors.
 OF_EDGES = ("markov_w1", "markov_w2", "markov_head.gate_proj", "markov_head.joint_proj")
 KEPT_IN_DRAFTS = (*KEPT_DENSE, *OF_EDGES, "kernel_projection")
 # The exponent of the largest value of E2M1, 6 = 1.5 · 2^2.
 E2M1_EXPONENT = 2
 
-# Suffix of the matrix's name -> tensor.
+# The stored tensors of one matrix, by the suffix of the matrix's name.
 Stored = dict[str, Tensor]
 To = Literal["fp8", "int4"]
 
@@ -71,13 +71,12 @@ def _pattern(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Quantiser:
-    """stored: makes the stored tensors of a matrix [out, in] or, with `experts`, of experts [count, out, in].
+    """A quantised format: how matrices are stored in it, and which matrices are quantised.
 
-    The second argument is the device to compute on.  config_of: makes quantization_config, given the pattern `kept` and
-    the names of further matrices that stay dense.
-    groups: columns that share a scale: the first that divides a matrix's columns; without one the matrix stays dense.
-    experts: whether it quantises stacked experts, and nothing else.
-    kept: the pattern of names that stay dense.
+    stored: makes the stored tensors of a matrix [out, in] or, with `experts`, of experts [count, out, in], on a device.
+    config_of: makes quantization_config, from the pattern `kept` and the names of further matrices that stay dense.
+    groups: columns that share a scale: the first number that divides a matrix's columns; if none does, it stays dense.
+    experts: whether the format quantises stacked experts alone.  kept: the pattern of names that stay dense.
     """
 
     stored: Callable[[Tensor, torch.device], Stored]
@@ -91,7 +90,7 @@ class Quantiser:
         return replace(self, kept=_pattern(KEPT_IN_DRAFTS)) if is_draft else self
 
     def config(self, columns: Mapping[str, int]) -> Mapping[str, Any]:
-        """quantization_config.  columns: of each matrix that `keeps` does not name, by name without `.weight`."""
+        """Returns quantization_config.  columns: by name, of each matrix that `keeps` does not name."""
         groups = {name: self.group_of(count) for name, count in columns.items()}
         full = dict(self.config_of(self.kept, [name for name, group in groups.items() if group is None]))
         for group in self.groups[1:]:
@@ -109,7 +108,7 @@ class Quantiser:
         return re.match(self.kept, name) is not None
 
     def group_of(self, columns: int) -> int | None:
-        """The columns that share a scale in a matrix with so many; None for one that stays dense."""
+        """How many columns share a scale in a matrix of `columns` columns; None for a matrix that stays dense."""
         return None if self.experts else next((group for group in self.groups if columns % group == 0), None)
 
     def takes(self, name: str, columns: int) -> bool:
@@ -117,11 +116,11 @@ class Quantiser:
         return self.group_of(columns) is not None and not self.keeps(name)
 
     def formats(self, columns: Mapping[str, int]) -> FormatOf:
-        """columns: as `config` takes them."""
+        """The storage format of each matrix that `config` describes.  columns: as `config` takes them."""
         return read_formats({"quantization_config": self.config(columns)}, Path("synthetic checkpoint"))
 
     def matrix(self, dense: Tensor) -> QuantisedMatrix:
-        """A matrix [out, in] as the loader would give it."""
+        """Quantises a matrix [out, in].  Returns what loading its stored tensors would return."""
         if self.experts:
             return self.of_experts(dense[None])[0]
         format, stored = self.formats({"layer": dense.shape[1]})("layer"), self.stored(dense, dense.device)
@@ -132,14 +131,14 @@ class Quantiser:
         return made
 
     def of_experts(self, dense: Tensor) -> QuantisedMatrix:
-        """Experts [count, out, in] as the loader would give them."""
+        """Quantises experts [count, out, in].  Returns what loading their stored tensors would return."""
         if not self.experts:
             return self.matrix(dense.flatten(0, 1)).experts(len(dense))
         return self.formats({})("mlp.experts").expert_matrix(self.stored(dense, dense.device))
 
 
 def _of_all_layers(names: Sequence[str], groups: Mapping[str, int | None]) -> list[str]:
-    """Patterns of these names, for any number of layers and experts; names where others would match their pattern."""
+    """Returns patterns of these names for any layer and expert; whole names where a pattern would match others too."""
     patterns: dict[str, list[str]] = {}
     for name in names:
         patterns.setdefault(_numbered(name), []).append(name)
@@ -148,18 +147,18 @@ def _of_all_layers(names: Sequence[str], groups: Mapping[str, int | None]) -> li
 
 
 def _numbered(name: str) -> str:
-    """The pattern of a matrix's name with any numbers in place of its own."""
+    """The pattern of a matrix's name, in which every number matches any number."""
     return f"re:{NUMBER.sub('[0-9]+', re.escape(name))}$"
 
 
 def _row_blocks(matrix: Tensor, device: torch.device, unit: int = 1) -> Iterator[Tensor]:
-    """Blocks of rows, float32, on the device: a multiple of `unit` rows each, but for the last."""
+    """Yields blocks of rows in float32 on the device.  Each but the last has a multiple of `unit` rows."""
     for block in matrix.split(max(BLOCK_VALUES // matrix.shape[1] // unit, 1) * unit):
         yield block.to(device, torch.float32)
 
 
 def to_fp8(matrix: Tensor, device: torch.device) -> Stored:
-    """E4M3 with a scale for each row."""
+    """Quantises a matrix to E4M3 with a scale for each row."""
     codes, scales = [], []
     for block in _row_blocks(matrix, device):
         scale = _fp8_scale(block.abs().amax(1, keepdim=True))
@@ -169,7 +168,7 @@ def to_fp8(matrix: Tensor, device: torch.device) -> Stored:
 
 
 def to_fp8_block(matrix: Tensor, device: torch.device) -> Stored:
-    """E4M3 with a scale for each BLOCK x BLOCK; the last blocks may be smaller."""
+    """Quantises a matrix to E4M3 with a scale for each BLOCK x BLOCK values.  The last blocks may be smaller."""
     columns = matrix.shape[1]
     codes, scales = [], []
     for block in _row_blocks(matrix, device, BLOCK):
@@ -187,7 +186,7 @@ def _fp8_scale(largest: Tensor) -> Tensor:
 
 
 def _joined(codes: Sequence[Tensor]) -> Tensor:
-    """As bytes: torch.cat need not know FP8 on every device."""
+    """The concatenated codes.  They are joined as bytes, because torch.cat may not support FP8 on every device."""
     return torch.cat([part.view(torch.uint8) for part in codes]).view(FP8)
 
 
@@ -196,7 +195,7 @@ def _fp8(values: Tensor) -> Tensor:
 
 
 def to_int4(matrix: Tensor, device: torch.device) -> Stored:
-    """Groups of columns (GROUPS) with a symmetric scale: of a few, the one with the least squared error."""
+    """Quantises a matrix to int4 in groups of columns (GROUPS), each with a symmetric scale (_best_scales)."""
     # Other engines expect the scales in the model's dtype.
     dtype = matrix.dtype if matrix.dtype in (torch.bfloat16, torch.float16) else torch.float32
     group = next(size for size in GROUPS if matrix.shape[1] % size == 0)
@@ -213,7 +212,7 @@ def to_int4(matrix: Tensor, device: torch.device) -> Stored:
 
 
 def _best_scales(groups: Tensor, dtype: torch.dtype) -> Tensor:
-    """groups [rows, n, group] -> the scales [rows, n, 1] with the least squared error."""
+    """groups [rows, n, group] -> scales [rows, n, 1]: of the scales that SHRINK makes, those with the least error."""
     largest = groups.abs().amax(2, keepdim=True)
     widest = torch.where(largest == 0, 1.0, largest / 7.5)
     best, least = widest.to(dtype), torch.full_like(largest, torch.inf)
@@ -226,10 +225,10 @@ def _best_scales(groups: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def to_mxfp4(experts: Tensor, device: torch.device) -> Stored:
-    """Experts [count, out, in]: E2M1 with a power of two for each MX_BLOCK columns, as GPT-OSS stores them.
+    """Quantises experts [count, out, in] to E2M1 with a power of two for each MX_BLOCK columns, as GPT-OSS stores them.
 
-    The power of two is that of the block's largest magnitude (OCP Microscaling Formats 1.0, 6.3).  A value goes to the
-    nearest that E2M1 has; above 6, which scaled magnitudes may be, to 6.
+    The power of two comes from the block's largest magnitude (OCP Microscaling Formats 1.0, 6.3).  Each scaled value is
+    rounded to the nearest value of E2M1.  Scaled magnitudes above 6, the largest value of E2M1, become 6.
     """
     codes, scales = [], []
     for matrix in experts:
@@ -244,7 +243,7 @@ def to_mxfp4(experts: Tensor, device: torch.device) -> Stored:
 
 
 def to_nvfp4(matrix: Tensor, device: torch.device) -> Stored:
-    """E2M1 with a scale in E4M3 for each NV_GROUP columns, and a divisor that maps the largest scale to FP8_MAX."""
+    """Quantises a matrix to E2M1: an E4M3 scale for each NV_GROUP columns, a divisor for the largest to be FP8_MAX."""
     largest = matrix.abs().amax().to(device, torch.float32)
     divisor = torch.where(largest == 0, 1.0, FP8_MAX * E2M1[-1] / largest)
     codes, scales = [], []
@@ -261,7 +260,7 @@ def to_nvfp4(matrix: Tensor, device: torch.device) -> Stored:
 
 
 def _e2m1(scaled: Tensor) -> Tensor:
-    """The nibbles of the nearest values of E2M1; above 6 it is 6."""
+    """Returns the 4-bit codes of the E2M1 values nearest to `scaled`.  Magnitudes above 6 get the code of 6."""
     middles = torch.tensor([(low + high) / 2 for low, high in pairwise(E2M1)], device=scaled.device)
     magnitudes = torch.bucketize(scaled.abs().contiguous(), middles).to(torch.uint8)
     return magnitudes | (scaled < 0).to(torch.uint8) << 3
@@ -270,7 +269,7 @@ def _e2m1(scaled: Tensor) -> Tensor:
 def _compressed_tensors(
     stored: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, kept: str, dense: Sequence[str]
 ) -> dict[str, Any]:
-    """quantization_config, as compressed-tensors writes it."""
+    """Returns quantization_config as compressed-tensors writes it."""
     common = {"symmetric": True, "dynamic": False, "block_structure": None, "actorder": None}
     inputs = None if inputs is None else {**common, **inputs}
     group = {"targets": ["Linear"], "weights": {**common, **weights}, "input_activations": inputs}
@@ -301,7 +300,7 @@ def _nvfp4_config(kept: str, dense: Sequence[str]) -> dict[str, Any]:
 
 
 def _fp8_block_config(kept: str, dense: Sequence[str]) -> dict[str, Any]:
-    """As DeepSeek-V3 has it.  Its head is dense; one that is not is named as GPTQ and AWQ name it."""
+    """Returns quantization_config as DeepSeek-V3 has it.  A quantised head adds `lm_head`, a field of GPTQ and AWQ."""
     head = {} if re.match(kept, HEAD) else {HEAD: True}
     return {
         "quant_method": "fp8",
@@ -330,10 +329,10 @@ QUANTISERS: Mapping[str, Quantiser] = MappingProxyType(
 
 @dataclass
 class QuantiseReport:
-    """What was written.
+    """What `quantise` has written.
 
-    dense: names of matrices that stay as they are because of the number of their columns; small_groups: by their size,
-    matrices that the format's usual group does not divide.
+    dense: the names of matrices that stay dense because no group size divides their columns.
+    small_groups: how many matrices have a smaller group than the format's usual one, by group size.
     """
 
     num_matrices: int = 0
@@ -348,8 +347,8 @@ def quantise(
 ) -> QuantiseReport:
     """Write a quantised copy of the target or draft at `path` to `out`.
 
-    Memory: one file of the checkpoint, quantised.  advance: called after each file.  An error or Ctrl-C leaves `out`
-    empty, so that the same command can run again.
+    It holds one quantised file of the checkpoint in memory.  advance: called after each file.  After an error or Ctrl-C
+    `out` is empty, so the same command can run again.
     Raises EspalierError for a model that is quantised already or not supported, and if `out` is not empty or cannot be
     written.
     """
@@ -374,7 +373,7 @@ def _write(
     config: Mapping[str, Any],
     advance: Callable[[], None],
 ) -> QuantiseReport:
-    """See quantise.  config.json is written last: without it a directory is no model."""
+    """Write the files of the copy; see quantise.  config.json is last: a directory without it is no model."""
     written, places, columns = QuantiseReport(), dict[str, str](), dict[str, int]()
     for file in shards_of(path):
         tensors = dict(_quantised(file, quantiser, device, written, columns))
@@ -412,7 +411,7 @@ def _refuse(path: Path, out: Path, config: Mapping[str, Any], is_draft: bool) ->
 
 
 def _stacks_experts(path: Path) -> bool:
-    """Whether a draft's layers have stacked experts.  Its config.json says so only beside its target's."""
+    """Whether a draft's tensors are stacked experts.  A draft's config.json says so only beside its target's."""
     for file in shards_of(path):
         with safe_open(file, framework="pt") as stored:
             names = [name for name in stored.keys() if ".experts." in name]  # noqa: SIM118
@@ -424,7 +423,7 @@ def _stacks_experts(path: Path) -> bool:
 def _quantised(
     file: Path, quantiser: Quantiser, device: torch.device, written: QuantiseReport, columns: dict[str, int]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the quantised copy of a file.  columns: of matrices, added by name."""
+    """Yields the tensors of a file's quantised copy.  Updates `written`, and adds each matrix's columns by name."""
     with safe_open(file, framework="pt") as stored:
         for name in stored.keys():  # noqa: SIM118
             tensor = stored.get_tensor(name)
@@ -443,5 +442,5 @@ def _quantised(
             else:
                 if is_matrix:
                     written.dense.append(module)
-                # Cloned: a tensor that stands in the file's memory would keep all of it.
+                # The tensor is cloned: a view of the file's memory would keep the whole file in memory.
                 yield name, tensor.clone()

@@ -3,7 +3,7 @@
 Types and parameters that are not supported are refused by name.
 
 The formulas follow transformers.modeling_rope_utils, with the same order of float32 operations.  So the frequencies are
-bitwise equal to those that the checkpoints were trained with.
+bitwise equal to the frequencies that the checkpoints were trained with.
 """
 
 import math
@@ -31,7 +31,7 @@ POSITIVE = (
     *("beta_fast", "beta_slow"),
 )
 BOOLS = ("truncate", "finetuned")
-# LongRoPE's divisors of the frequencies: in texts of at most the original length, and in longer ones.
+# LongRoPE's divisors of the frequencies: for texts of at most the original length, and for longer texts.
 DIVISORS = ("short_factor", "long_factor")
 NOT_NUMBERS = ("rope_type", *BOOLS, *DIVISORS)
 FIELDS = (
@@ -48,24 +48,24 @@ FIELDS = (
     "finetuned",
     *DIVISORS,
 )
-# Fields that the configuration of a RoPE may hold although they are the attention's: config.py has them at its top.
+# Fields of the attention that a RoPE's configuration may hold.  config.py moves them to the top level of the config.
 OF_ATTENTION = ("partial_rotary_factor", "llama_4_scaling_beta")
 SPELLINGS = ("rope_parameters", "rope_scaling")
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """The RoPE of one model.
+    """The RoPE of one layer.
 
-    dim: rotated channels of a head: all of them, or, in latent attention, the rope part.
-    type: one of TYPES, or "none" for a layer without RoPE: its frequencies are 0, so no bit is changed.  A dynamic
-    model has unscaled frequencies up to its trained length.  `ModelConfig.max_position` limits it to that length:
-    beyond it, every new token would change the rotation of all cached keys.
-    rotated: of a proportional RoPE, the share of the channels, low frequencies excluded, that turn at all.
-    latent_mscale: YaRN's factor of q and of k for mscale_all_dim.  Latent attention multiplies its softmax scale by its
-    square; other attention ignores it.
-    divisors: LongRoPE's, one for each frequency: of contexts up to original_max_position, and of longer ones.  A model
-    keeps to the one or the other (RopeTables), because a change would rotate all cached keys.
+    dim: how many channels of a head are rotated.  In latent attention, they are the rope part of a head.
+    type: one of TYPES, or "none" for a layer without RoPE: its frequencies are 0, so rotation changes no bit.
+    A model with a dynamic RoPE has unscaled frequencies up to its trained length.  `ModelConfig.max_position` limits
+    the model to that length, because beyond it every new token would change the rotation of all cached keys.
+    rotated: for a proportional RoPE, the share of the channels that is rotated; the lowest frequencies are not.
+    latent_mscale: YaRN's factor of q and of k for mscale_all_dim.  Latent attention multiplies its softmax scale by the
+    square of this factor; other attention ignores it.
+    divisors: LongRoPE's divisors, one for each frequency: for contexts up to original_max_position, and for longer
+    contexts.  A loaded model uses one of the two sets (RopeTables), because a change would rotate all cached keys.
     query_beta: β of Llama 4's attention temperature: the query at position p is multiplied by
     1 + β · ln(1 + floor(p / original_max_position)), after its rotation.
     """
@@ -87,7 +87,8 @@ class RopeConfig:
     divisors: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
 
     def inverse_frequencies(self, context: int = 0) -> Tensor:
-        """[dim / 2] float32, radians per position.  context: tokens of the longest text, which LongRoPE depends on."""
+        """Returns the frequencies [dim / 2], float32, in radians per position.
+        context: the tokens of the longest text; LongRoPE chooses its divisors by it."""
         plain = 1.0 / self._periods()
         match self.type:
             case "linear":
@@ -123,7 +124,10 @@ class RopeConfig:
         return torch.where(is_between, between, slow)
 
     def _yarn(self) -> Tensor:
-        """YaRN: divide low frequencies by `factor`, keep high ones, ramp between beta_slow and beta_fast turns."""
+        """YaRN: divide low frequencies by `factor`, keep high ones, interpolate linearly between the two.
+
+        The ramp runs from the frequency with beta_slow turns over the original length to the one with beta_fast turns.
+        """
         low, high = self._dimension_of(self.beta_fast), self._dimension_of(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
@@ -134,7 +138,7 @@ class RopeConfig:
         return 1.0 / (self.factor * periods) * (1 - keep) + 1.0 / periods * keep
 
     def _dimension_of(self, turns: float) -> float:
-        """The (fractional) dimension that makes this many turns over the original length."""
+        """The (fractional) index of the frequency that makes `turns` turns over the original length."""
         return self.dim * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
@@ -142,7 +146,7 @@ class RopeTables:
     """cos and sin for positions 0 .. rows-1, [rows, dim] each, in two halves as in Hugging Face's rotate_half.
 
     The first half of sin is negated, so RoPE is x·cos + swap_halves(x)·sin (kernels/layers/rope.py).
-    context: tokens of the longest text; None: as many as there are rows.
+    context: the tokens of the longest text; None: `rows`.
     query_scales: [rows], in the model's dtype, factors of rotated queries; None without an attention temperature
     (RopeConfig.query_beta).
     """
@@ -169,13 +173,13 @@ class RopeTables:
             self.query_scales = (1 + config.query_beta * torch.log(1 + lengths)).to(device, dtype)
 
     def rows(self, positions: Tensor) -> Rotation:
-        """cos and sin for positions of any shape, in order."""
+        """Returns cos and sin, one row for each position of the flattened `positions`, in order."""
         found = gather_rows(positions.reshape(1, -1), self.cos[None], self.sin[None])[0]
         return Rotation(*found.chunk(2, -1))
 
 
 def with_rope_type(fields: Mapping[str, Any]) -> Raw:
-    """Fields of a config.json in which every RoPE calls its type "rope_type".  The old name is "type"."""
+    """Returns the fields of a config.json with the type of every RoPE under "rope_type".  The old name is "type"."""
     named = dict(fields)
     for field in SPELLINGS:
         rope = fields.get(field)
@@ -186,7 +190,7 @@ def with_rope_type(fields: Mapping[str, Any]) -> Raw:
 
 
 def rope_overrides(raw: Raw, overrides: Mapping[str, Any]) -> Raw:
-    """The overrides, in which RoPE's parameters stand in the field that config.json has: one of SPELLINGS.
+    """Returns the overrides with RoPE's parameters in the field that config.json uses: one of SPELLINGS.
 
     Raises EspalierError for an override that would change nothing.
     """
@@ -211,15 +215,15 @@ def type_of_rope(fields: Mapping[str, Any]) -> str:
 
 
 def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeConfig, int]:
-    """The RoPE configuration, and the longest context that it was made for.
+    """Returns the RoPE configuration, and the longest context, in tokens, that it supports.
 
-    rotated: values of a head that are rotated.  longest: max_position_embeddings.  Two formats are read: rope_theta
+    rotated: how many values of a head are rotated.  longest: max_position_embeddings.  Two formats are read: rope_theta
     with rope_scaling, and rope_parameters of transformers 5, which holds all values.  Raises EspalierError for a type
     or parameter that is not supported.
     """
     new, old = (with_rope_type(full).get(field) or {} for field in SPELLINGS)
     for name in new:
-        # Users add rope_scaling to a config whose rope_parameters have no scaling.
+        # No contradiction: users add rope_scaling to a config whose rope_parameters have the type "default".
         if old.get(name, new[name]) != new[name] and (name, new[name]) != ("rope_type", "default"):
             raise EspalierError(
                 f"{path}: {name} is {new[name]!r} in rope_parameters and {old[name]!r} in rope_scaling; remove one of "
@@ -235,7 +239,7 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
     theta = parameters.get("rope_theta") or full.get("rope_theta") or 10000.0
     if theta <= 1:
         raise EspalierError(f"{path}: rope_theta = {theta!r}; a number above 1 is needed; correct it")
-    # As in transformers, the config's own field has priority.
+    # As in transformers, the field at the config's top level has priority.
     name = "original_max_position_embeddings"
     original = int(full.get(name) or parameters.get(name) or longest)
     scaled = kind in SCALED
@@ -266,7 +270,8 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
 
 
 def _require_values(parameters: Raw, kind: object, longest: int, path: Path) -> None:
-    """Raises EspalierError for a type or a parameter that is not supported, and for a value that is not of its kind."""
+    """Check the type and the parameters of a RoPE.
+    Raises EspalierError for a type or a parameter that is not supported, and for a value of a wrong type."""
     unknown = [name for name in parameters if name not in FIELDS]
     if kind not in TYPES or unknown:
         what = f"rope type {kind!r}" if kind not in TYPES else f"rope parameter {unknown[0]!r}"
@@ -291,7 +296,7 @@ def _require_values(parameters: Raw, kind: object, longest: int, path: Path) -> 
 
 
 def _divisors(parameters: Raw, rotated: int, path: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """LongRoPE's divisors.  Raises EspalierError if there is not one for each frequency."""
+    """Returns LongRoPE's divisors.  Raises EspalierError if there is not one for each frequency."""
     for name in DIVISORS:
         values = parameters.get(name)
         if (
@@ -308,7 +313,7 @@ def _divisors(parameters: Raw, rotated: int, path: Path) -> tuple[tuple[float, .
 
 
 def _attention_factor(parameters: Raw, kind: str, original: int, longest: int) -> float:
-    """The factor of cos and sin."""
+    """The factor by which cos and sin are multiplied."""
     if kind == "longrope" and parameters.get("attention_factor") is None:
         factor = float(parameters.get("factor") or longest / original)
         return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
@@ -325,7 +330,7 @@ def _rotated_share(parameters: Raw, path: Path) -> float:
 
 
 def _yarn_attention_factor(parameters: Raw) -> float:
-    """The factor of cos and sin: attention_factor if it is set, else by YaRN's formula."""
+    """The factor of cos and sin: attention_factor if it is set, else the value of YaRN's formula."""
     attention_factor = parameters.get("attention_factor")
     if attention_factor is not None:
         return float(attention_factor)

@@ -1,7 +1,7 @@
-"""Refuses a number of ranks into which a model cannot be divided, by its config.json, before weights are read.
+"""Refuses a number of ranks that cannot divide a model, from its config.json alone, before weights are read.
 
-The layers are loaded without data.  The code that makes a weight declares each rank's part of it, and that declaration
-is read here too.  So a family needs no list of divided sizes.
+This module loads the layers without data.  The code that loads a weight declares each rank's part of it, and the check
+uses these declarations.  So a family needs no list of divided sizes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,12 +21,12 @@ from espalier.models.weight_formats.dense import DENSE_FORMAT, DenseWeight
 from espalier.models.weights import Weights
 from espalier.shards import Part, Shards, Size, part_of
 
-# Where tensors have shapes and no data.
+# The device on which tensors have shapes but no data.
 NOWHERE = torch.device("meta")
 
 
 def require_shards(config: ModelConfig, count: int) -> None:
-    """Raises EspalierError if `count` ranks cannot divide this model, naming what they cannot divide."""
+    """Refuse a model that `count` ranks cannot divide.  Raises EspalierError naming a size that is not divisible."""
     if count == 1:
         return
     if config.probed is not None:
@@ -38,7 +38,7 @@ def require_shards(config: ModelConfig, count: int) -> None:
             f"tensor_parallel={count} is not supported with desc_act, which puts a group's columns anywhere; use 1, or "
             "a checkpoint without it"
         )
-    # Parts are equal: if the first can be cut out, all can.
+    # All parts are equal, so it is enough to check the first rank's.
     declared = DeclaredWeights(config, Shards(0, count))
     of_rank(layer_specs_of(config), declared.shards)
     load = config.family.load_layer or load_layer
@@ -64,7 +64,7 @@ def _divides(config: ModelConfig, count: int) -> bool:
 
 
 class DeclaredWeights(Weights):
-    """In place of a checkpoint's weights: none is read, and each that is taken is refused if it cannot be cut."""
+    """Takes the place of a checkpoint's weights.  It reads no data, and refuses each weight that cannot be divided."""
 
     dtype = torch.float32
 
@@ -73,20 +73,20 @@ class DeclaredWeights(Weights):
         self._not_taken = set()
 
     def __contains__(self, name: str) -> bool:
-        """Whether the format stores it as a plain tensor."""
+        """Whether the weight `name` is stored as a plain tensor, by its format."""
         return self.formats(name.rpartition(".")[0]) == DENSE_FORMAT
 
     def format_of(self, name: str) -> WeightFormat:
         return self.formats(name)
 
     def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """As declared."""
+        """Accept every shape: the declared shape is the only one."""
 
     def value(self, name: str) -> float:
         return 1.0
 
     def take_each(self, name: str, count: int, *shape: int) -> Iterator[Tensor]:
-        """None: there is nothing to copy."""
+        """Returns no entries: there is nothing to copy."""
         return iter(())
 
     def table(self, name: str, rows: Part, columns: int) -> Tensor:
@@ -100,7 +100,7 @@ class DeclaredWeights(Weights):
         return DenseWeight(self.empty(sum(len(part_of(size)) for size in rows), len(part_of(columns))))
 
     def matrix(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Tensor:
-        # Experts are alike: the first says it for all.
+        # All experts of a layer have the same sizes, so it is enough to check the first.
         self.weight(names[:1], rows[:1], columns)
         return self.empty(sum(len(part_of(size)) for size in rows), len(part_of(columns)))
 
@@ -129,6 +129,6 @@ class DeclaredWeights(Weights):
 
 
 def require_format_with_parts(format: WeightFormat) -> None:
-    """Raises EspalierError for a format of which no part can be cut out."""
+    """Refuse a format whose matrices cannot be divided.  Raises EspalierError."""
     if not format.has_shards:
         raise EspalierError(f"format {format.name} cannot be divided among ranks; use tensor_parallel=1")

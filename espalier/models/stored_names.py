@@ -1,6 +1,6 @@
-"""What a checkpoint stores: how a layer's weights, experts and norms are declared, and what files call them.
+"""Declarations of what a checkpoint stores: the names of a layer's weights, experts and norms.
 
-The checkpoint may be of a multimodal model.
+The checkpoint may be that of a multimodal model, whose files have other prefixes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,8 +16,8 @@ from espalier.shards import Part, Size, on_every_rank, part_of
 
 @dataclass(frozen=True)
 class MLPNames:
-    """Names of the matrices of an MLP.  gate_up: one name where they are stored as one matrix, gate over up, or where
-    there is no gate."""
+    """Names of the matrices of an MLP.
+    gate_up: two names; one name if both are stored as one matrix, gate over up, or if there is no gate."""
 
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
@@ -30,9 +30,9 @@ GATE_UP_DOWN, UP_DOWN = MLPNames(), MLPNames(("up_proj",))
 class LayerNames:
     """Names of a layer's weights.
 
-    qkv: one name where q, k and v are stored as one matrix, in this order.  out: of the output projection.
-    head_norms: of the heads of q and of k.
-    under_mlp: the prefix of the MLP's weights; mlp: their names.
+    qkv: three names; one name if q, k and v are stored as one matrix, in this order.  out: the output projection.
+    head_norms: the norms of the heads of q and of k.
+    under_mlp: the prefix of the MLP's weights.  mlp: the names of the MLP's weights.
     """
 
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -47,7 +47,7 @@ PLAIN_NAMES = LayerNames()
 
 @dataclass(frozen=True)
 class LayerNorms:
-    """Names of a layer's RMS norms: before each block, and behind it, of its output; None: there is none."""
+    """Names of a layer's RMS norms: before_x norms the input of block x, behind_x its output; None: no such norm."""
 
     before_attention: str | None = "input_layernorm"
     before_mlp: str | None = "post_attention_layernorm"
@@ -56,7 +56,7 @@ class LayerNorms:
 
 
 PLAIN_NORMS = LayerNorms()
-# Gemma's.
+# The norms of Gemma's layers.
 FOUR_NORMS = LayerNorms(
     before_mlp="pre_feedforward_layernorm",
     behind_attention="post_attention_layernorm",
@@ -68,18 +68,18 @@ FOUR_NORMS = LayerNorms(
 class Experts:
     """The mixture-of-experts layers of a model.
 
-    layers: their indices; other layers have a dense MLP.  size: intermediate size of an expert.
-    shared_size: intermediate size of the shared expert; 0: there is none.
-    shared_name: name of the shared expert's weights.  shared_bias: whether its projections have a bias.
-    shared_gate: name of the weight [1, H] that gates the shared expert; None without a gate.
-    router_name: name of the router's weight, and of its bias if routing.logit_bias is set.
-    scale_name: name of a factor of each expert's weight [E]; None without one.
+    layers: the indices of these layers; other layers have a dense MLP.  size: the intermediate size of an expert.
+    shared_size: the intermediate size of the shared expert; 0: there is none.
+    shared_name: the name of the shared expert.  shared_bias: whether its projections have a bias.
+    shared_gate: the name of the weight [1, H] that gates the shared expert; None without a gate.
+    router_name: the name of the router's weight, and of its bias if routing.logit_bias is set.
+    scale_name: the name of a tensor [E], a factor of each expert's weight; None without it.
     stored: how the checkpoint stores the experts (espalier/models/layer_loading.py).
     biases: whether gate, up and down have biases.
     under: the prefix of the block's weights in a layer.
-    names: of the matrices of an expert that is stored apart.  joined_names: of the two stacks where they are joined.
-    shared_under: the prefix of shared_name in a layer; None: `under`.  shared_names: of the shared expert's matrices.
-    correction_name: of the router's bias if routing.correction_bias is set.
+    names: the matrices of an expert, for stored = "apart".  joined_names: the two stacks, for stored = "joined".
+    shared_under: the prefix of shared_name in a layer; None: `under`.  shared_names: the shared expert's matrices.
+    correction_name: the name of the router's bias if routing.correction_bias is set.
     """
 
     layers: frozenset[int]
@@ -103,9 +103,10 @@ class Experts:
 
 
 def as_stored(names: Sequence[str], rows: Sequence[Size]) -> tuple[Sequence[str], Sequence[Size]]:
-    """The names and rows to read for matrices [rows, ...].  They are stored apart, or one over the other as one matrix.
+    """Returns the names and rows to read for matrices [rows, ...].
 
-    If ranks divide such a matrix, the rank's part of each matrix in it is read on its own.
+    The matrices are stored apart, or stacked one over the other in one matrix.  If ranks divide a stacked matrix, the
+    rank's part of each of its matrices is read separately.
     """
     if len(names) == len(rows):
         return names, rows
@@ -119,10 +120,10 @@ def as_stored(names: Sequence[str], rows: Sequence[Size]) -> tuple[Sequence[str]
 
 @dataclass(frozen=True)
 class StoredNames:
-    """An *own name* is the name of a weight in a checkpoint of the text model alone.
+    """How stored names map to own names.  An *own name* is a weight's name in a checkpoint of the text model alone.
 
-    prefixes: (beginning of a stored name, beginning of the own name) pairs.  has_parts: whether names with other
-    beginnings belong to other parts (vision, audio), which are not read.
+    prefixes: pairs (prefix of a stored name, prefix of the own name).
+    has_parts: whether names with any other prefix belong to other parts (vision, audio), which are not read.
     """
 
     prefixes: tuple[tuple[str, str], ...] = ()
@@ -136,7 +137,7 @@ class StoredNames:
         return None if self.has_parts else stored
 
     def formats(self, formats: FormatOf, stored: Iterable[str]) -> FormatOf:
-        """A FormatOf that takes own names, made from `formats`, which takes stored names.  stored: all stored names."""
+        """Returns `formats`, which takes stored names, as a function of own names.  stored: all stored names."""
         prefixes = {own: prefix for prefix, own in self.prefixes if any(name.startswith(prefix) for name in stored)}
         if not prefixes:
             return formats
@@ -149,7 +150,7 @@ class StoredNames:
 
 
 AS_OWN = StoredNames()
-# Published checkpoints have the first two prefixes.  transformers 5 has the third in memory.  `mtp.` are MTP layers.
+# Published checkpoints have the first two prefixes.  Transformers 5 uses the third in memory.  MTP layers have `mtp.`.
 TEXT_PART = StoredNames(
     (
         ("language_model.model.", "model."),
@@ -164,15 +165,15 @@ TEXT_PART = StoredNames(
 
 @dataclass(frozen=True)
 class MTPFamily:
-    """Names of the weights of layer i, counted from 0, and options.
+    """The names and options of a family's MTP layers.  i is the number of an MTP layer, counted from 0.
 
-    prefix: of the decoder layer's weights and of the names below; "{}" is i, or the number of the target's layers + i.
-    shared: of the names below, where all layers share these weights; None: that of the layer.
+    prefix: the prefix of the decoder layer's weights; "{}" stands for i, or for the number of target layers + i.
+    shared: the prefix of embed_norm, hidden_norm, project and norm if all MTP layers share them; None: `prefix`.
     after_target: whether "{}" counts from the number of the target's layers.
-    embed_norm, hidden_norm, project, norm: norms of the two inputs, the matrix that joins them, and the last norm.
-    embed, head: of the layer's own embedding and head, whole names; such weights may be missing.
-    hidden_first: whether the first columns of `project` take the hidden state; by default the embedding.
-    layer_type: the layers' entry in `layer_types`; None: that of the target's last layer.
+    embed_norm, hidden_norm, project, norm: the norms of the two inputs, the projection of both, and the last norm.
+    embed, head: the layer's own embedding and head, as whole names; these weights may be missing.
+    hidden_first: whether the first columns of `project` take the hidden state; by default they take the embedding.
+    layer_type: the layers' entry in `layer_types`; None: the entry of the target's last layer.
     """
 
     prefix: str
@@ -188,18 +189,18 @@ class MTPFamily:
     hidden_first: bool = False
 
     def index(self, layer: int, num_layers: int) -> int:
-        """The number of MTP layer `layer` in names.  num_layers: layers of the target."""
+        """The number that MTP layer `layer` has in names.  num_layers: how many layers the target has."""
         return num_layers + layer if self.after_target else layer
 
     def prefix_of(self, layer: int, num_layers: int) -> str:
         return self.prefix.format(self.index(layer, num_layers))
 
     def owned(self, layer: int, num_layers: int) -> str:
-        """The prefix of the names of all of an MTP layer's weights, but for its embedding and head."""
+        """The prefix of the names of all weights of an MTP layer, except its embedding and head."""
         return self.prefix_of(layer, num_layers) if self.shared is None else self.shared
 
 
-# DeepSeek-V3 and GLM.
+# The MTP layers of DeepSeek-V3 and GLM.
 NEXTN = MTPFamily(
     prefix="model.layers.{}.",
     embed_norm="enorm",
@@ -210,7 +211,7 @@ NEXTN = MTPFamily(
     head="model.layers.{}.shared_head.head",
     after_target=True,
 )
-# vLLM's speculators 0.9.0, `mtp`, in which espalier.train writes its heads.
+# The format `mtp` of vLLM's speculators 0.9.0.  espalier.train writes its heads in this format.
 SPECULATORS = MTPFamily(
     prefix="mtp_layers.{}.",
     embed_norm="token_layernorm",

@@ -1,8 +1,8 @@
-"""The files of weights in a model's directory: which they are, their bytes in memory, how they are read and written.
+"""Finds, reads and writes the weight files in a model's directory, and counts the bytes that they take in memory.
 
-The tensors of a GGUF file get the names that they have in a Hugging Face checkpoint.  Those in blocks are bytes [rows,
-blocks of a row, bytes of a block].  What llama.cpp's converter changed is undone: the order of rows of q and k, and the
-1 that it adds to Gemma's norms.
+The tensors of a GGUF file get the names that they have in a Hugging Face checkpoint.  A tensor in blocks is read as
+bytes [rows, blocks of a row, bytes of a block].  Two changes of llama.cpp's converter are undone: the order of rows of
+q and k, and the 1 that it adds to the weights of Gemma's norms.
 """
 
 import mmap
@@ -35,9 +35,9 @@ DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 
 
 class GGUFTensors(Mapping[str, Tensor]):
-    """By name.  A tensor is read from the file when it is asked for.
+    """The tensors of a GGUF file, by name.  A tensor is read from the file when it is looked up.
 
-    Raises EspalierError for a file that is cut short, and for what `gguf_config` refuses.
+    Raises EspalierError for a file that is cut short, and for a model that `gguf_config` refuses.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,7 +64,7 @@ class GGUFTensors(Mapping[str, Tensor]):
         content = self._content(place.file)
         raw = torch.frombuffer(content, dtype=torch.uint8, count=_nbytes(place), offset=place.begin)
         if place.type in PLAIN:
-            # Copied, as the place in the file need not be a multiple of the numbers' size.
+            # The bytes are copied, because a tensor's offset in the file need not be a multiple of its item size.
             tensor = raw.clone().view(DTYPES[place.type]).reshape(place.shape)
         else:
             tensor = raw.reshape(*place.shape[:-1], -1, BY_NUMBER[place.type].nbytes)
@@ -80,9 +80,10 @@ class GGUFTensors(Mapping[str, Tensor]):
 
 
 def rows_in_halves(tensor: Tensor, heads: int) -> Tensor:
-    """Rows in which the two values of a rotated pair are neighbours -> the first values of all pairs, then the second.
+    """Reorders the rows of each head in tensor [heads · size, ...].
 
-    tensor: [heads · size, ...].
+    In the input, the two values of a rotated pair are neighbours.  In the result, the first values of all pairs come
+    first, then the second values.
     """
     if len(tensor) % (2 * heads):
         return tensor  # its shape is wrong, which loading says
@@ -96,7 +97,7 @@ def _nbytes(place: Place) -> int:
 
 
 def _mapped(file: Path) -> mmap.mmap:
-    # Copy on write: PyTorch asks for memory that may be written to.
+    # Copy on write, because PyTorch requires writable memory.
     with file.open("rb") as opened:
         return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
 
@@ -106,7 +107,7 @@ BIN = "pytorch_model.bin"
 
 
 def shards_of(path: Path) -> list[Path]:
-    """The model's safetensors files: those of the index, else model.safetensors, else all of the directory."""
+    """The model's safetensors files: those in the index, else model.safetensors, else all in the directory."""
     index = path / INDEX
     if index.exists():
         files = read_json(index, MAX_BYTES).get("weight_map")
@@ -145,23 +146,25 @@ def write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
         ) from None
 
 
-# The embedding of a GGUF file, by its own name.
+# The own name (stored_names.py) of a GGUF file's embedding.
 TABLE = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
 class WeightCount:
-    """num_cast: values that are cast to the model's dtype; kept_bytes: bytes of tensors that keep their dtype."""
+    """The size of a model's weights in memory.
+    num_cast: how many values are cast to the model's dtype.  kept_bytes: bytes of tensors that keep their dtype."""
 
     num_cast: int = 0
     kept_bytes: int = 0
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the weights in a model of this dtype."""
+        """The bytes of the weights in a model of this dtype."""
         return self.num_cast * dtype.itemsize + self.kept_bytes
 
     def of_rank(self, count: int, whole: int) -> "WeightCount":
-        """What one of `count` ranks holds, of which each holds `whole` values whole and a part of the others."""
+        """The size of the weights that one of `count` ranks holds.
+        whole: how many values every rank holds; the other values are divided among the ranks."""
         return WeightCount(whole + -(-max(self.num_cast - whole, 0) // count), -(-self.kept_bytes // count))
 
     def __add__(self, other: "WeightCount") -> "WeightCount":
@@ -189,7 +192,7 @@ def stored_weights(
                     own = stored.own(name)
                     if own is None or own.startswith(unread):
                         continue
-                    # get_tensor maps the file into memory and reads no data.
+                    # get_tensor maps the file into memory; it reads no data.
                     count += _count(name, tensors.get_tensor(name), formats)
         except (OSError, SafetensorError):
             continue
@@ -197,7 +200,8 @@ def stored_weights(
 
 
 def _of_blocks(path: Path) -> WeightCount:
-    """Blocks are kept.  An embedding in blocks becomes a table."""
+    """The size of the weights of a GGUF file.
+    Blocks keep their bytes, except that an embedding in blocks becomes a table in the model's dtype."""
     tensors, count = GGUFTensors(path), WeightCount()
     for name, place in tensors.places.items():
         if name == TABLE or place.type in PLAIN:

@@ -1,6 +1,6 @@
 """Reads weights from disk, tensor by tensor.
 
-A weight that is read is checked, cast and copied to its place on the device.  One that is missing, unused, misshapen or
+Each weight is checked, cast and copied to its place on the device.  A weight that is missing, unused, misshapen or
 truncated is an error that names the file and the weight.
 """
 
@@ -33,8 +33,8 @@ from espalier.models.weight_formats.gguf import BlockWeight
 from espalier.models.weight_formats.sharded import SummedWeight
 from espalier.shards import WHOLE, Part, Shards, Size, part_of
 
-# Buffers that old exporters stored with the weights, which the models here compute; and scales that are not used: of
-# queries, which stay as they are, and of K and V in drafts.
+# Stored tensors that may stay unused.  Some are buffers that old exporters stored and that the models here compute.
+# The others are scales of queries, which are never quantised, and scales of K and V in drafts.
 HARMLESS = re.compile(
     r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|self_attn\.(bias|masked_bias)"
     r"|self_attn\.((k_proj\.)?k_scale|(v_proj\.)?v_scale|(q_proj\.)?q_scale|kv_scale))$"
@@ -43,20 +43,20 @@ HARMLESS = re.compile(
 Cut = tuple[slice, ...]
 # Dtypes that may be cast to the model's dtype.  Narrower dtypes may not: they need the scales of their format.
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# As safetensors files name them.
+# The names of these dtypes in safetensors files.
 PLAIN_NAMES = ("F64", "F32", "BF16", "F16")
 log = logging.getLogger(__name__)
 
 
 class Weights:
-    """The stored tensors of one directory, or of a GGUF file, by name.  `finish` refuses those that nothing has taken.
+    """The stored tensors of one directory, or of a GGUF file, by name.  `finish` refuses weights that were not taken.
 
     formats: the storage format of each matrix; all other weights are plain tensors.  A matrix that is stored as a plain
-    tensor is dense, whatever `formats` says: checkpoints leave layers out that their config.json does not name.
-    shards: what this rank holds of the matrices that are declared in parts.
+    tensor is dense, whatever `formats` says: some checkpoints have dense layers that their config.json does not name.
+    shards: the ranks, and which part of each divided matrix this rank holds.
     allow_bin: also read pytorch_model.bin (with weights_only), which many drafts use.
-    stored: what the files call the weights; all names here are own names (stored_names.py).
-    other_parts: what the parts are called that are not read.
+    stored: maps the files' names to own names (stored_names.py); all names in this class are own names.
+    other_parts: the names of a multimodal model's parts that are not read.
     """
 
     shards: Shards = WHOLE
@@ -78,7 +78,7 @@ class Weights:
         self.device = device
         self.other_parts: set[str] = set()
         self._loaded: Mapping[str, Tensor] = {}
-        # Own name -> (the file, the name in the file).
+        # Own name -> (the open file, the name in the file).
         self._files: dict[str, tuple[safe_open, str]] = {}
         files = [] if is_gguf(path) else shards_of(path)
         for file in files:
@@ -103,8 +103,8 @@ class Weights:
     def has_matrix_of(self, name: str, rows: int, columns: int) -> bool:
         """Whether the matrix `name` is stored in its format with this shape.  Its data is not read.
 
-        Of a tensor without rows (an input scale, the matrix's shape) only the name counts: a single value may be stored
-        as [] or as [1], and the tensors with rows settle both sizes.
+        For a tensor without rows (an input scale, the matrix's shape) only the name is compared, because a single value
+        may be stored as [] or as [1].  The tensors with rows determine both sizes.
         """
         try:
             wanted = self.format_of(name).tensors(rows, columns)
@@ -121,25 +121,25 @@ class Weights:
         return tuple(file.get_slice(stored).get_shape())
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """A plain tensor, cast to the model's dtype, on the device.  Raises EspalierError as `take_raw`."""
+        """Returns a plain tensor, cast to the model's dtype, on the device.  Raises EspalierError as `take_raw`."""
         return self._stack([name], [StoredTensor("", shape, row_dim=0)])
 
     def value(self, name: str) -> float:
-        """A plain tensor of one number, rounded to the model's dtype."""
+        """Returns the number in a plain tensor of one value, rounded to the model's dtype."""
         return float(self.take(name, 1))
 
     def take_parts(self, name: str, shape: tuple[int, ...], dim: int, parts: Sequence[Part]) -> Tensor:
-        """`take`, but only these parts along a dimension, one after the other."""
+        """Returns `parts` of a plain tensor along dimension `dim`, concatenated.  Otherwise see `take`."""
         stored = StoredTensor("", shape, row_dim=dim)
         return self._stack([name] * len(parts), [stored] * len(parts), [stored.cut(part, part) for part in parts])
 
     def take_exact(self, name: str, *shape: int) -> Tensor:
-        """A plain tensor, cast to float32 (float64 for a float64 model), on the device."""
+        """Returns a plain tensor, cast to float32 (float64 for a float64 model), on the device."""
         exact = torch.promote_types(self.dtype, torch.float32)
         return self._checked(name, StoredTensor("", shape)).to(self.device, exact)
 
     def take_each(self, name: str, count: int, *shape: int) -> Iterator[Tensor]:
-        """The entries of a plain tensor [count, *shape], one by one, cast to the model's dtype, on the device.
+        """Yields the entries of a plain tensor [count, *shape], cast to the model's dtype, on the device.
 
         Raises EspalierError as `take_raw`.
         """
@@ -147,11 +147,11 @@ class Weights:
             yield entry.to(self.device, self.dtype)
 
     def empty(self, *shape: int) -> Tensor:
-        """An uninitialised tensor of the model's dtype, on the device."""
+        """Returns an uninitialised tensor of the model's dtype, on the device."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def take_raw(self, name: str, *shape: int) -> Tensor:
-        """A weight as it is stored, on the CPU.  Raises EspalierError if it is missing or has another shape."""
+        """Returns a weight as it is stored, on the CPU.  Raises EspalierError if it is missing or has another shape."""
         self.require_shape(name, shape)
         self._not_taken.discard(name)
         tensor = self._loaded[name] if name in self._loaded else self._read(name)
@@ -164,7 +164,7 @@ class Weights:
                 f"weight {name!r} {list(shape)} is missing from {self.path}; the checkpoint is incomplete, or its "
                 "config.json belongs to another model: download it again"
             )
-        # A single value is written as [] by some and as [1] by others.
+        # Some exporters store a single value as [], others as [1].
         if self.shape(name) != shape and not shape == (1,) == (1, *self.shape(name)):
             raise EspalierError(
                 f"weight {name!r} in {self.path} has shape {list(self.shape(name))}, but config.json needs "
@@ -180,9 +180,9 @@ class Weights:
         bias: bool,
         summed: bool = True,
     ) -> Linear:
-        """A linear layer of stacked matrices prefix + name, [rows, columns] each, with biases.
+        """Returns a linear layer that stacks the matrices prefix + name, [rows, columns] each, with biases.
 
-        A Part of the columns: the layer's results are summed over the ranks, unless the caller does that (`summed`).
+        summed: for a Part of the columns, whether the layer sums its results over the ranks; else the caller does.
         """
         weight, biases = self.weight([f"{prefix}{name}" for name in names], rows, columns), None
         if bias:
@@ -197,13 +197,13 @@ class Weights:
         return Linear(weight, self.once(biases))
 
     def once(self, bias: Tensor | None) -> Tensor | None:
-        """The bias on rank 0, and zeros on all others, so that a sum over the ranks adds it once."""
+        """Returns the bias on rank 0 and zeros on all other ranks, so that a sum over the ranks adds the bias once."""
         return bias if bias is None or self.shards.rank == 0 else torch.zeros_like(bias)
 
     def weight(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Weight:
-        """One weight of stacked matrices, [rows, columns] each, in their storage formats.
+        """Returns one weight that stacks the matrices `names`, [rows, columns] each, in their storage formats.
 
-        Raises EspalierError, as all that take matrices, if there are several ranks and no size is a Part.
+        Raises EspalierError if there are several ranks and no size is a Part, as all methods that take matrices do.
         """
         parts = []
         for format, alike in groupby(zip(names, rows, strict=True), lambda each: self.format_of(each[0])):
@@ -215,7 +215,7 @@ class Weights:
         return parts[0] if len(parts) == 1 else StackedWeights(parts)
 
     def require_parts(self, names: Sequence[str], sizes: Sequence[Size]) -> None:
-        """Raises EspalierError for a matrix of which nobody has said what each of several ranks holds."""
+        """Raises EspalierError if there are several ranks and no size is a Part, which says what each rank holds."""
         if self.shards.count > 1 and not any(isinstance(size, Part) for size in sizes):
             raise EspalierError(
                 f"{names[0]!r} has no part, so ranks cannot divide this architecture; use tensor_parallel=1"
@@ -242,7 +242,7 @@ class Weights:
         return file is not None and file.get_slice(stored).get_dtype() in PLAIN_NAMES
 
     def matrix(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Tensor | QuantisedMatrix:
-        """As `weight`, but the matrix itself, dense or quantised."""
+        """Returns the stacked matrices as one dense or quantised matrix, not as a Weight.  See `weight`."""
         format = self._format_of_all(names)
         stored = self._stored(format, names, rows, columns)
         with self._naming_matrices(names):
@@ -254,9 +254,9 @@ class Weights:
     def stacked_matrix(
         self, name: str, matrix: str, count: int, rows: Sequence[Size], columns: Size
     ) -> QuantisedMatrix:
-        """`count` experts [rows, columns] that are stored in one tensor, name + matrix and the format's suffixes.
+        """Returns `count` experts [rows, columns], stored in one tensor: name + matrix + each of the format's suffixes.
 
-        rows: one or more parts of the same rows, one over the other.
+        rows: one or more parts of an expert's rows to read, one over the other.
         """
         format, parts, own = self.formats(name), [part_of(each) for each in rows], part_of(columns)
         self.require_parts([f"{name}{matrix}"], (*rows, columns))
@@ -272,7 +272,7 @@ class Weights:
         return experts
 
     def table(self, name: str, rows: Part, columns: int) -> Tensor:
-        """Rows of an embedding, in the model's dtype."""
+        """Returns `rows` of an embedding [.., columns], in the model's dtype."""
         if not self.format_of(name).embeds:
             return self.take_parts(f"{name}.weight", (rows.size, columns), 0, [rows])
         weight, table = self.weight([name], [rows], columns), self.empty(len(rows), columns)
@@ -281,12 +281,12 @@ class Weights:
         return table
 
     def take_matrix(self, name: str, rows: Size, columns: int) -> Tensor:
-        """A matrix of any format as a dense tensor [rows, columns] of the model's dtype."""
+        """Returns a matrix of any format as a dense tensor [rows, columns] of the model's dtype."""
         matrix = self.matrix([name], [rows], columns)
         return matrix if isinstance(matrix, Tensor) else dequantise(matrix, self.dtype)
 
     def _format_of_all(self, names: Sequence[str]) -> WeightFormat:
-        """The format of the experts of a layer.  Raises EspalierError if they differ."""
+        """The storage format that all matrices `names` have.  Raises EspalierError if their formats differ."""
         format = self.format_of(names[0])
         if other := next((name for name in names if self.format_of(name) != format), None):
             raise EspalierError(
@@ -298,7 +298,7 @@ class Weights:
     def _stored(
         self, format: WeightFormat, names: Sequence[str], rows: Sequence[Size], columns: Size
     ) -> tuple[Mapping[str, Tensor], list[int], int]:
-        """The tensors of stacked matrices by suffix, their rows and columns: as WeightFormat.build takes them."""
+        """Returns the arguments of WeightFormat.build for stacked matrices: tensors by suffix, rows and columns."""
         tensors: Mapping[str, Tensor] = {}
         self.require_parts(names, (*rows, columns))
         parts, of_columns = [part_of(size) for size in rows], part_of(columns)
@@ -315,7 +315,7 @@ class Weights:
 
     @contextmanager
     def _naming_matrices(self, names: Sequence[str]) -> Iterator[None]:
-        """Put the names of matrices before the errors of their format."""
+        """Prefix the errors of a format with the names of the matrices."""
         try:
             yield
         except EspalierError as error:
@@ -323,13 +323,13 @@ class Weights:
             raise EspalierError(f"{names[0]!r}{more} in {self.path}: {error}") from None
 
     def _stack(self, names: Sequence[str], stored: Sequence[StoredTensor], cuts: Sequence[Cut] = ()) -> Tensor:
-        """One tensor of stored tensors, or of these `cuts` of them, joined along row_dim, or stacked if that is None.
+        """Returns stored tensors, or these `cuts` of them, concatenated along row_dim, or stacked if that is None.
 
-        Each is copied to its part without an intermediate, and no more of the file is read.
+        Each cut is copied directly to its place in the result, and nothing else of the file is read.
         """
         cuts = cuts or [tuple(slice(0, size) for size in tensor.shape) for tensor in stored]
         shapes = [[each.stop - each.start for each in cut] for cut in cuts]
-        # Before the memory is taken: its size is config.json's.
+        # Shapes are checked before memory is allocated, because the sizes come from config.json.
         for name, tensor in zip(names, stored, strict=True):
             self.require_shape(name, tensor.shape)
         first, dtype = stored[0], stored[0].dtype or self.dtype
@@ -361,7 +361,7 @@ class Weights:
         return tensor
 
     def norm_weight(self, name: str, size: int, offset: float) -> Tensor:
-        """The weight of a norm.  With an offset, the sum stays in the dtype in which norms compute."""
+        """Returns the weight of a norm plus `offset`.  With an offset, the sum has the dtype in which norms compute."""
         return self.take_exact(name, size) + offset if offset else self.take(name, size)
 
     def norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
@@ -377,7 +377,7 @@ class Weights:
         summed: bool = True,
         names: MLPNames = GATE_UP_DOWN,
     ) -> GatedMLP:
-        """summed: as `linear` takes it."""
+        """Returns the dense MLP under `prefix`.  inner: the intermediate size.  summed: as in `linear`."""
         own = self.shards.part(inner, "intermediate size")
         gate_up = self.linear(prefix, *as_stored(names.gate_up, (own,) * activation.halves), hidden, bias)
         return GatedMLP(gate_up, self.linear(prefix, (names.down,), (hidden,), own, bias, summed), activation)
@@ -395,7 +395,7 @@ class Weights:
         self.ignore([name for name in self._not_taken if not name.startswith(prefixes)])
 
     def finish(self) -> None:
-        """Raises EspalierError for a weight that was not taken: ignoring a weight would change the model."""
+        """Raises EspalierError for a weight that was not taken, because leaving a weight out would change the model."""
         unused = sorted(
             name for name in tuple(self._not_taken) if not HARMLESS.search(name) and not self._is_zero_bias(name)
         )
@@ -408,13 +408,13 @@ class Weights:
         self._say_notes()
 
     def _say_notes(self) -> None:
-        """Log what the formats of the matrices ask for and is not done."""
+        """Log the properties of the matrices' formats that are not followed (WeightFormat.note)."""
         matrices = {name.rpartition(".")[0] for name in self._names}
         for note in sorted({format.note or "" for format in map(self.formats, matrices)} - {""}):
             log.warning("%s %s", self.path, note)
 
     def _is_zero_bias(self, name: str) -> bool:
-        """Old GPTQ exporters stored a bias of zeros for every layer."""
+        """Whether a tensor is a bias of zeros.  Old GPTQ exporters stored one for every layer."""
         return name.endswith(".bias") and not self._checked(name, StoredTensor("", self.shape(name))).any()
 
     def _open(self, shard: Path) -> None:

@@ -1,6 +1,6 @@
-"""The activation of an MLP: a launch of its own, and the functions that other kernels call.
+"""The activation of an MLP: a kernel that computes it alone, and the functions that other kernels call.
 
-Grid: (rows, blocks of BLOCK columns).  Computed in float32 (float64 for float64).
+Grid: (rows, blocks of BLOCK columns).  The kernel computes in float32 (float64 for float64).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BLOCK = 1024
 
 @kernel
 def silu_times(gate, up):
-    """silu(gate) · up, in the dtype of the arguments; also the epilogue of kernels/layers/linear.py."""
+    """Returns silu(gate) · up, in the dtype of the arguments.  kernels/layers/linear.py uses it as epilogue."""
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
@@ -27,9 +27,10 @@ def silu_times(gate, up):
 def apply_activation(
     gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr
 ):  # fmt: skip
-    """Computed in the dtype of gate and up; without a gate both are up.
+    """Returns the activation (ops/activation.py:Activation), in the dtype of gate and up.
 
-    NaN stays NaN; tl.minimum and tl.maximum would replace it by the limit.
+    For an activation without a gate, the caller passes up as `gate` too.  NaN stays NaN; tl.minimum and tl.maximum
+    would replace NaN by the limit.
     """
     if LIMIT is not None:
         gate = tl.where(gate > LIMIT, LIMIT, gate)
@@ -67,10 +68,11 @@ def _gated_kernel(
 
 
 def gated(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
-    """Rounds once, at the end.  PyTorch, and so transformers in bfloat16, also rounds silu(gate).
+    """Returns the activation of gate_up, see ops/activation.py.  The result is rounded once, at the end.
 
-    Tolerance: that extra rounding changes a result by 1 ulp of the dtype, or 2 at a tie.  GELU: 1 ulp of the dtype, and
-    2^-22 of gate · up, as its exponential is that of a rounded cubic.
+    PyTorch also rounds silu(gate), and so does transformers in bfloat16.
+    Tolerance: that extra rounding changes a result by 1 ulp of the dtype, or 2 at a tie.  GELU: 1 ulp of the dtype plus
+    2^-22 of gate · up, because the argument of its exponential is a rounded cubic.
     """
     require("gated: gate_up", gate_up, (-1, -1), None, gate_up)
     rows, size = gate_up.shape[0], require_halves(gate_up.shape[1], activation)

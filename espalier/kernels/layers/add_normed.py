@@ -1,8 +1,8 @@
-"""Norms behind blocks: the norms of blocks' outputs, the residual addition and the norms before the next blocks.
+"""One launch for the norms of blocks' outputs, the residual addition and the norms before the next blocks.
 
-Grid: one program per row, which holds the whole row in registers.  Computed in float32 (float64 for float64), and
-rounded where launches of their own would round.  So the bits of 16-bit rows are those of norm.py's launches one after
-another.  Of float32 and float64, which nothing rounds, a product and a sum may be one instruction.
+Grid: one program per row, which holds the whole row in registers.  The kernel computes in float32 (float64 for float64)
+and rounds where separate launches would round.  So 16-bit rows get the same bits as from separate launches of norm.py.
+With float32 and float64, there is nothing to round, and a product and a sum may become one instruction.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def _add_normed_kernel(
     EPS_1: tl.constexpr, EPS_2: tl.constexpr, FIRST_SPLITS: tl.constexpr, SECOND_SPLITS: tl.constexpr,
     SCALE: tl.constexpr, SIZE: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """first, second: outputs of blocks; SPLITS: the number of their partial sums, 1 without splits.
+    """first, second: the outputs of blocks.  SPLITS: the number of an output's partial sums, 1 without splits.
 
-    second_ptr, behind_weight_ptr, out_ptr to out_2_ptr: None where there is none.
+    second_ptr, behind_weight_ptr, out_ptr to out_2_ptr: None if there is no such tensor.
     """
     TYPE: tl.constexpr = sum_ptr.dtype.element_ty
     pdl_trigger(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < SIZE
-    # No kernel writes weights, so they are loaded before the wait.
+    # The weights are loaded before the wait, because no kernel writes them.
     first_weight = tl.load(first_weight_ptr + column, mask=mask, other=0.0)
     if second_ptr is not None:
         second_weight = tl.load(second_weight_ptr + column, mask=mask, other=0.0)
@@ -82,7 +82,7 @@ def _add_normed_kernel(
 
 @kernel
 def normed(x, weight, EPS: tl.constexpr, SIZE: tl.constexpr, EXACT: tl.constexpr):
-    """The norm of a row, in EXACT.  x: 0 behind the row's SIZE values."""
+    """Returns the norm of a row, in EXACT.  x: the row's SIZE values, then zeros."""
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + EPS)
     return x * scale * weight.to(EXACT)
 
@@ -94,7 +94,7 @@ def add_normed(
     scale: float,
     norms: tuple[NormWeight, ...],
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The sum and each norm have the tolerance of norm.py:rms_norm."""
+    """See ops/norm.py.  The sum and each norm have the tolerance of norm.py:rms_norm."""
     _require(outputs, norm, residual, norms)
     total, *out = (torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) for _ in (None, *norms))
     if not len(residual):
@@ -109,7 +109,7 @@ def add_normed(
         *(None if each is None else each.weight.contiguous() for each in used),
         *_filled(out, MAX_NORMS),
         *(x.stride(0), *_strides(first), *_strides(second)),
-        # constexpr: as a run-time argument eps would be rounded to float32.
+        # A constexpr argument, because a run-time eps would be rounded to float32.
         *(0.0 if each is None else each.eps for each in used),
         *(_splits(first), _splits(second)),
         SCALE=scale,
@@ -143,12 +143,12 @@ def _require(
 
 
 def _filled(given: Sequence[Any], size: int) -> list[Any]:
-    """As many as the kernel takes, None where there is none."""
+    """Returns the items of `given`, filled up with None to `size` items."""
     return [*given, *[None] * (size - len(given))]
 
 
 def _strides(output: Tensor | None) -> tuple[int, int]:
-    """Of a row and of a part."""
+    """Returns the strides of a row and of a partial sum; zeros without an output."""
     return (0, 0) if output is None else (output.stride(-2), output.stride(0))
 
 

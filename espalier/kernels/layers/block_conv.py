@@ -1,20 +1,21 @@
-"""The convolutions of a DFlash 2 draft: a few taps over the rows of a block, backwards.
+"""The convolutions of a DFlash 2 draft: a few taps over a row of a block and the rows before it.
 
 Row i of a block becomes the sum over taps t of row i - t times (base[t] + delta[t]).  Rows before the block count as
-zeros.  `base` has a coefficient for each channel.  `delta` has one for each group of adjacent channels, and follows
-from row i of the sublayer's input: it is a product with a matrix, half for the input and half for the output.
+zeros.  `base` has a coefficient for each channel.  `delta` has a coefficient for each group of adjacent channels.  It
+is the product of row i of the sublayer's input with a matrix; one half is for the input's convolution, the other half
+for the output's.
 
-The product and the convolution of the input are one launch.  Grid: (tiles of rows, blocks of groups). A program
-multiplies its rows with the matrix's rows of its groups, and convolves the channels of these groups.
+One launch computes the product and the input's convolution.  Grid: (tiles of rows, blocks of groups).  A program
+multiplies its rows with the matrix rows of its groups, and convolves the channels of these groups.
 
-Tolerance: the product as kernels/layers/linear.py; it is rounded before the convolution, which is computed in float32
-and rounded once.
+Tolerance: the product has that of kernels/layers/linear.py.  It is rounded before the convolution, which is computed in
+float32 and rounded once.
 
-The convolution of the output, the residual addition and the next norm are another.  Grid: one program per row, which
-holds the whole row in registers and reads the output's rows of all taps.
+Another launch computes the output's convolution, the residual addition and the next norm.  Grid: one program per row,
+which holds the whole row in registers and reads the output's rows of all taps.
 
 Tolerance: the sublayer's output is summed from its parts and rounded, convolved in float32 (float64 for float64), and
-rounded before the addition.  From there on as kernels/layers/norm.py.
+rounded before the addition.  The addition and the norm are those of kernels/layers/norm.py.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# Of a program: rows (the fewest that tensor cores take), groups, and columns of a step of the product.
+# Per program: the rows (the fewest that tensor cores support), the groups, and the columns of a step of the product.
 ROWS, GROUPS, COLUMNS = 16, 8, 128
 
 
 def block_conv(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tuple[Tensor, Tensor]:
     if x.dtype == torch.float64:
-        # Triton has no product in float64.
+        # Triton has no float64 product.
         return contract.reference(x, weight, base, width)
     taps, groups = require_block_conv(x, weight, base, width)
     x = x.contiguous()
@@ -131,7 +132,7 @@ def block_conv_norm(
         _block_conv_norm_kernel[(rows,)](
             *(parts.contiguous(), coefficients.contiguous(), base.contiguous(), residual.contiguous()),
             *(weight.contiguous(), total, out, rows * size, width),
-            # constexpr: as a run-time argument eps would be rounded to float32.
+            # A constexpr argument, because a run-time eps would be rounded to float32.
             EPS=eps,
             SIZE=size,
             GROUPS=groups,
@@ -165,7 +166,7 @@ def _block_conv_norm_kernel(
         behind = mask & (row % width >= tap)
         delta = delta_ptr + (row - tap) * SIZE + column
         added += load_sum(delta, split_stride, behind, SPLITS, sum_ptr.dtype.element_ty, EXACT) * (base + own)
-    # Rounded as each of the three would alone.
+    # Each of the three results is rounded as a separate launch would round it.
     x += added.to(sum_ptr.dtype.element_ty).to(EXACT)
     x = x.to(sum_ptr.dtype.element_ty)
     tl.store(sum_ptr + row * SIZE + column, x, mask=mask, eviction_policy="evict_last")

@@ -1,11 +1,12 @@
-"""The pairs (row, choice) of a mixture of experts, sorted by expert and cut into tiles of one expert each.
+"""Sorts the pairs (row, choice) of a mixture of experts by expert, and cuts them into tiles of one expert each.
 
-The programs of experts.py take a tile each.  Every row takes the shared experts, so they need no routing.  A shared MLP
-whose width is S times that of a routed expert is cut into S pieces of that width.  A piece is one more tile of both
-launches of experts.py, for up to MAX_SHARED_ROWS rows.  So the shared MLP needs no launches of its own.  Its tiles come
-first: before the routing is complete they prefetch weights, because their addresses are known.
+Each program of experts.py computes one tile.  Every row takes the shared experts, so these need no routing.  A shared
+MLP whose width is S times that of a routed expert is cut into S pieces of that width.  For up to MAX_SHARED_ROWS rows,
+each piece is one more tile in both launches of experts.py.  So the shared MLP needs no separate launches.  Its tiles
+come first: they prefetch weights before the routing is complete, because the addresses of their weights are known.
 
-More rows fill the chip anyway, and a dense product reads a weight once for all of them: the caller runs it apart.
+More rows fill the chip anyway, and a dense product reads a weight once for all rows.  So for more rows the caller runs
+the shared MLP in separate launches.
 """
 
 from __future__ import annotations
@@ -23,20 +24,21 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait, prefetch
 
-# Pairs that a sorting program reads per step.  It reads all pairs, so it has up to 1024 threads, the most of a program.
+# The most pairs that a sorting program reads per step.  A program reads all pairs, so it has up to 1024 threads, the
+# maximum.
 MAX_SORT_BLOCK = 8192
 PAIRS_PER_THREAD = 8
-# With fewer pairs than threads, some threads would hold copies, which tl.histogram must leave out.  So a step has at
-# least this many pairs and threads.
+# A step has at least this many pairs and threads.  With fewer pairs than threads, some threads would hold copies of
+# pairs, which tl.histogram would have to leave out.
 MIN_SORT_THREADS = 128
 WARP = 32
-# Experts that a warp holds.  Within a warp, reductions need no shared memory.
+# The number of experts per warp.  Reductions within a warp need no shared memory.
 WARP_EXPERTS = 512
 
 
 @kernel
 def _experts_of(ids_ptr, live_ptr, pair, num_pairs, TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, LIVE: tl.constexpr):
-    """The experts of pairs [BLOCK]: NUM_EXPERTS for rows without expert, NUM_EXPERTS + 1 past the last pair."""
+    """Returns the experts of pairs [BLOCK].  NUM_EXPERTS: a row without experts; NUM_EXPERTS + 1: no such pair."""
     inside = pair < num_pairs
     expert = tl.load(ids_ptr + pair, mask=inside, other=NUM_EXPERTS + 1).to(tl.int32)
     if LIVE:
@@ -51,7 +53,7 @@ def _sort_pairs_kernel(
     TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, LIVE: tl.constexpr,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: one program for each expert, and one for the rows without expert.
+    """Sorts the pairs by expert.  Grid: one program for each expert, and one for the rows without experts.
 
     Each program reads all pairs, so the sort is stable and needs no atomics.
     """
@@ -85,7 +87,7 @@ def _sort_pairs_kernel(
 
 @kernel
 def expert_of_tile(experts_ptr, live_ptr, tile, top_k, num_experts, SORTED: tl.constexpr, LIVE: tl.constexpr):
-    """The expert of a tile: num_experts for pairs without expert, -1 where there is no tile."""
+    """Returns the expert of a tile: num_experts for pairs without expert, -1 if the tile does not exist."""
     expert = tl.load(experts_ptr + tile).to(tl.int64)
     if LIVE and not SORTED:
         expert = tl.where(tl.load(live_ptr + tile // top_k) != 0, expert, num_experts)
@@ -96,7 +98,7 @@ def expert_of_tile(experts_ptr, live_ptr, tile, top_k, num_experts, SORTED: tl.c
 def pairs_of_tile(
     order_ptr, ends_ptr, begins_ptr, tile, expert, SORTED: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """(place, inside, pair), each [ROWS]: the places of a tile's pairs, whether they exist, and the pairs."""
+    """Returns (place, inside, pair), each [ROWS]: each pair's index in `order`, whether it exists, and its number."""
     if SORTED:
         place = tl.load(begins_ptr + tile) + tl.arange(0, ROWS)
         inside = place < tl.load(ends_ptr + expert)
@@ -113,8 +115,9 @@ class Tiles:
     """The pairs (row, choice) in tiles of one expert each.  A pair is the number row · K + choice.
 
     rows: the most pairs of a tile; 1: each pair is a tile, and nothing is sorted.
-    experts: [tiles], the expert of each tile; E: no expert, -1: no tile.  begins: [tiles], each tile's first place.
-    order: [N·K] int32, the pairs sorted by expert.  ends: [E + 1] int32, the place where each expert's pairs end.
+    order: [N·K] int32, the pairs sorted by expert.  ends: [E + 1] int32, the index in `order` after each expert's last
+    pair.  experts: [tiles], the expert of each tile; E: no expert, -1: no tile.  begins: [tiles], the index in `order`
+    of each tile's first pair.
     live: as in grouped_experts.  With rows = 1, `experts` is ids [N·K], and begins, order and ends are not read.
     """
 
@@ -132,7 +135,8 @@ class Tiles:
 
 
 def tiles_of(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> Tiles:
-    """rows: the most pairs of a tile.  Raises EspalierError for wrong shapes or dtypes."""
+    """Returns the Tiles of ids [N, K].  rows: the most pairs of a tile.
+    Raises EspalierError for wrong shapes or dtypes."""
     if live is not None:
         require("grouped_experts: live", live, (ids.shape[0],), torch.bool, ids)
         live = live.contiguous()
@@ -146,7 +150,7 @@ def tiles_of(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> T
 def _sorted_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> Tiles:
     num_pairs, top_k = ids.numel(), ids.shape[1]
     block = min(power_of_two(max(num_pairs, MIN_SORT_THREADS)), MAX_SORT_BLOCK)
-    # Upper bound: rounding up adds less than one tile for each expert that has pairs.
+    # An upper bound: rounding up adds less than one tile for each expert that has pairs.
     num_tiles = num_pairs // rows + min(num_experts + 1, num_pairs)
     order, ends, experts, begins = (
         torch.empty(size, dtype=torch.int32, device=ids.device)
@@ -161,14 +165,15 @@ def _sorted_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int)
     return Tiles(rows, experts, begins, order, ends, live)
 
 
-# Steps of its loop whose weights a tile prefetches.  More would take bandwidth from the kernels before.
+# The number of loop steps whose weights a tile prefetches.  More would take bandwidth from the preceding kernels.
 PREFETCHED_STEPS = 1
 
 
 def require_shared(shared: SharedExperts, x: Tensor, inner: int, is_plain: bool) -> None:
-    """is_plain: whether the routed experts are dense, without biases, and their activation is silu.
+    """Check the shared experts for grouped_experts.
 
-    Raises EspalierError for other routed experts, shapes or dtypes, and for more than MAX_SHARED_ROWS rows.
+    is_plain: whether the routed experts are dense, without biases, and their activation is silu.
+    Raises EspalierError if not, for wrong shapes or dtypes, and for more than MAX_SHARED_ROWS rows.
     """
     (num_rows, hidden), wide = x.shape, shared.down.shape[1]
     require("grouped_experts: shared gate_up", shared.gate_up, (2 * wide, hidden), x.dtype, x)
@@ -186,9 +191,9 @@ def require_shared(shared: SharedExperts, x: Tensor, inner: int, is_plain: bool)
 def tile_and_expert(
     experts_ptr, live_ptr, top_k, num_experts, SHARED: tl.constexpr, SORTED: tl.constexpr, LIVE: tl.constexpr
 ):  # fmt: skip
-    """(tile, expert) of this program: expert_of_tile for a tile of pairs; tile < 0 and expert 0 for a shared piece.
+    """Returns (tile, expert) of this program.  For a shared piece, tile < 0 and expert = 0; else see expert_of_tile.
 
-    SHARED: the number of pieces.
+    SHARED: the number of shared pieces.
     """
     tile = tl.program_id(1) - SHARED
     expert = expert_of_tile(experts_ptr, live_ptr, tl.maximum(tile, 0), top_k, num_experts, SORTED, LIVE)
@@ -202,9 +207,11 @@ def rows_of_tile(
     order_ptr, ends_ptr, begins_ptr, tile, expert, num_rows, top_k,
     SHARED: tl.constexpr, SORTED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """(place, inside, row, part), each [ROWS]: the places of a tile, whether they exist, their rows and parts of out.
+    """Returns (place, inside, row, part), each [ROWS].
 
-    The places of a piece follow those of the pairs, row by row; its part follows the top_k parts of the pairs.
+    place: indices into the intermediate results, in the order of sorted pairs.  inside: whether the place exists.
+    row: the row of x.  part: the part of out.
+    The places of shared pieces follow those of the pairs, row by row; their parts follow the top_k parts of the pairs.
     """
     if SHARED == 0:
         place, inside, pair = pairs_of_tile(order_ptr, ends_ptr, begins_ptr, tile, expert, SORTED, ROWS)
@@ -224,11 +231,11 @@ def rows_of_tile(
 def prefetch_piece(
     w_ptr, column, num_out, num_in, SHARED: tl.constexpr, BLOCK_OUT: tl.constexpr, AHEAD: tl.constexpr
 ):  # fmt: skip
-    """For a program of a piece: prefetch the first AHEAD columns of its rows of gate and up."""
+    """In a program of a shared piece, prefetch the first AHEAD columns of the piece's rows of gate and up."""
     piece = tl.program_id(1)
     if piece < SHARED:
         w_row = piece.to(tl.int64) * num_out + tl.minimum(column, num_out - 1)
-        # An L2 line of 128 bytes holds 64 numbers of two bytes: one prefetch each.
+        # One prefetch per L2 line: its 128 bytes hold 64 numbers of two bytes.
         line = tl.minimum(tl.arange(0, AHEAD // 64) * 64, num_in - 1)
         gate_ptrs = w_ptr + w_row[:, None] * num_in + line[None, :]
         prefetch(gate_ptrs)
@@ -243,7 +250,7 @@ def _route_kernel(
     NORM: tl.constexpr, NORM_EPS: tl.constexpr, SCALE: tl.constexpr, N_GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr,
     TOP2_SUM: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program a row, which holds all logits.  scale_ptr: of each expert's weight, or None."""
+    """Chooses the experts of a row.  Grid: one program per row, which holds all logits.  scale_ptr: may be None."""
     pdl_trigger_and_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
@@ -262,12 +269,12 @@ def _route_kernel(
     choosing = scores
     if HAS_BIAS and not LOGIT_BIAS:
         choosing += tl.load(bias_ptr + expert, mask=inside, other=0.0).to(EXACT)
-    # As a sort does: NaN is above all.  Every comparison with NaN would be false, and no expert be chosen.
+    # NaN is above all, as in a sort.  Otherwise every comparison with NaN would be false, and no expert be chosen.
     choosing = tl.where(choosing == choosing, choosing, float("inf"))
     left = inside
     if N_GROUP > 1:
         left = inside & best_groups(choosing, expert, inside, NUM_EXPERTS // N_GROUP, N_GROUP, TOPK_GROUP, TOP2_SUM)
-    # Below every value that `ordered` gives.
+    # An integer below all results of `ordered`.
     LEAST: tl.constexpr = -(1 << (EXACT.primitive_bitwidth - 1))
     order = tl.where(left, ordered(choosing), LEAST)
     chosen = expert < 0
@@ -291,9 +298,10 @@ def _route_kernel(
 
 @kernel
 def ordered(values):
-    """Integers in the order of float values without NaN.  A warp finds the largest of 32 bits in one instruction."""
+    """Returns integers in the same order as `values`, floats without NaN.
+    A warp finds the largest of 32-bit integers in one instruction."""
     BITS: tl.constexpr = values.dtype.primitive_bitwidth
-    # The sum turns -0 into 0.  Bits of negative values are in reverse order.
+    # Adding 0.0 turns -0 into 0.  The bits of negative values are in reverse order.
     bits = (values + 0.0).to(tl.int64 if BITS == 64 else tl.int32, bitcast=True)
     return bits ^ ((bits >> (BITS - 1)) & ((1 << (BITS - 1)) - 1))
 
@@ -303,7 +311,7 @@ def best_groups(
     choosing, expert, inside, SIZE: tl.constexpr, N_GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr,
     TOP2_SUM: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK] bool: whether an expert's group, SIZE neighbours, is one of the best TOPK_GROUP."""
+    """[BLOCK] bool: whether each expert's group of SIZE neighbours is one of the best TOPK_GROUP groups."""
     group = expert // SIZE
     group_scores = tl.full(choosing.shape, -float("inf"), choosing.dtype)
     for one in tl.static_range(N_GROUP):
@@ -324,7 +332,8 @@ def best_groups(
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The ids are the reference's, but for scores that differ by a rounding; tolerance of the weights: 1e-5 of each."""
+    """See ops/experts.py.  The ids equal the reference's unless scores differ by a rounding.  Tolerance of weights:
+    1e-5 of each."""
     parts = logits if logits.ndim == 3 else logits[None]
     num_parts, num_rows, top_k = parts.shape[0], parts.shape[1], routing.top_k
     require("route: logits", parts, (num_parts, num_rows, routing.num_experts), None, parts)
@@ -345,7 +354,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor |
             HAS_BIAS=bias is not None,
             LOGIT_BIAS=routing.logit_bias,
             NORM=routing.norm_topk_prob,
-            # constexpr: as a run-time argument it would be rounded to float32.
+            # A constexpr argument, because a run-time value would be rounded to float32.
             NORM_EPS=routing.norm_eps,
             SCALE=routing.routed_scaling_factor,
             N_GROUP=routing.n_group,

@@ -1,12 +1,12 @@
 """RMS norm (arXiv:1910.07467), alone or fused with the residual addition before it.
 
-Grid: one program per row, which holds the whole row in registers.  Computed in float32 (float64 for float64) and
-rounded once.
+Grid: one program per row, which holds the whole row in registers.  The kernel computes in float32 (float64 for float64)
+and rounds once.
 
-For a few rows the router of a mixture of experts is in the same launch.  Grid: (rows, blocks of experts). Each program
-norms the whole row again, and multiplies it with BLOCK_E rows of the router, which it loads before it waits for the
-kernel before (PDL). That repeats the norm num_experts / BLOCK_E times: with more than MAX_ROUTER_ROWS rows, a norm and
-a product of their own are faster.
+For a few rows, another kernel also multiplies the norm with the router of a mixture of experts.  Grid: (rows, blocks of
+experts).  Each program norms the whole row again and multiplies it with BLOCK_E rows of the router.  It loads these
+rows before it waits for the preceding kernel (PDL).  The norm is repeated num_experts / BLOCK_E times.  So for more
+than MAX_ROUTER_ROWS rows, separate launches for the norm and the product are faster.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
 
-# Values of a row that a warp norms, and the most warps of a program.  A thread loads few values, because nothing hides
-# the latency of a lone row's loads (docs/log.md).
+# WARP_VALUES: the values of a row per warp.  MAX_WARPS: the most warps of a program.  A thread loads few values,
+# because with a single row nothing hides the latency of loads (docs/log.md).
 WARP_VALUES, MAX_WARPS = 128, 16
 
 
@@ -39,20 +39,20 @@ def _rms_norm_kernel(
 ):  # fmt: skip
     """SPLITS: the number of delta's partial sums; 1 for a delta without splits, 0 for no delta.
 
-    out_ptr: None, or the norm is written.  values_ptr: None, or it is rounded to FP8 with a scale for GROUP columns, as
-    quantise_rows.py rounds it.
+    out_ptr: gets the norm; may be None.  values_ptr: gets the norm rounded to FP8 as in quantise_rows.py, with a scale
+    for each GROUP columns; may be None.
     """
     pdl_trigger_and_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < SIZE
-    # Loaded before the reduction: a load after it would stall once more on memory.
+    # The weight is loaded before the reduction: a later load would wait for memory once more.
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(EXACT)
     x = tl.load(x_ptr + row * x_row_stride + column, mask=mask, other=0.0).to(EXACT)
     if SPLITS:
         delta = delta_ptr + row * delta_row_stride + column
         x += load_sum(delta, delta_split_stride, mask, SPLITS, sum_ptr.dtype.element_ty, EXACT)
-        # Round first: the norm is of the values that the residual stream holds.
+        # The sum is rounded before the norm, because the norm is that of the residual stream's rounded values.
         x = x.to(sum_ptr.dtype.element_ty)
         # evict_last: the next norm reads the sum again, after a linear's weights have passed through the L2.
         tl.store(sum_ptr + row * SIZE + column, x, mask=mask, eviction_policy="evict_last")
@@ -67,7 +67,7 @@ def _rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Tolerance: two ulps of the reference, because the sum of squares has another reduction order.
+    """See ops/norm.py.  Tolerance: two ulps of the reference, because the order of the sum of squares differs.
 
     A two-dimensional x with contiguous rows, of any row stride, is read in place; other layouts may be copied first.
     """
@@ -78,7 +78,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum equals the reference's to the bit; the norm has the tolerance of rms_norm."""
+    """See ops/norm.py.  The sum equals the reference's to the bit; the norm has the tolerance of rms_norm."""
     _require_delta(delta, residual)
     total, out = (torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) for _ in range(2))
     _launch(residual, delta, weight, eps, total, out)
@@ -129,7 +129,7 @@ def _launch(
     _rms_norm_kernel[(rows,)](
         *(x, addend, weight.contiguous(), x if total is None else total, out),
         *(x.stride(0), addend.stride(-2), addend.stride(0)),
-        # constexpr: as a run-time argument eps would be rounded to float32.
+        # A constexpr argument, because a run-time eps would be rounded to float32.
         EPS=eps,
         SIZE=size,
         SPLITS=0 if delta is None else delta.shape[0] if delta.ndim == 3 else 1,
@@ -142,11 +142,11 @@ def _launch(
 
 
 def warps_for(block: int) -> int:
-    """The warps of a program that norms a row of `block` values."""
+    """Returns the number of warps for a program that norms a row of `block` values."""
     return min(max(block // WARP_VALUES, 1), MAX_WARPS)
 
 
-# Numbers of the router that a program holds in registers.
+# The number of the router's values that a program holds in registers.
 TILE = 8192
 
 
@@ -159,13 +159,13 @@ def _norm_router_kernel(
 ):  # fmt: skip
     """SPLITS: the number of delta's partial sums; 1 for a delta without splits.
 
-    values_ptr: None, or the norm is also rounded, as norm.py rounds it.
+    values_ptr: gets the norm rounded to FP8, as in _rms_norm_kernel; may be None.
     """
     pdl_trigger(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column, expert = tl.arange(0, BLOCK), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     mask = column < SIZE
-    # No kernel writes weights.
+    # The router is loaded before the wait, because no kernel writes weights.
     router = tl.load(
         router_ptr + expert.to(tl.int64)[:, None] * SIZE + column[None, :],
         mask=(expert < num_experts)[:, None] & mask[None, :], other=0.0,
@@ -175,7 +175,7 @@ def _norm_router_kernel(
     x = tl.load(x_ptr + row * x_row_stride + column, mask=mask, other=0.0).to(tl.float32)
     delta = delta_ptr + row * delta_row_stride + column
     x += load_sum(delta, delta_split_stride, mask, SPLITS, sum_ptr.dtype.element_ty, tl.float32)
-    # Rounded before the norm, and again before the router, as separate launches do.
+    # The sum is rounded before the norm, and the norm before the router, as in separate launches.
     total = x.to(sum_ptr.dtype.element_ty)
     x = total.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + EPS)
@@ -229,7 +229,7 @@ def norm_router(
     _norm_router_kernel[rows, -(-num_experts // block_e)](
         residual, parts, weight, router, total, out, logits,
         residual.stride(0), parts.stride(1), parts.stride(0), num_experts,
-        # constexpr: as a run-time argument eps would be rounded to float32.
+        # A constexpr argument, because a run-time eps would be rounded to float32.
         EPS=eps, SIZE=size, SPLITS=parts.shape[0], BLOCK=block, BLOCK_E=block_e,
         num_warps=warps_for(block), **rounded_arguments(rounded, rounding, block), **pdl_arguments(chip(residual)),
     )  # fmt: skip

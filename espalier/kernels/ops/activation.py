@@ -1,4 +1,4 @@
-"""The activation of an MLP, gated (arXiv:2002.05202) or not, for dense layers and experts."""
+"""The activation of an MLP, with a gate (arXiv:2002.05202) or without, for dense layers and experts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from espalier.kernels.runtime.op import op
 
 @dataclass(frozen=True)
 class Activation:
-    """act(gate) · (up + up_offset).  The defaults are silu(gate) · up.
+    """The activation act(gate) · (up + up_offset).  The defaults are silu(gate) · up.
 
-    limit: the most that gate may be, and the bound of up, -limit .. limit, before the activation; None: no limits.
-    GPT-OSS has such a silu (arXiv:2508.10925).
-    kind: for silu, act is gate · sigmoid(alpha · gate); for gelu_tanh, act is GELU in its approximation by tanh.  relu2
-    has no gate: it is relu(up)².
+    limit: gate is first limited to at most `limit`, and up to -limit .. limit, as in GPT-OSS (arXiv:2508.10925); None:
+    no limits.
+    kind: silu: act(gate) = gate · sigmoid(alpha · gate).  gelu_tanh: act is GELU in its approximation by tanh.  relu2:
+    there is no gate, and the activation is relu(up)².
     """
 
     alpha: float = 1.0
@@ -30,7 +30,7 @@ class Activation:
 
     @property
     def is_silu(self) -> bool:
-        """Whether it is silu(gate) · up, which products compute in their epilogue."""
+        """Whether the activation is silu(gate) · up.  The kernels of products compute this one in their epilogue."""
         return self is SILU or self == SILU
 
     @property
@@ -40,8 +40,8 @@ class Activation:
 
     @property
     def constants(self) -> dict[str, object]:
-        """The constexpr arguments for a kernel that calls layers/activation.py:apply_activation.  As run-time arguments
-        the numbers would be rounded to float32."""
+        """The constexpr arguments of a kernel that calls layers/activation.py:apply_activation.
+        As run-time arguments these numbers would be rounded to float32."""
         return {"KIND": self.kind, "ALPHA": self.alpha, "UP_OFFSET": self.up_offset, "LIMIT": self.limit}
 
 
@@ -63,7 +63,8 @@ def gated(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
 
 
 def rounded_once(gate_up: Tensor, activation: Activation) -> Tensor:
-    """`gated`, rounded only once, at the end, as in kernels.  PyTorch's silu would also round silu(gate)."""
+    """Returns the result of `gated`, rounded once, at the end, as the kernels do.
+    With PyTorch's silu in x's dtype, silu(gate) would also be rounded."""
     exact = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
     if activation.halves == 1:
         return F.relu(exact).square().to(gate_up.dtype)
@@ -78,8 +79,8 @@ def rounded_once(gate_up: Tensor, activation: Activation) -> Tensor:
 
 
 def require_halves(size: int, activation: Activation) -> int:
-    """The columns of up, if there are `size` columns before the activation.  Raises EspalierError if gate and up have
-    an odd number of columns."""
+    """Returns the number of columns of up, from the `size` columns before the activation.
+    Raises EspalierError if `size` is odd and there is a gate."""
     if size % activation.halves:
         raise EspalierError(f"gate_up holds gate and then up, so it needs an even number of columns, but has {size}")
     return size // activation.halves

@@ -1,4 +1,4 @@
-"""Attention over committed rows in pages and a pass's staged rows, and the merges of partial results."""
+"""Attention over committed rows in pages and over a pass's staged rows, and the merge of partial results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from espalier.kernels.state.kv_scales import KVScales, times_k_scale, times_v_sc
 
 
 def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """softcap · tanh(logits / softcap); the logits themselves if softcap is None."""
+    """Returns softcap · tanh(logits / softcap); for None, the logits themselves."""
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
@@ -53,10 +53,10 @@ def masked_attention(
 
 
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Return out [..., heads, v_size] after each head's sink has joined the softmax.
+    """Returns `out` [..., heads, v_size] with attention sinks: each head's softmax gets a logit that has no value.
 
-    sink: [heads], a logit without a value.  lse: [..., heads], natural log, of the rows without sink.  The rows keep
-    the share exp(lse) / (exp(lse) + exp(sink)).
+    lse: [..., heads], natural log, of the rows without the sink.  sink: [heads].  `out` is multiplied by
+    exp(lse) / (exp(lse) + exp(sink)).
     """
     finite = lse.masked_fill(lse == -torch.inf, 0)
     return (out * torch.sigmoid(finite - sink.to(lse.dtype))[..., None]).to(out.dtype)
@@ -76,9 +76,10 @@ T = TypeVar("T")
 class Prefix:
     """The committed rows of each request of a pass.
 
-    page_table: [B, table_width] int32; length: [B] int64, rows first .. length-1 exist (first is 1 for an EAGLE draft:
-    a row needs the feature of the previous token).  planned: the backend's plan, shared by all passes over this prefix.
-    A new Prefix is needed whenever a length may have changed.
+    page_table: [B, table_width] int32.  length: [B] int64.  The rows first .. length-1 exist.  first is 1 for an EAGLE
+    draft, because a row needs the feature of the previous token.
+    planned: the backend's plan, shared by all passes over this prefix.
+    Make a new Prefix whenever a length may have changed.
     """
 
     page_table: Tensor
@@ -87,14 +88,15 @@ class Prefix:
     planned: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def shared(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the result of `make`, which is called once for all passes over this prefix."""
+        """Returns the result of `make`, which is called once per key for all passes over this prefix."""
         if key not in self.planned:
             self.planned[key] = make()
         made: T = self.planned[key]
         return made
 
     def holds(self, positions: Tensor) -> Tensor:
-        """[B, P] bool: whether a row exists at each position.  Other rows must not be read: pages are not cleared."""
+        """[B, P] bool: whether a row exists at each position.
+        Rows that do not exist must not be read, because pages are not cleared."""
         return (positions >= self.first) & (positions < self.length[:, None])
 
 
@@ -102,10 +104,10 @@ class Prefix:
 class Nodes:
     """The staged rows and the queries of a pass.
 
-    positions: [B, Q], of the queries; row_positions: [B, R], of the staged rows; ancestor_bits: [B, Q, W] int64, the
-    staged rows that a query sees (its ancestors and itself), or None for a chain, where each row follows the previous
-    one.  The queries are some of the R rows; in a chain Q = R.
-    parents: [B, R], each row's parent, the root's is itself, for layers that keep a state; None for a chain.
+    positions: [B, Q], the positions of the queries.  row_positions: [B, R], those of the staged rows.
+    ancestor_bits: [B, Q, W] int64, the staged rows that a query attends to (its ancestors and itself); None for a
+    chain, where each row follows the previous one.  The queries are some of the R rows; in a chain Q = R.
+    parents: [B, R], each row's parent row, for layers that keep a state; the root is its own parent.  None for a chain.
     """
 
     positions: Tensor
@@ -115,27 +117,28 @@ class Nodes:
 
     @classmethod
     def chain(cls, positions: Tensor) -> Nodes:
-        """A chain at positions [B, Q]."""
+        """Returns the Nodes of a chain at positions [B, Q]."""
         return cls(positions, positions, None)
 
     def only(self, row: Tensor) -> Nodes:
-        """Return Nodes of a chain with one query per request, in `row` [B], over the same rows."""
+        """Returns the Nodes of a chain with one query for each request: row `row` [B], over the same staged rows."""
         positions = self.positions.gather(1, row[:, None])
         return Nodes(positions, self.row_positions, bits_up_to(row, self.row_positions.shape[1]))
 
     def seen(self, window: int | None) -> Tensor:
-        """[B, Q, R] bool: ancestors inside the window.  Every row sees itself, even padding, so no softmax is empty."""
+        """[B, Q, R] bool: the staged rows that each query attends to, which are its ancestors inside the window.
+        Every row attends to itself, padding too, so no softmax is empty."""
         return seen_rows(self.ancestor_bits, self.positions, self.row_positions, window)
 
 
 class Inputs(NamedTuple):
     """The arguments of one launch of an attention kernel.
 
-    q: [B, Q, heads, k_size]; pages: K and V [rows, kv_heads, size], row = page * page_size + offset.
-    splits: of the prefix, for this window; scale: factor of scores.
-    staged: K and V [B, R, kv_heads, size] of the nodes' rows; None for committed rows alone.
-    scales: of K and V in FP8, committed and staged.  sink: [heads], one extra logit per head, without a value.
-    softcap: see LayerSpec.
+    q: [B, Q, heads, k_size].  pages: K and V, [rows, kv_heads, size], where row = page * page_size + offset.
+    splits: the splits of the committed rows, for this window.  scale: the factor of scores.
+    staged: K and V of the staged rows, [B, R, kv_heads, size]; None: attend to committed rows alone.
+    scales: the scales of K and V in FP8, committed and staged.  sink: [heads], one extra logit per head, without a
+    value.  softcap: see LayerSpec.
     """
 
     q: Tensor
@@ -156,7 +159,7 @@ class Inputs(NamedTuple):
         return self.pages[1].shape[2]
 
     def buffers(self) -> tuple[Tensor, Tensor]:
-        """out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads] float32, for a kernel to write."""
+        """Returns buffers for a kernel to write: out [B, Q, heads, v_size] in q's dtype, lse [B, Q, heads] float32."""
         rows = self.q.shape[:3]
         out = torch.empty(*rows, self.v_size, dtype=self.q.dtype, device=self.q.device)
         return out, torch.empty(*rows, dtype=torch.float32, device=self.q.device)
@@ -164,9 +167,9 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class PartialResults:
-    """Attention results of each split: out [B * max_splits, Q, heads, v_size] and lse [B * max_splits, Q, heads].
+    """The attention results of each split: out [B * max_splits, Q, heads, v_size] and lse [B * max_splits, Q, heads].
 
-    Both are float32; lse is base 2.  Requests with a single split are not written here.
+    Both are float32; lse is base 2.  Requests with a single split have no entry here.
     """
 
     out: Tensor
@@ -180,7 +183,7 @@ class PartialResults:
 
 
 def no_prefix(batch: int, device: torch.device) -> tuple[Prefix, KVSplits]:
-    """Empty prefixes and their splits, for kernels that take both committed and staged rows."""
+    """Returns empty prefixes and their splits, to run the kernel for committed and staged rows on staged rows alone."""
     requests = torch.arange(batch + 1, dtype=torch.int32, device=device)
     table = torch.zeros(batch, COLUMNS, dtype=torch.int32, device=device)
     table[:, 0] = requests[:batch]
@@ -196,7 +199,7 @@ def is_wide_latent(k: Tensor, v: Tensor) -> bool:
 
 
 def has_kernel(inputs: Inputs) -> bool:
-    """Whether one of our kernels attends to the staged rows."""
+    """Whether one of Espalier's kernels supports the staged rows and options of `inputs`."""
     assert inputs.staged is not None
     (k, v), is_plain = inputs.staged, inputs.window is None and inputs.softcap is None
     fits = is_plain if is_wide_latent(k, v) else max(k.shape[3], v.shape[3]) <= MAX_HEAD_SIZE
@@ -209,7 +212,7 @@ def count_contiguous_blocks(splits: KVSplits, page_table: Tensor, page_size: int
 
     Counting stops at a split's first block that is not contiguous.  work_items.committed_blocks defines unmasked
     blocks.  Entries past the last split are undefined.
-    page_table: [B, T] int32; rows below `first` do not exist.
+    page_table: [B, T] int32.  first: rows below it do not exist.
     """
     out = torch.zeros(splits.table.shape[0], dtype=torch.int32)
     for split, (request, begin, end, _request_splits) in enumerate(splits.table[: int(splits.starts[-1])].tolist()):
@@ -226,9 +229,9 @@ def count_contiguous_blocks(splits: KVSplits, page_table: Tensor, page_size: int
 
 @op("espalier.kernels.attention.merge", on="a[0]")
 def merge(a: Part, b: Part, sink: Tensor | None = None) -> Tensor:
-    """Merge attention over two disjoint sets of keys.  Returns out [..., heads, v_size] in the dtype of a's out.
+    """Merges two partial results.  Returns out [..., heads, v_size] over the keys of both, in the dtype of a's out.
 
-    a, b: (out, lse [..., heads] natural log); an lse may be -inf.  If both are -inf, the result is zero.
+    a, b: (out, lse [..., heads] natural log).  An lse may be -inf; if both are, the result is zero.
     sink: [heads], one extra logit per head, with weight but without a value.
     """
     (out_a, lse_a), (out_b, lse_b) = a, b
@@ -244,10 +247,10 @@ def merge(a: Part, b: Part, sink: Tensor | None = None) -> Tensor:
 def merge_splits(
     partials: PartialResults, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
 ) -> None:
-    """Write out [B, Q, heads, v_size] and lse [B, Q, heads] (float32, natural log) of requests with several splits.
+    """Merge the results of requests with several splits into out [B, Q, heads, v_size] and lse [B, Q, heads].
 
-    sink: [heads], one extra logit per head, with weight but without a value; lse is without it.  A query that sees no
-    rows gets zeros and lse -inf.
+    lse is float32, natural log, and does not include the sink.  sink: [heads], one extra logit per head, with weight
+    but without a value.  A query that attends to no rows gets zeros and lse -inf.
     """
     starts = splits.starts.tolist()
     for request in range(out.shape[0]):
@@ -271,13 +274,14 @@ def tree_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of queries over committed and staged rows.
 
-    Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads] float32, natural log, of the rows without the
-    sink.  A query that sees no rows gets zeros and lse -inf.  float32 products are IEEE, not TF32.
+    Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads] float32, natural log, without the sink.  A
+    query that attends to no rows gets zeros and lse -inf.  float32 products are IEEE, not TF32.
 
     partials: a buffer to reuse (`PartialResults.of`).  config: overrides the launch configuration, for tests and
-    benchmarks.  contiguous: count_contiguous_blocks of these splits; without it the result is the same, but slower.
+    benchmarks.  contiguous: the result of count_contiguous_blocks for these splits.  Without these counts the result
+    is the same, but the launch is slower.
     """
-    # Plain torch: one masked attention over all rows.  Rows that do not exist are read as zeros.
+    # The reference is one masked attention over all rows.  Rows that do not exist are read as zeros.
     (batch, queries), table = inputs.nodes.positions.shape, inputs.prefix.page_table
     row_positions = torch.arange(table.shape[1] * inputs.page_size, device=inputs.q.device).expand(batch, -1)
     exists = inputs.prefix.holds(row_positions)
@@ -300,7 +304,7 @@ def latent_attention(
     partials: PartialResults | None = None,
     config: TritonConfig | HopperLatentConfig | HopperLatentFewConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over latent rows: one KV head, whose V is the first part of K.  See tree_attention.
+    """Attention of queries over latent rows: one KV head whose V is the first part of K.  See tree_attention.
 
     V is a view of K, in pages and staged.  Windows, sinks and soft-caps are not supported.
     """
@@ -309,10 +313,10 @@ def latent_attention(
 
 @op("espalier.kernels.attention.tree_attention", when=has_kernel)
 def staged_attention(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Attention of the queries over the staged rows that each sees.  Prefix and splits are those of `no_prefix`.
+    """Attention of each query over its ancestors' staged rows alone.  inputs: prefix and splits are `no_prefix`'s.
 
-    Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads], natural log.  A query that sees no rows gets
-    zeros and lse -inf.
+    Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads], natural log.  A query that attends to no rows
+    gets zeros and lse -inf.
     """
     assert inputs.staged is not None
     seen = inputs.nodes.seen(inputs.window)

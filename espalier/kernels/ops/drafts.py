@@ -1,4 +1,4 @@
-"""Operations of draft models: input rows, paths of block drafts and their convolutions, matches of n-grams."""
+"""Operations of drafts: the rows that a head reads, the paths and convolutions of block drafts, matches of n-grams."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from espalier.kernels.ops.tree import VOID, Tree, usable
 from espalier.kernels.runtime.launch import require
 from espalier.kernels.runtime.op import op
 
-# A key's 32 tie-breaking bits hold a depth, a node, a candidate's index and a row in 6, 10, 8 and 8 bits.
+# A 32-bit key holds a depth in 6 bits, a node in 10, a candidate's index in 8 and a row in 8.
 MAX_STEPS, MAX_NODES, MAX_CANDIDATES = 63, 1024, 256
 MAX_NGRAM = 4
 
 
 class Candidates(NamedTuple):
-    """The candidates of each depth.  Candidates in one row continue the same tokens.
+    """The candidate tokens of each depth, in rows.  The candidates of one row have the same parent path.
 
-    tokens: [B, S, R, K] int64; scores: [B, S, R, K] float32, log-probabilities, at most 0, best first; -inf: no
-    candidate.
-    next_rows: [B, S, R, K] int32, the row of the next depth that continues a candidate; -1: no row does.
-    Depth 1 has one row, row 0.  R is 1 for a draft whose candidates do not depend on earlier tokens.  Rows that no
-    candidate leads to may hold anything.
+    tokens: [B, S, R, K] int64.  scores: [B, S, R, K] float32, log-probabilities, at most 0, best first; -inf: no
+    candidate.  next_rows: [B, S, R, K] int32, the row of the next depth that holds a candidate's children; -1: no
+    children.
+    Depth 1 has one row, row 0.  R is 1 for a draft whose scores do not depend on the parent token.  Rows that no
+    candidate points to are undefined.
     """
 
     tokens: Tensor
@@ -41,22 +41,22 @@ class Candidates(NamedTuple):
 
     @classmethod
     def empty(cls, root: Tensor, steps: int, topk: int) -> Candidates:
-        """Allocate topk rows per depth, not yet written."""
+        """Returns buffers to be written: `steps` depths with topk rows of topk candidates each."""
         shape, on = (len(root), steps, topk, topk), root.device
         types = (torch.int64, torch.float32, torch.int32)
         return cls(*(torch.empty(shape, dtype=dtype, device=on) for dtype in types))
 
     def of_rows(self, depth: int, rows: int) -> Candidates:
-        """Views [B, rows, K] of the first rows at `depth`, counted from 0."""
+        """Returns views [B, rows, K] of the first rows at index `depth` (0 for depth 1)."""
         return Candidates(*(value[:, depth, :rows] for value in self))
 
 
 def _best_paths(
     tokens: list, scores: list, next_rows: list, nodes: int
 ) -> tuple[list[tuple[int, int, int]], list[float]]:
-    """For one request: (token, parent, depth) of each node but the root, and the nodes' scores."""
+    """Returns (token, parent, depth) and the score of each node of one request's tree.  The root's token is VOID."""
     tree, selected = [(VOID, 0, 0)], [0.0]
-    # An entry is (its key, its parent's score).
+    # An entry is (key of a candidate, score of its parent).
     frontier = [((-scores[0][0][0], 1, 0, 0, 0), 0.0)]
     while len(tree) < nodes and frontier:
         (negated, depth, parent, place, row), above = heappop(frontier)
@@ -77,12 +77,12 @@ def _best_paths(
 
 
 def _float32_sum(score: float, logp: float) -> float:
-    """The sum of two float32 values, rounded to float32."""
+    """Returns the sum of two float32 values, rounded to float32."""
     return float(np.float32(score + logp))
 
 
 def require_paths(root: Tensor, candidates: Candidates, nodes: int) -> tuple[int, int, int, int]:
-    """Check the arguments of select_paths.  Returns the sizes of the candidates.  Raises EspalierError."""
+    """Check the arguments of select_paths.  Returns the sizes B, S, R and K of the candidates."""
     tokens, scores, next_rows = candidates
     require("select_paths: tokens", tokens, (root.shape[0], -1, -1, -1), torch.int64, root)
     require("select_paths: scores", scores, tuple(tokens.shape), torch.float32, root)
@@ -97,8 +97,8 @@ def require_paths(root: Tensor, candidates: Candidates, nodes: int) -> tuple[int
 
 
 class Matches(NamedTuple):
-    """Matches of n-grams, [B, K] int64 each, best first.  length: the number of matching tokens; ends: the position of
-    the last matching token.  Both are 0 if there is no match."""
+    """The matches of each request, [B, K] int64 each, best first.  Both are 0 for no match.
+    length: the number of matching tokens.  ends: the position of the last matching token."""
 
     length: Tensor
     ends: Tensor
@@ -124,10 +124,10 @@ def longest_known(root: Tensor) -> int:
 
 @op("espalier.kernels.tree.select_paths")
 def select_paths(root: Tensor, candidates: Candidates, nodes: int) -> Tree:
-    """Select the tree of the root [B] int64 and the best nodes - 1 paths, best first.
+    """Returns the tree of the root [B] int64 and the best nodes - 1 paths, best first.
 
-    Among equal scores: lower depth first, then the path whose parent was selected first, then the candidate that
-    comes first in its row.  If there are too few paths, the remaining nodes are void, as in select_tree.select.
+    Among paths of equal score, the order is: lower depth, then the parent that was selected first, then the candidate
+    that comes first in its row.  If there are too few paths, the remaining nodes are void, as in select_tree.select.
     Raises EspalierError if sizes do not agree.  Exact.
     """
     _, steps, _, _ = require_paths(root, candidates, nodes)
@@ -143,17 +143,17 @@ def select_paths(root: Tensor, candidates: Candidates, nodes: int) -> Tree:
 
 @op("espalier.kernels.tree.ngram")
 def find_matches(history: Tensor, index: Tensor, root: Tensor, topk: int) -> Matches:
-    """Find the topk best earlier occurrences of each request's last tokens.  Each is followed by a different token.
+    """Returns the topk best earlier occurrences of each request's last tokens.  No two are followed by the same token.
 
     history: [slots, W] int64, contiguous rows of tokens; index: [B] int64, each request's row of history; root: [B]
     int64, below W, the position of the last token.  Position j < root matches m tokens if history[j-m+1 .. j] equals
-    history[root-m+1 .. root]; m is at most MAX_NGRAM.  Longest match first, then latest.  Exact.
+    history[root-m+1 .. root]; m is at most MAX_NGRAM.  The longest match is first; of equal ones the latest.  Exact.
     """
     width = longest_known(root)
     known = history[:, :width].index_select(0, index)
     length = match_lengths(known, root)
     next_tokens = torch.roll(known, -1, 1)
-    # The key orders matches by length, then by position.  0 means no match.
+    # The key orders matches by length, then by position.  Key 0: no match.
     key = torch.where(length > 0, length * width + torch.arange(width, device=root.device), 0)
     best = []
     for _ in range(topk):
@@ -165,7 +165,8 @@ def find_matches(history: Tensor, index: Tensor, root: Tensor, topk: int) -> Mat
 
 
 def convolved(x: Tensor, delta: Tensor, base: Tensor, width: int) -> Tensor:
-    """Convolve x [N, H], blocks of `width` rows, with base [T, H] + delta [N, T, G] of the channel's group."""
+    """Returns x [N, H], in blocks of `width` rows, convolved with base [T, H] + delta [N, T, G].
+    Each channel uses the delta of its group of channels."""
     exact = torch.promote_types(x.dtype, torch.float32)
     group = x.shape[1] // delta.shape[2]
     coefficients = base.to(exact) + delta.to(exact).repeat_interleave(group, 2)
@@ -178,7 +179,7 @@ def convolved(x: Tensor, delta: Tensor, base: Tensor, width: int) -> Tensor:
 
 
 def require_block_conv(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tuple[int, int]:
-    """Check the sizes.  Returns (taps, groups).  Raises EspalierError."""
+    """Check the sizes of block_conv's arguments.  Returns (taps, groups)."""
     taps, size = base.shape
     groups = weight.shape[0] // (2 * taps)
     require("block_conv: x", x, (-1, size), None, x)
@@ -194,10 +195,10 @@ def require_block_conv(x: Tensor, weight: Tensor, base: Tensor, width: int) -> t
 
 @op("espalier.kernels.layers.block_conv")
 def block_conv(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """(the convolved rows [N, H], the coefficients of the output's convolution [N, T, G]) in x's dtype.
+    """Returns (the convolved rows [N, H], the coefficients [N, T, G] of the output's convolution) in x's dtype.
 
-    x: [N, H], normed rows in blocks of `width` rows; weight: [2 · T · G, H] for T taps and G groups, first the half for
-    the input; base: [T, H].  Raises EspalierError if sizes do not agree.
+    x: [N, H], normed rows, in blocks of `width` rows.  weight: [2 · T · G, H] for T taps and G groups, the half for the
+    input first.  base: [T, H].  Raises EspalierError if sizes do not agree.
     """
     taps, groups = require_block_conv(x, weight, base, width)
     delta = F.linear(x, weight).view(len(x), 2, taps, groups)
@@ -208,10 +209,10 @@ def block_conv(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tuple[Ten
 def block_conv_norm(
     delta: Tensor, coefficients: Tensor, base: Tensor, residual: Tensor, weight: Tensor, eps: float, width: int
 ) -> tuple[Tensor, Tensor]:
-    """(sum, norm) with sum = residual + conv(delta), each [N, H] in residual's dtype.
+    """Returns (sum, norm of sum) with sum = residual + conv(delta), each [N, H] in residual's dtype.
 
-    delta: [N, H] in residual's dtype, or partial sums [parts, N, H] in float32 at least, in blocks of `width` rows;
-    coefficients: [N, T, G], from block_conv; base: [T, H]; weight: [H], of the norm.
+    delta: [N, H] in residual's dtype, or partial sums [parts, N, H] in float32 at least; in blocks of `width` rows.
+    coefficients: [N, T, G], from block_conv.  base: [T, H].  weight: [H], the norm's.
     Raises EspalierError if sizes do not agree.
     """
     if delta.ndim == 3:
@@ -221,7 +222,7 @@ def block_conv_norm(
 
 @dataclass(frozen=True)
 class EmbeddingTables:
-    """A model's tables: embed [V, H] by token; cos, sin [P, rotary] by position, float32 (float64 for float64)."""
+    """A model's tables.  embed: [V, H], by token.  cos, sin: [P, rotary] by position, float32 (float64 for float64)."""
 
     embed: Tensor
     cos: Tensor
@@ -230,7 +231,7 @@ class EmbeddingTables:
 
 @dataclass(frozen=True)
 class DraftHidden:
-    """The hidden states that a draft model's rows read.  hidden: [B, R, H].
+    """The hidden states that the rows of a draft model read.  hidden: [B, R, H].
 
     parents: [B, Q] int64, the row of `hidden` for each input row; None: R is Q, and input row q takes hidden row q.
     embed_norm, hidden_norm: [H], weights of RMS norms, each with its eps.
@@ -250,12 +251,12 @@ class DraftHidden:
 def embed_rows(
     tokens: Tensor, positions: Tensor, tables: EmbeddingTables, draft: DraftHidden | None = None
 ) -> tuple[Tensor, Tensor, Rotation, Tensor]:
-    """(x, residual, rotation, live) of the N = B · Q rows of tokens and positions [B, Q] int64, of any strides.
+    """Returns (x, residual, rotation, live) for the N = B · Q rows of tokens and positions [B, Q] int64, any strides.
 
-    x: [N, H], or [N, 2 · H] with hidden states; residual: [N, H], the first value of the residual stream; rotation: of
-    the positions; live: [N] bool, whether the token is at least 0.
+    x: [N, H], the embeddings; with hidden states [N, 2 · H].  residual: [N, H], the first residual stream.
+    rotation: of the positions.  live: [N] bool, whether the token is at least 0.
 
-    A token below 0 (a void node) is replaced by its request's first token, or by 0 if the first token is void too.
+    A token below 0 (a void node) is replaced by its request's first token, or by 0 if that token is void too.
     draft: None for a target model.
     Raises EspalierError if sizes do not agree.  Exact, except for the norms: see kernels/layers/norm.py.
     """

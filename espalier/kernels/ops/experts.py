@@ -1,4 +1,4 @@
-"""A mixture of experts: which experts a row takes, and the product with them."""
+"""Operations of a mixture of experts: the choice of each row's experts, and the products with these experts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from espalier.kernels.runtime.op import op
 
 SCORINGS = ("softmax", "sigmoid", "topk_softmax")
 GROUP_SCORES = ("max", "top2_sum")
-# All rows of a piece are one tile.  Linear layers have one plan for these rows too, so the bits of a row change where
-# theirs do.
+# Up to this many rows, a piece of the shared MLP is one tile.  Linear layers also have one plan up to this many rows.
+# So with more rows, the bits of a row change in both kinds of layers or in none.
 MAX_SHARED_ROWS = MIN_BLOCK_ROWS
-# Experts [E, out, in].
+# The matrices of experts, [E, out, in].
 ExpertMatrix = Tensor | QuantisedMatrix
 
 
@@ -31,10 +31,10 @@ class Routing:
     """How the router chooses top_k of num_experts experts for a row, and how it weights them.
 
     scoring: softmax or sigmoid of all logits; topk_softmax: logits choose, and softmax is over the chosen ones.
-    norm_topk_prob: divide the weights by their sum and norm_eps, because sigmoid scores may all be 0.
-    routed_scaling_factor: of the weights, after that.
-    n_group, topk_group: experts are chosen from the best topk_group of n_group groups of neighbours (DeepSeek-V2, V3).
-    group_score: a group's score, from the scores of its experts.
+    norm_topk_prob: divide the weights by (their sum + norm_eps).  norm_eps is needed because sigmoid scores may all be
+    0.  routed_scaling_factor: a factor of the weights, after this division.
+    n_group, topk_group: the experts are n_group groups of neighbours, and are chosen from the best topk_group groups
+    (DeepSeek-V2, V3).  group_score: how a group's score follows from the scores of its experts.
     correction_bias: a bias [E] is added to the scores that choose, not to the weights.
     logit_bias: a bias [E] is added to the logits, so it also changes the weights.  Only one of the two can be set.
     Raises EspalierError for values that do not go together.
@@ -99,23 +99,25 @@ def _in_best_groups(choosing: Tensor, routing: Routing) -> Tensor:
 
 
 def _top(scores: Tensor, count: int) -> Tensor:
-    """[N, count] int64, the indices of the largest scores; among equal scores the lower index.  topk is not stable."""
+    """[N, count] int64, the indices of the largest scores; among equal scores, the lower index.
+    It sorts, because torch.topk is not stable."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 @dataclass(frozen=True)
 class SharedExperts:
-    """An MLP that every row takes, with weight 1: gate_up [2 · S · I, H], gate over up, and down [H, S · I].
+    """The MLP of the shared experts, which every row takes with weight 1.
 
-    I is the width of a routed expert.  Piece p is rows p · I .. (p + 1) · I of gate and of up, and those columns of
-    down.  Both have x's dtype and are contiguous.
+    gate_up: [2 · S · I, H], gate over up.  down: [H, S · I].  I is the width of a routed expert.  The MLP is cut into S
+    pieces.  Piece p is the rows p · I .. (p + 1) · I of gate and of up, and the same columns of down.  Both matrices
+    have x's dtype and are contiguous.
     """
 
     gate_up: Tensor
     down: Tensor
 
     def pieces(self, inner: int) -> int:
-        """S, for routed experts of width `inner`."""
+        """The number of pieces S, for routed experts of width `inner`."""
         return self.down.shape[1] // inner
 
 
@@ -133,11 +135,11 @@ def _product(x: Tensor, weight: ExpertMatrix, bias: Tensor | None) -> Tensor:
 
 @op("espalier.kernels.layers.experts_tiles")
 def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The experts of each row, and their weights: ids [N, K] int64, ascending in each row, and weights [N, K].
+    """Chooses the experts of each row.  Returns ids [N, K] int64, ascending in each row, and weights [N, K].
 
-    logits: [N, E], float32 or float64, or [parts, N, E], which are added in order; weights have its dtype.
+    logits: [N, E], float32 or float64, or [parts, N, E], which are added in order.  weights have the logits' dtype.
     bias: [E], added as `routing` says, or None.  scale: [E], a factor of each expert's weight, or None.
-    Among equal scores the lower id is chosen.  Sums have the same order whatever the number of rows.
+    Among equal scores the lower id is chosen.  The order of sums does not depend on the number of rows.
     """
     if logits.ndim == 3:
         logits = sum_parts.reference(logits, logits.dtype)
@@ -155,7 +157,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor |
     if routing.scoring == "topk_softmax":
         weights = weights.softmax(-1)
     if routing.norm_topk_prob:
-        # cumsum adds in order; the order of sum may follow from the number of rows.
+        # cumsum adds in order, whereas the order of `sum` may depend on the number of rows.
         weights = weights / (weights.cumsum(-1)[:, -1:] + routing.norm_eps)
     if routing.routed_scaling_factor != 1.0:
         weights = weights * routing.routed_scaling_factor
@@ -167,7 +169,7 @@ def scale_by_gate(result: Tensor, x: Tensor, gate: Tensor, out: Tensor) -> None:
     """Write a shared expert's result, times the sigmoid of its gate, to out [N, H], float32 at least.
 
     result: [N, H] in x's dtype, or [parts, N, H] float32 at least, which are summed in order and rounded to x's dtype.
-    x: [N, in], the rows; gate: [1, in].  Their product is rounded to x's dtype.
+    x: [N, in], the rows.  gate: [1, in].  The product x · gateᵀ is rounded to x's dtype before the sigmoid.
     """
     result = sum_parts.reference(result, x.dtype)
     torch.mul(result, F.linear(x, gate).to(out.dtype).sigmoid(), out=out)
@@ -187,19 +189,19 @@ def grouped_experts(
     shared: SharedExperts | None = None,
     plan: ExpertsPlan | None = None,
 ) -> Tensor:
-    """The weighted results of each row's experts, in order of choice: parts [K + S + extra, N, H].
+    """Returns the weighted results of each row's K experts, in order of choice: parts [K + S + extra, N, H].
 
-    x: [N, H]; RoundedRows must be rounded as gate_up asks.  gate_up: [E, 2·I, H], gate over up, or [E, I, H] if the
+    x: [N, H]; RoundedRows must have gate_up's rounding.  gate_up: [E, 2·I, H], gate over up, or [E, I, H] if the
     activation has no gate.  down: [E, H, I].
-    ids: [N, K] int64, different experts for a row.
-    weights: [N, K], float32 (float64 for float64); parts have its dtype.  The bias of `down` is weighted too.
-    live: [N] bool; other rows go to no expert, and their parts are 0; None: all rows are live.
-    extra: the number of further parts at the end.  They are allocated here, and the caller writes them.
-    shared: of S pieces, for at most MAX_SHARED_ROWS rows and dense experts.  The results of its pieces are the parts
-    behind the first K, of rows that are not live too; its activation is SILU, as that of the others must be.
-    plan: launch parameters; None: those that experts_plan.py chooses.
+    ids: [N, K] int64, distinct in each row.
+    weights: [N, K], float32 (float64 for float64); the parts have this dtype.  The bias of `down` is weighted too.
+    live: [N] bool, the rows that go to experts.  The first K parts of other rows are 0.  None: all rows are live.
+    extra: the number of further parts at the end.  This function allocates them, and the caller writes them.
+    shared: S pieces, for at most MAX_SHARED_ROWS rows and dense experts.  The results of the pieces are the S parts
+    after the first K, for all rows, live or not.  All activations must be SILU.
+    plan: launch parameters; None: experts_plan.py chooses them.
     """
-    # A loop over the experts that have rows. It reads their number on the host.
+    # The reference loops over the experts that have rows.  It reads their number on the host.
     assert isinstance(x, Tensor)
     top_k, inner = ids.shape[1], down.shape[2]
     gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up, biases.down)

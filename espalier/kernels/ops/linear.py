@@ -27,28 +27,29 @@ from espalier.kernels.runtime.op import op
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
     """x · weightᵀ + bias: x [rows, in] -> a new tensor [rows, out] in x's dtype.  plan None: F.linear.
 
-    The bits of a row never depend on the other rows' values.  They depend on the plan and, for a TritonPlan, on
-    block_rows(rows); for the library, on rows.
+    The bits of a row never depend on the other rows' values.  They depend on the plan and on the number of rows: for a
+    TritonPlan on block_rows(rows), for the library on `rows` itself.
     """
     return sum_parts.reference(linear_parts.reference(x, weight, bias, plan), x.dtype)
 
 
 @op("espalier.kernels.layers.linear")
 def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-    """`linear` [rows, out] or, if the plan splits, its partial sums [splits, rows, out] in float32.
+    """Returns the result of `linear` [rows, out]; if the plan has splits, partial sums [splits, rows, out] in float32.
 
-    The partial sums, added in order and rounded to x's dtype, equal `linear` to the bit.
+    The partial sums, added in order and rounded to x's dtype, equal the result of `linear` to the bit.
     """
     return linear_parts_library(x, weight, bias, plan) if isinstance(plan, LibraryPlan) else F.linear(x, weight, bias)
 
 
 def linear_parts_library(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LibraryPlan) -> Tensor:
-    """Uses views of x and weight, without copies.  Raises RuntimeError if `splits` does not divide `in`."""
+    """Returns the result of linear_parts, by PyTorch's library products on views of x and weight, without copies.
+    Raises RuntimeError if `splits` does not divide `in`."""
     rows, num_out = x.shape[0], weight.shape[0]
     if plan.splits > 1 and rows * num_out > 0:
         shape = (plan.splits, -1)
         split_x, split_weight = x.unflatten(1, shape).transpose(0, 1), weight.unflatten(1, shape).permute(1, 2, 0)
-        # A CPU, where the tests check the views, has no batched product with float32 output.
+        # On a CPU, where the tests check the views, PyTorch has no batched product with float32 output.
         exact = torch.float32
         parts = (
             torch.bmm(split_x, split_weight, out_dtype=exact)
@@ -73,7 +74,7 @@ def linear_parts_library(x: Tensor, weight: Tensor, bias: Tensor | None, plan: L
 def linear_gated(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, activation: Activation = SILU
 ) -> Tensor:
-    """The activation [rows, out / 2] of gate and up, the halves of `linear`: the same bits as gated(linear).
+    """Returns the activation [rows, out / 2] of gate and up, with the same bits as gated(linear(...)).
 
     The weight stacks gate over up.  Raises EspalierError for an odd `out`.
     """
@@ -82,18 +83,18 @@ def linear_gated(
 
 @op("espalier.kernels.layers.linear")
 def write_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, out: Tensor) -> None:
-    """Write partial sums of `linear` to out [splits, rows, out] float32, contiguous; one part if `plan` has no splits.
+    """Write the partial sums of `linear` to out [splits, rows, out] float32, contiguous; one part without splits.
 
     Raises EspalierError as linear_parts.
     """
-    # The first part is the sum of all.
+    # In the reference, the first part is the whole sum and the others are 0.
     out.zero_()
     out[0] = F.linear(x, weight, bias)
 
 
 @op("espalier.kernels.layers.linear")
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add partial sums [splits, rows, out], to dtype; a complete result [rows, out] is returned as it is."""
+    """Returns the sum [rows, out] of partial sums [splits, rows, out], in `dtype`; a result [rows, out] unchanged."""
     if parts.ndim == 2:
         return parts
     total = parts[0].clone()
@@ -106,8 +107,8 @@ def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
 def quantise_rows(x: Tensor, inputs: InputScales, for_library: bool = False) -> tuple[Tensor, Tensor]:
     """x [rows, in] -> (FP8 values [rows, in], their scales [rows, ceil(in / group)] float32).
 
-    for_library: on a GPU, the scales of a group lie together in memory, and there are more rows, up to a multiple of
-    ROWS_FILLED; they hold anything.
+    for_library: on a GPU, return the form of the library's product: the scales of a group are adjacent in memory, and
+    undefined rows fill up the result to a multiple of ROWS_FILLED.
     """
     return quantise_inputs(x, inputs)
 
@@ -116,11 +117,12 @@ def quantise_rows(x: Tensor, inputs: InputScales, for_library: bool = False) -> 
 def linear_quantised(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan | None = None) -> Tensor:
     """x [rows, in] · weightᵀ + bias -> a new tensor [rows, out] in x's dtype.
 
-    RoundedRows must be rounded as the weight asks.  The bits of a row never depend on the other rows' values.
-    plan: launch parameters of our kernel, whose block_in must divide `max_block_in`; None: the measured plan or the
-    rule's, or the library's product where it takes one.  Raises EspalierError on other shapes and dtypes.
+    RoundedRows must have the weight's rounding.  The bits of a row never depend on the other rows' values.
+    plan: launch parameters of Espalier's kernel; its block_in must divide `max_block_in`.  None: the library's product
+    where the library supports it, else the measured plan or the rule's.  Raises EspalierError on other shapes and
+    dtypes.
     """
-    # Rounded once, at the end.
+    # The result is rounded once, at the end.
     exact = torch.promote_types(x.dtype, torch.float32)
     num_out, num_in = weight.shape
     if weight.inputs is None:
@@ -129,7 +131,7 @@ def linear_quantised(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan
     else:
         inputs = rounded_inputs(x, weight.inputs)
     out = torch.empty(len(x), num_out, dtype=x.dtype, device=inputs.device)
-    # Whole row blocks: `dequantise` begins at one.
+    # Each step is a number of whole row blocks, because `dequantise` starts at the beginning of a row block.
     step = max(BLOCK_VALUES // max(num_in, 1) // weight.row_block, 1) * weight.row_block
     for begin in range(0, num_out, step):
         end = min(begin + step, num_out)
@@ -142,7 +144,7 @@ def linear_quantised(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan
 def linear_quantised_parts(
     x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan | None = None
 ) -> Tensor:
-    """`linear_quantised`, or its partial sums [splits, rows, out] in float32."""
+    """Returns the result of linear_quantised, or its partial sums [splits, rows, out] in float32."""
     return linear_quantised.reference(x, weight, bias)
 
 
@@ -154,7 +156,7 @@ def linear_quantised_gated(
     plan: TritonPlan | None = None,
     activation: Activation = SILU,
 ) -> Tensor:
-    """The activation [rows, out / 2] of gate and up, for a weight that stacks gate over up."""
+    """Returns the activation [rows, out / 2] of gate and up, for a weight that stacks gate over up."""
     return gated.reference(linear_quantised.reference(x, weight, bias), activation)
 
 

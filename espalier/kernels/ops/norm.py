@@ -1,4 +1,4 @@
-"""RMS norm (arXiv:1910.07467), alone or fused with what stands beside it."""
+"""RMS norm (arXiv:1910.07467), alone or fused with residual additions, rounding or a router's product."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MAX_ROUTER_ROWS = 4
 
 
 def takes_router(residual: Tensor) -> bool:
-    """Whether the kernel is for rows like these."""
+    """Whether the kernel of norm_router supports rows like these."""
     return residual.is_cuda and residual.dtype in DTYPES and 0 < len(residual) <= MAX_ROUTER_ROWS
 
 
 def rounds_norm(size: int, inputs: InputScales) -> bool:
-    """Whether a norm of `size` columns can be rounded in its own launch."""
+    """Whether the launch of a norm of `size` columns can also round the result, with the scales of `inputs`."""
     group = inputs.columns(size)
     return group == size or power_of_two(group) == group
 
@@ -35,7 +35,8 @@ def length_constants(weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def norm_by_length(x: Tensor, scaled_weight: Tensor, floor: Tensor) -> Tensor:
-    """RMS norm by way of sqrt(sum(x²) + H · eps) = hypot(length of x, floor): 4 operations; F.rms_norm runs 9."""
+    """RMS norm of x [..., H], computed from the length of x; see length_constants for the other arguments.
+    It uses sqrt(sum(x²) + H · eps) = hypot(length of x, floor), so it takes 4 operations; F.rms_norm takes 9."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return (x / torch.hypot(length, floor)).mul_(scaled_weight)
 
@@ -51,11 +52,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @op("espalier.kernels.layers.norm", on="residual")
 def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(sum, norm) with sum = residual + delta and norm = rms_norm(sum), each [N, H] in residual's dtype.
+    """Returns (sum, norm) with sum = residual + delta and norm = rms_norm(sum), each [N, H] in residual's dtype.
 
     delta: [N, H] in residual's dtype, or partial sums [splits, N, H] in float32 (float64 for float64), as
-    kernels/ops/linear.py:linear_parts gives them.  They are added in order and rounded to residual's dtype first.
-    The norm is of the rounded sum.
+    kernels/ops/linear.py:linear_parts returns.  Partial sums are first added in order and rounded to residual's dtype.
+    The norm is that of the rounded sum.
     """
     if delta.ndim == 3:
         delta = sum_parts.reference(delta, residual.dtype)
@@ -64,7 +65,7 @@ def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) ->
 
 
 class NormWeight(NamedTuple):
-    """An RMS norm.  weight: [H]."""
+    """The parameters of an RMS norm.  weight: [H]."""
 
     weight: Tensor
     eps: float
@@ -81,11 +82,12 @@ def add_normed(
     scale: float,
     norms: tuple[NormWeight, ...],
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """(sum, norms of it), each [N, H] in residual's dtype; sum = residual · scale + norm(normed outputs).
+    """Returns (sum, norms of the sum), each [N, H] in residual's dtype.
 
-    outputs: 1 to MAX_OUTPUTS blocks' outputs, each as delta of add_rms_norm, and their norms.  norm: of the sum of the
-    normed outputs; None: that sum is added as it is.  norms: at most MAX_NORMS.
-    Every product, sum and norm is rounded to residual's dtype, as launches of their own round it.
+    sum = residual · scale + norm(sum of the normed outputs).  outputs: the outputs of 1 to MAX_OUTPUTS blocks, each in
+    the form of add_rms_norm's delta, with its norm.  norm: None: the sum of the normed outputs is added as it is.
+    norms: at most MAX_NORMS.
+    Every product, sum and norm is rounded to residual's dtype, as separate launches would round it.
     """
     dtype = residual.dtype
     normed = [rms_norm.reference(sum_parts.reference(output, dtype), *own) for output, own in outputs]
@@ -99,10 +101,10 @@ def add_normed(
 def rounded_norm(
     delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float, inputs: InputScales, keeps_norm: bool = False
 ) -> tuple[Tensor, Tensor | None, RoundedRows]:
-    """(sum, norm, rounded) of add_rms_norm (delta None: rms_norm), and of its norm as quantise_rows rounds it to FP8.
+    """Returns (sum, norm, rounded): the results of add_rms_norm, and the norm rounded to FP8 as by quantise_rows.
 
-    keeps_norm: whether the norm itself is wanted; else it is None.
-    Raises EspalierError unless `rounds_norm` takes the sizes.
+    delta: None: there is no addition, and sum is `residual`.  keeps_norm: if false, the returned norm is None.
+    Raises EspalierError for sizes that `rounds_norm` refuses.
     """
     if delta is None:
         total, out = residual, rms_norm.reference(residual, weight, eps)
@@ -121,11 +123,11 @@ def norm_router(
     rounding: InputScales | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Rows, Tensor]:
-    """(sum, norm, rows, logits) for 1 to MAX_ROUTER_ROWS rows of bfloat16 or float16.
+    """Returns (sum, norm, rows, logits) for 1 to MAX_ROUTER_ROWS rows of bfloat16 or float16.
 
-    sum, norm: as add_rms_norm gives them, with its tolerance; delta may be partial sums.
-    rows: the norm as quantise_rows rounds it, to the bit; without `rounding` the norm itself.
-    router: [E, H], contiguous; it may be another small matrix.
+    sum, norm: the results of add_rms_norm, with its tolerance; delta may be partial sums.
+    rows: the norm rounded as by quantise_rows, to the bit; without `rounding`, the norm itself.
+    router: [E, H], contiguous: a router or another small matrix.
     logits: norm · routerᵀ [rows, E], computed in float32 and returned in `dtype`.
     Raises EspalierError on other shapes, dtypes or strides, and for a rounding that `rounds_norm` refuses.
     """

@@ -1,8 +1,8 @@
 """Linear recurrences over chains and trees: short convolutions, and the gated delta rule with its relatives.
 
-A row updates the state S [k_size, v_size] of a head: `S = decay · S + k ⊗ new`.  With the delta rule `new` is
-`beta · (v - decay · Sᵀ k)`, without it `beta · v`.  The output of the row is `Sᵀ q`.  Everything is computed in float32
-(float64 for float64).  A row of a tree reads the state of its parent, so sums are restricted to ancestors.
+A row updates the state S [k_size, v_size] of a head: `S = decay · S + k ⊗ new`.  With the delta rule, `new` is
+`beta · (v - decay · Sᵀ k)`; without it, `beta · v`.  The output of the row is `Sᵀ q`.  All is computed in float32
+(float64 for float64).  A row of a tree starts from the state after its parent, so its sums run over its ancestors.
 """
 
 from typing import NamedTuple
@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Rows of a chain whose system is solved together.
+# The number of rows of a chain that are solved together.
 CHUNK = 64
-# The constant in the code of the published models.
+# The eps of `unit`, from the code of the published models.
 UNIT_EPS = 1e-6
 
 
 class ShortConv(NamedTuple):
     """A causal convolution of each channel.
 
-    weight: [channels, taps], the row's own tap last; bias: [channels] or None; silu: whether silu follows.
+    weight: [channels, taps], the tap of the row itself last.  bias: [channels] or None.  silu: whether silu follows.
     """
 
     weight: Tensor
@@ -29,8 +29,11 @@ class ShortConv(NamedTuple):
 
 
 class StateRows(NamedTuple):
-    """The contributions of rows to a state.  k: [B, R, k_heads, k_size]; v: [B, R, heads, v_size]; gates: [B, R, 2,
-    heads], the logarithm of the decay, then beta.  heads / k_heads neighbouring heads share one head of k."""
+    """The rows that update a state.
+
+    k: [B, R, k_heads, k_size].  v: [B, R, heads, v_size].  gates: [B, R, 2, heads], the logarithm of the decay, and
+    beta.  heads / k_heads consecutive heads share one head of k.
+    """
 
     k: Tensor
     v: Tensor
@@ -41,10 +44,10 @@ class StateRows(NamedTuple):
 
 
 def convolved(inputs: Tensor, tail: Tensor, parents: Tensor | None, conv: ShortConv) -> Tensor:
-    """[B, R, C]: the convolution of `inputs` [B, R, C], in their dtype.
+    """Returns the convolution of `inputs` [B, R, C], in their shape and dtype.
 
-    tail: [B, taps - 1, C], the inputs before the first row.  parents: [B, R], each row's parent, the root's is itself;
-    None for a chain.
+    tail: [B, taps - 1, C], the inputs before the first row.  parents: [B, R], each row's parent row; the root is its
+    own parent.  None for a chain.
     """
     (batch, rows), before = inputs.shape[:2], tail.shape[1]
     exact = torch.promote_types(inputs.dtype, torch.float32)
@@ -63,19 +66,23 @@ def convolved(inputs: Tensor, tail: Tensor, parents: Tensor | None, conv: ShortC
 
 
 def tail_after(tail: Tensor, inputs: Tensor, count: Tensor) -> Tensor:
-    """[B, taps - 1, C]: the last inputs after `count` [B] rows of `inputs` [B, R, C] follow `tail` [B, taps - 1, C]."""
+    """Returns the new tail [B, taps - 1, C] after the first `count` [B] rows of `inputs` [B, R, C].
+    tail: [B, taps - 1, C], the tail before these rows."""
     at = count[:, None] + torch.arange(tail.shape[1], device=count.device)
     return torch.cat((tail, inputs), 1).gather(1, at[..., None].expand(-1, -1, tail.shape[2]))
 
 
 def unit(x: Tensor) -> Tensor:
-    """x [..., size] divided by its length."""
+    """Returns x [..., size] divided by its length over the last dimension."""
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + UNIT_EPS)
 
 
 class Solved(NamedTuple):
-    """A solved system of rows.  new: [B, heads, R, v_size], what each row adds under its key; decay: [B, heads, R], the
-    logarithm of the decay from the first state up to and including each row; k: [B, heads, R, k_size]."""
+    """The updates of rows to a state: row i adds k ⊗ new.
+
+    new: [B, heads, R, v_size].  k: [B, heads, R, k_size].  decay: [B, heads, R], the logarithm of the decay from the
+    state before all rows to each row, that row's own decay included.
+    """
 
     new: Tensor
     decay: Tensor
@@ -83,9 +90,10 @@ class Solved(NamedTuple):
 
 
 def solve(rows: StateRows, state: Tensor, seen: Tensor, delta: bool) -> Solved:
-    """Solve for the values that rows add, starting from `state` [B, heads, k_size, v_size].
+    """Computes the updates of rows that follow `state` [B, heads, k_size, v_size].
 
-    seen: [B, R, R] bool, each row's ancestors and itself; an ancestor has a lower index.  delta: use the delta rule.
+    seen: [B, R, R] bool, the ancestors of each row and the row itself; an ancestor has a lower index.
+    delta: whether the update is the delta rule's.
     """
     exact = state.dtype
     heads = state.shape[1]
@@ -103,7 +111,7 @@ def solve(rows: StateRows, state: Tensor, seen: Tensor, delta: bool) -> Solved:
 
 
 def outputs(q: Tensor, solved: Solved, state: Tensor, seen: Tensor) -> Tensor:
-    """[B, R, heads, v_size]: the output of each row, given q [B, R, k_heads, k_size] and the state before the rows."""
+    """Returns each row's output [B, R, heads, v_size], from the state after that row.  q: [B, R, k_heads, k_size]."""
     q = _by_head(q.to(state.dtype), state.shape[1])
     scores = (q @ solved.k.transpose(2, 3)) * _between(solved.decay, seen)
     out = solved.decay.exp()[..., None] * (q @ state) + scores @ solved.new
@@ -111,10 +119,10 @@ def outputs(q: Tensor, solved: Solved, state: Tensor, seen: Tensor) -> Tensor:
 
 
 def state_after(rows: StateRows, solved: Solved, state: Tensor, count: Tensor) -> Tensor:
-    """The state [B, heads, k_size, v_size] after the first `count` [B] rows of a chain."""
+    """Returns the state [B, heads, k_size, v_size] after the first `count` [B] rows of a chain."""
     taken = torch.arange(rows.k.shape[1], device=count.device) < count[:, None]
     log_decay = rows.gates[:, :, 0].to(state.dtype).transpose(1, 2)
-    # Values of rows past `count` are dropped and not multiplied by zero, because they may be NaN.
+    # Rows past `count` are dropped, not multiplied by zero, because their values may be NaN.
     whole = log_decay.where(taken[:, None], 0).sum(-1)
     share = (whole[..., None] - solved.decay).exp()[..., None]
     new = (share * solved.new).where(taken[:, None, :, None], 0)
@@ -123,7 +131,11 @@ def state_after(rows: StateRows, solved: Solved, state: Tensor, count: Tensor) -
 
 
 class Scanned(NamedTuple):
-    """out: [B, R, heads, v_size]; state: after the last row; marked: after the marked row, if there is one."""
+    """The result of `scan`.
+
+    out: [B, R, heads, v_size].  state: the state after the last row.  marked: the snapshot, the state after the first
+    `marked` rows, if a snapshot is requested.
+    """
 
     out: Tensor
     state: Tensor
@@ -131,9 +143,10 @@ class Scanned(NamedTuple):
 
 
 def scan(q: Tensor, rows: StateRows, state: Tensor, count: Tensor, marked: Tensor | None, delta: bool) -> Scanned:
-    """Run a chain of rows from `state` [B, heads, k_size, v_size] on.  Only the first `count` [B] rows exist.
+    """Computes the outputs and states of a chain of rows that follows `state` [B, heads, k_size, v_size].
 
-    marked: [B], the number of rows after which the state is also returned; None: no such state.
+    count: [B], how many rows exist.  marked: [B], a snapshot: the state after this many rows is also returned; None: no
+    snapshots.
     """
     outs, at_mark = [], state
     for first in range(0, q.shape[1], CHUNK):
@@ -150,13 +163,13 @@ def scan(q: Tensor, rows: StateRows, state: Tensor, count: Tensor, marked: Tenso
 
 
 def causal(rows: int, device: torch.device) -> Tensor:
-    """[1, rows, rows] bool: each row sees itself and all rows before it."""
+    """Returns [1, rows, rows] bool: the rows that each row of a chain sees, which are all up to itself."""
     order = torch.arange(rows, device=device)
     return (order <= order[:, None])[None]
 
 
 def _between(decay: Tensor, seen: Tensor) -> Tensor:
-    """[B, heads, R, R]: the decay from each seen row to the row that sees it; 0 for rows that are not seen."""
+    """[B, heads, R, R]: for each row and each row that it sees, the decay from the seen row to it; 0 for other rows."""
     return (decay[..., :, None] - decay[..., None, :]).masked_fill(~seen[:, None], -torch.inf).exp()
 
 

@@ -1,4 +1,4 @@
-"""Steps between a layer's projections and attention: norms of heads or latents, RoPE, the write to the KV cache."""
+"""Operations between a layer's projections and attention: norms of heads or latents, RoPE, KV cache writes."""
 
 from __future__ import annotations
 
@@ -16,25 +16,29 @@ from espalier.kernels.ops.norm import rms_norm
 from espalier.kernels.runtime.op import op
 from espalier.kernels.state.kv_scales import KVScales, rounded
 
-# The most rows of the head_product kernel.  They are one tile, so a row's bits do not depend on their number.
+# The most rows of head_product's kernel.  They are one tile, so a row's bits do not depend on the number of rows.
 MAX_HEAD_ROWS = MIN_BLOCK_ROWS
-# The most inputs per head of the head_product kernel.
+# The most inputs of a head in that kernel.
 MAX_HEAD_INPUTS = 512
 
 
 class Rotation(NamedTuple):
-    """cos, sin: [N, rotary] for the positions of N rows, float32 (float64 for float64); the first half of sin is
-    negated.  The first `rotary` values of a head are rotated, the other values stay."""
+    """The rotation of N rows by their positions.
+
+    cos, sin: [N, rotary], float32 (float64 for float64); the first half of sin is negated.  The first `rotary` values
+    of a head are rotated; the others are not changed.
+    """
 
     cos: Tensor
     sin: Tensor
 
 
 class HeadNorms(NamedTuple):
-    """q, k: [size], weights of the RMS norm that some families apply to each head before RoPE; eps: of all norms.
+    """The RMS norms that some families apply to each head before RoPE.
 
-    norms_v: V heads are normed too, without a weight.  v_is_k: V heads are the projections of the K heads before norm
-    and RoPE, and V has no projections of its own.
+    q, k: [size], the weights.  eps: of all norms.  norms_v: whether V heads are normed too, without a weight.
+    v_is_k: whether there are no projections of V.  The V heads are then the projections of the K heads, before the K
+    heads' norm and RoPE.
     """
 
     q: Tensor
@@ -45,7 +49,7 @@ class HeadNorms(NamedTuple):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first `rotary` values of each head of x [N, heads, size], in x's dtype.
+    """Returns x [N, heads, size] with the first `rotary` values of each head rotated, in x's dtype.
 
     cos, sin: [N, rotary], see Rotation.
     """
@@ -56,7 +60,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def write_rows(planes: Sequence[Tensor], rows: Tensor, values: Sequence[Tensor], scales: KVScales | None) -> None:
-    """Write each tensor of `values` [N, heads, size] to rows [N] of its plane [R, heads, size].  scales: for FP8."""
+    """Write each of `values` [N, heads, size] to rows [N] of its plane [R, heads, size].
+    scales: the scales of FP8 planes; None for planes in other dtypes."""
     if scales is None:
         for plane, value in zip(planes, values, strict=True):
             plane.index_copy_(0, rows, value)
@@ -66,7 +71,7 @@ def write_rows(planes: Sequence[Tensor], rows: Tensor, values: Sequence[Tensor],
 
 
 def _normed(qk: Tensor, heads: int, norms: HeadNorms | None) -> Tensor:
-    """Return the Q and K heads, normed if the model has head norms."""
+    """Returns the Q and K heads, normed if the model has head norms."""
     if norms is None:
         return qk
     parts = zip((qk[:, :heads], qk[:, heads:]), norms[:2], strict=True)
@@ -74,7 +79,7 @@ def _normed(qk: Tensor, heads: int, norms: HeadNorms | None) -> Tensor:
 
 
 def takes_head_product(x: Tensor) -> bool:
-    """Whether the head_product kernel takes rows like these."""
+    """Whether head_product's kernel supports rows like these."""
     return x.is_cuda and 0 < len(x) <= MAX_HEAD_ROWS and x.shape[2] <= MAX_HEAD_INPUTS and x.dtype in DTYPES
 
 
@@ -82,9 +87,9 @@ def takes_head_product(x: Tensor) -> bool:
 class LatentForm:
     """The form of a layer's latent rows, whose last `rotary` values are rotated.
 
-    norm: [size - rotary], weight of the latent's RMS norm, or None; eps: of the norm.
-    interleaved: whether the input has the two values of a rotated pair side by side (2i and 2i + 1), as DeepSeek's
-    weights do, and not half a row apart (i and i + rotary / 2).  The result always has them half a row apart.
+    norm: [size - rotary], the weight of the latent's RMS norm, or None.  eps: of the norm.
+    interleaved: whether the two values of a rotated pair are adjacent in the input (2i and 2i + 1), as in DeepSeek's
+    weights.  If not, they are half a row apart (i and i + rotary / 2).  In the result they always are half a row apart.
     """
 
     norm: Tensor | None = None
@@ -93,9 +98,9 @@ class LatentForm:
 
 
 class LatentPlace(NamedTuple):
-    """The place that latents are written to, rows [N] int64 of plane [R, 1, size], and the form of the latents.
+    """How latents are computed and where they are stored: in rows [N] int64 of plane [R, 1, size].
 
-    rotation: of the latents and of the queries; scales: for an FP8 plane.
+    rotation: the rotation of the latents and of the queries.  scales: the scales of an FP8 plane, else None.
     """
 
     rotation: Rotation
@@ -106,7 +111,7 @@ class LatentPlace(NamedTuple):
 
 
 def require_latent(q_rope: Tensor, q: Tensor, latent: Tensor, to: LatentPlace) -> None:
-    """Check the sizes of rotate_and_store_latent.  Raises EspalierError if they do not agree."""
+    """Check the sizes of rotate_and_store_latent's arguments.  Raises EspalierError if they do not agree."""
     rotary, row = to.rotation.cos.shape[1], to.plane.shape[1:]
     size = row[1]
     if q_rope.shape[2] != rotary or latent.shape[1:] != row or rotary % 2 or rotary > min(size, q.shape[2]):
@@ -118,14 +123,14 @@ def require_latent(q_rope: Tensor, q: Tensor, latent: Tensor, to: LatentPlace) -
 
 
 def _rotated(values: Tensor, rotation: Rotation, form: LatentForm) -> Tensor:
-    """Rotate values [N, heads, rotary]."""
+    """Returns values [N, heads, rotary], rotated."""
     if form.interleaved:
         values = values.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return rotate(values, *rotation)
 
 
 def fits_one_launch(raw: Tensor, k_up: Tensor) -> bool:
-    """Whether write_latents is one launch."""
+    """Whether write_latents takes one launch for these arguments."""
     return takes_head_product(raw[..., : k_up.shape[1]])
 
 
@@ -141,11 +146,11 @@ def rotate_and_store(
 ) -> Tensor:
     """Norm and rotate the Q and K heads of qkv [N, heads + 2 · kv_heads, size] (all Q, then all K, then all V).
 
-    With HeadNorms.v_is_k, qkv ends with the K heads.  If the buffers have no heads, qkv has only Q heads.
-    qkv may also be partial sums [splits, N, ...] float32 (kernels/layers/linear.py).  They are added in order and
-    rounded to the model's dtype first.
+    With HeadNorms.v_is_k, qkv ends with the K heads.  If the buffers have no heads, qkv holds Q heads alone.
+    qkv may also be partial sums [splits, N, ...] float32 (kernels/layers/linear.py).  They are first added in order and
+    rounded to the model's dtype.
     rows: [N] int64, the rows of k_buffer and v_buffer [R, kv_heads, size] that receive K and V.
-    scales: for FP8 buffers.
+    scales: the scales of FP8 buffers, else None.
     Returns q [N, heads, size].  On a GPU, a qkv without splits is overwritten.
     """
     # The reference does not overwrite qkv.
@@ -170,10 +175,10 @@ def head_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 @op("espalier.kernels.layers.latent", on="q")
 def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, to: LatentPlace) -> None:
-    """Rotate q_rope [N, heads, rotary], and store it as the last values of q [N, heads, ...].  Norm and rotate latent
-    [N, 1, size], and store it in the KV cache.
+    """Rotate the queries, and norm, rotate and store the latents.
 
-    q_rope may be a view of q.  Raises EspalierError if sizes do not agree.
+    q_rope: [N, heads, rotary]; the result becomes the last values of q [N, heads, ...].  q_rope may be a view of q.
+    latent: [N, 1, size]; the result goes to the rows of `to`.  Raises EspalierError if sizes do not agree.
     """
     require_latent(q_rope, q, latent, to)
     (rotation, form), rotary = to[:2], to.rotation.cos.shape[1]
@@ -188,11 +193,11 @@ def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, to: Laten
 
 @op("espalier.kernels.layers.latent", when=fits_one_launch)
 def write_latents(raw: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, to: LatentPlace) -> None:
-    """Write queries q [N, heads, rank + rotary], given raw [N, heads, nope + rotary], and store the latents.
+    """Compute the queries q [N, heads, rank + rotary] from raw [N, heads, nope + rotary], and store the latents.
 
-    The first part of a query is the first part of raw times k_up [heads, nope, rank].  The rest is as in
-    rotate_and_store_latent.  Rows of the plane have rank + rotary values.  On a GPU this is one launch for few rows,
-    two launches for more.
+    The first `rank` values of a query are the first `nope` values in raw times k_up [heads, nope, rank].  The rotated
+    values and the latents are those of rotate_and_store_latent.  Rows of the plane have rank + rotary values.  On a GPU
+    this takes one launch for few rows, two for more.
     """
     nope, rank = k_up.shape[1:]
     x, q_rope = raw[..., :nope], raw[..., nope:]

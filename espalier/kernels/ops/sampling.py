@@ -10,7 +10,7 @@ from espalier.logprobs import TOP, words
 
 
 def rows_of(tokens: Tensor, chosen: Tensor, ranks: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-    """Join the parts of sampling/pick.py:Logprobs into rows [..., words(n)] of espalier/logprobs.py."""
+    """Returns rows [..., words(n)] in espalier/logprobs.py's layout, from the parts of sampling/pick.py:Logprobs."""
     head = torch.stack((tokens, ranks, _bits(chosen)), -1)
     return torch.cat((head, torch.stack((ids, _bits(values)), -1).flatten(-2)), -1)
 
@@ -20,9 +20,9 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def _likeliest(logits: Tensor, count: int) -> Tensor:
-    """The ids [N, count] of the largest logits in each row [N, V].  Ids of equal logits are in ascending order.
+    """Returns the ids [N, count] of the largest logits of each row [N, V]; ids of equal logits are in ascending order.
 
-    It takes half the time of ordered_topk for a vocabulary, but the host waits to read whether topk left equal ids out.
+    For a vocabulary it takes half the time of ordered_topk.  But the host must read whether topk left out equal logits.
     """
     vocab, taken = logits.shape[1], 2 * count
     values, ids = logits.topk(min(taken, vocab))
@@ -35,7 +35,7 @@ def _likeliest(logits: Tensor, count: int) -> Tensor:
 
 
 def exact_of(logits: Tensor) -> torch.dtype:
-    """The dtype of sums: float32, or float64 for float64."""
+    """The dtype of sums over these logits: float32, or float64 for float64."""
     return torch.promote_types(logits.dtype, torch.float32)
 
 
@@ -45,11 +45,12 @@ def write_logprobs(
 ) -> None:
     """Write the target's log-probabilities of emitted tokens, before temperature and masks, to entry [1] of the ring.
 
-    ring: [entries, >= B, >= W, words(n)] int64, rows of espalier/logprobs.py, contiguous for each request; n: how
-    many of the likeliest tokens a request may ask for at most; logits: [B, D, V]; rows: [B, W] int64, the row of the
-    logits that each token was picked from; tokens: [B, W] int64, the first length [B] were emitted; num_logprobs: [B]
-    int64, how many of the likeliest tokens each request wants, below 0 for a request without log-probabilities.  Tokens
-    of equal logits are in order of their ids.  Words that no request asked for are undefined.
+    ring: [entries, >= B, >= W, words(n)] int64, rows in the layout of espalier/logprobs.py; the rows of a request are
+    contiguous.  n: the most likeliest tokens that a request may have.  logits: [B, D, V].  rows: [B, W] int64, the row
+    of the logits from which each token was picked.  tokens: [B, W] int64.  length: [B], how many of a request's tokens
+    were emitted.  num_logprobs: [B] int64, the number of likeliest tokens that each request wants; below 0 for a
+    request without log-probabilities.  Tokens of equal logits are in order of their ids.  Words that no request wants
+    are undefined.
     """
     if not bool((num_logprobs >= 0).any()):
         return

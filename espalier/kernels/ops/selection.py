@@ -1,9 +1,8 @@
-"""Chooses the rows that a query attends to in layers with an indexer: the rows whose index keys have the highest
-scores.
+"""Chooses the rows that a query attends to in layers with an indexer: the rows whose index keys score highest.
 
 A query has several index heads, each with a weight.  The score of a row is the sum over heads of weight · max(q · k, 0)
 (DeepSeek-AI 2025, "DeepSeek-V3.2", section 2.1).  Among equal scores the later position comes first, so a selection
-follows only from scores and positions.
+depends only on scores and positions.  This module also splits the committed rows of requests (KVSplits).
 """
 
 from __future__ import annotations
@@ -23,30 +22,31 @@ from espalier.layout import next_bucket
 
 # The most products of queries and keys that the reference holds at once.
 MAX_PRODUCTS = 2**25
-# Limits of the kernels: values of a key, and chosen rows.
+# Limits of the kernels: the values of a key, and the number of chosen rows.
 MAX_INDEX_SIZE = 256
 MAX_TOPK = 8192
 # Splits start at multiples of this number.  No kernel has a larger BLOCK_N.
 SPLIT_STEP = 64
-# The fewest rows of a split: usually, for few packed queries, and for large tiles.  A shorter split costs more to merge
-# than it saves.  Up to SMALL_TILE packed queries have few partial results, and large tiles have many.  A single tile of
-# latent rows is read slowly, so its splits are short too.
+# The least rows of a split: a shorter split costs more to merge than it saves.  MIN_SHORT_SPLIT_ROWS holds for up to
+# SMALL_TILE packed queries, which have few partial results, and MIN_LARGE_TILE_SPLIT_ROWS for large tiles, which have
+# many.  A single tile reads latent rows slowly, so short splits pay for latent rows too.
 MIN_SPLIT_ROWS, MIN_SHORT_SPLIT_ROWS, MIN_LARGE_TILE_SPLIT_ROWS = 128, 64, 320
 SMALL_TILE = 16
-# The most rows of a split, for any batch.  Without it, one long request among short ones would run alone at the end.
+# Longer splits are divided further, for any batch.  Otherwise a long request among short ones would run alone at the
+# end.
 MAX_SPLIT_ROWS = 2048
-# Number of programs that fill a GPU (H200, docs/log.md).  One program reads K/V at about half the bandwidth of a
-# multiprocessor.  With a large query tile (packed queries), one program keeps a multiprocessor's tensor cores busy.
+# Number of programs that fill a GPU (H200, docs/log.md).  One program reads K and V at about half the bandwidth of a
+# multiprocessor.  With a large tile of packed queries, one program keeps a multiprocessor's tensor cores busy.
 PROGRAMS = 256
 LARGE_TILE, LARGE_TILE_PROGRAMS = 128, 128
-# The most rows of a split if a single request has tiles for half of the programs, as a piece of a prompt has.  The
-# partial results of such a request would be large, and merging them took 2.5% of a prompt of 8k (docs/log.md).
+# Rows of the longest split if one request alone has tiles for half of these programs, as a piece of a prompt has.  With
+# shorter splits, its partial results would be large: merging them took 2.5% of a prompt of 8k (docs/log.md).
 MAX_MANY_TILES_SPLIT_ROWS = 8192
-# For kernels of wide latent rows, whose tiles have 64 packed queries and one program per multiprocessor.  A partial
-# result has up to 512 values, so merging is expensive, and fewer, longer splits are faster.
+# Limits for the kernels of wide latent rows.  Their tiles have 64 packed queries, so one program fills a
+# multiprocessor.  A partial result has up to 512 values, so merging is expensive, and fewer, longer splits pay.
 LATENT_TILE, MAX_LATENT_SPLIT_ROWS = 64, 4096
-# The most splits of one request.  The second limit is for wide latent rows, and for few requests with few KV heads, for
-# which MAX_SPLITS would leave a part of the GPU without a program.
+# Most splits of one request.  The second limit is for wide latent rows and for few requests with few KV heads: with
+# MAX_SPLITS, these would leave a part of the GPU without a program.
 MAX_SPLITS, MAX_SPLITS_OF_FEW_HEADS = 32, 128
 # The most rows of partial results (queries x splits) of one request.
 MAX_PARTIAL_ROWS_PER_REQUEST = 512
@@ -68,9 +68,9 @@ class IndexNorm(NamedTuple):
 class IndexRows(NamedTuple):
     """The indexer's values for new rows.
 
-    q: [N, heads, size]; k: [N, size], not normed; weights: [N, heads] float32 (float64 for float64), the scale of
-    scores included.  rotation: of the first values of q and k.
-    interleaved: whether q and k have the two values of a rotated pair side by side, as LatentForm.interleaved.
+    q: [N, heads, size].  k: [N, size], not normed.  weights: [N, heads] float32 (float64 for float64), with the scale
+    of scores multiplied in.  rotation: the rotation of the first values of q and k.
+    interleaved: whether the two values of a rotated pair are adjacent in q and k; see LatentForm.interleaved.
     """
 
     q: Tensor
@@ -82,7 +82,7 @@ class IndexRows(NamedTuple):
 
 
 class IndexQueries(NamedTuple):
-    """Index queries.  q: [.., heads, size], rotated; weights: [.., heads]."""
+    """The index queries of rows.  q: [.., heads, size], rotated.  weights: [.., heads]."""
 
     q: Tensor
     weights: Tensor
@@ -90,10 +90,10 @@ class IndexQueries(NamedTuple):
 
 @dataclass(frozen=True)
 class IndexKeys:
-    """The index keys that queries are compared with.
+    """The index keys of committed and staged rows.
 
-    committed: [rows, 1, size], the index plane of the pages; page_table: [B, T] int32; length: [B] int64, committed
-    rows, of which rows below `first` do not exist.  staged: [B, R, 1, size].
+    committed: [rows, 1, size], the plane of the pages.  page_table: [B, T] int32.  length: [B] int64; the rows first ..
+    length - 1 exist.  staged: [B, R, 1, size].
     """
 
     committed: Tensor
@@ -107,9 +107,9 @@ class IndexKeys:
 class SelectedRows(NamedTuple):
     """The rows that each query attends to.
 
-    rows: [B, Q, K] int32, committed rows of the pages in order of position; the first `counts` [B, Q] int64 exist, the
-    others are the dummy row.  If a request has at most topk committed and staged rows, its counts are 0 and its
-    queries attend to all rows that they see.  bits: [B, Q, W] int64, the chosen staged rows, as ancestor bits.
+    rows: [B, Q, K] int32, the chosen rows of the pages, in order of position.  counts: [B, Q] int64, how many of them
+    exist; the others are the dummy row.  A count is 0 if a request has at most topk committed and staged rows: its
+    queries then attend to all rows that they see.  bits: [B, Q, W] int64, the chosen staged rows, as ancestor bits.
     """
 
     rows: Tensor
@@ -118,9 +118,9 @@ class SelectedRows(NamedTuple):
 
 
 def top_rows(scores: Tensor, topk: int) -> Tensor:
-    """[..., N] bool: the topk highest of scores [..., N], but only scores above -inf.
+    """[..., N] bool: the topk highest of scores [..., N]; if fewer scores are above -inf, all of those.
 
-    The columns are in order of position.  Among equal scores the last positions are taken.
+    The columns are in order of position.  Among equal scores, later positions are chosen.
     """
     exists = scores > -torch.inf
     if scores.shape[-1] <= topk:
@@ -167,10 +167,10 @@ def _rotated(x: Tensor, rotation: Rotation, rotary: int, interleaved: bool) -> T
 
 @op("espalier.kernels.attention.index_scores", on="queries.q")
 def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) -> Tensor:
-    """[B, Q, C + R] float32: scores of the C positions of the page table, then of the staged rows.
+    """Returns [B, Q, C + R] float32: the scores of the page table's C positions, then those of the R staged rows.
 
-    Scores of positions past a request's length are undefined.  Scores of other rows that a query does not see are -inf:
-    rows below `first`, and staged rows whose bit is not in ancestor_bits [B, Q, W].
+    Scores of positions past a request's length are undefined.  The score is -inf for the other rows that a query does
+    not see: positions below `first`, and staged rows whose bit is not set in ancestor_bits [B, Q, W].
     """
     batch, num_staged = keys.staged.shape[:2]
     capacity = keys.page_table.shape[1] * keys.page_size
@@ -186,9 +186,10 @@ def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) 
 
 @op("espalier.kernels.attention.select_rows")
 def select_rows(scores: Tensor, length: Tensor, page_table: Tensor, page_size: int, topk: int) -> SelectedRows:
-    """Select the rows with the topk highest scores [B, Q, C + R] from index_scores.  Exact.
+    """Chooses the rows with the topk highest scores.  Exact.
 
-    length: [B] int64, number of committed rows; page_table: [B, T] int32, of C = T · page_size positions.
+    scores: [B, Q, C + R], the result of index_scores.  length: [B] int64, the number of committed rows.
+    page_table: [B, T] int32, for C = T · page_size positions.
     """
     capacity = page_table.shape[1] * page_size
     num_staged = scores.shape[2] - capacity
@@ -198,7 +199,7 @@ def select_rows(scores: Tensor, length: Tensor, page_table: Tensor, page_size: i
     committed, staged = chosen.split((capacity, num_staged), 2)
     width = min(topk, capacity)
     count = committed.sum(2).where((length + num_staged > topk)[:, None], 0)
-    # The chosen positions come first, in order, then the other positions.
+    # `order` lists the chosen positions in ascending order, then the others.
     order = committed.logical_not().to(torch.uint8).argsort(dim=2, stable=True)[..., :width]
     keep = torch.arange(width, device=scores.device) < count[..., None]
     rows = page_rows(page_table, order.flatten(1), page_size, keep.flatten(1)).view(order.shape)
@@ -209,8 +210,8 @@ def select_rows(scores: Tensor, length: Tensor, page_table: Tensor, page_size: i
 class KVSplitPolicy:
     """How a pass splits the committed rows of each request.
 
-    num_splits: splits of a request whose splits have min_split_rows to max_split_rows rows.  A shorter request gets
-    fewer splits.  A longer request gets more, up to max_splits; at that limit its splits exceed max_split_rows.
+    num_splits: the number of splits of a request if each gets min_split_rows to max_split_rows rows.  A short request
+    gets fewer splits.  A long request gets more, up to max_splits; at that limit its splits exceed max_split_rows.
     """
 
     num_splits: int
@@ -229,11 +230,11 @@ class KVSplitPolicy:
         v_size: int,
         wide_latent: bool = False,
     ) -> KVSplitPolicy:
-        """The policy that fills a GPU with programs, within the limits of the partial results.
+        """Returns the policy that fills a GPU with programs, within the limits of the partial results.
 
-        queries: per request; group: query heads per KV head; max_rows: the most committed rows of a request.  The batch
-        is rounded up to its bucket (layout.next_bucket), so a padded graph and an eager launch get the same splits.
-        wide_latent: whether a kernel for wide latent rows runs (latent_attention.py, hopper/latent.py).
+        queries: per request.  group: query heads per KV head.  max_rows: the most committed rows of a request.  The
+        batch is rounded up to its bucket (layout.next_bucket), so that a padded graph and an eager launch get the same
+        splits.  wide_latent: whether a kernel for wide latent rows runs (latent_attention.py, hopper/latent.py).
         """
         batch, packed_queries = next_bucket(batch), queries * group
         programs, num_tiles, min_split_rows, max_split_rows = PROGRAMS, 1, MIN_SPLIT_ROWS, MAX_SPLIT_ROWS
@@ -243,8 +244,8 @@ class KVSplitPolicy:
             max_split_rows = MAX_LATENT_SPLIT_ROWS
         elif packed_queries > LARGE_TILE // 2:
             programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LARGE_TILE)
-            # So few programs have one warpgroup each (choose_hopper_config).  With two warpgroups, short requests in a
-            # layout for long requests would leave most multiprocessors idle.
+            # With so few programs, each has one warpgroup (choose_hopper_config).  With two warpgroups, short requests
+            # in a layout for long ones would leave most multiprocessors idle.
             most_splits = -(-max_rows // MIN_LARGE_TILE_SPLIT_ROWS)
             if 4 * batch * kv_heads * num_tiles * most_splits < 3 * programs:
                 min_split_rows = MIN_LARGE_TILE_SPLIT_ROWS
@@ -266,9 +267,9 @@ class KVSplitPolicy:
         return cls(num_splits, num_splits if is_enough else max_splits, max_split_rows, min_split_rows)
 
     def width(self, rows: int) -> int:
-        """Rows per split of a request with `rows` rows: an equal share, rounded up to a multiple of SPLIT_STEP.
+        """The rows per split of a request with `rows` rows: an equal share, rounded up to a multiple of SPLIT_STEP.
 
-        The last split may have fewer.
+        The last split may have fewer rows.
         """
         wanted = max(min(-(-rows // self.min_split_rows), self.num_splits), -(-rows // self.max_split_rows))
         count = min(max(wanted, 1), self.max_splits)
@@ -280,7 +281,7 @@ class KVSplits:
     """The splits of a batch.  Every request has at least one split, which may be empty.
 
     table: [B * policy.max_splits, COLUMNS] int32, one row per split, ordered by request and position; unused rows are
-    undefined.  starts: [B + 1] int32, the first split of each request; the last entry is the total number of splits.
+    undefined.  starts: [B + 1] int32, the index of the first split of each request, then the number of splits.
     """
 
     table: Tensor
@@ -294,8 +295,8 @@ def kv_splits(
 ) -> KVSplits:
     """Split the committed rows [first, length) of each request.
 
-    length: [B] int64.  positions: [B, Q] int64, of the queries; rows that no query's window reaches are left out.
-    window: 0 for no window, and then positions may be None.
+    length: [B] int64.  positions: [B, Q] int64, the queries' positions; rows outside the windows of all queries are
+    left out.  window: 0: no window, and positions may be None.
     """
     batch = length.shape[0]
     table = torch.zeros(batch * policy.max_splits, COLUMNS, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Reads and writes of a launch: the slots, chains of known tokens, rows of the pages, the results."""
+"""Reads and writes of a launch's state: slots, chains of known tokens, rows of pages, results."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ EMPTY = -1
 
 
 def page_rows(page_table: Tensor, positions: Tensor, page_size: int, keep: Tensor | None = None) -> Tensor:
-    """[B, P] int64: rows of positions [B, P] int64, by page tables [B, T] int32.
+    """Returns the row [B, P] int64 of each position [B, P] int64, by page tables [B, T] int32.
 
-    Positions past the table, which only padding has, read its last column.  keep: [B, P] bool, False selects the dummy
+    Positions past the table (only padding has them) use the table's last column.  keep: [B, P] bool; False: the dummy
     row.
     """
     columns = (positions // page_size).clamp(max=page_table.shape[1] - 1)
@@ -29,28 +29,33 @@ def page_rows(page_table: Tensor, positions: Tensor, page_size: int, keep: Tenso
 
 
 class NodeRows(NamedTuple):
-    """rows: [B, W] accepted nodes, from the root down; nodes: rows of staging per request."""
+    """The accepted nodes of a round.  rows: [B, W], from the root down.  nodes: rows of the staging per request."""
 
     rows: Tensor
     nodes: int
 
 
 class Copies(NamedTuple):
-    """source, destination [B, W]: rows of the target's staging and of its pages; destination 0 is not kept."""
+    """The rows to copy after a round.
+
+    source: [B, W], rows of the target's staging.  destination: [B, W], rows of its pages; a row with destination 0 is
+    not copied.
+    """
 
     source: Tensor
     destination: Tensor
 
 
 class Advanced(NamedTuple):
-    """num_picked: [B] int64, how many decided tokens were not known before; copies: None without a path."""
+    """The result of `advance`.
+    num_picked: [B] int64, how many of the decided tokens were not known before.  copies: None without a path."""
 
     num_picked: Tensor
     copies: Copies | None
 
 
 class Chain(NamedTuple):
-    """Consecutive known tokens of each request, [B, W] int64 each; rows: the page rows that a commit fills."""
+    """Consecutive known tokens of each request, [B, W] int64 each.  rows: the rows of pages that a commit writes."""
 
     positions: Tensor
     tokens: Tensor
@@ -58,14 +63,15 @@ class Chain(NamedTuple):
 
 
 def carried(slots: BatchState, name: str) -> Tensor:
-    """[B, 1, H]: the values that `carry` stored.  Exact."""
+    """Returns the values [B, 1, H] that `carry` stored.  Exact."""
     return gather_rows(slots.index[None], slots.table.carried[name][None]).transpose(0, 1)
 
 
 def checked_copies(
     staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Check all shapes.  Returns (staged, committed), FP8 tensors as bytes: PyTorch copies no FP8 rows by index."""
+    """Check the shapes of commit_rows.  Returns (staged, committed).
+    FP8 tensors are returned as bytes, because PyTorch cannot copy FP8 rows by index."""
     for i, (src, dst) in enumerate(zip(staged, committed, strict=True)):
         require(f"staged tensor {i}", src, (committed[0].shape[0], -1, *dst.shape[2:]), dst.dtype, dst)
     require("commit's source", source, (-1,), torch.int64, committed[0])
@@ -83,12 +89,13 @@ def advance(
 ) -> Advanced:
     """Decide `length` [B] more tokens of each slot; the last of them becomes its root.
 
-    picked: [B, W] int64, the last W of the decided tokens, or all of them if there are fewer; earlier tokens are in the
-    history already.  If the history knows a token, that token stays and the picked token is dropped.
-    count_tokens: count picked tokens for penalties.  path: the accepted nodes, whose rows go to positions from
-    prefix_len on; None for a prefill pass, whose rows are in order already.
-    If length is 0 nothing changes.  Such rows are padding, and padding may name one slot twice.
-    Raises EspalierError if sizes do not agree.  Exact.
+    picked: [B, W] int64, the last W decided tokens of each request, or all if there are fewer.  Earlier decided tokens
+    are already in the history.  If the history knows a token at a position, that token stays, and the picked one is
+    dropped.
+    count_tokens: whether to count picked tokens, for penalties.  path: the accepted nodes; their rows go to the
+    positions from prefix_len on.  None for a prefill pass, whose rows are already in order.
+    A slot with length 0 is padding and does not change; padding may name a slot twice.  Raises EspalierError if sizes
+    do not agree.  Exact.
     """
     table, width = slots.table, picked.shape[1]
     offsets = torch.arange(width, device=picked.device)
@@ -117,9 +124,9 @@ def advance(
 
 @op("espalier.kernels.state.batch_state", on="index")
 def gather(table: SlotTable, index: Tensor, appended: ScatterUpdate | None = None) -> BatchState:
-    """Read the BatchState of the slots `index` [B] int64, after `appended` is written to the page tables.  Exact.
+    """Write `appended` to the page tables, then return the BatchState of the slots `index` [B] int64.  Exact.
 
-    appended: for any slots; several values for one cell must be equal.
+    appended: an update of any slots; if it has several values for one cell, they must be equal.
     """
     if appended is not None:
         table.write({"page_table": appended})
@@ -141,10 +148,10 @@ def gather(table: SlotTable, index: Tensor, appended: ScatterUpdate | None = Non
 
 @op("espalier.kernels.state.batch_state", on="length")
 def chain(slots: BatchState, first: int, length: Tensor, width: int, padding: int | None = None) -> Chain:
-    """Read `length` [B] tokens of each slot's history, from position prefix_len + `first` on, in `width` rows.
+    """Returns `length` [B] tokens of each slot's history, from position prefix_len + `first` on, in `width` rows.
 
-    Rows past length have the token `padding`, or the root if it is None.  Rows past length and rows below commit_from
-    are written to the dummy row.  Exact.
+    Rows past length have the token `padding`; None: the root.  Rows past length and rows below commit_from have the
+    dummy row as their page row.  Exact.
     """
     offsets = torch.arange(width, device=length.device)
     positions = slots.prefix_len[:, None] + first + offsets
@@ -156,9 +163,9 @@ def chain(slots: BatchState, first: int, length: Tensor, width: int, padding: in
 
 @op("espalier.kernels.state.batch_state", on="length")
 def carry(slots: BatchState, name: str, values: Tensor, length: Tensor) -> None:
-    """Store row length - 1 (row 0 for length 0) of `values` [B, W, H] in each slot, for its next launch.
+    """Store row length - 1 (row 0 for length 0) of `values` [B, W, H] in each slot, for the slot's next launch.
 
-    name: the carried field's name; length: [B].  Exact.
+    name: the name of the carried field (DraftSpec.carried).  length: [B].  Exact.
     """
     last = (length - 1).clamp(min=0)[:, None, None].expand(-1, 1, values.shape[2])
     slots.table.carried[name][slots.index] = values.gather(1, last)[:, 0]
@@ -168,8 +175,8 @@ def carry(slots: BatchState, name: str, values: Tensor, length: Tensor) -> None:
 def commit_rows(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
     """Copy rows `source` [N] of the staged tensors to `rows` [N] of the committed tensors.
 
-    A tensor is [layers, rows, heads, size]: one plane of all layers of a group, stacked.  No row appears twice in
-    `rows`, except the dummy row 0, which is not written.
+    Each tensor is [layers, rows, heads, size]: the stacked planes of a group of layers.  `rows` has no row twice,
+    except the dummy row 0, which is not written.
     Raises EspalierError if shapes do not agree.
     """
     staged, committed = checked_copies(staged, committed, source, rows)
@@ -181,10 +188,11 @@ def commit_rows(staged: Sequence[Tensor], committed: Sequence[Tensor], source: T
 
 @op("espalier.kernels.state.commit")
 def write_results(ring: Tensor, entry: Tensor, fields: Mapping[int, Tensor]) -> None:
-    """Write the first B rows of entry [1] of a ring [entries, rows, width] int64, whose columns are adjacent.
+    """Write the first B rows of one entry of a ring.
 
-    fields: [B, columns] int64 or float32, by their first column; float32 values are written as bits.  Columns without a
-    field become EMPTY.  Raises EspalierError if sizes do not agree.  Exact.
+    ring: [entries, rows, width] int64, with adjacent columns.  entry: [1], the entry's index.  fields: tensors
+    [B, columns] int64 or float32, by their first column.  float32 is written as its bits.  Columns without a field
+    become EMPTY.  Raises EspalierError if sizes do not agree.  Exact.
     """
     batch = next(iter(fields.values())).shape[0]
     made = ring.new_full((batch, ring.shape[2]), EMPTY)

@@ -1,7 +1,8 @@
 """The operations of a layer that keeps a state: convolve the inputs of rows, compute outputs, update states.
 
-The tables have a row for each slot (cache/states.py).  Everything is computed in float32 (float64 for float64).  On a
-GPU float64 and trees of more than MAX_TREE_ROWS nodes take the references, which have static shapes too.
+The tables have a row for each slot, and rows for snapshots (cache/states.py).  A *snapshot* (`mark` in names) is a copy
+of a state after a given number of rows.  Everything is computed in float32 (float64 for float64).  On a GPU, float64
+and trees of more than MAX_TREE_ROWS nodes use the references, which have static shapes too.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from espalier.kernels.ops.recurrence import (
 from espalier.kernels.runtime.launch import power_of_two
 from espalier.kernels.runtime.op import op
 
-# Nodes of a tree that one program holds.
+# The most nodes of a tree that one program holds.
 MAX_TREE_ROWS = 64
 
 
 class Columns(NamedTuple):
-    """Where a row of projections holds the channels of a convolution: first q's, then k's, then v's.
+    """The columns of a projection's output that hold the channels of a convolution: q's, then k's, then v's.
 
     heads, k_heads, k_size, v_size: see cache/layer_spec.py:RecurrentState; heads is 0 for a convolution without heads.
-    q, k, v: the columns of the first heads; k_step: columns from one head of q or k to the next; v_step: columns from
-    one group of v's heads to the next (a group shares a head of k).  units: whether q and k are divided by their
-    lengths, and q by the root of k_size.
+    q, k, v: the first column of the first head.  k_step: columns from one head of q or k to the next.  v_step: columns
+    from one group of v's heads to the next.  A group is the heads of v that share a head of k.
+    units: whether q and k are divided by their lengths, and q also by the square root of k_size.
     """
 
     heads: int
@@ -58,16 +59,16 @@ class Columns(NamedTuple):
 
     @property
     def shared(self) -> int:
-        """Channels of q."""
+        """The number of channels of q, which is also that of k."""
         return self.k_heads * self.k_size
 
     @property
     def of_group(self) -> int:
-        """Channels of the heads of v that share a head of k."""
+        """The number of channels of the heads of v that share a head of k."""
         return self.channels - 2 * self.shared if not self.k_heads else self.heads // self.k_heads * self.v_size
 
     def in_order(self, inputs: Tensor) -> Tensor:
-        """Inputs [N, columns] -> [N, channels], the channels in order."""
+        """Inputs [N, columns] -> [N, channels], in the order of the convolution's channels."""
         if self.k_step == self.k_size and self.v_step == self.of_group:
             if (self.k, self.v) == (self.q + self.shared, self.q + 2 * self.shared):
                 return inputs[:, self.q : self.q + self.channels]
@@ -79,18 +80,18 @@ class Columns(NamedTuple):
 
     @property
     def of_tail(self) -> tuple[int, ...]:
-        """The arguments of kernels/recurrence/inputs.py:input_column."""
+        """The constexpr arguments of kernels/recurrence/inputs.py:input_column."""
         return self.q, self.k, self.v, self.k_step, self.v_step, max(self.k_size, 1), self.shared, self.of_group
 
 
 def plain_columns(heads: int, k_heads: int, k_size: int, v_size: int, channels: int, units: bool) -> Columns:
-    """The Columns of inputs whose channels are in order, from column 0 on."""
+    """Returns the Columns of inputs whose channels are in order, from column 0 on."""
     shared, of_group = k_heads * k_size, heads // k_heads * v_size if k_heads else channels
     return Columns(heads, k_heads, k_size, v_size, channels, 0, shared, 2 * shared, k_size, of_group, units)
 
 
 def strided(values: Tensor, groups: int, step: int, size: int) -> Tensor:
-    """[N, groups · size] of values [N, columns], in which groups of `size` columns begin every `step` columns."""
+    """values [N, columns] -> [N, groups · size]: the groups of `size` columns that begin every `step` columns."""
     if step == size:
         return values[:, : groups * size]
     at = torch.arange(groups, device=values.device)[:, None] * step + torch.arange(size, device=values.device)
@@ -100,9 +101,9 @@ def strided(values: Tensor, groups: int, step: int, size: int) -> Tensor:
 class GateInputs(NamedTuple):
     """The inputs of gates: the decay is exp(-exp(A_log) · t) with t = softplus(decay + dt_bias).
 
-    decay: [N, columns], in which the heads that share a head of k begin every `step` columns; beta: the same shape,
-    before its sigmoid, or None if t itself is beta (Mamba-2).  A_log, dt_bias: [heads], float32 at least.
-    bounds: the least and the largest t; None: no bound.
+    decay: [N, columns].  `share` heads share a head of k; their columns are adjacent, and begin every `step` columns.
+    beta: the same shape, before its sigmoid; None if t itself is beta (Mamba-2).  A_log, dt_bias: [heads], float32 at
+    least.  bounds: the least and the largest t; None: no bound.
     """
 
     decay: Tensor
@@ -114,7 +115,7 @@ class GateInputs(NamedTuple):
     bounds: tuple[float | None, float | None] = (None, None)
 
     def computed(self) -> Tensor:
-        """The gates [N, 2, heads], as in StateRows."""
+        """Returns the gates [N, 2, heads], as in StateRows."""
         groups, exact = len(self.A_log) // self.share, self.A_log.dtype
         decay = strided(self.decay, groups, self.step, self.share).to(exact)
         t = F.softplus(decay + self.dt_bias)
@@ -127,8 +128,8 @@ class GateInputs(NamedTuple):
 class RowInputs(NamedTuple):
     """The rows of a pass, `width` for each request.
 
-    tail: [rows, taps - 1, channels], the tails of all slots; slots: [B]; parents: [B, width] for a tree, else None.
-    follows: [B] bool, whether the batch row before holds the earlier rows of the same request; None: nowhere.
+    tail: [table rows, taps - 1, channels], the tails of all slots.  slots: [B].  parents: [B, width] for a tree, else
+    None.  follows: [B] bool, whether a batch row continues the request of the batch row before; None: none does.
     """
 
     tail: Tensor
@@ -139,9 +140,12 @@ class RowInputs(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """The buffers that `prepare` fills.  q: [N, k_heads, k_size]; k, v, gates: as in StateRows, but [N, ...].  Without
-    heads v is the convolution's output [N, channels], and q, k and gates are None.  inputs: [N, channels], or None if
-    nobody needs them."""
+    """The buffers that `prepare` fills.
+
+    q: [N, k_heads, k_size].  k, v, gates: as in StateRows, but [N, ...].  For a convolution without heads, v is its
+    output [N, channels], and q, k and gates are None.  inputs: [N, channels], the convolution's inputs in order; None
+    if they are not needed.
+    """
 
     q: Tensor | None
     k: Tensor | None
@@ -151,20 +155,21 @@ class Prepared(NamedTuple):
 
 
 class StateColumns(NamedTuple):
-    """table: [rows, heads, k_size, v_size]; slots: [B], the rows that are read."""
+    """The states of a layer.  table: [table rows, heads, k_size, v_size].  slots: [B], each request's table row."""
 
     table: Tensor
     slots: Tensor
 
 
 class PathRows(NamedTuple):
-    """Which rows go into the states.
+    """The rows that update the states, and the snapshots to save.
 
-    slots: [B]; source: [B, width], staged rows of each request in order, or None: its own `width` rows.
-    taken: [B], how many rows go into the state; marked: [B], how many of them come before the mark, 0 for no mark;
-    mark_row: [B], the row of the table that gets the state at the mark; None: no marks.  follows, ends: [B] bool, as
-    cache/states.py:StateAccess has them; None: no request has several batch rows.  spare: the row of the table that
-    takes what nobody keeps.
+    slots: [B].  source: [B, width], the staged rows of each request, in order; None: the request's own `width` rows.
+    taken: [B], how many rows update the state.
+    marked: [B], a snapshot is saved after this many rows; 0: no snapshot.  mark_row: [B], the table row that gets the
+    snapshot.  Both are None without snapshots.
+    follows, ends: [B] bool, see cache/states.py:StateAccess; None: no request has several batch rows.
+    spare: the table row to which unneeded states are written.
     """
 
     slots: Tensor
@@ -182,8 +187,7 @@ class PathRows(NamedTuple):
         return (self.taken,) if self.marked is None else (self.taken, self.marked)
 
     def store(self, values: Tensor, made: Tensor, at_mark: Tensor | None = None) -> None:
-        """Write the states after the rows, `made` [B, ...], to the slots, and the states at the marks to the marks'
-        rows."""
+        """Write the states after all rows, `made` [B, ...], to the slots, and the snapshots `at_mark` to their rows."""
         ends = self.taken > 0 if self.ends is None else self.ends
         values.index_copy_(0, self.slots.where(ends, self.spare), made)
         if at_mark is not None:
@@ -199,7 +203,7 @@ def _has_kernels(values: Tensor) -> bool:
 def prepare(
     inputs: Tensor, gates: GateInputs | None, conv: ShortConv, columns: Columns, rows: RowInputs, out: Prepared
 ) -> None:
-    """Convolve inputs [N, columns], and fill `out`: q, k and v, gates unless they are None, and the inputs in order."""
+    """Convolve inputs [N, columns], and fill the buffers of `out` that are not None."""
     ordered = columns.in_order(inputs)
     tail = tail_before(ordered, rows)
     convolution = convolved(ordered.unflatten(0, (-1, rows.width)), tail, rows.parents, conv).flatten(0, 1)
@@ -222,11 +226,11 @@ def prepare(
 
 
 def tail_before(ordered: Tensor, rows: RowInputs) -> Tensor:
-    """[B, taps - 1, channels]: the inputs before each batch row of ordered inputs [N, channels]."""
+    """Returns the tail [B, taps - 1, channels] before each batch row.  ordered: [N, channels], the inputs in order."""
     tail = rows.tail[rows.slots]
     if rows.follows is None or not tail.shape[1]:
         return tail
-    # A piece that another one follows is full.
+    # A batch row that another one continues has `width` existing rows, so its last rows are the tail.
     last = ordered.unflatten(0, (-1, rows.width))[:, rows.width - tail.shape[1] :].roll(1, 0)
     return last.where(rows.follows[:, None, None], tail)
 
@@ -238,12 +242,12 @@ def tail_before(ordered: Tensor, rows: RowInputs) -> Tensor:
 def tree_outputs(
     q: Tensor, rows: StateRows, state: StateColumns, bits: Tensor, skip: Tensor | None, delta: bool
 ) -> Tensor:
-    """[B, D, heads, v_size] in v's dtype: the output of each node from the state after its path, which begins with the
-    slot's state.
+    """Returns the output of each node, [B, D, heads, v_size] in v's dtype.
 
-    q: [B, D, k_heads, k_size]; bits: [B, D, W] int64, ancestor bits; skip: [heads], the factor of v that is added;
-    delta: by the delta rule.  A node with NaN or infinity spoils its descendants on a GPU, and its whole tree
-    elsewhere.
+    The output of a node is computed from the slot's state, updated by the node's ancestors and the node.
+    q: [B, D, k_heads, k_size].  bits: [B, D, W] int64, ancestor bits.  skip: [heads]; skip · v is added to the output.
+    delta: whether the update is the delta rule's.  A node with NaN or infinity spoils the outputs of its descendants on
+    a GPU, and those of its whole tree elsewhere.
     """
     before, seen = state.table[state.slots], unpack(bits, q.shape[1])
     return _in_dtype(outputs(q, solve(rows, before, seen, delta), before, seen), rows, skip)
@@ -253,7 +257,7 @@ def tree_outputs(
 def chain_outputs(
     q: Tensor, rows: StateRows, state: StateColumns, path: PathRows, skip: Tensor | None, delta: bool
 ) -> Tensor:
-    """[B, R, heads, v_size] in v's dtype: the outputs of a chain of rows, which also change the slots' states."""
+    """Returns the outputs of a chain of rows, [B, R, heads, v_size] in v's dtype, and updates the slots' states."""
     before = state.table[state.slots]
     scan_rows = scan if path.follows is None or not len(q) else _scan_pieces(path.follows)
     scanned = scan_rows(q, rows, before, path.taken, path.marked, delta)
@@ -263,9 +267,9 @@ def chain_outputs(
 
 @op("espalier.kernels.recurrence.path", when=lambda state: _has_kernels(state))
 def commit_states(state: Tensor, rows: StateRows, path: PathRows, delta: bool) -> None:
-    """Update the slots' states by the rows of accepted paths.
+    """Update the slots' states by the rows of accepted paths, in every layer.
 
-    state: [layers, rows, heads, k_size, v_size]; rows: staged, [layers, n, ...] each.
+    state: [layers, table rows, heads, k_size, v_size].  rows: the staged rows, [layers, n, ...] each.
     """
     assert path.source is not None
     seen = causal(path.width, state.device)
@@ -279,7 +283,7 @@ def commit_states(state: Tensor, rows: StateRows, path: PathRows, delta: bool) -
 def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: Columns) -> None:
     """Shift the last inputs of accepted paths into the tails.
 
-    tail: [layers, rows, taps - 1, channels]; inputs: [layers, n, columns].
+    tail: [layers, table rows, taps - 1, channels].  inputs: [layers, n, columns].
     """
     for layer, table in enumerate(tail):
         ordered = columns.in_order(inputs[layer])
@@ -290,9 +294,10 @@ def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: Columns)
 
 
 class OutputGate(NamedTuple):
-    """values: [N, columns], in which `share` groups after one another begin every `step` columns.
+    """The gate of a layer's output.
 
-    is_first: whether the norm is of the gated values, and its weight of all groups.
+    values: [N, columns].  `share` adjacent groups begin every `step` columns.  is_first: if true, the gate is applied
+    before the norm, and the norm's weight covers all groups; if false, after the norm, and all groups share the weight.
     """
 
     values: Tensor
@@ -302,15 +307,16 @@ class OutputGate(NamedTuple):
 
 
 def rounds_groups(size: int, groups: int, rounding: InputScales) -> bool:
-    """Whether `gated_norm` can round: a group of the norm must have one scale, and fill its program."""
+    """Whether `gated_norm` can round its result: a group must have one scale, and its size must be a power of two."""
     return rounding.columns(size * groups) == size == power_of_two(size)
 
 
 @op("espalier.kernels.recurrence.gated_norm", when=lambda read: _has_kernels(read))
 def gated_norm(read: Tensor, gate: OutputGate, weight: Tensor, eps: float, rounding: InputScales | None = None) -> Rows:
-    """[N, groups · size]: the RMS norm of each group of read [N, groups, size] and the gate's silu, multiplied.
+    """Returns [N, groups · size]: each group of read [N, groups, size] with its RMS norm and the factor silu(gate).
 
-    rounding: how the result is rounded to FP8, for sizes that `rounds_groups` takes; None: it is a tensor.
+    gate.is_first decides which of the two is applied first.
+    rounding: how the result is rounded to FP8, for sizes that `rounds_groups` accepts; None: not rounded.
     """
     if rounding is not None:
         whole = gated_norm.reference(read, gate, weight, eps)
@@ -333,7 +339,7 @@ def _in_dtype(out: Tensor, rows: StateRows, skip: Tensor | None) -> Tensor:
 
 
 def _scan_pieces(follows: Tensor):
-    """Like `scan`, but one batch row after another: a piece begins with the state after the piece before it."""
+    """Returns a `scan` that runs one batch row after another, so that a piece starts from the state after the last."""
 
     def scan_rows(
         q: Tensor, rows: StateRows, before: Tensor, count: Tensor, marked: Tensor | None, delta: bool

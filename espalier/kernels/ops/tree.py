@@ -1,4 +1,4 @@
-"""The tree of a round: the beams of a level, the selection of nodes, and the accepted path."""
+"""Operations on the tree of a round: the beams of a level, the selection of nodes, and the accepted path."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from espalier.kernels.runtime.op import op
 from espalier.layout import ANCESTOR_BITS
 
 VOID = -1
-# A pool's values [B, n], whole or as one tensor for each level.
+# The values [B, n] of a pool of candidates, as one tensor or as one tensor for each level.
 Parts = Sequence[Tensor]
-# Up to so many scores the reference sorts them.
+# The most scores that the reference sorts.
 FEW = 64
 
 
@@ -25,10 +25,10 @@ class Tree(NamedTuple):
     """The trees of a batch.
 
     tokens: [B, D] int64; -1 for void nodes.
-    parents: [B, D] int64, index of the parent node; the root is its own parent.
-    depths: [B, D] int64, distance from the root; 1 for void nodes.
-    scores: [B, D] float32, log-probability of the path; 0 for the root, -inf for void nodes.
-    ancestors: [B, D, W] int64, bit j of a node: node j is its ancestor, or the node itself.
+    parents: [B, D] int64, the index of the parent node; the root is its own parent.
+    depths: [B, D] int64, the distance from the root; 1 for void nodes.
+    scores: [B, D] float32, the log-probability of the path; 0 for the root, -inf for void nodes.
+    ancestors: [B, D, W] int64; bit j of a node is set if node j is an ancestor of the node, or the node itself.
     """
 
     tokens: Tensor
@@ -39,7 +39,7 @@ class Tree(NamedTuple):
 
     @classmethod
     def empty(cls, root: Tensor, nodes: int) -> Tree:
-        """Trees of the roots [B] int64, for a kernel to write."""
+        """Returns uninitialised trees for a kernel to write.  root: [B] int64."""
         batch, num_words = root.shape[0], -(-nodes // ANCESTOR_BITS)
         tokens, parents, depths = (root.new_empty(batch, nodes) for _ in range(3))
         scores = root.new_empty(batch, nodes, dtype=torch.float32)
@@ -50,26 +50,27 @@ class Tree(NamedTuple):
         return self.ancestors.shape[2]
 
     def first(self, nodes: int) -> Tree:
-        """The trees of the first nodes."""
+        """Returns the trees of the first `nodes` nodes."""
         cut = Tree(*(part[:, :nodes].contiguous() for part in self))
         return cut._replace(ancestors=cut.ancestors[..., : -(-nodes // ANCESTOR_BITS)].contiguous())
 
     def best(self, rows: int) -> Tensor:
-        """[rows]: the places of the best nodes of the whole batch among its B · D, ascending, the roots among them.
+        """Returns [rows]: the indices of the batch's best nodes among its B · D nodes, in ascending order.
 
-        Ties go to the lower place, so a chosen node's ancestors are chosen.  rows: at least B.
+        All roots are among them.  Ties go to the lower index, so a chosen node's ancestors are chosen.  rows: at least
+        B.
         """
         scores = usable(self.scores)
         scores[:, 0] = torch.inf
         return torch.sort(scores.flatten(), descending=True, stable=True).indices[:rows].sort().values
 
     def only(self, places: Tensor) -> Tree:
-        """The trees with these nodes alone (`best`), at the same places.  The others become void."""
+        """Returns the trees with all nodes void but those at the indices `places` (see `best`).  No node moves."""
         left_out = torch.ones_like(self.tokens, dtype=torch.bool).flatten().index_fill(0, places, False)
         return self._without(left_out.view_as(self.tokens))
 
     def within(self, max_depth: Tensor) -> Tree:
-        """The trees down to these depths [B], the root in any case.  Deeper nodes become void, at the same places."""
+        """Returns the trees with nodes below `max_depth` [B] void.  The root always stays.  No node moves."""
         return self._without(self.depths > max_depth.clamp(min=0)[:, None])
 
     def _without(self, left_out: Tensor) -> Tree:
@@ -83,11 +84,11 @@ class Tree(NamedTuple):
         )
 
     def mask(self) -> Tensor:
-        """[B, D, D] bool: node j is an ancestor of node i, or i itself."""
+        """[B, D, D] bool: at [i, j], whether node j is an ancestor of node i, or i itself."""
         return unpack(self.ancestors, self.tokens.shape[1])
 
     def positions(self, prefix_len: Tensor) -> Tensor:
-        """[B, D]: position of each node in the target."""
+        """[B, D]: the position of each node in the target."""
         # The root's depth is 0.
         return prefix_len[:, None] if self.tokens.shape[1] == 1 else prefix_len[:, None] + self.depths
 
@@ -101,7 +102,7 @@ def _level_starts(count: int, topk: int, like: Tensor) -> Tensor:
 def require_pool(
     root: Tensor, tokens: Parts, scores: Parts, beams: Parts, topk: int, nodes: int
 ) -> tuple[int, int, int]:
-    """Check the arguments of select; returns the batch, the size of the pool and its number of levels."""
+    """Check the arguments of `select`.  Returns the batch size, the size of the pool and its number of levels."""
     batch, size, in_levels = root.shape[0], sum(part.shape[1] for part in tokens), len(tokens) > 1
     for level, (of_tokens, of_scores) in enumerate(zip(tokens, scores, strict=True)):
         count = size if not in_levels else topk**2 if level else topk
@@ -122,9 +123,12 @@ def require_pool(
 
 
 class SelectedBeams(NamedTuple):
-    """The beams of a level, best first.  scores: [B, K] float32; places: [B, K] int64, the beam's index among the
-    level's candidates; parents: [B, K] int64, the index of its parent among the P rows; ancestor_bits: [B, K, W] int64,
-    the bits of its ancestors among the draft rows and of itself."""
+    """The beams of a level, best first.
+
+    scores: [B, K] float32.  places: [B, K] int64, each beam's index among the level's candidates.
+    parents: [B, K] int64, the index of each beam's parent among the P rows.  ancestor_bits: [B, K, W] int64, the bits
+    of each beam's ancestors among the draft rows, and of the beam itself.
+    """
 
     scores: Tensor
     places: Tensor
@@ -133,15 +137,15 @@ class SelectedBeams(NamedTuple):
 
 
 def usable(scores: Tensor) -> Tensor:
-    """Scores in the form in which they are compared: NaN becomes -inf, -0.0 becomes 0.0."""
+    """Returns the scores in a form that can be compared: NaN becomes -inf, -0.0 becomes 0.0."""
     return scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).add_(0.0)
 
 
 def ordered_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best of the last dimension; ties go to the lower index (torch.topk leaves the order of ties open).
+    """Returns (values, indices) of the k best scores of the last dimension.  Ties go to the lower index.
 
-    scores: float32; NaN counts as -inf.  Returns (values, indices).  If there are fewer than k, the rest is -inf with
-    index 0.
+    torch.topk does not define the order of ties.  scores: float32; NaN counts as -inf.  If there are fewer than k
+    scores, the remaining values are -inf with index 0.
     """
     width = scores.shape[-1]
     scores = usable(scores)
@@ -156,9 +160,11 @@ def ordered_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _topk_of_keys(scores: Tensor, k: int) -> Tensor:
-    """The indices of ordered_topk.  A sort would take 3 to 15 times as long for a vocabulary, and less time for FEW."""
+    """Returns the indices of ordered_topk.
+    A sort would take 3 to 15 times as long for a vocabulary, but less time for up to FEW scores."""
     width, bits = scores.shape[-1], scores.contiguous().view(torch.int32)
-    # Integers in the order of the floats.  In place: for a vocabulary, new tensors would take longer than the rest.
+    # Integers in the order of the floats.  They are computed in place, because for a vocabulary allocating new tensors
+    # would take longer than the rest.
     ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
     # The low half of a key breaks ties by index.
     keys = torch.arange(width - 1, -1, -1, device=scores.device).add(ordered, alpha=1 << 32)
@@ -166,12 +172,12 @@ def _topk_of_keys(scores: Tensor, k: int) -> Tensor:
 
 
 class Path(NamedTuple):
-    """An accepted path, all int64.
+    """The accepted path of each request.  All tensors are int64.
 
-    rows: [B, S+1], its nodes from the root down; zeros past length.
-    length: [B], tokens emitted (the accept length); 0 for padding.
+    rows: [B, S+1], the nodes of the path from the root down; zeros past length.
+    length: [B], the number of emitted tokens (the accept length); 0 for padding.
     tokens: [B, S+1], the emitted tokens: the accepted draft tokens, then one token of the target; zeros past length.
-    num_finite: [B], how many of these tokens, from the first, were sampled from finite logits.
+    num_finite: [B], how many of the emitted tokens, from the first on, were sampled from finite logits.
     """
 
     rows: Tensor
@@ -181,14 +187,14 @@ class Path(NamedTuple):
 
 
 def deepest(kept: Tensor, depths: Tensor) -> Tensor:
-    """[B]: the deepest kept node; among equally deep ones the lowest index."""
+    """Returns the index [B] of each request's deepest kept node; among equally deep nodes, the lowest index."""
     nodes = depths.shape[1]
     rank = torch.arange(nodes - 1, -1, -1, device=depths.device)
     return torch.where(kept, depths * nodes + rank, -1).argmax(1)
 
 
 def path_rows(ancestors: Tensor, depths: Tensor, last: Tensor, steps: int) -> Tensor:
-    """[B, S+1]: the nodes from the root to `last`, indexed by depth; zeros at greater depths."""
+    """Returns the nodes [B, S+1] from the root to node `last` [B], indexed by depth; zeros at greater depths."""
     batch, nodes = depths.shape
     path = ancestors.gather(1, last[:, None, None].expand(-1, 1, ancestors.shape[2]))[:, 0]
     # Nodes that are not on the path are written to one extra column, which is dropped.
@@ -200,16 +206,16 @@ def path_rows(ancestors: Tensor, depths: Tensor, last: Tensor, steps: int) -> Te
 
 @op("espalier.kernels.tree.select_tree")
 def select(root: Tensor, tokens: Parts, scores: Parts, beams: Parts, topk: int, nodes: int) -> Tree:
-    """The root and the best nodes - 1 of n candidates, by descending score, then by index in the pool.
+    """Returns the tree of the root and the best nodes - 1 candidates, by descending score, then by index in the pool.
 
-    root: [B] int64, the root's token.  tokens: [B, n] int64 and scores: [B, n] float32, the pool: topk candidates of
-    level 1, then topk² candidates per level, topk for each beam of the level before.  beams: [B, n / topk - 1] int64:
-    for each beam, topk per level, its index among its level's candidates.  All three are whole, or in levels.
+    root: [B] int64, the root's token.  tokens: [B, n] int64 and scores: [B, n] float32, the pool of n candidates: topk
+    for level 1, then topk² per level, topk for each beam of the level before.  beams: [B, n / topk - 1] int64: for each
+    beam (topk per level), its index among its level's candidates.  All three are one tensor, or one per level.
 
-    A child must not score above its parent, and it comes after its parent in the pool.  So the ancestors of a selected
-    candidate are selected too.  A score of -inf or NaN is no candidate.  If there are too few candidates, the remaining
-    nodes are void: token -1, parent 0, depth 1, no ancestor but themselves.  Raises EspalierError if sizes do not
-    agree.  Exact.
+    A child must not score above its parent, and comes after its parent in the pool.  So the ancestors of a selected
+    candidate are selected too.  A candidate with score -inf or NaN does not exist.  If there are too few candidates,
+    the remaining nodes are void: token -1, parent 0, depth 1, no ancestor but themselves.  Raises EspalierError if
+    sizes do not agree.  Exact.
     """
     _, _, steps = require_pool(root, tokens, scores, beams, topk, nodes)
     pool, path_scores = torch.cat(list(tokens), 1), usable(torch.cat(list(scores), 1))
@@ -236,11 +242,11 @@ def select(root: Tensor, tokens: Parts, scores: Parts, beams: Parts, topk: int, 
 def select_beams(
     tokens: Tensor, scores: Tensor, ancestor_bits: Tensor | None, path: Tensor, first: int, num_words: int
 ) -> SelectedBeams:
-    """The K best of P · K candidates become draft rows first to first + K - 1.
+    """Selects the K best of P · K candidates.  They become the draft rows first to first + K - 1.
 
-    tokens: [B, P, K] int64; scores: [B, P, K] float32, path scores.  ancestor_bits: [B, P, W] int64 of the P parent
-    rows; None: the parent is the root, which is not a draft row.  path: [B, rows] int64, the tokens of the draft rows;
-    the new rows' tokens are written to it.  num_words: W.  Raises EspalierError if sizes do not agree.  Exact.
+    tokens: [B, P, K] int64.  scores: [B, P, K] float32, path scores.  ancestor_bits: [B, P, W] int64, those of the P
+    parent rows; None: the parent is the root, which is not a draft row.  path: [B, rows] int64, the tokens of the draft
+    rows; the new rows' tokens are written here.  num_words: W.  Raises EspalierError if sizes do not agree.  Exact.
     """
     topk = tokens.shape[2]
     best, index = ordered_topk(scores.flatten(1), topk)
@@ -256,10 +262,11 @@ def select_beams(
 def accept(tree: Tree, picks: Tensor, finite: Tensor, max_accept_depth: Tensor, real: Tensor, steps: int) -> Path:
     """Keep the longest path that the target would have produced itself, for greedy and for sampled requests.
 
-    tree: depths are at most steps.  picks: [B, D] int64, the target's token after each node; finite: [B, D] bool,
-    whether the logits of the pick were finite.  max_accept_depth: [B] int64, deeper nodes never match; real: [B] bool,
-    False for padding.  Siblings have distinct tokens, so at most one child of a node matches; should two paths be
-    equally deep, the one with the lowest node index wins.  Raises EspalierError if sizes do not agree.  Exact.
+    tree: its depths are at most `steps`.  picks: [B, D] int64, the target's token after each node.  finite: [B, D]
+    bool, whether the logits of the pick were finite.  max_accept_depth: [B] int64; deeper nodes are never accepted.
+    real: [B] bool, False for padding.  Siblings have distinct tokens, so at most one child of a node matches.  If two
+    paths are equally deep, the one with the lowest node index wins.  Raises EspalierError if sizes do not agree.
+    Exact.
     """
     tokens, parents, depths, _, ancestors = tree
     match = (tokens == picks.gather(1, parents)) & (depths <= max_accept_depth[:, None]) | (depths == 0)
@@ -277,8 +284,8 @@ def accept(tree: Tree, picks: Tensor, finite: Tensor, max_accept_depth: Tensor, 
 
 @op("espalier.kernels.tree.accept")
 def gather_rows(rows: Tensor, *parts: Tensor) -> Tensor:
-    """out[b, w] = values[b, rows[b, w]]: rows [B, W] int64, values [B, D, p·n], in p parts of n -> [B, W, p·n].  Exact.
+    """Returns out [B, W, p·n] with out[b, w] = values[b, rows[b, w]].  Exact.
 
-    Parts have the same strides.
+    rows: [B, W] int64.  parts: the values [B, D, p·n] as p tensors of n columns, with the same strides.
     """
     return torch.cat([part.gather(1, rows[..., None].expand(-1, -1, part.shape[2])) for part in parts], 2)

@@ -1,8 +1,9 @@
-"""The outputs and states of prompts, in chunks of CHUNK rows (Yang et al. 2024, arXiv:2406.06484).
+"""Computes the outputs and states of prompts, in chunks of CHUNK rows (Yang et al. 2024, arXiv:2406.06484).
 
-Three kernels, because only the second has to take one chunk after another.  The first solves the system of each chunk:
-behind a state S the rows of a chunk add u - w S under their keys.  In the second a program holds a part of a head's
-state, and keeps for each chunk the state before it and what its rows add.  The third makes the outputs of all chunks.
+There are three kernels, because only the second must run chunk after chunk.  The first solves the system of each chunk:
+its rows add keyᵀ (u - w S) to the state S before the chunk.  In the second, a program holds a part of a head's state.
+For each chunk, it stores the state before the chunk and the values u - w S.  The third computes the outputs of all
+chunks.
 """
 
 from __future__ import annotations
@@ -20,21 +21,24 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# Columns of keys, and of values, that are multiplied at once.
+# How many columns of keys, and of values, are multiplied at once.
 STEP = 64
 
 
 @kernel
 def _rows_of_chunk(request, chunk, rows, count_ptr, CHUNK: tl.constexpr):
-    """For each row of the chunk: (its place, whether it is in the batch row, whether it is no padding)."""
+    """For each row of the chunk: (row index, whether it is inside the batch row, whether it exists: no padding)."""
     within = chunk * CHUNK + tl.arange(0, CHUNK)
     return request * rows + within, within < rows, within < tl.load(count_ptr + request)
 
 
 @kernel
 def _inverse(system, PRECISION: tl.constexpr, PRODUCT: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr):
-    """The inverse of I + system, which is strictly lower triangular.  The inverse of [[P, 0], [C, R]] is
-    [[P', 0], [-R' C P', R']].  So two products turn inverses of blocks of n rows into those of blocks of 2n rows."""
+    """Returns the inverse of I + system.  `system` is strictly lower triangular.
+
+    The inverse of [[P, 0], [C, R]] is [[P', 0], [-R' C P', R']], with P' and R' the inverses of P and R.  So two
+    products make the inverses of blocks of 2n rows from those of blocks of n rows.
+    """
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     inverse = tl.where(row == column, 1.0, 0.0).to(EXACT)
     inverse -= tl.where((row % 2 == 1) & (column == row - 1), system, 0.0)
@@ -55,8 +59,8 @@ def _solve_kernel(
     EXACT: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, STEP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """For each chunk and head: the log-decay from the chunk's start to each row, the keys decayed to the chunk's end,
-    and w and u.  Rows of padding add nothing."""
+    """Computes, for each chunk and head: the log-decay from the chunk's start to each row, the keys decayed to the
+    chunk's end, w and u.  Padding rows add nothing to the state."""
     pdl_trigger_and_wait(DEPENDENT)
     PRODUCT: tl.constexpr = new_ptr.dtype.element_ty
     head, chunk, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -111,9 +115,9 @@ def _states_kernel(
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr,
     STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """new_ptr: u, and after the kernel what each row adds.  before_ptr: the state before each chunk.  A mark's row gets
-    the state before the chunk that has the mark.
-    follows_ptr: None, or for each batch row whether it continues the piece of a prompt in the batch row before."""
+    """new_ptr: u; the kernel replaces u by u - w S, the values that rows add.  before_ptr: the states before chunks.
+    A snapshot's table row gets the state before the chunk that contains the snapshot; _outputs_kernel adds the rest.
+    follows_ptr: for each batch row, whether it continues the piece of a prompt in the batch row before; may be None."""
     pdl_trigger_and_wait(DEPENDENT)
     PRODUCT: tl.constexpr = new_ptr.dtype.element_ty
     v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
@@ -168,7 +172,8 @@ def _outputs_kernel(
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STEP: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Where a chunk has a mark, its rows up to the mark go into the state at the mark's row."""
+    """Computes the outputs of a chunk.  If the chunk contains a snapshot, the kernel also adds the chunk's rows up to
+    the snapshot to the state in the snapshot's table row."""
     pdl_trigger_and_wait(DEPENDENT)
     PRODUCT: tl.constexpr = new_ptr.dtype.element_ty
     v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
@@ -225,7 +230,8 @@ def chain_outputs(
     skip: Tensor | None,
     delta: bool,
 ) -> Tensor:
-    """Tolerance: that of tree_outputs times the condition number of a chunk's system.  States have the same."""
+    """See ops/states.py.  Tolerance of outputs and states: tree_outputs' times the condition number of a chunk's
+    system."""
     k, v, gates = (x.contiguous() for x in rows)
     q = q.contiguous()
     (batch, count, heads, v_size), (k_heads, k_size) = v.shape, k.shape[2:]
@@ -283,7 +289,7 @@ def chain_outputs(
 
 
 class Plan(NamedTuple):
-    """Launch parameters.  states_v, outputs_v: columns of a state for each program; stages: chunks whose loads are in
+    """Launch parameters.  states_v, outputs_v: columns of a state per program.  stages: chunks whose loads are in
     flight."""
 
     solve: object
@@ -296,8 +302,12 @@ class Plan(NamedTuple):
 
 
 def choose_plan(v_size: int, products: Products) -> Plan:
-    """Outputs with operands in 16 bits take 64 columns, also of smaller heads, so that all operands of wgmma have one
-    layout.  With two layouts, ptxas 12.8 loses the start of an operand (tests/kernels/machine_code.py)."""
+    """Chooses the launch parameters.
+
+    With 16-bit operands, a program of _outputs_kernel takes 64 columns even if a head is smaller, so that all operands
+    of wgmma have one layout.  With two layouts, ptxas 12.8 loses the start of an operand
+    (tests/kernels/machine_code.py).
+    """
     largest = max(power_of_two(v_size), SMALLEST)
     if products.kept.itemsize > 2:
         return Plan(products.operand, 4, min(largest, 32), 4, 1, min(largest, 32), 4)

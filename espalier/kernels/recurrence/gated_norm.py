@@ -1,6 +1,7 @@
 """The norm of the heads' outputs and their gate, in one launch.
 
-Grid: (blocks of rows, groups).  Computed in float32 (float64 for float64), rounded where the reference rounds.
+Grid: (blocks of rows, groups).  The kernel computes in float32 (float64 for float64) and rounds where the reference
+rounds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# A program takes so many rows that it holds at least VALUES values.
+# A program holds at least this many values; small groups therefore get several rows per program.
 VALUES = 512
 
 
@@ -28,7 +29,7 @@ def _gated_norm_kernel(
     EPS: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """scales_ptr: None, or the result is rounded to FP8, as quantise_rows.py rounds it, with a scale for each group."""
+    """scales_ptr: if not None, the result is rounded to FP8 as in quantise_rows.py, with a scale for each group."""
     pdl_trigger_and_wait(DEPENDENT)
     row, group = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R), tl.program_id(1)
     column = tl.arange(0, BLOCK)
@@ -56,7 +57,8 @@ def _gated_norm_kernel(
 
 
 def gated_norm(read: Tensor, gate: OutputGate, weight: Tensor, eps: float, rounding: InputScales | None = None) -> Rows:
-    """Tolerance: two ulps of the reference.  A result that is rounded equals the rounding of one that is not."""
+    """See ops/states.py.  Tolerance: two ulps of the reference.  The rounded result equals the unrounded result after
+    quantise_rows."""
     read = read.contiguous()
     num_rows, groups, size = read.shape
     if rounding is not None and not rounds_groups(size, groups, rounding):

@@ -1,7 +1,7 @@
 """Computes the q, k, v and gates of new rows: a short convolution along each row's path, then norms and gates.
 
-Grid: (blocks of rows, heads of q, k and v).  A program convolves one head's channels, divides a head of q or k by its
-length, and computes the gates of a head of v.  Rows of padding are computed too.
+Grid: (blocks of rows, heads of q, k and v).  A program convolves one head's channels.  Then it divides a head of q or k
+by its length, or computes the gates of a head of v.  Padding rows are computed too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def input_column(
     channel, Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
     K_SIZE: tl.constexpr, SHARED: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The column of a channel.  SHARED: channels of q; GROUP: v channels of the heads that share one head of k."""
+    """Returns the column that holds a channel (ops/states.py:Columns).  SHARED: the number of channels of q.
+    GROUP: the number of channels of the heads of v that share a head of k."""
     of_v = channel - 2 * SHARED
     column = V_AT + of_v // GROUP * V_STEP + of_v % GROUP
     if SHARED:
@@ -36,7 +37,7 @@ def input_column(
 
 @kernel
 def softplus(x):
-    """log(1 + exp(x)).  A factor corrects the rounding of 1 + exp(x) (Kahan)."""
+    """Returns log(1 + exp(x)).  The factor corrects the rounding of 1 + exp(x) (Kahan)."""
     y = tl.exp(tl.where(x > 20.0, 20.0, x))
     u = 1.0 + y
     return tl.where(x > 20.0, x, tl.where(u == 1.0, y, tl.log(u) * (y / tl.where(u == 1.0, 1.0, u - 1.0))))
@@ -48,7 +49,8 @@ def _convolved(
     is_channel, x_stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """[rows, channels] in EXACT, rounded to the inputs' dtype.  within: the row's index in its request."""
+    """Returns the convolution's output [rows, channels], rounded to the inputs' dtype, in EXACT.
+    within: the index of each row in its request."""
     at, first = within, row - within
     out = tl.zeros([row.shape[0], channel.shape[0]], EXACT)
     for tap in tl.static_range(TAPS):
@@ -80,7 +82,7 @@ def _gates(
     decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, row, head, is_row, stride, LOW: tl.constexpr, HIGH: tl.constexpr,
     SHARE: tl.constexpr, STEP: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """(logarithm of the decay, beta).  beta_ptr: None if beta is Mamba-2's step."""
+    """Returns (the logarithm of the decay, beta).  beta_ptr: None if beta is t itself (GateInputs, Mamba-2)."""
     column = head // SHARE * STEP + head % SHARE
     raw = tl.load(decay_ptr + row * stride + column, mask=is_row, other=0.0).to(EXACT)
     step = softplus(raw + tl.load(dt_bias_ptr + head).to(EXACT))
@@ -104,7 +106,7 @@ def _q_or_k(
     K_STEP: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, UNITS: tl.constexpr, EPS: tl.constexpr,
     EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute one head of q or k.  part: the number of the head, q's heads first, then k's."""
+    """Computes one head of q or k.  part: the head's index; q's heads come first, then k's."""
     of_head = tl.arange(0, BLOCK)
     is_channel = of_head < K_SIZE
     is_q = part < K_HEADS
@@ -135,7 +137,7 @@ def _v_and_gates(
     V_AT: tl.constexpr, V_STEP: tl.constexpr, GATE_STEP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     TAPS: tl.constexpr, SILU: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute one head of v and its gates, or channels of a convolution without heads.  FIRST: v's first channel."""
+    """Computes one head of v and its gates, or channels of a convolution without heads.  FIRST: v's first channel."""
     of_head = tl.arange(0, BLOCK)
     channel = FIRST + head * V_SIZE + of_head
     is_channel = (of_head < V_SIZE) & (channel < CHANNELS)
@@ -166,9 +168,11 @@ def _prepare_kernel(
     UNITS: tl.constexpr, EPS: tl.constexpr, EXACT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Compute q, k, v and gates of new rows.  Channels and columns: see ops/states.py:Columns.
+    """For channels and columns see ops/states.py:Columns.
 
-    The next kernel may read states before it waits (tree.py), so this kernel waits before its trigger."""
+    This kernel waits for the kernel before it, then triggers the next one, because the next kernel may read states
+    before it waits (tree.py).
+    """
     pdl_wait(DEPENDENT)
     pdl_trigger(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -180,7 +184,8 @@ def _prepare_kernel(
     follows = is_row & False
     if follows_ptr is not None:
         follows = tl.load(follows_ptr + request, mask=is_row, other=False).to(tl.int1)
-    # Separate functions, because Triton gives a name in both branches one shape.  A convolution alone compiles no q.
+    # Each branch calls a function, because Triton requires one shape per name in both branches of a function.  For a
+    # convolution without heads, the branch of q and k is not compiled.
     if K_HEADS:  # noqa: SIM102
         if part < 2 * K_HEADS:
             _q_or_k(
@@ -201,7 +206,8 @@ def _prepare_kernel(
 def prepare(
     inputs: Tensor, gates: GateInputs | None, conv: ShortConv, columns: Columns, rows: RowInputs, out: Prepared
 ) -> None:
-    """See ops/states.py.  Tolerance: an ulp of the inputs' dtype after the convolution, then of float32 or float64."""
+    """See ops/states.py.  Tolerance: an ulp of the inputs' dtype after the convolution, then an ulp of float32 (float64
+    for float64)."""
     num_rows = len(inputs)
     if not num_rows:
         return

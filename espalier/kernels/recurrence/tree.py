@@ -1,12 +1,12 @@
-"""Computes the outputs of a tree's nodes from the state before the tree, which is read once and not changed.
+"""Computes the outputs of a tree's nodes from the state after its prefix.  The state is read once and never written.
 
-Grid: (parts of a state, requests).  A program holds all nodes, and K_SIZE x BLOCK_V values of a head's state.  The
-nodes' additions to the state are the solution x of (I + A) x = b, where A is nonzero only at a node's ancestors.  The
-kernel repeats x = b - A x once per depth of the tree.  A node is exact one step after its ancestors.  So a shallow tree
-takes few small products for any number of nodes, and errors do not add up.
+Grid: (parts of a state, requests).  A program holds K_SIZE x BLOCK_V values of a head's state, and all nodes.  The
+nodes' additions to the state are the solution x of (I + A) x = b.  In a node's row, A is nonzero only at ancestors.
+The kernel repeats x = b - A x once for each depth of the tree.  A node is exact one step after its ancestors.  So a
+shallow tree takes few small products, however many nodes it has, and errors do not add up.
 
-In the products, the state's columns are rows and the nodes are columns.  Hopper's tensor cores take at least 64 rows,
-but as few as 8 columns, so a tree of 16 nodes fills them.
+In the products, the state's columns are the rows and the nodes are the columns, because Hopper's tensor cores take at
+least 64 rows and at least 8 columns.  So a tree of 16 nodes fills them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait, prefetch
 
-# The smallest block for tensor cores.
+# The smallest size of a block that tensor cores support.
 SMALLEST = 16
 # Bytes of a line of the L2 cache.
 LINE = 128
@@ -33,7 +33,7 @@ def _prefetch_state(
     state_ptr, first, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     LINE: tl.constexpr,
 ):  # fmt: skip
-    """Prefetch BLOCK_V columns of a head's state, from column `first` on.  LINE: numbers in an L2 line."""
+    """Prefetches BLOCK_V columns of a head's state, from column `first` on.  LINE: numbers per line of the L2 cache."""
     line = first + tl.arange(0, (BLOCK_V + LINE - 1) // LINE) * LINE
     place = tl.arange(0, BLOCK_K)[:, None] * V_SIZE + line[None, :]
     prefetch(state_ptr + tl.minimum(place, K_SIZE * V_SIZE - 1))
@@ -44,9 +44,11 @@ def _solution(
     first_t, products, seen_t, beta, carry_t,
     PRODUCT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Solve for what the nodes add.  first_t: [columns of the state, nodes], the additions without ancestors.
+    """Returns what each node adds to the state, [columns of the state, nodes].
 
-    products: the products of the nodes' keys."""
+    first_t: what each node would add without its ancestors, in the same shape.  products: the products of the nodes'
+    keys.
+    """
     node = tl.arange(0, BLOCK_R)
     depth = tl.max(tl.sum(seen_t.to(tl.int32), 0), 0) - 1
     system_t = tl.where(node[:, None] == node[None, :], 0.0, beta[None, :] * products * carry_t).to(PRODUCT)
@@ -69,12 +71,13 @@ def _tree_kernel(
     head, request = tl.program_id(0) // v_blocks, tl.program_id(1).to(tl.int64)
     value = tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     is_value = value < V_SIZE
-    # The state can be read before the wait: the previous kernel writes no state, and it waited for the kernels that do.
+    # The state can be read before waiting.  The kernel before this one writes no state, and waited for the kernels that
+    # do.
     state_ptr += (tl.load(slot_ptr + request) * HEADS + head) * K_SIZE * V_SIZE
     if DEPENDENT:
         _prefetch_state(state_ptr, tl.program_id(0) % v_blocks * BLOCK_V, K_SIZE, V_SIZE, BLOCK_K, BLOCK_V, LINE)
     pdl_wait(DEPENDENT)
-    # Names ending in _t have one column per reading node.
+    # Values with names in _t are transposed: they have a column for each node.
     node = tl.arange(0, BLOCK_R)
     is_node = node < rows
     row = request * rows + node
@@ -85,8 +88,8 @@ def _tree_kernel(
     beta = tl.load(gate + HEADS, mask=is_node, other=0.0).to(EXACT)
     v_place = (row * HEADS + head)[None, :] * V_SIZE + value[:, None]
     v_t = tl.load(v_ptr + v_place, mask=is_node[None, :] & is_value[:, None], other=0.0)
-    # Products would carry NaN and infinity to nodes that do not see them.  So zeros replace these values here, and the
-    # values are put back at the end.
+    # Products would carry NaN and infinity to nodes that are no descendants.  So such values are replaced by zeros
+    # here, and restored at the end.
     is_bad = (log_decay * 0.0 != 0.0) | (beta * 0.0 != 0.0)
     log_decay, beta = tl.where(log_decay * 0.0 != 0.0, 0.0, log_decay), tl.where(beta * 0.0 != 0.0, 0.0, beta)
     read_t, out_t = tl.zeros([BLOCK_V, BLOCK_R], EXACT), tl.zeros([BLOCK_V, BLOCK_R], EXACT)
@@ -130,8 +133,8 @@ def _tree_kernel(
 def tree_outputs(
     q: Tensor, rows: tuple[Tensor, Tensor, Tensor], state: StateColumns, bits: Tensor, skip: Tensor | None, delta: bool
 ) -> Tensor:
-    """See ops/states.py.  Tolerance: the rounding of the products' operands (Products), times the condition number of
-    the tree's system.  No stored state is computed from these products."""
+    """See ops/states.py.  Tolerance: the rounding of products' operands (Products), times the condition number of the
+    tree's system.  No state is computed from these products."""
     k, v, gates = rows
     batch, count, heads, v_size = v.shape
     table, slots = state
@@ -178,8 +181,8 @@ def tree_outputs(
 
 
 class Products(NamedTuple):
-    """How products round their operands.  kept: the dtype of operands; precision: Triton's name for the multiplication
-    of 32-bit operands."""
+    """How products round their operands.  kept: the dtype of operands.  precision: Triton's name for the way in which
+    32-bit operands are multiplied."""
 
     kept: torch.dtype
     precision: str
@@ -190,16 +193,19 @@ class Products(NamedTuple):
 
 
 def choose_products(v: Tensor, table: Tensor) -> Products:
-    """Choose how products round.  v: values in the model's dtype; table: states.  Operands are as fine as the model's
-    dtype.  One term of TF32 has the mantissa of float16, which itself could not hold large states."""
+    """Chooses operands that are as fine as the model's dtype.
+
+    v: in the model's dtype.  table: the states.  For float16, one term of TF32 has the same mantissa, whereas the range
+    of float16 may be too small for a state.
+    """
     if v.dtype == torch.bfloat16 and v.is_cuda:  # Triton's interpreter multiplies bfloat16 as integers.
         return Products(v.dtype, "tf32")
     return Products(table.dtype, "tf32x3" if v.dtype.itemsize >= 4 else "tf32")
 
 
 class Plan(NamedTuple):
-    """Launch parameters.  block_v: columns of a state per program; step: rows of the state that are multiplied at once;
-    stages: how many steps are in flight."""
+    """Launch parameters.  block_v: columns of a state per program.  step: rows of a state that are multiplied at once.
+    stages: how many such steps are in flight."""
 
     block_v: int
     step: int
@@ -208,8 +214,11 @@ class Plan(NamedTuple):
 
 
 def choose_plan(v_size: int, heads: int, block_r: int, products: Products, processors: int) -> Plan:
-    """Choose launch parameters.  heads: summed over requests.  Few heads are cut into more parts, so that all
-    multiprocessors read.  With many nodes a head has fewer parts, because each part multiplies the keys again."""
+    """Chooses the launch parameters.  heads: the sum over requests.
+
+    If there are few heads, each is cut into more parts, so that all multiprocessors read.  If a tree has many nodes, a
+    head is cut into fewer parts, because each part multiplies the keys again.
+    """
     is_few = heads < processors
     if products.kept.itemsize > 2:
         plan = Plan(32, 64, 2, 8 if block_r == 2 * SMALLEST else 4)
@@ -220,5 +229,5 @@ def choose_plan(v_size: int, heads: int, block_r: int, products: Products, proce
     else:
         plan = Plan(64, 64, 1, 8) if is_few else Plan(128, 32, 2, 8)
     block_v = max(min(power_of_two(v_size), plan.block_v), SMALLEST)
-    # For 16 columns with two warpgroups on Hopper, the code that Triton 3.6 made failed on an H100.
+    # With 16 columns, a program gets one warpgroup: with two, Triton 3.6's code failed on an H100.
     return plan._replace(block_v=block_v, num_warps=plan.num_warps if block_v > SMALLEST else 4)

@@ -1,4 +1,4 @@
-"""Layers by type, for families whose layers with full attention and those with a window differ in more than that."""
+"""Fields by layer type, for families whose sliding layers and layers with full attention also differ in RoPE."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -6,18 +6,20 @@ from espalier.errors import EspalierError, shown
 from espalier.models.config import Raw, Windows
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-# Type of layer -> (the field that older configs have for the base of its RoPE, the default base).
+# Layer type -> (the field for the base of its RoPE in older configs, the default base).
 Bases = Mapping[str, tuple[str, float]]
 
 
 def kinds_of(full: Raw, is_full: Callable[[int], bool]) -> list[str]:
-    """The type of each layer: of `layer_types`; without it, by whether a layer, counted from 1, has full attention."""
+    """The type of each layer, from `layer_types`.
+    Without that field, is_full says whether a layer, counted from 1, has full attention."""
     given, count = full.get("layer_types"), full["num_hidden_layers"]
     return list(given or (FULL if is_full(layer) else SLIDING for layer in range(1, count + 1)))
 
 
 def windows_of(full: Raw, kinds: Sequence[str]) -> Windows:
-    """Raises EspalierError for sliding layers without a window."""
+    """The window of each layer; None for layers with full attention.
+    Raises EspalierError for sliding layers without a window."""
     window = full["sliding_window"]
     if SLIDING in kinds and (not isinstance(window, int) or window < 1):
         raise EspalierError(f"sliding_window = {shown(window)}; sliding layers need a positive integer; correct it")
@@ -25,7 +27,8 @@ def windows_of(full: Raw, kinds: Sequence[str]) -> Windows:
 
 
 def ropes_of(full: Raw, kinds: Sequence[str], bases: Bases) -> list[Raw]:
-    """The RoPE of each layer, by its type.  rope_scaling is of layers with full attention, as in transformers."""
+    """The RoPE fields of each layer, by the layer's type.
+    As in transformers, rope_scaling applies to layers with full attention only."""
     given = full.get("rope_parameters") or {}
     for name, value in given.items():
         if name not in bases or not isinstance(value, Mapping | None):

@@ -1,7 +1,7 @@
-"""DeepSeek-V2, V2-Lite, V3, V3.1 and R1: latent attention, a shared expert, and routed experts behind dense layers.
+"""DeepSeek-V2, V2-Lite, V3, V3.1 and R1: latent attention, and experts (routed and shared) after some dense layers.
 
-In V2 the queries may have no latent of their own.  V2 weights experts by softmax, V3 by sigmoid with a correction bias
-(DeepSeek-AI 2024, arXiv:2405.04434, section 2.2, and arXiv:2412.19437, section 2.1.2).
+In V2 the queries may be projected without a latent.  V2 weights experts by softmax, V3 by sigmoid with a correction
+bias (DeepSeek-AI 2024, arXiv:2405.04434, section 2.2, and arXiv:2412.19437, section 2.1.2).
 """
 
 from dataclasses import replace
@@ -11,7 +11,7 @@ from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Family, Raw
 from espalier.models.stored_names import NEXTN
 
-# Fields of config.json that this file reads, so they may have any value (Family.honours).
+# The fields of config.json that this file reads, and which may therefore have any value (Family.honours).
 EXPERT_FIELDS = (
     "n_routed_experts",
     "n_shared_experts",
@@ -25,9 +25,9 @@ SCORINGS = {"greedy": "softmax", "group_limited_greedy": "softmax", "noaux_tc": 
 
 
 def routed_experts(full: Raw, methods: tuple[str, ...], layers: frozenset[int]) -> Experts | None:
-    """The experts of `layers`; None if there are none.
+    """Returns the experts of `layers`; None if there are none.
 
-    methods: the values of topk_method that the family supports, its default first; all have one scoring_func.
+    methods: the values of topk_method that the family supports, the default first.  All have the same scoring_func.
     Raises EspalierError for another topk_method or scoring_func.
     """
     if not full["n_routed_experts"] or not layers:
@@ -70,7 +70,7 @@ def _routing(full: Raw, method: str) -> Routing:
 
 
 def layers_behind_dense(full: Raw) -> frozenset[int]:
-    """The layers whose index is a multiple of moe_layer_freq, without the first first_k_dense_replace layers."""
+    """The layers with experts: index a multiple of moe_layer_freq, and not below first_k_dense_replace."""
     first, every = full["first_k_dense_replace"] or 0, full.get("moe_layer_freq") or 1
     for name, value in (("first_k_dense_replace", first), ("moe_layer_freq", every)):
         if not isinstance(value, int) or value < 0:
@@ -79,7 +79,7 @@ def layers_behind_dense(full: Raw) -> frozenset[int]:
 
 
 def _experts_v2(full: Raw) -> Experts | None:
-    # As the publisher's code, which scales the weights only if it does not norm them.  Transformers never norms them.
+    # As in the publisher's code, weights are scaled only if they are not normed.  Transformers never norms them.
     # Published files do not set norm_topk_prob.
     norm = full["norm_topk_prob"] and full["num_experts_per_tok"] != 1
     scale = 1.0 if norm else full["routed_scaling_factor"]

@@ -1,6 +1,6 @@
-"""Gemma 2 and 3 (text): norms before and behind each block, of weight 1 + w; windows by layer.
+"""Gemma 2 and 3 (text): norms before and after each block, with weight 1 + w; windows by layer.
 
-Gemma 3 has a RoPE by layer type, Gemma 2 caps of attention logits and one RoPE.
+Gemma 3 has a RoPE for each layer type.  Gemma 2 has one RoPE, and soft caps on attention logits.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ BASES: Bases = {
 
 
 def _layer_types(full: Raw) -> list[str]:
-    """The type of each layer: of `layer_types`; without it, every sliding_window_pattern-th has full attention."""
+    """The type of each layer, from `layer_types`; without it, every sliding_window_pattern-th has full attention."""
     if full.get("layer_types") is None:
         require_counts(full, ("sliding_window_pattern",))
     return kinds_of(full, lambda layer: layer % full["sliding_window_pattern"] == 0)

@@ -1,8 +1,8 @@
 """Gemma 4 (text): heads, K/V heads and RoPE by layer type; K as V; K and V of earlier layers; experts beside an MLP.
 
-Full attention may have one projection for K and V.  V heads are normed without a weight and not rotated, so K and V
-still differ, and both are kept.  The last layers of the E sizes read the K and V of the last layer of their type before
-them, and each layer of those sizes has an input of its own.
+Layers with full attention may have one projection for K and V.  V heads are normed without a weight and not rotated, so
+K and V still differ, and both are kept.  In the E sizes, the last layers read the K and V of an earlier layer: the last
+one of the same type that keeps rows.  In these sizes, each layer also has a second input, from the embedding.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ from espalier.models.weight_formats.sharded import Unsummed
 from espalier.models.weights import Weights
 from espalier.shards import on_every_rank
 
-# The RoPE of each layer type, if config.json has none.
+# The default RoPE of each layer type, for a config.json without one.
 ROPES: Mapping[str, Raw] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -45,10 +45,10 @@ BY_LAYER = ("head_dim", "num_key_value_heads")
 
 
 class PerLayerEmbedding(Embedding):
-    """A token embedding that gives each layer an input of P values beside the stream (E2B, E4B).
+    """A token embedding that also makes a second input of P values for each layer (E2B, E4B).
 
-    table: [vocab, layers · P]; table_scale: of its values.  project: an embedding [H] -> [layers · P], normed for each
-    layer by `norm` and added.
+    The second inputs are table[token] · table_scale + norm(project(embedding)), where `norm` runs over each layer's P
+    values.  table: [vocab, layers · P].  project: [H] -> [layers · P].
     """
 
     __slots__ = ("table", "table_scale", "project", "norm")
@@ -63,7 +63,7 @@ class PerLayerEmbedding(Embedding):
     def __call__(self, p: Pass, rope: RopeTables, beside: DraftHidden | None = None) -> Stream:
         s = super().__call__(p, rope, beside)
         size = self.norm.weight.shape[0]
-        # Nothing reads the values of void rows.
+        # The values of void rows are never read, so any token will do.
         of_tokens = F.embedding(p.tokens.flatten().clamp(min=0), self.table).unflatten(1, (-1, size))
         of_rows = self.norm(self.project(s.x).unflatten(1, (-1, size)))
         s.beside = torch.add(of_rows, of_tokens, alpha=self.table_scale)
@@ -72,19 +72,19 @@ class PerLayerEmbedding(Embedding):
 
 @dataclass(eq=False, slots=True)
 class LayerInput:
-    """A layer's use of its own input: norm(project(activation(gate(x)) · input))."""
+    """How a layer uses its second input: it adds norm(project(gelu(gate(x)) · input))."""
 
     gate: Linear
     project: Linear
     norm: RMSNorm
 
     def __call__(self, x: Tensor, given: Tensor) -> Tensor | Unsummed:
-        """x [N, H], given [N, P] -> [N, H] before the norm, or parts of it."""
+        """x [N, H] and the second input `given` [N, P] -> [N, H] before the norm, or parts of it."""
         return self.project.for_stream(F.gelu(self.gate(x), approximate="tanh") * given)
 
 
 class BesideRows(NamedTuple):
-    """The rows of the dense MLP and of the experts beside it."""
+    """The inputs of the dense MLP and of the experts beside it."""
 
     of_mlp: Tensor
     routed: RoutedRows
@@ -92,10 +92,10 @@ class BesideRows(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class BesideMLP:
-    """Routed experts that read the stream beside the dense MLP, through norms of their own.
+    """A dense MLP and, in parallel, routed experts.  Both read the stream, each through its own norm.
 
-    router_norm: its weight includes the router's scale.  mlp_norm: of the dense MLP's output; norm, after: of the
-    experts' input and output.
+    router_norm: the norm before the router; its weight includes the router's scale.  mlp_norm: the norm of the dense
+    MLP's output.  norm, after: the norms of the experts' input and output.
     """
 
     mlp: GatedMLP
@@ -106,22 +106,22 @@ class BesideMLP:
     after: RMSNorm
 
     def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, BesideRows]:
-        """As espalier/models/layers/stream.py:Reader.  delta: of an attention whose output is normed."""
+        """Returns (x + delta, the normed inputs of both blocks).  See stream.py:Reader.  delta: a Normed output."""
         assert isinstance(delta, Normed) and isinstance(norm, RMSNorm)
         total, (of_mlp, rows, of_router) = delta.added(x, (norm, self.norm, self.router_norm))
         return total, BesideRows(of_mlp, RoutedRows(rows, rows, router_logits(of_router, self.mixture.router)))
 
     def __call__(self, rows: BesideRows, live: Tensor | None) -> tuple[tuple[Tensor | Unsummed, RMSNorm], ...]:
-        """Both blocks' outputs, and their norms."""
+        """Returns the output of each block, with its norm."""
         return (self.mlp(rows.of_mlp), self.mlp_norm), (self.mixture(rows.routed, live), self.after)
 
 
 @dataclass(eq=False, slots=True)
 class Gemma4Layer:
-    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then what the layer's own input adds; all times scale.
+    """A layer of Gemma 4: x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then LayerInput; all times scale.
 
-    index: the layer's place in the pass.  own_input: or None.
-    post_mlp_norm: its weight includes the scale, unless there is `own_input`, whose norm then does.
+    index: the layer's index in the pass.  own_input: None without a second input.
+    post_mlp_norm: its weight includes the scale; with own_input, the weight of own_input's norm does instead.
     """
 
     index: int
@@ -151,7 +151,7 @@ class Gemma4Layer:
 
 
 def _layer_types(full: Raw) -> list[str]:
-    """The type of each layer: of `layer_types`; without it, every sixth and the last have full attention."""
+    """The type of each layer, from `layer_types`; without it, every sixth and the last layer have full attention."""
     return kinds_of(full, lambda layer: layer % 6 == 0 or layer == full["num_hidden_layers"])
 
 
@@ -169,10 +169,10 @@ def _windows(full: Raw) -> Windows:
 
 
 def _sizes(full: Raw) -> list[Raw]:
-    """The fields of BY_LAYER of each layer, where they differ from the config's.
+    """For each layer, the fields of BY_LAYER whose values differ from the config's.
 
-    `per_layer_config` says so, in what transformers writes; in published files, global_head_dim and
-    num_global_key_value_heads.
+    Transformers writes them into `per_layer_config`.  Published files have global_head_dim and
+    num_global_key_value_heads instead.
     """
     by_layer, kinds = full.get("per_layer_config"), _layer_types(full)
     if by_layer is None:
@@ -189,7 +189,7 @@ def _sizes(full: Raw) -> list[Raw]:
 
 
 def _ropes(full: Raw) -> list[Raw]:
-    """The RoPE of each layer, by its type, over the heads that the layer has."""
+    """The RoPE fields of each layer, by the layer's type, with the size of the layer's heads."""
     kinds, given = _layer_types(full), full.get("rope_parameters") or ROPES
     for name in ("rope_theta", "rope_scaling"):
         if full.get(name) is not None:
@@ -206,8 +206,7 @@ def _ropes(full: Raw) -> list[Raw]:
 
 
 def _rotating_all(parameters: Raw) -> Raw:
-    """The parameters without `partial_rotary_factor` if the type is `default`: transformers' Gemma 4 ignores it
-    there."""
+    """Returns the parameters, for the type `default` without `partial_rotary_factor`: transformers ignores it there."""
     is_default = parameters.get("rope_type", "default") == "default"
     return {name: value for name, value in parameters.items() if not (is_default and name == "partial_rotary_factor")}
 
@@ -265,7 +264,8 @@ def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embe
         )
     table = weights.take("model.embed_tokens_per_layer.weight", rows, columns)
     project = weights.linear("model.", ("per_layer_model_projection",), (on_every_rank(columns),), hidden, bias=False)
-    # The layers' inputs are (norm(project · H^-½) + table · P^½) · 2^-½.  A norm takes a factor of its input as eps.
+    # The layers' second inputs are (norm(project · H^-½) + table · P^½) · 2^-½.  The factor of the norm's input becomes
+    # a factor of the norm's eps.
     factors = weights.take_exact("model.per_layer_projection_norm.weight", size) * 2**-0.5
     norm = RMSNorm(factors, config.rms_norm_eps * hidden)
     return PerLayerEmbedding(embed, table, (size / 2) ** 0.5, project, norm)
@@ -277,7 +277,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
     scale = weights.value(f"{prefix}layer_scalar")
 
     def norm(name: str, factor: float = 1.0) -> RMSNorm:
-        # With a factor, the product stays in the dtype in which norms compute.
+        # With a factor, the weight has the dtype in which norms compute.
         name = f"{prefix}{name}.weight"
         return RMSNorm(weights.take(name, hidden) if factor == 1 else weights.take_exact(name, hidden) * factor, eps)
 
@@ -314,7 +314,7 @@ def _load_attention(weights: Weights, config: ModelConfig, prefix: str, spec: La
     if spec.shares is None:
         norms = HeadNorms(q_norm, weights.take(f"{prefix}k_norm.weight", size), eps, norms_v=True, v_is_k=spec.v_is_k)
     else:
-        # Published files still have what a layer of its own K and V would have.
+        # Published files hold unused K and V weights for layers that read an earlier layer's K and V.
         weights.ignore_under(tuple(f"{prefix}{name}" for name in ("k_proj.", "v_proj.", "k_norm.")))
         norms = HeadNorms(q_norm, q_norm, eps)
     return Attention(qkv, out, own.projected_heads, rope, norms)
@@ -324,7 +324,7 @@ def _load_experts(weights: Weights, config: ModelConfig, experts: Experts, prefi
     hidden, eps = config.hidden_size, config.rms_norm_eps
     return BesideMLP(
         mlp=mlp,
-        # The dense MLP stands beside them, and not in the sum.
+        # The dense MLP is a separate block, not a shared expert in the experts' sum.
         mixture=load_experts(weights, replace(experts, shared_size=0), prefix, hidden),
         router_norm=RMSNorm(weights.take_exact(f"{prefix}router.scale", hidden) * hidden**-0.5, eps),
         mlp_norm=weights.norm(f"{prefix}post_feedforward_layernorm_1", hidden, eps),
@@ -370,7 +370,7 @@ FAMILY = Family(
     activation_field="hidden_activation",
     multimodal=("Gemma4ForConditionalGeneration",),
 )
-# The 12B: a model of its own in transformers, with other defaults, without experts and inputs of layers.
+# The 12B model.  Transformers has a separate class for it, with other defaults, without experts and second inputs.
 UNIFIED = replace(
     FAMILY,
     architecture="Gemma4UnifiedForCausalLM",

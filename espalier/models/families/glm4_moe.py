@@ -1,4 +1,4 @@
-"""The families with the experts of DeepSeek-V3 and other attention: GLM-4.5 to 4.7, 4.7-Flash and 5, dots.llm1, V3.2.
+"""Families with DeepSeek-V3's experts and other attention: GLM-4.5 to 4.7, 4.7-Flash and 5, dots.llm1, DeepSeek-V3.2.
 
 GLM-4.5, 4.6 and 4.7 have K and V heads, and rotate half of the values of a head.  GLM-4.7-Flash has latent attention.
 dots.llm1 has the attention of Qwen3.  The layers of DeepSeek-V3.2 and GLM-5 attend to the rows that an indexer chooses
@@ -14,7 +14,7 @@ from espalier.models.families.qwen import QWEN3 as QWEN3
 from espalier.models.latent_config import INDEX_FIELDS
 from espalier.models.stored_names import NEXTN
 
-# Experts are chosen from all experts, not from groups.
+# Field values with which experts are chosen from all experts, not from groups.
 UNGROUPED = {"n_group": 1, "topk_group": 1}
 
 
@@ -32,7 +32,7 @@ def sparse_layers(full: Raw) -> frozenset[int] | None:
 
 
 def experts_by_type(full: Raw) -> Experts | None:
-    """The experts of the sparse layers; without `mlp_layer_types`, as in DeepSeek-V3."""
+    """The experts of the sparse layers; without `mlp_layer_types`, of the layers that DeepSeek-V3's fields name."""
     layers = sparse_layers(full)
     return V3.experts(full) if layers is None else routed_experts(full, ("noaux_tc",), layers)
 
@@ -118,7 +118,7 @@ DEEPSEEK_V32 = replace(
     experts=experts_by_type,
     indexed=True,
     in_drafts=False,
-    # Releases of transformers call the same layers by either name.
+    # Two names for the same layers, from different releases of transformers.
     layer_kinds=("indexed_attention", "deepseek_sparse_attention"),
 )
 

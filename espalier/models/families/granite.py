@@ -1,6 +1,6 @@
-"""Granite 3 and 4, dense and with experts: embeddings, blocks' outputs, scores and logits have factors.
+"""Granite 3 and 4, dense and with experts: embeddings, blocks' outputs, attention scores and logits have factors.
 
-Granite 4 has layers of Mamba-2 or of attention, and a shared MLP, with experts or without.
+In Granite 4, each layer has Mamba-2 or attention, then a shared MLP, with experts or without.
 """
 
 from collections.abc import Sequence
@@ -75,12 +75,12 @@ COUNTS = (
     *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
     "shared_intermediate_size",
 )
-# As transformers writes it, which JSON has no number for.
+# Infinity as transformers writes it, because JSON has no number for it.
 INFINITY = {"__float__": "Infinity"}
 
 
 def _own_fields(raw: Raw) -> Raw:
-    """The fields with the type of each layer as other families call it, and the size of a state's head."""
+    """Returns the fields, with layer types under the names of other families, and with the size of a state's head."""
     fields, types = dict(raw), raw.get("layer_types") or raw.get("layers_block_type")
     if isinstance(types, list):
         fields["layer_types"] = [KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
@@ -92,7 +92,7 @@ def _own_fields(raw: Raw) -> Raw:
 
 
 def with_limits(fields: Raw) -> Raw:
-    """The fields, in which time_step_limit has numbers alone."""
+    """Returns the fields, in which time_step_limit holds only numbers (see INFINITY)."""
     limits = fields.get("time_step_limit")
     if not isinstance(limits, list):
         return fields
@@ -100,10 +100,10 @@ def with_limits(fields: Raw) -> Raw:
 
 
 def check_sizes(full: Raw, counts: Sequence[str], heads_and_groups: tuple[str, str]) -> None:
-    """Check the fields of Mamba-2, and that a layer has attention.
+    """Check the fields of Mamba-2, and that at least one layer has attention.  Raises EspalierError.
 
-    counts: names of positive integers; heads_and_groups: of the numbers of heads, and of groups that share B and C.
-    Raises EspalierError.
+    counts: the fields that are positive integers.  heads_and_groups: the fields for the number of heads, and for the
+    number of groups that share B and C.
     """
     require_counts(full, counts)
     require_multiple(full, *heads_and_groups)
@@ -115,14 +115,14 @@ def check_sizes(full: Raw, counts: Sequence[str], heads_and_groups: tuple[str, s
 
 
 def _check(full: Raw) -> Windows:
-    """No layer has a window.  Raises EspalierError for sizes that no layer can have."""
+    """Returns None for each layer: no windows.  Raises EspalierError for sizes that no layer can have."""
     if LINEAR in (full["layer_types"] or ()):
         check_sizes(full, COUNTS, ("mamba_n_heads", "mamba_n_groups"))
     return attention_in_some_layer(full)
 
 
 def _ropes(full: Raw) -> list[Raw | None]:
-    """Every layer has the config's RoPE, or none has one."""
+    """The RoPE fields of each layer: all layers have the config's RoPE, or none has a RoPE."""
     kind = full["position_embedding_type"]
     if kind not in (None, "nope", "rope"):
         value = shown(kind)
@@ -144,7 +144,7 @@ def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def _load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Mixer:
-    """As espalier/models/config.py:LoadMixer."""
+    """Loads the first block of a layer, attention or Mamba-2.  See config.py:LoadMixer."""
     if config.raw["layer_types"][layer] == FULL:
         return load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope)
     return _load_mamba(weights, config, f"{prefix}mamba.")

@@ -1,4 +1,4 @@
-"""Laguna: heads by layer, a gate of each head's output, RoPE by type of layer, experts beside a shared one."""
+"""Laguna: the number of heads and the RoPE differ by layer; heads' outputs have gates; experts and a shared expert."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ def _layer_types(full: Raw) -> list[str]:
 
 
 def _heads(full: Raw) -> list[int]:
-    """The query heads of each layer.  Raises EspalierError for numbers that fit no layer."""
+    """The number of query heads of each layer.  Raises EspalierError for numbers that no layer can have."""
     layers, given = full["num_hidden_layers"], full.get("num_attention_heads_per_layer")
     if given is None:
         return [full["num_attention_heads"]] * layers

@@ -1,4 +1,4 @@
-"""LFM2 and LFM2.5, dense and with experts: most layers are a short convolution between two gates, the others attend."""
+"""LFM2 and LFM2.5, dense and with experts.  Most layers are a short convolution between two gates; others attend."""
 
 from dataclasses import replace
 
@@ -17,12 +17,12 @@ from espalier.models.weights import Weights
 
 CONV, FULL = "conv", "full_attention"
 MLP_NAMES = MLPNames(("w1", "w3"), "w2")
-# Published names and those that all families share.
+# Published names -> the names that all families share.
 RENAMED = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
 
 
 def _own_fields(raw: Raw) -> Raw:
-    """The fields under the names of other families, with a type for each layer."""
+    """Returns the fields under the names of other families, with a type for each layer."""
     fields = {**raw, **{other: raw[name] for name, other in RENAMED.items() if name in raw}}
     count, attending = raw.get("num_hidden_layers"), raw.get("full_attn_idxs")
     if fields.get("layer_types") is None and type(count) is int:
@@ -32,7 +32,7 @@ def _own_fields(raw: Raw) -> Raw:
 
 
 def _check(full: Raw) -> Windows:
-    """No layer has a window.  Raises EspalierError for sizes that no layer can have."""
+    """Returns None for each layer: no windows.  Raises EspalierError for sizes that no layer can have."""
     require_counts(full, ("conv_L_cache", "block_multiple_of"))
     factor = full["block_ffn_dim_multiplier"]
     if factor is not None and (isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0):
@@ -41,7 +41,7 @@ def _check(full: Raw) -> Windows:
 
 
 def _mlp_size(config: ModelConfig) -> int:
-    """The size of the MLP, which the config may give before it is adjusted."""
+    """The intermediate size of the MLP.  The config may hold a size that is still to be adjusted."""
     size, raw = config.intermediate_size, config.raw
     if not raw["block_auto_adjust_ff_dim"]:
         return size
@@ -87,7 +87,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
 
 
 def _load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Mixer:
-    """As espalier/models/config.py:LoadMixer."""
+    """Loads the first block of a layer, attention or a short convolution.  See config.py:LoadMixer."""
     if config.raw["layer_types"][layer] == FULL:
         return load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope)
     return _load_conv(weights, config, f"{prefix}conv.")

@@ -1,8 +1,8 @@
-"""Llama 2 and 3.x: full attention in every layer; biases only if the config sets them.  And families close to it.
+"""Llama 2 and 3.x (full attention in every layer, biases only if the config sets them), and similar families.
 
-SmolLM3 has layers without RoPE, which may have a sliding window.  OLMo 2 and 3 have norms only behind each block, and
-of all of q and of k; OLMo 3 has windows and RoPE by type.  EXAONE 4 (text) has norms only behind each block; with a
-window, only the layers that have it have RoPE.
+SmolLM3 has layers without RoPE, which may have a sliding window.  OLMo 2 and 3 norm only the outputs of blocks, and
+have one norm for all of q and one for all of k; OLMo 3 has windows and RoPE by layer type.  EXAONE 4 (text) norms only
+the outputs of blocks; in its models with a window, only sliding layers have RoPE.
 """
 
 from dataclasses import replace
@@ -30,7 +30,7 @@ BASES: Bases = {FULL: ("rope_theta", 5e5), SLIDING: ("rope_theta", 5e5)}
 
 
 def _with_rope(full: Raw) -> list[bool]:
-    """Whether each layer has RoPE.  In `no_rope_layers` 1 means that it has."""
+    """Whether each layer has RoPE.  In `no_rope_layers`, 1 means that a layer has RoPE."""
     layers, given = full["num_hidden_layers"], full["no_rope_layers"]
     if given is None:
         require_counts(full, ("no_rope_layer_interval",))
@@ -70,7 +70,7 @@ SMOLLM3 = replace(
 
 
 def _layer_types(full: Raw) -> list[str]:
-    """The type of each layer; without `layer_types`, every fourth has full attention."""
+    """The type of each layer, from `layer_types`; without it, every fourth layer has full attention."""
     return kinds_of(full, lambda layer: layer % 4 == 0)
 
 
@@ -95,7 +95,7 @@ OLMO3 = replace(
 
 
 def _exaone4_windows(full: Raw) -> Windows:
-    """Without `layer_types`, every sliding_window_pattern-th layer has full attention."""
+    """The window of each layer.  Without `layer_types`, every sliding_window_pattern-th layer has full attention."""
     every = full["sliding_window_pattern"]
     is_number = isinstance(every, int) and not isinstance(every, bool) and every > 0
     if full["sliding_window"] is not None and full.get("layer_types") is None and not is_number:

@@ -1,8 +1,8 @@
-"""Mistral, Ministral, Ministral 3, Mixtral and Phi-3 to 4: no biases; sliding windows where the config sets one.
+"""Mistral, Ministral, Ministral 3, Mixtral and Phi-3 to 4: no biases, and a sliding window if the config sets one.
 
-Ministral has the window in the layers that `layer_types` names, the others in every layer.  Ministral 3 has YaRN, and
-Llama 4's attention temperature.  Mixtral has experts in every layer.  Phi stores q, k and v as one matrix, and gate and
-up, and has LongRoPE.
+Ministral has the window in the layers that `layer_types` names, the other families in every layer.  Ministral 3 has
+YaRN and Llama 4's attention temperature.  Mixtral has experts in every layer.  Phi has LongRoPE, and stores q, k and v
+as one matrix, and gate and up as another.
 """
 
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ from espalier.models.config import Experts, Family, Raw, Windows, windows_by_lay
 from espalier.models.rope import SPELLINGS, with_rope_type
 from espalier.models.stored_names import LayerNames, MLPNames
 
-# What LongRoPE was called.
+# Older names of LongRoPE in configs.
 OLD_NAMES = ("su", "yarn")
 
 
 def windows(full: Raw) -> Windows:
-    """The same window for every layer.
+    """The window of each layer, the same for all.
 
-    Transformers ignores `layer_types` for Mistral.  Raises EspalierError for a list that contradicts that.
+    Transformers ignores `layer_types` for Mistral.  Raises EspalierError if that list names layers with full attention.
     """
     window = full["sliding_window"]
     if window is not None and "full_attention" in (full.get("layer_types") or ()):

@@ -1,6 +1,6 @@
-"""The text part of Muse-Glimmer: normed embeddings, norms before and behind each block, q and k normed without weights.
+"""The text part of Muse-Glimmer: normed embeddings, norms before and after each block, q and k normed without weights.
 
-Each value of the attention's output has a gate, and layers with full attention have no RoPE.
+Each value of the attention's output has a gate.  Layers with full attention have no RoPE.
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ from espalier.models.weights import Weights
 
 
 def _is_fourth(full: Raw, layer: int) -> bool:
-    """Counted from the last layer."""
+    """Whether a layer is the last, or the fourth, eighth, ... before it."""
     return (full["num_hidden_layers"] - 1 - layer) % 4 == 0
 
 
@@ -34,7 +34,8 @@ def _windows(full: Raw) -> Windows:
 
 
 def _ropes(full: Raw) -> list[Raw | None]:
-    """`layer_rope_theta` is 0 for layers without RoPE.  Transformers gives all others the base of rope_parameters."""
+    """The RoPE fields of each layer; None for a layer whose `layer_rope_theta` is 0.
+    As in transformers, all other layers have the base of rope_parameters."""
     layers, given = full["num_hidden_layers"], full.get("layer_rope_theta")
     if given is None:
         return [None if _is_fourth(full, layer) else {} for layer in range(layers)]
@@ -54,7 +55,7 @@ def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embe
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> DecoderLayer:
-    # Norms of layers are stored less 1; the last norm is not.
+    # The stored weights of the layers' norms are reduced by 1; those of the last norm are not.
     made = load_layer(weights, replace(config, family=replace(FAMILY, norm_offset=1.0)), prefix, layer, rope)
     eps, size = positive(config.raw, "post_norm_eps"), config.head_size
     assert isinstance(made.attention, Attention) and made.post_attention_norm and made.post_mlp_norm

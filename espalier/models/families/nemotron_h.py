@@ -1,4 +1,4 @@
-"""Nemotron-H and Nemotron 3: each layer is one block, Mamba-2, attention without RoPE, an MLP or a mixture of experts.
+"""Nemotron-H and Nemotron 3: each layer is one block: Mamba-2, attention without RoPE, an MLP, or experts.
 
 MLPs have no gate: they are down(relu(up)²).
 """
@@ -18,15 +18,15 @@ from espalier.models.stored_names import UP_DOWN, StoredNames
 from espalier.models.weights import Weights
 
 MOE, MLP = "moe", "mlp"
-# The kinds of layers, by the letters of hybrid_override_pattern and by the names in older configs' lists.
+# The layer types, by the letters of hybrid_override_pattern and by the names in older configs' lists.
 KINDS = {"M": LINEAR, "*": FULL, "E": MOE, "-": MLP, "mamba": LINEAR, "attention": FULL}
 COUNTS = ("mamba_num_heads", "n_groups", "ssm_state_size", "mamba_head_dim", "conv_kernel")
 RENAMED = {"layer_norm_epsilon": "rms_norm_eps", "layers_block_type": "layer_types"}
 
 
 def _own_fields(raw: Raw) -> Raw:
-    """The fields under the names of other families, with a type for each layer.  rms_norm_eps is left out, because
-    transformers does not read it in this family."""
+    """Returns the fields under the names of other families, with a type for each layer.
+    rms_norm_eps is left out, because transformers does not read it in this family."""
     own = {name: value for name, value in raw.items() if name != "rms_norm_eps"}
     fields = with_limits({**own, **{other: raw[name] for name, other in RENAMED.items() if name in raw}})
     types = fields.get("layer_types") or raw.get("hybrid_override_pattern")
@@ -37,7 +37,7 @@ def _own_fields(raw: Raw) -> Raw:
 
 
 def _check(full: Raw) -> Windows:
-    """No layer has a window.  Raises EspalierError for what no layer computes."""
+    """Returns None for each layer: no windows.  Raises EspalierError for values that no layer supports."""
     check_sizes(full, COUNTS, ("mamba_num_heads", "n_groups"))
     for name, only in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu"), ("moe_latent_size", None)):
         if full[name] != only:
@@ -90,7 +90,7 @@ def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> BlockLayer:
-    """As espalier/models/config.py:LoadLayer."""
+    """Loads a layer.  See config.py:LoadLayer."""
     kind, under = config.raw["layer_types"][layer], f"{prefix}mixer."
     norm = weights.norm(f"{prefix}norm", config.hidden_size, config.rms_norm_eps)
     if kind == LINEAR:

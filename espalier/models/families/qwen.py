@@ -1,9 +1,9 @@
 """Qwen2, 2.5 and 3, dense and with experts (30B-A3B, 235B-A22B, Coder); MiMo-7B.
 
-Qwen2's q, k and v always have a bias, the output projection never; upper layers may have a sliding window.  Qwen3 norms
-each head of q and k before RoPE, and its head_dim is independent of hidden_size.  MiMo-7B is Qwen2 with multi-token
-prediction layers, which put the hidden state before the embedding.  In Qwen2-MoE and Qwen3-MoE layers have experts,
-except those that the config names; Qwen2-MoE has a gated shared expert too.
+In Qwen2, q, k and v always have a bias and the output projection never has one.  Upper layers may have a sliding
+window.  Qwen3 norms each head of q and k before RoPE, and its head_dim is independent of hidden_size.  MiMo-7B is Qwen2
+with multi-token prediction layers, which take the hidden state before the embedding.  In Qwen2-MoE and Qwen3-MoE, all
+layers have experts except those that the config names.  Qwen2-MoE also has a gated shared expert.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ QWEN_WINDOW_DEFAULTS = {
 
 
 def qwen_windows(full: Raw) -> Windows:
-    """With `use_sliding_window`, the window holds from layer `max_window_layers` on, or as `layer_types` says."""
+    """The window of each layer, if `use_sliding_window`: by `layer_types`, else from layer `max_window_layers` on."""
     return windows_if_used(full, lambda layer: layer >= full["max_window_layers"])
 
 
@@ -70,7 +70,7 @@ QWEN3 = Family(
 
 
 def expert_layers(full: Raw) -> frozenset[int]:
-    """Every decoder_sparse_step-th layer, counted from 1, except mlp_only_layers."""
+    """The layers with experts: every decoder_sparse_step-th layer, counted from 1, except mlp_only_layers."""
     require_counts(full, ("decoder_sparse_step",))
     step = full["decoder_sparse_step"]
     sparse = frozenset(range(step - 1, int(full["num_hidden_layers"]), step))
@@ -78,7 +78,7 @@ def expert_layers(full: Raw) -> frozenset[int]:
 
 
 def routing(full: Raw, default: int) -> Routing | None:
-    """Qwen's routing; None for a config without experts.  default: the number of experts where the config has none."""
+    """Qwen's routing; None for a model without experts.  default: how many experts if no field says it."""
     # Transformers 5 writes num_local_experts for some of the families.
     names = ("num_experts", "num_local_experts")
     num_experts = next((full[name] for name in names if full.get(name) is not None), default)
@@ -88,7 +88,7 @@ def routing(full: Raw, default: int) -> Routing | None:
 
 
 def experts_beside_shared(full: Raw, default: int = 60) -> Experts | None:
-    """Experts beside a gated shared one.  default: as `routing` takes it."""
+    """Returns the experts of a family with a gated shared expert; None without experts.  default: as in `routing`."""
     how = routing(full, default)
     if how is None:
         return None
@@ -97,7 +97,7 @@ def experts_beside_shared(full: Raw, default: int = 60) -> Experts | None:
 
 
 def _qwen2_windows(full: Raw) -> Windows:
-    """With `use_sliding_window`, as `layer_types` says, else every second layer below `max_window_layers`."""
+    """The window of each layer, if `use_sliding_window`: by `layer_types`, else in even layers < max_window_layers."""
     return windows_if_used(full, lambda layer: layer % 2 == 0 and layer < full["max_window_layers"])
 
 
@@ -129,7 +129,7 @@ def _experts(full: Raw) -> Experts | None:
 
 
 def _qwen3_moe_windows(full: Raw) -> Windows:
-    """With `use_sliding_window`, every layer has the window, or those that `layer_types` names."""
+    """The window of each layer, if `use_sliding_window`: by `layer_types`, else in every layer."""
     return windows_if_used(full, lambda layer: True)
 
 

@@ -1,7 +1,7 @@
-"""Qwen3-Next: three layers of the gated delta rule to one of gated attention; experts with a gated shared one.
+"""Qwen3-Next: three layers of the gated delta rule per layer of gated attention; experts and a gated shared expert.
 
-A quarter of a head's values is rotated, and norms store their weights less 1.  Checkpoints may hold an MTP layer, whose
-attention is gated too.  Qwen3.5, 3.6 and 3.8 have the same layers, with their projections apart.
+A quarter of a head's values is rotated, and the stored weights of norms are reduced by 1.  Checkpoints may hold an MTP
+layer, which also has gated attention.  Qwen3.5, 3.6 and 3.8 have the same layers, but store projections separately.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ from espalier.models.weights import Weights
 LINEAR, FULL = "linear_attention", "full_attention"
 SIZES = ("linear_key_head_dim", "linear_value_head_dim")
 COUNTS = ("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim")
-# Positions of images in three directions.  Those of text are the same in all of them.
+# Fields for the positions of images in three directions.  Text has the same position in all three.
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
 QWEN_MTP = MTPFamily(
     prefix="mtp.layers.{}.",
@@ -41,7 +41,7 @@ QWEN_MTP = MTPFamily(
 
 
 def own_fields(raw: Raw) -> Raw:
-    """The fields of a config.json with a type for each layer, the number of MTP layers, and a RoPE for text."""
+    """Returns the fields of a config.json with a type for each layer, the number of MTP layers, and a RoPE for text."""
     count, interval = raw.get("num_hidden_layers"), raw.get("full_attention_interval") or 4
     types = raw.get("layer_types")
     if types is None and type(count) is int and type(interval) is int and interval > 0:
@@ -56,7 +56,7 @@ def own_fields(raw: Raw) -> Raw:
 
 
 def check_layers(full: Raw) -> Windows:
-    """No layer has a window.  Raises EspalierError for sizes that no layer can have."""
+    """Returns None for each layer: no windows.  Raises EspalierError for sizes that no layer can have."""
     require_counts(full, SIZES, MAX_HEAD_SIZE)
     require_counts(full, COUNTS)
     require_multiple(full, "linear_num_value_heads", "linear_num_key_heads")
@@ -84,7 +84,7 @@ def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Mixer:
-    """As espalier/models/config.py:LoadMixer."""
+    """Loads the first block of a layer, the gated delta rule or gated attention.  See config.py:LoadMixer."""
     if config.raw["layer_types"][layer] == LINEAR:
         return load_delta_net(weights, config, f"{prefix}linear_attn.")
     return load_gated_attention(weights, config, f"{prefix}self_attn.", rope)
@@ -104,7 +104,11 @@ def load_gated_attention(weights: Weights, config: ModelConfig, prefix: str, rop
 
 
 def load_delta_net(weights: Weights, config: ModelConfig, prefix: str) -> DeltaNet:
-    """Qwen3-Next stores q, k, v and z as one matrix, in turn for each head of k, and b and a too; Qwen3.5 apart."""
+    """Loads the gated delta rule.
+
+    Qwen3-Next stores q, k, v and z as one matrix, grouped by head of k, and b and a as another; Qwen3.5 stores them
+    separately.
+    """
     keeps, hidden = state_of(config), config.hidden_size
     inner, is_grouped = keeps.heads * keeps.v_size, weights.has_matrix(f"{prefix}in_proj_qkvz")
 

@@ -1,1 +1,1 @@
-"""Any decoder of the transformers library as a target: read and refused by `load.py`, run by `target.py`."""
+"""Any decoder of the transformers library as a target: `load.py` reads or refuses a config, `target.py` runs it."""

@@ -1,6 +1,7 @@
-"""Reads a config.json for which transformers has a class, finds out what that class does, and loads the model.
+"""Reads a config.json for which transformers has a class, probes that class, and loads the model.
 
-What cannot run is refused before weights are read.  The loader is transformers' own.  A checkpoint's code never runs.
+A model that cannot run is refused before weights are read.  Transformers' own loader reads the weights.  Code that
+comes with a checkpoint never runs.
 """
 
 import copy
@@ -45,7 +46,7 @@ def load_by_transformers(
         )
     Weights(path, dtype, "cpu")  # for its errors, which name file and remedy
     stored = stored_weights(path, config.formats).num_cast
-    # Weights that are missing would take memory before they are found to be.
+    # from_pretrained allocates memory for missing weights before it reports them.
     if probed.num_weights > 2 * stored:
         raise EspalierError(
             f"{path}: config.json describes {probed.num_weights} weights, and the files hold {stored}; they do not "
@@ -61,12 +62,13 @@ def made_by_transformers(
     capture: tuple[int, ...],
     state: Mapping[str, Tensor] | None = None,
 ) -> TransformersTarget:
-    """state: the weights by name, which replace the weights in the config's directory."""
+    """Returns the target that the config's class of transformers runs.
+    state: the weights by name; None: from_pretrained reads them from the config's directory."""
     from transformers.utils import logging as bars
 
     probed = config.probed
     assert probed is not None
-    # The loop over experts reads their rows on the host, which a captured pass cannot: it is for a CPU alone.
+    # "eager" loops over experts and reads their rows on the host.  A captured pass cannot do that, so only a CPU does.
     options: dict[str, Any] = {"experts_implementation": "eager"} if device.type == "cpu" else {}
     # If accelerate is not installed, a model is loaded into host memory first and then moved to the GPU.
     options |= {"device_map": {"": device}} if device.type != "cpu" and find_spec("accelerate") else {}
@@ -85,7 +87,7 @@ def made_by_transformers(
             trust_remote_code=False,
             **options,
         )
-    except Exception as error:  # any: it is another's code
+    except Exception as error:  # the class is not Espalier's code and may raise anything
         raise EspalierError(
             f"{config.path}: transformers cannot load the model ({one_line(error)}); download the checkpoint again"
         ) from None
@@ -99,7 +101,7 @@ def made_by_transformers(
 
 
 def _require_all(found: Mapping[str, Any], config: ModelConfig) -> None:
-    """Raise EspalierError for weights that are missing or not used, by what from_pretrained found."""
+    """Check that no weight is missing or unused, by from_pretrained's report `found`.  Raises EspalierError."""
     unused = [name for name in found["unexpected_keys"] if not HARMLESS.search(name)]
     for names, what in ((found["missing_keys"], "is missing from it"), (unused, "belongs to no parameter")):
         if names:
@@ -110,12 +112,12 @@ def _require_all(found: Mapping[str, Any], config: ModelConfig) -> None:
             )
 
 
-# Kinds of RoPE whose frequencies change behind a length, and the field that says which.
+# Types of RoPE whose frequencies change after a number of positions, and the field that holds this number.
 CHANGING_ROPES = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
 
 
 def is_known(raw: Raw) -> bool:
-    """Whether a config.json is of a causal class of transformers.  Code that comes with a checkpoint does not count."""
+    """Whether transformers has a causal class for a config.json.  Classes that come with a checkpoint do not count."""
     name = causal_class(raw)
     return name is not None and raw.get("architectures") in (None, [], [name])
 
@@ -131,7 +133,8 @@ def causal_class(raw: Raw) -> str | None:
 def read_by_transformers(
     raw: Raw, path: Path, overrides: Mapping[str, Any] | None = None, generation: Raw | None = None
 ) -> ModelConfig:
-    """The config of a model that a class of transformers runs.  Raises EspalierError, with the reason, if none can."""
+    """Returns the config of a model that a class of transformers runs.
+    Raises EspalierError, with the reason, if no class can run it."""
     from transformers import CONFIG_MAPPING
 
     name = causal_class(raw)
@@ -148,7 +151,7 @@ def read_by_transformers(
     config_class = CONFIG_MAPPING[raw["model_type"]]
     known_fields = {*config_class().to_dict(), *config_class.attribute_map, *raw, *INERT, *QUANTISATION_FIELDS}
     full = with_overrides(raw, overrides or {}, known_fields)
-    # Fields that begin so may name code.
+    # Fields that begin with "_" may name code.
     fields = {name: value for name, value in full.items() if not name.startswith("_")}
     if any(full.get(name) is not None for name in QUANTISATION_FIELDS):
         raise EspalierError(
@@ -164,7 +167,7 @@ def read_by_transformers(
 
 @lru_cache(maxsize=16)
 def _probed(model_type: str, fields: str) -> Probed:
-    """Of a config.json's fields, as JSON.  Raises EspalierError with the reason alone."""
+    """Probes the class for a config.  fields: the config.json as JSON.  Raises EspalierError with the reason alone."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     config_class = CONFIG_MAPPING[model_type]
@@ -185,7 +188,8 @@ def _probed(model_type: str, fields: str) -> Probed:
 def _config(
     probed: Probed, full: Raw, path: Path, overrides: Mapping[str, Any] | None, generation: Raw | None
 ) -> ModelConfig:
-    """As `parse` makes it of a plain model with these sizes: what only our own layers read is neutral."""
+    """Returns the ModelConfig that `parse` would return for a plain model with these sizes.
+    Fields that only Espalier's own layers read have neutral values."""
     hf, first = probed.config, probed.specs[0]
     windows = tuple(spec.window for spec in probed.specs)
     plain = {
@@ -214,7 +218,7 @@ def _config(
 
 
 def _longest(hf: Any, path: Path) -> int:
-    """The most positions.  Behind them a learned embedding ends, or a RoPE changes."""
+    """Returns the number of positions up to which a learned embedding reaches, or a RoPE does not change."""
     longest = getattr(hf, "max_position_embeddings", None)
     if not isinstance(longest, int) or longest < 2:
         raise EspalierError(

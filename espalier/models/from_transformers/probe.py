@@ -1,7 +1,7 @@
-"""Tries what a class of transformers does, on tiny random models and without weights.
+"""Finds out what a class of transformers does, by tests on tiny random models and without a checkpoint's weights.
 
-A class can be a target if the nodes of a tree, run at once behind a prefix, get the logits that the plain model gives
-to each path.  Nothing is known of a class but what it does here.
+A class can be a target if it passes this test: the nodes of a tree, run in one pass after a prefix, get the same logits
+as the plain model returns for each path.  The tests are all that is known about a class.
 """
 
 import copy
@@ -30,18 +30,18 @@ from espalier.models.from_transformers.target import (
     register,
 )
 
-# Relative to the largest logit, in float32.
+# The largest difference of logits, relative to the largest logit, in float32.
 TOLERANCE = 1e-4
-# Of two requests, the row before each row: a prefix, and the nodes of a tree behind it.
+# The parent row of each row, for two requests: a prefix, then the nodes of a tree.
 PARENTS = ((*range(-1, 13), 13, 13, 14, 14, 15), (*range(-1, 9), 9, 9, 10, 10, 11, 13, 14, 9, 17))
 MOST_WEIGHTS = 50_000_000
 
 
 @contextmanager
 def refusing(reason: str, *, with_kind: bool = False) -> Iterator[None]:
-    """Raise any error as EspalierError: the reason, and in brackets the error's text, behind its kind if asked.
+    """Turn any error into an EspalierError: the reason, then the error's text in brackets.
 
-    A class is another's code, and may raise anything.
+    with_kind: whether the error's type precedes its text.  A class is not Espalier's code and may raise anything.
     """
     try:
         yield
@@ -54,12 +54,13 @@ def refusing(reason: str, *, with_kind: bool = False) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Probed:
-    """What a class does with a config.
+    """What was measured of a class with a config.
 
-    layers: the name of the list of its layers; attention: of the module that attends in each.  equal: the classes whose
-    modules are replaced by ours; replaced: how many of each, in words.
+    layers: the name of the list of the model's layers.  attention: the name of the module that attends, in each layer.
+    equal: the classes whose modules are replaced by Espalier's.  replaced: how many modules of each, in words.
     can_capture: whether a layer's input is one row [H] for each token.
-    num_weights: of all its matrices; expert_weights: those of experts; num_experts, top_k: 1 without.
+    num_weights: the number of values in all matrices; expert_weights: the number in experts' matrices.
+    num_experts, top_k: 1 without experts.
     """
 
     model_class: Any
@@ -79,9 +80,9 @@ class Probed:
 
 @dataclass
 class Trial(Run):
-    """A pass over rows that see what they are told to see, and its attention calls in order.
+    """A pass in which rows attend as `seen` says.  It records the attention calls.
 
-    positions: [B, Q].  seen: [B, Q, Q] bool.
+    positions: [B, Q].  seen: [B, Q, Q] bool, the rows to which each row attends.  calls: in order.
     """
 
     positions: Tensor
@@ -92,7 +93,7 @@ class Trial(Run):
         self.calls.append(call)
         q, k, v = (rows.transpose(1, 2) for rows in (call.q, call.k, call.v))
         if q.is_meta or k.shape[1] != self.seen.shape[2]:
-            # Nothing to compute.  A class that attends over other rows is refused by its calls or its logits.
+            # There is nothing to compute.  A class that attends over other rows is refused by its calls or its logits.
             return q.new_zeros(*q.shape[:3], v.shape[3])
         seen, at = self.seen, self.positions
         if call.window is not None:
@@ -103,9 +104,9 @@ class Trial(Run):
 
 
 def layers_of(model: nn.Module, modules: Sequence[nn.Module]) -> str:
-    """The name of the list of layers in which these modules attend, one in each, in order.
+    """Returns the name of the list of layers that contain these attention modules, one per layer, in order.
 
-    Raises EspalierError, with the reason, if they are in no such list.
+    Raises EspalierError, with the reason, if there is no such list.
     """
     lists = ((name, each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList))
     name, layers = next(((name, each) for name, each in lists if modules[0] in set(each.modules())), ("", ()))
@@ -120,9 +121,10 @@ def layers_of(model: nn.Module, modules: Sequence[nn.Module]) -> str:
 
 
 def spec_of(calls: Sequence[Call], layer: int) -> LayerSpec:
-    """The spec of a layer that attends so.  Raises EspalierError, with the reason, for what no backend computes.
+    """Returns the spec of a layer, from its attention call.
 
-    A layer that is given the very K and V of an earlier one shares its rows.
+    A layer whose K and V are the same tensors as an earlier layer's shares that layer's rows.
+    Raises EspalierError, with the reason, for attention that no backend computes.
     """
     call = calls[layer]
     if call.scale is not None and not isinstance(call.scale, int | float):
@@ -135,9 +137,9 @@ def spec_of(calls: Sequence[Call], layer: int) -> LayerSpec:
 
 @torch.no_grad()
 def trace(model: nn.Module, tokens: Tensor) -> list[Call]:
-    """The attention calls of a model over tokens [B, Q], which follow each other.  Both may be on the meta device.
+    """Returns the attention calls of a model over tokens [B, Q], a chain.  Model and tokens may be on the meta device.
 
-    Raises EspalierError, with the reason, for attention that is not ours to compute.
+    Raises EspalierError, with the reason, for attention that Espalier cannot compute.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     trial = Trial(positions, positions[:, None] <= positions[:, :, None])
@@ -151,7 +153,7 @@ def trace(model: nn.Module, tokens: Tensor) -> list[Call]:
 
 
 def probe(model_class: Any, config: Any) -> Probed:
-    """Raises EspalierError, with the reason, for a class that cannot be a target."""
+    """Probes a class.  Raises EspalierError, with the reason, for a class that cannot be a target."""
     register()
     layers, equal, can_capture = try_tree(tiny_model(model_class, tiny_config(config)))
     full = on_meta(model_class, config)
@@ -179,10 +181,10 @@ def probe(model_class: Any, config: Any) -> Probed:
 
 @refusing("its class refuses its config")
 def on_meta(model_class: Any, config: Any) -> Any:
-    """The model without weights."""
+    """Returns the model on the meta device: without data."""
     config = copy.deepcopy(config)
     config._attn_implementation = NAME
-    # Of all implementations of experts it alone reads nothing on the host for any input.
+    # This is the only implementation of experts that never reads on the host.
     config._experts_implementation = "batched_mm"
     with torch.device("meta"):
         model = model_class(config).eval()
@@ -192,7 +194,7 @@ def on_meta(model_class: Any, config: Any) -> Any:
 
 @refusing("a small model of it cannot be made")
 def tiny_config(config: Any) -> Any:
-    """A config of the same kind, with tiny sizes.  Raises EspalierError if its class refuses it."""
+    """Returns a config of the same class with tiny sizes.  Raises EspalierError if the class refuses them."""
     fields = {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
     for name, own in config.attribute_map.items():
         if own in fields:
@@ -204,7 +206,8 @@ def tiny_config(config: Any) -> Any:
 
 @refusing("a small model of it cannot be made")
 def tiny_model(model_class: Any, config: Any, seed: int = 0) -> Any:
-    """A random float32 model whose logits depend on every token before.  Raises EspalierError if there is none."""
+    """Returns a random float32 model whose logits depend on every earlier token.
+    Raises EspalierError if the class has no such model."""
     with torch.device("meta"):
         num_weights = sum(each.numel() for each in model_class(copy.deepcopy(config)).parameters())
     if num_weights > MOST_WEIGHTS:
@@ -220,14 +223,14 @@ def tiny_model(model_class: Any, config: Any, seed: int = 0) -> Any:
 @torch.no_grad()
 @refusing("a small model of it does not run", with_kind=True)
 def try_tree(model: Any) -> tuple[str, Mapping[type, Make], bool]:
-    """The name of the list of layers, the classes whose modules may be ours, whether layers' inputs can be captured.
+    """Returns `layers`, `equal` and `can_capture` of Probed.
 
     Raises EspalierError, with the reason, unless a tree's nodes get the logits of the plain model.
     """
     size = (len(PARENTS), len(PARENTS[0]))
     vocab = model.get_input_embeddings().weight.shape[0]
     tokens = torch.randint(0, vocab, size, generator=torch.Generator().manual_seed(1))
-    # The last row first: a class that treats the first rows of a pass in a way of their own is no target.
+    # The rows run in reverse order, to find a class that treats the first rows of a pass differently: it is no target.
     rows = range(size[1] - 1, -1, -1)
     paths = [[_path(parents, row) for row in rows] for parents in PARENTS]
     wanted = torch.stack([_plain(model, *of_request) for of_request in zip(tokens, paths, strict=True)])
@@ -254,6 +257,6 @@ def _path(parents: Sequence[int], row: int) -> list[int]:
 
 
 def _plain(model: Any, tokens: Tensor, paths: Sequence[list[int]]) -> Tensor:
-    """[Q, V]: the logits of each row of tokens [Q], as the plain model gives them to its path."""
+    """Returns [Q, V]: for each row of tokens [Q], the logits that the plain model returns for the row's path."""
     model.set_attn_implementation("eager")
     return torch.stack([model(input_ids=tokens[None, path], use_cache=False).logits[0, -1] for path in paths])

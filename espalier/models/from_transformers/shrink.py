@@ -1,11 +1,12 @@
-"""A config of the same kind and tiny sizes: what a class does can be tried on it in a moment."""
+"""Makes a config of the same class with tiny sizes, on which a class can be probed in a moment."""
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
 HEADS, HEAD_SIZE, HIDDEN, VOCAB, POSITIONS, WINDOW, MOST_LAYERS = 4, 16, 64, 96, 128, 5, 12
-# Sizes by the names that config classes give them; the first that matches.  A size is never raised.
+# Tiny sizes, by patterns of the names in config classes.  The first pattern that matches counts.  Sizes are never
+# raised.
 SIZES: tuple[tuple[str, int], ...] = (
     (r"vocab_size", VOCAB),
     (r"token_id$", VOCAB - 1),
@@ -27,22 +28,22 @@ SIZES: tuple[tuple[str, int], ...] = (
 
 
 def shrunk(fields: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """The fields of a config with tiny sizes.  num_layers: the number of layers that the fields describe.
+    """Returns the fields of a config with tiny sizes.  num_layers: the number of layers that `fields` describe.
 
-    The first layers are kept, so many that each kind of layer is among them.
+    It keeps the first layers, as many as it takes to have a layer of each type.
     """
     lists = [value for value in fields.values() if isinstance(value, list | tuple) and len(value) == num_layers]
     kinds = list(zip(*(map(repr, each) for each in lists), strict=True))
     firsts = [kinds.index(kind) for kind in set(kinds)]
     firsts += [min(map(int, value)) for value in fields.values() if _is_by_layer(value)]
     layers = min(max(*firsts, 3, 3) + 1, MOST_LAYERS, num_layers)
-    # A class's own RoPE does: that of a config may have factors that belong to its true sizes.
+    # The config's RoPE is left out, so the class uses its default: factors may fit the config's true sizes alone.
     kept = {name: value for name, value in fields.items() if name not in ("rope_parameters", "rope_scaling")}
     return {name: _small(name, value, num_layers, layers, fields) for name, value in kept.items()}
 
 
 def _is_by_layer(value: Any) -> bool:
-    """Whether the keys of an object are numbers of layers."""
+    """Whether a value is an object whose keys are layer numbers."""
     return isinstance(value, Mapping) and bool(value) and all(str(key).isdecimal() for key in value)
 
 

@@ -1,7 +1,7 @@
-"""A model of transformers as a target: its layers write to the pass, and attend through it.
+"""A model of transformers as a target: its layers write to the pass, and attend through the pass.
 
-Our layers stand in the place of transformers' where both compute the same: there speed comes from.  Linear layers are
-known by their class.  Norms and experts are compared with ours on random rows of a tiny model.
+For speed, Espalier's layers replace transformers' layers if both compute the same.  Linear layers are recognised by
+their class.  Norms and experts are compared with Espalier's on random rows of a tiny model.
 """
 
 import copy
@@ -28,18 +28,19 @@ from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.weight_formats import dense_weight
 
-# As transformers' AttentionInterface knows us.
+# The name of Espalier's attention in transformers' AttentionInterface.
 NAME = "espalier"
-# Makes our module of one of transformers'.
+# A function from a module of transformers to the module of Espalier that replaces it.
 Make = Callable[[Any], nn.Module]
 TOLERANCE = 1e-5
 
 
 class Call(NamedTuple):
-    """A layer's attention.  q: [B, heads, Q, k_size]; k, v: [B, kv_heads, Q, size] of the new rows.
+    """A layer's call of the attention function.
 
-    masked: whether the model brings a mask of its own.  scale: factor of q·k; window: as LayerSpec.window; softcap:
-    scores are bounded to ±softcap by a tanh; sink: [heads], as Attention.attend takes it.
+    q: [B, heads, Q, k_size].  k, v: [B, kv_heads, Q, size], those of the new rows.
+    masked: whether the model passes its own mask.  scale: the factor of q·k.  window: see LayerSpec.window.
+    softcap: a tanh bounds scores to ±softcap.  sink: [heads], see Attention.attend.
     """
 
     module: nn.Module
@@ -55,30 +56,30 @@ class Call(NamedTuple):
 
 @dataclass(kw_only=True)
 class Run:
-    """What answers the attention calls of a forward pass.
+    """Computes the attention calls of a forward pass.
 
-    inputs: by layer, the captured inputs, which the pass adds.
+    inputs: the captured inputs by layer, which the forward pass adds.
     """
 
     inputs: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def live(self) -> Tensor | None:
-        """[B · Q] bool, of rows that go to experts; None: all do."""
+        """[B · Q] bool, the rows that go to experts; None: all rows."""
         return None
 
     def __call__(self, call: Call) -> Tensor:
-        """[B, Q, heads, v_size]."""
+        """Returns the result of an attention call, [B, Q, heads, v_size]."""
         raise NotImplementedError
 
 
-# Who runs is no argument of a model's layers.
+# A context variable, because transformers' layers cannot take the Run as an argument.
 RUNNING: ContextVar[Run] = ContextVar("the attention of the forward pass that runs")
 
 
 @contextmanager
 def attending(run: Run) -> Iterator[None]:
-    """Let `run` answer the attention calls of this thread."""
+    """Let `run` compute the attention calls of this thread."""
     token = RUNNING.set(run)
     try:
         yield
@@ -87,10 +88,10 @@ def attending(run: Run) -> Iterator[None]:
 
 
 def register() -> None:
-    """Make NAME known to transformers.
+    """Register NAME as an attention function of transformers.
 
-    It is not registered as a kind of mask.  So transformers makes none, and does not look for packed sequences in the
-    positions, which it would do on the host.
+    NAME is not registered as a mask function.  So transformers makes no mask, and does not search the positions for
+    packed sequences, which it would do on the host.
     """
     from transformers import AttentionInterface
 
@@ -106,7 +107,7 @@ def _attend(
 
 
 class OurLinear(nn.Module):
-    """A linear layer.  weight: empty; for code that asks for its dtype or device, or whether there is a bias."""
+    """A linear layer.  Other code reads the dtype and device of `weight`, which is empty, and whether it has a bias."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -120,7 +121,7 @@ class OurLinear(nn.Module):
 
 
 class OurNorm(nn.Module):
-    """An RMS norm of the last dimension.  offset: what is added to its weight."""
+    """An RMS norm over the last dimension.  offset: a number that is added to the weight."""
 
     def __init__(self, module: Any, offset: float = 0.0) -> None:
         super().__init__()
@@ -150,14 +151,15 @@ class OurExperts(nn.Module):
         return sum_parts(parts, hidden_states.dtype)
 
 
-# What may compute the same as a module with these parameters.
+# Candidates that may compute the same as a norm of transformers.
 NORMS: tuple[Make, ...] = (OurNorm, partial(OurNorm, offset=1.0))
 EXPERTS: tuple[Make, ...] = (partial(OurExperts, activation=SILU), partial(OurExperts, activation=GELU_TANH))
 MAKES: Mapping[tuple[str, ...], tuple[Make, ...]] = {("weight",): NORMS, ("down_proj", "gate_up_proj"): EXPERTS}
 
 
 def find_equal(model: nn.Module) -> dict[type, Make]:
-    """What makes our modules of those of a model's classes that compute the same.  model: a tiny random one."""
+    """Returns, by class of transformers, the Make of an Espalier module that computes the same.
+    model: a tiny random model."""
     found: dict[type, Make] = {nn.Linear: OurLinear}
     for module in model.modules():
         makes = MAKES.get(tuple(sorted(name for name, _ in module.named_parameters())), ())
@@ -167,7 +169,8 @@ def find_equal(model: nn.Module) -> dict[type, Make]:
 
 
 def _are_equal(module: Any, make: Make) -> bool:
-    """Whether ours gives what a norm or experts give: of large rows, and of small ones, in which an epsilon counts."""
+    """Whether Espalier's module returns the same as a norm or experts of transformers.
+    Both are compared on large rows, and on small rows, for which the norm's eps matters."""
     try:
         ours = make(module)
         if hasattr(module, "weight"):
@@ -176,16 +179,16 @@ def _are_equal(module: Any, make: Make) -> bool:
             ids = torch.rand(9, len(module.down_proj)).topk(min(2, len(module.down_proj))).indices
             given = (torch.randn(9, module.down_proj.shape[1]), ids, torch.rand(ids.shape))
         pairs = [[run(given[0] * scale, *given[1:]) for run in (ours, module)] for scale in (1.0, 1e-3)]
-    except Exception:  # any: it is another's code, of other shapes than it seemed
+    except Exception:  # any: the module is not Espalier's code, and may take other shapes than assumed
         return False
     return all(one.shape == other.shape and torch.allclose(one, other, TOLERANCE, TOLERANCE) for one, other in pairs)
 
 
 class Body:
-    """A causal model of transformers, in two parts: rows to hidden states, and these to logits.
+    """A causal model of transformers in two parts: tokens to hidden states, and hidden states to logits.
 
-    layers: the name of the list of its layers.  equal: the classes whose modules are replaced by ours.
-    capture: layers whose inputs a pass keeps; the number of layers means the output of the last.
+    layers: the name of the list of the model's layers.  equal: the classes whose modules are replaced by Espalier's.
+    capture: the layers whose inputs a pass keeps; the number of layers means the output of the last layer.
     """
 
     def __init__(self, model: Any, layers: str, equal: Mapping[type, Make], capture: tuple[int, ...] = ()) -> None:
@@ -193,7 +196,7 @@ class Body:
         self.model, self.decoder = model, model.get_submodule(name)
         for parent in list(model.modules()):
             for child, module in parent.named_children():
-                # Some classes of norms have weights or not, as their place asks.
+                # A norm without parameters is not replaced: some classes of norms have weights in some places only.
                 if type(module) in equal and any(True for _ in module.parameters()):
                     setattr(parent, child, equal[type(module)](module))
         fix_ropes(model)
@@ -204,31 +207,31 @@ class Body:
         self._given._modules = {**model._modules, name: GivenHidden()}
 
     def __call__(self, tokens: Tensor, positions: Tensor, run: Run) -> Tensor:
-        """[B, Q, H] behind the last norm.  tokens, positions: [B, Q]."""
+        """Returns the hidden states [B, Q, H] after the last norm.  tokens, positions: [B, Q]."""
         with attending(run):
             out = self.decoder(input_ids=tokens, position_ids=positions, use_cache=False)
         return out.last_hidden_state
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., H] -> [..., V], with the scales and bounds that the class puts behind its head."""
+        """Hidden states [..., H] -> logits [..., V], with the scales and bounds that the class applies to them."""
         rows = self._given(inputs_embeds=hidden.reshape(1, -1, hidden.shape[-1]), use_cache=False).logits
         return rows.to(hidden.dtype).view(*hidden.shape[:-1], -1)
 
 
 class GivenHidden(nn.Module):
-    """In the place of a model's body: its hidden states are those that it is given."""
+    """Takes the place of a model's body.  It returns the hidden states that it is given."""
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **options: Any) -> "OnlyHidden":
         return OnlyHidden((inputs_embeds,))
 
     @property
     def decoder(self) -> "GivenHidden":
-        """Some heads read the body's decoder."""
+        """Returns itself, for heads that read the decoder of the body."""
         return self
 
 
 class OnlyHidden(tuple[Tensor]):
-    """A body's output, of which nothing but the hidden states is there."""
+    """The output of a body that holds only the hidden states."""
 
     last_hidden_state = property(itemgetter(0))
 
@@ -237,9 +240,10 @@ class OnlyHidden(tuple[Tensor]):
 
 
 def fix_ropes(model: nn.Module) -> None:
-    """A RoPE that changes with the longest position, which it reads on the host, keeps the form of short ones.
+    """Fix every RoPE that changes with the longest position to its form for short texts.
 
-    `ModelConfig.max_position` limits it to these: beyond them, every new token would change all cached keys.
+    Such a RoPE would read the positions on the host.  `ModelConfig.max_position` limits the model to short texts: in
+    longer ones, every new token would change all cached keys.
     """
     module: Any
     for module in model.modules():
@@ -249,7 +253,7 @@ def fix_ropes(model: nn.Module) -> None:
 
 
 def _capture(layers: nn.ModuleList, capture: tuple[int, ...]) -> None:
-    """Copy the inputs of layers as they come: a class may write to the residual that it gets."""
+    """Copy the inputs of layers when they run, because a class may write to the residual that it gets."""
 
     def before(index: int, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         RUNNING.get().inputs[index] = (args[0] if args else options["hidden_states"]).clone()
@@ -266,9 +270,9 @@ def _capture(layers: nn.ModuleList, capture: tuple[int, ...]) -> None:
 
 @dataclass
 class PassRun(Run):
-    """A pass that answers a model's attention calls.
+    """Computes a model's attention calls through a pass.
 
-    layers: the number of each attention module's layer; sharing: the layers that share rows and write none.
+    layers: the layer number of each attention module.  sharing: the layers that share rows and write none.
     """
 
     p: Pass
@@ -289,7 +293,7 @@ class PassRun(Run):
         kept = p.kept(layer)
         if kept is None:
             return attended
-        # The class computes all rows of the last layer; only these are read.
+        # The class computes all rows of the last layer, but only the kept rows are read.
         rows = attended.new_zeros(p.tokens.numel(), *attended.shape[2:])
         return rows.index_copy(0, kept, attended[:, 0]).unflatten(0, p.tokens.shape)
 
@@ -302,16 +306,16 @@ class TransformersTarget:
         self.config, self.body, self.capture, self.head = config, body, capture, body.head
         self.layer_specs = config.probed.specs
         self.kv_scales: tuple[KVScales | None, ...] = (None,) * len(self.layer_specs)
-        # Some have a row more, for audio or an unknown token.
+        # Some embeddings have more rows than the vocabulary, for audio or an unknown token.
         self.embed = Embedding(body.model.get_input_embeddings().weight[: config.vocab_size])
         self._sharing = frozenset(i for i, spec in enumerate(self.layer_specs) if spec.shares is not None)
         self._layers = {body.model.get_submodule(name): i for i, name in enumerate(config.probed.attention)}
 
     def __call__(self, p: Pass) -> ModelOutput:
         run = PassRun(p, self._layers, self._sharing)
-        # As the embedding of our own families does it: a void row runs as the first of its request.
+        # A void row runs with the first token of its request, as in the embedding of Espalier's own families.
         tokens = torch.where(p.tokens < 0, p.tokens[:, :1].clamp(min=0), p.tokens)
-        # Nodes behind the end of a context, which are never accepted, may have positions that the model does not.
+        # Nodes past the end of a context may have positions that the model does not have.  They are never accepted.
         hidden = self.body(tokens, p.positions.clamp(max=self.config.max_position - 1), run)
         if p.needed is not None:
             hidden, last = _rows(hidden, p.needed), len(self.layer_specs)
@@ -323,5 +327,5 @@ class TransformersTarget:
 
 
 def _rows(x: Tensor, needed: Tensor) -> Tensor:
-    """[B, Q, H] -> [B, 1, H]"""
+    """x [B, Q, H] -> [B, 1, H]: the row needed [B] of each request."""
     return x[torch.arange(len(x), device=x.device), needed][:, None]

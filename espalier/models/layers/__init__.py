@@ -1,2 +1,2 @@
-"""The layers that all families share.  They are plain objects, not nn.Modules: a call costs its kernel launches and
-almost nothing else."""
+"""The layers that all families share.  They are plain objects, not nn.Modules, so that a call costs little more than
+its kernel launches."""

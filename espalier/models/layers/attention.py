@@ -1,4 +1,4 @@
-"""The attention block of layers that keep K and V heads: the merged qkv projection and the output projection."""
+"""The attention block of layers that keep K and V heads: one projection of q, k and v, and the output projection."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ from espalier.shards import WHOLE, Shards
 
 
 class WideNorms(NamedTuple):
-    """q, k: norms over all heads of the projections.  Each rank has an equal part of the heads."""
+    """The norms of q and of k that run over all heads.  Each rank has an equal part of the heads."""
 
     q: RMSNorm
     k: RMSNorm
     shards: Shards = WHOLE
 
     def of(self, qkv: Tensor) -> Tensor:
-        """[N, q + k + v columns] -> the same, q and k normed."""
+        """qkv [N, q + k + v columns] -> the same shape, with q and k normed."""
         sizes = len(self.q.weight), len(self.k.weight)
         q, k, v = qkv.split((*sizes, qkv.shape[1] - sum(sizes)), 1)
         if self.shards.count == 1:
@@ -39,40 +39,42 @@ class WideNorms(NamedTuple):
 
 
 def _normed(norm: RMSNorm, x: Tensor, mean_square: Tensor) -> Tensor:
-    """The norm of x, a part of the columns of some rows; mean_square: [N, 1], over all columns."""
+    """Returns the norm of x [N, a part of the columns].  mean_square: [N, 1], the mean of x² over all columns."""
     return (x * (mean_square + norm.eps).rsqrt() * norm.weight).to(x.dtype)
 
 
 class OutputGate(NamedTuple):
-    """A gate of each head, or of each of its values.  project: of the attention's input."""
+    """The gate of the attention's output, one for each head or one for each value of a head.
+    project: from the attention's input to the gates, before the activation."""
 
     project: Linear
     activation: Callable[[Tensor], Tensor]
 
 
 class AttentionBlock:
-    """A Mixer (espalier/models/layers/decoder.py) that attends to rows.
+    """A Mixer (espalier/models/layers/decoder.py) that attends to rows: the base of both kinds of attention block.
 
-    sink: as espalier/attention/base.py:Attention.attend takes it.
+    sink: the attention sinks; see espalier/attention/base.py:Attention.attend.
     """
 
     __slots__ = ()
     sink: Tensor | None = None
 
     def write(self, layer: int, rows: Rows, p: Pass) -> Tensor:
-        """Write what the layer keeps of rows [N, in].  Returns the queries as Pass.write does."""
+        """Write what the layer keeps of rows [N, in]: K and V, or latents.  Returns the result of Pass.write."""
         raise NotImplementedError
 
     def gate(self, rows: Rows, kept: Tensor | None) -> Tensor | None:
-        """The factors of the attended values of rows [N, in], or of those kept: [N, heads], or [N, heads · size]."""
+        """Returns the gates of the attention's output, [N, heads] or [N, heads · size]; None without gates.
+        rows: [N, in].  kept: the indices of the rows that the layer goes on with; None: all."""
         return None
 
     def project(self, attended: Tensor) -> Tensor | Unsummed:
-        """[B, Q, heads, size] -> [B · Q, hidden], or parts of it as RMSNorm.after takes them."""
+        """The attention's output [B, Q, heads, size] -> [B · Q, hidden], or parts of it as RMSNorm.after takes them."""
         raise NotImplementedError
 
     def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
-        """As Mixer."""
+        """Returns the block's output for the rows.  See Mixer."""
         q, kept = self.write(layer, rows, p), p.kept(layer)
         gate = self.gate(rows, kept)
         if kept is not None:
@@ -83,10 +85,11 @@ class AttentionBlock:
 
 @dataclass(eq=False, slots=True)
 class Attention(AttentionBlock):
-    """qkv: stacked weights of q, k and v, [num_heads·head_size, in]; num_heads: heads + 2·kv_heads.
+    """The attention block with K and V heads.
 
-    norms: of q and k heads; wide_norms: of all of q and all of k; None: these are not normed.
-    output_gate: of the attended values; None: they are as they are.
+    qkv: the stacked weights of q, k and v, [num_heads·head_size, in].  num_heads: heads + 2·kv_heads.
+    norms: the norms of each q and k head.  wide_norms: the norms of all of q and all of k.  Either is None if there are
+    no such norms.  output_gate: None without a gate.
     """
 
     qkv: Linear
@@ -99,8 +102,8 @@ class Attention(AttentionBlock):
     output_gate: OutputGate | None = None
 
     def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
-        """As espalier/models/layers/stream.py:Reader."""
-        # The gate may be stored in another format than q, k and v, so it may not take rows that are rounded for them.
+        """Returns (x + delta, the norm of that sum as qkv takes it).  See stream.py:Reader."""
+        # With a gate, the norm is not rounded: the gate may have another format than q, k and v.
         return self.qkv.read(norm, delta, x) if self.output_gate is None else norm.after(delta, x)
 
     def write(self, layer: int, rows: Rows, p: Pass) -> Tensor:
@@ -121,7 +124,8 @@ class Attention(AttentionBlock):
 
 @dataclass(eq=False, slots=True)
 class GatedAttention:
-    """qkv: stacked weights of q and gate, in turn for each of `heads`, then k and v.  norms: of q and k heads."""
+    """The attention block whose gate is stacked with q (Qwen3-Next).
+    qkv: the stacked weights: for each of `heads` its q, then its gate; then k, then v.  norms: of each q and k head."""
 
     qkv: Linear
     out: Linear
@@ -131,11 +135,11 @@ class GatedAttention:
     norms: HeadNorms
 
     def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
-        """As espalier/models/layers/stream.py:Reader."""
+        """Returns (x + delta, the norm of that sum as qkv takes it).  See stream.py:Reader."""
         return self.qkv.read(norm, delta, x)
 
     def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
-        """As espalier/models/layers/decoder.py:Mixer."""
+        """Returns the block's output for the rows.  See decoder.py:Mixer."""
         made = self.qkv(rows).unflatten(1, (-1, self.head_size))
         q, gate = made[:, : 2 * self.heads].unflatten(1, (self.heads, 2)).unbind(2)
         qkv = torch.cat((q, made[:, 2 * self.heads :]), 1)

@@ -1,7 +1,7 @@
-"""The decoder of all families: embedding, layers of attention and MLP (gated, or a mixture), final norm, head.
+"""The decoder of all families: embedding, layers of attention and MLP (dense or mixture of experts), final norm, head.
 
-Rows of a batch are flat, [B·Q, hidden]: two-dimensional matrix products are cheapest, and only attention needs to know
-which row belongs to which request.
+The rows of a batch are flat, [B·Q, hidden], because two-dimensional matrix products are cheapest.  Only attention needs
+to know which row belongs to which request.
 """
 
 from collections.abc import Sequence
@@ -25,18 +25,19 @@ from espalier.models.weight_formats.sharded import Unsummed
 
 
 class Mixer(Reader, Protocol):
-    """A block that mixes the rows of a request."""
+    """A block in which the rows of a request read one another, such as attention or a recurrence."""
 
     def __call__(self, layer: int, rows: Any, s: Stream, p: Pass) -> Tensor | Unsummed:
-        """Write what the layer keeps, go on with the rows `p.kept` (`s.keep`), and read.  rows: as `read` gives them.
+        """Write what the layer keeps, drop all rows but `p.kept` (`s.keep`), then attend.
 
-        layer: its place in the pass.  Returns [kept rows, hidden], or parts of it as RMSNorm.after takes them.
+        layer: the layer's index in the pass.  rows: the result of `read`.
+        Returns [kept rows, hidden], or parts of it as RMSNorm.after takes them.
         """
         ...
 
 
 class Unread:
-    """A Reader that takes the norm as a tensor."""
+    """A Reader whose `read` returns the norm as a plain tensor."""
 
     @staticmethod
     def read(norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,9 +46,9 @@ class Unread:
 
 @dataclass(eq=False, slots=True)
 class BlockLayer:
-    """x + block(norm(x)), where the block is a mixer or an MLP, which keeps nothing.
+    """A layer of one block: x + block(norm(x)).  The block is a mixer, or an MLP, which keeps no rows.
 
-    index: the layer's place in the pass, from 0.
+    index: the layer's index in the pass, from 0.
     """
 
     index: int
@@ -70,19 +71,19 @@ class BlockLayer:
 
 
 def of_kept(values: Tensor, layer: int, p: Pass) -> Tensor:
-    """The rows of values [N, ...] that the layer computes after its write."""
+    """Returns the rows of values [N, ...] with which the layer goes on after its write (Pass.kept)."""
     kept = p.kept(layer)
     return values if kept is None else values[kept]
 
 
 @dataclass(eq=False, slots=True)
 class DecoderLayer:
-    """x + scale · attention(norm(x)), then x + scale · mlp(norm(x)).
+    """A layer of two blocks: x + scale · attention(norm(x)), then x + scale · mlp(norm(x)).
 
-    index: the layer's place in the pass, from 0.
-    attention: or another block in its place, such as a recurrence or a short convolution.
-    attention_norm: None for the first layer of a draft head, whose input the embedding makes.
-    post_attention_norm, post_mlp_norm: of a block's output, before it is added; None: it is added as it is.
+    index: the layer's index in the pass, from 0.
+    attention: attention, or another mixer such as a recurrence or a short convolution.
+    attention_norm: None for the first layer of a draft head, whose normed input the embedding returns.
+    post_attention_norm, post_mlp_norm: the norm of a block's output before it is added; None: no such norm.
     residual_scale: the factor of a block's output.
     """
 
@@ -103,7 +104,7 @@ class DecoderLayer:
 
 @dataclass(eq=False)
 class Decoder:
-    """A CausalLM (espalier/models/base.py).  layers: of `DecoderLayer`, or of a family's own."""
+    """A CausalLM (espalier/models/base.py).  layers: each is a DecoderLayer or a layer class of the family."""
 
     config: ModelConfig
     layer_specs: tuple[LayerSpec, ...]
@@ -130,6 +131,6 @@ class Decoder:
 
 
 def capped(logits: Tensor, cap: float | None, scale: float = 1.0) -> Tensor:
-    """Logits times `scale`, bounded to ±cap; None: not bounded."""
+    """Returns the logits times `scale`, bounded to ±cap; None: not bounded."""
     logits = logits if scale == 1 else logits * scale
     return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -1,8 +1,8 @@
-"""The attention block of layers that keep a latent row (MLA).  Queries are compared with the latent itself.
+"""The attention block of layers that keep a latent row (MLA).  Queries are compared with the latents directly.
 
-The key of a head is k_up · latent, so q · key = (k_upᵀ · q) · latent: each query is multiplied by k_up once, and no key
-is ever computed.  In the same way a head's output is v_up · (the weighted sum of latents).  So all heads read the same
-row of the cache, once (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2).
+The key of a head is k_up · latent, so q · key = (k_upᵀ · q) · latent.  Each query is multiplied by k_up once, and keys
+are never computed.  In the same way, a head's output is v_up · (the weighted sum of latents).  So all heads read the
+same row of the cache, once (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2).
 """
 
 from dataclasses import dataclass
@@ -25,12 +25,13 @@ from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
 from espalier.models.rope import RopeTables
 from espalier.models.weight_formats.sharded import Unsummed
 
-# eps of the norm of index keys, which the publishers' code fixes.
+# The eps of the norm of index keys.  The publishers' code fixes it.
 INDEX_EPS = 1e-6
 
 
 class IndexedRows(NamedTuple):
-    """x: [N, hidden], normed rows; of_products: the same rows in the form that the layer's projections take."""
+    """The input of a layer with an indexer.
+    x: [N, hidden], normed rows.  of_products: the same rows in the form that the layer's projections take."""
 
     x: Tensor
     of_products: Rows
@@ -39,7 +40,7 @@ class IndexedRows(NamedTuple):
 def read_indexed(
     down: Linear, indexer: "Indexer", norm: AnyNorm, delta: Delta, x: Tensor
 ) -> tuple[Tensor, IndexedRows]:
-    """(x + delta, its norm for `down` and for an indexer)."""
+    """Returns (x + delta, the norm of that sum in the form that `down` and the indexer take)."""
     rounding = rounding_of_both(down.rounding, indexer.k.rounding) if x.is_cuda else None
     if rounding is not None and (len(x) > kernel_rows(rounding, chip(x)) or not rounds_norm(x.shape[1], rounding)):
         rounding = None
@@ -48,7 +49,7 @@ def read_indexed(
 
 
 def rounding_of_both(one: InputScales | None, other: InputScales | None) -> InputScales | None:
-    """How a norm may round the inputs of two products at once; None where they take them differently."""
+    """How a norm may round the inputs of two products at once; None if the two products take different roundings."""
     if one is None or other is None or one.static is not None or other.static is not None or one.group != other.group:
         return None
     return one
@@ -56,8 +57,9 @@ def rounding_of_both(one: InputScales | None, other: InputScales | None) -> Inpu
 
 @dataclass(frozen=True)
 class Indexer:
-    """q: the queries' latent -> [heads · size]; k: hidden state -> [size]; norm: of k.
+    """Computes the index queries and keys, by which the rows to attend to are chosen (kernels/ops/selection.py).
 
+    q: the queries' latent -> [heads · size].  k: hidden state -> [size].  norm: of k.
     weights: [heads, hidden].  interleaved: see IndexRows.
     """
 
@@ -68,7 +70,7 @@ class Indexer:
     interleaved: bool
 
     def __call__(self, rows: IndexedRows, q_latent: Tensor, rotation: Rotation) -> IndexRows:
-        """The indexer's values for new rows.  q_latent: [N, q_rank]."""
+        """Returns the indexer's values for new rows.  q_latent: [N, q_rank]."""
         heads, size = len(self.weights), self.k.shape[0]
         parts = router_logits(rows.x, self.weights)
         weights = sum_parts(parts, parts.dtype) * (heads * size) ** -0.5
@@ -76,18 +78,19 @@ class Indexer:
         return IndexRows(q, self.k(rows.of_products), weights, self.norm, rotation, self.interleaved)
 
 
-# eps of the norms of both latents.  The publishers' code fixes it; rms_norm_eps of config.json is for the other norms.
+# The eps of the norms of both latents.  The publishers' code fixes it; rms_norm_eps of config.json is for other norms.
 NORM_EPS = 1e-6
 
 
 @dataclass(eq=False, slots=True)
 class LatentAttention(AttentionBlock):
-    """down: hidden state -> the queries' latent [q_rank], then the row to keep [kv_rank + rope], in one product.
+    """The latent attention block.
 
+    down: hidden state -> the queries' latent [q_rank] and the row to keep [kv_rank + rope], in one product.
     q_norm, q: the queries' latent -> [heads · (nope + rope)]; both None if `down` projects the queries themselves.
-    form: of the row to keep.  k_up: [heads, nope, kv_rank]; v_up: [heads, v_size, kv_rank].
+    form: the form of the row to keep.  k_up: [heads, nope, kv_rank].  v_up: [heads, v_size, kv_rank].
     row_size: kv_rank + rope.
-    indexer: chooses the rows that queries attend to; None: they attend to all, or to what a layer before chose.
+    indexer: chooses the rows that queries attend to; None: queries attend to all rows, or to an earlier layer's choice.
     """
 
     down: Linear
@@ -102,7 +105,7 @@ class LatentAttention(AttentionBlock):
     indexer: Indexer | None = None
 
     def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows | IndexedRows]:
-        """As espalier/models/layers/stream.py:Reader."""
+        """Returns (x + delta, the norm of that sum as `down` takes it, or as IndexedRows).  See stream.py:Reader."""
         if self.indexer is None:
             return self.down.read(norm, delta, x)
         return read_indexed(self.down, self.indexer, norm, delta, x)
@@ -119,7 +122,7 @@ class LatentAttention(AttentionBlock):
         return p.write(layer, *values, index=self.indexer(rows, q_latent, rotation))
 
     def project(self, attended: Tensor) -> Tensor | Unsummed:
-        """attended: weighted sums of latents."""
+        """Returns the block's output; see AttentionBlock.project.  attended: the weighted sums of latents."""
         latents = attended.flatten(0, 1)
         values = latents.new_empty(*latents.shape[:2], self.v_up.shape[1])
         head_product(latents, self.v_up.transpose(1, 2), values)

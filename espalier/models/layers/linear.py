@@ -30,16 +30,16 @@ class Linear:
         return self.weight.shape
 
     def rows_from(self, first: int) -> "Linear":
-        """The layer that gives outputs first .. out-1, on the same weight."""
+        """Returns the layer for the outputs first .. out-1, in the same memory."""
         return Linear(self.weight.rows_from(first), None if self.bias is None else self.bias[first:])
 
     @property
     def rounding(self) -> InputScales | None:
-        """How a norm must round the inputs of this layer that it gives as RoundedRows; None: it gives a tensor."""
+        """How a norm must round RoundedRows for this layer; None: the layer takes only plain tensors."""
         return self.weight.rounding
 
     def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
-        """As espalier/models/layers/stream.py:Reader."""
+        """Returns (x + delta, the norm of that sum as this layer takes it).  See stream.py:Reader."""
         rounding = self.weight.rounding
         return norm.after(delta, x) if rounding is None else norm.rounded_after(delta, x, rounding)
 
@@ -50,29 +50,30 @@ class Linear:
         return self.weight.apply(x.reshape(-1, x.shape[-1]), self.bias).view(*x.shape[:-1], self.shape[0])
 
     def for_stream(self, x: Rows) -> Tensor | Unsummed:
-        """`in_parts`, or Unsummed if ranks divide the columns: then the next norm sums over the ranks too."""
+        """Returns the result of in_parts; if ranks divide the columns, as Unsummed, which the next norm sums."""
         product: Tensor | Unsummed = self.weight.for_stream(x, self.bias)
         return product
 
     def in_parts(self, x: Rows) -> Tensor:
-        """x [rows, in] -> [rows, out], or [parts, rows, out] float32, which the reader sums (RMSNorm.after)."""
+        """x [rows, in] -> [rows, out], or partial sums [parts, rows, out] float32, which RMSNorm.after adds."""
         return self.weight.parts(x, self.bias)
 
     def write_parts(self, x: Tensor, out: Tensor) -> None:
-        """x [rows, in] -> out [weight.num_parts(rows), rows, out], float32 at least, which the reader sums."""
+        """x [rows, in] -> partial sums in out [weight.num_parts(rows), rows, out], float32 at least."""
         self.weight.write_parts(x, self.bias, out)
 
     def gated(self, x: Rows, activation: Activation = SILU) -> Tensor:
-        """x [rows, in] -> the activation [rows, inner], for a weight that stacks gate and up [2·inner, in], or of up
-        alone if the activation has no gate."""
+        """x [rows, in] -> the activation [rows, inner].
+        The weight stacks gate and up, [2·inner, in]; if the activation has no gate, it is up alone."""
         return self.weight.gated(x, self.bias, activation)
 
 
 @dataclass(eq=False, slots=True)
 class Embedding:
-    """weight [vocab, hidden]; scale: factor of every embedding, a number that the model's dtype holds.
+    """The token embedding.  weight: [vocab, hidden].
 
-    row_norm: the norm of every embedding before the factor, or None.
+    scale: the factor of every embedding, a number that is exact in the model's dtype.  row_norm: the norm of every
+    embedding, applied before the factor; or None.
     vocab_size, shards: set with several ranks.  Then `weight` holds the rank's part of the vocabulary (Shards.tokens).
     """
 
@@ -84,14 +85,14 @@ class Embedding:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[vocab, hidden] of the whole embedding, over all ranks."""
+        """The shape [vocab, hidden] of the whole embedding, over all ranks."""
         return len(self.weight) if self.vocab_size is None else self.vocab_size, self.weight.shape[1]
 
     def __call__(self, p: Pass, rope: RopeTables, beside: DraftHidden | None = None) -> Stream:
-        """The stream of the pass's B · Q rows.  rope: the one that most layers use.
+        """Returns the stream of the pass's B · Q rows.  rope: the RoPE that most layers use.
 
-        beside: for a draft, the hidden states that are concatenated to the embeddings; then the stream begins with
-        them, and `given` holds both, normed: [B · Q, 2 · hidden].
+        beside: for a draft, the hidden states that are concatenated to the embeddings.  The residual then starts with
+        these hidden states, and the stream's `given` holds both, normed: [B · Q, 2 · hidden].
         """
         tokens, table = (p.tokens, self.weight) if self.shards.count == 1 else self._over_ranks(p.tokens)
         tables = EmbeddingTables(table, rope.cos, rope.sin)
@@ -103,7 +104,7 @@ class Embedding:
         return Stream(x if self.scale == 1 else x * self.scale, live)
 
     def _over_ranks(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The place of each token in a table of this pass's embeddings alone, and that table."""
+        """Returns (the index of each token in a table of this pass's embeddings, that table)."""
         own = self.shards.tokens(self.shape[0])
         places = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
         rows = self.weight.new_zeros(tokens.numel(), self.shape[1])
@@ -114,7 +115,10 @@ class Embedding:
         return places.masked_fill_(tokens < 0, -1), self.shards.all_reduce(rows)
 
     def make_whole(self) -> None:
-        """Hold all rows on every rank, for a draft that reads them at each of its levels, where ranks do not meet."""
+        """Hold all rows on every rank.
+
+        A draft needs this, because it reads embeddings at each of its levels, between which ranks do not communicate.
+        """
         vocab_size, _ = self.shape
         if self.shards.count > 1:
             padding = self.shards.tokens_each(vocab_size) - len(self.weight)

@@ -1,5 +1,4 @@
-"""The feed-forward block, down(activation(gate(x)) * up(x)) or down(activation(up(x))), and the mixture of experts in
-its place."""
+"""The MLP of a layer, down(activation(gate(x)) * up(x)) or down(activation(up(x))), and the mixture of experts."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -31,25 +30,26 @@ from espalier.shards import WHOLE, Shards
 
 @dataclass(eq=False, slots=True)
 class GatedMLP:
-    """gate_up: stacked weights of gate and up, [2·intermediate, hidden], or up alone if the activation has no gate."""
+    """A dense MLP.
+    gate_up: the stacked weights of gate and up, [2·intermediate, hidden]; if the activation has no gate, up alone."""
 
     gate_up: Linear
     down: Linear
     activation: Activation = SILU
 
     def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
-        """As espalier/models/layers/stream.py:Reader."""
+        """Returns (x + delta, the norm of that sum as gate_up takes it).  See stream.py:Reader."""
         return self.gate_up.read(norm, delta, x)
 
     def __call__(self, x: Rows, live: Tensor | None = None) -> Tensor | Unsummed:
-        """[B·Q, hidden] -> [B·Q, hidden], or parts of it as RMSNorm.after takes them.
+        """[B·Q, hidden] -> [B·Q, hidden], or parts of the result as RMSNorm.after takes them.
 
-        live: [B·Q] bool, as MixtureMLP takes it.  Here every row is computed.
+        live: not used: a dense MLP computes every row.  MixtureMLP has the same argument.
         """
         return self.down.for_stream(self.gate_up.gated(x, self.activation))
 
     def in_parts(self, x: Rows) -> Tensor:
-        """[B·Q, hidden] -> [B·Q, hidden], or parts of it that sum to it: on each rank its own."""
+        """[B·Q, hidden] -> [B·Q, hidden], or parts whose sum is the result.  Each rank returns its own, not summed."""
         return self.down.in_parts(self.gate_up.gated(x, self.activation))
 
     def num_parts(self, rows: int) -> int:
@@ -57,21 +57,25 @@ class GatedMLP:
         return self.down.weight.num_parts(rows)
 
     def write_parts(self, x: Tensor, out: Tensor) -> None:
-        """[B·Q, hidden] -> out [num_parts, B·Q, hidden], float32 at least; they sum to the result."""
+        """[B·Q, hidden] -> out [num_parts, B·Q, hidden], float32 at least.  The sum of the parts is the result."""
         self.down.write_parts(self.gate_up.gated(x, self.activation), out)
 
     def summed(self, x: Tensor) -> Tensor:
-        """[B·Q, hidden] -> [B·Q, hidden], summed: never in parts."""
+        """[B·Q, hidden] -> [B·Q, hidden].  The result is never in parts."""
         return self.down(self.gate_up.gated(x, self.activation))
 
 
-# For few rows: a router has few outputs, so it is split along its inputs, and `route` adds the parts.  A single part
-# would be rounded to x's dtype.  Above, PyTorch's product is faster.
+# A router has few outputs.  For few rows its product is therefore split along the inputs, and `route` adds the parts.
+# A single part would be rounded to x's dtype.  For more than ROUTER_MAX_ROWS rows, PyTorch's product is faster.
 ROUTER_PLAN, ROUTER_MAX_ROWS = TritonPlan(block_out=32, block_in=128, splits=8, warps=4, stages=2), 64
 
 
 class RoutedRows(NamedTuple):
-    """x: [N, hidden], the rows; of_experts: as the routed experts take them; logits: as `route` takes them."""
+    """The input of a MixtureMLP.
+
+    x: [N, hidden], the normed rows; of_experts: these rows in the form that the routed experts take; logits: the
+    router's, in the form that `route` takes.
+    """
 
     x: Tensor
     of_experts: Rows
@@ -84,12 +88,13 @@ class MixtureMLP:
 
     router: [E, H].  bias: [E], added as `routing` says, or None.  gate_up: [E, 2·I, H], or [E, I, H] if the activation
     has no gate.  down: [E, H, I].
-    Both are dense or quantised.
-    shared: an MLP that every row goes through.  shared_gate: [1, H]; the sigmoid of its product scales `shared`.
+    gate_up and down are dense or quantised.
+    shared: an MLP that computes every row.  shared_gate: [1, H]; the sigmoid of its product with a row scales the
+    output of `shared`.
     biases, activation: of the routed experts.  scale: [E], a factor of each expert's weight, or None.
-    shards: over which the experts, shared ones too, are divided: each rank has a part of every expert's I.
-    shared_tiles: `shared` in the form in which few rows take it in the launches of the routed experts; None: it runs
-    apart for any number of rows.  It has the memory of `shared`.
+    shards: the ranks that divide the experts and the shared experts.  Each rank has a part of every expert's I.
+    shared_tiles: the weights of `shared`, in the same memory, for the launches of the routed experts.  These launches
+    compute the shared MLP too if the rows are few.  None: the shared MLP always runs in separate launches.
     """
 
     routing: Routing
@@ -112,10 +117,10 @@ class MixtureMLP:
             self.shared_tiles = _as_tiles(shared, self.gate_up, self.down)
 
     def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, RoutedRows]:
-        """As espalier/models/layers/stream.py:Reader.
+        """Returns (x + delta, the norm of that sum with its router's logits).  See stream.py:Reader.
 
-        For a few rows the norm and the router are one launch.  The launch that norms also rounds what experts take
-        rounded.
+        For a few rows one launch computes the norm and the router.  If the experts take rounded inputs, the launch of
+        the norm also rounds them.
         """
         rounding = rounding_in_norm(self.gate_up, x)
         own = summed(delta) if takes_router(x) and not isinstance(delta, Normed) else None
@@ -126,13 +131,13 @@ class MixtureMLP:
         return total, RoutedRows(normed, rounded, router_logits(normed, self.router))
 
     def routed(self, x: Tensor) -> RoutedRows:
-        """Rows [N, hidden] that are normed already, with their router's logits."""
+        """Normed rows [N, hidden] -> the same rows with their router's logits."""
         return RoutedRows(x, x, router_logits(x, self.router))
 
     def __call__(self, routed: RoutedRows, live: Tensor | None = None) -> Tensor | Unsummed:
-        """[N, hidden] -> [parts, N, hidden], float32 at least, or [N, hidden], as RMSNorm.after takes them.
+        """N rows -> [parts, N, hidden], float32 at least, or [N, hidden], as RMSNorm.after takes them.
 
-        live: [N] bool; other rows go to no expert.  None: all rows are live.
+        live: [N] bool, the rows that go to experts; None: all rows.
         """
         parts = self._mixed(*routed, live)
         return parts if self.shards.count == 1 else Unsummed(parts, self.shards, routed.x.dtype)
@@ -155,7 +160,7 @@ class MixtureMLP:
 
 
 def _write_gated(shared: GatedMLP, gate: Linear, x: Tensor, rows: Rows, out: Tensor) -> None:
-    """Write the shared MLP's result, scaled by its gate, to out [N, H].  rows: x as the MLP takes it."""
+    """Write the shared MLP's result, scaled by its gate, to out [N, H].  rows: x in the form that the MLP takes."""
     weight = gate.weight.dense_tensor()
     if weight is None:
         torch.mul(shared.summed(x), gate(x).to(out.dtype).sigmoid(), out=out)
@@ -164,7 +169,8 @@ def _write_gated(shared: GatedMLP, gate: Linear, x: Tensor, rows: Rows, out: Ten
 
 
 def _rows_of_shared(shared: GatedMLP, gate_up: ExpertMatrix, x: Tensor, of_experts: Rows) -> Rows:
-    """The rows as the shared MLP takes them: those of the routed experts, if these are rounded as it rounds few."""
+    """Returns the rows in the form that the shared MLP takes.
+    The result is `of_experts` if those rows are already rounded as the shared MLP would round them, else x."""
     rounding = shared.gate_up.rounding
     if rounding is None or isinstance(gate_up, Tensor) or gate_up.inputs is None:
         return x
@@ -173,14 +179,18 @@ def _rows_of_shared(shared: GatedMLP, gate_up: ExpertMatrix, x: Tensor, of_exper
 
 
 def rounding_in_norm(gate_up: ExpertMatrix, x: Tensor) -> InputScales | None:
-    """How the norm of x is rounded in its own launch for the routed experts; None: it is not."""
+    """How the launch of the norm of x also rounds its result for the routed experts; None: it does not round."""
     if isinstance(gate_up, Tensor) or gate_up.inputs is None or gate_up.order is not None or not x.is_cuda:
         return None
     return gate_up.inputs if rounds_norm(x.shape[1], gate_up.inputs) else None
 
 
 def _as_tiles(shared: GatedMLP, gate_up: ExpertMatrix, down: ExpertMatrix) -> SharedExperts | None:
-    """None if the two are not dense and without biases, or the shared MLP is no whole number of experts wide."""
+    """The weights of the shared MLP as SharedExperts.
+
+    None if the shared MLP or the experts are quantised, if the shared MLP has a bias, or if its intermediate size is no
+    multiple of an expert's.
+    """
     layers = (shared.gate_up, shared.down)
     wide, narrow = (layer.weight.dense_tensor() for layer in layers)
     if wide is None or narrow is None or not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
@@ -192,9 +202,9 @@ def _as_tiles(shared: GatedMLP, gate_up: ExpertMatrix, down: ExpertMatrix) -> Sh
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x [N, H] · weightᵀ [E, H] -> [N, E], or parts of it as `route` takes them.
+    """x [N, H] · weightᵀ [E, H] -> logits [N, E], or parts of the logits as `route` takes them.
 
-    Computed and returned in float32 (float64 for float64).
+    The product and the result are in float32 (float64 for float64).
     """
     exact = torch.promote_types(x.dtype, torch.float32)
     if x.is_cuda and x.dtype != exact:

@@ -1,4 +1,4 @@
-"""RMS normalisation with a weight, alone or fused with the residual addition before it; and no normalisation."""
+"""RMS norms with a weight, alone or fused with the residual addition before them, and their absence (Unnormed)."""
 
 from collections.abc import Sequence
 from typing import ClassVar, TypeAlias
@@ -27,18 +27,19 @@ Delta: TypeAlias = "Tensor | Unsummed | Normed | None"
 
 
 def is_rounded_before(x: Tensor, size: int, rounding: InputScales | None) -> bool:
-    """Whether the launch that makes `size` columns of rows like x also rounds them, for one product."""
+    """Whether the launch that computes rows like x, of `size` columns, also rounds them for a product."""
     if rounding is None or not x.is_cuda or len(x) > kernel_rows(rounding, chip(x)):
         return False
     return rounds_norm(size, rounding)
 
 
 class RMSNorm:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension, in float32 at least.
+    """RMS norm: x / sqrt(mean(x²) + eps) · weight over the last dimension, computed in float32 at least.
 
     The weight has x's dtype, or float32.
 
-    On a CPU, for float32 and float64, constants are computed once: computing them costs as much as norming a row.
+    On a CPU, for float32 and float64, the constants that follow from weight and eps are computed once, because they
+    cost as much as norming a row.
     """
 
     __slots__ = ("weight", "eps", "_constants")
@@ -56,16 +57,18 @@ class RMSNorm:
         return rms_norm(x, self.weight, self.eps)
 
     def rounded_after(self, delta: Delta, residual: Tensor, rounding: InputScales) -> tuple[Tensor, Rows]:
-        """As `after`, for one reader of the norm that rounds it so (Linear.rounding): it may be rounded already."""
+        """Returns the results of `after`, the norm as RoundedRows if its launch can round it.
+        rounding: how the one reader of the norm rounds its input (Linear.rounding)."""
         if isinstance(delta, Normed) or not is_rounded_before(residual, residual.shape[1], rounding):
             return self.after(delta, residual)
         total, _, rounded = rounded_norm.triton(summed(delta), residual, self.weight, self.eps, rounding)
         return total, rounded
 
     def both_after(self, delta: Delta, residual: Tensor, rounding: InputScales | None) -> tuple[Tensor, Tensor, Rows]:
-        """As `after`, and a third value: the norm as `rounding` rounds it, in the same launch; None: the norm again.
+        """Returns the results of `after`, and the norm rounded by `rounding` in the same launch.
 
-        rounding: on a GPU alone, for widths that `rounds_norm` takes.
+        rounding: None: the third result is the norm itself.  Else x must be on a GPU, and `rounds_norm` accept its
+        width.
         """
         if rounding is not None and not isinstance(delta, Normed):
             given = (summed(delta), residual, self.weight, self.eps, rounding)
@@ -76,11 +79,11 @@ class RMSNorm:
         return total, norm, norm
 
     def after(self, delta: Delta, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(residual + delta, norm of that sum), [N, H] each.
+        """Returns (residual + delta, norm of that sum), [N, H] each.
 
-        delta: [N, H], or [parts, N, H] float32 at least (Linear.in_parts, MixtureMLP), which are summed in order; None
-        before the first block.  Unsummed: it is summed over the ranks first, in the same launch where there is one.
-        Normed: it is normed first, in the same launch on a GPU.
+        delta: a block's output [N, H], or partial sums [parts, N, H], float32 at least (Linear.in_parts, MixtureMLP),
+        which are added in order; None before the first block.  An Unsummed delta is first summed over the ranks, if
+        possible in the same launch.  A Normed delta is first normed, on a GPU in the same launch.
         """
         if isinstance(delta, Normed):
             total, [normed] = delta.added(residual, (self,))
@@ -99,8 +102,8 @@ class RMSNorm:
 class Normed:
     """Outputs of blocks that are normed before they are added: x · scale + norm(the sum of the normed outputs).
 
-    outputs: one or two, each [N, H] or parts of it as RMSNorm.after takes them, and their norms.
-    norm: None: the sum is added as it is.
+    outputs: one or two pairs of an output and its norm; outputs are in a form that RMSNorm.after takes.
+    norm: None: the sum of the normed outputs is added without another norm.
     """
 
     __slots__ = ("outputs", "norm", "scale")
@@ -113,7 +116,7 @@ class Normed:
         self.scale = scale
 
     def added(self, x: Tensor, norms: Sequence[RMSNorm]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """(the sum, up to 3 norms of it), [N, H] each.  On a GPU they are one launch."""
+        """Returns (the new residual, up to 3 norms of it), [N, H] each.  On a GPU, one launch computes all."""
         outputs = [(over_ranks(output), own) for output, own in self.outputs]
         if is_one_launch(x):
             of_outputs = tuple((output, _weight(own)) for output, own in outputs)
@@ -127,7 +130,7 @@ class Normed:
 
 
 def is_one_launch(x: Tensor) -> bool:
-    """Whether outputs that are normed are added to rows like these by one kernel."""
+    """Whether one kernel norms blocks' outputs and adds them to rows like these."""
     return x.is_cuda
 
 
@@ -136,7 +139,7 @@ def _weight(norm: RMSNorm) -> NormWeight:
 
 
 class Unnormed:
-    """In the place of a norm before a block, for families that norm only behind it: the sum itself."""
+    """Takes the place of the norm before a block, for families that norm only a block's output."""
 
     weight: ClassVar[None] = None
 
@@ -148,7 +151,7 @@ class Unnormed:
         return total, total, total
 
     def after(self, delta: Delta, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(residual + delta, the same).  delta: as RMSNorm.after takes it."""
+        """Returns (residual + delta, the same sum again).  delta: as RMSNorm.after takes it."""
         if isinstance(delta, Normed):
             total, _ = delta.added(residual, ())
             return total, total
@@ -158,7 +161,7 @@ class Unnormed:
 
 
 def summed(delta: Tensor | Unsummed | None) -> Tensor | None:
-    """delta, summed over the ranks."""
+    """Returns delta, summed over the ranks if it is Unsummed."""
     return None if delta is None else over_ranks(delta)
 
 

@@ -1,4 +1,4 @@
-"""Blocks that keep a state of a fixed size: Mamba 2, a short convolution, and the gated delta rule."""
+"""Blocks that keep a state of a fixed size for each request: Mamba 2, a short convolution, the gated delta rule."""
 
 from dataclasses import dataclass, field
 from math import inf
@@ -20,10 +20,12 @@ from espalier.models.weight_formats.sharded import Unsummed
 
 @dataclass(eq=False, slots=True)
 class Mamba2:
-    """inputs: stacked projections of the gate, x, B and C, and dt.  conv: of the channels of C, B and x, in this order.
+    """The Mamba 2 block.
 
-    A_log, dt_bias, skip: [heads], float32 at least; skip: the factor of x that is added to the output.
-    limits: of dt.  norm: of the gated output, for each group of heads that share B and C.
+    inputs: the stacked projections of the gate, x, B, C and dt.  conv: over the channels of C, B and x, in this order.
+    A_log, dt_bias, skip: [heads], float32 at least.  skip · x is added to the output.
+    limits: the bounds of dt.  norm: of the gated output, one for each group of heads that share B and C.
+    columns: the first column of each part in the projections' output.
     """
 
     keeps: RecurrentState
@@ -44,11 +46,11 @@ class Mamba2:
         self.columns = keeps.columns._replace(q=2 * inner + shared, k=2 * inner, v=inner)
 
     def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
-        """As espalier/models/layers/stream.py:Reader."""
+        """Returns (x + delta, the norm of that sum as `inputs` takes it).  See stream.py:Reader."""
         return self.inputs.read(norm, delta, x)
 
     def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
-        """As espalier/models/layers/decoder.py:Mixer."""
+        """Returns the block's output for the rows [N, H].  See decoder.py:Mixer."""
         inputs, keeps = self.inputs(rows), self.keeps
         low, high = self.limits
         bounds = low if low > 0 else None, high if high < inf else None
@@ -63,18 +65,19 @@ class Mamba2:
 
 @dataclass(eq=False, slots=True)
 class GatedConv:
-    """gates: stacked projections of the gate before, the gate behind and the inputs, [3 · hidden, hidden]."""
+    """A short convolution with a gate on its input and a gate on its output.
+    gates: the stacked projections of the input gate, the output gate and the inputs, [3 · hidden, hidden]."""
 
     gates: Linear
     conv: ShortConv
     out: Linear
 
     def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
-        """As espalier/models/layers/stream.py:Reader."""
+        """Returns (x + delta, the norm of that sum as `gates` takes it).  See stream.py:Reader."""
         return self.gates.read(norm, delta, x)
 
     def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
-        """As espalier/models/layers/decoder.py:Mixer."""
+        """Returns the block's output for the rows [N, H].  See decoder.py:Mixer."""
         before, behind, inputs = self.gates(rows).chunk(3, -1)
         convolved = p.write(layer, before * inputs, None, self.conv).flatten(0, 1)
         s.keep(p.kept(layer))
@@ -83,10 +86,16 @@ class GatedConv:
 
 @dataclass(eq=False, slots=True)
 class DeltaNet:
-    """qkvz, ba: stacked projections of q, k, v and z, and of b and a: each whole, or in turn for each head of k.
+    """The gated delta rule.
 
-    is_grouped: whether they are in turn.  A_log, dt_bias: [heads], float32 at least: the decay is
-    exp(-exp(A_log) · softplus(a + dt_bias)), and beta is sigmoid(b).  norm: of each head's output, gated by silu(z).
+    qkvz: the stacked projections of q, k, v and the output gate z.  ba: those of b and a.
+    is_grouped: if true, the rows of both are grouped by head of k: all parts of head 0, then all of head 1, ...  If
+    false, each part is whole: all of q, then all of k, ...
+    A_log, dt_bias: [heads], float32 at least.  The decay is exp(-exp(A_log) · softplus(a + dt_bias)); beta is
+    sigmoid(b).
+    norm: of each head's output, which silu(z) then gates.
+    share: heads of v per head of k.  columns: the first column of q, k and v in the output of qkvz.
+    z_at: the first column of z in the output of qkvz.
     """
 
     keeps: RecurrentState
@@ -114,9 +123,10 @@ class DeltaNet:
             self.z_at = 2 * keeps.k_size + of_group
 
     def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, tuple[Rows, Tensor]]:
-        """As espalier/models/layers/stream.py:Reader: the norm as qkvz takes it, and the product of ba.
+        """Returns (x + delta, (the norm of that sum as qkvz takes it, the product of that norm with ba)).
 
-        For a few rows the norm and ba are one launch.  The launch that norms also rounds for qkvz.
+        See stream.py:Reader.  For a few rows one launch computes the norm and the product with ba.  If qkvz takes
+        rounded inputs, the launch of the norm also rounds them.
         """
         rounding = self.qkvz.rounding if is_rounded_before(x, x.shape[1], self.qkvz.rounding) else None
         of_ba = self.ba.weight.dense_tensor() if takes_router(x) else None
@@ -128,7 +138,7 @@ class DeltaNet:
         return total, (of_qkvz, self.ba(normed))
 
     def __call__(self, layer: int, rows: tuple[Rows, Tensor], s: Stream, p: Pass) -> Tensor | Unsummed:
-        """As espalier/models/layers/decoder.py:Mixer."""
+        """Returns the block's output for the rows [N, H].  See decoder.py:Mixer."""
         qkvz, ba = self.qkvz(rows[0]), rows[1]
         q = p.write(layer, qkvz, self._gates(ba), self.conv, self.columns)
         s.keep(p.kept(layer))
@@ -137,13 +147,14 @@ class DeltaNet:
         return self.out.for_stream(_gated_norm(read, gate, self.norm, self.out))
 
     def _gates(self, ba: Tensor) -> GateInputs:
-        """ba: [N, 2 · heads]."""
+        """The inputs of the decay and of beta.  ba: [N, 2 · heads], the product with `ba`."""
         apart, step = (self.share, 2 * self.share) if self.is_grouped else (self.keeps.heads, self.share)
         return GateInputs(ba[:, apart:], ba, self.A_log, self.dt_bias, self.share, step)
 
 
 def _gated_norm(read: Tensor, gate: OutputGate, norm: RMSNorm, out: Linear) -> Rows:
-    """The normed and gated rows as `out` takes them: where one launch can round them for it, it does."""
+    """Returns the normed and gated rows in the form that `out` takes.
+    If `out` takes rounded inputs and the launch of the norm can round them, that launch does it."""
     rounding, (groups, size) = out.rounding, read.shape[1:]
     is_rounded = rounding is not None and is_rounded_before(read, groups * size, rounding)
     if rounding is None or not is_rounded or not rounds_groups(size, groups, rounding):

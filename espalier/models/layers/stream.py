@@ -1,6 +1,7 @@
 """The residual stream of a pass.
 
-The output of a block is not added to the residual at once: the next norm adds it, in the same pass over the row.
+The output of a block is not added to the residual at once.  The launch of the next norm adds it, so each row is read
+once.
 """
 
 from typing import Any, Protocol
@@ -12,28 +13,30 @@ from espalier.models.weight_formats.sharded import Unsummed, over_ranks
 
 
 class Reader(Protocol):
-    """A block, or a linear layer, that reads the norm of the stream."""
+    """A block or a linear layer whose input is the norm of the stream."""
 
     def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Any]:
-        """(x + delta, the norm of that sum in the form that the block takes).  delta: as RMSNorm.after takes it."""
+        """Returns (x + delta, the norm of that sum in the form that the block takes).
+        delta: the last block's output, as RMSNorm.after takes it."""
         ...
 
 
 class Pending(Protocol):
-    """A block's output that only its own kernel adds."""
+    """A block's output that only a kernel of the block can add to the residual."""
 
     def after(self, norm: AnyNorm, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(x + the output, the norm of that sum)."""
+        """Returns (x + the block's output, the norm of that sum)."""
         ...
 
 
 class Stream:
-    """x: [N, H], the residual of N rows.  delta: what the last block gave and the next norm adds to x.
+    """The residual of the N rows of a pass, from the embedding to the final norm.
 
+    x: [N, H], the residual.  delta: the last block's output, which the next norm adds to x.
     live: [N] bool, whether a row's token exists.  Void nodes and padding go to no expert.
-    given: what the first block reads, if the embedding made it; then that block has no norm.
-    beside: [N, layers, P], what an embedding gives each layer beside the stream; None where there is none.
-    inputs: by layer, the sums that were captured.
+    given: the input of the first block, for draft heads whose embedding makes it.  That block has no norm.
+    beside: [N, layers, P], a second input of each layer, from the embedding; None for families without it.
+    inputs: the captured inputs of layers, by layer.
     """
 
     __slots__ = ("x", "delta", "live", "given", "beside", "inputs", "_capturing")
@@ -48,7 +51,7 @@ class Stream:
         self._capturing: int | None = None
 
     def normed(self, norm: AnyNorm | None, reader: Reader) -> Any:
-        """Add what the last block gave.  Returns the norm of the sum, as `reader` takes it.
+        """Add the last block's output to x.  Returns the norm of the sum in the form that `reader` takes.
 
         norm: None for a first block whose input the embedding made.
         """
@@ -66,9 +69,9 @@ class Stream:
         return rows
 
     def add(self, delta: Tensor | Unsummed | Normed | Pending, norm: RMSNorm | None = None, scale: float = 1.0) -> None:
-        """Take a block's output, [N, H] or parts of it.
+        """Take a block's output, [N, H] or parts of it.  The next norm adds it to x.
 
-        norm: of the output, for families that norm behind a block; scale: the output's factor.  No family has both.
+        norm: the norm of the output, for families that have one; scale: the output's factor.  No family has both.
         """
         if norm is not None or scale != 1:
             assert isinstance(delta, Tensor | Unsummed) and (norm is None or scale == 1)
@@ -76,18 +79,18 @@ class Stream:
         self.delta = delta
 
     def keep(self, rows: Tensor | None) -> None:
-        """Go on with these rows alone; None: with all."""
+        """Drop all rows but those at the indices `rows`; None: keep all."""
         if rows is not None:
             self.x = self.x[rows]
             self.live = None if self.live is None else self.live[rows]
             self.beside = None if self.beside is None else self.beside[rows]
 
     def capture(self, layer: int) -> None:
-        """Keep the input of a layer: the next sum."""
+        """Let the next norm store its sum in `inputs`: the input of this layer."""
         self._capturing = layer
 
     def end(self, norm: RMSNorm, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """The stream behind the last block and the norm of it, [*shape, H] each."""
+        """Returns (the residual after the last block, its final norm), [*shape, H] each."""
         if self.delta is None or isinstance(self.delta, Tensor | Unsummed | Normed):
             x, normed = norm.after(self.delta, self.x)
         else:

@@ -43,7 +43,7 @@ def all_dense(name: str) -> WeightFormat:
     return DENSE_FORMAT
 
 
-# By quant_method (None if config.json has none): makes each matrix's format from that field of config.json.
+# By quant_method (None: config.json has none), a function from the quantisation field of config.json to a FormatOf.
 FORMATS: Mapping[str | None, Callable[[Mapping[str, Any]], FormatOf]] = {
     None: lambda quantisation: all_dense,
     "awq": read_awq,
@@ -73,7 +73,7 @@ def declared_kv_dtype(full: Mapping[str, Any]) -> str | None:
 
 
 def read_formats(full: Mapping[str, Any], path: Path) -> FormatOf:
-    """The formats of a completed config.json, by names as the checkpoint has them.
+    """Returns the format of each matrix, from a completed config.json.  Names are those in the checkpoint.
 
     Raises EspalierError naming a format that is not in FORMATS.
     """

@@ -1,9 +1,9 @@
 """The contracts of a weight (for the layers) and of a weight format (for the loader).
 
-A weight multiplies rows by a matrix, in whatever form its format keeps it.  A format declares the tensors that make up
-a matrix in a checkpoint, the dimensions of these tensors that are the matrix's rows and columns, how many rows and
-columns one entry covers, and the weight that they become.  With that, the loader checks, stacks and shards the tensors
-of every format in the same way.
+A weight multiplies rows by a matrix, in whatever form its format keeps the matrix.  A format declares the tensors that
+store a matrix in a checkpoint, and the weight that they become.  For each tensor it declares which dimensions are the
+matrix's rows and columns, and how many rows and columns one entry covers.  With these declarations, the loader checks,
+stacks and shards the tensors of every format in the same way.
 """
 
 from abc import ABC, abstractmethod
@@ -21,10 +21,10 @@ from espalier.shards import Part
 
 
 class Weight(ABC):
-    """A matrix [out, in].  nbytes: bytes of its tensors in memory.
+    """A matrix [out, in].  nbytes: bytes of the matrix's tensors in memory.
 
-    A subclass implements `apply`.  It overrides the other products if it has faster kernels for them.  A weight with
-    `rounding` takes inputs that are rounded so (RoundedRows) in `apply`, `parts` and `gated` too.
+    A subclass implements `apply`.  It overrides the other products if it has faster kernels for them.  If `rounding` is
+    not None, `apply`, `parts` and `gated` also take RoundedRows with this rounding.
     """
 
     __slots__ = ("shape", "nbytes")
@@ -39,18 +39,18 @@ class Weight(ABC):
         """x [rows, in] -> x · weightᵀ + bias, a new tensor [rows, out] in x's dtype."""
 
     def dense_tensor(self) -> Tensor | None:
-        """The matrix [out, in] itself, if it is kept as one dense tensor."""
+        """The matrix [out, in] if it is kept as one dense tensor, else None."""
         return None
 
     def require_kernels(self, dtype: torch.dtype) -> None:  # noqa: B027
-        """Raises EspalierError if no kernel multiplies inputs of this dtype on the weight's device."""
+        """Check that a kernel multiplies inputs of this dtype on the weight's device.  Raises EspalierError."""
 
     def parts(self, x: Any, bias: Tensor | None) -> Tensor:
-        """The result of `apply`, or [parts, rows, out] float32 that sum to it.  RMSNorm.after sums them."""
+        """Returns the result of `apply`, or partial sums of it [parts, rows, out] float32, which RMSNorm.after adds."""
         return self.apply(x, bias)
 
     def for_stream(self, x: Any, bias: Tensor | None) -> Any:
-        """`parts`, or Unsummed if ranks divide the columns (sharded.py)."""
+        """Returns the result of `parts`, or Unsummed if ranks divide the columns (sharded.py)."""
         return self.parts(x, bias)
 
     def num_parts(self, rows: int) -> int:
@@ -58,25 +58,25 @@ class Weight(ABC):
         return 1
 
     def write_parts(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """Write the result of `apply`, in parts that sum to it, to out [num_parts, rows, out], float32 at least."""
+        """Write partial sums of the result of `apply` to out [num_parts, rows, out], float32 at least."""
         out[0].copy_(self.apply(x, bias))
 
     def gated(self, x: Any, bias: Tensor | None, activation: Activation = SILU) -> Tensor:
-        """The activation, as Linear.gated."""
+        """Returns the activation of the product; see Linear.gated."""
         return gated(self.apply(x, bias), activation)
 
     @property
     def rounding(self) -> InputScales | None:
-        """How inputs are rounded that may come as RoundedRows; None: they may not."""
+        """The rounding that RoundedRows must have; None: this weight takes no RoundedRows."""
         return None
 
     def rows_from(self, first: int) -> "Weight":
-        """Rows first .. out-1 of the matrix, as a weight in the same memory."""
+        """Returns rows first .. out-1 of the matrix as a weight in the same memory."""
         return LastRows(self, first)
 
 
 class LastRows(Weight):
-    """The last rows of a weight whose format cannot be cut: it multiplies by all rows."""
+    """The last rows of a weight whose format cannot be cut.  A product computes all rows and drops the first ones."""
 
     __slots__ = ("whole", "first", "format")
 
@@ -92,7 +92,7 @@ class LastRows(Weight):
 
 
 class StackedWeights(Weight):
-    """Weights of several formats, one over the other: they read the same inputs."""
+    """Weights of several formats, stacked one over the other.  All read the same inputs."""
 
     __slots__ = ("parts_of_rows", "format")
 
@@ -112,11 +112,11 @@ class StackedWeights(Weight):
 class StoredTensor:
     """One of the tensors that a checkpoint stores for a matrix.
 
-    suffix: its name is the matrix's name and this suffix.
-    dtype: None for a floating-point tensor, which is cast to the model's dtype.  A tensor of a given dtype keeps it; of
-    several dtypes it keeps the one that it has.
-    row_dim: its dimension that is the matrix's rows; None if every row of the matrix needs the whole tensor.
-    column_dim: as row_dim, of the columns.  row_unit, column_unit: the rows and columns that one entry covers.
+    suffix: the tensor's name is the matrix's name and this suffix.
+    dtype: None for a floating-point tensor, which is cast to the model's dtype.  Otherwise the tensor must have this
+    dtype, or one of these dtypes, and keeps it.
+    row_dim: the dimension that is the matrix's rows; None if every row of the matrix needs the whole tensor.
+    column_dim: the same for the matrix's columns.  row_unit, column_unit: the rows and columns that one entry covers.
     """
 
     suffix: str
@@ -128,7 +128,7 @@ class StoredTensor:
     column_unit: int = 1
 
     def cut(self, rows: Part, columns: Part) -> tuple[slice, ...]:
-        """Where a part of the matrix is stored: a slice for each dimension.
+        """Returns where a part of the matrix is stored, as a slice for each dimension of the tensor.
 
         Raises EspalierError for a part that begins or ends inside an entry.
         """
@@ -143,52 +143,53 @@ class StoredTensor:
 
 
 class WeightFormat(ABC):
-    """A way to store matrices.  Matrices of formats that compare equal may be stacked.
+    """A way to store matrices.  Matrices may be stacked if their formats compare equal.
 
-    has_shards: whether its StoredTensors declare rows and columns, so that ranks may hold parts of a matrix.
+    has_shards: whether the format's StoredTensors declare rows and columns, so that ranks may hold parts of a matrix.
     """
 
     name: ClassVar[str]
     has_shards: ClassVar[bool] = False
-    # Whether an embedding may be in the format too.  It becomes a table in the model's dtype.
+    # Whether an embedding may be stored in the format too.  It then becomes a table in the model's dtype.
     embeds: ClassVar[bool] = False
 
     @property
     def note(self) -> str | None:
-        """A message for the log when a checkpoint in this format is loaded: a property of the format that is not
-        followed."""
+        """A message for the log when a checkpoint in this format is loaded.
+        It names a property of the format that is not followed.  None: there is no such property."""
         return None
 
     def spelled(self, stored: Callable[[str], bool]) -> "WeightFormat":
-        """This format with the suffixes that a matrix is stored under.  stored: whether a suffix is one of them."""
+        """Returns this format with the suffixes that a matrix is stored under.  stored: whether a suffix is stored."""
         return self
 
     @abstractmethod
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
-        """The tensors that store a matrix [rows, columns].  Raises EspalierError for a shape that it cannot store."""
+        """Returns the tensors that store a matrix [rows, columns].
+        Raises EspalierError for a shape that the format cannot store."""
 
     @abstractmethod
     def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
-        """One weight of stacked matrices, which have `rows` rows each, in this order.
+        """Returns one weight of stacked matrices.  rows: how many rows each matrix has, in order.
 
-        tensors: by suffix, on the device.  A tensor with row_dim has all matrices concatenated along it; a tensor
-        without has an additional first dimension, with one entry for each matrix.
+        tensors: by suffix, on the device.  If a tensor has a row_dim, the tensors of all matrices are concatenated
+        along it.  If not, they are stacked: an additional first dimension has one entry for each matrix.
         """
 
     def of_part(self, tensors: Mapping[str, Tensor], rows: Sequence[Part], columns: Part) -> Mapping[str, Tensor]:
-        """The tensors of a part, as `build` takes them: where values count rows or columns, they count the part's."""
+        """Returns the tensors of a part as `build` takes them.  Values that count rows or columns count the part's."""
         return tensors
 
     def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Tensor | QuantisedMatrix:
-        """As `build`, but the matrix itself, for experts and latent attention."""
+        """Returns the matrix instead of a weight, for experts and latent attention.  See `build`."""
         raise EspalierError(f"format {self.name} is supported for linear layers only, not for experts")
 
     def expert_tensors(self, count: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
-        """The tensors that store `count` experts [rows, columns] stacked, in the dtypes that they keep."""
+        """Returns the tensors that store `count` stacked experts [rows, columns], in the dtypes that they keep."""
         raise EspalierError(f"experts that are stored stacked are not supported in format {self.name}")
 
     def expert_matrix(self, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
-        """The matrix [count, rows, columns] of `expert_tensors`, by suffix, on the device."""
+        """Returns the matrix [count, rows, columns].  tensors: those of expert_tensors, by suffix, on the device."""
         raise NotImplementedError
 
     def keeps(self, name: str, dtype: torch.dtype) -> bool:
@@ -196,5 +197,5 @@ class WeightFormat(ABC):
         return False
 
 
-# The format of a matrix, by its name in the checkpoint, such as model.layers.0.mlp.up_proj.
+# The name of a matrix in the checkpoint, such as model.layers.0.mlp.up_proj -> its format.
 FormatOf = Callable[[str], WeightFormat]

@@ -1,7 +1,7 @@
 """quant_method "compressed-tensors", as llm-compressor writes it: FP8, 4-bit integers packed along columns, NVFP4.
 
-`config_groups` maps module names to schemes; a name in `ignore` is dense.  A scheme that is not implemented is refused
-when config.json is read, with its name.
+`config_groups` maps module names to schemes.  A module named in `ignore` is dense.  A scheme that is not implemented is
+refused by name when config.json is read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,16 +34,18 @@ from espalier.models.weight_formats.quantised import (
 from espalier.shards import Part
 
 SUPPORTED = "float-quantized (FP8), pack-quantized (4 bits) and nvfp4-pack-quantized"
-# What a target of config_groups may be besides names: the class of every linear layer.
+# The class of every linear layer.  A target of config_groups is this class or a name.
 LINEAR = "Linear"
 
 
 @dataclass(frozen=True)
 class PackedFormat(QuantisedFormat):
-    """weight_packed int32 [out, in / 8], values + 8, low nibble first; weight_scale [out, in / group]; weight_shape.
+    """4-bit integers packed into int32.
 
-    zero_points: weight_zero_point int32 [out / 8, in / group], packed along the rows.
-    g_idx: weight_g_idx int32 [in], the group of each column.
+    The tensors are weight_packed int32 [out, in / 8] (values + 8, low nibble first), weight_scale [out, in / group] and
+    weight_shape.
+    zero_points: whether there is weight_zero_point int32 [out / 8, in / group], packed along the rows.
+    g_idx: whether there is weight_g_idx int32 [in], the group of each column.
     """
 
     group: int | None
@@ -100,7 +102,8 @@ def _require_shapes(shapes: Tensor, rows: Sequence[int], columns: int) -> None:
 
 
 def read_compressed_tensors(quantisation: Mapping[str, Any]) -> FormatOf:
-    """Raises EspalierError naming a scheme that is not supported."""
+    """Returns the format of each matrix, for quant_method "compressed-tensors".
+    Raises EspalierError naming a scheme that is not supported."""
     _refuse(quantisation, "sparsity_config", "transform_config")
     ignored, shared = module_names(quantisation, "ignore"), quantisation.get("format")
     groups: list[tuple[tuple[str, ...], WeightFormat]] = []
@@ -114,7 +117,7 @@ def read_compressed_tensors(quantisation: Mapping[str, Any]) -> FormatOf:
     def format_of(name: str) -> WeightFormat:
         if any(matches(name, pattern) for pattern in ignored):
             return DENSE_FORMAT
-        # A name or a pattern comes before the class of all linear layers, whatever the order of the groups.
+        # A name or a pattern has priority over the class of all linear layers, whatever the order of the groups.
         named = (format for targets, format in groups if any(t != LINEAR and matches(name, t) for t in targets))
         linear = (format for targets, format in groups if LINEAR in targets)
         return next(named, next(linear, DENSE_FORMAT))
@@ -130,7 +133,7 @@ def _refuse(quantisation: Mapping[str, Any], *names: str) -> None:
 
 
 def _read_scheme(group: Mapping[str, Any], stored: str | None) -> WeightFormat:
-    """The format of one entry of config_groups.  stored: its `format`."""
+    """Returns the format for one entry of config_groups.  stored: the entry's `format`."""
     weights = read_object(group, "weights")
     inputs = None if group.get("input_activations") is None else read_object(group, "input_activations")
     if group.get("output_activations") is not None:
@@ -163,7 +166,7 @@ def _read_fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> W
 
 
 def _read_inputs(inputs: Mapping[str, Any] | None) -> tuple[Literal["static", "dynamic"] | None, int | None]:
-    """How FP8 inputs are scaled, and the columns that share a dynamic scale."""
+    """Returns (how FP8 inputs are scaled, how many columns share a dynamic scale)."""
     if inputs is None:
         return None, None
     strategy, dynamic = inputs.get("strategy"), inputs.get("dynamic")

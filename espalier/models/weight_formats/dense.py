@@ -3,7 +3,7 @@
 On an x86 CPU in float32, the weight is kept in oneDNN's blocked layout.  F.linear would call a BLAS that takes 2 to 4
 times as long for the few rows of a decoding step (docs/log.md).  Both results agree to float32 rounding.
 
-On a GPU, a measured table says for each shape and number of rows whether our kernel or F.linear is used
+On a GPU, a measured table says for each shape and number of rows whether Espalier's kernel or F.linear is used
 (kernels/layers/linear_plans.py).
 """
 
@@ -85,14 +85,14 @@ class PackedWeight(Weight):
     def __init__(self, tensor: Tensor) -> None:
         super().__init__((tensor.shape[0], tensor.shape[1]), tensor.nbytes)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(tensor.contiguous(), PACKED_FOR_ROWS)
-        # Kept, because looking up the operator takes as long as a small layer's computation.
+        # The operator is kept, because looking it up takes as long as a small layer's computation.
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         out: Tensor = self._multiply(x, self._packed, bias, "none", [], "")
         return out
 
-    # As those of Weight, without their calls: a round has some hundred products.
+    # The same results as Weight's methods, without their additional calls: a round has some hundred products.
     parts = for_stream = apply
 
 
@@ -110,12 +110,12 @@ class DenseFormat(WeightFormat):
         return tensors[".weight"]
 
 
-# The only one: formats are compared, to know which matrices may be stacked.
+# The only instance.  Formats are compared to find out which matrices may be stacked.
 DENSE_FORMAT = DenseFormat()
 
 
 def dense_weight(tensor: Tensor) -> Weight:
-    """The weight of a tensor [out, in].  It shares the tensor's memory, unless it is packed."""
+    """Returns the weight of a tensor [out, in].  It shares the tensor's memory, unless it is a PackedWeight."""
     if can_pack(tensor):
         return PackedWeight(tensor)
     plans = plans_for((tensor.shape[0], tensor.shape[1]), DENSE, tensor.dtype, tensor)

@@ -1,11 +1,11 @@
 """Formats whose values are E2M1, FP4: MXFP4 experts as GPT-OSS stores them, and NVFP4.
 
-MXFP4 has blocks of 32 values with a power of two (OCP Microscaling Formats 1.0), NVFP4 groups of 16 columns with a
-scale in E4M3, and one more factor in float32 for the whole matrix.
+MXFP4 has blocks of 32 values, each block with a power of two (OCP Microscaling Formats 1.0).  NVFP4 has groups of 16
+columns, each group with a scale in E4M3, and one more factor in float32 for the whole matrix.
 
-compressed-tensors stores the number that NVFP4's scales are divided by, ModelOpt the one that they are multiplied with.
-Most checkpoints ask for inputs in 4 bits too, for which only Blackwell has units.  On Hopper, as in other engines,
-inputs keep the model's dtype, and loading says so.
+compressed-tensors stores a factor by which NVFP4's scales are divided; ModelOpt stores a factor by which they are
+multiplied.  Most checkpoints also declare 4-bit inputs, for which only Blackwell has units.  On Hopper, as in other
+engines, inputs keep the model's dtype, and loading logs this.
 """
 
 import fnmatch
@@ -37,13 +37,14 @@ from espalier.models.weight_formats.quantised import (
 BLOCK = 32
 MODELOPT = "modelopt"
 HF_QUANT_CONFIG = "hf_quant_config.json"
-# Its `quantized_layers` name each matrix and its own algorithm.
+# The quant_algo of a config whose `quantized_layers` name the algorithm of each matrix.
 MIXED = "MIXED_PRECISION"
 
 
 @dataclass(frozen=True)
 class Mxfp4Format(QuantisedFormat):
-    """Stacked experts: _blocks uint8 [experts, out, in / 32, 16], low nibble first; _scales [experts, out, in / 32]."""
+    """Stacked experts in MXFP4.
+    The tensors are _blocks uint8 [experts, out, in / 32, 16], low nibble first, and _scales [experts, out, in / 32]."""
 
     name = "mxfp4"
     has_shards = True
@@ -70,7 +71,7 @@ class Mxfp4Format(QuantisedFormat):
 
 
 def read_mxfp4(quantisation: Mapping[str, Any]) -> FormatOf:
-    """quant_method "mxfp4": the experts are quantised, and nothing else."""
+    """Returns the format of each matrix, for quant_method "mxfp4": only the experts are quantised."""
     skipped, format = module_names(quantisation, "modules_to_not_convert"), Mxfp4Format()
 
     def format_of(name: str) -> Any:
@@ -82,9 +83,9 @@ def read_mxfp4(quantisation: Mapping[str, Any]) -> FormatOf:
 
 NVFP4_NAME = "nvfp4"
 GROUP = 16
-# Bytes of E4M3 from here on are NaN or negative.
+# E4M3 bytes from this value on are NaN or negative.
 NO_SCALE = 0x7F
-# Said once of a checkpoint that asks for more.
+# The log message for a checkpoint that declares 4-bit inputs.  It is logged once.
 W4A4 = (
     "asks for inputs in 4 bits too (W4A4), which Espalier does not compute: weights stay in NVFP4 and inputs keep the "
     "model's dtype, so results differ from W4A4's; they are closer to the unquantised model's"
@@ -93,10 +94,10 @@ W4A4 = (
 
 @dataclass(frozen=True)
 class Names:
-    """The suffixes of a matrix's tensors, in one of the two spellings.
+    """The suffixes of a matrix's tensors, in compressed-tensors or in ModelOpt.
 
-    codes: uint8 [out, in / 2], low nibble first; scales: E4M3 [out, in / 16]; factor: float32 [1], and whether scales
-    are multiplied with it or divided by it; inputs: float32 [1], of inputs in 4 bits.
+    codes: uint8 [out, in / 2], low nibble first.  scales: E4M3 [out, in / 16].  factor: float32 [1].  factor_is:
+    whether scales are multiplied or divided by the factor.  inputs: float32 [1], the scale of 4-bit inputs.
     """
 
     codes: str
@@ -112,7 +113,7 @@ MODELOPT_NAMES = Names(".weight", ".weight_scale", ".weight_scale_2", "multiplie
 
 @dataclass(frozen=True)
 class Nvfp4Format(QuantisedFormat):
-    """names: of the tensors.  has_inputs: whether a scale of inputs in 4 bits is stored, which is not used."""
+    """A matrix in NVFP4.  has_inputs: whether a scale of 4-bit inputs is stored; it is not used."""
 
     names: Names
     has_inputs: bool = False
@@ -128,7 +129,7 @@ class Nvfp4Format(QuantisedFormat):
         names = self.names
         inputs = (StoredTensor(names.inputs, (1,), torch.float32),) if self.has_inputs else ()
         return (
-            # A part has whole groups, of which one has eight bytes of codes.
+            # Parts consist of whole groups, and a group has eight bytes of codes.
             StoredTensor(names.codes, (rows, columns // 2), torch.uint8, 0, 1, column_unit=2),
             StoredTensor(names.scales, (rows, columns // GROUP), FP8, 0, 1, column_unit=GROUP),
             StoredTensor(names.factor, (1,), torch.float32),
@@ -166,7 +167,8 @@ MODELOPT_FORMATS: Mapping[str, WeightFormat] = {
 
 
 def read_modelopt(quantisation: Mapping[str, Any]) -> FormatOf:
-    """Raises EspalierError naming an algorithm that is not supported: W4A8_AWQ, NVFP4_AWQ and others."""
+    """Returns the format of each matrix, for quant_method "modelopt".
+    Raises EspalierError naming an algorithm that is not supported: W4A8_AWQ, NVFP4_AWQ and others."""
     if quantisation.get("quant_algo") == MIXED:
         layers = read_object(quantisation, "quantized_layers")
         if not layers:
@@ -177,7 +179,7 @@ def read_modelopt(quantisation: Mapping[str, Any]) -> FormatOf:
         return lambda name: formats.get(name, DENSE_FORMAT)
     names = module_names(quantisation, "ignore") + module_names(quantisation, "exclude_modules")
     skipped = [f"re:{fnmatch.translate(name)}" if "*" in name else name for name in names]
-    # A head that is not among these names is quantised.
+    # A head that is not among the skipped names is quantised.
     return dense_if_skipped(skipped, _format(quantisation), lm_head=True)
 
 
@@ -189,7 +191,7 @@ def _format(described: Mapping[str, Any]) -> WeightFormat:
 
 
 def read_hf_quant_config(path: Path) -> dict[str, Any]:
-    """The fields for config.json from a directory's hf_quant_config.json; empty if there is none."""
+    """Returns the fields for config.json from a directory's hf_quant_config.json; empty without that file."""
     file = path / HF_QUANT_CONFIG
     if not file.exists():
         return {}
@@ -202,7 +204,7 @@ STRATEGIES = ("tensor", "attn_head")
 def kv_scheme(full: Mapping[str, Any], fields: tuple[str, ...]) -> str | None:
     """The kv_dtype that a config.json declares; None if it declares none.
 
-    fields: those that may hold the quantisation.  Raises EspalierError for a scheme that is not supported.
+    fields: the fields that may hold the quantisation.  Raises EspalierError for a scheme that is not supported.
     """
     quantisation: Any = next((full[name] for name in fields if full.get(name) is not None), None)
     if not isinstance(quantisation, Mapping):
@@ -220,7 +222,7 @@ def kv_scheme(full: Mapping[str, Any], fields: tuple[str, ...]) -> str | None:
     wanted = {"type": ("float",), "num_bits": (8,), "dynamic": (False, None), "symmetric": (True, None)}
     read = scheme if isinstance(scheme, Mapping) else {}
     wrong = [name for name, values in wanted.items() if read.get(name) not in values]
-    # ModelOpt has one scale for a layer and does not say so.
+    # ModelOpt has one scale per layer, but its config does not say so.
     strategy = read.get("strategy", "tensor" if quantisation.get("quant_method") == MODELOPT else None)
     if wrong or strategy not in STRATEGIES:
         raise EspalierError(

@@ -1,4 +1,4 @@
-"""FP8 weights (E4M3): one scale for a matrix, for each row, or for each block; and quant_method "fp8" of config.json.
+"""FP8 weights (E4M3), with one scale for a matrix, for each row or for each block; reads quant_method "fp8".
 
 DeepSeek-V3 and the FP8 checkpoints of Qwen3 have quant_method "fp8" with `weight_block_size`; older checkpoints have no
 `weight_block_size`.  compressed_tensors.py reads the same tensors under other names.
@@ -24,24 +24,25 @@ from espalier.models.weight_formats.quantised import (
 )
 
 FP8_NAME = "fp8"
-# How one scale for a matrix and one for its inputs are called: by most, by transformers (Mistral's), by Mistral.
+# The suffixes of a matrix's scale and of its inputs' scale: in most checkpoints, in transformers' copies of Mistral's
+# models, in Mistral's own checkpoints.
 SPELLINGS = (
     (".weight_scale", ".input_scale"),
     (".weight_scale_inv", ".activation_scale"),
     (".qscale_weight", ".qscale_act"),
 )
-# Suffix of the scales of experts that are stored stacked.
+# The suffix of the scales of experts that are stored stacked.
 OF_STACK = "_scale_inv"
 
 
 @dataclass(frozen=True)
 class Fp8Format(QuantisedFormat):
-    """`.weight` [out, in] E4M3 and the tensor `scale`; a weight is their product.
+    """A matrix in FP8: `.weight` [out, in] E4M3, times the scales in the tensor `scale`.
 
-    block: (rows, columns) that share a scale; None for rows: all rows of the matrix; None for columns: all columns.
-    scale: suffix of the scales [ceil(out / rows), ceil(in / columns)]; [1] where one scale serves a whole matrix.
-    inputs: whether the inputs' scale is stored ("static", in `input_scale` [1]) or computed for each row ("dynamic");
-    None: inputs are not rounded.  group: columns of an input row that share a dynamic scale; None: all.
+    block: the (rows, columns) that share a scale; None for rows: all rows of the matrix; None for columns: all columns.
+    scale: the suffix of the scales [ceil(out / rows), ceil(in / columns)]; [1] if one scale serves a whole matrix.
+    inputs: "static": the inputs' scale is stored, in `input_scale` [1].  "dynamic": it is computed for each row.  None:
+    inputs are not rounded.  group: how many columns of an input row share a dynamic scale; None: all.
     """
 
     block: tuple[int | None, int | None]
@@ -75,7 +76,7 @@ class Fp8Format(QuantisedFormat):
         return QuantisedMatrix("fp8", tensors[".weight"], scales, self.block[1] or columns, row_block, inputs=inputs)
 
     def expert_tensors(self, count: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
-        """As transformers names them: behind the name of the stack without `.weight`."""
+        """See WeightFormat.  The suffixes follow the name of the stack without `.weight`, as in transformers."""
         row_block, column_block = self.block
         if row_block is None or column_block is None:
             return super().expert_tensors(count, rows, columns)
@@ -89,20 +90,20 @@ class Fp8Format(QuantisedFormat):
         (row_block, column_block), codes, scales = self.block, tensors[""], tensors[OF_STACK]
         assert row_block is not None and column_block is not None
         if codes.shape[1] % row_block:
-            # An expert begins inside a block of the stack's rows, so every row gets a scale of its own.
+            # An expert begins inside a block of the stack's rows, so scales are repeated: one for each row.
             scales, row_block = scales.repeat_interleave(row_block, 1)[:, : codes.shape[1]].contiguous(), 1
         inputs = None if self.inputs is None else InputScales(self.group)
         return for_device(QuantisedMatrix("fp8", codes, scales, column_block, row_block, inputs=inputs))
 
     def _scales(self, scales: Tensor, rows: Sequence[int]) -> tuple[Tensor, int]:
-        """Scales [blocks of rows, blocks of columns] of the stacked matrices, and the rows of a block."""
+        """Returns the scales [blocks of rows, blocks of columns] of the stacked matrices, and the rows per block."""
         row_block = self.block[0]
         lengths = torch.tensor(rows, device=scales.device)
         if row_block is None:
             return scales.repeat_interleave(lengths, 0).contiguous(), 1
         if len(rows) == 1 or not any(count % row_block for count in rows):
             return scales, row_block
-        # A matrix of the stack begins inside a block of rows, so every row gets a scale of its own.
+        # A matrix of the stack begins inside a block of rows, so scales are repeated: one for each row.
         starts = [-(-count // row_block) for count in rows]
         own = (
             part.repeat_interleave(row_block, 0)[:count] for part, count in zip(scales.split(starts), rows, strict=True)
@@ -114,7 +115,8 @@ class Fp8Format(QuantisedFormat):
 
 
 def _one_scale(scales: Tensor) -> Tensor:
-    """[matrices, 1] -> float32 [1].  Matrices that are computed as one read the same inputs."""
+    """Returns the scale that all stacked matrices have for their inputs, [matrices, 1] -> float32 [1].
+    Stacked matrices read the same inputs.  Raises EspalierError if their scales differ."""
     if not bool((scales == scales[0]).all()):
         raise EspalierError(
             "the stacked matrices have different values of input_scale; only equal ones are supported: use a "
@@ -124,7 +126,8 @@ def _one_scale(scales: Tensor) -> Tensor:
 
 
 def read_fp8(quantisation: Mapping[str, Any]) -> FormatOf:
-    """quant_method "fp8".  Raises EspalierError naming a field that is not supported."""
+    """Returns the format of each matrix, for quant_method "fp8".
+    Raises EspalierError naming a field that is not supported."""
     read_field(quantisation, "fmt", ("e4m3", None))
     inputs = read_field(quantisation, "activation_scheme", ("dynamic", "static"), "dynamic")
     block, lm_head = quantisation.get("weight_block_size"), bool(quantisation.get("lm_head"))
@@ -139,7 +142,7 @@ def read_fp8(quantisation: Mapping[str, Any]) -> FormatOf:
 
 
 def read_block(block: Any) -> tuple[int, int]:
-    """The size of a scale's block.  Raises EspalierError for sizes that the kernels do not take."""
+    """Returns the (rows, columns) of a scale's block.  Raises EspalierError for sizes that no kernel supports."""
     sizes = block if isinstance(block, list | tuple) else ()
     if len(sizes) != 2 or not all(isinstance(size, int) and size >= 16 and not size & (size - 1) for size in sizes):
         raise EspalierError(

@@ -1,6 +1,6 @@
-"""Matrices in the block formats of GGUF files: the file's bytes stay in memory, and products read them.
+"""Matrices in the block formats of GGUF files.  The file's bytes stay in memory, and products read them.
 
-config.json, made from the file's metadata (gguf_config.py), has the block format of each matrix.
+The block format of each matrix is in the config.json that gguf_config.py makes from the file's metadata.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ GGUF_METHOD = "gguf"
 
 
 class BlockWeight(Weight):
-    """A weight that stays in the blocks of its file."""
+    """A weight that is kept in the blocks of its file."""
 
     __slots__ = ("matrix", "format")
 
@@ -51,7 +51,7 @@ class BlockWeight(Weight):
 
 @dataclass(frozen=True)
 class GGUFFormat(WeightFormat):
-    """`.weight` uint8 [out, blocks of a row, bytes of a block].  type: a name of BLOCK_TYPES."""
+    """A matrix in blocks: `.weight` uint8 [out, blocks of a row, bytes of a block].  type: a name of BLOCK_TYPES."""
 
     type: str
     name = GGUF_METHOD
@@ -72,7 +72,8 @@ class GGUFFormat(WeightFormat):
 
 
 def read_gguf_types(quantisation: Mapping[str, Any]) -> FormatOf:
-    """quant_method "gguf".  Raises EspalierError naming a block format that is not supported."""
+    """Returns the format of each matrix, for quant_method "gguf".
+    Raises EspalierError naming a block format that is not supported."""
     types = read_object(quantisation, "types")
     if unknown := next((type for type in types.values() if type not in BLOCK_TYPES), None):
         raise EspalierError(f"quantization_config: block type {shown(unknown)} is not supported")

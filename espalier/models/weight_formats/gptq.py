@@ -1,7 +1,7 @@
 """GPTQ (Frantar et al. 2022, arXiv:2210.17323): 4 bits along the columns, as AutoGPTQ and GPTQModel pack them.
 
-With `desc_act` the columns of a group are not neighbours: `g_idx` has the group of each column.  Loading sorts the
-columns by their groups, and the product takes its inputs in that order.
+With `desc_act` the columns of a group are not adjacent: `g_idx` has the group of each column.  Loading sorts the
+columns by group, and the product takes its inputs in that order.
 
 AWQ (Lin et al. 2023, arXiv:2306.00978) packs along the rows, as AutoAWQ's "gemm" version does.
 """
@@ -34,15 +34,17 @@ from espalier.models.weight_formats.quantised import (
 )
 from espalier.shards import Part
 
-# Added to an int32, it adds 1 to each of its nibbles.  GPTQModel subtracts it when it saves, also from zeros.
+# Added to an int32, this adds 1 to each nibble.  GPTQModel subtracts this number when it saves, even from nibbles of 0.
 ONE_EACH = 0x11111111
 
 
 @dataclass(frozen=True)
 class GptqFormat(QuantisedFormat):
-    """qweight int32 [in / 8, out], qzeros int32 [in / group, out / 8], scales [in / group, out], g_idx int32 [in].
+    """A matrix in GPTQ's format.
 
-    stored_offset: what is added to a stored zero point: 1 in checkpoint_format "gptq" (v1), 0 in "gptq_v2".
+    The tensors are qweight int32 [in / 8, out], qzeros int32 [in / group, out / 8], scales [in / group, out] and g_idx
+    int32 [in].
+    stored_offset: a number to add to stored zero points: 1 in checkpoint_format "gptq" (v1), 0 in "gptq_v2".
     """
 
     group: int | None
@@ -85,7 +87,8 @@ class GptqFormat(QuantisedFormat):
 
 
 def read_gptq(quantisation: Mapping[str, Any]) -> FormatOf:
-    """quant_method "gptq".  Raises EspalierError naming a field that is not supported."""
+    """Returns the format of each matrix, for quant_method "gptq".
+    Raises EspalierError naming a field that is not supported."""
     read_field(quantisation, "bits", (4,))
     if quantisation.get("dynamic"):
         raise EspalierError("quantization_config: dynamic (settings for each module) is not supported, only none")
@@ -93,7 +96,7 @@ def read_gptq(quantisation: Mapping[str, Any]) -> FormatOf:
     skipped = module_names(quantisation, "modules_to_not_convert")
     format = GptqFormat(read_group(quantisation, 128), 0 if version == "gptq_v2" else 1)
     format_of = dense_if_skipped(skipped, format, bool(quantisation.get("lm_head")))
-    # A list for each step in which they were quantised, or one for all.
+    # The field holds a list of names for each step of the quantisation, or one list for all.
     blocks = quantisation.get("modules_in_block_to_quantize")
     if isinstance(blocks, list) and all(isinstance(block, list) for block in blocks):
         blocks = [name for block in blocks for name in block]
@@ -103,13 +106,14 @@ def read_gptq(quantisation: Mapping[str, Any]) -> FormatOf:
     return lambda name: format_of(name) if any(matches(name, each) for each in chosen) else DENSE_FORMAT
 
 
-# Row r of eight is this nibble of its int32.
+# The nibble of an int32 that holds each of its eight rows.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True)
 class AwqFormat(QuantisedFormat):
-    """qweight int32 [in, out / 8], qzeros int32 [in / group, out / 8], scales [in / group, out]."""
+    """A matrix in AWQ's format.
+    The tensors are qweight int32 [in, out / 8], qzeros int32 [in / group, out / 8] and scales [in / group, out]."""
 
     group: int | None
     name = "awq"
@@ -139,7 +143,8 @@ class AwqFormat(QuantisedFormat):
 
 
 def read_awq(quantisation: Mapping[str, Any]) -> FormatOf:
-    """quant_method "awq".  Raises EspalierError naming a field that is not supported."""
+    """Returns the format of each matrix, for quant_method "awq".
+    Raises EspalierError naming a field that is not supported."""
     read_field(quantisation, "bits", (4,), quantisation.get("w_bit", 4))
     read_field(quantisation, "version", ("gemm", "GEMM"), "gemm")
     read_field(quantisation, "zero_point", (True,), True)

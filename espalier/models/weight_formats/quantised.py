@@ -1,4 +1,4 @@
-"""Shared by the quantised formats: the weight object, the names that stay dense, and layouts of 4-bit values."""
+"""Shared code of the quantised formats: the weight class, the names that stay dense, the layouts of 4-bit values."""
 
 import re
 from abc import abstractmethod
@@ -19,15 +19,15 @@ from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.shards import Part
 from espalier.tokenizer_files import may_not_end
 
-# Dtypes of scales.  Loading keeps the stored one.
+# The dtypes that scales may have.  Loading keeps the stored dtype.
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Layers that no quantiser touches unless it says so: the head, and the projection and head of MTP layers.
+# Matrices that are dense unless a config says otherwise: the head, and the projection and head of MTP layers.
 ALWAYS_DENSE = re.compile(r"(^|\.)(lm_head|eh_proj|shared_head\.head)$")
 NIBBLES_OF_INT32 = 8
 
 
 class QuantisedWeight(Weight):
-    """A weight that stays in memory in 8 or 4 bits."""
+    """A weight that is kept in 8 or 4 bits per value."""
 
     __slots__ = ("format", "matrix")
 
@@ -63,7 +63,7 @@ class QuantisedFormat(WeightFormat):
 
     @abstractmethod
     def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
-        """`matrix` with inputs as the checkpoint asks, wherever it runs."""
+        """Returns the matrix with the rounding of inputs that the checkpoint declares, on any device.  See `matrix`."""
 
     def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
         return for_device(self.stored_matrix(tensors, rows, columns))
@@ -72,21 +72,21 @@ class QuantisedFormat(WeightFormat):
         return QuantisedWeight(self.matrix(tensors, rows, columns), self.name)
 
     def keeps(self, name: str, dtype: torch.dtype) -> bool:
-        """Biases and the norms beside a matrix are cast; they end in .bias, or in .weight and are wide."""
+        """Whether a tensor keeps its dtype.  Biases and norms do not: `.bias`, and `.weight` in a wide dtype."""
         return not name.endswith(".bias") and (dtype.itemsize == 1 or not name.endswith(".weight"))
 
 
 def for_device(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """The matrix as this device multiplies with it.  On a CPU, inputs are not rounded to FP8.
+    """Returns the matrix in the form in which this device multiplies.  On a CPU, inputs are not rounded to FP8.
 
-    A CPU has no FP8 units, so rounding would gain nothing.  And rounding makes results depend on the last bit of an
-    input: a tree and plain decoding would choose different tokens more often (docs/design.md, section 6).
+    A CPU has no FP8 units, so rounding would gain nothing.  Besides, rounding makes results depend on the last bit of
+    an input.  Tree and plain decoding would then choose different tokens more often (docs/design.md, section 6).
     """
     return replace(matrix, inputs=None) if matrix.device.type == "cpu" else matrix
 
 
 def require_multiple(name: str, what: str, size: int, unit: int) -> None:
-    """Raises EspalierError if `unit` does not divide `size`."""
+    """Check that `unit` divides `size`.  Raises EspalierError."""
     if size % unit:
         raise EspalierError(f"format {name} needs {what} in a multiple of {unit}, but this matrix has {size}")
 
@@ -94,7 +94,7 @@ def require_multiple(name: str, what: str, size: int, unit: int) -> None:
 def unpack_int32(packed: Tensor, dim: int, order: Sequence[int] = range(NIBBLES_OF_INT32)) -> Tensor:
     """int32 whose nibbles are values along `dim` -> uint8 of 8 times that size.
 
-    order: the value v of an int32 is its nibble order[v], counted from the low bits.
+    order: value v of an int32 is in nibble order[v], counted from the low bits.
     """
     shifts = torch.tensor(order, dtype=torch.int32, device=packed.device) * 4
     dim %= packed.ndim
@@ -103,15 +103,15 @@ def unpack_int32(packed: Tensor, dim: int, order: Sequence[int] = range(NIBBLES_
 
 
 def packed_rows(of_rows: Any, num_rows: int, step: int = 4096) -> Tensor:
-    """Codes [num_rows, in / 2], made block by block: of_rows(begin, end) -> uint8 [end - begin, in]."""
+    """Returns codes [num_rows, in / 2], computed in blocks of rows: of_rows(begin, end) -> uint8 [end - begin, in]."""
     blocks = (pack_nibbles(of_rows(begin, min(begin + step, num_rows))) for begin in range(0, num_rows, step))
     return torch.cat(list(blocks))
 
 
 def dense_if_skipped(skipped: Sequence[str], format: WeightFormat, lm_head: bool = False) -> FormatOf:
-    """A function from a matrix's name to its format: `format`, or dense if it is `skipped` or never quantised.
+    """Returns a function from a matrix's name to its format: `format`, or dense for skipped and ALWAYS_DENSE names.
 
-    skipped: module names, parts of them ("mlp.gate", "layers.61"), or "re:" and a pattern.
+    skipped: module names, parts of module names ("mlp.gate", "layers.61"), or "re:" and a pattern.
     lm_head: whether the head is quantised too.
     """
 
@@ -125,9 +125,9 @@ def dense_if_skipped(skipped: Sequence[str], format: WeightFormat, lm_head: bool
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern of config.json matches the name of a module or of a module around it.
+    """Whether a pattern of config.json matches the name of a module, or of a module that contains it.
 
-    As in transformers, "model.layers.0." with its last dot is the module, and the end of a name matches too: "gate"
+    As in transformers, "model.layers.0." with a final dot names the module, and the end of a name matches: "gate"
     matches "shared_expert_gate".
     """
     if pattern.startswith("re:"):
@@ -137,7 +137,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def read_field(quantisation: Mapping[str, Any], name: str, allowed: Sequence[object], default: object = None) -> Any:
-    """A field of quantization_config.  Raises EspalierError if its value is not one of `allowed`."""
+    """Returns the value of a field of quantization_config.  Raises EspalierError if it is not one of `allowed`."""
     value = quantisation.get(name, default)
     if value not in allowed:
         known = " or ".join(repr(known) for known in allowed)
@@ -146,7 +146,8 @@ def read_field(quantisation: Mapping[str, Any], name: str, allowed: Sequence[obj
 
 
 def module_names(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """The module names, or patterns of them, in a field; it may be null.  Raises EspalierError for another value."""
+    """Returns the module names, or patterns of names, in a field; none if it is null.
+    Raises EspalierError for any other value."""
     value = fields.get(name) or ()
     if not isinstance(value, list | tuple) or not all(isinstance(each, str) and _is_pattern(each) for each in value):
         raise EspalierError(f"quantization_config: {name} = {value!r}; a list of module names is needed; correct it")
@@ -164,7 +165,7 @@ def _is_pattern(name: str) -> bool:
 
 
 def read_object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The object in a field; null is an empty one.  Raises EspalierError for another value."""
+    """Returns the object in a field; an empty object if it is null.  Raises EspalierError for any other value."""
     value = fields.get(name)
     if value is not None and not isinstance(value, Mapping):
         raise EspalierError(f"quantization_config: {name} = {value!r}; an object is needed; correct it")
@@ -172,15 +173,16 @@ def read_object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def read_group(quantisation: Mapping[str, Any], default: int) -> int | None:
-    """The columns that share a scale; None (-1 in the config): all.  Raises EspalierError for unusual sizes."""
+    """Returns how many columns share a scale; None (-1 in the config): all.  Raises EspalierError for unusual sizes."""
     size = read_field(quantisation, "group_size", (-1, 16, 32, 64, 128, 256, 512, 1024), default)
     return None if size == -1 else int(size)
 
 
 def groups_of_part(groups: Tensor, columns: Part, group: int | None) -> Tensor:
-    """The group of each column of a part, counted from the part's first; groups: counted from the matrix's first.
+    """Returns the group of each column of a part, counted from the part's first group.
 
-    Raises EspalierError for columns that are not in the order of their groups: theirs may lie in any part.
+    groups: the same, counted from the matrix's first group.  Raises EspalierError for columns that are not in the order
+    of their groups, because the scales of such columns may lie in any part.
     """
     own = groups - columns.begin // (group or columns.size)
     expected = torch.arange(len(columns), device=groups.device) // (group or columns.size)
@@ -193,10 +195,10 @@ def groups_of_part(groups: Tensor, columns: Part, group: int | None) -> Tensor:
 
 
 def common_order(groups: Tensor, group: int) -> Tensor | None:
-    """The columns sorted by group [in]; None if they already are.
+    """Returns the indices of the columns, sorted by group, [in]; None if the columns already are in this order.
 
-    groups: [matrices, in], the group of each column of each stacked matrix.  Raises EspalierError unless the matrices
-    agree and each group has `group` columns.
+    groups: [matrices, in], the group of each column of each stacked matrix.  Raises EspalierError unless all matrices
+    have the same groups and each group has `group` columns.
     """
     if not bool((groups == groups[0]).all()):
         raise EspalierError(

@@ -1,8 +1,8 @@
 """Weights of which each rank holds a part.
 
 `SummedWeight` has a part of the columns: its products are summed over the ranks.  `GatheredWeight` has a part of the
-rows: its products are joined.  Both give the product of the whole matrix, in each of a weight's forms, because those
-follow from `apply`.  A product may also be left `Unsummed`, for a reader that sums, adds and norms at once.
+rows: its products are concatenated.  Both return the product of the whole matrix, from `apply` and from all methods
+that use it.  A product may also stay `Unsummed`, for a reader that sums, adds to the residual and norms in one launch.
 """
 
 import torch
@@ -15,7 +15,8 @@ from espalier.shards import Shards
 
 
 class ShardedWeight(Weight):
-    """own: the rank's part of a matrix [out, in]; shape: of the product's result and of its inputs on this rank."""
+    """A weight of which this rank holds the part `own`.
+    shape: the number of outputs of the whole product, and the number of inputs on this rank."""
 
     __slots__ = ("format", "own", "shards")
 
@@ -33,12 +34,12 @@ class ShardedWeight(Weight):
         return self.joined(self.own.apply(x, None), bias)
 
     def joined(self, own: Tensor, bias: Tensor | None) -> Tensor:
-        """The product [rows, out] from the rank's own."""
+        """Returns the whole product [rows, out].  own: this rank's product."""
         raise NotImplementedError
 
 
 class SummedWeight(ShardedWeight):
-    """A part of the columns."""
+    """A weight of which each rank holds a part of the columns."""
 
     __slots__ = ()
 
@@ -47,16 +48,16 @@ class SummedWeight(ShardedWeight):
         return total if bias is None else total + bias
 
     def for_stream(self, x: Rows, bias: Tensor | None) -> "Unsummed":
-        """`apply` without the sum over the ranks, which the reader of the result makes.  The bias is added on one
-        rank."""
+        """Returns the product without the sum over the ranks, which the reader of the result computes.
+        The bias is added on one rank alone."""
         once = bias if bias is None or self.shards.rank == 0 else torch.zeros_like(bias)
         return Unsummed(self.own.parts(x, once), self.shards, x.dtype)
 
 
 class Unsummed:
-    """A block's output on one rank, still to be summed over the ranks.
+    """A block's output on one rank.  The reader must sum it over the ranks.
 
-    parts: [N, H] in `dtype`, or [parts, N, H] float32 at least, which are summed in order.
+    parts: [N, H] in `dtype`, or partial sums [parts, N, H], float32 at least, which are added in order.
     """
 
     __slots__ = ("parts", "shards", "dtype")
@@ -67,25 +68,26 @@ class Unsummed:
         self.dtype = dtype
 
     def summed(self) -> Tensor:
-        """[N, H] in `dtype`, over the ranks."""
+        """Returns the sum over the ranks, [N, H] in `dtype`."""
         return self.shards.all_reduce(sum_parts(self.parts, self.dtype))
 
     def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
-        """As Collectives.all_reduce_add_norm."""
+        """Returns (residual + the sum over the ranks, its norm), from one launch; None if there is no such launch.
+        See Collectives.all_reduce_add_norm."""
         joined = self.shards.collectives
         return None if joined is None else joined.all_reduce_add_norm(self.parts, residual, weight, eps)
 
 
 def over_ranks(output: Tensor | Unsummed) -> Tensor:
-    """A block's output, summed over the ranks where that is left to the reader."""
+    """Returns a block's output; an Unsummed one is first summed over the ranks."""
     return output.summed() if isinstance(output, Unsummed) else output
 
 
 class GatheredWeight(ShardedWeight):
-    """A part of the rows: `Shards.tokens` of the vocabulary.
+    """A weight of which each rank holds a part of the rows: `Shards.tokens` of the vocabulary.
 
-    All logits are gathered, for greedy requests too.  To exchange the best of each 2,048 logits and its place alone
-    took longer on two H100s: 6.2 µs instead of 5.4 for one row, 43 instead of 40 for 64, 183 instead of 164 for 256.
+    All logits are gathered, even for greedy requests.  On two H100s, exchanging only the best of each 2,048 logits and
+    its index took longer: 6.2 µs instead of 5.4 for one row, 43 instead of 40 for 64, 183 instead of 164 for 256.
     """
 
     __slots__ = ()
