@@ -1,4 +1,4 @@
-"""The known draft formats, chosen by config.json, and the drafters that need no files."""
+"""The draft formats, one of which is chosen by config.json, and the drafters that need no files."""
 
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -32,7 +32,7 @@ from espalier.speculate.drafters.one_pass import OnePassDrafter
 from espalier.speculate.drafters.peagle import PEagleDrafter
 from espalier.speculate.tree import RootTrees
 
-# A weight of each target's first layer.
+# A weight in the first layer of every target.
 FIRST_LAYER = "model.layers.0.input_layernorm.weight"
 CAPTURED = "eagle_aux_hidden_state_layer_ids (top-level ids name layers' inputs, those in eagle_config their outputs)"
 # Two mistakes leave an accept length near 1: layer ids off by one, and the wrong row for depth 1.
@@ -109,7 +109,7 @@ FORMATS = (
 )
 # By algorithm.  To add a format from outside this package: DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
 DRAFT_FORMATS: dict[str, DraftFormat] = {known.algorithm: known for known in FORMATS}
-# What is not built, by architecture or speculators_model_type: drafts, and models or their MTP layers alone.
+# Drafts, models and MTP layers that are not built, by architecture or speculators_model_type, with a name for each.
 NOT_BUILT = {
     "xpress": "XPress",
     "Gemma4DSparkModel": "DSpark with Gemma 4's layers",
@@ -121,7 +121,7 @@ MTP_NOT_BUILT = {
     **dict.fromkeys(("Qwen3NextForCausalLM", "Qwen3NextMTP"), "Qwen3-Next"),
 }
 # Drafters that need no files, by algorithm.  To add one from outside this package: WITHOUT_FILES["name"] = ITS_CLASS.
-# The processes that a command starts do not see that; they see the entry points of installed packages in this group.
+# Child processes do not see such an entry.  They see the entry points of installed packages in the group ENTRY_POINTS.
 WITHOUT_FILES: dict[str, type[DrafterWithoutFiles]] = {
     drafter.spec.algorithm: drafter for drafter in (NgramDrafter, NoDrafter)
 }
@@ -134,9 +134,9 @@ def algorithms() -> tuple[str, ...]:
 
 
 def drafter_without_files(algorithm: str) -> type[DrafterWithoutFiles] | None:
-    """The class of an algorithm that needs no files, None for others.
+    """The drafter class of an algorithm that needs no files; None for other algorithms.
 
-    Raises EspalierError for one that does not declare itself as such.
+    Raises EspalierError if the class's `spec` is not that of an algorithm without files.
     """
     drafter = WITHOUT_FILES.get(algorithm)
     if drafter is None and algorithm not in DRAFT_FORMATS:
@@ -151,7 +151,7 @@ def drafter_without_files(algorithm: str) -> type[DrafterWithoutFiles] | None:
 
 
 def what_to_check(algorithm: str) -> str:
-    """What a user should check or do where almost no draft token of this algorithm is accepted."""
+    """What a user should check or do if almost no draft token of this algorithm is accepted."""
     if algorithm == NgramDrafter.spec.algorithm:
         return "this text has few repetitions: use a trained draft"
     if algorithm not in DRAFT_FORMATS:
@@ -165,7 +165,7 @@ def what_to_check(algorithm: str) -> str:
 
 
 def format_of(raw: Raw, path: Path) -> DraftFormat:
-    """The format of the draft at `path`, by its config.json.  Raises EspalierError, listing the known formats."""
+    """The format of the draft at `path`, by its config.json.  Raises EspalierError if no known format has it."""
     for known in DRAFT_FORMATS.values():
         if known.takes(raw):
             return known
