@@ -203,7 +203,7 @@ class TreeChoice:
         at = next_bucket(batch)
         other = self._choose(bucket, at, share, context, [form for form in bucket.forms if form.drafts])
         seconds = self.times.seconds(other, at, context)
-            # A trial ends early only if `alone` beats every token that the form on trial could give.
+        # A trial ends early only if `alone` beats every token that the form on trial could give.
         tokens = self.rate(other, at, share, context) * seconds if other == bucket.current else 1 + other.steps
         saved = seconds - self.costs.of_rows(alone, batch, looked_up.rows)
         worth = self.lately.share(tokens / seconds, 1.0)

@@ -164,7 +164,7 @@ def _draft_weights(draft: DraftConfig) -> int:
 def _attention_weights(config: ModelConfig, spec: LayerSpec) -> int:
     """Weights of one layer's attention, or of the part that replaces attention in a layer with a state."""
     if isinstance(spec.keeps, RecurrentState):
-            # The weights of the inputs, of a gate as wide as the outputs, and of the outputs.
+        # The weights of the inputs, of a gate as wide as the outputs, and of the outputs.
         return config.hidden_size * (spec.keeps.channels + 2 * spec.heads * spec.keeps.v_size)
     latent, hidden, heads = config.latent, config.hidden_size, spec.heads
     if latent is None:
