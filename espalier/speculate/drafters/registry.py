@@ -193,9 +193,9 @@ def _why_unknown(raw: Raw, path: Path) -> str:
 def is_draft(path: Path, is_expected: bool = False) -> bool:
     """Whether the directory holds a draft.
 
-    A target with MTP layers of its own is a target.  Such layers alone have the target's config.json, but no first
-    layer: they are a draft.
-    is_expected: raise EspalierError, as format_of, for what is no target and no known draft.
+    A target with its own MTP layers is a target.  A directory with such layers alone has the target's config.json, but
+    no first layer, so it is a draft.
+    is_expected: raise EspalierError, as format_of does, if the directory holds neither a target nor a known draft.
     """
     if is_gguf(path):
         return False
@@ -211,19 +211,19 @@ def is_draft(path: Path, is_expected: bool = False) -> bool:
 
 
 def _holds_first_layer(path: Path) -> bool:
-    """Whether the directory holds a target's layer 0; also if its weights are in files that are not read here."""
+    """Whether the directory holds a target's layer 0.  Also True if its weights are in files that are not read here."""
     return not shards_of(path) or FIRST_LAYER in Weights(path, torch.float32, "cpu")
 
 
 def draft_algorithm(path: Path) -> str:
-    """The algorithm that runs the draft in this directory.  Raises EspalierError."""
+    """The algorithm that runs the draft in this directory.  Raises EspalierError for an unknown format."""
     return format_of(read_json(path / "config.json"), path).algorithm
 
 
 def own_draft(path: Path, target: ModelConfig, algorithm: str) -> Path | None:
     """The directory of the target at `path`, if it holds a draft beside the target; else None.
 
-    algorithm: the one that the draft must run under, or "auto".
+    algorithm: the algorithm that must be able to run the draft, or "auto" for any.
     """
     formats = (known for known in DRAFT_FORMATS.values() if algorithm in ("auto", known.algorithm))
     return path if any(known.in_target and known.in_target(path, target) for known in formats) else None
@@ -241,7 +241,7 @@ def read_draft(path: Path | str, target: ModelConfig) -> DraftConfig:
 
 
 def draft_shards(algorithm: str, shards: Shards) -> Shards:
-    """What a rank that holds `shards` of the target holds of the draft of this algorithm: a part, or all."""
+    """The part of a draft of this algorithm that a rank holds, if it holds `shards` of the target; WHOLE for all."""
     return shards if algorithm in DRAFT_FORMATS and DRAFT_FORMATS[algorithm].in_parts else WHOLE
 
 
@@ -256,8 +256,8 @@ def load_draft(
 ) -> DraftModel:
     """Load a draft.  `target` must have been loaded with the `capture` of `read_draft(path, target.config).spec`.
 
-    shards: what this rank holds of the target; draft_shards says what it holds of the draft.
-    Raises EspalierError naming what does not fit.
+    shards: the part of the target that this rank holds; draft_shards gives the part of the draft.
+    Raises EspalierError that names the part that does not fit.
     """
     path = Path(path)
     config = read_draft(path, target.config)
@@ -272,7 +272,7 @@ def load_draft(
 
 
 def make_drafter(algorithm: str, draft: DraftModel | None, layout: RoundLayout, cache: ModelCache) -> Drafter:
-    """The drafter of an algorithm.  cache: of the draft's layers, which are none without a draft.
+    """Make the drafter of an algorithm.  cache: of the draft's layers; without a draft it has no layers.
 
     Raises EspalierError if the algorithm needs a draft and `draft` is None.
     """
