@@ -35,16 +35,16 @@ SEPARATOR = ", "
 
 
 def backend(name: str) -> AttentionBackend:
-    """A new backend with this name.  Raises EspalierError, with the known names, if there is none."""
+    """Create the backend with this name.  Raises EspalierError, with the known names, if no backend has it."""
     if name not in BACKENDS:
         raise EspalierError(f"attention={name!r} is unknown; use one of {', '.join(BACKENDS)}, or 'auto'")
     return BACKENDS[name]()
 
 
 def default_backend(device: str, dtype: torch.dtype | None = None, keeps: Keeps | None = None) -> str:
-    """The name of the backend for "auto": the first that supports the device, the dtype and what the layers keep.
+    """Return the name that "auto" stands for: the first backend that supports the device, the dtype and `keeps`.
 
-    If there is none, the first that supports the device.
+    If none supports all three, it is the first backend that supports the device.
     """
     installed = [made.support for made in BACKENDS.values() if made.support.is_installed]
     on_device = [support for support in installed if device in support.devices]
@@ -57,9 +57,9 @@ def default_backend(device: str, dtype: torch.dtype | None = None, keeps: Keeps 
 def choose_backends(
     configured: str | None, device: str, dtype: torch.dtype, specs: Sequence[LayerSpec], layers: Sequence[int]
 ) -> str:
-    """The backend's name for `layers`, or one name per group of layers if they differ.  configured: None for auto.
+    """Return the backend's name for `layers`, or one name per group of layers if they differ.
 
-    Layers that keep a state have no backend.
+    configured: the name that the user set, None for auto.  Layers that keep a state need no backend.
     """
     groups = groups_of(specs, with_rows(specs, layers)) or (None,)
     names = [configured or default_backend(device, dtype, keeps) for keeps in groups]
@@ -76,7 +76,7 @@ def grouped_backend(
     left_bound: bool = False,
     exact_lengths: bool = True,
 ) -> GroupedBackend:
-    """The backends of `layers`.  names: the result of choose_backends; left_bound, exact_lengths: see Support.require.
+    """Create the backends of `layers`.  names: from choose_backends; left_bound, exact_lengths: see Support.require.
 
     Raises EspalierError if a backend cannot run its layers.
     """

@@ -1,11 +1,11 @@
 """FlashAttention-3: Hopper, K and V heads and latent rows.
 
-The kernels come with the FlashAttention-3 package or inside the sglang-kernel wheel, whose functions have the same
-arguments.  They read page tables and lengths on the device, divide long requests among programs there (how many parts
-there may be follows from shapes alone), and return the log-sum-exp in natural log: nothing is planned on the host.
+The kernels come with the FlashAttention-3 package or inside the sglang-kernel wheel; the functions of both have the
+same arguments.  They read page tables and lengths on the device and split long requests among programs there.  The
+largest number of splits follows from shapes alone, so the host plans nothing.  The log-sum-exp is in natural log.
 
-On pages of 64 rows and more they multiply the rows past a request's length by zero, so these must be finite: the engine
-clears the pages of a request whose logits were not finite (LaunchInput.cleared_pages).
+On pages of 64 rows and more the kernels multiply the rows past a request's length by zero, so these rows must be
+finite.  Therefore the engine clears the pages of a request whose logits were not finite (LaunchInput.cleared_pages).
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ UNDIVIDED_VALUES = 2**23
 
 @cache
 def flash_attn_with_kvcache() -> Callable[..., tuple[Tensor, ...]]:
-    """The library's function, found on first use."""
+    """Return the library's function.  The import happens on first use."""
     assert SUPPORT.library is not None and SUPPORT.library.found is not None
     function: Callable[..., tuple[Tensor, ...]] = import_module(SUPPORT.library.found).flash_attn_with_kvcache
     return function

@@ -1,14 +1,15 @@
 """FlashInfer: K and V heads (its FA2 and FA3 kernels) and latent rows.
 
-A wrapper of the library divides the work of one shape of pass among programs, on the host: this is its plan.  What a
-plan must know of lengths, by the library's code (0.6.7):
+A wrapper of the library holds a plan: the division of one shape of pass among programs, made on the host.  By the
+library's code (0.6.7), these plans need exact lengths:
 
-- FA2 reads lengths on the device.  Its kernel counts the splits of a request from the device's length, and the merge of
-  the splits counts them in the plan, so splits need exact lengths.  Without splits a plan is right for any lengths.
-- FA3 and MLA read lengths from the plan alone: they need exact ones.
+- FA2 with splits.  FA2 reads lengths on the device, and its kernel counts a request's splits by the length on the
+  device.  But the merge of the splits counts them by the plan.  Without splits an FA2 plan is right for any lengths.
+- FA3 and MLA.  Their kernels read lengths from the plan alone.
 
-So rounds run on FA2, split in lock-step (planned again before each replay) and not split in overlap.  Long passes,
-which know their lengths, run on FA3 where the device has it.  Latent rows are refused in overlap.
+Therefore rounds run on FA2.  A lock-step round has splits, and is planned again before each replay.  An overlapped
+round has no splits.  Long passes, whose lengths are exact, run on FA3 where the device has it.  Latent rows are refused
+in overlap.
 """
 
 from collections.abc import Sequence
@@ -28,19 +29,20 @@ from espalier.cache.layer_spec import Keeps, LatentKV, LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.ops.attention import Nodes, Prefix
 
-# Queries of a request from which FA3 is used, if lengths are exact: chunks of prompts, and trees as large as that.
+# FA3 is used from this number of queries per request on, if lengths are exact: chunks of prompts, and large trees.
 FA3_QUERIES = 256
-# Scratch memory that the library asks for, and the most that partial results of splits may take.
+# Bytes of scratch memory that the library needs, and the most bytes of the splits' partial results.
 WORKSPACE_BYTES, MAX_WORKSPACE_BYTES = 2**27, 2**29
-# Plans of eager passes that are kept.  A prefill pass needs two for the target: one for all rows, and one for its last
-# layer, which attends with one query of each piece.  A draft needs one or two more.
+# The most plans that are kept for eager passes.  A prefill pass needs two for the target: one for all rows, and one for
+# its last layer, which has one query per piece of a prompt.  A draft needs one or two more.
 KEPT_PLANS = 12
 
 
 @dataclass(frozen=True)
 class PassShape:
-    """What a plan is made for.  skipped: pages of each request that our kernels attend to; width: pages of `rest`;
-    exact: whether the host knows the lengths; programs: that fill the device."""
+    """The properties for which a plan is made.  skipped: pages at the start of each request that our kernels attend to;
+    width: pages per request in `rest`; exact: whether the host knows the exact lengths; programs: how many programs
+    fill the device."""
 
     batch: int
     queries: int
@@ -63,7 +65,7 @@ class PassShape:
 
     @property
     def split_bytes(self) -> int:
-        """Bytes of the partial results, as the library's plan counts them in a graph."""
+        """Bytes of the splits' partial results, as the library's planner computes them for a CUDA graph."""
         kept = self.spec.keeps
         group = self.spec.heads // kept.kv_heads
         packed = (self.batch * (self.queries - 1) + 1) * group
@@ -73,11 +75,11 @@ class PassShape:
 
 
 class Plan:
-    """A wrapper of the library for one shape of pass, and the buffers that it reads: int32, on the device, written in
-    every launch.
+    """A wrapper of the library for one shape of pass, and the wrapper's int32 device buffers.  Every launch writes the
+    buffers.
 
-    queries: [B + 1] on the host, where each request's queries begin; starts: [B + 1], where its pages begin in `pages`
-    [B · width]; last: [B], the rows of its last page (of latent rows: all its rows).
+    queries: [B + 1] on the host, the index of each request's first query; starts: [B + 1], the index of its first page
+    in `pages` [B · width]; last: [B], rows in its last page (for latent rows: all rows of the request).
     """
 
     def __init__(self, shape: PassShape, workspace: Tensor):
@@ -85,14 +87,14 @@ class Plan:
         sizes = shape.batch + 1, shape.batch * shape.width, shape.batch
         self.starts, self.pages, self.last = (torch.zeros(n, dtype=torch.int32, device=device) for n in sizes)
         self.queries = torch.arange(shape.batch + 1, dtype=torch.int32) * shape.queries
-        # The library stages a plan in pinned memory, which must not be written again before it was copied.
+        # The library stages a plan in pinned memory.  The host must not overwrite it before the copy has ended.
         self.copied = torch.cuda.Event() if device.type == "cuda" else None
         self.lengths: CommittedLengths | None = None
         self.located: Prefix | None = None
         self.wrapper = self._wrapper(workspace, (self.queries.to(device), self.starts, self.pages, self.last))
 
     def make(self, lengths: CommittedLengths) -> None:
-        """Divide the work.  Raises EspalierError if that needs exact lengths and these are bounds."""
+        """Plan for these lengths.  Raises EspalierError if the plan needs exact lengths and these are upper bounds."""
         if self.lengths is not None and (lengths == self.lengths or not self.needs_lengths):
             return
         if self.needs_lengths and not lengths.exact:
@@ -105,12 +107,12 @@ class Plan:
             self.copied.record()
 
     def wait(self) -> None:
-        """Until the last plan was copied."""
+        """Wait until the last plan has been copied to the device."""
         if self.copied is not None:
             self.copied.synchronize()
 
     def locate(self, rest: Prefix) -> None:
-        """Write the pages of each request, one after another, for the lengths on the device."""
+        """Write the pages of all requests, request after request, for the lengths on the device."""
         if self.located is rest:
             return
         self.located = rest
@@ -129,12 +131,13 @@ class Plan:
     def _wrapper(self, workspace: Tensor, buffers: tuple[Tensor, ...]) -> Any:
         make = import_module("flashinfer").prefill.BatchPrefillWithPagedKVCacheWrapper
         wrapper = make(workspace, "NHD", True, *buffers, backend="fa3" if self.shape.uses_fa3 else "fa2")
-        # Without splits, programs beyond the plan's read what no plan wrote: zeros let them repeat the first one.
+        # Without splits, programs past the planned ones read entries that no plan wrote.  Zeros there make them repeat
+        # the first entry's work.
         wrapper._pin_memory_int_workspace_buffer.zero_()
         return wrapper
 
     def _plan(self, rows: Tensor) -> None:
-        """rows: [B] int32, on the host."""
+        """Plan the wrapper.  rows: [B] int32 on the host, the rows of each request."""
         shape, kept = self.shape, self.shape.spec.keeps
         starts = pad(pages_of(rows, shape.page_size).cumsum(0), (1, 0)).int()
         self.wrapper.plan(
@@ -152,11 +155,14 @@ class Plan:
         return {"disable_split_kv": not self.shape.is_split}
 
     def _last(self, rows: Tensor) -> Tensor:
-        """Rows of the last page; of an empty request 0."""
+        """Rows in each request's last page; 0 for a request without rows."""
         return rows - (pages_of(rows, self.shape.page_size) - 1).clamp(min=0) * self.shape.page_size
 
     def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """q: [B · Q, heads, k_size]; k, v: [pages, page_size, kv_heads, size].  Returns out, and lse in base 2."""
+        """Attend; returns out and the log-sum-exps in base 2.
+
+        q: [B · Q, heads, k_size]; k, v: [pages, page_size, kv_heads, size].
+        """
         out = q.new_empty(*q.shape[:2], v.shape[3])
         return out, self.wrapper.run(q, (k, v), out=out, return_lse=True)[1]
 
@@ -232,7 +238,8 @@ class FlashInferBackend(AttentionBackend):
         return FlashInferAttention(self, pages, specs, prefix, nodes)
 
     def plan_of(self, shape: PassShape, device: torch.device) -> Plan:
-        """For the announced lengths.  The eager run before a capture makes the plans of a graph."""
+        """The plan of this shape for the lengths of the last `prepare`.  The eager run before a capture makes the plans
+        of a graph."""
         assert len(self.lengths.at_most) == shape.batch, "a launch of other requests than were announced"
         plans = self.captured.setdefault(shape.batch, {}) if self.lengths.in_graph else self.kept
         if shape not in plans:
@@ -252,7 +259,7 @@ class FlashInferBackend(AttentionBackend):
 
 
 def machine(device: torch.device) -> tuple[int, bool]:
-    """Programs that fill the device, two for each multiprocessor, and whether it has FA3."""
+    """(programs that fill the device: two per multiprocessor; whether the device has FA3)."""
     facts = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return (264, True) if facts is None else (2 * facts.multi_processor_count, facts.major == 9)
 

@@ -1,8 +1,9 @@
-"""What backends of libraries share: the rows that a library cannot attend to are given to our own kernels.
+"""The common part of backends that call a library: our own kernels attend to the rows that the library cannot take.
 
 A library attends to all rows of a request, from the start of a page on.  Rows of a draft begin at 1 or later, so our
-kernels attend to the pages with rows below `first`, the library to the later pages.  Layers with a sliding window
-are attended to by our kernels alone: in a tree, the depth of a node decides what it sees, and no library takes that.
+kernels attend to the pages with rows below `first`, and the library attends to the later pages.  Our kernels alone
+attend in layers with a sliding window: in a tree, a node's depth decides which rows it sees, and no library takes a
+depth.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from espalier.kernels.ops.attention import Nodes, Prefix, merge
 
 LN_2 = log(2)
 
-# What every library's declaration says.
+# The fields of Support that have the same value for every library.
 library_support = partial(
     Support,
     devices=("cuda",),
@@ -36,7 +37,7 @@ library_support = partial(
 
 
 class LibraryAttention(Attention):
-    """The plan of one pass.  Subclasses implement over_rest.
+    """Attention of one pass, by a library and our kernels.  Subclasses implement over_rest.
 
     rest: the pages that the library attends to.
     """
@@ -48,10 +49,10 @@ class LibraryAttention(Attention):
         self.ours: dict[str, Attention] = {}
 
     def over_rest(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Attention of q [B, Q, heads, k_size] over all rows of `rest`, in every one of its requests.
+        """Attend with q [B, Q, heads, k_size] to all rows of `rest`, in every one of its requests.
 
-        Returns out [B, Q, heads, v_size] and lse [B, Q, heads], natural log.  Of a request without rows, out must be
-        finite; its lse may be anything.  Not called for an empty batch, or if no request can have rows.
+        Returns out [B, Q, heads, v_size] and lse [B, Q, heads], natural log.  For a request without rows, out must be
+        finite and lse may be anything.  It is not called for an empty batch, or if no request can have rows.
         """
         raise NotImplementedError
 
@@ -76,7 +77,7 @@ class LibraryAttention(Attention):
         return k, v
 
     def int_lengths(self) -> Tensor:
-        """[B] int32: the rows of `rest`, made once per prefix."""
+        """[B] int32: each request's rows in `rest`.  They are computed once per prefix."""
         return self.prefix.shared("lengths", self.rest.length.int)
 
     def _rest(self) -> Prefix:
@@ -88,7 +89,7 @@ class LibraryAttention(Attention):
         return Prefix(self.prefix.page_table[:, : self.skipped], self.prefix.length.clamp(max=rows), self.prefix.first)
 
     def _our_plan(self, part: str) -> Attention:
-        """Our kernels' plan.  part: "all" of the prefix, or its "head", the pages before `rest`."""
+        """The attention of our kernels over a part of the prefix: "all", or "head", the pages before `rest`."""
         if part not in self.ours:
             prefix = self.prefix.shared("head", self._head) if part == "head" else self.prefix
             ours = TritonAttention if prefix.length.is_cuda else ReferenceAttention
@@ -97,14 +98,14 @@ class LibraryAttention(Attention):
 
 
 def pages_before_rest(first: int, page_size: int) -> int:
-    """The number of pages that hold rows below `first`: a library takes the pages after them."""
+    """The number of pages that hold rows below `first`.  A library attends to the pages after them."""
     return -(-first // page_size)
 
 
 def require_our_kernels(
     support: Support, device: str, dtype: torch.dtype, page_size: int, specs: Sequence[LayerSpec], left_bound: bool
 ) -> None:
-    """Check that our kernels can attend to what the library leaves to them.  Raises EspalierError."""
+    """Check that our kernels can attend to the rows that the library does not take.  Raises EspalierError if not."""
     left = [spec for spec in specs if left_bound or spec.window is not None]
     if support.library is None or device != "cuda" or not left:
         return

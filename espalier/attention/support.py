@@ -1,4 +1,4 @@
-"""What a backend can run: one declaration, from which come "auto", refusals and the support matrix.
+"""Declares what each attention backend can run.  The choice for "auto", refusals and the support matrix follow from it.
 
 `espalier doctor --matrix` and docs/support.md show the matrix.
 """
@@ -19,7 +19,7 @@ from espalier.layout import MAX_PAGE_SIZE
 
 
 class By(StrEnum):
-    """What does a part of the work: the backend itself, our kernels beside it (attention/library.py), or nothing."""
+    """Who does a part of the work: the backend itself, our kernels beside it (attention/library.py), or nothing."""
 
     ITSELF = "yes"
     OUR_KERNELS = "by our kernels"
@@ -28,14 +28,14 @@ class By(StrEnum):
 
 @dataclass(frozen=True)
 class Library:
-    """An optional package.  modules: names to import, the first that is installed is used; extra: of pyproject.toml."""
+    """An optional package.  modules: names to import, the first installed one is used; extra: its name in pyproject."""
 
     modules: tuple[str, ...]
     extra: str
 
     @property
     def found(self) -> str | None:
-        """The name of the module that is installed."""
+        """The name of the first installed module; None if none is installed."""
         return next((module for module in self.modules if find_spec(module.split(".")[0]) is not None), None)
 
 
@@ -43,16 +43,16 @@ class Library:
 class Support:
     """What a backend can run.
 
-    keeps: what layers may keep; page_sizes, head_sizes (of K and V): a range or a list, None for any.
-    latent_page_sizes: page sizes for layers that keep a latent row, None for page_sizes; largest_latent: the largest
-    latent row, None if latent rows are limited by head_sizes too; latents: if any, the only supported latent rows.
-    window_on_chain, window_on_tree: sliding windows in passes over chains and over trees; left_bound: prefixes whose
-    rows below `first` do not exist; sinks: see Attention.attend; fp8: rows in FP8 (kv_dtype); softcap: of logits.
-    selection: layers that attend to chosen rows (LayerSpec.topk); most_selected: the most chosen rows; largest_index:
-    values of an index key; None: any number.
-    needs_exact_lengths: kinds of layers for which `prepare` must announce exact lengths; prefill_graph: whether prefill
-    passes are captured, as rounds are; majors: of the compute capabilities it runs on, None for any; ran_on: hardware
-    that its tests have passed on; limits: by the name of a property, why the library has its limit.
+    keeps: what layers may keep; page_sizes, head_sizes (of K and V): a range or a list, None for any size.
+    latent_page_sizes: page sizes for layers that keep a latent row, None: page_sizes.  largest_latent: the largest
+    latent row, None: head_sizes limits latent rows too.  latents: if not empty, the only supported latent rows.
+    window_on_chain, window_on_tree: who computes sliding windows over chains and over trees; left_bound: who attends to
+    prefixes without rows below `first`; sinks: see Attention.attend; fp8: FP8 rows (kv_dtype); softcap: of logits.
+    selection: who runs layers that attend to chosen rows (LayerSpec.topk); most_selected: the most chosen rows;
+    largest_index: the most values of an index key; None: any number.
+    needs_exact_lengths: the `keeps` of layers for which `prepare` must announce exact lengths; prefill_graph: whether
+    prefill passes are captured, as rounds are; majors: supported major compute capabilities, None for any; ran_on:
+    hardware that its tests have passed on; limits: the library's reason for a limit, by the property's name.
     """
 
     name: str
@@ -96,8 +96,8 @@ class Support:
     ) -> None:
         """Check, before anything is allocated, that this backend can run the layers.  Raises EspalierError.
 
-        left_bound: whether the prefixes of these layers lack their first rows.
-        exact_lengths: whether every launch of a round knows the exact lengths: lock-step, and at most one MTP layer.
+        left_bound: whether these layers have no rows below the prefix's `first`.
+        exact_lengths: whether every launch of a round knows exact lengths, as in lock-step with at most one MTP layer.
         """
         if device in self.devices and self.library is not None and not self.is_installed:
             raise EspalierError(
@@ -124,7 +124,7 @@ class Support:
                 )
 
     def takes(self, keeps: Keeps) -> bool:
-        """Whether the backend supports layers that keep this."""
+        """Whether the backend supports layers with this `keeps`."""
         if not isinstance(keeps, self.keeps):
             return False
         return not self._unsupported_sizes(keeps) and (keeps.dtype != FP8 or self.fp8 is not By.NOTHING)
@@ -151,7 +151,7 @@ class Support:
         return [size for size in sizes if self.head_sizes is not None and size not in self.head_sizes]
 
     def _refusals(self, spec: LayerSpec, page_size: int, exact_lengths: bool) -> Iterator["Refusal"]:
-        """(is unsupported, the property, what is supported, its name in `limits`) for each property of a layer."""
+        """Yield (is unsupported, property, supported values, its name in `limits`) for each property of a layer."""
         keeps = spec.keeps
         if not isinstance(keeps, self.keeps):
             kinds = ", ".join(kind.kind for kind in self.keeps)
@@ -188,7 +188,7 @@ class Support:
         yield is_inexact, inexact, "overlap=False, with at most one MTP layer", "lengths"
 
     def pages_of(self, kind: type[Keeps]) -> Sequence[int]:
-        """The page sizes for layers that keep this kind."""
+        """The page sizes for layers whose `keeps` has this class."""
         is_apart = issubclass(kind, LatentKV) and self.latent_page_sizes is not None
         return self.latent_page_sizes or () if is_apart else self.page_sizes
 
@@ -262,6 +262,6 @@ PROPERTIES: dict[str, Callable[[Support], str]] = {
 
 
 def matrix(supports: Sequence[Support]) -> tuple[list[str], list[list[str]]]:
-    """The head and the rows of the matrix: a property and each backend's value."""
+    """(head, rows) of the support matrix.  A row has a property's name and each backend's value."""
     head = ["", *(support.name for support in supports)]
     return head, [[name, *map(value, supports)] for name, value in PROPERTIES.items()]

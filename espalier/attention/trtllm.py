@@ -1,8 +1,9 @@
 """TensorRT-LLM's Blackwell kernels, through flashinfer: K and V heads and latent rows.
 
-The kernels read page tables and lengths on the device; each request has equally many queries.  The log-sum-exp is base
-2.  Queries over K and V heads see all rows of their request (causal=False).  The function for latent rows knows causal
-queries only, which would see different rows, so each query is a request of its own there, with the same pages.
+The kernels read page tables and lengths on the device.  Each request must have the same number of queries.  The
+log-sum-exp is base 2.  Queries over K and V heads see all rows of their request (causal=False).  The function for
+latent rows has causal masks only, in which the queries of one request see different rows.  So each query becomes a
+request of its own there, with the same pages.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import LatentKV, LayerSpec
 from espalier.kernels.ops.attention import Nodes, Prefix
 
-# The workspace that the library asks for: zeros at first, and shared by all launches on a stream.
+# Bytes of the library's workspace.  It starts as zeros, and all launches on a stream share it.
 WORKSPACE_BYTES = 2**27
 
 
@@ -83,7 +84,7 @@ class TrtllmAttention(LibraryAttention):
 
     @property
     def _most_rows(self) -> int:
-        """The most rows that a request can have: the host needs no length."""
+        """The most rows that a request can have, from shapes alone."""
         return self.rest.page_table.shape[1] * self.pages.page_size
 
     def _query_starts(self) -> Tensor:

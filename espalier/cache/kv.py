@@ -22,7 +22,7 @@ from espalier.layout import RoundLayout
 
 @dataclass
 class LayerStack:
-    """The planes of a group of layers that keep rows of the same form.
+    """The planes of all layers of a group.  The rows of these layers have the same form.
 
     stacked: [layers, rows, heads, size], one tensor for each plane of a layer.
     """
@@ -34,7 +34,7 @@ class LayerStack:
 def stacks(
     specs: Sequence[LayerSpec], layers: range, rows: int, dtype: torch.dtype, device: torch.device
 ) -> list[LayerStack]:
-    """One zeroed stack for each group of `layers` that keeps rows.  A commit is then one launch for each group.
+    """Allocate one zeroed stack for each group of `layers` that keeps rows.  So one launch commits a whole group.
 
     Layers that share another layer's rows have no stack.  dtype: the model's.
     """
@@ -50,7 +50,7 @@ def stacks(
 
 
 def by_layer(stacks: list[LayerStack], specs: Sequence[LayerSpec]) -> dict[int, tuple[Tensor, ...]]:
-    """The planes [rows, heads, size] of each layer, as views; of one that shares rows, those of the other layer."""
+    """Views of each layer's planes [rows, heads, size].  A layer that shares rows has the planes of the other layer."""
     own = {layer: tuple(each[i] for each in s.stacked) for s in stacks for i, layer in enumerate(s.layers)}
     return own | {layer: own[spec.shares] for layer, spec in enumerate(specs) if spec.shares in own}
 
@@ -66,8 +66,8 @@ class StagedKV:
         self.layers = by_layer(self.stacks, specs)
         self.rows = rows
         self.row_indices = torch.arange(rows, device=device)
-        # For each layer only the last sizes and views of `rows_of`, because prompts have many lengths.  On a CPU,
-        # making them anew in each round would be 3% of a small model's round.
+        # Only each layer's last sizes and views of `rows_of` are kept, because prompts have many lengths.  On a CPU,
+        # making views in each round would take 3% of a small model's round.
         self._views: dict[int, tuple[tuple[int, int, int], tuple[Tensor, ...]]] = {}
 
     def places(self, positions: Tensor, width: int, first: int) -> Tensor:
@@ -81,7 +81,7 @@ class StagedKV:
         return self.row_indices[: batch * width].view(batch, width)[:, first : first + queries].flatten()
 
     def rows_of(self, layer: int, batch: int, queries: int, width: int, first: int) -> tuple[Tensor, ...]:
-        """The staged rows of a layer up to this pass: for each plane [B, first+Q, heads, size].
+        """A layer's staged rows up to this pass: for each plane [B, first+Q, heads, size].
 
         Raises EspalierError if the buffer is too small.
         """
@@ -103,10 +103,10 @@ class StagedKV:
 
 
 class PagedKV:
-    """The pages: committed rows of all layers, the target's first, then the draft's.
+    """The pages: committed rows of the target's layers, then of the draft's layers.
 
-    layers: planes [rows, heads, size] by layer.  scales: of the layers whose rows are FP8, in staging too; 1 where none
-    is given.
+    layers: planes [rows, heads, size] by layer.  scales: for layers with FP8 rows, in pages and staging; 1 for an FP8
+    layer that has none.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class PagedKV:
             return
         index = torch.tensor(pages, device=self.device)
         for stacked in (each for stack in (*self.target, *self.draft) for each in stack.stacked):
-            # As bytes: PyTorch fills no FP8.
+            # Filled as bytes, because PyTorch cannot fill FP8 tensors.
             stacked.view(torch.uint8).unflatten(1, (self.num_pages, self.page_size)).index_fill_(1, index, 0)
 
     def commit(self, staged: StagedKV, source: Tensor, rows: Tensor) -> None:
@@ -155,20 +155,20 @@ class PagedKV:
             commit_rows(stack.stacked, pages[stack.layers].stacked, source, rows)
 
     def commit_layer(self, staged: StagedKV, layer: int, source: Tensor, rows: Tensor) -> None:
-        """`commit` for one layer."""
+        """Copy staging rows to page rows for one layer.  See commit."""
         of_staged, of_pages = ([plane[None] for plane in kv.layers[layer]] for kv in (staged, self))
         commit_rows(of_staged, of_pages, source, rows)
 
 
 def bytes_per_token(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
-    """Bytes that one position takes in pages, all layers together.  dtype: the model's."""
+    """Bytes that one position takes in the pages of all layers together.  dtype: the model's."""
     return sum(spec.bytes_per_token(dtype) for spec in specs)
 
 
 def bytes_beside_pages(
     layout: RoundLayout, target: Sequence[LayerSpec], draft: Sequence[LayerSpec], dtype: torch.dtype
 ) -> int:
-    """Cache bytes that do not depend on the number of pages: staging, the slots' states and the two others."""
+    """Cache bytes that do not depend on the number of pages: staging, the slots' states, the dummy and spare state."""
     states = table_rows(layout, 0) * bytes_per_state(target, dtype)
     states += layout.verify_rows * bytes_of_staged_node(target, dtype)
     rows = layout.target_rows * bytes_per_token(target, dtype) + layout.draft_rows * bytes_per_token(draft, dtype)

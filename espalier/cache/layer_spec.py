@@ -1,6 +1,6 @@
-"""Declares the data that a layer keeps between passes.  Pages, staging, commit and memory sizes follow from it.
+"""Declares the data that a layer keeps between passes.  Pages, staging, commits and memory sizes follow from it.
 
-A layer keeps one row for each token, in pages; or one state for each slot (cache/states.py).
+A layer keeps either one row per token, in pages, or one state per slot (cache/states.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ INDEX_PLANE = "index"
 
 
 class ReadyHeads(NamedTuple):
-    """q [N, heads, k_size], k and v [N, kv_heads, size] of new rows, normed and rotated by whoever made them."""
+    """q [N, heads, k_size], k and v [N, kv_heads, size] of new rows.  The caller has normed and rotated them."""
 
     q: Tensor
     k: Tensor
@@ -44,7 +44,7 @@ class ReadyHeads(NamedTuple):
 class KVHeads:
     """K and V of each KV head, in two planes.  The sizes of K and V may differ.
 
-    dtype: of the planes; None: the model's.  attended: planes that attention reads, the first ones.
+    dtype: of the planes, None: the model's.  attended: how many planes attention reads, from the first on.
     """
 
     kind: ClassVar[str] = "K and V heads"
@@ -77,10 +77,11 @@ class KVHeads:
         rotation: Rotation | None = None,
         norms: HeadNorms | None = None,
     ) -> Tensor:
-        """Norm and rotate new heads, and write K and V to `rows` [N] of the planes.  Returns q [N, heads, k_size].
+        """Norm and rotate the heads of new rows, and write K and V to `rows` [N] of the planes.
 
-        qkv: [N, heads + 2 · kv_heads, size], in the order q, k, v, or other forms of it that rotate_and_store takes; it
-        may be overwritten.  ReadyHeads are only written, and need no rotation.  scales: of FP8 planes.
+        qkv: [N, heads + 2 · kv_heads, size], in the order q, k, v, or another form that rotate_and_store takes; it may
+        be overwritten.  ReadyHeads are written as they are, without rotation.  scales: of FP8 planes.
+        Returns q [N, heads, k_size].
         """
         if isinstance(qkv, ReadyHeads):
             write_rows(planes, rows, (qkv.k, qkv.v), scales)
@@ -95,8 +96,8 @@ class LatentKV:
     """One latent row [1, size] for each token, shared by all heads.  K is the whole row, V its first v_size values.
 
     dtype: of the latent's plane; None: the model's.
-    index_size: values of the index key that is kept beside it, in the model's dtype: queries choose rows by their
-    scores (kernels/ops/selection.py); 0: none.
+    index_size: values of the index key that the layer also keeps, in the model's dtype; 0: no index key.  A query
+    attends to the rows whose index keys have the highest scores (kernels/ops/selection.py).
     """
 
     kind: ClassVar[str] = "a latent row"
@@ -137,30 +138,30 @@ class LatentKV:
         form: LatentForm,
         k_up: Tensor,
     ) -> Tensor:
-        """Norm and rotate new rows, and write them to `rows` [N] of the plane.  Returns queries [N, heads, size].
+        """Norm and rotate new latents, and write them to `rows` [N] of the plane.  Returns queries [N, heads, size].
 
         q: [N, heads, nope + rope]; latent: [N, 1, size]; k_up: [heads, nope, v_size].  A head's key is k_up · latent,
         followed by the rotated part.  No key is computed: queries are multiplied by k_up.
         """
-        # Both parts are written into one tensor: nothing is copied to join them.
+        # Both parts of a query are written into one tensor, so no copy joins them.
         out = q.new_empty(*q.shape[:2], self.size)
         write_latents(q, k_up, out, latent, LatentPlace(rotation, form, rows, planes[0], scales))
         return out
 
     def write_index(self, rows: Tensor, planes: Sequence[Tensor], index: IndexRows) -> IndexQueries:
-        """Norm and rotate the index keys of new rows, and write them to `rows` [N] of the plane."""
+        """Norm and rotate new index keys, and write them to `rows` [N] of the plane.  Returns the index queries."""
         return IndexQueries(rotate_and_store_index(index, rows, planes[1]), index.weights)
 
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """The state of each head, [k_size, v_size], and the inputs of the last taps - 1 rows of a short convolution.
+    """The state of each head, [k_size, v_size], and the last taps - 1 input rows of a short convolution.
 
     The convolution's channels are those of q and k [k_heads · k_size] and of v [heads · v_size], in this order.
     heads: 0 for a layer that has a convolution alone.  taps: 1 for a layer without convolution.
-    delta: whether a row corrects what its key reads (the delta rule), or is added.
+    delta: whether a new row corrects the value that its key reads (the delta rule), or only adds.
     units: whether q and k are divided by their lengths, and q by the root of k_size.
-    conv_channels: of the convolution, where heads is 0.
+    conv_channels: channels of the convolution if heads is 0.
     """
 
     kind: ClassVar[str] = "a state"
@@ -187,27 +188,27 @@ class RecurrentState:
 
     @property
     def columns(self) -> Columns:
-        """Where the channels stand in inputs that have them in order."""
+        """The columns of the channels in inputs that have all channels in order."""
         return plain_columns(self.heads, self.k_heads, self.k_size, self.v_size, self.channels, self.units)
 
 
 Keeps = KVHeads | LatentKV | RecurrentState
-# Of a layer that mixes no rows.
+# A layer that mixes no rows: it has neither heads nor a convolution.
 NOTHING = RecurrentState(taps=1)
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer.
+    """The attention or recurrence of one layer.
 
     heads: query heads; keeps: the data that the layer keeps between passes.
     window: a query at position p attends to positions > p - window; None: to all positions.
     scale: factor of q·k; None means k_size ** -0.5.
     softcap: a logit s of attention, scale included, becomes softcap · tanh(s / softcap); None: it stays.
-    shares: the earlier layer whose rows this layer reads; it writes none of its own.  Both have the same `keeps`.
-    topk: the most rows that a query attends to: those with the highest scores of index keys, which the layer keeps
-    itself, or else the last layer before it that keeps them; None: it attends to all.
-    v_is_k: whether V is made of K's projection.
+    shares: the earlier layer whose rows this layer reads instead of its own rows.  Both layers have the same `keeps`.
+    topk: the most rows that a query attends to, None for all rows.  The rows are those with the highest index scores.
+    The index keys are the layer's own, or else of the last layer before it that has index keys.
+    v_is_k: whether V is made from K's projection.
     """
 
     heads: int
@@ -225,13 +226,13 @@ class LayerSpec:
 
     @cached_property
     def rows(self) -> KVHeads | LatentKV:
-        """What a layer keeps that keeps rows."""
+        """`keeps` of a layer that keeps rows."""
         assert not isinstance(self.keeps, RecurrentState), "a layer that keeps a state has no rows to attend to"
         return self.keeps
 
     @property
     def projected_heads(self) -> int:
-        """Heads of the layer's product of q, k and v."""
+        """Heads of the layer's qkv projection."""
         of_rows = 0 if self.shares is not None else 1 if self.v_is_k else 2
         return self.heads + of_rows * self.rows.kv_heads
 
@@ -260,7 +261,7 @@ def groups_of(specs: Sequence[LayerSpec], layers: Sequence[int]) -> dict[Keeps, 
 
 
 def stored_as(specs: Sequence[LayerSpec], dtype: torch.dtype | None) -> tuple[LayerSpec, ...]:
-    """The specs with rows of this dtype.  None: of the model's.  States stay as they are."""
+    """Return the specs with rows of this dtype; None: the model's dtype.  Specs of states stay as they are."""
     return tuple(
         spec if isinstance(spec.keeps, RecurrentState) else replace(spec, keeps=replace(spec.keeps, dtype=dtype))
         for spec in specs
@@ -268,12 +269,12 @@ def stored_as(specs: Sequence[LayerSpec], dtype: torch.dtype | None) -> tuple[La
 
 
 def with_rows(specs: Sequence[LayerSpec], layers: Sequence[int]) -> list[int]:
-    """The layers of `layers` that keep rows (an attention backend attends to them)."""
+    """Return those of `layers` that keep rows.  These layers need an attention backend."""
     return [layer for layer in layers if not isinstance(specs[layer].keeps, RecurrentState)]
 
 
 def of_rank(specs: Sequence[LayerSpec], shards: Shards) -> tuple[LayerSpec, ...]:
-    """What one rank holds of the layers: a part of the heads; latent rows whole.  Raises EspalierError."""
+    """Return the specs of one rank: a part of the heads, but whole latent rows.  Raises EspalierError."""
 
     def own(keeps: Keeps) -> Keeps:
         if isinstance(keeps, KVHeads):

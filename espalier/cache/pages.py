@@ -21,12 +21,12 @@ class PageDefect(AssertionError):
 class PagePool:
     """Reference counts of pages 1 .. num_pages - 1.  Page 0 is the dummy page of padding: never written, never free.
 
-    `allocate` takes the pages that were freed last, in the order in which they were held; at the start it takes the
-    lowest ids.  This costs O(1) for each page, is deterministic, leaves unused memory untouched, and keeps consecutive
-    pages together: attention copies their rows as one block (kernels/attention/kv_splits.py).
+    `allocate` takes the pages that were freed last, in the order in which they were held.  Before any page was freed it
+    takes the lowest ids.  An allocation costs O(1) per page and is deterministic.  It leaves unused memory untouched,
+    and keeps consecutive pages together: attention copies their rows as one block (kernels/attention/kv_splits.py).
 
-    on_shared: called with (page, True) when a page gets its second holder, and with (page, False) when it is back to
-    one holder.
+    on_shared: called with (page, True) when a page gets its second holder, and with (page, False) when only one holder
+    is left.
     """
 
     def __init__(self, num_pages: int):
@@ -61,7 +61,7 @@ class PagePool:
     def release(self, pages: Iterable[int]) -> None:
         """Remove one reference from each page; a page without references is free.  Raises PageDefect for a free page.
 
-        num_released counts the calls.  A request that found too few pages waits until it changes.
+        num_released counts the calls.  A request that finds too few free pages waits until num_released changes.
         """
         self.num_released += 1
         for page in reversed([*pages]):
@@ -114,37 +114,40 @@ class PagePool:
 
 
 class Snapshots:
-    """rows: of the state table."""
+    """Which rows of the state table hold snapshots, and which page of the prefix tree each snapshot belongs to.
+
+    rows: the table rows that may hold snapshots.
+    """
 
     def __init__(self, rows: Iterable[int]):
         self._rows = tuple(rows)
         self._free = list(self._rows)[::-1]
-        # By page, the least recently used first.
+        # Table row by page.  The least recently used page comes first.
         self._filed: OrderedDict[int, int] = OrderedDict()
 
     def allocate(self) -> int | None:
-        """A row, which the caller holds from now on.  None if running requests hold all."""
+        """Take a free row, or the least recently used snapshot's.  None if running requests hold all rows."""
         if self._free:
             return self._free.pop()
         return self._filed.popitem(last=False)[1] if self._filed else None
 
     def release(self, row: int) -> None:
-        """Give a held row back."""
+        """Give a held row back to the free rows."""
         self._free.append(row)
 
     def file(self, page: int, row: int) -> None:
-        """Give a held row to a page of the tree.  A page that has a snapshot keeps that one."""
+        """Give a held row to a page of the tree.  If the page has a snapshot already, the row is freed."""
         if page in self._filed:
             self.release(row)
         else:
             self._filed[page] = row
 
     def last_of(self, pages: Sequence[int]) -> int | None:
-        """The index of the last of these pages that has a snapshot."""
+        """The index in `pages` of the last page with a snapshot; None if no page has one."""
         return next((i for i in reversed(range(len(pages))) if pages[i] in self._filed), None)
 
     def use(self, page: int) -> int:
-        """The row of a page's snapshot, which is used now."""
+        """Return the row of a page's snapshot, and mark the snapshot as the most recently used."""
         self._filed.move_to_end(page)
         return self._filed[page]
 
@@ -155,11 +158,11 @@ class Snapshots:
             self.release(row)
 
     def __len__(self) -> int:
-        """Snapshots that are filed."""
+        """The number of snapshots that belong to a page."""
         return len(self._filed)
 
     def check(self, held: Iterable[int], cached: Iterable[int]) -> None:
-        """Check that every row is exactly one of free, held and filed, and that snapshots belong to cached pages.
+        """Check that every row is exactly one of free, held or a page's snapshot, and that these pages are cached.
 
         held: rows of running requests; cached: pages of the tree.  Raises PageDefect.
         """

@@ -1,8 +1,8 @@
-"""The states of layers that keep one for each slot (RecurrentState), the staged nodes of trees, the commit of a path.
+"""The recurrent states of layers: one per slot, the staged nodes of trees, and the commit of an accepted path.
 
-Row s of a table is slot s's; row 0, the dummy slot's, stays zero.  Snapshots for the prefix cache follow, and the last
-row is spare.  cache/pages.py tracks which snapshot is whose.  A verify pass stages what its nodes bring, and
-`commit` applies an accepted path.  A pass of known tokens applies its rows as it reads.
+Row s of a state table belongs to slot s.  Row 0, the dummy slot's, stays zero.  Then come the snapshots of the prefix
+cache, and one spare row.  cache/pages.py tracks the owner of each snapshot.  A verify pass stages the inputs of its
+nodes, and `commit` applies those of the accepted path.  A pass of known tokens applies its rows at once.
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,9 @@ ZERO_ROW = 0
 
 
 class Marks(NamedTuple):
-    """Where a launch leaves snapshots.  at: [B], the number of tokens after which the state is kept; row: [B], the row
-    of the table that gets it, 0 for none.  A request that does not come from below `at` to it leaves none."""
+    """The snapshots that a launch writes.  at: [B], the number of tokens after which the state is copied; row: [B], the
+    table row that gets the copy, 0 for no snapshot.  A request gets a snapshot only if this launch takes it from fewer
+    than `at` tokens to `at` or more."""
 
     at: Tensor
     row: Tensor
@@ -46,8 +47,8 @@ class StateAccess:
     """Which states a pass reads, and how many of its rows change them.
 
     slots: [B]; length: [B], rows that exist; None for a tree, whose path is committed later.
-    prefix_len: [B], tokens before the first row; marks: None for none.
-    is_split: whether a request may have several rows of the batch, one after another (speculate/pieces.py).
+    prefix_len: [B], tokens before the first row; marks: None for no snapshots.
+    is_split: whether several rows of the batch may hold consecutive pieces of one request (speculate/pieces.py).
     """
 
     slots: Tensor
@@ -58,7 +59,7 @@ class StateAccess:
 
     @cached_property
     def marked(self) -> Tensor | None:
-        """[B]: the rows of this pass before the mark; 0 where it is not reached in this pass."""
+        """[B]: how many rows of this pass come before the snapshot; 0 if this pass does not reach it."""
         if self.marks is None or self.length is None:
             return None
         rows = self.marks.at - self.prefix_len
@@ -66,13 +67,13 @@ class StateAccess:
 
     @cached_property
     def follows(self) -> Tensor:
-        """[B] bool: whether the batch row before holds the earlier rows of the same request."""
+        """[B] bool: whether the previous row of the batch holds earlier tokens of the same request."""
         same = self.slots[1:] == self.slots[:-1]
         return torch.cat((same[:0].new_zeros(min(len(self.slots), 1)), same & self.is_split))
 
     @cached_property
     def ends(self) -> Tensor:
-        """[B] bool: whether this batch row is the request's last, so that its state becomes the slot's."""
+        """[B] bool: whether this row of the batch is its request's last, so that its state becomes the slot's state."""
         assert self.length is not None
         has_rows = self.length > 0
         return has_rows & ~torch.cat((self.follows[1:] & has_rows[1:], has_rows.new_zeros(min(len(has_rows), 1))))
@@ -87,10 +88,10 @@ class StateAccess:
 
 @dataclass
 class LayerStates:
-    """The states of all layers with the same sizes; or of one layer, then without the first dimension.
+    """The states of all layers with the same sizes.  For one layer, tensors have no first dimension.
 
     recurrent: [layers, rows, heads, k_size, v_size], None without heads; tail: [layers, rows, taps - 1, channels].
-    inputs, rows: staged, [layers, n, ...] each; those without heads have inputs alone.
+    inputs, rows: staging, [layers, n, ...] each.  rows is None without heads.
     """
 
     keeps: RecurrentState
@@ -106,10 +107,11 @@ class LayerStates:
 
 
 class StateTable:
-    """stacks: the layers with states of the same sizes in one tensor, so that one launch commits them all; states: by
-    layer.
+    """The state tables of all layers that keep states.
 
-    num_rows: rows of the table, with the spare row.
+    stacks: one tensor for all layers with states of the same sizes, so that one launch commits these layers; states:
+    views by layer.
+    num_rows: rows of each table, with the spare row.
     """
 
     def __init__(
@@ -140,14 +142,14 @@ class StateTable:
         return range(self.first_snapshot, self.spare)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy rows, (source, destination) each, in this order."""
+        """Copy state rows one pair after another.  pairs: (source row, destination row)."""
         for stack in self.stacks:
             for values in (stack.tail,) if stack.recurrent is None else (stack.recurrent, stack.tail):
                 for source, destination in pairs:
                     values[:, destination].copy_(values[:, source])
 
     def commit(self, access: StateAccess, source: Tensor) -> None:
-        """Apply the staged rows `source` [B, W] of accepted paths, of which the first `access.length` are decided."""
+        """Apply the staged rows `source` [B, W] of accepted paths.  Only the first `access.length` [B] count."""
         path = access.path(source.contiguous(), source.shape[1], self.spare)
         for stack in self.stacks:
             commit_tails(stack.tail, stack.inputs, path, stack.keeps.columns)
@@ -157,7 +159,7 @@ class StateTable:
 
 @dataclass
 class PassStates:
-    """The states in one pass.  parents: [B, R], of a tree, else None; bits: [B, R, W] int64, its ancestor bits."""
+    """The states in one pass.  parents: [B, R], None if the pass has no tree; bits: [B, R, W] int64, ancestor bits."""
 
     table: StateTable
     access: StateAccess
@@ -174,12 +176,10 @@ class PassStates:
         conv: ShortConv,
         columns: Columns | None = None,
     ) -> Tensor:
-        """Convolve inputs [N, columns] of N new rows, `width` for each request, and keep the results for `read` and
-        `commit`.
+        """Convolve inputs [N, columns] of N new rows, `width` per request.  Keep the results for `read` and `commit`.
 
-        gates: [N, 2, heads], as in StateRows, or the inputs from which they are computed; None without heads.  columns:
-        None for channels in order.  Returns q [B, width, k_heads, k_size], or the convolution's output [B, width,
-        channels].
+        gates: [N, 2, heads], as in StateRows, or the inputs that give them; None without heads.  columns: None if the
+        channels are in order.  Returns q [B, width, k_heads, k_size], or the convolution's output [B, width, channels].
         """
         states, is_tree = self.table.states[layer], self.access.length is None
         columns = states.keeps.columns if columns is None else columns
@@ -197,7 +197,7 @@ class PassStates:
         return out.q.unflatten(0, (-1, width))
 
     def read(self, layer: int, q: Tensor, skip: Tensor | None = None) -> Tensor:
-        """[B, R, heads, v_size]: the rows' outputs.  A pass of known tokens goes on to the slots' next state.
+        """[B, R, heads, v_size]: the rows' outputs.  A pass of known tokens also moves the slots' states on.
 
         skip: [heads], the factor of a row's v that is added to its output.
         """
@@ -216,12 +216,12 @@ class PassStates:
 
 
 def table_rows(layout: RoundLayout, num_snapshots: int) -> int:
-    """Rows of a StateTable."""
+    """The number of rows of a StateTable."""
     return layout.num_slots + num_snapshots + 1
 
 
 def bytes_per_state(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
-    """Bytes of a row of the table, all layers together.  dtype: the model's."""
+    """Bytes of one row of the state table, for all layers together.  dtype: the model's."""
     exact = torch.promote_types(dtype, torch.float32).itemsize
     kept = (spec.keeps for spec in specs if isinstance(spec.keeps, RecurrentState))
     return sum(
@@ -231,7 +231,7 @@ def bytes_per_state(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
 
 
 def bytes_of_staged_node(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
-    """Bytes of a node of a tree in staging, all layers together."""
+    """Bytes that one node of a tree takes in staging, for all layers together.  dtype: the model's."""
     exact = torch.promote_types(dtype, torch.float32).itemsize
     kept = (spec.keeps for spec in specs if isinstance(spec.keeps, RecurrentState))
     return sum(
@@ -262,7 +262,7 @@ def _allocated(
 
 
 def _buffers_for(states: LayerStates, count: int, is_tree: bool) -> Prepared:
-    """Where `count` rows of a layer are prepared: in staging, or in memory of their own."""
+    """The buffers for `count` prepared rows of a layer: staging if is_tree, else new memory."""
     keeps, inputs = states.keeps, states.inputs
     staged_inputs = inputs[:count] if is_tree else None
     if states.rows is None:

@@ -1,14 +1,14 @@
 """The GPU executor: one compute stream writes all device state, and rounds and most passes run as CUDA graphs.
 
-A launch copies its launch input from a pinned buffer and replays the CUDA graph of its form (LaunchForm): rounds are
+A launch copies its launch input from a pinned buffer and replays the CUDA graph of its form (LaunchForm).  Rounds are
 padded to batch buckets, prefill passes to the forms of RoundLayout.captured_passes.  Staged rounds have graphs of their
-own (cuda_stages.py).  The same code runs eagerly for batches above `graph_batch`, for passes that no form suits, and
-for passes that a grammar masks or that report log-probabilities of the prompt.
-The host waits only for results: a second stream copies the launch's entry of the results ring to the host.  The entry
+own (cuda_stages.py).  The same code runs eagerly for batches above `graph_batch`, for passes that fit no form, and for
+passes that a grammar masks or that report log-probabilities of the prompt.
+The host waits only for results.  A second stream copies the launch's entry of the results ring to the host.  The entry
 and its pinned buffers are used again only after the event of that copy.
 
-All graphs are captured before the first launch.  The kernels of graphs and of eager launches are compiled before it too
-(startup/measure_memory.py), so no request waits for a compiler.
+All graphs are captured, and all kernels of graphs and of eager launches are compiled, before the first launch
+(startup/measure_memory.py).  So no request waits for a compiler.
 """
 
 import logging
@@ -38,7 +38,7 @@ from espalier.kernels.runtime.precompile import precompile
 from espalier.layout import ROUNDS_IN_FLIGHT, LaunchForm, bucket_of
 from espalier.speculate.round import ModelRunner, RoundOutput
 
-# One entry more than launches can be unread, so that a launch never waits for the copy of the launch before it.
+# One entry more than the most unread launches, so that a launch never waits for the copy of the previous launch.
 RING = ROUNDS_IN_FLIGHT + 1
 
 log = logging.getLogger(__name__)
@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Graph:
-    """A captured launch.  A replay reads `vector`, [n] int64 on the device: the packed launch of this form, for a
-    prefill pass without its updates of the slot table."""
+    """A captured launch.  A replay reads `vector`, [n] int64 on the device: the packed launch of this form.  For a
+    prefill pass, the vector leaves out the updates of the slot table."""
 
     vector: Tensor
     graph: torch.cuda.CUDAGraph
@@ -70,7 +70,7 @@ class HostEntry:
 
 @dataclass(frozen=True)
 class CudaHandle:
-    """A launch in flight.  prompt_logprobs: as `read` takes them, pinned, valid after the event `host.copied`."""
+    """A launch in flight.  prompt_logprobs: as in `read`, in pinned memory, valid after the event `host.copied`."""
 
     results: Results
     host: HostEntry
@@ -90,7 +90,7 @@ class CudaHandle:
 class CudaStagedHandle:
     """A staged round in flight.  After the event `host.copied` its trees are on the host, while the GPU verifies.
 
-    stages: of this batch size; None once the round is settled.
+    stages: the stages for this batch size; None once the round is settled.
     """
 
     executor: "CudaExecutor"
@@ -101,9 +101,9 @@ class CudaStagedHandle:
 
     @torch.inference_mode()
     def resume(self, guide: GuideRows | None, ask: AskRows) -> None:
-        """Propose, then verify while the trees are copied to the host.
+        """Runs propose, then runs verify while the trees are copied to the host.
 
-        The draft asks only if at least half of the requests have a grammar, because all wait for the answers.
+        The draft asks the host only if at least half of the requests have a grammar, because all wait for the answers.
         """
         assert self.stages is not None
         batch = len(self.launch_input.slots)
@@ -124,7 +124,7 @@ class CudaStagedHandle:
         with torch.cuda.stream(self.executor.stream):
             self.stages.set_masks(masks)
             self.stages.settle()
-        # An eager round's tensors are free for the round that is launched before this one is read.
+        # This frees an eager round's tensors for the next round, which may be launched before this one is read.
         self.stages = None
         self.settled = self.executor.start_readback(self.host, self.launch_input, None)
 
@@ -142,12 +142,12 @@ class CudaExecutor:
 
     graph_batch: the largest batch whose rounds are captured; 0: every launch runs eagerly.  Larger rounds are padded to
     batch buckets too, so that they have few forms.
-    captured_passes: forms of the captured prefill passes; none without captured rounds and Support.prefill_graph.
-    keep_graphs: PyTorch keeps what graphs are made of (CUDAGraph.raw_cuda_graph), so that their kernels can be counted.
-    overlap: whether rounds may be launched before the one before is read: then attention is captured for lengths that
-    the host does not know exactly.
-    capture_stages: whether staged rounds, those with grammars, are captured too.  They run eagerly otherwise.
-    replay_events: if it is a list, each replay appends its (start, end) events, for measurements.
+    captured_passes: forms of the captured prefill passes; empty without captured rounds or Support.prefill_graph.
+    keep_graphs: whether PyTorch keeps CUDAGraph.raw_cuda_graph, so that the kernels of graphs can be counted.
+    overlap: whether a round may be launched before the previous round is read.  Then attention is captured for lengths
+    that the host does not know exactly.
+    capture_stages: whether staged rounds (rounds with grammars) are captured too.  They run eagerly otherwise.
+    replay_events: for measurements; if it is a list, each replay appends its (start, end) events.
     """
 
     failure: Exception | None = None
@@ -201,8 +201,8 @@ class CudaExecutor:
         return self.start_readback(host, launch_input, output)
 
     def _send(self, launch_input: LaunchInput, packed: LaunchBuffer, host: HostEntry, graph: Graph) -> None:
-        """Copy a launch to where its graph reads it.  The updates of a prefill pass have any length, so the slot table
-        is updated before the graph."""
+        """Copies a launch to the vector that its graph reads.  The updates of a prefill pass have any length, so the
+        slot table is updated before the graph runs."""
         if not launch_input.is_prefill:
             graph.vector.copy_(_pinned(host.vector, packed), non_blocking=True)
             return
@@ -221,7 +221,7 @@ class CudaExecutor:
         self.replay_events.append((start, end))
 
     def _packed(self, launch_input: LaunchInput) -> tuple[HostEntry, LaunchForm, LaunchBuffer]:
-        """The next buffers of the ring, after waiting until they are free; the padded form; the packed launch."""
+        """Waits for the next buffers of the ring.  Returns these buffers, the padded form and the packed launch."""
         host = self.ring[self.num_launched % RING]
         self.num_launched += 1
         host.copied.synchronize()
@@ -229,14 +229,14 @@ class CudaExecutor:
         return host, form, self._pack(launch_input, host.entry, form)
 
     def _pack(self, launch_input: LaunchInput, entry: int, form: LaunchForm) -> LaunchBuffer:
-        """As pack_launch.  A graph of layers that keep a state reads marks in every launch."""
+        """Packs a launch (see pack_launch).  A graph of layers that keep a state reads marks in every launch."""
         has_marks = self.runner.cache.states is not None
         return pack_launch(self.runner.table, launch_input, entry, form, has_marks)
 
     def _prepare(self, launch_input: LaunchInput, form: LaunchForm, in_graph: bool) -> None:
-        """Announce the lengths of a launch to the backends, clear its pages, copy its states.  Called on its stream."""
+        """Gives the launch's lengths to the backends, clears its pages, copies its states.  Called on its stream."""
         self.runner.cache.before_launch(launch_input.cleared_pages, launch_input.state_copies)
-        # A prefill pass announces a length for each piece.
+        # A prefill pass has one length for each piece.
         lengths = launch_input.committed.padded(form.pieces or form.batch)
         self.runner.prepare(replace(lengths, in_graph=in_graph))
 
@@ -262,9 +262,9 @@ class CudaExecutor:
         return EagerStages(self.runner, self.results, packed, ALL_SAMPLING, batch, self.stage_memory)
 
     def copy_entry(self, host: HostEntry, batch: int, prompt_logprobs: Tensor | None = None) -> Tensor | None:
-        """Copy a ring entry to the host on the copy stream, while the compute stream goes on.
+        """Copies a ring entry to the host on the copy stream, while the compute stream goes on.
 
-        Returns a pinned copy of prompt_logprobs.  Both are there after `host.copied`.
+        Returns a pinned copy of prompt_logprobs.  Both copies are complete after the event `host.copied`.
         """
         host.written.record(self.stream)
         self.copies.wait_event(host.written)
@@ -276,10 +276,10 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def compile(self, launch_inputs: Iterable[LaunchInput]) -> None:
-        """Compile all kernels that these launches need, in parallel.
+        """Compiles all kernels that these launches need, in parallel.
 
         launch_inputs: launches of dummy slots.  The code of a launch runs on its stream, but its Triton kernels are
-        compiled, not run.  Only the dummy slot's cells are written.
+        only compiled and not run.  Only the dummy slot's cells are written.
         """
         began, launches = time.perf_counter(), list(launch_inputs)
         with Console(stderr=True).status("compiling kernels"), precompile() as kernels:
@@ -298,7 +298,7 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def run_dummies(self, launch_input: LaunchInput) -> None:
-        """Run a launch of dummy slots to its end, for measurements."""
+        """Runs a launch of dummy slots to its end, for measurements."""
         if launch_input.is_staged:
             self.run_eagerly(launch_input)
             self.stream.synchronize()
@@ -306,7 +306,7 @@ class CudaExecutor:
             self.launch(launch_input).result()
 
     def run_eagerly(self, launch_input: LaunchInput) -> None:
-        """Run a launch of dummy slots without a graph.  Inside precompile() it only asks for the kernels."""
+        """Runs a launch of dummy slots without a graph.  Inside precompile() this only requests its kernels."""
         form = self.form(launch_input)
         packed = self._pack(launch_input, 0, form)
         with torch.cuda.stream(self.stream):
@@ -317,18 +317,18 @@ class CudaExecutor:
                 self._eager(launch_input, packed, form)
 
     def bucket(self, batch: int) -> int:
-        """The batch size that a round of `batch` requests is padded to, eager or captured.  One above max_batch is not:
-        it is refused later."""
+        """Returns the batch size that a round of `batch` requests is padded to, eager or captured.  A batch above
+        max_batch is returned as it is, and refused later."""
         return bucket_of(batch, self.buckets)
 
     def form(self, launch_input: LaunchInput) -> LaunchForm:
-        """The form that a launch is padded to, eager or captured."""
+        """Returns the form that a launch is padded to, eager or captured."""
         if launch_input.is_prefill:
             return launch_input.form(self.captured_passes)
         return LaunchForm(self.bucket(len(launch_input.slots)), tree=launch_input.tree)
 
     def graph_of(self, launch_input: LaunchInput) -> Graph | None:
-        """The graph that a launch replays; None for an eager launch, which may have the form of a graph."""
+        """Returns the graph that a launch replays; None for an eager launch, even if a graph has the same form."""
         return None if launch_input.is_eager_only else self.graphs.get(self.form(launch_input))
 
     def _eager(self, launch_input: LaunchInput, packed: LaunchBuffer, form: LaunchForm) -> RoundOutput:
@@ -344,9 +344,9 @@ class CudaExecutor:
         return packed.on(vector)
 
     def start_readback(self, host: HostEntry, launch_input: LaunchInput, output: RoundOutput | None) -> CudaHandle:
-        """Start the copies of the results, and of the prompt's log-probabilities, to the host.
+        """Starts copying the results and the prompt's log-probabilities to the host.
 
-        output: of an eager launch, the only kind that computes prompt log-probabilities; None for other launches.
+        output: the output of an eager launch; only eager launches compute prompt log-probabilities.  Else None.
         """
         prompt_logprobs = None
         if output is not None and output.prompt_logprobs is not None:
@@ -361,7 +361,7 @@ class CudaExecutor:
         return on_host.copy_(value, non_blocking=True)
 
     def _capture(self) -> None:
-        """Capture rounds, then passes, each from the largest form on, so that the others reuse its memory."""
+        """Captures rounds, then passes.  In both, the largest form comes first, so that the others reuse its memory."""
         if not self.captured_buckets:
             return
         began, before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
@@ -395,7 +395,7 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def captured(self, form: LaunchForm, pool: Any) -> Graph:
-        """A graph of the launches of a form, captured with dummy slots; pool: its memory."""
+        """Captures the launches of a form with dummy slots, and returns the graph.  pool: the graph's memory."""
         dummies, runner = of_dummies(*form), self.runner.of_tree(form.tree)
         packed = self._pack(dummies, 0, form)
         with torch.cuda.stream(self.stream):
@@ -408,12 +408,12 @@ class CudaExecutor:
         graph = torch.cuda.CUDAGraph(keep_graph=self.keep_graphs)
         with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode=OF_THIS_THREAD):
             execute(runner, self.results, device_launch, form.width, ALL_SAMPLING)
-        if self.keep_graphs:  # else PyTorch did so when the capture ended
+        if self.keep_graphs:  # else PyTorch instantiated the graph when the capture ended
             graph.instantiate()
         return Graph(vector, graph)
 
     def _capture_stages(self, pool: Any) -> None:
-        """Capture each bucket's stages, in the memory of the rounds' graphs.  Stages that do not fit run eagerly."""
+        """Captures each bucket's stages, in the memory of the rounds' graphs.  Stages that do not fit run eagerly."""
         began, before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
         for batch in track(
             self.captured_buckets[::-1], "capturing staged rounds", console=Console(stderr=True), transient=True
@@ -434,7 +434,7 @@ class CudaExecutor:
         return eager.captured(pool, self.stream)
 
     def close(self) -> None:
-        """Wait for the launches in flight, then free the graphs and their memory."""
+        """Waits for the launches in flight, then frees the graphs and their memory."""
         try:
             torch.cuda.synchronize(self.device)
         finally:
@@ -444,7 +444,7 @@ class CudaExecutor:
 
 
 def _pinned(buffer: Tensor, packed: LaunchBuffer) -> Tensor:
-    """Copy the packed vector to the start of a pinned buffer.  Returns that part of the buffer."""
+    """Copies the packed vector to the start of a pinned buffer.  Returns that part of the buffer."""
     used = buffer[: len(packed.vector)]
     np.copyto(used.numpy(), packed.vector)
     return used

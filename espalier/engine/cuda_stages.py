@@ -1,12 +1,12 @@
-"""Staged rounds on a GPU: CUDA graphs for each stage, captured at the start for every batch bucket.
+"""Staged rounds on a GPU: CUDA graphs for each stage, captured at startup for every batch bucket.
 
 The propose stage is split into one graph for each level of the tree, because between two levels the draft may ask the
 host which tokens can follow.  A bucket whose graphs do not fit into memory runs its stages eagerly.
 
 Masks and forced tokens of grammars go to the device as one copy for each run of adjacent rows (`GrammarRows`).
 
-One round at a time is in stages, from its begin to its settle.  So the stages of all batch sizes share the memory of
-their CUDA graphs and of their GrammarRows (`StageMemory`).
+Only one round is between its begin and its settle stage at any time.  So the stages of all batch sizes share the memory
+of their CUDA graphs and of their GrammarRows (`StageMemory`).
 """
 
 import gc
@@ -29,16 +29,16 @@ from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.mask import ALL_ALLOWED, DraftGuide, mask_words
 from espalier.speculate.round import ModelRunner
 
-# A capture goes on whatever other threads do: NCCL's ask for events all the while.
+# With this mode, CUDA calls of other threads do not end a capture.  NCCL's threads query events all the time.
 OF_THIS_THREAD = "thread_local"
 
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Collect garbage now, and none inside.
+    """Collects garbage now, and disables garbage collection inside the block.
 
-    Garbage may hold graphs, streams and pinned memory of an earlier engine.  To free them calls CUDA, which ends a
-    capture with an error.
+    Garbage may hold graphs, streams and pinned memory of an earlier engine.  Freeing these objects calls CUDA, and such
+    a call ends a capture with an error.
     """
     gc.collect()
     was_enabled = gc.isenabled()
@@ -52,7 +52,10 @@ def no_garbage_collection() -> Iterator[None]:
 
 @dataclass(eq=False)
 class RowMemory:
-    """Where GrammarRows of all batch sizes lie: [n] on the device, and pinned.  user: whose values it holds."""
+    """The memory that GrammarRows of all batch sizes share.
+
+    values: [n] on the device; pinned: [n] on the host; user: the GrammarRows whose values the memory holds now.
+    """
 
     values: Tensor
     pinned: Tensor
@@ -60,12 +63,13 @@ class RowMemory:
 
 
 class GrammarRows:
-    """A tensor on the device.  Rows of requests with a grammar hold what it says; the others hold `free`: no limits.
+    """A tensor on the device with one row for each request, such as its mask.
 
-    values: [B, ...]; free: one row, or a number; rows: those with a grammar, ascending.
+    values: [B, ...]; rows: the rows of requests with a grammar, ascending; free: one row, or a number, that all other
+    rows hold, and that allows everything.
 
-    One pinned buffer is filled again and again, because a new one would have to be found or allocated each time.  NumPy
-    fills it: PyTorch does so with several threads, which wait for one another on a busy host.
+    The same pinned buffer is filled again and again, because getting a new buffer each time takes longer.  NumPy fills
+    it, because PyTorch would use several threads, which wait for one another on a busy host.
     """
 
     def __init__(self, memory: RowMemory, shape: tuple[int, ...], free: Tensor | int):
@@ -83,12 +87,12 @@ class GrammarRows:
             self.values.copy_(self.free.expand_as(self.values))
 
     def set(self, rows: tuple[int, ...], own: np.ndarray | None) -> None:
-        """Set these rows to `own` and all others to `free`, on the current stream.
+        """Sets these rows to `own` and all others to `free`, on the current stream.
 
         own: [len(rows), ...]; None without rows.
 
-        The copies of the call before must have ended.  They have: since then the host has waited for the trees or the
-        results of their round.
+        The copies of the previous call must have ended.  This holds, because the host has waited for the trees or the
+        results of that round.
         """
         if rows != self.rows or self.memory.user is not self:
             self._clear()
@@ -102,7 +106,8 @@ class GrammarRows:
 
 
 class StageMemory:
-    """The memory of the GrammarRows of all stages, by name.  The largest batch should ask first."""
+    """The memory of the GrammarRows of all stages, by name.  The largest batch should call `rows` first, because later
+    calls share its memory."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -117,18 +122,18 @@ class StageMemory:
 
 
 def adjacent(rows: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The places (begin, end) in `rows`, which ascend, of each run of rows without a gap."""
+    """Returns (begin, end) for each run of consecutive numbers in `rows`, which ascend.  Both are indices in `rows`."""
     cuts = [place for place in range(1, len(rows)) if rows[place] != rows[place - 1] + 1]
     return list(pairwise([0, *cuts, len(rows)])) if rows else []
 
 
 def packed_words(words: int) -> int:
-    """The number of int64 values that hold `words` int32 words."""
+    """Returns the number of int64 values that hold `words` int32 words."""
     return -(-words // 2)
 
 
 def pack(values: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """int64 values [..., n] and int32 words [..., w] side by side, as `unpack` finds them on the device."""
+    """Returns int64 values [..., n] and int32 words [..., w] side by side, in the form that `unpack` reads."""
     packed = np.full((*values.shape[:-1], values.shape[-1] + packed_words(words.shape[-1])), ALL_ALLOWED, np.int64)
     packed[..., : values.shape[-1]] = values
     packed[..., values.shape[-1] :].view(np.int32)[..., : words.shape[-1]] = words
@@ -136,7 +141,7 @@ def pack(values: np.ndarray, words: np.ndarray) -> np.ndarray:
 
 
 def unpack(packed: Tensor, num_values: int, num_words: int) -> tuple[Tensor, Tensor]:
-    """Views of what `pack` made."""
+    """Returns views of the values and of the words that `pack` put side by side."""
     return packed[..., :num_values], packed[..., num_values:].view(torch.int32)[..., :num_words]
 
 
@@ -145,7 +150,8 @@ class Question:
     """The draft's question at one level and its answer, on the device.
 
     packed: [B, E + Q * W] int64, tokens and ancestor bits (sampling.mask.AskHost) side by side, so that one copy brings
-    both to the host.  answer: [B, Q, 1 + packed_words(words)] int64, the only token of each row and its mask (`pack`).
+    both to the host.  answer: [B, Q, 1 + packed_words(words)] int64; for each row its forced token and its mask
+    (`pack`).
     """
 
     packed: Tensor
@@ -155,7 +161,7 @@ class Question:
 
     @classmethod
     def of(cls, packed: Tensor, beams: int, num_tokens: int, num_words: int, memory: StageMemory) -> "Question":
-        """A question without an answer: every token may follow."""
+        """Returns a question without an answer yet: every token may follow."""
         # -1 in an answer says both: several tokens may follow, and the mask allows all.
         shape = (len(packed), beams, 1 + packed_words(num_words))
         # The levels of a tree ask about different numbers of tokens.
@@ -164,12 +170,13 @@ class Question:
 
     @property
     def told(self) -> tuple[Tensor, Tensor]:
-        """As AskHost answers: [B, Q] and [B, Q, words]."""
+        """The answer in AskHost's form: forced tokens [B, Q] and masks [B, Q, words]."""
         only, masks = unpack(self.answer.values, 1, self.num_words)
         return only[..., 0], masks
 
     def ask_host(self, ask: AskRows | None) -> None:
-        """Wait for the device, ask the host, and write its answer to the device.  ask None: every token may follow."""
+        """Waits for the device, asks the host, and writes its answer to the device.  ask: None if every token may
+        follow."""
         if ask is None:
             self.answer.set((), None)
             return
@@ -183,9 +190,9 @@ def packed_question(tokens: Tensor, ancestor_bits: Tensor) -> Tensor:
 
 
 class ProposeGraphs:
-    """The CUDA graphs of a propose stage, with a question to the host between each two.
+    """The CUDA graphs of a propose stage, with a question to the host between each two graphs.
 
-    graphs: one more than questions.
+    So there is one more graph than questions.
     """
 
     def __init__(self, pool: Any, num_words: int, memory: StageMemory):
@@ -203,7 +210,7 @@ class ProposeGraphs:
         self.graphs[-1].capture_end()
 
     def split(self, tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
-        """End this graph and begin the next, which reads the answer.  As sampling.mask.AskHost."""
+        """Ends this graph and begins the next one, which reads the answer.  See sampling.mask.AskHost."""
         packed = packed_question(tokens, ancestor_bits)
         self.end()
         question = Question.of(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_words, self.memory)
@@ -219,7 +226,10 @@ class ProposeGraphs:
 
 
 class DeviceAsk:
-    """The `ask` of a guide on a GPU.  host: answers in an eager run; capture: the graphs that are being captured."""
+    """The function DraftGuide.ask on a GPU.
+
+    host: gives the answers in an eager run; capture: the graphs that are being captured, None in an eager run.
+    """
 
     def __init__(self, num_words: int, memory: StageMemory):
         self.num_words = num_words
@@ -238,9 +248,9 @@ class DeviceAsk:
 
 @dataclass
 class Stages:
-    """The four stages of a round, for one batch size.  A round leaves nothing here for the next.
+    """The four stages of a round, for one batch size.  No data passes through this object from one round to the next.
 
-    The tensors that the stages read are on the device.  vector: [n] int64; guide: [batch, S + 1 +
+    The stages read these tensors on the device.  vector: [n] int64, the packed launch; guide: [batch, S + 1 +
     packed_words(words)] int64, the forced tokens, the level and the mask of a DraftGuide (`pack`); masks: [batch, D,
     words] int32.
     """
@@ -260,7 +270,10 @@ class Stages:
             self.guide.set(rows.rows, pack(np.column_stack((rows.forced, rows.levels)), rows.masks))
 
     def set_masks(self, masks: RowMasks) -> None:
-        """Rows without a grammar allow all tokens.  masks has a row for each node of the largest tree."""
+        """Sets the masks of the nodes.  Requests without a grammar allow all tokens.
+
+        masks: has a row for each node of the largest tree.
+        """
         self.masks.set(masks.rows, masks.masks[:, : self.masks.values.shape[1]])
 
 
@@ -281,7 +294,7 @@ class EagerStages:
         words, steps = mask_words(runner.target.config.vocab_size), runner.layout.steps
         self.ask = DeviceAsk(words, memory)
         nothing = torch.full((steps + 1 + packed_words(words),), ALL_ALLOWED, dtype=torch.int64)
-        # The question of a level that is not known.
+        # No level is known yet.
         nothing[steps] = 0
         free = nothing.pin_memory().to(device, non_blocking=True)
         self.guide_rows = memory.rows("guide", (batch, len(nothing)), nothing.dtype, free)
@@ -293,8 +306,8 @@ class EagerStages:
 
     @property
     def stages(self) -> Stages:
-        """Made anew, not kept: it refers to this object, and what refers to itself keeps the tensors of a round until
-        garbage is collected."""
+        """The stages of this object.  They are made anew at each access, because they refer to this object: a kept
+        reference would be a cycle, and would keep the tensors of a round until garbage is collected."""
         buffers = self.vector, self.guide_rows, self.masks
         return Stages(*buffers, self.staged.begin, self._propose, self.staged.verify, self._settle)
 
@@ -306,7 +319,7 @@ class EagerStages:
         self.staged.settle(self.masks.values)
 
     def run(self) -> None:
-        """Run all four stages.  The launch input must be of dummies."""
+        """Runs all four stages.  The launch input must be one of dummy slots."""
         stages = self.stages
         stages.begin()
         stages.propose(None)
@@ -314,9 +327,9 @@ class EagerStages:
         stages.settle()
 
     def captured(self, pool: Any, stream: torch.cuda.Stream) -> Stages:
-        """The same stages as CUDA graphs.  The launch input must be of dummies.
+        """Captures the stages as CUDA graphs and returns them.  The launch input must be one of dummy slots.
 
-        Raises torch.OutOfMemoryError if they do not fit.
+        Raises torch.OutOfMemoryError if the graphs do not fit into memory.
         """
         with torch.cuda.stream(stream):
             # Run once eagerly: libraries load kernels and allocate workspaces, which is not allowed in a capture.
@@ -345,7 +358,7 @@ class EagerStages:
 
 
 def _captured(stage: Callable[[], None], pool: Any, stream: torch.cuda.Stream) -> Callable[[], None]:
-    """The replay of a CUDA graph of the stage."""
+    """Captures a stage as a CUDA graph.  Returns the function that replays the graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=OF_THIS_THREAD):
         stage()

@@ -1,4 +1,4 @@
-"""The streams of GPU executors.  Later executors use the streams of closed ones again.
+"""The CUDA streams of GPU executors.  New executors reuse the streams of closed executors.
 
 PyTorch keeps a cuBLAS workspace for each stream (32 MiB on Hopper) until the process ends, so new streams for each
 executor would leak memory.

@@ -1,9 +1,10 @@
 """The engine: `Engine.step` is one turn of the main loop.  It starts a launch and reads a launch.
 
 A round with a grammar runs in stages.  It is started like every other round: with overlap, before the host has read the
-round before it.  Its first stage, begin, needs no mask.  Once the host has read that round, it knows the grammars'
-states and resumes the new one.  It makes the masks of the trees' nodes while the target verifies them, and settles the
-round with these masks: with overlap at the start of the next step, in lock-step in the same step.
+previous round.  Its first stage, begin, needs no mask.  Once the host has read the previous round, the host knows the
+grammars' states and resumes the new round.  The host makes the masks of the trees' nodes while the target verifies
+these nodes.  Then it settles the round with the masks: with overlap at the start of the next step, in lock-step in the
+same step.
 
 scheduler.py decides which of the waiting requests run.  executor.py (CPU) and cuda.py (GPU) run the launches.
 """
@@ -33,7 +34,8 @@ from espalier.stats import SpeculationStats
 class Started:
     """A launch in flight.
 
-    stages: its handle, if it is a round in stages.  maskers: the grammars of such a round, once it is resumed.
+    stages: the handle of a round that runs in stages; None for other launches.  maskers: the grammars of such a round;
+    empty until the round is resumed.
     """
 
     launch: Launch
@@ -46,9 +48,9 @@ class Started:
 class InFlight:
     """The launches that the host has started and not read yet.
 
-    unread: with overlap, the launch that the last step started, so the host works while the device runs.  In lock-step
-    a launch is read in the step that started it, and this stays None.
-    unsettled: `unread`, if it is a round in stages that still waits for the masks of its trees.
+    unread: with overlap, the launch that the last step started; the host works while the device runs it.  None in
+    lock-step, because a launch is read in the step that started it.
+    unsettled: the round in stages that still waits for the masks of its trees; with overlap it is the same as `unread`.
     """
 
     overlap: bool
@@ -60,13 +62,14 @@ class InFlight:
 
 
 class Engine:
-    """Runs requests until they finish.  Not thread-safe: one thread at a time.  In a step, only `abort` may be called.
+    """Runs requests until they finish.  Only one thread at a time may use it.  During a step, only `abort` may be
+    called.
 
     requests: unfinished requests, by id.
-    stopped: why the engine no longer runs; None while it works.  If a launch fails, every request in the engine is
-    aborted with this text.
-    observer: sees every launch; None, the default, costs nothing.
-    chooser: of the tree of each round; None for the layout's.
+    stopped: the reason why the engine no longer runs; None while it runs.  If a launch fails, every request in the
+    engine is aborted with this text.
+    observer: is called for every launch; None by default.
+    chooser: chooses the tree of each round; None to use the layout's trees.
     """
 
     def __init__(
@@ -101,9 +104,9 @@ class Engine:
         self.observer: LaunchObserver | None = None
 
     def step(self) -> list[OutputChunk]:
-        """Start the next launch, read a launch.  Returns the output chunks of this step."""
+        """Starts the next launch and reads the result of a launch.  Returns the output chunks of this step."""
         with self._stop_on_error():
-            # A round that is not settled shares buffers with every later launch, so nothing comes before its end.
+            # A round that is not settled shares buffers with every later launch, so it must be settled first.
             self._settle()
             launch = self.scheduler.next_launch()  # a prefill pass, a round, or None
             started = self._start(launch) if launch else None
@@ -118,15 +121,17 @@ class Engine:
             return self._forget_finished(self.scheduler.take_chunks())
 
     def drain(self) -> None:
-        """Read the launch in flight, so that nothing uses the models until the next step, which hands its chunks out.
-        A request goes on where it is."""
+        """Reads the launch in flight.  After that, nothing uses the models until the next step.
+
+        The next step returns the output chunks of this launch.  Requests continue where they are.
+        """
         with self._stop_on_error():
             self._settle()
             previous, self.in_flight.unread = self.in_flight.unread, None
             self._read(previous)
 
     def require_ranks(self) -> None:
-        """Raises what `step` would raise because another rank has failed, also while nothing runs."""
+        """Raises the error of another rank that has failed, as `step` would, also while no request runs."""
         if self.executor.failure is not None:
             with self._stop_on_error():
                 raise self.executor.failure
@@ -147,7 +152,8 @@ class Engine:
         self.scheduler.harvest(started.launch, started.handle.result())
 
     def _resume(self, started: Started | None) -> None:
-        """Go on with a round in stages.  All launches before it are read, so its grammars' states are known."""
+        """Starts the propose and verify stages of a round.  All earlier launches must have been read, so that the
+        grammars' states are known."""
         if started is None or started.stages is None:
             return
         masks, started.maskers = self.scheduler.masks, self.scheduler.maskers_of(started.launch)
@@ -162,7 +168,7 @@ class Engine:
             started.stages.settle(self.scheduler.masks.of_nodes(started.maskers, trees))
 
     def add(self, request: Request) -> None:
-        """Queue a request.  Raises EspalierError, without any effect, for a request that can never run."""
+        """Adds a request to the queue.  Raises EspalierError, and changes nothing, if the request can never run."""
         if self.stopped is not None:
             raise EspalierError(self.stopped)
         if request.id in self.requests:
@@ -181,14 +187,15 @@ class Engine:
         self.requests[request.id] = request
 
     def abort(self, request_id: str) -> None:
-        """End a request (see Scheduler.abort).  An unknown or finished id is ignored: it may just have ended."""
+        """Ends a request (see Scheduler.abort).  An unknown id is ignored, because the request may just have ended."""
         request = self.requests.get(request_id)
         if request is not None and not request.aborted:
             self.scheduler.abort(request)
 
     @contextmanager
     def _stop_on_error(self) -> Iterator[None]:
-        """Stop the engine and abort all requests on any error: a failed launch may leave device state half written."""
+        """On any error, stops the engine and aborts all requests, because a failed launch may leave device state half
+        written."""
         try:
             yield
         except BaseException as error:
@@ -209,7 +216,7 @@ class Engine:
 
     @property
     def num_abandoned_grammars(self) -> int:
-        """Grammars that took too long, and still hold a thread (mask_threads.py)."""
+        """The number of grammars that took too long and still occupy a thread (mask_threads.py)."""
         return self.scheduler.masks.threads.num_abandoned
 
     @property
@@ -217,16 +224,17 @@ class Engine:
         return self.scheduler.totals
 
     def check_pages(self) -> None:
-        """Check that every page is either the dummy page, free, or held as often as it is counted; and rows of states.
+        """Checks that every page is the dummy page, free, or held exactly as often as its reference count says, and
+        that every row of a state snapshot has one owner.
 
-        Raises PageDefect naming the page.
+        Raises PageDefect, which names the page.
         """
         cached = self.prefixes.pages() if self.prefixes is not None else ()
         self.pool.check([r.pages for r in self.scheduler.running], cached)
         self.scheduler.states.check()
 
     def close(self) -> None:
-        """Free models, pages and graphs, even while somebody still holds a reference to the engine.  Idempotent."""
+        """Frees models, pages and graphs, even if references to the engine remain.  Idempotent."""
         if self.stopped is None:
             self.stopped = "the engine is closed; make another LLM"
         self.in_flight.forget()

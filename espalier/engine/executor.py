@@ -1,8 +1,8 @@
 """Executors run launches in order on one stream: `launch(launch_input)` returns a handle, `handle.result()` waits.
 
 `execute` is the body of every launch, on any device, eager or captured in a CUDA graph.  A staged round runs the same
-work in four stages (`StagedRound`).  This file has the CPU executor: with overlap its stream is one worker thread, in
-lock-step it is the caller's thread.  The GPU executor is engine/cuda.py.
+work in four stages (`StagedRound`).  This file has the CPU executor.  With overlap it runs launches on one worker
+thread, in lock-step on the caller's thread.  The GPU executor is in engine/cuda.py.
 """
 
 from collections.abc import Callable
@@ -40,11 +40,11 @@ from espalier.speculate.round import (
 
 class Handle(Protocol):
     def wait(self) -> None:
-        """Wait until the launch has run, and read nothing."""
+        """Waits until the launch has run, and reads no result."""
         ...
 
     def result(self) -> list[RequestResult]:
-        """Wait for the launch and return one row for each slot of the launch input."""
+        """Waits for the launch and returns one result for each slot of the launch input."""
         ...
 
 
@@ -52,31 +52,32 @@ class StagedHandle(Handle, Protocol):
     """A round whose begin stage was started.  No other launch may be started before `settle`."""
 
     def resume(self, guide: GuideRows | None, ask: AskRows) -> None:
-        """Start the propose and the verify stage.
+        """Starts the propose and the verify stage.
 
-        guide: what grammars say to the draft, None for nothing.  ask: what may follow draft rows, for an executor that
-        can ask while it drafts.
+        guide: the forced tokens and masks that grammars give to the draft; None without grammars.  ask: a function that
+        returns the tokens that may follow draft rows, for an executor that can call it while it drafts.
         """
         ...
 
     def trees(self) -> Trees:
-        """Wait for the propose stage and return (tokens, parents) of each slot's tree."""
+        """Waits for the propose stage and returns (tokens, parents) of each slot's tree."""
         ...
 
     def settle(self, masks: RowMasks) -> None:
-        """Start the settle stage.  masks: the tokens that may follow each node."""
+        """Starts the settle stage.  masks: the tokens that may follow each node."""
         ...
 
 
 class LaunchObserver(Protocol):
-    """Sees an engine's launches (Engine.observer), for measurements.  Called on the thread that steps the engine."""
+    """Is called for each launch of an engine (Engine.observer), on the thread that steps the engine.  For
+    measurements."""
 
     def on_launch(self, launch_input: LaunchInput) -> None:
         """Called before each launch."""
         ...
 
     def before_result(self, handle: Handle) -> None:
-        """Called before a launch's result is read.  The observer may time `handle.wait()`."""
+        """Called before the result of a launch is read.  The observer may time `handle.wait()`."""
         ...
 
 
@@ -93,23 +94,25 @@ class Executor(Protocol):
 
     @property
     def runs_any_tree(self) -> bool:
-        """Whether a round may have any tree up to the configured one, and costs only its rows.  If not, a round has a
-        tree of the layout, and a staged round the first one of its bucket."""
+        """Whether a round may have any tree up to the configured one, and takes time only for the rows that it runs.
+
+        If not, a round has a tree of the layout, and a staged round has the first tree of its bucket.
+        """
         ...
 
     @property
     def failure(self) -> Exception | None:
-        """Why it can run no more, although no launch has failed: another rank has.  None while it can."""
+        """The reason why no launch can run any more, because another rank has failed; None if launches can run."""
         ...
 
     def launch(self, launch_input: LaunchInput) -> Handle: ...
 
     def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
-        """Start the begin stage of a round.  Resume it, and settle it, before the next launch."""
+        """Starts the begin stage of a round.  The round must be resumed and settled before the next launch."""
         ...
 
     def close(self) -> None:
-        """Wait for the launches in flight."""
+        """Waits for the launches in flight."""
         ...
 
 
@@ -143,7 +146,11 @@ def execute(
     prompt_rows: PromptRows | None = None,
     masks: Tensor | None = None,
 ) -> RoundOutput:
-    """Run one launch: update the slot table, run a prefill pass of `width` (0: a round), write the results."""
+    """Runs one launch: updates the slot table, runs a round or a prefill pass, and writes the results.
+
+    width: rows of a piece of the prefill pass; 0 for a round.  prompt_rows: as in LaunchInput; masks: those of
+    LaunchInput, on the device.
+    """
     device_launch.apply(runner.table)
     launch, marks = device_launch, device_launch.marks
     if width:
@@ -158,8 +165,8 @@ def execute(
 class StagedRound:
     """A round in four stages: `begin`, `propose`, `verify`, then `settle` with masks that the host made from the trees.
 
-    The stages are the same as in `decode_round`.  They run eagerly or as CUDA graphs; this object holds the tensors
-    that one stage leaves for the next.
+    The stages are the same as in `decode_round`.  They run eagerly or as CUDA graphs.  This object holds the tensors
+    that one stage passes to the next.
     """
 
     def __init__(self, runner: ModelRunner, results: Results, device_launch: LaunchBuffer, needs: SamplingNeeds):
@@ -176,7 +183,7 @@ class StagedRound:
         self.begun = begin(self.runner, launch.slots, self.needs, launch.appended, launch.marks)
 
     def propose(self, guide: DraftGuide | None) -> None:
-        # Dropped, because a draft's first logits may be large.
+        # `begun` is dropped before the stage ends, because it holds the draft's first logits, which may be large.
         begun, self.begun = self.begun, None
         assert begun is not None
         self.proposed = propose(begun, guide)
@@ -191,7 +198,7 @@ class StagedRound:
 
 
 def guide_of(rows: GuideRows, batch: int, ask: AskRows) -> DraftGuide:
-    """The guide of a batch, on the host."""
+    """Returns the draft's guide for a batch, with tensors on the host.  ask: answers about draft rows."""
     forced, masks, levels = map(torch.from_numpy, rows.whole(batch))
 
     def ask_host(tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,7 +226,7 @@ class CpuExecutor:
         return CpuStagedHandle(self, launch_input)
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Run work on the stream, after all work submitted before."""
+        """Runs `work` on the stream, after all work that was submitted earlier."""
         if self.worker is not None:
             return self.worker.submit(work, *args)
         done: Future[Any] = Future()
@@ -298,7 +305,8 @@ class CpuHandle:
 
 
 class CpuStagedHandle:
-    """With overlap the worker runs the stages, one after another, while the caller goes on."""
+    """A staged round on a CPU.  With overlap the worker thread runs the stages, one after another, while the caller
+    continues."""
 
     def __init__(self, executor: CpuExecutor, launch_input: LaunchInput):
         self.executor = executor
@@ -315,7 +323,7 @@ class CpuStagedHandle:
     def settle(self, masks: RowMasks) -> None:
         self.work: Future[list[RequestResult]] = self.executor.submit(self._settle, masks)
 
-    # Tasks run in order, so inside of a task the `result` of an earlier one returns at once, or raises its error.
+    # Tasks run in order.  So inside a task, `result` of an earlier task returns at once, or raises that task's error.
 
     def _propose(self, guide: GuideRows | None, ask: AskRows) -> Trees:
         return self.executor.propose(self.begun.result(), len(self.launch_input.slots), guide, ask)

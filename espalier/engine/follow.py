@@ -1,6 +1,6 @@
-"""The other side of engine/ranks.py: a rank that runs what rank 0 sends.
+"""The process of a rank other than 0: it runs the launches that rank 0 sends (engine/ranks.py).
 
-It makes the same calls of the executor as rank 0's engine, in the same order.
+It makes the same calls of its executor as rank 0's engine, in the same order.
 """
 
 import os
@@ -36,15 +36,15 @@ FAILED = 1
 
 
 class Source(Protocol):
-    """The model that a rank loads.  It is pickled."""
+    """Loads the models of a rank.  It is pickled."""
 
     def load(self, rank: int) -> Executor:
-        """Make the executor of this rank."""
+        """Returns the executor of this rank."""
         ...
 
 
 class Follower:
-    """One rank.  connection: to rank 0; when it ends, so does the process, whatever it does then."""
+    """One rank.  connection: the connection to rank 0.  When the connection is closed, the process ends at once."""
 
     def __init__(self, connection: Connection, rank: int) -> None:
         self.connection = connection
@@ -60,7 +60,7 @@ class Follower:
             threading.Thread(target=work, daemon=True).start()
 
     def run(self) -> int:
-        """Do what rank 0 sends, until something fails.  Returns the exit code."""
+        """Handles the messages of rank 0 until an error occurs.  Returns the exit code."""
         try:
             self.send(Loaded(0))
             while True:
@@ -74,7 +74,7 @@ class Follower:
             return FAILED
 
     def take(self, message: Any) -> None:
-        """Do what a message says."""
+        """Handles one message."""
         match message:
             case Exception():
                 raise message
@@ -113,7 +113,7 @@ class Follower:
             self.handles[self.taken] = self.executor.launch(message.launch_input)
 
     def _ask(self, tokens: Tensor, ancestor_bits: Tensor) -> BeamRows:
-        """Rank 0 asks the same and sends the answer."""
+        """Returns the answer to the draft's question.  Rank 0 asks the same question and sends the answer."""
         return self._answers.get()
 
     def _unload(self) -> None:

@@ -1,8 +1,8 @@
 """Packs a launch input into one int64 vector, so that one copy sends it, and splits the vector on the device.
 
-The order and lengths of the parts that a CUDA graph reads depend on the form of the launch alone, so it finds each at
-the same offset in every launch.  A round's graph reads all parts.  A prefill pass's graph reads the first ones: the
-others update the slot table, and have the lengths of the prompts.
+The order and lengths of the parts that a CUDA graph reads depend on the form of the launch alone.  So the graph finds
+each part at the same offset in every launch.  A round's graph reads all parts.  A prefill pass's graph reads only the
+first parts.  The other parts update the slot table, and their lengths depend on the prompts.
 """
 
 from collections.abc import Sequence
@@ -22,35 +22,35 @@ from espalier.slots import KINDS, ScatterUpdate, SlotTable, float_bits, guess_ce
 from espalier.speculate.pieces import Pieces
 
 Parts = tuple[tuple[str, int], ...]
-# Numbers (16 bytes): each part begins at a multiple of it.  Triton compiles another kernel for an address that is not
-# aligned to 16 bytes, and without this the number of requests would decide which parts are aligned.
+# In int64 numbers (16 bytes).  Each part begins at a multiple of this.  Triton compiles another kernel for an address
+# that is not aligned to 16 bytes, and without this the number of requests would decide which parts are aligned.
 ALIGNMENT = 2
 
 
 @dataclass(frozen=True)
 class LaunchBuffer:
-    """A packed launch: on the host as pack_launch makes it, or copied to the device.
+    """A packed launch: on the host as pack_launch makes it, or a copy on the device.
 
-    vector: int64, of numpy on the host and of torch on the device; zeros follow a part up to the next multiple of
-    ALIGNMENT.  sizes: (name, length) of each part, in order, without these zeros.
+    vector: [n] int64, a NumPy array on the host and a tensor on the device.  Each part is padded with zeros to a
+    multiple of ALIGNMENT.  sizes: (name, length) of each part, in order, without this padding.
     """
 
     vector: Any
     sizes: Parts
 
     def on(self, vector: Tensor) -> "LaunchBuffer":
-        """The same launch in a tensor that holds a copy of its vector."""
+        """Returns the same launch, whose vector is this tensor.  vector: a copy of the launch's vector."""
         return LaunchBuffer(vector, self.sizes)
 
     @cached_property
     def parts(self) -> dict[str, Tensor]:
-        """By name.
+        """The parts by name.
 
         entry: [1], the entry of the results ring to write; slots: [B], padded with slot 0; lengths: [B], tokens that a
         prefill pass enters, empty for a round; piece_request, piece_offset: [P], and piece_last: [B], as in
         speculate/pieces.py, empty in a form without pieces; mark_at, mark_row: [B], as in cache/states.py:Marks, empty
-        without marks; cleared: slots that get a new request; FIELD.at,
-        FIELD.values: what is written into a field of the slot table.
+        without marks; cleared: slots that get a new request; FIELD.at, FIELD.values: the indices and the new values in
+        a field of the slot table.
         """
         parts = self.vector.split([_aligned(size) for _, size in self.sizes])
         return {name: part[:size] for (name, size), part in zip(self.sizes, parts, strict=True)}
@@ -69,25 +69,25 @@ class LaunchBuffer:
 
     @property
     def pieces(self) -> Pieces | None:
-        """None in a form without pieces."""
+        """The pieces of a prefill pass; None in a form without pieces."""
         made = Pieces(*(self.parts[f"piece_{name}"] for name in Pieces._fields))
         return made if made.request.shape[0] else None
 
     @property
     def marks(self) -> Marks | None:
-        """None in a launch without marks."""
+        """The snapshots of states that the launch takes; None in a launch without marks."""
         made = Marks(self.parts["mark_at"], self.parts["mark_row"])
         return made if made.at.shape[0] else None
 
     @property
     def appended(self) -> ScatterUpdate | None:
-        """The pages that a round appends to page tables, which it writes itself (gather).  None for a prefill pass."""
+        """The new page-table entries of a round, which the round writes itself (gather).  None for a prefill pass."""
         if self.lengths.shape[0]:
             return None
         return ScatterUpdate(self.parts["page_table.at"], self.parts["page_table.values"])
 
     def apply(self, table: SlotTable) -> None:
-        """Update the slot table, but for `appended`.  Every launch begins with this."""
+        """Updates the slot table, except for `appended`.  Every launch begins with this call."""
         cleared = self.parts["cleared"]
         if cleared.shape[0]:
             table.clear(cleared)
@@ -100,12 +100,13 @@ class LaunchBuffer:
 def pack_launch(
     table: SlotTable, launch_input: LaunchInput, entry: int, form: LaunchForm, has_marks: bool = False
 ) -> LaunchBuffer:
-    """Pack a launch input.  entry: entry of the results ring; form: of the launch, padding included.
+    """Packs a launch input.  entry: entry of the results ring; form: the launch's form, padding included.
 
-    has_marks: whether marks are there even if the launch has none, as a graph of layers that keep a state reads them.
+    has_marks: whether the vector has marks even if the launch has none, because a graph of layers that keep a state
+    reads them.
 
     Padding requests have slot 0 and no tokens.  Padding pieces have no tokens and belong to the last request.
-    Raises EspalierError where the slot table or the vector is too small.
+    Raises EspalierError if the slot table or the vector is too small.
     """
     updates = table.init_updates(launch_input.slot_inits)
     appended = table.page_table_updates(launch_input.appended_pages)
@@ -127,7 +128,8 @@ def pack_launch(
         parts |= {f"{name}.at": at, f"{name}.values": values}
     sizes = {name: len(part) for name, part in parts.items()} | _padded_sizes(table.layout, launch_input, form)
     sizes |= dict.fromkeys(("mark_at", "mark_row"), form.batch if has_marks or launch_input.marks else 0)
-    # Filled in place: a round has few numbers, and one more array would cost as much as writing them all.
+    # The vector is filled in place.  A round has few numbers, and one more array would take as long as writing them
+    # all.
     begins = list(accumulate(map(_aligned, sizes.values()), initial=0))
     vector = np.zeros(begins[-1], dtype=np.int64)
     for begin, (name, size) in zip(begins, sizes.items(), strict=False):
@@ -138,9 +140,9 @@ def pack_launch(
 
 
 def _padded_sizes(layout: RoundLayout, launch_input: LaunchInput, form: LaunchForm) -> dict[str, int]:
-    """The lengths that zeros pad parts to.
+    """Returns the lengths to which parts are padded with zeros.
 
-    A zero in an update of the page table writes 0 to cell 0: the dummy request's first page stays page 0.
+    A zero in an update of the page table writes 0 to cell 0, so the dummy request's first page stays page 0.
     """
     if launch_input.is_prefill:
         return {"slots": form.batch, "lengths": form.batch, "piece_last": form.batch if form.pieces else 0}
@@ -157,8 +159,10 @@ def _padded_sizes(layout: RoundLayout, launch_input: LaunchInput, form: LaunchFo
 
 
 def _of_sources(table: SlotTable, launch_input: LaunchInput) -> dict[str, ScatterUpdate]:
-    """The guesses, the survival table and the requests' skills of a round.  A zero in `survival` is written to a kind
-    that is no guess, in `skill` to the dummy slot."""
+    """Returns the updates with a round's guesses, survival table and skills.
+
+    A padding zero in `survival` is written to kind 0, which no guess has; in `skill` it is written to the dummy slot.
+    """
     if not table.layout.calibrates:
         return {}
     survival = np.zeros(0, dtype=np.float32) if launch_input.survival is None else launch_input.survival.reshape(-1)

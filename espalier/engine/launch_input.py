@@ -1,5 +1,7 @@
-"""The input that the host sends with a launch, and the results that it reads back.  Both are plain values, so they can
-be sent to another process."""
+"""The input that the host sends with a launch, and the results that the host reads back.
+
+Inputs and results are plain values, so they can be sent to another process.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +19,7 @@ from espalier.slots import Guess, SlotInit
 # Kernels read all sampling parameters on the device, so one graph serves all requests.
 ALL_SAMPLING = SamplingNeeds(sampled=True, filtered=True, penalised=True, biased=True)
 NOTHING_COMMITTED = CommittedLengths((), exact=True)
-# Why a request ends whose RequestResult is not finite.
+# The error of a request whose RequestResult is not finite.
 NOT_FINITE = (
     "the target's logits are not finite (NaN) for this request or for a token drafted for it; its tokens so far are "
     "valid and other requests continue: check the checkpoint, or use a wider dtype"
@@ -28,29 +30,31 @@ NOT_FINITE = (
 class LaunchInput:
     """One launch: a prefill pass or a round.
 
-    slots: the slots of the batch, in order.
+    slots: the slots of the batch, in order.  Below, "by slot" means in this order.
     needs: the kinds of sampling work in this batch.
-    num_logprobs: how many of the likeliest tokens to report beside each emitted one, by slot, None for a request that
-    wants no log-probabilities; empty for dummies.
-    lengths: tokens that each slot enters in a prefill pass; empty for a round.
+    num_logprobs: by slot, how many of the likeliest tokens are reported beside each emitted token; None for a request
+    that wants no log-probabilities; empty for dummies.
+    lengths: by slot, the number of tokens that a prefill pass enters; empty for a round.
     width: width of the prefill pass; 0 for a round.
-    pieces: (row of the batch, offset of its first token) of each piece of a prefill pass (speculate/pieces.py); empty
-    where each slot has one.
+    pieces: for each piece of a prefill pass (speculate/pieces.py), the row of the batch that it belongs to and the
+    offset of its first token; empty if each slot has one piece.
     slot_inits: requests that get a slot; only in a prefill pass, because a round's launch input has a fixed form.
     appended_pages: (slot, column, page) for requests that already have their slot.
     cleared_pages: free pages of requests whose logits were not finite: their rows become zero before the launch.
     traced: whether results carry the trees.
-    prompt_rows: rows of a prefill pass whose log-probabilities are wanted; None for none.
-    tree: of a round; None for the layout's.  A prefill pass of requests that never speculate has
-    RoundLayout.without_draft.
-    is_staged: a round that runs in stages, because a request of it has a grammar.
-    masks: [B, 1, words] int32, the tokens that a prefill pass may pick; None for all.
+    prompt_rows: rows of a prefill pass whose log-probabilities are wanted; None if no row's are.
+    tree: the tree of a round; None for the tree of the layout.  For a prefill pass of requests that never speculate it
+    is RoundLayout.without_draft.
+    is_staged: whether the launch is a round that runs in stages, because one of its requests has a grammar.
+    masks: [B, 1, words] int32, the tokens that a prefill pass may pick; None if it may pick all.
     state_copies: (source, destination) rows of the states, which are copied in this order before the launch.
-    marks: (number of tokens, row) by slot, where the launch leaves a snapshot of the state (cache/states.py:Marks), row
-    0 for none; empty for none at all.
-    guesses: (slot, guesses) of the host for requests of a round (speculate/sources); survival: [KINDS, S], as in
-    SlotTable, None where it has not changed; skill: as in SlotTable, of each slot of a round of an engine with sources.
-    committed: upper bounds of the committed lengths, by slot, of a prefill pass by piece; nothing for dummy slots.
+    marks: by slot, (number of tokens, row of the states) of the snapshot that the launch takes of the request's state
+    (cache/states.py:Marks); row 0 for no snapshot; empty if the launch takes none.
+    guesses: (slot, guesses of the host's sources) for requests of a round (speculate/sources).
+    survival: [KINDS, S], as in SlotTable; None if it has not changed.
+    skill: by slot, as in SlotTable, for a round of an engine with sources.
+    committed: upper bounds of the committed lengths, in tokens: by slot for a round, by piece for a prefill pass; empty
+    for dummy slots.
     """
 
     slots: tuple[int, ...]
@@ -80,11 +84,14 @@ class LaunchInput:
 
     @property
     def is_eager_only(self) -> bool:
-        """Whether no graph can run it: a prefill pass with masks or prompt rows."""
+        """Whether no CUDA graph can run the launch, because it is a prefill pass with masks or prompt rows."""
         return self.masks is not None or self.prompt_rows is not None
 
     def form(self, captured: Sequence[LaunchForm] = ()) -> LaunchForm:
-        """Its form: for a prefill pass the first of the `captured` ones that holds it, if there is one."""
+        """The form of the launch.  For a prefill pass, it is the first captured form that the pass fits into.
+
+        captured: the forms of prefill passes that are CUDA graphs.  If the pass fits none, its own form is returned.
+        """
         own = LaunchForm(len(self.slots), self.width, len(self.pieces), self.tree)
         if self.is_eager_only:
             return own
@@ -93,8 +100,11 @@ class LaunchInput:
 
 @dataclass(frozen=True)
 class Launch:
-    """members: (request, its generation at the launch, whether the whole prefill was launched), in slots' order.
-    guesses: what the host's sources guessed, of which the launch input may carry a part."""
+    """A launch and its requests.
+
+    members: (request, the request's generation at the launch, whether its whole prefill was launched), in the order of
+    LaunchInput.slots.  guesses: all guesses of the host's sources; the launch input may carry only some of them.
+    """
 
     launch_input: LaunchInput
     members: list[tuple[Request, int, bool]]
@@ -103,7 +113,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class DraftTree:
-    """The tree of one request in one round.  Lists by node; path_rows: the accepted nodes from the root down."""
+    """The tree of one request in one round.
+
+    path_rows: the indices of the accepted nodes from the root down.  The other lists have one entry for each node.
+    """
 
     tokens: list[int]
     parents: list[int]
@@ -129,7 +142,7 @@ class RoundTrace:
 
 @dataclass(frozen=True)
 class TreeSize:
-    """The size of a tree.  at_depth: its draft tokens of each depth, from 1 on."""
+    """The size of a tree.  at_depth: the number of draft tokens at depths 1, 2, ..."""
 
     at_depth: tuple[int, ...] = ()
 
@@ -139,7 +152,7 @@ class TreeSize:
         return len(self.at_depth)
 
     def drafted(self, depth: int) -> int:
-        """Draft tokens down to this depth."""
+        """Returns the number of draft tokens at depths 1 to `depth`."""
         return sum(self.at_depth[:depth])
 
 
@@ -147,14 +160,17 @@ class TreeSize:
 class RequestResult:
     """The result of a launch for one request.
 
-    tokens: empty after a chunk that is not the last of its prompt.  finite: False if the token after `tokens` was
-    picked from logits that were not finite.  logprobs: rows of espalier/logprobs.py, one for each token; None if the
-    request did not ask.  prompt_logprobs: for the rows of LaunchInput.prompt_rows, those of the prompt token after
-    each; None if no request of the launch asked for them.  tree_sum: a number that differs, almost surely, where trees
-    differ.  ranks, is_leaf: as in acceptance.py:Sample, if LaunchInput.tree is set.
-    said: (kind, tokens) of the paths of the request's own text.  candidates: [D] int64, as in SlotTable, None if there
-    are none.  by_source: [ALL_SOURCES, 3], how many nodes of each source were verified, how many of them should have
-    been accepted by their scores, and how many were; None as well.
+    tokens: the emitted tokens; empty after a prefill pass that does not end the prompt.
+    finite: False if the token after `tokens` was picked from logits that were not finite.
+    logprobs: rows as in espalier/logprobs.py, one for each token; None if the request wants none.
+    prompt_logprobs: for each row of LaunchInput.prompt_rows, the log-probabilities of the next prompt token; None if no
+    request of the launch wants them.
+    tree_sum: a number that almost surely differs if trees differ.
+    ranks, is_leaf: as in acceptance.py:Sample, if LaunchInput.tree is set.
+    said: (kind, tokens) of the paths from the request's own text.
+    candidates: [D] int64, as in SlotTable; None if there are none.
+    by_source: [ALL_SOURCES, 3]: for each source, how many of its nodes were verified, how many of these should have
+    been accepted by their scores, and how many were accepted; None if there are no candidates.
     """
 
     tokens: list[int]
@@ -172,9 +188,9 @@ class RequestResult:
 
 
 def of_dummies(batch: int, width: int = 0, pieces: int = 0, tree: TreeShape | None = None) -> LaunchInput:
-    """A launch of dummy slots, which changes no request, in the form LaunchForm(batch, width, pieces, tree).
+    """Returns a launch of dummy slots in the form LaunchForm(batch, width, pieces, tree).  It changes no request.
 
-    The pieces are spread over the requests.
+    The pieces are spread evenly over the dummy requests.
     """
     dummies = (0,) * batch
     spread = tuple((i * batch // pieces, 0) for i in range(pieces))
@@ -183,7 +199,7 @@ def of_dummies(batch: int, width: int = 0, pieces: int = 0, tree: TreeShape | No
 
 
 def sampling_needs_of(requests: list[Request]) -> SamplingNeeds:
-    """The kinds of sampling work that this batch needs."""
+    """Returns the kinds of sampling work that these requests need."""
     params = [r.params for r in requests]
     return SamplingNeeds(
         sampled=any(p.temperature > 0 for p in params),
@@ -194,10 +210,11 @@ def sampling_needs_of(requests: list[Request]) -> SamplingNeeds:
 
 
 def prompt_rows_of(batch: list[Request], made: PrefillPass) -> PromptRows | None:
-    """Rows of this prefill pass for which prompt log-probabilities are still missing.
+    """Returns the rows of a prefill pass whose prompt log-probabilities are still missing; None if there are none.
 
-    A row qualifies if its next token belongs to the prompt and its entry was not read yet.  A preempted request enters
-    its rows again; entries read before the preemption are kept and not computed again.
+    made: the pass; batch: its requests.  A row is included if the next token belongs to the prompt and its
+    log-probabilities were not read yet.  A preempted request enters its rows again, but log-probabilities that were
+    read before the preemption are kept and not computed again.
     """
     spans, counts, first_row = [], [], 0
     for request, length in zip(batch, made.lengths, strict=True):
@@ -214,7 +231,10 @@ def prompt_rows_of(batch: list[Request], made: PrefillPass) -> PromptRows | None
 
 
 def slot_init(request: Request, tokens: list[int], start: int, commit_from: int, end: int, steps: int) -> SlotInit:
-    """The values that fill a slot when a request gets it."""
+    """Returns the values that fill the slot of a request when the request gets the slot.
+
+    tokens, start, commit_from, end: as in SlotInit.  steps: the depth of the deepest tree.
+    """
     params = request.params
     assert request.slot is not None
     return SlotInit(

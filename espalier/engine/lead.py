@@ -1,4 +1,4 @@
-"""Rank 0's executor: each call goes to the other ranks, then to the executor of this one."""
+"""Rank 0's executor.  It passes each call to the other ranks, and then to rank 0's own executor."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,9 +15,9 @@ from espalier.speculate.round import ModelRunner
 
 
 class LeadExecutor:
-    """An Executor (executor.py).  own: of this rank.  Closing it ends the other ranks.
+    """An Executor (executor.py) for several ranks.  own: the executor of this rank.  `close` ends the other ranks.
 
-    Every method raises RankFailed, if a rank has failed.
+    Every method raises RankFailed if a rank has failed.
     """
 
     def __init__(self, own: Executor, ranks: Ranks) -> None:
@@ -52,7 +52,8 @@ class LeadExecutor:
 
     def close(self) -> None:
         if self.ranks.failure is not None:
-            # They end what this rank waits for.  What it raises then says less than their failure.
+            # Ending the ranks ends the collectives that this rank waits for.  The resulting error tells less than the
+            # failure.
             self.ranks.end()
             with suppress(Exception):
                 self.own.close()
@@ -106,7 +107,7 @@ class LeadStagedHandle(LeadHandle):
 
 @contextmanager
 def explaining(ranks: Ranks) -> Iterator[None]:
-    """Replace an error by the failure of another rank that caused it."""
+    """Replaces an error inside the block by the failure of another rank, if that failure caused the error."""
     try:
         yield
     except RankFailed:

@@ -1,8 +1,9 @@
-"""Threads that ask grammars, and are left behind where grammars take too long.
+"""Threads that compute masks of grammars.  A thread whose grammar takes too long is abandoned.
 
-xgrammar cannot be interrupted, and releases the GIL.  So the engine waits for threads.  A thread whose grammar has used
-its share of the round's time makes room for another.  Once such grammars have used what the shares leave, their threads
-are abandoned: they go on at a low priority until their calls return, and what they find is dropped.
+A call of xgrammar cannot be interrupted, but it releases the GIL.  So the engine runs these calls in threads and waits.
+If a grammar has used its share of the round's time, another thread may run beside its thread.  If slow grammars have
+also used the part of the limit that is not divided into shares, their threads are abandoned.  An abandoned thread goes
+on at a low priority until its call returns, and its result is dropped.
 """
 
 import itertools
@@ -17,15 +18,16 @@ from typing import Any
 
 from espalier.cores import available_cores, lower_priority, wait_at_exit
 
-# The processor time that all grammars of a round may take together.  Half of the time of the round before counts too.
-# After that the engine goes on without grammars that took more than their share.  Ordinary grammars take less than a
-# fiftieth.  Another request may wait for two such rounds: the one that runs, and its own.
+# The processor time that all grammars of a round may take together.  Half of the time that they took in the previous
+# round counts too.  After that the engine goes on without the grammars that took more than their share.  Ordinary
+# grammars take less than a fiftieth of this.  Another request may wait for two such rounds: the round that runs when
+# the request arrives, and its own.
 GRAMMAR_S = 0.125
 # Half of the time is divided among the grammars.  A share is never less than 1 / MAX_SHARES of that half.
 MAX_SHARES = 8
 # While this many abandoned threads run, requests with a grammar are refused.
 MAX_ABANDONED = 4
-# Threads at once, abandoned ones not counted.
+# The most threads at a time, not counting abandoned threads.
 MAX_THREADS = 8
 
 # The result of a piece of work whose thread was abandoned.
@@ -34,7 +36,8 @@ Work = Callable[[int], Any]
 
 
 class MaskThreads:
-    """A pool of threads that can be abandoned.  limit_s: the processor time that the work of one round may take."""
+    """A pool of threads that can be abandoned.  limit_s: the processor time that the work of one round may take, in
+    seconds."""
 
     def __init__(self, limit_s: float = GRAMMAR_S):
         self.limit_s = limit_s
@@ -44,7 +47,7 @@ class MaskThreads:
 
     @property
     def num_abandoned(self) -> int:
-        """Abandoned threads that still run."""
+        """The number of abandoned threads that still run."""
         return self.queue.num_abandoned
 
     def run(
@@ -56,10 +59,14 @@ class MaskThreads:
         used_s: list[float] | None = None,
         spent_s: Callable[[float], float] = lambda share_s: 0.0,
     ) -> list[Any]:
-        """work(0) to work(count - 1), each its result or TOO_SLOW.  Raises what a piece of work raises.
+        """Runs work(0) to work(count - 1) and returns their results; TOO_SLOW for work that was abandoned.
 
-        used_s: what each has used in this round before; what it uses is added.  spent_s: what others of the round have
-        used beyond a share.  at_once: several threads begin; else one does, and others help if it does not end soon.
+        Raises the error of a piece of work.
+        used_s: for each piece, the processor seconds that it has used earlier in this round; this call adds its own.
+        spent_s: returns the seconds that other work of this round has used beyond its shares, given the share in
+        seconds.
+        at_once: whether several threads begin at once.  Else one thread begins, and others help if it does not end
+        soon.
         """
         share_s = self.limit_s / 2 / min(max(count, 1), MAX_SHARES)
         call = _Call(work, count, share_s, [0.0] * count if used_s is None else used_s, has_help=at_once)
@@ -79,7 +86,7 @@ class MaskThreads:
             thread.start()
 
     def _look(self, call: "_Call", spent_s: Callable[[float], float]) -> None:
-        """Let other threads go on in place of slow ones.  Abandon those once they have used up the limit."""
+        """Starts other threads beside slow threads.  Abandons the slow threads if they have used up the limit."""
         with call.lock:
             running = [(each, each.job) for each in self.threads if each.job is not None and each.job.call is call]
             slow = [(thread, job) for thread, job in running if job.used_s(thread) > call.share_s]
@@ -105,16 +112,17 @@ class MaskThreads:
         lower_priority(thread.native_id)
 
     def close(self) -> None:
-        """End the threads.  Abandoned ones end by themselves.  Idempotent."""
+        """Ends the threads.  Abandoned threads end by themselves.  Idempotent."""
         self._end()
 
 
 class _Queue:
-    """The data that the threads share.  The threads do not hold the pool, so a pool that nobody closed ends with its
-    owner.
+    """The data that the threads share.  The threads hold no reference to the pool.  So if nobody closes a pool, its
+    threads end when the pool is freed.
 
-    Threads wait in a pipe.  To wake one takes half as long as with queue.SimpleQueue, because writing releases the GIL.
-    num_threads: those that take calls; num_abandoned: abandoned threads that still run.
+    Threads wait by reading from a pipe.  Waking one takes half as long as with queue.SimpleQueue, because writing
+    releases the GIL.
+    num_threads: the threads that take calls; num_abandoned: abandoned threads that still run.
     """
 
     def __init__(self) -> None:
@@ -124,7 +132,7 @@ class _Queue:
         self.num_threads = self.num_abandoned = 0
 
     def put(self, call: "_Call | None") -> None:
-        """Give one thread a call; None ends it."""
+        """Gives a call to one thread.  None ends the thread."""
         if self.ends is None:
             self.ends = os.pipe()
         self.waiting.append(call)
@@ -140,7 +148,7 @@ class _Queue:
             self.num_threads += 1
 
     def leave(self) -> None:
-        """A thread ends.  The last one closes the pipe."""
+        """Called when a thread ends.  The last thread closes the pipe."""
         with self.lock:
             self.num_threads -= 1
             if not self.num_threads:
@@ -158,12 +166,12 @@ class _Queue:
             self.num_abandoned += 1
 
     def forget(self) -> None:
-        """An abandoned thread ends."""
+        """Called when an abandoned thread ends."""
         with self.lock:
             self.num_abandoned -= 1
 
     def end(self) -> None:
-        """End the threads that take calls."""
+        """Ends the threads that take calls."""
         if not self.num_threads:
             self._close()
         for _ in range(self.num_threads):
@@ -173,9 +181,9 @@ class _Queue:
 class _Call:
     """One call of MaskThreads.run.
 
-    places: the numbers that no thread has taken; left: how many have no result; lock: of what a thread leaves here;
-    ended_s: what the pieces of work that ended or were abandoned have used in this round; has_help: whether several
-    threads were sent.
+    places: the numbers of pieces of work that no thread has taken; left: how many pieces have no result; lock: protects
+    the fields that threads write; ended: released when all pieces have results; ended_s: seconds that each ended or
+    abandoned piece has used in this round; has_help: whether several threads were started for this call.
     """
 
     def __init__(self, work: Work, count: int, share_s: float, used_s: list[float], has_help: bool):
@@ -196,7 +204,10 @@ class _Call:
 
 @dataclass(slots=True)
 class _Job:
-    """A piece of work that a thread does.  begun_s: the thread's time then; is_slow: it has made room for another."""
+    """A piece of work that a thread is doing.
+
+    begun_s: the thread's processor time at its begin; is_slow: whether another thread was started because of it.
+    """
 
     call: _Call
     place: int
@@ -204,15 +215,16 @@ class _Job:
     is_slow: bool = False
 
     def used_s(self, thread: "_MaskThread") -> float:
-        """Processor time that it has used in this round, before too."""
+        """Returns the processor seconds that this piece of work has used in this round, with earlier calls."""
         return self.call.used_s[self.place] + _thread_time(thread) - self.begun_s
 
 
 class _MaskThread(threading.Thread):
-    """A thread of the pool.  job: its piece of work.  clock: of its processor time, None where the system has none."""
+    """A thread of the pool.  job: its piece of work; clock: the clock of its processor time, None if the system has no
+    such clock."""
 
     def __init__(self, queue: _Queue):
-        # A daemon: the interpreter does not wait for it.
+        # The thread is a daemon, so the interpreter does not wait for it at exit.
         super().__init__(name="espalier-masks", daemon=True)
         self.queue = queue
         self.is_abandoned = False
@@ -225,20 +237,20 @@ class _MaskThread(threading.Thread):
             self.clock = time.pthread_getcpuclockid(threading.get_ident())
         call = self.queue.get()
         while call is not None:
-            # Read once for each piece of work: reading it is a system call.
+            # The time is read once for each piece of work, because reading it is a system call.
             now_s = _thread_time(self)
             while not self.is_abandoned and (place := next(call.places)) < call.count:
                 now_s = self._do(_Job(call, place, now_s))
             if self.is_abandoned:
                 self.queue.forget()
                 return
-            # The objects that the call holds must not live on while this thread waits.
+            # Drop the reference, so that the objects of the call are freed while this thread waits.
             del call
             call = self.queue.get()
         self.queue.leave()
 
     def _do(self, job: _Job) -> float:
-        """Do a piece of work.  Returns the thread's time behind it."""
+        """Does a piece of work.  Returns the thread's processor time after it, in seconds."""
         call, place, result, error = job.call, job.place, None, None
         self.job = job
         try:
@@ -263,5 +275,5 @@ wait_at_exit(lambda thread: isinstance(thread, _MaskThread) and thread.job is no
 
 
 def _thread_time(thread: _MaskThread) -> float:
-    """Processor time of a thread in seconds; the time of day where the system does not tell that of another thread."""
+    """Returns the processor time of a thread in seconds; the time of day if the system has no clock for it."""
     return time.monotonic() if thread.clock is None else time.clock_gettime(thread.clock)

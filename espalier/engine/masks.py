@@ -1,7 +1,7 @@
-"""The grammars' part of a launch: masks for prompts and for the nodes of trees, and the guide for the draft.
+"""Makes the masks of grammars, for prompts and for the nodes of trees, and the guide for the draft.
 
-All grammars of a round share one limit of time.  A grammar that takes too long (mask_threads.py) allows no token from
-then on, so its request ends.
+All grammars of a round share one time limit.  If a grammar takes too long (mask_threads.py), it allows no more tokens,
+so its request ends.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,16 +34,16 @@ NOTHING_KNOWN = KnownNext([], None)
 
 @dataclass(frozen=True)
 class RowMasks:
-    """Masks of some rows of a batch; the others allow all tokens.
+    """Masks of some requests of a batch; the other requests allow all tokens.
 
-    rows: their places in the batch; masks: [len(rows), D, words] int32 (sampling/mask.py).
+    rows: the places of these requests in the batch; masks: [len(rows), D, words] int32 (sampling/mask.py).
     """
 
     rows: tuple[int, ...]
     masks: np.ndarray
 
     def whole(self, batch: int) -> np.ndarray:
-        """[batch, D, words]"""
+        """Returns the masks of the whole batch, [batch, D, words]."""
         whole = np.full((batch, *self.masks.shape[1:]), ALL_ALLOWED, dtype=np.int32)
         whole[list(self.rows)] = self.masks
         return whole
@@ -51,9 +51,10 @@ class RowMasks:
 
 @dataclass(frozen=True)
 class GuideRows:
-    """sampling.mask.DraftGuide for some rows of a batch.
+    """The values of a sampling.mask.DraftGuide for some requests of a batch.
 
-    forced: [len(rows), S] int64; masks: [len(rows), words] int32; levels: [len(rows)] int64.
+    rows: the places of these requests in the batch; forced: [len(rows), S] int64; masks: [len(rows), words] int32;
+    levels: [len(rows)] int64.
     """
 
     rows: tuple[int, ...]
@@ -62,7 +63,8 @@ class GuideRows:
     levels: np.ndarray
 
     def whole(self, batch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """forced [batch, S], masks [batch, words], levels [batch]; a row without a grammar is free."""
+        """Returns forced [batch, S], masks [batch, words] and levels [batch].  A row without a grammar has no
+        limits."""
         forced = np.full((batch, self.forced.shape[1]), -1, dtype=np.int64)
         masks = np.full((batch, self.masks.shape[1]), ALL_ALLOWED, dtype=np.int32)
         levels = np.zeros(batch, dtype=np.int64)
@@ -73,9 +75,9 @@ class GuideRows:
 
 @dataclass(frozen=True)
 class BeamRows:
-    """What may follow the beams of some rows of a batch; beams of other rows are free.
+    """The tokens that may follow the beams of some requests of a batch; any token may follow the other beams.
 
-    forced: [len(rows), K] int64, the only token, -1 for several; masks: [len(rows), K, words] int32.
+    forced: [len(rows), K] int64, the token if only one may follow, else -1; masks: [len(rows), K, words] int32.
     """
 
     rows: tuple[int, ...]
@@ -83,23 +85,23 @@ class BeamRows:
     masks: np.ndarray
 
     def whole(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
-        """forced [batch, K], masks [batch, K, words]"""
+        """Returns forced [batch, K] and masks [batch, K, words]."""
         forced = np.full((batch, self.forced.shape[1]), -1, dtype=np.int64)
         forced[list(self.rows)] = self.forced
         return forced, RowMasks(self.rows, self.masks).whole(batch)
 
 
-# A function of the (tokens, ancestor_bits) of draft rows on the host: which tokens may follow them.
+# Returns the tokens that may follow draft rows.  Arguments: the rows' (tokens, ancestor_bits), on the host.
 AskRows = Callable[[Tensor, Tensor], BeamRows]
 
 
 class MaskBuilder:
-    """Asks the requests' maskers (TokenMasker) in threads, because an answer may never come.
+    """Calls the requests' maskers (TokenMasker) in threads, because a call may never return.
 
     steps: levels of the largest tree.
-    tells_forced, tells_mask: whether the draft is told which tokens are forced, and which are allowed; tells_deeper:
-    whether it may ask the same at deeper levels (of_beams).  False exists to measure the gain of each.
-    too_slow: maskers whose answer took too long.  They are never asked again.
+    tells_forced, tells_mask: whether the draft gets the forced tokens, and the allowed tokens; tells_deeper: whether it
+    gets both at deeper levels too (of_beams).  False serves to measure the gain of each.
+    too_slow: maskers that took too long.  They are never called again.
     """
 
     def __init__(self, vocab_size: int, steps: int):
@@ -108,11 +110,11 @@ class MaskBuilder:
         self.steps = steps
         self.threads = MaskThreads()
         self.too_slow: WeakSet[TokenMasker] = WeakSet()
-        # Processor time of each in this round, and half of that before.
+        # Seconds of processor time: those of this round, and half of the value before this round.
         self._used_s: WeakKeyDictionary[TokenMasker, float] = WeakKeyDictionary()
 
     def of_nodes(self, maskers: Maskers, trees: Trees) -> RowMasks:
-        """The tokens that may follow each node of each tree."""
+        """Returns the tokens that may follow each node of each tree."""
         rows = _masked(maskers)
         masks = np.full((len(rows), len(trees[0][0]), self.num_words), ALL_ALLOWED, dtype=np.int32)
 
@@ -128,9 +130,9 @@ class MaskBuilder:
         return RowMasks(rows, masks)
 
     def of_prompts(self, batch: Sequence[Request]) -> np.ndarray | None:
-        """[B, 1, words] int32: the tokens that may follow each prompt; None if all may.
+        """Returns [B, 1, words] int32: the tokens that may follow each prompt; None if any token may.
 
-        Only where the whole prompt is launched is a token picked.
+        Only prompts that have been launched to their end get a mask, because only there a token is picked.
         """
         picking = [r.masker if r.num_prefilled >= r.prefill_len and not r.output else None for r in batch]
         rows = _masked(picking)
@@ -141,7 +143,7 @@ class MaskBuilder:
         return RowMasks(rows, np.stack(masks)[:, None]).whole(len(batch))
 
     def guide(self, maskers: Maskers) -> GuideRows | None:
-        """The guide before a tree is drafted; None without a tree or a grammar."""
+        """Returns the draft's guide before a tree is drafted; None without a tree or a grammar."""
         rows = _masked(maskers)
         self._begin_round()
         if not rows or not self.steps:
@@ -159,8 +161,10 @@ class MaskBuilder:
         return GuideRows(rows, forced, masks, levels)
 
     def of_beams(self, maskers: Maskers, tokens: Tensor, ancestor_bits: Tensor) -> BeamRows:
-        """The tokens that may follow the beams of a level.  tokens, ancestor_bits: as in sampling.mask.AskHost, on the
-        host."""
+        """Returns the tokens that may follow the beams of a level.
+
+        tokens, ancestor_bits: as in sampling.mask.AskHost, on the host.
+        """
         rows, beams = _masked(maskers), ancestor_bits.shape[1]
         found = BeamRows(
             rows,
@@ -187,7 +191,7 @@ class MaskBuilder:
         found.forced[place, beam] = -1 if only is None else only
 
     def why_no_token(self, masker: TokenMasker | None) -> str | None:
-        """Why the grammar allows no token; None if it allows one, or if there is no grammar."""
+        """Returns the reason why the grammar allows no token; None if it allows one, or if there is no grammar."""
         if masker is None:
             return None
         [is_stuck] = self._ask_each([masker], lambda _, masker: masker.is_stuck)
@@ -198,7 +202,7 @@ class MaskBuilder:
     def _ask_each(
         self, maskers: Maskers, question: Callable[[int, TokenMasker], Any], *, at_once: bool = False
     ) -> list[Any]:
-        """The answers question(place, masker) for each masker.  TOO_SLOW for maskers that took too long, now or before.
+        """Returns question(place, masker) for each masker; TOO_SLOW for a masker that takes or took too long.
 
         at_once: as in MaskThreads.run.
         """
@@ -224,7 +228,7 @@ class MaskBuilder:
             self._used_s[masker] = used_s / 2
 
     def close(self) -> None:
-        """End the threads."""
+        """Ends the threads."""
         self.threads.close()
 
 

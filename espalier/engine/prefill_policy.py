@@ -1,7 +1,7 @@
-"""Which tokens the next prefill pass enters.
+"""Decides which tokens the next prefill pass enters.
 
-A pass runs pieces: runs of one request's tokens, all padded to one width.  A request may have several pieces in a pass,
-so a small width leaves little padding, and a large one makes few pieces.
+A pass runs pieces.  A piece is some consecutive tokens of one request; all pieces are padded to one width.  A request
+may have several pieces in a pass.  A small width needs little padding, and a large width makes few pieces.
 """
 
 from collections.abc import Sequence
@@ -10,18 +10,21 @@ from typing import NamedTuple
 from espalier.layout import LaunchForm, RoundLayout, captured_form
 from espalier.request import Request
 
-# The cost of a pass beside its rows, in rows: a GPU reads the weights once in the time of some 150 rows (its peak over
-# its bandwidth, in bfloat16), and a round may run before the next pass.
+# The fixed cost of a pass, in rows.  A GPU reads the weights once in the time of some 150 rows (its peak over its
+# bandwidth, in bfloat16), and a round may run before the next pass.
 PASS_OVERHEAD_ROWS = 256
-# An eager pass of fewer rows takes the host longer than an H200, if the model is an 8B (docs/log.md).
+# An eager pass of fewer rows takes the host longer than it takes an H200 to run it, for an 8B model (docs/log.md).
 EAGER_ROWS = 1024
-# The largest width is used that enters at least this share of the best width's tokens a second, because it makes few
+# The largest width that enters at least this share of the best width's tokens a second is used, because it makes few
 # pieces.
 NEAR_BEST = 0.98
 
 
 class PrefillPass(NamedTuple):
-    """lengths: tokens of each request that the pass enters, in order of place; width: rows of a piece."""
+    """The size of a prefill pass.
+
+    lengths: for each request, in order of place, the number of tokens that the pass enters; width: rows of a piece.
+    """
 
     lengths: tuple[int, ...]
     width: int
@@ -44,11 +47,11 @@ def enters_prompts(
     last_was_prefill: bool,
     idle_rows: float,
 ) -> bool:
-    """Whether the next launch is a prefill pass.
+    """Returns whether the next launch is a prefill pass.
 
-    Where somebody reads tokens as they come, passes and rounds alternate.  Else prompts come first, because a full
-    batch makes the most of a round; but a small pass waits for more prompts until the slots that it leaves idle have
-    cost as much as a pass of its own: idle_rows, rows that a pass could have run since the last one.
+    If a decoding request is streamed (is_read), passes and rounds alternate.  Else prompts come first, because a full
+    batch makes a round most efficient.  But a small pass waits for more prompts, until the idle slots have cost as much
+    as a pass of its own.  idle_rows: that cost, the rows that these slots could have run since the last pass.
     """
     if not prefilling or not decoding:
         return bool(prefilling)
@@ -61,13 +64,14 @@ def enters_prompts(
 def next_pass(
     layout: RoundLayout, left: Sequence[int], max_rows: int, captured: Sequence[LaunchForm] = ()
 ) -> PrefillPass:
-    """The pass that enters the most tokens a second, or the smallest captured pass that enters as many.
+    """Returns the pass that enters the most tokens a second, or the smallest captured pass that enters as many tokens.
 
-    The captured pass is taken if it has nearly as few rows; fewer than EAGER_ROWS count as EAGER_ROWS.  If there is
-    none and the pass has fewer than EAGER_ROWS, the captured pass that enters the most tokens a second is taken.
+    The captured pass is taken if it has nearly as few rows as the other pass, whose rows count as at least EAGER_ROWS.
+    If there is no such captured pass, and the other pass has fewer than EAGER_ROWS rows, the captured pass that enters
+    the most tokens a second is taken.
 
-    left: tokens that each request still has to enter, in order of place; max_rows: of the pass, at most chunk_size;
-    captured: forms of passes that are CUDA graphs (Executor.captured_passes).
+    left: for each request, in order of place, the number of tokens that it still has to enter; max_rows: the most rows
+    of the pass, at most chunk_size; captured: forms of passes that are CUDA graphs (Executor.captured_passes).
     """
     passes = [_pass_of(left, width, max_rows) for width in layout.chunk_widths if width <= max_rows]
     fastest, rows = _fastest([(made, _padded_rows(made, captured)) for made in passes])
@@ -83,15 +87,15 @@ def next_pass(
 
 
 def _padded_rows(made: PrefillPass, captured: Sequence[LaunchForm]) -> int:
-    """Rows of the captured form that the pass is padded to, or its own."""
+    """Returns the rows of the captured form that the pass is padded to.  Without such a form, returns its own rows."""
     form = captured_form(captured, made.width, made.rows // made.width)
     return made.rows if form is None else form.pass_rows
 
 
 def _fastest(passes: Sequence[tuple[PrefillPass, int]]) -> tuple[PrefillPass, int]:
-    """The widest of the passes that enter nearly the most tokens a second.
+    """Returns the widest of the passes that enter nearly the most tokens a second (NEAR_BEST), and its padded rows.
 
-    passes: each with the rows that it is padded to.
+    passes: (pass, the number of rows that it is padded to).
     """
     rates = [sum(made.lengths) / (PASS_OVERHEAD_ROWS + rows) for made, rows in passes]
     nearly = [each for each, rate in zip(passes, rates, strict=True) if rate >= NEAR_BEST * max(rates)]
@@ -99,7 +103,7 @@ def _fastest(passes: Sequence[tuple[PrefillPass, int]]) -> tuple[PrefillPass, in
 
 
 def _pass_of(left: Sequence[int], width: int, max_rows: int) -> PrefillPass:
-    """Whole pieces of each request in turn, as long as they fit."""
+    """Returns a pass of pieces of this width.  It takes whole pieces of each request in turn, as long as they fit."""
     lengths, pieces_left = [], max_rows // width
     for tokens in left:
         if not pieces_left:
@@ -110,6 +114,9 @@ def _pass_of(left: Sequence[int], width: int, max_rows: int) -> PrefillPass:
 
 
 def pieces_of(made: PrefillPass) -> tuple[tuple[int, int], ...]:
-    """(request, offset of its first token) of each piece, request after request.  Empty if each request has one."""
+    """Returns (request, offset of its first token) for each piece, request after request.
+
+    Empty if each request has one piece.
+    """
     pieces = tuple((r, at) for r, length in enumerate(made.lengths) for at in range(0, length, made.width))
     return pieces if len(pieces) > len(made.lengths) else ()

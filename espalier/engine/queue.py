@@ -1,8 +1,9 @@
-"""The queue of waiting requests: by priority, then in turns by client, each client's by arrival.
+"""The queue of waiting requests.  It is ordered by priority.  Within a priority, clients take turns; the requests of
+one client run in the order of arrival.
 
-A client's turn follows the last one that it had, or begins at the one that is served when it comes.  So a client with
-a thousand requests and one with two are served alternately (start-time fair queueing).  With one client, requests run
-in the order of arrival.
+A client's next turn comes after its last turn.  The first turn of a new client is the turn that is being served.  So a
+client with a thousand requests and a client with two are served alternately (start-time fair queueing).  With one
+client, requests run in the order of arrival.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,12 +12,15 @@ from typing import NamedTuple
 
 from espalier.request import Request
 
-# Removed entries that may stay in any heap.
+# The number of removed entries that may stay in any heap.
 FEW = 4
 
 
 class Entry(NamedTuple):
-    """number: counts the entries, so that requests with equal arrivals leave in the order in which they came."""
+    """A request in the queue.
+
+    number: counts the entries, so that requests with equal arrivals leave in the order in which they were added.
+    """
 
     arrival: int
     number: int
@@ -24,7 +28,10 @@ class Entry(NamedTuple):
 
 
 class Line:
-    """One client's requests of one priority.  turn: of its next request; num_waiting: entries that are valid."""
+    """One client's requests of one priority.
+
+    turn: the turn of the client's next request; num_waiting: the number of entries that are still valid.
+    """
 
     def __init__(self, turn: int):
         self.turn = turn
@@ -32,14 +39,14 @@ class Line:
         self.heap: list[Entry] = []
 
 
-# The line of requests that had a slot before.  They go first, and take nobody's turn.
+# The key of the line of requests that had a slot before.  They go first, and do not use up a client's turn.
 RETURNED = None
 
 
 class Turns:
-    """The requests of one priority.  now: the turn of the last request that left for a slot.
+    """The requests of one priority.  now: the turn of the last request that got a slot.
 
-    is_valid: whether an entry still waits; others are dropped when found.
+    is_valid: returns whether an entry still waits; invalid entries are dropped when they reach the front.
     """
 
     def __init__(self, is_valid: Callable[[Entry], bool]):
@@ -70,7 +77,7 @@ class Turns:
                 if line.heap:
                     waiting.append((line.turn, line.heap[0], line))
                 elif line.turn <= self.now:
-                    # If it comes again, it begins at `now` in any case.
+                    # If this client comes back, its turn begins at `now` in any case.
                     del self._lines[client]
             if not waiting:
                 return None
@@ -78,7 +85,7 @@ class Turns:
         return self._next.heap[0]
 
     def pop(self, ends_turn: bool) -> Entry:
-        """Remove what `first` returned.  ends_turn: it leaves for a slot."""
+        """Removes and returns the entry that `first` returned.  ends_turn: whether it leaves to get a slot."""
         line = self._next
         assert line is not None
         entry = heappop(line.heap)
@@ -90,10 +97,10 @@ class Turns:
         return entry
 
     def remove(self, request: Request) -> None:
-        """Count an entry that is no longer valid."""
+        """Notes that the entry of a request is no longer valid."""
         line = self._lines[_client_of(request)]
         line.num_waiting -= 1
-        # Removed entries behind requests that never end would stay for good.
+        # Otherwise removed entries behind a request that never gets a slot would stay forever.
         if len(line.heap) > 2 * line.num_waiting + FEW:
             line.heap = list(filter(self.is_valid, line.heap))
             heapify(line.heap)
@@ -108,7 +115,7 @@ def _client_of(request: Request) -> str | None:
 
 
 class WaitingQueue:
-    """Heaps.  add costs O(log n), take O(log n + clients), remove O(1) on average."""
+    """All waiting requests, in heaps.  `add` takes O(log n), `take` O(log n + clients), `remove` O(1) on average."""
 
     def __init__(self) -> None:
         self._turns: dict[int, Turns] = {}
@@ -125,15 +132,15 @@ class WaitingQueue:
         return None if entry is None else entry.request
 
     def take(self) -> Entry:
-        """Remove and return the entry whose request `first` returned: it gets a slot."""
+        """Removes and returns the entry of the request that `first` returned.  The request gets a slot."""
         return self._leave(True)
 
     def set_aside(self) -> Entry:
-        """The same for an entry that is put back."""
+        """Removes and returns the same entry as `take`, but the entry will be put back (`put_back`)."""
         return self._leave(False)
 
     def put_back(self, entry: Entry) -> None:
-        """Return an entry that was set aside to its old place in the queue."""
+        """Puts an entry that was set aside back into its old place in the queue."""
         self._numbers[entry.request] = entry.number
         priority = entry.request.priority
         if priority not in self._turns:
@@ -167,6 +174,7 @@ class WaitingQueue:
         return len(self._numbers)
 
     def __iter__(self) -> Iterator[Request]:
-        """Requests by priority and arrival.  Several clients are served in turns.  O(n log n)."""
+        """Yields requests by priority and arrival, in O(n log n).  This is not the order of service, in which clients
+        take turns."""
         for _, turns in sorted(self._turns.items()):
             yield from (entry.request for entry in sorted(turns))

@@ -1,13 +1,12 @@
 """Rank 0's side of the other ranks: its messages to them, their answers, and their failures.
 
-Rank 0 schedules.  It sends each launch as plain values, and what the host says in the middle of a launch.  Every rank
-runs the same launches and picks the same tokens, so no decision is sent.  The answers say what was decided: ranks that
-differ are an error.
+Rank 0 schedules.  It sends each launch as plain values, and the masks and answers that the host gives during a launch.
+Every rank runs the same launches and picks the same tokens, so rank 0 sends no decision.  Each rank answers with its
+own decisions.  It is an error if they differ from rank 0's.
 
-A thread watches the other ranks.  Whatever ends one of them ends all, with one reason:
-- a process that has ended, at once;
-- one that is stopped or hangs, after SILENT_S without a beat;
-- one that does not take up the last launch, after BEHIND_S.
+A thread watches the other ranks.  If one of them fails, all are ended, and one reason is reported.  A rank has failed
+if - its process has ended, which is noticed at once; - it is stopped or hangs: it has sent no beat for SILENT_S; - it
+has not taken up the last launch for BEHIND_S.
 """
 
 import threading
@@ -27,29 +26,31 @@ from espalier.errors import EspalierError
 
 # A rank sends a beat each BEAT_S.
 BEAT_S, SILENT_S, BEHIND_S = 0.5, 10.0, 10.0
-# One failure makes others: the watch waits for all that come within this time, and takes the first cause.
+# One failure causes others.  The watch waits this long for further failures, and reports the first cause.
 GRACE_S = 0.5
-# Until the first beat, while a process imports PyTorch; and until a process has ended that was asked to.
+# START_S: the limit for the first beat, because a process first imports PyTorch.  END_S: the limit for ending a
+# process.
 START_S, END_S = 120.0, 5.0
 
 
 class RankFailed(RuntimeError):
-    """A rank has ended, is stopped, is behind, or decides otherwise.  All ranks are ended."""
+    """A rank has ended, is stopped, is behind, or has other decisions than rank 0.  All ranks are ended."""
 
 
-# From rank 0.
+# Messages from rank 0.
 
 
 @dataclass(frozen=True)
 class Load:
-    """source: its `load(rank, collectives_file)` makes the rank's executor."""
+    """Load the models.  source: see espalier/engine/follow.py:Source."""
 
     source: Any
 
 
 @dataclass(frozen=True)
 class Launched:
-    """The `number`-th launch, from 1; a staged one stops before `Resumed`."""
+    """Start a launch.  number: counts the launches from 1.  A staged launch waits for `Resumed` after its first
+    stage."""
 
     number: int
     launch_input: LaunchInput
@@ -74,7 +75,7 @@ class Settled:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Rank 0 reads the result of this launch."""
+    """Send the decisions of this launch, because rank 0 reads its result."""
 
     number: int
 
@@ -84,26 +85,26 @@ class Unload:
     """Free the engine."""
 
 
-# To rank 0.
+# Messages to rank 0.
 
 
 @dataclass(frozen=True)
 class Beat:
-    """taken: the last launch that the rank has taken up."""
+    """A sign of life.  taken: the number of the last launch that the rank has taken up."""
 
     taken: int
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """number: of the load; 0 when the process has started."""
+    """The rank has loaded.  number: counts the loads from 1; 0 means that the process has started."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Decided:
-    """decisions: `decisions_of` the results of a launch."""
+    """The decisions of a launch.  decisions: the result of `decisions_of`."""
 
     number: int
     decisions: bytes
@@ -111,7 +112,7 @@ class Decided:
 
 @dataclass(frozen=True)
 class Failed:
-    """refused: whether it was an EspalierError.  is_memory: whether memory ran out."""
+    """The rank has failed.  refused: whether the error was an EspalierError; is_memory: whether memory ran out."""
 
     error: str
     refused: bool
@@ -119,7 +120,7 @@ class Failed:
 
 
 def decisions_of(results: Sequence[RequestResult]) -> bytes:
-    """The decisions of a launch with log-probabilities and trees, as bytes that are equal on every rank."""
+    """Returns tokens, log-probabilities and trees of a launch as bytes.  Ranks that agree have equal bytes."""
     parts = []
     for each in results:
         parts.append(repr((each.tokens, each.finite, each.tree_sum)).encode())
@@ -128,7 +129,7 @@ def decisions_of(results: Sequence[RequestResult]) -> bytes:
 
 
 class Process(Protocol):
-    """As subprocess.Popen."""
+    """The part of subprocess.Popen that is used here."""
 
     @property
     def pid(self) -> int: ...
@@ -142,7 +143,10 @@ class Process(Protocol):
 
 @dataclass
 class Peer:
-    """Another rank.  silent_s, behind_s: how long it has been so."""
+    """Another rank.
+
+    silent_s: seconds since its last message; behind_s: seconds for which it has not taken up the last launch.
+    """
 
     rank: int
     connection: Connection
@@ -164,8 +168,7 @@ class Peer:
             self.process.kill()
 
     def exit_code(self, within_s: float) -> int | None:
-        """The process's exit code, as Process.poll gives it.  Waits until the process has ended or this time is
-        over."""
+        """Waits up to this many seconds for the process to end.  Returns its exit code, None if it still runs."""
         with suppress(Exception):
             self.process.wait(within_s)
         return self.process.poll()
@@ -174,8 +177,8 @@ class Peer:
 class Ranks:
     """Ranks 1 to N - 1.
 
-    collectives: rank 0's, to be aborted when a rank fails; None before the ranks are joined.  folder: for files with
-    which ranks find one another.
+    collectives: rank 0's collectives, which are aborted when a rank fails; None before the ranks are joined.
+    folder: holds the files through which ranks find one another.
     """
 
     def __init__(self, peers: Sequence[Peer]) -> None:
@@ -191,7 +194,7 @@ class Ranks:
         self._watcher.start()
 
     def send(self, message: Any) -> None:
-        """Send to every rank.  Raises RankFailed."""
+        """Sends a message to every rank.  Raises RankFailed."""
         for peer in self.peers:
             try:
                 peer.connection.send(message)
@@ -199,15 +202,15 @@ class Ranks:
                 raise self.explained(error) from None
 
     def load(self, source: Any) -> None:
-        """Begin to load on every rank."""
+        """Starts loading on every rank, and does not wait."""
         self.num_loaded += 1
         self.send(Load(source))
 
     def join(self, meet: Callable[[], Any]) -> Any:
-        """The collectives that `meet` returns when it has met the other ranks; they are aborted when a rank fails.
+        """Runs `meet`, which connects to the other ranks, in a thread.  Returns the collectives that `meet` returns.
 
-        Raises what `meet` raises, or the failure of a rank, at once: what waits for that rank may wait forever, and is
-        left alone.
+        Later failures of a rank abort these collectives.  Raises the error of `meet`, or the failure of a rank.  A
+        failure is raised at once, and the thread is abandoned, because it may wait for the failed rank forever.
         """
 
         def work() -> None:
@@ -231,32 +234,36 @@ class Ranks:
         raise self.failure
 
     def loaded(self) -> None:
-        """Wait until every rank has loaded, or has started if nothing was sent.  Raises as `expect`."""
+        """Waits until every rank has loaded, or until every rank has started if no load was sent.  Raises the errors of
+        `expect`."""
         if self.num_answered <= self.num_loaded:
             self.expect(Loaded, self.num_loaded)
             self.num_answered = self.num_loaded + 1
 
     def launch(self, launch_input: LaunchInput) -> int:
-        """The number of the launch."""
+        """Sends a launch to every rank.  Returns the number of the launch."""
         self.num_launched += 1
         self.send(Launched(self.num_launched, launch_input))
         return self.num_launched
 
     def expect(self, kind: type, number: int = 0) -> list[Any]:
-        """Wait for this answer of every rank.  Raises RankFailed, or a rank's EspalierError."""
+        """Waits until every rank has sent this kind of message with this number.  Returns the messages in rank order.
+
+        Raises RankFailed, or the EspalierError of a rank.
+        """
 
         self._wait_for(lambda: all((kind, number) in peer.answers for peer in self.peers))
         return [peer.answers.pop((kind, number)) for peer in self.peers]
 
     def _wait_for(self, is_there: Callable[[], bool]) -> None:
-        """Raises the failure of a rank, if one comes first."""
+        """Waits until is_there() is true.  Raises the failure of a rank, if one fails first."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None or is_there())
             if self.failure is not None:
                 raise self.failure
 
     def require_equal(self, number: int, results: Sequence[RequestResult]) -> None:
-        """Raises RankFailed if a rank has decided otherwise."""
+        """Compares the decisions of all ranks for a launch.  Raises RankFailed if a rank's differ from rank 0's."""
         own = decisions_of(results)
         for peer, answer in zip(self.peers, self.expect(Decided, number), strict=True):
             if answer.decisions != own:
@@ -265,7 +272,10 @@ class Ranks:
                 raise self.failure
 
     def explained(self, error: BaseException) -> BaseException:
-        """The failure of a rank that is behind an error of rank 0, else the error.  All ranks are ended."""
+        """Returns the failure of another rank if that failure caused this error of rank 0; else returns the error.
+
+        All ranks are ended in both cases.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None, 2 * GRACE_S)
         if self.failure is None:
@@ -274,14 +284,14 @@ class Ranks:
         return self.failure
 
     def end(self) -> None:
-        """End the processes.  None is left when this returns.  Idempotent."""
+        """Ends the processes, and returns when all have ended.  Idempotent."""
         if self._is_ending.is_set():
             return
         self._is_ending.set()
         self._wake.send(None)
         self._watcher.join()
         for peer in self.peers:
-            # A rank ends when its connection does.
+            # A rank's process ends when its connection is closed.
             with suppress(OSError):
                 peer.connection.close()
         deadline = time.monotonic() + (END_S if self.failure is None else 0)
@@ -300,13 +310,13 @@ class Ranks:
         while not self._is_ending.is_set() and self.failure is None:
             self._read(BEAT_S)
             now = time.monotonic()
-            # A suspended machine, or job, counts as one beat.
+            # If the machine or the job was suspended, only the time of two beats counts.
             passed, last = min(now - last, 2 * BEAT_S), now
             if not self._is_ending.is_set():
                 self._judge(passed)
 
     def _read(self, seconds: float) -> None:
-        """Take what has arrived within this time."""
+        """Processes the messages that arrive within this time."""
         open_peers = {peer.connection: peer for peer in self.peers if not peer.is_gone}
         for ready in wait([*open_peers, self._to_wake], seconds):
             if ready is self._to_wake:
@@ -346,7 +356,8 @@ class Ranks:
                 self._fail(RankFailed(f"{peer.name} is behind: it has not taken up launch {self.num_launched}"))
 
     def _first_cause(self) -> Exception:
-        """A refusal, memory that ran out and a killed process come before an error, which may follow from those."""
+        """Returns the failure to report.  A refusal comes first, then memory that ran out, then a process that has
+        ended.  Any other error comes last, because it may be a consequence of these."""
         causes: list[tuple[int, Exception]] = []
         for peer in self.peers:
             if peer.failed is not None:
@@ -367,9 +378,9 @@ class Ranks:
         self._abort()
 
     def _abort(self) -> None:
-        """End what this rank waits for, and free what joins it to the others."""
+        """Aborts the collectives, so that this rank stops waiting for the others."""
         if self.collectives is not None:
-            # Whatever it raises says less than the failure.
+            # An error of `abort` would tell less than the failure.
             with suppress(Exception):
                 self.collectives.abort()
 

@@ -27,13 +27,13 @@ from espalier.speculate.tree import VOID, Tree
 
 @dataclass(frozen=True)
 class Fields:
-    """The columns of a row: a slice of [0, width) for each field.
+    """The columns of a row of the ring: for each field a slice of [0, width).
 
-    logprobs: for each emitted token a row of espalier/logprobs.py.  Values of requests that did not ask for them are
-    undefined.
+    logprobs: for each emitted token a row as in espalier/logprobs.py.  The values are undefined if the request wants no
+    log-probabilities.
     said, candidates: as in RoundOutput.
-    most_likeliest: how many likeliest tokens a row has at most, which the vocabulary limits too.
-    weights: int64, of tokens and parents in RequestResult.tree_sum.
+    most_likeliest: the most likeliest tokens in a row of log-probabilities; the vocabulary's size limits it too.
+    weights: int64, the factors of tokens and parents in RequestResult.tree_sum.
     """
 
     length: slice
@@ -57,7 +57,7 @@ class Fields:
         sizes = {"length": 1, "num_finite": 1, "emitted": width, "path": width}
         sizes |= dict.fromkeys(("tokens", "parents", "depths", "scores"), nodes)
         sizes |= {"said": layout.text_paths * (1 + layout.steps), "candidates": nodes * layout.calibrates}
-        # Last, so that the fields before it are one view.
+        # The log-probabilities are last, so that all other fields are one view.
         sizes["logprobs"] = width * words(MAX_LOGPROBS)
         ends = np.cumsum(list(sizes.values())).tolist()
         return cls(
@@ -70,10 +70,10 @@ class Fields:
 
 
 class Results:
-    """ring: [entries, max_batch, width] int64 on the device.
+    """The results ring.  ring: [entries, max_batch, width] int64 on the device.
 
-    decided: the view of all fields but log-probabilities.  logprobs: the view of these, [entries, max_batch, W,
-    words(MAX_LOGPROBS)].
+    decided: a view of all fields except log-probabilities.  logprobs: a view of the log-probabilities, [entries,
+    max_batch, W, words(MAX_LOGPROBS)].
     """
 
     def __init__(self, layout: RoundLayout, vocab_size: int, entries: int, device: torch.device):
@@ -84,10 +84,10 @@ class Results:
         self.logprobs = self.ring[..., self.fields.logprobs].unflatten(-1, (-1, words(MAX_LOGPROBS)))
 
     def write(self, entry: Tensor, output: RoundOutput) -> None:
-        """Write the output of a launch to ring entry `entry` [1]."""
+        """Writes the output of a launch to ring entry `entry` [1]."""
         path, tree = output.path, output.tree
         parts = {"length": path.length[:, None], "emitted": path.tokens, "num_finite": path.num_finite[:, None]}
-        # write_results fills all other columns with the void token.  So a launch without a tree reads as void nodes.
+        # write_results fills all other columns with the void token.  So a launch without a tree has only void nodes.
         if tree is not None:
             parts |= {"path": path.rows, "tokens": tree.tokens, "parents": tree.parents}
             parts |= {"depths": tree.depths, "scores": tree.scores}
@@ -99,7 +99,7 @@ class Results:
         write_logprobs(self.logprobs, entry, *picked, output.num_logprobs)
 
     def write_trees(self, entry: Tensor, tree: Tree) -> None:
-        """Write the trees of a round that is not settled yet to ring entry `entry` [1]."""
+        """Writes the trees of a round, which is not settled yet, to ring entry `entry` [1]."""
         self._write_decided(entry, {"tokens": tree.tokens, "parents": tree.parents})
 
     def _write_decided(self, entry: Tensor, parts: dict[str, Tensor]) -> None:
@@ -109,9 +109,9 @@ class Results:
 def read(
     fields: Fields, entry: np.ndarray, prompt_logprobs: Tensor | None, launch_input: LaunchInput
 ) -> list[RequestResult]:
-    """Read a ring entry [B, width] on the host: one row for each slot of the launch input.
+    """Reads a ring entry [B, width] on the host.  Returns one result for each slot of the launch input.
 
-    prompt_logprobs: [N, words], for the rows of LaunchInput.prompt_rows; None where no request asked for them.
+    prompt_logprobs: [N, words], for the rows of LaunchInput.prompt_rows; None if no request wants them.
     """
     length, num_finite = entry[:, fields.length][:, 0].tolist(), entry[:, fields.num_finite][:, 0].tolist()
     emitted = entry[:, fields.emitted].tolist()
@@ -144,7 +144,7 @@ def read(
 
 
 def _said(row: np.ndarray, width: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """The paths of a request's own text.  width: numbers of a path."""
+    """Returns (kind, tokens) of the paths from a request's own text.  width: the number of int64 values of a path."""
     paths = row.reshape(-1, width).tolist() if row.size else []
     return tuple((kind, tuple(token for token in tokens if token != VOID)) for kind, *tokens in paths if kind > 0)
 
@@ -152,8 +152,8 @@ def _said(row: np.ndarray, width: int) -> tuple[tuple[int, tuple[int, ...]], ...
 def _candidates(
     fields: Fields, entry: np.ndarray, is_node: np.ndarray
 ) -> tuple[Sequence[np.ndarray | None], Sequence[np.ndarray | None]]:
-    """RequestResult.candidates and RequestResult.by_source."""
-    # The next launch with this ring entry overwrites its buffer.
+    """Returns RequestResult.candidates and RequestResult.by_source of each request."""
+    # A copy, because the next launch with this ring entry overwrites its buffer.
     found = entry[:, fields.candidates].copy()
     if not found.size or (found == VOID).all():
         return ((None,) * len(entry),) * 2
@@ -170,10 +170,11 @@ def _candidates(
 
 
 def _ranks(fields: Fields, entry: np.ndarray, is_node: np.ndarray) -> tuple[list[list[int]], list[bool]]:
-    """For each request: the rank among its siblings of each node of the path below the root, and of what is behind the
-    path anything; whether the path's last node has no child.
+    """Returns two lists with an entry for each request.
 
-    Nodes are in the order of their scores, so a node's rank is the number of siblings before it.
+    The first has, for each node of the path below the root, its rank among its siblings; numbers past the path's end
+    have no meaning.  The second says whether the path's last node has no child.  Nodes are in the order of their
+    scores, so a node's rank is the number of siblings before it.
     """
     parents = np.where(is_node, entry[:, fields.parents], VOID)
     parents[:, 0] = VOID  # the root is its own parent
@@ -194,18 +195,19 @@ def _tree(fields: Fields, row: np.ndarray, length: int) -> DraftTree:
 
 
 def read_trees(fields: Fields, entry: np.ndarray) -> list[tuple[list[int], list[int]]]:
-    """(tokens, parents) of each request's tree, from an entry [B, width] that `write_trees` wrote."""
+    """Returns (tokens, parents) of each request's tree, from an entry [B, width] that `write_trees` wrote."""
     return list(zip(entry[:, fields.tokens].tolist(), entry[:, fields.parents].tolist(), strict=True))
 
 
-# Rows are copied: a view would keep those of the whole batch, and the next launch with this ring entry overwrites its
-# buffer.
+# The functions below copy rows.  A view would keep the rows of the whole batch alive, and the next launch with this
+# ring entry overwrites its buffer.
 
 
 def _logprobs(
     fields: Fields, entry: np.ndarray, wanted: tuple[int | None, ...], num_emitted: list[int]
 ) -> Sequence[np.ndarray | None]:
-    """The rows of each request's emitted tokens, with as many likeliest tokens as it wants; None if it wants none."""
+    """Returns the log-probability rows of each request's emitted tokens, with as many likeliest tokens as the request
+    wants; None if it wants none."""
     if wanted.count(None) == len(wanted):
         return (None,) * len(num_emitted)
     rows = entry[:, fields.logprobs].reshape(len(entry), -1, words(MAX_LOGPROBS))
@@ -216,7 +218,7 @@ def _logprobs(
 
 
 def _of_prompts(rows: Tensor | None, asked: PromptRows | None, batch: int) -> Sequence[np.ndarray | None]:
-    """The rows of each request's prompt tokens; None if it has none in this launch."""
+    """Returns the log-probability rows of each request's prompt tokens; None if it has none in this launch."""
     if rows is None or asked is None:
         return (None,) * batch
     every = rows.numpy()

@@ -1,8 +1,8 @@
 """The scheduler chooses the next launch, assigns slots and pages, and processes the results of launches.
 
-All of it is host bookkeeping.  A request leaves its slot (ends or is preempted) only at harvest, or when nothing is in
-flight.  Its slot and pages are released once.  Each time a request leaves its slot, its generation grows; results of an
-older generation are dropped.
+The scheduler works on the host alone.  A request leaves its slot (ends or is preempted) only at harvest, or when no
+launch is in flight.  Its slot and pages are released once.  Each time a request leaves its slot, its generation grows.
+Results of an older generation are dropped.
 """
 
 from bisect import insort
@@ -44,11 +44,11 @@ from espalier.stats import SpeculationStats
 
 
 class Scheduler:
-    """num_rounds: rounds launched so far, by the number of requests in the batch.
+    """num_rounds: the number of rounds launched so far, for each number of requests in the batch.
 
-    on_round: called with a RoundTrace for each request of each round; set it to trace trees.
-    captured_passes: as Executor has them; trees: the layout's by default; states: of a model without states by default;
-    guesses: of the host's sources, by default of none.
+    on_round: a function that gets a RoundTrace for each request of each round; set it to trace trees.
+    captured_passes: see Executor; trees: the trees of rounds, by default the layout's; states: None for a model without
+    states; guesses: the guesses of the host's sources, by default without sources.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Scheduler:
         self.num_rounds: Counter[int] = Counter()
         self._in_flight = 0
         self._last_was_prefill = False
-        # The cost of slots that wait for a prefill pass: the rows that a pass could have run since the last pass.
+        # What waiting for a prefill pass has cost: the rows that idle slots could have run since the last pass.
         self._idle_rows = 0.0
         self._chunks: list[OutputChunk] = []
         self._aborted: list[Request] = []
@@ -92,7 +92,7 @@ class Scheduler:
         self._to_clear: list[int] = []
 
     def abort(self, request: Request) -> None:
-        """End a request at the next harvest of a launch that holds it; before the next launch if none can hold it."""
+        """Ends a request: at the next harvest of a launch that contains it, else before the next launch."""
         request.aborted = True
         self._aborted.append(request)
 
@@ -101,7 +101,7 @@ class Scheduler:
         return bool(self.waiting or self.running or self._in_flight or self._chunks)
 
     def next_launch(self) -> Launch | None:
-        """A prefill pass or a round (enters_prompts).  None: read launches first, or nothing to do."""
+        """Returns a prefill pass or a round; None if launches must be read first, or if there is nothing to do."""
         self._drop_aborted()
         self._fill_slots()
         prefilling = [r for r in self.running if r.num_prefilled < r.prefill_len]
@@ -114,14 +114,14 @@ class Scheduler:
         return self._launch_round(batch) if batch else None
 
     def maskers_of(self, launch: Launch) -> Maskers:
-        """The grammars of a staged round, once all launches before it are harvested.
+        """Returns the grammars of a staged round.  All earlier launches must have been harvested.
 
-        A request that has left its slot by then is free: its results will be dropped.
+        A request that has left its slot since the launch gets no grammar, because its results will be dropped.
         """
         return tuple(r.masker if generation == r.generation else None for r, generation, _ in launch.members)
 
     def harvest(self, launch: Launch, rows: list[RequestResult]) -> None:
-        """Process the results of a launch.  Launches are harvested in the order in which they were started."""
+        """Processes the results of a launch.  Launches are harvested in the order in which they were started."""
         self._in_flight -= 1
         followed = self.guesses.count(launch, rows)
         allowed = [0] * len(rows)
@@ -137,7 +137,7 @@ class Scheduler:
         self.trees.read(launch.launch_input, rows, allowed, followed)
 
     def stop(self, error: str) -> None:
-        """Abort every request and forget the launches in flight."""
+        """Aborts every request and forgets the launches in flight."""
         self._in_flight = 0
         for request in (*self.waiting, *self.running):
             self._finish(request, "abort", error)
@@ -150,12 +150,12 @@ class Scheduler:
     # Slots
 
     def fits(self, request: Request) -> bool:
-        """Whether the pool, if all its pages were free, could hold the request to its end."""
+        """Returns whether the pool could hold the request to its end if all its pages were free."""
         needed = self.layout.pages_for(request.end(self.layout.max_context) + self.rounds_in_flight - 1)
         return needed <= self.pool.num_pages - 1
 
     def _fill_slots(self) -> None:
-        """Give free slots to waiting requests, in queue order, until one does not fit."""
+        """Gives free slots to waiting requests, in queue order, until one does not fit."""
         skipped = []
         try:
             while self.free_slots and (request := self.waiting.first()) is not None:
@@ -170,12 +170,12 @@ class Scheduler:
                 self.waiting.put_back(entry)
 
     def _waits_for_sibling(self, request: Request) -> bool:
-        """Whether a sibling with the same prompt still computes it.  Its pages will then be shared."""
+        """Returns whether a sibling is still computing the same prompt; this request will then share its pages."""
         leader = request.after
         return self.prefixes is not None and leader is not None and not (leader.prompt_cached or leader.done)
 
     def _enter_slot(self, request: Request) -> bool:
-        """Give a waiting request a slot and the pages for its prompt and first rounds.  False if they do not fit."""
+        """Gives a waiting request a slot, and pages for its prompt and first rounds.  False if they do not fit."""
         if self._no_room == (request, self.pool.num_released):
             # No page was released since the last try.
             return False
@@ -187,7 +187,7 @@ class Scheduler:
         self.pool.share(shared)
         end = request.end(self.layout.max_context)
         need = self.layout.reserve(prefill_len, self.rounds_in_flight, end) - len(shared)
-        # Evict only if eviction frees enough pages.  Otherwise cached pages would be lost and the request still waits.
+        # Evict only if eviction frees enough pages.  Else cached pages would be lost and the request would still wait.
         if not (self._room.could_be(need) and self._room.make(need)):
             self.pool.release(shared)
             self._no_room = request, self.pool.num_released
@@ -214,9 +214,9 @@ class Scheduler:
     # Pages
 
     def _reserve(self, decoding: list[Request]) -> list[Request]:
-        """Reserve pages for the tokens of one round, in order of place; if pages run out, preempt the last request.
+        """Reserves pages for the tokens of one round, in order of place; if pages run out, preempts the last request.
 
-        Returns the requests that can run.  Empty if launches in flight must be read before a request is preempted.
+        Returns the requests that can run; none if launches in flight must be read before a request can be preempted.
         """
         batch = []
         for request in decoding:
@@ -229,7 +229,7 @@ class Scheduler:
         return batch
 
     def _extend_pages(self, request: Request) -> bool:
-        """Allocate the pages that one more round of this request may need.  False if too few can be freed."""
+        """Allocates the pages that one more round may need.  Returns False if too few pages can be freed."""
         end = request.end(self.layout.max_context)
         missing = self.layout.reserve(request.num_known, request.rounds_in_flight + 1, end) - len(request.pages)
         if missing <= 0:
@@ -281,7 +281,7 @@ class Scheduler:
         prompt_rows: PromptRows | None = None,
         asked: Asked = NOTHING,
     ) -> Launch:
-        # A round's launch input has a fixed form without slot inits.  A request that gets a slot needs a prefill first.
+        # Slot inits go with a prefill pass, which a request with a new slot needs first.  A round has a fixed form.
         slot_inits, self._slot_inits = (self._slot_inits, []) if prefill.width else ([], self._slot_inits)
         launch_input = LaunchInput(
             slots=tuple(r.slot for r in batch if r.slot is not None),
@@ -310,7 +310,7 @@ class Scheduler:
     # Harvest
 
     def _read_prompt_logprobs(self, request: Request, row: RequestResult) -> bool:
-        """Append the prompt log-probabilities of a chunk.  False if one is NaN, which ends the request."""
+        """Appends the prompt log-probabilities of a pass.  Returns False if one is NaN, which ends the request."""
         rows = row.prompt_logprobs
         if rows is not None and request.prompt_logprobs.add(rows).has_nan:
             self._finish(request, "abort", NOT_FINITE)
@@ -333,7 +333,7 @@ class Scheduler:
         before = request.num_known
         request.num_known += len(row.tokens)
         pages = request.pages
-        # The last token is sampled from the target, all before it were drafted.  Without finite logits it is missing.
+        # The target picked the last token, and the draft the others.  Without finite logits, the last is missing.
         num_accepted = len(row.tokens) - 1 if row.finite else len(row.tokens)
         kept = self._append(request, row, [at < num_accepted for at in range(len(row.tokens))])
         if not request.done:
@@ -345,7 +345,7 @@ class Scheduler:
         depth = min(allowed, row.tree_size.depth)
         if kept:
             for stats in (request.stats, self.totals):
-                # The tree may have deeper nodes, for the shape of the batch.
+                # The tree may have nodes deeper than this request allows, because the batch has one shape.
                 stats.add(kept, min(kept, num_accepted), row.tree_size.drafted(depth), depth)
         if self.on_round is not None and row.tree is not None:
             trace = RoundTrace(request.id, row.tree, before, row.tokens, [*pages], self.layout.page_size)
@@ -353,7 +353,7 @@ class Scheduler:
         return allowed
 
     def _append(self, request: Request, row: RequestResult, from_draft: list[bool]) -> int:
-        """Append decided tokens to the request until one ends it.  Returns the number of tokens appended."""
+        """Appends decided tokens to the request until one ends it.  Returns the number of tokens appended."""
         reason = None
         kept = 0
         prompt_logprobs = None if request.output else request.prompt_report
@@ -374,7 +374,7 @@ class Scheduler:
         return kept
 
     def _push(self, request: Request, token: int) -> str | None:
-        """Append one token.  Returns the finish reason if this token ends the request, else None."""
+        """Appends one token.  Returns the finish reason if this token ends the request, else None."""
         request.output.append(token)
         if request.masker is not None:
             request.masker.push(token)
@@ -390,8 +390,8 @@ class Scheduler:
     # Leaving
 
     def _drop_aborted(self) -> None:
-        """Finish aborted requests that hold no slot.  If nothing is in flight, finish those that hold one too."""
-        # Replaced before it is read: an abort that interrupts this goes to the new list, and is not lost.
+        """Finishes aborted requests that have no slot.  If no launch is in flight, finishes those with a slot too."""
+        # The list is replaced before it is read, so an abort that interrupts this goes to the new list and is not lost.
         aborted, self._aborted = self._aborted, []
         for request in aborted:
             if request.done:
@@ -418,7 +418,7 @@ class Scheduler:
         self.guesses.leave(request)
 
     def _preempt(self, request: Request) -> None:
-        """Return a running request to the queue.  It keeps its tokens; its full pages go to the prefix cache."""
+        """Puts a running request back into the queue.  It keeps its tokens; its full pages go to the prefix cache."""
         self.num_preempted += 1
         self._release(request)
         self.waiting.add(request)
@@ -426,7 +426,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         assert request.slot is not None
         if request.error is None and request.num_known > request.prefill_len:
-            # Only what rounds have added: the rows of the prefill were filed when its result was read.
+            # Rounds have added rows; the rows of the prefill were inserted when the prefill's result was read.
             self._file_pages(request, min(request.num_known, request.num_tokens))
         self.states.left(request)
         self.pool.release(request.pages)
@@ -442,7 +442,7 @@ class Scheduler:
         request.generation += 1
 
     def _file_pages(self, request: Request, rows: int) -> None:
-        """Insert the full pages of the first `rows` rows into the prefix tree.  Launches in flight write later rows."""
+        """Inserts the full pages of the first `rows` rows into the prefix tree.  Later rows may be written still."""
         if self.prefixes is not None:
             num_full = self.layout.whole_pages(rows)
             tokens = request.tokens[: self.layout.tokens_in(num_full)]

@@ -1,7 +1,8 @@
-"""Where requests of a model with states begin, and when snapshots of their states are taken.
+"""Decides where requests of a model with recurrent states begin, and when snapshots of the states are taken.
 
-A snapshot of a page is the state before the page's last `back` tokens.  The device takes it in the launch in which the
-request reaches that number of tokens (LaunchInput.marks); here it is known once the launch is harvested.
+A snapshot of a page is the state before the page's last `back` tokens.  The device takes the snapshot in the launch in
+which the request reaches that number of tokens (LaunchInput.marks).  The host knows that it exists once that launch is
+harvested.
 """
 
 from collections.abc import Sequence
@@ -13,58 +14,59 @@ from espalier.cache.states import ZERO_ROW
 from espalier.layout import RoundLayout
 from espalier.request import Request
 
-# Tokens between two snapshots of a long prompt, and of a text that is being decoded.
+# Tokens between two snapshots: of a long prompt, and of a text that is being decoded.
 PROMPT_TOKENS, DECODE_TOKENS = 2048, 64
-# As in a launch input: (tokens, row) of marks, (source, destination) of copies.
+# As in LaunchInput: (number of tokens, row) of marks, (source, destination) of copies.
 Pairs = tuple[tuple[int, int], ...]
 NO_MARK = (0, ZERO_ROW)
 
 
 class Stateless:
-    """For a model without states: a request begins where its cached rows end."""
+    """The keeper of a model without states.  A request begins where its cached rows end."""
 
     def enter(self, request: Request, start: int, cached: int) -> tuple[int, int]:
-        """(the first row to compute, tokens that count as cached) of a request that got its slot and pages.
+        """Returns (the first row to compute, the tokens that count as cached) of a request that got its slot and pages.
 
-        start: the first row that must be computed anyway; cached: tokens whose rows are in shared pages.
+        start: the first row to compute in a model without states; cached: tokens whose rows are in shared pages.
         """
         return start, cached
 
     def next_rows(self, request: Request) -> int:
-        """The most tokens that the next pass may enter."""
+        """Returns the most tokens of the request that the next pass may enter."""
         return request.prefill_len - request.num_prefilled
 
     def marks_of_pass(self, batch: Sequence[Request], lengths: Sequence[int]) -> Pairs:
-        """LaunchInput.marks of a pass that enters so many tokens of each request."""
+        """Returns LaunchInput.marks of a pass.  lengths: for each request, the number of tokens that the pass
+        enters."""
         return ()
 
     def marks_of_round(self, batch: Sequence[Request]) -> Pairs:
-        """LaunchInput.marks of a round, before it is launched."""
+        """Returns LaunchInput.marks of a round.  Must be called before the round is launched."""
         return ()
 
     def take_copies(self) -> Pairs:
-        """LaunchInput.state_copies of the next launch."""
+        """Returns LaunchInput.state_copies of the next launch."""
         return ()
 
     def decoded(self, request: Request) -> None:
-        """The host has read tokens of a running request."""
+        """Called when the host has read tokens of a running request."""
 
     def filed(self, request: Request, rows: int) -> None:
-        """The full pages of the first `rows` rows of a running request stand in the prefix tree."""
+        """Called when the full pages of the first `rows` rows of a running request are in the prefix tree."""
 
     def left(self, request: Request) -> None:
-        """A request has left its slot."""
+        """Called when a request has left its slot."""
 
     def check(self) -> None:
-        """Check that every row of a snapshot has one owner.  Raises PageDefect."""
+        """Checks that every row of a snapshot has one owner.  Raises PageDefect."""
 
 
 @dataclass
 class Held:
     """The snapshots of a running request, as (tokens up to the end of the page, row).
 
-    planned: page ends of the prompt that will get one, ascending.  taken: those that passes take.
-    pending: the one that rounds take; last: the last that they took.
+    planned: the page ends of the prompt that will get a snapshot, ascending, in tokens.  taken: snapshots that prefill
+    passes take.  pending: the snapshot that rounds will take next; last: the last snapshot that rounds took.
     """
 
     planned: list[int]
@@ -78,9 +80,10 @@ class Held:
 
 
 class StateKeeper(Stateless):
-    """snapshots: rows for them.  prefixes: None without a prefix cache; then there are no snapshots.
+    """The keeper of a model with states.
 
-    decode_tokens, prompt_tokens: as DECODE_TOKENS, PROMPT_TOKENS, rounded up to whole pages.
+    snapshots: the rows for snapshots.  prefixes: None without a prefix cache; then no snapshots are taken.
+    decode_tokens, prompt_tokens: DECODE_TOKENS and PROMPT_TOKENS; they are rounded up to whole pages.
     """
 
     def __init__(self, layout: RoundLayout, prefixes: PrefixTree | None, snapshots: Snapshots):
@@ -108,7 +111,8 @@ class StateKeeper(Stateless):
         return begin, end
 
     def _planned(self, prefill_len: int, begin: int, cached: int) -> list[int]:
-        """The page ends of a prompt that get a snapshot: where it leaves the cached text, in between, and its last."""
+        """Returns the page ends of a prompt that get a snapshot: where the prompt leaves the cached text, every
+        `prompt_tokens`, and the last page end."""
         if self.prefixes is None:
             return []
         every, last = self._whole(self.prompt_tokens), self.layout.tokens_in(self.layout.whole_pages(prefill_len))
@@ -117,7 +121,7 @@ class StateKeeper(Stateless):
 
     def next_rows(self, request: Request) -> int:
         left, planned = super().next_rows(request), self._held[request].planned
-        # A pass takes one snapshot of a request, so it ends at the first of several.
+        # A pass takes at most one snapshot of a request.  So if several are planned, the pass ends at the first.
         return left if len(planned) < 2 else min(left, planned[0] - self.back - request.num_prefilled)
 
     def marks_of_pass(self, batch: Sequence[Request], lengths: Sequence[int]) -> Pairs:
@@ -139,7 +143,7 @@ class StateKeeper(Stateless):
     def _mark_of_round(self, request: Request) -> tuple[int, int] | None:
         held = self._held[request]
         if held.pending is None and self.prefixes is not None:
-            # Where the slot cannot be yet, whatever the rounds in flight decide.
+            # The next snapshot is past every length that the slot can have after the rounds in flight.
             at_most = self.layout.committed_at_most(request.num_known, request.rounds_in_flight)
             every = self._whole(self.decode_tokens)
             end = ((at_most + self.back) // every + 1) * every
@@ -184,10 +188,10 @@ class StateKeeper(Stateless):
         self.snapshots.check(held, () if self.prefixes is None else self.prefixes.pages())
 
     def _whole(self, tokens: int) -> int:
-        """tokens, rounded up to whole pages."""
+        """Returns the number of tokens, rounded up to whole pages."""
         return self.layout.tokens_in(self.layout.pages_for(tokens))
 
 
 def make_keeper(layout: RoundLayout, prefixes: PrefixTree | None, snapshot_rows: Sequence[int] | None) -> Stateless:
-    """snapshot_rows: of the state table; None for a model without states."""
+    """Returns the keeper for a model.  snapshot_rows: the state table's rows for snapshots; None without states."""
     return Stateless() if snapshot_rows is None else StateKeeper(layout, prefixes, Snapshots(snapshot_rows))

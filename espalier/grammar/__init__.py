@@ -1,4 +1,4 @@
-"""Grammars that restrict a request's output, as values: what may be asked for, and what xgrammar can enforce of it."""
+"""Grammars that restrict a request's output, as plain values: what a user may ask for, and what xgrammar enforces."""
 
 from espalier.grammar.spec import KINDS, Grammar
 

@@ -1,4 +1,4 @@
-"""Refuses schemas and grammars of which a part cannot end: the output would run to its limit."""
+"""Refuses schemas and grammars with a part that can never end, because the output would run to its limit."""
 
 import json
 import re
@@ -11,14 +11,17 @@ from espalier.grammar.schema_values import refused
 
 # Escapes of xgrammar's EBNF: \x reads all hex digits that follow.
 ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]+)|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
-# Kinds of expressions in a grammar that xgrammar has read.
+# xgrammar's numbers for the kinds of expressions, in a grammar that it has parsed.
 RULE, SEQUENCE, CHOICES, REPEAT = 4, 5, 6, 8
 
 
 def require_finite_values(made: Mapping[str, Any]) -> None:
-    """made: the enforceable schema of each place, behind which all references lead.  Raises EspalierError."""
+    """Refuse a schema whose values never end.  Raises EspalierError for the innermost such place.
+
+    made: by place, the enforceable schemas; every reference leads to one of these places.
+    """
     ends = _least_fixpoint(made, _ends, _references)
-    # The innermost place is the one to change.
+    # The user must change the innermost place.
     endless = sorted(made.keys() - ends, key=lambda place: (-place.count("/"), place))
     if endless:
         what = "no value ends, because the schema always needs itself again"
@@ -28,7 +31,10 @@ def require_finite_values(made: Mapping[str, Any]) -> None:
 def _least_fixpoint(
     parts: Mapping[Any, Any], ends: Callable[[Any, set[Any]], bool], needs: Callable[[Any], Iterable[Any]]
 ) -> set[Any]:
-    """The names of the parts that end, given those that are known to end.  needs: the names that a part refers to."""
+    """Return the names of the parts that end.
+
+    ends: whether a part ends, given the names that are known to end; needs: the names that a part refers to.
+    """
     waiting: dict[Any, list[Any]] = {}
     for name, part in parts.items():
         for needed in needs(part):
@@ -80,7 +86,7 @@ def _object_ends(schema: dict[str, Any], known: set[str]) -> bool:
 
 
 def check_escapes(ebnf: str) -> None:
-    """Refuse escapes that are no characters.  Raises EspalierError."""
+    """Raise EspalierError for escapes that stand for no character."""
     for escape in ESCAPE.finditer(ebnf):
         digits = escape[1] or escape[2] or escape[3]
         if digits and ((code := int(digits, 16)) > LAST or SURROGATES[0] <= code <= SURROGATES[1]):
@@ -92,9 +98,9 @@ def check_escapes(ebnf: str) -> None:
 
 
 def require_finite_rules(ebnf: str) -> None:
-    """Refuse escapes that are no characters, and rules that can be reached and of which no text ends.
+    """Refuse escapes that stand for no character, and reachable rules that no finite text matches.
 
-    Raises EspalierError.  It reads the grammar with xgrammar, and raises its RuntimeError for one that cannot be read.
+    Raises EspalierError.  xgrammar reads the grammar, and raises its own RuntimeError if it cannot.
     """
     import xgrammar
 
@@ -105,7 +111,7 @@ def require_finite_rules(ebnf: str) -> None:
 
 
 def _endless_rules(read: dict[str, Any]) -> list[str]:
-    """The names of the rules that can be reached and never end.  read: a grammar as xgrammar writes it."""
+    """Return the names of the reachable rules that never end.  read: a grammar in xgrammar's JSON form."""
     data, starts = read["grammar_expr_data"], read["grammar_expr_indptr"]
     parts = [(data[at], data[at + 2 : at + 2 + data[at + 1]]) for at in starts]
     bodies = {i: rule[1] for i, rule in enumerate(read["rules"])}

@@ -1,7 +1,8 @@
-"""The formats of JSON strings, each as the regular expression of what may come.
+"""The formats of JSON strings, each as a regular expression of the allowed texts.
 
-They are exact: dates of the calendar, addresses without leading zeros.  Some allow less than their standard, so that
-every reader takes what comes: no leap second, no quoted mail address.  Lengths are those of the schema alone.
+The expressions are exact: dates follow the calendar, and addresses have no leading zeros.  Some allow less than their
+standard, so that every reader accepts the text: no leap second, no quoted mail address.  Only the schema limits the
+length.
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from espalier.grammar.regex import format_node
 from espalier.grammar.regex_tree import Node
 
 _YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
-# Of four digits, the last two or the first two divide by 4.
+# Two digits from 04 to 96 that 4 divides: the last two of a leap year, or the first two of one that ends in 00.
 _FOURTH = "(?:0[48]|[2468][048]|[13579][26])"
 _LEAP_YEAR = f"(?:[0-9]{{2}}{_FOURTH}|{_FOURTH}00)"
 _DAY = "(?:0[1-9]|1[0-9]|2[0-8])"
@@ -30,7 +31,7 @@ _GROUP = "[0-9a-fA-F]{1,4}"
 
 
 def _ipv6() -> str:
-    """Eight groups, or fewer around one "::"; the last two may be an IPv4 address."""
+    """An IPv6 address: eight groups, or fewer around one "::".  The last two groups may be an IPv4 address."""
     tails = [f"{_GROUP}(?::{_GROUP}){{{count - 1}}}" for count in range(1, 8)]
     dotted = [f"(?:{_GROUP}:){{{count}}}{_IPV4}" for count in range(6)]
     made = [f"{_GROUP}(?::{_GROUP}){{7}}", f"(?:{_GROUP}:){{6}}{_IPV4}"]
@@ -47,12 +48,12 @@ def _uuid(version: str = "[0-9a-fA-F]", variant: str = "[0-9a-fA-F]") -> str:
 
 
 def _base64(signs: str) -> str:
-    """Four characters for three bytes.  The last bits that stand for no byte are 0."""
+    """Base64 text: four characters for three bytes.  Bits of the last character that belong to no byte are 0."""
     char = f"[A-Za-z0-9{signs}]"
     return f"(?:{char}{{4}})*(?:{char}[AQgw]==|{char}{{2}}[AEIMQUYcgkosw048]=)?"
 
 
-# Parts without a bound: each character of a bounded part is a state more, and takes some 10 ms to compile.
+# These parts have no length bound: each character of a bounded part is one more state, and takes some 10 ms to compile.
 _LABEL = "[A-Za-z0-9](?:-?[A-Za-z0-9])*"
 _HOST = rf"{_LABEL}(?:\.{_LABEL})*"
 _MAIL_CHAR = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~\-]"
@@ -81,7 +82,7 @@ _SHORT_URI = (
 )
 _SHORT_LABEL = "[A-Za-z0-9](?:-?[A-Za-z0-9]){0,11}"
 _SHORT_ATOM = f"{_MAIL_CHAR}{{1,24}}"
-# What comes beside a maxLength: parts of bounded length.
+# Variants of formats for strings with a maxLength: their parts have bounded lengths.
 _SHORT: Mapping[str, str] = {
     "uri": _SHORT_URI,
     "uri-reference": _SHORT_URI,
@@ -113,13 +114,13 @@ FORMATS: Mapping[str, str] = {
     "json-pointer": _POINTER,
     "relative-json-pointer": f"(?:0|[1-9][0-9]{{0,8}})(?:#|{_POINTER})",
 }
-# Formats that say how a value is used.  They limit nothing.
+# Formats that only say how a value is used.  They do not limit the value.
 ANNOTATING: Mapping[str, frozenset[str]] = {
     "string": frozenset("binary password path file-path directory-path".split()),
     "integer": frozenset(("time-delta",)),
     "number": frozenset("float double decimal time-delta".split()),
 }
-# Bits of the integers of a format.
+# (lowest, highest) value of each integer format.
 INTEGERS: Mapping[str, tuple[int, int]] = {
     **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32, 64)},
     **{f"uint{bits}": (0, 2**bits - 1) for bits in (8, 16, 32)},
@@ -128,5 +129,5 @@ INTEGERS: Mapping[str, tuple[int, int]] = {
 
 @lru_cache
 def node_of_format(name: str, is_short: bool = False) -> Node:
-    """The texts of a format in FORMATS.  is_short: those that are likely to keep to a maxLength."""
+    """The texts of a format in FORMATS.  is_short: use the variant for a maxLength, if the format has one."""
     return format_node(_SHORT.get(name, FORMATS[name]) if is_short else FORMATS[name])

@@ -1,8 +1,8 @@
-"""Reads regular expressions of our own dialect (docs/server.md has its table), and refuses all else by name.
+"""Reads regular expressions of our own dialect (docs/server.md has its table), and refuses all other syntax by name.
 
-What it takes means the same in Python's re, and in ECMAScript where that has it.  The pattern of a JSON schema is
-searched for, as JSON Schema says: a side without an anchor is open.  A JSON string holds only characters that JSON does
-not escape.
+An accepted expression means the same in Python's re, and in ECMAScript where ECMAScript has the syntax.  The pattern of
+a JSON schema is a search, as JSON Schema says: any text may stand before or after a pattern without an anchor there.  A
+JSON string holds only characters that JSON does not escape.
 """
 
 import re
@@ -45,7 +45,7 @@ COUNTS = re.compile(r"\{([0-9]{1,9})(?:(,)([0-9]{0,9}))?\}")
 NAME = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,63})>")
 POSIX_CLASS = re.compile(r"\[([:.=])[a-z]*\1\]")
 CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
-# Escapes that other dialects have, and what to write for them.
+# Escapes of other dialects, and what the user should write instead.
 OTHER_ESCAPES = {
     "A": ("the start of the text", "leave it out, or write ^"),
     "Z": ("the end of the text", "leave it out, or write $"),
@@ -85,9 +85,9 @@ GROUPS = (
 
 
 def ebnf_of_regex(regex: str) -> str:
-    """A grammar in xgrammar's EBNF of the texts that the regular expression matches as a whole.
+    """Return a grammar in xgrammar's EBNF for the texts that the whole regular expression matches.
 
-    Raises EspalierError if it is not in the dialect.
+    Raises EspalierError if the expression is not in the dialect.
     """
     node = _anchored(_Reader(regex, "regex", NEWLINE).read(), regex, "regex")
     text = regex_of(_checked(node, regex, "regex", "write one that allows a text"))
@@ -95,13 +95,13 @@ def ebnf_of_regex(regex: str) -> str:
 
 
 def pattern_node(pattern: str) -> Node:
-    """What the pattern of a JSON string allows between the quotes.  Raises EspalierError."""
+    """Return the texts that a JSON string with this pattern may hold.  Raises EspalierError."""
     node = _searched(_Reader(pattern, "pattern", NEWLINES).read(), pattern)
     return _checked(within(node, PLAIN), pattern, "pattern", "write one that allows a text that JSON needs not escape")
 
 
 def format_node(regex: str) -> Node:
-    """The tree of a regular expression that is matched with a whole JSON string."""
+    """Parse a regular expression that must match a whole JSON string."""
     return within(_Reader(regex, "format", NEWLINES).read(), PLAIN)
 
 
@@ -126,18 +126,18 @@ def _refusal(kind: str, regex: str, what: str, position: int, remedy: str) -> Es
 
 
 def _anchored(node: Node, regex: str, kind: str) -> Node:
-    """The node for a match with the whole text, whose anchors say nothing."""
+    """Return the node for a match with the whole text.  Anchors at its ends are dropped, as they change nothing."""
     return _side(_side(node, True, EMPTY, regex, kind), False, EMPTY, regex, kind)
 
 
 def _searched(node: Node, pattern: str) -> Node:
-    """The node for a search: any text may come on the sides that have no anchor."""
+    """Return the node for a search: any text may stand on a side without an anchor."""
     any_text = Repeat(Chars(ALL), 0, None)
     return _side(_side(node, True, any_text, pattern, "pattern"), False, any_text, pattern, "pattern")
 
 
 def _side(node: Node, is_start: bool, other: Node, regex: str, kind: str) -> Node:
-    """Resolve the anchors of one side.  other: what comes there without an anchor."""
+    """Resolve the anchors of one side.  other: the text that may stand on this side if there is no anchor."""
     if isinstance(node, Alt):
         return alt([_side(branch, is_start, other, regex, kind) for branch in node.branches])
     parts: list[Node] = list(node.parts) if isinstance(node, Seq) else [node]
@@ -161,7 +161,7 @@ def _is_anchor(node: Node, is_start: bool) -> bool:
 
 
 def _require_none(node: Node, is_start: bool, regex: str, kind: str) -> None:
-    """Refuse the anchors of one side that are left."""
+    """Refuse any remaining anchor of one side."""
     if isinstance(node, Anchor) and node.is_start == is_start:
         what = f"{'^' if is_start else '$'!r} in the middle"
         raise _refusal(kind, regex, what, node.position, r"write \^ or \$ for the character, or leave it out")
@@ -175,7 +175,7 @@ def _require_none(node: Node, is_start: bool, regex: str, kind: str) -> None:
 
 
 class _Reader:
-    """kind: how an error calls the regex.  newlines: the characters that "." leaves out."""
+    """A parser of one regex.  kind: the word for the regex in errors.  newlines: the characters that "." excludes."""
 
     def __init__(self, regex: str, kind: str, newlines: Ranges):
         if not isinstance(regex, str):
@@ -211,7 +211,7 @@ class _Reader:
             branches.append(self._sequence(depth))
         if len(branches) == 1:
             return branches[0]
-        # Anchors are resolved branch by branch.
+        # Anchors are resolved per branch, so branches with anchors stay apart.
         return Alt(tuple(branches)) if any(map(_has_anchor, branches)) else alt(branches)
 
     def _sequence(self, depth: int) -> Node:
@@ -271,7 +271,7 @@ class _Reader:
     # Repetitions
 
     def _counts(self) -> tuple[int, int | None, int] | None:
-        """The counts in braces and the position behind them; None if there are none."""
+        """(least count, most count, position after the braces); None if no count in braces stands here."""
         found = COUNTS.match(self.regex, self.at)
         if found is None:
             return None

@@ -1,8 +1,8 @@
-"""A regular expression as a tree, and the same as text that xgrammar reads in one way only.
+"""A regular expression as a tree, and its text in a form that xgrammar can read in only one way.
 
-Sets of characters are sorted ranges of code points that do not touch, without surrogates.  \\d, \\w and \\s mean ASCII
-in some dialects and all of Unicode in others.  So each has two sets: what every dialect takes, and what some dialect
-takes.
+A set of characters is a tuple of sorted ranges of code points that do not touch, without surrogates.  \\d, \\w and \\s
+mean ASCII in some dialects and all of Unicode in others.  So each of them has two sets: the characters that every
+dialect accepts, and the characters that at least one dialect accepts.
 """
 
 import re
@@ -20,7 +20,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class Characters(NamedTuple):
-    """surely: the characters that every dialect takes; possibly: those that some dialect takes."""
+    """surely: the characters that every dialect accepts; possibly: those that at least one dialect accepts."""
 
     surely: Ranges
     possibly: Ranges
@@ -35,7 +35,7 @@ def exactly(ranges: Iterable[tuple[int, int]]) -> Characters:
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """The characters of any of the ranges."""
+    """Return the characters that are in at least one of the ranges."""
     made: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if made and first <= made[-1][1] + 1:
@@ -46,7 +46,7 @@ def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def complement(ranges: Ranges) -> Ranges:
-    """All other characters."""
+    """Return the characters that are not in the ranges."""
     at, made = 0, []
     for first, last in union((*ranges, SURROGATES)):
         if at < first:
@@ -56,7 +56,7 @@ def complement(ranges: Ranges) -> Ranges:
 
 
 def common(one: Ranges, other: Ranges) -> Ranges:
-    """The characters of both."""
+    """Return the characters that are in both sets."""
     return complement(union((*complement(one), *complement(other))))
 
 
@@ -87,7 +87,7 @@ def class_of(escape: str) -> Characters:
 
 
 ALL: Ranges = complement(())
-# What a JSON string holds without an escape.
+# The characters that a JSON string holds without an escape.
 PLAIN: Ranges = complement(union(((0, 0x1F), *of_text('"\\'))))
 NEWLINE: Ranges = of_text("\n")
 # ECMAScript's "." leaves out more than Python's.
@@ -95,12 +95,12 @@ NEWLINES: Ranges = of_text("\n\r\u2028\u2029")
 
 
 CARET = of_text("^")
-# The last characters of two and of three bytes.
+# The last code points that UTF-8 writes in two and in three bytes.
 GAPS = (0x7FF, 0xFFFF)
-# The most times that xgrammar writes a part out.
+# The most times that xgrammar unrolls a repeated part.
 MAX_UNROLLED = 128
-# A character that comes more often is written in blocks of about BLOCK, in a regex of at most MAX_IN_BLOCKS characters:
-# xgrammar compiles more of them for too long.
+# A character repeated more often is written in blocks of about BLOCK if the regex has at most MAX_IN_BLOCKS characters.
+# A longer regex in blocks would take xgrammar too long to compile.
 BLOCK = 100
 MAX_IN_BLOCKS = 1000
 
@@ -114,21 +114,21 @@ class Chars:
 
 @dataclass(frozen=True)
 class Seq:
-    """All parts, one after another.  Without parts it is the empty text."""
+    """All parts, one after another.  A Seq without parts is the empty text."""
 
     parts: tuple["Node", ...]
 
 
 @dataclass(frozen=True)
 class Alt:
-    """One of the branches.  Without branches no text matches."""
+    """One of the branches.  An Alt without branches matches no text."""
 
     branches: tuple["Node", ...]
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """`least` to `most` times the part; None: without end."""
+    """The part, repeated `least` to `most` times; None: no upper bound."""
 
     part: "Node"
     least: int
@@ -137,7 +137,7 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Anchor:
-    """The start of the text, or its end.  position: in the regex that was read."""
+    """The start or the end of the text.  position: its index in the regex, for errors."""
 
     is_start: bool
     position: int
@@ -158,7 +158,7 @@ def seq(parts: list[Node]) -> Node:
 
 
 def alt(branches: list[Node]) -> Node:
-    """An empty branch becomes a repetition of the others: no text has two places for it."""
+    """Join branches.  An empty branch becomes an optional repetition of the others, so no text matches twice."""
     made = tuple(branch for branch in dict.fromkeys(branches) if branch not in (EMPTY, NOTHING))
     node = made[0] if len(made) == 1 else Alt(made)
     return repeat(node, 0, 1) if EMPTY in branches else node
@@ -171,7 +171,7 @@ def repeat(part: Node, least: int, most: int | None) -> Node:
 
 
 def within(node: Node, allowed: Ranges) -> Node:
-    """The texts of allowed characters alone; NOTHING if there is none."""
+    """Return the node limited to texts of allowed characters; NOTHING if no text is left."""
     if isinstance(node, Chars):
         kept = common(node.ranges, allowed)
         return Chars(kept) if kept else NOTHING
@@ -185,7 +185,7 @@ def within(node: Node, allowed: Ranges) -> Node:
 
 
 def num_states(node: Node) -> int:
-    """Characters of the node, with each repetition written out."""
+    """The number of characters in the node, with each repetition written out."""
     if isinstance(node, Seq):
         return sum(map(num_states, node.parts))
     if isinstance(node, Alt):
@@ -196,7 +196,7 @@ def num_states(node: Node) -> int:
 
 
 def num_ranges(node: Node) -> int:
-    """Ranges of characters in all classes of the node, as often as they are written."""
+    """The number of character ranges in all classes of the node, repetitions written out."""
     if isinstance(node, Chars):
         return len(node.ranges)
     if isinstance(node, Repeat):
@@ -205,11 +205,11 @@ def num_ranges(node: Node) -> int:
 
 
 def regex_of(node: Node) -> str:
-    """The regex in ASCII.  It has only classes, groups and repetitions, which all parts of xgrammar read alike.
+    """Write the regex in ASCII.  It has only classes, groups and repetitions, which all parts of xgrammar read alike.
 
-    xgrammar merges the states of a rule that are reached alike, and those at which a text ends.  It does so wrongly
-    where a text can end in several states, or come back to the first one.  The empty groups bring a first state and a
-    last one of their own.
+    xgrammar merges states of a rule that the same texts reach, and states at which a text ends.  The merge is wrong
+    where a text can end in several states, or come back to the first state.  The empty groups add a first and a last
+    state of their own.
     """
     return f"(){{0,1}}({_text_of(node, num_states(node) <= MAX_IN_BLOCKS)})()"
 
@@ -229,7 +229,7 @@ def _text_of(node: Node, in_blocks: bool) -> str:
 
 
 def _repeated(node: Repeat, in_blocks: bool) -> str:
-    """xgrammar reads "?" and {2,} wrongly behind a part that may end and also go on.  So such a part has neither."""
+    """Write a repetition.  xgrammar misreads "?" and {2,} after a part that may end or go on, so neither is written."""
     least, most = node.least, node.most
     is_often = max(least, most or 0) > MAX_UNROLLED
     if isinstance(node.part, Chars):
@@ -237,7 +237,7 @@ def _repeated(node: Repeat, in_blocks: bool) -> str:
         if is_often and in_blocks:
             return _blocks(part, least, most)
     else:
-        # Of a part that comes often xgrammar makes a rule.
+        # A part that is repeated often becomes a rule of its own in xgrammar.
         part = f"({regex_of(node.part) if is_often else _text_of(node.part, in_blocks)})"
     if most is None:
         return part + ("*" if least == 0 else "+" if least == 1 else f"{{{least}}}{part}*")
@@ -247,9 +247,9 @@ def _repeated(node: Repeat, in_blocks: bool) -> str:
 
 
 def _blocks(char: str, least: int, most: int | None) -> str:
-    """A character `least` to `most` times, without a count above MAX_UNROLLED.
+    """Write a character `least` to `most` times, without a count above MAX_UNROLLED.
 
-    xgrammar counts such a character at run time: a mask then takes a thousand times as long, since it tries each token.
+    xgrammar counts larger counts at run time.  Then a mask takes a thousand times as long, since it tries each token.
     """
     times, rest = divmod(least, BLOCK)
     text = (f"({char}{{{BLOCK}}}){{{times}}}" if times else "") + (f"{char}{{{rest}}}" if rest else "")
@@ -269,15 +269,15 @@ def _class(ranges: Ranges) -> str:
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1] and _is_plain(ranges[0][0]):
         return chr(ranges[0][0])
     ranges = _parted(ranges)
-    # A caret at the start would negate the class where xgrammar rewrites the regex.
+    # A caret at the start of a class would negate it, where xgrammar rewrites the regex.
     is_first = ranges[0] == CARET[0]
     return "[" + "".join(map(_range, ranges[is_first:] + ranges[:is_first])) + "]"
 
 
 def _parted(ranges: Ranges) -> Ranges:
-    """Without a character that UTF-8 writes with all bits set, where its neighbours are of the same range.
+    """Cut ranges at characters whose UTF-8 bytes have all payload bits set, if their neighbours are in the range.
 
-    From a range over it xgrammar makes bytes that are no UTF-8.
+    From a range across such a character xgrammar makes bytes that are not UTF-8.
     """
     made = []
     for first, last in ranges:

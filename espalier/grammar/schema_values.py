@@ -1,7 +1,7 @@
-"""The rules of one value of a JSON schema that xgrammar enforces: lengths, formats, bounds, lists of values.
+"""Writes the rules of one JSON schema value so that xgrammar enforces them: lengths, formats, bounds, enums.
 
-Where several parts of a regular expression vary, they share a bound on its length.  So the result may allow fewer texts
-than the regex and the bounds do, never more.
+If several parts of a regular expression can vary in length, they share the bound on the whole length.  So the result
+may allow fewer texts than the regex and the bounds do, but never more.
 """
 
 import json
@@ -35,14 +35,14 @@ WORD = 10
 
 
 def of_length(node: Node, least: int, most: int | None) -> Node:
-    """The texts of `least` to `most` characters; NOTHING if none is found.  The node has no anchors."""
+    """Limit a node to texts of `least` to `most` characters; NOTHING if none is found.  The node has no anchors."""
     if most is not None:
         node = _at_most(node, most)
     return node if node == NOTHING else _at_least(node, least)
 
 
 def bounds(node: Node) -> tuple[int, float]:
-    """The least and the most characters of a text; infinity for no most."""
+    """(fewest, most) characters of a text; infinity if there is no upper bound."""
     if isinstance(node, Chars):
         return 1, 1
     if isinstance(node, Seq):
@@ -71,18 +71,18 @@ def _at_most(node: Node, most: int) -> Node:
     if low == high:
         return repeat(node.part, node.least, most // low)
     limit = most // max(low, 1) if node.most is None else min(node.most, most // max(low, 1))
-    # Words of about WORD characters.  Several shapes side by side would be a choice that xgrammar reads wrongly.
+    # Repetitions of about WORD characters each.  xgrammar would misread a choice of several shapes.
     size = int(min(high, max(low, WORD)))
     times = max(node.least, min(limit, most // size or 1))
     return repeat(_at_most(node.part, most // times), node.least, times) if times else EMPTY
 
 
 def _share(parts: tuple[Node, ...], spare: int) -> Node:
-    """The parts, which have `spare` characters above their least together."""
+    """Limit the parts together to `spare` characters more than their fewest."""
     made = []
     found = [bounds(part) for part in parts]
     for i, (part, (low, high)) in enumerate(zip(parts, found, strict=True)):
-        # What those behind cannot use is for this one.
+        # This part may take the characters that the parts after it cannot use.
         behind = [above - below for below, above in found[i + 1 :] if above > below]
         share = max(spare // (1 + len(behind)), spare - sum(behind) if inf not in behind else 0)
         made.append(_at_most(part, low + int(share)) if high > low + share else part)
@@ -91,7 +91,7 @@ def _share(parts: tuple[Node, ...], spare: int) -> Node:
 
 
 def _at_least(node: Node, least: int) -> Node:
-    """The texts of at least so many characters, all of which one part that varies must have."""
+    """Limit a node to texts of at least this many characters.  In a sequence, parts that vary must provide them."""
     low, high = bounds(node)
     if low >= least:
         return node
@@ -115,7 +115,7 @@ def _at_least(node: Node, least: int) -> Node:
 
 
 def _raise(parts: tuple[Node, ...], missing: int) -> Node:
-    """The parts, `missing` characters above their least together: the one that may have the most takes the first."""
+    """Require `missing` characters more than the parts' fewest together, first from the part that can grow most."""
     made = list(parts)
     for i in sorted(range(len(parts)), key=lambda i: bounds(parts[i])[0] - bounds(parts[i])[1]):
         low, high = bounds(parts[i])
@@ -127,14 +127,14 @@ def _raise(parts: tuple[Node, ...], missing: int) -> Node:
 
 # xgrammar ignores a larger multipleOf, and any multipleOf with exactly one bound.
 MAX_MULTIPLE = 1024
-# Values that become an enum: multiples between two bounds, arrays without equal items.
+# The most values in an enum that we generate: multiples between two bounds, arrays with unique items.
 MAX_VALUES = 4096
 # xgrammar writes a number with bounds in at most six decimals.
 PLACES = 10**6
 
 
 def check_counts(rules: dict[str, Any], place: str) -> None:
-    """minLength, maxItems and the like: whole numbers, of which the least is not above the most."""
+    """Check minLength, maxItems and the like: whole numbers, the minimum not above the maximum."""
     for what in ("Length", "Items", "Properties"):
         least, most = (rules.get(f"{side}{what}") for side in ("min", "max"))
         for side, count in (("min", least), ("max", most)):
@@ -150,7 +150,7 @@ def check_counts(rules: dict[str, Any], place: str) -> None:
 
 
 def string_rules(rules: dict[str, Any], place: str) -> dict[str, Any]:
-    """A string, as the pattern of what stands between its quotes.  It has no characters that JSON escapes."""
+    """Write a string's rules as one pattern of the text between its quotes, without characters that JSON escapes."""
     if "format" in rules and rules["format"] in ANNOTATING["string"]:
         del rules["format"]
     if not rules:
@@ -178,7 +178,7 @@ def string_rules(rules: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def number_rules(rules: dict[str, Any], name: str, place: str) -> dict[str, Any]:
-    """A number or an integer, whose bounds are then integers."""
+    """Write the bounds of a number or an integer.  Bounds of an integer become integers."""
     made: dict[str, Any] = {}
     rules = _with_format(rules, name, place)
     for rule, value in rules.items():
@@ -201,7 +201,7 @@ def number_rules(rules: dict[str, Any], name: str, place: str) -> dict[str, Any]
 
 
 def _with_format(rules: dict[str, Any], name: str, place: str) -> dict[str, Any]:
-    """The rules with a format's bounds in its place."""
+    """Replace an integer's format by the bounds of that format."""
     made = {rule: value for rule, value in rules.items() if rule != "format"}
     if "format" not in rules or rules["format"] in ANNOTATING[name]:
         return made
@@ -220,13 +220,13 @@ def _with_format(rules: dict[str, Any], name: str, place: str) -> dict[str, Any]
 
 
 def knows_format(name: str, format: Any) -> bool:
-    """Whether values of the type have this format."""
+    """Whether this format is known for values of this type."""
     known = {*(FORMATS if name == "string" else INTEGERS if name == "integer" else ()), *ANNOTATING.get(name, ())}
     return isinstance(format, str) and format in known
 
 
 def listed_values(made: dict[str, Any]) -> list[Any] | None:
-    """The values of an enforceable schema without references; None if they are too many."""
+    """Return all values of an enforceable schema without references; None if they are too many or cannot be listed."""
     if "enum" in made or made.get("type") in ("boolean", "null"):
         return made.get("enum") or ([True, False] if made["type"] == "boolean" else [None])
     if made.get("type") != "integer":
@@ -238,7 +238,7 @@ def listed_values(made: dict[str, Any]) -> list[Any] | None:
 
 
 def unique_arrays(items: Iterable[Any], least: int, most: int | None, place: str) -> dict[str, Any]:
-    """All arrays of `least` to `most` of the items, without equal ones."""
+    """List all arrays of `least` to `most` different items.  Raises EspalierError if they are too many."""
     values = list({json.dumps(_number_free(item), sort_keys=True): item for item in items}.values())
     most = len(values) if most is None else min(most, len(values))
     if least > most:
@@ -254,7 +254,7 @@ def unique_arrays(items: Iterable[Any], least: int, most: int | None, place: str
 
 
 def _number_free(value: Any) -> Any:
-    """Equal for values that JSON Schema calls equal: 1.0 is 1, and True is not."""
+    """Return a value that is equal for values that JSON Schema calls equal: 1.0 is 1, and True is not."""
     if isinstance(value, list):
         return [_number_free(each) for each in value]
     if isinstance(value, dict):
@@ -274,12 +274,12 @@ def _first_and_last(bounds: dict[str, Any], unit: int) -> tuple[int | None, int 
 
 
 def _times(bounds: dict[str, Any], rule: str, unit: int) -> Fraction:
-    """A bound as it was written, not as a binary fraction, times unit."""
+    """Return a bound times unit, as the decimal number that was written and not its binary fraction."""
     return Fraction(repr(bounds[rule])) * unit
 
 
 def _multiples(rules: dict[str, Any], place: str) -> dict[str, Any]:
-    """Integers of which each is a multiple: listed, if they have bounds."""
+    """Write integers with a multipleOf: listed if they have bounds."""
     step = rules["multipleOf"]
     least, most = _first_and_last(rules, 1)
     if least is None and most is None:

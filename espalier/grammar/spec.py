@@ -1,4 +1,4 @@
-"""The form that a user asks of an output.  Values only: espalier/masking turns them into masks."""
+"""The output form that a user asks for, as plain values.  espalier/masking turns them into masks."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from espalier.errors import EspalierError, once_each, refuses_unknown, require_t
 
 Kind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
 KINDS: tuple[str, ...] = get_args(Kind)
-# A larger spec is refused before it is read.
+# The most characters of a spec.  A larger one is refused before it is parsed.
 MAX_SPEC_CHARS = 64 * 1024
 
 
@@ -22,7 +22,7 @@ class Grammar:
     expression, a grammar in xgrammar's EBNF, "" for json_object.
     strict: True refuses a JSON schema whose objects may have more properties than it names.  False accepts it, and the
     output has only the named ones.
-    after: text that ends the model's reasoning, such as "</think>".  The form begins behind it.  None: the form begins
+    after: text that ends the model's reasoning, such as "</think>".  The form begins after this text; None: it begins
     with the first token.
     Raises EspalierError for a value that no model supports.
     """
@@ -51,7 +51,7 @@ class Grammar:
 
     @classmethod
     def of_json_schema(cls, schema: Any, *, strict: bool = True, after: str | None = None) -> "Grammar":
-        """The grammar of a JSON schema, given as a value (dict or bool) or as JSON text."""
+        """Make the grammar of a JSON schema.  schema: a value (dict or bool) or JSON text."""
         text = schema if isinstance(schema, str) else json.dumps(schema)
         return cls("json_schema", text, strict, after)
 
@@ -66,14 +66,14 @@ def require_grammar(name: str, value: Any) -> None:
         raise EspalierError(f"{name}={shown(value)} is not supported; use espalier.Grammar(...)")
 
 
-# Integers that xgrammar keeps whole.
+# Integers that xgrammar reads exactly.
 INTEGERS = range(-(2**63), 2**63)
 
 
 def read_json(what: str, text: str) -> Any:
-    """The value of a JSON text whose numbers and texts xgrammar reads as they are.
+    """Parse JSON text.  xgrammar must read its numbers and texts exactly.
 
-    what: names the text in the EspalierError that is raised for any other.
+    what: the name of the text in errors.  Raises EspalierError for any other text.
     """
     try:
         value = json.loads(
@@ -91,7 +91,7 @@ def read_json(what: str, text: str) -> Any:
 
 
 def _whole(digits: str) -> int:
-    # Python reads a long number slowly.
+    # Python takes long to read very long numbers.
     if len(digits) > 20 or int(digits) not in INTEGERS:
         raise ValueError(f"{shown(digits)} has more than 64 bits")
     return int(digits)

@@ -1,4 +1,4 @@
-"""Structural tags (free text in which a tag starts a grammar), choices, and the check of a grammar of any kind."""
+"""Structural tags (free text in which a trigger starts a grammar), choices, and the check of grammars of any kind."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -12,12 +12,12 @@ from espalier.grammar.schema import enforceable
 from espalier.grammar.spec import Grammar, read_json
 
 MAX_DEPTH = 64
-# Types of a part that hold a JSON schema; the second is xgrammar's older name for a style of the first.
+# Types of parts with a JSON schema.  The second is xgrammar's older name for one style of the first.
 SCHEMA_TYPES = ("json_schema", "qwen_xml_parameter")
 
 
 def enforceable_tag(text: str, strict: bool) -> str:
-    """A structural tag in xgrammar's form, whose JSON schemas and regular expressions are enforced whole.
+    """Rewrite a structural tag in xgrammar's form, so that its JSON schemas and regular expressions are enforced whole.
 
     text: {"type": "structural_tag", "format": ...}, or SGLang's {"structures": [...], "triggers": [...]}.
     Raises EspalierError.
@@ -26,7 +26,7 @@ def enforceable_tag(text: str, strict: bool) -> str:
 
 
 def format_of_tag(text: str) -> Any:
-    """What "format" is in a structural tag of either spelling.  Raises EspalierError."""
+    """Return the "format" of a structural tag in either spelling.  Raises EspalierError."""
     tag = read_json("structural tag", text)
     if not isinstance(tag, dict):
         raise EspalierError(f"structural tag {shown(tag)} is not supported; use an object")
@@ -76,7 +76,7 @@ def _enforceable_part(value: Any, strict: bool, depth: int) -> Any:
 
 
 def ebnf_parts(value: Any) -> Iterator[str]:
-    """The grammars in EBNF inside a structural tag in xgrammar's form."""
+    """Yield the EBNF grammars inside a structural tag in xgrammar's form."""
     if isinstance(value, dict) and value.get("type") == "grammar" and isinstance(value.get("grammar"), str):
         yield value["grammar"]
     elif isinstance(value, dict | list):
@@ -88,7 +88,7 @@ MAX_CHOICES = 4096
 
 
 def ebnf_of_choices(spec: str) -> str:
-    """A grammar in xgrammar's EBNF that allows exactly the texts of a JSON array.  Raises EspalierError."""
+    """Return a grammar in xgrammar's EBNF for exactly the texts in a JSON array.  Raises EspalierError."""
     choices = read_json("list of choices", spec)
     if not isinstance(choices, list) or not choices or not all(isinstance(text, str) and text for text in choices):
         raise EspalierError(f"choices {shown(choices)} are not supported; use a list of non-empty strings")
@@ -112,10 +112,10 @@ _CHECKS: Mapping[str, Callable[[Grammar], object]] = {
 }
 
 
-# A server gets the same grammars again and again, and to check a large one takes many milliseconds.
+# A server gets the same grammars again and again, and checking a large grammar takes many milliseconds.
 @lru_cache(256)
 def check_grammar(grammar: Grammar) -> None:
-    """Raises EspalierError with the reason."""
+    """Raise EspalierError, with the reason, for a grammar that cannot be enforced."""
     if not grammar.spec and grammar.kind != "json_object":
         raise EspalierError(f"a grammar of kind {grammar.kind!r} is empty; give its text")
     if grammar.kind in _CHECKS:

@@ -9,10 +9,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class KnownNext:
-    """What a grammar says of the next tokens before they are drafted.
+    """What a grammar allows for the next tokens, known before they are drafted.
 
-    forced: the only tokens that may come, one after another.  mask: [words] int32, the tokens that may follow them
-    (espalier/sampling/mask.py); None if that is not known.
+    forced: tokens that must come next, one after another.  mask: [words] int32, the tokens that may follow the forced
+    ones (espalier/sampling/mask.py); None if not known.
     """
 
     forced: list[int]
@@ -22,11 +22,11 @@ class KnownNext:
 class TokenMasker(Protocol):
     """Decides which tokens may follow in one request, token by token: a grammar (espalier/masking/masker.py).
 
-    All but `push` may take long.  The engine calls them in threads, one at a time, and gives up what takes too long.
+    All methods but `push` may take long.  The engine calls them in threads, one at a time, and gives up slow calls.
     """
 
     def push(self, token_id: int) -> None:
-        """The request has emitted this token.  Takes no time: what it means is found out later."""
+        """Record that the request has emitted this token.  It returns at once; the grammar reads the token later."""
         ...
 
     def root_mask(self) -> np.ndarray:
@@ -43,11 +43,11 @@ class TokenMasker(Protocol):
         ...
 
     def known_next(self, most: int) -> KnownNext:
-        """The tokens that must follow the root, at most `most`, and the mask behind them."""
+        """The tokens that must follow the root, `most` at most, and the mask after them."""
         ...
 
     def mask_after(self, path: Sequence[int]) -> np.ndarray | None:
-        """[words] int32: the tokens that may follow the root and then `path`; None if `path` may not come, or ends."""
+        """[words] int32: the tokens that may follow the root and `path`; None if `path` is not allowed or ends."""
         ...
 
     @property

@@ -12,7 +12,7 @@ from espalier.slots import FLOATS, INTS, BatchState
 
 @dataclass(frozen=True)
 class SamplingNeeds:
-    """What some request of a batch needs, known to the host at launch.  All False: plain argmax.
+    """The sampling features that a batch's requests need, known to the host at launch.  All False: plain argmax.
 
     sampled: a temperature above 0; filtered: top-k, top-p or min-p; penalised: a penalty; biased: logit_bias or
     min_tokens.
@@ -31,14 +31,14 @@ class SamplingNeeds:
 class Above(NamedTuple):
     """Drafted tokens between the root and the rows of a batch.
 
-    tokens: [B, E], -1 for none; ancestor_bits: [B, Q, W] int64, the bits of each row's ancestors and of itself.
+    tokens: [B, E], -1 for no token; ancestor_bits: [B, Q, W] int64, the bits of each row's ancestors and of itself.
     """
 
     tokens: Tensor
     ancestor_bits: Tensor
 
     def mask(self) -> Tensor:
-        """[B, Q, E] bool."""
+        """[B, Q, E] bool: the drafted tokens on each row's path."""
         return unpack(self.ancestor_bits, self.tokens.shape[1])
 
 
@@ -49,7 +49,7 @@ class SamplingRows:
     ints: [B, INTS] int64 and floats: [B, FLOATS] float32; each column is also an attribute, a view [B].  bias_ids,
     bias_values: [B, NB], padded with 0 and 0; stop_ids: [B, NS], padded with -1, banned at positions below
     min_position; counts: [B, V], output tokens up to the root; seen: [B, V] bool, tokens of the prompt.  Fields that
-    only bias or penalties read are None where the batch has none.
+    only bias or penalties read are None if the batch has no bias or no penalties.
     """
 
     ints: Tensor
@@ -91,8 +91,8 @@ def process_logits(
 ) -> Tensor:
     """Apply bias and bans, then penalties.
 
-    logits: [B, Q, V] of tokens drawn at positions [B, Q]; the result is float32, or float64 for float64.  A row's
-    ancestors count as output.  The repetition penalty applies to prompt and output (Keskar et al. 2019), the others to
+    logits: [B, Q, V] of tokens at positions [B, Q]; the result is float32, or float64 for float64.  A row's ancestors
+    count as output.  The repetition penalty applies to prompt and output (Keskar et al. 2019), the other penalties to
     output only.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -111,7 +111,7 @@ def _biased(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 def _banned(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
     assert rows.stop_ids is not None
-    # One more column takes the padding.
+    # One extra column receives the padding.
     stops = torch.zeros(logits.shape[0], logits.shape[2] + 1, dtype=torch.bool, device=logits.device)
     stops.scatter_(1, rows.stop_ids.masked_fill(rows.stop_ids < 0, logits.shape[2]), True)
     early = positions < rows.min_position[:, None]

@@ -1,7 +1,7 @@
 """Masks over the vocabulary as packed bits: the tokens that may follow a node.
 
-Bit t % 32 of word t // 32 is set where token t is allowed, as in xgrammar's token bitmasks.  A request's masks come
-from its TokenMasker (espalier/grammar/token_masker.py).  Without a masker in the batch no masking code runs.
+Bit t % 32 of word t // 32 is set if token t is allowed, as in xgrammar's token bitmasks.  A request's masks come from
+its TokenMasker (espalier/grammar/token_masker.py).  If no request of the batch has a masker, no masking code runs.
 """
 
 from collections.abc import Callable
@@ -11,26 +11,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# (tokens [B, E], ancestor_bits [B, Q, W]) of draft rows: the only token [B, Q] that may follow each of Q rows, -1 for
-# several, and the masks [B, Q, words].
+# Called with the draft rows' (tokens [B, E], ancestor_bits [B, Q, W]).  It returns, for each of Q rows, the only token
+# [B, Q] that may follow, -1 for several, and the masks [B, Q, words].
 AskHost = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 BITS = 32
 ALL_ALLOWED = -1
 
 
 def mask_words(vocab_size: int) -> int:
-    """int32 words of a mask."""
+    """The number of int32 words in a mask."""
     return -(-vocab_size // BITS)
 
 
 def unpack_mask(mask: Tensor, vocab_size: int) -> Tensor:
-    """[..., words] int32 -> [..., vocab_size] bool, True where the token is allowed."""
+    """Unpack mask [..., words] int32 into [..., vocab_size] bool, True for allowed tokens."""
     bits = (mask[..., None] >> torch.arange(BITS, device=mask.device, dtype=torch.int32)) & 1
     return bits.flatten(-2)[..., :vocab_size].bool()
 
 
 def masked(logits: Tensor, mask: Tensor | None) -> Tensor:
-    """Logits [..., V] with -inf for tokens that the mask [..., words] does not allow; a mask of None allows all."""
+    """Logits [..., V] with -inf for tokens that the mask [..., words] does not allow; None allows all tokens."""
     if mask is None:
         return logits
     return logits.masked_fill(~unpack_mask(mask, logits.shape[-1]), -torch.inf)
@@ -46,19 +46,19 @@ def only_token(mask: np.ndarray) -> int | None:
 
 
 def allows(mask: Tensor, tokens: Tensor) -> Tensor:
-    """Whether the mask [B, words] allows each of the tokens [B, K]: [B, K] bool."""
+    """[B, K] bool: whether the mask [B, words] allows each of the tokens [B, K]."""
     return (mask.gather(1, tokens // BITS) >> (tokens % BITS).int()) & 1 != 0
 
 
 @dataclass(frozen=True)
 class DraftGuide:
-    """What grammars say of a batch's next tokens before they are drafted.  It decides what is drafted, never what is
-    emitted.
+    """What grammars allow for a batch's next tokens, known before they are drafted.  It changes what is drafted, never
+    what is emitted.
 
-    forced: [B, S] int64, the only token that may come at each level, from level 1 on; -1 from the first level on that
-    is not forced.
-    mask: [B, words] int32, the tokens that may come at level `level` [B] int64, behind the forced ones; 0: not known.
-    ask: asks the host at each deeper level; None asks nothing.
+    forced: [B, S] int64, the only token allowed at each level, from level 1 on; -1 from the first level that is not
+    forced.
+    mask: [B, words] int32, the tokens allowed at level `level` [B] int64, after the forced tokens; level 0: not known.
+    ask: queries the host at each deeper level; None: no query.
     """
 
     forced: Tensor
@@ -68,14 +68,14 @@ class DraftGuide:
 
     @property
     def num_forced(self) -> Tensor:
-        """[B]"""
+        """[B]: the number of forced tokens."""
         return (self.forced >= 0).sum(1)
 
     def of_rows(self, level: int, tokens: Tensor | None, ancestor_bits: Tensor | None) -> tuple[Tensor, Tensor]:
-        """For the children of each row: the only token [B, Q] that may come, -1 for several, and masks [B, Q, words].
+        """For the children of each row: the only allowed token [B, Q], -1 for several, and masks [B, Q, words].
 
-        tokens [B, E], ancestor_bits [B, Q, W]: of the rows above `level`, and which of them are on the path of each of
-        the level's rows; None at level 1.  Q may be 1 for all rows.
+        tokens [B, E]: of the rows above `level`; ancestor_bits [B, Q, W]: the ones on the path of each of the level's
+        rows.  Both are None at level 1.  Q may be 1 for all rows.
         """
         only = self.forced[:, level - 1, None]
         mask = torch.where((self.level == level)[:, None], self.mask, ALL_ALLOWED)[:, None]
@@ -85,14 +85,14 @@ class DraftGuide:
         return torch.where(only_asked >= 0, only_asked, only), mask_asked & mask
 
     def of_levels(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """As `of_rows` for one row at each of the levels first .. first + count - 1, without asking the host."""
+        """For one row at each level first .. first + count - 1: as `of_rows`, but without a query to the host."""
         levels = torch.arange(first, first + count, device=self.level.device)
         mask = torch.where((self.level[:, None] == levels)[..., None], self.mask[:, None], ALL_ALLOWED)
         return self.forced[:, first - 1 : first - 1 + count], mask
 
 
 def force(only: Tensor, tokens: Tensor, scores: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
-    """Replace the children of a row by the only token that may come, as sure as the row itself.
+    """If only one token is allowed after a row, make it the row's first child, with the row's own score.
 
     only: [B, Q] int64, -1 for several; tokens, scores: [B, Q, K], the drafted children; above: [B, Q], path scores of
     the rows.

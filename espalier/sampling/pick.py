@@ -1,7 +1,7 @@
 """Picking a token: a pure function of logits, parameters, seed and position.
 
 A sampled token is the argmax of logits plus noise (Gumbel-max); a greedy token is the argmax of logits.  So plain
-decoding and tree decoding draw the same token, and losslessness is an equality.
+decoding and tree decoding draw the same token, and a test of losslessness is a test of equality.
 """
 
 from typing import NamedTuple
@@ -13,15 +13,15 @@ from espalier.sampling.logit_processors import Above, SamplingNeeds, SamplingRow
 
 
 class SampledTokens(NamedTuple):
-    """tokens [B, Q] int64; finite [B, Q] bool: whether the row's best logit is finite (no NaN, not infinite)."""
+    """tokens [B, Q] int64; finite [B, Q] bool: whether the row's best logit is finite (neither NaN nor infinite)."""
 
     tokens: Tensor
     finite: Tensor
 
 
 class Logprobs(NamedTuple):
-    """tokens, their log-probabilities `chosen` and their ranks (1 is the likeliest), [...] each; ids [..., n] of the
-    likeliest tokens and their log-probabilities `values`."""
+    """tokens [...], their log-probabilities `chosen` [...] and ranks [...], 1 is the likeliest; ids [..., n] of the
+    likeliest tokens and their log-probabilities `values` [..., n]."""
 
     tokens: Tensor
     chosen: Tensor
@@ -38,11 +38,12 @@ def pick(
     noise: Tensor | None,
     above: Above | None = None,
 ) -> SampledTokens:
-    """The token of each row of logits [B, Q, V], drawn at positions [B, Q].
+    """Pick the token of each row of logits [B, Q, V], drawn at positions [B, Q].
 
-    In this order: bias, bans and penalties; temperature; top-k; top-p; min-p; argmax(logits / T + noise).  Computed in
-    float32, or float64 for float64.  Ties go to the lower id.  Temperature 0 is plain argmax without filters.
-    noise: [B, Q, V], None where nothing is sampled; above: drafted tokens that count as output.
+    The order of operations: bias, bans and penalties; temperature; top-k; top-p; min-p; argmax(logits / T + noise).
+    They are computed in float32, or float64 for float64.  Ties go to the lower id.  Temperature 0 is plain argmax
+    without filters.
+    noise: [B, Q, V], None if no row samples; above: drafted tokens that count as output.
     """
     if rows is not None:
         logits = process_logits(logits, rows, needs, positions, above)
@@ -56,9 +57,9 @@ def pick(
 
 
 def filtered(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Logits [B, Q, V] with -inf for the tokens that top-k, then top-p of the rest, then min-p remove.
+    """Logits [B, Q, V] with -inf for tokens that top-k, then top-p of the rest, then min-p remove.
 
-    Of equal logits the lower id stays.  One token always stays.  Probabilities are summed as integers, in units of
+    Among equal logits the lower id stays.  At least one token stays.  Probabilities are summed as integers, in units of
     2**-40 of the likeliest token's, so that the cut does not depend on batch, device or order of summation.
     """
     ordered, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
@@ -76,24 +77,24 @@ def filtered(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def over_temperature(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Logits [B, Q, V] divided by each row's temperature; rows of temperature 0 stay as they are."""
+    """Logits [B, Q, V] divided by each row's temperature; rows with temperature 0 do not change."""
     return logits / rows.temperature.masked_fill(rows.temperature == 0, 1.0).to(logits.dtype)[:, None, None]
 
 
 def coupled_scores(logits: Tensor, rows: SamplingRows, noise: Tensor) -> Tensor:
-    """Scores of a draft's children: log_softmax(logits / T + g), with the noise g that the target will use.
+    """Score a draft's children: log_softmax(logits / T + g), with the noise g that the target will use.
 
-    logits: [B, Q, V], after bias and penalties.  Rows of temperature 0 give log_softmax(logits).  Emitted tokens do not
-    depend on these scores.
+    logits: [B, Q, V], after bias and penalties.  Rows with temperature 0 give log_softmax(logits).  Emitted tokens do
+    not depend on these scores.
     """
     greedy = (rows.temperature == 0)[:, None, None]
     return torch.log_softmax(torch.where(greedy, logits, over_temperature(logits, rows) + noise), -1)
 
 
 def logprobs(logits: Tensor, tokens: Tensor, count: int) -> Logprobs:
-    """The target's log-probabilities of tokens [...], before temperature and masks.  logits: [..., V].
+    """Compute the target's log-probabilities of tokens [...], before temperature and masks.  logits: [..., V].
 
-    count: how many of the likeliest tokens to report beside each.
+    count: how many of the likeliest tokens to report besides each token.
     """
     logits = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
     values, ids = logits.topk(min(count, logits.shape[-1]), -1)
@@ -104,8 +105,8 @@ def logprobs(logits: Tensor, tokens: Tensor, count: int) -> Logprobs:
 def mix(x: Tensor) -> Tensor:
     """A bijection of 32-bit patterns; every output bit depends on every input bit.  x: int32, overwritten.
 
-    int32 needs half the memory traffic of int64, and its products wrap.  Its >> copies the sign bit; the masks remove
-    the copies.
+    int32 needs half the memory traffic of int64, and its products wrap around.  Its >> copies the sign bit; the masks
+    remove the copies.
     """
     x ^= (x >> 16).bitwise_and_(0xFFFF)
     x *= 0x7FEB352D
@@ -116,10 +117,10 @@ def mix(x: Tensor) -> Tensor:
 
 
 def random_bits(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """seeds [B], positions [B, P] int64 -> r [B, P, vocab], the 32 bits as int32."""
+    """Random bits [B, P, vocab] int32, 32 per token id.  seeds: [B], positions: [B, P], both int64."""
     halves = torch.stack((seeds, seeds >> 32)).to(torch.int32)[..., None]
     position = positions.to(torch.int32)
-    # Both keys at once, [2, B, P].
+    # The start values of both keys are computed together: [2, B, P].
     begun = mix(torch.stack((position + (0x9E3779B9 - 2**32), position + (0x85EBCA6B - 2**32))))
     k0, k1 = mix(halves ^ mix(halves.flip(0) ^ begun))
     ids = torch.arange(vocab, dtype=torch.int32, device=seeds.device)
@@ -129,8 +130,8 @@ def random_bits(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
 def gumbel(seeds: Tensor, positions: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
     """Standard Gumbel noise [B, P, vocab] for tokens drawn at positions [B, P] with seeds [B], both int64.
 
-    It is -log(-log(u)) with u = ((r >> 9) + 0.5) * 2**-23.  With 24 bits or more the largest u would round to 1.0 in
-    float32, and its noise would be infinite: a large vocabulary would draw a random token now and then.
+    The noise is -log(-log(u)) with u = ((r >> 9) + 0.5) * 2**-23.  With 24 bits or more, the largest u would round to
+    1.0 in float32, and its noise would be infinite: a large vocabulary would now and then draw a random token.
     """
     uniform = ((random_bits(seeds, positions, vocab) >> 9) & 0x7FFFFF).to(dtype).add_(0.5).mul_(2.0**-23)
     return uniform.log_().neg_().log_().neg_()

@@ -14,10 +14,10 @@ from espalier.sampling.pick import Logprobs, logprobs
 
 @dataclass(frozen=True)
 class PromptRows:
-    """The rows of a prefill pass whose next token's log-probability is reported, known on the host.
+    """The rows of a prefill pass for whose next token a log-probability is reported, known on the host.
 
-    For each request of the batch, spans: rows [begin, end) of the pass, its pieces one after another; counts: how many
-    of the likeliest tokens it wants beside each.
+    Lists have one entry per request of the batch.  spans: rows [begin, end) of the pass, a request's pieces one after
+    another; counts: how many of the likeliest tokens the request wants besides each token.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -32,7 +32,7 @@ class PromptRows:
         return [end - begin for begin, end in self.spans]
 
     def of(self, rows: Tensor) -> Tensor:
-        """The reported rows of [P, W, ...], one request after the other: [N, ...]."""
+        """Take the reported rows of [P, W, ...], request after request: [N, ...]."""
         flat = rows.flatten(0, 1)
         return torch.cat([flat[begin:end] for begin, end in self.spans])
 
@@ -40,9 +40,9 @@ class PromptRows:
 def prompt_logprobs(
     head: Callable[[Tensor], Tensor], hidden: Tensor, tokens: Tensor, max_rows: int, count: int
 ) -> Logprobs:
-    """Log-probabilities of the tokens [N] that follow rows `hidden` [N, H], N > 0.
+    """Compute log-probabilities of the tokens [N] that follow rows `hidden` [N, H], N > 0.
 
-    max_rows: rows whose logits are in memory at once; count: how many of the likeliest tokens to report beside each.
+    max_rows: the most rows with logits in memory at once; count: how many likeliest tokens to report besides each.
     """
     pieces = zip(hidden.split(max_rows), tokens.split(max_rows), strict=True)
     reported = [logprobs(head(rows), following, count) for rows, following in pieces]

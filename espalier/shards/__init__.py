@@ -1,4 +1,4 @@
-"""Each rank's part of a model, and how ranks join their results."""
+"""The part of a model that each rank holds, and the operations that join the ranks' results."""
 
 from espalier.shards.base import WHOLE, Collectives, Part, Shards, Size, on_every_rank, part_of
 

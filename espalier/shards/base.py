@@ -1,7 +1,7 @@
 """The parts into which ranks divide a model, and the contract of the operations that join the ranks' results.
 
-A rank is a process that holds a part of every layer.  All ranks run the same launches.  A part is declared where its
-weight is made: in place of a number of rows or columns stands a `Part`.
+A rank is a process that holds a part of every layer.  All ranks run the same launches.  The code that makes a weight
+declares the rank's part: it passes a `Part` in place of a number of rows or columns.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from espalier.errors import EspalierError
 
 @dataclass(frozen=True)
 class Part:
-    """Entries begin .. end-1 of `size`."""
+    """Entries begin .. end-1, out of `size` entries."""
 
     begin: int
     end: int
@@ -34,11 +34,11 @@ class Part:
         return slice(self.begin, self.end)
 
     def times(self, entries: int) -> "Part":
-        """The part of a tensor that has `entries` for each of these."""
+        """The part of a tensor that has `entries` entries for each of these entries."""
         return Part(self.begin * entries, self.end * entries, self.size * entries)
 
     def in_units(self, unit: int) -> "Part":
-        """The part of a tensor that has one entry for `unit` of these, the last for fewer.
+        """The part of a tensor that has one entry for every `unit` of these entries; the last one may cover fewer.
 
         Raises EspalierError for a part that begins or ends inside an entry.
         """
@@ -50,12 +50,12 @@ class Part:
         return Part(self.begin // unit, -(-self.end // unit), -(-self.size // unit))
 
 
-# A number of rows or columns: a part, or all of them, where there is one rank.
+# A number of rows or columns: a Part, or with a single rank the number itself.
 Size = int | Part
 
 
 def on_every_rank(size: int) -> Part:
-    """All entries: the declaration that each of several ranks holds them whole."""
+    """All entries, declared as a Part: each of several ranks holds all of them."""
     return Part(0, size, size)
 
 
@@ -71,43 +71,43 @@ class Collectives(Protocol):
     """
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """x [...] of each rank -> [ranks, ...], in the order of the ranks."""
+        """Gather x [...] of each rank into [ranks, ...], in the order of the ranks."""
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of x over the ranks.  It may overwrite x."""
+        """Sum x over the ranks.  It may overwrite x."""
         ...
 
     def all_reduce_add_norm(
         self, parts: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
-        """(total, its RMS norm), [N, H] each, in one step.  None: where `all_reduce` and a norm are as fast.
+        """Return (total, its RMS norm), [N, H] each, in one step; None if `all_reduce` and a norm are as fast.
 
-        total: residual + the sum over the ranks of parts, [N, H] or [parts, N, H], which are summed in order.
+        total: residual + the sum of parts over the ranks.  parts: [N, H], or [parts, N, H], which is summed in order.
         """
         ...
 
     def gather_columns(self, x: Tensor, each: int, size: int) -> Tensor:
-        """x [N, columns] of each rank -> [N, size], side by side.  A rank has `each` columns, the last ones fewer."""
+        """Join the ranks' x [N, columns] side by side: [N, size].  A rank has `each` columns, the last ranks fewer."""
         ...
 
     def abort(self) -> None:
-        """End what waits for other ranks, with an error or a wrong result.  Called from another thread."""
+        """End operations that wait for other ranks, with an error or a wrong result.  Another thread calls it."""
         ...
 
 
 def joined_columns(collectives: Collectives, x: Tensor, each: int, size: int) -> Tensor:
-    """As Collectives.gather_columns, by all_gather."""
+    """Do what Collectives.gather_columns does, by all_gather."""
     padded = F.pad(x, (0, each - x.shape[1]))
     return collectives.all_gather(padded).transpose(0, 1).flatten(1)[:, :size].contiguous()
 
 
 @dataclass(frozen=True)
 class Shards:
-    """One rank's share of a model: the `rank`-th part of `count`.  collectives: None for one rank, or before ranks are
-    joined.
+    """One rank's share of a model: the `rank`-th part of `count` parts.  collectives: None for one rank, or before the
+    ranks are joined.
 
-    Parts are equal.  Where `count` divides no size, the model is refused before its weights are read
+    Parts are equal.  If `count` does not divide some size, the model is refused before its weights are read
     (models/shard_sizes.py).
     """
 
@@ -116,7 +116,7 @@ class Shards:
     collectives: Collectives | None = None
 
     def part(self, size: int, what: str) -> Part:
-        """The rank's part of `size` entries.  what: their name, in the error.  Raises EspalierError."""
+        """The rank's part of `size` entries.  what: the entries' name in errors.  Raises EspalierError."""
         if size % self.count:
             raise EspalierError(
                 f"tensor_parallel={self.count} does not divide this model's {what} ({size}); use {divisors(size)}"
@@ -125,7 +125,7 @@ class Shards:
         return Part(self.rank * own, (self.rank + 1) * own, size)
 
     def kv_heads(self, count: int) -> Part:
-        """The rank's K/V heads: a part, or one head that several ranks hold.  Raises EspalierError."""
+        """The rank's K/V heads: a part, or one head that several ranks share.  Raises EspalierError."""
         if self.count % count:
             return self.part(count, "number of K/V heads")
         head = self.rank * count // self.count
@@ -137,21 +137,21 @@ class Shards:
         return Part(begin, end, vocab_size)
 
     def tokens_each(self, vocab_size: int) -> int:
-        """The longest part of the vocabulary."""
+        """The length of the longest part of the vocabulary."""
         return -(-vocab_size // self.count)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """As Collectives.all_gather."""
+        """Gather x of each rank, see Collectives.all_gather."""
         return x[None] if self.collectives is None else self.collectives.all_gather(x)
 
     def gather_tokens(self, x: Tensor, vocab_size: int) -> Tensor:
-        """x [N, the rank's tokens] -> [N, vocab_size]."""
+        """Join x [N, the rank's tokens] of all ranks: [N, vocab_size]."""
         if self.collectives is None:
             return x
         return self.collectives.gather_columns(x, self.tokens_each(vocab_size), vocab_size)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """As Collectives.all_reduce."""
+        """Sum x over the ranks, see Collectives.all_reduce."""
         return x if self.collectives is None else self.collectives.all_reduce(x)
 
 
@@ -160,6 +160,6 @@ WHOLE = Shards()
 
 
 def divisors(*sizes: int) -> str:
-    """The numbers of ranks that divide all of these, as text."""
+    """The numbers of ranks that divide all of these sizes, as text."""
     numbers: Sequence[int] = [n for n in range(1, min(sizes) + 1) if not any(size % n for size in sizes)]
     return " or ".join(map(str, numbers[:8]))

@@ -13,20 +13,20 @@ from torch.distributed import FileStore, ProcessGroupGloo
 
 from espalier.shards.base import joined_columns
 
-# The time limit for joining, when every rank is known to be alive.
+# The most time for ranks to join, once all ranks are known to run.
 JOIN_LIMIT = timedelta(seconds=60)
-# The time limit of one operation.  The thread that watches the ranks ends it long before (engine/ranks.py).
+# The most time of one operation.  The thread that watches the ranks ends it long before (engine/ranks.py).
 OPERATION_LIMIT = timedelta(days=1)
 
 
 class GlooCollectives:
-    """A Collectives (shards/base.py).  file: one for all ranks, on a disk that all of them see."""
+    """Collectives (shards/base.py) through gloo.  file: the same for all ranks, on a disk that they all see."""
 
     def __init__(self, file: Path, rank: int, count: int) -> None:
         gloo: Any = ProcessGroupGloo  # whose stub lacks most of it
         options = gloo._Options()
         options._timeout = JOIN_LIMIT
-        # Loopback alone, and a free port, which the file tells the others.
+        # Only the loopback interface is used, with a free port.  The file tells the port to the other ranks.
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
         store = FileStore(str(file), count)
         self.count = count
@@ -36,7 +36,7 @@ class GlooCollectives:
     def all_gather(self, x: Tensor) -> Tensor:
         gathered = x.new_empty(self.count, *x.shape)
         if x.numel():
-            # As bytes: gloo knows few dtypes.
+            # Gathered as bytes, because gloo supports few dtypes.
             own, all_ranks = (each.reshape(-1).view(torch.uint8) for each in (x.contiguous(), gathered))
             self.group._allgather_base(all_ranks, own).wait()
         return gathered
@@ -55,4 +55,4 @@ class GlooCollectives:
         return joined_columns(self, x, each, size)
 
     def abort(self) -> None:
-        """Nothing: an operation ends with an error when another rank's process has ended."""
+        """Do nothing: an operation ends with an error when another rank's process has ended."""

@@ -1,6 +1,6 @@
 """Joins ranks on GPUs of one host, through NCCL.  A CUDA graph captures its operations.
 
-NCCL sums each value once, in one order, and sends the sum to all ranks.  So every rank holds the same bits.
+NCCL sums each value once, in one order, and sends the sum to all ranks.  So every rank gets the same bits.
 """
 
 import os
@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOption
 from espalier.shards.base import joined_columns
 from espalier.shards.gloo import JOIN_LIMIT, OPERATION_LIMIT
 
-# PyTorch's threads that watch NCCL end the process on an error.  Here the ranks are watched (engine/ranks.py).
+# PyTorch's threads that watch NCCL would end the process on an error.  Here engine/ranks.py watches the ranks.
 UNWATCHED = MappingProxyType(
     {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -29,9 +29,9 @@ UNWATCHED = MappingProxyType(
 
 
 class NcclCollectives:
-    """A Collectives (shards/base.py).  file: as GlooCollectives; device: of this rank, which no other rank uses.
+    """Collectives (shards/base.py) through NCCL.  file: see GlooCollectives; device: used by no other rank.
 
-    store: of all ranks.
+    store: the key-value store of all ranks.
     """
 
     def __init__(self, file: Path, rank: int, count: int, device: torch.device) -> None:
@@ -42,15 +42,15 @@ class NcclCollectives:
         self.store = FileStore(str(file), count)
         self.store.set_timeout(JOIN_LIMIT)
         self.count = count
-        # NCCL waits for the others forever, so all must be there.
+        # NCCL would wait for missing ranks forever, so all ranks must be there first.
         self.store.set(f"rank {rank}", "is there")
         self.store.wait([f"rank {each}" for each in range(count)])
         self.group = nccl(self.store, rank, count, options)
-        # On the caller's stream: another one would have to wait for it, and it for that one.
+        # Operations run on the caller's stream: otherwise that stream and another would have to wait for each other.
         self.of_sum, self.of_gather = AllreduceOptions(), AllgatherOptions()
         for each in (self.of_sum, self.of_gather):
             each.asyncOp = False
-        # The first operation joins the ranks, which a capture does not allow.
+        # The first operation joins the ranks.  It runs here, because a capture does not allow that.
         self.all_reduce(torch.zeros(1, device=device))
         torch.cuda.synchronize(device)
 
@@ -77,6 +77,6 @@ class NcclCollectives:
 
 
 def finish(work: Any) -> None:
-    """Let the current stream wait.  None: the operation is on that stream."""
+    """Make the current stream wait for an operation.  None: the operation is on that stream."""
     if work is not None:
         work.wait()

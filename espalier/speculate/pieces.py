@@ -1,6 +1,7 @@
-"""Pieces of a prefill pass: runs of one request's tokens, all of one width, several a request.
+"""Pieces of a prefill pass.  A piece is some consecutive tokens of one request, and a request may have several.
 
-A piece attends to the pieces before it through the pages, so each layer commits its rows before it attends.
+All pieces have one width.  A piece attends to the request's earlier pieces through the pages, so each layer commits its
+rows before it attends.
 """
 
 from dataclasses import dataclass, replace
@@ -13,8 +14,11 @@ from espalier.slots import BatchState
 
 
 class Pieces(NamedTuple):
-    """request: [P], the row of the batch that a piece belongs to; offset: [P], tokens of that request in earlier pieces
-    of the pass; last: [B], the last piece of each request.  Pieces of a request follow one another, in order."""
+    """The pieces of a pass.  Pieces of one request are adjacent and in order.
+
+    request: [P], the row of the batch that a piece belongs to; offset: [P], the number of that request's tokens in
+    earlier pieces of the pass; last: [B], the last piece of each request.
+    """
 
     request: Tensor
     offset: Tensor
@@ -22,10 +26,11 @@ class Pieces(NamedTuple):
 
 
 class LastTokens(NamedTuple):
-    """Where a prefill pass holds the last token of each piece, and of each request.
+    """The places of the last token of each piece, and of each request, in a prefill pass.
 
-    row: [P], the row of a piece's last token among its rows; piece: [B], each request's last piece, None where each
-    request has one piece; slots: [B], the requests' slots.  A request without tokens may name any piece.
+    row: [P], the row of a piece's last token among the piece's rows; piece: [B], each request's last piece, None if
+    each request has one piece; slots: [B], the requests' slots.  For a request without tokens, `piece` may be any
+    piece.
     """
 
     row: Tensor
@@ -33,7 +38,7 @@ class LastTokens(NamedTuple):
     slots: Tensor
 
     def of_requests(self, values: Tensor) -> Tensor:
-        """Of values [P, ...], those of the last pieces: [B, ...]."""
+        """Returns the values of each request's last piece.  values: [P, ...]; result: [B, ...]."""
         return values if self.piece is None else values[self.piece]
 
 
@@ -41,8 +46,8 @@ class LastTokens(NamedTuple):
 class PieceRows:
     """The rows of a prefill pass, one batch row for each piece.
 
-    slots: [P], prefix_len and num_tokens as they are when the earlier pieces are entered; length: [P], tokens;
-    last: [B], the last piece of each request, None where each request has one; requests: [B], their slots.
+    slots: [P], with prefix_len and num_tokens as after the request's earlier pieces; length: [P], tokens of a piece;
+    last: [B], the last piece of each request, None if each request has one piece; requests: [B], the requests' slots.
     """
 
     slots: BatchState
@@ -52,7 +57,8 @@ class PieceRows:
 
     @classmethod
     def of(cls, slots: BatchState, length: Tensor, width: int, pieces: Pieces | None) -> "PieceRows":
-        """slots: the batch; length: [B], tokens that each request enters; width: rows of a piece."""
+        """Makes the rows of a pass.  slots: the batch; length: [B], tokens that each request enters; width: rows of a
+        piece; pieces: None if each request has one piece."""
         if pieces is None:
             return cls(slots, length, None, slots.index)
         made = gather(slots.table, slots.index[pieces.request])

@@ -6,9 +6,9 @@
 `settle`: the target's token is sampled at every node, the longest path of matching tokens is accepted, the path's K/V
 is copied to pages (commit), and the draft runs over the new tokens (extend).
 
-A round is one CUDA graph, or graphs for each stage where the host computes token masks from the proposed trees.
+A round is one CUDA graph.  If the host computes token masks from the proposed trees, each stage has graphs of its own.
 Eager launches and captures run the same code: shapes are static, and only the slot table and the pages carry data from
-one launch to the next.  `prefill` does the same work for a chain of known tokens in place of a tree.
+one launch to the next.  `prefill` does the same work for a chain of known tokens instead of a tree.
 """
 
 from dataclasses import dataclass, replace
@@ -40,11 +40,11 @@ from espalier.speculate.tree import VOID, Tree
 class ModelRunner:
     """Everything that a launch runs on: layout, slot table, target, drafter.
 
-    cache: where the target's layers keep their rows.
-    coupled_scores: whether the draft scores children with the noise that the target will draw with.  Without it fewer
-    sampled tokens are accepted; False exists to measure how many.
-    trims_trees: whether a round runs no more nodes than it has guesses.  The host waits for the tree then, and shapes
-    differ from round to round, as no CUDA graph can.
+    cache: the rows that the target's layers keep.
+    coupled_scores: whether the draft scores children with the same noise that the target samples with.  Without this,
+    fewer sampled tokens are accepted; False serves to measure how many.
+    trims_trees: whether a round runs no more nodes than it has guesses.  Then the host waits for the tree, and shapes
+    differ from round to round, which a CUDA graph does not allow.
     """
 
     layout: RoundLayout
@@ -56,9 +56,9 @@ class ModelRunner:
     trims_trees: bool = False
 
     def at(self, batch: int) -> "ModelRunner":
-        """The runner for rounds of `batch` requests, whose tree may be smaller.  Models and buffers are shared.
+        """Returns the runner for rounds of `batch` requests, whose tree may be smaller.  Models and buffers are shared.
 
-        Raises EspalierError above max_batch.
+        Raises EspalierError if batch is above max_batch.
         """
         self.layout.require_batch(batch)
         return self._of_layout(self.layout.at(batch))
@@ -72,19 +72,22 @@ class ModelRunner:
         return self.cache.backend.captures_prefill and self.drafter.captures_prefill
 
     def with_nodes(self, nodes: int) -> "ModelRunner":
-        """The same runner for trees of fewer nodes, behind the drafter."""
+        """Returns the same runner for trees of fewer nodes.  The drafter still makes trees of the original size."""
         return replace(self, layout=self.layout.with_tree(replace(self.layout.tree, num_draft_tokens=nodes)))
 
     def of_tree(self, tree: TreeShape | None) -> "ModelRunner":
-        """The runner for rounds with this tree at every batch; None: with the layout's trees.  Models and buffers are
-        shared."""
+        """Returns the runner for rounds with this tree at every batch size; None for the layout's trees.  Models and
+        buffers are shared."""
         return self if tree is None else self._of_layout(self.layout.with_tree(tree))
 
     def _of_layout(self, layout: RoundLayout) -> "ModelRunner":
         return self if layout is self.layout else replace(self, layout=layout, drafter=self.drafter.for_layout(layout))
 
     def prepare(self, lengths: CommittedLengths) -> None:
-        """Called on the host before each launch.  lengths: the target's committed rows."""
+        """Prepares the attention backends of target and draft.  Called on the host before each launch.
+
+        lengths: the number of the target's committed rows.
+        """
         self.cache.backend.prepare(lengths)
         self.drafter.prepare(lengths.longer(self.drafter.spec.root_rows))
 
@@ -94,31 +97,31 @@ class ModelRunner:
         return self.drafter.spec.reads == "hidden" or self.target.config.num_layers in self.target.capture
 
     def shared_rows(self, batch: int) -> int:
-        """Rows of a verify pass that are shared out over the batch; 0 where each request has its own."""
+        """Returns the number of rows of a verify pass that are shared out over the batch; 0 if they are not."""
         shared = self.layout.shared_rows
         return batch * shared if batch and shared < self.layout.num_draft_tokens else 0
 
     def node_slices(self, batch: int) -> list[slice]:
-        """The nodes of each tree whose logits are computed at a time.  self: the runner for this batch (`at`)."""
+        """Returns slices of each tree's nodes; the logits of one slice are computed at a time.  Call this on the runner
+        for this batch (`at`)."""
         return node_slices(batch, self.layout.num_draft_tokens, self.target.config.vocab_size)
 
     def sampler(self, slots: BatchState, needs: SamplingNeeds, first: Tensor, width: int) -> Sampler:
-        """The sampler for tokens at positions first .. first + width - 1.  first: [B]."""
+        """Returns the sampler for tokens at positions first .. first + width - 1.  first: [B]."""
         dtype = torch.promote_types(self.pages.dtype, torch.float32)
         return make_sampler(slots, needs, first, width, self.target.config.vocab_size, dtype, self.coupled_scores)
 
 
 @dataclass(frozen=True)
 class RoundOutput:
-    """The output of a launch.
+    """The output of a launch.  W is 1 for a prefill pass, and S + 1 for a round.
 
-    path: what was emitted; W is 1 for a prefill pass, and S + 1 for a round.
-    logits: [B, R, V]; num_logprobs: [B], as in BatchState.
+    path: the emitted tokens; logits: [B, R, V]; num_logprobs: [B], as in BatchState.
     rows: [B, W], the row of the logits that each emitted token was picked from.
-    tree: of a round; None for a prefill pass.
-    prompt_logprobs: [N], for the prompt rows that requests asked for; None without such rows.
-    said: [B, P · (1 + S)], candidates: [B, D]: of a round with guesses of an engine with sources, as in SlotTable; else
-    None.
+    tree: the tree of a round; None for a prefill pass.
+    prompt_logprobs: [N], for the prompt rows whose log-probabilities are wanted; None without such rows.
+    said: [B, P · (1 + S)], candidates: [B, D]: as in SlotTable, for a round with guesses in an engine with sources;
+    else None.
     """
 
     path: Path
@@ -133,8 +136,11 @@ class RoundOutput:
 
 @dataclass(frozen=True)
 class Stage:
-    """What the stages of a round share.  runner: for this batch size, and for the trees once they are proposed;
-    slots: the batch; marks: where the commit leaves snapshots of states."""
+    """The data that all stages of a round have.
+
+    runner: the runner for this batch size, and after the propose stage for the size of the trees; slots: the batch;
+    marks: the snapshots of states that the commit takes.
+    """
 
     runner: ModelRunner
     slots: BatchState
@@ -144,7 +150,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Begun(Stage):
-    """The state after the begin stage.  grow: the rest of a proposal."""
+    """The state after the begin stage.  grow: the function that does the rest of the proposal."""
 
     grow: Grow
 
@@ -158,8 +164,11 @@ class Proposed(Stage):
 
 @dataclass(frozen=True)
 class Verified:
-    """The state after the verify stage.  out: the target's output; logits: [B, D, V] at every node, None where that is
-    too much at a time (`sample_nodes`)."""
+    """The state after the verify stage.
+
+    out: the target's output; logits: [B, D, V], at every node; None if these are too many to hold at a time
+    (`sample_nodes`).
+    """
 
     proposed: Proposed
     out: ModelOutput
@@ -173,10 +182,10 @@ def decode_round(
     appended: ScatterUpdate | None = None,
     marks: Marks | None = None,
 ) -> RoundOutput:
-    """Run a whole round.
+    """Runs a whole round.
 
-    index: [B] int64, the slots of the batch; appended: new entries of the page table; marks: where states leave
-    snapshots, by request.
+    index: [B] int64, the slots of the batch; appended: new entries of the page table; marks: for each request, the
+    snapshot of its state that the commit takes.
     """
     return settle(verify(propose(begin(runner, index, needs, appended, marks))))
 
@@ -188,7 +197,7 @@ def begin(
     appended: ScatterUpdate | None = None,
     marks: Marks | None = None,
 ) -> Begun:
-    """First stage: the draft's first logits for each slot.  Arguments as of `decode_round`."""
+    """Runs the first stage: computes the draft's first logits for each slot.  Arguments: see `decode_round`."""
     runner = runner.at(index.shape[0])
     drafter = runner.drafter
     slots = gather(runner.table, index, appended)
@@ -199,7 +208,8 @@ def begin(
 
 
 def propose(begun: Begun, guide: DraftGuide | None = None) -> Proposed:
-    """Second stage: draft a tree for each slot.  guide: what grammars say of the next tokens."""
+    """Runs the second stage: drafts a tree for each slot.  guide: the forced and the allowed next tokens of grammars;
+    None without grammars."""
     sampler = replace(begun.sampler, guide=guide)
     tree = begun.grow(sampler)
     check_tree(begun.runner.layout, tree, begun.slots.batch)
@@ -216,11 +226,11 @@ def propose(begun: Begun, guide: DraftGuide | None = None) -> Proposed:
 
 
 def verify(proposed: Proposed) -> Verified:
-    """Third stage: run the target over all nodes in one pass.  The nodes' K/V go to staging."""
+    """Runs the third stage: runs the target over all nodes in one pass.  The nodes' K/V go to staging."""
     runner, slots, tree = proposed.runner, proposed.slots, proposed.tree
     positions = tree.positions(slots.prefix_len)
     nodes = Nodes(positions, positions, tree.ancestors, tree.parents)
-    # Void nodes have token -1: the model reads the embedding of their request's root in its place.
+    # A void node has token -1.  For it the model reads the embedding of its request's root.
     tokens = void_padding(runner, tree.tokens, slots.real[:, None])
     access = StateAccess(slots.index, slots.prefix_len)
     chosen, prefix = chosen_rows(proposed), Prefix(slots.page_table, slots.prefix_len)
@@ -233,7 +243,7 @@ def verify(proposed: Proposed) -> Verified:
 
 
 def chosen_rows(proposed: Proposed) -> ChosenRows | None:
-    """The rows of the verify pass, where they are shared out over the batch."""
+    """Returns the rows of the verify pass that are chosen over the whole batch; None if rows are not shared out."""
     batch, nodes = proposed.tree.tokens.shape
     rows = min(proposed.runner.shared_rows(batch), batch * nodes)
     if rows and proposed.runner.trims_trees:
@@ -242,10 +252,10 @@ def chosen_rows(proposed: Proposed) -> ChosenRows | None:
 
 
 def settle(verified: Verified, mask: Tensor | None = None) -> RoundOutput:
-    """Last stage: sample, accept, commit, extend.
+    """Runs the last stage: sample, accept, commit, extend.
 
-    mask: [B, D, ceil(V / 32)] int32, one bit for each token: whether it may follow the node (sampling/mask.py).
-    None allows all tokens.
+    mask: [B, D, ceil(V / 32)] int32, with a bit for each token that says whether the token may follow the node
+    (sampling/mask.py).  None allows all tokens.
     """
     proposed, out = verified.proposed, verified.out
     runner, slots, tree = proposed.runner, proposed.slots, proposed.tree
@@ -266,7 +276,7 @@ def settle(verified: Verified, mask: Tensor | None = None) -> RoundOutput:
 
 
 def sample_nodes(verified: Verified, mask: Tensor | None) -> SampledTokens:
-    """The target's token at every node.  Where `verified` has no logits, they are computed slice by slice."""
+    """Samples the target's token at every node.  If `verified` has no logits, they are computed slice by slice."""
     proposed = verified.proposed
     if verified.logits is not None:
         return proposed.sampler.pick_nodes(verified.logits, proposed.tree, mask)
@@ -289,10 +299,12 @@ def prefill(
     mask: Tensor | None = None,
     marks: Marks | None = None,
 ) -> RoundOutput:
-    """Enter `length` [B] known tokens of each slot of `index` [B], from the root on, in pieces of `width` rows.
+    """Enters `length` [B] known tokens of each slot of `index` [B], from the root on, in pieces of `width` rows.
 
-    pieces: None where each request has one.  Where a request's known tokens end, its next token is sampled and emitted.
-    mask: [B, 1, ceil(V / 32)] int32, as in `settle`, for the token after the last.  marks: by request.
+    If a request's known tokens end in this pass, its next token is sampled and emitted.
+    pieces: None if each request has one piece.  mask: [B, 1, ceil(V / 32)] int32, as in `settle`, for the sampled
+    token.
+    prompt_rows: the rows whose log-probabilities are wanted.  marks: as in `decode_round`.
     """
     slots = gather(runner.table, index)
     rows = PieceRows.of(slots, length, width, pieces)
@@ -328,9 +340,9 @@ def prefill(
 
 
 def void_padding(runner: ModelRunner, tokens: Tensor, exists: Tensor) -> Tensor:
-    """The tokens [B, Q] that the target runs.  exists: [B, Q] or [B, 1] bool, False for padding.
+    """Returns the tokens [B, Q] that the target runs.  exists: [B, Q] or [B, 1] bool, False for padding.
 
-    For a target with experts, padding gets token -1, so that it reads no weights of experts.
+    For a target with experts, padding gets token -1, so that no expert's weights are read for padding.
     """
     if runner.target.config.experts is None:
         return tokens
@@ -340,30 +352,36 @@ def void_padding(runner: ModelRunner, tokens: Tensor, exists: Tensor) -> Tensor:
 def logprobs_of_prompt(
     runner: ModelRunner, slots: BatchState, positions: Tensor, hidden: Tensor, rows: PromptRows
 ) -> Logprobs:
-    """Log-probabilities of the prompt tokens that follow `rows`.  The last may be the first token of the next chunk."""
+    """Returns the log-probabilities of the prompt tokens that follow `rows`.
+
+    The last of these tokens may be the first token of the next pass.
+    """
     following = rows.of(slots.history_at(positions + 1))
     max_rows = logit_rows(runner.target.config.vocab_size)
     return prompt_logprobs(runner.target.logits, rows.of(hidden), following, max_rows, rows.count)
 
 
 def num_offered(tree: Tree, max_accept_depth: Tensor) -> int:
-    """Nodes of the largest tree, without those at the end that are void or too deep to be accepted."""
+    """Returns how many nodes of the trees must run: void nodes, and nodes too deep to be accepted, are cut off at the
+    end of all trees."""
     is_offered = ((tree.tokens != VOID) & (tree.depths <= max_accept_depth[:, None])).any(0)
     is_offered[0] = True
     return 1 + int(is_offered.nonzero()[-1])
 
 
 def check_tree(layout: RoundLayout, tree: Tree, batch: int) -> None:
-    """Check that a drafter's tree fits the buffers of the layout.  Raises EspalierError."""
+    """Checks that a drafter's tree fits the buffers of the layout.  Raises EspalierError."""
     for name in ("tokens", "parents", "depths", "scores"):
         layout.require(f"tree.{name}", getattr(tree, name), batch, layout.num_draft_tokens)
     layout.require("tree.ancestors", tree.ancestors, batch, layout.num_draft_tokens, layout.ancestor_words)
 
 
 def commit(runner: ModelRunner, slots: BatchState, path: Path, count_tokens: bool, marks: Marks | None = None) -> None:
-    """Append the path's tokens to the slots and copy its K/V to positions prefix_len .. prefix_len + length - 1.
+    """Appends the path's tokens to the slots and copies the path's K/V to positions prefix_len .. prefix_len + length -
+    1.
 
-    The last token of the path is the new root.  States go on over the path, and leave snapshots at `marks`.
+    The last token of the path is the new root.  Recurrent states are advanced over the path, and snapshots are taken at
+    `marks`.
     """
     nodes = NodeRows(path.rows, runner.layout.num_draft_tokens)
     copies = advance(slots, path.length, path.tokens, count_tokens, nodes).copies
@@ -373,12 +391,16 @@ def commit(runner: ModelRunner, slots: BatchState, path: Path, count_tokens: boo
 
 
 def draft_features(drafter: Drafter, out: ModelOutput) -> Tensor | None:
-    """[B, Q, F]: the field of the target's output that the draft reads (`DraftSpec.reads`); None if it reads none."""
+    """Returns [B, Q, F]: the field of the target's output that the draft reads (`DraftSpec.reads`); None if the draft
+    reads no field."""
     return None if drafter.spec.reads is None else getattr(out, drafter.spec.reads)
 
 
 def rows_of_path(drafter: Drafter, out: ModelOutput, path: Path) -> Tensor | None:
-    """[B, W, F]: `draft_features` at the nodes of the accepted path.  Features of other nodes are not concatenated."""
+    """Returns [B, W, F]: `draft_features` at the nodes of the accepted path.
+
+    Only the features of these nodes are concatenated.
+    """
     if drafter.spec.reads is None:
         return None
     return gather_rows(path.rows, *(out.inputs if drafter.spec.reads == "captured" else (out.hidden,)))

@@ -1,7 +1,8 @@
 """Sampling in one launch: parameters and noise for the target's tokens and for the draft's scores.
 
-A token's noise depends only on the request's seed, the token's position and its id.  So all nodes of one depth share
-it, plain decoding draws the same token, and the draft, which uses the same noise, proposes what the target will draw.
+A token's noise depends only on the request's seed, the token's position and its id.  So all nodes of one depth have the
+same noise, and plain decoding samples the same token.  The draft uses this noise too, so it proposes tokens that the
+target is likely to sample.
 On a GPU the kernels read the parameters of each slot and compute the noise in place.  On a CPU plain torch does the
 same, and skips the work that no request of the batch needs.
 """
@@ -30,11 +31,11 @@ ALL_NODES = slice(None)
 
 
 class DraftRows(NamedTuple):
-    """The draft's logits, whose best tokens become children.
+    """The draft's logits of some rows.  The best tokens of a row become its children.
 
-    logits: [B, Q, draft vocabulary]; d2t: target id of each draft id, None if both vocabularies are the same;
-    offset + row · stride: position of a row's children, from Sampler.first; scores: [B, Q] float32, path scores of the
-    rows; above: drafted tokens between the root and each row.
+    logits: [B, Q, draft vocabulary]; d2t: the target id of each draft id, None if both vocabularies are the same;
+    offset, stride: a row's children have position Sampler.first + offset + row · stride; scores: [B, Q] float32, path
+    scores of the rows; above: the drafted tokens between the root and each row.
     """
 
     logits: Tensor
@@ -46,17 +47,17 @@ class DraftRows(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Q"""
+        """The number of rows, Q."""
         return self.logits.shape[1]
 
 
 @dataclass(frozen=True)
 class Sampler(ABC):
-    """The sampler of one launch: of plain torch, or of the GPU's kernels.
+    """The sampler of one launch: in plain torch, or with the GPU's kernels.
 
     first: [B], position of the first token that this launch may sample.
     coupled: whether the draft's scores use the noise.
-    guide: what grammars say of the next tokens; None if there is no grammar in the batch.
+    guide: the forced and the allowed next tokens of grammars; None if no request of the batch has a grammar.
     """
 
     first: Tensor
@@ -68,17 +69,17 @@ class Sampler(ABC):
     def pick_nodes(
         self, logits: Tensor, tree: Tree, mask: Tensor | None = None, nodes: slice = ALL_NODES
     ) -> SampledTokens:
-        """Sample the target's token at every node of `nodes`.
+        """Samples the target's token at every node of `nodes`.
 
-        logits: [B, n, V], of these nodes; mask: [B, D, words], of all (sampling/mask.py).
+        logits: [B, n, V], of these nodes; mask: [B, D, words], of all nodes (sampling/mask.py).
         """
 
     @abstractmethod
     def pick_last(self, logits: Tensor, mask: Tensor | None = None) -> SampledTokens:
-        """Sample the token after a prompt chunk.  logits: [B, 1, V]; mask: [B, 1, words]."""
+        """Samples the token after the last token of a prefill pass.  logits: [B, 1, V]; mask: [B, 1, words]."""
 
     def children(self, rows: DraftRows, topk: int) -> tuple[Tensor, Tensor]:
-        """The topk best children of each row: target token ids [B, Q, K] and path scores [B, Q, K] float32."""
+        """Returns the topk best children of each row: target token ids [B, Q, K] and path scores [B, Q, K] float32."""
         only, mask = None, None
         if self.guide is not None:
             levels = self.guide.of_levels(rows.offset + 1, rows.num_rows) if rows.stride else None
@@ -89,20 +90,26 @@ class Sampler(ABC):
 
     @abstractmethod
     def _best_children(self, rows: DraftRows, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As `children`, of the target ids that `mask` [B, Q, words] allows."""
+        """Returns the topk best children among the target ids that `mask` allows.  See `children`.
+
+        mask: [B, Q, words]; None allows all ids.
+        """
 
     @abstractmethod
     def next_depth(self, edges: LowRankEdges, d2t: Tensor | None, depth: int, rows: Rows, out: Candidates) -> Rows:
-        """Write the best children of each row of a block draft with edges to `out`, [B, R, K] each.
+        """Writes the best children of each row of a block draft with edges to `out`, [B, R, K] each.
 
-        depth: from 0, so the children come at `first` + depth.  Returns the rows of the next depth.
+        depth: counts from 0; the children have position `first` + depth.  Returns the rows of the next depth.
         """
 
 
 @dataclass(frozen=True)
 class TorchSampler(Sampler):
-    """vocab: size of the target's vocabulary.  rows: parameters of each request; noise: [B, width, V], for positions
-    first .. first + width - 1; both are None where the batch does not need them."""
+    """The sampler in plain torch.
+
+    vocab: size of the target's vocabulary.  rows: the parameters of each request; noise: [B, width, V], for positions
+    first .. first + width - 1.  Both are None if no request of the batch needs them.
+    """
 
     vocab: int
     rows: SamplingRows | None
@@ -134,10 +141,10 @@ class TorchSampler(Sampler):
         return fill_depth(*children, rows, out, edges.is_recurrent)._replace(states=states)
 
     def _child_scores(self, rows: DraftRows, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Scores of all children, and the target id of each column.
+        """Returns the scores of all children, [B, Q, columns], and the target id of each column.
 
-        mask: [B, Q, words], the target ids that may be drafted.  With sampling parameters the columns are the target's
-        vocabulary and ids are None: the column is the id.
+        mask: [B, Q, words], the target ids that may be drafted.  If a column's index is its target id, the ids are
+        None; with sampling parameters this is always so.
         """
         d2t, precise = rows.d2t, rows.logits.to(torch.promote_types(rows.logits.dtype, torch.float32))
         if mask is not None:
@@ -167,14 +174,17 @@ class TorchSampler(Sampler):
 
 @dataclass(frozen=True)
 class KernelSampler(Sampler):
-    """slot_rows: the slots' parameters, which the kernels read on the device, whatever `needs` says."""
+    """The sampler with the GPU's kernels.
+
+    slot_rows: the slots' parameters, which the kernels always read on the device; `needs` is not used.
+    """
 
     slot_rows: SlotRows
 
     def pick_nodes(
         self, logits: Tensor, tree: Tree, mask: Tensor | None = None, nodes: slice = ALL_NODES
     ) -> SampledTokens:
-        # For penalties, the slot has counted the root (node 0) already.
+        # Penalties count tokens below the root only, because the slot has already counted the root (node 0).
         above = Above(tree.tokens, tree.ancestors[:, nodes])
         mask = None if mask is None else mask[:, nodes]
         return self._pick(logits, noise_offsets(tree)[:, nodes], mask, above)
@@ -218,7 +228,8 @@ def make_sampler(
     dtype: torch.dtype,
     coupled: bool = True,
 ) -> Sampler:
-    """The sampler for tokens at positions first .. first + width - 1.  first: [B]; dtype: of the noise."""
+    """Returns the sampler for tokens at positions first .. first + width - 1.  first: [B]; dtype: dtype of the
+    noise."""
     if first.is_cuda:
         return kernel_sampler(slots, needs, first, coupled)
     if not needs.any:
@@ -236,6 +247,8 @@ def kernel_sampler(slots: BatchState, needs: SamplingNeeds, first: Tensor, coupl
 
 
 def noise_offsets(tree: Tree) -> Tensor:
-    """[B, D]: position of the token that follows each node, from `first`.  `first` follows the root, so this is the
-    node's depth."""
+    """Returns [B, D]: the position of the token that follows each node, counted from `first`.
+
+    `first` is the position after the root, so the result is the node's depth.
+    """
     return tree.depths

@@ -15,9 +15,9 @@ __all__ = ["VOID", "Pool", "RootTrees", "Tree", "ordered_topk"]
 
 
 class RootTrees:
-    """The trees of plain decoding: the root alone.  What does not depend on the root is made once, for all rounds.
+    """Makes the trees of plain decoding, which have only the root.  All fields but the tokens are made once.
 
-    scores: [max_batch, 1], path scores of roots, log 1.
+    scores: [max_batch, 1], the path scores of roots: log 1.
     """
 
     def __init__(self, max_batch: int, device: torch.device) -> None:
@@ -26,7 +26,7 @@ class RootTrees:
         self.ancestors = self.zeros[..., None] + 1
 
     def __call__(self, root: Tensor) -> Tree:
-        """root: [B]."""
+        """Returns a tree for each root.  root: [B] int64, tokens."""
         zeros, scores, ancestors = (part[: len(root)] for part in (self.zeros, self.scores, self.ancestors))
         return Tree(root[:, None], zeros, zeros, scores, ancestors)
 
@@ -44,14 +44,15 @@ class Pool:
         self.beams: list[Tensor] = []
 
     def add(self, tokens: Tensor, scores: Tensor) -> None:
-        """Append a level: tokens and scores [B, rows, topk], the children of the root (rows = 1) or of the beams."""
+        """Appends a level: tokens and scores [B, rows, topk] of the children of the root (rows = 1) or of the beams."""
         self.tokens.append(tokens.flatten(1))
         self.scores.append(scores.flatten(1))
 
     def keep(self, places: Tensor) -> None:
-        """Record the beams of the next level.  places: [B, topk], their candidates' indices in the last added level."""
+        """Sets the beams of the next level.  places: [B, topk], indices of candidates in the level added last."""
         self.beams.append(places)
 
     def select(self, root: Tensor, nodes: int) -> Tree:
-        """The tree of the root [B] and the best nodes - 1 candidates, sorted by (score, level, index in the level)."""
+        """Returns the tree of the root [B] and the best nodes - 1 candidates, sorted by (score, level, index in the
+        level)."""
         return select(root, self.tokens, self.scores, self.beams, self.topk, nodes)

@@ -1,4 +1,4 @@
-"""Builds an engine from loaded models: backends, buffers, drafter, executor."""
+"""Builds an engine from loaded models: chooses backends, allocates buffers, makes drafter and executor."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,9 +35,9 @@ from espalier.speculate.sources.prediction import PredictionSource
 
 @dataclass(frozen=True)
 class Loaded:
-    """The models of one engine, and the configuration that it runs on.  draft: None for drafters without a model.
+    """The models of one engine, and the engine's configuration.
 
-    shards: what this rank holds of the target.
+    draft: None for drafters without a model; shards: the part of the target that this rank holds.
     """
 
     config: ResolvedConfig
@@ -51,7 +51,7 @@ class Loaded:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """The dtype of the weights."""
         return getattr(torch, self.config.dtype)
 
     def with_pages(self, num_pages: int) -> "Loaded":
@@ -67,8 +67,11 @@ class Loaded:
 def config_of_layout(
     layout: RoundLayout, algorithm: str, attention: str, dtype: torch.dtype, device: torch.device, **chosen: Any
 ) -> ResolvedConfig:
-    """The configuration of an engine whose models have no files: by default without overlap, prefix cache and graphs,
-    with pages for a full batch.  chosen: fields of ResolvedConfig that differ."""
+    """Returns the configuration of an engine whose models have no files.
+
+    By default it has no overlap, no prefix cache and no graphs, and pages for a full batch.  chosen: fields of
+    ResolvedConfig that differ from these defaults.
+    """
     name = str(dtype).removeprefix("torch.")
     of_rows = {"kv_dtype": name, "draft_kv_dtype": name, "draft_attention": attention, "num_pages": layout.most_pages}
     off: dict[str, Any] = {"overlap": False, "prefix_cache": False, "graph_batch": 0, "seed": 0}
@@ -83,18 +86,18 @@ def config_of_layout(
 def cache_specs(
     target: Sequence[LayerSpec], draft: Sequence[LayerSpec], kv_dtype: str, draft_kv_dtype: str
 ) -> tuple[LayerSpec, ...]:
-    """The specs of all layers, the target's first, with the dtypes in which their rows are stored.
+    """Returns the specs of all layers, the target's first, with the dtypes in which their rows are stored.
 
     kv_dtype, draft_kv_dtype: as in a ResolvedConfig.
     """
     stored, draft_stored = (FP8 if name == FP8_KV else None for name in (kv_dtype, draft_kv_dtype))
     specs = (*stored_as(target, stored), *stored_as(draft, draft_stored))
-    # A layer that reads another's rows reads them as they are stored.
+    # A layer that reads another layer's rows gets that layer's stored dtype.
     return tuple(spec if spec.shares is None else replace(spec, keeps=specs[spec.shares].keeps) for spec in specs)
 
 
 def cache_size(config: ResolvedConfig, specs: Sequence[LayerSpec], dtype: torch.dtype) -> str:
-    """What pages and states hold, in words.  specs: of all layers; dtype: the model's."""
+    """Returns a sentence about the sizes of pages and states.  specs: those of all layers; dtype: the model's dtype."""
     tokens, each = config.layout.tokens_in(config.num_pages), bytes_per_token(specs, dtype)
     pages = f"pages hold {tokens} tokens, {each} bytes each: {tokens * each / 2**30:.1f} GiB"
     state, rows = bytes_per_state(specs, dtype), table_rows(config.layout, config.num_snapshots)
@@ -107,10 +110,10 @@ def cache_size(config: ResolvedConfig, specs: Sequence[LayerSpec], dtype: torch.
 
 
 def kv_scales(target: CausalLM) -> dict[int, KVScales]:
-    """The scales of FP8 rows by layer, which the checkpoint has for all layers or for none.
+    """Returns the scales of FP8 rows by layer.  A checkpoint has scales for all layers or for none.
 
-    The rows of a draft have no scales: a draft only proposes.  Raises EspalierError if a layer of the target has no
-    scale, or one that is no positive number.
+    The rows of a draft have no scales, because a draft only proposes tokens.  Raises EspalierError if only some layers
+    of the target have a scale, or if a scale is not a positive number.
     """
     stored = {layer: scales for layer, scales in enumerate(target.kv_scales) if scales is not None}
     instead = "use a complete checkpoint, or set kv_dtype to the model's dtype"
@@ -133,7 +136,7 @@ def kv_scales(target: CausalLM) -> dict[int, KVScales]:
 
 
 def assemble(loaded: Loaded, keep_graphs: bool = False, capture_stages: bool = False) -> Engine:
-    """Build an engine that runs these models.
+    """Builds an engine that runs these models.
 
     keep_graphs, capture_stages: see CudaExecutor.
     Raises EspalierError if a backend cannot run a layer.
@@ -154,21 +157,23 @@ def engine_of(
     chooser: TreeChooser | None = None,
     sources: Sequence[HostSource] = (),
 ) -> Engine:
-    """An engine on the buffers of `runner`, which no other engine may use."""
+    """Returns an engine that uses the buffers of `runner`.  No other engine may use them."""
     executor = executor_of(runner, overlap, graph_batch, keep_graphs, capture_stages)
     return Engine(executor, overlap, prefix_cache, chooser, sources)
 
 
 def chooser_of(config: ResolvedConfig) -> TreeChooser | None:
-    """What chooses among the trees of the layout while the engine runs; None where there is nothing to choose."""
+    """Returns the chooser among the layout's trees for a running engine; None if there is nothing to choose."""
     if config.round_costs is None or not config.layout.choices:
         return None
     return TreeChoice(config.layout, config.round_costs, is_lookup=config.algorithm == "ngram")
 
 
 def host_sources(names: Sequence[str], index_bytes: int, searches_text: bool) -> list[HostSource]:
-    """The sources that the host asks, in order of preference.  names: of all sources; searches_text: whether it has
-    `text` too."""
+    """Returns the sources that run on the host, in order of preference.
+
+    names: the names of all sources; searches_text: whether the source `text` runs on the host too.
+    """
     made: list[HostSource] = [PredictionSource()] if "prediction" in names else []
     made += [OwnTextSource()] if "text" in names and searches_text else []
     return [*made, IndexSource(index_bytes)] if "index" in names else made
@@ -187,7 +192,7 @@ def executor_of(
 
 
 def make_runner(loaded: Loaded) -> ModelRunner:
-    """Allocate all buffers of the configuration, and choose backends."""
+    """Allocates all buffers of the configuration, chooses backends, and returns the runner."""
     config, target, device, dtype = loaded.config, loaded.target, loaded.device, loaded.dtype
     layout, specs, exact_lengths = config.layout, loaded.specs, not config.overlap
     target_layers, draft_layers = range(len(target.layer_specs)), range(len(target.layer_specs), len(specs))

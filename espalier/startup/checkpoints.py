@@ -9,33 +9,37 @@ from espalier.model_files import gguf_in, is_gguf, require_files, require_regula
 
 BUNDLED = "bundled"
 BUNDLED_FILES = Path(__file__).parents[1] / BUNDLED
-# The bundled model's drafts by algorithm; where none is set, eagle3's is used.
+# The bundled model's drafts by algorithm.  If the user sets no algorithm, eagle3's draft is used.
 BUNDLED_DRAFTS = {"eagle3": BUNDLED_FILES / "draft", "mtp": BUNDLED_FILES / "mtp", "block": BUNDLED_FILES / "block"}
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-# A draft is refused if it has the last of these files (espalier/models/block.py:MASK_EMBEDDING).
+# The last file is downloaded to be noticed: a draft that has it is refused (espalier/models/block.py:MASK_EMBEDDING).
 FILES_OF_DRAFT = [*FILES, "pytorch_model*.bin", "mask_embedding.pt"]
-# Folders, and the copy of all weights under the publisher's own names that Mistral's repositories have.
+# Folders, and the second copy of all weights, under the publisher's own names, in Mistral's repositories.
 NOT_DOWNLOADED = ["*/*", "consolidated*.safetensors"]
 
 
 def find_target(name: str | PathLike[str], what: str = "model") -> Path:
-    """The directory of a target, or its GGUF file.  what: the setting that names it.  Raises EspalierError."""
+    """Returns the directory of a target, or its GGUF file.
+
+    what: the name of the setting that gives `name`.  Raises EspalierError if the model cannot be found or read.
+    """
     return _find(what, name, BUNDLED_FILES / "target", FILES)
 
 
 def find_draft(name: str | PathLike[str], algorithm: str = "auto", what: str = "draft") -> Path:
-    """The directory of a draft.  Raises EspalierError.
+    """Returns the directory of a draft.
 
-    algorithm: the one that the user sets, which chooses among the bundled drafts; what: the setting that names it.
+    algorithm: the user's algorithm, which chooses among the bundled drafts; what: the name of the setting that gives
+    `name`.  Raises EspalierError if the draft cannot be found or read.
     """
     bundled = BUNDLED_DRAFTS.get(algorithm, BUNDLED_DRAFTS["eagle3"])
     return _find(what, name, bundled, FILES_OF_DRAFT)
 
 
 def require_names(named: Mapping[str, str | PathLike[str]]) -> None:
-    """Refuse a path that find_target or find_draft would refuse, before PyTorch is imported.  named: by setting.
+    """Raises EspalierError for a path that find_target or find_draft would refuse.  Does not import PyTorch.
 
-    Nothing is downloaded: what may be a Hugging Face id passes.
+    named: {setting: path or id}.  Nothing is downloaded, so a name that may be a Hugging Face id is accepted.
     """
     for what, name in named.items():
         if str(name) != BUNDLED:
@@ -53,7 +57,10 @@ def _find(what: str, name: str | PathLike[str], bundled: Path, files: list[str])
 
 
 def _local(what: str, name: str | PathLike[str]) -> Path | None:
-    """The directory or GGUF file; None if there is none and the name may be a hub id.  Raises EspalierError."""
+    """Returns the directory or GGUF file; None if there is none and the name may be a hub id.
+
+    Raises EspalierError if the name is neither, or if the path is no checkpoint.
+    """
     path = Path(name).expanduser()
     if (gguf := _gguf(what, path)) is not None:
         return gguf
@@ -68,7 +75,10 @@ def _local(what: str, name: str | PathLike[str]) -> Path | None:
 
 
 def _gguf(what: str, path: Path) -> Path | None:
-    """The GGUF file that `path` is or, as the only weights in a directory, holds.  Raises EspalierError."""
+    """Returns the GGUF file `path`, or the GGUF file in the directory `path` if the directory has no other weights.
+
+    Returns None for another path.  Raises EspalierError if the file cannot be read, or is given as a draft.
+    """
     try:
         if path.is_dir() and _holds_gguf(path):
             path = gguf_in(path)
@@ -88,7 +98,7 @@ def _gguf(what: str, path: Path) -> Path | None:
 
 
 def _is_directory(what: str, path: Path) -> bool:
-    """Whether `path` is a directory.  Raises EspalierError for a file, or a directory that is no checkpoint."""
+    """Returns whether `path` is a directory.  Raises EspalierError for a file, or a directory that is no checkpoint."""
     files = "a draft's config.json and weights" if what.endswith("draft") else "config.json and *.safetensors"
     try:
         if path.is_file():
@@ -108,7 +118,7 @@ def _unreadable(what: str, path: Path, error: OSError) -> EspalierError:
 
 
 def _holds_gguf(path: Path) -> bool:
-    """Whether the only weights in a directory are GGUF files."""
+    """Returns whether a directory holds GGUF files and no other weights."""
     files = list(path.iterdir())
     return any(map(is_gguf, files)) and not {file.suffix.lower() for file in files} & {".safetensors", ".bin"}
 
@@ -119,7 +129,7 @@ def _may_be_hub_id(name: str) -> bool:
 
 
 def _download(what: str, name: str, files: list[str]) -> Path:
-    """The directory with the hub's files of this id.  Files in the local hub cache are not downloaded again."""
+    """Downloads the files of a hub id and returns their directory.  Files in the local hub cache are used again."""
     from huggingface_hub import snapshot_download
 
     try:

@@ -1,4 +1,4 @@
-"""What a model's directory says of generation: its default parameters and its end tokens."""
+"""Reads a model's defaults for generation: its default parameters and its end tokens."""
 
 import logging
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from espalier.model_files import read_json
 from espalier.models.config import ModelConfig
 from espalier.request import CHECKS, GENERATION_CONFIG_NAMES
 
-# Fields of generation_config.json that transformers honours and Espalier does not, with the values that change nothing.
+# Fields of generation_config.json that transformers honours and Espalier does not, with their values without effect.
 NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "no_repeat_ngram_size": (None, 0),
@@ -38,9 +38,10 @@ log = logging.getLogger("espalier")
 
 
 def generation_config(path: Path) -> dict[str, Any]:
-    """The content of the model's generation_config.json, {} without one.  Logs the fields that are not honoured.
+    """Returns the content of the model's generation_config.json; {} without one.  Logs the fields that are not
+    honoured.
 
-    Raises EspalierError for a default that no request may have.
+    Raises EspalierError if a default has a value that no request may have.
     """
     file = path / "generation_config.json"
     if not file.exists():
@@ -59,7 +60,7 @@ def generation_config(path: Path) -> dict[str, Any]:
 
 
 def end_tokens(path: Path, config: ModelConfig) -> tuple[int, ...]:
-    """The model's end tokens.  One that is outside the vocabulary is ignored, with a warning."""
+    """Returns the model's end tokens.  An end token outside the vocabulary is ignored, with a warning."""
     beyond = [token for token in config.eos_token_ids if not 0 <= token < config.vocab_size]
     if beyond:
         log.warning(

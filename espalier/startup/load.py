@@ -1,6 +1,7 @@
-"""From a configuration to a running engine: find the files, resolve each "auto", load the models, build the engine.
+"""Turns a configuration into a running engine: finds files, resolves each "auto", loads models, builds the engine.
 
-On a CPU it warns of what costs more than the checkpoint suggests: quantised weights, and 16-bit ones.
+On a CPU it warns of two kinds of weights that take more time or memory than their files suggest: quantised weights, and
+weights of 16 bits.
 """
 
 import logging
@@ -58,7 +59,7 @@ log = logging.getLogger("espalier")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The model files of one engine and their parsed configs.  No weights are loaded yet.  spec: of the drafter."""
+    """The model files of one engine and their parsed configs.  No weights are loaded yet.  spec: the drafter's spec."""
 
     target_path: Path
     target: ModelConfig
@@ -68,9 +69,9 @@ class Checkpoint:
 
 
 def find(config: EngineConfig) -> Checkpoint:
-    """Find the files of target and draft, and read their configs.
+    """Finds the files of target and draft, and reads their configs.
 
-    Raises EspalierError for files that are missing, a model that is not supported, or a draft that does not fit.
+    Raises EspalierError if files are missing, a model is not supported, or the draft does not fit the target.
     """
     requested = requested_algorithm(config)  # before the search, which may download
     draft_path = find_draft(config.draft, requested) if config.draft is not None else None
@@ -90,12 +91,12 @@ def find(config: EngineConfig) -> Checkpoint:
 
 
 def _bundled_draft(model: str, algorithm: str) -> Path | None:
-    """The draft of the bundled model; None for other models."""
+    """Returns the draft of the bundled model; None for other models."""
     return find_draft(BUNDLED, algorithm) if model == BUNDLED else None
 
 
 def _model_name(config: EngineConfig, draft_path: Path | None) -> str:
-    """The model that the user names, else the target that the draft names, else the bundled model."""
+    """Returns the model that the user names, else the target that the draft names, else the bundled model."""
     if str(config.model) != "auto":
         return str(config.model)
     if draft_path is None or str(config.draft) == BUNDLED:
@@ -111,7 +112,7 @@ def _model_name(config: EngineConfig, draft_path: Path | None) -> str:
 
 
 def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConfig:
-    """Resolve each "auto" of `config` for this machine and these files."""
+    """Resolves each "auto" of `config` for this machine and these files."""
     device, shards = choose_device(config), Shards(0, config.tensor_parallel)
     of_draft = draft_shards(checkpoint.spec.algorithm, shards)
     require_shards(checkpoint.target, shards.count)
@@ -139,11 +140,11 @@ def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConf
 def build_engine(
     resolved: ResolvedConfig, checkpoint: Checkpoint, requested_pages: int | None
 ) -> tuple[Engine, ResolvedConfig]:
-    """Load the models and build the engine.  Returns the engine and its final configuration.
+    """Loads the models and builds the engine.  Returns the engine and its final configuration.
 
-    On a GPU, the number of pages that fit in addition to the loaded models is measured.
-    requested_pages: the user's num_pages, checked against that number; None: use as many pages as fit.
-    Raises EspalierError naming what does not fit.
+    On a GPU, the number of pages that fit beside the loaded models is measured.
+    requested_pages: the user's num_pages, which is checked against that number; None to use as many pages as fit.
+    Raises EspalierError, which names what does not fit.
     """
     if resolved.tensor_parallel == 1:
         return build_engine_of_models(load_models(resolved, checkpoint), requested_pages)
@@ -152,7 +153,7 @@ def build_engine(
 
 
 def load_models(resolved: ResolvedConfig, checkpoint: Checkpoint, shards: Shards = WHOLE) -> Loaded:
-    """Load target and draft, or what one rank holds of them."""
+    """Loads target and draft, or one rank's part of them."""
     device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
     if device.type == "cpu":
         use_threads(resolved.threads)
@@ -173,9 +174,10 @@ def load_models(resolved: ResolvedConfig, checkpoint: Checkpoint, shards: Shards
 def build_engine_of_ranks(
     ranks: Ranks, resolved: ResolvedConfig, requested_pages: int | None, models: Models | None = None
 ) -> tuple[Engine, ResolvedConfig]:
-    """As build_engine, on this rank and on `ranks`, which are started.  models: loads those of a rank; default: files.
+    """Builds an engine on this rank and on `ranks`, whose processes have been started.  See build_engine.
 
-    Raises as build_engine, and RankFailed.
+    models: the function that loads the models of a rank; by default from files.  Raises the errors of build_engine, and
+    RankFailed.
     """
     ranks.loaded()
     joined = Path(ranks.folder.name) / f"joined-{ranks.num_loaded}"
@@ -191,7 +193,7 @@ def build_engine_of_ranks(
 
 
 def models_of_files(resolved: ResolvedConfig, shards: Shards) -> Loaded:
-    """Load what one rank holds, in any process: from the files that a resolved configuration names."""
+    """Loads one rank's part of the models, from the files that a resolved configuration names.  Runs in any process."""
     target_path = Path(resolved.model)
     target = read_config(target_path, resolved.model_overrides, resolved.model_impl)
     draft_path = None if resolved.draft is None else Path(resolved.draft)
@@ -203,7 +205,7 @@ def models_of_files(resolved: ResolvedConfig, shards: Shards) -> Loaded:
 def build_engine_of_models(
     loaded: Loaded, requested_pages: int | None, keep_graphs: bool = False
 ) -> tuple[Engine, ResolvedConfig]:
-    """The part of `build_engine` after the models are loaded.  keep_graphs: see CudaExecutor."""
+    """Builds an engine of models that are loaded already.  See build_engine.  keep_graphs: see CudaExecutor."""
     if loaded.config.tensor_parallel > 1:
         raise EspalierError("models that are loaded already are on one rank; use tensor_parallel=1")
     if loaded.device.type == "cuda":
@@ -221,8 +223,9 @@ def _say_resolved(loaded: Loaded) -> None:
 
 
 def weights_of(checkpoint: Checkpoint, ranks: int = 1) -> WeightCount:
-    """What each rank holds: a part of the target, with the whole embedding if a draft may read it, and the draft."""
-    # The target's own MTP layers are read if they are the draft, and then counted with it.
+    """Counts the weights that each rank holds: the draft, a part of the target, and the whole embedding if a draft may
+    read it."""
+    # If the target's own MTP layers are the draft, they are counted with the target.
     is_own = checkpoint.draft_path == checkpoint.target_path
     unread = tuple(checkpoint.target.family.unread) if is_own else unread_prefixes(checkpoint.target)
     target = stored_weights(checkpoint.target_path, checkpoint.target.formats, unread, checkpoint.target.stored)
@@ -234,13 +237,13 @@ def weights_of(checkpoint: Checkpoint, ranks: int = 1) -> WeightCount:
     return target + stored_weights(checkpoint.draft_path, checkpoint.draft.layer.formats)
 
 
-# Matrices of which a quantised model quantises at least one.
+# A quantised model quantises at least one of these matrices.
 TYPICAL = ("self_attn.o_proj", "mlp.down_proj", "mlp.experts", "mlp.experts.0.down_proj")
 HALVES = ("bfloat16", "float16")
 
 
 def warn_of_cpu_costs(config: EngineConfig, resolved: ResolvedConfig, checkpoint: Checkpoint) -> None:
-    """Log at most one warning each of stored formats and of the dtype.  config: as the user gave it."""
+    """Logs at most one warning about stored formats, and one about the dtype.  config: as the user gave it."""
     if resolved.device != "cpu":
         return
     models = {"model": checkpoint.target} | ({} if checkpoint.draft is None else {"draft": checkpoint.draft.layer})
@@ -265,6 +268,6 @@ def warn_of_cpu_costs(config: EngineConfig, resolved: ResolvedConfig, checkpoint
 
 
 def _quantised_as(model: ModelConfig) -> str | None:
-    """The name of the format of a model's quantised weights; None if all are dense."""
+    """Returns the name of the format of a model's quantised weights; None if all weights are dense."""
     formats = (model.formats(f"model.layers.0.{name}") for name in TYPICAL)
     return next((each.name for each in formats if each != DENSE_FORMAT), None)

@@ -1,6 +1,7 @@
-"""Measures how many pages fit on a GPU.
+"""Decides how many requests, pages and snapshots fit into memory.
 
-The largest launches run once on the dummy slot.  The memory that they need is left free, and pages take the rest.
+On a GPU the number of pages is measured: the largest launches run once on the dummy slot, the memory that these
+launches need is left free, and pages take the rest.
 """
 
 import gc
@@ -29,17 +30,18 @@ if TYPE_CHECKING:
 
 
 def fullest_pass(layout: RoundLayout, width: int) -> LaunchInput:
-    """As many pieces of this width as a pass holds, of as many requests as possible, with all log-probabilities."""
+    """Returns the largest pass of this width (rows of a piece): it has as many pieces as fit, as many requests as
+    possible, and reports the log-probabilities of all rows."""
     num_pieces = layout.max_pieces(width)
     return dummy_pass(width, num_pieces, min(layout.max_batch, num_pieces), num_pieces * width)
 
 
 def smaller_passes(layout: RoundLayout, vocab_size: int) -> Iterator[LaunchInput]:
-    """The passes that need kernels which no fullest pass needs.
+    """Yields the passes that need kernels which no fullest pass needs.
 
-    Launchers choose blocks and plans by the rows, most of them rounded up to a power of two.  So the narrowest width
-    runs with powers of two and with one piece more.  Triton compiles other code for one row, and for a number of rows
-    that 16 divides.
+    Launchers choose blocks and plans by the number of rows, most of them by that number rounded up to a power of two.
+    So passes of the narrowest width have a power of two of pieces, or one piece more than that.  Triton compiles other
+    code for one row, and for a number of rows that 16 divides.
     """
     narrowest, *wider = layout.chunk_widths
     most = layout.max_pieces(narrowest)
@@ -60,9 +62,9 @@ def smaller_passes(layout: RoundLayout, vocab_size: int) -> Iterator[LaunchInput
 
 
 def passes_of_last_rows(layout: RoundLayout, powers: Sequence[int]) -> Iterator[LaunchInput]:
-    """Passes whose last layer computes a row of each piece: without log-probabilities.
+    """Yields passes without log-probabilities.  In these, the last layer computes only one row of each piece.
 
-    powers: of two, up to the most pieces of a pass.  Rounds cover those up to max_batch.
+    powers: the powers of two up to the largest number of pieces of a pass.  Rounds cover the powers up to max_batch.
     """
     narrowest, *wider = layout.chunk_widths
     most = layout.max_pieces(narrowest)
@@ -76,7 +78,11 @@ def passes_of_last_rows(layout: RoundLayout, powers: Sequence[int]) -> Iterator[
 
 
 def dummy_pass(width: int, num_pieces: int, requests: int, reported: int) -> LaunchInput:
-    """A pass whose pieces are spread over the requests.  reported: rows, from the first, with log-probabilities."""
+    """Returns a pass of dummy slots whose pieces are spread over the requests.
+
+    width: rows of a piece; requests: their number.  reported: the number of rows whose log-probabilities are reported,
+    counted from the first row of the pass.
+    """
     dummies = of_dummies(requests, width, num_pieces if num_pieces > requests else 0)
     rows = None
     if reported:
@@ -85,7 +91,7 @@ def dummy_pass(width: int, num_pieces: int, requests: int, reported: int) -> Lau
     return replace(dummies, prompt_rows=rows)
 
 
-# Pages of the trial runner: the dummy page, and one that a request could hold.
+# Pages of the trial runner: the dummy page, and one page that a request could hold.
 TRIAL_PAGES = 2
 # Share of the GPU's memory that is left free for later growth: library handles, fragmentation, other processes.
 MARGIN = 0.02
@@ -95,9 +101,10 @@ MARGIN = 0.02
 class Needs:
     """Measured memory in bytes.
 
-    eager_bytes: peak of the largest launch; graph_bytes: peak of the largest launch that may be captured.
-    free_bytes: free between launches, with the models, the layout's buffers and TRIAL_PAGES pages allocated.
-    total_bytes: memory of the GPU.
+    eager_bytes: the peak of the largest launch; graph_bytes: the peak of the largest launch that may be captured.
+    free_bytes: the free memory between launches, while the models, the layout's buffers and TRIAL_PAGES pages are
+    allocated.
+    total_bytes: the memory of the GPU.
     """
 
     eager_bytes: int
@@ -107,10 +114,10 @@ class Needs:
 
 
 def measure_pages(loaded: Loaded, requested: int | None) -> int:
-    """Number of pages, dummy page included, that fit in addition to models, buffers and the largest launches.
+    """Returns the number of pages, dummy page included, that fit beside models, buffers and the largest launches.
 
-    requested: pages that the user wants.  Their number is checked and returned.  Raises EspalierError if they do not
-    fit, or, without them, if not even one full context fits.
+    requested: the number of pages that the user wants, or None.  If it is given, it is checked and returned.  Raises
+    EspalierError if the requested pages do not fit, or, without a request, if not even one full context fits.
     """
     layout, device, graph_batch = loaded.config.layout, loaded.device, loaded.config.graph_batch
     page_bytes = layout.tokens_in(bytes_per_token(loaded.specs, loaded.dtype))
@@ -137,10 +144,10 @@ def _gib(count: int) -> str:
 
 
 def _measure_needs(loaded: Loaded) -> Needs:
-    """Measure with a trial runner.  Its memory is freed before this returns."""
+    """Measures the needs with a trial runner.  The runner's memory is freed before this function returns."""
     layout, device = loaded.config.layout, loaded.device
     try:
-        # No name holds the runner: it must be gone when the memory is freed below.
+        # The runner has no name, so that it is freed before the memory is released below.
         return measure(
             CudaExecutor(make_runner(loaded.with_pages(TRIAL_PAGES)), graph_batch=0, capture_stages=True),
             layout,
@@ -158,13 +165,14 @@ def _measure_needs(loaded: Loaded) -> Needs:
 
 
 def measure(executor: CudaExecutor, layout: RoundLayout, device: torch.device, graph_batch: int) -> Needs:
-    """Run the largest prefill pass of each width, with all log-probabilities, and the largest round of each tree.
+    """Runs the largest prefill pass of each width and the largest round of each tree, and returns the memory needed.
 
-    The kernels of all other prefill passes are compiled here too, and those of rounds that will run eagerly, so that
-    none compiles while requests wait.  A capture compiles what it captures.
+    The passes report all log-probabilities.  This function also compiles the kernels of all other prefill passes and of
+    rounds that will run eagerly, so that no kernel is compiled while requests wait.  Kernels of captured launches are
+    compiled when the launches are captured.
     """
     passes = [fullest_pass(layout, width) for width in layout.chunk_widths]
-    # Ascending, so that the largest batch of each tree stays.
+    # Batches are in ascending order, so each tree keeps its largest batch.
     staged = {layout.at(batch).tree: replace(of_dummies(batch), is_staged=True) for batch in executor.buckets}
     forms = sorted(layout.round_forms(executor.buckets), key=lambda form: form.batch)
     largest = {form.tree or layout.at(form.batch).tree: of_dummies(*form) for form in forms}
@@ -178,7 +186,10 @@ def measure(executor: CudaExecutor, layout: RoundLayout, device: torch.device, g
 
 
 def _peak_bytes(executor: CudaExecutor, launch_input: LaunchInput, device: torch.device) -> int:
-    """Peak bytes that PyTorch reserves for a launch.  Reserved, not allocated: freed memory may stay fragmented."""
+    """Returns the peak of the bytes that PyTorch reserves for a launch.
+
+    Reserved bytes count, not allocated ones, because freed memory may stay fragmented.
+    """
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
@@ -189,13 +200,14 @@ def _peak_bytes(executor: CudaExecutor, launch_input: LaunchInput, device: torch
     return peak - before
 
 
-# By default the states of slots take at most one part in so many of the memory that weights leave.
+# By default the states of all slots take at most 1 / STATES_SHARE of the memory that weights leave.
 STATES_SHARE = 4
 log = logging.getLogger(__name__)
 
 
 def choose_max_batch(config: EngineConfig, facts: "Facts", dtype: torch.dtype, most: int) -> int:
-    """The user's max_batch, else `most`, or fewer where the states of so many slots would take too much memory."""
+    """Returns the user's max_batch.  Without one, returns `most`, or fewer if the states of `most` slots would take too
+    much memory (STATES_SHARE)."""
     if not is_open(config.max_batch):
         return int(config.max_batch)
     state_bytes = bytes_per_state(facts.layer_specs, dtype)
@@ -219,10 +231,11 @@ def pages_and_snapshots(
     memory_share: float,
     prefix_cache: bool,
 ) -> tuple[int, int]:
-    """num_pages and num_snapshots: the user's, else those that fit into a share of the free memory.
+    """Returns (num_pages, num_snapshots): the user's numbers, else the numbers that fit into `memory_share` of the free
+    memory.
 
-    num_pages includes the dummy page, and is at most the pages of a full batch of full contexts.  Raises EspalierError
-    if the weights or what the user wants do not fit, or if not even one full context fits.
+    num_pages includes the dummy page.  It is at most the number of pages that a full batch of full contexts needs.
+    Raises EspalierError if the weights or the user's numbers do not fit, or if not even one full context fits.
     """
     page_bytes = layout.tokens_in(bytes_per_token(facts.layer_specs, dtype))
     buffers = bytes_beside_pages(
@@ -264,7 +277,10 @@ def pages_and_snapshots(
 
 
 def _num_snapshots(config: EngineConfig, layout: RoundLayout, state_bytes: int, share: int, prefix_cache: bool) -> int:
-    """share: bytes for pages and snapshots.  Raises EspalierError for snapshots that nothing would use."""
+    """Returns the number of snapshots of states.  share: bytes for pages and snapshots together.
+
+    Raises EspalierError if the user sets snapshots, but the model has no states or the prefix cache is off.
+    """
     if not state_bytes or not prefix_cache:
         if not is_open(config.num_snapshots) and config.num_snapshots:
             why = "the prefix cache is off" if state_bytes else "no layer of this model keeps a recurrent state"

@@ -9,11 +9,11 @@ from espalier.engine.follow import Follower
 
 
 def main(rank: int, fd: int) -> int:
-    """fd: of the socket to rank 0.  Returns the exit code."""
+    """Runs a rank until it ends.  fd: file descriptor of the socket to rank 0.  Returns the exit code."""
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(message)s")
     return Follower(Connection(fd), rank).run()
 
 
 if __name__ == "__main__":
-    # At once: threads may still wait for other ranks.
+    # End at once, because threads may still wait for other ranks.
     os._exit(main(int(sys.argv[1]), int(sys.argv[2])))

@@ -1,6 +1,6 @@
-"""The work of each rank at the start: join the others, load its part, measure pages, make its executor.
+"""The work of each rank at startup: connect to the other ranks, load its part, measure pages, make its executor.
 
-Rank 0 sends a RankWork to the other ranks and does the same itself.
+Rank 0 sends a RankWork to the other ranks and does the same work itself.
 """
 
 import signal
@@ -25,16 +25,19 @@ from espalier.shards.gloo import GlooCollectives
 from espalier.startup.build import Loaded, executor_of, make_runner
 from espalier.startup.measure_memory import measure_pages
 
-# Loads what one rank holds.  It is pickled: a function of a module, or a partial of one.
+# Loads one rank's part of the models.  It is pickled, so it must be a function of a module, or a partial of one.
 Models = Callable[[ResolvedConfig, Shards], Loaded]
-# Calls a function that meets the other ranks, and returns its result.
+# Calls a function that connects to the other ranks, and returns the function's result.
 Joining = Callable[[Callable[[], Collectives]], Collectives]
 
 
 @dataclass(frozen=True)
 class RankWork:
-    """models: loads those of a rank; requested_pages: the user's num_pages; joined: a file with which ranks find one
-    another, which does not exist yet."""
+    """The work of one rank.
+
+    models: loads the models of a rank; requested_pages: the user's num_pages; joined: the path of a file through which
+    ranks find one another.  The file must not exist yet.
+    """
 
     models: Models
     config: ResolvedConfig
@@ -42,11 +45,14 @@ class RankWork:
     joined: str
 
     def load(self, rank: int) -> Executor:
-        """As espalier/engine/follow.py:Source."""
+        """Loads the models and returns the rank's executor.  See espalier/engine/follow.py:Source."""
         return self.executor_of(self.models_of(rank))[0]
 
     def models_of(self, rank: int, joining: Joining = lambda meet: meet()) -> Loaded:
-        """The models of a rank, whose shards have the collectives.  joining: calls what waits for the other ranks."""
+        """Connects to the other ranks and loads the models of a rank.  The models' shards have the collectives.
+
+        joining: calls the function that waits for the other ranks.
+        """
         config, count = self.config, self.config.tensor_parallel
         if torch.device(config.device).type == "cuda":
             config = replace(config, device=f"cuda:{rank}")
@@ -55,7 +61,7 @@ class RankWork:
         return self.models(config, Shards(rank, count, joined))
 
     def executor_of(self, loaded: Loaded) -> tuple[Executor, Loaded]:
-        """The executor, and the models with the number of pages that fits on every rank."""
+        """Returns the executor, and the models with the number of pages that fits on every rank."""
         if loaded.device.type == "cuda":
             pages = torch.tensor(measure_pages(loaded, self.requested_pages), device=loaded.device)
             loaded = loaded.with_pages(int(loaded.shards.all_gather(pages).min()))
@@ -64,7 +70,7 @@ class RankWork:
 
 
 def join(device: torch.device, file: Path, rank: int, count: int) -> Collectives:
-    """Meet the other ranks."""
+    """Connects to the other ranks and returns the collectives."""
     if device.type == "cpu":
         return GlooCollectives(file, rank, count)
     from espalier.kernels.ranks.collectives import join_gpus
@@ -73,13 +79,13 @@ def join(device: torch.device, file: Path, rank: int, count: int) -> Collectives
 
 
 MODULE = "espalier.startup.rank_process"
-# Rank 0 shows the progress.
+# Only rank 0 shows progress bars.
 NO_TERMINAL = MappingProxyType({"TERM": "dumb", "TTY_COMPATIBLE": "0"})
 
 
 @contextmanager
 def starting_ranks(count: int) -> Iterator[Ranks]:
-    """The other ranks of `count`.  An error ends them; else whoever closes the engine does."""
+    """Starts ranks 1 to count - 1.  An error inside the block ends them; without an error, closing the engine does."""
     peers: list[Peer] = []
     ranks = None
     try:
@@ -96,9 +102,9 @@ def starting_ranks(count: int) -> Iterator[Ranks]:
 
 
 def start_rank(rank: int) -> Peer:
-    """Start a process.  Its end of the socket is the only one, so each side sees when the other ends."""
+    """Starts the process of a rank.  No other process holds the socket, so each side notices when the other ends."""
     own, others = socket.socketpair()
-    # Blocked signals stay blocked in the new process: Ctrl-C reaches the whole process group, and this process acts.
+    # Blocked signals stay blocked in the new process.  Ctrl-C reaches the whole process group, and only rank 0 reacts.
     ignored = {signal.SIGINT, signal.SIGTERM}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ignored)
     try:

@@ -1,4 +1,4 @@
-"""Resolves the user's configuration: each "auto" is decided here, once, from device, model and free memory."""
+"""Resolves the user's configuration: decides each "auto", once, from device, model and free memory."""
 
 import gc
 import logging
@@ -35,16 +35,16 @@ from espalier.startup.tree_policy import (
 
 STEPS, TOPK, NUM_DRAFT_TOKENS = 5, 4, 16
 PAGE_SIZE = 16
-# Of a draft whose one pass proposes every depth: more depth is free, and more candidates cost almost nothing.
+# The tree of a draft whose one pass proposes every depth.  More depth takes no time, and more candidates almost none.
 BLOCK_STEPS, BLOCK_TOPK = 15, 8
 CGROUP = Path("/sys/fs/cgroup")
-# Of control groups v2 and v1: the files with the limit, the use and its parts, and the part that the kernel gives back
-# when memory runs short.  It is cached files, such as those of a model that was loaded before.
+# For control groups v2 and v1: the files with the limit, with the use and with its statistics, and the name of the
+# statistic for memory that the kernel frees when memory runs short: cached files, such as those of an earlier model.
 CGROUP_FILES = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
-# The least compute capability: bfloat16 on tensor cores, and asynchronous copies to shared memory.
+# The least compute capability.  The kernels need bfloat16 on tensor cores, and asynchronous copies to shared memory.
 LEAST_CAPABILITY = (8, 0)
 log = logging.getLogger(__name__)
 
@@ -74,12 +74,13 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about machine and models, known before weights are loaded.  With several ranks, each has its own.
+    """Facts about machine and models, known before weights are loaded.  With several ranks, they are those of one rank.
 
-    free_bytes: free memory of the device; weights: of target and draft together; stored_dtype: dtype of the target's
-    checkpoint; layer_specs: specs of the target's layers, then of the draft's; hidden_size, num_layers: of the target;
-    chip: what the GPU was measured to do; None on a CPU; threads: of the CPU; pass_weights: of target and draft.
-    declared_kv_dtype: the kv_dtype that the target's config.json declares.  model_impl: what runs the target.
+    free_bytes: free memory of the device; weights: counts for target and draft together; stored_dtype: dtype of the
+    target's checkpoint; layer_specs: specs of the target's layers, then of the draft's; hidden_size, num_layers: sizes
+    of the target; chip: the measured speed of the GPU, None on a CPU; threads: facts about the CPU; pass_weights:
+    numbers of weights of target and draft; declared_kv_dtype: the kv_dtype that the target's config.json declares;
+    model_impl: "native" or "transformers", the code that runs the target.
     """
 
     free_bytes: int
@@ -105,7 +106,7 @@ class Facts:
 
 
 def choose_device(config: EngineConfig) -> torch.device:
-    """The device of a configuration.  Raises EspalierError for one that does not exist or is too old."""
+    """Returns the device of a configuration.  Raises EspalierError if the device does not exist or is too old."""
     has_cuda = torch.cuda.is_available()
     if is_open(config.device):
         device = _auto_device()
@@ -133,7 +134,7 @@ def choose_device(config: EngineConfig) -> torch.device:
 
 
 def _require_cards(config: EngineConfig, device: torch.device) -> None:
-    """Raises EspalierError if there are not as many GPUs as ranks, or if these are not alike."""
+    """Checks the GPUs of several ranks.  Raises EspalierError if there are fewer GPUs than ranks, or if they differ."""
     count = config.tensor_parallel
     if count == 1 or device.type != "cuda":
         return
@@ -157,7 +158,7 @@ def _require_cards(config: EngineConfig, device: torch.device) -> None:
 
 
 def _auto_device() -> torch.device:
-    """The GPU, or the CPU if there is no GPU or it is too old."""
+    """Returns the GPU, or the CPU if there is no GPU or the GPU is too old."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     too_old = _too_old(torch.device("cuda"))
@@ -168,7 +169,7 @@ def _auto_device() -> torch.device:
 
 
 def _too_old(device: torch.device) -> str | None:
-    """Why the kernels cannot run on this GPU; None if they can."""
+    """Returns the reason why the kernels cannot run on this GPU; None if they can."""
     capability = torch.cuda.get_device_capability(device)
     if capability >= LEAST_CAPABILITY:
         return None
@@ -181,7 +182,7 @@ def _version(capability: tuple[int, int]) -> str:
 
 
 def requested_algorithm(config: EngineConfig) -> str:
-    """The algorithm that the user sets, or "auto".  Raises EspalierError for an unknown one."""
+    """Returns the algorithm that the user sets, or "auto".  Raises EspalierError for an unknown algorithm."""
     if config.speculation is None:
         return "none"
     requested = "auto" if isinstance(config.speculation, str) else config.speculation.algorithm
@@ -191,9 +192,10 @@ def requested_algorithm(config: EngineConfig) -> str:
 
 
 def choose_algorithm(config: EngineConfig, draft_algorithm: str | None) -> str:
-    """The algorithm that the user sets, else that of the draft (given or bundled), else n-gram lookup.
+    """Returns the algorithm that the user sets, else the draft's algorithm, else "ngram".
 
-    draft_algorithm: the algorithm of the draft's format; None without a draft.
+    draft_algorithm: the algorithm of the format of the given or bundled draft; None without a draft.  Raises
+    EspalierError if the user's algorithm and the draft do not fit together.
     """
     requested = requested_algorithm(config)
     if requested == "auto":
@@ -218,7 +220,7 @@ def choose_algorithm(config: EngineConfig, draft_algorithm: str | None) -> str:
 def resolve(
     config: EngineConfig, model: str, draft: str | None, spec: DraftSpec, device: torch.device, facts: Facts
 ) -> ResolvedConfig:
-    """Resolve each "auto" and check all fields together.  Raises EspalierError for values that do not fit."""
+    """Resolves each "auto" and checks all fields together.  Raises EspalierError for values that do not fit."""
     defaults = DEFAULTS[device.type]
     dtype = _value_or(config.dtype, _dtype(device, facts))
     kv_dtype, draft_kv_dtype = _kv_dtypes(config, dtype, facts)
@@ -288,13 +290,13 @@ def resolve(
 
 
 def _threads(config: EngineConfig, device: torch.device, facts: Facts, dtype: torch.dtype) -> int:
-    """Threads of each rank: on a CPU all ranks share the cores."""
+    """Returns the number of threads of each rank.  On a CPU all ranks share the cores."""
     threads = choose_threads(config.threads, device.type, facts.weights.nbytes(dtype), facts.threads)
     return max(threads // config.tensor_parallel, 1) if is_open(config.threads) else threads
 
 
 def _attention(config: EngineConfig, device: torch.device, dtype: torch.dtype, facts: Facts) -> tuple[str, str]:
-    """Attention backends of target and draft, by default the same.
+    """Returns the attention backends of target and draft, by default the same.
 
     Raises EspalierError if draft_attention is set and the drafter has no layers.
     """
@@ -311,7 +313,7 @@ def _attention(config: EngineConfig, device: torch.device, dtype: torch.dtype, f
 
 
 def _kv_dtypes(config: EngineConfig, dtype: str, facts: Facts) -> tuple[str, str]:
-    """kv_dtype and draft_kv_dtype.  Raises EspalierError for a dtype that is neither FP8 nor the model's."""
+    """Returns kv_dtype and draft_kv_dtype.  Raises EspalierError for a dtype that is neither FP8 nor the model's."""
     kv_dtype = _value_or(config.kv_dtype, facts.declared_kv_dtype or dtype)
     if is_open(config.kv_dtype) and facts.declared_kv_dtype:
         log.info("kv_dtype=%s, as the checkpoint's kv_cache_scheme declares", kv_dtype)
@@ -348,7 +350,10 @@ def _max_context(config: EngineConfig, facts: Facts, defaults: DeviceDefaults) -
 
 
 def _tree(speculation: SpeculationConfig, spec: DraftSpec) -> TreeShape:
-    """The configured tree.  Raises EspalierError for a tree with plain decoding, and for an impossible tree."""
+    """Returns the configured tree.
+
+    Raises EspalierError if a tree is set together with plain decoding, or if the tree is impossible.
+    """
     if spec.algorithm == "none":
         _refuse_tree(speculation, "algorithm='none'")
         return PLAIN
@@ -366,14 +371,20 @@ def _tree(speculation: SpeculationConfig, spec: DraftSpec) -> TreeShape:
 
 
 def _refuse_tree(speculation: SpeculationConfig, cause: str) -> None:
-    """Raises EspalierError for a field of a tree that is set beside what asks for plain decoding."""
+    """Raises EspalierError if a field of a tree is set although another setting asks for plain decoding.
+
+    cause: that other setting.
+    """
     for name in TREE_FIELDS:
         if (value := getattr(speculation, name)) not in ("auto", getattr(PLAIN, name)):
             raise EspalierError(f"{cause} is plain decoding, but {name}={value} is set; remove one of them")
 
 
 def _graph_batch(config: EngineConfig, layout: RoundLayout, device: torch.device) -> int:
-    """The largest batch to capture: by default max_batch on a GPU, and 0 on a CPU, which has no CUDA graphs."""
+    """Returns the largest batch to capture: by default max_batch on a GPU, and 0 on a CPU, which has no CUDA graphs.
+
+    Raises EspalierError if the user's graph_batch is above max_batch, or above 0 on a CPU.
+    """
     if is_open(config.graph_batch):
         return layout.max_batch if device.type == "cuda" else 0
     if device.type != "cuda" and config.graph_batch:
@@ -386,7 +397,8 @@ def _graph_batch(config: EngineConfig, layout: RoundLayout, device: torch.device
 
 
 def free_memory(device: torch.device) -> int:
-    """Free bytes of the GPU, or of this machine within the limit of the process's control group."""
+    """Returns the free bytes of the GPU; for a CPU, of this machine, within the limit of the process's control
+    group."""
     if device.type == "cuda":
         # Memory of a closed LLM may still be in PyTorch's cache, which the driver counts as used.
         gc.collect()
@@ -405,7 +417,7 @@ def _machine_memory() -> int:
 
 
 def _cgroup_memory() -> list[int]:
-    """Bytes that this process's control group may still use, by cgroup v2 and v1 limits; 2**63 for no limit."""
+    """Returns the bytes that this process's control group may still use, by v2 and v1 limits; 2**63 without a limit."""
     remaining = [2**63]
     for limit, used, parts, cached in CGROUP_FILES:
         try:
@@ -417,7 +429,7 @@ def _cgroup_memory() -> list[int]:
 
 
 def _part(file: Path, name: str) -> int:
-    """The bytes on the line `name` of a control group's statistics; 0 if it has none."""
+    """Returns the bytes on the line `name` of a control group's statistics; 0 if there is no such line."""
     try:
         return next(int(line.split()[1]) for line in file.read_text().splitlines() if line.startswith(f"{name} "))
     except (OSError, StopIteration):

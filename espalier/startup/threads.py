@@ -1,8 +1,8 @@
 """Chooses the number of CPU threads for PyTorch, by the model's size.
 
-A forward pass reads every weight once, and threads share that work.  They also wait for each other, several times in
-each layer.  On a machine with other load, one thread that waits for a core delays all, the more if the others spin
-meanwhile (espalier/cores.py).  A small model gains too little from more threads to risk that.
+A forward pass reads every weight once, and threads share that work.  The threads also wait for one another, several
+times in each layer.  On a machine with other load, one thread that waits for a core delays all others.  The delay is
+longer if the waiting threads spin (espalier/cores.py).  A small model gains too little from more threads to risk that.
 """
 
 import logging
@@ -15,8 +15,8 @@ from espalier.config import is_open
 from espalier.cores import SPIN_COUNT, SPINS, physical_cores, waits_shortly
 from espalier.errors import EspalierError
 
-# One thread for each of these.  A thread reads them in about 20 ms.  The barriers of a pass (hundreds, a few
-# microseconds each on an idle machine) are short compared to that.
+# There is one thread for each of these.  A thread reads them in about 20 ms.  The barriers of a pass take much less:
+# there are hundreds, of a few microseconds each on an idle machine.
 BYTES_PER_THREAD = 256 * 2**20
 VARIABLE = "OMP_NUM_THREADS"
 log = logging.getLogger(__name__)
@@ -24,8 +24,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ThreadFacts:
-    """num_cores: physical cores that this process may use; current: PyTorch's threads now; from_environment: whether
-    OMP_NUM_THREADS is set, from which PyTorch takes its threads."""
+    """Facts about the CPU's threads.
+
+    num_cores: physical cores that this process may use; current: PyTorch's number of threads now; from_environment:
+    whether OMP_NUM_THREADS is set, from which PyTorch takes its number of threads.
+    """
 
     num_cores: int
     current: int
@@ -37,9 +40,10 @@ def thread_facts() -> ThreadFacts:
 
 
 def choose_threads(requested: int | str, device: str, weight_bytes: int, facts: ThreadFacts) -> int:
-    """The user's number, else that of OMP_NUM_THREADS, else one thread for each BYTES_PER_THREAD, up to num_cores.
+    """Returns the number of threads for a CPU: the user's number, else that of OMP_NUM_THREADS, else one thread for
+    each BYTES_PER_THREAD of weights, up to num_cores.
 
-    On a GPU PyTorch's number stays.  Raises EspalierError if the user sets threads there.
+    On a GPU PyTorch's number stays.  Raises EspalierError if the user sets threads on a GPU.
     """
     if device != "cpu":
         if not is_open(requested):
@@ -53,7 +57,7 @@ def choose_threads(requested: int | str, device: str, weight_bytes: int, facts: 
 
 
 def use_threads(threads: int) -> None:
-    """Set PyTorch's number of threads.  It holds for the whole process, so for all models in it."""
+    """Sets PyTorch's number of threads for the whole process, so for all models in it."""
     torch.set_num_threads(threads)
     if threads > 1 and not waits_shortly():
         log.warning(

@@ -1,6 +1,7 @@
 """`python -m lab sources`: a draft with other sources beside it, against each alone, on the bundled model.
 
-All engines are loaded at once and take turns at every prompt, so that a busy machine slows all of them alike.
+All engines are loaded at once and take turns at every prompt, so that a busy machine slows all of them alike.  On a
+CPU the seconds are processor time, which other processes do not take.
 "choosing" is the share of the time in which nodes are scored, grafted, shared out and counted.
 """
 
@@ -9,9 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 from unittest.mock import patch
+
+import torch
 
 from espalier.bench.drive import heldout
 from espalier.config import SpeculationConfig
@@ -54,6 +57,10 @@ class Total:
     stats: SpeculationStats
 
 
+def clock() -> float:
+    return perf_counter() if torch.cuda.is_available() else process_time()
+
+
 def run(args: Namespace) -> None:
     cases = {"code": code(args.prompts), "prose": prose(args.prompts), "edited file": edited(args.prompts)}
     asked = [(name, temperature) for name in cases for temperature in (0.0, 1.0)]
@@ -78,9 +85,9 @@ def measure(prompts: Sequence[str], params: SamplingParams, about: dict[str, Any
         for prompt in prompts:
             said = set()
             for name, llm in engines.items():
-                begun, before = perf_counter(), sum(spent)
+                begun, before = clock(), sum(spent)
                 [output] = llm.generate(prompt, params)
-                totals[name].seconds += perf_counter() - begun
+                totals[name].seconds += clock() - begun
                 totals[name].choosing += sum(spent) - before
                 totals[name].tokens += len(output.token_ids)
                 totals[name].stats.merge(output.speculation)
@@ -108,9 +115,9 @@ def timed(functions: Sequence[tuple[type, str]]) -> Iterator[list[float]]:
 
     def watched(right: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            begun = perf_counter()
+            begun = clock()
             made = right(*args)
-            spent.append(perf_counter() - begun)
+            spent.append(clock() - begun)
             return made
 
         return call

@@ -1,7 +1,7 @@
 """Ancestor bits: which staged rows of a pass a query sees.
 
-The ancestors of a node, itself included, are bits in int64 words: bit i % 64 of word i // 64 is node i.  64 nodes take
-8 bytes, and the number of nodes is not limited.  Verification and the kernels read this form.
+Bit i % 64 of int64 word i // 64 is set if node i is an ancestor of the node, or the node itself.  64 nodes take 8
+bytes, and the number of nodes is not limited.  Verification and the kernels use this form.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from espalier.kernels.runtime.launch import require
 from espalier.layout import ANCESTOR_BITS
 
-# Triton compiles the same code for all strides that this divides.
+# Numbers of words are multiples of this.  Triton compiles the same code for all strides that it divides.
 WORDS_UNIT = 16
 
 
@@ -42,7 +42,7 @@ def unpack(ancestor_bits: Tensor, nodes: int) -> Tensor:
 
 
 def every_ancestor(ancestor_bits: Tensor, holds: Tensor) -> Tensor:
-    """[B, D] bool: `holds` [B, D] is true for the node and all of its ancestors.  ancestor_bits: [B, D, W]."""
+    """[B, D] bool: whether `holds` [B, D] is true for the node and all of its ancestors.  ancestor_bits: [B, D, W]."""
     return ((ancestor_bits & pack(~holds)[:, None]) == 0).all(-1)
 
 
@@ -75,7 +75,7 @@ def require_bits(name: str, ancestor_bits: Tensor, rows: int, q: Tensor) -> None
 def seen_rows(ancestor_bits: Tensor | None, positions: Tensor, row_positions: Tensor, window: int | None) -> Tensor:
     """[B, Q, R] bool: the staged rows that each query sees, inside the window.
 
-    They are the rows of its ancestor bits, or, in a chain (None), its own row and those before it.
+    In a tree the rows are those of its ancestor bits.  In a chain (None) they are its own row and all rows before it.
     """
     rows = row_positions.shape[1]
     if ancestor_bits is None:

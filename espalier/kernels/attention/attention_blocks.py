@@ -1,8 +1,8 @@
 """The loops of the Triton attention kernels: a query tile over blocks of rows.
 
 `_over_unmasked` and `over_blocks` read committed rows through a page table, `over_staged` reads staged rows.  Each
-takes and returns the tile's online softmax: (max_score, sum_weights, acc).  kernels/attention/tree_attention.py has K
-and V heads; kernels/attention/latent_attention.py has latent rows, whose queries are in two parts.
+loop takes and returns the tile's online softmax: (max_score, sum_weights, acc).  tree_attention.py uses them for K and
+V heads, and latent_attention.py for latent rows, whose queries come in two parts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOG2_E = 1.4426950408889634
 
 
 class Constants(NamedTuple):
-    """Constants of a compiled kernel.  In a kernel, a variable for them is declared `tl.constexpr`.
+    """Compile-time constants of a kernel.  A variable that holds them is declared `tl.constexpr`.
 
     SOFTCAP: of logits, 0 for none.
     FIRST_SIZE, SECOND_SIZE: values of a row in its two tiles (`Tiles`); FIRST_BLOCK, SECOND_BLOCK: the tiles' widths.
@@ -47,7 +47,7 @@ class Constants(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The two tiles that a row is loaded as: K and V, or of a latent row the latent, which is V, and the RoPE part."""
+    """The two tiles of a row: K and V, or for a latent row the latent, which is V, and the RoPE part."""
 
     first_ptr: Any
     first_stride: Any
@@ -64,8 +64,8 @@ def _attend_block(
 
     q_rope: the queries' part for the second tile of latent rows; None for K and V.
     FP8 rows become q's dtype, which is exact.  Their scales are factors of `scale` and of the result.
-    Every fused multiply-add is explicit.  If the compiler chose them, a change of another loop could change a rounding,
-    and the bits would differ from those of kernels/hopper/attend.py.
+    Every fused multiply-add is explicit.  If the compiler chose them, a change in another loop could change a rounding
+    here, and then the bits would differ from those of kernels/hopper/attend.py.
     """
     PRECISION: tl.constexpr = CONSTANTS.PRECISION
     values = from_fp8(first, q.dtype)
@@ -84,9 +84,10 @@ def _attend_block(
 
 @kernel
 def _soft_capped(scores, scale, SOFTCAP: tl.constexpr):
-    """Scores, in base 2 with their `scale`, bounded to ±SOFTCAP in base e: SOFTCAP · tanh(score / SOFTCAP) in base 2.
+    """Soft-cap scores: SOFTCAP · tanh(score / SOFTCAP), in base 2.
 
-    tanh(x) is 1 - 2 / (1 + e^2x).  It is wrong by 2^-24 at most, so a score by SOFTCAP · 2^-23.
+    A score times `scale` is in base 2; the cap of ±SOFTCAP is in base e.  tanh(x) is computed as 1 - 2 / (1 + e^2x).
+    Its error is at most 2^-24, so the error of a score is at most SOFTCAP · 2^-23.
     """
     grown = tl.exp2(scores * (scale * (2.0 / SOFTCAP)))
     return (SOFTCAP * 1.4426950408889634) * (1.0 - 2.0 / (1.0 + grown))
@@ -94,7 +95,7 @@ def _soft_capped(scores, scale, SOFTCAP: tl.constexpr):
 
 @kernel
 def _attend_scores(scores, v, seen, scale, max_score, sum_weights, acc, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """As `_attend_block`, with the products of queries and keys: scores [M, N]."""
+    """Add rows to an online softmax.  scores: [M, N], the products of queries and keys.  See _attend_block."""
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
     new_max = tl.maximum(max_score, tl.max(scores, 1))
@@ -109,10 +110,10 @@ def _attend_scores(scores, v, seen, scale, max_score, sum_weights, acc, MASKED: 
 
 @kernel
 def _shifted(exponent, dtype: tl.constexpr):
-    """exponent, less 15 for weights in float16, which are kept times 2^15.
+    """Subtract 15 from the exponent for float16: weights in float16 are stored times 2^15.
 
-    A weight is at most 1, and float16 ends at 2^-24.  Many rows may have less weight than that each, and yet count
-    together.
+    A weight is at most 1, and float16's smallest number is 2^-24.  Many rows may each have a smaller weight, and yet
+    count together.
     """
     if dtype == tl.float16:
         exponent = exponent - 15.0
@@ -121,7 +122,7 @@ def _shifted(exponent, dtype: tl.constexpr):
 
 @kernel
 def _lse(max_score, sum_weights, scale, dtype: tl.constexpr):
-    """The log-sum-exp of scores in base 2, from the sum of weights in dtype."""
+    """The log-sum-exp in base 2.  sum_weights: the sum of weights as `dtype` stores them, see _shifted."""
     divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)
     lse = tl.fma(max_score, scale, _shifted(tl.log2(divisor), dtype))
     return tl.where(sum_weights == 0.0, float("-inf"), lse)
@@ -129,7 +130,7 @@ def _lse(max_score, sum_weights, scale, dtype: tl.constexpr):
 
 @kernel
 def _page(table, at, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pages of the BLOCK_N positions from `at`, a multiple of BLOCK_N.  A scalar if one page holds the whole block."""
+    """The pages of positions at .. at + BLOCK_N - 1; a scalar if one page holds the block.  BLOCK_N divides `at`."""
     if PAGE_SIZE % BLOCK_N == 0:
         page = tl.load(table + at // PAGE_SIZE, mask=at < end, other=0)
     elif BLOCK_N % PAGE_SIZE == 0:
@@ -143,15 +144,15 @@ def _page(table, at, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @kernel
 def _row(page, at, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_N] int64: pool rows of the positions from `at`."""
+    """[BLOCK_N] int64: pool rows of the positions at .. at + BLOCK_N - 1."""
     offset = tl.arange(0, BLOCK_N)
-    # Rows fit in int32: the launcher checks the pool.  They become int64 here and not at the load of the page, because
-    # Triton 3.6 does not pipeline a loop that carries more than the load itself.
+    # Rows fit in int32: the launcher checks the pool.  They become int64 here and not when the page is loaded, because
+    # Triton 3.6 pipelines only loops that carry nothing but the load.
     if PAGE_SIZE % BLOCK_N == 0:
         row = page * PAGE_SIZE + at % PAGE_SIZE + offset
     else:
-        # Never offset % PAGE_SIZE alone: from it Triton 3.6 takes each row for a multiple of the page size, and loads
-        # rows of 22 values 16 bytes at a time, misaligned.
+        # Never write offset % PAGE_SIZE alone: Triton 3.6 concludes that each row is a multiple of the page size, and
+        # then loads rows of 22 values 16 bytes at a time, misaligned.
         row = page * PAGE_SIZE + (at + offset) % PAGE_SIZE
     return row.to(tl.int64)
 
@@ -189,7 +190,7 @@ def _load_tiles(tiles, row, exists, MASKED: tl.constexpr, CONSTANTS: tl.constexp
 # fmt: off
 @kernel
 def _over_unmasked(q, table, tiles, low, high, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr):
-    """Positions low .. high, in whole blocks of BLOCK_N.  All rows exist and every query sees them: no mask."""
+    """Attend to positions low .. high, in whole blocks of BLOCK_N.  Every query sees all of these rows: no mask."""
     PAGE_SIZE: tl.constexpr = CONSTANTS.PAGE_SIZE
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
     page = _page(table, low, high, PAGE_SIZE, BLOCK_N)
@@ -208,9 +209,9 @@ def over_blocks(
     q, q_rope, position, table, tiles, begin, end, first, num_lower, num_unmasked, low, high,
     scale, max_score, sum_weights, acc, MASKED: tl.constexpr, CONSTANTS: tl.constexpr,
 ):
-    """Blocks low .. high from position `begin`, in the order of kernels/attention/work_items.py:block_index.
+    """Attend to blocks low .. high from position `begin`, in the order of work_items.py:block_index.
 
-    MASKED: some rows are at or past `end`, or below `first`.  They are never read: they may be NaN.
+    MASKED: some rows are at or past `end`, or below `first`.  Such rows are never read, because they may be NaN.
     """
     PAGE_SIZE: tl.constexpr = CONSTANTS.PAGE_SIZE
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
@@ -237,9 +238,9 @@ def over_staged(
     q, q_rope, query, query_exists, position, tiles, row_position_ptr, row_position_r, bits_ptr, bits_q,
     low, high, rows, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr,
 ):
-    """Staged rows low .. high, out of `rows`.
+    """Attend to staged rows low .. high, out of `rows`.
 
-    In a chain (STAGED 1) a query sees its own row and those before it; in a tree (2), the rows of its ancestor bits.
+    In a chain (STAGED 1) a query sees its own row and all rows before it; in a tree (2), its ancestor bits' rows.
     """
     WINDOW: tl.constexpr = CONSTANTS.WINDOW
     for at in tl.range(low, high, CONSTANTS.BLOCK_R, num_stages=CONSTANTS.STAGES):
@@ -267,7 +268,7 @@ def over_staged(
 def over_committed(
     q, position, table, tiles, begin, end, first, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr,
 ):
-    """Positions begin .. end of K and V; begin is a multiple of BLOCK_N.  The unmasked blocks come first."""
+    """Attend to positions begin .. end of K and V, unmasked blocks first.  begin is a multiple of BLOCK_N."""
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
     num_blocks, num_lower, num_unmasked = committed_blocks(begin, end, first, CONSTANTS.WINDOW, BLOCK_N)
     if CONSTANTS.WINDOW == 0:
@@ -284,7 +285,7 @@ def over_committed(
 
 @kernel
 def times_scale(values, scale_ptr, head):
-    """values times the FP8 scale of a KV head; scale_ptr: None for rows that are not FP8."""
+    """Multiply values by the FP8 scale of a KV head.  scale_ptr: None for rows that are not FP8."""
     if scale_ptr is not None:
         values = values * tl.load(scale_ptr + head)
     return values
@@ -292,9 +293,9 @@ def times_scale(values, scale_ptr, head):
 
 @kernel
 def share_beside_sink(lse, sink_ptr, head):
-    """The share of the softmax that rows keep when the sink of their head joins (attention.py:with_sink).
+    """The share of the softmax that the rows keep after the sink of their head has joined (ops/attention.py:with_sink).
 
-    lse: of the rows, in base 2.  The fused multiply-add is explicit, as in `_attend_block`.
+    lse: log-sum-exp of the rows, in base 2.  The fused multiply-add is explicit, as in `_attend_block`.
     """
     finite = tl.where(lse == float("-inf"), 0.0, lse)
     sink = tl.load(sink_ptr + head).to(tl.float32)
@@ -303,8 +304,10 @@ def share_beside_sink(lse, sink_ptr, head):
 
 @kernel
 def _with_sink(out, lse, sink_ptr, head, SINK: tl.constexpr):
-    """A tile's out [M, V] after the sinks of its heads [M] have joined the softmax.  lse: [M], of the rows without the
-    sinks."""
+    """Return a tile's out [M, V] after the sinks of its heads [M] have joined the softmax.
+
+    lse: [M], the log-sum-exp without the sinks.
+    """
     if SINK:
         out = out * share_beside_sink(lse, sink_ptr, head)[:, None]
     return out
@@ -312,7 +315,7 @@ def _with_sink(out, lse, sink_ptr, head, SINK: tl.constexpr):
 
 @kernel
 def _write(out_ptr, lse_ptr, row, acc, lse, query_exists, V_SIZE: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Write a tile's results to the rows `row` [M] of out [rows, V_SIZE] and lse [rows]; skip padding queries."""
+    """Write a tile's results to rows `row` [M] of out [rows, V_SIZE] and lse [rows].  Padding queries are skipped."""
     size = tl.arange(0, BLOCK_V)
     mask = query_exists[:, None] & (size < V_SIZE)[None, :]
     tl.store(out_ptr + row[:, None] * V_SIZE + size[None, :], acc.to(out_ptr.dtype.element_ty), mask)
@@ -326,13 +329,13 @@ def write_work_item(
     scale, max_score, sum_weights, acc,
     dtype: tl.constexpr, HEADS: tl.constexpr, SINK: tl.constexpr, V_SIZE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
-    """Write the result of a request's only split, or the partial result of one of several.
+    """Write the final result if the request has one split, else a partial result.
 
-    scale: factor of scores, which capped ones include; dtype: of the weights.
+    scale: factor of scores, unless they are soft-capped and include it; dtype: of the weights.
     """
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr = results
     divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)
-    # One division a query, not one a value.
+    # One division per query instead of one per value.
     out = times_scale(acc * (1.0 / divisor)[:, None], v_scale_ptr, kv_head)
     lse = _lse(max_score, sum_weights, scale, dtype)
     if request_splits == 1:
@@ -348,7 +351,7 @@ def write_work_item(
 def check_shapes(name: str, inputs: Inputs, kv_heads: int) -> None:
     """Check the shapes, dtypes and strides that every attention kernel needs.
 
-    name: of the kernel in the error text.  Raises EspalierError.
+    name: the kernel's name in the error text.  Raises EspalierError.
     """
     q, (k, v), scales, prefix, nodes = inputs.q, inputs.pages, inputs.scales, inputs.prefix, inputs.nodes
     (batch, queries, _, k_size), v_size = q.shape, inputs.v_size
@@ -377,7 +380,7 @@ def check_shapes(name: str, inputs: Inputs, kv_heads: int) -> None:
 def shared_arguments(
     inputs: Inputs, partials: PartialResults, out: Tensor, lse: Tensor, num_tiles: int
 ) -> dict[str, Any]:
-    """Launch arguments that every attention kernel takes.  num_tiles: of queries."""
+    """The launch arguments that all attention kernels share.  num_tiles: number of query tiles."""
     q, prefix, staged, splits = inputs.q, inputs.prefix, inputs.staged, inputs.splits
     ancestor_bits = None if staged is None else inputs.nodes.ancestor_bits
     staged_kind = NO_STAGED if staged is None else CHAIN if ancestor_bits is None else TREE
@@ -408,5 +411,5 @@ def shared_arguments(
 
 
 def strides(tensor: Tensor, *names: str) -> dict[str, int]:
-    """The tensor's first strides, by these names."""
+    """The tensor's leading strides, under these names."""
     return dict(zip(names, tensor.stride(), strict=False))

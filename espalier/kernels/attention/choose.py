@@ -1,6 +1,6 @@
-"""Which kernel attends, and with which launch configuration: Triton's everywhere, or Hopper's where they are faster.
+"""Chooses the attention kernel and its launch configuration: Triton's, or Hopper's where it is faster.
 
-The kernels over K and V heads give the same bits.
+Both kernels over K and V heads give the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LatentConfig = TritonConfig | HopperLatentConfig | HopperLatentFewConfig
 
 
 def choose(inputs: Inputs) -> TritonConfig | HopperConfig:
-    """The launch configuration.  The Hopper kernel and the Triton kernel give the same bits."""
+    """Return the launch configuration.  The Hopper kernel and the Triton kernel give the same bits."""
     q, splits, fp8 = inputs.q, inputs.splits, inputs.scales is not None
     (batch, queries, heads, k_size), (kv_heads, v_size) = q.shape, inputs.pages[1].shape[1:]
     packed_queries = queries * heads // kv_heads
@@ -40,13 +40,13 @@ def choose(inputs: Inputs) -> TritonConfig | HopperConfig:
         if config is not None:
             return config
     rows = queries if inputs.staged is None else inputs.staged[0].shape[1]
-    # By the bucket, as the policy: a padded graph and an eager launch have the same blocks, and so the same bits.
+    # The batch's bucket counts, as in the policy: a padded graph and an eager launch get the same blocks and bits.
     one_wave = next_bucket(batch) * kv_heads * splits.policy.num_splits <= PROGRAMS
     return choose_config(chip(q), packed_queries, rows, k_size, v_size, q.dtype, one_wave, fp8)
 
 
 def fits_hopper(inputs: Inputs) -> bool:
-    """Whether the Hopper kernel takes these types, sizes and strides, and logits without a soft-cap."""
+    """Whether the Hopper kernel takes these dtypes, sizes and strides; it has no soft-cap."""
     if inputs.softcap is not None:
         return False
     q, staged = inputs.q, inputs.staged
@@ -57,7 +57,7 @@ def fits_hopper(inputs: Inputs) -> bool:
 
 
 def uses_contiguous_blocks(inputs: Inputs) -> bool:
-    """Whether tree_attention is faster with `contiguous`."""
+    """Whether tree_attention is faster if it gets `contiguous`."""
     if not needs_counting(inputs.page_size, inputs.window or 0):
         return False
     config = choose(inputs)
@@ -65,7 +65,7 @@ def uses_contiguous_blocks(inputs: Inputs) -> bool:
 
 
 def choose_latent(inputs: Inputs) -> LatentConfig:
-    """The launch configuration.  It does not depend on the batch."""
+    """Return the launch configuration of latent attention.  It does not depend on the batch."""
     q, staged, fp8 = inputs.q, inputs.staged, inputs.scales is not None
     queries, heads, size = q.shape[1:]
     if _fits_latent(inputs):
@@ -93,5 +93,5 @@ def _fits_latent(inputs: Inputs) -> bool:
 
 
 def block_sizes(size: int, v_size: int) -> tuple[int, int]:
-    """The row sizes of the tiles for the latent and for the RoPE part."""
+    """(width of the latent's tile, width of the RoPE part's tile), powers of two."""
     return max(16, power_of_two(v_size)), max(16, power_of_two(size - v_size))

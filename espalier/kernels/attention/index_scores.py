@@ -1,13 +1,13 @@
-"""Scores of index keys, the sum over index heads of weight · max(q · k, 0), for rows in pages and staged rows.
+"""Computes index scores, the sum over index heads of weight · max(q · k, 0), for rows in pages and staged rows.
 
-Few queries and many rows: a block of keys is loaded once and multiplied with the heads of one query after another.  A
-request's programs take its blocks in turns, so a captured launch does no work for rows that do not exist.  The last
-block holds the staged rows; a query sees its ancestors among them.
+There are few queries and many rows.  So a block of keys is loaded once and multiplied with the heads of one query after
+another.  The programs of a request take its blocks in turns, so a captured launch does no work for rows that do not
+exist.  The last block holds the staged rows; a query sees its ancestors among them.
 
-With 64 heads of 128 values a query computes 16,384 flops and reads 256 bytes for a key: from 4 queries on a launch is
-bound by its products, not by the keys' bytes.
+With 64 heads of 128 values, one query computes 16,384 flops for each key of 256 bytes.  So from 4 queries on, products
+take longer than reading the keys.
 
-Tolerance: products and sums are in float32, over values of the dtype, in an order that the reference does not share.
+Tolerance: products and sums are in float32, over values of the dtype, in another order than the reference's.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from espalier.kernels.runtime.launch import chip, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 BLOCK_N = 128
-# Programs of a multiprocessor: one loads keys while another multiplies.
+# Programs per multiprocessor: one loads keys while another multiplies.
 PROGRAMS_A_PROCESSOR = 2
 NUM_WARPS = 4
-# Queries of a program: the pieces of prompts have many.
+# Queries per program, because pieces of prompts have many queries.
 QUERY_STEP = 64
 # The most heads that are multiplied at once.
 MAX_BLOCK_H = 64
@@ -101,7 +101,7 @@ def _index_scores_kernel(
 
 
 def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) -> Tensor:
-    """Raises EspalierError for sizes that do not agree, dtypes that are not in DTYPES, and keys that are too wide."""
+    """See ops/selection.py.  Raises EspalierError for sizes that do not agree, dtypes not in DTYPES, and wide keys."""
     q, weights = queries
     batch, num_queries, heads, size = q.shape
     rows, capacity = keys.staged.shape[1], keys.page_table.shape[1] * keys.page_size

@@ -1,12 +1,12 @@
 """The splits of split-KV attention, computed on the device once per pass.
 
-The committed rows of each request are divided into splits that run in parallel.  merge.py merges their partial
-results in position order.  The length of a split depends on the request's rows, the number of queries and the batch
-bucket of the pass.
+The committed rows of each request are divided into splits that run in parallel.  merge.py merges the partial results
+of the splits in position order.  The length of a split depends on the request's rows, the number of queries and the
+batch bucket of the pass.
 
-TMA copies a block of committed rows with one instruction if it is contiguous in the pool.  The count of such blocks
-runs once a round and serves all layers with the same splits.  It is not needed if the page size is a multiple of the
-block: then every block is contiguous.
+TMA copies a block of committed rows with one instruction if the block is contiguous in the pool.  Contiguous blocks are
+counted once a round, for all layers with the same splits.  If the page size is a multiple of the block, every block is
+contiguous, and nothing is counted.
 """
 
 from __future__ import annotations

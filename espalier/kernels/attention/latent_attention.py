@@ -1,10 +1,10 @@
 """Attention over latent rows (MLA) that are too wide for kernels/attention/tree_attention.py, such as 512 + 64 values.
 
-K is the whole row and V is its first part.  A block of rows is loaded once and used as both.  The block is two tiles,
-because the sizes of Triton's tiles are powers of two: the latent, which is V, and the RoPE part.  All heads share one
-row, so there is one KV head.  Work items, splits, partial results, their merge and the plain-torch reference are those
-of kernels/attention/tree_attention.py.  On Hopper the launcher runs kernels/hopper/latent.py instead, for
-rows of 512 + 64 values in two-byte dtypes; for one node of up to 16 heads, hopper/latent_few.py.
+K is the whole row and V is its first part.  A block of rows is loaded once and used as both.  Triton's tiles have sizes
+of powers of two, so the block is two tiles: the latent, which is V, and the RoPE part.  All heads share one row, so
+there is one KV head.  Work items, splits, partial results, their merge and the plain-torch reference are those of
+tree_attention.py.  On Hopper, rows of 512 + 64 values in two-byte dtypes have other kernels: hopper/latent.py, and
+hopper/latent_few.py for one node of up to 16 heads.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def latent_attention(
         return out, lse
     is_split = splits.policy.max_splits > 1
     if partials is None:
-        # Without splits there are no partial results, so no buffer: it would need 256 KB per query with 128 heads.
+        # Without splits there are no partial results and no buffer, which would take 256 KB per query with 128 heads.
         partials = PartialResults.of(splits, *out.shape[1:]) if is_split else PartialResults(out, lse)
     if config is None:
         config = choose_latent(inputs)
@@ -202,7 +202,7 @@ def _constants(config: TritonConfig, size: int, v_size: int, dtype: torch.dtype)
 
 
 def _checked(inputs: Inputs) -> Inputs:
-    """The inputs with values of q side by side.  Raises EspalierError if they do not agree, or are not supported."""
+    """Return the inputs with contiguous values of q.  Raises EspalierError for inputs that do not agree or fit."""
     q = inputs.q
     size, v_size = q.shape[3], inputs.v_size
     if q.dtype not in DTYPES or not v_size < size <= MAX_ROW_SIZE or v_size > MAX_V_SIZE:

@@ -1,7 +1,7 @@
 """Merges of attention results by their log-sum-exps (Ye et al. 2025, FlashInfer, section 2.2).
 
-`merge`: of two disjoint sets of keys.  `merge_splits`: of each request's splits, in position order.  The order of the
-sums depends only on the request's own splits, not on the batch.
+`merge` joins the results over two disjoint sets of keys.  `merge_splits` joins the splits of each request, in position
+order.  The order of the sums depends only on the request's own splits, not on the batch.
 """
 
 from __future__ import annotations
@@ -76,18 +76,18 @@ def merge(a: Part, b: Part, sink: Tensor | None = None) -> Tensor:
     return out
 
 
-# Floats that one program (one warp) loads at once, for one (query, head) pair.
+# Floats that one program (one warp) loads at once for one pair (query, head).
 PROGRAM_VALUES = 4096
-# A request with few splits is merged without the room for all splits of a long one, and several pairs at once.  Few:
-# num_splits of the policy as a power of two, and at least LEAST_FEW.  Above MOST_FEW all requests have the same room.
+# A request with few splits is merged in a smaller block than a long one, several pairs at once.  Few means: num_splits
+# of the policy as a power of two, and at least LEAST_FEW.  Above MOST_FEW all requests have the same block.
 LEAST_FEW, MOST_FEW = 4, 8
-# Splits of all pairs that are merged at once.
+# Splits that are merged at once, over all pairs of a program.
 ROWS_AT_ONCE = 16
-# Values of a pair that one program merges.  Wider values, or those of more splits, are divided among programs: latent
-# attention has few pairs, but up to 128 splits of 512 values.
+# Values of a pair that one program merges.  If a pair has more values, or more splits, several programs share them:
+# latent attention has few pairs, but up to 128 splits of 512 values.
 MIN_PART_SIZE, MAX_PART_SIZE = 32, 128
-# Size of the persistent grid.  Four times as many programs would fit, but each costs time to start, even if there is
-# nothing to merge (docs/log.md).
+# Programs of the persistent grid per multiprocessor.  Four times as many would fit, but starting a program costs time
+# even if there is nothing to merge (docs/log.md).
 PROGRAMS_PER_PROCESSOR = 8
 
 
@@ -97,10 +97,10 @@ def _merge_pairs(
     HEADS: tl.constexpr, V_SIZE: tl.constexpr, SINK: tl.constexpr,
     PAIRS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Merge PAIRS (query, head) pairs, the first is `pair`, of one request, and write out and lse.
+    """Merge PAIRS pairs (query, head) of one request, and write out and lse.
 
-    start, count: of the request's splits; count is at most BLOCK_SPLITS, and 0 if there is nothing to merge.
-    Offsets have 32 bits, which the launcher checks.
+    The first pair is `pair`.  start, count: the request's first split and number of splits; count is at most
+    BLOCK_SPLITS, and 0 if there is nothing to merge.  Offsets have 32 bits, which the launcher checks.
     """
     pairs = tl.arange(0, PAIRS)
     index = tl.arange(0, BLOCK_SPLITS)
@@ -135,12 +135,12 @@ def _merge_splits_kernel(
     HEADS: tl.constexpr, V_SIZE: tl.constexpr, SINK: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK_V: tl.constexpr, FEW: tl.constexpr, BLOCK_SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A program merges PAIRS pairs of a request at once if it has at most FEW splits, else one by one."""
-    # Before the wait: attention waited for the splits before it let this kernel start, or it has ended.
+    """Merge pairs: PAIRS at once for a request with at most FEW splits, else one by one."""
+    # Read before the wait: attention waited for the splits before it let this kernel start, or attention has ended.
     num_splits = tl.load(start_ptr + batch)
     pdl_wait(DEPENDENT)
     pdl_trigger(DEPENDENT)
-    # In most batches every request has one split: nothing to merge.
+    # In most batches every request has one split, so there is nothing to merge.
     num_pairs = tl.where(num_splits > batch, batch * pairs_per_request, 0)
     for pair in range(tl.program_id(0) * PAIRS, num_pairs, tl.num_programs(0) * PAIRS):
         request = pair // pairs_per_request
@@ -189,8 +189,8 @@ def merge_splits(
     few = few if few <= MOST_FEW else block_splits
     block_v = max(MIN_PART_SIZE, min(power_of_two(v_size), MAX_PART_SIZE, PROGRAM_VALUES // block_splits))
     num_parts = -(-v_size // block_v)
-    # A power of two that divides the heads, so that pairs merged at once belong to one request.  The batch does not
-    # count: it would decide in which order a thread adds, and so the bits.
+    # A power of two that divides the heads, so that pairs merged at once belong to one request.  It does not depend on
+    # the batch, because it decides in which order a thread adds, and so the bits.
     pairs = min(max(ROWS_AT_ONCE // few, 1), heads & -heads) if queries > 1 else 1
     most_programs = chip(out).processors * PROGRAMS_PER_PROCESSOR // num_parts
     num_programs = min(batch * pairs_per_request // pairs, most_programs)
@@ -204,8 +204,8 @@ def merge_splits(
         FEW=few,
         BLOCK_SPLITS=block_splits,
         num_warps=1,
-        # The compiler could fuse the operations of one pair and of the next differently: a query's bits would depend on
-        # its place.
+        # With fusion, the compiler could round one pair differently from the next, and a query's bits would depend on
+        # its place among the pairs.
         enable_fp_fusion=False,
         **pdl_arguments(chip(out)),
     )

@@ -1,10 +1,10 @@
-"""The rows with the highest scores of each query, exactly: the topk largest by (score, position), in order of position.
+"""Selects, exactly, each query's rows with the topk largest (score, position), in order of position.
 
-A score's bits, with the sign turned, are in the order of scores.  A launch for each eight of these bits counts their
-bins, and together they find the lowest chosen score, the threshold, whatever the scores are.  Another launch counts for
-each chunk of positions the scores above and at the threshold, and the last one writes the chosen rows: a chunk knows
-from the counts where its rows begin, and how many of the equal scores behind it are taken.  Programs of chunks past a
-request's length end at once, so a captured launch does the work of the length that it meets.
+With its sign turned, a score's bit pattern is in the order of scores.  For each group of eight bits one launch counts
+the scores per bin.  Together the counts give the threshold: the lowest chosen score, whatever the scores are.  A
+further launch counts, per chunk of positions, the scores above the threshold and at it.  The last launch writes the
+chosen rows.  From the counts a chunk knows where its rows begin, and how many equal scores in later chunks are taken.
+Programs of chunks past a request's length end at once, so a captured launch does only the work of the actual length.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.layout import ANCESTOR_BITS
 
 CHUNK = 4096
-# Each level counts eight bits of a score, from the highest on.  The time of tl.histogram grows with its bins: for 128
-# queries of 32k scores, three levels of 2,048 bins took 0.5 ms.
+# Each level counts eight bits of a score, from the highest on.  The time of tl.histogram grows with the number of bins:
+# for 128 queries of 32k scores, three levels of 2,048 bins took 0.5 ms.
 LEVELS = 4
 BINS = 256
 NUM_WARPS = 8
@@ -40,8 +40,10 @@ def _ordered(score):
 
 @kernel
 def _chunk_of(score_ptr, chunk, length, capacity, rows, CHUNK: tl.constexpr):
-    """(columns, whether they exist, ordered scores) of a chunk.  Chunks of committed rows come before chunks of staged
-    rows."""
+    """(columns, whether they exist, ordered scores) of a chunk.
+
+    Chunks of committed rows come before chunks of staged rows.
+    """
     num_committed = (capacity + CHUNK - 1) // CHUNK
     is_staged = chunk >= num_committed
     at = (chunk - tl.where(is_staged, num_committed, 0)) * CHUNK + tl.arange(0, CHUNK)
@@ -53,7 +55,7 @@ def _chunk_of(score_ptr, chunk, length, capacity, rows, CHUNK: tl.constexpr):
 
 @kernel
 def _find_bin(bin_ptr, wanted, BINS: tl.constexpr):
-    """(the bin that holds the `wanted`-th largest score, how many of that bin are wanted); bin 0 if there are fewer."""
+    """(bin of the `wanted`-th largest score, how many scores of this bin are wanted); bin 0 if there are too few."""
     place = tl.arange(0, BINS)
     count = tl.load(bin_ptr + place)
     upto = tl.cumsum(count, 0, reverse=True)
@@ -64,7 +66,7 @@ def _find_bin(bin_ptr, wanted, BINS: tl.constexpr):
 
 @kernel
 def _threshold(bin_ptr, wanted, LEVEL: tl.constexpr, BINS: tl.constexpr):
-    """(the leading bits of the threshold that the first LEVEL levels give, how many scores with them are wanted)."""
+    """(leading bits of the threshold after LEVEL levels, how many scores with these leading bits are wanted)."""
     found = tl.zeros([], tl.uint32)
     for level in tl.static_range(LEVEL):
         place, wanted = _find_bin(bin_ptr + level * BINS, wanted, BINS)
@@ -77,7 +79,7 @@ def _count_bins_kernel(
     score_ptr, length_ptr, bin_ptr, queries, capacity, rows, topk, score_b, score_q, length_b,
     LEVEL: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (chunks, B · Q).  bin_ptr: [B · Q, LEVELS, BINS]."""
+    """Count the scores per bin of one level.  Grid: (chunks, B · Q).  bin_ptr: [B · Q, LEVELS, BINS]."""
     pdl_trigger_and_wait(DEPENDENT)
     chunk, query = tl.program_id(0), tl.program_id(1).to(tl.int64)
     request = query // queries
@@ -100,7 +102,7 @@ def _count_chunks_kernel(
     score_ptr, length_ptr, bin_ptr, count_ptr, queries, capacity, rows, topk, score_b, score_q, length_b,
     LEVELS: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (chunks, B · Q).  count_ptr: [B · Q, chunks, 2], scores above the threshold, and at it."""
+    """Count each chunk's scores.  Grid: (chunks, B · Q).  count_ptr: [B · Q, chunks, 2], above and at the threshold."""
     pdl_trigger_and_wait(DEPENDENT)
     chunk, query = tl.program_id(0), tl.program_id(1).to(tl.int64)
     request = query // queries
@@ -124,11 +126,12 @@ def _write_chunk(
 ):  # fmt: skip
     """Write the chosen rows of a committed chunk.
 
-    before: equal scores in earlier chunks; equal_behind: in later ones; above_before: larger scores in earlier chunks.
+    before: scores equal to the threshold in earlier chunks; equal_behind: in later chunks; above_before: scores above
+    the threshold in earlier chunks.
     """
     at, exists, ordered = _chunk_of(scores, chunk, length, capacity, rows, CHUNK)
     is_equal = (exists & (ordered == least)).to(tl.int32)
-    # Among equal scores the last rows are taken.
+    # Among scores equal to the threshold, the last rows are taken.
     behind = equal_behind + tl.cumsum(is_equal, 0, reverse=True)
     taken = (exists & (ordered > least)) | ((is_equal > 0) & (behind <= wanted))
     taken_before = tl.minimum(tl.maximum(wanted - equal_behind - tl.sum(is_equal, 0), 0), before)
@@ -159,7 +162,7 @@ def _write_rows_kernel(
     PAGE_SIZE: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr,
     WORDS: tl.constexpr, WORD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (committed chunks + 1, B · Q).  The last program of a query writes its bits and its count."""
+    """Write chosen rows.  Grid: (committed chunks + 1, B · Q).  A query's last program writes its bits and count."""
     pdl_trigger_and_wait(DEPENDENT)
     chunk, query = tl.program_id(0), tl.program_id(1).to(tl.int64)
     request = query // queries
@@ -189,7 +192,7 @@ def _write_rows_kernel(
 
 
 def select_rows(scores: Tensor, length: Tensor, page_table: Tensor, page_size: int, topk: int) -> SelectedRows:
-    """Raises EspalierError for sizes that do not agree, and for a topk over MAX_TOPK."""
+    """See ops/selection.py.  Raises EspalierError for sizes that do not agree, and for a topk over MAX_TOPK."""
     (batch, queries, columns), capacity = scores.shape, page_table.shape[1] * page_size
     rows, device = columns - capacity, scores.device
     require("selected rows: scores", scores, (batch, queries, columns), torch.float32, scores)

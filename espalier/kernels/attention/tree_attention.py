@@ -1,8 +1,8 @@
 """Attention of a pass over committed rows in pages and over its staged rows, in one kernel.
 
-A program of the persistent grid processes work items: (split of a request's committed rows, KV head, query tile), see
-kernels/attention/work_items.py.  The last split of a request also covers its staged rows.  A request with one split
-writes its result directly.  The other requests write partial results, which kernels/attention/merge.py merges.
+A program of the persistent grid processes work items (split of a request's committed rows, KV head, query tile); see
+work_items.py.  The last split of a request also covers its staged rows.  A request with one split writes its result
+directly.  Requests with several splits write partial results, which merge.py merges.
 """
 
 from __future__ import annotations
@@ -54,10 +54,11 @@ from espalier.kernels.runtime.launch import chip, power_of_two, require
 
 @kernel
 def _queries(q_ptr, offsets, exists, FP8: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Load queries [M, BLOCK] at offsets [M].  bfloat16 ones become float16 where rows are FP8.
+    """Load queries [M, BLOCK] at offsets [M].  If rows are FP8, bfloat16 queries become float16.
 
-    To float16 one instruction converts two FP8 values, to bfloat16 it takes four (docs/design.md).  What float16 cannot
-    hold becomes NaN, so that the request fails: infinite scores below zero would look like rows that are not seen.
+    One instruction converts two FP8 values to float16; to bfloat16 it takes four (docs/design.md).  Queries too large
+    for float16 become NaN, so that the request fails.  As infinities they could give scores of -inf, which look like
+    rows that the query does not see.
     """
     q = load_rows(q_ptr, offsets, exists, True, SIZE, BLOCK)
     if FP8 and q.dtype == tl.bfloat16:
@@ -93,7 +94,7 @@ def _tree_attention_kernel(
     for base in tl.range(0, num_work_items, tl.num_programs(0)):
         work_item, backwards = work_item_of(base, backwards), 1 - backwards
         split, request, begin, end, count = next_split, next_request, next_begin, next_end, next_count
-        # The next split is loaded before the work on this one, so that nothing waits for it.
+        # The next split is loaded before the work on this split, so that no program waits for it.
         next_work_item = work_item_of(base + tl.num_programs(0), backwards)
         next_split = split_of(next_work_item, num_splits, num_tiles, KV_HEADS, LONGEST_FIRST)
         exists = next_work_item < num_work_items
@@ -236,7 +237,7 @@ def _constants(config: TritonConfig, k_size: int, v_size: int, dtype: torch.dtyp
 
 
 def _checked(inputs: Inputs) -> Inputs:
-    """The inputs with values of q side by side.  Raises EspalierError if they do not agree, or are not supported."""
+    """Return the inputs with contiguous values of q.  Raises EspalierError for inputs that do not agree or fit."""
     q = inputs.q
     (heads, k_size), (kv_heads, v_size) = q.shape[2:], inputs.pages[1].shape[1:]
     if q.dtype not in DTYPES or heads % kv_heads or max(k_size, v_size) > MAX_HEAD_SIZE:
@@ -252,6 +253,6 @@ def _checked(inputs: Inputs) -> Inputs:
 def staged_attention(inputs: Inputs) -> tuple[Tensor, Tensor]:
     assert inputs.staged is not None
     k, v = inputs.staged
-    # Nothing is read from the pages: one staged row in their place makes one launch for pages of all sizes.
+    # The pages are not read.  One staged row stands for them, so pages of all sizes share one compiled kernel.
     inputs = inputs._replace(pages=(k[:1, 0], v[:1, 0]), page_size=1)
     return (latent_attention.triton if is_wide_latent(k, v) else tree_attention)(inputs)

@@ -8,7 +8,7 @@ import torch
 
 from espalier.kernels.runtime.launch import Chip, power_of_two
 
-# Shared memory, in bytes, that is left to the compiler where the estimate was not measured.
+# Bytes of shared memory that are left to the compiler, where the estimate was not measured.
 SCRATCH = 8 * 1024
 
 
@@ -27,8 +27,8 @@ class TritonConfig:
     def shared_bytes(self, on: Chip, k_bytes: int, v_bytes: int, q_bytes: int | None = None) -> int:
         """Estimated shared memory in bytes: queries, the rows of the stages, and weights.
 
-        k_bytes, v_bytes: of a row.  A latent row is loaded as K, and V takes nothing.  q_bytes: of a query, None: those
-        of K.
+        k_bytes, v_bytes: bytes of one row of K and of V; a latent row is loaded as K, and V takes nothing.  q_bytes:
+        bytes of one query; None: k_bytes.
         From Hopper on, a product reads its weights from registers, and each stage needs a buffer of its own.
         """
         step, q_bytes = self.block_n * (k_bytes + v_bytes), k_bytes if q_bytes is None else q_bytes
@@ -47,9 +47,10 @@ def choose_config(
     one_wave: bool = False,
     fp8: bool = False,
 ) -> TritonConfig:
-    """The configuration that was fastest on an H200 (docs/log.md); fewer stages, then fewer rows, on a smaller chip.
+    """Return the configuration that was fastest on an H200 (docs/log.md).
 
-    Heads of more than 256 values were not measured: they have as many queries as need few spilled registers.
+    A chip with less shared memory gets fewer stages, then fewer rows per step.  Heads of more than 256 values were not
+    measured; their tile has only as many queries as need few spilled registers.
 
     packed_queries: queries times heads of one KV head; rows: staged rows.  one_wave: all splits run at the same time
     (small batch), so the latency of one split counts more than how many fit on a multiprocessor.  fp8: whether the rows
@@ -89,10 +90,10 @@ def choose_config(
 
 
 def choose_latent_config(on: Chip, packed_queries: int, rows: int, row_bytes: int, dtype: torch.dtype) -> TritonConfig:
-    """The configuration for a number of packed queries, queries times heads, and of staged rows.
+    """Return the configuration.  packed_queries: queries times heads; rows: staged rows.
 
-    row_bytes: of one row in shared memory.  A smaller chip gets fewer rows per step, then fewer stages, then fewer
-    queries.
+    row_bytes: bytes of one row in shared memory.  A chip with less shared memory gets fewer rows per step, then fewer
+    stages, then fewer queries.
     """
     if dtype == torch.float32:
         # IEEE float32 runs without tensor cores: larger tiles would spill registers.

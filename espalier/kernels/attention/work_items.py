@@ -1,8 +1,8 @@
-"""Work items of the attention kernels.  One work item is (split, KV head, query tile).
+"""Work items of the attention kernels.  A work item is (split, KV head, query tile).
 
-A split is a run of one request's committed rows (kernels/attention/kv_splits.py).  A query tile holds BLOCK_M packed
-queries: query after query, and for each query its GROUP_SIZE heads that share the KV head.  The functions here are
-scalar code, shared by the Triton and the Gluon kernel.  The programs of a persistent grid take work items in turns.
+A split is a run of one request's committed rows (kv_splits.py).  A query tile holds BLOCK_M packed queries: query after
+query, and for each query the GROUP_SIZE heads that share the KV head.  The functions here are scalar code that the
+Triton and the Gluon kernel share.  The programs of a persistent grid take work items in turns.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ import triton.language as tl
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.pdl import pdl_trigger, pdl_wait
 
-# Values of a kernel's STAGED: no staged rows; a chain; a tree, with ancestor bits.
+# Values of a kernel's STAGED: no staged rows; staged rows of a chain; of a tree, with ancestor bits.
 NO_STAGED, CHAIN, TREE = 0, 1, 2
-# Values of CONTIGUOUS: how many unmasked blocks of a split are known to be contiguous in the pool.  None, all, or a
-# counted number of the first ones (kernels/attention/kv_splits.py).
+# Values of CONTIGUOUS: how many unmasked blocks of a split are contiguous in the pool: unknown (NONE), all, or a
+# counted number of its first blocks (kernels/attention/kv_splits.py).
 NONE, ALL, COUNTED = 0, 1, 2
 
 
 class Plan(NamedTuple):
-    """What all work items of a launch share: the table of splits and their starts (kernels/attention/kv_splits.py), and
-    the numbers of splits, of query tiles, of queries and of staged rows of a request; `first` as in Prefix."""
+    """Values that all work items of a launch share.
+
+    split_ptr, start_ptr: the table of splits and their starts (kernels/attention/kv_splits.py); num_splits, num_tiles:
+    of the launch; queries, rows: queries and staged rows per request; first: as in Prefix.
+    """
 
     split_ptr: Any
     start_ptr: Any
@@ -35,7 +38,7 @@ class Plan(NamedTuple):
 
 
 class WorkItem(NamedTuple):
-    """request_splits: splits of the request; is_last: this split is its last one."""
+    """One work item.  request_splits: number of splits of the request; is_last: whether the split is its last."""
 
     split: Any
     request: Any
@@ -51,12 +54,12 @@ class WorkItem(NamedTuple):
 def wait_and_count_splits(start_ptr, batch, queries, DEPENDENT: tl.constexpr):
     """Wait for the previous kernel, let the merge of splits start if it is small, then return the number of splits.
 
-    The trigger comes after the wait, so the merge may read the splits before its own wait (merge.py).  A large
-    merge starts at `let_merge_start`: earlier, its programs would crowd the few processors that are free first.
+    The trigger comes after the wait, so the merge may read the splits before its own wait (merge.py).  A large merge
+    starts at `let_merge_start`.  If it started earlier, its programs would crowd the processors that are free first.
     """
     pdl_wait(DEPENDENT)
     num_splits = tl.load(start_ptr + batch)
-    # Without requests of several splits there is nothing to merge.  16 queries: docs/log.md.
+    # If no request has several splits, there is nothing to merge.  The limit of 16 queries: docs/log.md.
     if (num_splits <= batch) | (batch * queries <= 16):
         pdl_trigger(DEPENDENT)
     return num_splits
@@ -64,7 +67,7 @@ def wait_and_count_splits(start_ptr, batch, queries, DEPENDENT: tl.constexpr):
 
 @kernel
 def let_merge_start(base, num_work_items, DEPENDENT: tl.constexpr):
-    """Called before each result of a work item is written.  Before its last one the program lets the merge start."""
+    """Let the merge start if this is the program's last work item.  Called before each result is written."""
     if base + tl.num_programs(0) >= num_work_items:
         pdl_trigger(DEPENDENT)
 
@@ -81,7 +84,7 @@ def work_item_of(base, backwards):
 
 @kernel
 def split_of(work_item, num_splits, num_tiles, KV_HEADS: tl.constexpr, LONGEST_FIRST: tl.constexpr):
-    """The split of a work item.  Order, fastest first: tile, head, split; with LONGEST_FIRST: head, split, tile."""
+    """The split of a work item.  Tiles vary fastest, then heads, splits; with LONGEST_FIRST: heads, splits, tiles."""
     if LONGEST_FIRST:
         split = work_item // KV_HEADS % num_splits
     else:
@@ -93,7 +96,7 @@ def split_of(work_item, num_splits, num_tiles, KV_HEADS: tl.constexpr, LONGEST_F
 def tile_and_head(work_item, num_splits, num_tiles, KV_HEADS: tl.constexpr, LONGEST_FIRST: tl.constexpr):
     """The query tile and the KV head of a work item.
 
-    LONGEST_FIRST starts with the last tile, which sees the most rows of a causal chunk.  Otherwise the tiles that read
+    LONGEST_FIRST starts with the last tile, which sees the most rows of a causal chunk.  Without it, tiles that read
     the same keys are neighbours.
     """
     tile = num_tiles - 1 - work_item // (num_splits * KV_HEADS) if LONGEST_FIRST else work_item % num_tiles
@@ -103,7 +106,7 @@ def tile_and_head(work_item, num_splits, num_tiles, KV_HEADS: tl.constexpr, LONG
 
 @kernel
 def load_split(split_ptr, split, exists):
-    """(request, begin, end, request_splits): the columns of kernels/attention/kv_splits.py; zeros if not `exists`."""
+    """(request, begin, end, request_splits): a row of kernels/attention/kv_splits.py's table; zeros if not `exists`."""
     at = split_ptr + split * 4
     request = tl.load(at, mask=exists, other=0).to(tl.int64)
     begin = tl.load(at + 1, mask=exists, other=0)
@@ -113,7 +116,7 @@ def load_split(split_ptr, split, exists):
 
 @kernel
 def load_work_item(plan, work_item, KV_HEADS: tl.constexpr, LONGEST_FIRST: tl.constexpr):
-    """An existing work item."""
+    """Load a work item that exists."""
     split = split_of(work_item, plan.num_splits, plan.num_tiles, KV_HEADS, LONGEST_FIRST)
     request, begin, end, request_splits = load_split(plan.split_ptr, split, True)
     is_last = split + 1 == tl.load(plan.start_ptr + request + 1)
@@ -123,9 +126,9 @@ def load_work_item(plan, work_item, KV_HEADS: tl.constexpr, LONGEST_FIRST: tl.co
 
 @kernel
 def committed_blocks(begin, end, first, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(num_blocks, num_lower, num_unmasked) of the positions begin .. end; begin is a multiple of BLOCK_N.
+    """(num_blocks, num_lower, num_unmasked) of positions begin .. end.  begin is a multiple of BLOCK_N.
 
-    The first num_lower blocks contain positions below `first`.  The num_unmasked blocks after them need no mask; with a
+    The first num_lower blocks contain positions below `first`.  The next num_unmasked blocks need no mask; with a
     window num_unmasked is 0.
     """
     num_blocks = (tl.maximum(end - begin, 0) + BLOCK_N - 1) // BLOCK_N
@@ -138,7 +141,7 @@ def committed_blocks(begin, end, first, WINDOW: tl.constexpr, BLOCK_N: tl.conste
 
 @kernel
 def block_index(t, num_lower, num_unmasked):
-    """The index of the t-th block to process: first the unmasked blocks, then those below, then those above."""
+    """The index of the t-th block to process: first unmasked blocks, then the blocks before them, then those after."""
     return tl.where(t < num_unmasked, num_lower + t, tl.where(t < num_lower + num_unmasked, t - num_unmasked, t))
 
 
@@ -147,7 +150,7 @@ def staged_rows_of(
     tile, rows,
     STAGED: tl.constexpr, WINDOW: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Staged rows low .. high, out of `rows`, that a query tile may see.  A chain ends at the tile's last query."""
+    """(low, high): the staged rows of `rows` that a query tile may see.  A chain ends at the tile's last query."""
     low = 0
     high = rows
     if STAGED == 1:

@@ -1,8 +1,8 @@
 """The attending warps of the Hopper kernel: each warpgroup attends with 64 packed queries, one block of rows at a time.
 
-While the tensor cores multiply the weights of one block with its values, the warps compute the weights of the next
-block (Shah et al. 2024, FlashAttention-3, arXiv:2407.08608, section 3.2).  The warpgroups of a program do not wait for
-each other: the exponentials of one can overlap with the products of another.
+While the tensor cores multiply one block's weights with its values, the warps compute the weights of the next block
+(Shah et al. 2024, FlashAttention-3, arXiv:2407.08608, section 3.2).  The warpgroups of a program do not wait for each
+other, so the exponentials of one can overlap with the products of another.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from espalier.kernels.runtime.jit import gluon_kernel
 
 
 class Queries(NamedTuple):
-    """What masks need of 64 packed queries of a work item.
+    """The data of 64 packed queries of a work item from which masks are computed.
 
-    query, exists, position: of each; row_positions, row_position_r: pointer to those of the request's staged rows, and
-    their stride; bits, bits_q: the same of the queries' ancestor bits; first: as in Plan; first_masked_staged: the
-    first block of staged rows that needs a mask.
+    query, exists, position: [64]; row_positions, row_position_r: pointer to the positions of the request's staged rows,
+    and its stride per row; bits, bits_q: pointer to the ancestor bits of its queries, and its stride per query; first:
+    as in Plan; first_masked_staged: the first block of staged rows that needs a mask.
     """
 
     query: Any
@@ -52,11 +52,11 @@ def packed_queries(plan, item, first_packed, positions, CONSTANTS: gl.constexpr,
 
 @gluon_kernel
 def queries_of(plan, item, extent, first_packed, packed, row_positions, ancestor_bits, CONSTANTS: gl.constexpr):
-    """packed: what `packed_queries` returns."""
+    """Build the Queries of 64 packed queries.  packed: the result of `packed_queries`."""
     query, exists, position = packed
     first_masked_staged = extent.num_committed
     if CONSTANTS.STAGED == 1 and CONSTANTS.WINDOW == 0:
-        # A chain's blocks before the tile's first query need no mask either.
+        # In a chain, blocks before the tile's first query need no mask either.
         num_seen = gl.maximum(first_packed // CONSTANTS.GROUP_SIZE + 1 - extent.low, 0)
         first_masked_staged = extent.num_committed + num_seen // CONSTANTS.BLOCK_N
     return Queries(
@@ -123,7 +123,7 @@ def _mask(scores, t, queries, extent, CONSTANTS: gl.constexpr, SCORES: gl.conste
 
 @gluon_kernel
 def shifted(exponent, dtype: gl.constexpr):
-    """As kernels/attention/attention_blocks.py:_shifted."""
+    """Subtract 15 from the exponent for float16, see kernels/attention/attention_blocks.py:_shifted."""
     if dtype == gl.float16:
         exponent = exponent - 15.0
     return exponent
@@ -131,7 +131,7 @@ def shifted(exponent, dtype: gl.constexpr):
 
 @gluon_kernel
 def lse_of(max_score, sum_weights, scale, dtype: gl.constexpr):
-    """As kernels/attention/attention_blocks.py:_lse."""
+    """The log-sum-exp in base 2, see kernels/attention/attention_blocks.py:_lse."""
     divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
     lse = gl.fma(max_score, scale, shifted(gl.log2(divisor), dtype))
     return gl.where(sum_weights == 0.0, float("-inf"), lse)
@@ -139,10 +139,10 @@ def lse_of(max_score, sum_weights, scale, dtype: gl.constexpr):
 
 @gluon_kernel
 def _weigh(scores, scale, max_score, dtype: gl.constexpr):
-    """One step of an online softmax in base 2 (Milakov and Gimelshein 2018), for weights in dtype.
+    """Do one step of an online softmax in base 2 (Milakov and Gimelshein 2018), with weights in dtype.
 
-    Returns (weights, sums, max_score, decay).  sums: of the weights, [64, 4] by thread; decay: the factor for the
-    results so far.
+    Returns (weights, sums, max_score, decay).  sums: the sums of the weights, [64, 4] by thread; decay: the factor for
+    earlier results.
     """
     new_max = gl.maximum(max_score, gl.max(scores, 1))
     # All scores are -inf until the first visible row; -inf - -inf would be NaN.
@@ -163,10 +163,10 @@ def _add_sums(sum_weights, decay, sums, SCORES: gl.constexpr):
 
 @gluon_kernel
 def _score(q, stages, stage, zeros, FENCED: gl.constexpr):
-    """Start the product of the queries and the keys of a stage, tile by tile.
+    """Start the product of the queries with the keys of a stage, tile by tile.
 
-    FENCED: threads may have written rows or queries, and not fenced them; the fence makes them visible to the tensor
-    cores.  What TMA has copied is visible.
+    FENCED: threads may have written rows or queries without a fence.  The fence makes them visible to the tensor cores.
+    Rows that TMA has copied need no fence.
     """
     if FENCED:
         hopper.fence_async_shared()
@@ -179,7 +179,7 @@ def _score(q, stages, stage, zeros, FENCED: gl.constexpr):
 
 @gluon_kernel
 def _send(exchange, num_sent, weights, decay):
-    """Send the weights of a block to another warpgroup, with the decay: the factor for its earlier results."""
+    """Send the weights of a block, and the factor for earlier results (decay), to another warpgroup."""
     weight_slots, decay_slots = exchange.tiles
     slot = stage_of(exchange, num_sent)
     wait_until_empty(exchange, num_sent)
@@ -197,8 +197,8 @@ def _attend_blocks(
 ):
     """Compute the weights of blocks first_block .. end_block; add each previous block's weights times values to `out`.
 
-    num_done: blocks that the program has finished, of all its work items; num_blocks: of this work item; FENCED: as in
-    `_score`.
+    num_done: blocks that the program has finished, over all its work items; num_blocks: blocks of this work item;
+    FENCED: as in `_score`.
     """
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     zeros = gl.full([64, CONSTANTS.BLOCK_N], 0.0, gl.float32, layout=SCORES)
@@ -216,16 +216,16 @@ def _attend_blocks(
         weights = gl.convert_layout(rounded, WEIGHTS)
         if exchange is None:
             sum_weights = _add_sums(sum_weights, decay, sums, SCORES)
-            # This wait for rows must stay between the weights and the wait for `out`: otherwise ptxas moves the latter
-            # up before the weights, and nothing overlaps.
+            # This wait for rows must stay between the weights and the wait for `out`.  Otherwise ptxas moves the wait
+            # for `out` before the weights, and nothing overlaps.
             wait_until_full(stages, num_done + 2, t + 1 < num_blocks)
         out = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[pending_out])
         hopper.mbarrier.arrive(stages.empty.index(stage_of(stages, num_done)), count=1)
         out = out * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, OUT)), 1)
         if exchange is not None:
-            # The other warpgroup has the weights already, and does not need their sum.
+            # The other warpgroup has these weights already, and does not need their sum.
             sum_weights = _add_sums(sum_weights, decay, sums, SCORES)
-            # Only after the stage is given back: with two stages, the block that is waited for needs it.
+            # This wait comes after the stage is given back: with two stages, the next block needs this stage.
             wait_until_full(stages, num_done + 2, t + 1 < num_blocks)
         num_done += 1
     return num_done, num_sent, weights, out, max_score, sum_weights
@@ -236,10 +236,11 @@ def attend_work_item(
     q, stages, values, exchange, num_done, num_sent, scale, queries, extent,
     CONSTANTS: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):
-    """(out [64, OUT_SIZE], max_score, sum_weights) of a work item.  Its num_unmasked blocks come first.
+    """Attend to one work item.  Returns (out [64, OUT_SIZE], max_score, sum_weights).
 
-    values: the tile of the stages that is summed; exchange: slots through which the weights of each block are sent to
-    another warpgroup, or None; num_done, num_sent: blocks that the program has finished and sent before.
+    The num_unmasked blocks come first.  values: the stages' tile that is summed; exchange: slots through which each
+    block's weights are sent to another warpgroup, or None; num_done, num_sent: blocks that the program has finished and
+    sent before.
     """
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     max_score = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
@@ -259,10 +260,10 @@ def attend_work_item(
     sum_weights = _add_sums(sum_weights, decay, sums, SCORES)
     wait_until_full(stages, num_done + 1, extent.num_blocks > 1)
     masked = gl.maximum(extent.num_unmasked, 1)
-    # If CONTIGUOUS is 1, TMA copies all unmasked blocks.  The warps that convert FP8 rows have a fence of their own.
+    # If CONTIGUOUS is 1, TMA copies all unmasked blocks.  Warps that convert FP8 rows make a fence themselves.
     BY_THREADS: gl.constexpr = CONSTANTS.CONTIGUOUS != 1 and CONSTANTS.RAW_STAGES == 0
     if CONSTANTS.WINDOW == 0:
-        # Most blocks need no mask: a loop that never tests for one is 2 % faster.
+        # Most blocks need no mask, and a loop that never tests for one is 2 % faster.
         num_done, num_sent, weights, out, max_score, sum_weights = _attend_blocks(
             1, masked, extent.num_blocks, num_done, num_sent, weights, out, max_score, sum_weights,
             q, stages, values, exchange, scale, queries, extent, False, BY_THREADS, CONSTANTS, SCORES, OUT,
@@ -300,7 +301,7 @@ def _with_sink(
     out, lse, sink_ptr, first_packed, head,
     GROUP_SIZE: gl.constexpr, SINK: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):
-    """As kernels/attention/attention_blocks.py:_with_sink, for 64 packed queries of a KV head."""
+    """Let the sinks of 64 packed queries join the softmax, see kernels/attention/attention_blocks.py:_with_sink."""
     if SINK:
         packed = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
         sink = gl.load(sink_ptr + head * GROUP_SIZE + packed % GROUP_SIZE).to(gl.float32)
@@ -315,14 +316,14 @@ def _write_work_item(
     results, v_scale_ptr, scale, out, max_score, sum_weights, plan, item, first_packed,
     dtype: gl.constexpr, SINK: gl.constexpr, CONSTANTS: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):
-    """As kernels/hopper/attend.py:_write_work_item."""
+    """Write a final or a partial result, see kernels/attention/attention_blocks.py:write_work_item."""
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr = results
     KV_HEADS: gl.constexpr = CONSTANTS.KV_HEADS
     GROUP_SIZE: gl.constexpr = CONSTANTS.GROUP_SIZE
     SIZE: gl.constexpr = CONSTANTS.OUT_SIZE
     queries, head = plan.queries, item.head
     divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
-    # One division a query, not one a value.
+    # One division per query instead of one per value.
     out = out * gl.expand_dims(gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT)), 1)
     if CONSTANTS.RAW_STAGES > 0:
         out = out * gl.load(v_scale_ptr + head)
@@ -341,7 +342,7 @@ def _write_work_item(
 def _copy_queries(
     q_shared, q_rows, plan, work_item, WARPGROUP: gl.constexpr, SIZE: gl.constexpr, CONSTANTS: gl.constexpr,
 ):
-    """Start the copy of the queries of a work item, if it exists."""
+    """Start the copy of a work item's queries, if the work item exists."""
     GROUP_SIZE: gl.constexpr = CONSTANTS.GROUP_SIZE
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [4, 1], [1, 0])
     if work_item < plan.num_splits * plan.num_tiles * CONSTANTS.KV_HEADS:
@@ -362,16 +363,16 @@ def attend_work_items(
     WARPGROUP: gl.constexpr, q_shared, stages, plan, q_rows, positions, row_positions, ancestor_bits, results,
     scale, scales, SINK: gl.constexpr, CONSTANTS: gl.constexpr,
 ):
-    """Attend all work items of a program, in its WARPGROUP-th warpgroup.
+    """Attend to all work items of a program, in its WARPGROUP-th warpgroup.
 
-    scales: pointers to those of K and V, read only if rows are FP8.
+    scales: pointers to the scales of K and V, read only if rows are FP8.
     """
     SIZE: gl.constexpr = CONSTANTS.OUT_SIZE
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONSTANTS.BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])
     k_scale_ptr, v_scale_ptr = scales
     q_tile = q_shared.index(WARPGROUP)
-    # Beside FP8 rows, the addresses of the next queries find no registers.
+    # With FP8 rows, no registers are left for the addresses of the next queries.
     AHEAD: gl.constexpr = CONSTANTS.RAW_STAGES == 0
     num_work_items = plan.num_splits * plan.num_tiles * CONSTANTS.KV_HEADS
     backwards = 0
@@ -387,10 +388,10 @@ def attend_work_items(
             if not AHEAD:
                 _copy_queries(q_tile, q_rows, plan, work_item, WARPGROUP, SIZE, CONSTANTS)
             hopper.async_copy.wait_group(0)
-            # Into registers: K and V need the bandwidth of shared memory.
+            # The queries stay in registers, because K and V need the bandwidth of shared memory.
             q = q_tile.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2))
             if q.dtype != stages.tiles[0].dtype:
-                # As kernels/attention/tree_attention.py:_queries.
+                # Too large queries become NaN, as in kernels/attention/tree_attention.py:_queries.
                 values = q.to(gl.float32)
                 q = gl.where(gl.abs(values) <= 65504.0, values, float("nan")).to(stages.tiles[0].dtype)
             packed = packed_queries(plan, item, first_packed, positions, CONSTANTS, SCORES)

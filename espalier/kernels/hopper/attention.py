@@ -1,8 +1,8 @@
 """Warp-specialized tree attention for Hopper: some warps load rows, the others attend.
 
-It has the same work items, splits, blocks and order of sums as kernels/attention/tree_attention.py, and gives the same
-bits.  It runs for two-byte types and head sizes 64 and 128, if the packed queries of a KV head fill more than a fourth
-of a 64-row tensor core tile.
+The kernel has the work items, splits, blocks and order of sums of kernels/attention/tree_attention.py, and gives the
+same bits.  It takes two-byte types and head sizes 64 and 128, if the packed queries of a KV head fill more than a
+fourth of a 64-row tensor core tile.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def hopper_attention_kernel(
     ATTEND_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr,
     CONVERT_REGISTERS: gl.constexpr, CONVERT_WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
-    """RAW_STAGES: stages of FP8 rows, which more warps convert to those that are attended; 0 for other rows."""
+    """RAW_STAGES: stages of FP8 rows.  Extra warps convert these rows and write them to `stages`; 0 for other rows."""
     FP8: gl.constexpr = RAW_STAGES > 0
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    # As kernels/attention/tree_attention.py:_queries.
+    # FP8 rows are attended to in float16, as in kernels/attention/tree_attention.py:_queries.
     attended: gl.constexpr = gl.float16 if FP8 else dtype
     CONSTANTS: gl.constexpr = Constants(
         KV_HEADS, GROUP_SIZE, PAGE_SIZE, WINDOW, STAGED, LONGEST_FIRST, SAME_STRIDES, CONTIGUOUS,
@@ -52,7 +52,7 @@ def hopper_attention_kernel(
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, SIZE], dtype)
     q_shared = gl.allocate_shared_memory(dtype, [WARPGROUPS, 64, SIZE], q_layout)
     stages = make_stages(attended, STAGES, 1 if FP8 else 32 * LOAD_WARPS, WARPGROUPS, CONSTANTS)
-    # FP8 rows are loaded into stages of their own.
+    # FP8 rows are loaded into separate stages.
     loaded = stages
     num_splits = wait_and_count_splits(start_ptr, batch, queries, DEPENDENT)
     if FP8:
@@ -69,7 +69,7 @@ def hopper_attention_kernel(
     ancestor_bits = Rows(bits_ptr, bits_b, bits_q, 0)
     results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr)
     scales = (k_scale_ptr, v_scale_ptr)
-    # One warpgroup starts without the first of these functions, two-byte rows start without the last.
+    # With one warpgroup the list starts after the first function; with two-byte rows it ends before the last.
     gl.warp_specialize(
         [
             (attend_work_items, (
@@ -95,7 +95,7 @@ def hopper_attention_kernel(
 def tma_arguments(
     config: HopperConfig, k: torch.Tensor, v: torch.Tensor, page_size: int, window: int, contiguous: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Launch arguments that say which blocks are copied by TMA.  k, v: [R, heads, size]."""
+    """The launch arguments that decide which blocks TMA copies.  k, v: [R, heads, size]."""
     kind = NONE
     # A row of the heads' values is one row of the descriptor, so the heads must be contiguous.
     if copies_by_tma(config) and not window and all(rows.stride(1) == rows.shape[2] for rows in (k, v)):
@@ -111,7 +111,7 @@ def tma_arguments(
 
 
 def hopper_constants(config: HopperConfig, size: int, same_strides: bool) -> dict[str, Any]:
-    """Constants and options of a launch.  same_strides: rows of K and of V have the same stride."""
+    """Constexpr arguments and options of a launch.  same_strides: whether rows of K and V have the same stride."""
     at_launch, attend_registers = config.registers
     load_warps, load_registers = config.load_warps
     convert_warps, convert_registers = config.convert_warps

@@ -19,27 +19,28 @@ BLOCK_N = 64
 # An attending warpgroup holds one stage and waits for the next two.
 MIN_STAGES = 3
 MAX_STAGES = 6
-# Of FP8 rows: converted ones, which hide the time of a conversion, and those as stored, which hide that of memory.
+# Stages with FP8 rows: converted rows, which hide the conversion time, and stored rows, which hide the memory latency.
 FP8_STAGES, FP8_RAW_STAGES = 4, 4
 # Shared memory, in bytes, for barriers and for the arguments that Triton passes to the warps.
 RESERVED = 1024
-# Registers of a multiprocessor.
+# Registers per multiprocessor.
 REGISTERS = 2**16
-# Limit per thread.
+# The most registers per thread.
 MAX_REGISTERS = 240
 V_SIZE, ROPE_SIZE = 512, 64
-# Packed queries of a tile.
+# Packed queries per tile.
 BLOCK_M = 64
-# Rows of a block.  Blocks of 64 rows would leave room for only two stages, and are slower (docs/log.md).
+# Rows per block.  Blocks of 64 rows would leave room for only two stages, and are slower (docs/log.md).
 LATENT_BLOCK_N = 32
 LATENT_STAGES = 4
-# Buffers in shared memory through which the first attending warpgroup sends blocks of weights to the second.
+# Buffers in shared memory through which the first attending warpgroup sends a block's weights to the second.
 SLOTS = 2
-# FP8 rows: blocks as they are attended and as they are stored.
+# Stages with FP8 rows: converted blocks, which are attended to, and stored blocks.
 LATENT_FP8_STAGES, LATENT_FP8_RAW_STAGES = 2, 4
-# Most packed queries: the columns of a product.
+# The most packed queries of hopper/latent_few.py: the columns of its product.
 MAX_QUERIES = 16
-# Rows of a block: the rows of a product.  Two blocks fill shared memory; while one is attended, the other is loaded.
+# Rows per block of hopper/latent_few.py: the rows of its product.  Two blocks fill shared memory; one is attended to
+# while the other is loaded.
 FEW_BLOCK_N = 64
 FEW_STAGES = 2
 
@@ -70,23 +71,23 @@ class HopperConfig:
 
     @property
     def load_warps(self) -> tuple[int, int]:
-        """(number of loading warps, registers per thread of theirs)."""
+        """(number of loading warps, registers per thread in these warps)."""
         if self.raw_stages:
             return 4, 56
         return (8, 40) if self.programs_per_processor == 1 else (4, 72)
 
     @property
     def convert_warps(self) -> tuple[int, int]:
-        """(number of warps that convert FP8 rows, registers per thread of theirs)."""
+        """(number of warps that convert FP8 rows, registers per thread in these warps)."""
         if not self.raw_stages:
             return 0, 0
         return (8, 64) if self.warpgroups == 1 else (4, 80)
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers per thread: (at launch, in attending warps after the other warps have released theirs).
+        """Registers per thread: (at launch, in attending warps after the other warps have released registers).
 
-        Launched programs use all registers of the multiprocessor, up to the limit per thread.
+        At launch the programs use all registers of the multiprocessor, up to the limit per thread.
         """
         attend_warps, others = 4 * self.warpgroups, (self.load_warps, self.convert_warps)
         warps = attend_warps + sum(count for count, _ in others)
@@ -99,13 +100,13 @@ class HopperConfig:
 def choose_hopper_config(
     on: Chip, packed_queries: int, num_work_items: int, size: int, page_size: int, fp8: bool = False
 ) -> HopperConfig | None:
-    """The launch configuration, or None if this chip cannot run the kernel or gains nothing.
+    """Return the launch configuration, or None if this chip cannot run the kernel or gains nothing.
 
-    packed_queries: queries times heads of one KV head; num_work_items: with tiles of 128 packed queries; fp8: whether
-    rows are FP8.
-    Two warpgroups share each loaded block.  If two would leave multiprocessors idle, a program gets one warpgroup.  If
-    there are enough such programs, each multiprocessor runs two, and one works while the other finishes.
-    With few queries and small pages the Triton kernel is faster: all of its warps gather rows (docs/log.md).
+    packed_queries: queries times heads of one KV head; num_work_items: number of work items if a tile has 128 packed
+    queries; fp8: whether rows are FP8.
+    Two warpgroups share each loaded block.  If that leaves multiprocessors idle, a program gets one warpgroup.  If
+    there are enough such programs, each multiprocessor runs two: one works while the other finishes.
+    With few queries and small pages the Triton kernel is faster, because all of its warps gather rows (docs/log.md).
     """
     if on.capability != HOPPER or size not in HEAD_SIZES or packed_queries <= WARPGROUP_QUERIES // 4:
         return None
@@ -128,7 +129,7 @@ def choose_hopper_config(
 def needs_counting(page_size: int, window: int) -> bool:
     """Whether contiguous blocks must be counted (kernels/attention/kv_splits.py).
 
-    They need not if a page holds whole blocks (all are contiguous), and cannot be used with a window.
+    If a page holds whole blocks, all blocks are contiguous.  With a window, counts cannot be used.
     """
     return not window and page_size % BLOCK_N > 0
 
@@ -136,16 +137,16 @@ def needs_counting(page_size: int, window: int) -> bool:
 def copies_by_tma(config: HopperConfig) -> bool:
     """Whether this launch copies contiguous blocks by TMA.
 
-    Two attending warpgroups keep the multiprocessor busy, so copies by threads would slow them down.  One warpgroup
-    waits for memory, and TMA does not make memory faster (docs/log.md).
+    Two attending warpgroups keep the multiprocessor busy, and copies by threads would slow them down.  A single
+    warpgroup waits for memory, which TMA does not make faster (docs/log.md).
     """
     return config.warpgroups == 2
 
 
 @dataclass(frozen=True)
 class HopperLatentConfig:
-    """Launch configuration.  stages: blocks of rows that shared memory holds; raw_stages: blocks of FP8 rows, 0 for
-    two-byte rows."""
+    """Launch configuration.  stages: blocks of rows in shared memory; raw_stages: blocks of FP8 rows before conversion,
+    0 for two-byte rows."""
 
     stages: int
     raw_stages: int = 0
@@ -162,13 +163,13 @@ class HopperLatentConfig:
 
 
 def choose_hopper_latent_config(on: Chip, fp8: bool = False) -> HopperLatentConfig | None:
-    """The launch configuration, or None if this chip cannot run the kernel.  fp8: whether rows are FP8."""
+    """Return the launch configuration, or None if this chip cannot run the kernel.  fp8: whether rows are FP8."""
     config = HopperLatentConfig(LATENT_FP8_STAGES, LATENT_FP8_RAW_STAGES) if fp8 else HopperLatentConfig(LATENT_STAGES)
     return config if on.capability == HOPPER and config.shared_bytes <= on.shared_memory else None
 
 
 def fits_hopper_latent(q: Tensor, rows: list[Tensor], v_size: int) -> bool:
-    """Whether the kernel takes queries and rows [.., size]: their types, sizes, addresses and strides."""
+    """Whether the kernel takes these queries and rows [.., size]: dtypes, sizes, addresses and strides."""
     return v_size == V_SIZE and all(
         tensor.shape[-1] == V_SIZE + ROPE_SIZE
         and q.dtype in DTYPES
@@ -180,7 +181,7 @@ def fits_hopper_latent(q: Tensor, rows: list[Tensor], v_size: int) -> bool:
 
 @dataclass(frozen=True)
 class HopperLatentFewConfig:
-    """Launch configuration.  stages: blocks of rows that shared memory holds."""
+    """Launch configuration.  stages: blocks of rows in shared memory."""
 
     stages: int
 
@@ -195,12 +196,12 @@ class HopperLatentFewConfig:
 
 
 def takes_few(queries: int, heads: int) -> bool:
-    """Whether the kernel takes so many queries of a request."""
+    """Whether the kernel takes this number of queries per request."""
     return queries == 1 and heads <= MAX_QUERIES
 
 
 def choose_hopper_latent_few_config(on: Chip, queries: int, heads: int) -> HopperLatentFewConfig | None:
-    """The launch configuration, or None if this chip or this number of queries cannot run the kernel."""
+    """Return the launch configuration, or None if the kernel does not take this chip or this number of queries."""
     config = HopperLatentFewConfig(FEW_STAGES)
     fits = on.capability == HOPPER and config.shared_bytes <= on.shared_memory
     return config if fits and takes_few(queries, heads) else None

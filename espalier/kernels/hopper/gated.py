@@ -1,13 +1,13 @@
 """The gated linear layer of many rows on Hopper: silu(x · gateᵀ) · (x · upᵀ), in one persistent kernel.
 
-The library would write gate and up, and a launch would read them again: 4% of the time of a prompt's products.
+The library would write gate and up, and another launch would read them: 4% of the time of a prompt's products.
 
 Grid: as many programs as multiprocessors.  A program computes tiles of [BLOCK_ROWS, BLOCK_OUT] results, one after
 another.  Its loading warps copy blocks of BLOCK_IN columns of x, gate and up by TMA, up to STAGES blocks ahead, across
-tiles.  Two multiplying warpgroups have half of a tile's rows each, with their rows of gate and of up as one product.
-
-The kernel adds the columns of each result in order, whatever the number of rows, so its bits do not depend on rows.
-Tolerance: as linear.py.
+tiles.  Two multiplying warpgroups compute half of a tile's rows each; gate and up are one product.
+The kernel adds the columns of each result in the same order for any number of rows, so a row's bits do not depend on
+that number.
+Tolerance: as in linear.py.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from espalier.kernels.runtime.jit import gluon_kernel
 from espalier.kernels.runtime.launch import HOPPER, Chip, aligned_for_copies, chip, require, tma_descriptor
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# The fewest rows, and the least share of all waves' places that tiles fill.  Below them the library is faster: it has
-# smaller tiles.
+# The fewest rows, and the smallest share of all waves that tiles must fill.  Below these limits the library is faster,
+# because its tiles are smaller.
 MIN_ROWS, MIN_FILL = 257, 0.9
 BLOCK_ROWS, BLOCK_OUT, BLOCK_IN = 128, 128, 64
-# With the results of a tile they fill the shared memory.
+# Pipeline stages.  With the results of a tile they fill the shared memory.
 STAGES = 4
-# Blocks of rows that are computed with the same weights before the next weights are read: more would not fit the L2.
+# Blocks of rows that are computed with the same weights before the next weights are read.  More do not fit in the L2.
 BLOCKS_TOGETHER = 8
-# Registers of a thread: at launch, and then of the multiplying and of the loading warps.
+# Registers per thread: at launch, then in multiplying and in loading warps.
 LAUNCH_REGISTERS, MULTIPLY_REGISTERS, LOAD_REGISTERS = 168, 232, 40
 
 
 def takes_gated(x: Tensor, weight: Tensor, bias: Tensor | None, gpu: Chip) -> bool:
-    """Whether the kernel takes a layer of x [rows, in] and weight [2·out, in], gate over up."""
+    """Whether the kernel takes x [rows, in] and weight [2·out, in], gate over up."""
     if gpu.capability != HOPPER or x.dtype != torch.bfloat16 or bias is not None or len(x) < MIN_ROWS:
         return False
-    # A row of results is copied like a row of x: in multiples of 16 bytes.
+    # Rows of results are copied like rows of x, in multiples of 16 bytes.
     return weight.shape[0] % 16 == 0 and all(t.stride(1) == 1 and aligned_for_copies(t) for t in (x, weight))
 
 
@@ -56,7 +56,7 @@ def num_tiles(rows: int, num_out: int) -> int:
 
 
 class Sizes(NamedTuple):
-    """Of x [rows, columns] and the result [rows, out]."""
+    """The sizes of x [rows, columns] and of the result [rows, out]."""
 
     rows: Any
     out: Any
@@ -64,7 +64,7 @@ class Sizes(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Constants: sizes of a block, and how many blocks of rows are next to each other."""
+    """Constexpr arguments: the sizes of a block, and how many blocks of rows are neighbours."""
 
     ROWS: Any
     OUT: Any
@@ -75,7 +75,7 @@ class Blocks(NamedTuple):
 class Stages(NamedTuple):
     """Blocks in shared memory: x [stages, ROWS, IN]; weights [stages, 2 * OUT, IN], gate over up.
 
-    full, empty: a barrier for each stage, which gives it to the warps that multiply and to those that load.
+    full, empty: one barrier each per stage.  `full` gives it to the multiplying warps, `empty` to the loading ones.
     """
 
     x: Any
@@ -103,7 +103,7 @@ def _tile(index, sizes, BLOCKS: gl.constexpr):
 
 @gluon_kernel
 def _rounded(values):
-    """float32 values, rounded to bfloat16.  By pairs: one by one takes an eighth of the rate."""
+    """Round float32 values to bfloat16, in pairs: one value at a time runs at an eighth of the rate."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }",
         "=r,=r,r,r", [values], dtype=gl.float32, is_pure=True, pack=2,
@@ -112,7 +112,7 @@ def _rounded(values):
 
 @gluon_kernel
 def _load(stages, x_descriptor, weight_descriptor, sizes, BLOCKS: gl.constexpr):
-    """Copy the blocks of all tiles of a program."""
+    """Copy the blocks of all tiles of a program into the stages."""
     STAGES: gl.constexpr = stages.full.shape[0]
     BYTES: gl.constexpr = (BLOCKS.ROWS + 2 * BLOCKS.OUT) * BLOCKS.IN * 2
     num_done = 0
@@ -146,16 +146,16 @@ def _multiply(WARPGROUP: gl.constexpr, stages, results, out_descriptor, sizes, B
             hopper.mbarrier.wait(stages.full.index(stage), num_done // STAGES % 2)
             x, weights = stages.x.index(stage).slice(WARPGROUP * ROWS, ROWS), stages.weights.index(stage)
             pending = hopper.warpgroup_mma(x, weights.permute((1, 0)), sums, is_async=True)
-            # The product before this one has ended, so its stage is free.
+            # The previous product has ended, so its stage is free.
             sums = hopper.warpgroup_mma_wait(num_outstanding=1, deps=[pending])
             hopper.mbarrier.arrive(stages.empty.index((num_done + STAGES - 1) % STAGES), count=1, pred=column > 0)
             num_done += 1
         sums = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[sums])
         hopper.mbarrier.arrive(stages.empty.index((num_done - 1) % STAGES), count=1)
         gate, up = gl.split(sums.reshape([ROWS, 2, BLOCKS.OUT]).permute((0, 2, 1)))
-        # Rounded before the activation, as the output of a linear layer is.
+        # Gate and up are rounded before the activation, as the output of a linear layer is.
         activation = silu_times(_rounded(gate), _rounded(up)).to(result.dtype)
-        # Waits until the last tile's results have left the shared memory.
+        # Wait until the previous tile's results have left shared memory.
         hopper.tma.store_wait(0)
         result.store(activation)
         hopper.fence_async_shared()
@@ -169,7 +169,7 @@ def _hopper_gated_kernel(
     BLOCK_ROWS: gl.constexpr, BLOCK_OUT: gl.constexpr, BLOCK_IN: gl.constexpr, STAGES: gl.constexpr,
     TOGETHER: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
-    """x [num_rows, num_in], weight [2 · num_out, num_in], out [num_rows, num_out], by their descriptors."""
+    """x [num_rows, num_in], weight [2 · num_out, num_in] and out [num_rows, num_out] are TMA descriptors."""
     BLOCKS: gl.constexpr = Blocks(BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, TOGETHER)
     dtype: gl.constexpr = x_descriptor.dtype
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
@@ -197,10 +197,10 @@ def _hopper_gated_kernel(
 
 
 def hopper_gated(x: Tensor, weight: Tensor) -> Tensor:
-    """silu(x · gateᵀ) · (x · upᵀ): x [rows, in], weight [2·out, in], gate over up -> a new tensor [rows, out].
+    """silu(x · gateᵀ) · (x · upᵀ) as a new tensor [rows, out].  x: [rows, in]; weight: [2·out, in], gate over up.
 
-    bfloat16, on Hopper; rows contiguous and aligned to 16 bytes.  The reference is that of `linear_gated`.
-    Raises EspalierError on other shapes, dtypes and layouts.
+    bfloat16 on Hopper, with contiguous rows that are aligned to 16 bytes.  The reference is that of `linear_gated`.
+    Raises EspalierError for other shapes, dtypes and layouts.
     """
     (rows, num_in), num_out = x.shape, weight.shape[0] // 2
     require("gated linear: x", x, (rows, num_in), torch.bfloat16, x)

@@ -1,7 +1,7 @@
 """Warp-specialized attention over latent rows of 512 + 64 values, for Hopper.
 
 Work items, splits and masks are those of kernels/attention/latent_attention.py.  The loading warps copy each block of
-rows into shared memory once, for K and V.  Two warpgroups attend to them (kernels/hopper/latent.py).
+rows into shared memory once, for K and V.  Two warpgroups attend: each sums one half of the values.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from espalier.kernels.runtime.launch import tma_descriptor
 def copy_queries(
     q_shared, q_rows, request, first_packed, num_queries, HEADS: gl.constexpr, COLUMNS: gl.constexpr,
 ):
-    """Copy a tile's queries into shared memory.  All products with the queries of the tile before must have ended."""
+    """Copy a tile's queries into shared memory.  All products with the previous tile's queries must have ended."""
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     at = first_packed + gl.arange(0, q_shared[0].shape[0], layout=gl.SliceLayout(1, LOAD))
     query = at // HEADS
@@ -62,7 +62,7 @@ def copy_queries(
 
 @gluon_kernel
 def _write_half(results, plan, item, out, factor, at_column, CONSTANTS: gl.constexpr, OUT: gl.constexpr):
-    """Write out * factor to columns at_column .. at_column + HALF of the results, or of a split's partial results."""
+    """Write out * factor to HALF columns from at_column on, of the results or of a split's partial results."""
     HEADS: gl.constexpr = CONSTANTS.GROUP_SIZE
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     out_ptr, _lse_ptr, partial_ptr, _partial_lse_ptr, _row_scale = results
@@ -82,9 +82,9 @@ def _write_half(results, plan, item, out, factor, at_column, CONSTANTS: gl.const
 def score_work_items(
     q_shared, stages, exchange, plan, q_rows, unused, ancestor_bits, results, scale, CONSTANTS: gl.constexpr,
 ):
-    """The first warpgroup: weights of all work items of a program, and the left half of their values.
+    """Run the first warpgroup: it computes the weights of all work items, and sums the left half of the values.
 
-    unused: in the place of positions, which only windows need.
+    unused: takes the place of positions, which only windows need.
     """
     HEADS: gl.constexpr = CONSTANTS.GROUP_SIZE
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
@@ -113,9 +113,9 @@ def score_work_items(
             num_sent += extent.num_blocks
             let_merge_start(base, num_work_items, CONSTANTS.DEPENDENT)
             divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
-            # One division a query, not one a value.  row_scale: of FP8 rows, else 1.
+            # One division per query instead of one per value.  row_scale: the scale of FP8 rows, else 1.
             factor = row_scale / divisor
-            # The second warpgroup gets the factor last, in the place of a decay.
+            # The second warpgroup gets the factor last, in the slot of a decay.
             slot = stage_of(exchange, num_sent)
             wait_until_empty(exchange, num_sent)
             exchange.tiles[1].index(slot).store(factor)
@@ -133,7 +133,7 @@ def score_work_items(
 
 @gluon_kernel
 def value_work_items(stages, exchange, plan, unused, results, CONSTANTS: gl.constexpr):
-    """The second warpgroup: the right half of the values, with the weights that the first warpgroup sends."""
+    """Run the second warpgroup: it sums the right half of the values, with weights from the first warpgroup."""
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     weight_slots, decay_slots = exchange.tiles
@@ -154,7 +154,7 @@ def value_work_items(stages, exchange, plan, unused, results, CONSTANTS: gl.cons
                 wait_until_full(exchange, num_sent, True)
                 decay = decay_slots.index(slot).load(gl.SliceLayout(1, OUT))
                 out = out * gl.expand_dims(decay, 1)
-                # As in attend_work_item; the weights were fenced when they were sent.
+                # As in attend_work_item.  The first warpgroup fenced the weights when it sent them.
                 if (CONSTANTS.CONTIGUOUS != 1 and CONSTANTS.RAW_STAGES == 0) or t >= extent.num_unmasked:
                     hopper.fence_async_shared()
                 values = stages.tiles[1].index(stage)
@@ -173,13 +173,13 @@ def value_work_items(stages, exchange, plan, unused, results, CONSTANTS: gl.cons
 # fmt: on
 
 
-# Warps that copy rows.
+# Loading warps.
 LOAD_WARPS = 4
-# Registers per thread: at launch; of the second attending warpgroup; of the loading warps.  The first attending
-# warpgroup gets the rest, 232.
+# Registers per thread: at launch, in the second attending warpgroup, in the loading warps.  The first attending
+# warpgroup gets the remaining registers: 232 per thread.
 REGISTERS_AT_LAUNCH, VALUE_REGISTERS, LOAD_REGISTERS = 168, 200, 72
-# Of FP8 rows: warps that load and that convert.  The products of a warpgroup need 158 registers at launch, so there are
-# not more warps than for two-byte rows.
+# With FP8 rows: loading warps and converting warps.  The products of a warpgroup need 158 registers at launch, so there
+# are no more warps than with two-byte rows.
 FP8_LOAD_WARPS, CONVERT_WARPS = 2, 2
 
 
@@ -196,10 +196,10 @@ def hopper_latent_kernel(
     RAW_STAGES: gl.constexpr, SLOTS: gl.constexpr, DEPENDENT: gl.constexpr,
     VALUE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr, CONVERT_WARPS: gl.constexpr,
 ):
-    """RAW_STAGES: stages of FP8 rows, which more warps convert to those that are attended; 0 for other rows."""
+    """RAW_STAGES: stages of FP8 rows.  Extra warps convert these rows and write them to `stages`; 0 for other rows."""
     FP8: gl.constexpr = RAW_STAGES > 0
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    # A tile's rows are columns of one row in memory, so all tiles have its stride.
+    # The tiles of a row are columns of one row in memory, so all tiles have the same stride.
     CONSTANTS: gl.constexpr = Constants(
         KV_HEADS=1, GROUP_SIZE=HEADS, PAGE_SIZE=PAGE_SIZE, WINDOW=0, STAGED=STAGED, LONGEST_FIRST=LONGEST_FIRST,
         SAME_STRIDES=True, CONTIGUOUS=CONTIGUOUS, WIDTHS=(HALF, HALF, ROPE), COLUMNS=(0, HALF, 2 * HALF),
@@ -221,7 +221,7 @@ def hopper_latent_kernel(
     exchange = Stages((weights, decays), sent, received)
     num_splits = wait_and_count_splits(start_ptr, batch, queries, DEPENDENT)
     plan = Plan(split_ptr, start_ptr, num_splits, (queries * HEADS + 63) // 64, queries, rows, first)
-    # FP8 rows are loaded into stages of their own.
+    # FP8 rows are loaded into separate stages.
     loaded = stages
     row_scale = gl.to_tensor(1.0)
     if FP8:
@@ -229,10 +229,10 @@ def hopper_latent_kernel(
         row_scale = gl.load(row_scale_ptr)
         scale = scale * row_scale
     committed, staged = Rows(row_ptr, 0, row_stride, 0), Rows(staged_ptr, staged_b, staged_r, 0)
-    # In the place of positions: there is no window.
+    # There is no window, so nothing reads positions.
     unused = Rows(bits_ptr, 0, 0, 0)
     results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, row_scale)
-    # Two-byte rows start without the last of these functions.
+    # With two-byte rows the list ends before the last function.
     gl.warp_specialize(
         [
             (score_work_items, (
@@ -253,9 +253,9 @@ def hopper_latent_kernel(
 
 
 def block_arguments(pages: Tensor, page_size: int, block_n: int) -> dict[str, Any]:
-    """Constants and TMA descriptors of blocks of `block_n` rows.  pages: [R, 1, 576].
+    """The constexpr arguments and TMA descriptors of blocks of `block_n` rows.  pages: [R, 1, 576].
 
-    TMA copies the blocks if a page holds whole blocks.
+    TMA copies the blocks if each page holds whole blocks.
     """
     whole = page_size % block_n == 0
     return {
@@ -269,7 +269,7 @@ def block_arguments(pages: Tensor, page_size: int, block_n: int) -> dict[str, An
 
 
 def hopper_latent_arguments(config: HopperLatentConfig, pages: Tensor, page_size: int) -> dict[str, Any]:
-    """Constants, options and TMA descriptors of a launch.  pages: [R, 1, 576]."""
+    """The constexpr arguments, options and TMA descriptors of a launch.  pages: [R, 1, 576]."""
     return block_arguments(pages, page_size, LATENT_BLOCK_N) | {
         "STAGES": config.stages,
         "RAW_STAGES": config.raw_stages,

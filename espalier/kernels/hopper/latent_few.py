@@ -1,8 +1,8 @@
 """Attention over latent rows of 512 + 64 values for at most 16 packed queries of one node each, for Hopper.
 
-hopper/latent.py pads 16 queries to the 64 rows of a tensor core tile, and so computes four times what is needed.  Here
-the operands are swapped: a tile has 64 rows of the cache, and the queries are its 16 columns.  So one warpgroup keeps
-up with memory.  Work items, splits, loading warps and stages are those of hopper/latent.py.
+hopper/latent.py pads 16 queries to the 64 rows of a tensor core tile, and so computes four times as much as needed.
+Here the operands are swapped: a tile has 64 rows of the cache, and the queries are its 16 columns.  So one warpgroup
+keeps up with memory.  Work items, splits, loading warps and stages are those of hopper/latent.py.
 
     scores [64 rows, 16] = rows · queriesᵀ        out [512, 16] = rowsᵀ · weights [64 rows, 16]
 """
@@ -31,7 +31,7 @@ from espalier.kernels.hopper.work import Constants, Rows, extent_of, make_stages
 from espalier.kernels.runtime.jit import gluon_kernel
 
 LOAD_WARPS = 4
-# Registers per thread: at launch, and of the loading warps.
+# Registers per thread: at launch, and in the loading warps.
 REGISTERS_AT_LAUNCH, LOAD_REGISTERS = 200, 152
 
 
@@ -39,7 +39,7 @@ REGISTERS_AT_LAUNCH, LOAD_REGISTERS = 200, 152
 # fmt: off
 @gluon_kernel
 def _seen(t, plan, extent, bits_ptr, KEYS: gl.constexpr, CONSTANTS: gl.constexpr):
-    """[BLOCK_N]: which rows of the t-th block the only node sees.  bits_ptr: its ancestor bits."""
+    """[BLOCK_N] bool: the rows of the t-th block that the only node sees.  bits_ptr: the node's ancestor bits."""
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     offset = gl.arange(0, BLOCK_N, layout=KEYS)
     if t < extent.num_committed:
@@ -61,7 +61,7 @@ def _attend_work_item(
     q_shared, weight_shared, stages, num_done, plan, extent, bits_ptr, scale,
     CONSTANTS: gl.constexpr, SCORES: gl.constexpr,
 ):
-    """(halves of out, each [OUT_SIZE, 16], max_score, sum_weights) of a work item."""
+    """Attend to one work item.  Returns (halves of out, each [OUT_SIZE, 16], max_score, sum_weights)."""
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     COLUMNS: gl.constexpr = q_shared[0].shape[0]
@@ -69,7 +69,7 @@ def _attend_work_item(
     left = gl.full([HALF, COLUMNS], 0.0, gl.float32, layout=SCORES)
     right = gl.full([HALF, COLUMNS], 0.0, gl.float32, layout=SCORES)
     max_score = gl.full([COLUMNS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, SCORES))
-    # Summed over the rows at the end: until then each thread adds its own.
+    # Each thread adds its own weights.  The sum over rows comes at the end.
     sums = gl.full([BLOCK_N, COLUMNS], 0.0, gl.float32, layout=SCORES)
     for t in range(extent.num_blocks):
         stage = stage_of(stages, num_done)
@@ -163,7 +163,7 @@ def hopper_latent_few_kernel(
     LONGEST_FIRST: gl.constexpr, CONTIGUOUS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     COLUMNS: gl.constexpr, DEPENDENT: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr,
 ):
-    """COLUMNS: of a product, at least HEADS.  row_scale_ptr is None: rows have two bytes a value."""
+    """COLUMNS: columns of a product, at least HEADS.  row_scale_ptr is None: a value of a row has two bytes."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     CONSTANTS: gl.constexpr = Constants(
         KV_HEADS=1, GROUP_SIZE=HEADS, PAGE_SIZE=PAGE_SIZE, WINDOW=0, STAGED=STAGED, LONGEST_FIRST=LONGEST_FIRST,
@@ -184,7 +184,7 @@ def hopper_latent_few_kernel(
     num_splits = wait_and_count_splits(start_ptr, batch, queries, DEPENDENT)
     plan = Plan(split_ptr, start_ptr, num_splits, 1, queries, rows, first)
     committed, staged = Rows(row_ptr, 0, row_stride, 0), Rows(staged_ptr, staged_b, staged_r, 0)
-    # Where positions would be: there is no window.
+    # The ancestor bits stand in the place of positions, which nothing reads: there is no window.
     bits = Rows(bits_ptr, bits_b, bits_q, 0)
     results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr)
     gl.warp_specialize(
@@ -204,7 +204,7 @@ def hopper_latent_few_kernel(
 
 
 def hopper_latent_few_arguments(config: HopperLatentFewConfig, pages: Tensor, page_size: int) -> dict[str, Any]:
-    """Constants, options and TMA descriptors of a launch.  pages: [R, 1, 576]."""
+    """The constexpr arguments, options and TMA descriptors of a launch.  pages: [R, 1, 576]."""
     return block_arguments(pages, page_size, FEW_BLOCK_N) | {
         "STAGES": config.stages,
         "COLUMNS": MAX_QUERIES,

@@ -1,16 +1,16 @@
 """The loading and the converting warps of the Hopper kernels, which fill the stages of shared memory.
 
 Loading warps copy the blocks of each work item.  They run ahead of the attending warps (kernels/hopper/attend.py) by up
-to STAGES blocks, across work items.  The `empty` barrier of a stage gives it to the loading warps, the `full` barrier
-to the attending warps.
+to STAGES blocks, across work items.  A stage's `empty` barrier gives it to the loading warps, and its `full` barrier
+gives it to the attending warps.
 
-TMA copies a block that is contiguous in the pool with one instruction.  All blocks are contiguous if a page holds whole
-blocks, and most are if the pages were free in order.  cp.async gathers the other blocks from pages of any size, 16
-bytes per thread; its copies delay the attending warps.
+TMA copies a block with one instruction if the block is contiguous in the pool.  All blocks are contiguous if a page
+holds whole blocks, and most are if free pages were in order.  cp.async gathers the other blocks from pages of any size,
+16 bytes per thread; its copies delay the attending warps.
 
-Converting warps are for FP8 rows.  Hopper's tensor cores multiply two-byte queries with two-byte rows only, which they
-read from shared memory.  So the loading warps copy FP8 rows to stages of their own ("raw"). The converting warps read
-them there, and write two-byte rows to the stages that are attended.
+Converting warps are for FP8 rows.  Hopper's tensor cores multiply two-byte queries only with two-byte rows, which they
+read from shared memory.  So the loading warps copy FP8 rows to separate stages ("raw").  The converting warps read
+these, and write two-byte rows to the stages of the attending warps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from espalier.kernels.runtime.jit import gluon_kernel
 
 @gluon_kernel
 def _pages(table, at, end, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr):
-    """Pages of the BLOCK_N positions from `at`, a multiple of BLOCK_N.  A scalar if one page holds the whole block."""
+    """The pages of positions at .. at + BLOCK_N - 1; a scalar if one page holds the block.  BLOCK_N divides `at`."""
     if PAGE_SIZE % BLOCK_N == 0:
         page = gl.load(table + at // PAGE_SIZE, mask=at < end, other=0)
     else:
@@ -40,7 +40,7 @@ def _pages(table, at, end, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROWS:
 
 @gluon_kernel
 def _row_of(page, at, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr):
-    """(row, row_offset [BLOCK_N]): the positions from `at` are in the pool rows row + row_offset."""
+    """(row, row_offset [BLOCK_N]): the positions from `at` on are in pool rows row + row_offset."""
     offset = gl.arange(0, BLOCK_N, layout=ROWS)
     row = gl.to_tensor(0)
     if PAGE_SIZE % BLOCK_N == 0:
@@ -55,7 +55,7 @@ def _row_of(page, at, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.c
 
 @gluon_kernel
 def _copy(tile, pointer, offsets, exists, MASKED: gl.constexpr, LOAD: gl.constexpr):
-    """Start a copy of the rows at offsets [BLOCK_N] into a tile; if MASKED, zeros for rows that do not exist."""
+    """Start a copy of the rows at offsets [BLOCK_N] into a tile.  If MASKED, rows that do not exist become zeros."""
     column = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LOAD))
     at = gl.expand_dims(offsets, 1) + gl.expand_dims(column, 0)
     if MASKED:
@@ -68,7 +68,7 @@ def _copy(tile, pointer, offsets, exists, MASKED: gl.constexpr, LOAD: gl.constex
 def _element_offset(row_offset, stride, SMALL: gl.constexpr):
     """row_offset times the stride of a row.
 
-    SMALL: the product fits in 32 bits.  Otherwise it is 32 x 32 to 64 bits: one instruction; 64 x 64 would take three.
+    SMALL: the product fits in 32 bits.  Otherwise 32 x 32 to 64 bits is one instruction; 64 x 64 would take three.
     """
     if SMALL:
         product = row_offset * stride
@@ -84,7 +84,7 @@ def _copy_rows(
     stages, stage, sources, row, row_offset, exists,
     MASKED: gl.constexpr, SMALL: gl.constexpr, SAME_STRIDES: gl.constexpr, LOAD: gl.constexpr, COLUMNS: gl.constexpr,
 ):
-    """Start the copies of rows row + row_offset.  sources: the rows of each tile; SMALL: row_offset is small."""
+    """Start the copies of rows row + row_offset.  sources: the rows of each tile; SMALL: see _element_offset."""
     for i in gl.static_range(len(sources)):
         offsets = _element_offset(row_offset, sources[0 if SAME_STRIDES else i].row_stride, SMALL)
         pointer = sources[i].pointer + row * sources[i].row_stride + COLUMNS[i]
@@ -97,7 +97,7 @@ def _load_block(
 ):
     """Start the copies of the t-th block: committed rows from position `at` on `page`, or staged rows.
 
-    Rows at or past the extent's end, below `first` or past the staged rows are never read: they may be NaN.
+    Rows at or past the extent's end, below `first` or past the staged rows are never read, because they may be NaN.
     """
     ROWS: gl.constexpr = gl.SliceLayout(1, LOAD)
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
@@ -128,7 +128,7 @@ def _load_contiguous(stages, num_done, count, at, end, descriptors, head, table,
     """Copy `count` contiguous blocks from position `at` by TMA.  Returns num_done + count."""
     BYTES: gl.constexpr = stages.tiles[0].dtype.primitive_bitwidth // 8
     PAGE_SIZE: gl.constexpr = CONSTANTS.PAGE_SIZE
-    # The next block's page is loaded before the wait for a stage; after the last block, its own page again.
+    # The next block's page is loaded before the wait for a stage.  After the last block, its own page is loaded again.
     page = gl.load(table + at // PAGE_SIZE, mask=count > 0, other=0)
     for _ in range(count):
         row = page.to(gl.int32) * PAGE_SIZE + at % PAGE_SIZE
@@ -137,9 +137,9 @@ def _load_contiguous(stages, num_done, count, at, end, descriptors, head, table,
         wait_until_empty(stages, num_done)
         stage = stage_of(stages, num_done)
         full = stages.full.index(stage)
-        # `full` counts an arrival of every loading thread, as with cp.async.  Here one thread makes them all: one with
-        # the expected bytes, the others by count.  So no warp may lag behind: the compiler puts a barrier into this
-        # loop (tests/kernels/test_compiled.py).
+        # `full` counts one arrival of every loading thread, as with cp.async.  Here one thread makes them all: one with
+        # the expected bytes, the others by count.  Therefore no warp may lag behind: a barrier from the compiler in
+        # this loop ensures it (tests/kernels/test_compiled.py).
         hopper.mbarrier.expect(full, CONSTANTS.BLOCK_N * CONSTANTS.ROW_SIZE * BYTES)
         hopper.mbarrier.arrive(full, count=32 * CONSTANTS.LOAD_WARPS - 1)
         for i in gl.static_range(len(descriptors)):
@@ -151,7 +151,7 @@ def _load_contiguous(stages, num_done, count, at, end, descriptors, head, table,
 
 @gluon_kernel
 def _rows_of(sources, request, head):
-    """The rows of a request and KV head: sources with a pointer to the first one."""
+    """The sources with pointers to the first row of a request and KV head."""
     return [
         Rows(rows.pointer + request * rows.request_stride + head * rows.head_stride, 0, rows.row_stride, 0)
         for rows in sources
@@ -165,7 +165,7 @@ def load_work_items(
 ):
     """Load the blocks of all work items of a program.
 
-    committed, staged: the rows of each tile; descriptors: for TMA, of the committed rows of each tile.
+    committed, staged: the rows of each tile; descriptors: TMA descriptors of the committed rows of each tile.
     """
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     # A thread copies 16 bytes.
@@ -194,7 +194,7 @@ def load_work_items(
                     stages, num_done, num_contiguous, extent.begin + extent.num_lower * BLOCK_N, extent.end,
                     descriptors, item.head, table, CONSTANTS,
                 )
-            # Pages are loaded two blocks ahead: a copy cannot start without its page.
+            # Pages are loaded two blocks ahead, because a copy cannot start without its page.
             at = extent.begin + block_index(num_contiguous, extent.num_lower, extent.num_unmasked) * BLOCK_N
             next_at = extent.begin + block_index(num_contiguous + 1, extent.num_lower, extent.num_unmasked) * BLOCK_N
             page = _pages(table, at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
@@ -217,8 +217,8 @@ def load_work_items(
 @gluon_kernel
 def convert_work_items(raw, stages, plan, positions, CONSTANTS: gl.constexpr):
     """Convert the blocks of all work items of a program, from the stages `raw`."""
-    # A warp converts 8 values a thread: of the narrowest tile, whole rows.  With 16 values the threads of a row would
-    # write every second 16 bytes, and so use half of the memory's banks.
+    # A thread converts 8 values, and a warp converts whole rows of the narrowest tile.  With 16 values per thread, the
+    # threads of a row would write every second 16 bytes, and so use half of the memory's banks.
     THREADS: gl.constexpr = CONSTANTS.WIDTHS[len(CONSTANTS.WIDTHS) - 1] // 8
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS, THREADS], [CONSTANTS.CONVERT_WARPS, 1], [1, 0])
     num_work_items = plan.num_splits * plan.num_tiles * CONSTANTS.KV_HEADS
@@ -237,10 +237,10 @@ def convert_work_items(raw, stages, plan, positions, CONSTANTS: gl.constexpr):
                 for i in gl.static_range(len(stages.tiles)):
                     values = raw.tiles[i].index(raw_stage).load(LAYOUT)
                     if stages.tiles[i].dtype == gl.bfloat16:
-                        # As in kernels/runtime/jit.py:from_fp8.
+                        # To bfloat16 by way of float32, as in kernels/runtime/jit.py:from_fp8.
                         values = values.to(gl.float32)
                     stages.tiles[i].index(stage).store(values.to(stages.tiles[i].dtype))
-                # Makes the rows visible to the tensor cores.
+                # The fence makes the rows visible to the tensor cores.
                 hopper.fence_async_shared()
                 hopper.mbarrier.arrive(raw.empty.index(raw_stage), count=1)
                 hopper.mbarrier.arrive(stages.full.index(stage), count=1)

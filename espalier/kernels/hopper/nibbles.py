@@ -1,9 +1,9 @@
 """The inner loop of products of few rows with matrices in 4 bits, on Hopper.
 
-It computes what nibble_dot (quantised_nibbles.py) computes, to the bit, with other instructions.  There a program
-decodes a step, then multiplies it, then waits for the product: the tensor cores take operands of a whole warpgroup.
-Here each warp multiplies for itself, with the older instruction for 16 × 8 × 16 numbers.  It waits for nothing, so the
-compiler decodes the next weights while it multiplies, and up to 8 rows of inputs take half of the work of 16.
+The loop computes the bits of nibble_dot (quantised_nibbles.py) with other instructions.  In nibble_dot the tensor cores
+take the operands of a whole warpgroup, so a program decodes a step, then multiplies, then waits for the product.  Here
+each warp multiplies on its own, with the older instruction for 16 × 8 × 16 numbers.  A warp does not wait, so the
+compiler decodes the next weights during a product.  Up to 8 rows of inputs take half of the work of 16 rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from espalier.kernels.runtime.pdl import pdl_wait
 
 
 class Nibbles(NamedTuple):
-    """Pointers to a matrix: words of 8 nibbles; scales (words of 4 exponents for MXFP4); zero points or None."""
+    """Pointers to a matrix: words of 8 nibbles; scales (for MXFP4 words of 4 exponents); zero points or None."""
 
     words: Any
     scales: Any
@@ -26,7 +26,7 @@ class Nibbles(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory of a program, [STAGES, ...]: words of nibbles, words of exponents, inputs."""
+    """Shared memory of a program, [STAGES, ...] each: words of nibbles, words of exponents, inputs."""
 
     words: Any
     exponents: Any
@@ -37,25 +37,25 @@ class Shared(NamedTuple):
 # fmt: off
 @gluon_kernel
 def rows_of_block(block, num_out, GATED: gl.constexpr, LAYOUT: gl.constexpr):
-    """The rows of the weight that a program multiplies with, as weight_rows (linear.py): [64]."""
+    """[64]: the weight rows that a program multiplies with.  See linear.py:weight_rows."""
     row = gl.arange(0, 64, layout=LAYOUT)
     if GATED:
         found = gl.minimum(block * 32 + row // 16 * 8 + row % 8, num_out - 1) + row % 16 // 8 * num_out
     else:
-        # Rows past the end read the last row instead; their results are not stored.
+        # Rows past the end become the last row; their results are not stored.
         found = gl.minimum(block * 64 + row, num_out - 1)
     return found
 
 
 @gluon_kernel
 def scales_of_row(num_in, MXFP4: gl.constexpr):
-    """Words of exponents, or groups, of a row of the matrix."""
+    """The number of scales per weight row: words of exponents for MXFP4, else groups."""
     return gl.cdiv(num_in, 256) * 2 if MXFP4 else gl.cdiv(num_in, 128)
 
 
 @gluon_kernel
 def _halves(words):
-    """The left and the right half of [64, W]."""
+    """Split words [64, W] into their left and right half of columns."""
     W: gl.constexpr = words.shape[1]
     return gl.split(words.reshape(64, 2, W // 2).permute(0, 2, 1))
 
@@ -67,9 +67,9 @@ def _low(words):
 
 @gluon_kernel
 def _pair(bits, factor, offset, FACTOR: gl.constexpr):
-    """number · factor + offset for the numbers in the halves of uint32: bfloat16 [..., 2].
+    """Return number · factor + offset for the two numbers in each uint32, as bfloat16 [..., 2].
 
-    FACTOR: which halves of `factor` are the factors: "both"; "low" or "high", one of them for both numbers.
+    FACTOR: "both": each number has the factor in its own half of `factor`; "low" or "high": both numbers have that one.
     """
     PAIR: gl.constexpr = "low, high" if FACTOR == "both" else FACTOR + ", " + FACTOR
     both = gl.inline_asm_elementwise(
@@ -82,14 +82,17 @@ def _pair(bits, factor, offset, FACTOR: gl.constexpr):
 
 @gluon_kernel
 def _in_columns(first, second, third, fourth, A: gl.constexpr):
-    """As _in_columns of quantised_nibbles.py.  No value moves between threads."""
+    """Put the pairs of each word in the order of the columns, see quantised_nibbles.py:_in_columns.
+
+    No value moves between threads.
+    """
     pairs = gl.join(gl.join(first, third), gl.join(second, fourth)).reshape(64, 2, 4, 2, 2, 2)
     return gl.convert_layout(pairs.permute(0, 1, 4, 5, 2, 3).reshape(64, 64), A, assert_trivial=True)
 
 
 @gluon_kernel
 def _int4(w, offset, A: gl.constexpr):
-    """As _int4 of quantised_nibbles.py: 64 columns."""
+    """Decode 64 columns of int4, see quantised_nibbles.py:_int4."""
     of_low, of_high, shifted = w & 0 | 0x7F007F00, w & 0 | 0x7D007D00, w >> 8
     first = _pair(w & 0x000F000F, of_low, offset, "both")
     second = _pair(w & 0x00F000F0, of_high, offset, "both")
@@ -100,7 +103,7 @@ def _int4(w, offset, A: gl.constexpr):
 
 @gluon_kernel
 def _e2m1(w, factor, HALF: gl.constexpr, A: gl.constexpr):
-    """As _e2m1 of quantised_nibbles.py: 64 columns.  HALF: of the factors, which counts."""
+    """Decode 64 columns of E2M1, see quantised_nibbles.py:_e2m1.  HALF: the half of `factor` that holds the factor."""
     zero = w & 0 | 0x80008000
     third, fourth = (w << 10) | (w >> 22), (w << 14) | (w >> 18)
     first = _pair(w & 0x81C081C0, factor, zero, HALF)
@@ -112,7 +115,7 @@ def _e2m1(w, factor, HALF: gl.constexpr, A: gl.constexpr):
 
 @gluon_kernel
 def _factors(exponents, PIECE: gl.constexpr):
-    """Words of 4 exponents [64] -> factors [64, 8] as _factor of quantised_nibbles.py, for words of 64 columns.
+    """Turn words of 4 exponents [64] into factors [64, 8] for words of 64 columns, see quantised_nibbles.py:_factor.
 
     The low halves are for the first two exponents, the high halves for the last two.
     """
@@ -120,7 +123,7 @@ def _factors(exponents, PIECE: gl.constexpr):
         [[8, 0, 0], [0, 1, 0]], [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
         [[16, 0, 0], [32, 0, 0]], [], [64, 2, 4],
     )
-    # Bytes 0 and 2, and bytes 1 and 3, each in a half.
+    # Bytes 0 and 2 share one uint32, and bytes 1 and 3 another, each byte in a half.
     odd = gl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x4341;", "=r,r", [exponents], gl.uint32, is_pure=True, pack=1)
     both = gl.convert_layout(gl.join(exponents & 0x00FF00FF, odd), gl.SliceLayout(2, WORD), assert_trivial=True)
     # 0x1F00 is 62 · 0x80.
@@ -130,16 +133,16 @@ def _factors(exponents, PIECE: gl.constexpr):
 
 @gluon_kernel
 def _places(block, num_out, row_size, COLUMNS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr):
-    """[64, COLUMNS], of the first columns of a block's rows in a matrix with rows of row_size."""
+    """[64, COLUMNS]: offsets of a block's rows, in a matrix whose rows have row_size values.  Columns from 0 on."""
     rows = rows_of_block(block, num_out, GATED, gl.SliceLayout(1, LAYOUT)) * row_size
     return gl.expand_dims(rows, 1) + gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT)), 0)
 
 
 @gluon_kernel
 def _copy_codes(shared, stage, matrix, places, k, row_words, MXFP4: gl.constexpr, EVEN_IN: gl.constexpr):
-    """Start the copies of the words, and of the exponents, of columns k .. k + 256.
+    """Start the copies of the words and exponents of columns k .. k + 255.
 
-    places: (of the words, of the exponents), for columns 0 .. 256.
+    places: (offsets of words, offsets of exponents) for columns 0 .. 255.
     """
     words, exponents = places
     if EVEN_IN:
@@ -165,21 +168,21 @@ def _copy_inputs(shared, stage, x_ptr, places, inside, k, num_in, EVEN_IN: gl.co
 
 @gluon_kernel
 def _of_two_groups(pointers, k, num_groups):
-    """What lies at `pointers` for the two groups of int4 from column k on; of the last group if k is past it."""
+    """Load the values at `pointers` for the two int4 groups from column k on; past the end, those of the last group."""
     first = gl.load(pointers + gl.minimum(k // 128, num_groups - 1))
     return first, gl.load(pointers + gl.minimum(k // 128 + 1, num_groups - 1))
 
 
 @gluon_kernel
 def _offset(zeros):
-    """What _int4 adds, in both halves of a uint32: minus the zero points, times 2^-6."""
+    """The offset that _int4 adds: minus the zero points, times 2^-6, in both halves of a uint32."""
     offset = (zeros.to(gl.float32) * -0.015625).to(gl.bfloat16)
     return offset.to(gl.uint16, bitcast=True).to(gl.uint32) * 0x10001
 
 
 @gluon_kernel
 def _pieces(shared, stage):
-    """The words of a step, as a thread decodes them: those of its own rows and columns of A; 4 times [64, 8]."""
+    """Load a step's words as 4 times [64, 8], laid out so that a thread decodes its own rows and columns of A."""
     WORDS: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0], [0, 4], [0, 8], [0, 16]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 32],
     )
@@ -195,7 +198,7 @@ def _multiply(a, x, piece: gl.constexpr, part):
 
 @gluon_kernel
 def _step_of_mxfp4(acc, shared, stage):
-    """acc + a step."""
+    """Add the products of one step to acc."""
     ACC: gl.constexpr = acc.type.layout
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     EXPONENTS: gl.constexpr = gl.DistributedLinearLayout(
@@ -209,13 +212,13 @@ def _step_of_mxfp4(acc, shared, stage):
     for p in gl.static_range(4):
         factors = _factors(exponents[p // 2].reshape(64), PIECE)
         part = _multiply(_e2m1(pieces[p], factors, "low" if p % 2 == 0 else "high", A), x, p, part)
-    # 2^64: what the factors lack.
+    # 2^64 is missing in the factors.
     return acc + part * 18446744073709551616.0
 
 
 @gluon_kernel
 def _step_of_int4(acc, shared, stage, scales, zeros, k, num_groups):
-    """acc + a step.  scales: of its two groups; zeros: pointers to the zero points of the rows, or None."""
+    """Add the products of one step to acc.  scales: of its two groups; zeros: pointers to zero points, or None."""
     ACC: gl.constexpr = acc.type.layout
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     pieces = _pieces(shared, stage)
@@ -224,14 +227,14 @@ def _step_of_int4(acc, shared, stage, scales, zeros, k, num_groups):
     if zeros is not None:
         points = _of_two_groups(zeros, k, num_groups)
     for group in gl.static_range(2):
-        # -8 · 2^-6 twice.
+        # -8 · 2^-6 in both halves.
         offset = pieces[0] & 0 | 0xBE00BE00
         if zeros is not None:
             offset = pieces[0] & 0 | gl.expand_dims(gl.convert_layout(_offset(points[group]), ROW), 1)
         part = gl.zeros([64, acc.shape[1]], gl.float32, layout=ACC)
         for p in gl.static_range(2 * group, 2 * group + 2):
             part = _multiply(_int4(pieces[p], offset, A), x, p, part)
-        # The numbers are 2^-6 of theirs.
+        # The decoded numbers are 2^-6 times the true ones.
         acc += part * gl.expand_dims(scales[group].to(gl.float32) * 64.0, 1)
     return acc
 
@@ -242,12 +245,12 @@ def nibble_product(
     MXFP4: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, EVEN_IN: gl.constexpr, DEPENDENT: gl.constexpr,
     ACC: gl.constexpr,
 ):
-    """As nibble_dot (quantised_nibbles.py), of the rows of a block: [64, ROWS] float32 in the layout ACC.
+    """[64, ROWS] float32 in layout ACC: the product of a block's rows with x, see quantised_nibbles.py:nibble_dot.
 
-    block, num_out: as for rows_of_block.  x_places: [ROWS, 256], of the first columns of the inputs in x; inside:
-    [ROWS, 1], which exist.  k_begin: a multiple of 256.  int4 has groups of 128 columns.
+    block, num_out: as for rows_of_block.  x_places: [ROWS, 256], offsets of the inputs' first columns in x; inside:
+    [ROWS, 1], whether the row exists.  k_begin: a multiple of 256.  int4 has groups of 128 columns.
 
-    The codes of the first steps are asked for before the wait for the kernel before.
+    The copies of the first steps' codes start before the wait for the previous kernel.
     """
     ROWS: gl.constexpr = x_places.shape[0]
     # A thread copies 16 bytes of codes at a time, and 4 of exponents.
@@ -278,7 +281,7 @@ def nibble_product(
     if matrix.zeros is not None:
         zeros = matrix.zeros + own_groups
     if not MXFP4:
-        # Scales are loaded a step ahead, so that no step waits for its own.
+        # Scales are loaded one step ahead, so that no step waits for its scales.
         scales = _of_two_groups(matrix.scales + own_groups, k_begin, row_scales)
     stage, empty = 0, STAGES - 1
     for k in range(k_begin, k_end, 256):

@@ -1,4 +1,4 @@
-"""Launches Hopper's kernels of quantised products: of linear layers, and of the two products with experts."""
+"""Launches Hopper's kernels for quantised products: linear layers, and the two products with experts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 def launch_linear(
     x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, out: Tensor, grid: tuple[int, int], gated: bool, gpu: Chip
 ) -> None:
-    """Write x · weightᵀ + bias to out, as _linear_quantised_kernel.  grid: (blocks of weight rows, splits)."""
+    """Write x · weightᵀ + bias to out, see _linear_quantised_kernel.  grid: (blocks of weight rows, splits)."""
     hopper_linear_kernel[grid](
         *(x, *pointers_of(weight), bias, out, len(x), out.shape[-1], x.shape[1], x.stride(0)),
         GATED=gated,
@@ -32,13 +32,13 @@ def launch_linear(
 
 
 def pointers_of(weight: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Words of codes, scales (words of exponents for MXFP4) and zero points."""
+    """(words of codes, scales (for MXFP4 words of exponents), zero points or None)."""
     scales = weight.scales.view(torch.int32) if weight.code == "mxfp4" else weight.scales
     return weight.codes.view(torch.int32), scales, weight.zeros
 
 
 def options_of(weight: QuantisedMatrix, rows: int, grid: tuple[int, int], gpu: Chip) -> dict[str, Any]:
-    """Constants and launch options.  rows: of a tile."""
+    """The constexpr arguments and launch options.  rows: rows of inputs per tile."""
     tile = FEW_ROWS if rows <= FEW_ROWS else MAX_ROWS
     return {
         "MXFP4": weight.code == "mxfp4",
@@ -54,7 +54,7 @@ def options_of(weight: QuantisedMatrix, rows: int, grid: tuple[int, int], gpu: C
 # fmt: off
 @gluon_kernel
 def gate_and_up_of(tile):
-    """As gate_and_up (linear.py)."""
+    """Split a tile of interleaved rows into gate and up, see linear.py:gate_and_up."""
     ROWS: gl.constexpr = tile.shape[1]
     return gl.split(tile.reshape(4, 2, 8, ROWS).permute(0, 2, 3, 1).reshape(32, ROWS, 2))
 
@@ -65,7 +65,7 @@ def hopper_linear_kernel(
     MXFP4: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, EVEN_IN: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """Grid: (blocks of weight rows, splits).  Arguments as _linear_quantised_kernel."""
+    """A quantised linear layer.  Grid: (blocks of weight rows, splits).  Arguments: see _linear_quantised_kernel."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     X: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     split, num_splits = gl.program_id(1), gl.num_programs(1)
@@ -116,7 +116,7 @@ def launch_gated(
     grid: tuple[int, int],
     gpu: Chip,
 ) -> None:
-    """Write the activations of all pairs to out, as _gated_kernel (experts.py).  grid: (blocks of rows, tiles)."""
+    """Write the activations of all pairs to out, see experts.py:_gated_kernel.  grid: (blocks of rows, tiles)."""
     num_experts, _, hidden = gate_up.shape
     _gated_kernel[grid](
         *(x, *pointers_of(gate_up), bias, *tiles.pointers, out, out.shape[1], hidden, x.stride(0), top_k, num_experts),
@@ -137,7 +137,7 @@ def launch_down(
     grid: tuple[int, int],
     gpu: Chip,
 ) -> None:
-    """Write the weighted results of all pairs to parts, as _down_kernel (experts.py).  grid: as for launch_gated."""
+    """Write the weighted results of all pairs to parts, see experts.py:_down_kernel.  grid: as for launch_gated."""
     (num_rows, top_k), (num_experts, hidden, inner) = weights.shape, down.shape
     _down_kernel[grid](
         *(x, *pointers_of(down), bias, weights, *tiles.pointers, parts, hidden, inner, num_rows, top_k, num_experts),
@@ -154,7 +154,7 @@ def _pairs_of_tile(
     order_ptr, ends_ptr, begins_ptr, tile, expert,
     SORTED: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr,
 ):
-    """As pairs_of_tile (experts_tiles.py)."""
+    """The pairs of a tile, see experts_tiles.py:pairs_of_tile."""
     place = gl.arange(0, ROWS, layout=LAYOUT)
     if SORTED:
         place += gl.load(begins_ptr + tile)
@@ -176,10 +176,10 @@ def _gated_kernel(
     SORTED: gl.constexpr, LIVE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, EVEN_IN: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """As _gated_kernel (experts.py), without shared experts."""
+    """The activations of all pairs, see experts.py:_gated_kernel.  There are no shared experts."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     X: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    # Triggers only when the routing is complete: _down_kernel reads the experts before it waits.
+    # The trigger comes after the routing is complete, because _down_kernel reads the experts before it waits.
     pdl_wait(DEPENDENT)
     pdl_trigger(DEPENDENT)
     tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, 0, SORTED, LIVE)
@@ -204,7 +204,7 @@ def _gated_kernel(
     )
     if bias_ptr is not None:
         acc += gl.expand_dims(bias.to(gl.float32), 1)
-    # Rounded before the activation, as the output of a linear layer is.
+    # Gate and up are rounded before the activation, as the output of a linear layer is.
     gate, up = gate_and_up_of(acc.to(out_ptr.dtype.element_ty))
     OUT: gl.constexpr = gate.type.layout
     out = apply_activation(gate.to(gl.float32), up.to(gl.float32), KIND, ALPHA, UP_OFFSET, LIMIT)
@@ -224,13 +224,13 @@ def _down_kernel(
     MXFP4: gl.constexpr, SORTED: gl.constexpr, LIVE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     EVEN_IN: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
-    """As _down_kernel (experts.py), without shared experts."""
+    """The weighted results of all pairs, see experts.py:_down_kernel.  There are no shared experts."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     X: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     pdl_trigger(DEPENDENT)
     tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, 0, SORTED, LIVE)
     if expert < 0:
-        # The kernel after this one relies on it that every kernel has waited.
+        # The kernel after this one relies on every kernel's wait.
         pdl_wait(DEPENDENT)
         return
     block = gl.program_id(0)
@@ -241,7 +241,7 @@ def _down_kernel(
     own = gl.minimum(expert, num_experts - 1)
     if bias_ptr is not None:
         bias = gl.load(bias_ptr + own * num_out + rows_of_block(block, num_out, False, gl.SliceLayout(1, ACC)))
-    # No steps for rows without expert: _gated_kernel writes nothing to their x.
+    # Rows without an expert take no steps, because _gated_kernel writes nothing to their x.
     first, row_words, row_scales = own * num_out, num_in // 32 * 4, scales_of_row(num_in, MXFP4)
     if zeros_ptr is not None:
         zeros_ptr += first * row_scales
@@ -256,7 +256,7 @@ def _down_kernel(
         order_ptr, ends_ptr, tile_begins_ptr, tile, expert, SORTED, ROWS, gl.SliceLayout(0, ACC),
     )
     weight = gl.load(weights_ptr + pair, mask=inside, other=1.0)
-    # gl.where and not a product by 0: the weight of a row without expert may be NaN.
+    # gl.where instead of a product with 0: the weight of a row without an expert may be NaN.
     acc = gl.where(expert == num_experts, 0.0, acc * gl.expand_dims(weight, 0))
     column = gl.expand_dims(block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC)), 1)
     places = gl.expand_dims((pair % top_k * num_rows + pair // top_k).to(gl.int64) * num_out, 0) + column

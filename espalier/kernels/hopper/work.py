@@ -1,11 +1,12 @@
-"""What the warps of the Hopper kernels share: their arguments in groups, stages of shared memory, and work items.
+"""The common code of the warps of the Hopper kernels: their arguments in groups, stages of shared memory, work items.
 
-Every group of warps goes through all work items of a program in the same order.  So each counts blocks alike, and a
-block's number says which stage it takes and which phase of the stage's barriers.
+Every group of warps goes through all work items of a program in the same order.  So all groups count blocks in the same
+way, and a block's number gives its stage and the phase of the stage's barriers.
 
-No group waits forever.  For each block of a work item, 0 .. num_blocks, its writers wait once at `empty` and complete
-`full` once, and each group that reads it waits once at `full` and arrives once at `empty`.  A group that waits for a
-block holds at most the two before it, so three stages suffice; with two, it gives a block back before it waits.
+No group waits forever.  For each block 0 .. num_blocks - 1 of a work item, its writers wait once at `empty` and
+complete `full` once.  Each group that reads the block waits once at `full` and arrives once at `empty`.  A group that
+waits for a block holds at most the two blocks before it, so three stages suffice.  With two stages, it gives a block
+back before it waits.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from espalier.kernels.runtime.jit import gluon_kernel
 
 
 class Constants(NamedTuple):
-    """Constants of a compiled kernel.  In a kernel, a variable for them is declared `gl.constexpr`.
+    """Compile-time constants of a kernel.  A variable that holds them is declared `gl.constexpr`.
 
-    WIDTHS: for each tile of a block, how many values of a row it has; COLUMNS: where these begin in the row of a head;
-    ROW_SIZE: the sum of the widths; OUT_SIZE: values of the result that an attending warpgroup sums.
+    WIDTHS: per tile of a block, the number of values of a row; COLUMNS: per tile, the index of its first value in the
+    row of a head; ROW_SIZE: the sum of the widths; OUT_SIZE: values of the result that an attending warpgroup sums.
     SAME_STRIDES: committed rows of all tiles have the same stride; CONTIGUOUS: see kernels/attention/work_items.py.
-    RAW_STAGES: stages of FP8 rows, which more warps convert to those that are attended; 0 for other rows.
+    RAW_STAGES: stages of FP8 rows, which extra warps convert into the attended stages; 0 for other rows.
     DEPENDENT: see kernels/runtime/pdl.py.
     """
 
@@ -50,7 +51,7 @@ class Constants(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of each request and head in global memory.  Committed rows have no request: their stride is 0."""
+    """The rows of each request and head in global memory.  For committed rows the stride per request is 0."""
 
     pointer: Any
     request_stride: Any
@@ -61,8 +62,8 @@ class Rows(NamedTuple):
 class Stages(NamedTuple):
     """Blocks of rows in shared memory.
 
-    tiles: for each tile of a block, a buffer of all stages; full, empty: a barrier for each stage, which gives it to
-    the warps that read it and to those that write it.
+    tiles: per tile of a block, one buffer for all stages; full, empty: one barrier each per stage.  `full` gives the
+    stage to the warps that read it, `empty` to the warps that write it.
     """
 
     tiles: Any
@@ -73,7 +74,7 @@ class Stages(NamedTuple):
 class Extent(NamedTuple):
     """The blocks of a work item.
 
-    The first num_committed blocks are committed rows begin .. end (work_items.committed_blocks); the others are the
+    The first num_committed blocks are committed rows begin .. end (work_items.py:committed_blocks).  The others are the
     staged rows low .. high, which belong to the request's last split.  num_blocks is at least one.
     """
 
@@ -118,27 +119,27 @@ def make_barriers(STAGES: gl.constexpr, FULL: gl.constexpr, EMPTY: gl.constexpr)
 
 @gluon_kernel
 def stage_of(stages, block):
-    """The stage of the program's block-th block."""
+    """The stage of the program's block number `block`."""
     return block % stages.full.shape[0]
 
 
 @gluon_kernel
 def wait_until_full(stages, block, pred):
-    """If `pred`: wait until the program's block-th block is in its stage."""
+    """If `pred`: wait until the program's block number `block` is in its stage."""
     STAGES: gl.constexpr = stages.full.shape[0]
     hopper.mbarrier.wait(stages.full.index(block % STAGES), block // STAGES % 2, pred=pred)
 
 
 @gluon_kernel
 def wait_until_empty(stages, block):
-    """Wait until the stage of the program's block-th block may be written."""
+    """Wait until the stage of the program's block number `block` may be written."""
     STAGES: gl.constexpr = stages.full.shape[0]
     hopper.mbarrier.wait(stages.empty.index(block % STAGES), block // STAGES % 2 ^ 1)
 
 
 @gluon_kernel
 def extent_of(plan, item, positions, ROWS: gl.constexpr, CONSTANTS: gl.constexpr):
-    """The blocks of a work item.  positions: of the queries, read only with a window; ROWS: a layout."""
+    """The blocks of a work item.  positions: of queries, read only with a window; ROWS: their layout."""
     begin = item.begin
     if CONSTANTS.WINDOW > 0:
         position = _min_position(plan, item, positions, ROWS, CONSTANTS.GROUP_SIZE, CONSTANTS.BLOCK_M)

@@ -1,7 +1,8 @@
-"""Matrices in the block formats of GGUF files (llama.cpp), kept byte for byte as the file has them.
+"""Matrices in the block formats of GGUF files (llama.cpp), stored byte for byte as in the file.
 
-A block holds 32 or 256 neighbouring values of a row: integers of 4 to 8 bits, a float16 scale or two, and in a block of
-256 a small scale for each group.  A value is scale · integer - minimum.  linear_blocks.py has the product.
+A block holds 32 or 256 neighbouring values of a row: integers of 4 to 8 bits and one or two float16 scales.  A block of
+256 values also has a small scale for each group.  A value is scale · integer - minimum.  linear_blocks.py has the
+product.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,10 +12,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-# Of the values of a block [blocks, bytes]: integers [blocks, groups, group], scales and minima [blocks, groups, 1],
-# float32.  Minima are None where a format has none.
+# The decoded parts of blocks: integers [blocks, groups, group]; scales and minima [blocks, groups, 1], float32.  Minima
+# are None for a format without minima.
 Parts = tuple[Tensor, Tensor, Tensor | None]
-# Bytes of the scales of a block of Q4_K and Q5_K, which begin behind two float16 numbers.
+# Bytes of the scales in a block of Q4_K or Q5_K.  They begin after two float16 numbers.
 K_SCALES = 12
 
 
@@ -22,8 +23,8 @@ K_SCALES = 12
 class BlockType:
     """One block format.
 
-    number: of GGUF's tensor types.  values: of a block, stored in nbytes bytes; group: values that share a scale.
-    parts: reads blocks uint8 [blocks, nbytes].
+    number: of GGUF's tensor type.  values: values of a block, which takes nbytes bytes; group: values that share a
+    scale.  parts: decodes blocks uint8 [blocks, nbytes].
     """
 
     name: str
@@ -34,7 +35,7 @@ class BlockType:
     parts: Callable[[Tensor], Parts]
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of a row of so many columns, which `values` divides."""
+        """Bytes of a row of `columns` values, a multiple of `values`."""
         return columns // self.values * self.nbytes
 
 
@@ -55,12 +56,12 @@ class BlockMatrix:
         return self.blocks.device
 
     def rows_from(self, first: int) -> "BlockMatrix":
-        """Rows first .. out-1, in the same memory."""
+        """Return rows first .. out-1 as a view."""
         return replace(self, blocks=self.blocks[first:])
 
 
 def dequantise_blocks(matrix: BlockMatrix, begin: int = 0, end: int | None = None) -> Tensor:
-    """Rows begin .. end-1 as float32 [rows, in], with the bits that the package `gguf` gives."""
+    """Return rows begin .. end-1 as float32 [rows, in].  The bits equal those of the package `gguf`."""
     rows = matrix.blocks[begin:end]
     integers, scales, minima = matrix.type.parts(rows.reshape(-1, matrix.type.nbytes))
     values = integers * scales
@@ -70,14 +71,14 @@ def dequantise_blocks(matrix: BlockMatrix, begin: int = 0, end: int | None = Non
 
 
 def _halves(stored: Tensor, at: int) -> Tensor:
-    """The float16 number at a byte: float32 [blocks, 1]."""
+    """Read the float16 number at byte `at` of each block: float32 [blocks, 1]."""
     return stored[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
 def _pieces(stored: Tensor, bits: int, run: int) -> Tensor:
-    """uint8 [blocks, bytes] -> the integers of so many bits in them, [blocks, values].
+    """Unpack integers of `bits` bits: uint8 [blocks, bytes] -> [blocks, values].
 
-    The bytes of a run have the lowest bits of its first values, then the next bits of as many more.
+    A run of bytes holds, in the lowest bits, one value per byte; then, in the next bits, the next values.
     """
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=stored.device)
     spread = stored.unflatten(1, (-1, 1, run)) >> shifts.view(1, 1, -1, 1)
@@ -85,7 +86,7 @@ def _pieces(stored: Tensor, bits: int, run: int) -> Tensor:
 
 
 def _of_32(stored: Tensor, has_minimum: bool, has_fifth_bit: bool) -> Parts:
-    """Q4_0, Q4_1, Q5_0, Q5_1: scale, minimum, the fifth bits of all values, and their lower four."""
+    """Decode Q4_0, Q4_1, Q5_0, Q5_1.  A block: scale, minimum, fifth bits of all values, their lower four bits."""
     at = 4 if has_minimum else 2
     middle = 16 if has_fifth_bit else 8
     if has_fifth_bit:
@@ -105,10 +106,10 @@ def _q8_0(stored: Tensor) -> Parts:
 
 
 def _k_scales(stored: Tensor) -> tuple[Tensor, Tensor]:
-    """The scales and minima of the 8 groups, 6 bits each: uint8 [blocks, 8].
+    """Unpack the scales and the minima of 8 groups, 6 bits each: uint8 [blocks, 8] for both.
 
-    The first four are the lower bits of bytes 0 to 3, and 4 to 7.  The last four have their lower four bits in bytes 8
-    to 11, their upper two above those of the first.
+    The first four scales are the lower bits of bytes 0 to 3, the first four minima those of bytes 4 to 7.  The last
+    four of both have their lower four bits in bytes 8 to 11, and their upper two bits above those of the first four.
     """
     low, high, more = stored.split(4, 1)
     scales = torch.cat([low & 63, more & 15 | low >> 2 & 48], 1)
@@ -116,7 +117,7 @@ def _k_scales(stored: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _of_256(stored: Tensor, has_fifth_bit: bool) -> Parts:
-    """Q4_K, Q5_K: scale of scales, scale of minima, scales and minima, the fifth bits, and the lower four."""
+    """Decode Q4_K, Q5_K.  A block: scale of scales, scale of minima, scales and minima, fifth bits, lower four bits."""
     scales, minima = _k_scales(stored[:, 4 : 4 + K_SCALES])
     at = 4 + K_SCALES
     integers = _pieces(stored[:, at + (32 if has_fifth_bit else 0) :], 4, 32)
@@ -127,7 +128,7 @@ def _of_256(stored: Tensor, has_fifth_bit: bool) -> Parts:
 
 
 def _q6_k(stored: Tensor) -> Parts:
-    """The lower four bits, the upper two, 16 scales int8, and the scale of scales."""
+    """Decode Q6_K.  A block has: lower four bits, upper two bits, 16 scales int8, scale of scales."""
     integers = _pieces(stored[:, :128], 4, 64) | _pieces(stored[:, 128:192], 2, 32) << 4
     scales = _halves(stored, 208) * stored[:, 192:208].contiguous().view(torch.int8).float()
     return (integers.float() - 32).unflatten(1, (16, 16)), scales[:, :, None], None

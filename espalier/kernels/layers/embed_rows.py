@@ -1,7 +1,7 @@
 """The input rows of a model in one launch: look up token embeddings and the cos and sin of their positions.
 
-For an EAGLE draft model, x is [normed embedding, normed hidden state of the parent row].  Grid: (rows, 1 or 2): one
-program looks up a row's embedding, cos and sin; for a draft model, a second one norms the row's hidden state.
+For an EAGLE draft model, x is [normed embedding, normed hidden state of the parent row].  Grid: (rows, 1 or 2).  The
+first program of a row looks up its embedding, cos and sin.  For a draft model, a second one norms its hidden state.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def embed_rows(
         queries,
         *(*tokens.stride(), *positions.stride(), *hidden.stride()[:2]),
         *((0, 0) if parents is None else parents.stride()),
-        # constexpr: as run-time arguments they would be rounded to float32.
+        # eps is a constexpr argument, because run-time arguments are rounded to float32.
         EMBED_EPS=0.0 if draft is None else draft.embed_eps,
         HIDDEN_EPS=0.0 if draft is None else draft.hidden_eps,
         SIZE=size,

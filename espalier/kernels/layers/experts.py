@@ -1,18 +1,18 @@
 """The expert product of a mixture of experts: each row goes through the gated MLPs of its K experts.
 
-Three launches.  `_sort_pairs_kernel` sorts the N · K pairs (row, choice) by expert and cuts each expert's pairs into
-tiles.  `_gated_kernel` computes the activation of each tile, `_down_kernel` the weighted results.  Both have one
-program for each tile and block of outputs, and read only the experts that have rows.  Grids follow from N, K and the
-number of experts, so the launches can be captured; programs without a tile return at once.  The experts of one row
-differ, so for a single row each pair is a tile, and nothing is sorted.  `_down_kernel` prefetches its first weights
-while `_gated_kernel` runs.
+The product has three launches.  `_sort_pairs_kernel` sorts the N · K pairs (row, choice) by expert, and cuts each
+expert's pairs into tiles.  `_gated_kernel` computes the activation of each tile, and `_down_kernel` the weighted
+results.  Both have one program for each tile and block of outputs, and read only experts that have rows.  Grids depend
+only on N, K and the number of experts, so the launches can be captured; programs without a tile return at once.  The
+experts of one row differ, so for a single row each pair is a tile, and nothing is sorted.  `_down_kernel` prefetches
+its first weights while `_gated_kernel` runs.
 
-For few rows the tiles of shared experts run in the same two launches (experts_tiles.py).  On Hopper, few pairs of
-experts in 4 bits have kernels of their own in the place of these two (hopper/experts.py), with the same bits.
+For few rows the tiles of shared experts run in the same two launches (experts_tiles.py).  On Hopper, few pairs with
+4-bit experts use other kernels for these two (hopper/quantised_products.py), with the same bits.
 
-The K results of a row are not summed here.  The next norm adds them in float32, in order of choice and then the shared
-experts' pieces in order of their columns: the same order in every batch.  Below, the place of a pair is its index in
-the sorted order; without a sort, it is the pair itself.
+This file does not sum the K results of a row.  The next norm adds them in float32: first by choice, then the pieces of
+the shared experts by column.  The order is the same in every batch.  Below, a pair's place is its index in the sorted
+order; without a sort, place and pair are the same.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ def dense_gate_up(
     x_ptrs, gate_ptrs, up_ptrs, inside, num_in,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """(gate, up) [BLOCK_OUT, ROWS]: two products with the same rows of x [ROWS, num_in], where `inside` is set.
+    """(gate, up) [BLOCK_OUT, ROWS]: two products with the same rows of x [ROWS, num_in].  Rows not `inside` are zeros.
 
-    The pointers are of the first BLOCK_IN columns: x_ptrs [BLOCK_IN, ROWS], the others [BLOCK_OUT, BLOCK_IN].
+    The pointers point to the first BLOCK_IN columns: x_ptrs [BLOCK_IN, ROWS], the others [BLOCK_OUT, BLOCK_IN].
     """
     ks = tl.arange(0, BLOCK_IN)
     gate = tl.zeros((BLOCK_OUT, ROWS), EXACT)
     up = tl.zeros((BLOCK_OUT, ROWS), EXACT)
     for k in range(0, num_in, BLOCK_IN):
-        # Weights are loaded first: their addresses do not depend on the rows, which are still being loaded.
+        # Weights are loaded first, because their addresses do not depend on the rows, which are still being loaded.
         if EVEN_IN:
             w_gate = tl.load(gate_ptrs)
             w_up = tl.load(up_ptrs)
@@ -90,7 +90,7 @@ def dense_product(
     x_ptrs, w_ptrs, inside, num_in, k_end,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_OUT, ROWS], as dense_gate_up.  k_end: 0, for no product, or num_in."""
+    """[BLOCK_OUT, ROWS]: one product, with arguments as in dense_gate_up.  k_end: num_in, or 0 for no product."""
     ks = tl.arange(0, BLOCK_IN)
     acc = tl.zeros((BLOCK_OUT, ROWS), EXACT)
     for k in range(0, k_end, BLOCK_IN):
@@ -113,7 +113,7 @@ def _dense_halves(
     HALVES: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """As dense_gate_up; with one half both are up."""
+    """(gate, up), see dense_gate_up.  If HALVES is 1 there is no gate matrix, and both are up."""
     if HALVES == 1:
         up = dense_product(x_ptrs, gate_ptrs, inside, num_in, num_in, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, EXACT)
         gate = up
@@ -148,27 +148,28 @@ def _gated_kernel(
     """Write the activations of all pairs and pieces, in order of place, to out [(K + SHARED) · N, num_out].
 
     w: [E, HALVES · num_out, num_in]; bias: [E, HALVES · num_out].  EVEN_IN: BLOCK_IN divides num_in.
-    shared: [2 · SHARED · num_out, num_in], whose tiles prefetch AHEAD columns; None: SHARED is 0.
-    CODE: None for dense experts, without scales and zeros; else it and what follows are quantised_dot's.
+    shared: [2 · SHARED · num_out, num_in]; its tiles prefetch AHEAD columns.  None if SHARED is 0.
+    CODE: None for dense experts, which have no scales and zeros.  Else CODE, GROUP, ROW_BLOCK and INPUT_GROUP are those
+    of quantised_dot.
     """
     column, ks = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT), tl.arange(0, BLOCK_IN)
     if SHARED > 0 and DEPENDENT:
         prefetch_piece(shared_ptr, column, num_out, num_in, SHARED, BLOCK_OUT, AHEAD)
-    # Triggers only when the routing is complete: _down_kernel reads the experts before it waits.
+    # The trigger comes after the routing is complete, because _down_kernel reads the experts before it waits.
     pdl_wait(DEPENDENT)
     pdl_trigger(DEPENDENT)
     tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, SHARED, SORTED, LIVE)
-    # Before the branch, which needs `expert`: the other loads do not wait for it.
+    # These loads stand before the branch, which needs `expert`, so that they do not wait for it.
     place, inside, row, _ = rows_of_tile(
         order_ptr, ends_ptr, tile_begins_ptr, tile, tl.maximum(expert, 0), num_rows, top_k, SHARED, SORTED, ROWS
     )
     if (expert < 0) | (expert == num_experts):
         return
     row = row.to(tl.int64)
-    # Columns past the end read the last one instead; their results are not stored.
+    # Columns past the end become the last column; their results are not stored.
     w_row = expert * HALVES * num_out + tl.minimum(column, num_out - 1)
     if bias_ptr is not None and (DEPENDENT and not SORTED):
-        # Where each pair is a tile, programs are too few to hide the latency of the biases.
+        # If each pair is a tile, there are too few programs to hide the latency of the biases.
         prefetch(bias_ptr + w_row)
         prefetch(bias_ptr + w_row + (HALVES - 1) * num_out)
     if CODE is None:
@@ -186,7 +187,7 @@ def _gated_kernel(
         x_scale_ptrs = None
         if x_scales_ptr is not None:
             x_scale_ptrs = x_scales_ptr + row * (tl.cdiv(num_in, INPUT_GROUP) if INPUT_GROUP > 0 else 1)
-        # One product with rows of gate and of up, so that the pipeline fills once.
+        # One product has rows of gate and of up, so that the pipeline fills only once.
         both = expert * HALVES * num_out + weight_rows(num_out, HALVES * BLOCK_OUT, False, HALVES == 2)
         acc = quantised_dot(
             w_ptr, scales_ptr, zeros_ptr, both, x_ptr + row * x_stride, x_scale_ptrs, inside, num_in, 0, num_in,
@@ -196,7 +197,7 @@ def _gated_kernel(
     if bias_ptr is not None:
         gate += tl.load(bias_ptr + w_row).to(EXACT)[:, None]
         up += tl.load(bias_ptr + w_row + (HALVES - 1) * num_out).to(EXACT)[:, None]
-    # Rounded before the activation, as the output of a linear layer is.
+    # Gate and up are rounded before the activation, as the output of a linear layer is.
     out_type = out_ptr.dtype.element_ty
     gate, up = gate.to(out_type).to(EXACT), up.to(out_type).to(EXACT)
     out = apply_activation(gate, up, KIND, ALPHA, UP_OFFSET, LIMIT).to(out_type)
@@ -214,7 +215,7 @@ def _down_kernel(
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, EXACT: tl.constexpr,
     LINES_AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Write weight · (x · wᵀ + bias [E, num_out]) to out [K + SHARED, N, num_out], and 0 for rows without expert.
+    """Write weight · (x · wᵀ + bias [E, num_out]) to out [K + SHARED, N, num_out], and 0 for rows without an expert.
 
     x: [(K + SHARED) · N, num_in], in order of place.  EVEN_IN: BLOCK_IN divides num_in.  CODE: as in _gated_kernel.
     shared: [num_out, SHARED · num_in].  The weight of its pieces is 1.
@@ -229,7 +230,7 @@ def _down_kernel(
         w_ptr = tl.where(tile < 0, shared_ptr + (tile + SHARED).to(tl.int64) * num_in, w_ptr)
         w_stride = tl.where(tile < 0, num_in * SHARED, num_in)
     if CODE is None and (DEPENDENT and BLOCK_IN >= 64):
-        # An L2 line of 128 bytes holds 64 numbers of two bytes: one prefetch each.
+        # An L2 line of 128 bytes holds 64 two-byte numbers, and needs one prefetch.
         lines = tl.arange(0, BLOCK_IN // 64) * 64
         prefetch(w_ptr + w_row[:, None] * w_stride + tl.minimum(lines, num_in - 1)[None, :])
     if bias_ptr is not None and (DEPENDENT and not SORTED):
@@ -242,7 +243,7 @@ def _down_kernel(
     )
     if expert < 0:
         return
-    # No steps for rows without expert: _gated_kernel writes nothing to their x.
+    # Rows without an expert take no steps, because _gated_kernel writes nothing to their x.
     k_end = tl.where(expert == num_experts, 0, num_in)
     if CODE is None:
         w_ptrs = w_ptr + w_row[:, None] * w_stride + ks[None, :]
@@ -260,7 +261,7 @@ def _down_kernel(
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + w_row).to(EXACT)[:, None]
     weight = tl.load(weights_ptr + row * top_k + part, mask=inside & (part < top_k), other=1.0)
-    # tl.where and not a product by 0: the weight of a row without expert may be NaN.
+    # tl.where instead of a product with 0: the weight of a row without an expert may be NaN.
     acc = tl.where(expert == num_experts, 0.0, acc * weight[None, :])
     out_row = part.to(tl.int64) * num_rows + row
     out_ptrs = out_ptr + out_row[:, None] * num_out + column[None, :]
@@ -280,9 +281,9 @@ def grouped_experts(
     shared: SharedExperts | None = None,
     plan: ExpertsPlan | None = None,
 ) -> Tensor:
-    """x's dtype is bfloat16, float16, float32 (IEEE products) or float64; weights and biases are contiguous.
+    """See ops/experts.py.  x is bfloat16, float16, float32 (IEEE products) or float64; weights and biases contiguous.
 
-    With the same plan, the bits of a row depend neither on the other rows nor on their number.
+    With one plan, the bits of a row depend neither on the other rows nor on their number.
     Raises EspalierError on other shapes, dtypes or strides.
     """
     num_rows, hidden = stored(x).shape
@@ -314,7 +315,7 @@ def gated_triton(
     activation: Activation = SILU,
     shared: SharedExperts | None = None,
 ) -> Tensor:
-    """The activation of each pair and piece, in order of place: [N·(K + S), I]."""
+    """Return the activation of each pair and piece, in order of place: [N·(K + S), I]."""
     num_rows, (num_experts, wide, hidden), halves = len(x), gate_up.shape, activation.halves
     inner = wide // halves
     operands, constants = _operands(x, gate_up)
@@ -350,7 +351,7 @@ def down_triton(
     extra: int = 0,
     shared: SharedExperts | None = None,
 ) -> Tensor:
-    """gated: as gated_triton returns it.  Returns parts [K + S + extra, N, H]; the last `extra` are not written."""
+    """Return parts [K + S + extra, N, H], of which the last `extra` are not written.  gated: from gated_triton."""
     num_experts, hidden, inner = down.shape
     num_rows, top_k = weights.shape
     pieces = 0 if shared is None else shared.pieces(inner)
@@ -373,7 +374,7 @@ def down_triton(
 def _operands(
     x: Rows, weight: ExpertMatrix
 ) -> tuple[tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None], dict[str, Any]]:
-    """The kernels' first arguments (x, its scales, w, its scales and zeros), and the constants of quantised_dot."""
+    """(the first arguments: x, its scales, w, its scales and zeros; quantised_dot's constexpr arguments)."""
     if isinstance(weight, Tensor):
         assert isinstance(x, Tensor)
         x = x if x.stride(1) == 1 else x.contiguous()
@@ -385,7 +386,7 @@ def _operands(
 def _options(
     x: Rows, weight: ExpertMatrix, tiles: Tiles, plan: ProductPlan, matrices: int, pieces: int, grid: tuple[int, int]
 ) -> dict[str, Any]:
-    """Constants and launch options.  matrices: that a program reads: 2 for gate and up, 1 for up alone or down."""
+    """Constexpr arguments and launch options.  matrices: of a program, 2 for gate and up, 1 for up alone or down."""
     gpu = chip(tiles.experts)
     if isinstance(weight, Tensor):
         stages = plan.stages_on(gpu, matrices, tiles.rows, weight.itemsize)

@@ -1,10 +1,10 @@
-"""Plans of the expert product (experts.py): its launch parameters, the plans worth measuring, and a rule for the rest.
+"""Plans of the expert product (experts.py): launch parameters, the plans worth measuring, a rule for other sizes.
 
 A plan depends on the mean number of pairs (row, choice) per expert.  With few pairs, each program streams weights, and
-enough programs must run to keep the memory busy.  With many, tensor cores are the limit.
+enough programs must run to keep the memory busy.  With many pairs, tensor cores are the limit.
 
-Where nothing is measured, plans of quantised experts are those of quantised linear layers, whose inner loop they share:
-each expert with rows is a tile or more.
+Quantised experts share the inner loop of quantised linear layers.  Where nothing is measured, they also take the plans
+of those layers: each expert with rows is at least one tile.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ROWS_OF_BUCKET: tuple[tuple[float, tuple[int, ...]], ...] = (
     (64, (32, 64, 128)),
     (float("inf"), (64, 128)),
 )
-# The upper bounds alone.  A table has one plan for each bucket.
+# The upper bounds of ROWS_OF_BUCKET.  A table has one plan for each bucket.
 PAIRS_BUCKETS = tuple(bound for bound, _ in ROWS_OF_BUCKET)
 # (largest tile rows, (block_out, block_in, warps) worth measuring, stages worth measuring).
 TILES = (
@@ -74,9 +74,9 @@ TILES = (
 )
 # The fewest stages that keep the memory busy.
 MIN_STAGES = 3
-# Programs per multiprocessor that keep the memory busy.  Where there would be fewer, the rule takes smaller tiles.
+# Programs per multiprocessor that keep the memory busy.  If there would be fewer, the rule takes smaller tiles.
 MIN_PROGRAMS = 2
-# Mean pairs of an expert up to which tiles have FEW_ROWS where a kernel has such tiles.
+# The most mean pairs per expert for which tiles have FEW_ROWS rows, if a kernel has such tiles.
 FEW_PAIRS = 4
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def expected_touched(num_experts: int, top_k: int, rows: int) -> float:
 class ExpertsShape:
     """The sizes of one layer's experts.
 
-    gate_up: [num_experts, halves · inner, hidden]; down: [num_experts, hidden, inner].  halves: as of an Activation.
+    gate_up: [num_experts, halves · inner, hidden]; down: [num_experts, hidden, inner].  halves: see Activation.
     """
 
     num_experts: int
@@ -107,7 +107,7 @@ class ExpertsShape:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert, at two bytes a number."""
+        """Bytes of one expert's weights, at two bytes per number."""
         return 2 * (self.halves + 1) * self.hidden * self.inner
 
     def flops(self, rows: int) -> int:
@@ -115,13 +115,13 @@ class ExpertsShape:
         return self.expert_bytes * self.top_k * rows
 
     def touched(self, rows: int) -> float:
-        """As expected_touched."""
+        """The expected number of experts with rows, see expected_touched."""
         return expected_touched(self.num_experts, self.top_k, rows)
 
     def bucket(self, rows: int) -> int:
         """The index of the bucket in PAIRS_BUCKETS.
 
-        rows is rounded up to a power of two, so that a padded batch and the same batch without padding take one plan.
+        rows is rounded up to a power of two, so that a padded batch and the same batch without padding use one plan.
         """
         pairs = power_of_two(rows) * self.top_k / self.num_experts
         return next(index for index, bound in enumerate(PAIRS_BUCKETS) if pairs <= bound)
@@ -129,10 +129,10 @@ class ExpertsShape:
 
 @dataclass(frozen=True)
 class ProductPlan:
-    """Launch parameters of one of the two products.
+    """Launch parameters of one of the two products, gate and up or down.
 
-    block_out × block_in: a program's tile of gate, up or down.  stages: the most stages of the pipeline; each holds one
-    tile of every matrix and one of x.
+    block_out × block_in: a program's tile of gate, up or down.  stages: the most pipeline stages.  A stage holds one
+    tile of each matrix and one of x.
     """
 
     block_out: int
@@ -141,19 +141,19 @@ class ProductPlan:
     stages: int
 
     def tile(self, matrices: int) -> tuple[int, int, int]:
-        """block_out, block_in and warps of the one product that gate and up (2 matrices) or down (1) are."""
+        """(block_out, block_in, warps) of the one product of gate and up (matrices 2), or of down (matrices 1)."""
         return matrices * self.block_out, self.block_in, self.warps
 
     def stage_bytes(self, matrices: int, rows: int, itemsize: int) -> int:
         return (matrices * self.block_out + block_rows(rows)) * self.block_in * itemsize
 
     def stages_on(self, gpu: Chip, matrices: int, rows: int, itemsize: int) -> int:
-        """The stages that fit the chip.  Their number does not change the result."""
+        """The number of stages that fit the chip.  It does not change the result."""
         fitting = (gpu.shared_memory - RESERVED_SHARED_MEMORY) // self.stage_bytes(matrices, rows, itemsize)
         return max(min(self.stages, fitting), 1)
 
     def stages_together(self, gpu: Chip, most: int, matrices: int, rows: int, itemsize: int, programs: int) -> int:
-        """At most `most` stages, so few that all programs run at once if MIN_STAGES allow it; else `most`."""
+        """At most `most` stages, but few enough for all programs to run at once, if MIN_STAGES allows; else `most`."""
         sharing = -(-programs // gpu.processors)
         fitting = (gpu.shared_memory // sharing - RESERVED_SHARED_MEMORY) // self.stage_bytes(matrices, rows, itemsize)
         return most if fitting < MIN_STAGES else min(most, fitting)
@@ -161,21 +161,21 @@ class ProductPlan:
 
 @dataclass(frozen=True)
 class ExpertsPlan:
-    """rows: the most pairs of a tile, all of one expert; 1: each pair is a tile, and nothing is sorted."""
+    """rows: the most pairs of a tile, all of one expert.  If rows is 1, each pair is a tile, and nothing is sorted."""
 
     rows: int
     gated: ProductPlan
     down: ProductPlan
 
 
-# The plans of a size, in the order of PAIRS_BUCKETS.
+# The plans of one size, in the order of PAIRS_BUCKETS.
 Plans = tuple[ExpertsPlan, ...]
 
 
 def candidates(rows: int, matrices: int, gpu: Chip) -> list[ProductPlan]:
     """The plans of one product that are worth measuring for tiles of `rows` pairs, in a dtype of two bytes.
 
-    matrices: that a program reads: 2 for gate and up, 1 for down.
+    matrices: matrices that a program reads, 2 for gate and up, 1 for down.
     """
     tiles, stages = next((tiles, stages) for most, tiles, stages in TILES if rows <= most)
     plans = [ProductPlan(*tile, count) for tile in tiles for count in stages]
@@ -187,7 +187,7 @@ def rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: Chip) -> Exper
     pairs = power_of_two(rows) * shape.top_k
     tile_rows = min(max(power_of_two(-(-pairs // shape.num_experts)), MIN_BLOCK_ROWS), MAX_TILE_ROWS)
     if dtype.itemsize > 2:
-        # IEEE products of float32 do not use tensor cores.  A tile is held in registers, so it must be small.
+        # float32 products are IEEE and do not use tensor cores.  A tile is held in registers, so it must be small.
         product = ProductPlan(32, 32, 4, 3)
         return ExpertsPlan(min(tile_rows, 32), product, product)
     num_tiles = min(pairs, shape.num_experts)
@@ -206,11 +206,11 @@ def _rule_of_product(tile_rows: int, num_tiles: int, num_out: int, gpu: Chip) ->
     return ProductPlan(block_out, 128 if tile_rows <= 32 else 64, warps, 3)
 
 
-# Registers of a multiprocessor; the most and the fewest of a thread.  With fewer, values would spill to memory.
-# A thread has a multiple of UNIT.
+# Registers of a multiprocessor, and the most and the fewest of a thread: with fewer, values would spill to memory.
+# Registers of a thread are a multiple of UNIT.
 REGISTERS, MAX_REGISTERS, MIN_REGISTERS, UNIT = 65536, 255, 128, 8
 WARP = 32
-# Steps of a loop that its pipeline does not hold from the start.
+# Steps of a loop that its pipeline does not hold at the beginning.
 STEPS_BEHIND_THE_PIPELINE = 2
 
 
@@ -222,8 +222,11 @@ def quantised_rule(
     down: Tensor | QuantisedMatrix,
     gpu: Chip,
 ) -> ExpertsPlan:
-    """plan: of dense experts, whose tiles have as many rows; it stays for a matrix that is dense."""
-    # As many rows as a padded batch has, so that both take one plan.
+    """The plan of quantised experts where nothing is measured.
+
+    plan: the plan of dense experts.  Its tile rows stay, and so does its plan for a matrix that is dense.
+    """
+    # Rows are rounded up, so that a padded batch and the batch without padding use one plan.
     rows = power_of_two(rows)
     pairs = rows * shape.top_k
     halves = gate_up.shape[1] // down.shape[2]
@@ -240,21 +243,21 @@ def _product(weight: QuantisedMatrix, tile: int, num_tiles: int, matrices: int, 
     _, num_out, num_in = weight.shape
     if weight.code == "fp8":
         grouped, input_bytes = weight.group < num_in, 2 if weight.inputs is None else 1
-        # Longer steps gain nothing: rows of experts are short (docs/log.md).
+        # Longer steps gain nothing, because the rows of experts are short (docs/log.md).
         sizes = num_out, num_in, min(max_block_in(weight), SUM_COLUMNS)
         plan = fp8_rule(tile, num_tiles, tile <= STREAMED_ROWS, *sizes, grouped, 1, gpu, input_bytes)
     else:
         plan = nibble_rule(tile, num_tiles, num_out, num_in, weight.code, 1, gpu)
-    # A pipeline as deep as the loop is long would hold shared memory that further programs can use.
+    # A pipeline as deep as the loop is long would take shared memory that other programs can use.
     stages = min(plan.stages, max(-(-num_in // plan.block_in) - STEPS_BEHIND_THE_PIPELINE, MIN_STAGES))
     return ProductPlan(plan.block_out // matrices, plan.block_in, plan.warps, stages)
 
 
 def launch_options(plan: ProductPlan, weight: QuantisedMatrix, matrices: int, rows: int, gpu: Chip) -> dict[str, Any]:
-    """BLOCK_IN, num_stages and maxnreg of a plan.  matrices: 2 for gate and up, 1 for down; rows: of a tile.
+    """BLOCK_IN, num_stages and maxnreg of a plan.  matrices: 2 for gate and up, 1 for down; rows: rows per tile.
 
-    A tile does not span two groups of columns.  Stages are no more than fit.  Registers are so few that as many
-    programs share a multiprocessor as its shared memory lets.
+    A tile does not span two groups of columns.  There are at most as many stages as fit.  Registers per thread are
+    limited, so that as many programs share a multiprocessor as its shared memory lets.
     """
     block_in = min(plan.block_in, max_block_in(weight))
     of_stage = stage_bytes(TritonPlan(matrices * plan.block_out, block_in, 1, plan.warps, 1), block_rows(rows), weight)
@@ -277,17 +280,17 @@ def plan_for(
 ) -> ExpertsPlan:
     """The plan for a number of rows.  matrices: gate_up and down; None: both are dense."""
     plan = _measured_or_rule(shape, rows, dtype, gpu)
-    # The experts of one row differ: there is nothing to sort.
+    # The experts of one row differ, so there is nothing to sort.
     plan = replace(plan, rows=1) if rows == 1 else plan
     if matrices is None:
         return plan
     is_few = plan.rows == MIN_BLOCK_ROWS and power_of_two(rows) * shape.top_k <= FEW_PAIRS * shape.num_experts
     if is_few and all(isinstance(m, QuantisedMatrix) and takes_format(m, dtype, FEW_ROWS, gpu) for m in matrices):
         few = quantised_rule(shape, rows, replace(plan, rows=FEW_ROWS), *matrices, gpu)
-        # What has no gate has no such kernel.
+        # Experts without a gate have no such kernel.
         has_gate = matrices[0].shape[1] > matrices[1].shape[2]
         if has_gate and few.gated.tile(2) == few.down.tile(1) == TILE:
-            # Half of the products; an expert seldom has more pairs.
+            # Tiles of FEW_ROWS rows need half of the products, and an expert seldom has more pairs.
             return few
     return quantised_rule(shape, rows, plan, *matrices, gpu)
 
@@ -301,7 +304,7 @@ def _measured_or_rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: C
 
 
 def _nearest(plans: Mapping[Size, Plans], size: Size) -> Plans:
-    """The plans of this size, else of the size nearest in bytes; of equally near sizes, the first."""
+    """The plans of this size, or else of the size nearest in bytes, the first of equally near ones."""
     own = plans.get(size)
     if own is not None:
         return own
@@ -318,7 +321,7 @@ def _plan(fields: dict[str, Any], size: Size) -> ExpertsPlan:
 
 
 def _fields(plan: ExpertsPlan) -> dict[str, Any]:
-    """The fields of a plan in the file: for each product block_out, block_in, warps and stages."""
+    """The fields of a plan in the file: block_out, block_in, warps and stages of each product."""
     return {"rows": plan.rows, **{name: [*asdict(getattr(plan, name)).values()] for name in ("gated", "down")}}
 
 

@@ -1,9 +1,9 @@
-"""The rows of an indexer: norm the key, apply RoPE to key and queries, and store the key in its row of the KV cache.
+"""Prepares the rows of an indexer: norms the key, applies RoPE to key and queries, and stores the key in the KV cache.
 
-One launch.  Grid: (rows, 1 + blocks of heads).  Program 0 of a row norms, rotates and stores the key; the others rotate
-queries in place.
+It is one launch.  Grid: (rows, 1 + blocks of heads).  Program 0 of a row norms, rotates and stores the key.  The other
+programs rotate queries in place.
 
-Tolerance: sums are in float32, in an order that other implementations do not share, and are rounded once.
+Tolerance: sums are in float32, in another order than in other implementations, and are rounded once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 @kernel
 def _normed(values, weight_ptr, bias_ptr, column, exists, mean, scale, TYPE: tl.constexpr, EXACT: tl.constexpr):
-    """The normed values of a key in some columns, rounded as the model's dtype holds them."""
+    """Norm a key in some columns.  The values are rounded as the model's dtype holds them."""
     x = tl.load(values + column, mask=exists, other=0.0).to(EXACT)
     weight = tl.load(weight_ptr + column, mask=exists, other=0.0).to(EXACT)
     bias = tl.load(bias_ptr + column, mask=exists, other=0.0).to(EXACT)
@@ -35,7 +35,7 @@ def _store_key(
     EPS: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, TYPE: tl.constexpr,
     EXACT: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate one key at `values`, and store it at `to`."""
+    """Norm and rotate the key at `values`, and store it at `to`."""
     HALF: tl.constexpr = ROTARY // 2
     column = tl.arange(0, BLOCK_SIZE)
     exists = column < SIZE
@@ -68,11 +68,11 @@ def _rotate_heads(
     HEADS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, EXACT: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rotate BLOCK_H heads of a row's queries from `first` on, in place."""
+    """Rotate BLOCK_H query heads of a row, from head `first` on, in place."""
     head = (first + tl.arange(0, BLOCK_H))[:, None]
     mask = head < HEADS
     left, right = rotated_halves(q_ptr + head * q_h, cos, sin, mask, ROTARY, INTERLEAVED, EXACT, BLOCK)
-    # All warps must read their values before one writes.
+    # All warps must read their values before one of them writes.
     tl.debug_barrier()
     store_halves(q_ptr + head * q_h, left, right, mask, ROTARY, BLOCK)
 
@@ -100,7 +100,7 @@ def _index_rows_kernel(
 
 
 def rotate_and_store_index(index: IndexRows, rows: Tensor, plane: Tensor) -> Tensor:
-    """Overwrites index.q.  Tolerance: equal to the reference within one ulp of the dtype and a few of float32."""
+    """See ops/selection.py.  It overwrites index.q.  Tolerance: one ulp of the dtype and a few ulps of float32."""
     q, k, norm, rotation = index.q, index.k, index.norm, index.rotation
     count, heads, size = q.shape
     rotary, exact = rotation.cos.shape[1], torch.promote_types(q.dtype, torch.float32)

@@ -1,16 +1,15 @@
-"""Multi-head latent attention (MLA) before attention: norm the latent, apply RoPE, and store one row of the KV cache.
+"""Multi-head latent attention (MLA) before attention: norms the latent, applies RoPE, and stores one row per token.
 
 K is the whole row, [normed latent, rotated RoPE part].  V is the latent part of the same row (DeepSeek-AI 2024,
-arXiv:2405.04434, section 2.1).  On a GPU this is one launch.  Each row has 1 + blocks of heads programs: the first
-stores its latent, the others rotate queries.  For few rows the product of k_up runs in more programs of the same launch
-(write_latents).
+arXiv:2405.04434, section 2.1).  On a GPU this is one launch, with 1 + blocks of heads programs per row.  The first
+stores the row's latent, the others rotate queries.  For few rows the product with k_up runs in further programs of the
+same launch (write_latents).
 
-`head_product` is the product of each head's rows with the head's own matrix: v_up, and k_up beside the rotation.  Grid:
-(blocks of outputs, heads).  A program multiplies BLOCK_OUT outputs of one head with all rows.  It loads its part
-of the matrix before it waits for the kernel before (PDL).  For few rows only: above MAX_HEAD_ROWS, PyTorch's batched
-product is faster.
+`head_product` multiplies each head's rows with the head's own matrix: v_up, or k_up.  Grid: (blocks of outputs, heads).
+A program multiplies all rows for BLOCK_OUT outputs of one head.  It loads its part of the matrix before it waits for
+the previous kernel (PDL).  The kernel is for few rows: above MAX_HEAD_ROWS, PyTorch's batched product is faster.
 
-Tolerance: sums are in float32, in an order that other implementations do not share, and are rounded once.
+Tolerance: sums are in float32, in another order than in other implementations, and are rounded once.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ def multiply_head(
     x_ptr, w_ptr, out_ptr, block, head, num_rows, num_out, num_in, x_n, x_h, w_h, w_in, w_out, out_n, out_h,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One block of a head's outputs, for all rows.  Waits for the kernel before once the matrix is loaded."""
+    """Compute one block of a head's outputs for all rows.  It loads the matrix, then waits for the previous kernel."""
     head = head.to(tl.int64)
     row, k = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_IN)
     column = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    # No kernel writes weights.
+    # The matrix may be loaded before the wait, because no kernel writes weights.
     w = tl.load(
         w_ptr + head * w_h + column[:, None] * w_out + k[None, :] * w_in,
         mask=(column[:, None] < num_out) & (k[None, :] < num_in), other=0.0,
@@ -78,8 +77,9 @@ def _head_product_kernel(
 
 
 def head_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """1 to MAX_HEAD_ROWS rows of bfloat16 or float16, at most MAX_HEAD_INPUTS inputs.  The weight may have any strides;
-    x and out need a contiguous last dimension.  Raises EspalierError on others."""
+    """See ops/rope.py.  It takes 1 to MAX_HEAD_ROWS rows of bfloat16 or float16, and at most MAX_HEAD_INPUTS inputs.
+
+    The weight may have any strides; x and out need a contiguous last dimension.  Raises EspalierError otherwise."""
     (rows, heads, num_in), num_out = x.shape, weight.shape[2]
     num_blocks, sizes = require_head_product(x, weight, out)
     _head_product_kernel[num_blocks, heads](
@@ -89,7 +89,7 @@ def head_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def require_head_product(x: Tensor, weight: Tensor, out: Tensor) -> tuple[int, dict[str, int]]:
-    """(blocks of outputs of a head, the sizes of a block) for multiply_head.  Raises EspalierError as above."""
+    """(blocks of outputs of a head, sizes of a block) for multiply_head.  Raises EspalierError as head_product does."""
     (rows, heads, num_in), num_out = x.shape, weight.shape[2]
     require("head_product: weight", weight, (heads, num_in, num_out), x.dtype, x)
     require("head_product: out", out, (rows, heads, num_out), x.dtype, x)
@@ -109,7 +109,7 @@ def require_head_product(x: Tensor, weight: Tensor, out: Tensor) -> tuple[int, d
     return -(-num_out // block_out), {"BLOCK_ROWS": MAX_HEAD_ROWS, "BLOCK_OUT": block_out, "BLOCK_IN": block_in}
 
 
-# Query heads of one program.
+# Query heads per program.
 HEADS_PER_PROGRAM = 16
 
 
@@ -152,7 +152,7 @@ def _store_latent(
     EPS: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
     EXACT: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate one latent at `values`, and store it at `to`.  scale_ptr: the scale of an FP8 row; None for other
+    """Norm and rotate the latent at `values`, and store it at `to`.  scale_ptr: the scale of FP8 rows; None for other
     rows."""
     column = tl.arange(0, BLOCK_RANK)
     exists = column < RANK
@@ -179,7 +179,7 @@ def _rotate_or_store(
     INTERLEAVED: tl.constexpr, NORM: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Block 0: store the latent of row n.  Block 1 and above: rotate the queries of BLOCK_H heads.
+    """Store the latent of row n (block 0), or rotate the queries of BLOCK_H heads (blocks from 1 on).
 
     RANK: values of a latent before its rotated part.  Q_AT: values of a query before its rotated part.
     """
@@ -197,7 +197,7 @@ def _rotate_or_store(
         left, right = rotated_halves(
             rope_ptr + n * rope_n + head * rope_h, cos, sin, mask, ROTARY, INTERLEAVED, EXACT, BLOCK
         )
-        # q_rope may be a view of q: all warps must read their values before one writes.
+        # q_rope may be a view of q, so all warps must read their values before one of them writes.
         tl.debug_barrier()
         store_halves(q_ptr + n * q_n + head * q_h + Q_AT, left, right, mask, ROTARY, BLOCK)
 
@@ -210,7 +210,7 @@ def _rotate_latent_kernel(
     INTERLEAVED: tl.constexpr, NORM: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows, 1 + blocks of heads)."""
+    """Store latents and rotate queries, see _rotate_or_store.  Grid: (rows, 1 + blocks of heads)."""
     pdl_trigger_and_wait(DEPENDENT)
     _rotate_or_store(
         tl.program_id(0), tl.program_id(1), rope_ptr, q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, row_ptr, plane_ptr,
@@ -229,7 +229,7 @@ def _write_latents_kernel(
     BLOCK_H: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: the num_product programs of the product, then those of _rotate_latent_kernel, row by row."""
+    """Grid: num_product programs for the product with k_up, then the programs of _rotate_latent_kernel, row by row."""
     pdl_trigger(DEPENDENT)
     program = tl.program_id(0)
     if program < num_product:
@@ -248,7 +248,7 @@ def _write_latents_kernel(
 
 
 def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, to: LatentPlace) -> None:
-    """Tolerance: equal to the reference within one ulp of the dtype and a few of float32."""
+    """See ops/rope.py.  Tolerance: one ulp of the dtype and a few ulps of float32 from the reference."""
     require_latent(q_rope, q, latent, to)
     arguments, constants, blocks = _rotation(q_rope, q, latent, to)
     if len(q):
@@ -256,9 +256,9 @@ def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, to: Laten
 
 
 def write_latents(raw: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, to: LatentPlace) -> None:
-    """q must not be a view of raw.
+    """See ops/rope.py.  q must not be a view of raw.
 
-    The bits are those of the launchers of head_product and rotate_and_store_latent, and so are the errors.
+    The bits and the errors are those of head_product and rotate_and_store_latent.
     """
     nope, rank = k_up.shape[1:]
     x, q_rope = raw[..., :nope], raw[..., nope:]
@@ -278,7 +278,7 @@ def write_latents(raw: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, to: Late
 def _rotation(
     q_rope: Tensor, q: Tensor, latent: Tensor, to: LatentPlace
 ) -> tuple[tuple[Any, ...], dict[str, Any], int]:
-    """The arguments and constants of _rotate_or_store, and its blocks of a row.  Raises EspalierError."""
+    """(arguments, constexpr arguments, blocks per row) of _rotate_or_store.  Raises EspalierError."""
     rotation, form, rows, plane, scales = to
     (count, heads, rotary), size = q_rope.shape, plane.shape[2]
     exact = torch.promote_types(q.dtype, torch.float32)
@@ -303,7 +303,7 @@ def _rotation(
         *(rotation.cos.stride(0), rotation.sin.stride(0), rows.stride(0), plane.stride(0)),
     )
     constants = {
-        # constexpr: as a run-time argument eps would be rounded to float32.
+        # eps is a constexpr argument, because run-time arguments are rounded to float32.
         "EPS": form.eps,
         "HEADS": heads,
         "RANK": size - rotary,

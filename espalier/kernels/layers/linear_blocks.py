@@ -1,8 +1,8 @@
 """A linear layer whose weight is in a block format of GGUF files (blocks.py): y = x · weightᵀ + bias.
 
-A program reads the bytes of its rows' blocks as the file has them.  The integers of a group are exact in bfloat16 and
-float16, and are multiplied with the inputs on tensor cores; the group's scale multiplies their float32 sum.  A minimum
-multiplies the sum of the group's inputs.  So no value is rounded, and nothing is dequantised in memory.
+A program reads the bytes of its rows' blocks as they are in the file.  The integers of a group are exact in bfloat16
+and float16, and tensor cores multiply them with the inputs.  The group's scale multiplies their float32 sum.  A minimum
+multiplies the sum of the group's inputs.  So no weight is rounded, and no dequantised weight is stored.
 
 Tolerance: in · 2⁻²³ times the sum of magnitudes |x| · (|scale · integer| + |minimum|), and the rounding of the output.
 """
@@ -22,9 +22,10 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import Chip, chip, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# A program's rows of the weight, the most rows of its inputs, and its warps.
+# Weight rows per program, the most input rows per program, and warps.
 BLOCK_OUT, MAX_BLOCK_ROWS, WARPS = 64, 128, 4
-# Rows up to which columns are split among programs, two for each multiprocessor, and columns of the shortest split.
+# The most rows for which columns are split among programs, programs per multiprocessor, the most splits, and columns of
+# the shortest split.
 SPLIT_ROWS, PROGRAMS_PER_PROCESSOR, MAX_SPLITS, MIN_COLUMNS = 64, 2, 8, 512
 
 
@@ -33,7 +34,7 @@ def linear_blocks(x: Tensor, weight: BlockMatrix, bias: Tensor | None) -> Tensor
 
 
 def splits_of(rows: int, weight: BlockMatrix, gpu: Chip) -> int:
-    """The programs among which the columns of the weight are split."""
+    """The number of programs among which the columns of the weight are split."""
     num_out, num_in = weight.shape
     if rows > SPLIT_ROWS:
         return 1
@@ -43,7 +44,7 @@ def splits_of(rows: int, weight: BlockMatrix, gpu: Chip) -> int:
 
 @kernel
 def _half(ptrs):
-    """The float16 numbers of two bytes each at ptrs, in float32."""
+    """Load the float16 numbers at byte pointers ptrs, as float32."""
     low, high = tl.load(ptrs).to(tl.uint16), tl.load(ptrs + 1).to(tl.uint16)
     return (low | high << 8).to(tl.float16, bitcast=True).to(tl.float32)
 
@@ -55,9 +56,9 @@ def _bits(ptrs, shift, MASK: tl.constexpr):
 
 @kernel
 def _of_32(block, TYPE: tl.constexpr):
-    """(integers [BLOCK_OUT, 32], scales, minima [BLOCK_OUT]) of a block of Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0.
+    """(integers [BLOCK_OUT, 32], scales [BLOCK_OUT], minima [BLOCK_OUT]) of blocks of Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0.
 
-    block: [BLOCK_OUT], to its first byte.
+    block: [BLOCK_OUT], pointers to the blocks' first bytes.
     """
     i = tl.arange(0, 32)[None, :]
     scale, minimum = _half(block), 0.0 * _half(block)
@@ -79,7 +80,7 @@ def _of_32(block, TYPE: tl.constexpr):
 
 @kernel
 def _of_256(block, group: tl.constexpr, TYPE: tl.constexpr):
-    """As _of_32, of a group of a block of Q4_K (12), Q5_K (13) or, 16 columns wide, Q6_K (14)."""
+    """Decode one group of blocks, see _of_32: of Q4_K (12), Q5_K (13), or Q6_K (14), whose groups have 16 columns."""
     if TYPE == 14:
         first: tl.constexpr = 16 * group % 128
         i = first + tl.arange(0, 16)[None, :]
@@ -112,9 +113,9 @@ def _linear_blocks_kernel(
     TYPE: tl.constexpr, VALUES: tl.constexpr, NBYTES: tl.constexpr, GROUP: tl.constexpr, HAS_MINIMUM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, EVEN_OUT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of weight rows, splits, tiles of rows).  num_blocks: of a row; the others as _linear_kernel.
+    """y = x · weightᵀ + bias.  Grid: (blocks of weight rows, splits, tiles of rows).  Arguments: see _linear_kernel.
 
-    TYPE: the block format's number; VALUES, NBYTES, GROUP: of a block.
+    num_blocks: blocks per row.  TYPE: the block format's number; VALUES, NBYTES, GROUP: sizes of a block.
     """
     pdl_trigger_and_wait(DEPENDENT)
     w_rows = weight_rows(num_out, BLOCK_OUT, EVEN_OUT, False).to(tl.int64)
@@ -141,7 +142,7 @@ def _linear_blocks_kernel(
     store_tile(acc, out_ptr, split, rows, num_rows, num_out, BLOCK_ROWS, BLOCK_OUT, False)
 
 
-# The formats whose values have a minimum.
+# Formats whose values have a minimum.
 MINIMA = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
 
 

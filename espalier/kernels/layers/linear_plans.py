@@ -1,13 +1,13 @@
-"""Plans of linear layers in a file of tuning tables, and those of dense layers (linear.py): measured, or by a rule.
+"""Plans of linear layers: tuning tables in files, and the plans of dense layers (linear.py), measured or by a rule.
 
 `espalier doctor --tune` measures and writes tables.  Our own measurements ship beside this file.  A user's table is
-read from the path in CHOICES_FILE or, if that is not set, from the user's configuration folder; its entries override
+read from the path in CHOICES_FILE or, if that is not set, from the user's configuration folder.  Its entries override
 the shipped ones.  A table applies to chips with the same compute capability, number of SMs and shared memory, and to
-the same activation dtype and weight format.  The GPU's name does not matter.  Nothing is measured at start.
+the same activation dtype and weight format.  The GPU's name does not matter.  Nothing is measured at startup.
 
-On a chip with a table, a dense shape without an entry takes the rule up to 64 rows and F.linear above.  On a chip
-without a table every dense shape takes F.linear.  The log says so.  A quantised shape without an entry takes the rule
-of quantised_plans.py.  Formats are "dense", or names of quantised_plans.py:tuning_name.
+A dense shape without an entry takes the rule up to 64 rows and F.linear above, if its chip has a table.  On a chip
+without a table every dense shape takes F.linear, and the log says so.  A quantised shape without an entry takes the
+rule of quantised_plans.py.  A format is "dense", or a name of quantised_plans.py:tuning_name.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import Chip, chip, power_of_two
 
-# Environment variable: the path of the user's table.
+# The environment variable with the path of the user's table.
 CHOICES_FILE = "ESPALIER_CHOICES"
 SHIPPED = Path(__file__).with_name("linear_tuning.json")
-# Weight format: one tensor in the dtype of the activations.
+# The weight format of a weight that is one tensor in the dtype of the activations.
 DENSE = "dense"
-# The list of tables that every file has.
+# The key of a list of tables that every file has.
 ALWAYS = "tables"
 
-# [out, in] of a linear layer, or (hidden, inner) of an expert.
+# [out, in] of a linear layer, or (hidden, inner) of one expert.
 Size = tuple[int, int]
 Key = tuple[Chip, str, str]
 P = TypeVar("P")
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_ROWS = 256
-# Smallest tile of rows that tensor cores take.  1 to 16 rows are padded to it, so they are the same computation.
+# The smallest tile of rows for tensor cores.  1 to 16 rows are padded to it, so they are the same computation.
 MIN_BLOCK_ROWS = 16
-# (max rows, the (block_out, block_in, warps) to measure up to that number): those within 2.5% of the best in a wider
-# search on an H200 (docs/log.md), and one that fits small GPUs.
+# (most rows, the (block_out, block_in, warps) to measure up to that number of rows): the tiles within 2.5% of the best
+# in a wider search on an H200 (docs/log.md), and one that fits small GPUs.
 TILES = (
     (32, ((32, 256, 4), (64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 4), (128, 128, 4))),
     (64, ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 4))),
@@ -54,18 +54,18 @@ TILES = (
 )
 STAGES = (2, 3, 4, 6, 8)
 SPLITS = (1, 2, 3, 4, 6, 8)
-# The library's plans are measured from this number of rows on; below it, its tiles are worse than ours.
+# The library's plans are measured from this number of rows on.  For fewer rows its tiles are worse than ours.
 LIBRARY_MIN_ROWS = 65
 LIBRARY_PIECES = (2, 3, 4)
 LIBRARY_SPLITS = (2, 4)
-# Largest edge of the library's tiles.  A piece or split must be a multiple of it, so that no tile is partly empty.
+# The largest edge of the library's tiles.  Pieces and splits are multiples of it, so that no tile is partly empty.
 LIBRARY_TILE = 128
-# The most rows of `rule`.
+# The most rows for which `rule` has a plan.
 RULE_ROWS = 64
-# (most rows, block_in) where a program has a multiprocessor alone: faster from 17 rows on, on an H100.
+# (most rows, block_in) if a program has a multiprocessor alone: faster from 17 rows on, on an H100.
 RULE_ALONE = ((32, 128), (64, 64))
-# The rule's tile, warps, most splits, and stages by the number of programs that share a multiprocessor: what most
-# shapes were measured to be fastest with, up to 16 rows on an H200.
+# The rule's tile, warps, most splits, and stages by the number of programs that share a multiprocessor.  These values
+# were the fastest for most shapes, up to 16 rows on an H200.
 RULE_TILE, RULE_WARPS, RULE_SPLITS, RULE_STAGES = (64, 128), 4, 4, (6, 4, 3)
 # Bytes of shared memory that a program uses besides its tiles.
 RESERVED_SHARED_MEMORY = 1024
@@ -75,7 +75,7 @@ RESERVED_SHARED_MEMORY = 1024
 class TuningTable(Generic[P]):
     """The plans measured on one kind of chip, for one activation dtype and one weight format.
 
-    plans: by size, one for each bucket.  measured: GPU name and versions of the measurement, for humans only.
+    plans: by size, one plan per bucket.  measured: GPU name and versions of the measurement, only for people to read.
     """
 
     chip: Chip
@@ -91,12 +91,12 @@ class TuningTable(Generic[P]):
 
 @dataclass(frozen=True, eq=False)
 class TunedKind(Generic[P]):
-    """A kind of layer: how a file keeps its tables.
+    """A kind of layer with tuning tables, and how a file stores its tables.
 
-    words: for errors.  entries, plans: the keys of the list of tables in the file, and of the plans in a table.
-    buckets: the upper bounds of `of`, such as rows; a size has a plan for each.
-    encode, decode: a plan as JSON, and back; decode raises ValueError for a plan that cannot be used.
-    log: (key, plans by size, files they are from, each with its number of sizes), when they are first used.
+    words: its name in errors.  entries: the key of its list of tables in a file; plans: of the plans in a table.
+    buckets: upper bounds of the argument `count` of `at`, such as rows; a size has one plan per bucket.
+    encode, decode: convert a plan to and from JSON; decode raises ValueError for a plan that cannot be used.
+    log: called as log(key, plans by size, files with their numbers of sizes) when the plans are first used.
     """
 
     words: str
@@ -109,7 +109,7 @@ class TunedKind(Generic[P]):
     log: Callable[[Key, Mapping[Size, tuple[P, ...]], Sequence[str]], None]
 
     def at(self, plans: Sequence[P], count: float) -> P | None:
-        """The plan of a size for the bucket of `count`; None above the largest."""
+        """The plan of a size for the bucket of `count`; None if count is above the largest bucket."""
         for bound, plan in zip(self.buckets, plans, strict=True):
             if count <= bound:
                 return plan
@@ -142,16 +142,16 @@ class TunedKind(Generic[P]):
             raise EspalierError(f"{path} cannot be written ({error.strerror}): choose another path") from None
 
     def measured(self, gpu: Chip, dtype: torch.dtype, format: str = DENSE) -> Mapping[Size, tuple[P, ...]]:
-        """The plans by size that were measured on this chip: the shipped ones, overridden size by size by the user's.
+        """The plans by size that were measured on this chip.  The user's plans override the shipped ones per size.
 
-        dtype: of the activations.  The files are read, and what they hold is logged, once per process.
+        dtype: of the activations.  The files are read, and their contents logged, once per process.
         """
         return active_plans(self, (gpu, str(dtype).removeprefix("torch."), format), own_file())
 
     def _table(self, entry: dict[str, Any]) -> TuningTable[P]:
         gpu = Chip(**entry["chip"] | {"capability": tuple(entry["chip"]["capability"])})
         plans = {_size(name): self._decoded(of_size, _size(name)) for name, of_size in entry[self.plans].items()}
-        # Some entries have no format; they were measured with dense weights.
+        # Entries without a format were measured with dense weights.
         return TuningTable(gpu, entry["dtype"], plans, entry["measured"], entry.get("format", DENSE))
 
     def _decoded(self, of_size: dict[str, Any], size: Size) -> tuple[P, ...]:
@@ -171,10 +171,10 @@ class TunedKind(Generic[P]):
 
 @cache
 def active_plans(kind: TunedKind[P], key: Key, user_path: Path) -> Mapping[Size, tuple[P, ...]]:
-    """See TunedKind.measured.  The user's file need not exist."""
+    """The shipped plans and the user's plans, see TunedKind.measured.  The user's file need not exist."""
     plans: dict[Size, tuple[P, ...]] = {}
     sources = []
-    # pathlib's is_file raises if the user may not read the folder.
+    # pathlib's is_file would raise if the user may not read the folder.
     for path in (path for path in (SHIPPED, user_path) if os.path.isfile(path)):
         for table in kind.read(path):
             if table.key == key:
@@ -186,13 +186,13 @@ def active_plans(kind: TunedKind[P], key: Key, user_path: Path) -> Mapping[Size,
 
 def own_file() -> Path:
     """The path of the user's table; the file need not exist."""
-    # expanduser does not raise if the user has no home; pathlib's version does.
+    # expanduser does not raise if the user has no home; pathlib's version would.
     config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     return Path(os.environ.get(CHOICES_FILE) or f"{config}/espalier/choices.json")
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """The file as JSON: lists of tables by the kind of layer."""
+    """Read the file as JSON: lists of tables by the kind of layer."""
     content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict) or ALWAYS not in content:
         raise ValueError(f"no JSON object with {ALWAYS!r}")
@@ -205,7 +205,7 @@ def _size(name: str) -> Size:
 
 
 def _json(content: dict[str, Any]) -> str:
-    """JSON with one line per plan, so that the diff of a changed table is readable."""
+    """Write JSON with one line per plan, so that the diff of a changed table is readable."""
     text = json.dumps(content, indent=1)
     return re.sub(r"\{[^{}]*\}", lambda innermost: " ".join(innermost.group().split()), text) + "\n"
 
@@ -214,8 +214,8 @@ def _json(content: dict[str, Any]) -> str:
 class TritonPlan:
     """Launch parameters of the Triton kernel.
 
-    block_out × block_in: a tile of the weight; splits: of `in` (split-K); warps: per program; stages: pipeline stages,
-    each holds one tile of the weight and one of x in shared memory.
+    block_out × block_in: a tile of the weight; splits: splits of `in` (split-K); warps: per program; stages: pipeline
+    stages, which each hold one tile of the weight and one of x in shared memory.
     """
 
     block_out: int
@@ -231,10 +231,10 @@ class TritonPlan:
 
 @dataclass(frozen=True)
 class LibraryPlan:
-    """Several smaller products by PyTorch's library.  One of the two fields is 1.
+    """Several smaller products by PyTorch's library, with either several pieces or several splits.
 
-    pieces: groups of weight rows, one call for each.  splits: of `in` (split-K), all in one batched call, which returns
-    float32 partial sums.
+    pieces: groups of weight rows, one call each.  splits: splits of `in` (split-K), all in one batched call that
+    returns float32 partial sums.
     """
 
     pieces: int
@@ -256,9 +256,9 @@ def candidates(rows: int, num_out: int, num_in: int, gpu: Chip) -> list[TritonPl
 
 
 def rule(rows: int, num_out: int, num_in: int, gpu: Chip) -> LinearPlan:
-    """The plan of a shape that was not measured, for a bucket of up to `rows` rows; None above RULE_ROWS.
+    """The plan of a shape that was not measured, for a bucket of at most `rows` rows; None above RULE_ROWS.
 
-    It splits `in` as long as all programs run at once and each fills its pipeline.
+    It splits `in` as long as all programs run at once and each program fills its pipeline.
     """
     if rows > RULE_ROWS:
         return None
@@ -274,7 +274,7 @@ def rule(rows: int, num_out: int, num_in: int, gpu: Chip) -> LinearPlan:
 
 
 def _alone(rows: int, num_out: int, num_in: int, gpu: Chip) -> TritonPlan:
-    """The rule's plan with at most one program on a multiprocessor, and as many stages as fit into it."""
+    """The rule's plan with at most one program per multiprocessor, and as many stages as fit."""
     block_out, block_in = RULE_TILE[0], next(block_in for most, block_in in RULE_ALONE if rows <= most)
     blocks, steps = num_blocks(num_out, block_out), num_blocks(num_in, block_in)
     splits = max(min(RULE_SPLITS, gpu.processors // blocks, steps // max(RULE_STAGES[1:])), 1)
@@ -299,8 +299,10 @@ def _triton_plans(rows: int, num_out: int, num_in: int, gpu: Chip) -> list[Trito
 
 
 def _worth_measuring(plan: TritonPlan, rows: int, num_out: int, num_in: int, gpu: Chip) -> bool:
-    """With split-K the grid must be 0.45 to 1 wave; without, any number of waves.  A weight whose rows are too short to
-    fill the pipeline gets the fewest stages and no split-K."""
+    """Whether a plan is worth measuring.
+
+    With split-K the grid must have 0.45 to 1 wave; without split-K, any number of waves.  A weight whose rows are too
+    short to fill the pipeline gets the fewest stages and no split-K."""
     programs_per_sm = gpu.shared_memory // plan.shared_memory(rows)
     # Loads in flight must fill at least a third of the shared memory to hide the memory latency.
     if programs_per_sm == 0 or plan.shared_memory(rows) * min(programs_per_sm, 8) < gpu.shared_memory // 3:
@@ -315,25 +317,25 @@ def num_blocks(count: int, block: int) -> int:
     return -(-count // block)
 
 
-# Row-count buckets, by their upper bounds: one plan per bucket, F.linear above the largest.  Within a bucket a
-# TritonPlan gives a row the same bits whatever the number of rows.  Up to 16 rows are padded to 16: one bucket.
+# Upper bounds of the buckets of rows.  A bucket has one plan; above the largest, F.linear runs.  Within a bucket a
+# TritonPlan gives a row the same bits for any number of rows.  Up to 16 rows are padded to 16, so they are one bucket.
 ROWS_BUCKETS = (16, 32, 64, 128, 256)
 
-# The kernel prefetches whole lines of 128 bytes: 64 numbers.
+# The kernel prefetches whole lines of 128 bytes, which are 64 numbers.
 MIN_BLOCK_IN = 64
 
 log = logging.getLogger(__name__)
 
 
-# The plans of one weight shape, in the order of ROWS_BUCKETS.  None: F.linear, or the rule if weights are quantised.
+# The plans of one weight shape, in the order of ROWS_BUCKETS.  None means F.linear, or the rule for quantised weights.
 LinearPlans = tuple[LinearPlan, ...]
 NO_PLANS: LinearPlans = (None,) * len(ROWS_BUCKETS)
 
 
 def plans_for(shape: Size, format: str, dtype: torch.dtype, stored: Tensor) -> LinearPlans | None:
-    """The plans for a dense weight's shape [out, in]; None: nothing was measured on this chip.
+    """The plans for a dense weight's shape [out, in]; None if nothing was measured on this chip.
 
-    dtype: of the activations; stored: any tensor of the weight, to tell the chip.
+    dtype: of the activations; stored: any tensor of the weight, which shows the chip.
     """
     if not stored.is_cuda or dtype not in DTYPES:
         return None
@@ -341,7 +343,7 @@ def plans_for(shape: Size, format: str, dtype: torch.dtype, stored: Tensor) -> L
 
 
 def plans_on(gpu: Chip, shape: Size, measured: Mapping[Size, LinearPlans]) -> LinearPlans | None:
-    """The plans for a weight shape, given those measured on this chip; None if there are none."""
+    """The plans for a weight shape, given the plans measured on this chip; None if there are none."""
     if shape in measured or not measured:
         return measured.get(shape)
     _log_rule(shape)
@@ -385,7 +387,7 @@ def _library_plan(fields: dict[str, Any], shape: Size) -> LibraryPlan:
 
 
 def _triton_plan(fields: dict[str, Any]) -> TritonPlan:
-    """Refuses, when the table is read, a plan that could not be launched."""
+    """Read a plan.  Raises ValueError for a plan that could not be launched."""
     plan = TritonPlan(**fields)
     powers_of_two = plan.block_out, plan.block_in, plan.warps
     if min(*powers_of_two, plan.splits, plan.stages) < 1 or any(size & (size - 1) for size in powers_of_two):

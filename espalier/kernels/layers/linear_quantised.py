@@ -185,7 +185,7 @@ def kernel_matrix(weight: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | Non
 
 
 def tile_options(weight: QuantisedMatrix) -> dict[str, Any]:
-    """The constants of quantised_dot that follow from the matrix."""
+    """The constexpr arguments of quantised_dot that depend on the weight's quantisation format."""
     num_in, inputs = weight.shape[-1], weight.inputs
     input_group = 0 if inputs is None or inputs.columns(num_in) == num_in else inputs.columns(num_in)
     group = 0 if weight.group >= num_in and weight.code not in OF_E2M1 else weight.group

@@ -1,7 +1,7 @@
-"""Rounds the inputs of a product to FP8: each row, or each group of a row's columns, with a scale of its own.
+"""Rounds the inputs of a product to FP8: each row, or each group of a row's columns, gets its own scale.
 
-Grid: (rows, one or some of a row's groups, parts of a group).  Values and scales are divided exactly (IEEE), so they
-equal the reference's to the bit.  Norms that round use the same functions.
+Grid: (rows, one or more groups of a row, parts of a group).  The divisions of values and scales are exact (IEEE), so
+the results equal the reference's to the bit.  Norms that round their output use the same functions.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, oversubscribed, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# Values that a warp loads: where programs are many, and where each has a multiprocessor to itself.  There the divisions
-# of a thread would be most of the time, so up to MAX_PARTS programs load the same group and find its largest value, and
-# each divides a part of it.  (Measured with one division after another, as static scales still have them.)  A short
-# group has up to FEW_WARPS that load the smaller number, however many programs there are.
+# Values that a warp loads: with many programs, and with at most one program per multiprocessor.  In the second case
+# most of the time would be the divisions of a thread.  So up to MAX_PARTS programs load the same group and find its
+# largest value, and each program divides a part of the group.  (These numbers were measured with divisions that run one
+# after another, as those of static scales do.)  A short group has up to FEW_WARPS warps that load the smaller number,
+# with any number of programs.
 VALUES_PER_WARP, VALUES_PER_WARP_ALONE = 1024, 256
 VALUES_PER_PART, MAX_PARTS = 1024, 8
 FEW_WARPS, MAX_WARPS, MAX_WARPS_ALONE = 4, 16, 32
-# Groups of a program, where a program for each would take longer to start than to run.
+# Groups per program, if one program per group would take longer to start than to run.
 GROUPS_A_PROGRAM = 16
-# The library multiplies rows in scaled blocks only in multiples of this.
+# The library multiplies rows in scaled blocks only if their number is a multiple of this.
 ROWS_FILLED = 16
 
 
 @kernel
 def scale_of(largest, static_ptr, MOST: tl.constexpr):
-    """The scale of values of bfloat16 or float16, given their largest magnitude in float32.
+    """The FP8 scale of bfloat16 or float16 values, given their largest magnitude in float32.
 
-    static_ptr: to the scale of all rows, or None.
+    static_ptr: pointer to the scale of all rows, or None.
     """
     if static_ptr is None:
         scale = _negated_over(-largest, tl.zeros_like(largest) + MOST)
@@ -44,12 +45,13 @@ def scale_of(largest, static_ptr, MOST: tl.constexpr):
 
 @kernel
 def over_scale(values, scale, static_ptr, MOST: tl.constexpr):
-    """The values of `scale_of`, in float32, over their scale, cut off where FP8 ends."""
+    """Divide float32 values by their scale, see `scale_of`.  Static scales: quotients are clamped to FP8's range."""
     if static_ptr is None:
-        # A power of two, so that float32 holds the remainders of tiny values.  Beside an infinity, values are 0.
+        # A power of two makes tiny values larger, so that float32 holds the remainders.  If a value is
+        # infinite, the finite values become 0.
         is_infinite = scale == float("inf")
         power = tl.where(scale < 2.0**-64, 2.0**64, tl.where(is_infinite, 0.0, 1.0))
-        # The largest value is MOST, or rounds to it.
+        # No clamp is needed: the largest value is MOST, or rounds to it.
         value = _negated_over(values * -power, tl.where(is_infinite, 1.0, scale * power))
     else:
         value = tl.div_rn(values, tl.zeros_like(values) + scale)
@@ -60,11 +62,11 @@ def over_scale(values, scale, static_ptr, MOST: tl.constexpr):
 
 @kernel
 def _negated_over(negated, by):
-    """-negated / by, rounded once (IEEE).  `over_scale` makes tiny numbers larger first.
+    """Return -negated / by, rounded once (IEEE).  `over_scale` makes tiny numbers larger first.
 
-    tl.div_rn has a branch for tiny and huge numbers, so the divisions of a thread run one after another.  These are its
-    steps without the branch: a reciprocal, which may be wrong by 2 units in the last place, and one correction.  The
-    results were compared for every value of bfloat16 and of float16 over every scale that it can have.
+    tl.div_rn has a branch for tiny and huge numbers, so the divisions of a thread run one after another.  This function
+    has the same steps without the branch: a reciprocal, which may be wrong by 2 units in the last place, and one
+    correction.  The results were compared for every value of bfloat16 and float16 with every scale that it can have.
     """
     inverse = -1.0 / by
     value = negated * inverse
@@ -77,7 +79,7 @@ def store_rounded(
     x, row, values_ptr, scales_ptr, static_ptr,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Round a row that a program holds, x [BLOCK] float32 with zeros from SIZE on, in groups of GROUP columns."""
+    """Round one row, x [BLOCK] float32 in registers with zeros from SIZE on, in groups of GROUP columns."""
     group, column = tl.arange(0, BLOCK // GROUP), tl.arange(0, BLOCK)
     grouped = tl.reshape(x, (BLOCK // GROUP, GROUP))
     scale = scale_of(tl.max(tl.abs(grouped), 1), static_ptr, MOST)
@@ -88,7 +90,7 @@ def store_rounded(
 
 
 def rounded_arguments(rounded: RoundedRows | None, inputs: InputScales | None, block: int) -> dict[str, object]:
-    """The arguments of a kernel that calls store_rounded, or not, for rows that it holds in blocks of `block`."""
+    """The arguments for store_rounded, for rows held in blocks of `block`; placeholders if `rounded` is None."""
     if rounded is None or inputs is None:
         return {"values_ptr": None, "scales_ptr": None, "static_ptr": None, "GROUP": block, "MOST": FP8_MAX}
     size = rounded.values.shape[1]
@@ -98,7 +100,7 @@ def rounded_arguments(rounded: RoundedRows | None, inputs: InputScales | None, b
 
 
 def empty_rounded(x: Tensor, inputs: InputScales) -> RoundedRows:
-    """Memory for the rows of x [rows, in], rounded."""
+    """Allocate memory for the rounded rows of x [rows, in]."""
     groups = -(-x.shape[1] // inputs.columns(x.shape[1]))
     values = torch.empty(x.shape, dtype=FP8, device=x.device)
     return RoundedRows(values, torch.empty(len(x), groups, dtype=torch.float32, device=x.device), x.dtype)
@@ -132,7 +134,7 @@ def _quantise_rows_kernel(
 
 
 def quantise_rows(x: Tensor, inputs: InputScales, for_library: bool = False) -> tuple[Tensor, Tensor]:
-    """x: bfloat16 or float16; its rows are contiguous.  Raises EspalierError on other shapes."""
+    """See ops/linear.py.  x: bfloat16 or float16 with contiguous rows.  Raises EspalierError for other shapes."""
     require("quantise_rows: x", x, (-1, -1), None, x)
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, num_in = x.shape

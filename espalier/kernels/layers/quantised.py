@@ -1,8 +1,7 @@
-"""Matrices in 8 or 4 bits with scales, and the product with them.
+"""Matrices in 8 or 4 bits with scales, and products with them.
 
-A product dequantises nothing in memory on a GPU (linear_quantised.py).  The reference here dequantises a block of rows
-at a time, so a model on a CPU needs the memory of its stored weights only.
-
+On a GPU a product stores no dequantised weight (linear_quantised.py).  The reference here dequantises one block of rows
+at a time, so a model on a CPU needs memory for its stored weights only.
 Inputs may be rounded to FP8 too.  Every row gets its own scales (or the checkpoint's), so a row's result never depends
 on the other rows of a batch.
 """
@@ -18,16 +17,16 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-# What a nibble of E2M1 means: 1 sign bit, 2 exponent bits, 1 mantissa bit (OCP Microscaling Formats 1.0, 5.3.3).
+# The values of E2M1's codes 0 to 7: 1 sign bit, 2 exponent bits, 1 mantissa bit (OCP Microscaling 1.0, 5.3.3).
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Scales of MXFP4 are powers of two: 2^(s - 127) (the same document, 5.4.1).
+# An MXFP4 scale s means 2^(s - 127) (OCP Microscaling 1.0, 5.4.1).
 E8M0_BIAS = 127
-# A row has scales of E2M1's groups for whole steps of so many columns, so that a kernel loads them without a mask.
+# Rows of E2M1 scales are padded to steps of this many columns, so that a kernel loads scales without a mask.
 SCALED_COLUMNS = 256
-# Columns whose nibbles are interleaved, and their bytes.
+# Number of columns whose nibbles are interleaved, and their bytes.
 INTERLEAVED = 32
 INTERLEAVED_BYTES = INTERLEAVED // 2
-# How E2M1's bits are moved in int32 words of `interleave_nibbles`: (bits, by how many places to the left).
+# How the bits of E2M1 move within the int32 words of `interleave_nibbles`: (bits, shift to the left).
 SPREAD = (
     *((0x00000700, 20), (0x00086008, 12), (0x00070007, 6), (0x00800080, 4), (0x00700070, -2), (0x08000800, -6)),
     *((0x17001000, -12), (0x80008000, -14), (0x60000000, -20)),
@@ -36,9 +35,9 @@ SPREAD = (
 BLOCK_VALUES = 2**22
 
 Code = Literal["fp8", "int4", "mxfp4", "nvfp4"]
-# The codes whose nibbles are E2M1.
+# The codes whose nibbles are E2M1 numbers.
 OF_E2M1 = ("mxfp4", "nvfp4")
-# Bits of a word, and by how many places they move to the left.
+# (bits of a word, their shift to the left) pairs.
 Moves = Sequence[tuple[int, int]]
 
 
@@ -46,23 +45,23 @@ Moves = Sequence[tuple[int, int]]
 class InputScales:
     """How the inputs of a product are rounded to FP8.
 
-    group: columns that share a scale; None: the whole row does.  static: float32 [1], the scale of every row; None: a
-    scale is the largest magnitude over FP8_MAX.
+    group: columns that share a scale; None: the whole row shares one.  static: float32 [1], the scale of every row;
+    None: a scale is the largest magnitude over FP8_MAX.
     """
 
     group: int | None = None
     static: Tensor | None = None
 
     def columns(self, size: int) -> int:
-        """Columns of a row of `size` columns that share a scale."""
+        """The number of columns that share a scale, in a row of `size` columns."""
         return min(self.group or size, size)
 
 
 @dataclass(frozen=True)
 class RoundedRows:
-    """Inputs of a product that are rounded to FP8 already.
+    """Inputs of a product that are already rounded to FP8.
 
-    values: FP8 [rows, in]; scales: float32 [rows, groups]; dtype: of the inputs before, and so of the product.
+    values: FP8 [rows, in]; scales: float32 [rows, groups]; dtype: of the inputs before rounding and of the product.
     """
 
     values: Tensor
@@ -81,12 +80,12 @@ Rows = Tensor | RoundedRows
 class QuantisedMatrix:
     """A matrix [out, in] or a stack of experts [E, out, in].  Its values are (codes - zeros) · scales.
 
-    codes: "fp8": float8_e4m3fn [..., out, in].  Others: uint8 [..., out, in / 2], two columns a byte, in the order of
-    `interleave_nibbles`; the bits of E2M1 ("mxfp4", "nvfp4") as SPREAD moves them.
+    codes: "fp8": float8_e4m3fn [..., out, in].  Other codes: uint8 [..., out, in / 2], two columns per byte, in the
+    order of `interleave_nibbles`; SPREAD moves the bits of E2M1 ("mxfp4", "nvfp4").
     scales: [..., ceil(out / row_block), ceil(in / group)], floating point.  "mxfp4": uint8 exponents; "nvfp4":
     float8_e4m3fn, not negative; both padded to whole steps of SCALED_COLUMNS columns.
-    row_scales: "nvfp4": float64 [..., out], a factor of each row beside its scales.  A stored factor or divisor of
-    float32 has an inverse in float64 that gives the format's own float32 quotients to the bit.
+    row_scales: "nvfp4": float64 [..., out], a factor of each row besides its scales.  A float32 factor or divisor in a
+    file has an inverse in float64 that gives the float32 quotients of the format to the bit.
     zeros: "int4": uint8 [..., out, in / group]; None: 8 everywhere.
     order: [in] int64; column c of codes multiplies input order[c]; None: the columns are in order.
     inputs: how the inputs are rounded; None: they are not.
@@ -128,23 +127,23 @@ class QuantisedMatrix:
         return self._each(lambda tensor: tensor[expert])
 
     def experts(self, count: int) -> "QuantisedMatrix":
-        """The matrix [count · out, in] as [count, out, in].  row_block must divide out."""
+        """The matrix [count · out, in] as a stack [count, out, in].  row_block must divide out."""
         return self._each(lambda tensor: tensor.unflatten(0, (count, -1)))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "QuantisedMatrix":
-        """The matrix with each tensor that has its rows changed."""
+        """Apply `change` to each tensor whose rows are those of the matrix."""
         zeros, factors = (None if each is None else change(each) for each in (self.zeros, self.row_scales))
         return replace(self, codes=change(self.codes), scales=change(self.scales), zeros=zeros, row_scales=factors)
 
     def rows_from(self, first: int) -> "QuantisedMatrix":
-        """Rows first .. out-1 of a matrix [out, in], in the same memory.  row_block must divide `first`."""
+        """Return rows first .. out-1 of a matrix [out, in] as views.  row_block must divide `first`."""
         cut = self._each(lambda tensor: tensor[first:])
         return replace(cut, scales=self.scales[first // self.row_block :])
 
     def rows_taken(self, rows: Tensor) -> "QuantisedMatrix":
-        """The experts [E, out, in] with their rows in another order.  row_block must be 1.
+        """Reorder the rows of all experts [E, out, in], in place.  row_block must be 1.
 
-        It goes expert by expert, so there is never a second copy of all.
+        It works expert by expert, so there is never a second copy of all experts.
         """
         for tensor in (self.codes, self.scales, *(() if self.row_scales is None else (self.row_scales,))):
             for expert in tensor:
@@ -161,7 +160,7 @@ def nibble_matrix(
     order: Tensor | None = None,
     row_scales: Tensor | None = None,
 ) -> QuantisedMatrix:
-    """The matrix of nibbles in the order of the columns: packed uint8 [..., out, in / 2], low nibbles first."""
+    """Make a matrix of nibbles in column order: packed uint8 [..., out, in / 2], low nibbles first."""
     if code in OF_E2M1:
         padded = F.pad(scales.view(torch.uint8), (0, -scales.shape[-1] % (SCALED_COLUMNS // group)))
         scales = padded.view(scales.dtype)
@@ -170,7 +169,7 @@ def nibble_matrix(
 
 
 def dequantise(matrix: QuantisedMatrix, dtype: torch.dtype, begin: int = 0, end: int | None = None) -> Tensor:
-    """Rows begin .. end-1 of a matrix [out, in] as a dense tensor, with its columns in the order of the inputs.
+    """Dequantise rows begin .. end-1 of a matrix [out, in].  The columns are in the order of the inputs.
 
     begin must be a multiple of row_block.  Each value is rounded once.
     """
@@ -198,7 +197,7 @@ def dequantise(matrix: QuantisedMatrix, dtype: torch.dtype, begin: int = 0, end:
 
 
 def _fp8_values(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """On a CPU by a table of all pairs of values, which takes a third of the time of a conversion."""
+    """Convert FP8 codes.  On a CPU a table of all pairs of values takes a third of the time of a conversion."""
     if codes.device.type != "cpu" or codes.shape[1] % 2 or codes.stride(0) % 2:
         return codes.to(dtype)
     pairs = codes.view(torch.uint16).to(torch.int32).flatten()
@@ -207,7 +206,7 @@ def _fp8_values(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _fp8_pairs(dtype: torch.dtype) -> Tensor:
-    """[65536, 2]: the values of both bytes of every uint16, in the order of memory."""
+    """[65536, 2]: the values of the two bytes of every uint16, in memory order."""
     numbers = torch.arange(2**16, dtype=torch.int32).to(torch.uint16)
     return numbers.view(FP8).view(-1, 2).to(dtype)
 
@@ -233,21 +232,21 @@ def pack_nibbles(nibbles: Tensor) -> Tensor:
 
 
 def interleave_nibbles(packed: Tensor, moves: Moves = ()) -> Tensor:
-    """Nibbles in the order of the columns -> in the order in which a kernel unpacks them; uint8 [..., in / 2] both.
+    """Reorder nibbles from column order to the order in which a kernel unpacks them; uint8 [..., in / 2] both.
 
-    Of 32 columns, column 8·p + 2·t + h is nibble p + 4·h of the t-th int32 (counted from the low bits).  So one shift
-    and one mask give the neighbours h = 0 and 1 in the halves of a word, and a thread t of the four that
-    share a row in a tensor core finds all of its columns in its own words.  The last in % 32 columns stay in order.
+    Of 32 columns, column 8·p + 2·t + h becomes nibble p + 4·h of the t-th int32 (counted from the low bits).  So one
+    shift and one mask give the neighbours h = 0 and 1 in the halves of a word.  Four threads share a row in a tensor
+    core, and thread t of them finds all of its columns in its own words.  The last in % 32 columns stay in order.
 
-    moves: of bits in these words.  SPREAD brings each pair of E2M1's nibbles where one mask, after one shift or none,
-    leaves the bits of two bfloat16 numbers: the sign in bit 15, exponent and mantissa in bits 8 to 6.  Of the first
-    pair these bits are in place; of the second 4 places lower; of the third 10 places lower, of the fourth 14 but for
-    the mantissa's 6, where what is below bit 0 of the word is at its upper end.
+    moves: how bits move in these words.  SPREAD moves each pair of E2M1 nibbles so that one mask, after at most one
+    shift, leaves the bits of two bfloat16 numbers: the sign in bit 15, exponent and mantissa in bits 8 to 6.  The bits
+    of the first pair are in place.  Those of the second, third and fourth pair are 4, 10 and 14 places lower, except
+    for the mantissa of the fourth pair: 6 places lower.  Bits that fall below bit 0 of the word are at its upper end.
     """
     codes = packed.clone(memory_format=torch.contiguous_format)
     rows = codes.view(-1, packed.shape[-1])
     step = max(BLOCK_VALUES // max(packed.shape[-1], 1), 1)
-    # Block by block: the copies that it takes are of a block.
+    # One block at a time, because the copies that this makes are as large as a block.
     for begin in range(0, len(rows), step):
         whole = rows[begin : begin + step, : _whole(packed)]
         pairs = whole.unflatten(1, (-1, 2, 2, 4))
@@ -268,37 +267,37 @@ def in_order_of_columns(codes: Tensor, moves: Moves = ()) -> Tensor:
 
 
 def _moved(codes: Tensor, moves: Moves) -> Tensor:
-    """codes with the bits of their int32 words moved; codes themselves if there are no moves."""
+    """Move the bits of the codes' int32 words.  Returns the codes themselves if there are no moves."""
     if not moves:
         return codes
     words = codes.contiguous().view(torch.int32)
     moved = torch.zeros_like(words)
     for bits, places in moves:
-        # A shift to the right repeats the highest bit; the mask comes after it.
+        # A right shift repeats the highest bit; the mask below removes the copies.
         shifted = words << places if places > 0 else words >> -places
         moved |= shifted.bitwise_and_(_signed(bits << places if places > 0 else bits >> -places))
     return moved.view(torch.uint8)
 
 
 def _signed(bits: int) -> int:
-    """The int32 of 32 bits."""
+    """The int32 with these 32 bits."""
     return bits - (bits >> 31 << 32)
 
 
 def _whole(packed: Tensor) -> int:
-    """Bytes of a row that are interleaved."""
+    """The number of bytes of a row that are interleaved."""
     return packed.shape[-1] // INTERLEAVED_BYTES * INTERLEAVED_BYTES
 
 
 def quantise_inputs(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor]:
-    """x [rows, in] -> (FP8 values [rows, in], their scales [rows, ceil(in / group)], float32 at least)."""
+    """Round x [rows, in] to (FP8 values [rows, in], scales [rows, ceil(in / group)], float32 at least)."""
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     rows, num_in = x.shape
     group = inputs.columns(num_in)
     padded = F.pad(exact, (0, -num_in % group)).unflatten(1, (-1, group))
     if inputs.static is None:
         largest = padded.abs().amax(2)
-        # The scale of zeros is 1.  On a GPU, PyTorch multiplies by the reciprocal of a number, and divides by a tensor.
+        # The scale of zeros is 1.  The divisor is a tensor: PyTorch on a GPU multiplies by the reciprocal of a number.
         scales = torch.where(largest == 0, 1.0, largest / torch.full_like(largest, FP8_MAX))
     else:
         scales = inputs.static.to(exact.dtype).expand(rows, padded.shape[1])
@@ -307,7 +306,7 @@ def quantise_inputs(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor]:
 
 
 def rounded_inputs(x: Rows, inputs: InputScales) -> Tensor:
-    """The values that quantise_inputs keeps of x, in float32 at least."""
+    """x after rounding by quantise_inputs, in float32 at least."""
     values, scales = (x.values, x.scales) if isinstance(x, RoundedRows) else quantise_inputs(x, inputs)
     num_in = values.shape[1]
     return values.to(scales.dtype) * scales.repeat_interleave(inputs.columns(num_in), 1)[:, :num_in]

@@ -1,10 +1,10 @@
-"""The inner loop of products with matrices in 4 bits: nibbles become numbers in the registers of the tensor cores.
+"""The inner loop of products with 4-bit matrices.  It turns nibbles into numbers in the registers of the tensor cores.
 
-A weight takes two instructions or so, since memory delivers some 25 weights a cycle to each multiprocessor
-(docs/log.md).  So nothing is done to a single nibble: a mask leaves two of them in the halves of a word, as the bits of
-small floating-point numbers, and one multiply-add of pairs makes the values of both.  The order of interleave_nibbles
-(quantised.py) puts every pair where the tensor cores take it: no value moves between threads, and none goes through
-shared memory, where the inputs lie in the order of their columns.
+Decoding may take about two instructions per weight, because memory delivers some 25 weights per cycle to each
+multiprocessor (docs/log.md).  So no instruction is for a single nibble.  A mask leaves two nibbles in the two halves of
+a 32-bit word, where they are the bits of small floating-point numbers.  One multiply-add of pairs then gives both
+values.  The order of interleave_nibbles (quantised.py) puts every pair into the thread that multiplies it.  So no
+decoded weight moves between threads or through shared memory.  The inputs are in shared memory, in column order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.pdl import prefetch
 
-# Whether Triton's interpreter runs the kernels, which has no inline assembly.
+# Whether Triton's interpreter, which has no inline assembly, runs the kernels.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -25,26 +25,26 @@ def nibble_dot(
     CODE: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
 ):  # fmt: skip
-    """As quantised_dot.  words: the codes as int32 [rows, in / 8].  num_in must be a multiple of 32.
+    """The product of quantised_dot for 4-bit codes.  words: int32 [rows, in / 8].  num_in is a multiple of 32.
 
-    CODE 1: GROUP and BLOCK_IN are multiples of each other, or GROUP is 0.
+    If CODE is 1, one of GROUP and BLOCK_IN divides the other, or GROUP is 0.
     """
-    # The columns of one sum: those that share a scale.
+    # Columns of one sum: they share a scale.
     STEP: tl.constexpr = GROUP if CODE == 1 and GROUP > 0 and GROUP < BLOCK_IN else BLOCK_IN
     WORDS: tl.constexpr = STEP // 8
     DTYPE: tl.constexpr = x_ptrs.dtype.element_ty
-    # What sums must be multiplied by (_int4, _factor).
+    # The factor that sums lack, because decoded numbers are too small by it (_int4, _factor).
     IS_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
     UNIT: tl.constexpr = (2.0**6 if IS_BFLOAT16 else 2.0**9) if CODE == 1 else (2.0**64 if IS_BFLOAT16 else 2.0**10)
     ks = k_begin + tl.arange(0, STEP)
-    # Written so that the compiler sees that rows begin at 16 bytes.
+    # Written in this form so that the compiler sees that rows begin at multiples of 16 bytes.
     row_words = num_in // 32 * 4
     words = k_begin // 8 + tl.arange(0, WORDS)
     w_ptrs = words_ptr + w_rows[:, None] * row_words + words[None, :]
     num_groups = _num_groups(num_in, CODE, GROUP)
     scale_ptrs = scales_ptr + w_rows * num_groups
     acc = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
-    # Scales are loaded a step ahead, so that no step waits for its own.
+    # Scales are loaded one step ahead, so that no step waits for its scales.
     if CODE == 1:
         scale = tl.load(scale_ptrs + _group_of(k_begin, num_groups, GROUP))
     for k in range(k_begin, k_end, BLOCK_IN):
@@ -61,15 +61,15 @@ def nibble_dot(
             w = w.to(tl.uint32, bitcast=True)
             if CODE == 1:
                 if zeros_ptr is None:
-                    # -8 · 2^-6 (2^-9) twice.
+                    # -8 · 2^-6 (-8 · 2^-9 in float16) in both halves.
                     offset = tl.full((BLOCK_OUT, WORDS), 0xBE00BE00 if IS_BFLOAT16 else 0xA400A400, tl.uint32)
                 else:
-                    # Not ahead: its registers would be another thread's than those of the words.
+                    # Not loaded ahead: registers would then be distributed among threads unlike those of the words.
                     zero = tl.load(zeros_ptr + w_rows * num_groups + _group_of(first, num_groups, GROUP))
                     offset = tl.broadcast_to(_offset(zero, DTYPE)[:, None], (BLOCK_OUT, WORDS))
                 part = tl.dot(_int4(w, offset, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))
             else:
-                # An exponent, or two scales, for 32 columns.
+                # One exponent, or two scales, per 32 columns.
                 scales = tl.load(scale_ptrs[:, None] + (first // 32 + tl.arange(0, STEP // 32))[None, :])
                 left, right = _factors(scales, CODE, DTYPE)
                 left = _of_words(left, BLOCK_OUT, WORDS)
@@ -91,15 +91,15 @@ def nibble_dot(
 
 @kernel
 def _group_of(k, num_groups, GROUP: tl.constexpr):
-    """The group of column k; the last one if k is past it."""
+    """The group of column k; the last group if k is past it."""
     return tl.minimum(k // GROUP, num_groups - 1) if GROUP > 0 else 0
 
 
 @kernel
 def prefetch_scales(scales_ptr, zeros_ptr, w_rows, k_begin, k_end, num_in, GROUP: tl.constexpr):
-    """Prefetch the first and the last scales and zero points of columns k_begin .. k_end into the L2: 4-bit integers'.
+    """Prefetch the first and last int4 scales and zero points of columns k_begin .. k_end into the L2.
 
-    These are most of their lines.  The loop loads scales where it needs them, not ahead.
+    These two cover most of their cache lines.  The loop itself loads scales only where it needs them.
     """
     num_groups = tl.cdiv(num_in, GROUP) if GROUP > 0 else 1
     ends = tl.minimum(tl.where(tl.arange(0, 2) == 0, k_begin, k_end - 1), num_in - 1)
@@ -112,16 +112,16 @@ def prefetch_scales(scales_ptr, zeros_ptr, w_rows, k_begin, k_end, num_in, GROUP
 
 @kernel
 def _num_groups(num_in, CODE: tl.constexpr, GROUP: tl.constexpr):
-    """Scales of a row of the matrix."""
+    """The number of scales in a row of the matrix."""
     if CODE >= 2:
-        # Of 32 columns each, for whole steps of SCALED_COLUMNS (quantised.py).
+        # A scale is for 32 columns, and rows have whole steps of SCALED_COLUMNS (quantised.py).
         return tl.cdiv(num_in, 256) * 8
     return tl.cdiv(num_in, GROUP) if GROUP > 0 else 1
 
 
 @kernel
 def _offset(zero, DTYPE: tl.constexpr):
-    """What _int4 adds: minus the zero points of a group, for each row, in both halves of a uint32."""
+    """The offset that _int4 adds: minus the zero points of a group, per row, in both halves of a uint32."""
     STEP: tl.constexpr = 2.0**-6 if tl.bfloat16 == DTYPE else 2.0**-9
     offset = (zero.to(tl.float32) * -STEP).to(DTYPE)
     return offset.to(tl.uint16, bitcast=True).to(tl.uint32) * 0x10001
@@ -131,10 +131,10 @@ def _offset(zero, DTYPE: tl.constexpr):
 def _int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
     """(nibbles - zero points) · 2^-6 in bfloat16, · 2^-9 in float16: [BLOCK_OUT, 8 · WORDS].
 
-    A nibble n as bits is the subnormal number n · 2^-133 (n · 2^-24).  Times 2^127 (2^15), the most that the dtype has,
-    it is n · 2^-6 (n · 2^-9).  One that lies four bits higher is 16 times as much, also in bfloat16, where its highest
-    bit is the exponent's lowest: numbers with that exponent are spaced as subnormal ones are.  So only half of the
-    nibbles need a shift.  Values, products and sums are exact.
+    As bits, a nibble n is the subnormal number n · 2^-133 (float16: n · 2^-24).  Times the dtype's largest power of
+    two, 2^127 (2^15), it is n · 2^-6 (n · 2^-9).  A nibble four bits higher is 16 times as much.  This also holds in
+    bfloat16, where the nibble's highest bit becomes the lowest exponent bit: numbers with that exponent have the same
+    spacing as subnormal numbers.  So only half of the nibbles need a shift.  Values, products and sums are exact.
     """
     LOW: tl.constexpr = 0x000F000F
     HIGH: tl.constexpr = 0x00F000F0
@@ -149,21 +149,21 @@ def _int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.con
 
 @kernel
 def _factor(exponents, DTYPE: tl.constexpr):
-    """What _e2m1 multiplies by, for each exponent, in both halves of a uint32.
+    """The factor by which _e2m1 multiplies, per exponent, in both halves of a uint32.
 
-    It is 2^(exponent - 127), times 2^126 (2^14) for the bits of E2M1, times 2^-64 (2^-10) to stay in the dtype's range.
-    Values are exact for exponents from 66 to MAX_EXPONENT (linear_quantised.py); smaller ones mean less than 2^-58.
+    It is 2^(exponent - 127), times 2^126 (float16: 2^14) for the bits of E2M1, times 2^-64 (2^-10) to stay in range.
+    Values are exact for exponents from 66 to MAX_EXPONENT (quantised_plans.py); smaller exponents mean less than 2^-58.
     """
     bits = exponents.to(tl.uint32)
     if tl.bfloat16 == DTYPE:
         return (bits + 62) * 0x800080
-    # float16 is only run in the interpreter.  It has less range: smaller exponents count as 0.
+    # float16 runs only in the interpreter.  It has less range, so smaller exponents count as 0.
     return (tl.maximum(bits, 108) - 108) * 0x4000400
 
 
 @kernel
 def _factors(scales, CODE: tl.constexpr, DTYPE: tl.constexpr):
-    """What _e2m1 multiplies the left and the right 16 columns of each 32 by, in both halves of a uint32."""
+    """(left, right): the factors of _e2m1 for the first and the last 16 of 32 columns, in both halves of a uint32."""
     if CODE == 2:
         left = _factor(scales, DTYPE)
         right = left
@@ -174,13 +174,13 @@ def _factors(scales, CODE: tl.constexpr, DTYPE: tl.constexpr):
 
 @kernel
 def _factors_of_e4m3(pairs, DTYPE: tl.constexpr):
-    """As _factor, of two scales of E4M3 in an int16: they times 2^62 (2^4).
+    """The factors of two E4M3 scales in an int16: the scales times 2^62 (float16: 2^4).  See _factor.
 
-    Without their sign, which they do not have, the bits of E4M3 are those of a number of the dtype whose exponents
-    begin 120 (8) lower.  So subnormal scales are subnormal numbers, and two products bring both into range, exactly.
+    Scales have no sign.  Without the sign, the bits of E4M3 are those of a number of the dtype whose exponents begin
+    120 (8) lower.  So subnormal scales are subnormal numbers, and two products bring all scales into range, exactly.
     """
     bits = pairs.to(tl.uint16, bitcast=True).to(tl.uint32)
-    # The first scale to the low half, the second to the high half.
+    # The first scale goes to the low half, the second to the high half.
     IS_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
     spread = (bits & 0xFF) * 16 | (bits & 0xFF00) * 4096 if IS_BFLOAT16 else (bits & 0xFF) * 128 | (bits >> 8) << 23
     step = bits & 0 | (0x6D006D00 if IS_BFLOAT16 else 0x54005400)
@@ -190,21 +190,21 @@ def _factors_of_e4m3(pairs, DTYPE: tl.constexpr):
 
 @kernel
 def _of_words(factor, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
-    """[BLOCK_OUT, WORDS / 4] of 32 columns each -> [BLOCK_OUT, WORDS]."""
+    """Repeat factors of 32 columns for their words: [BLOCK_OUT, WORDS / 4] -> [BLOCK_OUT, WORDS]."""
     return tl.reshape(tl.broadcast_to(factor[:, :, None], (BLOCK_OUT, WORDS // 4, 4)), (BLOCK_OUT, WORDS))
 
 
 @kernel
 def _e2m1(w, left, right, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
-    """E2M1 numbers · 2^-126 (2^-14) · factor: [BLOCK_OUT, 8 · WORDS].
+    """Decode E2M1 numbers, times 2^-126 (float16: 2^-14) and their factor: [BLOCK_OUT, 8 · WORDS].
 
-    left, right: the factors of the first and of the last 16 of 32 columns.  A word has two pairs of both.
-    Their bits lie as SPREAD (quantised.py) moves them.  The sign, two exponent bits and one mantissa bit come where the
-    dtype has its sign and the lowest and highest of these.  So an exponent of 0 means a subnormal number in both.  The
-    product is exact.
+    left, right: the factors of the first and of the last 16 of 32 columns.  A word has two pairs of each.
+    SPREAD (quantised.py) has moved the bits.  A mask puts the sign, the two exponent bits and the mantissa bit where
+    the dtype has its sign, its lowest exponent bits and its highest mantissa bit.  So an exponent of 0 means a
+    subnormal number in E2M1 and in the dtype.  The product is exact.
     """
     BITS: tl.constexpr = 0x81C081C0
-    # Rotations: some bits lie in the other half.
+    # Rotations, because some bits are in the other half.
     third, fourth = (w << 10) | (w >> 22), (w << 14) | (w >> 18)
     first = _e2m1_pair(w & BITS, left, DTYPE)
     second = _e2m1_pair((w << 4) & BITS, left, DTYPE)
@@ -215,7 +215,7 @@ def _e2m1(w, left, right, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: t
 
 @kernel
 def _e2m1_pair(bits, factor, DTYPE: tl.constexpr):
-    """bits: of bfloat16."""
+    """Multiply a pair of E2M1 numbers by its factor.  bits: as those of two bfloat16 numbers."""
     if tl.bfloat16 != DTYPE:
         bits = (bits & 0x80008000) | ((bits & 0x01C001C0) << 3)
     return _pair(bits, factor, bits & 0 | 0x80008000, DTYPE)
@@ -223,7 +223,7 @@ def _e2m1_pair(bits, factor, DTYPE: tl.constexpr):
 
 @kernel
 def _in_columns(first, second, third, fourth, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
-    """The pairs p of each word in the order of the columns (interleave_nibbles)."""
+    """Put the four pairs of each word in column order, see interleave_nibbles."""
     pairs = tl.join(tl.join(first, third), tl.join(second, fourth))
     # [rows, blocks of 32, t, h, p // 2, p % 2] -> [rows, blocks of 32, p // 2, p % 2, t, h]
     pairs = tl.reshape(pairs, (BLOCK_OUT, WORDS // 4, 4, 2, 2, 2)).permute(0, 1, 4, 5, 2, 3)
@@ -232,9 +232,9 @@ def _in_columns(first, second, third, fourth, BLOCK_OUT: tl.constexpr, WORDS: tl
 
 @kernel
 def _pair(bits, factor, offset, DTYPE: tl.constexpr):
-    """number · factor + offset for the numbers in the low and in the high halves of uint32: DTYPE [..., 2].
+    """Return number · factor + offset for the numbers in both halves of each uint32: DTYPE [..., 2].
 
-    In assembly (_fma), as Triton splits a product of pairs into two products.
+    It is written in assembly (_fma), because Triton splits a product of pairs into two products.
     """
     if INTERPRETED:
         low = _low(bits, DTYPE) * _low(factor, DTYPE) + _low(offset, DTYPE)
@@ -247,7 +247,7 @@ def _pair(bits, factor, offset, DTYPE: tl.constexpr):
 
 @kernel
 def _scaled(bits, factor, DTYPE: tl.constexpr):
-    """number · factor for the numbers in the halves of uint32, in the halves of uint32."""
+    """Return number · factor for the numbers in both halves of each uint32, again as halves of uint32."""
     if INTERPRETED:
         low = (_low(bits, DTYPE) * _low(factor, DTYPE)).to(tl.uint16, bitcast=True)
         high = (_low(bits >> 16, DTYPE) * _low(factor >> 16, DTYPE)).to(tl.uint16, bitcast=True)
@@ -265,5 +265,5 @@ def _fma(bits, factor, offset, DTYPE: tl.constexpr):
 
 @kernel
 def _low(words, DTYPE: tl.constexpr):
-    """The low halves of uint32, as numbers."""
+    """The low halves of uint32, as numbers of DTYPE."""
     return (words & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)

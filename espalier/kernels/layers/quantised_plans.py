@@ -1,8 +1,9 @@
-"""Plans of quantised linear layers (linear_quantised.py), and which weights its kernels take.
+"""Plans of quantised linear layers (linear_quantised.py), and the check of weights that their kernels take.
 
-A plan is measured (linear_plans.py), or follows from a rule.  `candidates` are those worth measuring, the likely best
-first.  Up to STREAMED_ROWS rows a plan is judged by how it keeps memory busy: how many programs run at once, how many
-bytes they have in flight, and how full the last wave is.  Above, products bind, and all plans count as equal.
+A plan is measured (linear_plans.py), or a rule gives it.  `candidates` are the plans worth measuring, the most
+promising first.  Up to STREAMED_ROWS rows, memory limits the time.  There a plan is rated by how many programs run at
+once, how many bytes they have in flight, and how full the last wave is.  Above, products limit the time, and all plans
+count as equal.
 """
 
 from __future__ import annotations
@@ -27,30 +28,31 @@ from espalier.kernels.layers.linear_plans import (
 from espalier.kernels.layers.quantised import E8M0_BIAS, INTERLEAVED, OF_E2M1, QuantisedMatrix, Rows
 from espalier.kernels.runtime.launch import Chip, chip
 
-# The most columns of one sum of FP8 products.  Kernels cannot read it: _fp8_dot repeats it.
+# The most columns that one FP8 sum may have.  Kernels cannot read this constant, so _fp8_dot repeats it.
 SUM_COLUMNS = 128
-# More rows are cut into tiles of this many.
+# Rows per tile if there are more rows than this.
 MAX_BLOCK_ROWS = 128
-# The largest exponent of MXFP4 that the kernels' numbers can hold: a scale of 2^65.
+# The largest exponent of MXFP4 that the numbers in the kernels can hold: a scale of 2^65.
 MAX_EXPONENT = E8M0_BIAS + 65
-# The first chips whose compilers know E4M3.
+# The oldest compute capability whose compiler supports E4M3.
 FP8_CAPABILITY = (8, 9)
-# Rows up to which the rule streams, and up to which it splits columns: more rows have programs enough.
+# The most rows for which the rule assumes that memory limits the time, and for which it splits columns.  More rows give
+# enough programs without splits.
 STREAMED_ROWS, SPLIT_ROWS = 64, 256
-# Programs per multiprocessor that the rule's split-K aims at where weights are streamed, and warps where products bind.
+# Targets of the rule per multiprocessor: programs with split-K if memory limits the time, and warps if products do.
 PROGRAMS_PER_PROCESSOR, WARPS_PER_PROCESSOR = 2, 8
 MAX_SPLITS = 8
-# The fewest steps of a split of FP8 weights: fewer do not fill a pipeline.
+# The fewest steps of a split of FP8 weights: with fewer the pipeline is never full.
 LEAST_STEPS = 4
-# For 4-bit weights: (most rows of a tile, (block_out, most block_in, warps), programs that registers let share a
-# multiprocessor).  Up to 16 rows a step reads 128 bytes of each row of the weight.  With more, the inputs are the
-# larger part of what is read, and blocks of 128 rows of the weight halve it.  For MXFP4 they are slower up to 32 rows
-# (docs/log.md); the rest is not measured.  A thread needs four of a step's exponents of MXFP4, or they are not copied
-# ahead.
+# Per number of rows, for 4-bit weights: (most rows of a tile, (block_out, most block_in, warps), the most programs
+# whose registers fit a multiprocessor).  Up to 16 rows a step reads 128 bytes of each weight row.  With more rows, more
+# bytes are read of the inputs than of the weight; blocks of 128 weight rows halve the bytes of the inputs.  For MXFP4
+# such blocks are slower up to 32 rows (docs/log.md); the other cases are not measured.  A thread needs four MXFP4
+# exponents per step, or the exponents are not copied ahead.
 E2M1_TILES = ((16, (64, 256, 4), 4), (32, (64, 256, 4), 3), (64, (128, 128, 4), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1))
 NIBBLE_TILES = {
     "int4": ((16, (64, 256, 4), 4), (64, (128, 128, 8), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1)),
-    # NVFP4's are not measured apart.
+    # The tiles of NVFP4 are those of MXFP4; they were not measured separately.
     **dict.fromkeys(OF_E2M1, E2M1_TILES),
 }
 MAX_STAGES = 6
@@ -59,7 +61,7 @@ RAGGED_IN = 1024
 
 
 def plan_of(weight: QuantisedMatrix, x: Rows) -> TritonPlan:
-    """The measured plan for the weight's shape, format and x's rows; `rule`'s where there is none."""
+    """The measured plan for the weight's shape, its format and x's rows; without a measurement, the plan of `rule`."""
     plans = LINEARS.measured(chip(weight.codes), x.dtype, tuning_name(weight))
     shape = weight.shape[0], weight.shape[1]
     plan = LINEARS.at(plans[shape], len(x)) if shape in plans else None
@@ -67,7 +69,7 @@ def plan_of(weight: QuantisedMatrix, x: Rows) -> TritonPlan:
 
 
 def rule_of(weight: QuantisedMatrix, x: Rows) -> TritonPlan:
-    """The plan of `rule`."""
+    """The plan of `rule` for this weight and these inputs."""
     (num_out, num_in), grouped = weight.shape, weight.group < weight.shape[-1]
     input_bytes, gpu = 1 if weight.inputs is not None else x.dtype.itemsize, chip(weight.codes)
     plan = rule(len(x), num_out, num_in, weight.code, max_block_in(weight), grouped, gpu, input_bytes)
@@ -77,14 +79,14 @@ def rule_of(weight: QuantisedMatrix, x: Rows) -> TritonPlan:
 
 
 def tuning_name(weight: QuantisedMatrix) -> str:
-    """The format's name in tuning tables: what a kernel's time depends on."""
+    """The format's name in tuning tables.  It names everything in the format that changes a kernel's time."""
     group = "" if weight.group >= weight.shape[-1] else f"-{weight.row_block}x{weight.group}"
     inputs = "" if weight.inputs is None else f"-inputs{weight.inputs.group or ''}"
     return f"{weight.code}{group}{inputs}"
 
 
 def max_block_in(weight: QuantisedMatrix) -> int:
-    """The most columns of a tile: for FP8 those that share a scale, or two sums of them."""
+    """The most columns of a tile.  For FP8 they are the columns that share a scale, or two sums of them."""
     if weight.code != "fp8":
         return 256
     groups = [weight.group]
@@ -100,7 +102,7 @@ def rule(
 ) -> TritonPlan:
     """The plan where nothing is measured.
 
-    grouped: whether groups of columns have scales of their own.  input_bytes: of an input, as FP8 weights meet it.
+    grouped: whether groups of columns have their own scales.  input_bytes: bytes of an input, in products with FP8.
     """
     tile = min(block_rows(rows), MAX_BLOCK_ROWS)
     num_tiles, streams = -(-rows // tile), rows <= STREAMED_ROWS
@@ -125,16 +127,16 @@ def fp8_rule(
 ) -> TritonPlan:
     """The plan of FP8 weights where nothing is measured, for `num_tiles` tiles of rows.
 
-    streams: whether memory binds.
+    streams: whether memory limits the time.
     """
-    # For few rows that are rounded, steps of 256 columns are 3 to 5% faster than steps of 128 (docs/log.md).  Scales of
-    # groups are not measured.
+    # For few rounded rows, steps of 256 columns are 3 to 5% faster than steps of 128 (docs/log.md).  Scales of groups
+    # were not measured.
     is_few = streams and tile == MIN_BLOCK_ROWS and input_bytes == 1 and not grouped
     block_in = min(max_block, 256 if is_few and (num_in % 256 == 0 or num_in >= RAGGED_IN) else 128)
-    # Scales of groups multiply the sums of a tile at every step: a small tile keeps both in registers.
+    # The scales of groups multiply a tile's sums at every step.  A small tile keeps scales and sums in registers.
     block_out, warps = (64, 4) if streams or grouped else (128, 8)
     programs, sharing, most = num_tiles * -(-num_out // block_out), 1, 4
-    # For few rows, two or three programs share a multiprocessor: the number that leaves fewer places empty.
+    # For few rows, two or three programs share a multiprocessor, whichever number leaves fewer places empty.
     together = [PROGRAMS_PER_PROCESSOR if streams else WARPS_PER_PROCESSOR // warps]
     if is_few:
         together.append(PROGRAMS_PER_PROCESSOR + 1)
@@ -142,17 +144,17 @@ def fp8_rule(
     found = [max(min(count * gpu.processors // programs, most_splits), 1) for count in together]
     splits = max(found, key=lambda splits: _filled_share(programs * splits, gpu))
     if streams:
-        # All programs at once, if registers allow: a second wave would be mostly empty.
+        # If registers allow, all programs run at once, because a second wave would be mostly empty.
         sharing = min(-(-programs * splits // gpu.processors), 3 if grouped and tile > MIN_BLOCK_ROWS else 4)
         most = MAX_STAGES
     plan = TritonPlan(block_out, block_in, splits, warps, 1)
     shared = gpu.shared_memory_of(sharing)
-    # Where products bind, one program with deep stages is faster than two on a multiprocessor.
+    # If products limit the time, one program with deep stages is faster than two on a multiprocessor.
     return replace(plan, stages=max(min(shared // (block_in * (block_out + tile * input_bytes)), most), 1))
 
 
 def _filled_share(programs: int, gpu: Chip) -> float:
-    """The share of multiprocessors' places for programs that `programs` programs take."""
+    """The share of the multiprocessors' places that `programs` programs fill."""
     return programs / (-(-programs // gpu.processors) * gpu.processors)
 
 
@@ -168,28 +170,28 @@ def nibble_rule(
     programs = num_tiles * -(-num_out // block_out)
     aim = min(PROGRAMS_PER_PROCESSOR, together) * gpu.processors
     splits = max(min(aim // programs, max_splits, num_in // block_in // 4), 1)
-    # All programs at once if that many can share a multiprocessor: a second wave would be mostly empty.
+    # If a multiprocessor can hold them, all programs run at once, because a second wave would be mostly empty.
     sharing = min(-(-programs * splits // gpu.processors), together)
     shared = gpu.shared_memory_of(sharing)
     plan = TritonPlan(block_out, block_in, splits, warps, 1)
-    # One stage less for the codes: the step that runs has them in registers.
+    # The codes have one stage less, because the running step has its codes in registers.
     codes, inputs = codes_bytes(plan, code), tile * plan.block_in * 2
     return replace(plan, stages=max(min((shared + codes) // (codes + inputs), MAX_STAGES), 2))
 
 
 def stage_bytes(plan: TritonPlan, tile: int, weight: QuantisedMatrix) -> int:
-    """Bytes of shared memory of a pipeline stage, with `tile` rows of inputs."""
+    """Bytes of shared memory per pipeline stage, with `tile` rows of inputs."""
     return codes_bytes(plan, weight.code) + tile * plan.block_in * (1 if weight.inputs is not None else 2)
 
 
 def codes_bytes(plan: TritonPlan, code: str) -> int:
-    """With the scales of E2M1's groups, which are loaded with them."""
+    """Bytes of the codes of a step, with the E2M1 scales that are loaded together with codes."""
     values = plan.block_out * plan.block_in
     return values if code == "fp8" else values // 2 + values // {"int4": values, "mxfp4": 32, "nvfp4": 16}[code]
 
 
 def require_supported(weight: QuantisedMatrix, dtype: torch.dtype) -> None:
-    """Raises EspalierError if the weight is on a GPU that no kernel for it runs on."""
+    """Check that a kernel exists for the weight if it is on a GPU.  Raises EspalierError if not."""
     if not weight.codes.is_cuda:
         return
     if weight.code != "fp8" and in_no_words(weight):
@@ -212,30 +214,31 @@ def require_supported(weight: QuantisedMatrix, dtype: torch.dtype) -> None:
 
 
 def in_no_words(weight: QuantisedMatrix) -> bool:
-    """Whether the kernels cannot take the nibbles: a word has columns of two groups, or is not interleaved."""
-    # A word of NVFP4 has columns of two groups, and its kernel two scales for them.
+    """Whether the kernels cannot take the nibbles: a word has columns of two groups, or is not interleaved.
+
+    A word of NVFP4 may have columns of two groups, because its kernel has two scales per word."""
     columns = 2 * weight.group if weight.code == "nvfp4" else min(weight.group, weight.shape[-1])
     return columns % INTERLEAVED != 0 or weight.shape[-1] % INTERLEAVED != 0
 
 
-# Where weights are streamed, and where rows are many: (block_out, warps), stages, split-K.
+# If memory limits the time, and if products do: (block_out, warps), stages, splits (split-K).
 STREAMED = (((64, 4), (128, 4), (128, 8), (32, 4), (256, 8)), (4, 5, 6, 3, 8, 2), (1, 2, 3, 4, 6, 8))
 MULTIPLIED = (((64, 4), (128, 4), (128, 8)), (2, 3, 4), (1, 2, 4, 3))
-# The most weights of a step that a thread can have in registers, and the most sums.
+# The most weights of a step, and the most sums, that a thread holds in registers.
 NIBBLES_PER_THREAD, SUMS_PER_THREAD, WARP = 128, 128, 32
 # Programs per multiprocessor with split-K.
 FEWEST_PROGRAMS, MOST_PROGRAMS = 0.5, 4
-# What `_streaming_us` assumes of a multiprocessor: warps for which it has registers; bytes that it reads in a
-# microsecond; microseconds from a request to its bytes.
+# The assumptions of `_streaming_us` about a multiprocessor: the warps that its registers allow, the bytes that it reads
+# per microsecond, and the microseconds from a request to its bytes.
 WARPS, BYTES_PER_US, LATENCY_US = 16, 33_000, 1.0
-# Microseconds of adding up the parts of split-K.
+# Microseconds to add the partial sums of split-K.
 PARTS_US = 1.0
 
 
 def candidates(rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[TritonPlan]:
-    """The plans to measure against the rule's.  None for groups of less than MIN_BLOCK_IN columns.
+    """The plans to measure against the rule's plan.  Groups of less than MIN_BLOCK_IN columns have no plans.
 
-    Tiles take turns, so that the first few plans have the best of each.
+    Plans with different tiles take turns, so that the first few plans have the best plan of each tile.
     """
     num_in, most, is_fp8 = weight.shape[-1], max_block_in(weight), weight.code == "fp8"
     tile = min(block_rows(rows), MAX_BLOCK_ROWS)
@@ -268,7 +271,7 @@ def _fits(plan: TritonPlan, tile: int, weight: QuantisedMatrix, gpu: Chip) -> bo
 
 
 def _streaming_us(plan: TritonPlan, tile: int, weight: QuantisedMatrix, gpu: Chip) -> float:
-    """Microseconds by a model of memory alone.  Wrong by far, but the best plans come first."""
+    """Microseconds in a model that counts memory alone.  The times are far off, but the best plans come first."""
     num_out, num_in = weight.shape
     programs = -(-num_out // plan.block_out) * plan.splits
     sharing = min(gpu.programs_with(stage_bytes(plan, tile, weight) * plan.stages), WARPS // plan.warps)

@@ -1,12 +1,12 @@
 """The inner loop of every product with a quantised matrix, for linear layers and experts.
 
-A program multiplies a block of rows of the matrix with a tile of inputs.  Codes are read as they are stored and become
-numbers in registers.  FP8 values, nibbles minus their zero points, and E2M1 values times powers of two are exact in
-bfloat16, so only the float32 sums round.  The other scales multiply the sum of each group.  quantised_nibbles.py has
-what is for 4 bits.
+A program multiplies a block of rows of the matrix with a tile of inputs.  It reads codes as they are stored, and
+decodes them in registers.  FP8 values, nibbles minus their zero points, and E2M1 values times powers of two are exact
+in bfloat16, so only the float32 sums round.  The other scales multiply the sum of each group.  quantised_nibbles.py has
+the code for 4 bits.
 
-Inputs that were rounded to FP8 are multiplied with FP8 weights as they are, on the chip's FP8 units.  Those add with
-fewer bits than float32, so a new sum starts after SUM_COLUMNS columns at most, and float32 adds the sums.
+Inputs that are rounded to FP8 are multiplied with FP8 weights directly, on the chip's FP8 units.  These units add with
+fewer bits than float32.  So a new sum starts after at most SUM_COLUMNS columns, and the sums are added in float32.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from espalier.kernels.layers.quantised_nibbles import nibble_dot
 from espalier.kernels.runtime.jit import from_fp8, kernel
 from espalier.kernels.runtime.pdl import prefetch
 
-# Bytes of an L2 line.  Kernels cannot read it either: prefetch_codes repeats it.
+# Bytes of an L2 line.  Kernels cannot read this constant, so prefetch_codes repeats it.
 LINE_BYTES = 128
-# Codes of espalier/kernels/layers/quantised.py:QuantisedMatrix, as numbers for a kernel.
+# The numbers that kernels use for the codes of espalier/kernels/layers/quantised.py:QuantisedMatrix.
 CODES = {"fp8": 0, "int4": 1, "mxfp4": 2, "nvfp4": 3}
 
 
@@ -29,11 +29,11 @@ def quantised_dot(
     CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
 ):  # fmt: skip
-    """Sum over columns k_begin .. k_end of matrix[w_rows] · x: [BLOCK_OUT, ROWS] float32.
+    """[BLOCK_OUT, ROWS] float32: the sum over columns k_begin .. k_end of matrix[w_rows] · x.
 
-    codes: [rows, in] FP8 or int32 [rows, in / 8] of nibbles; scales: [rows / ROW_BLOCK, groups], pairs of them as int16
-    for NVFP4; zeros: [rows, groups] or None, and of NVFP4 the rows' factors [rows].
-    w_rows: [BLOCK_OUT] int64.  x_ptrs: [ROWS], to the first column of each input; inside: [ROWS], which exist.
+    codes: [rows, in] FP8, or int32 [rows, in / 8] of nibbles; scales: [rows / ROW_BLOCK, groups], for NVFP4 pairs of
+    scales as int16; zeros: [rows, groups] or None, for NVFP4 the rows' factors [rows].
+    w_rows: [BLOCK_OUT] int64.  x_ptrs: [ROWS], to the first column of each input; inside: [ROWS], whether it exists.
     x_scale_ptrs: [ROWS], to the scales of each FP8 input; None for other inputs.
     GROUP, INPUT_GROUP: columns that share a scale, for FP8 a multiple of min(BLOCK_IN, SUM_COLUMNS); 0: all columns do.
     k_begin and k_end are multiples of BLOCK_IN.  EVEN_IN: BLOCK_IN divides num_in.
@@ -59,8 +59,8 @@ def _fp8_dot(
     GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
 ):  # fmt: skip
-    """quantised_dot for FP8 codes.  A step that is longer than a sum reads longer pieces of rows, which is faster."""
-    # SUM_COLUMNS
+    """quantised_dot for FP8 codes.  A step longer than one sum reads longer pieces of rows, which is faster."""
+    # The value of SUM_COLUMNS.
     STEP: tl.constexpr = BLOCK_IN if BLOCK_IN < 128 else 128
     ks = k_begin + tl.arange(0, STEP)
     w_ptrs = codes_ptr + w_rows[:, None] * num_in + ks[None, :]
@@ -69,7 +69,7 @@ def _fp8_dot(
     acc = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
     for k in range(k_begin, k_end, BLOCK_IN):
         for step in tl.static_range(BLOCK_IN // STEP):
-            # Of the last column if the whole step is past it.
+            # If the whole step is past the end, the scale of the last column is loaded.
             first = tl.minimum(k + step * STEP, num_in - 1)
             if EVEN_IN:
                 w = tl.load(w_ptrs)
@@ -94,8 +94,8 @@ def _fp8_dot(
 
 @kernel
 def prefetch_codes(codes_ptr, w_rows, k_begin, k_end, num_in, CODE: tl.constexpr, LINES: tl.constexpr):
-    """Prefetch the codes from column k_begin on, LINES lines of each row, at most up to k_end, into the L2."""
-    # Elements of codes_ptr are bytes of FP8, or words of 8 nibbles.  A line is LINE_BYTES.
+    """Prefetch LINES cache lines of each row's codes into the L2, from column k_begin on, at most up to k_end."""
+    # An element of codes_ptr is one byte of FP8, or a word of 8 nibbles.  A line has LINE_BYTES bytes.
     VALUES: tl.constexpr = 8 if CODE > 0 else 1
     LINE: tl.constexpr = 32 if CODE > 0 else 128
     row = num_in // VALUES

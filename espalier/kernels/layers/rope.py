@@ -140,10 +140,11 @@ def rotate_and_store(
     v_buffer: Tensor,
     scales: KVScales | None = None,
 ) -> Tensor:
-    """Tolerance: one ulp of the reference.  Both compute in float32 and round once, but the reference's addcmul may use
-    fused multiply-adds.
+    """Norm and rotate Q and K, and write K and V to rows of the KV cache.  See ops/rope.py:rotate_and_store.
 
-    Raises EspalierError for shapes, dtypes or strides that differ from rotate_and_store's.
+    Tolerance: one ulp of the reference.  Both compute in float32 and round once, but the reference's addcmul may use
+    fused multiply-adds.
+    Raises EspalierError for shapes, dtypes or strides that ops/rope.py:rotate_and_store does not allow.
     """
     in_place = qkv.ndim == 3
     parts = qkv[None] if in_place else qkv

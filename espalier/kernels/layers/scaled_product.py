@@ -1,8 +1,8 @@
 """The library's product of FP8 inputs with an FP8 matrix, for many rows: torch.nn.functional.scaled_mm.
 
-The library has two such products.  In one, every row of the inputs and of the matrix has one scale; it needs compute
-capability 8.9.  In the other, inputs have a scale for 128 columns and the matrix has one for 128 x 128 values (the
-format of DeepSeek-V3); only Hopper has it.
+The library has two such products.  In the first, each row of the inputs and of the matrix has one scale; it needs
+compute capability 8.9.  In the second, 128 columns of an input share a scale, and 128 x 128 values of the matrix do
+(the format of DeepSeek-V3); only Hopper has it.
 """
 
 import torch
@@ -13,26 +13,26 @@ from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, Roun
 from espalier.kernels.ops.linear import quantise_rows
 from espalier.kernels.runtime.launch import Chip, chip
 
-# Up to this many rows the kernel of linear_quantised.py multiplies; the second number is for scales of blocks.
+# The most rows that the kernel of linear_quantised.py multiplies; the second number is for scales of blocks.
 MAX_KERNEL_ROWS, MAX_KERNEL_ROWS_IN_BLOCKS = 256, 64
-# Rows and outputs of the kernel's largest tile.  Where the outputs alone have a tile for each multiprocessor, a second
-# tile of rows doubles the kernel's time, and not the library's.
+# Rows and outputs of the kernel's largest tile.  If a single tile of rows already gives every multiprocessor a tile, a
+# second tile of rows doubles the kernel's time, but not the library's time.
 TILE_ROWS, TILE_OUTPUTS = 128, 128
-# The library needs rows and columns of the matrix in multiples of 16 bytes.
+# The library needs the matrix's rows and columns in multiples of 16 bytes.
 UNIT = 16
-# Sizes of the scaled blocks of the second product.  It reads the scales of four blocks at once.
+# Edge of the scaled blocks in the second product.  It reads the scales of four blocks at once.
 BLOCK = 128
 BLOCKS_READ = 4
 HOPPER = 9
 
 
 def kernel_rows(inputs: InputScales, gpu: Chip) -> int:
-    """Up to how many rows the norm before may round them: more of them the library takes unrounded, if it takes any."""
+    """The most rows that the previous norm may round.  The library takes more rows unrounded, if it takes them."""
     return MAX_KERNEL_ROWS_IN_BLOCKS if inputs.group == BLOCK and gpu.capability[0] == HOPPER else MAX_KERNEL_ROWS
 
 
 def is_scaled_product(x: Rows, weight: QuantisedMatrix) -> bool:
-    """Whether `scaled_product` multiplies x [rows, in] with this matrix.  Rows in blocks must not be rounded yet."""
+    """Whether `scaled_product` multiplies x [rows, in] with this matrix.  With block scales, x must be unrounded."""
     if weight.inputs is None or x.dtype != torch.bfloat16:
         return False
     if _has_row_scales(weight):
@@ -44,9 +44,9 @@ def is_scaled_product(x: Rows, weight: QuantisedMatrix) -> bool:
 
 
 def scaled_product(x: Rows, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
-    """x [rows, in] · weightᵀ + bias -> a new tensor [rows, out], for inputs that `is_scaled_product` takes.
+    """Return x [rows, in] · weightᵀ + bias as a new tensor [rows, out].  Needs is_scaled_product(x, weight).
 
-    Tolerance: that of linear_quantised.py for rounded inputs on a GPU.
+    Tolerance: as linear_quantised.py for rounded inputs on a GPU.
     """
     assert weight.inputs is not None
     num_out, scales = weight.shape[0], weight.scales.float()
@@ -67,7 +67,7 @@ def scaled_product(x: Rows, weight: QuantisedMatrix, bias: Tensor | None) -> Ten
 
 
 def _has_row_scales(weight: QuantisedMatrix) -> bool:
-    """One scale for each row of the inputs, and one for each row of the matrix or one for all."""
+    """Whether each input row has one scale, and each matrix row has one scale, or all rows share one."""
     (num_out, num_in), inputs = weight.shape, weight.inputs
     return (
         inputs is not None
@@ -90,5 +90,5 @@ def _has_block_scales(weight: QuantisedMatrix) -> bool:
 
 
 def _is_fp8(weight: QuantisedMatrix) -> bool:
-    """FP8 values in the order of the inputs, of a size that the library takes."""
+    """Whether the matrix has FP8 values in the order of the inputs, in sizes that the library takes."""
     return weight.code == "fp8" and weight.order is None and all(size % UNIT == 0 for size in weight.shape)

@@ -17,10 +17,10 @@ from espalier.kernels.runtime.op import op
 class Activation:
     """act(gate) · (up + up_offset).  The defaults are silu(gate) · up.
 
-    limit: gate is first limited to at most `limit`, and up to -limit .. limit; None: no limits.  GPT-OSS has such a
-    silu (arXiv:2508.10925).
-    kind: act is gate · sigmoid(alpha · gate) for silu; for gelu_tanh, GELU in its approximation by tanh.  relu2 has no
-    gate: it is relu(up)².
+    limit: the most that gate may be, and the bound of up, -limit .. limit, before the activation; None: no limits.
+    GPT-OSS has such a silu (arXiv:2508.10925).
+    kind: for silu, act is gate · sigmoid(alpha · gate); for gelu_tanh, act is GELU in its approximation by tanh.  relu2
+    has no gate: it is relu(up)².
     """
 
     alpha: float = 1.0
@@ -30,18 +30,18 @@ class Activation:
 
     @property
     def is_silu(self) -> bool:
-        """Whether it is silu(gate) · up, which products have in their epilogue."""
+        """Whether it is silu(gate) · up, which products compute in their epilogue."""
         return self is SILU or self == SILU
 
     @property
     def halves(self) -> int:
-        """The matrices before the activation: gate and up, or up alone."""
+        """The number of matrices before the activation: 2 for gate and up, 1 for up alone."""
         return 1 if self.kind == "relu2" else 2
 
     @property
     def constants(self) -> dict[str, object]:
-        """Of a kernel that calls layers/activation.py:apply_activation.  As run-time arguments the numbers would be
-        rounded to float32."""
+        """The constexpr arguments for a kernel that calls layers/activation.py:apply_activation.  As run-time arguments
+        the numbers would be rounded to float32."""
         return {"KIND": self.kind, "ALPHA": self.alpha, "UP_OFFSET": self.up_offset, "LIMIT": self.limit}
 
 
@@ -50,7 +50,7 @@ SILU, GELU_TANH, RELU2 = Activation(), Activation(kind="gelu_tanh"), Activation(
 
 @op("espalier.kernels.layers.activation")
 def gated(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
-    """The activation of gate_up [N, 2·I], gate first, or of up [N, I] -> [N, I].
+    """Apply the activation to gate_up [N, 2·I], gate first, or to up [N, I].  Returns [N, I].
 
     Raises EspalierError for an odd number of columns of gate and up.
     """
@@ -63,7 +63,7 @@ def gated(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
 
 
 def rounded_once(gate_up: Tensor, activation: Activation) -> Tensor:
-    """`gated`, rounded once, at the end, as kernels do; PyTorch's silu of gate would be rounded too."""
+    """`gated`, rounded only once, at the end, as in kernels.  PyTorch's silu would also round silu(gate)."""
     exact = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
     if activation.halves == 1:
         return F.relu(exact).square().to(gate_up.dtype)
@@ -78,8 +78,8 @@ def rounded_once(gate_up: Tensor, activation: Activation) -> Tensor:
 
 
 def require_halves(size: int, activation: Activation) -> int:
-    """The columns of up, of `size` columns before the activation.  Raises EspalierError for an odd number of gate and
-    up."""
+    """The columns of up, if there are `size` columns before the activation.  Raises EspalierError if gate and up have
+    an odd number of columns."""
     if size % activation.halves:
         raise EspalierError(f"gate_up holds gate and then up, so it needs an even number of columns, but has {size}")
     return size // activation.halves

@@ -19,7 +19,7 @@ from espalier.kernels.state.kv_scales import KVScales, times_k_scale, times_v_sc
 
 
 def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """softcap · tanh(logits / softcap); None: the logits."""
+    """softcap · tanh(logits / softcap); the logits themselves if softcap is None."""
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
@@ -53,16 +53,17 @@ def masked_attention(
 
 
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """out [..., heads, v_size] after the sink of each head has joined the softmax: a logit [heads] without a value.
+    """Return out [..., heads, v_size] after each head's sink has joined the softmax.
 
-    lse [..., heads]: natural log, of the rows alone.  The rows keep the share exp(lse) / (exp(lse) + exp(sink)).
+    sink: [heads], a logit without a value.  lse: [..., heads], natural log, of the rows without sink.  The rows keep
+    the share exp(lse) / (exp(lse) + exp(sink)).
     """
     finite = lse.masked_fill(lse == -torch.inf, 0)
     return (out * torch.sigmoid(finite - sink.to(lse.dtype))[..., None]).to(out.dtype)
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Latent rows above this size have a kernel of their own.
+# Latent rows with more values than this have a separate kernel.
 MAX_LATENT_HEAD_SIZE = 256
 # The output of a tile stays in registers: 64 queries x 512 float32 values take half of a multiprocessor's registers.
 MAX_HEAD_SIZE = MAX_V_SIZE = 512
@@ -77,7 +78,7 @@ class Prefix:
 
     page_table: [B, table_width] int32; length: [B] int64, rows first .. length-1 exist (first is 1 for an EAGLE draft:
     a row needs the feature of the previous token).  planned: the backend's plan, shared by all passes over this prefix.
-    Make a new Prefix whenever a length may have changed.
+    A new Prefix is needed whenever a length may have changed.
     """
 
     page_table: Tensor
@@ -86,7 +87,7 @@ class Prefix:
     planned: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def shared(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returns, made once for all passes over this prefix."""
+        """Return the result of `make`, which is called once for all passes over this prefix."""
         if key not in self.planned:
             self.planned[key] = make()
         made: T = self.planned[key]
@@ -104,7 +105,7 @@ class Nodes:
     positions: [B, Q], of the queries; row_positions: [B, R], of the staged rows; ancestor_bits: [B, Q, W] int64, the
     staged rows that a query sees (its ancestors and itself), or None for a chain, where each row follows the previous
     one.  The queries are some of the R rows; in a chain Q = R.
-    parents: [B, R], the row before each row, of the root itself, for layers that keep a state; None for a chain.
+    parents: [B, R], each row's parent, the root's is itself, for layers that keep a state; None for a chain.
     """
 
     positions: Tensor
@@ -118,12 +119,12 @@ class Nodes:
         return cls(positions, positions, None)
 
     def only(self, row: Tensor) -> Nodes:
-        """The Nodes with one query for each request of a chain, in `row` [B], over the same rows."""
+        """Return Nodes of a chain with one query per request, in `row` [B], over the same rows."""
         positions = self.positions.gather(1, row[:, None])
         return Nodes(positions, self.row_positions, bits_up_to(row, self.row_positions.shape[1]))
 
     def seen(self, window: int | None) -> Tensor:
-        """[B, Q, R] bool: ancestors inside the window.  Every row sees itself, also padding: no softmax is empty."""
+        """[B, Q, R] bool: ancestors inside the window.  Every row sees itself, even padding, so no softmax is empty."""
         return seen_rows(self.ancestor_bits, self.positions, self.row_positions, window)
 
 
@@ -131,7 +132,7 @@ class Inputs(NamedTuple):
     """The arguments of one launch of an attention kernel.
 
     q: [B, Q, heads, k_size]; pages: K and V [rows, kv_heads, size], row = page * page_size + offset.
-    splits: of the prefix and this window; scale: of scores.
+    splits: of the prefix, for this window; scale: factor of scores.
     staged: K and V [B, R, kv_heads, size] of the nodes' rows; None for committed rows alone.
     scales: of K and V in FP8, committed and staged.  sink: [heads], one extra logit per head, without a value.
     softcap: see LayerSpec.
@@ -179,7 +180,7 @@ class PartialResults:
 
 
 def no_prefix(batch: int, device: torch.device) -> tuple[Prefix, KVSplits]:
-    """Empty prefixes and their splits, for the kernel that takes committed and staged rows."""
+    """Empty prefixes and their splits, for kernels that take both committed and staged rows."""
     requests = torch.arange(batch + 1, dtype=torch.int32, device=device)
     table = torch.zeros(batch, COLUMNS, dtype=torch.int32, device=device)
     table[:, 0] = requests[:batch]
@@ -189,13 +190,13 @@ def no_prefix(batch: int, device: torch.device) -> tuple[Prefix, KVSplits]:
 
 
 def is_wide_latent(k: Tensor, v: Tensor) -> bool:
-    """Whether staged K and V are views of one latent row, too wide for tree_attention."""
+    """Whether staged K and V are views of one latent row that is too wide for tree_attention."""
     is_latent = k.shape[2] == 1 and k.data_ptr() == v.data_ptr()
     return is_latent and MAX_LATENT_HEAD_SIZE < k.shape[3] <= MAX_ROW_SIZE and v.shape[3] <= MAX_V_SIZE
 
 
 def has_kernel(inputs: Inputs) -> bool:
-    """Whether a kernel of ours attends to the staged rows."""
+    """Whether one of our kernels attends to the staged rows."""
     assert inputs.staged is not None
     (k, v), is_plain = inputs.staged, inputs.window is None and inputs.softcap is None
     fits = is_plain if is_wide_latent(k, v) else max(k.shape[3], v.shape[3]) <= MAX_HEAD_SIZE
@@ -204,9 +205,9 @@ def has_kernel(inputs: Inputs) -> bool:
 
 @op("espalier.kernels.attention.kv_splits", on="page_table")
 def count_contiguous_blocks(splits: KVSplits, page_table: Tensor, page_size: int, first: int) -> Tensor:
-    """[B * max_splits] int32: for each split, how many of its first unmasked blocks are contiguous in the pool.
+    """[B * max_splits] int32: how many unmasked blocks at each split's beginning are contiguous in the pool.
 
-    The count of a split ends at its first block that is not contiguous.  work_items.committed_blocks defines unmasked
+    Counting stops at a split's first block that is not contiguous.  work_items.committed_blocks defines unmasked
     blocks.  Entries past the last split are undefined.
     page_table: [B, T] int32; rows below `first` do not exist.
     """
@@ -225,9 +226,9 @@ def count_contiguous_blocks(splits: KVSplits, page_table: Tensor, page_size: int
 
 @op("espalier.kernels.attention.merge", on="a[0]")
 def merge(a: Part, b: Part, sink: Tensor | None = None) -> Tensor:
-    """Attention out [..., heads, v_size] over the union of the keys of a and b, in the dtype of a's out.
+    """Merge attention over two disjoint sets of keys.  Returns out [..., heads, v_size] in the dtype of a's out.
 
-    a, b: (out, lse [..., heads] natural log); an lse may be -inf, and if both are, the result is zero.
+    a, b: (out, lse [..., heads] natural log); an lse may be -inf.  If both are -inf, the result is zero.
     sink: [heads], one extra logit per head, with weight but without a value.
     """
     (out_a, lse_a), (out_b, lse_b) = a, b
@@ -274,10 +275,9 @@ def tree_attention(
     sink.  A query that sees no rows gets zeros and lse -inf.  float32 products are IEEE, not TF32.
 
     partials: a buffer to reuse (`PartialResults.of`).  config: overrides the launch configuration, for tests and
-    benchmarks.  contiguous: counts of kernels/attention/kv_splits.py for these splits; without them the result
-    is the same, but slower.
+    benchmarks.  contiguous: count_contiguous_blocks of these splits; without it the result is the same, but slower.
     """
-    # In plain torch: one masked attention over all rows. Rows that do not exist are read as zeros.
+    # Plain torch: one masked attention over all rows.  Rows that do not exist are read as zeros.
     (batch, queries), table = inputs.nodes.positions.shape, inputs.prefix.page_table
     row_positions = torch.arange(table.shape[1] * inputs.page_size, device=inputs.q.device).expand(batch, -1)
     exists = inputs.prefix.holds(row_positions)
@@ -300,7 +300,7 @@ def latent_attention(
     partials: PartialResults | None = None,
     config: TritonConfig | HopperLatentConfig | HopperLatentFewConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As tree_attention, for one KV head whose V is the first part of K.
+    """Attention over latent rows: one KV head, whose V is the first part of K.  See tree_attention.
 
     V is a view of K, in pages and staged.  Windows, sinks and soft-caps are not supported.
     """

@@ -1,4 +1,4 @@
-"""What drafts compute: the rows that a head reads, paths of block drafts and their convolutions, matches of n-grams."""
+"""Operations of draft models: input rows, paths of block drafts and their convolutions, matches of n-grams."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from espalier.kernels.ops.tree import VOID, Tree, usable
 from espalier.kernels.runtime.launch import require
 from espalier.kernels.runtime.op import op
 
-# 32 bits hold a depth, a node, a candidate's place and a row in 6, 10, 8 and 8 bits.
+# A key's 32 tie-breaking bits hold a depth, a node, a candidate's index and a row in 6, 10, 8 and 8 bits.
 MAX_STEPS, MAX_NODES, MAX_CANDIDATES = 63, 1024, 256
 MAX_NGRAM = 4
 
 
 class Candidates(NamedTuple):
-    """The candidates of each depth, in rows: those of one row continue the same tokens.
+    """The candidates of each depth.  Candidates in one row continue the same tokens.
 
-    tokens: [B, S, R, K] int64; scores: [B, S, R, K] float32, log-probabilities, at most 0, best first; -inf: none.
-    next_rows: [B, S, R, K] int32, the row of the next depth that continues a candidate; -1: nothing does.
-    Depth 1 has one row, row 0.  R is 1 for a draft whose candidates do not depend on the tokens before.  Rows that
-    nothing leads to may hold anything.
+    tokens: [B, S, R, K] int64; scores: [B, S, R, K] float32, log-probabilities, at most 0, best first; -inf: no
+    candidate.
+    next_rows: [B, S, R, K] int32, the row of the next depth that continues a candidate; -1: no row does.
+    Depth 1 has one row, row 0.  R is 1 for a draft whose candidates do not depend on earlier tokens.  Rows that no
+    candidate leads to may hold anything.
     """
 
     tokens: Tensor
@@ -40,22 +41,22 @@ class Candidates(NamedTuple):
 
     @classmethod
     def empty(cls, root: Tensor, steps: int, topk: int) -> Candidates:
-        """topk rows a depth, to be written."""
+        """Allocate topk rows per depth, not yet written."""
         shape, on = (len(root), steps, topk, topk), root.device
         types = (torch.int64, torch.float32, torch.int32)
         return cls(*(torch.empty(shape, dtype=dtype, device=on) for dtype in types))
 
     def of_rows(self, depth: int, rows: int) -> Candidates:
-        """Views [B, rows, K] of the first rows at `depth`, from 0."""
+        """Views [B, rows, K] of the first rows at `depth`, counted from 0."""
         return Candidates(*(value[:, depth, :rows] for value in self))
 
 
 def _best_paths(
     tokens: list, scores: list, next_rows: list, nodes: int
 ) -> tuple[list[tuple[int, int, int]], list[float]]:
-    """(token, parent, depth) of each node and its score, of one request.  The root's token is left out."""
+    """For one request: (token, parent, depth) of each node but the root, and the nodes' scores."""
     tree, selected = [(VOID, 0, 0)], [0.0]
-    # Of each entry: its key, and its parent's score.
+    # An entry is (its key, its parent's score).
     frontier = [((-scores[0][0][0], 1, 0, 0, 0), 0.0)]
     while len(tree) < nodes and frontier:
         (negated, depth, parent, place, row), above = heappop(frontier)
@@ -81,7 +82,7 @@ def _float32_sum(score: float, logp: float) -> float:
 
 
 def require_paths(root: Tensor, candidates: Candidates, nodes: int) -> tuple[int, int, int, int]:
-    """Check the arguments of select_paths; returns the sizes of the candidates."""
+    """Check the arguments of select_paths.  Returns the sizes of the candidates.  Raises EspalierError."""
     tokens, scores, next_rows = candidates
     require("select_paths: tokens", tokens, (root.shape[0], -1, -1, -1), torch.int64, root)
     require("select_paths: scores", scores, tuple(tokens.shape), torch.float32, root)
@@ -96,8 +97,8 @@ def require_paths(root: Tensor, candidates: Candidates, nodes: int) -> tuple[int
 
 
 class Matches(NamedTuple):
-    """[B, K] int64 each, best first.  length: the number of matching tokens; ends: the position of the last matching
-    token.  Both are 0 for no match."""
+    """Matches of n-grams, [B, K] int64 each, best first.  length: the number of matching tokens; ends: the position of
+    the last matching token.  Both are 0 if there is no match."""
 
     length: Tensor
     ends: Tensor
@@ -117,15 +118,15 @@ def match_lengths(known: Tensor, root: Tensor) -> Tensor:
 
 
 def longest_known(root: Tensor) -> int:
-    """The number of tokens of the longest request.  For CPU tensors: on a GPU this would synchronise."""
+    """The number of tokens of the longest request.  Only for CPU tensors, because a GPU would have to synchronise."""
     return int(root.max()) + 1 if root.numel() else 1
 
 
 @op("espalier.kernels.tree.select_paths")
 def select_paths(root: Tensor, candidates: Candidates, nodes: int) -> Tree:
-    """The tree of the root [B] int64 and the best nodes - 1 paths, best first.
+    """Select the tree of the root [B] int64 and the best nodes - 1 paths, best first.
 
-    Equal scores: the path of lower depth first, then the one whose parent was selected first, then the candidate that
+    Among equal scores: lower depth first, then the path whose parent was selected first, then the candidate that
     comes first in its row.  If there are too few paths, the remaining nodes are void, as in select_tree.select.
     Raises EspalierError if sizes do not agree.  Exact.
     """
@@ -142,7 +143,7 @@ def select_paths(root: Tensor, candidates: Candidates, nodes: int) -> Tree:
 
 @op("espalier.kernels.tree.ngram")
 def find_matches(history: Tensor, index: Tensor, root: Tensor, topk: int) -> Matches:
-    """The topk best earlier occurrences of each request's last tokens.  The tokens after them are all distinct.
+    """Find the topk best earlier occurrences of each request's last tokens.  Each is followed by a different token.
 
     history: [slots, W] int64, contiguous rows of tokens; index: [B] int64, each request's row of history; root: [B]
     int64, below W, the position of the last token.  Position j < root matches m tokens if history[j-m+1 .. j] equals
@@ -152,7 +153,7 @@ def find_matches(history: Tensor, index: Tensor, root: Tensor, topk: int) -> Mat
     known = history[:, :width].index_select(0, index)
     length = match_lengths(known, root)
     next_tokens = torch.roll(known, -1, 1)
-    # One key orders by length, then by position; 0 is no match.
+    # The key orders matches by length, then by position.  0 means no match.
     key = torch.where(length > 0, length * width + torch.arange(width, device=root.device), 0)
     best = []
     for _ in range(topk):
@@ -164,7 +165,7 @@ def find_matches(history: Tensor, index: Tensor, root: Tensor, topk: int) -> Mat
 
 
 def convolved(x: Tensor, delta: Tensor, base: Tensor, width: int) -> Tensor:
-    """x [N, H], rows of blocks of `width` rows, convolved with base [T, H] + delta [N, T, G] of its channel's group."""
+    """Convolve x [N, H], blocks of `width` rows, with base [T, H] + delta [N, T, G] of the channel's group."""
     exact = torch.promote_types(x.dtype, torch.float32)
     group = x.shape[1] // delta.shape[2]
     coefficients = base.to(exact) + delta.to(exact).repeat_interleave(group, 2)
@@ -177,7 +178,7 @@ def convolved(x: Tensor, delta: Tensor, base: Tensor, width: int) -> Tensor:
 
 
 def require_block_conv(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tuple[int, int]:
-    """(taps, groups), after a check of the sizes."""
+    """Check the sizes.  Returns (taps, groups).  Raises EspalierError."""
     taps, size = base.shape
     groups = weight.shape[0] // (2 * taps)
     require("block_conv: x", x, (-1, size), None, x)
@@ -195,8 +196,8 @@ def require_block_conv(x: Tensor, weight: Tensor, base: Tensor, width: int) -> t
 def block_conv(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """(the convolved rows [N, H], the coefficients of the output's convolution [N, T, G]) in x's dtype.
 
-    x: [N, H], normed rows of blocks of `width` rows; weight: [2 · T · G, H], T taps and G groups, the input's half
-    first; base: [T, H].  Raises EspalierError if sizes do not agree.
+    x: [N, H], normed rows in blocks of `width` rows; weight: [2 · T · G, H] for T taps and G groups, first the half for
+    the input; base: [T, H].  Raises EspalierError if sizes do not agree.
     """
     taps, groups = require_block_conv(x, weight, base, width)
     delta = F.linear(x, weight).view(len(x), 2, taps, groups)
@@ -209,7 +210,7 @@ def block_conv_norm(
 ) -> tuple[Tensor, Tensor]:
     """(sum, norm) with sum = residual + conv(delta), each [N, H] in residual's dtype.
 
-    delta: [N, H] in residual's dtype, or partial sums [parts, N, H] in float32 at least, rows of blocks of `width`;
+    delta: [N, H] in residual's dtype, or partial sums [parts, N, H] in float32 at least, in blocks of `width` rows;
     coefficients: [N, T, G], from block_conv; base: [T, H]; weight: [H], of the norm.
     Raises EspalierError if sizes do not agree.
     """
@@ -229,7 +230,7 @@ class EmbeddingTables:
 
 @dataclass(frozen=True)
 class DraftHidden:
-    """The hidden states that a draft model's rows take in.  hidden: [B, R, H].
+    """The hidden states that a draft model's rows read.  hidden: [B, R, H].
 
     parents: [B, Q] int64, the row of `hidden` for each input row; None: R is Q, and input row q takes hidden row q.
     embed_norm, hidden_norm: [H], weights of RMS norms, each with its eps.
@@ -249,12 +250,12 @@ class DraftHidden:
 def embed_rows(
     tokens: Tensor, positions: Tensor, tables: EmbeddingTables, draft: DraftHidden | None = None
 ) -> tuple[Tensor, Tensor, Rotation, Tensor]:
-    """(x, residual, rotation, live) of the N = B · Q rows of tokens, positions [B, Q] int64, of any strides.
+    """(x, residual, rotation, live) of the N = B · Q rows of tokens and positions [B, Q] int64, of any strides.
 
-    x: [N, H], or [N, 2 · H] with hidden states; residual: [N, H], the start of the residual stream; rotation: of the
-    positions; live: [N] bool, whether the token is at least 0.
+    x: [N, H], or [N, 2 · H] with hidden states; residual: [N, H], the first value of the residual stream; rotation: of
+    the positions; live: [N] bool, whether the token is at least 0.
 
-    A token below 0 (a void node) is replaced by its request's first token, or by 0 if that is void too.
+    A token below 0 (a void node) is replaced by its request's first token, or by 0 if the first token is void too.
     draft: None for a target model.
     Raises EspalierError if sizes do not agree.  Exact, except for the norms: see kernels/layers/norm.py.
     """

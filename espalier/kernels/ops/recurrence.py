@@ -1,8 +1,8 @@
 """Linear recurrences over chains and trees: short convolutions, and the gated delta rule with its relatives.
 
-The state S [k_size, v_size] of a head takes in a row by `S = decay · S + k ⊗ new`.  By the delta rule `new` is
-`beta · (v - decay · Sᵀ k)`, else `beta · v`; the output of the row is `Sᵀ q`.  Everything is computed in float32
-(float64 for float64).  A row of a tree reads the state of its parent: sums are restricted to ancestors.
+A row updates the state S [k_size, v_size] of a head: `S = decay · S + k ⊗ new`.  With the delta rule `new` is
+`beta · (v - decay · Sᵀ k)`, without it `beta · v`.  The output of the row is `Sᵀ q`.  Everything is computed in float32
+(float64 for float64).  A row of a tree reads the state of its parent, so sums are restricted to ancestors.
 """
 
 from typing import NamedTuple
@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Rows of a chain that are solved together.
+# Rows of a chain whose system is solved together.
 CHUNK = 64
-# As the published models' code has it.
+# The constant in the code of the published models.
 UNIT_EPS = 1e-6
 
 
@@ -29,8 +29,8 @@ class ShortConv(NamedTuple):
 
 
 class StateRows(NamedTuple):
-    """What rows bring to a state.  k: [B, R, k_heads, k_size]; v: [B, R, heads, v_size]; gates: [B, R, 2, heads], the
-    logarithm of the decay, and beta.  A head of k serves heads / k_heads heads, one after another."""
+    """The contributions of rows to a state.  k: [B, R, k_heads, k_size]; v: [B, R, heads, v_size]; gates: [B, R, 2,
+    heads], the logarithm of the decay, then beta.  heads / k_heads neighbouring heads share one head of k."""
 
     k: Tensor
     v: Tensor
@@ -43,8 +43,8 @@ class StateRows(NamedTuple):
 def convolved(inputs: Tensor, tail: Tensor, parents: Tensor | None, conv: ShortConv) -> Tensor:
     """[B, R, C]: the convolution of `inputs` [B, R, C], in their dtype.
 
-    tail: [B, taps - 1, C], the inputs before the first row.  parents: [B, R], the row before each row, of the root
-    itself; None for a chain.
+    tail: [B, taps - 1, C], the inputs before the first row.  parents: [B, R], each row's parent, the root's is itself;
+    None for a chain.
     """
     (batch, rows), before = inputs.shape[:2], tail.shape[1]
     exact = torch.promote_types(inputs.dtype, torch.float32)
@@ -63,19 +63,19 @@ def convolved(inputs: Tensor, tail: Tensor, parents: Tensor | None, conv: ShortC
 
 
 def tail_after(tail: Tensor, inputs: Tensor, count: Tensor) -> Tensor:
-    """[B, taps - 1, C]: the last inputs once `count` [B] rows of `inputs` [B, R, C] follow `tail` [B, taps - 1, C]."""
+    """[B, taps - 1, C]: the last inputs after `count` [B] rows of `inputs` [B, R, C] follow `tail` [B, taps - 1, C]."""
     at = count[:, None] + torch.arange(tail.shape[1], device=count.device)
     return torch.cat((tail, inputs), 1).gather(1, at[..., None].expand(-1, -1, tail.shape[2]))
 
 
 def unit(x: Tensor) -> Tensor:
-    """x [..., size] over its length."""
+    """x [..., size] divided by its length."""
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + UNIT_EPS)
 
 
 class Solved(NamedTuple):
-    """new: [B, heads, R, v_size], what each row adds under its key; decay: [B, heads, R], the logarithm of the decay
-    from the state to each row, itself included; k: [B, heads, R, k_size]."""
+    """A solved system of rows.  new: [B, heads, R, v_size], what each row adds under its key; decay: [B, heads, R], the
+    logarithm of the decay from the first state up to and including each row; k: [B, heads, R, k_size]."""
 
     new: Tensor
     decay: Tensor
@@ -83,9 +83,9 @@ class Solved(NamedTuple):
 
 
 def solve(rows: StateRows, state: Tensor, seen: Tensor, delta: bool) -> Solved:
-    """What rows add behind `state` [B, heads, k_size, v_size].
+    """Solve for the values that rows add, starting from `state` [B, heads, k_size, v_size].
 
-    seen: [B, R, R] bool, ancestors of each row and itself; an ancestor has a lower index.  delta: by the delta rule.
+    seen: [B, R, R] bool, each row's ancestors and itself; an ancestor has a lower index.  delta: use the delta rule.
     """
     exact = state.dtype
     heads = state.shape[1]
@@ -103,7 +103,7 @@ def solve(rows: StateRows, state: Tensor, seen: Tensor, delta: bool) -> Solved:
 
 
 def outputs(q: Tensor, solved: Solved, state: Tensor, seen: Tensor) -> Tensor:
-    """[B, R, heads, v_size] of q [B, R, k_heads, k_size]: each row's output from the state behind it."""
+    """[B, R, heads, v_size]: the output of each row, given q [B, R, k_heads, k_size] and the state before the rows."""
     q = _by_head(q.to(state.dtype), state.shape[1])
     scores = (q @ solved.k.transpose(2, 3)) * _between(solved.decay, seen)
     out = solved.decay.exp()[..., None] * (q @ state) + scores @ solved.new
@@ -111,10 +111,10 @@ def outputs(q: Tensor, solved: Solved, state: Tensor, seen: Tensor) -> Tensor:
 
 
 def state_after(rows: StateRows, solved: Solved, state: Tensor, count: Tensor) -> Tensor:
-    """The state [B, heads, k_size, v_size] behind the first `count` [B] rows of a chain."""
+    """The state [B, heads, k_size, v_size] after the first `count` [B] rows of a chain."""
     taken = torch.arange(rows.k.shape[1], device=count.device) < count[:, None]
     log_decay = rows.gates[:, :, 0].to(state.dtype).transpose(1, 2)
-    # Where a row is not taken, what it brings is dropped and not multiplied by zero: it may be no number.
+    # Values of rows past `count` are dropped and not multiplied by zero, because they may be NaN.
     whole = log_decay.where(taken[:, None], 0).sum(-1)
     share = (whole[..., None] - solved.decay).exp()[..., None]
     new = (share * solved.new).where(taken[:, None, :, None], 0)
@@ -123,7 +123,7 @@ def state_after(rows: StateRows, solved: Solved, state: Tensor, count: Tensor) -
 
 
 class Scanned(NamedTuple):
-    """out: [B, R, heads, v_size]; state: behind the last row; marked: behind the marked row, if there is one."""
+    """out: [B, R, heads, v_size]; state: after the last row; marked: after the marked row, if there is one."""
 
     out: Tensor
     state: Tensor
@@ -131,9 +131,9 @@ class Scanned(NamedTuple):
 
 
 def scan(q: Tensor, rows: StateRows, state: Tensor, count: Tensor, marked: Tensor | None, delta: bool) -> Scanned:
-    """A chain of rows behind `state` [B, heads, k_size, v_size], of which the first `count` [B] exist.
+    """Run a chain of rows from `state` [B, heads, k_size, v_size] on.  Only the first `count` [B] rows exist.
 
-    marked: [B], the number of rows whose state is given back too; None: of none.
+    marked: [B], the number of rows after which the state is also returned; None: no such state.
     """
     outs, at_mark = [], state
     for first in range(0, q.shape[1], CHUNK):
@@ -150,13 +150,13 @@ def scan(q: Tensor, rows: StateRows, state: Tensor, count: Tensor, marked: Tenso
 
 
 def causal(rows: int, device: torch.device) -> Tensor:
-    """[1, rows, rows] bool: each row sees itself and those before it."""
+    """[1, rows, rows] bool: each row sees itself and all rows before it."""
     order = torch.arange(rows, device=device)
     return (order <= order[:, None])[None]
 
 
 def _between(decay: Tensor, seen: Tensor) -> Tensor:
-    """[B, heads, R, R]: the decay from each row that is seen to the row that sees it; 0 from others."""
+    """[B, heads, R, R]: the decay from each seen row to the row that sees it; 0 for rows that are not seen."""
     return (decay[..., :, None] - decay[..., None, :]).masked_fill(~seen[:, None], -torch.inf).exp()
 
 

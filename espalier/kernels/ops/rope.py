@@ -1,4 +1,4 @@
-"""From a layer's projections to attention: norms of heads or latents, RoPE, and the write to the KV cache."""
+"""Steps between a layer's projections and attention: norms of heads or latents, RoPE, the write to the KV cache."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from espalier.kernels.ops.norm import rms_norm
 from espalier.kernels.runtime.op import op
 from espalier.kernels.state.kv_scales import KVScales, rounded
 
-# They are one tile of rows, so a row's bits do not depend on their number.
+# The most rows of the head_product kernel.  They are one tile, so a row's bits do not depend on their number.
 MAX_HEAD_ROWS = MIN_BLOCK_ROWS
-# The most inputs.
+# The most inputs per head of the head_product kernel.
 MAX_HEAD_INPUTS = 512
 
 
 class Rotation(NamedTuple):
     """cos, sin: [N, rotary] for the positions of N rows, float32 (float64 for float64); the first half of sin is
-    negated.  The first `rotary` values of a head are rotated, the others stay."""
+    negated.  The first `rotary` values of a head are rotated, the other values stay."""
 
     cos: Tensor
     sin: Tensor
 
 
 class HeadNorms(NamedTuple):
-    """q, k: [size], weights of the RMS norm that some families apply to each head before RoPE; eps: of all.
+    """q, k: [size], weights of the RMS norm that some families apply to each head before RoPE; eps: of all norms.
 
-    norms_v: V heads are normed too, without a weight.  v_is_k: V heads are made from the projections of the K heads, as
-    they are before norm and RoPE; there are no projections of V.
+    norms_v: V heads are normed too, without a weight.  v_is_k: V heads are the projections of the K heads before norm
+    and RoPE, and V has no projections of its own.
     """
 
     q: Tensor
@@ -45,7 +45,7 @@ class HeadNorms(NamedTuple):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [N, heads, size] with the first `rotary` values of each head rotated, in x's dtype.
+    """Rotate the first `rotary` values of each head of x [N, heads, size], in x's dtype.
 
     cos, sin: [N, rotary], see Rotation.
     """
@@ -56,7 +56,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def write_rows(planes: Sequence[Tensor], rows: Tensor, values: Sequence[Tensor], scales: KVScales | None) -> None:
-    """Write each of `values` [N, heads, size] to rows [N] of its plane [R, heads, size].  scales: of FP8 planes."""
+    """Write each tensor of `values` [N, heads, size] to rows [N] of its plane [R, heads, size].  scales: for FP8."""
     if scales is None:
         for plane, value in zip(planes, values, strict=True):
             plane.index_copy_(0, rows, value)
@@ -66,7 +66,7 @@ def write_rows(planes: Sequence[Tensor], rows: Tensor, values: Sequence[Tensor],
 
 
 def _normed(qk: Tensor, heads: int, norms: HeadNorms | None) -> Tensor:
-    """The Q and K heads, each normed if the model has head norms."""
+    """Return the Q and K heads, normed if the model has head norms."""
     if norms is None:
         return qk
     parts = zip((qk[:, :heads], qk[:, heads:]), norms[:2], strict=True)
@@ -74,7 +74,7 @@ def _normed(qk: Tensor, heads: int, norms: HeadNorms | None) -> Tensor:
 
 
 def takes_head_product(x: Tensor) -> bool:
-    """Whether the kernel is for rows like these."""
+    """Whether the head_product kernel takes rows like these."""
     return x.is_cuda and 0 < len(x) <= MAX_HEAD_ROWS and x.shape[2] <= MAX_HEAD_INPUTS and x.dtype in DTYPES
 
 
@@ -93,9 +93,9 @@ class LatentForm:
 
 
 class LatentPlace(NamedTuple):
-    """Where latents go, and how they are made: rows [N] int64 of plane [R, 1, size].
+    """The place that latents are written to, rows [N] int64 of plane [R, 1, size], and the form of the latents.
 
-    rotation: of the latents and of the queries; scales: of an FP8 plane.
+    rotation: of the latents and of the queries; scales: for an FP8 plane.
     """
 
     rotation: Rotation
@@ -106,7 +106,7 @@ class LatentPlace(NamedTuple):
 
 
 def require_latent(q_rope: Tensor, q: Tensor, latent: Tensor, to: LatentPlace) -> None:
-    """Raises EspalierError if sizes of rotate_and_store_latent do not agree."""
+    """Check the sizes of rotate_and_store_latent.  Raises EspalierError if they do not agree."""
     rotary, row = to.rotation.cos.shape[1], to.plane.shape[1:]
     size = row[1]
     if q_rope.shape[2] != rotary or latent.shape[1:] != row or rotary % 2 or rotary > min(size, q.shape[2]):
@@ -118,7 +118,7 @@ def require_latent(q_rope: Tensor, q: Tensor, latent: Tensor, to: LatentPlace) -
 
 
 def _rotated(values: Tensor, rotation: Rotation, form: LatentForm) -> Tensor:
-    """values [N, heads, rotary], rotated."""
+    """Rotate values [N, heads, rotary]."""
     if form.interleaved:
         values = values.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return rotate(values, *rotation)
@@ -141,14 +141,14 @@ def rotate_and_store(
 ) -> Tensor:
     """Norm and rotate the Q and K heads of qkv [N, heads + 2 · kv_heads, size] (all Q, then all K, then all V).
 
-    With HeadNorms.v_is_k, qkv ends with the K heads.  Where the buffers have no heads, qkv has Q heads alone.
+    With HeadNorms.v_is_k, qkv ends with the K heads.  If the buffers have no heads, qkv has only Q heads.
     qkv may also be partial sums [splits, N, ...] float32 (kernels/layers/linear.py).  They are added in order and
     rounded to the model's dtype first.
     rows: [N] int64, the rows of k_buffer and v_buffer [R, kv_heads, size] that receive K and V.
-    scales: of FP8 buffers.
+    scales: for FP8 buffers.
     Returns q [N, heads, size].  On a GPU, a qkv without splits is overwritten.
     """
-    # Does not overwrite qkv.
+    # The reference does not overwrite qkv.
     if qkv.ndim == 4:
         qkv = sum_parts.reference(qkv, k_buffer.dtype if scales is None else scales.dtype)
     kv_heads = k_buffer.shape[1]
@@ -171,7 +171,7 @@ def head_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
 @op("espalier.kernels.layers.latent", on="q")
 def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, to: LatentPlace) -> None:
     """Rotate q_rope [N, heads, rotary], and store it as the last values of q [N, heads, ...].  Norm and rotate latent
-    [N, 1, size], and store it.
+    [N, 1, size], and store it in the KV cache.
 
     q_rope may be a view of q.  Raises EspalierError if sizes do not agree.
     """
@@ -188,11 +188,11 @@ def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, to: Laten
 
 @op("espalier.kernels.layers.latent", when=fits_one_launch)
 def write_latents(raw: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, to: LatentPlace) -> None:
-    """Write the queries q [N, heads, rank + rotary] of raw [N, heads, nope + rotary], and store the latents.
+    """Write queries q [N, heads, rank + rotary], given raw [N, heads, nope + rotary], and store the latents.
 
-    The first part of a query is its first part in raw times k_up [heads, nope, rank]; the rest is as in
+    The first part of a query is the first part of raw times k_up [heads, nope, rank].  The rest is as in
     rotate_and_store_latent.  Rows of the plane have rank + rotary values.  On a GPU this is one launch for few rows,
-    two for more.
+    two launches for more.
     """
     nope, rank = k_up.shape[1:]
     x, q_rope = raw[..., :nope], raw[..., nope:]

@@ -10,7 +10,7 @@ from espalier.logprobs import TOP, words
 
 
 def rows_of(tokens: Tensor, chosen: Tensor, ranks: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-    """Rows [..., words(n)] of espalier/logprobs.py, from the parts of sampling/pick.py:Logprobs."""
+    """Join the parts of sampling/pick.py:Logprobs into rows [..., words(n)] of espalier/logprobs.py."""
     head = torch.stack((tokens, ranks, _bits(chosen)), -1)
     return torch.cat((head, torch.stack((ids, _bits(values)), -1).flatten(-2)), -1)
 
@@ -20,9 +20,9 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def _likeliest(logits: Tensor, count: int) -> Tensor:
-    """The ids [N, count] of the largest logits of each row [N, V], those of equal logits in order.
+    """The ids [N, count] of the largest logits in each row [N, V].  Ids of equal logits are in ascending order.
 
-    Half the time of ordered_topk for a vocabulary, but it reads on the host whether topk left equals out.
+    It takes half the time of ordered_topk for a vocabulary, but the host waits to read whether topk left equal ids out.
     """
     vocab, taken = logits.shape[1], 2 * count
     values, ids = logits.topk(min(taken, vocab))
@@ -35,7 +35,7 @@ def _likeliest(logits: Tensor, count: int) -> Tensor:
 
 
 def exact_of(logits: Tensor) -> torch.dtype:
-    """The type of the sums: float32, or float64 for float64."""
+    """The dtype of sums: float32, or float64 for float64."""
     return torch.promote_types(logits.dtype, torch.float32)
 
 
@@ -45,9 +45,9 @@ def write_logprobs(
 ) -> None:
     """Write the target's log-probabilities of emitted tokens, before temperature and masks, to entry [1] of the ring.
 
-    ring: [entries, >= B, >= W, words(n)] int64, rows of espalier/logprobs.py, those of a request contiguous; n: how
+    ring: [entries, >= B, >= W, words(n)] int64, rows of espalier/logprobs.py, contiguous for each request; n: how
     many of the likeliest tokens a request may ask for at most; logits: [B, D, V]; rows: [B, W] int64, the row of the
-    logits that each token was picked from; tokens: [B, W] int64; the first length [B] were emitted; num_logprobs: [B]
+    logits that each token was picked from; tokens: [B, W] int64, the first length [B] were emitted; num_logprobs: [B]
     int64, how many of the likeliest tokens each request wants, below 0 for a request without log-probabilities.  Tokens
     of equal logits are in order of their ids.  Words that no request asked for are undefined.
     """

@@ -26,32 +26,33 @@ MAX_PRODUCTS = 2**25
 # Limits of the kernels: values of a key, and chosen rows.
 MAX_INDEX_SIZE = 256
 MAX_TOPK = 8192
-# Splits start at multiples of this.  No kernel has a larger BLOCK_N.
+# Splits start at multiples of this number.  No kernel has a larger BLOCK_N.
 SPLIT_STEP = 64
-# The least rows of a split: a shorter one costs more to merge than it saves.  Up to SMALL_TILE packed queries have few
-# partial results, large tiles many.  One tile of latent rows is read slowly, so short splits pay there too.
+# The fewest rows of a split: usually, for few packed queries, and for large tiles.  A shorter split costs more to merge
+# than it saves.  Up to SMALL_TILE packed queries have few partial results, and large tiles have many.  A single tile of
+# latent rows is read slowly, so its splits are short too.
 MIN_SPLIT_ROWS, MIN_SHORT_SPLIT_ROWS, MIN_LARGE_TILE_SPLIT_ROWS = 128, 64, 320
 SMALL_TILE = 16
-# Longer splits are divided further, for any batch: otherwise one long request among short ones runs alone at the end.
+# The most rows of a split, for any batch.  Without it, one long request among short ones would run alone at the end.
 MAX_SPLIT_ROWS = 2048
 # Number of programs that fill a GPU (H200, docs/log.md).  One program reads K/V at about half the bandwidth of a
 # multiprocessor.  With a large query tile (packed queries), one program keeps a multiprocessor's tensor cores busy.
 PROGRAMS = 256
 LARGE_TILE, LARGE_TILE_PROGRAMS = 128, 128
-# Rows of the longest split where one request alone has tiles for half of these programs, as a piece of a prompt has.
-# Its partial results would be large, and merging them took 2.5% of a prompt of 8k (docs/log.md).
+# The most rows of a split if a single request has tiles for half of the programs, as a piece of a prompt has.  The
+# partial results of such a request would be large, and merging them took 2.5% of a prompt of 8k (docs/log.md).
 MAX_MANY_TILES_SPLIT_ROWS = 8192
-# For kernels of wide latent rows, whose tiles have 64 packed queries: one program fills a multiprocessor.  A partial
-# result has up to 512 values, so merging is expensive, and fewer, longer splits pay.
+# For kernels of wide latent rows, whose tiles have 64 packed queries and one program per multiprocessor.  A partial
+# result has up to 512 values, so merging is expensive, and fewer, longer splits are faster.
 LATENT_TILE, MAX_LATENT_SPLIT_ROWS = 64, 4096
-# Most splits of one request.  The second is for wide latent rows, and for few requests with few KV heads, for which
-# MAX_SPLITS would leave a part of the GPU without a program.
+# The most splits of one request.  The second limit is for wide latent rows, and for few requests with few KV heads, for
+# which MAX_SPLITS would leave a part of the GPU without a program.
 MAX_SPLITS, MAX_SPLITS_OF_FEW_HEADS = 32, 128
-# Most rows of partial results (queries x splits) of one request.
+# The most rows of partial results (queries x splits) of one request.
 MAX_PARTIAL_ROWS_PER_REQUEST = 512
-# Most float32 values in the partial results of a batch: 256 MiB.
+# The most float32 values in the partial results of a batch: 256 MiB.
 MAX_PARTIAL_VALUES = 2**26
-# Columns of the table of splits: request, begin (a multiple of SPLIT_STEP), end (exclusive), number of splits of the
+# Columns of the table of splits: request, begin (a multiple of SPLIT_STEP), end (exclusive), number of splits of this
 # request.
 COLUMNS = 4
 
@@ -81,7 +82,7 @@ class IndexRows(NamedTuple):
 
 
 class IndexQueries(NamedTuple):
-    """q: [.., heads, size], rotated; weights: [.., heads]."""
+    """Index queries.  q: [.., heads, size], rotated; weights: [.., heads]."""
 
     q: Tensor
     weights: Tensor
@@ -91,8 +92,8 @@ class IndexQueries(NamedTuple):
 class IndexKeys:
     """The index keys that queries are compared with.
 
-    committed: [rows, 1, size], the plane of the pages; page_table: [B, T] int32; length: [B] int64, of which rows below
-    `first` do not exist.  staged: [B, R, 1, size].
+    committed: [rows, 1, size], the index plane of the pages; page_table: [B, T] int32; length: [B] int64, committed
+    rows, of which rows below `first` do not exist.  staged: [B, R, 1, size].
     """
 
     committed: Tensor
@@ -106,9 +107,9 @@ class IndexKeys:
 class SelectedRows(NamedTuple):
     """The rows that each query attends to.
 
-    rows: [B, Q, K] int32, committed rows of the pages in order of position, of which the first `counts` [B, Q] int64
-    exist; the others are the dummy row.  A count is 0 if a request has at most topk committed and staged rows: its
-    queries attend to all rows that they see.  bits: [B, Q, W] int64, the staged rows, as ancestor bits.
+    rows: [B, Q, K] int32, committed rows of the pages in order of position; the first `counts` [B, Q] int64 exist, the
+    others are the dummy row.  If a request has at most topk committed and staged rows, its counts are 0 and its
+    queries attend to all rows that they see.  bits: [B, Q, W] int64, the chosen staged rows, as ancestor bits.
     """
 
     rows: Tensor
@@ -117,9 +118,9 @@ class SelectedRows(NamedTuple):
 
 
 def top_rows(scores: Tensor, topk: int) -> Tensor:
-    """[..., N] bool: the topk highest of scores [..., N]; if fewer are above -inf, all of these.
+    """[..., N] bool: the topk highest of scores [..., N], but only scores above -inf.
 
-    The columns are in order of position.  Among equal scores the later ones are taken.
+    The columns are in order of position.  Among equal scores the last positions are taken.
     """
     exists = scores > -torch.inf
     if scores.shape[-1] <= topk:
@@ -148,7 +149,7 @@ def scores_of(queries: IndexQueries, keys: Tensor) -> Tensor:
 
 @op("espalier.kernels.layers.index_rows", on="index.q")
 def rotate_and_store_index(index: IndexRows, rows: Tensor, plane: Tensor) -> Tensor:
-    """Norm and rotate the keys, and store them in rows [N] of plane [R, 1, size].  Returns q, rotated."""
+    """Norm and rotate the keys, and store them in rows [N] of plane [R, 1, size].  Returns the rotated q."""
     norm, rotary = index.norm, index.rotation.cos.shape[1]
     size = index.k.shape[-1]
     k = F.layer_norm(index.k, (size,), norm.weight, norm.bias, norm.eps)[:, None]
@@ -168,8 +169,8 @@ def _rotated(x: Tensor, rotation: Rotation, rotary: int, interleaved: bool) -> T
 def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) -> Tensor:
     """[B, Q, C + R] float32: scores of the C positions of the page table, then of the staged rows.
 
-    Scores of positions past a request's length are undefined.  -inf for other rows that a query does not see: below
-    `first`, and staged rows whose bit is not in ancestor_bits [B, Q, W].
+    Scores of positions past a request's length are undefined.  Scores of other rows that a query does not see are -inf:
+    rows below `first`, and staged rows whose bit is not in ancestor_bits [B, Q, W].
     """
     batch, num_staged = keys.staged.shape[:2]
     capacity = keys.page_table.shape[1] * keys.page_size
@@ -185,9 +186,9 @@ def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) 
 
 @op("espalier.kernels.attention.select_rows")
 def select_rows(scores: Tensor, length: Tensor, page_table: Tensor, page_size: int, topk: int) -> SelectedRows:
-    """The rows with the topk highest scores [B, Q, C + R], as index_scores gives them.  Exact.
+    """Select the rows with the topk highest scores [B, Q, C + R] from index_scores.  Exact.
 
-    length: [B] int64, of the committed rows; page_table: [B, T] int32, of C = T · page_size positions.
+    length: [B] int64, number of committed rows; page_table: [B, T] int32, of C = T · page_size positions.
     """
     capacity = page_table.shape[1] * page_size
     num_staged = scores.shape[2] - capacity
@@ -197,7 +198,7 @@ def select_rows(scores: Tensor, length: Tensor, page_table: Tensor, page_size: i
     committed, staged = chosen.split((capacity, num_staged), 2)
     width = min(topk, capacity)
     count = committed.sum(2).where((length + num_staged > topk)[:, None], 0)
-    # The chosen positions in order, then the others.
+    # The chosen positions come first, in order, then the other positions.
     order = committed.logical_not().to(torch.uint8).argsort(dim=2, stable=True)[..., :width]
     keep = torch.arange(width, device=scores.device) < count[..., None]
     rows = page_rows(page_table, order.flatten(1), page_size, keep.flatten(1)).view(order.shape)
@@ -208,8 +209,8 @@ def select_rows(scores: Tensor, length: Tensor, page_table: Tensor, page_size: i
 class KVSplitPolicy:
     """How a pass splits the committed rows of each request.
 
-    num_splits: splits of a request, if each gets min_split_rows to max_split_rows rows.  A short request gets fewer.  A
-    long request gets more, up to max_splits; at that limit its splits are longer than max_split_rows.
+    num_splits: splits of a request whose splits have min_split_rows to max_split_rows rows.  A shorter request gets
+    fewer splits.  A longer request gets more, up to max_splits; at that limit its splits exceed max_split_rows.
     """
 
     num_splits: int
@@ -231,7 +232,7 @@ class KVSplitPolicy:
         """The policy that fills a GPU with programs, within the limits of the partial results.
 
         queries: per request; group: query heads per KV head; max_rows: the most committed rows of a request.  The batch
-        is rounded up to its bucket (layout.next_bucket), so that a padded graph and an eager launch split alike.
+        is rounded up to its bucket (layout.next_bucket), so a padded graph and an eager launch get the same splits.
         wide_latent: whether a kernel for wide latent rows runs (latent_attention.py, hopper/latent.py).
         """
         batch, packed_queries = next_bucket(batch), queries * group
@@ -242,8 +243,8 @@ class KVSplitPolicy:
             max_split_rows = MAX_LATENT_SPLIT_ROWS
         elif packed_queries > LARGE_TILE // 2:
             programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LARGE_TILE)
-            # So few programs have one warpgroup each (choose_hopper_config).  With two, short requests in a layout for
-            # long ones would leave most multiprocessors idle.
+            # So few programs have one warpgroup each (choose_hopper_config).  With two warpgroups, short requests in a
+            # layout for long requests would leave most multiprocessors idle.
             most_splits = -(-max_rows // MIN_LARGE_TILE_SPLIT_ROWS)
             if 4 * batch * kv_heads * num_tiles * most_splits < 3 * programs:
                 min_split_rows = MIN_LARGE_TILE_SPLIT_ROWS
@@ -279,7 +280,7 @@ class KVSplits:
     """The splits of a batch.  Every request has at least one split, which may be empty.
 
     table: [B * policy.max_splits, COLUMNS] int32, one row per split, ordered by request and position; unused rows are
-    undefined.  starts: [B + 1] int32, the first split of each request, and at the end the number of splits.
+    undefined.  starts: [B + 1] int32, the first split of each request; the last entry is the total number of splits.
     """
 
     table: Tensor
@@ -293,8 +294,8 @@ def kv_splits(
 ) -> KVSplits:
     """Split the committed rows [first, length) of each request.
 
-    length: [B] int64.  positions: [B, Q] int64, of the queries: rows that no query's window reaches are left out.
-    window: 0 for no window; then positions may be None.
+    length: [B] int64.  positions: [B, Q] int64, of the queries; rows that no query's window reaches are left out.
+    window: 0 for no window, and then positions may be None.
     """
     batch = length.shape[0]
     table = torch.zeros(batch * policy.max_splits, COLUMNS, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Reads and writes of a launch: the slots, the chains of known tokens, the pages' rows, the results."""
+"""Reads and writes of a launch: the slots, chains of known tokens, rows of the pages, the results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EMPTY = -1
 def page_rows(page_table: Tensor, positions: Tensor, page_size: int, keep: Tensor | None = None) -> Tensor:
     """[B, P] int64: rows of positions [B, P] int64, by page tables [B, T] int32.
 
-    Positions past the table, which only padding has, read its last column.  keep: [B, P] bool; False gives the dummy
+    Positions past the table, which only padding has, read its last column.  keep: [B, P] bool, False selects the dummy
     row.
     """
     columns = (positions // page_size).clamp(max=page_table.shape[1] - 1)
@@ -43,14 +43,14 @@ class Copies(NamedTuple):
 
 
 class Advanced(NamedTuple):
-    """num_picked: [B] int64, decided tokens that were not known before; copies: None without a path."""
+    """num_picked: [B] int64, how many decided tokens were not known before; copies: None without a path."""
 
     num_picked: Tensor
     copies: Copies | None
 
 
 class Chain(NamedTuple):
-    """Consecutive known tokens of a batch, [B, W] int64 each; rows: the page rows that a commit fills."""
+    """Consecutive known tokens of each request, [B, W] int64 each; rows: the page rows that a commit fills."""
 
     positions: Tensor
     tokens: Tensor
@@ -58,14 +58,14 @@ class Chain(NamedTuple):
 
 
 def carried(slots: BatchState, name: str) -> Tensor:
-    """[B, 1, H]: what `carry` stored.  Exact."""
+    """[B, 1, H]: the values that `carry` stored.  Exact."""
     return gather_rows(slots.index[None], slots.table.carried[name][None]).transpose(0, 1)
 
 
 def checked_copies(
     staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """(staged, committed), after a check of all shapes.  FP8 tensors as bytes: PyTorch copies no FP8 rows by index."""
+    """Check all shapes.  Returns (staged, committed), FP8 tensors as bytes: PyTorch copies no FP8 rows by index."""
     for i, (src, dst) in enumerate(zip(staged, committed, strict=True)):
         require(f"staged tensor {i}", src, (committed[0].shape[0], -1, *dst.shape[2:]), dst.dtype, dst)
     require("commit's source", source, (-1,), torch.int64, committed[0])
@@ -81,20 +81,20 @@ def checked_copies(
 def advance(
     slots: BatchState, length: Tensor, picked: Tensor, count_tokens: bool, path: NodeRows | None = None
 ) -> Advanced:
-    """Decide `length` [B] more tokens of each slot; the last one becomes its root.
+    """Decide `length` [B] more tokens of each slot; the last of them becomes its root.
 
-    picked: [B, W] int64, the last W of the decided tokens, or all of them where there are fewer; earlier ones are in
-    the history already.  Where the history knows a token, that token stays and the picked one is dropped.
+    picked: [B, W] int64, the last W of the decided tokens, or all of them if there are fewer; earlier tokens are in the
+    history already.  If the history knows a token, that token stays and the picked token is dropped.
     count_tokens: count picked tokens for penalties.  path: the accepted nodes, whose rows go to positions from
     prefix_len on; None for a prefill pass, whose rows are in order already.
-    Where length is 0 nothing changes; that is padding, and padding may name one slot twice.  Raises EspalierError if
-    sizes do not agree.  Exact.
+    If length is 0 nothing changes.  Such rows are padding, and padding may name one slot twice.
+    Raises EspalierError if sizes do not agree.  Exact.
     """
     table, width = slots.table, picked.shape[1]
     offsets = torch.arange(width, device=picked.device)
     decided = offsets < length[:, None]
     places = slots.prefix_len[:, None] + 1 + (length[:, None] - width).clamp(min=0) + offsets
-    # An undecided entry keeps its token.
+    # An undecided entry keeps its present token.
     columns = places.clamp(max=table.layout.history_width - 1)
     slot = slots.index[:, None].expand_as(columns)
     new = decided & (places >= table.known_len[slots.index][:, None])
@@ -117,9 +117,9 @@ def advance(
 
 @op("espalier.kernels.state.batch_state", on="index")
 def gather(table: SlotTable, index: Tensor, appended: ScatterUpdate | None = None) -> BatchState:
-    """The BatchState of the slots `index` [B] int64, after `appended` is written to the page tables.  Exact.
+    """Read the BatchState of the slots `index` [B] int64, after `appended` is written to the page tables.  Exact.
 
-    appended: of any slots; several values for one cell must be equal.
+    appended: for any slots; several values for one cell must be equal.
     """
     if appended is not None:
         table.write({"page_table": appended})
@@ -141,10 +141,10 @@ def gather(table: SlotTable, index: Tensor, appended: ScatterUpdate | None = Non
 
 @op("espalier.kernels.state.batch_state", on="length")
 def chain(slots: BatchState, first: int, length: Tensor, width: int, padding: int | None = None) -> Chain:
-    """`length` [B] tokens of each slot's history from position prefix_len + `first` on, in `width` rows.
+    """Read `length` [B] tokens of each slot's history, from position prefix_len + `first` on, in `width` rows.
 
-    Rows past length have the token `padding`; None: the root.  Rows past length and rows below commit_from are written
-    to the dummy row.  Exact.
+    Rows past length have the token `padding`, or the root if it is None.  Rows past length and rows below commit_from
+    are written to the dummy row.  Exact.
     """
     offsets = torch.arange(width, device=length.device)
     positions = slots.prefix_len[:, None] + first + offsets
@@ -168,8 +168,8 @@ def carry(slots: BatchState, name: str, values: Tensor, length: Tensor) -> None:
 def commit_rows(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
     """Copy rows `source` [N] of the staged tensors to `rows` [N] of the committed tensors.
 
-    A tensor is [layers, rows, heads, size]: a plane of each layer of a group, stacked.  `rows` has no row twice, except
-    the dummy row 0, which is not written.
+    A tensor is [layers, rows, heads, size]: one plane of all layers of a group, stacked.  No row appears twice in
+    `rows`, except the dummy row 0, which is not written.
     Raises EspalierError if shapes do not agree.
     """
     staged, committed = checked_copies(staged, committed, source, rows)
@@ -183,7 +183,7 @@ def commit_rows(staged: Sequence[Tensor], committed: Sequence[Tensor], source: T
 def write_results(ring: Tensor, entry: Tensor, fields: Mapping[int, Tensor]) -> None:
     """Write the first B rows of entry [1] of a ring [entries, rows, width] int64, whose columns are adjacent.
 
-    fields: [B, columns] int64 or float32 by their first column; float32 is written as its bits.  Columns without a
+    fields: [B, columns] int64 or float32, by their first column; float32 values are written as bits.  Columns without a
     field become EMPTY.  Raises EspalierError if sizes do not agree.  Exact.
     """
     batch = next(iter(fields.values())).shape[0]

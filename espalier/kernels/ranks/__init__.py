@@ -1,1 +1,1 @@
-"""How ranks on GPUs of one host join their results: in memory that all of them reach, and through NCCL."""
+"""Joins the results of ranks on GPUs of one host: in memory that all ranks reach, and through NCCL."""

@@ -1,8 +1,8 @@
-"""Joins ranks on GPUs of one host.  Kernels join small tensors in memory that all GPUs reach, also inside of CUDA
-graphs.  NCCL joins larger ones.
+"""Joins ranks on GPUs of one host.  Kernels join small tensors in memory that all GPUs reach, also in CUDA graphs.
+NCCL joins larger tensors.
 
-A rank's memory begins with flags, with which programs of the same number on all ranks meet.  Then come slots for each
-program: two for the rank's values and two for sums.  A program uses the two in turn.
+A rank's memory begins with flags, by which programs with the same number on all ranks wait for each other.  Then come
+four slots per program: two for the rank's values and two for sums.  A program uses the two slots of a pair in turn.
 """
 
 import logging
@@ -26,9 +26,9 @@ NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """addresses: [ranks] int64, where each rank's memory begins; uses: [PROGRAMS] int32, in how many launches each
-    program of this rank has met its peers; stop: [1] int32 in host memory, nonzero to end all waiting; held: objects
-    that keep the memory mapped.
+    """addresses: [ranks] int64, the address of each rank's memory; uses: [PROGRAMS] int32, the number of launches in
+    which each program of this rank has met its peers; stop: [1] int32 in host memory, nonzero ends all waiting; held:
+    objects that keep the memory mapped.
     """
 
     rank: int
@@ -41,19 +41,19 @@ class PeerMemory:
 
     @property
     def most_bytes(self) -> int:
-        """Bytes of a rank's values that fit in the slots of all programs."""
+        """The most bytes of a rank's values that fit in the slots of all programs."""
         return PROGRAMS * self.slot_bytes
 
     def wait_for_nobody(self) -> None:
-        """Let kernels stop waiting.  Their results are wrong.  Calls no CUDA function, which might wait for them."""
+        """Let kernels stop waiting.  Their results are wrong.  It calls no CUDA function, which might wait too."""
         self.stop.numpy()[0] = 1
 
 
 class CountedAnew(Store):
     """A store for one rendezvous, which numbers its steps from 0.
 
-    PyTorch goes on counting over all rendezvous of a process.  So a process that has joined ranks before would have
-    other step numbers than a new process.
+    PyTorch counts steps over all rendezvous of a process.  So a process that joined ranks before would have other step
+    numbers than a new process.
     """
 
     def __init__(self, store: Store) -> None:
@@ -77,10 +77,10 @@ class CountedAnew(Store):
 
 
 def peer_memory(name: str, store: Store, rank: int, count: int, device: torch.device, most_bytes: int) -> PeerMemory:
-    """Map the memory of all ranks.  Every rank calls this, with a store that all share and a name not used before.
+    """Map the memory of all ranks.  Every rank calls it with a store that all ranks share, and with an unused name.
 
-    Then this rank's flags are zero; those of other ranks may not be yet, so ranks must meet before kernels use them.
-    Raises RuntimeError if the GPUs do not reach one another, and PyTorch's own errors.
+    After the call, this rank's flags are zero.  Flags of other ranks may not be zero yet, so ranks must meet before
+    kernels use flags.  Raises RuntimeError if the GPUs cannot reach one another, and PyTorch's own errors.
     """
     from torch.distributed._symmetric_memory import _SymmetricMemory
 
@@ -108,9 +108,9 @@ def peer_memory(name: str, store: Store, rank: int, count: int, device: torch.de
 
 
 def register(name: str, store: Store, rank: int, count: int) -> ProcessGroup:
-    """Tell PyTorch which ranks meet under this name.
+    """Register with PyTorch the ranks that meet under this name.  Returns the process group.
 
-    Later versions of PyTorch read this from the process group, which the caller keeps; earlier versions from a table.
+    Newer versions of PyTorch read the ranks from the process group, which the caller keeps; older ones from a table.
     """
     from torch._C._distributed_c10d import _register_process_group
     from torch.distributed._symmetric_memory import _SymmetricMemory
@@ -121,16 +121,16 @@ def register(name: str, store: Store, rank: int, count: int) -> ProcessGroup:
     return group
 
 
-# The most bytes of a rank's values that are summed in peer memory.  For more, NCCL is not slower.  On two H100s a sum
-# of this size (2,048 rows of 4,096 values in bfloat16) takes 71 µs one-shot and 82 by NCCL (`python -m lab ranks`).
+# The most bytes of a rank's values that are summed in peer memory.  For more bytes NCCL is as fast.  On two H100s a sum
+# of this size (2,048 rows of 4,096 values in bfloat16) takes 71 µs one-shot and 82 µs by NCCL (`python -m lab ranks`).
 PEER_BYTES = 2**24
-# In the time of one meeting of the ranks (3 µs on those H100s), a rank reads this many bytes over NVLink.
+# The bytes that a rank reads over NVLink in the time of one meeting of the ranks (3 µs on those H100s).
 MEETING_BYTES = 2**20
 log = logging.getLogger("espalier")
 
 
 class PeerCollectives:
-    """A Collectives (espalier/shards/base.py)."""
+    """Collectives (espalier/shards/base.py) in peer memory for small tensors, and by NCCL for larger ones."""
 
     def __init__(self, memory: PeerMemory, nccl: Collectives) -> None:
         from espalier.kernels.ranks import join
@@ -162,7 +162,7 @@ class PeerCollectives:
         return self.join.gather_columns(self.memory, x, each, size)
 
     def abort(self) -> None:
-        # First, because NCCL waits for its own kernels.  They may stand behind a kernel that waits for a rank.
+        # This comes first: NCCL waits for its own kernels, which may stand behind a kernel that waits for a rank.
         self.memory.wait_for_nobody()
         self.nccl.abort()
 
@@ -170,8 +170,8 @@ class PeerCollectives:
 def two_shot(parts: Tensor, dtype: torch.dtype, count: int) -> bool:
     """Whether `count` ranks sum parts [rows, H] or [splits, rows, H] two-shot.
 
-    One-shot, a rank reads all values of every other rank.  Two-shot, it reads its share of the values, and then the
-    sums: fewer bytes, but the ranks meet once more.
+    One-shot, a rank reads all values of every other rank.  Two-shot, it reads its share of the values and then the
+    sums.  These are fewer bytes, but the ranks meet once more.
     """
     rows, size = parts.shape[-2:]
     saved = (count - 1) * (1 - 2 / count)
@@ -179,9 +179,9 @@ def two_shot(parts: Tensor, dtype: torch.dtype, count: int) -> bool:
 
 
 def join_gpus(file: Path, rank: int, count: int, device: torch.device, peer_bytes: int = PEER_BYTES) -> Collectives:
-    """Meet the other ranks.  file, device: as for NcclCollectives; peer_bytes: of the largest sum in peer memory.
+    """Meet the other ranks.  file, device: see NcclCollectives; peer_bytes: the most bytes of a sum in peer memory.
 
-    If a rank cannot map the others' memory, NCCL joins everything, and the log says so.
+    If a rank cannot map the memory of the others, NCCL joins everything, and the log says so.
     """
     from espalier.shards.nccl import NcclCollectives
 
@@ -191,7 +191,7 @@ def join_gpus(file: Path, rank: int, count: int, device: torch.device, peer_byte
         memory = peer_memory(str(file), nccl.store, rank, count, device, peer_bytes)
     except Exception as error:
         reason = f"{error}".partition("\n")[0]
-    # After this, the flags of all ranks are zero, so kernels may set them.
+    # After this gather the flags of all ranks are zero, so kernels may set them.
     joined = nccl.all_gather(torch.tensor(memory is not None, dtype=torch.int32, device=device))
     if memory is None or not bool(joined.all()):
         log.warning("ranks join by NCCL alone: no memory that all GPUs reach (%s)", reason or "another rank says why")

@@ -15,7 +15,7 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
-# Channels of a program if the layer is a convolution without heads.
+# Channels per program if the layer is a convolution without heads.
 BLOCK_C = 128
 
 
@@ -24,7 +24,7 @@ def input_column(
     channel, Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
     K_SIZE: tl.constexpr, SHARED: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The column of a channel.  SHARED: channels of q; GROUP: channels of the heads of v that share a head of k."""
+    """The column of a channel.  SHARED: channels of q; GROUP: v channels of the heads that share one head of k."""
     of_v = channel - 2 * SHARED
     column = V_AT + of_v // GROUP * V_STEP + of_v % GROUP
     if SHARED:
@@ -36,7 +36,7 @@ def input_column(
 
 @kernel
 def softplus(x):
-    """log(1 + exp(x)).  The factor corrects the rounding of 1 + exp(x) (Kahan)."""
+    """log(1 + exp(x)).  A factor corrects the rounding of 1 + exp(x) (Kahan)."""
     y = tl.exp(tl.where(x > 20.0, 20.0, x))
     u = 1.0 + y
     return tl.where(x > 20.0, x, tl.where(u == 1.0, y, tl.log(u) * (y / tl.where(u == 1.0, 1.0, u - 1.0))))
@@ -48,7 +48,7 @@ def _convolved(
     is_channel, x_stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """[rows, channels] in EXACT, rounded to the inputs' dtype.  within: the row's place in its request."""
+    """[rows, channels] in EXACT, rounded to the inputs' dtype.  within: the row's index in its request."""
     at, first = within, row - within
     out = tl.zeros([row.shape[0], channel.shape[0]], EXACT)
     for tap in tl.static_range(TAPS):
@@ -80,7 +80,7 @@ def _gates(
     decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, row, head, is_row, stride, LOW: tl.constexpr, HIGH: tl.constexpr,
     SHARE: tl.constexpr, STEP: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The logarithm of the decay, and beta.  beta_ptr: None if beta is the step itself (Mamba-2)."""
+    """(logarithm of the decay, beta).  beta_ptr: None if beta is Mamba-2's step."""
     column = head // SHARE * STEP + head % SHARE
     raw = tl.load(decay_ptr + row * stride + column, mask=is_row, other=0.0).to(EXACT)
     step = softplus(raw + tl.load(dt_bias_ptr + head).to(EXACT))
@@ -104,7 +104,7 @@ def _q_or_k(
     K_STEP: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, UNITS: tl.constexpr, EPS: tl.constexpr,
     EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of q or k.  part: the head's number if q's heads are counted first, then k's."""
+    """Compute one head of q or k.  part: the number of the head, q's heads first, then k's."""
     of_head = tl.arange(0, BLOCK)
     is_channel = of_head < K_SIZE
     is_q = part < K_HEADS
@@ -135,7 +135,7 @@ def _v_and_gates(
     V_AT: tl.constexpr, V_STEP: tl.constexpr, GATE_STEP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     TAPS: tl.constexpr, SILU: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of v and its gates, or channels of a convolution without heads.  FIRST: the first channel of v."""
+    """Compute one head of v and its gates, or channels of a convolution without heads.  FIRST: v's first channel."""
     of_head = tl.arange(0, BLOCK)
     channel = FIRST + head * V_SIZE + of_head
     is_channel = (of_head < V_SIZE) & (channel < CHANNELS)
@@ -166,8 +166,9 @@ def _prepare_kernel(
     UNITS: tl.constexpr, EPS: tl.constexpr, EXACT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Channels and columns: see ops/states.py:Columns.  The next kernel may read states before it waits (tree.py), so
-    this one waits before it triggers that kernel."""
+    """Compute q, k, v and gates of new rows.  Channels and columns: see ops/states.py:Columns.
+
+    The next kernel may read states before it waits (tree.py), so this kernel waits before its trigger."""
     pdl_wait(DEPENDENT)
     pdl_trigger(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -179,7 +180,7 @@ def _prepare_kernel(
     follows = is_row & False
     if follows_ptr is not None:
         follows = tl.load(follows_ptr + request, mask=is_row, other=False).to(tl.int1)
-    # Functions, because a name in both branches of one function has one shape.  A convolution alone compiles no q.
+    # Separate functions, because Triton gives a name in both branches one shape.  A convolution alone compiles no q.
     if K_HEADS:  # noqa: SIM102
         if part < 2 * K_HEADS:
             _q_or_k(
@@ -200,7 +201,7 @@ def _prepare_kernel(
 def prepare(
     inputs: Tensor, gates: GateInputs | None, conv: ShortConv, columns: Columns, rows: RowInputs, out: Prepared
 ) -> None:
-    """Tolerance: an ulp of the inputs' dtype after the convolution, then an ulp of float32 (float64 for float64)."""
+    """See ops/states.py.  Tolerance: an ulp of the inputs' dtype after the convolution, then of float32 or float64."""
     num_rows = len(inputs)
     if not num_rows:
         return

@@ -1,8 +1,8 @@
-"""Commits accepted paths: updates the states by their rows, and the tails of the convolutions by their inputs.
+"""Commits accepted paths: updates states with the rows of the path, and the convolutions' tails with their inputs.
 
-Rows are applied to a state one after another, in float32 (float64 for float64), with the same operations in the same
-order.  So a state does not depend on how a text was cut into rounds.  Each program holds a part of a state in
-registers, and reads and writes it once.  Grid: (parts of a state, requests, layers).
+A state takes its rows one after another, in float32 (float64 for float64), with the same operations in the same order.
+So a state does not depend on how a text was divided into rounds.  Each program holds a part of a state in registers,
+and reads and writes it once.  Grid: (parts of a state, requests, layers).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# Columns of a state, and channels of a tail, that a program holds.
+# Columns of a state, and channels of a tail, per program.
 BLOCK_V, BLOCK_C = 32, 256
 
 
@@ -28,7 +28,7 @@ def _commit_states_kernel(
     HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA: tl.constexpr,
     EXACT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """marked_ptr: None if there are no marks."""
+    """Apply accepted rows to states.  marked_ptr: None if the launch has no snapshots."""
     pdl_trigger_and_wait(DEPENDENT)
     v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // v_blocks
@@ -56,7 +56,7 @@ def _commit_states_kernel(
             if DELTA:
                 v -= tl.sum(state * k[:, None], 0)
             state += k[:, None] * (beta * v)[None, :]
-            # With `and`, Triton would compile the second condition even if there is no mark.
+            # Nested, because with `and` Triton would compile the second condition even without snapshots.
             if marked_ptr is not None:  # noqa: SIM102
                 if i + 1 == marked:
                     mark_row = tl.load(mark_row_ptr + request)
@@ -65,7 +65,7 @@ def _commit_states_kernel(
 
 
 def commit_states(state: Tensor, rows: tuple[Tensor, Tensor, Tensor], path: PathRows, delta: bool) -> None:
-    """Tolerance: an ulp of float32 for each row, times the condition number of the delta rule's system."""
+    """See ops/states.py.  Tolerance: one float32 ulp per row, times the condition number of the rule's system."""
     k, v, gates = rows
     layers, _, heads, k_size, v_size = state.shape
     _require_rows_contiguous(state, k, v, gates)
@@ -105,8 +105,8 @@ def _commit_tails_kernel(
     K_STEP: tl.constexpr, V_STEP: tl.constexpr, K_SIZE: tl.constexpr, SHARED: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """source_ptr: None if x has `width` rows for each request in order.  follows_ptr, ends_ptr: None unless the pass
-    may have several pieces of a request."""
+    """Move the tails on.  source_ptr: None if x has `width` rows per request in order.  follows_ptr, ends_ptr: None
+    unless the pass may have several pieces of one request."""
     pdl_trigger_and_wait(DEPENDENT)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     request, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -116,7 +116,7 @@ def _commit_tails_kernel(
     tail_ptr += layer * tail_layer
     slot = tl.load(slot_ptr + request)
     before = tail_ptr + slot * TAIL * CHANNELS + channel
-    # The mark's tail is written first, because writing the slot's tail overwrites the old inputs.
+    # The snapshot's tail is written first, because writing the slot's tail overwrites the old inputs.
     for turn in tl.static_range(2):
         if turn == 0:
             count = tl.load(marked_ptr + request) if marked_ptr is not None else 0
@@ -127,7 +127,7 @@ def _commit_tails_kernel(
                 count = tl.where(tl.load(ends_ptr + request), count, 0)
             after = tail_ptr + slot * TAIL * CHANNELS
         if count > 0:
-            # Ascending, so that each place is read before it is written.
+            # In ascending order, so that each entry is read before it is overwritten.
             for i in tl.static_range(TAIL):
                 at = count - TAIL + i
                 row = request * width + at
@@ -140,7 +140,7 @@ def _commit_tails_kernel(
 
 
 def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: Columns) -> None:
-    """It only copies, so the result equals the reference's."""
+    """See ops/states.py.  The kernel only copies, so the result equals the reference's."""
     layers, _, kept, channels = tail.shape
     batch = len(path.slots)
     if not kept or not batch:

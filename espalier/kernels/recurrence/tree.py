@@ -1,12 +1,12 @@
-"""The outputs of a tree's nodes from the state behind its prefix, which is read once and never written.
+"""Computes the outputs of a tree's nodes from the state before the tree, which is read once and not changed.
 
-Grid: (parts of a state, requests).  A program holds K_SIZE x BLOCK_V values of a head's state, and all nodes.  The
-nodes' additions to the state are the solution x of (I + A) x = b.  A is nonzero only at a node's ancestors.  The kernel
-repeats x = b - A x once for each depth of the tree.  A node is exact one step after its ancestors, so a shallow tree
-takes few small products, no matter how many nodes it has, and errors do not add up.
+Grid: (parts of a state, requests).  A program holds all nodes, and K_SIZE x BLOCK_V values of a head's state.  The
+nodes' additions to the state are the solution x of (I + A) x = b, where A is nonzero only at a node's ancestors.  The
+kernel repeats x = b - A x once per depth of the tree.  A node is exact one step after its ancestors.  So a shallow tree
+takes few small products for any number of nodes, and errors do not add up.
 
-Products have the state's columns as rows and the nodes as columns: Hopper's tensor cores take 64 rows or more, and
-columns from 8 on.  So a tree of 16 nodes fills them.
+In the products, the state's columns are rows and the nodes are columns.  Hopper's tensor cores take at least 64 rows,
+but as few as 8 columns, so a tree of 16 nodes fills them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait, prefetch
 
-# The smallest block that tensor cores take.
+# The smallest block for tensor cores.
 SMALLEST = 16
 # Bytes of a line of the L2 cache.
 LINE = 128
@@ -33,7 +33,7 @@ def _prefetch_state(
     state_ptr, first, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     LINE: tl.constexpr,
 ):  # fmt: skip
-    """Of a head's state, BLOCK_V columns from `first` on.  LINE: numbers in a line of the L2 cache."""
+    """Prefetch BLOCK_V columns of a head's state, from column `first` on.  LINE: numbers in an L2 line."""
     line = first + tl.arange(0, (BLOCK_V + LINE - 1) // LINE) * LINE
     place = tl.arange(0, BLOCK_K)[:, None] * V_SIZE + line[None, :]
     prefetch(state_ptr + tl.minimum(place, K_SIZE * V_SIZE - 1))
@@ -44,7 +44,9 @@ def _solution(
     first_t, products, seen_t, beta, carry_t,
     PRODUCT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """What nodes add, first_t [columns of the state, nodes] without their ancestors.  products: of their keys."""
+    """Solve for what the nodes add.  first_t: [columns of the state, nodes], the additions without ancestors.
+
+    products: the products of the nodes' keys."""
     node = tl.arange(0, BLOCK_R)
     depth = tl.max(tl.sum(seen_t.to(tl.int32), 0), 0) - 1
     system_t = tl.where(node[:, None] == node[None, :], 0.0, beta[None, :] * products * carry_t).to(PRODUCT)
@@ -67,13 +69,12 @@ def _tree_kernel(
     head, request = tl.program_id(0) // v_blocks, tl.program_id(1).to(tl.int64)
     value = tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     is_value = value < V_SIZE
-    # The state can be read before waiting.  The kernel before this one writes no state, and it waited for the kernels
-    # that do.
+    # The state can be read before the wait: the previous kernel writes no state, and it waited for the kernels that do.
     state_ptr += (tl.load(slot_ptr + request) * HEADS + head) * K_SIZE * V_SIZE
     if DEPENDENT:
         _prefetch_state(state_ptr, tl.program_id(0) % v_blocks * BLOCK_V, K_SIZE, V_SIZE, BLOCK_K, BLOCK_V, LINE)
     pdl_wait(DEPENDENT)
-    # Names that end in _t have a column for each node that reads.
+    # Names ending in _t have one column per reading node.
     node = tl.arange(0, BLOCK_R)
     is_node = node < rows
     row = request * rows + node
@@ -84,8 +85,8 @@ def _tree_kernel(
     beta = tl.load(gate + HEADS, mask=is_node, other=0.0).to(EXACT)
     v_place = (row * HEADS + head)[None, :] * V_SIZE + value[:, None]
     v_t = tl.load(v_ptr + v_place, mask=is_node[None, :] & is_value[:, None], other=0.0)
-    # Products would carry NaN and infinity to nodes that do not see them.  So they are replaced by zeros here, and put
-    # back at the end.
+    # Products would carry NaN and infinity to nodes that do not see them.  So zeros replace these values here, and the
+    # values are put back at the end.
     is_bad = (log_decay * 0.0 != 0.0) | (beta * 0.0 != 0.0)
     log_decay, beta = tl.where(log_decay * 0.0 != 0.0, 0.0, log_decay), tl.where(beta * 0.0 != 0.0, 0.0, beta)
     read_t, out_t = tl.zeros([BLOCK_V, BLOCK_R], EXACT), tl.zeros([BLOCK_V, BLOCK_R], EXACT)
@@ -129,8 +130,8 @@ def _tree_kernel(
 def tree_outputs(
     q: Tensor, rows: tuple[Tensor, Tensor, Tensor], state: StateColumns, bits: Tensor, skip: Tensor | None, delta: bool
 ) -> Tensor:
-    """Tolerance: the rounding of products' operands (Products), times the condition number of the tree's system.  No
-    state is computed from these products."""
+    """See ops/states.py.  Tolerance: the rounding of the products' operands (Products), times the condition number of
+    the tree's system.  No stored state is computed from these products."""
     k, v, gates = rows
     batch, count, heads, v_size = v.shape
     table, slots = state
@@ -177,8 +178,8 @@ def tree_outputs(
 
 
 class Products(NamedTuple):
-    """How products round their operands.  kept: the dtype of operands; precision: Triton's name for how those of 32
-    bits are multiplied."""
+    """How products round their operands.  kept: the dtype of operands; precision: Triton's name for the multiplication
+    of 32-bit operands."""
 
     kept: torch.dtype
     precision: str
@@ -189,16 +190,16 @@ class Products(NamedTuple):
 
 
 def choose_products(v: Tensor, table: Tensor) -> Products:
-    """v: in the model's dtype; table: states.  Operands are as fine as the model's dtype.  One term of TF32 has the
-    mantissa of float16; float16 itself might not hold a state."""
+    """Choose how products round.  v: values in the model's dtype; table: states.  Operands are as fine as the model's
+    dtype.  One term of TF32 has the mantissa of float16, which itself could not hold large states."""
     if v.dtype == torch.bfloat16 and v.is_cuda:  # Triton's interpreter multiplies bfloat16 as integers.
         return Products(v.dtype, "tf32")
     return Products(table.dtype, "tf32x3" if v.dtype.itemsize >= 4 else "tf32")
 
 
 class Plan(NamedTuple):
-    """Launch parameters.  block_v: columns of a state for each program; step, stages: its rows that are multiplied at
-    once, and how many steps are in flight."""
+    """Launch parameters.  block_v: columns of a state per program; step: rows of the state that are multiplied at once;
+    stages: how many steps are in flight."""
 
     block_v: int
     step: int
@@ -207,8 +208,8 @@ class Plan(NamedTuple):
 
 
 def choose_plan(v_size: int, heads: int, block_r: int, products: Products, processors: int) -> Plan:
-    """heads: the sum over requests.  If there are few heads, each is cut into more parts, so that all multiprocessors
-    read.  If a tree has many nodes, a head is cut into fewer, because each part multiplies the keys again."""
+    """Choose launch parameters.  heads: summed over requests.  Few heads are cut into more parts, so that all
+    multiprocessors read.  With many nodes a head has fewer parts, because each part multiplies the keys again."""
     is_few = heads < processors
     if products.kept.itemsize > 2:
         plan = Plan(32, 64, 2, 8 if block_r == 2 * SMALLEST else 4)
@@ -219,5 +220,5 @@ def choose_plan(v_size: int, heads: int, block_r: int, products: Products, proce
     else:
         plan = Plan(64, 64, 1, 8) if is_few else Plan(128, 32, 2, 8)
     block_v = max(min(power_of_two(v_size), plan.block_v), SMALLEST)
-    # 16 columns with a second warpgroup of Hopper: code of Triton 3.6 failed on an H100.
+    # For 16 columns with two warpgroups on Hopper, the code that Triton 3.6 made failed on an H100.
     return plan._replace(block_v=block_v, num_warps=plan.num_warps if block_v > SMALLEST else 4)

@@ -1,7 +1,7 @@
-"""`kernel` and `gluon_kernel`: triton.jit and gluon.jit, whose launches go to the launch hook where there is one.
+"""`kernel` and `gluon_kernel`: triton.jit and gluon.jit with a hook.  If a launch hook is set, it takes the launches.
 
-Modules that hold kernels import Triton, so only the dispatch of an op (kernels/runtime/op.py), other such modules and
-tests import them.
+A module with kernels imports Triton.  So only other modules with kernels, tests and the dispatch of an op
+(kernels/runtime/op.py) import such modules.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from espalier.kernels.runtime.launch import launch_hook
 
 
 class Hooked:
-    """`kernel[grid](arguments)` is a launch, or a call of the hook."""
+    """A kernel whose `kernel[grid](arguments)` is a launch, or a call of the launch hook if one is set."""
 
     def __getitem__(self, grid: Any) -> Any:
         hook = launch_hook.get()
@@ -37,9 +37,9 @@ class GluonKernelFunction(Hooked, GluonJITFunction):
 def kernel(function: Callable[..., Any] | None = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
     """A decorator for a function in Triton's language.  With TRITON_INTERPRET set, Triton's interpreter runs it.
 
-    do_not_specialize: integers of which one code serves all values.  Triton compiles another code where an integer is
-    1, and where 16 divides it.  That helps addresses and divisions, but not a bound that is read once, such as the
-    batch.  There it would only compile kernels while requests wait.
+    do_not_specialize: names of integer arguments for which one compiled kernel serves all values.  For other integers
+    Triton compiles again if a value is 1 or divisible by 16.  That helps addresses and divisions, but not a bound that
+    is read once, such as the batch.  For such a bound it would only compile kernels while requests wait.
     """
     if function is None:
         return partial(kernel, do_not_specialize=do_not_specialize)
@@ -51,9 +51,9 @@ def kernel(function: Callable[..., Any] | None = None, *, do_not_specialize: Seq
 def gluon_kernel(function: Callable[..., Any] | None = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
     """A decorator for a function in Gluon, Triton's language with explicit layouts, shared memory and warps.
 
-    It may call a `kernel` that computes with scalars, or value by value: that makes no tensor, which would need a
-    layout.  A `kernel` may not call it.  Triton's interpreter does not run Gluon.  A `kernel` computes the same result,
-    bit for bit; tests/gpu and tests/kernels compare the two.
+    A Gluon kernel may call a `kernel` that computes with scalars or value by value, because that makes no tensor, which
+    would need a layout.  A `kernel` may not call a Gluon kernel.  Triton's interpreter does not run Gluon.  A `kernel`
+    computes the same result bit for bit; tests/gpu and tests/kernels compare the two.
     """
     if function is None:
         return partial(gluon_kernel, do_not_specialize=do_not_specialize)
@@ -62,11 +62,11 @@ def gluon_kernel(function: Callable[..., Any] | None = None, *, do_not_specializ
 
 @kernel
 def from_fp8(values, dtype: tl.constexpr):
-    """FP8 values in dtype, exactly; values of dtype as they are.
+    """Convert FP8 values to dtype, exactly.  Values that already have dtype stay as they are.
 
-    To bfloat16 by way of float32.  Triton's own conversion takes one F2F instruction for each value, which runs at an
-    eighth of the rate of others: on an H200 that is less than memory delivers (docs/log.md).  To float16 one
-    instruction converts two values.
+    The way to bfloat16 is over float32.  Triton's own conversion takes one F2F instruction per value, at an eighth of
+    the rate of other instructions: on an H200 that is slower than memory (docs/log.md).  To float16, one instruction
+    converts two values.
     """
     if values.dtype != dtype and dtype == tl.bfloat16:
         values = values.to(tl.float32)
@@ -75,16 +75,16 @@ def from_fp8(values, dtype: tl.constexpr):
 
 @kernel
 def rounded_values(values, scale, MOST: tl.constexpr):
-    """The clamped quotient, in float32: kv_scales.py:rounded without the conversion to FP8, which does the rounding.
+    """The clamped quotient, in float32: kv_scales.py:rounded without the final conversion to FP8, which rounds.
 
     values, scale: float32 or float64, of shapes that broadcast.
     """
-    # An IEEE quotient, so that the bytes equal the reference's.
+    # The quotient is IEEE, so that the bytes equal the reference's.
     if values.dtype == tl.float32:
         quotient = tl.div_rn(values, tl.zeros_like(values) + scale)
     else:
         quotient = values / scale
     clamped = tl.where(quotient > MOST, MOST, tl.where(quotient < -MOST, -MOST, quotient))
-    # NaN fails both comparisons, and stays NaN.
-    # PyTorch converts float64 to FP8 by way of float32 too.  A GPU has no direct conversion.
+    # Both comparisons are false for NaN, so it stays NaN.
+    # A GPU has no direct conversion of float64 to FP8.  PyTorch too converts by way of float32.
     return tl.where(tl.abs(quotient) == float("inf"), float("nan"), clamped).to(tl.float32)

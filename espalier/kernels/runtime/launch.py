@@ -1,6 +1,6 @@
-"""What launchers need: the facts of a chip, the checks of arguments, and the hook that takes launches.
+"""Helpers of launchers: the properties of a chip, the checks of arguments, and the hook that takes launches.
 
-`import espalier` and every CPU path work without Triton, so nothing here imports it.
+`import espalier` and every CPU path work without Triton, so this module does not import Triton.
 """
 
 import os
@@ -15,25 +15,25 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 
-# Environment variable: an upper bound, in bytes, on the shared memory that launchers plan for.  It is set before the
-# program starts, to imitate a smaller GPU in tests.
+# Environment variable: an upper bound, in bytes, on the shared memory that launchers plan for.  Tests set it before the
+# program starts, to imitate a smaller GPU.
 SHARED_MEMORY_CAP = "ESPALIER_SHARED_MEMORY"
-# Bytes per block on the smallest supported GPU.  Launchers assume it in Triton's interpreter.
+# Bytes of shared memory per block on the smallest supported GPU.  In Triton's interpreter, launchers assume this size.
 SMALLEST_SHARED_MEMORY = 99 * 1024
-# Bytes that the driver keeps of a multiprocessor's shared memory, for each program.
+# Bytes of a multiprocessor's shared memory that the driver keeps for each program.
 KEPT_SHARED_MEMORY = 1024
-# The compute capability of Hopper, the first with PDL, TMA and products of warpgroups.
+# The compute capability of Hopper, the first chip with PDL, TMA and products of warpgroups.
 HOPPER = (9, 0)
 # Above this many programs per SM, starting the programs takes longer than running them (see `oversubscribed`).
 PROGRAMS_A_PROCESSOR = 12
 
-# Called as hook(jit_function, grid, *arguments) instead of a launch.  None: kernels are launched.  Set by
-# kernels/runtime/precompile.py.
+# If set, launches become calls hook(jit_function, grid, *arguments).  None: kernels are launched.
+# kernels/runtime/precompile.py sets it.
 launch_hook: ContextVar[Callable[..., None] | None] = ContextVar("launch_hook", default=None)
 
 
 def only_compiles() -> bool:
-    """Whether this thread's launches only compile.  A launcher then asks for each kernel that other rows may need."""
+    """Whether launches of this thread only compile.  Then a launcher requests each kernel that other rows may need."""
     return launch_hook.get() is not None
 
 
@@ -52,8 +52,8 @@ def require_triton() -> Any:
 
 @dataclass(frozen=True)
 class Chip:
-    """The facts of a GPU that launch parameters depend on; its name is not one of them.  shared_memory: bytes that one
-    thread block may use; processors: number of SMs; capability: compute capability, (9, 0) for Hopper."""
+    """The properties of a GPU on which launch parameters depend; the name is not one of them.  shared_memory: bytes
+    that one thread block may use; processors: number of SMs; capability: compute capability, (9, 0) for Hopper."""
 
     shared_memory: int
     processors: int
@@ -64,12 +64,12 @@ class Chip:
         return (self.shared_memory + KEPT_SHARED_MEMORY) // programs - KEPT_SHARED_MEMORY
 
     def programs_with(self, shared_memory: int) -> int:
-        """The programs that share a multiprocessor if each has so many bytes of shared memory."""
+        """How many programs share a multiprocessor if each takes `shared_memory` bytes."""
         return (self.shared_memory + KEPT_SHARED_MEMORY) // (shared_memory + KEPT_SHARED_MEMORY)
 
 
 def chip(tensor: Tensor) -> Chip:
-    """The chip that holds a tensor.  For a CPU tensor (Triton's interpreter): the smallest supported GPU."""
+    """The chip of a tensor's device.  For a CPU tensor (Triton's interpreter): the smallest supported GPU."""
     return _chip(tensor.device)
 
 
@@ -85,18 +85,19 @@ def _chip(device: torch.device) -> Chip:
 
 
 def oversubscribed(programs: int, on: Chip) -> bool:
-    """Whether a grid of `programs` small programs should become fewer and larger ones.  A chip starts about one program
-    per nanosecond, whatever the program does (measured on an H200, docs/log.md)."""
+    """Whether a grid of `programs` small programs should become fewer and larger programs.
+
+    A chip starts about one program per nanosecond, whatever the program does (measured on an H200, docs/log.md)."""
     return programs > PROGRAMS_A_PROCESSOR * on.processors
 
 
 def require(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None, like: Tensor) -> None:
-    """Check a launcher's argument on the host: shape (-1: any size), dtype (None: any), same device as `like`.
+    """Check a launcher's argument on the host: shape (-1: any size), dtype (None: any), and the device of `like`.
 
     name: the argument's name in the error text.  Raises EspalierError with the required and the actual properties.
     """
     have = tensor.shape
-    # A pass of prefill calls this hundreds of times: equal shapes are compared in one step.
+    # A prefill pass calls this function hundreds of times, so equal shapes are compared in one step.
     fits = have == shape or (len(have) == len(shape) and all(map(_fits, shape, have)))
     if not fits or (dtype is not None and tensor.dtype != dtype) or tensor.device != like.device:
         raise EspalierError(
@@ -129,7 +130,7 @@ def aligned_for_copies(tensor: Tensor) -> bool:
 def tma_descriptor(rows: Tensor, block_rows: int, size: int) -> Any:
     """The TMA descriptor for blocks of `block_rows` rows and `size` columns of rows [R, values].
 
-    Places past the end are zeros when they are read, and are not written.
+    Elements past the end are read as zeros, and are not written.
     """
     descriptor_class, layout = _descriptor_class(rows.dtype, block_rows, size)
     return descriptor_class.from_tensor(rows, [block_rows, size], layout)
@@ -137,7 +138,7 @@ def tma_descriptor(rows: Tensor, block_rows: int, size: int) -> Any:
 
 @cache
 def _descriptor_class(dtype: torch.dtype, block_rows: int, size: int) -> tuple[Any, Any]:
-    """Triton's descriptor class, and the shared-memory layout of a block."""
+    """(Triton's descriptor class, the shared-memory layout of a block)."""
     from triton.experimental.gluon import language
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

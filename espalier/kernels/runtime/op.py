@@ -1,4 +1,4 @@
-"""`op`: one declaration of an operation, its contract and its plain-torch reference in one function.
+"""`op` declares an operation: its contract and its plain-torch reference are one function.
 
 A call runs the operation's launcher for tensors on a GPU and the reference otherwise.  The launcher's module, and
 Triton with it, is imported at the first launch.
@@ -19,8 +19,8 @@ R = TypeVar("R")
 
 
 class Op(Protocol[P, R]):
-    """An operation.  reference: in plain torch; triton: by its launcher, wherever the tensors are; launchers: its
-    module."""
+    """An operation.  reference: runs it in plain torch; triton: runs its launcher, on any device; launchers: the
+    launcher's module."""
 
     reference: Callable[P, R]
     triton: Callable[P, R]
@@ -33,10 +33,10 @@ class Op(Protocol[P, R]):
 def op(
     module: str, on: str | None = None, when: Callable[..., bool] | None = None
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
-    """A decorator for the reference.  The launcher is the function of its name and signature in `module`.
+    """Decorate a reference.  Its launcher is the function in `module` with the same name and signature.
 
-    The launcher runs if `on`, an expression of the parameters, is on a GPU (None: the first parameter), or if `when` is
-    true, a function of some of the parameters.
+    The launcher runs if `on`, an expression of the parameters (None: the first parameter), is a tensor on a GPU.  With
+    `when`, a function of some of the parameters, the launcher runs if `when` returns True.
     """
 
     def declare(reference: Callable[P, R]) -> Op[P, R]:
@@ -58,13 +58,13 @@ def op(
 
 
 def launcher_of(op: Op[P, R]) -> Callable[P, R]:
-    """The launcher; imports its module, and with it Triton."""
+    """Return the launcher.  It imports the launcher's module, and so Triton."""
     return cast(Callable[P, R], getattr(import_module(op.launchers), op.__name__))
 
 
 def _dispatch(reference: Callable[..., Any], on_gpu: str, scope: dict[str, Any]) -> Any:
-    """A function with the reference's parameters.  Made from source: one with *args takes twice as long to call, and a
-    prefill calls it for each layer."""
+    """Make a function with the reference's parameters.  It is made from source, because a call of a function with *args
+    takes twice as long, and a prefill pass calls the function for each layer."""
     taken, given = [], []
     for name, parameter in signature(reference).parameters.items():
         star = "*" if parameter.kind is Parameter.VAR_POSITIONAL else ""

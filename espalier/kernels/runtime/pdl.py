@@ -1,19 +1,19 @@
 """Programmatic dependent launch (PDL; Hopper and later): a kernel starts before its predecessor has ended.
 
-PDL hides the launch latency, some microseconds of an idle chip, behind the predecessor's work.  A kernel launched with
-PDL does three things:
-- trigger: it lets the next kernel start.  The next kernel's programs run as soon as SMs are free, and wait in turn.
-- prefetch (optional): before it waits, it may prefetch weights into the L2.  No kernel writes weights.
+PDL hides the launch latency, some microseconds of an idle chip, behind the predecessor's work.  A kernel that is
+launched with PDL does three things:
+- trigger: it lets the next kernel start.  The next kernel's programs run as soon as SMs are free, and then wait.
+- prefetch (optional): before its wait, the kernel may prefetch weights into the L2.  No kernel writes weights.
 - wait: every program waits before it reads or writes anything else.
 
 The wait ends when every program of the predecessor has ended and its writes are visible.  The predecessor itself either
-waited for its own predecessor or, launched without PDL, started after it.  So all earlier kernels have ended as well,
-and kernels with and without PDL can be mixed in any order (tests/kernels/test_pdl.py).
+waited for its own predecessor or, without PDL, started after that kernel's end.  So all earlier kernels have ended as
+well, and kernels with and without PDL can be mixed in any order (tests/kernels/test_pdl.py).
 
-A kernel that triggers only after its wait lets the next kernel also read, before that one's wait, what earlier kernels
-wrote (kernels/layers/experts.py, kernels/attention/merge.py).
+If a kernel triggers only after its wait, the next kernel may read the results of earlier kernels before its own wait
+(kernels/layers/experts.py, kernels/attention/merge.py).
 
-The launcher passes `**pdl_arguments(chip(x))`, which sets the constant DEPENDENT.  Most kernels begin with
+The launcher passes `**pdl_arguments(chip(x))`, which sets the constexpr argument DEPENDENT.  Most kernels begin with
 `pdl_trigger_and_wait(DEPENDENT)`.
 """
 

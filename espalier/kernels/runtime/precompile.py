@@ -1,8 +1,8 @@
 """Compile kernels in parallel before their first launch.
 
-A first start needs 100 to 200 kernels.  Triton compiles each one on a single thread, mostly outside of Python, so
-threads compile in parallel.  Inside `precompile()` the launchers run unchanged except for the launch itself, so exactly
-the kernels that will be launched are compiled.
+The first startup needs 100 to 200 kernels.  Triton compiles each kernel on a single thread, mostly outside of Python,
+so several threads can compile in parallel.  Inside `precompile()` the launchers run unchanged except for the launch
+itself, so exactly the kernels that will be launched are compiled.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,18 +25,18 @@ UNINITIALISED = frozenset(
 
 @contextmanager
 def precompile() -> Iterator[Sequence[Future[Any]]]:
-    """Inside this context `kernel[grid](arguments)` compiles the kernel and does not launch it.  At the end of the
-    context every kernel is compiled and loaded.  Yields the compilations, without kernels that were in memory before.
+    """Compile kernels instead of launching them: inside this context `kernel[grid](arguments)` only compiles.  When the
+    context ends, every kernel is compiled and loaded.  Yields the compilations of kernels that were not in memory yet.
 
-    Torch's operations do run.  Tensors that kernels would have filled hold zeros, so ids and row numbers in them are
-    valid.  Affects the calling thread only.  Raises what the launch would raise, at the latest at the end; RuntimeError
-    if nested.
+    PyTorch's operations do run.  Tensors that kernels would have filled hold zeros, so ids and row numbers in them are
+    valid.  Only the calling thread is affected.  Raises the launches' errors, at the latest when the context ends, and
+    RuntimeError if nested.
     """
     if launch_hook.get() is not None:
         raise RuntimeError("precompile() cannot be nested: this thread is inside a precompile() context already")
     triton = require_triton()
     compiler = KernelCompiler()
-    # ignore_errors: we raise them ourselves below.  Without it, Triton 3.6 leaves the mode active after an error.
+    # With ignore_errors=True we raise errors ourselves, below.  Otherwise Triton 3.6 leaves the mode active after one.
     mode = triton.AsyncCompileMode(compiler, ignore_errors=True)
     token = launch_hook.set(compiler.request)
     try:
@@ -46,8 +46,8 @@ def precompile() -> Iterator[Sequence[Future[Any]]]:
                 compiler.load()
             except BaseException:
                 compiler.cancel()
-                # At its exit the mode waits for its futures.  The cancelled ones never finish; a Ctrl-C while it waits
-                # for the running ones would leave the mode active.
+                # When it ends, the mode waits for its futures.  Cancelled futures never finish, and a Ctrl-C while it
+                # waits for running ones would leave the mode active.
                 mode.raw_futures.clear()
                 raise
     finally:
@@ -55,9 +55,9 @@ def precompile() -> Iterator[Sequence[Future[Any]]]:
 
 
 class KernelCompiler:
-    """The executor given to Triton's AsyncCompileMode: its threads compile kernels.
+    """The executor for Triton's AsyncCompileMode.  Its threads compile kernels.
 
-    submitted: one future per compilation; jit_functions: by id, the functions whose kernels were requested.
+    submitted: one future per compilation; jit_functions: the functions whose kernels were requested, by id.
     """
 
     def __init__(self) -> None:
@@ -66,17 +66,17 @@ class KernelCompiler:
         self.jit_functions: dict[int, Any] = {}
 
     def request(self, jit_function: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
-        """Compile instead of launching: the launch hook."""
+        """Compile a kernel instead of launching it.  This is the launch hook."""
         self.jit_functions[id(jit_function)] = jit_function
         kernel = jit_function.warmup(*args, grid=grid, **kwargs)
         future = getattr(kernel, "future", None)
         if future is not None and future.done():
-            # Moves the kernel into Triton's in-memory cache.  Each layer of a model requests the same kernels, and a
+            # The result moves into Triton's in-memory cache.  Each layer of a model requests the same kernels, and a
             # cache hit is cheaper than another request.
             kernel.result()
 
     def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:
-        """Called by Triton, as on any executor."""
+        """Start a compilation.  Triton calls this method, as it would on any executor."""
         from triton.runtime import driver
 
         active = driver.active
@@ -87,15 +87,15 @@ class KernelCompiler:
     def load(self) -> None:
         """Wait for every compilation, then load the kernels and their launchers, all on this thread.
 
-        Triton 3.6 gives every launcher the same module name.  CPython keeps one module of that name, and loading a
-        launcher again overwrites what it holds.  With two threads, a kernel may so get the launcher of another one.
+        Triton 3.6 gives every launcher the same module name.  CPython keeps one module per name, and loading another
+        launcher overwrites the module's contents.  With two threads a kernel could get the launcher of another kernel.
         """
         for kernel in [future.result() for future in self.submitted]:
             kernel._init_handles()
 
     def cancel(self) -> None:
-        """Start no further compilation, and remove the cancelled ones from Triton's cache, so that later launches
-        compile them."""
+        """Start no further compilation.  Remove cancelled compilations from Triton's cache, so that later launches
+        compile these kernels."""
         self.threads.shutdown(wait=False, cancel_futures=True)
         for jit_function in self.jit_functions.values():
             for kernels, *_ in jit_function.device_caches.values():
@@ -109,17 +109,17 @@ def _compile(compile_kernel: Callable[[], Any], driver: Any, device: int) -> Any
     # The current device is a property of the thread.
     driver.set_current_device(device)
     kernel = compile_kernel()
-    # Builds the launcher with a C compiler, into Triton's cache on disk.  This object is dropped (KernelCompiler.load).
+    # This builds the launcher with a C compiler, into Triton's cache on disk.  The object is dropped (see load).
     driver.launcher_cls(kernel.src, kernel.metadata)
     return kernel
 
 
 class ZeroedAllocations(TorchDispatchMode):
-    """Uninitialised allocations (torch.empty and the like) are filled with zeros; their strides stay the same."""
+    """A mode in which uninitialised allocations (torch.empty and the like) are zeros.  Strides stay the same."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # True, the default, makes PyTorch import its compiler, a second at every start, only to disable it here.
+        # With True, the default, PyTorch would import its compiler, a second at every startup, only to disable it here.
         return False
 
     def __torch_dispatch__(

@@ -1,8 +1,8 @@
 """Changes to logits inside a kernel, block by block: mask, bias, bans, penalties, temperature.
 
-The reference is espalier/sampling/logit_processors.py, operation by operation.  Launch with enable_fp_fusion=False: a
-fused multiply-add rounds once where the reference rounds twice.  Every row reads the parameters of its own slot, so one
-launch serves any mixture of requests, and a row without parameters costs nothing.
+The reference is espalier/sampling/logit_processors.py, operation by operation.  Launches need enable_fp_fusion=False,
+because a fused multiply-add rounds once where the reference rounds twice.  Every row reads the parameters of its own
+slot, so one launch serves any mixture of requests, and a row without parameters costs nothing.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.slots import FLOATS, INTS, Columns, SlotTable
 
 LOGITS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# The columns of SlotRows, for kernels: those of the slot table, then three more.
+# The columns of SlotRows, as kernels see them: the slot table's columns, then three more.
 COLUMNS = Columns((*INTS, "slot", "num_bias", "num_stops"), FLOATS)
 
-# Launches pass the ...Arguments as plain tuples, in the order of their fields, because named tuples cost the host more.
-# A kernel names the fields again.
+# Launches pass ...Arguments as plain tuples in the order of the fields, because named tuples cost more time on the
+# host.  Kernels give the fields their names again.
 
 
 class LogitsArguments(NamedTuple):
-    """Logits of a launch, and the position of its first token in each row of the batch."""
+    """The logits of a launch, and the position of the first token in each row of the batch."""
 
     logits_ptr: Any
     batch_stride: Any
@@ -54,7 +54,7 @@ class SlotArguments(NamedTuple):
 
 
 class AboveArguments(NamedTuple):
-    """Drafted tokens, of which those from `first` to num_tokens - 1 count as output, ancestor bits, and masks."""
+    """Drafted tokens, ancestor bits and masks.  Tokens from `first` to num_tokens - 1 count as output."""
 
     tokens_ptr: Any
     tokens_stride: Any
@@ -70,7 +70,7 @@ class AboveArguments(NamedTuple):
 
 
 class RowParams(NamedTuple):
-    """The parameters of one row.  Pointers are to the row's own slot; num_banned: stop ids that are banned here."""
+    """The parameters of one row.  Pointers point to the row's slot; num_banned: stop ids that are banned here."""
 
     num_bias: Any
     bias_ids_ptr: Any
@@ -87,7 +87,7 @@ class RowParams(NamedTuple):
 
 
 class RowAbove(NamedTuple):
-    """Drafted tokens, ancestor bits and mask of one row, as in AboveArguments."""
+    """The drafted tokens, ancestor bits and mask of one row.  Fields: see AboveArguments."""
 
     tokens_ptr: Any
     bits_ptr: Any
@@ -99,11 +99,11 @@ class RowAbove(NamedTuple):
 
 @dataclass(frozen=True)
 class SlotRows:
-    """The numbers of a batch's slots, gathered once per launch.  The wide fields stay in the table.
+    """The slot parameters of a batch, gathered once per launch.  Wide fields stay in the slot table.
 
-    ints: [B, COLUMNS.num_ints] int64; floats: [B, COLUMNS.num_floats] float32; slot is the index of the slot,
-    num_bias and num_stops are the lengths of its bias and of its stop ids.  arguments: the kernels' argument `slots`,
-    in the order of SlotArguments.
+    ints: [B, COLUMNS.num_ints] int64; floats: [B, COLUMNS.num_floats] float32.  The column slot is the slot's index;
+    num_bias and num_stops are the lengths of its bias and its stop ids.  arguments: the kernels' argument `slots`, in
+    the order of SlotArguments.
     """
 
     table: SlotTable
@@ -113,7 +113,7 @@ class SlotRows:
 
     @classmethod
     def gather(cls, table: SlotTable, index: Tensor) -> SlotRows:
-        """Rows of the slots `index` [B] int64.  Slot 0, which pads a batch, is greedy and has no other parameters."""
+        """Gather the slots `index` [B] int64.  Slot 0, which pads a batch, is greedy and has no other parameters."""
         require("index", index, (-1,), torch.int64, table.ints)
         check_table(table)
         batch = index.shape[0]
@@ -147,7 +147,7 @@ class SlotRows:
 
 
 def check_table(table: SlotTable) -> None:
-    """Refuse a table whose fields are not contiguous or do not have the shapes and dtypes that the kernels read."""
+    """Check that the table's fields are contiguous, with the kernels' shapes and dtypes.  Raises EspalierError."""
     slots, vocab = table.ints.shape[0], table.counts.shape[1]
     expected: dict[str, tuple[int, torch.dtype]] = {
         "ints": (len(INTS), torch.int64),
@@ -166,7 +166,7 @@ def check_table(table: SlotTable) -> None:
 
 
 def logits_arguments(logits: Tensor, vocab: int, rows: SlotRows, first: Tensor) -> tuple[Any, ...]:
-    """The kernels' argument `logits`, in the order of LogitsArguments.
+    """Build the kernels' argument `logits`, in the order of LogitsArguments.
 
     logits: [B, Q, vocab], contiguous in the last dimension; first: [B] int64, the position of the first token that the
     launch draws.  Raises EspalierError for other shapes and dtypes.
@@ -184,10 +184,10 @@ def logits_arguments(logits: Tensor, vocab: int, rows: SlotRows, first: Tensor) 
 def above_arguments(
     above: tuple[Tensor, Tensor] | None, first: int, queries: int, rows: SlotRows, mask: Tensor | None = None
 ) -> tuple[Any, ...]:
-    """The kernels' argument `above`, in the order of AboveArguments.
+    """Build the kernels' argument `above`, in the order of AboveArguments.
 
     above: (tokens [B, E], ancestor_bits [B, Q, W]), None for no drafted tokens; tokens from index `first` on count as
-    output.  mask: [B, Q, ceil(V / 32)] int32, the bits of allowed tokens, None to allow all.  Raises EspalierError for
+    output.  mask: [B, Q, ceil(V / 32)] int32, bits of allowed tokens, None to allow all.  Raises EspalierError for
     other shapes and dtypes.
     """
     unused = rows.ints
@@ -215,7 +215,7 @@ def _gather_kernel(
     COLUMNS: tl.constexpr, INT_COLUMNS: tl.constexpr, FLOAT_COLUMNS: tl.constexpr,
     NUM_BIAS: tl.constexpr, NUM_STOPS: tl.constexpr, BIAS: tl.constexpr, STOPS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per row.  table_ints: columns of the table's `ints`; its `floats` has those of COLUMNS."""
+    """Gather SlotRows.  Each program gathers one row.  table_ints: number of columns in the table's `ints`."""
     pdl_trigger_and_wait(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + b * index_stride)
@@ -226,7 +226,7 @@ def _gather_kernel(
     stop_ids = tl.load(stop_ids_ptr + slot * NUM_STOPS + stop, mask=real & (stop < NUM_STOPS), other=-1)
     column = tl.arange(0, INT_COLUMNS)
     ints = tl.load(table_ints_ptr + slot * table_ints + column, mask=real & (column < table_ints), other=0)
-    # A top_k of the whole vocabulary is none.
+    # A top_k of the whole vocabulary means no top_k.
     ints = tl.where((column == COLUMNS.top_k) & (ints >= vocab), 0, ints)
     ints = tl.where(column == COLUMNS.slot, slot, ints)
     ints = tl.where(column == COLUMNS.num_bias, tl.max(tl.where(values != 0.0, entry + 1, 0), 0), ints)
@@ -261,7 +261,7 @@ def row_of(out, queries, offset, logits, slots, above, COLUMNS: tl.constexpr):
 
 @kernel
 def row_params(b, position, slots, COLUMNS: tl.constexpr):
-    """RowParams for a token drawn at `position` in row b of the batch."""
+    """Return the RowParams for a token drawn at `position` in row b of the batch."""
     ints = slots.ints_ptr + b * COLUMNS.num_ints
     floats = slots.floats_ptr + b * COLUMNS.num_floats
     slot = tl.load(ints + COLUMNS.slot)
@@ -284,13 +284,13 @@ def row_params(b, position, slots, COLUMNS: tl.constexpr):
 
 @kernel
 def leaves_logits(row):
-    """Whether shaped() returns a row's logits unchanged, apart from its mask.  row: RowParams."""
+    """Whether shaped() returns the row's logits unchanged, apart from the mask.  row: RowParams."""
     return (row.num_bias == 0) & (row.num_banned == 0) & (row.has_penalties == 0) & ~(row.temperature > 0)
 
 
 @kernel
 def divided(x, y):
-    """x / y, correctly rounded; a plain `/` of float32 is not."""
+    """x / y, correctly rounded.  Triton's `/` of float32 is not correctly rounded."""
     if x.dtype == tl.float32:
         ratio = tl.div_rn(x, y)
     else:
@@ -302,7 +302,7 @@ def divided(x, y):
 def shaped(x, ids, inside, row, above):
     """Apply mask, bias, bans, penalties and temperature to logits x of token ids [BLOCK], in the dtype of x.
 
-    x: [BLOCK], or [BLOCK, n] of n rows with the same parameters.  Lanes that are not `inside` hold -inf and keep it.
+    x: [BLOCK], or [BLOCK, n] for n rows with the same parameters.  Lanes that are not `inside` hold -inf and keep it.
     row, above: RowParams, RowAbove.
     """
     exact: tl.constexpr = x.dtype
@@ -333,8 +333,8 @@ def shaped(x, ids, inside, row, above):
 
 @kernel
 def beside(values, x):
-    """`values` [BLOCK] in a form that combines with x, as in `shaped`.  They are loaded with one dimension, because the
-    compiler would give x the layout of a load with two, in which sums over BLOCK are slow."""
+    """Give `values` [BLOCK] a shape that combines with x, see `shaped`.  They are loaded with one dimension: the
+    compiler would give x the layout of a two-dimensional load, with which sums over BLOCK are slow."""
     if len(x.shape) == 2:
         values = values[:, None]
     return values

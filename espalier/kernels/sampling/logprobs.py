@@ -1,8 +1,8 @@
-"""Write log-probabilities of emitted tokens to the results of a launch, for the requests that ask for them.
+"""Writes log-probabilities of emitted tokens to the results of a launch, for requests that want log-probabilities.
 
-Two launches: the first finds the likeliest tokens of each split of the vocabulary and its part of the softmax's sum;
-the second merges the splits, one program per token.  Programs of other requests end at once, so a CUDA graph always
-has both launches.
+There are two launches.  The first finds, per split of the vocabulary, the likeliest tokens and the split's part of the
+softmax's sum.  The second merges the splits, one program per token.  Programs of other requests end at once, so a CUDA
+graph always has both launches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from espalier.kernels.runtime.launch import Chip, chip, oversubscribed, power_of
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.logprobs import CHOSEN, RANK, TOKEN, TOP, words
 
-# Token ids per program of the first launch: the least, and the most where rows are many.
+# Token ids per program of the first launch: the fewest, and the most, for many rows.
 SPLIT = 2048
 MAX_SPLIT = 8192
 
@@ -26,9 +26,9 @@ MAX_SPLIT = 8192
 def write_logprobs(
     ring: Tensor, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, num_logprobs: Tensor
 ) -> None:
-    """Within 2**-16 of the reference in float32 (it sums the vocabulary in another order); ids and ranks are exact.
+    """See ops/sampling.py.  Within 2**-16 of the reference in float32, which sums in another order; ids, ranks exact.
 
-    Raises EspalierError for a tensor whose shape, dtype or device is not as write_logprobs says.
+    Raises EspalierError for a tensor with another shape, dtype or device.
     """
     (batch, _, vocab), width = logits.shape, tokens.shape[1]
     num_words = ring.shape[3]
@@ -50,7 +50,7 @@ def write_logprobs(
     exact = exact_of(logits)
     values = torch.empty(places, splits, most, dtype=exact, device=logits.device)
     ids = torch.empty(places, splits, most, dtype=torch.int32, device=logits.device)
-    # For each split: its maximum, its sum of exp(logit - maximum), and how many logits are above the chosen one.
+    # Per split: its maximum, its sum of exp(logit - maximum), and the number of logits above the chosen one.
     parts = torch.empty(places, splits, 3, dtype=exact, device=logits.device)
     rows, tokens, length, num_logprobs = (value.contiguous() for value in (rows, tokens, length, num_logprobs))
     dense = logits if logits.stride(2) == 1 else logits.contiguous()
@@ -81,8 +81,8 @@ def write_logprobs(
 
 
 def split_size(vocab: int, places: int, on: Chip) -> int:
-    """Token ids per program.  More rows give larger splits, because starting a program costs time even if it ends at
-    once."""
+    """Token ids per program.  More rows get larger splits, because starting a program costs time even if the program
+    ends at once."""
     size = min(SPLIT, power_of_two(vocab))
     while size < min(MAX_SPLIT, vocab) and oversubscribed(places * -(-vocab // size), on):
         size *= 2
@@ -128,9 +128,9 @@ def _merge_logprobs_kernel(
     TOKEN: tl.constexpr, RANK: tl.constexpr, CHOSEN: tl.constexpr, TOP_IDS: tl.constexpr, TOP_VALUES: tl.constexpr,
     MOST: tl.constexpr, WORDS: tl.constexpr, SPLITS: tl.constexpr, CANDIDATES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Candidates are in order of their ids, so the first of equal candidates has the lowest id.
+    """Merge the splits of a token.  Candidates are in order of ids, so of equal candidates the lowest id comes first.
 
-    words_ptr, floats_ptr: the ring, as integers and as floats.  TOKEN to TOP_VALUES: places in a row of
+    words_ptr, floats_ptr: the ring, as integers and as floats.  TOKEN to TOP_VALUES: offsets in a row of
     espalier/logprobs.py.
     """
     pdl_trigger_and_wait(DEPENDENT)
@@ -158,7 +158,7 @@ def _merge_logprobs_kernel(
         left = (candidate < splits * MOST) & (candidate % MOST < wanted)
         values = tl.load(values_ptr + place * splits * MOST + candidate, mask=left, other=float("-inf"))
         ids = tl.load(ids_ptr + place * splits * MOST + candidate, mask=left, other=2147483647)
-        # A split with fewer ids than are wanted pads its candidates with this id.
+        # A split with too few ids pads its candidates with this id.
         left = left & (ids != 2147483647)
         for k in range(wanted):
             best = tl.max(tl.where(left, values, float("-inf")), 0)

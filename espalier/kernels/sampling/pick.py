@@ -1,12 +1,12 @@
-"""Pick a token for each row of the target's logits, in three launches and without a copy of the logits.
+"""Picks a token for each row of the target's logits, in three launches and without a copy of the logits.
 
 The reference is `pick` in espalier/sampling/pick.py; speculate/sampler.py chooses between the two.  The first launch
 finds the best token of each split of the vocabulary.  The second merges the splits, one program per row.  The third
-draws again for rows with filters (top_k_top_p.py).  A row's token does not depend on the splits, and every row reads
-its own slot, so one launch serves any mixture of requests.
+draws again for rows with filters (top_k_top_p.py).  A row's token does not depend on the splits.  Every row reads its
+own slot, so one launch serves any mixture of requests.
 
-Given the same logits, bias, bans, penalties and temperature equal the reference bit for bit.  So greedy tokens are
-equal, and sampled tokens are equal except where scores tie within the rounding of the noise (noise.py) or of top-p
+For the same logits, the results of bias, bans, penalties and temperature equal the reference's bit for bit.  So greedy
+tokens are equal.  Sampled tokens are equal unless scores tie within the rounding of the noise (noise.py) or of top-p
 (top_k_top_p.py).
 """
 
@@ -34,10 +34,10 @@ from espalier.kernels.sampling.logit_processors import (
 from espalier.kernels.sampling.noise import gumbel_at, noise_keys
 from espalier.kernels.sampling.top_k_top_p import draw_filtered, from_order, in_order
 
-# Token ids of a split: the least, and the most where rows are many.
+# Token ids per split: the fewest, and the most, for many rows.
 SPLIT = 2048
 MOST_SPLIT = 32768
-# Token ids read at once in a row with parameters; bytes read at once in a row without.
+# Token ids read at once in a row with parameters; in a row without parameters, bytes read at once.
 BLOCK = 1024
 PLAIN_BYTES = 4096
 
@@ -51,11 +51,11 @@ def pick_triton(
     first_above: int = 0,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [B, Q] int64 drawn at positions first [B] + offsets [B, Q], and whether each row is finite, [B, Q] bool.
+    """Draw tokens [B, Q] int64 at positions first [B] + offsets [B, Q].  Returns (tokens, finite [B, Q] bool).
 
     logits: [B, Q, V], bfloat16, float16, float32 or float64 (then computed in float64), contiguous in the last
-    dimension.  above: (tokens [B, E], ancestor_bits [B, Q, W]), drafted tokens; those from index `first_above` on count
-    as output.  mask: [B, Q, ceil(V / 32)] int32, the bits of allowed tokens (sampling/mask.py); None allows all.
+    dimension.  above: drafted tokens (tokens [B, E], ancestor_bits [B, Q, W]); tokens from index `first_above` on count
+    as output.  mask: [B, Q, ceil(V / 32)] int32, bits of allowed tokens (sampling/mask.py); None allows all.
     A row with a NaN is not finite, and its token is the first NaN.  A row whose best logit is infinite is not finite.
     """
     batch, queries = logits.shape[:2]
@@ -79,15 +79,15 @@ def pick_triton(
     _merge_kernel[(places,)](
         tokens, finite, keys, ids, splits, SPLITS=power_of_two(splits), num_warps=1, **pdl_arguments(on)
     )
-    # A program reads a row block by block and waits for each block, so blocks are few and wide.
+    # A program reads a row block by block and waits for each block, so its blocks are few and wide.
     programs, wide = min(places, on.processors), min(4 * BLOCK, power_of_two(rows.vocab))
     _draw_filtered_kernel[(programs,)](tokens, finite, keys, *shared, places, BLOCK=wide, num_warps=16, **exactly)
     return tokens, finite
 
 
 def split_size(vocab: int, places: int, on: Chip) -> int:
-    """Token ids per program of the first launch.  Few rows give small splits, so that the programs fill the chip.  No
-    row's token depends on it."""
+    """Token ids per program of the first launch.  With few rows splits are small, so that the programs fill the chip.
+    A row's token does not depend on the split size."""
     size = SPLIT
     while size < MOST_SPLIT and oversubscribed(places * -(-vocab // size), on):
         size *= 2
@@ -95,7 +95,7 @@ def split_size(vocab: int, places: int, on: Chip) -> int:
 
 
 def blocks(logits: Tensor) -> dict[str, int]:
-    """Constants of the first launch.
+    """The constexpr arguments of the first launch.
 
     BLOCK, PLAIN_BLOCK: token ids read at once, powers of two and at most the vocabulary.  GROUP: neighbouring ids that
     one thread reads at once; above 1 Triton needs pointers, strides and a vocabulary that are multiples of 16.
@@ -115,22 +115,22 @@ def offset_of(out, queries, offsets):
 
 @kernel
 def larger(a, b):
-    """The maximum, NaN if a or b is NaN."""
+    """The maximum of a and b; NaN if a or b is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @kernel
 def key_of(x):
-    """A block of floats as integers in the order of argmax: both zeros are equal, NaN is above all."""
+    """Convert a block of floats to integers in the order of argmax: both zeros are equal, and NaN is above all."""
     not_a_number = in_order(tl.full(x.shape, float("nan"), x.dtype))
     return tl.where(x == x, in_order(x + 0.0), not_a_number)
 
 
 @kernel
 def first_of_block(start, end, BLOCK: tl.constexpr):
-    """First id of a whole block from `start` on, moved back where the block would pass `end`.
+    """The first id of a whole block from `start` on.  If the block would pass `end`, it is moved back.
 
-    A moved block reads some ids a second time, of this split or of the one before.  That does not change the best id.
+    A moved block reads again some ids of this split or of the previous one.  That does not change the best id.
     """
     return tl.minimum(start, tl.maximum(end - BLOCK, 0))
 
@@ -142,7 +142,7 @@ def whole_block(logits_ptr, first, BLOCK: tl.constexpr):
 
 @kernel
 def scored(x, ids, vocab, row, row_above, noise, exact: tl.constexpr, PLAIN: tl.constexpr):
-    """The scores of a block of ids: logits x in a PLAIN row, else shaped(x) plus noise."""
+    """The scores of a block of ids: the logits x in a PLAIN row, else shaped(x) plus noise."""
     x = x.to(exact)
     if not PLAIN:
         noisy, k0, k1 = noise
@@ -157,11 +157,11 @@ def best_of(
     logits_ptr, coming, begin, end, vocab, row, row_above, noise,
     exact: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """(key, lowest id) of the best of the ids [begin, end) of a row, and perhaps of some ids before; coming: the first
-    block, already loaded.
+    """(key, lowest id) of the best id in [begin, end) of a row, perhaps also of some earlier ids.
 
-    While it reads, each thread keeps for its GROUP of neighbouring ids only the largest score and the first block that
-    had it: an id for every score would cost several times as much.  At the end it finds the id within the GROUP.
+    coming: the first block, already loaded.  For its GROUP of neighbouring ids each thread keeps only the largest score
+    and the first block with that score, because an id per score would cost several times as much.  At the end the
+    thread finds the id within the GROUP.
     """
     groups = tl.arange(0, BLOCK // GROUP) * GROUP
     best = tl.full([BLOCK // GROUP], float("-inf"), exact)
@@ -169,11 +169,11 @@ def best_of(
     for start in range(begin, end, BLOCK):
         first = first_of_block(start, end, BLOCK)
         x = coming
-        # The next block is loaded while this one is compared.
+        # The next block is loaded while this block is compared.
         coming = whole_block(logits_ptr, first_of_block(start + BLOCK, end, BLOCK), BLOCK)
         x = scored(x, first + tl.arange(0, BLOCK), vocab, row, row_above, noise, exact, PLAIN)
         most = tl.reduce(tl.reshape(x, [BLOCK // GROUP, GROUP]), 1, larger)
-        # The first NaN stays the best.
+        # The first NaN stays the best score.
         at = tl.where((best == best) & ~(most <= best), first, at)
         best = larger(best, most)
     keys = key_of(best)
@@ -191,7 +191,7 @@ def _best_of_split_kernel(
     keys_ptr, ids_ptr, offsets, logits, slots, above, queries, splits, split_size,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PLAIN_BLOCK: tl.constexpr, GROUP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Best (key, lowest id) of a split, by logit / T + noise; without the noise in a row with filters."""
+    """Find a split's best (key, lowest id) by logit / T + noise; in a row with filters, without the noise."""
     pdl_trigger_and_wait(DEPENDENT)
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -202,7 +202,7 @@ def _best_of_split_kernel(
     exact: tl.constexpr = tl.float32 if keys_ptr.dtype.element_ty == tl.int32 else tl.float64
     begin = split * split_size
     end = tl.minimum(begin + split_size, vocab)
-    # This load starts before the row's parameters are known.  It has a mask so that the compiler does not move it.
+    # This load starts before the row's parameters are known.  The mask keeps the compiler from moving it.
     ids = first_of_block(begin, end, PLAIN_BLOCK) + tl.arange(0, PLAIN_BLOCK)
     plain = tl.load(logits_ptr + ids, mask=ids < vocab)
     if leaves_logits(row) & (above.mask_words == 0):
@@ -221,13 +221,13 @@ def _best_of_split_kernel(
 
 @kernel
 def _merge_kernel(tokens_ptr, finite_ptr, keys_ptr, ids_ptr, splits, SPLITS: tl.constexpr, DEPENDENT: tl.constexpr):
-    """The best of a row's splits; its key is written to the row's first split."""
+    """Find the best of a row's splits.  Its key is written to the row's first split."""
     pdl_trigger_and_wait(DEPENDENT)
     out = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     there = split < splits
     ids = tl.load(ids_ptr + out * splits + split, mask=there, other=2147483647)
-    # Past the last split it reads the first again, because no key means "none".
+    # Past the last split the first split is read again, because no key means "none".
     keys = tl.load(keys_ptr + out * splits + tl.where(there, split, 0))
     best = tl.max(keys, 0)
     token = tl.min(tl.where(keys == best, ids, 2147483647), 0)
@@ -243,7 +243,7 @@ def _draw_filtered_kernel(
 ):  # fmt: skip
     """Draw again in rows with filters, from the tokens that the filters leave.
 
-    Each program covers many rows, and first reads has_filters of 32 rows at once: most rows have no filters, and one
+    Each program covers many rows, and first reads has_filters of 32 rows at once.  Most rows have no filters, so one
     program or one load per row would cost more.
     """
     pdl_trigger_and_wait(DEPENDENT)

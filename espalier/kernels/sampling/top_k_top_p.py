@@ -1,13 +1,13 @@
-"""Top-k, top-p and min-p without sorting a row, and the draw from the tokens that are left.
+"""Top-k, top-p and min-p without sorting a row, and the draw from the remaining tokens.
 
-The reference is `filtered` in espalier/sampling/pick.py.  The cut is the smallest logit that stays.  Bisection finds
-it: each pass over the row sums, exactly, the tokens above a pivot (their count, or their mass as integers), and then
-moves one end of the interval to a value of the row.  A row of a thousand distinct values takes about ten passes, and
-no row takes more than a hundred.  Of equal logits at the cut the lower ids stay.
+The reference is `filtered` in espalier/sampling/pick.py.  The cut is the smallest logit that stays, and bisection finds
+it.  Each pass over the row sums, exactly, the tokens above a pivot: their count, or their mass as integers.  Then it
+moves one end of the interval to a value of the row.  A row of a thousand distinct values takes about ten passes, and no
+row takes more than a hundred.  Among equal logits at the cut, the lower ids stay.
 
-A token's mass is exp(logit - largest logit) by tl.exp.  In float32 its relative error is at most 2**-19 where the mass
-counts at all.  So a token whose cumulative mass comes that close to top_p may be on the other side of the cut than in
-the reference.  Here it is always on the same side.
+A token's mass is exp(logit - largest logit) by tl.exp.  In float32 its relative error is at most 2**-19, unless the
+mass is too small to count.  So a token whose cumulative mass is that close to top_p may be on the other side of the cut
+than in the reference.  In this kernel it is always on the same side.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from espalier.kernels.sampling.noise import gumbel_at
 
 @kernel
 def block_of(logits_ptr, start, vocab, BLOCK: tl.constexpr):
-    """A block of a row's logits, -inf past the vocabulary."""
+    """Load a block of a row's logits; -inf past the vocabulary."""
     ids = start + tl.arange(0, BLOCK)
     return tl.load(logits_ptr + ids, mask=ids < vocab, other=float("-inf"))
 
 
 @kernel
 def shaped_block(logits_ptr, start, vocab, exact: tl.constexpr, row, above, BLOCK: tl.constexpr):
-    """(x, ids) of a block of a row: its logits after shaped(), -inf past the vocabulary."""
+    """(x, ids) of a block of a row: its logits after shaped(); -inf past the vocabulary."""
     ids = start + tl.arange(0, BLOCK)
     x = block_of(logits_ptr, start, vocab, BLOCK)
     return shaped(x.to(exact), ids, ids < vocab, row, above), ids
@@ -36,13 +36,13 @@ def shaped_block(logits_ptr, start, vocab, exact: tl.constexpr, row, above, BLOC
 
 @kernel
 def mass_of(x, top):
-    """A token's mass in units of 2**-40 of the likeliest token's: integers, whose sum does not depend on its order."""
+    """A token's mass as an integer, in units of 2**-40 of the likeliest token's mass.  Sums depend on no order."""
     return (tl.exp(x - top) * 1099511627776.0).to(tl.int64)
 
 
 @kernel
 def in_order(x):
-    """Floats as integers in the same order.  from_order is the inverse."""
+    """Convert floats to integers in the same order.  from_order is the inverse."""
     if x.dtype == tl.float32:
         bits = x.to(tl.int32, bitcast=True)
         key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -65,8 +65,8 @@ def from_order(key):
 def pivot_of(low, high, step):
     """A value in [low, high).
 
-    The middle, which is fast for usual logits; from step 24 on the median of all floats between, whose number of steps
-    does not depend on the values.
+    It is the middle, which is fast for usual logits.  From step 24 on it is the median of all floats between low and
+    high, whose number of steps does not depend on the values.
     """
     low_key = in_order(low)
     high_key = in_order(high)
@@ -78,10 +78,11 @@ def pivot_of(low, high, step):
 
 @kernel
 def find_cut(logits_ptr, vocab, row, above, top, lowest, target, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """(cut, over): the largest value such that the tokens at or above it sum to at least `target`, and the sum of those
-    above it, which is less than target.
+    """(cut, over).  cut: the largest value for which the tokens at or above it sum to at least `target`; over: the sum
+    of the tokens above the cut, which is less than target.
 
-    Sums are counts of tokens, or BY_MASS their mass.  The cut is in [lowest, top].  top: the row's maximum, finite.
+    A sum is the number of tokens, or with BY_MASS their mass.  The cut is in [lowest, top].  top: the row's maximum,
+    which must be finite.
     """
     exact: tl.constexpr = top.dtype
     low = lowest
@@ -113,7 +114,7 @@ def find_cut(logits_ptr, vocab, row, above, top, lowest, target, BY_MASS: tl.con
 
 @kernel
 def mass_left(logits_ptr, vocab, row, above, top, cut, ties, BLOCK: tl.constexpr):
-    """The mass of all tokens above the cut and of the `ties` tokens at it that stay."""
+    """The mass of all tokens above the cut and of the `ties` tokens at the cut that stay."""
     weight = tl.zeros([BLOCK], tl.int64)
     for start in range(0, vocab, BLOCK):
         x, _ids = shaped_block(logits_ptr, start, vocab, top.dtype, row, above, BLOCK)
@@ -123,13 +124,13 @@ def mass_left(logits_ptr, vocab, row, above, top, cut, ties, BLOCK: tl.constexpr
 
 @kernel
 def mass_at(value, top, BLOCK: tl.constexpr):
-    # Computed for a whole block: the interpreter's library may round a single number differently.
+    # It is computed for a whole block, because the interpreter's library may round a single number differently.
     return tl.max(mass_of(tl.zeros([BLOCK], top.dtype) + value, top), 0)
 
 
 @kernel
 def cut_of(logits_ptr, vocab, row, above, top, top_k, top_p, BLOCK: tl.constexpr):
-    """(cut, ties): the tokens above the cut stay, and the `ties` lowest ids at it.  top_k: int64, 0 for no top-k."""
+    """(cut, ties): tokens above the cut stay, and at the cut the `ties` lowest ids.  top_k: int64, 0 for no top-k."""
     cut = top - float("inf")
     ties = top_k * 0 + vocab
     if top_k > 0:
@@ -142,7 +143,7 @@ def cut_of(logits_ptr, vocab, row, above, top, top_k, top_p, BLOCK: tl.constexpr
         lowest = tl.maximum(cut, top - 28.0)
         tail, over = find_cut(logits_ptr, vocab, row, above, top, lowest, enough, True, BLOCK)
         each = tl.maximum(mass_at(tail, top, BLOCK), 1)
-        # Never more ids than top-k left at this value, because `enough` is at most `left`.
+        # There are never more ids than top-k left at this value, because `enough` is at most `left`.
         ties = (enough - over + each - 1) // each
         cut = tail
     return cut, ties

@@ -1,7 +1,7 @@
-"""Reads and writes of the slot table by a launch: BatchState, chains of known tokens, and carried hidden states.
+"""A launch's reads and writes of the slot table: BatchState, chains of known tokens, and carried hidden states.
 
-A row of the page pool is page * page_size + offset, with the page from the request's table.  That arithmetic has one
-copy in torch (kernels/ops/state.py:page_rows) and one for kernels.
+A row of the page pool is page * page_size + offset, with the page from the request's table.  Torch has one copy of this
+arithmetic (kernels/ops/state.py:page_rows), and kernels have one.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from espalier.slots import COLUMNS, BatchState, ScatterUpdate, SlotTable
 
 @kernel
 def page_row(table_ptr, position, page_size, keep):
-    """int64 rows of positions, by one request's page table; where `keep` is False, the dummy row."""
+    """int64 pool rows of positions, by one request's page table; the dummy row where `keep` is False."""
     page = tl.load(table_ptr + position // page_size, mask=keep, other=0).to(tl.int64)
     return tl.where(keep, page * page_size + position % page_size, 0)
 
 
 LARGEST_BLOCK = 1024
-# Appended pages that a program writes at a time: as many as it has threads.
+# Appended pages that a program writes at once: one per thread.
 APPENDED_BLOCK = 128
 
 
@@ -42,7 +42,7 @@ def gather(table: SlotTable, index: Tensor, appended: ScatterUpdate | None = Non
         _gather_slots_kernel[(batch, -(-width // block))](
             *(index, table.ints, table.page_table, *scalars, real, pages, at, values),
             *(index.stride(0), width, at.shape[0]),
-            # The layout's max_accept_depth is end - prefix_len minus this.
+            # The layout's max_accept_depth is end - prefix_len minus this number.
             -table.layout.max_accept_depth(0, 0),
             COLUMNS=COLUMNS,
             BLOCK=block,
@@ -99,7 +99,7 @@ def _gather_slots_kernel(
     index_stride, width, appended, taken,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, APPENDED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Appended pages are written by the programs that read their slots, and all of them by the first program."""
+    """Read the slots of a batch.  Each program writes the appended pages of its slot, the first program all of them."""
     pdl_trigger_and_wait(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + b * index_stride)
@@ -110,7 +110,7 @@ def _gather_slots_kernel(
         page = tl.load(values_ptr + i, mask=i < appended, other=0).to(tl.int32)
         own = (at >= slot * width) & (at < (slot + 1) * width)
         tl.store(page_table_ptr + at, page, mask=(i < appended) & (is_first | own))
-    # Another thread may read what one has written.
+    # A thread may read what another thread has written.
     tl.debug_barrier()
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pages = tl.load(page_table_ptr + slot * width + column, mask=column < width, other=0)
@@ -200,7 +200,7 @@ def _advance_kernel(
     index_stride, length_stride, table_width, history_stride, counts_stride, nodes, page_size,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per request."""
+    """Decide tokens.  Each program handles one request."""
     pdl_trigger_and_wait(DEPENDENT)
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + request * index_stride)
@@ -223,7 +223,7 @@ def _advance_kernel(
     if length > 0:
         tl.store(ints + COLUMNS.prefix_len, prefix_len + length)
     if counts_ptr is not None:
-        # A path may have the same token twice.
+        # The adds are atomic, because a path may have the same token twice.
         tl.atomic_add(counts_ptr + slot * counts_stride + token, new.to(tl.int32), mask=new, sem="relaxed")
     tl.store(num_picked_ptr + request, tl.sum(new.to(tl.int64), 0))
 

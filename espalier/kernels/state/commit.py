@@ -1,6 +1,6 @@
-"""Commit: copy the rows of accepted tokens from staging to the pages.
+"""Commit: copies the rows of accepted tokens from staging to the pages.
 
-One launch copies all layers of one group, and up to two stacked planes.
+One launch copies all layers of a group, and up to two stacked planes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 LARGEST_BLOCK = 2048
 # Bytes that a warp copies at once: 16 per thread, the widest access.
 WARP_BYTES = 512
-# Layers of one program, where one program per layer would be more than the chip can start quickly.
+# Layers per program, if one program per layer would be more programs than the chip can start quickly.
 LAYERS_A_PROGRAM = 4
 TENSORS_A_LAUNCH = 2
 
@@ -40,7 +40,7 @@ def _commit_kernel(
     LAYERS: tl.constexpr, SIZE_0: tl.constexpr, SIZE_1: tl.constexpr, BLOCK_0: tl.constexpr, BLOCK_1: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and LAYERS layers.  src_1_ptr is None if there is no second tensor."""
+    """Copy LAYERS layers of one row per program.  src_1_ptr is None if there is no second tensor."""
     pdl_trigger_and_wait(DEPENDENT)
     n, first = tl.program_id(0), tl.program_id(1).to(tl.int64) * LAYERS
     source, row = tl.load(source_ptr + n), tl.load(row_ptr + n)
@@ -52,11 +52,11 @@ def _commit_kernel(
 
 
 def commit_rows(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
-    """Copies bytes, so the result equals the reference's."""
+    """See ops/state.py.  The kernel copies bytes, so the result equals the reference's."""
     staged, committed = checked_copies(staged, committed, source, rows)
     if not source.shape[0]:
         return
-    # The order of layers in memory is free; the values of one row must be contiguous.
+    # Layers may have any order in memory, but the values of one row must be contiguous.
     for i, buffer in enumerate((*staged, *committed)):
         if buffer.stride()[1:] != (buffer.shape[2] * buffer.shape[3], buffer.shape[3], 1):
             raise EspalierError(
@@ -126,7 +126,7 @@ def write_results(ring: Tensor, entry: Tensor, fields: Mapping[int, Tensor]) -> 
 
 @kernel
 def _with_field(value, at, b, field_ptr, START: tl.constexpr, END: tl.constexpr):
-    """The row `value` with columns START to END - 1 replaced by the field; unchanged if field_ptr is None."""
+    """Return the row `value` with columns START to END - 1 replaced by the field; unchanged if field_ptr is None."""
     if field_ptr is not None:
         inside = (at >= START) & (at < END)
         field = tl.load(field_ptr + b * (END - START) + at - START, mask=inside, other=0)
@@ -149,7 +149,8 @@ def _write_results_kernel(
     END_8: tl.constexpr, END_9: tl.constexpr,
     NOTHING: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per row."""
+    """Write one row of the ring entry per program.  Field i fills columns START_i to END_i - 1 of the row; END_i is the
+    first column after the field.  Other columns become NOTHING."""
     pdl_trigger_and_wait(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)

@@ -3,7 +3,7 @@
 Grid: one program per request, which holds all nodes in registers.  All values are integers or booleans, so kernel and
 reference agree exactly.
 
-Grid of the gathering: (output rows, blocks of up to MAX_BLOCK columns, parts).
+Grid of gather_rows: (output rows, blocks of up to MAX_BLOCK columns, parts).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _accept_kernel(
     NODES: tl.constexpr, WORDS: tl.constexpr, LEVELS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr, BLOCK_LEVELS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """WORDS: int64 words of ancestor bits per node; LEVELS: steps + 1.  The block sizes are their powers of two."""
+    """WORDS: int64 words of ancestor bits per node; LEVELS: steps + 1.  BLOCK_...: rounded up to powers of two."""
     pdl_trigger_and_wait(DEPENDENT)
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK_WORDS * 64)
@@ -68,7 +68,7 @@ def _accept_kernel(
     limit = tl.load(limit_ptr + request)
     match = ((token == parent_pick) & (depth <= limit)) | (node == 0)
 
-    # A node is kept if none of its ancestors, itself included, is a mismatch.  Both sets are bits in int64 words.
+    # A node is kept if neither the node nor an ancestor is a mismatch.  Both sets are bits in int64 words.
     bit = (match == 0).to(tl.int64) << (node % 64).to(tl.int64)
     mismatches = tl.sum(tl.reshape(bit, [BLOCK_WORDS, 64]), 1)
     word = tl.arange(0, BLOCK_WORDS)
@@ -77,7 +77,7 @@ def _accept_kernel(
     )
     rejected = tl.max(((ancestors & mismatches[None, :]) != 0).to(tl.int32), 1)
     kept = exists & (rejected == 0)
-    # One key orders by depth, then by lower index.
+    # The key orders nodes by depth, then by lower index.
     best = tl.max(tl.where(kept, depth * NODES + (NODES - 1 - node), -1), 0)
     last = NODES - 1 - best % NODES
     last_depth = best // NODES
@@ -87,7 +87,7 @@ def _accept_kernel(
     out = request * LEVELS
     tl.store(rows_ptr + out + depth, node.to(tl.int64), mask=on_path)
     tl.store(emitted_ptr + out + depth - 1, token, mask=on_path & (depth > 0))
-    # The path wrote the levels up to last_depth; only the later ones are zeroed, so no entry is written twice.
+    # The path has written the levels up to last_depth.  Only later levels are zeroed, so no entry is written twice.
     level = tl.arange(0, BLOCK_LEVELS)
     zeros = tl.zeros([BLOCK_LEVELS], tl.int64)
     tl.store(rows_ptr + out + level, zeros, mask=(level > last_depth) & (level < LEVELS))

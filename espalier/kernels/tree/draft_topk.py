@@ -5,15 +5,15 @@ split of the draft vocabulary): it reads the logits once and writes the split's 
 The second kernel merges the splits, one program per row.  The splits depend only on the vocabulary size, so a row's
 children do not depend on the batch.
 
-Differences from the reference (they can change which tokens are drafted, never which tokens are emitted):
+Differences from the reference (they can change the drafted tokens, but never the emitted tokens):
 - Children are ordered by exact logits.  The reference orders by rounded log-probabilities, which may tie when the
   logits do not.
-- Ties go to the lower draft index.  With sampling parameters the reference breaks ties by the lower target id, which is
-  the same if d2t ascends.
-- A child that scores -inf has id 0: the row is void, or has fewer than k children.
+- Ties go to the lower draft index.  With sampling parameters the reference breaks ties by the lower target id.  The two
+  rules are the same if d2t ascends.
+- A child with score -inf has id 0: its row is void, or has fewer than k children.
 
-Tolerance: 2**-16 of the reference's scores in float32, because the sum over the vocabulary has another reduction order
-and exp is tl.exp.
+Tolerance: 2**-16 of the reference's scores in float32, because the sum over the vocabulary has another order and exp is
+tl.exp.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from espalier.kernels.sampling.logit_processors import (
 from espalier.kernels.sampling.noise import gumbel_at, noise_keys
 
 SPLIT = 2048
-# Splits, over all rows of a program, that a warp merges.
+# Splits that a warp merges, over all rows of a program.
 HEADS_A_WARP = 512
 
 
@@ -58,17 +58,17 @@ def draft_topk_triton(
     mask: Tensor | None = None,
     stride: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The topk best children of each row: target ids [B, Q, K] int64 and path scores [B, Q, K] float32, best first.
+    """Find each row's topk best children, best first: target ids [B, Q, K] int64, path scores [B, Q, K] float32.
 
     logits: [B, Q, Vd], in the form that pick_triton takes.  d2t: [Vd] int64, the target id of each draft id; None: the
     vocabularies are the same.  rows: the sampling parameters of each request.  first [B] + offset + row · stride: the
-    position of the children of a row.  scores: [B, Q] float32, the path scores of the rows.  above: (tokens [B, E],
-    ancestor_bits [B, Q, W]): the drafted tokens and, for each row, the bits of those on its path.  mask: [B, Q,
+    position of a row's children.  scores: [B, Q] float32, the path scores of the rows.  above: (tokens [B, E],
+    ancestor_bits [B, Q, W]): drafted tokens and, for each row, the bits of the tokens on its path.  mask: [B, Q,
     ceil(V / 32)] int32, the bits of target ids that may be drafted (sampling/mask.py); None allows all.
 
-    A child's score is its parent row's score plus the child's log-probability (at most 0), in float32.  The
-    log-probability is the log_softmax of: the processed logits at temperature 0; processed logits / T + noise if
-    coupled; processed logits / T if not.  NaN counts as -inf.
+    A child's score is its row's score plus the child's log-probability (at most 0), in float32.  The log-probability is
+    the log_softmax of the processed logits at temperature 0, of processed logits / T + noise if coupled, and of
+    processed logits / T if not coupled.  NaN counts as -inf.
     """
     batch, queries, vocab = logits.shape
     given = logits_arguments(logits, rows.vocab if d2t is None else d2t.shape[0], rows, first)
@@ -88,7 +88,7 @@ def draft_topk_triton(
     values = torch.empty(places, splits, topk, dtype=exact, device=logits.device)
     indices = torch.empty(places, splits, topk, dtype=torch.int32, device=logits.device)
     sums = torch.empty(places, splits, dtype=exact, device=logits.device)
-    # A fused multiply-add rounds once; the reference rounds twice.
+    # Without fusion: a fused multiply-add rounds once, but the reference rounds twice.
     options = {"HAS_D2T": d2t is not None, "TOPK": topk, "enable_fp_fusion": False}
     options |= pdl_arguments(chip(logits))
     of_splits = (values, indices, sums)
@@ -111,7 +111,7 @@ def draft_topk_triton(
 
 
 def merge_warps(heads: int) -> int:
-    """Warps for `merge_splits`: few, as each child is one step, and its time is mostly the warps' synchronisation."""
+    """Warps for `merge_splits`.  They are few, because each child is one step, which is mostly synchronisation."""
     return min(max(heads // HEADS_A_WARP, 1), 16)
 
 
@@ -121,7 +121,7 @@ def _block_topk_kernel(
     COLUMNS: tl.constexpr, COUPLED: tl.constexpr, SPLIT: tl.constexpr,
     HAS_D2T: tl.constexpr, TOPK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One split: its TOPK best (value, draft index), best first, and the sum of exp(value - best value)."""
+    """Find a split's TOPK best (value, draft index), best first, and its sum of exp(value - best value)."""
     pdl_trigger_and_wait(DEPENDENT)
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -135,7 +135,7 @@ def _block_topk_kernel(
     x = tl.load(logits_ptr + index, mask=inside, other=float("-inf")).to(exact)
     ids = index
     if HAS_D2T:
-        # A row whose logits stay as they are needs no token ids, which are more bytes than the logits.
+        # A row with unchanged logits needs no token ids, which take more bytes than the logits.
         needs_ids = ~leaves_logits(row) | (above.mask_words > 0)
         ids = tl.load(d2t_ptr + index, mask=inside & needs_ids, other=0).to(tl.int32)
     x = shaped_with_noise(x, ids, inside, b, position, slots, row, row_above, COLUMNS, COUPLED)
@@ -157,7 +157,7 @@ def _block_topk_kernel(
 def shaped_with_noise(
     x, ids, inside, b, position, slots, row, above, COLUMNS: tl.constexpr, COUPLED: tl.constexpr,
 ):  # fmt: skip
-    """`shaped` logits of row b of the batch; if COUPLED, plus the noise of a request that samples."""
+    """`shaped` logits of row b of the batch.  If COUPLED and the request samples, its noise is added."""
     x = shaped(x, ids, inside, row, above)
     if COUPLED and row.temperature > 0:
         k0, k1 = noise_keys(tl.load(slots.ints_ptr + b * COLUMNS.num_ints + COLUMNS.seed), position)
@@ -192,12 +192,12 @@ def merge_splits(
     values_ptr, indices_ptr, sums_ptr, row, row_exists, splits, kept,
     ROWS: tl.constexpr, SPLITS: tl.constexpr, CHILDREN: tl.constexpr, TOPK: tl.constexpr,
 ):  # fmt: skip
-    """The best children of rows [ROWS]: their columns and log-probabilities, float32 and at most 0, [ROWS, CHILDREN]
-    each.  Those that do not exist have -inf.
+    """The best children of rows [ROWS]: columns, and log-probabilities (float32, at most 0), [ROWS, CHILDREN] each.
 
-    A row has `splits` splits.  Each has its `kept` best values, best first, their columns, and the sum of exp(value -
-    best value).  The best of all splits' heads is taken TOPK times, and the next value of its split moves up.  Equal
-    heads: the lower split, whose columns are lower.
+    Children that do not exist have -inf.
+    A row has `splits` splits.  A split has its `kept` best values, best first, their columns, and the sum of exp(value
+    - best value).  TOPK times, the best first value of all splits is taken, and the next value of its split moves up.
+    Among equal values the lower split wins, because its columns are lower.
     """
     split, child = tl.arange(0, SPLITS)[None, :], tl.arange(0, CHILDREN)[None, :]
     exists = row_exists[:, None] & (split < splits)

@@ -1,8 +1,8 @@
-"""The factors of a depth's rows, for edges that read more than the token before (edges.py:FactorProjection).
+"""The factors of a depth's rows, for edges that read more than the previous token (edges.py:FactorProjection).
 
-One program per (request, tile of rows, block of the rank).  It multiplies the rows' states and embeddings with its
-part of the projection, adds what the hidden state gives, and writes its part of the factors and of the new states.  The
-projection does not depend on the kernel before, so its first inputs are read before the wait.
+One program handles (request, tile of rows, block of the rank).  It multiplies the rows' states and embeddings with its
+part of the projection, adds the hidden state's part, and writes its part of the factors and new states.  The projection
+does not depend on the previous kernel, so its first columns are read before the wait.
 
 The reference is LowRankEdges.factors.  Tolerance: products are summed in float32 (float64 for float64), and each result
 is rounded once, to the dtype of `before`; the reference rounds every operation.
@@ -20,16 +20,16 @@ from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, requ
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 from espalier.kernels.tree.edges import LowRankEdges, Rows
 
-# Numbers of a program's block of the rank.  The least rank is what tensor cores take.
+# Numbers of the rank per program, and the smallest rank that tensor cores take.
 BLOCK_OUT, LEAST_RANK = 16, 16
-# Larger ranks take 8 warps.
+# Larger ranks get 8 warps.
 FEW_WARPS_RANK = 128
-# Rows of a program.
+# Rows per program.
 LEAST_ROWS, MOST_ROWS = 16, 32
 
 
 def edge_factors_triton(edges: LowRankEdges, depth: int, rows: Rows) -> tuple[Tensor, Tensor | None]:
-    """As LowRankEdges.factors, of edges with a projection.  Raises EspalierError for other shapes and dtypes."""
+    """See LowRankEdges.factors, for edges with a projection.  Raises EspalierError for other shapes and dtypes."""
     projection, before = edges.projection, edges.before
     assert projection is not None
     (batch, num_rows), rank = rows.tokens.shape, before.shape[1]
@@ -51,7 +51,7 @@ def edge_factors_triton(edges: LowRankEdges, depth: int, rows: Rows) -> tuple[Te
         return factors, made
     tile = min(max(power_of_two(num_rows), LEAST_ROWS), MOST_ROWS)
     block_rank = max(power_of_two(rank), LEAST_RANK)
-    # The weights and inputs of a step are in shared memory at once.
+    # All weights and inputs of a step are in shared memory at the same time.
     bytes_of_one = (parts * inputs * BLOCK_OUT + tile) * before.element_size()
     while block_rank > LEAST_RANK and block_rank * bytes_of_one > chip(before).shared_memory // 2:
         block_rank //= 2
@@ -80,9 +80,9 @@ def _edge_factors_kernel(
     RANK: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_RANK: tl.constexpr,
     IS_RECURRENT: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Weights [BLOCK_RANK, BLOCK_OUT] are transposed: `e_` multiply the embedding, `s_` the state.
+    """Weights [BLOCK_RANK, BLOCK_OUT] are transposed.  Names in `e_` multiply the embedding, names in `s_` the state.
 
-    BLOCK_RANK: numbers of an embedding, or of a state, that are multiplied in a step.
+    BLOCK_RANK: numbers of an embedding, or of a state, that one step multiplies.
     """
     pdl_trigger(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
@@ -145,7 +145,7 @@ def _edge_factors_kernel(
 def _later_steps(
     total, of_row, of_weight, is_out, place, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """total [ROWS, BLOCK_OUT] and the products of the inputs from BLOCK_RANK on."""
+    """Add the products of the inputs from BLOCK_RANK on to total [ROWS, BLOCK_OUT]."""
     for start in range(BLOCK_RANK, RANK, BLOCK_RANK):
         inside = start + place < RANK
         x = tl.load(of_row[:, None] + (start + place)[None, :], mask=inside[None, :], other=0.0)

@@ -1,18 +1,17 @@
-"""One depth of a block draft with edges: the candidates of all its rows, and the rows of the next depth.
+"""One depth of a block draft with edges: finds the candidates of all its rows, and the rows of the next depth.
 
-A row is a token: all paths that end in the same token at the same depth have the same continuations.  Of recurrent
-edges a row is a path.  The first kernel has one program per (requests, tile of rows, split of the columns).  It adds
-the edges, a product of low rank, to the depth's logits, and writes these with each split's maximum and sum of
-exponentials.  The second kernel has one program per row: the best columns are in the splits with the best maxima, so it
-reads only these.  The third ranks the next depth's rows, one program per request.
+A row is a token, because all paths that end in the same token at the same depth have the same continuations.  With
+recurrent edges a row is a path.  There are three kernels.  The first has one program per (requests, tile of rows, split
+of the columns).  It adds the edges, a product of low rank, to the depth's logits, and writes the sums with each split's
+maximum and sum of exponentials.  The second has one program per row.  The best columns are in the splits with the best
+maxima, so it reads only these.  The third ranks the next depth's rows, one program per request.
 
 The reference is espalier/speculate/sampler.py:TorchSampler.next_depth.  Like draft_topk.py, this file may draft
 other tokens than the reference; the emitted tokens are the same.  Children are ordered by logits in float32, and ties
 go to the lower column.
 
 Tolerance: that of draft_topk.py, plus rank · 2⁻²⁴ times the sum of the products' magnitudes, because logits are summed
-in float32 (float64 for float64, and then rounded to float32).  The reference rounds product and sum to the logits'
-dtype.
+in float32 (float64 for float64, then rounded to float32).  The reference rounds product and sum to the logits' dtype.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ from espalier.kernels.tree.draft_topk import shaped_with_noise
 from espalier.kernels.tree.edges import LowRankEdges, Rows
 from espalier.kernels.tree.select_tree import order_of, score_of, usable_score
 
-# Columns of a program, and the rank that it multiplies in a step.  With 64 kB of bfloat16, three programs fit into the
-# shared memory of a processor.
+# Columns per program, and the numbers of the rank that it multiplies in a step.  These take 64 kB of bfloat16, so three
+# programs fit in the shared memory of a multiprocessor.
 SPLIT, BLOCK_RANK = 128, 256
 WARPS = 8
-# Requests of a program, which share the columns that it has read.
+# Requests per program.  They share the columns that the program has read.
 REQUESTS = 8
-# Rows of a program: at least what tensor cores need; at most what keeps their logits in registers.
+# Rows per program: at least what tensor cores need, at most what keeps their logits in registers.
 LEAST_ROWS, MOST_ROWS = 8, 16
-# The fewest columns, and the least rank, that tensor cores take.
+# The fewest columns, and the smallest rank, that tensor cores take.
 LEAST_SPLIT, LEAST_RANK = 16, 16
-# Values of which a warp finds the best: many, because a step in several warps is mostly their synchronisation.
+# Values per warp in the search for the best.  They are many, because a step of several warps is mostly synchronisation.
 VALUES_A_WARP = 1024
 
 
@@ -70,10 +69,10 @@ def edge_topk_triton(
 ) -> Rows:
     """Write the K best children of each row at `depth` (from 0) to `out`, [B, R, K] each, and return the next rows.
 
-    made_factors: the rows' factors and states, by edge_factors; None: a row's factor is that of its token.
-    first [B] + depth: the position of the children.  mask: [B, 1, ceil(V / 32)] int32, the bits of target ids that may
-    be drafted; only: [B, 1] int64, the only token that may be, -1 for several.  d2t, slots, first, coupled and scores
-    as draft_topk_triton; penalties count no drafted token.  Raises EspalierError for other shapes and dtypes.
+    made_factors: the rows' factors and states, from edge_factors; None: a row's factor is that of its token.
+    first [B] + depth: the position of the children.  mask: [B, 1, ceil(V / 32)] int32, bits of target ids that may be
+    drafted; only: [B, 1] int64, the only token that may be drafted, -1 for several.  d2t, slots, coupled and scores:
+    see draft_topk_triton; penalties count no drafted token.  Raises EspalierError for other shapes and dtypes.
     """
     (batch, num_rows, topk), (columns, rank) = out.tokens.shape, edges.after.shape[-2:]
     factors, states = made_factors or (None, None)
@@ -86,7 +85,7 @@ def edge_topk_triton(
     )
     if not out.tokens.numel():
         return made
-    # Stride 0: all requests share it.
+    # Expanded tensors have stride 0, so that all requests share the columns.
     own = edges.ids is not None
     after = (edges.after[:, depth] if own else edges.after).expand(batch, -1, -1)
     ids = edges.ids[:, depth] if edges.ids is not None else None if d2t is None else d2t.expand(batch, -1)
@@ -117,7 +116,7 @@ def edge_topk_triton(
         EXACT=exact_type(edges.base.dtype),
         num_warps=WARPS,
         num_stages=1,
-        # A fused multiply-add rounds once; the reference rounds twice.
+        # Without fusion: a fused multiply-add rounds once, but the reference rounds twice.
         enable_fp_fusion=False,
         **pdl_arguments(chip(x)),
     )
@@ -189,10 +188,11 @@ def _edge_topk_kernel(
     ROWS: tl.constexpr, SPLIT: tl.constexpr, IS_WEIGHT: tl.constexpr, EXACT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """x [SPLIT, ROWS] holds the logits of one split, a column for each row: all of one request and one position.
+    """Write the logits x [SPLIT, ROWS] of one split.  A column is a row of the depth; all have one request and
+    position.
 
-    The columns are weights, so they are read before the wait.  Every other depth takes them in reverse: those that the
-    depth before has read last may be in the L2.
+    The split's columns are weights, so they are read before the wait.  Every other depth takes the splits in reverse,
+    because the columns that the previous depth read last may still be in the L2.
     """
     pdl_trigger(DEPENDENT)
     tiles = tl.cdiv(num_rows, ROWS)
@@ -204,7 +204,7 @@ def _edge_topk_kernel(
         split = splits - 1 - split
     index = split * SPLIT + place
     inside = index < num_columns
-    # Columns past the end read the last one instead; they count as -inf.
+    # Columns past the end become the last column, and count as -inf.
     of_column = after_ptr + first * after_batch_stride
     of_column += tl.minimum(index, num_columns - 1).to(tl.int64) * after_stride
     if not IS_WEIGHT:
@@ -225,7 +225,7 @@ def _edge_topk_kernel(
         base = tl.load(base_ptr + index, mask=inside, other=0.0).to(EXACT)
         ids = index
         if ids_ptr is not None:
-            # A row whose logits stay as they are needs no token ids.
+            # A row whose logits do not change needs no token ids.
             needs_ids = ~leaves_logits(row) | (above.mask_words > 0)
             ids = tl.load(ids_ptr + b * ids_stride + index, mask=inside & needs_ids, other=0).to(tl.int32)
         before = tl.load(of_row[None, :] + rank[:, None], mask=rank[:, None] < RANK, other=0.0)
@@ -246,7 +246,7 @@ def _edge_topk_kernel(
 
 @kernel
 def _sum_of_exp(x):
-    """(the best x, the sum of exp(x - best x)) over the first dimension; the sum is NaN if an x is NaN or infinite."""
+    """(the best x, the sum of exp(x - best x)) over the first dimension.  The sum is NaN if an x is NaN or infinite."""
     top = tl.max(tl.where(x == x, x, float("-inf")), 0)
     return top, tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)[None, :]), 0)
 
@@ -257,7 +257,7 @@ def _merge_rows_kernel(
     only_ptr, only_stride, num_rows, splits, topk,
     SPLITS: tl.constexpr, SPLIT: tl.constexpr, CHILDREN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Merge one row.  Only the topk splits with the largest maxima can hold its topk best columns."""
+    """Merge the splits of one row.  Only the topk splits with the largest maxima can have its topk best columns."""
     pdl_trigger_and_wait(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     row = b * num_rows + tl.program_id(1)
@@ -291,15 +291,15 @@ def _merge_rows_kernel(
 
 @kernel
 def _best(x, index, CHILDREN: tl.constexpr, topk):
-    """The topk best values of x, best first, and their indices; of equal values the lower index: [CHILDREN] each.
+    """The topk best values of x, best first, and their indices, [CHILDREN] each.  Equal values: the lower index first.
 
-    NaN counts as -inf.  Where fewer than topk are above -inf, the others are -inf, with any index.
+    NaN counts as -inf.  If fewer than topk values are above -inf, the rest are -inf, with any index.
     """
     child = tl.arange(0, CHILDREN)
-    # Whole numbers: their maximum over a warp is one instruction.
+    # The keys are integers, because the maximum of integers over a warp is one instruction.
     keys, none = order_of(usable_score(x)), order_of(tl.full([], float("-inf"), tl.float32))
     best_keys, best_index = tl.zeros([CHILDREN], tl.int32) + none, tl.zeros([CHILDREN], tl.int32)
-    # Not a constant: unrolled, the steps would not fit into the instruction cache.
+    # topk is no constexpr argument, because the unrolled steps would not fit in the instruction cache.
     for k in range(topk):
         best = tl.max(keys, 0)
         at = tl.min(tl.where(keys == best, index, 2147483647), 0)
@@ -315,7 +315,8 @@ def _rank_rows_kernel(
     row_scores_ptr, row_scores_batch_stride, row_scores_stride, num_rows, topk,
     CANDIDATES: tl.constexpr, TOPK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The next row of each candidate.  Takes the best one TOPK times, with all of its token if rows are tokens."""
+    """Write each candidate's next row.  TOPK times it takes the best candidate that is left; if rows are tokens, it
+    takes all candidates with this token together."""
     pdl_trigger_and_wait(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, CANDIDATES)
@@ -324,7 +325,7 @@ def _rank_rows_kernel(
     score = tl.load(scores_ptr + b * out_stride + i, mask=exists, other=float("-inf"))
     row_score = row_scores_ptr + b * row_scores_batch_stride + i // topk * row_scores_stride
     score = usable_score(tl.load(row_score, mask=exists, other=float("-inf")) + score)
-    # Whole numbers: their maximum over a warp is one instruction.
+    # The keys are integers, because the maximum of integers over a warp is one instruction.
     key = order_of(score)
     none = order_of(tl.full([CANDIDATES], float("-inf"), tl.float32))
     next_rows = tl.full([CANDIDATES], -1, tl.int32)

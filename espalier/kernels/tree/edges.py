@@ -1,7 +1,7 @@
-"""Edges of a block draft: logits that depend on the tokens before, as a product of low rank.
+"""Edges of a block draft: logits that depend on earlier drafted tokens, as a product of low rank.
 
-A depth is scored row by row.  The rows of depth 1 are the roots, and each depth's candidates give the rows of the next
-one (`fill_depth`).  edge_topk.py and edge_factors.py are the kernels; what is here is their reference.
+A depth is scored row by row.  The rows of depth 1 are the roots, and each depth's candidates give the next depth's rows
+(`fill_depth`).  edge_topk.py and edge_factors.py are the kernels; this file has their reference.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from espalier.kernels.ops.tree import ordered_topk, usable
 
 
 class Rows(NamedTuple):
-    """The rows of a depth: what its candidates continue.
+    """The rows of a depth.  The depth's candidates continue these rows.
 
-    tokens: [B, R] int64, the token before, 0 for a row that nothing leads to.  scores: [B, R] float32, of the best path
-    to each row, -inf for such a row.
-    Of recurrent edges, from depth 2 on, else None.  parents: [B, R] int64, the row of the depth before that each row
-    continues, 0 for a row that nothing leads to.  states: [B, rows of the depth before, rank], their states.
+    tokens: [B, R] int64, the previous token, 0 for a row that no candidate leads to.  scores: [B, R] float32, of the
+    best path to each row, -inf for a row that no candidate leads to.
+    With recurrent edges, from depth 2 on (else None): parents: [B, R] int64, the row of the previous depth that each
+    row continues, 0 for a row that no candidate leads to; states: [B, rows of the previous depth, rank].
     """
 
     tokens: Tensor
@@ -38,15 +38,16 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class FactorProjection:
-    """Factors that depend on more than a token: DSpark's gated head, and its recurrent one (`rnn`).
+    """Factors that depend on more than one token: DSpark's gated head, and its recurrent head (`rnn`).
 
-    With e, the row of `before` of a token, and p, a projection of the block's hidden state of the depth, of the state
-    and of e:  a gated factor is sigmoid(p) * e.  Of a recurrent head p has three parts, gate, candidate and output; the
-    new state is sigmoid(gate) * state + (1 - sigmoid(gate)) * tanh(candidate), and the factor tanh(output).  The state
-    before depth 1 is 0.
+    Let e be the row of `before` of a token, and p a projection of the block's hidden state at the depth, of the state
+    and of e.  A gated factor is sigmoid(p) * e.  For a recurrent head p has three parts: gate, candidate and output.
+    The new state is sigmoid(gate) * state + (1 - sigmoid(gate)) * tanh(candidate), and the factor is tanh(output).  The
+    state before depth 1 is 0.
 
-    of_hidden: [B, S, rank], or [B, S, 3 * rank] if recurrent: what the hidden state and the bias add to p, by depth.
-    weight: the other columns of the projection, [rank, rank], of e; or [3 * rank, 2 * rank], of the state and then e.
+    of_hidden: [B, S, rank], or [B, S, 3 * rank] if recurrent: the part of p from the hidden state and the bias, by
+    depth.  weight: the other columns of the projection: [rank, rank] for e, or [3 * rank, 2 * rank] for the state and
+    then e.
     """
 
     of_hidden: Tensor
@@ -55,10 +56,10 @@ class FactorProjection:
 
 
 def split_columns(weight: Tensor, hidden_size: int, is_recurrent: bool) -> tuple[Tensor, Tensor]:
-    """(the columns of the hidden state, FactorProjection.weight) of a projection as it is stored.
+    """Split a stored projection into (the columns of the hidden state, FactorProjection.weight).
 
-    A gate [rank, H + rank] reads the hidden state, then e; a recurrent projection [3 * rank, 2 * rank + H] the state,
-    e, then the hidden state.
+    A gate [rank, H + rank] has columns for the hidden state, then e.  A recurrent projection [3 * rank, 2 * rank + H]
+    has columns for the state, e, then the hidden state.
     """
     if is_recurrent:
         return weight[:, -hidden_size:], weight[:, :-hidden_size]
@@ -67,12 +68,12 @@ def split_columns(weight: Tensor, hidden_size: int, is_recurrent: bool) -> tuple
 
 @dataclass(frozen=True)
 class LowRankEdges:
-    """Logits of a block that depend on the tokens before: of column c behind a row, at a depth, base[c] + factor of
-    the row · after[c].
+    """Logits of a block that depend on earlier drafted tokens.
 
-    base: [B, S, C], by depth; before: [V, rank].  A row's factor is that of its token, before[token]; with `projection`
-    see there.  after: [C, rank], and ids None: the columns are the draft vocabulary.  Or after: [B, S, C, rank] and
-    ids: [B, S, C] int64, ascending: the columns are these tokens, and no others are candidates.
+    At one depth, the logit of column c after a row is base[c] + factor of the row · after[c].
+    base: [B, S, C], by depth; before: [V, rank].  A row's factor is before[token]; with `projection` see there.
+    after: either [C, rank], with ids None: the columns are the draft vocabulary.  Or [B, S, C, rank], with ids
+    [B, S, C] int64, ascending: the columns are these tokens, and no other token is a candidate.
     """
 
     base: Tensor
@@ -83,11 +84,11 @@ class LowRankEdges:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether a row is one path.  Else all paths that end in the same token share a row."""
+        """Whether a row is one path.  If not, all paths that end in the same token share a row."""
         return self.projection is not None and self.projection.is_recurrent
 
     def factors(self, depth: int, rows: Rows) -> tuple[Tensor, Tensor | None]:
-        """The factors of rows, [B, R, rank], and the states behind them, [B, R, rank]; None if not recurrent."""
+        """The factors of rows, [B, R, rank], and the states after them, [B, R, rank], None if not recurrent."""
         embedded = self.before[rows.tokens.clamp(min=0)]
         if self.projection is None:
             return embedded, None
@@ -103,7 +104,7 @@ class LowRankEdges:
         return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
 
     def logits(self, depth: int, factors: Tensor) -> Tensor:
-        """[B, R, rank], the rows' factors -> [B, R, draft vocabulary]."""
+        """Return logits [B, R, draft vocabulary], given the rows' factors [B, R, rank]."""
         after = self.after if self.ids is None else self.after[:, depth]
         columns = self.base[:, depth, None] + factors @ after.mT
         if self.ids is None:
@@ -115,9 +116,9 @@ class LowRankEdges:
 def fill_depth(tokens: Tensor, scores: Tensor, rows: Rows, out: Candidates, by_path: bool = False) -> Rows:
     """Write the candidates of a depth to `out`, and rank the rows of the next depth.
 
-    tokens: [B, R, K] int64, scores: [B, R, K] float32: the best children of each row, with their log-probabilities.
-    out: [B, R, K] each.  The next rows are the K best distinct tokens, a token's score being that of the best path to
-    it; by_path: the K best candidates.  Scores are ordered as in select_beams.
+    tokens: [B, R, K] int64, scores: [B, R, K] float32: the best children of each row and their log-probabilities.
+    out: [B, R, K] each.  The next rows are the K best distinct tokens; a token's score is the score of the best path to
+    it.  With by_path the next rows are the K best candidates.  Scores are ordered as in select_beams.
     """
     topk = tokens.shape[2]
     path_scores = usable(usable(rows.scores)[..., None] + usable(scores)).flatten(1)
@@ -127,7 +128,7 @@ def fill_depth(tokens: Tensor, scores: Tensor, rows: Rows, out: Candidates, by_p
         (path_scores[:, None] == path_scores[..., None]) & (order < order[:, None])
     )
     same = order == order[:, None] if by_path else ids[:, None] == ids[..., None]
-    # A token's score is that of its best candidate.
+    # A token's score is the score of its best candidate.
     stands = ~(better & same).any(2)
     rank = (better & stands[:, None]).sum(2)
     rank_of_token = torch.where(same & stands[:, None], rank[:, None], 0).sum(2)

@@ -1,8 +1,8 @@
-"""The lookup of n-gram drafting: find where the last tokens of a text occurred before.
+"""The lookup of n-gram drafting: finds where the last tokens of a text occurred before.
 
-Grid of the first kernel: (requests, blocks of BLOCK positions), which covers the longest possible history, so one CUDA
+Grid of the first kernel: (requests, blocks of BLOCK positions).  It covers the longest possible history, so one CUDA
 graph serves all lengths.  Programs beyond a request's length exit at once, so the work follows the real lengths.  The
-second kernel merges the blocks' matches, one program per request.
+second kernel merges the matches of all blocks, one program per request.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _block_matches_kernel(
     index_stride, root_stride, history_stride, width, blocks,
     TOPK: tl.constexpr, MAX_NGRAM: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A block's TOPK best keys, length · width + position, and the tokens after the matches."""
+    """Find a block's TOPK best keys, length · width + position, and the tokens after these matches."""
     pdl_trigger_and_wait(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     root = tl.load(root_ptr + b * root_stride)
@@ -77,7 +77,7 @@ def _block_matches_kernel(
             next_token = tl.max(tl.where(key == best, next_tokens, -1), 0)
             tl.store(keys_ptr + out + i, best)
             tl.store(next_tokens_ptr + out + i, next_token)
-            # Later matches must continue with another token.
+            # The remaining matches must continue with a different token.
             key = tl.where(next_tokens == next_token, 0, key)
 
 
@@ -86,7 +86,7 @@ def _merge_matches_kernel(
     root_ptr, keys_ptr, next_tokens_ptr, length_ptr, ends_ptr, root_stride, width, candidates,
     TOPK: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A request's TOPK best matches among those of its blocks.  Blocks beyond its length wrote nothing."""
+    """Merge the matches of a request's blocks into its TOPK best.  Blocks beyond its length wrote nothing."""
     pdl_trigger_and_wait(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     root = tl.load(root_ptr + b * root_stride)

@@ -1,13 +1,13 @@
-"""Select the tree of a block draft: the best paths among all that its one pass proposes.
+"""Selects the tree of a block draft: the best paths among all paths that its single pass proposes.
 
-A block draft gives candidates for every depth at once (`Candidates`); a path takes one candidate of each depth.  The
-best paths become nodes, best first (DDTree: Ringel and Romano 2026).  A path's score is the sum of its candidates'
+A block draft gives candidates for every depth at once (`Candidates`); a path takes one candidate per depth.  The best
+paths become nodes, best first (DDTree: Ringel and Romano 2026).  A path's score is the sum of its candidates'
 log-probabilities, so a parent comes before its children, and a better sibling before a worse one.
 
-Grid: one program of one warp per request.  The search selects one node a step.  The frontier has two entries for each
-selected node: its next sibling and its first child.  An entry is a score and 32 bits that break ties, so a step is a
-maximum and a minimum over at most `nodes` entries in registers.  A step's reads depend on one another, so they should
-hit the L1: all candidates are read at once before the first step.
+Grid: one program of one warp per request.  Each step selects one node.  The frontier has two entries per selected node:
+its next sibling and its first child.  An entry is a score and 32 bits that break ties.  So a step is a maximum and a
+minimum over at most `nodes` entries in registers.  The reads of a step depend on one another, so they should hit the
+L1: all candidates are read once before the first step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from espalier.kernels.tree.select_tree import order_of, score_of
 
 # The largest number of keys that one warp holds in registers.
 ONE_WARP = 256
-# The most candidates that are read before the first step, as many as fit into its registers.  At least MAX_CANDIDATES.
+# The most candidates that are read before the first step: as many as fit in registers, and at least MAX_CANDIDATES.
 MOST_READ = 2048
 
 
@@ -32,7 +32,7 @@ def select_paths(root: Tensor, candidates: Candidates, nodes: int) -> Tree:
     batch, steps, rows, topk = require_paths(root, candidates, nodes)
     tree = Tree.empty(root, nodes)
     if batch:
-        # At least the lanes of a warp: the maximum over a part of them takes several instructions.
+        # At least one entry per lane of a warp, because a maximum over fewer lanes takes several instructions.
         block = max(power_of_two(nodes), 32)
         _select_paths_kernel[(batch,)](
             root.contiguous(),
@@ -55,22 +55,22 @@ def select_paths(root: Tensor, candidates: Candidates, nodes: int) -> Tree:
 
 @kernel
 def _rest_of(depth, parent, place, row):
-    """uint32: of equal scores, lower for the path that comes first: of lower depth, parent and place."""
+    """uint32 that breaks ties of scores: lower depth first, then lower parent, then lower place."""
     return ((depth << 26) | (parent << 16) | (place << 8) | row).to(tl.uint32, bitcast=True)
 
 
 @kernel
 def _parts_of(rest):
-    """(depth, parent, place, row) of the rest of a key."""
+    """(depth, parent, place, row): the inverse of _rest_of."""
     depth, parent = (rest >> 26).to(tl.int32), ((rest >> 16) & 1023).to(tl.int32)
     return depth, parent, ((rest >> 8) & 255).to(tl.int32), (rest & 255).to(tl.int32)
 
 
 @kernel
 def _order_of_path(above, logp):
-    """The order of a path's score; below that of -inf if there is no path.
+    """The integer key of a path's score.  If there is no path, it is below the key of -inf.
 
-    above: the score of its parent, which is usable.  So the sum is not -0.0.
+    above: the score of the path's parent, which is usable.  So the sum is not -0.0.
     """
     score = above + logp
     # False for NaN as well.
@@ -84,9 +84,9 @@ def _select_paths_kernel(
     NODES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, TOPK: tl.constexpr, WORDS: tl.constexpr,
     DOUBLINGS: tl.constexpr, BLOCK: tl.constexpr, READ: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Node i is selected in step i.  Its entry's place in the frontier gets its sibling, and place i its first child.
+    """Select node i in step i.  The place of its entry in the frontier gets its next sibling, place i its first child.
 
-    above: the score of each entry's parent.  All are whole numbers, whose maximum over a warp is one instruction.
+    above: the score of each entry's parent.  All are integers, whose maximum over a warp is one instruction.
     """
     pdl_trigger_and_wait(DEPENDENT)
     request = tl.program_id(0).to(tl.int64)
@@ -94,7 +94,7 @@ def _select_paths_kernel(
     next_rows_ptr += request * (STEPS * ROWS * TOPK)
     exists, deepest = _read_first(scores_ptr, next_rows_ptr, STEPS, STEPS * ROWS * TOPK, READ)
     i = tl.arange(0, BLOCK)
-    # Below the order of every score, -inf included.
+    # This key is below the key of every score, -inf included.
     empty = tl.full([], -2147483648, tl.int32)
     zero = tl.full([], 0, tl.int32)
     first = _order_of_path(0.0, tl.load(scores_ptr))
@@ -130,10 +130,10 @@ def _select_paths_kernel(
 
 @kernel
 def _read_first(scores_ptr, next_rows_ptr, STEPS: tl.constexpr, COUNT: tl.constexpr, READ: tl.constexpr):
-    """Bring the first READ candidates, all of the first row among them, into the L1.
+    """Read the first READ candidates into the L1.  All candidates of the first row are among them.
 
-    The compiler drops a read whose value is not used.  So this returns whether one of these candidates exists, else
-    there is no path, and the deepest depth: 1 if none is continued.
+    The compiler drops a read whose value is not used.  So the function returns two values: whether one of these
+    candidates exists, without which there is no path, and the deepest depth, 1 if no candidate is continued.
     """
     i = tl.arange(0, READ)
     score = tl.load(scores_ptr + i, mask=i < COUNT, other=float("-inf"))
@@ -149,7 +149,7 @@ def _write_tree(
     NODES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, TOPK: tl.constexpr, WORDS: tl.constexpr,
     DOUBLINGS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Node i is the path selected[i], rests[i]; without one it is void, except for node 0, the root."""
+    """Write the tree.  Node i is the path selected[i], rests[i]; without a path it is void, but node 0 is the root."""
     score = score_of(selected)
     depth, parent, place, row = _parts_of(rests)
     is_root = i == 0
@@ -170,7 +170,7 @@ def _write_tree(
         bits = tl.where(i // 64 == word, one << (i % 64).to(tl.int64), 0)
         # A void node's ancestor is itself.
         ancestor = tl.where(void, i, parent)
-        # Each turn doubles the number of ancestors that are known, the node itself among them.
+        # Each turn doubles the number of known ancestors, counting the node itself.
         for _ in range(DOUBLINGS):
             bits |= tl.gather(bits, ancestor, 0)
             ancestor = tl.gather(ancestor, ancestor, 0)

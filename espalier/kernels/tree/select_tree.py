@@ -1,8 +1,8 @@
-"""Select the beams of the next level of a tree, and the nodes of the tree to verify, from the draft's candidates.
+"""Selects the beams of a tree's next level, and the nodes of the tree to verify, among the draft's candidates.
 
 The best candidates become nodes, in pool order, so a parent comes before its children.  A candidate's index in the pool
-tells its level and the beam that is its parent.  A pool therefore stores only tokens and scores, and, for each beam,
-the index of the candidate from which it was made.
+shows its level and the beam that is its parent.  So a pool stores only tokens and scores, and for each beam the index
+of the candidate that became the beam.
 
 Grid: one program per request, which holds all candidates in registers.
 """
@@ -20,7 +20,7 @@ from espalier.kernels.runtime.launch import chip, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.layout import ANCESTOR_BITS
 
-# Comparisons per step of the ranking; their results are in registers.
+# Comparisons per step of the ranking.  Their results are in registers.
 COMPARISONS_PER_STEP = 16384
 
 
@@ -63,21 +63,21 @@ def select_beams(
 
 @kernel
 def usable_score(score):
-    """`usable` as a kernel function."""
+    """Do in a kernel what `usable` does."""
     score = tl.where(score == score, score, float("-inf"))
     return tl.where(score == 0, 0.0, score)
 
 
 @kernel
 def order_of(score):
-    """int32 keys in the order of the float32 scores; the scores must be usable."""
+    """Convert float32 scores, which must be usable, to int32 keys in the same order."""
     bits = score.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @kernel
 def score_of(key):
-    """The score that order_of gives a key."""
+    """Convert a key back to its score, see order_of."""
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
@@ -88,7 +88,7 @@ def _select_beams_kernel(
     ROWS: tl.constexpr, TOPK: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A candidate's rank is the number of better candidates.  Ranks below TOPK are beams, stored at their rank."""
+    """Rank candidates.  A rank is the number of better candidates; ranks below TOPK are beams, stored at their rank."""
     pdl_trigger_and_wait(DEPENDENT)
     request = tl.program_id(0).to(tl.int64)
     candidates = request * (ROWS * TOPK)
@@ -102,7 +102,7 @@ def _select_beams_kernel(
         other = order_of(usable_score(other))
         tied = (other[None, :] == key[:, None]) & (j[None, :] < i[:, None])
         rank += tl.sum(((other[None, :] > key[:, None]) | tied).to(tl.int32), 1)
-    # The block's padding scores -inf and comes last, so its rank is at least TOPK.
+    # The block's padding scores -inf and comes last, so the ranks of padding are at least TOPK.
     is_beam = rank < TOPK
     # Divide by the argument, not by the constant TOPK: see _select_tree_kernel.
     parent = i // topk
@@ -122,7 +122,7 @@ def _select_beams_kernel(
     tl.store(out_words_ptr + beam[:, None] * WORDS + word, bits, mask=mask)
 
 
-# The most parts of a pool that the kernel reads each from its own tensor.
+# The most parts of a pool.  The kernel reads each part from its own tensor.
 MOST_PARTS = 16
 
 
@@ -135,7 +135,7 @@ def select(root: Tensor, tokens: Parts, scores: Parts, beams: Parts, topk: int, 
         block, word_block = power_of_two(size), power_of_two(tree.num_words)
         _select_tree_kernel[(batch,)](
             root.contiguous(),
-            # Without beams, anything that is not read.
+            # Without beams, the kernel gets other tensors, which it does not read.
             *(tuple(part.contiguous() for part in parts) for parts in (tokens, scores, beams or tokens)),
             *tree,
             topk,
@@ -156,7 +156,7 @@ def select(root: Tensor, tokens: Parts, scores: Parts, beams: Parts, topk: int, 
 
 @kernel
 def _load_of_pool(parts, PARTS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, request, i, mask, other):
-    """Values i of a request's pool.  The first part has FIRST values of a request, the others REST."""
+    """Load values i of a request's pool.  The first part has FIRST values per request, the other parts REST."""
     for part in tl.static_range(PARTS):
         if part == 0:
             value = tl.load(parts[part] + request * FIRST + i, mask=mask & (i < FIRST), other=other)
@@ -175,9 +175,9 @@ def _select_tree_kernel(
     SIZE: tl.constexpr, PARTS: tl.constexpr, TOPK: tl.constexpr, STEPS: tl.constexpr, NODES: tl.constexpr,
     WORDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Finds the lowest selected score by binary search over its bits: the work is linear in the pool size.
+    """Find the lowest selected score by binary search over its bits, so the work is linear in the pool size.
 
-    topk equals TOPK and is used for divisions.  Dividing a small number by a constant compiles to 16-bit arithmetic, in
+    topk equals TOPK and is the divisor.  Division of a small number by a constant compiles to 16-bit arithmetic, in
     which ptxas 12.8 drops an addition (docs/log.md).
     """
     pdl_trigger_and_wait(DEPENDENT)
@@ -203,7 +203,7 @@ def _select_tree_kernel(
     # The pool index of each candidate's parent beam; candidates of level 1 have no parent beam.
     has_beam = exists & (i >= TOPK)
     beam_index = (i - TOPK) // topk
-    # One level less than the candidates.
+    # Beams have one part less than the candidates.
     BEAM_PARTS: tl.constexpr = PARTS - 1 if PARTS > 1 else 1
     BEAMS: tl.constexpr = SIZE // TOPK - 1 if PARTS == 1 else TOPK
     beam = _load_of_pool(beams, BEAM_PARTS, BEAMS, TOPK, request, beam_index, has_beam, 0).to(tl.int32)
