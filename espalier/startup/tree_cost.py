@@ -51,10 +51,11 @@ class PassWeights:
     """The numbers of weights that passes read, and the numbers of layers.
 
     dense: weights of the target that every row is multiplied with.  expert: weights of one expert, summed over the
-    layers; 0 without experts.  layers: of the target.  kept: values of a token in the target's cache.  state_bytes: of
-    a request's states, which a round reads twice and writes once.  draft: weights that a draft pass reads;
-    draft_layers: the layers of that pass.  block_rows: rows of a block draft's one pass; 0 for other drafts, which run
-    a pass for each level.  extends: whether a draft runs its layers over decided tokens.
+    layers; 0 without experts.  layers: of the target.  kept: values of a token in the target's cache.
+    state_bytes: of a request's states, which a round reads twice and writes once.
+    draft: weights that a draft pass reads; draft_layers: the layers of that pass.
+    block_rows: rows of a block draft's one pass; 0 for other drafts, which run a pass for each level.
+    extends: whether a draft runs its layers over decided tokens.
     """
 
     dense: int

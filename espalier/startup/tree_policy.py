@@ -305,9 +305,9 @@ LEAST_RATE = 2.0
 def busy_chunk_size(config: EngineConfig, chunk_size: int, default: int, machine: Machine | None) -> int:
     """The most rows of a prefill pass while streams wait.
 
-    chunk_size: the most rows of any pass; default: the value for a machine whose passes are not predicted.  Raises
-    EspalierError if rows and pause are both set, if the smallest pass takes longer than the pause, and if a pause is
-    set for a machine whose passes are not predicted.
+    chunk_size: the most rows of any pass; default: the value for a machine whose passes are not predicted.
+    Raises EspalierError if rows and pause are both set, if the smallest pass takes longer than the pause, and if a
+    pause is set for a machine whose passes are not predicted.
     """
     if not is_open(config.busy_chunk_size):
         if not is_open(config.max_pause_ms):

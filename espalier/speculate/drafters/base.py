@@ -115,17 +115,19 @@ MakeDrafter = Callable[[Any, RoundLayout, ModelCache], Drafter]
 class DraftFormat:
     """A checkpoint format of drafts: how to recognise it, read it, load it and run it.
 
-    algorithm: the name that users give; equal to `DraftSpec.algorithm`.  title: the name of such drafts in error texts,
-    in the plural.  architectures: names in `architectures` of config.json (or `model_type`, if that is missing) that
-    mean this format.  marked: further such names, which mean this format only if config.json has one of the fields
-    `marks`.  unmarked: fields that rule this format out if config.json has one of them.  speculators_types: values of
-    `speculators_model_type` of this format; if a config has that field, it alone decides.  read: (directory,
-    config.json, the target's config) -> a config that fits this target.  Raises EspalierError.  make: (weights, config,
-    the target, rows of position tables) -> a DraftModel that uses every weight.  drafter: makes the drafter that runs
-    the model.  in_target: (directory of a target, its config) -> whether the directory also holds a draft of this
-    format; None: no target's directory does.  checks: the fields of the draft's config.json to check if almost none of
-    its tokens is accepted.  in_parts: whether the ranks split the draft's layers as they split the target's; else each
-    rank holds the whole draft.
+    algorithm: the name that users give; equal to `DraftSpec.algorithm`.
+    title: the name of such drafts in error texts, in the plural.
+    architectures: names in `architectures` of config.json (or `model_type`, if that is missing) that mean this format.
+    marked: further such names, which mean this format only if config.json has one of the fields `marks`.
+    unmarked: fields that rule this format out if config.json has one of them.
+    speculators_types: values of `speculators_model_type` of this format; if a config has that field, it alone decides.
+    read: (directory, config.json, the target's config) -> a config that fits this target.  Raises EspalierError.
+    make: (weights, config, the target, rows of position tables) -> a DraftModel that uses every weight.
+    drafter: makes the drafter that runs the model.
+    in_target: (directory of a target, its config) -> whether the directory also holds a draft of this format; None: no
+    target's directory does.
+    checks: the fields of the draft's config.json to check if almost none of its tokens is accepted.
+    in_parts: whether the ranks split the draft's layers as they split the target's; else each rank holds all layers.
     """
 
     algorithm: str
