@@ -158,8 +158,8 @@ class ModelShape:
     experts: of the last layers; None for a dense model.
     draft_vocab: rows of the draft's lm_head.  captured: number of target features that the draft fuses.
     draft: sizes of an EAGLE head's layer; None if it is like the target's.  mtp, block: None for an EAGLE head.
-    weights: how the matrices of layers are stored, as in Run.  The sizes of a draft have their own value, also for its
-    head.  is_draft: whether these are the sizes of a draft's layers.
+    weights: how the matrices of layers are stored, as in Run.  A draft's sizes have their own value, for its head too.
+    is_draft: whether these are the sizes of a draft's layers.
     gated: whether attention also has a gate, as wide as its queries.
     one_block: whether each layer is one block, a mixer or experts; layers of experts keep no K/V (Nemotron-H).
     """

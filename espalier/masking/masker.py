@@ -24,8 +24,8 @@ class GrammarMasker:
     A pushed token is matched only at the next call that needs it, since matching may take long.
 
     end_tokens: allowed only where the grammar ends.
-    after: the marker.  Before it, every token is allowed except end tokens; behind it, the grammar begins.  If the token
-    that completes the marker has more text, that text is not checked.  None: the grammar begins with the first token.
+    after: the marker.  Before it, every token is allowed except end tokens; behind it, the grammar begins.  If the
+    marker's last token has more text, that text is not checked.  None: the grammar begins with the first token.
     """
 
     def __init__(
