@@ -164,7 +164,7 @@ class RoundCosts(Protocol):
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """An EngineConfig in which every value is chosen.  The engine runs on this.
+    """An EngineConfig in which every value is chosen.  The engine runs with these values.
 
     layout: the trees and the sizes of passes; num_pages: includes the dummy page; round_costs: predicts the times of
     rounds if trees are chosen while the engine runs (engine/tree_choice.py); num_snapshots: 0 for a model without

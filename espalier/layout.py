@@ -275,7 +275,7 @@ class RoundLayout:
 
     @property
     def extend_width(self) -> int:
-        """The most tokens that one round decides, and the rows of the draft's extend."""
+        """The most tokens that one round decides, which is also the number of rows of the draft's extend."""
         return self.steps + 1
 
     @property

@@ -53,7 +53,7 @@ def address_of(url: str) -> Address:
 class Exchange:
     """A response as it arrives.  Times are those of perf_counter, in seconds.
 
-    sent_at: when the request was sent; first_at: when the first bytes arrived; ended_at: when the last bytes arrived.
+    sent_at: of the request; first_at: when the first bytes arrived; ended_at: when the response was complete.
     arrivals: (time, number of bytes received until that time).
     """
 

@@ -200,7 +200,7 @@ class Acceptance:
             self.recent = Count()
 
     def _add_path(self, sample: Sample, allowed: int, weight: int) -> None:
-        """Count the first children of a path of first children, and the child where that path ends."""
+        """Count at each depth whether the first child was accepted, as long as the path follows first children."""
         ranks = sample.ranks
         for depth in range(min(allowed, len(ranks) + 1)):
             count = self.depths[depth]

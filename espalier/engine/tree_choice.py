@@ -27,7 +27,7 @@ COMPETES = 0.75
 # Plain decoding and trees without a draft pass do not measure acceptance.  So at a trial, all older rounds together
 # weigh DOUBT times as much as the trial.
 DOUBT = 0.5
-# A choice that lasted LASTING rounds was no mistake.  A choice that lasted SETTLED rounds is logged.
+# A choice that lasted LASTING rounds counts as no mistake.  A choice that lasted SETTLED rounds is logged.
 LASTING, SETTLED = 12, 64
 # The tokens that a unit of time yields are averaged over LATELY rounds.  Expected gains of looked-up guesses are
 # uncertain, so they must be worth LEAST_GAIN tokens.

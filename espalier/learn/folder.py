@@ -28,7 +28,7 @@ HELD_BACK = 8
 KINDS = ("train", "held-back")
 # The texts of a kind fill about this many files.  The oldest file is dropped for a new one.
 SEGMENTS = 16
-# Outputs of fewer tokens say little about a draft.
+# Shorter outputs, in tokens, are not kept, because they say little about a draft.
 LEAST_OUTPUT = 16
 HEADER = 2
 MANIFEST = "manifest.json"

@@ -49,7 +49,10 @@ TRAINER = (sys.executable, "-m", "espalier.learn.trainer")
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the trainer runs.  waits: it computes only while the engine has no work, because both share a GPU."""
+    """Where the trainer runs.
+
+    waits: the trainer computes only while the engine has no work, because both share a GPU.
+    """
 
     name: str
     environment: Mapping[str, str]

@@ -325,7 +325,7 @@ def _serve(socket: zmq.Socket, start: Start, front_pid: int, load: Load, address
                 llm = stack.enter_context(load(start.settings))
             else:
                 llm, learner = _load_learning(start.settings, start.learn, stack)
-        # Until now there was nothing to drain.
+        # Before the model was loaded, there was nothing to drain.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         log.info("engine process %d: %s loaded in %.1f s", os.getpid(), llm.config.model, time.perf_counter() - began)
         socket.send(protocol.encode(Ready(llm.inputs.facts, llm.config.as_dict())))

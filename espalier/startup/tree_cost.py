@@ -216,7 +216,7 @@ def fits_in(configured: TreeShape, tree: TreeShape) -> bool:
 
 
 def _buckets(most: int) -> Sequence[int]:
-    """1, 2, 3, 4, 6, 8, 12, ..., up to `most`."""
+    """The buckets 1, 2, 3, 4, 6, 8, 12, ..., up to `most`."""
     return sorted({next_bucket(batch) for batch in range(1, most + 1) if next_bucket(batch) <= most})
 
 

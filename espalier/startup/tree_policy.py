@@ -135,7 +135,7 @@ class Machine:
 def choose_trees(
     requested: Any, configured: TreeShape, machine: Machine | None, is_named: bool = False, max_batch: int = 1
 ) -> Trees:
-    """The trees that differ from the configured one: least number of requests -> tree.
+    """The trees that differ from the configured tree, as a table: least number of requests -> tree.
 
     requested: a table, the path of a table, or "auto"; machine: None if nothing is predicted, as on a CPU.
     is_named: whether the user set the configured tree; max_batch: the largest batch.

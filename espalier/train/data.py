@@ -29,7 +29,7 @@ HELDOUT_PROMPTS, HELDOUT_TOKENS = 16, 64
 class Conversation:
     """A conversation to answer.
 
-    tokens: by the target's chat template, up to the answer; kind: of its line, as "code".
+    tokens: by the target's chat template, up to the answer; kind: of its line, such as "code".
     """
 
     tokens: np.ndarray

@@ -202,7 +202,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
             rope_positions(positions, module),
             layers=self._layers(module),
             page_rows=page_rows.flatten(),
-            # Modules fill different rows, so each commits its own.
+            # Modules fill different rows, so each module commits its own rows.
             by_layer=is_split or self.spec.modules > 1,
             needed=needed,
         )

@@ -107,7 +107,7 @@ FORMATS = (
         in_parts=True,
     ),
 )
-# By algorithm.  To add a format from outside this package: DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
+# The formats, by algorithm.  To add a format from outside this package: DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
 DRAFT_FORMATS: dict[str, DraftFormat] = {known.algorithm: known for known in FORMATS}
 # Drafts, models and MTP layers that are not built, by architecture or speculators_model_type, with a name for each.
 NOT_BUILT = {

@@ -51,7 +51,7 @@ class IndexSource:
         places = (self.end + np.arange(len(text))) % self.size
         self.num_texts += 1
         self.tokens[places] = text
-        # Salt and number tell neighbouring texts apart, so that no run goes over from one text to the next.
+        # Salt and number tell neighbouring texts apart, so that no run crosses from one text to the next.
         self.texts[places] = _text(salt, self.num_texts)
         self.end = (self.end + len(text)) % self.size
         for run, table in self.tables.items():

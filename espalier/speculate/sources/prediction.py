@@ -1,4 +1,4 @@
-"""A source for `prediction`, a text that the client expects as the output.  It follows the output through that text."""
+"""A source for `prediction`, a text that the client expects as the output.  It tracks how far the output has come."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
