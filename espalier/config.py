@@ -226,7 +226,7 @@ def is_open(value: Any) -> bool:
 
 
 def check(config: Any, spelled: Callable[[str], str] = str) -> None:
-    """Check every field's type and limits.  Raises EspalierError that names field, value and supported values.
+    """Check every field's type and limits.  Raises EspalierError, which names field, value and supported values.
 
     spelled: returns the name of a field as the user knows it, such as the flag.
     """

@@ -189,8 +189,8 @@ class Runs:
         repeats: int,
         given: Sequence[Sequence[int]] | None = None,
     ) -> "Runs":
-        """Runs for these batch sizes, or for every bucket if there are none.  Prompts are the given ones, or drawn with
-        `context` tokens.  A CPU uses the buckets of a GPU.
+        """Runs for these batch sizes, or for every bucket if `batches` is empty.  Prompts are drawn with
+        `context` tokens, unless they are given.  A CPU uses the buckets of a GPU.
 
         Raises EspalierError for a batch size that is no bucket.
         """

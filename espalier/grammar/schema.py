@@ -56,7 +56,7 @@ IS_TYPE: Mapping[str, Callable[[Any], bool]] = {
 def enforceable(text: str, strict: bool = True) -> str:
     """Returns the JSON text of a schema that xgrammar enforces.  All its values are valid under the schema `text`.
 
-    strict: see Grammar.strict.  Raises EspalierError that names the keyword and its place.
+    strict: see Grammar.strict.  Raises EspalierError, which names the keyword and its place.
     """
     schema = read_json("JSON schema", text)
     walk = _Walk(schema, strict)

@@ -62,7 +62,7 @@ class Machine:
 def require_learnable(prepared: Prepared) -> str:
     """The kind of the draft.  Called before weights are loaded.
 
-    Raises EspalierError that names the part that cannot be trained further or swapped in.
+    Raises EspalierError, which names the part that cannot be trained further or swapped in.
     """
     found, config = prepared.checkpoint, prepared.resolved
     if found.draft_path is None:

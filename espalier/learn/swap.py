@@ -59,7 +59,7 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 class Swap:
-    """The pairs (place in the served draft, new tensor).  Raises EspalierError that names the first misfit."""
+    """The pairs (place in the served draft, new tensor).  Raises EspalierError, which names the first misfit."""
 
     def __init__(self, served: DraftModel, learned: DraftModel) -> None:
         old, new = list(places(served)), list(places(learned))

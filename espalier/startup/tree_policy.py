@@ -140,7 +140,7 @@ def choose_trees(
     requested: a table, the path of a table, or "auto"; machine: None if nothing is predicted, as on a CPU.
     is_named: whether the user set the configured tree; max_batch: the largest batch.
     Logs one line with the trees and the reason; the line is a warning if "auto" may replace the user's tree.
-    Raises EspalierError that names the fault of a table.  RoundLayout checks that trees fit the configured tree.
+    Raises EspalierError, which names the fault of a table.  RoundLayout checks that trees fit the configured tree.
     """
     if isinstance(requested, Mapping):
         chosen, why = parse(requested, "by_batch"), "set by by_batch"
@@ -231,7 +231,7 @@ def _bounded(trees: Trees, configured: TreeShape, max_batch: int) -> Trees:
 def parse(table: Mapping[Any, Any], where: str) -> Trees:
     """The trees of a table {requests: TreeShape or the fields of one}.  With steps 0 the other fields may be missing.
 
-    Raises EspalierError that names the bad entry.
+    Raises EspalierError, which names the bad entry.
     """
     trees: Trees = {}
     for key, value in table.items():
@@ -270,7 +270,7 @@ def _shape(value: Any, where: str) -> TreeShape:
 
 
 def read(path: Path) -> Trees:
-    """Read a table that `write` wrote.  Raises EspalierError that names the file."""
+    """Read a table that `write` wrote.  Raises EspalierError, which names the file."""
     return parse(_read_object(path, "table of trees; `espalier bench choose` writes one"), str(path))
 
 

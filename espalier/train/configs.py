@@ -34,7 +34,7 @@ MIN_CAPTURED_LAYERS = 6
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The config.json of a model.  Raises EspalierError that names the file."""
+    """The config.json of a model.  Raises EspalierError, which names the file."""
     if is_gguf(directory):
         raise EspalierError(
             f"{directory} is a GGUF file, from which nothing is trained; give the Hugging Face directory"

@@ -84,7 +84,7 @@ def read_data(path: Path, target: Path) -> Data:
 
 
 def read_prompts(path: Path, target: Path) -> list[list[int]]:
-    """The token ids of every line.  Raises EspalierError that names the line."""
+    """The token ids of every line.  Raises EspalierError, which names the line."""
     return [tokens for _, tokens in _prompts(path, target)]
 
 

@@ -59,7 +59,7 @@ class UnfinishedText:
         return sum(len(batch.texts) for batch in self.batches)
 
     def append(self, batch: Batch) -> None:
-        """Append a batch.  Raises OSError that names the file and the remedy; the earlier batches stay."""
+        """Append a batch.  Raises OSError, which names the file and the remedy; the earlier batches stay."""
         self._write({**vars(batch), "texts": [text.tolist() for text in batch.texts]})
         self.batches.append(batch)
 

@@ -47,7 +47,7 @@ def text_digest(stream: np.ndarray) -> str:
 def require_same(
     path: Path, made_from: Mapping[str, str | None] | None, now: Mapping[str, str | None], remedy: str
 ) -> None:
-    """Raises EspalierError that names the difference if a file was made from something else than `now`."""
+    """Raises EspalierError, which names the difference if a file was made from something else than `now`."""
     if made_from is None:
         raise EspalierError(f"{path} does not say what it was made from; {remedy}, or delete it")
     for flag, value in now.items():
@@ -77,7 +77,7 @@ def require_folder(flag: str, path: Path) -> None:
 def whole_file(path: Path, remedy: str) -> Iterator[Path]:
     """Gives a temporary path to write to.  At the end of the block, the file there replaces `path`.
 
-    If the block fails, the old file stays.  Raises OSError that names the file and the remedy.
+    If the block fails, the old file stays.  Raises OSError, which names the file and the remedy.
     """
     unfinished = path.with_name(f"unfinished-{path.name}")
     try:

@@ -257,7 +257,7 @@ def load_draft(
     """Load a draft.  `target` must have been loaded with the `capture` of `read_draft(path, target.config).spec`.
 
     shards: the part of the target that this rank holds; draft_shards gives the part of the draft.
-    Raises EspalierError that names the part that does not fit.
+    Raises EspalierError, which names the part that does not fit.
     """
     path = Path(path)
     config = read_draft(path, target.config)
