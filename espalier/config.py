@@ -1,7 +1,7 @@
 """The engine's configuration.
 
-A field that is "auto" is chosen at start: startup/resolve.py builds a ResolvedConfig from the configuration, the device
-and the model.  The command line's flags are generated from the fields.
+A field that is "auto" gets its value at startup: startup/resolve.py builds a ResolvedConfig from the configuration, the
+device and the model.  The command line's flags are generated from the fields.
 """
 
 import json
@@ -16,20 +16,20 @@ from espalier.errors import EspalierError, refuses_unknown, shown
 from espalier.layout import RoundLayout, TreeShape
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-# The kv_dtype that is no dtype of a model.
+# The value of kv_dtype that is not also a dtype of models.
 FP8_KV = "fp8_e4m3"
 KV_DTYPES = (FP8_KV, *DTYPES)
 
 
 def option(text: str, default: Any = "auto", **limits: Any) -> Any:
-    """A dataclass field with its help text.  limits: low and high, both included; above, which is not; choices."""
+    """A dataclass field with its help text.  limits: low and high, both included; above, excluded; choices."""
     return field(default=default, metadata={"help": text, **limits})
 
 
 @refuses_unknown
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """The draft tree.  From SafeAILab's EAGLE settings: steps is depth + 1, num_draft_tokens is total_token."""
+    """The draft tree.  In the terms of SafeAILab's EAGLE: steps is depth + 1, num_draft_tokens is total_token."""
 
     algorithm: str = option(
         "the draft model's format, such as eagle3 or mtp; 'ngram' (lookup in the text so far); or 'none'. By default "
@@ -63,7 +63,10 @@ class SpeculationConfig:
 @refuses_unknown
 @dataclass(frozen=True)
 class EngineConfig:
-    """The settings of LLM.  None and "auto" both mean that a value is chosen; speculation=None is plain decoding."""
+    """The settings of LLM.
+
+    None and "auto" both leave the choice to startup, but speculation=None is plain decoding.
+    """
 
     model: str | PathLike[str] = field(
         default="auto",
@@ -142,31 +145,31 @@ class EngineConfig:
 
 
 class RoundCosts(Protocol):
-    """Predicts the times of rounds.  A plain value: it can be sent to another process.
+    """Predicts the times of rounds.  It is a plain value, so it can be sent to another process.
 
-    by_clock: whether a clock corrects the prediction, which must then be in seconds.
+    by_clock: whether a clock corrects the prediction.  Then the prediction must be in seconds.
     """
 
     @property
     def by_clock(self) -> bool: ...
 
     def seconds(self, tree: TreeShape, batch: int, context: float) -> float:
-        """The time of a round.  context: tokens of a request, the mean over the batch."""
+        """The predicted time of a round.  context: the mean number of tokens of a request."""
         ...
 
     def of_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
-        """The time of a round that verified so many rows in all.  Only without a clock."""
+        """The time of a round that verified `rows` rows in all.  Called only if `by_clock` is False."""
         ...
 
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """An EngineConfig in which every value is chosen.  The engine runs on this.
+    """An EngineConfig in which every value is chosen.  The engine runs with these values.
 
-    layout: the trees and the sizes of passes; num_pages: includes the dummy page; round_costs: what rounds are
-    predicted to take, where trees are chosen while the engine runs (engine/tree_choice.py); num_snapshots: 0 for a
-    model without recurrent states, or without a prefix cache; sources: what proposes tokens beside the draft;
-    index_bytes: of the source `index`.
+    layout: the trees and the sizes of passes; num_pages: includes the dummy page; round_costs: predicts the times of
+    rounds if trees are chosen while the engine runs (engine/tree_choice.py); num_snapshots: 0 for a model without
+    recurrent states, or without a prefix cache; sources: what proposes tokens beside the draft; index_bytes: memory of
+    the source `index`.
     """
 
     model: str
@@ -194,10 +197,10 @@ class ResolvedConfig:
     tensor_parallel: int = 1
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields by name but round_costs, with those of the layout among them.
+        """All fields by name, those of the layout included, but without round_costs.
 
-        by_batch, choices: the fields of the tree, or of the trees among which is chosen, by the smallest batch to which
-        they apply.
+        by_batch, choices: by the smallest batch to which they apply, the fields of the tree, or of the trees to choose
+        from.
         """
         sizes = asdict(self.layout)
         del sizes["trees"]
@@ -218,14 +221,14 @@ class ResolvedConfig:
 
 
 def is_open(value: Any) -> bool:
-    """Whether a value is still to be chosen."""
+    """Whether startup still has to choose the value."""
     return value is None or (isinstance(value, str) and value == "auto")
 
 
 def check(config: Any, spelled: Callable[[str], str] = str) -> None:
-    """Check every field's type and limits.  Raises EspalierError with field, value and supported values.
+    """Check every field's type and limits.  Raises EspalierError, which names field, value and supported values.
 
-    spelled: a field's name as the message has it.
+    spelled: returns the name of a field as the user knows it, such as the flag.
     """
     for f in fields(config):
         value = getattr(config, f.name)

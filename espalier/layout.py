@@ -18,12 +18,12 @@ ANCESTOR_BITS = 64
 MAX_PAGE_SIZE = 512
 MIN_CHUNK_WIDTH = 16
 ROUNDS_IN_FLIGHT = 2
-# Limits of captured prefill passes: the widths of their pieces, and the most pieces and rows.  A slow host needs some
-# 60 ms to launch a pass of an 8B in FP8, and an H100 37 ms to run one of 2,048 rows (docs/log.md).
+# Limits of captured prefill passes: the widths of their pieces, and the most pieces and rows.  To launch a pass of an
+# 8B in FP8, a slow host needs some 60 ms; to run one of 2,048 rows, an H100 needs 37 ms (docs/log.md).
 CAPTURED_WIDTHS = (16, 64, 256)
 CAPTURED_PIECES = 16
 CAPTURED_ROWS = 2048
-# The row of the page buffers that padding uses.  It stays zero, so that a masked read of it is finite.
+# The row of the page buffers that padding uses.  It stays zero, so that a masked read of the row is finite.
 DUMMY_ROW = 0
 
 Number = TypeVar("Number", int, "Tensor")
@@ -35,7 +35,7 @@ def max_draft_tokens(steps: int, topk: int) -> int:
 
 
 def _check_sizes(*checks: tuple[bool, str, int, str]) -> None:
-    """Raise EspalierError for the first wrong check.  A check: (is wrong, field name, value, what to use)."""
+    """Raise EspalierError for the first failed check.  A check: (whether it failed, field name, value, what to use)."""
     for wrong, name, value, supported in checks:
         if wrong:
             raise EspalierError(f"{name}={value} is not supported; use {supported}")
@@ -46,8 +46,8 @@ class TreeShape:
     """The shape of a tree.
 
     steps: depth; topk: branches kept at each level; num_draft_tokens: nodes verified per round, root included.
-    shared_rows: rows of a verify pass for each request of the batch.  The nodes with the best scores get them.  0: each
-    request has num_draft_tokens.  drafts: whether the draft proposes; if not, the tree has the other sources' paths.
+    shared_rows: rows of a verify pass for each request of the batch, which the nodes with the best scores get; 0: each
+    request has num_draft_tokens rows.  drafts: whether the draft proposes; if not, other sources' paths make the tree.
     extends: whether the draft runs over the decided tokens, so that it can propose in a later round.
     Raises EspalierError if the levels cannot propose that many nodes.
     """
@@ -106,9 +106,9 @@ TARGET_ALONE = replace(PLAIN, extends=False)
 
 
 def bucket_of(batch: int, buckets: Iterable[int]) -> int:
-    """The padded size of a round of `batch` requests: the first of the ascending buckets that holds it.
+    """The padded size of a round of `batch` requests: the smallest bucket that holds them.
 
-    A batch above the largest bucket is not padded.
+    buckets: ascending.  A batch above the largest bucket is not padded.
     """
     return next((bucket for bucket in buckets if bucket >= batch), batch)
 
@@ -123,8 +123,8 @@ def next_bucket(batch: int) -> int:
 class LaunchForm(NamedTuple):
     """The numbers from which all shapes of a launch follow, with padding.
 
-    batch: requests; width: rows of each piece of a prefill pass, 0 for a round; pieces: of the pass, 0 where each
-    request has one; tree: as in LaunchInput, but None for a captured prefill pass, which always runs the draft.
+    batch: requests; width: rows of each piece of a prefill pass, 0 for a round; pieces: of the pass, 0 if each request
+    has one; tree: as in LaunchInput, but None for a captured prefill pass, which always runs the draft.
     """
 
     batch: int
@@ -145,7 +145,7 @@ class LaunchForm(NamedTuple):
 
 
 def captured_form(captured: Sequence[LaunchForm], width: int, pieces: int) -> LaunchForm | None:
-    """The form that a prefill pass is padded to: the first of these that holds it; None if none does.
+    """The form that a prefill pass is padded to: the first captured form that holds the pass; None if none does.
 
     captured: in the order of RoundLayout.captured_passes.
     """
@@ -164,8 +164,8 @@ class RoundLayout:
     busy_chunk_size: rows of a prefill pass while running requests wait for it; None: chunk_size;
     block_rows: rows of the one pass of a block draft; 0 for other drafts.
     choices: (n, shapes), n ascending from 1.  Rounds of n or more requests, up to the next n, use one of these shapes
-    instead of `trees`.  The first is used at the start.  All batches of a bucket have the same.  Empty if the engine
-    does not choose.
+    instead of `trees`, the first shape to begin with.  All batches of a bucket have the same shapes.  Empty if the
+    engine does not choose.
     text_paths, sent_paths: how many paths are grafted onto each tree, from the request's own text and from the host's
     guesses.
     shared_rows, drafts, extends: as in TreeShape.
@@ -219,12 +219,12 @@ class RoundLayout:
 
     @property
     def without_draft(self) -> TreeShape:
-        """The tree of rounds in which no request ever speculates."""
+        """The tree for rounds without a request that speculates, now or later."""
         return TARGET_ALONE if self.has_draft_model else PLAIN
 
     @property
     def calibrates(self) -> bool:
-        """Whether the scores of nodes are compared: with those of other sources, or of other requests."""
+        """Whether nodes' scores are compared with those of other sources or requests, so must be calibrated."""
         shapes = (self.tree, *(shape for _, of_bucket in self.choices for shape in of_bucket))
         return bool(self.text_paths or self.sent_paths) or any(shape.shared_rows for shape in shapes)
 
@@ -243,11 +243,11 @@ class RoundLayout:
         return self if shape == self.tree else self.with_tree(shape)
 
     def choices_at(self, batch: int) -> tuple[TreeShape, ...]:
-        """The trees among which a round of `batch` requests is chosen; none where nothing is chosen."""
+        """The trees that a round of `batch` requests may choose from; empty if the engine does not choose."""
         return next((shapes for least, shapes in reversed(self.choices) if least <= batch), ())
 
     def round_forms(self, buckets: Sequence[int]) -> list[LaunchForm]:
-        """The forms of the rounds of these buckets, those with the most rows first."""
+        """The forms of rounds in these buckets, in descending order of their rows."""
         alone = (self.without_draft,) if self.steps else ()
         trees = {batch: dict.fromkeys((*(self.choices_at(batch) or (None,)), *alone)) for batch in buckets}
         forms = [LaunchForm(batch, tree=tree) for batch in buckets for tree in trees[batch]]
@@ -275,7 +275,7 @@ class RoundLayout:
 
     @property
     def extend_width(self) -> int:
-        """The most tokens that one round decides, and the rows of the draft's extend."""
+        """The most tokens that one round decides, which is also the number of rows of the draft's extend."""
         return self.steps + 1
 
     @property
@@ -289,7 +289,7 @@ class RoundLayout:
 
     @property
     def beam_words(self) -> int:
-        """Words of ancestor bits of a draft row."""
+        """How many words the ancestor bits of a draft row take."""
         return -(-self.beam_rows // ANCESTOR_BITS)
 
     def beams_above(self, level: int) -> int:
@@ -303,12 +303,12 @@ class RoundLayout:
 
     @property
     def target_rows(self) -> int:
-        """Staging rows of the target: for the largest verify or prefill pass."""
+        """Staging rows of the target, enough for the largest verify or prefill pass."""
         return max(self.verify_rows, self.chunk_size)
 
     @property
     def draft_rows(self) -> int:
-        """Staging rows of the draft: for the beams of a round, or for its extend after a round or a prefill pass."""
+        """Staging rows of the draft, for the beams of a round, or for its extend after a round or a prefill pass."""
         round_rows = max(
             batch * max(self.block_rows or layout.beam_rows, layout.extend_width) for batch, layout in self.fullest
         )
@@ -316,21 +316,21 @@ class RoundLayout:
 
     @property
     def chunk_widths(self) -> tuple[int, ...]:
-        """Widths of prefill passes, in rows of a piece: powers of two times MIN_CHUNK_WIDTH, the values halfway
-        between them, and chunk_size."""
+        """Widths of prefill passes, in rows of a piece: MIN_CHUNK_WIDTH times powers of two, the values halfway
+        between these, and chunk_size."""
         doublings = [MIN_CHUNK_WIDTH << i for i in range(self.chunk_size.bit_length())]
         middles = [width + width // 2 for width in doublings[1:]]
         return (*sorted(width for width in doublings + middles if width < self.chunk_size), self.chunk_size)
 
     def max_pieces(self, width: int) -> int:
-        """Pieces of this width that one prefill pass holds."""
+        """The number of pieces of this width that one prefill pass holds."""
         return self.chunk_size // width
 
     @property
     def captured_passes(self) -> tuple[LaunchForm, ...]:
         """The few forms of prefill passes that can be CUDA graphs.  Passes are padded to these forms.
 
-        Forms with fewer rows come first; among equally many rows, the wider form.
+        Forms with fewer rows come first; of forms with equally many rows, the wider one.
         """
         forms = (
             LaunchForm(min(pieces, self.max_batch), width, pieces)
@@ -342,11 +342,11 @@ class RoundLayout:
         return tuple(sorted(fitting, key=lambda form: (form.pass_rows, -form.width)))
 
     def max_pass_rows(self, decoding: bool) -> int:
-        """Rows of a prefill pass.  decoding: whether running requests wait for the pass."""
+        """The most rows of a prefill pass.  decoding: whether running requests wait for the pass."""
         return (decoding and self.busy_chunk_size) or self.chunk_size
 
     def tokens_ahead(self, rounds: int) -> int:
-        """The most tokens from the last root that the host has seen on: this root, and what the rounds decide.
+        """The most tokens from the last root that the host has seen: the root and the tokens that the rounds decide.
 
         rounds: rounds in flight, including the one about to be launched.
         """
@@ -355,7 +355,7 @@ class RoundLayout:
     def committed_at_most(self, num_known: int, rounds_in_flight: int) -> int:
         """The most target rows that can be committed before a launch.
 
-        num_known: index of the last root that the host has seen; rounds_in_flight: before this launch.
+        num_known: index of the last root that the host has seen; rounds_in_flight: without this launch.
         """
         return num_known + rounds_in_flight * self.extend_width
 
@@ -403,7 +403,7 @@ class RoundLayout:
 
     @property
     def position_rows(self) -> int:
-        """Number of positions: rows of the rotary tables.  Padding and mask tokens reach past the last token."""
+        """Number of positions: rows of the rotary tables.  Padding and mask tokens reach beyond the last token."""
         return self.history_width + max(self.steps, self.chunk_size, self.block_rows)
 
     @property

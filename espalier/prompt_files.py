@@ -1,7 +1,7 @@
-"""Records of a file of prompts: JSON lines, a JSON list or a Parquet file, recognised by its content.
+"""Reads the records of a file of prompts: JSON lines, a JSON list or a Parquet file, recognised by its content.
 
 A record is SPEED-Bench's ({"turns"}), ShareGPT's ({"conversations"}), a conversation ({"messages"}), a text ({"prompt"}
-or {"text"}) or {"token_ids"}.  What speakers say is checked here; what is done with it is left to the callers.
+or {"text"}) or {"token_ids"}.  This module checks the texts of the speakers and leaves their use to the callers.
 """
 
 import json
@@ -15,14 +15,14 @@ from espalier.inputs import InputProcessor
 from espalier.terminal.console import read_text
 
 PARQUET = b"PAR1"
-# What SPEED-Bench's public file has in the place of a text that its owner gives out alone.
+# SPEED-Bench's public file has this in place of a text that only its owner may give out.
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 ROLES = {
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "tool", "function"), "assistant"),
 }
-# Of a message: the names of its speaker and of its text.
+# The fields of a message that hold its speaker and its text, by the field that holds the messages.
 FIELDS: Mapping[str, tuple[str, str]] = {"conversations": ("from", "value"), "messages": ("role", "content")}
 TEXTS = ("prompt", "text")
 EXPECTED = (
@@ -33,7 +33,7 @@ Record = tuple[str, dict[str, Any]]
 
 
 def records(flag: str, path: Path) -> Iterator[Record]:
-    """(place, record) in the file's order; the place begins with the flag.  Raises EspalierError."""
+    """Yields (place, record) in the file's order; the place begins with the flag.  Raises EspalierError."""
     for place, value in _values(flag, path):
         if not isinstance(value, dict):
             raise wrong(place, "not an object")
@@ -82,7 +82,7 @@ def _parsed(flag: str, path: Path, line: int, text: str) -> Any:
 
 
 def kind_of(place: str, record: Mapping[str, Any]) -> str:
-    """The field that says what a record is.  Raises EspalierError."""
+    """The field that decides how a record is read.  Raises EspalierError if it has none."""
     kind = next((name for name in ("turns", *FIELDS, "token_ids", *TEXTS) if name in record), None)
     if kind is None:
         raise wrong(place, "an object without a prompt")
@@ -92,7 +92,7 @@ def kind_of(place: str, record: Mapping[str, Any]) -> str:
 
 
 def messages_of(place: str, record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What a conversation's speakers say, by the roles user, system and assistant.  Raises EspalierError."""
+    """The messages of a conversation, with the roles user, system and assistant.  Raises EspalierError."""
     kind = kind_of(place, record)
     if kind not in FIELDS:
         said: list[Any] = record[kind] if kind == "turns" else [record[kind]]
@@ -115,7 +115,7 @@ def _get(message: Any, name: str) -> Any:
 
 
 def require_text(place: str, text: Any) -> str:
-    """Raises EspalierError for what nobody can have said."""
+    """Returns the text of a message.  Raises EspalierError if it is no valid text, is empty or is a placeholder."""
     if not isinstance(text, str) or not text.strip():
         raise wrong(place, "a text that is empty or none")
     if PLACEHOLDER in text:
@@ -134,10 +134,10 @@ def wrong(place: str, found: str) -> EspalierError:
 def token_ids(
     place: str, record: Mapping[str, Any], vocab_size: int, inputs: Callable[[], InputProcessor]
 ) -> list[int]:
-    """A record as a prompt: its text, its conversation by the chat template up to the last answer, or its token ids.
+    """The prompt of a record: its text, its conversation by the chat template up to the last answer, or its token ids.
 
-    Only the first of "turns" is taken, because the model answers before the second.  inputs: not called for token ids.
-    Raises EspalierError.
+    Only the first of "turns" is used, because the model would answer before the second.  inputs: not called for token
+    ids.  Raises EspalierError.
     """
     kind = kind_of(place, record)
     if kind in TEXTS:

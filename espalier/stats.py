@@ -1,4 +1,4 @@
-"""Speculation statistics of one request, or of all requests; the token counts of one request."""
+"""Statistics of speculation, for one request or for all requests, and the token counts of one request."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -9,8 +9,8 @@ from typing import Any
 class Usage:
     """Token counts of one request.
 
-    cached_tokens: prompt tokens that were found in the prefix cache; accepted_prediction_tokens: tokens of the
-    prediction that came in the output; rejected_prediction_tokens: its other tokens.
+    cached_tokens: prompt tokens that were in the prefix cache; accepted_prediction_tokens: tokens of the prediction
+    that the output contains; rejected_prediction_tokens: the other tokens of the prediction.
     """
 
     prompt_tokens: int = 0
@@ -22,8 +22,11 @@ class Usage:
 
 @dataclass
 class LearnFigures:
-    """Of online learning.  given, before, after: accept lengths on held-back traffic, of the draft that the server was
-    given, of the one that was served and of the one that was trained last; 0 before the first."""
+    """The figures of online learning.
+
+    given, before, after: accept lengths on held-back traffic, of the draft given at startup, of the draft served before
+    the last training, and of the draft from that training; 0 before the first.
+    """
 
     swaps: int = 0
     trainings: int = 0
@@ -39,8 +42,8 @@ class LearnFigures:
 class SpeculationStats:
     """Counts over rounds.  The token of the prefill and a discarded last round are not counted.
 
-    drafted: draft tokens verified; histogram[i]: rounds that emitted i tokens; reached[d-1]: rounds that tried depth d
-    (depth d - 1 was accepted and the tree was allowed depth d); taken[d-1]: rounds that accepted depth d.
+    drafted: draft tokens verified; histogram[i]: rounds that emitted i tokens; reached[d-1]: rounds that tried depth d,
+    because depth d - 1 was accepted and depth d was allowed; taken[d-1]: rounds that accepted depth d.
     """
 
     drafted: int = 0
@@ -63,19 +66,19 @@ class SpeculationStats:
 
     @property
     def accept_length(self) -> float:
-        """Mean number of tokens that a round emitted: 1.0 for plain decoding, 0.0 before the first round."""
+        """The mean number of tokens that a round emitted: 1.0 for plain decoding, 0.0 before the first round."""
         return self.emitted / self.rounds if self.rounds else 0.0
 
     @property
     def acceptance_by_depth(self) -> list[tuple[int, int]]:
-        """(tried, accepted) rounds for each depth from 1."""
+        """For each depth from 1, the number of rounds that (tried it, accepted it)."""
         return list(zip(self.reached, self.taken, strict=True))
 
     def add(self, emitted: int, accepted: int, drafted: int, depth: int) -> None:
         """Count one round of one request.
 
-        emitted: tokens that were kept; accepted: those from the draft (all, if an end token ended the round early);
-        drafted: draft tokens verified; depth: of the deepest node that could have been accepted.
+        emitted: tokens that were kept; accepted: how many of these the draft had guessed (all, if an end token ended
+        the round early); drafted: draft tokens verified; depth: the greatest depth that could have been accepted.
         """
         self.drafted += drafted
         _count(self.histogram, [emitted])

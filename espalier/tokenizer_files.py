@@ -1,6 +1,6 @@
-"""Loads a tokenizer of transformers from a model's directory, and refuses one that is code or may not end.
+"""Loads transformers' tokenizer from a model's directory.  Refuses one that is code, or that may never finish a text.
 
-Nothing here depends on the architecture: a tokenizer loads although transformers does not know the model's type.
+Nothing here depends on the architecture: a tokenizer loads even if transformers does not know the model's type.
 """
 
 import json
@@ -15,17 +15,17 @@ from typing import Any
 from espalier.errors import EspalierError, one_line, shown
 from espalier.model_files import is_gguf, read_gguf, read_json, require_files
 
-# Transformers has no tokenizer class of its own for these model types, and takes the one that tokenizer_config.json
-# names.  Of the classes, these add nothing to tokenizer.json.
+# Transformers has no tokenizer class for these model types, so it takes the class that tokenizer_config.json names.
+# Those classes add nothing to tokenizer.json.
 PLAIN_MODEL_TYPES = ("llama", "gpt_oss")
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-# A pattern that repeats a part up to this often is taken for one that repeats it without end.
+# A pattern that may repeat a part more often than this counts as one that repeats it without end.
 FEW_REPEATS = 10
-# The steps of published tokenizers write texts of FEW_CHARACTERS at most in place of others.
+# In published tokenizers, the replacement texts of a step have at most this many characters.
 FEW_CHARACTERS = 4
 MAX_GROWTH = 1000
 STEPS = ("normalizer", "pre_tokenizer", "decoder")
-# The fields of a step whose text is written into the text that it reads.
+# The fields whose text a step writes into the text that it processes.
 WRITTEN = ("content", "prepend")
 log = logging.getLogger("espalier")
 QUANTIFIER = re.compile(r"(?:(?P<sign>[*+?])|\{(?P<low>\d*)(?P<comma>,?)(?P<high>\d*)\})(?P<suffix>[?+]?)")
@@ -48,7 +48,7 @@ def hugging_face_tokenizer(path: Path) -> Any:
 def _of_gguf(path: Path) -> Any:
     """The tokenizer that a GGUF file describes, with its chat template.
 
-    Its kind of splits has a name that transformers may not know.  Then it takes GPT-2's, which is logged.
+    If transformers does not know the file's kind of splits by name, it takes GPT-2's splits, and a warning is logged.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -66,7 +66,7 @@ def _of_gguf(path: Path) -> Any:
 
 
 def _splits() -> Set[str]:
-    """The names of splits in GGUF files that transformers knows, and those of GPT-2's."""
+    """The names of splits in GGUF files that transformers knows, and the names that mean GPT-2's splits."""
     try:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
     except ImportError:
@@ -77,7 +77,7 @@ def _splits() -> Set[str]:
 
 
 def _loaded(path: Path, load: Callable[..., Any]) -> Any:
-    """The tokenizer that `load` makes.  Raises EspalierError as hugging_face_tokenizer."""
+    """Returns the tokenizer that `load` makes.  Raises EspalierError, see hugging_face_tokenizer."""
     try:
         hf = load(local_files_only=True)
     except Exception as error:  # transformers raises many types
@@ -100,7 +100,7 @@ def _loaded(path: Path, load: Callable[..., Any]) -> Any:
 
 
 def _refuse_code(path: Path) -> None:
-    """Refuse a tokenizer that is code of the checkpoint.  Raises EspalierError."""
+    """Raises EspalierError if the tokenizer is code of the checkpoint."""
     file = path / "tokenizer_config.json"
     declared = read_json(file).get("auto_map") if file.exists() else None
     if declared:
@@ -111,9 +111,10 @@ def _refuse_code(path: Path) -> None:
 
 
 def _config_of_type(path: Path) -> Any:
-    """A config of transformers with the model's type, of which alone the tokenizer's class depends.
+    """A transformers config with the model's type, which alone decides the tokenizer's class.
 
-    The fields of config.json are left out: transformers may not know the type, or may refuse what Espalier reads.
+    It leaves out the fields of config.json: transformers may not know the type, or may refuse fields that Espalier
+    reads.
     """
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
@@ -129,9 +130,9 @@ def _config_of_type(path: Path) -> Any:
 def tokenizer_class(path: Path) -> Any:
     """The class of transformers that loads the tokenizer in a directory; for any other path, AutoTokenizer.
 
-    Where no class is named, tokenizer.json is taken as it stands: AutoTokenizer would guess by the model's type, and
-    some classes replace what the file says.  AutoTokenizer takes two seconds to import, most of it PyTorch's compiler.
-    Where it is known to choose PreTrainedTokenizerFast, only that class is imported.
+    If the files name no class, tokenizer.json is loaded as it stands: AutoTokenizer would guess by the model's type,
+    and some classes replace what the file defines.  AutoTokenizer takes two seconds to import, most of it for PyTorch's
+    compiler.  So where it would choose PreTrainedTokenizerFast, only that class is imported.
     """
     config = _fields(path / "config.json")
     named = _fields(path / "tokenizer_config.json").get("tokenizer_class") or config.get("tokenizer_class")
@@ -146,7 +147,7 @@ def tokenizer_class(path: Path) -> Any:
 
 
 def _fields(path: Path) -> dict[str, Any]:
-    """Of a JSON file; none if it cannot be read."""
+    """The fields of a JSON file; empty if it cannot be read."""
     try:
         return read_json(path)
     except EspalierError:
@@ -154,7 +155,8 @@ def _fields(path: Path) -> dict[str, Any]:
 
 
 def endless_pattern(backend: Any) -> str | None:
-    """The first pattern that may take exponential time, of a tokenizer of the tokenizers library (None: there is none).
+    """The first pattern of a tokenizer that may take exponential time; None if there is none.  backend: a tokenizer of
+    the tokenizers library.
 
     The library bounds the time of each match, but a text has a match at each of its characters.
     """
@@ -163,14 +165,14 @@ def endless_pattern(backend: Any) -> str | None:
 
 
 def most_growth(backend: Any) -> int:
-    """The characters that long replacements may make of one: each may apply to what those before it wrote."""
+    """The most characters that long replacements can make of one, since each may apply to the text of those before."""
     parts = (part for name in STEPS for part in _parts(getattr(backend, name, None)))
     sizes = [len(str(part[name])) for part in parts for name in WRITTEN if name in part]
     return prod(size for size in sizes if size > FEW_CHARACTERS)
 
 
 def _parts(step: Any) -> Iterator[dict[str, Any]]:
-    """The objects of which a step of a tokenizer consists."""
+    """The JSON objects that a step of a tokenizer consists of."""
     try:
         left = [json.loads(step.__getstate__())]
     except Exception:  # none, or a custom step in Python, which has no serialized state
@@ -186,10 +188,10 @@ def _parts(step: Any) -> Iterator[dict[str, Any]]:
 def may_not_end(pattern: str) -> bool:
     """Whether a pattern repeats a part that contains a repetition or alternatives: (a+)+, (a|aa)*.
 
-    Such a part can match one text in exponentially many ways.  Possessive and atomic repetitions try only one.  The
+    Such a part can match one text in exponentially many ways.  Possessive and atomic repetitions try only one way.  The
     syntax is Oniguruma's.  Patterns of published tokenizers have no such part.
     """
-    # Of each open group: whether it is atomic; whether it holds a repetition or alternatives.
+    # For each open group: whether it is atomic, and whether it contains a repetition or alternatives.
     groups, at = [[False, False]], 0
     while at < len(pattern):
         at, kind, is_atomic = _atom(pattern, at)
@@ -213,7 +215,7 @@ def may_not_end(pattern: str) -> bool:
 
 
 def _atom(pattern: str, at: int) -> tuple[int, str, bool]:
-    """(end, first character, whether it opens an atomic group) of the atom, or part of a group, at a place."""
+    """(end, first character, whether it opens an atomic group) of the atom, or part of a group, at index `at`."""
     first = pattern[at]
     if first == "\\":
         end = at + 2
@@ -228,7 +230,7 @@ def _atom(pattern: str, at: int) -> tuple[int, str, bool]:
 
 
 def _end_of_class(pattern: str, at: int) -> int:
-    """The end of a character class, which may contain others.  A ] in the first place is a character."""
+    """The end of a character class, which may contain other classes.  A ] in the first place is a character."""
     depth, at = 1, at + 1
     if pattern[at : at + 1] == "^":
         at += 1
@@ -241,7 +243,7 @@ def _end_of_class(pattern: str, at: int) -> int:
 
 
 def _repeats(pattern: str, at: int) -> tuple[int, float, bool]:
-    """(end, the most repetitions, whether they are possessive) of the quantifiers at a place; 1 without one."""
+    """(end, most repetitions, whether possessive) of the quantifiers at index `at`; most is 1 without a quantifier."""
     most, is_possessive = 1.0, False
     while found := QUANTIFIER.match(pattern, at):
         low, comma, high = found["low"], found["comma"], found["high"]

@@ -1,6 +1,6 @@
-"""`espalier bench choose`: the fastest tree at each batch, as a table for --by-batch.
+"""`espalier bench choose`: measures the fastest tree at each batch size, and writes a table for --by-batch.
 
-Every bucket runs with every candidate tree, by the engine's own launches.  Accept lengths are measured too.
+The engine's own launches run every bucket with every candidate tree.  Accept lengths are measured in the same runs.
 """
 
 from argparse import Namespace
@@ -29,17 +29,17 @@ from espalier.terminal.console import QUIET, print_header, print_table, progress
 from espalier.terminal.flags import engine_settings, flag_of, require_at_least_one, with_minimum, written
 
 CANDIDATES = (TreeShape(5, 8, 64), TreeShape(5, 4, 16), TreeShape(3, 2, 8))
-# Of a block draft, whose one pass costs the same at any depth: only nodes cost, so its trees keep the configured depth.
+# Node counts of a block draft's candidates.  Its one pass costs the same at any depth, so they keep the depth.
 BLOCK_NODES = (64, 32, 16, 8)
 DEFAULTS = MappingProxyType({"context": 128, "tokens": 96, "repeats": 5})
 
-# (the configured tree, candidates, whether the draft is a block draft) -> accept lengths
+# (the configured tree, candidates, whether the draft is a block draft) -> the accept length of each tree
 Predict = Callable[[TreeShape, Sequence[TreeShape], bool], Mapping[TreeShape, float]]
 
 
 @dataclass(frozen=True)
 class TreeTime:
-    """The round time of one candidate tree at one batch."""
+    """The round time of one candidate tree at one batch size."""
 
     batch: int
     shape: TreeShape
@@ -56,7 +56,7 @@ class TreeTime:
 
 
 def run(args: Namespace) -> int:
-    """`espalier bench choose`."""
+    """Run `espalier bench choose`."""
     fill_in(args)
     print_header()
     choose(args, engine_settings(args), OfModel)
@@ -64,7 +64,7 @@ def run(args: Namespace) -> int:
 
 
 def fill_in(args: Namespace) -> None:
-    """Set the defaults of the flags that were not given, and check all of them.  Raises EspalierError."""
+    """Set the defaults of missing flags, and check all flags.  Raises EspalierError."""
     for name, value in DEFAULTS.items():
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     require_at_least_one(args, "batch", *DEFAULTS)
@@ -80,7 +80,10 @@ def choose(
     engines_with: Callable[[Mapping[str, Any]], BenchEngines],
     predict: Predict | None = None,
 ) -> None:
-    """Measure, print and write the table.  predict: where accept lengths are not measured.  Raises EspalierError."""
+    """Measure, print and write the table.
+
+    predict: gives accept lengths instead of measuring.  Raises EspalierError.
+    """
     _refuse_unused(settings)
     context, longest = args.context, args.context + args.tokens
     largest = {"max_batch": max(args.batch)} if args.batch else {}
@@ -105,7 +108,7 @@ def choose(
         with progress("measuring", len(shapes) * len(runs.prompts)) as advance:
             timed = measure(bench.engine, config.graph_batch, runs, shapes, lengths, advance)
     by_batch = table(timed)
-    # Write before printing: printing fails if the reader of stdout has left.
+    # Write before printing: printing fails if the reader of stdout has closed it.
     if args.out is not None:
         tree_policy.write(args.out, by_batch)
     figures = {"config": config.as_dict(), "cells": [one.as_dict() for one in timed]}
@@ -116,7 +119,7 @@ def choose(
 
 
 def _refuse_unused(settings: Mapping[str, Any]) -> None:
-    """Refuse engine settings that would have no effect here.  Raises EspalierError."""
+    """Raises EspalierError for engine settings that would have no effect here."""
     tree = settings.get("speculation")
     if tree is not None and tree.by_batch not in ("auto", {}):
         raise EspalierError("--by-batch is not for bench choose, which measures such a table; leave one out")
@@ -127,17 +130,18 @@ def _refuse_unused(settings: Mapping[str, Any]) -> None:
 
 
 def without_table(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with the configured tree at every batch."""
+    """The settings, but with the configured tree at every batch size."""
     speculation = settings.get("speculation")
     speculation = speculation if isinstance(speculation, SpeculationConfig) else SpeculationConfig()
     return {**settings, "speculation": replace(speculation, by_batch={})}
 
 
 def candidates_of(configured: TreeShape, given: Sequence[TreeShape], is_block: bool = False) -> list[TreeShape]:
-    """The given trees, each once.  If none is given: the configured tree, the CANDIDATES that fit in it, and plain
-    decoding; for a block draft the configured tree with fewer nodes, in place of CANDIDATES.
+    """The trees to measure, each once.
 
-    Raises EspalierError for a tree that is above the configured one.
+    If no tree is given: the configured tree, the CANDIDATES that fit in it, and plain decoding.  A block draft has the
+    configured tree with fewer nodes (BLOCK_NODES) instead of CANDIDATES.
+    Raises EspalierError for a tree that is larger than the configured tree.
     """
     for shape in given:
         configured.require(shape)
@@ -150,7 +154,7 @@ def candidates_of(configured: TreeShape, given: Sequence[TreeShape], is_block: b
 
 
 def _prompts_of(path: Path, bench: BenchEngine, context: int) -> list[list[int]]:
-    """Raises EspalierError."""
+    """The prompts of a file, of at most `context` tokens each.  Raises EspalierError if there are none."""
     inputs = bench.llm.inputs
     found = [
         token_ids(place, record, inputs.facts.vocab_size, lambda: inputs)
@@ -166,8 +170,10 @@ def _prompts_of(path: Path, bench: BenchEngine, context: int) -> list[list[int]]
 
 @dataclass(frozen=True)
 class Runs:
-    """Prompts by batch, which are taken in turn.  Each run continues a batch of them by num_tokens greedy tokens: one
-    to warm up, and `repeats` that are timed."""
+    """The prompts of each batch size, used in turn.
+
+    A run continues a batch of prompts by num_tokens greedy tokens.  One run warms up, then `repeats` runs are timed.
+    """
 
     prompts: Mapping[int, Sequence[Sequence[int]]]
     num_tokens: int
@@ -183,10 +189,10 @@ class Runs:
         repeats: int,
         given: Sequence[Sequence[int]] | None = None,
     ) -> "Runs":
-        """Prompts for these batches, or every bucket: those given, or of `context` tokens.  A CPU takes the buckets of
-        a GPU.
+        """Runs for these batch sizes, or for every bucket if `batches` is empty.  Prompts are drawn with
+        `context` tokens, unless they are given.  A CPU uses the buckets of a GPU.
 
-        Raises EspalierError for a batch that is no bucket.
+        Raises EspalierError for a batch size that is no bucket.
         """
         buckets = bench.engine.layout.batch_buckets(bench.config.graph_batch or bench.config.layout.max_batch)
         if other := [batch for batch in batches if batch not in buckets]:
@@ -197,7 +203,7 @@ class Runs:
         return cls({batch: given or bench.prompts([context] * batch) for batch in chosen}, num_tokens, repeats)
 
     def batches(self, batch: int) -> Iterator[list[Sequence[int]]]:
-        """The prompts of each run."""
+        """Yields the prompts of each run."""
         prompts = cycle(self.prompts[batch])
         return (list(islice(prompts, batch)) for _ in range(self.repeats + 1))
 
@@ -210,13 +216,13 @@ def measure(
     accept_lengths: Mapping[TreeShape, float] | None,
     advance: Callable[[], None],
 ) -> list[TreeTime]:
-    """Time every batch with every tree.
+    """Time every batch size with every tree.
 
-    Each tree has a new engine on the models and buffers of `engine`, which is closed.  Its prefix cache lets prompts
-    that ran once enter together, however long they are.
+    Each tree has a new engine on the models and buffers of `engine`, which is closed.  In the new engine, the prefix
+    cache lets prompts that ran once enter together, however long they are.
 
-    graph_batch: of `engine`; accept_lengths: by tree, None: measured in these runs, over all batches.
-    Raises EspalierError if a batch never runs whole.
+    graph_batch: of `engine`; accept_lengths: by tree; None: they are measured in these runs, over all batch sizes.
+    Raises EspalierError if no round ever runs the whole batch.
     """
     runner, overlap = engine.executor.runner, engine.in_flight.overlap
     engine.close()
@@ -236,7 +242,7 @@ def measure(
 
 
 def _round_ms(engine: Engine, batch: int, runs: Runs, stats: SpeculationStats) -> float:
-    """Median ms of the rounds that held the whole batch.  The runs' statistics are added to `stats`."""
+    """The median ms of the rounds that ran the whole batch.  The runs' statistics are added to `stats`."""
     params = SamplingParams(temperature=0.0, max_tokens=runs.num_tokens)
     driven = [drive(engine, prompts, params) for prompts in runs.batches(batch)][1:]
     for each in driven:
@@ -245,7 +251,7 @@ def _round_ms(engine: Engine, batch: int, runs: Runs, stats: SpeculationStats) -
 
 
 def best(timed: Sequence[TreeTime]) -> dict[int, TreeTime]:
-    """The fastest tree at each batch; the first one of equals."""
+    """The fastest tree at each batch size; of equally fast trees, the first."""
     found: dict[int, TreeTime] = {}
     for one in timed:
         if one.batch not in found or one.tokens_per_second > found[one.batch].tokens_per_second:
@@ -254,7 +260,7 @@ def best(timed: Sequence[TreeTime]) -> dict[int, TreeTime]:
 
 
 def table(timed: Sequence[TreeTime]) -> dict[int, TreeShape]:
-    """For SpeculationConfig.by_batch: the fastest tree, by the batch from which on it is the fastest."""
+    """A table for SpeculationConfig.by_batch: the least batch size of each range -> the fastest tree in that range."""
     trees: dict[int, TreeShape] = {}
     for batch, fastest in best(timed).items():
         if not trees or next(reversed(trees.values())) != fastest.shape:
@@ -263,7 +269,8 @@ def table(timed: Sequence[TreeTime]) -> dict[int, TreeShape]:
 
 
 def _rows(timed: Sequence[TreeTime]) -> list[list[str]]:
-    """One row a batch, one column a candidate.  A star marks the fastest of a row."""
+    """The lines of the printed table, one for each batch size, with a column for each candidate.  A star marks the
+    fastest tree of a line."""
     shapes = list(dict.fromkeys(one.shape for one in timed))
     fastest, by_cell = best(timed), {(one.batch, one.shape): one for one in timed}
     rows = [["batch", *(str(shape) for shape in shapes)]]

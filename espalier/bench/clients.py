@@ -1,7 +1,7 @@
-"""Clients of a server, all on one event loop.  They record when each part of a response came, and read it afterwards.
+"""Clients of a server, all on one event loop.  They record when each part of a response arrives, and parse it later.
 
-With a thread for each client, or a parser while responses come, the clients would wait for each other, and the
-measurement would be theirs.
+With a thread for each client, or with parsing while responses arrive, the clients would wait for each other.  The
+measurement would then show the delay of the clients and not that of the server.
 """
 
 import asyncio
@@ -25,13 +25,13 @@ LENGTH, CHUNKED = b"content-length:", b"transfer-encoding: chunked"
 OK = 200
 METRICS_S = 10.0
 ROUNDS = re.compile(r'^espalier_rounds_by_accept_length_total\{length="(\d+)"\} (\S+)$', re.MULTILINE)
-# What to do where /v1/models answers with this status.
+# What the user should do if /v1/models answers with this status.
 REMEDIES = {401: "give the server's key, with --api-key", 404: "correct the path of --url"}
 
 
 @dataclass(frozen=True)
 class Address:
-    """prefix: of every path, without /v1."""
+    """The address of a server.  prefix: of every path, without /v1."""
 
     host: str
     port: int
@@ -43,7 +43,7 @@ class Address:
 
 
 def address_of(url: str) -> Address:
-    """The address of a server.  url: with or without /v1.  Raises EspalierError."""
+    """Parse the URL of a server, with or without /v1.  Raises EspalierError."""
     parts = split_url(url)
     port = parts.port or {"http": 80, "https": 443}[parts.scheme]
     return Address(parts.hostname or "", port, parts.scheme == "https", parts.path.rstrip("/").removesuffix("/v1"))
@@ -51,8 +51,11 @@ def address_of(url: str) -> Address:
 
 @dataclass
 class Exchange:
-    """A response as it arrives.  Times are perf_counter's: the request was sent, bytes first arrived, the response was
-    complete.  arrivals: (time, number of bytes received by then)."""
+    """A response as it arrives.  Times are those of perf_counter, in seconds.
+
+    sent_at: of the request; first_at: when the first bytes arrived; ended_at: when the response was complete.
+    arrivals: (time, number of bytes received until that time).
+    """
 
     sent_at: float
     first_at: float = 0.0
@@ -70,7 +73,7 @@ class Exchange:
 
     @property
     def length(self) -> int | None:
-        """Of the whole response, where its head says it."""
+        """The number of bytes of the whole response; None if the response's head does not state it."""
         lengths = [int(line[len(LENGTH) :]) for line in self.head.split(b"\r\n") if line.startswith(LENGTH)]
         return len(self.head) + len(HEAD_END) + lengths[0] if lengths else None
 
@@ -82,14 +85,14 @@ class Exchange:
         return b"".join(data for _, data in self._pieces())
 
     def events(self) -> Iterator[tuple[float, bytes]]:
-        """(time at which it was complete, data) of each server-sent event of the response."""
+        """Yields (time at which it was complete, data) for each server-sent event of the response."""
         rest = b""
         for time, data in self._pieces():
             *lines, rest = (rest + data).split(b"\n")
             yield from ((time, line[5:].strip()) for line in lines if line.startswith(b"data:"))
 
     def _pieces(self) -> Iterator[tuple[float, bytes]]:
-        """(time at which it was complete, bytes) of each chunk, or of what came at once where there are no chunks."""
+        """Yields (time at which it was complete, bytes) for each chunk, or each arrival if there are no chunks."""
         start, ends = len(self.head) + len(HEAD_END), [size for _, size in self.arrivals]
         if CHUNKED not in self.head:
             for time, end in self.arrivals:
@@ -106,7 +109,7 @@ class Exchange:
 
 
 class Connection(asyncio.Protocol):
-    """An open connection, for one request after another."""
+    """An open connection that carries one request after another."""
 
     transport: asyncio.Transport
     exchange: Exchange
@@ -116,9 +119,9 @@ class Connection(asyncio.Protocol):
         self.transport = transport
 
     def send(self, request: bytes) -> asyncio.Future[Exchange]:
-        """Send now.  The result comes with the last byte of the response.
+        """Send a request now.  The future is done at the last byte of the response.
 
-        Raises EspalierError if the connection ends before.
+        Raises EspalierError if the connection ends before that byte.
         """
         self.ended = asyncio.get_running_loop().create_future()
         self.exchange = Exchange(perf_counter())
@@ -137,7 +140,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if not hasattr(self, "ended") or self.ended.done():
             return
-        # A response without a length and without chunks ends with the connection.
+        # A response without a length and without chunks ends when the connection ends.
         if self.exchange.head and CHUNKED not in self.exchange.head and self.exchange.length is None:
             self.ended.set_result(self.exchange)
         else:
@@ -146,7 +149,7 @@ class Connection(asyncio.Protocol):
 
 
 async def connect(address: Address) -> Connection:
-    """Raises OSError."""
+    """Open a connection.  Raises OSError."""
     loop = asyncio.get_running_loop()
     _, connection = await loop.create_connection(Connection, address.host, address.port, ssl=address.tls or None)
     return connection
@@ -162,7 +165,7 @@ def request_of(path: str, body: Mapping[str, Any], headers: Mapping[str, str] | 
 
 @dataclass
 class Asked:
-    """One request.  error: why it has no whole answer, "" if it has one; text: of the answer."""
+    """One request and its result.  error: why the answer is incomplete, "" if it is whole; text: of the answer."""
 
     timeline: Timeline
     error: str = ""
@@ -173,13 +176,13 @@ class Asked:
 
     @property
     def later(self) -> int:
-        """Tokens behind the first chunk."""
+        """The number of tokens that came after the first chunk."""
         return self.num_output - self.timeline.chunks[0][1]
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server.  same: fields of every request."""
+    """A server to measure.  same: the fields that every request has."""
 
     address: Address
     headers: Mapping[str, str]
@@ -189,7 +192,7 @@ class Target:
     think_s: float
 
     async def ask(self, body: Mapping[str, Any], due: float) -> Asked:
-        """Send a request now.  due: when it should have been sent, on perf_counter's clock."""
+        """Send a request now.  due: the planned time of sending, on perf_counter's clock."""
         asked = Asked(Timeline(due))
         request = request_of(self.address.prefix + PATHS[self.endpoint], body, self.headers)
         try:
@@ -206,7 +209,7 @@ class Target:
         return asked
 
     async def converse(self, talk: Conversation, due: float) -> list[Asked]:
-        """Send the turns of a conversation, the first when it is due.  It ends at a turn without an answer."""
+        """Send the turns of a conversation, the first at `due`.  The conversation ends at a turn without an answer."""
         results: list[Asked] = []
         answers: list[str] = []
         for body in bodies(talk, self.endpoint, answers, self.same):
@@ -221,8 +224,11 @@ class Target:
 
 
 def take(exchange: Exchange, asked: Asked) -> None:
-    """Read a response.  A chunk counts as its token ids, or as one token, and the last one as those of `usage` that are
-    left."""
+    """Parse a response into `asked`.
+
+    A chunk counts as many tokens as it has token ids, or one token without ids.  The last chunk counts the tokens that
+    `usage` reports beyond these.
+    """
     if exchange.status != OK:
         asked.error = f"status {exchange.status}: {_message(exchange.body())}"
         return
@@ -252,7 +258,7 @@ def take(exchange: Exchange, asked: Asked) -> None:
 
 
 def _text(event: Mapping[str, Any]) -> str:
-    """What an event adds to the answer: text, reasoning, or a call's arguments."""
+    """The text that an event adds to the answer: content, reasoning, or the arguments of a call."""
     parts: list[str] = []
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
@@ -263,7 +269,7 @@ def _text(event: Mapping[str, Any]) -> str:
 
 
 def _num_ids(event: Mapping[str, Any]) -> int:
-    """Token ids of an event; 0 where the server does not give them."""
+    """The number of token ids in an event; 0 if the server does not send them."""
     return sum(len(choice.get("token_ids") or ()) for choice in event.get("choices") or ())
 
 
@@ -275,7 +281,7 @@ def _message(data: bytes) -> str:
 
 
 async def require_reachable(address: Address) -> None:
-    """Raises EspalierError for a server to which there is no connection."""
+    """Check that the server accepts a connection.  Raises EspalierError if it does not."""
     try:
         connection = await connect(address)
     except (OSError, EspalierError) as error:
@@ -299,7 +305,7 @@ async def _get(address: Address, headers: Mapping[str, str], path: str) -> Excha
 
 
 async def rounds_by_length(address: Address, headers: Mapping[str, str]) -> Counter[int] | None:
-    """How many rounds the server has run by accept length; None for a server that does not say it as Espalier does."""
+    """How many rounds the server has run, by accept length; None for a server that does not have Espalier's metric."""
     try:
         exchange = await asyncio.wait_for(_get(address, headers, "/metrics"), METRICS_S)
         found = ROUNDS.findall(exchange.body().decode()) if exchange.status == OK else []
@@ -309,7 +315,7 @@ async def rounds_by_length(address: Address, headers: Mapping[str, str]) -> Coun
 
 
 async def first_model(address: Address, headers: Mapping[str, str]) -> str:
-    """The first of the server's models.  Raises EspalierError."""
+    """The name of the server's first model.  Raises EspalierError."""
     exchange = await _get(address, headers, "/v1/models")
     if exchange.status != OK:
         remedy = REMEDIES.get(exchange.status, "look at the server's log")

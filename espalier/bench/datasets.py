@@ -1,6 +1,6 @@
-"""Conversations from a file of prompts (espalier/prompt_files.py), read before any model.
+"""Conversations from a file of prompts (espalier/prompt_files.py), read before any model is loaded.
 
-What users say is sent.  The model's own answers take the place of those in the file.
+Only the users' messages are sent.  The model's own answers replace the answers in the file.
 """
 
 import random
@@ -17,13 +17,13 @@ from espalier.prompt_files import EXPECTED, kind_of, messages_of, records, wrong
 from espalier.terminal.console import stdout
 from espalier.terminal.flags import flag_of, require_at_least_one
 
-# Fewest and most tokens of an answer, by default.
+# The default for the fewest and most tokens of an answer.
 OUTPUTS = (256, 256)
 MAX_TEMPERATURE = 2.0
 
 
 def asked_for(args: Namespace) -> list[Conversation] | None:
-    """The conversations of --dataset; None: prompts are drawn.  Sets its flags' defaults.  Raises EspalierError."""
+    """The conversations of --dataset; None without it.  Sets the defaults of its flags.  Raises EspalierError."""
     names = OF_DATASET if getattr(args, "dataset", None) is None else OF_DRAWN
     if given := [name for name in names if getattr(args, name, None) is not None]:
         remedy = (
@@ -47,9 +47,9 @@ def asked_for(args: Namespace) -> list[Conversation] | None:
 def conversations_of(
     path: Path, outputs: tuple[int, int], limit: int | None, seed: int
 ) -> tuple[list[Conversation], int]:
-    """(conversations of a file, number of its records in which no user speaks, as ShareGPT's file has some).
+    """(conversations of a file, number of its records in which no user speaks; ShareGPT's file has some).
 
-    limit: take so many, evenly from each category that has enough, in the file's order; None: all.
+    limit: take so many, in equal parts from the categories as far as these last, in the file's order; None: all.
     outputs: fewest and most max_tokens of an answer, drawn by the seed.  Raises EspalierError.
     """
     chance = random.Random(seed)
@@ -77,7 +77,7 @@ def _sampled(path: Path, records: Sequence[Any], limit: int, chance: random.Rand
 
 
 def _said(place: str, record: Mapping[str, Any]) -> tuple[str, str, list[str]]:
-    """(category, system message, what the user says) of a record."""
+    """(category, system message, messages of the user) of a record."""
     if kind_of(place, record) == "token_ids":
         raise wrong(place, "token ids, which are no text")
     said = messages_of(place, record)

@@ -23,26 +23,26 @@ from espalier.stats import SpeculationStats
 from espalier.terminal.console import print_header, require_writable
 from espalier.terminal.flags import engine_settings, with_minimum
 
-# For a model without a tokenizer.  Longer prompts repeat these texts.
+# The number of random texts for a model without a tokenizer.  Longer prompts repeat these texts.
 RANDOM_TEXTS = 64
-# A way to decode: the settings of LLM that it changes.
+# A way to decode, given by the settings of LLM that it changes.
 Way = Mapping[str, Any]
 AS_SET: Way = {}
 PLAIN_WAY: Way = {"speculation": None}
 
 
 class Timer(Protocol):
-    """Sums the time of what it times."""
+    """Sums the time of the work that it measures, in seconds."""
 
     seconds: float
 
 
 @dataclass
 class Driven:
-    """One batch, from arrival to end.
+    """The measurements of one batch, from arrival to end.
 
-    full_steps: seconds of each step that harvested a round of every request; forward_seconds: spent in the models'
-    forward passes during those steps; traces: by request id, in order.
+    full_steps: seconds of each step that harvested a round of every request; forward_seconds: the time that the models'
+    forward passes took in those steps; traces: by request id, in order.
     """
 
     requests: list[Request]
@@ -68,7 +68,7 @@ class Driven:
 
 
 def rebuilt(engine: Engine, graph_batch: int, **changes: Any) -> Engine:
-    """A new engine on the models and buffers of this one, which is closed.  changes: fields of ModelRunner."""
+    """A new engine on the models and buffers of `engine`, which is closed.  changes: fields of ModelRunner."""
     runner, overlap, has_cache = engine.executor.runner, engine.in_flight.overlap, engine.prefixes is not None
     engine.close()
     return engine_of(replace(runner, **changes), overlap, has_cache, graph_batch)
@@ -82,7 +82,7 @@ def drive(
     roots: Sequence[int] = (),
     after_step: Callable[[], None] | None = None,
 ) -> Driven:
-    """Run prompts as one batch.  roots: the first token of each output, where it is given instead of sampled."""
+    """Run prompts as one batch.  roots: the first token of each output, if it is given instead of sampled."""
     requests = _requests(prompts, params, roots)
     driven = Driven(requests, 0.0, traces={request.id: [] for request in requests})
     harvested: list[RoundTrace] = []
@@ -108,13 +108,13 @@ def drive(
 
 
 def empty_prefix_cache(engine: Engine) -> None:
-    """Forget all cached prefixes that no request uses, so that the next prompts are prefilled whole."""
+    """Drop all cached prefixes that no request uses, so that the next prompts are computed whole."""
     if engine.prefixes is not None:
         engine.prefixes.evict(engine.pool.num_pages)
 
 
 def full_steps(runs: Sequence[Driven]) -> list[float]:
-    """The full_steps of all runs of one batch.  Raises EspalierError if there are none."""
+    """The full_steps of all runs of one batch, in seconds.  Raises EspalierError if there are none."""
     steps = [seconds for run in runs for seconds in run.full_steps]
     if not steps:
         requests = runs[0].requests
@@ -126,7 +126,7 @@ def full_steps(runs: Sequence[Driven]) -> list[float]:
 
 
 def greedy_request(name: str, arrival: int, prompt: Sequence[int], num_tokens: int) -> Request:
-    """A request that runs to num_tokens tokens.  arrival: its number in the order of arrival, and its seed."""
+    """A greedy request for num_tokens tokens.  arrival: its index in the order of arrival, and its seed."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True).resolve({}, ())
     return Request(name, list(prompt), params, seed=arrival, arrival=arrival)
 
@@ -157,7 +157,7 @@ def heldout() -> list[dict[str, str]]:
 
 
 def texts(llm: LLM, count: int | None = None) -> list[tuple[list[int], list[int]]]:
-    """(prompt, reference) of the first `count` held-out texts, None: of all.  Together they are the tokens of the text.
+    """(prompt, reference) of the first `count` held-out texts (None: all), as the tokens of the text in two parts.
 
     A model without a tokenizer gets random tokens.  Raises EspalierError if there are fewer texts than `count`.
     """
@@ -171,9 +171,10 @@ def texts(llm: LLM, count: int | None = None) -> list[tuple[list[int], list[int]
 
 
 def parts_of(encode: Callable[[str], list[int]], prompt: str, reference: str) -> tuple[list[int], list[int]]:
-    """The tokens of a text in two parts.  The first are those that the prompt alone begins with too, at least one.
+    """The tokens of a text in two parts.  The first part, of at least one token, is what the tokens of the text have in
+    common with those of the prompt alone.
 
-    A tokenizer may have a token across the border, so the prompt's own tokens may not be the first of the text's.
+    A token may cross the border, so the prompt's own tokens may not be the first tokens of the text.
     """
     alone, whole = encode(prompt), encode(prompt + reference)
     shared = next((i for i, (one, other) in enumerate(zip(alone, whole, strict=False)) if one != other), len(alone))
@@ -192,7 +193,7 @@ def contexts(llm: LLM, batch: int, length: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class BenchEngine:
-    """A running engine in its LLM.  prompts: token ids for prompts of the given lengths."""
+    """An LLM with its running engine.  prompts: draws prompts of the given lengths, as token ids."""
 
     llm: LLM
     prompts: Callable[[Sequence[int]], list[list[int]]]
@@ -207,7 +208,7 @@ class BenchEngine:
 
 
 class BenchEngines(Protocol):
-    """settings: of LLM.  positions: of the model; the most tokens of a request."""
+    """Opens engines of one model.  settings: of LLM.  positions: the most tokens of a request in this model."""
 
     settings: Mapping[str, Any]
 
@@ -215,19 +216,19 @@ class BenchEngines(Protocol):
     def positions(self) -> int: ...
 
     def config(self, way: Way = AS_SET) -> ResolvedConfig:
-        """The configuration of `open(way)`, before anything is loaded.  num_pages is an estimate."""
+        """The configuration that `open(way)` would have, before anything is loaded.  num_pages is an estimate."""
         ...
 
     def open(self, way: Way = AS_SET) -> AbstractContextManager[BenchEngine]:
         """An engine that decodes this way.  It closes at the end of the block.
 
-        Its memory is free only when the caller has dropped the BenchEngine too.
+        Its memory becomes free only when the caller has dropped the BenchEngine too.
         """
         ...
 
 
 class OfModel:
-    """settings: of LLM."""
+    """The BenchEngines of a model with files.  settings: of LLM."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings = settings
@@ -251,14 +252,14 @@ class OfModel:
 
 
 def compared_ways(made: BenchEngines) -> dict[str, Way]:
-    """The ways to decode that are compared, by name: plain decoding alone where no tree is set."""
+    """The ways to decode that are compared, by name.  Without a tree, plain decoding is the only one."""
     return {"tree": AS_SET, "plain": PLAIN_WAY} if made.config().layout.steps else {"plain": PLAIN_WAY}
 
 
 def require_positions(positions: int, needed: int, *asked: str) -> None:
-    """Refuse a request of more tokens than the model has positions.  asked: the flags with their values, as given.
+    """Raises EspalierError if a request of `needed` tokens exceeds the model's positions.
 
-    Raises EspalierError.
+    asked: the flags with their values, as the user gave them.
     """
     if needed > positions:
         raise EspalierError(
@@ -270,7 +271,7 @@ def require_positions(positions: int, needed: int, *asked: str) -> None:
 def engines_of(args: Namespace, defaults: Mapping[str, Any], **least: int) -> BenchEngines:
     """Engines of the model that the flags name.
 
-    defaults: of settings whose flags were not given; least: the smallest value that each size may have.
+    defaults: for settings without a flag; least: the smallest allowed value of each size.
     Raises EspalierError for a size that is too small.
     """
     require_writable("--json", args.json)

@@ -1,4 +1,4 @@
-"""The flags of `espalier bench` and of `espalier doctor`: a function for each command.  None imports PyTorch."""
+"""The flags of `espalier bench` and of `espalier doctor`, one function for each command.  Nothing imports PyTorch."""
 
 import json
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction
@@ -9,17 +9,17 @@ from espalier.errors import EspalierError
 from espalier.layout import TreeShape
 from espalier.terminal.flags import add_engine_flags, add_json_flag, add_key_flag, whole_numbers
 
-# Tokens of the shortest and longest prompt and output.
+# The tokens of the shortest and of the longest prompt and output.
 INPUTS, OUTPUTS = (16, 128), (16, 64)
 REQUESTS = 8
 POISSON, FIXED, BURSTS = "poisson", "fixed", "bursts"
 CHAT, COMPLETIONS = "chat", "completions"
 # Flags of `bench load` that need a --url.
 OF_SERVERS = ("endpoint", "token_ids", "ttft_limit", "itl_limit", "timeout", "extra_body", "api_key", "plot")
-# Flags of drawn prompts, which a dataset has in their place; and flags that need a dataset.
+# Flags of drawn prompts, which --dataset excludes, and flags that need --dataset.
 OF_DRAWN = ("requests", "input", "token_ids", "prefixes", "prefix_length", "turns")
 OF_DATASET = ("limit", "sample_seed", "thinking", "temperature")
-# Formats of a synthetic target: those of espalier/models/quantisers.py; and of its draft, which has no stacked experts.
+# Formats of a synthetic target, from espalier/models/quantisers.py, and of its draft, which has no stacked experts.
 SHAPE_WEIGHTS = ("fp8", "fp8-block", "int4", "nvfp4", "mxfp4")
 DRAFT_WEIGHTS = SHAPE_WEIGHTS[:4]
 LINEARS, EXPERTS = "linears", "experts"
@@ -34,7 +34,7 @@ def load(parser: ArgumentParser) -> None:
 
 
 def add_load_flags(parser: ArgumentParser, requests: str = "8", inputs: str = "16,128", outputs: str = "16,64") -> None:
-    """The flags of a load and of its arrivals.  The other arguments: defaults, for the help."""
+    """Add the flags of a load and of its arrivals.  The other arguments are defaults that the help states."""
     add = parser.add_argument
     add("--requests", type=int, metavar="N", help=f"requests, or conversations ({requests}; of a server 64)")
     add("--input", type=bounds, metavar="N,N", help=f"shortest and longest prompt ({inputs}; of a server 16,64)")
@@ -59,7 +59,7 @@ def add_load_flags(parser: ArgumentParser, requests: str = "8", inputs: str = "1
 
 
 def _add_dataset_flags(parser: ArgumentParser) -> None:
-    """The flags of a load whose prompts are in a file."""
+    """Add the flags of a load whose prompts are in a file."""
     add = parser.add_argument_group("prompts of a file, in place of drawn ones").add_argument
     add(
         "--dataset",
@@ -80,7 +80,7 @@ def _add_dataset_flags(parser: ArgumentParser) -> None:
 
 
 def add_server_flags(group: Any) -> None:
-    """The flags of OF_SERVERS, and --url."""
+    """Add the flags of OF_SERVERS, and --url."""
     add = group.add_argument
     add("--url", action="append", metavar="X", help="a running server, any with OpenAI's API; may be repeated")
     add("--endpoint", choices=(CHAT, COMPLETIONS), help="endpoint that is called (chat; with --token-ids completions)")
@@ -168,7 +168,7 @@ def doctor(parser: ArgumentParser) -> None:
 
 
 def tree_shape(text: str) -> TreeShape:
-    """The type of a flag that takes S,K,D."""
+    """The argparse type of a flag that takes S,K,D."""
     try:
         steps, topk, num_draft_tokens = map(int, text.split(","))
         return TreeShape(steps, topk, num_draft_tokens)
@@ -179,7 +179,7 @@ def tree_shape(text: str) -> TreeShape:
 
 
 def bounds(text: str) -> tuple[int, int]:
-    """The type of a flag that takes the shortest and the longest length."""
+    """The argparse type of a flag that takes the shortest and the longest length."""
     low, high = (int(part) for part in text.split(","))
     if not 1 <= low <= high:
         raise ValueError

@@ -21,7 +21,7 @@ from espalier.models.mtp import MTPConfig
 from espalier.models.quantisers import GROUP, MX_BLOCK, NV_GROUP, QUANTISERS
 
 Shape = tuple[int, int]
-# Fields of a config that add products to a layer which are not counted here.
+# Fields of a config that stand for products which are not counted here.
 UNCOUNTED = ("hidden_size_per_layer_input", "use_double_wide_mlp", "gating")
 
 
@@ -30,8 +30,8 @@ class Run:
     """`count` weights [out, in] of a pass, each multiplied with `rows` rows.
 
     heads: if above 1, each weight is [heads, out, in], and one batched product multiplies each head with its own rows.
-    weights: how it is stored, "dense" or a name of espalier/models/quantisers.py:QUANTISERS.
-    experts: of a router, what follows each of its products; None for other layers.
+    weights: how the weights are stored, "dense" or a name of espalier/models/quantisers.py:QUANTISERS.
+    experts: for a router, the experts that follow each of its products; None for other layers.
     first: index of the first weight among the weights of this name and shape.
     """
 
@@ -46,7 +46,7 @@ class Run:
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of the weights; at two bytes a number where they are dense."""
+        """Bytes of the weights; dense weights have two bytes a number."""
         return value_bytes(self.weights) * self.count * self.heads * self.shape[0] * self.shape[1]
 
     @property
@@ -55,25 +55,25 @@ class Run:
 
     @property
     def expert_bytes(self) -> float:
-        """Bytes of the experts with rows behind a router, of all its layers together."""
+        """Bytes of the experts that get rows from this router, in all its layers together."""
         experts = self.experts
         return 0 if experts is None else self.count * experts.touched_by(self.rows) * experts.expert_bytes
 
 
 def value_bytes(weights: str) -> float:
-    """Bytes of a number of a matrix, its share of a group's scale included; scales of rows and blocks are nothing."""
+    """Bytes for one number of a matrix, with its share of a group's scale.  Scales of rows and blocks are left out."""
     scales = {"int4": 2 / GROUP, "nvfp4": 1 / NV_GROUP, "mxfp4": 1 / MX_BLOCK}
     return 0.5 + scales[weights] if weights in scales else 2 if weights == DENSE else 1
 
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """The mixture-of-experts layers of a model.
+    """The sizes of a model's mixture-of-experts layers.
 
     layers: the number of such layers.  shape: of the experts of one layer.
     shared: intermediate size of the shared expert, 0: none.  shared_gate: whether the shared expert has a gate.
-    shared_joins: whether few rows take the shared expert in the launches of the routed ones, where all are dense
-    (espalier/models/layers/mlp.py).
+    shared_joins: whether passes of few rows compute the shared expert in the launches of the routed experts, if all are
+    dense (espalier/models/layers/mlp.py).
     biases, activation: of the routed experts.
     """
 
@@ -90,8 +90,8 @@ class ExpertSizes:
 class RoutedExperts:
     """The experts behind a router.
 
-    weights: how they are stored, as of a Run.  touched: how many experts of a layer have rows, the mean over layers;
-    None: the number that uniform routing touches.
+    weights: how the experts are stored, as in Run.  touched: how many experts of a layer get rows, the mean over
+    layers; None: as many as with uniform routing.
     """
 
     sizes: ExpertSizes
@@ -100,7 +100,7 @@ class RoutedExperts:
 
     @property
     def expert_bytes(self) -> float:
-        """Bytes of one expert as it is stored."""
+        """Bytes of one expert as stored."""
         return self.sizes.shape.expert_bytes * value_bytes(self.weights) / value_bytes(DENSE)
 
     def touched_by(self, rows: int) -> float:
@@ -111,8 +111,8 @@ class RoutedExperts:
 class MTPSizes:
     """The modules of an MTP draft.
 
-    layer: sizes of one module's decoder layer.  own_heads: whether each module has an lm_head of its own, or all share
-    the target's.  Embeddings are no linear layers: a pass reads its rows' embeddings alone, shared or not.
+    layer: sizes of one module's decoder layer.  own_heads: whether each module has its own lm_head; otherwise all share
+    the target's.  Embeddings are not counted: a pass reads only the embeddings of its rows.
     """
 
     modules: int
@@ -122,9 +122,9 @@ class MTPSizes:
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """A block draft.
+    """The sizes of a block draft.
 
-    layers: sizes of all its layers; rows: of its one pass over a block; edge_rank, edge_kind: as of a BlockConfig.
+    layers: of all its layers; rows: of its one pass over a block; edge_rank, edge_kind: as in BlockConfig.
     """
 
     layers: "ModelShape"
@@ -133,8 +133,8 @@ class BlockSizes:
     edge_kind: EdgeKind = "vanilla"
 
     def edge_products(self, batch: int, steps: int, topk: int, draft_vocab: int) -> "tuple[Run, ...]":
-        """The products of a block draft's edges: for the block's hidden states, then for each depth (the root, then
-        topk rows).  Depths read the same weights."""
+        """The products of a block draft's edges: one for the block's hidden states, then one for each depth, of the
+        root and then of topk rows.  All depths read the same weights."""
         rank, (parts, inputs) = self.edge_rank, EDGE_PARTS[self.edge_kind]
         runs = [Run("draft edge hidden", (parts * rank, self.layers.hidden), 1, batch * steps)]
         # The first depth reads no state.
@@ -154,14 +154,14 @@ class BlockSizes:
 class ModelShape:
     """The sizes of a decoder's linear layers and attention, and of a draft for it.
 
-    specs: of each layer, its heads and rows.  latent: of layers with latent attention; None: there are none.
+    specs: the heads and cache rows of each layer.  latent: of layers with latent attention; None: there are none.
     experts: of the last layers; None for a dense model.
     draft_vocab: rows of the draft's lm_head.  captured: number of target features that the draft fuses.
     draft: sizes of an EAGLE head's layer; None if it is like the target's.  mtp, block: None for an EAGLE head.
-    weights: how the matrices of layers are stored, as of a Run.  Sizes of a draft have their own, for its head too.
+    weights: how the matrices of layers are stored, as in Run.  A draft's sizes have their own value, for its head too.
     is_draft: whether these are the sizes of a draft's layers.
-    gated: whether attention has a gate as wide as its queries, beside them.
-    one_block: whether a layer is either a mixer or, where it keeps nothing, the experts (Nemotron-H).
+    gated: whether attention also has a gate, as wide as its queries.
+    one_block: whether each layer is one block, a mixer or experts; layers of experts keep no K/V (Nemotron-H).
     """
 
     hidden: int
@@ -186,7 +186,7 @@ class ModelShape:
 
     @property
     def dense_layers(self) -> int:
-        """The first layers, which have no experts.  0 if a layer is one block."""
+        """The number of the first layers that have no experts; 0 if each layer is one block."""
         return (
             0
             if self.one_block
@@ -194,24 +194,24 @@ class ModelShape:
         )
 
     def part(self, first: int, end: int | None = None) -> "ModelShape":
-        """The layers from `first` up to `end` alone."""
+        """The sizes of the layers from `first` up to `end` alone."""
         specs = self.specs[first:end]
         dense = min(max(self.dense_layers - first, 0), len(specs))
         return replace(self, specs=specs, experts=self.experts and replace(self.experts, layers=len(specs) - dense))
 
     def target_pass(self, rows: int, head_rows: int | None = None) -> tuple[Run, ...]:
-        """A verify pass: every layer over `rows` rows, and the lm_head over `head_rows`, None: over all rows.
+        """The products of a verify pass: every layer over `rows` rows, and the lm_head over `head_rows` (None: all).
 
-        Routed experts are no linear layers, so they are no runs: their router's run has them.
+        Routed experts have no Run of their own: the Run of their router names them.
         """
         return (*self._layers("", self.hidden, rows), self._head("lm_head", self.vocab, rows, head_rows))
 
     def draft_pass(
         self, rows: int, head_rows: int | None = None, fused_rows: int = 0, module: int = 1
     ) -> tuple[Run, ...]:
-        """A pass of one module (from 1) over `rows` rows, and its head over `head_rows`, None: over all rows.
+        """The products of one module (from 1) over `rows` rows, and of its head over `head_rows` (None: all).
 
-        fused_rows: rows of captured features that an EAGLE head fuses before; MTP modules fuse none.
+        fused_rows: rows of captured features that an EAGLE head fuses before the pass; MTP modules fuse none.
         """
         head_rows = rows if head_rows is None else head_rows
         head = (self._draft_head(module, head_rows),) if head_rows else ()
@@ -224,14 +224,14 @@ class ModelShape:
         return (*fuse, *draft.part(0, 1)._layers("draft ", 2 * draft.hidden, rows), *head)
 
     def block_pass(self, batch: int, steps: int, topk: int) -> tuple[Run, ...]:
-        """The one pass of a block draft: its layers over the block, its head over a row for each depth, its edges."""
+        """The products of a block draft's one pass: layers over the block, the head over one row a depth, and edges."""
         block = self.block
         assert block is not None
         layers = block.layers._layers("draft ", block.layers.hidden, batch * block.rows)
         return (*layers, self._own_head(batch * steps), *block.edge_products(batch, steps, topk, self.draft_vocab))
 
     def extend_passes(self, rows: int) -> tuple[Run, ...]:
-        """The draft's extend of a pass: every module over `rows` rows, without heads, or a block draft's context."""
+        """The products of the draft's extend: every module over `rows` rows, no heads, or a block draft's context."""
         if self.block is not None:
             return (self._fuse(self.block.layers, rows), *self.block.context(rows))
         passes = [self.draft_pass(rows, 0, rows, module) for module in range(1, self.modules + 1)]
@@ -252,9 +252,9 @@ class ModelShape:
         return self.draft or replace(self, specs=whole, experts=None, weights=DENSE, is_draft=True)
 
     def shapes(self, weights: str = DENSE) -> tuple[Shape, ...]:
-        """Every weight shape of a linear layer that is stored so, once, in the order of a round.
+        """The shapes of all linear layers whose weights are stored as `weights`, each shape once, in a round's order.
 
-        Without batched products, and without the factors of edges, which a kernel of their own computes.
+        Batched products are left out, and the factors of edges, which have a kernel of their own.
         """
         draft = self.draft_pass(1, fused_rows=1)
         if self.block is not None:
@@ -263,7 +263,10 @@ class ModelShape:
         return tuple(dict.fromkeys(run.shape for run in runs if run.heads == 1 and run.weights == weights))
 
     def _layers(self, prefix: str, wide: int, rows: int) -> tuple[Run, ...]:
-        """Dense layers first; layers of the same products together.  wide: input size of the first product."""
+        """The products of all layers, dense layers first; equal layers share a Run.
+
+        wide: the first product's inputs.
+        """
         # A window changes no product.
         kinds = Counter((at < self.dense_layers, replace(spec, window=None)) for at, spec in enumerate(self.specs))
         runs, taken = list[Run](), Counter[tuple[str, Shape]]()
@@ -290,7 +293,7 @@ class ModelShape:
         )
 
     def _recurrence(self, prefix: str, keeps: RecurrentState, count: int, rows: int) -> tuple[Run, ...]:
-        """The inputs with their gate, what decays and betas are computed from, and the output."""
+        """The products of a recurrent layer: the inputs with their gate, the inputs of decays and betas, the output."""
         if keeps == NOTHING:
             return ()
         inner = keeps.heads * keeps.v_size or keeps.channels
@@ -318,7 +321,7 @@ class ModelShape:
         )
 
     def _indexer(self, prefix: str, latent: LatentConfig, spec: LayerSpec, count: int, rows: int) -> tuple[Run, ...]:
-        """The products of indexers, in layers that keep index keys."""
+        """The products of indexers, for layers that keep index keys."""
         index = latent.index
         if index is None or latent.q_rank is None or not spec.keeps.planes.get(INDEX_PLANE):
             return ()
@@ -335,19 +338,18 @@ class ModelShape:
         )
 
     def _run(self, name: str, shape: Shape, count: int, rows: int) -> Run:
-        """A Run with quantised weights if the format takes a matrix of this name and these sizes, else with dense
-        ones."""
+        """A Run with quantised weights if the format takes a matrix of this name and these sizes, else with dense."""
         return Run(name, shape, count, rows, weights=self.weights if self._quantises(name, shape[1]) else DENSE)
 
     def _quantises(self, name: str, columns: int) -> bool:
-        """name: of a run; its last word is the matrix's."""
+        """Whether the format takes a matrix.  name: of a Run; the last word is the matrix's name."""
         if self.weights == DENSE:
             return False
         quantiser = QUANTISERS[self.weights]
         return quantiser.of(self.is_draft).takes(name.split()[-1], columns)
 
     def _routed(self, prefix: str, count: int, rows: int) -> tuple[Run, ...]:
-        """The router with the routed experts behind it, and then the linear layers beside them."""
+        """The router with its routed experts, and then the linear layers beside the experts."""
         experts = self.experts
         if experts is None:
             return ()
@@ -362,7 +364,7 @@ class ModelShape:
         return draft._run("draft fc", (draft.hidden, self.captured * self.hidden), 1, rows)
 
     def _own_head(self, rows: int) -> Run:
-        """The head of an EAGLE head or a block draft."""
+        """The product of the head of an EAGLE head or of a block draft."""
         draft = self.draft_sizes
         return draft._run("draft lm_head", (self.draft_vocab, draft.hidden), 1, rows)
 
@@ -371,7 +373,7 @@ class ModelShape:
             return self._own_head(rows)
         if self.mtp.own_heads:
             return self.mtp.layer._run(f"draft {module} lm_head", (self.vocab, self.hidden), 1, rows)
-        # A shared head has the target's name, so that it is the same weight in a chain of passes.
+        # A shared head has the same name as the target's head, so a chain of passes uses the same weight.
         return self._head("lm_head", self.vocab, rows, None)
 
     def _head(self, name: str, vocab: int, rows: int, head_rows: int | None) -> Run:
@@ -379,7 +381,7 @@ class ModelShape:
 
 
 def model_sizes(config: ModelConfig) -> ModelShape:
-    """The sizes of a target, or of a draft's layers.  Raises EspalierError for products that are not counted."""
+    """The sizes of a target, or of a draft's layers.  Raises EspalierError for a model with uncounted products."""
     specs = layer_specs_of(config)
     uncounted = [name for name in UNCOUNTED if config.raw.get(name)]
     if uncounted:
@@ -424,7 +426,7 @@ def module_sizes(config: MTPConfig) -> ModelShape:
 
 
 def with_draft(target: ModelShape, draft: DraftConfig, weights: str = DENSE) -> ModelShape:
-    """weights: of the draft, as of a Run."""
+    """The sizes of the target, with those of its draft.  weights: how the draft's weights are stored, as in Run."""
     spec = draft.spec
     if isinstance(draft, MTPConfig):
         return replace(target, mtp=MTPSizes(spec.modules, replace(module_sizes(draft), weights=weights, is_draft=True)))

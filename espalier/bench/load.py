@@ -1,6 +1,6 @@
-"""Serves a load by an engine and records when each token came, and what the time was spent on.
+"""Runs a load on an engine, and records when each token arrived and how the time was spent.
 
-Requests arrive all at once, at a rate, or each as another finishes.  `espalier bench load` reports it (load_report.py).
+Requests arrive all at once, at a rate, or each as another finishes.  `espalier bench load` prints it (load_report.py).
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from espalier.engine.launch_input import LaunchInput
 from espalier.request import Request
 
 PERCENTILES = (50, 90, 99)
-# What latency_of has percentiles of.
+# The times of which latency_of gives percentiles.
 TIMES = ("ttft_ms", "between_pieces_ms", "per_token_ms", "end_to_end_ms")
 
 
@@ -29,8 +29,8 @@ TIMES = ("ttft_ms", "between_pieces_ms", "per_token_ms", "end_to_end_ms")
 class Load:
     """Conversations of `turns` requests each, in order of arrival.
 
-    inputs, outputs: tokens that each request adds to what was said before it, and tokens of its output, conversation
-    after conversation.  prefixes: number of different beginnings of prefix_tokens tokens, which conversations share in
+    inputs, outputs: for each request, conversation after conversation, the tokens that its user adds and the tokens of
+    its output.  prefixes: number of different beginnings, of prefix_tokens tokens each, which conversations use in
     turn; 0 for none.  think: seconds from an answer to the next turn.
     """
 
@@ -43,33 +43,33 @@ class Load:
 
     @property
     def count(self) -> int:
-        """Conversations."""
+        """The number of conversations."""
         return len(self.inputs) // self.turns
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest conversation at its end."""
+        """The tokens of the longest conversation at its end."""
         return self.beginning + max(sum(each.inputs + each.outputs) for each in map(self.of, range(self.count)))
 
     @property
     def beginning(self) -> int:
-        """Tokens of a shared beginning."""
+        """The tokens of a shared beginning."""
         return self.prefix_tokens if self.prefixes else 0
 
     def of(self, conversation: int) -> "Load":
-        """The requests of one conversation."""
+        """The load that is only this conversation."""
         places = slice(conversation * self.turns, (conversation + 1) * self.turns)
         return Load(self.inputs[places], self.outputs[places], self.turns)
 
     def texts(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """What the users of each conversation say, beginnings included: its share of a prompt of `lengths` tokens."""
+        """The users' tokens in each conversation, beginnings included, cut from prompts of `lengths` tokens."""
         beginnings = [list(prompt[: self.prefix_tokens]) for prompt in prompts[: self.prefixes]]
         rest = prompts[self.prefixes :]
         return [[*beginnings[i % self.prefixes], *text] if beginnings else list(text) for i, text in enumerate(rest)]
 
     @property
     def lengths(self) -> list[int]:
-        """The lengths in tokens of the prompts that `texts` takes."""
+        """The lengths in tokens of the prompts that `texts` needs."""
         return [self.prefix_tokens] * self.prefixes + [sum(self.of(i).inputs) for i in range(self.count)]
 
 
@@ -90,8 +90,8 @@ def mixed(count: int, inputs: tuple[int, int], outputs: tuple[int, int], turns: 
 class Arrivals:
     """When requests arrive.
 
-    concurrency: requests at once; the next arrives when one finishes.  rate: requests a second, as a Poisson process;
-    with `burst`, so many at once, and the bursts evenly spaced.  Neither: all at once.
+    concurrency: requests at the same time; the next one arrives when one finishes.  rate: requests a second, as a
+    Poisson process; with `burst`, that many arrive at once, in evenly spaced bursts.  Neither: all arrive at once.
     """
 
     concurrency: int | None = None
@@ -99,7 +99,7 @@ class Arrivals:
     burst: int | None = None
 
     def due(self, count: int) -> list[float]:
-        """The time at which each request arrives, in seconds from the start."""
+        """The arrival time of each request, in seconds from the beginning of the load."""
         if self.rate is None:
             return [0.0] * count
         if self.burst is not None:
@@ -111,39 +111,38 @@ class Arrivals:
 
 @dataclass
 class Timeline:
-    """One request.  due: when it arrived; chunks: (time, number of tokens) of each output chunk."""
+    """The times of one request.  due: its arrival; chunks: (time, number of tokens) of each output chunk."""
 
     due: float
     chunks: list[tuple[float, int]] = field(default_factory=list)
 
     @property
     def first(self) -> float:
-        """Seconds to the first token."""
+        """Seconds from arrival to the first token."""
         return self.chunks[0][0] - self.due
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between one chunk and the next, as a reader sees them."""
+        """Seconds between each chunk and the next, as a reader sees them."""
         return [after[0] - before[0] for before, after in pairwise(self.chunks)]
 
     @property
     def per_token(self) -> float | None:
-        """Mean seconds a token after the first chunk; None if there is only one chunk."""
+        """The mean seconds of a token after the first chunk; None if there is only one chunk."""
         later = sum(count for _, count in self.chunks[1:])
         return (self.chunks[-1][0] - self.chunks[0][0]) / later if later else None
 
     @property
     def whole(self) -> float:
-        """Seconds to the last token."""
+        """Seconds from arrival to the last token."""
         return self.chunks[-1][0] - self.due
 
 
 class Spent:
-    """Counts how the time of a load is spent.  It is an engine's observer, and calls the observer that was there
-    before.
+    """Counts how the time of a load is spent, as the engine's observer.  It also calls the engine's former observer.
 
     seconds: by "prefill", "rounds" and "idle"; the time of a launch ends when its result is read.
-    rows: that the target ran, padding of passes included, padding of a round to its graph's batch not.
+    rows: the rows that the target ran, with the padding of passes, but without that of a round to its graph's batch.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -171,14 +170,14 @@ class Spent:
             self.other.before_result(handle)
 
     def add(self, seconds: float) -> None:
-        """The time of a step, or of a wait for requests."""
+        """Count the time of a step, or of a wait for requests."""
         kind = self._kind or (self._unread[0] if self._unread else "idle")
         self.seconds[kind] += seconds
         self._kind = None
 
 
 class Answered(NamedTuple):
-    """An answer.  tokens: of it; rounds: None where they are not known."""
+    """An answer.  tokens: their number; rounds: None if their number is not known."""
 
     category: str
     timeline: Timeline
@@ -189,8 +188,8 @@ class Answered(NamedTuple):
 def by_category(answers: Sequence[Answered]) -> dict[str, dict[str, Any]]:
     """The figures of each category.
 
-    step_ms: from one round of a request to its next.  A request has tokens_per_second behind its first token, which is
-    accept_length over step_ms.
+    step_ms: the time from one round of a request to its next round.  tokens_per_second: of one request after its first
+    token, which is accept_length over step_ms.
     """
     groups: dict[str, list[Answered]] = {}
     for each in answers:
@@ -215,7 +214,7 @@ def _of_category(answers: Sequence[Answered]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Served:
-    """A load after it ran.  seconds: from the first arrival to the last token; categories: of its requests."""
+    """The results of a load.  seconds: from the first arrival to the last token; categories: of its requests."""
 
     seconds: float
     requests: list[Request]
@@ -237,10 +236,11 @@ class Served:
         ]
 
     def figures(self) -> dict[str, Any]:
-        """cached_share: of the prompts' tokens, those that came from the prefix cache.
+        """The figures of the report.
 
+        cached_share: the share of the prompts' tokens that came from the prefix cache.
         outputs_hash: of all outputs; equal texts have equal hashes, in whatever order they came.
-        wasted_rows: share of the target's rows that neither entered a token of a prompt nor emitted one.
+        wasted_rows: the share of the target's rows that neither entered a token of a prompt nor emitted a token.
         """
         tokens_out = sum(len(request.output) for request in self.requests)
         tokens_in = sum(len(request.prompt) for request in self.requests)
@@ -277,7 +277,7 @@ def latency_of(timelines: Sequence[Timeline]) -> dict[str, Any]:
 
 
 def title_of(times: str) -> str:
-    """The name of one of TIMES in a table."""
+    """The name of one of TIMES for a table."""
     return times.removesuffix("_ms").replace("_", " ")
 
 
@@ -303,13 +303,13 @@ class Talks(Protocol):
     def turns(self, number: int) -> int: ...
 
     def next(self, number: int, before: Sequence[Request]) -> Request:
-        """The next request of a conversation, after those before."""
+        """The next request of a conversation.  before: the conversation's earlier requests."""
         ...
 
 
 @dataclass(frozen=True)
 class OfLengths:
-    """The conversations of a Load: greedy, each answer to its full length.  texts: as Load.texts gives them."""
+    """The conversations of a Load: greedy, with answers of full length.  texts: from Load.texts."""
 
     load: Load
     texts: Sequence[Sequence[int]]
@@ -338,7 +338,7 @@ class OfLengths:
 
 
 def serve(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, arrivals: Arrivals) -> Served:
-    """Run the load: greedy, each request to its full output length.  prompts: of load.lengths tokens."""
+    """Run a load: greedy, each request to its full output length.  prompts: of load.lengths tokens."""
     return serve_talks(engine, OfLengths(load, load.texts(prompts)), arrivals)
 
 
@@ -350,7 +350,7 @@ def serve_talks(engine: Engine, talks: Talks, arrivals: Arrivals) -> Served:
     requests: list[Request] = []
     categories: list[str] = []
     said: list[list[Request]] = [[] for _ in range(talks.count)]
-    # (when its next turn is due, its number) of each conversation.
+    # For each conversation: (the time of its next turn, its index).
     waiting = [(due[i], i) for i in range(talks.count)]
     running: dict[str, tuple[int, int]] = {}
     max_running = arrivals.concurrency or talks.count

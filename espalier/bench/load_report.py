@@ -1,6 +1,6 @@
-"""`espalier bench load`: a mixed load on an engine as a user starts it, with the tree and plain, or on running servers.
+"""`espalier bench load`: a mixed load on an engine as a user starts it, with the tree and without, or on servers.
 
-It reports tokens a second, the times that a reader waits, what the time was spent on, and the share of rows in vain.
+It reports tokens a second, the times that a reader waits, how the time was spent, and the share of wasted rows.
 """
 
 from argparse import Namespace
@@ -38,7 +38,7 @@ from espalier.request import Request, SamplingParams
 from espalier.terminal.console import print_table, require_writable, write_json
 from espalier.terminal.flags import flag_of, given_flags, require_at_least_one
 
-# Tokens of each output of the load that warms an engine up.
+# The tokens of each output in the load that warms an engine up.
 WARM_UP_TOKENS = 8
 FORMATS = (
     ("seconds", "{:.2f}"),
@@ -53,7 +53,10 @@ FORMATS = (
 
 
 class Spoken:
-    """As load.py:Talks.  thinking: the switch of the chat template; None: as the template has it."""
+    """The conversations of a dataset, as load.py:Talks.
+
+    thinking: the switch of the chat template; None: its default.
+    """
 
     def __init__(
         self, llm: LLM, talks: Sequence[Conversation], temperature: float, thinking: bool | None, think: float
@@ -109,7 +112,7 @@ class Spoken:
 
 
 def run(args: Namespace, engines_of: Callable[..., BenchEngines] = engines_of) -> int:
-    """engines_of: as espalier/bench/drive.py:engines_of."""
+    """Run the command.  engines_of: like espalier/bench/drive.py:engines_of."""
     if args.url:
         if given := [name for name in given_flags(args) if name != "model"]:
             raise EspalierError(f"{flag_of(given[0])} is not for --url: its server runs already; leave one out")
@@ -147,12 +150,12 @@ def run(args: Namespace, engines_of: Callable[..., BenchEngines] = engines_of) -
 
 
 def _cells(args: Namespace) -> list[tuple[float | None, float]]:
-    """(rate, temperature) of what is measured, one after another."""
+    """The (rate, temperature) pairs to measure, one after another."""
     return [(rate, temperature) for temperature in args.temperature for rate in args.rate or [None]]
 
 
 def _load(args: Namespace) -> Load:
-    """The load of the flags.  Raises EspalierError."""
+    """The load that the flags describe.  Raises EspalierError."""
     require_at_least_one(args, "requests", "concurrency", "burst", "turns", "prefix_length")
     for rate in args.rate or ():
         require_number("--rate", rate, lambda rate: rate > 0, "more than 0")
@@ -175,7 +178,7 @@ def _each_way(
     talks: Sequence[Conversation] | None,
     engines_of: Callable[..., BenchEngines],
 ) -> Any:
-    """(name of a way to decode, (what was served, the config) in each cell), after a warm-up."""
+    """Yields (name of a way to decode, (results, config) of each cell), after a warm-up."""
     made = engines_of(args, {}, **({} if load is None else {"max_context": load.longest}))
     if load is not None:
         asked = ("--input {},{}".format(*(args.input or INPUTS)), "--output {},{}".format(*(args.output or OUTPUTS)))
@@ -207,7 +210,7 @@ def _warm_up(bench: BenchEngine, load: Load | None, batch: int) -> None:
 
 
 def _table(title: str, figures: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """figures: by the way to decode."""
+    """The lines of the table.  figures: by the way to decode."""
     rows = [[title, *figures]]
     rows += [
         [name.replace("_", " "), *(form.format(each[name]) for each in figures.values())] for name, form in FORMATS
@@ -216,7 +219,7 @@ def _table(title: str, figures: Mapping[str, Mapping[str, Any]]) -> list[list[st
     shares = [" / ".join(f"{share:.0%}" for share in each["time_shares"].values()) for each in figures.values()]
     rows.append([f"time in {', '.join(kinds)}", *shares])
     for name in TIMES:
-        # Of few requests, p90 and p99 are the slowest one.
+        # For few requests, p90 and p99 are the slowest request.
         cells = [" / ".join(f"{ms:.1f}" for ms in (each[name] or {}).values()) or "-" for each in figures.values()]
         rows.append([f"{title_of(name)}, p50 / p90 / p99 ms", *cells])
     return rows

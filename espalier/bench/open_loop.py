@@ -1,8 +1,8 @@
-"""`espalier bench load --url`: a load on running servers with OpenAI's API, whatever engine they have.
+"""`espalier bench load --url`: a load on running servers with OpenAI's API, whatever engine they run.
 
-Requests arrive at their times, however slow the answers are.  Each server gets the same requests, one server after
-another.  At each rate and temperature drawn prompts are others.  Times count from the moment at which a request was
-due; each has a connection of its own.
+Requests arrive at their times, however slow the answers are.  All servers get the same requests, one server after
+another.  Each rate and temperature has its own drawn prompts.  Times count from the moment at which a request was due.
+Each request has a connection of its own.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Limits:
-    """In ms, None for no limit."""
+    """Limits of latency in ms; None for no limit."""
 
     ttft: float | None
     itl: float | None
@@ -66,10 +66,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Measured:
-    """One server at one rate, or with so many requests at once (rate: None).
+    """The results of one server at one rate, or with a number of requests at the same time (rate: None).
 
-    seconds: from the first arrival to the last answer; rounds: that the server ran meanwhile, by accept length; None
-    for a server that does not say it.
+    seconds: from the first arrival to the last answer; rounds: how many the server ran meanwhile, by accept length;
+    None if the server does not report them.
     """
 
     server: str
@@ -86,12 +86,12 @@ class Measured:
 
     @property
     def accept_length(self) -> float | None:
-        """None where the server does not say it, or ran no round."""
+        """The server's mean accept length; None if the server does not report it, or ran no round."""
         return sum(self.rounds.elements()) / self.rounds.total() if self.rounds else None
 
     def figures(self) -> dict[str, Any]:
         length = self.accept_length
-        # The server's is of all its requests.
+        # The server's accept length is a mean over all its requests, so it says nothing of a single category.
         of_each = length if len({each.category for each in self.asked}) == 1 else None
         answers = [
             Answered(each.category, each.timeline, each.num_output, of_each and each.later / of_each)
@@ -120,14 +120,14 @@ class Measured:
 
 
 def run(args: Namespace) -> int:
-    """Raises EspalierError if a server does not answer the first request."""
+    """Run the command.  Raises EspalierError if a server does not answer the first request."""
     read = asked_for(args)
     _check(args)
     traffic = Traffic(args.input, args.output, args.turns, args.prefixes, args.prefix_length, args.token_ids)
     limits = Limits(args.ttft_limit, args.itl_limit)
     measured, models = [], {}
     cells = [(temperature, rate) for temperature in args.temperature for rate in args.rate]
-    # Other prompts in each cell: a server keeps those of the cell before in its prefix cache.
+    # Each cell has other prompts, because a server keeps the prompts of the cell before in its prefix cache.
     talks = [read or traffic.conversations(args.requests, seed) for seed in range(len(cells))]
     with progress("measuring", len(args.url) * sum(map(len, talks))) as advance:
         for url in args.url:
@@ -165,7 +165,7 @@ def run(args: Namespace) -> int:
 
 
 def _check(args: Namespace) -> None:
-    """Fill the defaults.  Raises EspalierError."""
+    """Set the defaults of flags, and check them.  Raises EspalierError."""
     if args.concurrency is not None:
         args.rate = [None]
     if args.token_ids is not None:
@@ -188,7 +188,7 @@ def _check(args: Namespace) -> None:
 
 
 def _check_token_ids(args: Namespace) -> None:
-    """Raises EspalierError for flags that need a text."""
+    """Raises EspalierError for flags that need text prompts, if --token-ids is given."""
     require_at_least_one(args, "token_ids")
     if args.endpoint == CHAT or (args.turns or 1) > 1:
         other = "--endpoint chat" if args.endpoint == CHAT else "--turns"
@@ -197,7 +197,7 @@ def _check_token_ids(args: Namespace) -> None:
 
 
 def arrivals_of(args: Namespace, rate: float | None) -> Arrivals:
-    """The arrivals of the flags at one rate; None: with --concurrency, or all at once."""
+    """The arrivals at one rate by the flags; rate None: with --concurrency, or all at once."""
     if rate is None:
         return Arrivals(args.concurrency)
     burst = {POISSON: None, FIXED: 1, BURSTS: args.burst or DEFAULTS["burst"]}[args.arrivals or POISSON]
@@ -205,7 +205,7 @@ def arrivals_of(args: Namespace, rate: float | None) -> Arrivals:
 
 
 async def _target(args: Namespace, url: str) -> Target:
-    """The server at a URL, once it has answered a request.  Raises EspalierError."""
+    """The server at a URL, after it has answered one request.  Raises EspalierError."""
     key = api_key(args)
     address = address_of(url)
     headers = {"host": address.host} | ({"authorization": f"Bearer {key}"} if key else {})
@@ -224,7 +224,7 @@ async def _target(args: Namespace, url: str) -> Target:
 async def _measure(
     target: Target, talks: Sequence[Conversation], arrivals: Arrivals, advance: Any
 ) -> tuple[float, list[Asked]]:
-    """(seconds, requests) of all conversations, each begun when it is due, or when another has ended."""
+    """(seconds, requests) of all conversations.  Each begins when it is due, or when another has ended."""
     begun, due = perf_counter(), arrivals.due(len(talks))
     free = asyncio.Semaphore(arrivals.concurrency or len(talks))
 

@@ -1,11 +1,11 @@
 """Compares a quantised target or draft with its original, both in the engine, on held-out text.
 
-A model without a tokenizer cannot read that: the text is what the original itself continues random tokens with.
+A model without a tokenizer cannot read that text.  It reads random tokens with the original's own continuation.
 
-Both read the same tokens.  Agreement is the share of positions with the same likeliest token; KL compares the
-distributions over the whole vocabulary.  For this the hidden states of the original are kept, with its head.
+Both models read the same tokens.  Agreement is the share of positions with the same likeliest token; KL compares the
+distributions over the whole vocabulary.  For this, the original's hidden states and its head are kept.
 
-Accept lengths are measured with the tree at every batch, even if an engine would choose plain decoding there.
+Accept lengths are measured with the tree at every batch size, even if an engine would choose plain decoding there.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,18 +22,20 @@ from espalier.errors import EspalierError
 from espalier.llm import LLM
 from espalier.request import SamplingParams
 
-# Tokens of a text of the original's own.
+# The tokens of a text that the original writes itself.
 OWN_TOKENS = 256
-# Rows whose distributions are compared at once.
+# The rows whose distributions are compared at once.
 ROWS = 256
 
-# (prompt, text after it), as token ids.
+# (prompt, the text after it) pairs, as token ids.
 Texts = list[tuple[list[int], list[int]]]
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """agreement: share of positions with the same likeliest token.  kl: mean, in nats.  perplexity: of the text, by the
+    """How close a quantised copy is to its model.
+
+    agreement: share of positions with the same likeliest token.  kl: mean, in nats.  perplexity: of the text, by the
     model and by its quantised copy.  accept_length: of both models with the draft; None without a draft.
     is_own_text: whether the original wrote the text.
     """
@@ -50,8 +52,8 @@ class Accuracy:
 class ModelRun:
     """The results of one model for the texts.
 
-    hidden: of each text the final hidden states [positions, H] before the tokens that are counted, on the CPU;
-    following: these tokens; logits: the model's head, without the model.
+    hidden: for each text, the final hidden states [positions, H] that predict the counted tokens, on the CPU;
+    following: the counted tokens; logits: the model's head, without the model.
     """
 
     texts: Texts
@@ -62,7 +64,7 @@ class ModelRun:
     accept_length: float | None
 
     def logprobs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(log-probabilities [ROWS, V], following tokens [ROWS]) of some positions at a time, on the model's device."""
+        """Yields (log-probabilities [ROWS, V], following tokens [ROWS]) for all positions, on the model's device."""
         for hidden, following in zip(self.hidden, self.following, strict=True):
             for rows, tokens in zip(hidden.split(ROWS), following.split(ROWS), strict=True):
                 logits = self.logits(rows)
@@ -70,7 +72,7 @@ class ModelRun:
 
 
 class HiddenRecorder:
-    """A target that keeps the hidden states whose logits a prompt's report needs.  One request runs at a time."""
+    """A target that keeps the hidden states behind a prompt's logits.  One request may run at a time."""
 
     def __init__(self, model: Any):
         self.model = model
@@ -89,12 +91,12 @@ class HiddenRecorder:
         return self.model.logits(hidden)
 
     def _end_launch(self) -> None:
-        # The last of a launch are those that the next token is sampled from.
+        # The last logits of a launch are those that the next token is sampled from, so their rows are left out.
         self._kept += self._launch[:-1]
         self._launch = []
 
     def take(self) -> Tensor:
-        """The rows [positions, H] since the last take."""
+        """The rows [positions, H] that were kept since the last `take`."""
         self._end_launch()
         kept, self._kept = self._kept, []
         return torch.cat(kept)
@@ -108,9 +110,10 @@ def compare(
     num_tokens: int,
     advance: Callable[[], None],
 ) -> Accuracy:
-    """settings: of both engines, with the draft.  num_tokens: generated from each prompt for the accept length.
+    """Compare a model with its quantised copy.
 
-    advance: called after each text of both.
+    settings: of both engines, with the draft.  num_tokens: generated from each prompt for the accept length.
+    advance: called after each text of each model.
     """
     settings = without_table(settings)
     first = _run(model, settings, num_texts, num_tokens, None, advance)
@@ -124,7 +127,7 @@ def compare(
 
 
 def _means(first: ModelRun, second: ModelRun) -> list[float]:
-    """The number of positions, then means over them: agreement, KL, and the loss of both on the text."""
+    """The number of positions, then means over the positions: agreement, KL, and each model's loss on the text."""
     totals = torch.zeros(5, dtype=torch.float64)
     for (ours, tokens), (theirs, _) in zip(first.logprobs(), second.logprobs(), strict=True):
         agrees = (ours.argmax(-1) == theirs.argmax(-1)).sum()
@@ -135,7 +138,7 @@ def _means(first: ModelRun, second: ModelRun) -> list[float]:
 
 
 def kl_divergence(first: Tensor, second: Tensor) -> Tensor:
-    """KL(first || second) in nats, of log-probabilities [.., V] over the vocabulary: [..]."""
+    """KL(first || second) in nats: [..].  first, second: log-probabilities [.., V] over the vocabulary."""
     return torch.where(first.isneginf(), 0.0, first.exp() * (first - second)).sum(-1)
 
 
@@ -147,7 +150,7 @@ def accept_lengths(
     num_tokens: int,
     advance: Callable[[], None],
 ) -> tuple[float, float]:
-    """The accept length of a target with a draft and with its quantised copy, on the same prompts.
+    """The accept lengths of a target with a draft, and with its quantised copy, on the same prompts.
 
     num_tokens: generated from each prompt.
     """
@@ -167,7 +170,10 @@ def _run(
     first: ModelRun | None,
     advance: Callable[[], None],
 ) -> ModelRun:
-    """first: of the original, whose texts the copy reads too."""
+    """Run one model over the texts.
+
+    first: the run of the original, whose texts the copy reads too; None: make texts.
+    """
     with LLM(model, **settings) as llm:
         is_own_text = llm.tokenizer is None
         pairs = (_own_texts if is_own_text else texts)(llm, num_texts) if first is None else first.texts
@@ -179,7 +185,7 @@ def _run(
         llm.engine = rebuilt(llm.engine, 0, target=recorder)
         hidden, following = [], []
         for prompt, reference in pairs:
-            # Random tokens are no text.
+            # Random tokens are no text, so their predictions are not counted.
             begin = len(prompt) if is_own_text else 1
             whole = (prompt + reference)[:limit]
             hidden.append(_hidden_states(llm, recorder, whole)[begin - 1 :].cpu())
@@ -190,7 +196,7 @@ def _run(
 
 
 def _hidden_states(llm: LLM, recorder: HiddenRecorder, tokens: list[int]) -> Tensor:
-    """[len(tokens) - 1, H]: the final hidden states of a text, without its last.  Raises EspalierError."""
+    """[len(tokens) - 1, H]: the final hidden states of a text, without the last one.  Raises EspalierError."""
     [request] = drive(llm.engine, [tokens], SamplingParams(max_tokens=0, prompt_logprobs=0)).requests
     rows = recorder.take()
     if request.error is not None or len(rows) != len(tokens) - 1:

@@ -1,4 +1,4 @@
-"""The report of a load: the command that made it, its tables in Markdown, the table of categories, and plots."""
+"""The report of a load: its command, its tables in Markdown, the table of categories, and plots."""
 
 import shlex
 import sys
@@ -19,19 +19,19 @@ COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red")
 
 
 def command_line() -> str:
-    """The command of this process, without the key that it was given."""
+    """The command of this process, without the value of --api-key."""
     words = [word if not word.startswith(f"{KEY}=") else f"{KEY}=..." for word in sys.argv[1:]]
     hidden = ["..." if before == KEY else word for before, word in zip(["", *words], words, strict=False)]
     return shlex.join(["espalier", *hidden])
 
 
 def shown(value: Any) -> Any:
-    """A flag's value as JSON has it."""
+    """A flag's value in a form that JSON can hold."""
     return str(value) if isinstance(value, Path) else value
 
 
 def category_table(title: str, categories: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """categories: figures as load.py:by_category gives them."""
+    """The lines of a table with the figures of each category.  categories: as from load.py:by_category."""
     waits = [f"{name}, p50 / p99 ms" for name in ("ttft", "between pieces")]
     rows = [[title, *COLUMNS, *waits]]
     for name, each in categories.items():
@@ -46,7 +46,7 @@ WAITS = ("ttft_ms", "between_pieces_ms")
 
 
 def write_markdown(path: Path | None, tables: Sequence[Sequence[Sequence[str]]]) -> None:
-    """Write the tables with the command and the machine above them, if a path is given.  Raises EspalierError."""
+    """Write the tables below the command and the machine, if a path is given.  Raises EspalierError."""
     if path is None:
         return
     parts = [f"`{command_line()}`", header()]
@@ -60,7 +60,7 @@ def write_markdown(path: Path | None, tables: Sequence[Sequence[Sequence[str]]])
 
 
 def require_plot(path: Path | None) -> None:
-    """Check, before anything is measured, that the plot can be drawn.  Raises EspalierError."""
+    """Check, before any measurement, that the plot can be drawn.  Raises EspalierError."""
     if path is None:
         return
     if path.suffix not in FORMATS:
@@ -73,8 +73,10 @@ def require_plot(path: Path | None) -> None:
 
 @dataclass(frozen=True)
 class LoadPoint:
-    """A server at one rate of arrivals.  times: percentiles in ms by what they measure; goodput, answered: requests a
-    second."""
+    """The figures of a server at one rate of arrivals.
+
+    times: percentiles in ms, by the name of a time; goodput, answered: requests a second, within the limits and in all.
+    """
 
     server: str
     rate: float
@@ -84,7 +86,7 @@ class LoadPoint:
 
 
 def plot_load(points: Sequence[LoadPoint], limits: Mapping[str, float | None], path: Path | None) -> None:
-    """Write the plot if a path is given: p50 and p99 of each time, and requests a second, by rate.
+    """Write the plot, if a path is given: p50 and p99 of each time, and requests a second, over the rate.
 
     limits: in ms, by the name of a time.  Raises EspalierError.
     """
@@ -113,7 +115,7 @@ def plot_load(points: Sequence[LoadPoint], limits: Mapping[str, float | None], p
 
 
 def _lines(own: Sequence[LoadPoint], colour: str, times: Sequence[Any], requests: Any) -> None:
-    """One server's lines.  A rate at which nothing was answered has no times."""
+    """Draw one server's lines.  A rate without answered requests has no times."""
     for i, axis in enumerate(times):
         for percentile, style in (("p50", "o-"), ("p99", "^--")):
             known = [(point.rate, found[percentile]) for point in own if (found := list(point.times.values())[i])]
@@ -124,7 +126,7 @@ def _lines(own: Sequence[LoadPoint], colour: str, times: Sequence[Any], requests
 
 
 def save(figure: Any, path: Path) -> None:
-    """Raises EspalierError."""
+    """Save a figure.  Raises EspalierError if the file cannot be written."""
     try:
         figure.savefig(path)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Sizes of published models, by name, as their config.json files give them: for tuning without a checkpoint.
+"""Sizes of published models by name, as in their config.json files, for tuning without a checkpoint.
 
-One difference: an lm_head that is tied to the embedding cannot hold the chain, so every head is stored apart.  A pass
-costs the same, since a tied head reads the whole embedding too.
+One thing differs: an lm_head that is tied to the embedding cannot hold the token chain of the lab's models, so each
+head is stored apart.  A pass costs the same, since a tied head also reads the whole embedding.
 """
 
 from collections.abc import Mapping
@@ -27,17 +27,17 @@ GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "
 GPT_OSS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True}
 MINISTRAL3 = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
 PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "attention_bias": False}
-# Of a draft whose target has latent attention.
+# The size of a draft's heads if the target has latent attention.
 DRAFT_HEAD_SIZE = 128
 
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """A production model's sizes.
+    """The sizes of a production model.
 
-    source: the model whose config.json this is; fields: of that config.json; num_plain: ids from here on are special
-    and never emitted, as are ids below first_plain; draft_vocab: number of tokens that the draft knows; the target
-    emits only these.
+    source: the model with this config.json; fields: of that config.json; num_plain: ids from here on are special and
+    never emitted, nor are ids below first_plain; draft_vocab: how many tokens the draft knows; the target emits only
+    these tokens.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Shape:
     first_plain: int = 0
 
     def cut(self, layers: int) -> "Shape":
-        """The first layers alone.  Raises EspalierError for more than there are."""
+        """The same model with only its first layers.  Raises EspalierError if it has fewer."""
         count = self.fields["num_hidden_layers"]
         if not 1 <= layers <= count:
             raise EspalierError(f"--layers={layers} is not supported: {self.name} has {count} layers; use 1 to {count}")
@@ -58,7 +58,7 @@ class Shape:
 
     @property
     def plain(self) -> range:
-        """The ids that may be emitted."""
+        """The token ids that may be emitted."""
         return range(self.first_plain, self.num_plain)
 
     @property
@@ -74,7 +74,7 @@ class Shape:
     def draft_layer(self) -> dict[str, Any]:
         """The config of a draft's layer: a Llama layer of the target's shape.
 
-        The heads of latent attention keep no K and V.  A draft of such a target has heads of 128 values instead, and at
+        The heads of latent attention keep no K and V.  So a draft for such a target has heads of 128 values, and at
         most a quarter as many key-value heads.
         """
         config = self.target
@@ -104,7 +104,7 @@ class Shape:
 
     @property
     def draft_json(self) -> dict[str, Any]:
-        """An EAGLE-3 head in SafeAILab's form."""
+        """The config.json of an EAGLE-3 head, in SafeAILab's form."""
         return {
             **self.draft_layer,
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -114,7 +114,7 @@ class Shape:
 
     @property
     def draft_config(self) -> DraftConfig:
-        """The config of the EAGLE-3 head."""
+        """The DraftConfig of the EAGLE-3 head."""
         path = Path(f"{self.name} draft")
         return format_of(self.draft_json, path).read(path, self.draft_json, self.target)
 
@@ -206,8 +206,7 @@ DEEPSEEK_V2_LITE = {
     "bos_token_id": 100000,
     "eos_token_id": 100001,
 }
-# Five layers, one of them dense, of 61 and three: in bfloat16 they take 97 GB.  The layer for several tokens is left
-# out.
+# Five of 61 layers, one of them dense instead of three: in bfloat16 they take 97 GB.  The MTP layer is left out.
 DEEPSEEK_V3_1GPU = {
     **DEEPSEEK_V3,
     **LATENT,
@@ -234,13 +233,13 @@ DEEPSEEK_V3_1GPU = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-# Eight layers of 61, six of them dense instead of three, so that one GPU holds them and long contexts show: 57 GB.
-# The second chooses rows; the first attends to all, to be compared with it.
+# Eight of 61 layers, six of them dense instead of three, so that one GPU holds them (57 GB) and long contexts show.
+# DEEPSEEK_V32_CUT selects rows.  DEEPSEEK_V3_CUT attends to all rows, for comparison.
 DEEPSEEK_V3_CUT = {**DEEPSEEK_V3_1GPU, "num_hidden_layers": 8, "first_k_dense_replace": 6}
 DEEPSEEK_V32 = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
 INDEX = {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64}
 DEEPSEEK_V32_CUT = {**DEEPSEEK_V3_CUT, **DEEPSEEK_V32, **INDEX}
-# Of the checkpoint in bfloat16: the published experts are in MXFP4.
+# Sizes for weights in bfloat16, although the published experts are in MXFP4.
 GPT_OSS_20B = {
     **GPT_OSS,
     "vocab_size": 201088,
@@ -269,7 +268,7 @@ GPT_OSS_20B = {
     "eos_token_id": 200002,
     "pad_token_id": 199999,
 }
-# Transformers 5.24 has the E sizes as defaults.  These follow the sizes that public loaders check the published files
+# The defaults of Transformers 5.24 are the E sizes.  These are the sizes that public loaders check the published files
 # against: 50 sliding and 10 full layers (31B), 25 and 5 with 128 experts of 704 (26B-A4B).
 GEMMA4_31B = {
     **GEMMA4,
@@ -305,8 +304,8 @@ GEMMA4_26B_A4B = {
     "top_k_experts": 8,
     "moe_intermediate_size": 704,
 }
-# Transformers 5.24 has the 8B as defaults (34 layers, 4096, 14336); heads, YaRN and vocabulary are the same.  With
-# these sizes the text model has 13.5 billion parameters, as its model card says.
+# The defaults of Transformers 5.24 are the 8B (34 layers, 4096, 14336); heads, YaRN and vocabulary are the same.  With
+# the sizes here, the text model has 13.5 billion parameters, as its model card states.
 MINISTRAL3_14B = {
     **MINISTRAL3,
     "vocab_size": 131072,
@@ -332,7 +331,7 @@ MINISTRAL3_14B = {
     "eos_token_id": 2,
     "pad_token_id": 11,
 }
-# Their own MTP layer is left out: the foundry's head stands in its place.
+# The models' own MTP layer is left out, because the EAGLE-3 head of the lab's foundry replaces it.
 QWEN3_6_27B = {
     "architectures": ["Qwen3_5ForCausalLM"],
     "model_type": "qwen3_5_text",
@@ -398,7 +397,7 @@ NEMOTRON3_30B_A3B = {
     "layer_norm_epsilon": 1e-5,
     "eos_token_id": 2,
 }
-# Transformers 5.24 has Phi-3-mini as defaults.  These are of Phi-4's config.json; 14.7 billion parameters.
+# The defaults of Transformers 5.24 are Phi-3-mini.  These sizes are from Phi-4's config.json: 14.7 billion parameters.
 PHI_4 = {
     **PHI3,
     "vocab_size": 100352,
@@ -444,7 +443,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
 
 
 def find_shape(name: str) -> Shape:
-    """A shape of SHAPES.  Raises EspalierError for an unknown name."""
+    """The entry of SHAPES with this name.  Raises EspalierError for an unknown name."""
     if name not in SHAPES:
         raise EspalierError(f"shape {name!r} is not known; use one of {', '.join(SHAPES)}")
     return SHAPES[name]

@@ -1,7 +1,7 @@
-"""Measures GPU times by replaying CUDA graphs between events; the bandwidth; and chains of the products of a pass.
+"""Measures GPU times with CUDA graphs: the times of bodies, the bandwidth, and chains of the products of a pass.
 
-What is timed finds in the L2 cache only the data that it would find there in use.  In a chain, each layer of a pass has
-its own weights, and a single shape is measured over more copies than the cache holds.
+A timed body should find in the L2 cache only the data that it would find there in use.  So in a chain, each layer of a
+pass has its own weights.  A single shape is measured over more copies of its weight than the cache holds.
 """
 
 import math
@@ -27,15 +27,16 @@ from espalier.models.quantisers import QUANTISERS
 
 # Several times the size of any L2 cache.
 BANDWIDTH_BYTES = 4 * 2**30
-# Long enough for the GPU's clocks to settle under load: at its power limit a GPU slows down after 0.2 s, and recovers
-# after 0.4 s (docs/log.md).
+# Seconds of a measurement: long enough for the GPU's clocks to settle under load.  At its power limit a GPU slows down
+# after 0.2 s, and recovers after 0.4 s (docs/log.md).
 SECONDS = 1.0
 TURNS = 8
 # A shorter body is replayed several times between two events, so that the time of an event does not count.
 MIN_MS = 0.2
 MAX_REPLAYS = 50
-# The ends of the names of layers that read a norm, which rounds for them in its own launch up to `kernel_rows`.  The
-# qkv of an EAGLE head reads two norms in one launch, which does not round.  The floor leaves out the rounding there.
+# The ends of names of layers that read a norm's output.  Up to `kernel_rows`, the norm's launch rounds for them.  The
+# qkv of an EAGLE head reads two norms in one launch, which does not round, but the floor leaves out the rounding there
+# too.
 BEHIND_A_NORM = ("qkv", "q and kv", "gate_up")
 
 # The least copies of a weight (one name and shape), and the least bytes of all its copies.
@@ -44,18 +45,18 @@ MIN_COPIES, MIN_BYTES = 4, 2**30
 Matrix = Tensor | QuantisedMatrix
 Multiply = Callable[[Rows, Matrix], Tensor]
 Product = Callable[[], object]
-# (heads, rows, columns) -> random inputs.
+# Random inputs, by (heads, rows, columns).
 Inputs = dict[tuple[int, int, int], Tensor]
 
 
 class Stopwatch:
-    """Times bodies as CUDA graphs.  The graphs share one memory pool, which the first graph keeps."""
+    """Times bodies as CUDA graphs.  The graphs share one memory pool, which the first graph keeps alive."""
 
     def __init__(self) -> None:
         self._first: torch.cuda.CUDAGraph | None = None
 
     def ms(self, bodies: Sequence[Callable[[], Any]], turns: int = TURNS, seconds: float = 0.0) -> list[float]:
-        """Median ms of each body.  The bodies take turns, so that none runs on a cooler GPU.
+        """The median ms of each body.  The bodies take turns, so that none runs on a cooler GPU.
 
         They run for `seconds`, and at least `turns` times.  Only the later half counts: a GPU at its power limit slows
         down within tenths of a second, and a server runs much longer than that.
@@ -63,7 +64,7 @@ class Stopwatch:
         return timed([self.capture(body) for body in bodies], turns, seconds)
 
     def bandwidth(self, device: torch.device) -> float:
-        """Bytes/s of a kernel that reads each byte once and writes almost nothing."""
+        """The bytes a second of a kernel that reads each byte once and writes almost nothing."""
         data = torch.randn(BANDWIDTH_BYTES // torch.float32.itemsize, device=device)
         (read,) = self.ms([data.sum], seconds=SECONDS)
         return BANDWIDTH_BYTES / read * 1e3
@@ -77,7 +78,7 @@ class Stopwatch:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         pool = self._first.pool() if self._first else None
-        # NCCL's threads may ask for events meanwhile.
+        # With another mode, a query of events by NCCL's threads would break the capture.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             body()
         self._first = self._first or graph
@@ -85,7 +86,7 @@ class Stopwatch:
 
 
 def timed(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, seconds: float) -> list[float]:
-    """Median ms of each graph, as `Stopwatch.ms`."""
+    """The median ms of each graph, as in `Stopwatch.ms`."""
     num_replays = [_num_replays(times[-1]) for times in _replay_times(graphs, 2, [1] * len(graphs))]
     times_of: list[list[float]] = [[] for _ in graphs]
     begun = time.perf_counter()
@@ -96,13 +97,12 @@ def timed(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, seconds: float) ->
 
 
 def _num_replays(ms: float) -> int:
-    """How often a body of `ms` is replayed between two events."""
+    """How many times a body of `ms` is replayed between two events."""
     return max(1, min(MAX_REPLAYS, int(MIN_MS / max(ms, 1e-3))))
 
 
 def _replay_times(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, num_replays: Sequence[int]) -> list[list[float]]:
-    """ms of one replay of each graph, [graphs][turns].  num_replays: replays of each graph a turn.  No synchronisation
-    in between."""
+    """The ms of one replay, [graphs][turns].  num_replays: replays of each graph in a turn.  Waits only at the end."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(turns * len(graphs) + 1)]
     graphs[-1].replay()
     events[0].record()
@@ -116,10 +116,10 @@ def _replay_times(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, num_replay
 
 
 class Weights:
-    """Random weights on a GPU: for each name and shape, a weight for each layer.  Passes share them.
+    """Random weights on a GPU: for each name and shape, one weight for each layer.  All passes share them.
 
-    Layers share as well where that leaves MIN_COPIES weights and MIN_BYTES of them, which no cache holds: a model and
-    its floor fit the memory together.
+    Layers share weights too, as long as MIN_COPIES weights of MIN_BYTES in all remain, which no cache holds.  So a
+    model and its floor fit in memory together.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -139,13 +139,13 @@ class Weights:
         return dense if weights == DENSE else QUANTISERS[weights].matrix(dense)
 
     def chain(self, runs: Sequence[Run], multiply: Multiply) -> Callable[[], None]:
-        """A function that runs all products of a pass: layer by layer, then the rest."""
+        """A function that runs all products of a pass, layer by layer, and then the products outside of layers."""
         inputs: Inputs = {}
         steps = [(run, layer) for group in by_layer(runs) for layer in range(group[0].count) for run in group]
         return in_turn([self.product(run, layer, inputs, multiply) for run, layer in steps])
 
     def product(self, run: Run, layer: int, inputs: Inputs, multiply: Multiply) -> Product:
-        """The product with weight `layer` of a run.  inputs: those of the chain, which runs of one size share."""
+        """The product with weight `layer` of a run.  inputs: of the chain; runs of the same size share an input."""
         key = run.heads, run.rows, run.shape[1]
         if key not in inputs:
             # [rows, in], or [heads, rows, in] for a batched product.
@@ -171,7 +171,7 @@ def _product(run: Run, x: Tensor, weight: Matrix, multiply: Multiply) -> Product
 
 
 def by_layer(runs: Sequence[Run]) -> list[list[Run]]:
-    """Neighbouring runs with the same count, grouped."""
+    """The runs in groups of neighbours with the same count."""
     groups: list[list[Run]] = []
     for run in runs:
         if groups and groups[-1][0].count == run.count:
@@ -182,7 +182,7 @@ def by_layer(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def plain(x: Rows, weight: Matrix) -> Tensor:
-    """By the library, as far as it takes the weight: dense, and FP8 whose scales are of whole rows.
+    """Multiply with the library's product, if it takes the weight: a dense one, or FP8 with scales of whole rows.
 
     Other quantised weights are multiplied by our kernels.
     """

@@ -1,6 +1,6 @@
-"""What an open loop sends: conversations of one turn or several, whose beginnings may be shared.
+"""The conversations that an open loop sends, of one turn or several, with shared beginnings on request.
 
-Prompts are words of the held-out texts, or token ids, in random order, so that no two share more than they should.
+Prompts are words of the held-out texts, or token ids, in random order.  So no two prompts share more than they should.
 """
 
 import random
@@ -11,14 +11,14 @@ from typing import Any
 from espalier.bench.drive import heldout
 from espalier.bench.flags import CHAT, COMPLETIONS
 
-# Variables by which chat templates switch reasoning.
+# The variables with which chat templates switch reasoning on.
 SWITCHES = ("enable_thinking", "thinking")
 PATHS = {CHAT: "/v1/chat/completions", COMPLETIONS: "/v1/completions"}
 
 
 @dataclass(frozen=True)
 class Turn:
-    """ids: the whole prompt as token ids, in place of a text."""
+    """One turn of the user.  ids: the whole prompt as token ids, instead of `text`."""
 
     text: str
     max_tokens: int
@@ -27,7 +27,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """prefix: what others begin with too, "" for nothing; number: in the order of arrival; category: of a dataset."""
+    """A conversation of the load.
+
+    prefix: the beginning that it shares with others, "" for none; number: in the order of arrival; category: of a
+    dataset.
+    """
 
     number: int
     prefix: str
@@ -37,10 +41,11 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Traffic:
-    """inputs: fewest and most words of a turn; outputs: fewest and most max_tokens; turns: of a conversation.
+    """The kind of conversations to draw.
 
-    prefixes: number of different beginnings, of prefix_words words; 0 for none.  token_ids: prompts are token ids below
-    it, in place of words; None for words.
+    inputs: fewest and most words of a turn; outputs: fewest and most max_tokens; turns: of a conversation.
+    prefixes: number of different beginnings, of prefix_words words each; 0 for none.  token_ids: prompts are token ids
+    below this number; None: prompts are words.
     """
 
     inputs: tuple[int, int]
@@ -51,7 +56,7 @@ class Traffic:
     token_ids: int | None = None
 
     def conversations(self, count: int, seed: int) -> list[Conversation]:
-        """Equal arguments give equal conversations, so servers can be compared."""
+        """Draw conversations.  Equal arguments give equal conversations, so servers can be compared."""
         chance = random.Random(seed)
         words = _words() if self.token_ids is None else range(self.token_ids)
         beginnings = [chance.choices(words, k=self.prefix_words) for _ in range(self.prefixes)] or [[]]
@@ -76,8 +81,10 @@ def _words() -> list[str]:
 def bodies(
     talk: Conversation, endpoint: str, answers: Sequence[str], same: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """The request of each turn.  answers: grows by the server's answer before the next turn is taken; same: further
-    fields of every request."""
+    """Yields the request body of each turn.
+
+    answers: the caller adds the server's answer before it takes the next body; same: fields of every request.
+    """
     stream = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
     for turn in talk.turns:
         fields = {**stream, "max_tokens": turn.max_tokens, **same}
@@ -88,7 +95,7 @@ def bodies(
 
 
 def messages(talk: Conversation, answers: Sequence[str]) -> list[dict[str, str]]:
-    """The conversation up to the turn after these answers."""
+    """The messages of the conversation, up to the turn after these answers."""
     made = [{"role": "system", "content": talk.prefix}] if talk.prefix else []
     for turn, answer in zip(talk.turns, [*answers, None], strict=False):
         made.append({"role": "user", "content": turn.text})
@@ -97,5 +104,5 @@ def messages(talk: Conversation, answers: Sequence[str]) -> list[dict[str, str]]
 
 
 def plain_prompt(talk: Conversation, answers: Sequence[str]) -> str:
-    """The same as one text, for a model without a chat template."""
+    """The conversation up to the turn after these answers, as one text for a model without a chat template."""
     return " ".join(filter(None, (message["content"] for message in messages(talk, answers))))

@@ -1,13 +1,12 @@
 """`espalier doctor --tune`: measure the linear layers on this GPU, and write the fastest plans for the engine to read.
 
 For each shape and bucket of rows, F.linear is measured against the candidates of our kernel.  With --weights the shapes
-are those of quantised matrices, and the rule of kernels/layers/linear_quantised.py is in F.linear's place.
+are those of quantised matrices, and the plan by the rule of kernels/layers/linear_quantised.py replaces F.linear.
 
-First each shape is measured alone: a chain of it over so many weights that none is still in the L2 cache, replayed as a
-CUDA graph.  Then the best of each among its neighbours, in the passes of a model: a kernel with programmatic dependent
-launch gains from the kernel before it, and F.linear keeps the next kernel from starting early (docs/log.md).
-
-With --seconds only the first candidates are measured, buckets of few rows first, until the time is over.
+First each shape is measured alone: a chain of products, over so many weights that none is still in the L2 cache,
+replayed as a CUDA graph.  Then the best plans of a shape are measured among their neighbours, in the passes of a model.
+There a kernel with programmatic dependent launch gains from the kernel before it, and F.linear keeps the next kernel
+from starting early (docs/log.md).  With --seconds only the first candidates are measured, few rows first.
 """
 
 from argparse import Namespace
@@ -63,36 +62,36 @@ from espalier.startup.resolve import choose_device
 from espalier.terminal.console import print_header, print_table, progress, require_gpu, require_writable, stdout
 from espalier.terminal.flags import flag_of, given_flags
 
-# Bytes of weights that a chain reads: long enough to time.
+# Bytes of weights that one chain reads, which makes it long enough to time.
 CHAIN_BYTES = 600 * 10**6
 # Bytes of the different weights of a shape: more than the L2 cache holds.
 COPIES_BYTES = 300 * 10**6
-# Candidates that are measured a second time alone, and those of them that are measured among neighbours.
+# How many candidates are measured a second time alone, and how many of these are measured among neighbours.
 FINALISTS = 6
 CONTENDERS = 3
 LAYERS = 8
 SWEEPS = 2
 # A smaller relative gain is noise.
 LEAST_GAIN = 0.002
-# With a limit: candidates of a shape and bucket, the share of the time in which shapes are measured alone, and seconds
-# that drawing the weights of a pass takes.
+# With --seconds: the candidates of a shape and bucket, the share of the time for measurements alone, and the seconds
+# that it takes to draw the weights of a pass.
 FEW_CANDIDATES, SHARE_ALONE, SECONDS_TO_DRAW = 24, 0.75, 5
 # The first bucket spans the most rows, so both of its ends are measured.
 FEWEST_ROWS = 1
 
-# Layers whose output may come in parts for the next kernel to add up, and layers that a gate follows.
+# Layers whose output may stay in parts, which the next kernel adds up, and layers that a gate follows.
 IN_PARTS, GATED = ("qkv", "o", "down"), ("gate_up",)
 
-# What is measured against the candidates: {True: of dense weights, False: of quantised ones}.
+# The contender that is not our kernel: {True: for dense weights, False: for quantised weights}.
 OTHER = {True: "F.linear", False: "by rule"}
-# Sides of the smallest matrix that every format takes.
+# The sides of the smallest matrix that every format can store.
 LEAST_SIDE = 256
-# The names of a matrix of each EAGLE head and each block draft, by which their format is known.
+# The names of one matrix of an EAGLE head and of a block draft, whose format stands for the whole draft.
 OF_DRAFTS = ("midlayer.self_attn.o_proj", "layers.0.self_attn.o_proj")
 
 # Values of --tune.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-# The engine flags that --tune --shapes uses, and those that --tune of a model uses besides.
+# The engine flags that --tune --shapes uses, and the further flags that --tune of a model uses.
 FLAGS_OF_SHAPES, FLAGS_OF_MODEL = ("device", "dtype"), ("model", "draft", "model_overrides")
 
 # A shape and a bucket of rows.
@@ -102,7 +101,7 @@ PlanTable = dict[Cell, LinearPlan]
 
 @dataclass(frozen=True)
 class Measured:
-    """One shape and bucket, measured alone: µs of OTHER and of our fastest plan; ours: plans, the fastest first."""
+    """One shape and bucket, measured alone: µs of OTHER and of our fastest plan; ours: our plans, the fastest first."""
 
     shape: Shape
     rows: int
@@ -116,7 +115,7 @@ class Measured:
 
 
 def run(args: Namespace, config: EngineConfig) -> int:
-    """Measure, write the table and print.  Raises EspalierError."""
+    """Measure, write the table and print the results.  Raises EspalierError."""
     used = FLAGS_OF_SHAPES if args.shapes else (*FLAGS_OF_SHAPES, *FLAGS_OF_MODEL)
     if refused := [flag_of(name) for name in given_flags(args) if name not in used]:
         raise EspalierError(f"{refused[0]} is not for --tune{' --shapes' if args.shapes else ''}; leave one out")
@@ -124,7 +123,7 @@ def run(args: Namespace, config: EngineConfig) -> int:
     if path.parent.is_dir():  # else `write` makes it
         require_writable("--choices", path)
     if path.exists():
-        # They raise if `write` could not add to the file.
+        # These raise if `write` could not add to the file.
         LINEARS.read(path)
         EXPERT_TABLES.read(path)
     if args.seconds is not None and not args.seconds > 0:
@@ -165,20 +164,20 @@ def _run(args: Namespace, config: EngineConfig) -> int:
     def keep(found: PlanTable) -> None:
         LINEARS.write(path, TuningTable(tuner.chip, dtype, plans_by_shape(found, kept), versions(), tuner.format))
 
-    # The plans of buckets that are not measured stay.
+    # The plans of buckets that are not measured now stay in the table.
     kept = dict(LINEARS.measured(tuner.chip, DTYPES[dtype], tuner.format))
     for known in LINEARS.read(path) if path.exists() else ():
         kept |= known.plans if known.key == (tuner.chip, dtype, tuner.format) else {}
     with progress("measuring", len(ROWS_BUCKETS) + len(models)) as advance:
         for rows in ROWS_BUCKETS:
             alone |= tuner.alone(shapes, rows)
-            # Kept if the tuning is broken off; what is found among neighbours takes its place.
+            # These plans are kept if the tuning is interrupted.  The plans found among neighbours replace them.
             keep({cell: measured.fastest for cell, measured in alone.items()})
             advance()
         for model in models:
             tuner.among_neighbours(model, alone, table)
             advance()
-    # Shapes of no pass, as of matrices that only experts are stored in.
+    # Add the shapes that no pass has, such as matrices that only experts use in this format.
     table = {cell: measured.fastest for cell, measured in alone.items()} | table
     keep(table)
     print_table(_rows(alone.values(), table, OTHER[weights == DENSE]))
@@ -189,7 +188,7 @@ def _run(args: Namespace, config: EngineConfig) -> int:
 
 
 def _weights_of(args: Namespace) -> str:
-    """The format to measure, which target and draft share.  Raises EspalierError if they name two."""
+    """The format to measure, shared by target and draft.  Raises EspalierError if the flags name two formats."""
     if args.weights and args.draft_weights not in (None, args.weights):
         raise EspalierError(
             f"--weights={args.weights} and --draft-weights={args.draft_weights} are two formats, and --tune measures "
@@ -199,7 +198,7 @@ def _weights_of(args: Namespace) -> str:
 
 
 def _shapes(model: ModelShape, weights: str) -> tuple[Shape, ...]:
-    """The shapes to measure.  For a format of stacked experts: the dense layers', as in `python -m lab linears`."""
+    """The shapes to measure.  For a format of stacked experts: the shapes of the dense layers, as in `lab linears`."""
     if weights == DENSE or not QUANTISERS[weights].experts:
         return model.shapes(weights)
     columns = QUANTISERS[weights].groups[0]
@@ -208,7 +207,7 @@ def _shapes(model: ModelShape, weights: str) -> tuple[Shape, ...]:
 
 
 def _dtype(config: EngineConfig, checkpoint: Checkpoint | None) -> str:
-    """The dtype that the engine would run in: the configured one, else the checkpoint's.  Raises EspalierError."""
+    """The dtype that the engine would run in: the configured dtype, else the checkpoint's.  Raises EspalierError."""
     raw = {} if checkpoint is None else checkpoint.target.raw
     stored = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
     dtype = stored if is_open(config.dtype) else config.dtype
@@ -218,7 +217,7 @@ def _dtype(config: EngineConfig, checkpoint: Checkpoint | None) -> str:
 
 
 def _shape_of(args: Namespace, checkpoint: Checkpoint) -> ModelShape:
-    """The sizes of a checkpoint and of its draft.  Raises EspalierError if one of them is quantised."""
+    """The sizes of a checkpoint and of its draft.  Raises EspalierError if target or draft is quantised."""
     for name in ("weights", "draft_weights"):
         if given := getattr(args, name):
             flag = flag_of(name)
@@ -246,9 +245,10 @@ def _refuse_quantised(path: Path | None, flag: str, formats: FormatOf, names: Se
 
 
 class Tuner:
-    """Measures on the GPU of this machine, in one dtype and one format of weights (as of a Run).
+    """Measures plans on the GPU of this machine, in one dtype.
 
-    It starts no measurement after `seconds`.
+    weights, of_format: how the weights are stored, a name as in Run.weights.
+    seconds: after this time no further measurement starts.
     """
 
     def __init__(self, dtype: torch.dtype, weights: str = DENSE, seconds: float = inf) -> None:
@@ -264,7 +264,7 @@ class Tuner:
 
     @property
     def format(self) -> str:
-        """The format's name in a table."""
+        """The name under which the table stores plans for this format of weights."""
         if self.of_format == DENSE:
             return DENSE
         any_matrix = self.weights.drawn((LEAST_SIDE, LEAST_SIDE), self.of_format)
@@ -272,7 +272,7 @@ class Tuner:
         return quantised_plans.tuning_name(any_matrix)
 
     def alone(self, shapes: Sequence[Shape], rows: int) -> dict[Cell, Measured]:
-        """Measure every shape in a bucket; none of those for which no time is left."""
+        """Measure the shapes in a bucket, each alone.  Shapes for which no time is left are missing from the result."""
         if perf_counter() > self.end_alone:
             return {}
         plans = {shape: self._candidates(shape, rows) for shape in shapes}
@@ -288,13 +288,13 @@ class Tuner:
             now = perf_counter()
             if now > self.end_alone:
                 break
-            # Later buckets take what is left: fewer rows matter more, and compile more.
+            # Later buckets get the rest of the time: few rows matter more, and take longer to compile.
             share = (self.end_alone - now) / (len(shapes) - i) / (1 if buckets == 1 else 2)
             found[shape, rows] = self._measure_bucket(shape, x, plans[shape], now + share)
         return found
 
     def copies(self, shape: Shape) -> list[Matrix]:
-        """Different weights of a shape, more than the L2 cache holds."""
+        """Different weights of the same shape, together larger than the L2 cache."""
         if shape not in self._copies:
             one = self.weights.drawn(shape, self.of_format)
             more = max(2, -(-COPIES_BYTES // one.nbytes)) - 1
@@ -312,7 +312,7 @@ class Tuner:
     def _measure_bucket(
         self, shape: Shape, x: Tensor, plans: Sequence[TritonPlan | LibraryPlan], end: float = inf
     ) -> Measured:
-        """Measure the plans until `end`, and then the fastest of them again."""
+        """Measure the plans until `end`, and then the fastest plans again."""
         weights, rows = self.copies(shape), len(x)
         ends = (x[:FEWEST_ROWS], x) if rows == ROWS_BUCKETS[0] else (x,)
         first: dict[TritonPlan | LibraryPlan, float] = {}
@@ -327,13 +327,13 @@ class Tuner:
         return Measured(shape, rows, cublas, min(ours, default=inf), tuple(finalists[i] for i in order))
 
     def _us(self, x: Tensor, weights: Sequence[Matrix], contenders: Sequence[LinearPlan], turns: int) -> list[float]:
-        """µs a call of each contender, taking turns."""
+        """The µs of a call of each contender.  The contenders take turns."""
         calls = max(2, -(-CHAIN_BYTES // weights[0].nbytes))
         bodies = [_chain(x, weights, plan, calls) for plan in contenders]
         return [1e3 * ms / calls for ms in self.stopwatch.ms(bodies, turns)]
 
     def among_neighbours(self, model: ModelShape, alone: Mapping[Cell, Measured], table: PlanTable) -> None:
-        """Add to `table`, shape by shape, the plans that make the model's passes fastest.  Plans already there stay."""
+        """Add to `table`, shape by shape, the plans with the fastest passes of the model.  Plans already in it stay."""
         model = model.part(0, LAYERS)
         weights = Weights(self.weights.dtype, self.device)
         for rows in ROWS_BUCKETS:
@@ -369,7 +369,7 @@ class Tuner:
 
 
 def _product(x: Rows, weight: Matrix, plan: LinearPlan, gated: bool = False, parts: bool = False) -> Tensor:
-    """x · weightᵀ with the plan: summed, gated, or in parts.  None: F.linear, or a quantised weight's plan by rule."""
+    """x · weightᵀ with the plan: summed, gated, or in parts.  None: F.linear, or for quantised weights the rule."""
     if not isinstance(weight, QuantisedMatrix):
         assert isinstance(x, Tensor)
         return (linear_gated if gated else linear_parts if parts else linear)(x, weight, None, plan)
@@ -390,10 +390,10 @@ def _chain(x: Tensor, weights: Sequence[Matrix], plan: LinearPlan, calls: int) -
 
 
 def _by_table(runs: Sequence[Run], table: PlanTable, rows: int) -> Multiply:
-    """Multiply as a model runs its layers.
+    """A function that multiplies as a model runs its layers.
 
-    After a layer of IN_PARTS an add and norm adds up the parts; it also takes the place of the rotation after qkv.  A
-    gate follows the GATED layers: some plans fuse it.
+    After a layer of IN_PARTS an add and norm adds up the parts.  After qkv this stands in for the rotation.  A gate
+    follows the GATED layers, and some plans fuse the gate.
     """
     in_parts, gated = ({run.shape for run in runs if run.name.split()[-1] in names} for names in (IN_PARTS, GATED))
     norm_inputs: dict[Shape, tuple[Tensor, Tensor]] = {}
@@ -416,7 +416,7 @@ def _by_table(runs: Sequence[Run], table: PlanTable, rows: int) -> Multiply:
 
 
 def plans_by_shape(table: PlanTable, kept: Mapping[Shape, LinearPlans]) -> dict[Shape, LinearPlans]:
-    """kept: the plans of buckets that are not in the table."""
+    """The plans of each shape: those of `table`, and those of `kept` for buckets that are not in the table."""
     shapes = dict.fromkeys(shape for shape, _ in table)
     return {
         shape: tuple(table.get((shape, rows), LINEARS.at(kept.get(shape, NO_PLANS), rows)) for rows in ROWS_BUCKETS)
@@ -425,7 +425,7 @@ def plans_by_shape(table: PlanTable, kept: Mapping[Shape, LinearPlans]) -> dict[
 
 
 def _rows(measured: Iterable[Measured], table: PlanTable, other: str) -> list[list[str]]:
-    """other: what stands in the place of a plan."""
+    """The lines of the printed table.  other: the text in the place of a plan where F.linear or the rule is fastest."""
     rows = [["weight", "rows", f"{other}, µs", "ours, µs", "taken among its neighbours"]]
     for bucket in sorted(measured, key=lambda each: (each.shape, each.rows)):
         shape = f"{bucket.shape[0]} x {bucket.shape[1]}"

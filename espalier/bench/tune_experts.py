@@ -1,4 +1,4 @@
-"""`espalier doctor --tune experts`: measure the expert product on this GPU, and write the fastest plans for the engine.
+"""`espalier doctor --tune experts`: measure the experts' products on this GPU, and write the fastest plans.
 
 Each of the two products is measured alone.  Then the fastest plans of both are measured together, with the sort.
 """
@@ -31,35 +31,35 @@ from espalier.kernels.runtime.launch import Chip, chip
 from espalier.kernels.runtime.precompile import precompile
 from espalier.terminal.console import installed, print_header, print_table, progress, require_gpu, stdout
 
-# Limits of the number of calls in a chain.
+# The most and the least number of calls in a chain.
 MAX_CALLS = 16
 MIN_CALLS = 3
-# A chain that reads as many bytes and computes as many FLOPs is long enough to time.
+# A chain that reads this many bytes and computes this many FLOPs is long enough to time.
 CHAIN_BYTES = 500 * 10**6
 CHAIN_FLOPS = 200 * 10**9
 ROWS = (1, 4, 8, 16, 32, 64, 128, 512, 2048)
-# The fastest plans of each product that are measured together with those of the other.
+# How many of each product's fastest plans are measured together with those of the other product.
 FINALISTS = 2
-# How often each plan is timed: alone, and together with the other product.
+# How many times each plan is timed: alone, and together with the other product.
 QUICK_TURNS, TURNS = 3, 10
 COLUMNS = ["experts", "rows", "touched", "tile", "gate and up", "down", "us", "by rule, us", "of memory's", "TFLOP/s"]
 
 Plan = TypeVar("Plan", ProductPlan, ExpertsPlan)
-# (calls, plan, num_calls) -> a function that runs the first num_calls calls with the plan.
+# Makes a function that runs the first num_calls calls with a plan.  Arguments: calls, plan, num_calls.
 Chain = Callable[["ChainInputs", Plan, int], Callable[[], None]]
 
 
 def random_experts(shape: ExpertsShape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Random gate_up and down of one layer, as in grouped_experts."""
+    """Random (gate_up, down) weights of one layer, in the form that grouped_experts takes."""
     gate_up = torch.empty(shape.num_experts, shape.halves * shape.inner, shape.hidden, dtype=dtype, device=device)
     down = torch.empty(shape.num_experts, shape.hidden, shape.inner, dtype=dtype, device=device)
     return gate_up.normal_(std=shape.hidden**-0.5), down.normal_(std=shape.inner**-0.5)
 
 
 class ChainInputs:
-    """Inputs of a chain of `num` calls with `rows` rows each.  Each call goes to other experts.
+    """Inputs of a chain of `num` calls with `rows` rows each.  Each call uses other experts.
 
-    num: None: as many as take long enough to time.  touched: as for random_ids.
+    num: None for as many calls as take long enough to time.  touched: as in random_ids.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ChainInputs:
 
     @property
     def touched(self) -> float:
-        """Experts with rows, the mean over calls."""
+        """The number of experts with rows, the mean over calls."""
         return sum(len(ids.unique()) for ids in self.ids) / self.num
 
 
@@ -91,11 +91,11 @@ def _enough_calls(shape: ExpertsShape, rows: int) -> int:
 
 
 def random_ids(shape: ExpertsShape, rows: int, num_calls: int, touched: int | None = None) -> list[Tensor]:
-    """ids [rows, K] of each call.
+    """The expert ids [rows, K] of each call.
 
-    touched: None: routing is uniform.  Rows are independent, and a row meets no expert again before it has gone to all
-    of them (but for a rest below K).  Else exactly so many experts have rows in each call, and calls go to other
-    experts for as long as these last.
+    touched: how many experts have rows in each call.  Calls use different experts as long as there are unused ones.
+    None: routing is uniform.  Then rows are independent, and a row meets an expert again only after all others (but for
+    a rest below K).
     """
     generator = torch.Generator().manual_seed(rows)
     if touched is None:
@@ -105,7 +105,7 @@ def random_ids(shape: ExpertsShape, rows: int, num_calls: int, touched: int | No
 
 
 def _dealt(rows: int, num_experts: int, size: int, num_calls: int, generator: torch.Generator) -> list[Tensor]:
-    """For each call [rows, size]: each row's experts, which differ from call to call for as long as they last."""
+    """For each call, each row's experts [rows, size].  They differ from call to call while unused experts remain."""
     calls_per_deal = num_experts // size
     calls: list[Tensor] = []
     while len(calls) < num_calls:
@@ -115,9 +115,9 @@ def _dealt(rows: int, num_experts: int, size: int, num_calls: int, generator: to
 
 
 def _spread(experts: Tensor, rows: int, top_k: int, generator: torch.Generator) -> Tensor:
-    """ids [rows, K]: a row goes to random ones of `experts`, and each of them has a row."""
+    """ids [rows, K] for one call: each row gets random ones of `experts`, and each expert gets a row."""
     choices = torch.rand(rows, len(experts), generator=generator).argsort(1)[:, :top_k]
-    # The first rows take all in turn.
+    # The first rows get all experts in turn.
     in_turn = torch.arange(-(-len(experts) // top_k) * top_k) % len(experts)
     choices[: len(in_turn) // top_k] = in_turn.view(-1, top_k)
     return experts[choices].sort(-1).values
@@ -125,7 +125,7 @@ def _spread(experts: Tensor, rows: int, top_k: int, generator: torch.Generator) 
 
 @dataclass(frozen=True)
 class MeasuredExperts:
-    """The expert product of one layer at a number of rows.
+    """The measurement of one layer's experts at a number of rows.
 
     touched: experts with rows, the mean over calls.  us: of all launches, with `plan`; rule_us: with the rule's plan.
     """
@@ -139,7 +139,7 @@ class MeasuredExperts:
 
     @property
     def bytes_per_second(self) -> float:
-        """Bytes of the touched experts, read once, per second."""
+        """Bytes a second, if each touched expert is read once."""
         return self.touched * self.shape.expert_bytes / self.us * 1e6
 
     @property
@@ -148,7 +148,7 @@ class MeasuredExperts:
 
 
 class ExpertsTuner:
-    """Measures on the GPU of this machine, in one dtype."""
+    """Measures experts on the GPU of this machine, in one dtype."""
 
     def __init__(self, dtype: torch.dtype, stopwatch: Stopwatch | None = None) -> None:
         self.device = require_gpu("--tune")
@@ -194,7 +194,7 @@ class ExpertsTuner:
     def _alone(
         self, calls: Sequence[ChainInputs], tile_rows: int, matrices: int, plans: Sequence[ProductPlan], weight: Tensor
     ) -> dict[ProductPlan, list[float]]:
-        """µs of one product at each row count, without the sort.  matrices: 2 for gate and up, 1 for down."""
+        """The µs of one product at each number of rows, without the sort.  matrices: 2 for gate and up, 1 for down."""
         from espalier.kernels.layers.experts import down_triton, gated_triton
         from espalier.kernels.layers.experts_tiles import tiles_of
 
@@ -217,7 +217,7 @@ class ExpertsTuner:
     def _whole(
         self, calls: Sequence[ChainInputs], plans: Sequence[ExpertsPlan], gate_up: Tensor, down: Tensor
     ) -> dict[ExpertsPlan, list[float]]:
-        """µs of all three launches at each row count."""
+        """The µs of all three launches at each number of rows."""
 
         def chain(each: ChainInputs, plan: ExpertsPlan, num_calls: int) -> Callable[[], None]:
             def body() -> None:
@@ -231,7 +231,7 @@ class ExpertsTuner:
     def _us(
         self, calls: Sequence[ChainInputs], plans: Sequence[Plan], chain: Chain[Plan], turns: int
     ) -> dict[Plan, list[float]]:
-        """µs of a call with each plan, at each row count.  The plans take turns."""
+        """The µs of a call with each plan, at each number of rows.  The plans take turns."""
         with precompile():
             for each in calls:
                 for plan in plans:
@@ -244,18 +244,18 @@ class ExpertsTuner:
 
 
 def relative_time(times: Mapping[Plan, Sequence[float]], plan: Plan) -> float:
-    """The sum over row counts of: a plan's time, divided by the time of the fastest plan at that count."""
+    """The sum over numbers of rows of a plan's time divided by the fastest plan's time."""
     fastest = [min(of_count) for of_count in zip(*times.values(), strict=True)]
     return sum(mine / least for mine, least in zip(times[plan], fastest, strict=True))
 
 
 def versions() -> dict[str, str]:
-    """The GPU and versions that a table was measured with."""
+    """The GPU and the versions that a table is measured with."""
     return {"gpu": torch.cuda.get_device_name(), "torch": str(torch.__version__), "triton": installed("triton")}
 
 
 def run(models: Sequence[ModelShape], dtype: torch.dtype, path: Path) -> None:
-    """Measure the experts of models, write their plans and print.  Raises EspalierError for a model without experts."""
+    """Measure the experts of models, write and print the plans.  Raises EspalierError for a model without experts."""
     if any(model.experts is None for model in models):
         raise EspalierError("--tune experts is for mixtures of experts, but a given model is dense; leave it out")
     shapes = tuple(dict.fromkeys(model.experts.shape for model in models if model.experts is not None))

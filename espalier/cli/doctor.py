@@ -1,6 +1,6 @@
-"""`espalier doctor`: prints the machine, versions and the resolved configuration, without loading a model.
+"""`espalier doctor`: prints the machine, the versions and the resolved configuration, without loading a model.
 
-With --matrix it prints what each attention backend can run.
+With --matrix it prints what each attention backend supports.
 """
 
 from argparse import Namespace
@@ -23,7 +23,7 @@ from espalier.startup.load import Checkpoint, find, resolve_config, weights_of
 from espalier.terminal.console import QUIET, describe, installed, stdout
 from espalier.terminal.flags import engine_settings, flag_of, given_flags
 
-# The most GPUs of one machine.
+# The most GPUs of one machine that the report considers.
 MOST_RANKS = 8
 OPTIONAL = ("triton", "flashinfer-python", "sglang-kernel", "flash-attn-3", "accelerate")
 
@@ -80,7 +80,7 @@ def run(args: Namespace) -> int:
 
 
 def _by_ranks(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
-    """The numbers of ranks that divide the models, and what each rank then holds."""
+    """A line with the numbers of ranks that divide the models, and the weights that each rank then holds."""
     counts = numbers_of_ranks(checkpoint.target, MOST_RANKS)
     if checkpoint.draft is not None and draft_shards(checkpoint.spec.algorithm, Shards(0, 2)).count > 1:
         counts = [count for count in counts if count in numbers_of_ranks(checkpoint.draft.layer, MOST_RANKS)]
@@ -89,7 +89,7 @@ def _by_ranks(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
 
 
 def _matrix() -> int:
-    """A line for each property of a backend: sixteen columns would fit no terminal."""
+    """Print one line for each property of each backend, because a table of sixteen columns fits no terminal."""
     console, (head, rows) = stdout(), matrix([made.support for made in BACKENDS.values()])
     for column, name in enumerate(head[1:], start=1):
         support = BACKENDS[name].support

@@ -1,9 +1,9 @@
 """Estimates how many tokens a round of any tree emits, from the rounds that the host has read.
 
-Trees of every form teach how often the first child is accepted at each depth, along paths of first children.  A form's
-gain (its tokens beyond the first) is predicted from these shares.  Each form that ran also has a factor: its real gain
-over the predicted one.  For a form that did not run, two things are assumed.  The other children of a node are accepted
-in proportion to the first child (FIRST_CHILD).  How much they add follows from ACCEPT_LENGTHS.
+Trees of every form (TreeShape) show how often the first child is accepted at each depth, along paths of first children.
+These rates predict the gain of a form: its tokens beyond the first.  A form that ran also has a factor, its real gain
+over the predicted gain.  For the other children of a node, two things are assumed: they are accepted in proportion to
+the first child (FIRST_CHILD), and ACCEPT_LENGTHS says how much they add.
 """
 
 import math
@@ -16,17 +16,18 @@ from typing import NamedTuple
 
 from espalier.layout import TreeShape
 
-# (nodes, accept length) as measured, and the draft that was measured.
+# (nodes, accept length), measured with the draft ACCEPTED_BY.
 ACCEPT_LENGTHS = ((1, 1.0), (2, 1.76), (4, 2.55), (8, 2.85), (16, 3.5), (64, 4.0))
 ACCEPTED_BY = "an EAGLE-3 head of llama-3.1-8b"
-# How often that head's first child is accepted after its parent, by depth.  The last value holds for all deeper levels.
+# How often that head's first child is accepted if its parent is, by depth.  The last value holds for all deeper levels.
 FIRST_CHILD = (0.76, 0.64, 0.63)
-# The highest estimate: even if every guess at a depth was accepted, later guesses may fail.
+# The highest estimate of a rate: even if every guess at a depth was accepted, later guesses may fail.
 MOST = 0.98
-# The gain of rows that are shared out over the batch, over as many rows for each request (`python -m lab sharing`).
+# The gain of a tree whose rows are shared over the batch, over that of a tree with as many rows for each request
+# (`python -m lab sharing`).
 SHARING = 1.07
-# Assumptions count as samples until rounds replace them.  FIRST_CHILD counts as PRIOR samples (requests of a round).  A
-# form's factor of 1 counts as FORM_PRIOR tokens.
+# Assumptions count as samples until rounds replace them: FIRST_CHILD as PRIOR samples (one request in one round), and a
+# form's factor of 1 as FORM_PRIOR tokens.
 PRIOR, FORM_PRIOR = 3.0, 12.0
 # Each round multiplies the weight of the prior by FADING.
 FADING = 0.9
@@ -36,11 +37,11 @@ RECENT, SURPRISE, SPREAD = 32, 4.0, 1.5
 
 
 class Sample(NamedTuple):
-    """One request of a round, or what it would have been without a draft.
+    """The result of one request in one round, or the result that the round would have had without a draft.
 
     allowed: the greatest depth at which the request may accept nodes; ranks: for each accepted node its rank among its
     siblings, 0 for the most probable; is_leaf: whether the last accepted node has no child in the tree; is_short:
-    whether the draft had fewer guesses than the tree has nodes.
+    whether the draft had fewer guesses than the tree has room for.
     """
 
     allowed: int
@@ -58,7 +59,7 @@ def accept_length(tree: TreeShape) -> float:
 
 
 def assumed(depth: int) -> float:
-    """FIRST_CHILD at a depth, from 1 on."""
+    """The value of FIRST_CHILD for a depth, from 1 on."""
     return FIRST_CHILD[min(depth, len(FIRST_CHILD)) - 1]
 
 
@@ -82,7 +83,7 @@ def gains(tree: TreeShape, first_child: Sequence[float]) -> list[float]:
 
 @cache
 def _other_child_rate(tree: TreeShape) -> float:
-    """How often another child is accepted if the first child is not.  Solved so that `accept_length` comes out."""
+    """How often another child is accepted if the first child is not: the rate that gives `accept_length`."""
     if tree.topk == 1:
         return 0.0
     low, high = 0.0, 1.0
@@ -97,13 +98,13 @@ def _other_child_rate(tree: TreeShape) -> float:
 
 
 def at_level(level: float, steps: int) -> list[float]:
-    """How often first children are accepted, by depth: FIRST_CHILD, scaled so that depth 1 has `level`."""
+    """How often first children are accepted, by depth: FIRST_CHILD, scaled so that depth 1 has the rate `level`."""
     return [min(level * assumed(depth) / assumed(1), MOST) for depth in range(1, steps + 1)]
 
 
 @dataclass
 class Count:
-    """How often something was tried and found.  Older tries count less."""
+    """A rate from counts: how often something was tried, and how often it succeeded.  Older tries count less."""
 
     tried: float = 0.0
     found: float = 0.0
@@ -118,7 +119,9 @@ class Count:
 
 @dataclass
 class Acceptance:
-    """steps: depth of the deepest tree; least_rounds, least_samples: an estimate remembers so many rounds and so many
+    """What the rounds so far say of acceptance.
+
+    steps: depth of the deepest tree; least_rounds, least_samples: an estimate remembers so many rounds and so many
     samples, whichever takes longer; least_prior: the least weight of the assumptions.
     """
 
@@ -139,7 +142,7 @@ class Acceptance:
         self.forms, self.recent, self.prior = {}, Count(), PRIOR
 
     def doubt(self, samples: float) -> None:
-        """Let all rounds so far count as at most this many samples."""
+        """Reduce the weight of all rounds so far to at most this many samples."""
         if self.steps and self.depths[0].tried > samples:
             factor = samples / self.depths[0].tried
             for each in (*self.depths, *self.forms.values()):
@@ -147,7 +150,10 @@ class Acceptance:
 
     @property
     def first_child(self) -> list[float]:
-        """How often the first child is accepted, by depth.  A depth that was rarely tried follows the depth above."""
+        """How often the first child is accepted, by depth.
+
+        A depth that was rarely tried has the assumed rate, corrected as much as the depth above was.
+        """
         found: list[float] = []
         follows = 1.0
         for depth, count in enumerate(self.depths, 1):
@@ -156,11 +162,11 @@ class Acceptance:
         return found
 
     def length(self, tree: TreeShape) -> float:
-        """The tokens that a round of this tree is expected to emit for a request that may accept any depth."""
+        """The expected tokens of a round of this tree, for a request that may accept nodes at any depth."""
         return 1 + gains(tree, self.first_child)[-1] * self._form_factor(tree)
 
     def _form_factor(self, tree: TreeShape) -> float:
-        """How many times its predicted gain the form has had."""
+        """The real gain of the form, divided by the predicted gain."""
         count = self.forms.get(tree)
         return 1.0 if count is None else (count.found + FORM_PRIOR) / (count.tried + FORM_PRIOR)
 
@@ -177,7 +183,7 @@ class Acceptance:
         self.prior = max(FADING * self.prior, self.least_prior)
         for count in (*self.depths, *self.forms.values()):
             count.fade(factor)
-        # Of a large batch, many samples are equal.
+        # In a large batch, many samples are equal.
         for sample, weight in Counter(samples).items():
             self._add_path(sample, min(sample.allowed, depth), weight)
             form.tried += weight * expected[min(sample.allowed, depth)]
@@ -194,12 +200,12 @@ class Acceptance:
             self.recent = Count()
 
     def _add_path(self, sample: Sample, allowed: int, weight: int) -> None:
-        """Count the first children of a path of first children, and the child where that path ends."""
+        """Count at each depth whether the first child was accepted, as long as the path follows first children."""
         ranks = sample.ranks
         for depth in range(min(allowed, len(ranks) + 1)):
             count = self.depths[depth]
             if depth == len(ranks):
-                # A leaf may have no child because other nodes were more probable.  Then nothing is known.
+                # A leaf may have no child because other nodes were more probable.  Then the count learns nothing.
                 count.tried += weight * (not sample.is_leaf or sample.is_short)
                 return
             count.tried += weight

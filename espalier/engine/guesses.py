@@ -17,11 +17,13 @@ from espalier.speculate.sources.base import HostSource
 from espalier.speculate.sources.calibrate import Candidates
 from espalier.speculate.sources.survival import Survival
 
-# Beside a draft, a guess is sent if its first token is right at least so often; else it seldom adds to the tree.
+# In a round with a draft, a guess is sent if its first token is right at least this often.  Other guesses seldom add to
+# the tree.
 LEAST_BESIDE = 0.6
-# Without a draft, a token is sent if it is reached at least so often: a row costs that share of a token's time.
+# In a round without a draft, a token is sent if it is reached at least this often.  A row costs about this share of the
+# time of a token.
 LEAST_REACH = 0.06
-# Counts are logged after so many rounds, and each time that the rounds have doubled.
+# Counts are logged after this many rounds, and each time that the number of rounds has doubled.
 LEAST_LOGGED = 256
 log = logging.getLogger("espalier")
 
@@ -29,7 +31,7 @@ OfSlots = tuple[tuple[int, tuple[Guess, ...]], ...]
 
 
 class OfRound(NamedTuple):
-    """The fields of these names of a round's LaunchInput."""
+    """The fields of a round's LaunchInput that come from guesses, under the same names."""
 
     guesses: OfSlots = ()
     survival: np.ndarray | None = None
@@ -37,20 +39,21 @@ class OfRound(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What the sources guess before a round.  looked_up: as in TreeChooser."""
+    """The guesses of the sources before a round.  looked_up: as in TreeChooser."""
 
     guesses: OfSlots = ()
     looked_up: LookedUp | None = None
 
 
-# Of a prefill pass, which carries nothing.
+# The value for a prefill pass, which carries no guesses.
 NOTHING = Asked()
 
 
 class Guesses:
-    """sources: in order of preference.  If there are more guesses than a round carries, the first ones are taken.
+    """The sources of guesses and their counts.
 
-    by_source: [ALL_SOURCES, 3], the sums of RequestResult.by_source; num_read: their rounds.
+    sources: in order of preference; a round that cannot carry all guesses carries those of the first sources.
+    by_source: [ALL_SOURCES, 3], the sums of RequestResult.by_source over `num_read` rounds.
     """
 
     def __init__(self, layout: RoundLayout, sources: Sequence[HostSource]):
@@ -76,7 +79,7 @@ class Guesses:
             self.survival.own.pop(request.id, None)
 
     def ask(self, batch: Sequence[Request]) -> Asked:
-        """Guesses for the next round of these requests."""
+        """Ask the sources for guesses for the next round of these requests."""
         if self.survival is None or not self.sources:
             return Asked()
         found = ((request.slot, self._guesses_of(request)) for request in batch if request.slot is not None)
@@ -94,8 +97,10 @@ class Guesses:
         return tuple(by_token.values())[: self.layout.sent_paths]
 
     def _looked_up(self, batch: Sequence[Request], guesses: OfSlots) -> LookedUp | None:
-        """What these guesses alone would gain in the next round.  None if the host does not know: a round is in flight,
-        or the device has a source too."""
+        """The expected gain of these guesses alone in the next round.
+
+        None if the host does not know the gain: a round is in flight, or the device has a source too.
+        """
         if self.layout.text_paths or any(request.rounds_in_flight for request in batch):
             return None
         gained, rows = 0.0, len(batch)
@@ -110,13 +115,14 @@ class Guesses:
         return LookedUp(gained / len(batch), rows)
 
     def _worth_sending(self, guess: Guess, is_sampled: bool) -> list[float]:
-        """How often the tokens of a guess are reached, as far as they are worth their rows."""
+        """The probability that each token of a guess is reached, for the tokens that are worth a row."""
         assert self.survival is not None
         reached = self.survival.reach(guess.kind, is_sampled)[: len(guess.tokens)]
         return [reach for reach in reached if reach >= LEAST_REACH]
 
     def of_round(self, batch: Sequence[Request], asked: Asked, tree: TreeShape | None) -> OfRound:
-        """What a round with this tree carries.  If `looked_up` chose the tree, a guess is only sent where it pays."""
+        """The part of a LaunchInput for a round with this tree.  If `looked_up` chose the tree, only guesses that are
+        worth their rows are sent."""
         if self.survival is None or asked is NOTHING or (tree is not None and not tree.steps):
             return OfRound()
         guesses = asked.guesses
@@ -135,10 +141,10 @@ class Guesses:
         return tuple(made)
 
     def count(self, launch: Launch, rows: Sequence[RequestResult]) -> list[int]:
-        """Count the guesses of a launch that came true.  Called before its tokens are appended.  rows: the launch's
-        results.
+        """Count the guesses of a launch that came true, before the launch's tokens are appended to the requests.
 
-        Returns for each row how many tokens the sources beside the draft guessed right, one after another.
+        rows: the launch's results.  Returns for each row the greatest number of tokens that one guess of a source
+        beside the draft had right.
         """
         if self.survival is None:
             return [0] * len(rows)
@@ -151,7 +157,7 @@ class Guesses:
             if generation != request.generation or request.slot is None:
                 continue
             followed[place] = self._count(by_slot.get(request.slot, ()), request, row)
-            # The draft does not run over all tokens of a request that never speculates, so it guesses noise there.
+            # The draft skips tokens of a request that never speculates, so its guesses for that request are noise.
             speculates = request.params.depth_limit(self.layout.steps) > 0
             if speculates and row.candidates is not None and row.by_source is not None:
                 requests.append(request.id)
@@ -190,7 +196,7 @@ class Guesses:
 
 
 def _num_shared(path: Sequence[int], drafted: set[tuple[int, ...]] | None) -> int | None:
-    """How many tokens of a path the draft proposed too.  drafted: Candidates.lineage."""
+    """How many tokens at the start of a path the draft proposed too.  drafted: Candidates.lineage."""
     if not drafted:
         return None
     return next((at for at in range(len(path)) if tuple(path[: at + 1]) not in drafted), len(path))

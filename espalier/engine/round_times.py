@@ -1,7 +1,7 @@
-"""The time of a round of any tree: the predicted time, corrected by the rounds that ran.
+"""The time of a round of any tree: a prediction, corrected by the rounds that have run.
 
-On a GPU a clock gives the times that correct the prediction.  On a CPU the time is computed from the rows of a round,
-so that equal requests run equal rounds.
+On a GPU a clock measures the times that correct the prediction.  On a CPU the time is computed from the rows of a
+round, so that equal requests run equal rounds.
 """
 
 from collections import deque
@@ -11,18 +11,18 @@ from statistics import fmean, median
 from espalier.config import RoundCosts
 from espalier.layout import TreeShape
 
-# A form's correction is made from its last MEMORY rounds.
+# The correction of a form is an average over its last MEMORY rounds.
 MEMORY = 9
-# Predicted times are at most this many times too short (startup/tree_cost.py).
+# Real times are at most this many times the predicted times (startup/tree_cost.py).
 LARGEST_ERROR = 1.15
 
 
 @dataclass(frozen=True)
 class CpuCosts:
-    """RoundCosts on a CPU.  The unit is a round of one row.
+    """RoundCosts on a CPU, in units of the time of a round with one row.
 
     row: the cost of one more row; lookup: the cost of looking for guesses; draft: the cost of a draft pass, 0 for
-    drafts that run none.  Measured on one core with models of at most 135M parameters.
+    drafts that run none.  The values were measured on one core with models of at most 135M parameters.
     """
 
     row: float = 0.03
@@ -34,13 +34,16 @@ class CpuCosts:
         return self.of_rows(tree, batch, batch * tree.rows)
 
     def of_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
-        # A draft also runs over the tokens that were decided.
+        # A draft also runs once over the decided tokens.
         passes = tree.extends + (tree.steps - 1 if tree.drafts and tree.steps else 0)
         return 1 + self.row * (rows - 1) + self.lookup * (tree.steps > 0) + self.draft * passes
 
 
 class RoundTimes:
-    """latest: for each batch and tree, the last times divided by the predicted ones; corrections: their averages."""
+    """The corrected time of rounds.
+
+    latest: by batch and tree, the latest times, each divided by the predicted time; corrections: their averages.
+    """
 
     def __init__(self, costs: RoundCosts) -> None:
         self.costs = costs
@@ -48,7 +51,7 @@ class RoundTimes:
         self.corrections: dict[tuple[int, TreeShape], float] = {}
 
     def seconds(self, tree: TreeShape, batch: int, context: float) -> float:
-        """context: tokens of a request, the mean over the batch."""
+        """The expected time of a round.  context: the mean number of tokens of a request."""
         predicted, own = self.costs.seconds(tree, batch, context), self.corrections.get((batch, tree))
         if own is not None:
             return predicted * own
@@ -58,7 +61,7 @@ class RoundTimes:
         return predicted + (self._waits(batch, context) if self.costs.by_clock else 0.0)
 
     def _waits(self, batch: int, context: float) -> float:
-        """Seconds by which all rounds are longer than predicted, because the host is slower than the GPU."""
+        """Seconds by which every round is longer than predicted, because the host is slower than the GPU."""
         waits = (
             (max(batch / at, at / batch), (found - LARGEST_ERROR) * self.costs.seconds(form, at, context))
             for (at, form), found in self.corrections.items()
@@ -69,5 +72,5 @@ class RoundTimes:
         """Count the time of a round."""
         latest = self.latest.setdefault((batch, tree), deque(maxlen=MEMORY))
         latest.append(seconds / self.costs.seconds(tree, batch, context))
-        # A pause of the host makes a clocked round several times as long, so the median is taken there.
+        # A pause of the host makes a clocked round several times as long, so clocked rounds need the median.
         self.corrections[batch, tree] = median(latest) if self.costs.by_clock else fmean(latest)

@@ -1,4 +1,4 @@
-"""Names the tree of each round: asks the chooser (tree_choice.py) for it, and gives it the results of the rounds."""
+"""Names the tree of each round: asks the chooser (tree_choice.py) for a tree, and passes it the results of rounds."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,8 +11,9 @@ from espalier.request import Request
 
 
 class RoundTrees:
-    """chooser: None for the layout's trees; runs_any_tree: the executor's attribute of this name.
+    """The trees of the rounds.
 
+    chooser: None to run the layout's trees always; runs_any_tree: as in the executor.
     num_rounds: how many rounds of each tree were launched.
     """
 
@@ -25,7 +26,7 @@ class RoundTrees:
         self.looks_up = any(not tree.drafts for _, trees in layout.choices for tree in trees)
 
     def next_tree(self, batch: Sequence[Request], looked_up: LookedUp | None = None) -> TreeShape | None:
-        """The tree of the next round, of these requests; None for the layout's.  looked_up: as in TreeChooser."""
+        """The tree of the next round of these requests; None for the layout's tree.  looked_up: as in TreeChooser."""
         tree = self._chosen_tree(batch, looked_up)
         self.num_rounds[tree or self.layout.at(len(batch)).tree] += 1
         return tree
@@ -34,7 +35,7 @@ class RoundTrees:
         if not self.layout.steps:
             return None
         if not self.runs_any_tree and any(request.masker for request in batch):
-            # Rounds with a grammar run in stages, which only the layout's tree has.
+            # Rounds with a grammar run in stages, and only the layout's tree can do so.
             return None
         drafting = self._num_drafting(batch)
         context = sum(request.num_known for request in batch) / len(batch)
@@ -42,18 +43,18 @@ class RoundTrees:
         return self.layout.without_draft if tree is None and not drafting else tree
 
     def of_pass(self, batch: Sequence[Request]) -> TreeShape | None:
-        """LaunchInput.tree of a prefill pass of these requests."""
+        """The value of LaunchInput.tree for a prefill pass of these requests."""
         return self.layout.without_draft if self.layout.steps and not self._num_drafting(batch) else None
 
     def _num_drafting(self, batch: Sequence[Request]) -> int:
         return sum(request.params.depth_limit(self.layout.steps) > 0 for request in batch)
 
     def has_draft_rows(self, request: Request) -> bool:
-        """Whether the draft, if there is one, runs over all tokens of the request."""
+        """Whether the draft has run over all tokens of the request; True without a draft model."""
         return not self.layout.has_draft_model or request.params.depth_limit(self.layout.steps) > 0
 
     def rows(self, tree: TreeShape | None, batch: int) -> int:
-        """How many nodes a round verifies."""
+        """How many nodes a round of this tree verifies."""
         return batch * (tree or self.layout.at(batch).tree).rows
 
     def read(
@@ -63,10 +64,10 @@ class RoundTrees:
         allowed: Sequence[int],
         followed: Sequence[int],
     ) -> None:
-        """Count a launch.
+        """Count the results of a launch.
 
-        rows: its results; allowed: for each row, the greatest depth that it could accept; followed: how many tokens the
-        sources beside the draft guessed right, one after another.
+        rows: the results; allowed: for each row, the greatest depth that the row could accept; followed: from
+        Guesses.count.
         """
         tree = launch_input.tree
         if launch_input.is_prefill:
@@ -92,6 +93,8 @@ def label(tree: TreeShape) -> str:
 
 
 def _without_draft(allowed: int, followed: int, emitted: int) -> Sample:
-    """What the other sources' guesses alone would have given.  Whether they go on behind the emitted tokens is not
-    known."""
+    """The sample that the guesses of the other sources alone would have given.
+
+    If a guess agrees with all emitted tokens, how far it would have gone on is not known.
+    """
     return Sample(followed if followed == emitted else allowed, (0,) * min(allowed, followed), True, True)

@@ -1,8 +1,8 @@
 """Chooses the tree of each round while the engine runs: the one with the most expected tokens a second.
 
-RoundLayout.choices lists the trees (called forms here) that it may choose.  acceptance.py estimates the tokens that a
-round emits, round_times.py the seconds that it takes.  To keep the estimates true, forms that are nearly as good are
-tried for a few rounds now and then, and a small tree while plain decoding runs.  Tokens never depend on the choice.
+The trees that may be chosen (called forms here) stand in RoundLayout.choices.  acceptance.py estimates the tokens that
+a round emits, round_times.py the seconds that it takes.  To keep the estimates true, now and then a form that is nearly
+as good runs for a few rounds, and a small tree runs during plain decoding.  Tokens never depend on the choice.
 """
 
 import logging
@@ -17,26 +17,26 @@ from espalier.engine.acceptance import Acceptance, Count, Sample
 from espalier.engine.round_times import RoundTimes
 from espalier.layout import PLAIN, RoundLayout, TreeShape, next_bucket
 
-# A form replaces the current one if its expected tokens a second are at least this many times as many.
+# A form replaces the current one if its expected tokens a second are at least WORTH_A_CHANGE times as many.
 WORTH_A_CHANGE = 1.02
-# Rounds before the first trial after a change.  Each pause is twice as long as the one before, up to LONGEST.
+# The first pause before a trial, in rounds.  Each later pause is twice as long as the one before, up to LONGEST.
 SHORTEST, LONGEST = 16, 256
 # A form is tried if its expected tokens a second are at least this share of the best form's.  Predicted times have
 # errors of up to 15% (tree_cost.py).
 COMPETES = 0.75
-# While plain decoding runs, or a tree without a draft pass, acceptance is not measured.  So at a trial, all older
-# rounds together count DOUBT times as much as the trial.
+# Plain decoding and trees without a draft pass do not measure acceptance.  So at a trial, all older rounds together
+# weigh DOUBT times as much as the trial.
 DOUBT = 0.5
-# A choice that lasted LASTING rounds was no mistake.  A choice that lasted SETTLED rounds is logged.
+# A choice that lasted LASTING rounds counts as no mistake.  A choice that lasted SETTLED rounds is logged.
 LASTING, SETTLED = 12, 64
-# What a unit of time is worth is averaged over LATELY rounds.  Expected gains of looked-up guesses are uncertain, so
-# they must be worth LEAST_GAIN tokens.
+# The tokens that a unit of time yields are averaged over LATELY rounds.  Expected gains of looked-up guesses are
+# uncertain, so they must be worth LEAST_GAIN tokens.
 LATELY, LEAST_GAIN = 16, 0.15
 log = logging.getLogger("espalier")
 
 
 class Pace(NamedTuple):
-    """How fast the choice follows the text.
+    """How fast the choice of the tree follows the text.
 
     rounds, samples: least_rounds and least_samples of Acceptance; trial: rounds of a trial; alone: how many more rounds
     a trial has for a single request, because one request shows less in a round; dwell: rounds before a choice may
@@ -51,13 +51,14 @@ class Pace(NamedTuple):
     least_prior: float
 
 
-# Guesses of a draft model succeed about equally everywhere.  Guesses looked up in the text depend on the place in it.
+# Guesses of a draft model succeed about equally everywhere.  The success of guesses looked up in the text varies with
+# the place in the text.
 DRAFTED = Pace(48, 400, trial=4, alone=4, dwell=8, least_prior=0.25)
 LOOKED_UP = Pace(16, 24, trial=2, alone=0, dwell=2, least_prior=1.0)
 
 
 class LookedUp(NamedTuple):
-    """What the guesses of the other sources alone would give in the next round.
+    """The expected gain in the next round of the guesses of all sources but the draft.
 
     tokens: a request's expected tokens beyond the first, the mean over the batch; rows: of the verify pass.
     """
@@ -69,7 +70,7 @@ class LookedUp(NamedTuple):
 class TreeChooser(Protocol):
     """Decides the tree of each round.  Rounds are read in the order in which they were picked.
 
-    num_changes: how often another tree was chosen.
+    num_changes: how often the chosen tree has changed.
     """
 
     num_changes: int
@@ -78,20 +79,20 @@ class TreeChooser(Protocol):
         """The tree of the next round; None for the layout's.
 
         batch: requests; drafting: how many of them can accept guesses; context: the mean number of tokens of a request;
-        looked_up: None where it is not known before the round.
+        looked_up: None if the host does not know these guesses before the round.
         """
         ...
 
     def read(self, samples: Sequence[Sample], rows: int, looked_up: Sequence[Sample]) -> None:
         """Count the result of a round for which `pick` named a tree.
 
-        samples: one for each request that can accept guesses; rows: of the verify pass, without void ones; looked_up:
-        what the samples would have been without the draft.
+        samples: one for each request that can accept guesses; rows: of the verify pass, without void rows; looked_up:
+        the samples that the round would have had without the draft.
         """
         ...
 
     def restart(self) -> None:
-        """Called when a prompt has entered."""
+        """Called when a prompt has entered the batch."""
         ...
 
 
@@ -112,8 +113,10 @@ class FixedTrees:
 
 @dataclass(frozen=True)
 class Picked:
-    """A round in flight.  at: the time when its tree was picked, in seconds of the clock; by_guesses: whether the
-    guesses of the round were known then."""
+    """A round in flight.
+
+    at: when its tree was picked, in seconds of the clock; by_guesses: whether the guesses of the round were known then.
+    """
 
     tree: TreeShape
     batch: int
@@ -124,11 +127,11 @@ class Picked:
 
 @dataclass
 class Bucket:
-    """The choice for the batches of one bucket.
+    """The state of the choice for batches of one bucket.
 
     held: rounds since `current` was chosen; switches: how often `current` changed; pause: rounds until the next trial;
-    length: rounds of the present pause; plain_pause: rounds of a pause while plain decoding runs; trying, left: the
-    form on trial and its remaining rounds; tried: the round in which each form ran last; logged: the form logged last.
+    length: rounds of the present pause; plain_pause: rounds of a pause during plain decoding; trying, left: the form on
+    trial and its remaining rounds; tried: the round in which each form ran last; logged: the form logged last.
     """
 
     forms: tuple[TreeShape, ...]
@@ -145,7 +148,7 @@ class Bucket:
 
 
 class TreeChoice:
-    """clock: seconds.  is_lookup: whether guesses are looked up in the text."""
+    """The TreeChooser that measures.  clock: in seconds.  is_lookup: whether guesses are looked up in the text."""
 
     def __init__(
         self, layout: RoundLayout, costs: RoundCosts, is_lookup: bool, clock: Callable[[], float] = perf_counter
@@ -160,14 +163,16 @@ class TreeChoice:
         )
         self.buckets: dict[int, Bucket] = {}
         self.rounds = self.num_changes = 0
-        # Units of time, and tokens of a request in them.
+        # The time of the latest rounds, and the tokens of a request in that time.
         self.lately = Count()
         self._in_flight: deque[Picked] = deque()
         self._last: tuple[TreeShape, int, float] | None = None
 
     def restart(self) -> None:
-        """Where guesses are looked up on a CPU, forget all estimates: the new text may repeat itself.  A draft model is
-        about equally good everywhere, and on a GPU prompts enter all the time."""
+        """Forget all estimates where guesses are looked up on a CPU, since a new text may repeat itself more or less.
+
+        A draft model is about equally good everywhere.  And on a GPU prompts enter all the time.
+        """
         self._last = None
         if not self.costs.by_clock and self.pace is LOOKED_UP:
             self.acceptance.forget()
@@ -191,12 +196,14 @@ class TreeChoice:
     def _choose_by_guesses(
         self, bucket: Bucket, batch: int, share: float, context: float, alone: TreeShape, looked_up: LookedUp
     ) -> TreeShape:
-        """The tree without a draft pass, `alone`, in a round where the time that it saves is worth more tokens than the
-        draft would add.  Time is worth what lately came of it."""
+        """The tree `alone`, without a draft pass, if it is expected to be faster; else a form with a draft.
+
+        The time that `alone` saves is valued at the tokens that recent rounds made in such a time.
+        """
         at = next_bucket(batch)
         other = self._choose(bucket, at, share, context, [form for form in bucket.forms if form.drafts])
         seconds = self.times.seconds(other, at, context)
-        # A trial goes on unless it cannot be better.
+        # A trial ends early only if `alone` beats every token that the form on trial could give.
         tokens = self.rate(other, at, share, context) * seconds if other == bucket.current else 1 + other.steps
         saved = seconds - self.costs.of_rows(alone, batch, looked_up.rows)
         worth = self.lately.share(tokens / seconds, 1.0)
@@ -215,7 +222,7 @@ class TreeChoice:
         self._acceptance_of(picked.tree).add(picked.tree, samples)
         without = next((form for form in self._bucket(picked.batch).forms if not form.drafts), None)
         if without is not None and picked.tree.drafts and picked.tree.steps:
-            # The sources were asked anyway.
+            # The other sources were asked too, so their acceptance is known.
             self.of_lookup.add(without, looked_up)
 
     def _acceptance_of(self, tree: TreeShape) -> Acceptance:
@@ -227,7 +234,7 @@ class TreeChoice:
             self.times.add(tree, batch, context, self.costs.of_rows(tree, batch, rows))
             return
         now, last, self._last = self.clock(), self._last, None
-        # A round after another form or after a prefill pass may have waited for it, so its time is not counted.
+        # A round after another form or after a prefill pass may have waited for that, so its time is not counted.
         if last is not None and last[:2] == (tree, batch):
             self.times.add(tree, batch, context, now - max(last[2], picked.at))
         self._last = tree, batch, now
@@ -239,7 +246,7 @@ class TreeChoice:
         return self.buckets[at]
 
     def _choose(self, bucket: Bucket, at: int, share: float, context: float, forms: Sequence[TreeShape]) -> TreeShape:
-        """One of these forms.  share: the share of the batch's requests that can accept guesses."""
+        """The form to run, one of `forms`.  share: the share of the batch's requests that can accept guesses."""
         self.rounds += 1
         if bucket.left:
             bucket.left -= 1
@@ -254,7 +261,7 @@ class TreeChoice:
         return tree
 
     def rate(self, tree: TreeShape, at: int, share: float, context: float) -> float:
-        """Expected tokens of a request a second."""
+        """The expected tokens a second of one request."""
         gained = share * (self._acceptance_of(tree).length(tree) - 1)
         return (1 + gained) / self.times.seconds(tree, at, context)
 
@@ -272,13 +279,13 @@ class TreeChoice:
     def _start_trial_if_due(
         self, bucket: Bucket, at: int, rates: dict[TreeShape, float], share: float
     ) -> TreeShape | None:
-        """The form that is tried from this round on, if a trial is due."""
+        """The form that is tried from this round on; None if no trial is due."""
         bucket.pause -= 1
         if bucket.pause > 0:
             return None
         bucket.length = bucket.pause = min(2 * bucket.length, LONGEST)
         bucket.plain_pause = bucket.length if bucket.current == PLAIN else bucket.plain_pause
-        # Without a clock, the time of plain decoding is known.
+        # Without a clock, the time of plain decoding is computed, so it needs no trial.
         others = [form for form in rates if form != bucket.current and (self.costs.by_clock or form != PLAIN)]
         rivals = [form for form in others if rates[form] >= COMPETES * max(rates.values())]
         if (bucket.current == PLAIN or not bucket.current.drafts) and others:

@@ -1,8 +1,8 @@
-"""Turns a JSON schema into one that xgrammar enforces completely, or refuses it, naming the keyword and its place.
+"""Rewrites a JSON schema into one that xgrammar enforces completely, or refuses it, naming the keyword and its place.
 
-xgrammar ignores some keywords and enforces others only in part.  tests/grammar/test_schema.py compares each keyword
-with the jsonschema package.  A keyword that would let an invalid value through is refused, or rewritten into others.
-A schema may become narrower (closed objects, strings without escapes), never wider.
+xgrammar ignores some keywords and enforces others only in part.  A keyword that would let an invalid value through is
+refused, or rewritten into other keywords.  A schema may become narrower (closed objects, strings without escapes),
+never wider.  tests/grammar/test_schema.py compares each keyword with the jsonschema package.
 """
 
 import json
@@ -31,7 +31,7 @@ ANNOTATIONS = frozenset(
 )
 DEFINITIONS = frozenset(("$defs", "definitions"))
 NUMERIC = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "format"))
-# The keywords that are enforced for each type.
+# The keywords that this module enforces, by type.
 KEYWORDS: Mapping[str, frozenset[str]] = {
     "object": frozenset(("properties", "required", "additionalProperties", "minProperties", "maxProperties")),
     "array": frozenset(("items", "prefixItems", "minItems", "maxItems", "uniqueItems")),
@@ -54,9 +54,9 @@ IS_TYPE: Mapping[str, Callable[[Any], bool]] = {
 
 
 def enforceable(text: str, strict: bool = True) -> str:
-    """The JSON text of a schema that xgrammar enforces, and whose values are all valid under the schema `text`.
+    """Returns the JSON text of a schema that xgrammar enforces.  All its values are valid under the schema `text`.
 
-    strict: see Grammar.strict.  Raises EspalierError naming the keyword and its place.
+    strict: see Grammar.strict.  Raises EspalierError, which names the keyword and its place.
     """
     schema = read_json("JSON schema", text)
     walk = _Walk(schema, strict)
@@ -69,14 +69,14 @@ def enforceable(text: str, strict: bool = True) -> str:
 
 
 def _share_strings(made: dict[str, Any]) -> None:
-    """Make a definition of each pattern that comes several times: xgrammar compiles a definition once."""
+    """Move each repeated string pattern into a definition, because xgrammar compiles a definition only once."""
     strings = [part for part in _parts(made) if part.keys() == {"type", "pattern"} and isinstance(part["pattern"], str)]
     times = Counter(part["pattern"] for part in strings)
     taken = made.get("$defs", {})
     free = (name for i in count() if (name := f"string{i}") not in taken)
     names = {pattern: next(free) for pattern in times if times[pattern] > 1}
     for part in strings:
-        if (pattern := part.get("pattern")) in names:  # else a part that stands in several places, and was changed
+        if (pattern := part.get("pattern")) in names:  # missing in a part that stands in two places, once it is changed
             part.clear()
             part["$ref"] = f"#/$defs/{names[pattern]}"
     if names:
@@ -98,12 +98,12 @@ class _Walk:
         self.root = root
         self.strict = strict
         self.seen: dict[str, Any] = {}
-        # What each place became.
+        # The enforceable form of each reference or place.
         self.made: dict[str, Any] = {}
-        # The values behind a reference, where they can be listed.
+        # The values behind each reference, None if they cannot be listed.
         self.listed: dict[str, list[Any] | None] = {}
         self.references: dict[str, str] = {}
-        # The schemas of each oneOf, by its place.
+        # The schemas of each oneOf, by the place of the oneOf.
         self.alternatives: dict[str, list[Any]] = {}
 
     def schema(self, schema: Any, place: str, depth: int) -> Any:
@@ -155,7 +155,10 @@ class _Walk:
         return {name: self.schema(each, f"{place}/{_escaped(name)}", depth + 1) for name, each in value.items()}
 
     def _values(self, rules: dict[str, Any], name: str, place: str) -> dict[str, Any]:
-        """enum and const.  xgrammar ignores a type beside them, so values of other types are left out here."""
+        """The form of enum or const.
+
+        xgrammar ignores a type beside these, so values of other types are removed here.
+        """
         values = rules[name] if name == "enum" else [rules[name]]
         if not isinstance(values, list):
             raise refused(place, f"'enum' is {shown(values)}", "use a list of values")
@@ -173,7 +176,7 @@ class _Walk:
         return {"$ref": target}
 
     def check_references(self) -> None:
-        """Every target must be a schema that was read, or its keywords would not have been checked."""
+        """Raises EspalierError if a reference has no schema that was read, whose keywords were checked."""
         for place, target in self.references.items():
             if target not in self.seen:
                 raise refused(place, f"'$ref' finds no schema at {shown(target)}", "refer to '#/$defs/...'")
@@ -185,8 +188,10 @@ class _Walk:
                 target = self.references[target]
 
     def check_disjoint(self) -> None:
-        """No value may be valid under two schemas of a oneOf: their types differ, or the texts of a property that both
-        require.  References must have been checked."""
+        """Raises EspalierError if a value may be valid under two schemas of a oneOf.
+
+        Their types must differ, or the constant texts of a property that both require.  Call check_references first.
+        """
         for place, branches in self.alternatives.items():
             kinds = [self._kinds(branch) for branch in branches]
             if not all(self._differ(kinds[i], kinds[j]) for i in range(len(kinds)) for j in range(i)):
@@ -212,7 +217,7 @@ class _Walk:
         return made[0] if len(made) == 1 else {"anyOf": made}
 
     def _inferred(self, rules: dict[str, Any], place: str) -> str:
-        """The type that the keywords apply to.  A schema without a type would allow any value of the other types."""
+        """The type that the keywords apply to.  A schema without a type would allow any value of other types."""
         fitting = [each for each, known in KEYWORDS.items() if rules.keys() <= known]
         numeric = [each for each in fitting if each in ("integer", "number")]
         if "format" in rules:
@@ -261,11 +266,11 @@ class _Walk:
                 properties[name] = {} if extra is None else extra
         if not properties and not closed:
             if rules.get("minProperties", 0) > 1:
-                # The output may repeat a name, which then counts once.
+                # The output may repeat a name, and repeated names count once.
                 raise refused(place, "'minProperties' above 1 needs named properties", "leave it out")
             return {"type": "object", "additionalProperties": True if extra is None else extra, **rules}
         if opens and self.strict and "properties" in self.seen[place]:
-            # xgrammar would allow a property's name again, written with an escape, and then with any value.
+            # xgrammar would allow a property's name again if it is written with an escape, and then with any value.
             raise refused(
                 place,
                 "'additionalProperties' beside 'properties' is not supported",
@@ -295,7 +300,10 @@ class _Walk:
         return {"type": "array", **made}
 
     def _unique(self, value: Any, made: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
-        """An array without equal items, where their values can be listed."""
+        """The form of an array without equal items, if the values of items can be listed.
+
+        Else raises EspalierError.
+        """
         if value is not True:
             raise refused(place, f"'uniqueItems' is {shown(value)}", "use true or false")
         values = None if "prefixItems" in made else self._listed(made["items"], depth)
@@ -314,7 +322,7 @@ class _Walk:
         if "$ref" in made:
             place = made["$ref"]
             if place not in self.listed:
-                self.listed[place] = None  # while it is read: it may refer to itself
+                self.listed[place] = None  # during the call below, because the schema may refer to itself
                 target = self._at(place)
                 if target is not None:
                     self.listed[place] = self._listed(self.schema(target, place, depth + 1), depth + 1)
@@ -325,7 +333,7 @@ class _Walk:
         return listed_values(made)
 
     def _kinds(self, schema: Any) -> dict[str, Any]:
-        """The schema behind references; {} where it is none."""
+        """The schema behind references; {} if there is no schema."""
         for _ in range(MAX_DEPTH):
             if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
                 schema = self._at(schema["$ref"])
@@ -358,7 +366,7 @@ class _Walk:
 
 
 def _constants(schema: Any) -> set[str]:
-    """The constant texts that a property may have; empty if it is not limited to constant texts."""
+    """The constant texts that a property may have; empty if it may have other values too."""
     if not isinstance(schema, dict):
         return set()
     values = [schema["const"]] if "const" in schema else schema.get("enum", [])

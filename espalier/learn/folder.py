@@ -1,7 +1,7 @@
-"""The folder of --learn: the kept sample, the drafts that were learned from it, and what both were made for.
+"""The folder of --learn: the kept sample, the drafts learned from it, and the digests of the models they belong to.
 
-The sample is token ids alone: a row of text costs 4 bytes, its hidden states and the target's distribution, which
-training needs too, hundreds of kilobytes; the trainer computes them again in one pass.  Files are whole or not there.
+The sample holds token ids alone, 4 bytes a token.  Training also needs hidden states and the target's distribution,
+hundreds of kilobytes a token, which the trainer computes again in one pass.  Each file is whole or missing.
 """
 
 import fcntl
@@ -23,12 +23,12 @@ from espalier.errors import EspalierError
 from espalier.train.work import require_folder, whole_file
 
 SPACE = "free some space there"
-# One prompt in so many is held back, with all its outputs; the held-back part has this share of the bytes.
+# One prompt in HELD_BACK is held back with all its outputs.  The held-back part gets the same share of the bytes.
 HELD_BACK = 8
 KINDS = ("train", "held-back")
-# A kind's part of the bytes is in about this many files, of which the oldest goes.
+# The texts of a kind fill about this many files.  The oldest file is dropped for a new one.
 SEGMENTS = 16
-# Outputs of fewer tokens say little about a draft.
+# Shorter outputs, in tokens, are not kept, because they say little about a draft.
 LEAST_OUTPUT = 16
 HEADER = 2
 MANIFEST = "manifest.json"
@@ -40,7 +40,7 @@ def flag_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class LearnConfig:
-    """What `espalier serve --learn` is told.  Raises EspalierError."""
+    """The options of `espalier serve --learn`.  Raises EspalierError for a bad value."""
 
     folder: str
     bytes: int = option("largest size of the kept sample", 64 * 2**20, low=2**16)
@@ -53,17 +53,18 @@ class LearnConfig:
 
 @dataclass(frozen=True)
 class Text:
-    """A served text: prompt and output.  first: where the output begins."""
+    """A served text: prompt and output.  first: the index of the output's first token."""
 
     tokens: np.ndarray
     first: int
 
 
 class Sample:
-    """Texts in files of int32 rows, each after (first, number of tokens).  `add` only queues; `flush` writes.
+    """The kept texts, in files of int32.  A text is (length of the prompt, length of the text, tokens).
 
-    max_bytes: of all files and of what is queued.  counts, num_tokens, num_held_back: texts by kind, their tokens, and
-    output tokens of held-back ones, since the start.  Both may be called from different threads.
+    `add` only queues; `flush` writes.  The two may be called from different threads.
+    max_bytes: of all files and of the queue.  Counted since startup: counts, the texts by kind; num_tokens, their
+    tokens; num_held_back, the output tokens of held-back texts.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -75,11 +76,11 @@ class Sample:
         folder.mkdir(mode=0o700, exist_ok=True)
 
     def add(self, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """Queue a text.  Too short an output, and a text for which there is no room, are left out."""
+        """Queue a text.  A text with too short an output, or without room in the queue, is left out."""
         if len(output) < LEAST_OUTPUT:
             return
         row = np.array([len(prompt), len(prompt) + len(output), *prompt, *output], dtype=np.int32)
-        # By the prompt, so that one that comes again is never in both parts.
+        # The prompt decides the kind, so a repeated prompt is never in both parts.
         digest = hashlib.blake2b(row[HEADER : HEADER + len(prompt)].tobytes(), digest_size=1).digest()
         kind = KINDS[digest[0] % HELD_BACK == 0]
         with self._lock:
@@ -90,11 +91,11 @@ class Sample:
                 self.num_held_back += len(output) if kind == "held-back" else 0
 
     def is_full(self) -> bool:
-        """Whether a kind's queue fills half a file."""
+        """Whether the queue of a kind would fill half a file."""
         return any(self._queued_bytes(kind) * 2 * SEGMENTS >= self.part[kind] for kind in KINDS)
 
     def flush(self) -> None:
-        """Write what is queued, and drop the oldest files beyond the limit.  Raises OSError; then that is lost."""
+        """Write the queued texts, and drop the oldest files beyond the limit.  If it raises OSError, they are lost."""
         for kind in KINDS:
             with self._lock:
                 rows, self._queued[kind] = self._queued[kind], []
@@ -112,7 +113,7 @@ class Sample:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files and of what is queued."""
+        """Bytes of all files and of the queued texts."""
         files = sum(file.stat().st_size for kind in KINDS for file in self.files(kind))
         return files + sum(self._queued_bytes(kind) for kind in KINDS)
 
@@ -133,8 +134,11 @@ def texts_of(files: Sequence[Path]) -> Iterator[Text]:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Of a learned draft.  digest: of its files; given, before, after: accept lengths of the draft that the server was
-    given, of the one that was served and of this one, on the same held-back traffic."""
+    """The facts about a learned draft.
+
+    digest: of its files; given, before, after: the accept lengths, on the same held-back traffic, of the draft given at
+    startup, of the draft served before, and of this draft.
+    """
 
     digest: str
     given: float
@@ -145,9 +149,10 @@ class Manifest:
 
 
 class Folder:
-    """The folder, locked for this process.  origin: digests of the target and of the draft that the server was given.
+    """The folder of --learn, locked for this process.
 
-    Raises EspalierError for one of another model, one in use, and one with other files.
+    origin: digests of the target and of the draft given at startup.
+    Raises EspalierError if the folder belongs to another model, is in use, or holds other files.
     """
 
     def __init__(self, path: Path, origin: Mapping[str, str]) -> None:
@@ -180,12 +185,15 @@ class Folder:
         return self.drafts / str(name)
 
     def next_draft(self) -> Path:
-        """Where the next draft goes."""
+        """The path for the next draft."""
         numbers = [int(each.name) for each in self.drafts.iterdir() if each.name.isdecimal()]
         return self.drafts / str(max(numbers, default=0) + 1)
 
     def serve(self, draft: Path) -> None:
-        """Remember the draft, and remove all others.  One from elsewhere is the given one.  Raises OSError."""
+        """Remember the draft to serve, and remove all learned drafts but it.  Raises OSError.
+
+        A draft outside this folder is the draft given at startup.
+        """
         if draft.parent == self.drafts:
             with whole_file(self.path / "served.json", SPACE) as half:
                 half.write_text(json.dumps({"draft": draft.name}))
@@ -228,7 +236,10 @@ def remove(draft: Path) -> None:
 def publish(
     unfinished: Path, draft: Path, lengths: tuple[float, float, float], num_tokens: int, seconds: float
 ) -> None:
-    """Give a draft that is written whole its manifest and its name.  lengths: see Manifest.  Raises OSError."""
+    """Write the manifest of a complete draft, and move the draft to its name.
+
+    lengths: as in Manifest.  Raises OSError.
+    """
     manifest = Manifest(_digest(unfinished), *lengths, num_tokens, seconds)
     (unfinished / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
     for file in unfinished.iterdir():
@@ -238,7 +249,7 @@ def publish(
 
 
 def read_manifest(draft: Path) -> Manifest:
-    """Check the draft's files by it.  Raises EspalierError for one that is not whole."""
+    """Read a draft's manifest, and check its files against it.  Raises EspalierError for a damaged draft."""
     with suppress(OSError, ValueError, TypeError):
         manifest = Manifest(**json.loads((draft / MANIFEST).read_text()))
         if manifest.digest == _digest(draft):
@@ -247,7 +258,7 @@ def read_manifest(draft: Path) -> Manifest:
 
 
 def _digest(draft: Path) -> str:
-    """Of the names and bytes of all files but the manifest."""
+    """The digest of the names and bytes of all files but the manifest."""
     whole = hashlib.sha256()
     for file in sorted(draft.iterdir()):
         if file.name != MANIFEST:

@@ -1,6 +1,7 @@
-"""The engine process's part of online learning: keeps texts, runs the trainer's process, swaps drafts in.
+"""Online learning in the engine's process: keeps texts, runs the trainer's process, and swaps drafts in.
 
-All that may wait for a disk or a process is in a thread.  The engine's thread calls `keep` and `between_steps`.
+All work that may wait for a disk or a process runs in a thread.  The engine's own thread calls `keep` and
+`between_steps`.
 """
 
 from __future__ import annotations
@@ -37,18 +38,21 @@ from espalier.train.work import target_digest
 
 log = logging.getLogger("espalier")
 LOOK_S = 0.5
-# After a training that failed, the pause before the next; it doubles up to the longest.
+# The pause after a failed training, in seconds; it doubles after each failure, up to the longest.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 600.0
-# A draft is swapped in if it accepts more by this many tokens a round: less may be the held-back texts' chance.
+# A draft is swapped in if it accepts LEAST_GAIN more tokens a round.  A smaller gain may be chance.
 LEAST_GAIN = 0.02
-# Output tokens on which drafts are compared.
+# The least number of held-back output tokens to compare drafts on.
 LEAST_HELD_BACK = 512
 TRAINER = (sys.executable, "-m", "espalier.learn.trainer")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the trainer runs.  waits: it computes only while the engine has no work, because both share a GPU."""
+    """Where the trainer runs.
+
+    waits: the trainer computes only while the engine has no work, because both share a GPU.
+    """
 
     name: str
     environment: Mapping[str, str]
@@ -56,8 +60,10 @@ class Machine:
 
 
 def require_learnable(prepared: Prepared) -> str:
-    """The kind of the draft.  Raises EspalierError, naming what cannot be trained further or swapped, before weights
-    are loaded."""
+    """The kind of the draft.  Called before weights are loaded.
+
+    Raises EspalierError, which names the part that cannot be trained further or swapped in.
+    """
     found, config = prepared.checkpoint, prepared.resolved
     if found.draft_path is None:
         raise EspalierError(f"--learn trains a draft model further, and {config.algorithm} has none; give --draft")
@@ -86,7 +92,7 @@ def require_learnable(prepared: Prepared) -> str:
 
 
 def _require_trainer_form(kind: str, draft: Path) -> None:
-    """Raises EspalierError for a draft with other weights than the trainer's module has."""
+    """Raises EspalierError if the draft has other weights than the trainer's module."""
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -114,7 +120,7 @@ def trainers_machine(device: torch.device, num_pages: int | str | None) -> Machi
 
 @dataclass(frozen=True)
 class Counts:
-    """Of the sample when a training begins: texts by kind, and output tokens of held-back ones."""
+    """The sample's size when a training begins: texts by kind, and output tokens of held-back texts."""
 
     texts: Mapping[str, int]
     num_held_back: int
@@ -134,13 +140,14 @@ class Candidate:
 
 
 class Learner:
-    """Of one engine.  Made before the weights are loaded, attached to the engine after it.
+    """Keeps the texts that one engine serves, and trains its draft on them.
 
+    It is made before the weights are loaded, and attached to the engine after that.
     figures: for metrics.  trainer: the command of the training process, without the folder.
     """
 
     def __init__(self, config: LearnConfig, prepared: Prepared, trainer: Sequence[str] = TRAINER) -> None:
-        """Raises EspalierError; then the folder is as it was."""
+        """Raises EspalierError, and then leaves the folder as it was."""
         self.config, self.trainer, self.resolved = config, trainer, prepared.resolved
         self.kind, found = require_learnable(prepared), prepared.checkpoint
         assert found.draft_path is not None
@@ -156,14 +163,17 @@ class Learner:
         self._process: subprocess.Popen[bytes] | None = None
         self._said = b""
         self._is_busy = False
-        # Set by the thread, taken by the engine's; and the other way round.
+        # The learner's thread sets _candidate and takes _swapped; the engine's thread does the reverse.
         self._candidate: Candidate | None = None
         self._swapped: Candidate | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
 
     def attach(self, llm: LLM) -> None:
-        """Serve the draft that was learned last, and begin.  Raises EspalierError for one that cannot be swapped."""
+        """Serve the draft that was learned last, and start the thread.
+
+        Raises EspalierError if the configured draft cannot be swapped.
+        """
         runner = llm.engine.executor.runner
         self._target = runner.target
         drafter: Any = getattr(runner.drafter, "drafter", runner.drafter)  # of a GraftedDrafter, the one with the model
@@ -189,7 +199,7 @@ class Learner:
 
     @property
     def is_swapping(self) -> bool:
-        """Whether a draft waits to be swapped in, or to be written down as the one that is served."""
+        """Whether a draft waits to be swapped in, or a swapped draft waits to be recorded as the one to serve."""
         return self._candidate is not None or self._swapped is not None
 
     def close(self) -> None:
@@ -208,8 +218,10 @@ class Learner:
             self.sample.add(request.prompt, request.output)
 
     def between_steps(self, engine: Engine) -> None:
-        """Swap a draft in if there is one.  What the draft has kept of open requests is stale then, but only guesses
-        follow from it."""
+        """Swap the draft in that waits, if any.
+
+        The draft's rows of open requests are then stale, but only guesses follow from them.
+        """
         self._is_busy = engine.has_work
         if self._candidate is not None:
             engine.drain()
@@ -270,7 +282,7 @@ class Learner:
         log.info("learning: process %d trains the draft further on %s", self._process.pid, self.machine.name)
 
     def _tell(self, process: subprocess.Popen[bytes]) -> None:
-        """Say when the trainer may compute; its stdin's end ends it."""
+        """Tell the trainer whether it may compute.  The trainer ends when its stdin is closed."""
         said = WAIT if self.machine.waits and self._is_busy else GO
         if said != self._said and process.stdin is not None:
             with suppress(BrokenPipeError):
@@ -292,14 +304,14 @@ class Learner:
         self.figures.trainings += 1
 
     def _judge(self, draft: Path) -> None:
-        """Make a candidate of the best draft, new or given, if it accepts more than the served one.
+        """Make a Candidate of the best draft, the new or the given one, if it accepts more than the served draft.
 
-        Raises EspalierError for a new draft that is not whole.
+        Raises EspalierError if the new draft is damaged.
         """
         manifest = read_manifest(draft)
         self.figures.given, self.figures.before, self.figures.after = manifest.given, manifest.before, manifest.after
         best, length = (draft, manifest.after) if manifest.after > manifest.given else (self.given, manifest.given)
-        if not length >= manifest.before + LEAST_GAIN:  # also if it is not a number
+        if not length >= manifest.before + LEAST_GAIN:  # true if `length` is not a number
             log.info(
                 "learning: the new draft is not used: accept length %.3f on held-back traffic, the served one's %.3f",
                 *(manifest.after, manifest.before),
@@ -309,7 +321,7 @@ class Learner:
         self._candidate = Candidate(best, manifest, Swap(self._served, self._load(best)))
 
     def _remember_swap(self) -> None:
-        """Write down what the engine's thread has swapped in.  Raises OSError; then a restart serves the one before."""
+        """Record the draft that was swapped in.  After an OSError, a restart serves the draft before."""
         swapped, self._swapped = self._swapped, None
         if swapped is None:
             return
@@ -326,8 +338,8 @@ class Learner:
         self.folder.serve(self.draft)
 
     def _load(self, draft: Path) -> DraftModel:
-        """A draft as the engine loads it.  Half precision has the same form on every device, and needs no GPU memory
-        here until it is copied."""
+        """Load a draft as the engine does.  Half precision has the same form on every device, so the draft can wait on
+        the CPU for its copy to the GPU."""
         dtype = getattr(torch, self.resolved.dtype)
         device = self.resolved.device if dtype.itemsize > 2 else "cpu"
         position_rows = self.resolved.layout.position_rows

@@ -1,7 +1,7 @@
-"""Puts the weights of one loaded draft into another of the same form, in place, while no launch is in flight.
+"""Puts the weights of one loaded draft into another draft of the same form, in place, while no launch is in flight.
 
-CUDA graphs keep the addresses of tensors, so values are copied into the tensors that are there.  Weights in oneDNN's
-layout, which only a CPU has, are replaced.  What a draft shares with its target is left alone.
+CUDA graphs keep the addresses of tensors, so values are copied into the existing tensors.  Weights in oneDNN's layout,
+which only a CPU has, are replaced.  Tensors that a draft shares with its target stay as they are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Place:
 
 
 def places(value: Any, path: str = "draft") -> Iterator[Place]:
-    """Every tensor that a model's objects hold, in the order of their fields, each object once."""
+    """Yields every tensor that a model's objects hold, in the order of their fields, each object once."""
     return _walk(value, path, set())
 
 
@@ -59,7 +59,7 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 class Swap:
-    """The pairs (place in the served draft, new tensor).  Raises EspalierError, naming the first that does not fit."""
+    """The pairs (place in the served draft, new tensor).  Raises EspalierError, which names the first misfit."""
 
     def __init__(self, served: DraftModel, learned: DraftModel) -> None:
         old, new = list(places(served)), list(places(learned))
@@ -70,7 +70,7 @@ class Swap:
             _require_fitting(place, tensor)
 
     def run(self) -> None:
-        """Only between Engine.drain and the next step: what the last launch queued after its result is waited for."""
+        """Swap the weights.  Call it only between Engine.drain and the next step; it waits for queued device work."""
         _synchronize()
         with torch.no_grad():
             for place, tensor in self.pairs:

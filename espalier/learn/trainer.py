@@ -1,7 +1,8 @@
 """The training process: `python -m espalier.learn.trainer DIR` trains the served draft further once, and ends.
 
-It reads DIR/run.json and the sample, measures both drafts on held-back traffic, and writes the new one with its
-manifest.  Its stdin says when it may compute.  When that is closed, the server is gone, and this process ends too.
+It reads DIR/run.json and the sample, measures both drafts on held-back traffic, and writes the new draft with its
+manifest.  The server says on stdin when this process may compute.  When stdin is closed, the server has ended, and this
+process ends too.
 """
 
 from __future__ import annotations
@@ -40,24 +41,24 @@ from espalier.train.target import Eagle3Target, FrozenTarget, training_device
 from espalier.train.windows import Texts
 
 GO, WAIT = b"1", b"0"
-# Tokens of a row by the device's type; how often the sample is read; steps of a reading, if it has rows for them: a few
-# large batches teach nothing.
+# Tokens of a row, by the device's type; how often the sample is read; and the steps of one reading, if it has enough
+# rows: a few large batches teach nothing.
 LENGTHS, PASSES, STEPS = MappingProxyType({"cpu": 256, "cuda": 1024}), 3, 50
-# Tokens of a text on both sides of its output's start, and texts, that are measured.
+# How many texts are measured, and how many tokens of each before and after the beginning of the output.
 MEASURED_SIDE, MOST_MEASURED = 256, 64
-# A training reads the newest texts, and this many times as many with those before them, so that older topics stay.
+# A training reads the newest texts with older ones, REPLAYED times as many in all, so that older topics stay.
 REPLAYED = 2
-# Far fewer than a new draft's: the rates of a training from nothing would first undo what the draft has learned.
+# Far lower than the rates of a new draft, which would first undo what the draft has learned.
 RATES = MappingProxyType({"matrix_lr": 1e-3, "other_lr": 5e-4})
 FAILED = 1
-# A tenth of a core where requests take all of them.
+# The process's niceness: it gets a tenth of a core while requests use all cores.
 NICE = 10
 Tree = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How a kind of draft is trained further.  The module is the trainer's.
+    """How a kind of draft is trained further.  "module" is the trainer's module of the draft.
 
     config: (module, settings of every run) -> config; loss: (module, target, config) -> the loss of a batch;
     measure: (module, target, texts, firsts, (steps, topk, num_draft_tokens)) -> accept lengths;
@@ -82,7 +83,7 @@ EAGLE3 = Kind(
     measure=lambda draft, target, texts, firsts, tree: measure(draft, target, texts, firsts, *tree),
     save=lambda draft, target, target_dir, out: save_draft(draft, out),
 )
-# Measured as a chain: the trainer grows no trees of these.
+# MTP heads are measured as chains, because the trainer grows no trees for them.
 MTP = Kind(
     load=load_mtp,
     target=FrozenTarget,
@@ -111,7 +112,7 @@ CONTINUED = MappingProxyType({"eagle3": EAGLE3, "mtp": MTP, "block": BLOCK})
 
 
 class Turn:
-    """What the server says on stdin: GO or WAIT; its end ends this process, also in the middle of a step."""
+    """Listens to the server on stdin, for GO or WAIT.  The end of stdin ends this process, even during a step."""
 
     def __init__(self, stdin: Any) -> None:
         self._may = threading.Event()
@@ -127,7 +128,7 @@ class Turn:
 
 
 def texts_in(folder: Path, kind: str, num_texts: int, before: int, behind: int | None = None) -> Texts:
-    """The newest texts of the sample, each cut to so many tokens before and behind its output's start."""
+    """The newest texts of the sample, each cut to `before` and `behind` tokens around the beginning of its output."""
     tokens, firsts = [], []
     for text in islice(texts_of(sorted(folder.glob(f"{kind}.*.npy"))), num_texts):
         begin = max(0, text.first - before)
@@ -137,8 +138,8 @@ def texts_in(folder: Path, kind: str, num_texts: int, before: int, behind: int |
 
 
 def settings_of(num_tokens: int, length: int, device: torch.device, max_seconds: int, seed: int) -> dict[str, Any]:
-    """The settings of a run over a sample of so many tokens.  Raises EspalierError for too few."""
-    # A row takes fewer than two rows' tokens: what it cuts off of its last text is left out.
+    """The settings of a run over a sample of num_tokens tokens.  Raises EspalierError if these are too few."""
+    # A row uses up fewer tokens than two rows hold: the rest of its last text is left out.
     batch = min(32 if device.type == "cuda" else 4, max(1, num_tokens // (STEPS * length)))
     if num_tokens < 2 * length + 2:
         raise EspalierError(f"the sample has {num_tokens} tokens to train on; {2 * length + 2} are needed")
@@ -147,10 +148,10 @@ def settings_of(num_tokens: int, length: int, device: torch.device, max_seconds:
 
 
 def train_once(folder: Path, turn: Turn) -> Path:
-    """Train the served or the given draft further, whichever accepts more of the newest held-back traffic.
+    """Train a draft further: the served or the given draft, whichever accepts more of the newest held-back traffic.
 
-    run.json names both.  Returns the new one's directory, with its manifest.  Raises EspalierError or OSError; then
-    nothing has the new draft's name.
+    run.json names both drafts.  Returns the new draft's directory, with its manifest.  If it raises EspalierError or
+    OSError, no directory has the new draft's name.
     """
     begun, run = time.monotonic(), json.loads((folder / "run.json").read_text())
     kind, out, unfinished = CONTINUED[run["kind"]], Path(run["out"]), folder / "drafts" / "unfinished"
@@ -169,14 +170,14 @@ def train_once(folder: Path, turn: Turn) -> Path:
 
 
 def accept_length(run: DraftRun) -> float:
-    """On the held-back traffic.  Raises EspalierError if none is long enough."""
+    """The accept length of a run's draft on the held-back traffic.  Raises EspalierError if no text is long enough."""
     if not (found := print_measure(run)):
         raise EspalierError("the held-back traffic has no outputs long enough to measure a draft")
     return found["tree"].every_root
 
 
 def run_of(kind: Kind, sample: Path, run: dict[str, Any], out: Path, seed: int) -> DraftRun:
-    """The trainer's run of the served draft over the newest texts and as many before them, prompts and outputs."""
+    """A run that trains the served draft on the newest texts and as many before these, prompts and outputs."""
     target_dir, device = Path(run["target"]), training_device()
     target = kind.target(target_dir, device)
     side = length_of(target) // 2
@@ -189,7 +190,7 @@ def run_of(kind: Kind, sample: Path, run: dict[str, Any], out: Path, seed: int) 
 
 
 def length_of(target: FrozenTarget) -> int:
-    """Tokens of a row."""
+    """The tokens of a row of this target's batches."""
     return min(LENGTHS[target.device.type], int(target.config["max_position_embeddings"]))
 
 
@@ -211,7 +212,7 @@ def of_draft(
 
 def main(folder: Path) -> int:
     os.nice(NICE)
-    disable_progress_bar()  # its lines would hide the last one, which says why a training failed
+    disable_progress_bar()  # its lines would hide the last line of the log, which says why a training failed
     if training_device().type == "cpu":
         torch.set_num_threads(1)
     try:

@@ -1,1 +1,1 @@
-"""Grammars at work: xgrammar compiles them, and makes the masks of each output."""
+"""Grammars in use: xgrammar compiles them, and makes the masks of each output."""

@@ -1,10 +1,10 @@
-"""Compiles grammars with xgrammar and tries their masks, in threads, and keeps what was compiled.
+"""Compiles grammars with xgrammar in threads, tries their masks, and keeps the results.
 
-A request waits WAIT_S for its grammar.  Then the compilation is given up: the request is refused with CompilerBusy,
-because load may be the cause.  The thread cannot be ended.  It runs on, and a retry gets its result.  A grammar that
-takes longer than COMPILE_S is refused for good, unless it is compiled after all.  While MAX_RUNNING threads that were
-given up run, no compilation can begin, so grammars that wait and new ones are refused with CompilerBusy.  Compiling
-releases the GIL, so other requests go on.
+A request waits WAIT_S for its grammar.  After that the compilation is given up: the request is refused with
+CompilerBusy, because load may be the cause.  A thread cannot be ended, so it runs on, and a retry gets its result.  A
+grammar that takes longer than COMPILE_S is refused for good, unless its compilation succeeds in the end.  While
+MAX_RUNNING threads that were given up run, no compilation can begin, so waiting and new grammars are refused with
+CompilerBusy.  Compiling releases the GIL, so other requests go on.
 """
 
 import copy
@@ -34,26 +34,26 @@ if TYPE_CHECKING:
 
 WAIT_S = 10.0
 COMPILE_S = 60.0
-# Compilations at once, those that were given up included.
+# Compilations at the same time, including those that were given up.
 MAX_RUNNING = 4
 MAX_THREADS = 8
-# Memory limits: of one grammar, and of all that are kept.
+# Memory limits, in bytes: of one grammar, and of all grammars that are kept.
 MAX_GRAMMAR_BYTES = 256 * 2**20
 MAX_KEPT_BYTES = 1024 * 2**20
 MAX_KEPT = 1024
 THREAD = "espalier-grammar"
-# The time and the place in its source with which xgrammar's errors begin.
+# The time and the source location at the start of xgrammar's errors.
 PLACE_IN_SOURCE = re.compile(r"^\[?[\d:]*\]? ?/\S+: (?:Check failed: \S+ is false: )?")
 
 Key = tuple[str, str, bool]
 
 
 class CompilerBusy(EspalierError):
-    """A grammar cannot be compiled now, and may be later."""
+    """A grammar cannot be compiled now, but a retry may succeed."""
 
 
 class CompiledGrammar:
-    """A grammar of one tokenizer.  form: what xgrammar compiled; num_bytes: what it holds."""
+    """A grammar for one tokenizer.  form: xgrammar's compiled form; num_bytes: the memory that it takes."""
 
     def __init__(self, form: "xgrammar.CompiledGrammar", tokenizer: Tokenizer, vocab_size: int):
         self.form = form
@@ -62,15 +62,15 @@ class CompiledGrammar:
         self.num_bytes = int(form.memory_size_bytes)
 
     def masker(self, end_tokens: Sequence[int], after: str | None = None) -> GrammarMasker:
-        """The masks of one output.  end_tokens: they come only where the grammar ends; after: as in Grammar."""
+        """The masker of one output.  end_tokens: allowed only where the grammar ends; after: as in Grammar."""
         return GrammarMasker(self.form, self.vocab_size, end_tokens, after, self.tokenizer.bytes_of)
 
 
 class GrammarCompiler:
     """Compiles grammars for one model.  Thread-safe.
 
-    wait_s: how long a request waits for one compilation; time_limit_s: how long that may take.  Both count from the
-    moment at which it begins.  num_given_up: compilations that were given up and still run.
+    wait_s: how long a request waits for one compilation; time_limit_s: how long a compilation may take.  Both count
+    from its begin.  num_given_up: compilations that were given up and still run.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, wait_s: float = WAIT_S, time_limit_s: float = COMPILE_S):
@@ -86,9 +86,9 @@ class GrammarCompiler:
         self._compilers: dict[bool, tuple[xgrammar.GrammarCompiler, np.ndarray]] = {}
 
     def submit(self, grammar: Grammar) -> "Future[CompiledGrammar]":
-        """Start to compile, or take what was compiled before.
+        """Start to compile a grammar, or take the earlier result.
 
-        The future raises EspalierError with the reason; CompilerBusy if a retry may succeed.
+        The future raises EspalierError with the reason, which is CompilerBusy if a retry may succeed.
         """
         key = (grammar.kind, grammar.spec, grammar.strict)
         with self._lock:
@@ -104,7 +104,7 @@ class GrammarCompiler:
         return made
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Compile and wait.  Raises EspalierError with the reason."""
+        """Compile a grammar and wait for it.  Raises EspalierError with the reason."""
         return self.submit(grammar).result()
 
     def _run(self, key: Key, grammar: Grammar, made: "Future[CompiledGrammar]") -> None:
@@ -146,7 +146,7 @@ class GrammarCompiler:
         _after(self.time_limit_s - self.wait_s, self._refuse, key, made)
 
     def _refuse(self, key: Key, given_up: "Future[CompiledGrammar]") -> None:
-        """Refuse a grammar for good, unless its compilation has ended since it was given up."""
+        """Refuse a grammar for good, unless its compilation has ended after it was given up."""
         with self._lock:
             if self._kept.get(key) is given_up:
                 self._kept[key] = Future()
@@ -154,7 +154,7 @@ class GrammarCompiler:
                 self._kept[key].set_exception(EspalierError(why))
 
     def _refuse_waiting(self) -> None:
-        """Refuse the grammars whose compilation has not begun: until a thread ends, which may never be, none begins."""
+        """Refuse the grammars that still wait: none can begin before a thread ends, which may never happen."""
         for key, waiting in [(key, future) for key, future in self._kept.items() if not future.done()]:
             waiting.set_exception(_busy())
             del self._kept[key]
@@ -171,7 +171,7 @@ class GrammarCompiler:
     # With xgrammar
 
     def _compiled(self, grammar: Grammar) -> CompiledGrammar:
-        # First for bytes alone: to compile an ambiguous grammar for all tokens may take hours.
+        # Compile for single bytes first: to compile an ambiguous grammar for all tokens may take hours.
         try_bytes(lambda compiler: compile_form(compiler, grammar))
         compiler, num_bytes = self._compiler(grammar.kind == "structural_tag")
         form = compile_form(compiler, grammar)
@@ -181,7 +181,7 @@ class GrammarCompiler:
                 f"{MAX_GRAMMAR_BYTES // 2**20}; use a simpler one"
             )
         compiled = CompiledGrammar(form, self.tokenizer, self.vocab_size)
-        # A masker needs an end token, which hides what that token spells.
+        # A masker needs an end token, and that token's text cannot be written.  So two end tokens are tried.
         if not any(allowed_tokens(compiled.masker((end,)).root_mask()).size for end in (0, 1)):
             raise EspalierError("the grammar allows no text that this model's tokens can spell; change it")
         try_masks(form, num_bytes)
@@ -197,7 +197,7 @@ class GrammarCompiler:
                 import xgrammar
 
                 vocabulary = token_bytes(copy.deepcopy(self.tokenizer), self.vocab_size, names_special)
-                # Stop tokens are given with each output.  One that is given here would spell no text.
+                # Stop tokens are set for each output.  One that is set here could not be written as text.
                 info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, stop_token_ids=[])
                 threads = min(physical_cores(), MAX_THREADS)
                 compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
@@ -206,8 +206,8 @@ class GrammarCompiler:
 
 
 def compile_form(compiler: "xgrammar.GrammarCompiler", grammar: Grammar) -> "xgrammar.CompiledGrammar":
-    """Compile with xgrammar.  Raises EspalierError, or an error of xgrammar."""
-    # One form of spaces: with several a model may write spaces without end, and fewer tokens are forced.
+    """Compile a grammar with xgrammar.  Raises EspalierError, or an error of xgrammar."""
+    # One form of spaces: with several, a model may write spaces without end, and fewer tokens are forced.
     options: dict[str, Any] = {"any_whitespace": False, "strict_mode": False}
     if grammar.kind == "json_object":
         return compiler.compile_json_schema('{"type": "object"}', **options)
@@ -229,7 +229,7 @@ def compile_form(compiler: "xgrammar.GrammarCompiler", grammar: Grammar) -> "xgr
 def token_bytes(tokenizer: Tokenizer, vocab_size: int, names_special: bool) -> list[bytes]:
     """The bytes of each token id; b"" for an id that a grammar never allows.
 
-    names_special: special tokens count as their names.  Otherwise no grammar allows them: the text would lack them.
+    names_special: special tokens count as their names.  Otherwise no grammar allows them, because the text omits them.
     """
     vocabulary = []
     for token in range(vocab_size):

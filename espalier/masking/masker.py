@@ -1,7 +1,7 @@
-"""The masks of one output under a grammar: of its next token, of every node of a tree, and the tokens that must come.
+"""The masks of one output under a grammar: for its next token, for every node of a tree, and the tokens that must come.
 
-xgrammar's matcher walks the tree depth first, accepts a node's token, fills the node's mask and rolls back.  So each
-mask follows the node's own path.
+xgrammar's matcher walks the tree depth first: it accepts a node's token, fills the node's mask and rolls back.  So the
+mask of each node follows the node's own path.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 class GrammarMasker:
     """The state of one output (grammar.token_masker.TokenMasker).
 
-    A pushed token is matched when the next question is asked, since to match it may take long.
+    A pushed token is matched only at the next call that needs it, since matching may take long.
+
     end_tokens: allowed only where the grammar ends.
-    after: the marker.  Before it, every token is allowed except end tokens; behind it, the grammar begins.  If a token
-    has more text after the marker, that text is not checked.  None: the grammar begins with the first token.
+    after: the marker.  Before it, every token is allowed except end tokens; behind it, the grammar begins.  If the
+    marker's last token has more text, that text is not checked.  None: the grammar begins with the first token.
     """
 
     def __init__(
@@ -39,10 +40,10 @@ class GrammarMasker:
 
         self.matcher = GrammarMatcher(form, override_stop_tokens=sorted(end_tokens))
         self.bytes_of = bytes_of
-        # No grammar allows these, and xgrammar writes a line to stderr for each one that it is given.
+        # No grammar allows these tokens.  And xgrammar writes a line to stderr for each one that it is given.
         self.special_tokens = frozenset(form.tokenizer_info.special_token_ids).difference(end_tokens)
         self.num_words = mask_words(vocab_size)
-        # xgrammar may set the bits past the vocabulary.
+        # xgrammar may set bits beyond the vocabulary.
         self.last_word = (1 << vocab_size % BITS) - 1 if vocab_size % BITS else ALL_ALLOWED
         self.marker = None if after is None else after.encode()
         self.tail = b""
@@ -71,7 +72,7 @@ class GrammarMasker:
 
     @property
     def is_lost(self) -> bool:
-        """Whether a token was pushed that was not allowed."""
+        """Whether a token was pushed that the grammar does not allow."""
         self._match_pushed()
         return self.has_lost
 
@@ -79,13 +80,13 @@ class GrammarMasker:
         return token_id >= 0 and token_id not in self.special_tokens and self.matcher.accept_token(token_id)
 
     def _read(self, tail: bytes, token_id: int) -> bytes | None:
-        """The last bytes of the output after a token, given those before it; None if the marker is complete."""
+        """The last bytes of the output after this token; None if the marker is complete.  tail: those before it."""
         assert self.marker is not None
         text = tail + self.bytes_of(token_id).bytes
         return None if self.marker in text else text[max(0, len(text) - len(self.marker) + 1) :]
 
     def root_mask(self) -> np.ndarray:
-        """[words] int32: the tokens that may come next; all zero where none may."""
+        """[words] int32: the mask of the next token; all zero if no token is allowed."""
         is_lost = self.is_lost
         if self.marker is not None:
             return self.free_mask
@@ -97,11 +98,11 @@ class GrammarMasker:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the grammar leaves no token."""
+        """Whether the grammar allows no further token."""
         return not self.root_mask().any()
 
     def known_next(self, most: int) -> KnownNext:
-        """The tokens that must come next, at most `most`, and the mask behind them."""
+        """The tokens that must come next, at most `most`, and the mask of the token after them."""
         forced: list[int] = []
         mask = None
         while not self.is_lost and self.marker is None and not self.matcher.is_terminated():
@@ -141,7 +142,7 @@ class GrammarMasker:
             self._walk_free(tokens, parents, out)
 
     def _walk(self, nodes: list[int], tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
-        """Masks of `nodes`: the first is where the matcher stands, the others follow it in the tree."""
+        """Fill the masks of `nodes`.  The matcher stands at the first node; the other nodes follow it in the tree."""
         if self.matcher.is_terminated():
             return
         place = {node: i for i, node in enumerate(nodes)}
@@ -162,9 +163,9 @@ class GrammarMasker:
             out[nodes] = rows
 
     def _walk_free(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
-        """Masks where the marker has not come yet.  Below a node that completes it, the grammar begins."""
+        """Fill the masks where the marker has not come yet.  Below a node that completes it, the grammar begins."""
         tails: list[bytes | None] = [self.tail]
-        # The nodes that complete the marker, each with itself and the nodes below it; and the same by node.
+        # For each node that completes the marker, the node itself and those below it; completed_at: the inverse map.
         nodes_from: dict[int, list[int]] = {}
         completed_at: dict[int, int] = {}
         out[:] = self.free_mask

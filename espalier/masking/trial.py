@@ -1,8 +1,8 @@
 """Tries a grammar's masks over sample texts, before a request with it may run.
 
-Where a text can be read in many ways, xgrammar's parser takes the square or the cube of its length for each token that
-it tries.  Such a grammar is refused.  Ambiguity that shows only later in a text is left to the engine, which bounds its
-time (engine/mask_threads.py).
+For a text that can be read in many ways, xgrammar's parser needs time in the square or the cube of its length for each
+token that it tries.  Such a grammar is refused.  Ambiguity that shows only later in a text is left to the engine, which
+bounds the time of masks (engine/mask_threads.py).
 """
 
 import random
@@ -19,18 +19,18 @@ from espalier.sampling.mask import mask_words
 if TYPE_CHECKING:
     import xgrammar
 
-# The processor time of one mask, and of reading one byte.  A mask reads the first bytes of many tokens, so a byte that
-# takes this long foretells a mask that takes a thousand times as long.
+# Limits of processor time in seconds: of one mask, and of reading one byte.  A mask reads the first bytes of many
+# tokens, so a slow byte foretells a mask that takes a thousand times as long.
 MASK_S = 0.02
 BYTE_S = 0.001
-# The sample texts.
+# The number of sample texts, and the tokens of each.
 NUM_SAMPLES = 4
 NUM_TOKENS = 96
-# Of these a sample takes no longer token before others: the masks behind it might take too long already.
+# Longer tokens are not preferred over tokens of this many bytes: the masks behind them might already take too long.
 MAX_TOKEN_BYTES = 8
-# The processor time after which no sample begins.
+# The processor time in seconds after which no further sample begins.
 TRIAL_S = 0.25
-# A matcher needs an end token, and hides what that token spells.
+# A matcher needs an end token.  The text of that token cannot be tried.
 END = 0
 
 
@@ -38,7 +38,7 @@ def try_bytes(compile_for: "Callable[[xgrammar.GrammarCompiler], xgrammar.Compil
     """Compile a grammar for a vocabulary of single bytes, and try its masks.  Raises EspalierError."""
     try:
         form = compile_for(_byte_compiler())
-    except Exception:  # to be raised again where it is compiled for all tokens
+    except Exception:  # the compilation for all tokens will raise it again
         return
     try_masks(form, np.ones(256, dtype=np.int64))
 
@@ -53,9 +53,9 @@ def _byte_compiler() -> "xgrammar.GrammarCompiler":
 
 
 def try_masks(form: "xgrammar.CompiledGrammar", num_bytes: np.ndarray) -> None:
-    """Generate texts from the masks alone.  Raises EspalierError if a mask, or to read a token, takes too long.
+    """Generate texts from the masks alone.  Raises EspalierError if a mask, or reading a token, takes too long.
 
-    num_bytes: [vocab_size] int, of each token.
+    num_bytes: [vocab_size] int, the bytes of each token.
     """
     import xgrammar
 
@@ -68,16 +68,16 @@ def try_masks(form: "xgrammar.CompiledGrammar", num_bytes: np.ndarray) -> None:
 
 
 def _try_one(matcher: Any, num_bytes: np.ndarray, rng: random.Random, repeats: bool, prefers_long: bool) -> None:
-    """num_bytes: of each token, 0 for one that is not tried.
+    """Generate one text and require fast masks.  num_bytes: the bytes of each token, 0 for a token that is not tried.
 
-    repeats: a token comes again while it may, since a repeated text can often be read in the most ways.
+    repeats: repeat a token while it is allowed, since a repeated text can often be read in the most ways.
     """
     mask = np.zeros((1, mask_words(len(num_bytes))), dtype=np.int32)
     sizes = np.minimum(num_bytes, MAX_TOKEN_BYTES).astype(np.uint8)
     length, token = 0, END
     for _ in range(NUM_TOKENS):
         took_s = _time_of(matcher.fill_next_token_bitmask, mask)
-        # A slow mask is made once more, and a slow token is read once more: the first time may be the system's.
+        # A slow mask or token is timed once more, because the system may have caused the first delay.
         _require(took_s <= MASK_S or _time_of(matcher.fill_next_token_bitmask, mask) <= MASK_S, length)
         allowed = np.unpackbits(mask[0].view(np.uint8), count=len(sizes), bitorder="little")
         if not (repeats and allowed[token] and sizes[token]):
@@ -95,13 +95,13 @@ def _try_one(matcher: Any, num_bytes: np.ndarray, rng: random.Random, repeats: b
 
 
 def _first(is_liked: np.ndarray, start: int) -> int:
-    """The first liked token from `start` on, then from 0 on: to list them all would take longer than their mask."""
+    """The first liked index from `start` on, else from 0 on.  Listing all would take longer than making the mask."""
     behind = start + int(is_liked[start:].argmax())
     return behind if is_liked[behind] else int(is_liked.argmax())
 
 
 def _time_of(call: Callable[..., Any], *arguments: Any) -> float:
-    """Processor time in seconds."""
+    """The processor time of a call, in seconds."""
     begun = time.thread_time()
     call(*arguments)
     return time.thread_time() - begun

@@ -36,7 +36,7 @@ log = logging.getLogger("espalier.server")
 
 
 class Transfers:
-    """Counts the uploads and downloads in progress: each has files open.  most: of them at once."""
+    """Counts the uploads and downloads in progress, because each has files open.  most: the most at the same time."""
 
     def __init__(self, most: int = MAX_TRANSFERS):
         self.most = most
@@ -44,7 +44,7 @@ class Transfers:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Raises ApiError for one too many."""
+        """Counts a transfer for the length of a block.  Raises ApiError if too many are in progress."""
         if self.num_open >= self.most:
             raise full(f"{self.most} files are being sent or received already")
         self.num_open += 1
@@ -62,7 +62,7 @@ class Download(FileResponse):
         self.transfers = transfers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises ApiError."""
+        """Send the file.  Raises ApiError for a bad range, and if too many transfers are in progress."""
 
         async def checked(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] in REFUSED_RANGE:
@@ -78,7 +78,7 @@ class Download(FileResponse):
 
 @contextmanager
 def _storing() -> Iterator[None]:
-    """Raise the ApiError of a disk that cannot be written."""
+    """Turns an OSError of the block into an ApiError: the disk cannot be written."""
     try:
         yield
     except OSError as error:
@@ -90,7 +90,7 @@ def _storing() -> Iterator[None]:
 
 
 def _require_plain(file: UploadFile) -> None:
-    """Refuse a part whose header says that its bytes are no UTF-8: they are stored as they came.  Raises ApiError."""
+    """Raises ApiError if the part's header declares another encoding than UTF-8: bytes are stored as they came."""
     require_utf8(file.headers.get("content-type", ""))
     encoding = file.headers.get("content-transfer-encoding", "binary")
     if encoding.lower() not in ("7bit", "8bit", "binary"):
@@ -118,7 +118,7 @@ def _files(batches: Batches) -> list[Endpoint]:
             with transfers.one(), _storing():
                 return await stored(http)
         except (ApiError, MultiPartException) as error:
-            # Else a client that sends all before it reads would find its connection closed.
+            # Read the rest, or a client that sends all before it reads would find its connection closed.
             await http.scope["state"]["upload"].finish()
             if isinstance(error, MultiPartException):
                 raise ApiError(400, error.message) from None
@@ -202,7 +202,7 @@ def _batches(batches: Batches) -> list[Endpoint]:
 
 
 def _query(http: Request, *names: str) -> Mapping[str, str]:
-    """The query's parameters.  Raises ApiError for one that is not supported."""
+    """The query's parameters.  Raises ApiError for an unsupported parameter."""
     known = ("limit", "after", *names)
     for name in http.query_params:
         if name not in known:
@@ -211,10 +211,10 @@ def _query(http: Request, *names: str) -> Mapping[str, str]:
 
 
 def _page(path: str, items: Sequence[T], query: Mapping[str, str]) -> Response:
-    """A page of a list, the newest first unless order is asc.  items: the oldest first.  Raises ApiError."""
+    """A page of a list, newest first unless `order` is asc.  items: oldest first.  Raises ApiError."""
     most = MAX_LISTED[path]
     limit = query.get("limit", str(DEFAULT_LISTED[path]))
-    # Python refuses to read a number of thousands of digits.
+    # The check of the length comes first, because int() refuses a number of thousands of digits.
     if not (limit.isdecimal() and len(limit) <= len(str(most)) and 1 <= int(limit) <= most):
         raise ApiError(400, f"limit={shown(limit)} is not supported; use 1 to {most}", "limit")
     order = query.get("order", "desc")

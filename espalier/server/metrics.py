@@ -20,9 +20,9 @@ Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 
 
 class Metrics:
-    """The metrics of one server.  Each has its own registry, so that one process can hold several servers.
+    """The metrics of one server.  Each server has its own registry, so that one process can hold several servers.
 
-    engines: of each model.
+    engines: the engine of each model.
     """
 
     def __init__(self, engines: Sequence[Engines]):
@@ -63,7 +63,7 @@ class Metrics:
 
 
 class PlainCounter(Collector):
-    """A counter of one thread.  prometheus_client's takes a lock each time."""
+    """A counter for one thread.  The counter of prometheus_client takes a lock at each call."""
 
     def __init__(self, name: str, about: str):
         self.name = name
@@ -75,7 +75,7 @@ class PlainCounter(Collector):
 
 
 class WeightedHistogram(Collector):
-    """A histogram that counts equal values in one call.  prometheus_client's has one call for each value.
+    """A histogram that counts equal values in one call.  That of prometheus_client needs one call for each value.
 
     limits: upper limits of the buckets, in order.
     """
@@ -88,7 +88,7 @@ class WeightedHistogram(Collector):
         self.total = 0.0
 
     def observe(self, value: float, count: int) -> None:
-        """Count a value `count` times."""
+        """Count `count` occurrences of a value."""
         self.counts[bisect_left(self.limits, value)] += count
         self.total += value * count
 
@@ -97,7 +97,7 @@ class WeightedHistogram(Collector):
 
 
 class EngineCollector(Collector):
-    """Reads the engines' last reports at each scrape.  Their counters start at 0 again with a new engine process."""
+    """Reads the engines' last reports at each scrape.  The counters restart at 0 with a new engine process."""
 
     def __init__(self, engines: Sequence[Engines]):
         self.engines = engines
@@ -195,8 +195,8 @@ def _abort_steps(steps: Mapping[int, int]) -> Metric:
 
 
 def _histogram(name: str, about: str, limits: Sequence[float], counts: Sequence[int], total: float) -> Metric:
-    """limits: upper limits of all buckets but the last, which has no limit; counts: values in each bucket; total: the
-    sum of the values."""
+    """A histogram metric.  limits: upper limits of all buckets but the last, which has none; counts: the values in each
+    bucket; total: the sum of all values."""
     labels = [*(str(float(limit)) for limit in limits), "+Inf"]
     buckets = list(zip(labels, accumulate(counts), strict=True))
     return HistogramMetricFamily(f"espalier_{name}", about, buckets=buckets, sum_value=total)

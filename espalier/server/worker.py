@@ -1,7 +1,7 @@
-"""The engine process: reads messages, steps the engine, sends its output.  It has no HTTP code.
+"""The engine process: reads messages, steps the engine, and sends its output.  It has no HTTP code.
 
-It ends on Shutdown, or when the front is gone.  It ignores SIGINT, which reaches the whole process group, and SIGTERM
-once the model is loaded: the front handles them and drains first.
+The process ends on Shutdown, or when the front has ended.  It ignores SIGINT, which reaches the whole process group,
+and, once the model is loaded, SIGTERM: the front handles both signals and drains first.
 """
 
 import gc
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("espalier.server")
 WAIT_FOR_START_MS = 60_000
-# While waiting for Start: the interval of the checks that the front is alive.
+# The interval of the checks that the front is alive, while this process waits for Start.
 LOOK_MS = 500
 # Seconds between the reports of a busy engine.  A report with each step would cost as much as the step's output.
 REPORT_S = 0.1
-# While nothing runs: the interval of the checks for grammars that have been compiled.
+# The interval of the checks for compiled grammars, while nothing runs.
 COMPILING_MS = 5
 DONE, REFUSED, BROKEN = 0, 2, 1
 
@@ -50,8 +50,8 @@ DONE, REFUSED, BROKEN = 0, 2, 1
 class Running:
     """The samples of one submitted prompt.
 
-    private: nothing of it is kept; num_left: requests that still run; aborted_at: the number of engine steps when an
-    abort arrived, None if none did.
+    private: nothing of the prompt or output is kept; num_left: requests that still run; aborted_at: the number of
+    engine steps when an abort arrived, None if none did.
     """
 
     requests: list[Request]
@@ -64,8 +64,11 @@ class Running:
 
 
 class Worker:
-    """socket: a connected PAIR.  start: the front's first message.  front_pid: the front, with which this ends.
-    learner: attached to the engine; None if it does not learn."""
+    """Runs the engine for a front.
+
+    socket: a connected PAIR.  start: the front's first message.  front_pid: the process of the front; the worker ends
+    when that ends.  learner: attached to the engine; None without online learning.
+    """
 
     def __init__(self, socket: zmq.Socket, llm: LLM, start: Start, front_pid: int, learner: "Learner | None" = None):
         self.socket = socket
@@ -82,7 +85,7 @@ class Worker:
         self.buckets = llm.engine.layout.batch_buckets(llm.config.graph_batch)
 
     def run(self) -> None:
-        """Serve until Shutdown.  If the engine raises, sends each request's last part and raises the same."""
+        """Serve until Shutdown.  If the engine raises, send each request's last part and raise the error again."""
         while os.getppid() == self.front_pid and self._take_in():
             if self.learner is not None:
                 self.learner.between_steps(self.llm.engine)
@@ -98,7 +101,7 @@ class Worker:
             self._send(chunks)
 
     def _take_in(self) -> bool:
-        """Handle all messages that have arrived.  If nothing runs, wait for one.  False: Shutdown was received."""
+        """Handle all messages that have arrived.  If nothing runs, wait for one.  Returns False at Shutdown."""
         wait = self._wait_ms()
         while self.socket.poll(wait):
             message = protocol.decode_to_engine(self.socket.recv())
@@ -126,7 +129,7 @@ class Worker:
             self.compiling[submit.name] = (submit, compiling)
 
     def _start_compiled(self) -> None:
-        """Start the submitted names whose grammars are compiled, or refuse them."""
+        """Start or refuse the submitted prompts whose grammars have finished compiling."""
         for name, (submit, compiling) in list(self.compiling.items()):
             if not compiling.done():
                 continue
@@ -145,7 +148,7 @@ class Worker:
             for request in group:
                 self.llm.engine.add(request)
         except EspalierError as error:
-            # The samples of a prompt are alike: if any is refused, the first is, and none was added.
+            # The samples of a prompt are alike: if any is refused, the first is refused, and none has been added.
             self.socket.send(protocol.encode(Refused(submit.name, str(error))))
             return
         self.running[submit.name] = Running(group, submit.private)
@@ -206,7 +209,7 @@ class Worker:
         )
 
     def _rounds(self) -> list[tuple[int, bool, int]]:
-        """Rounds by bucket, and whether CUDA graphs of that bucket were captured."""
+        """(bucket, whether CUDA graphs of the bucket were captured, number of rounds) for each bucket."""
         counts: Counter[int] = Counter()
         for batch, count in self.llm.engine.scheduler.num_rounds.items():
             counts[bucket_of(batch, self.buckets)] += count
@@ -214,19 +217,19 @@ class Worker:
 
 
 def settings_of(sent: dict[str, Any]) -> dict[str, Any]:
-    """Keywords of LLM from the plain values of Start.settings."""
+    """The keyword arguments of LLM, made from the plain values of Start.settings."""
     tree = sent.get("speculation")
     return {**sent, "speculation": SpeculationConfig(**tree)} if isinstance(tree, dict) else sent
 
 
 def load_model(settings: dict[str, Any]) -> LLM:
-    """The model of Start.settings."""
+    """Load the model of Start.settings."""
     return LLM(**settings_of(settings))
 
 
 def _load_learning(settings: dict[str, Any], learn: dict[str, Any], stack: ExitStack) -> "tuple[LLM, Learner]":
-    """As load_model, with an attached learner.  Raises EspalierError, for its folder before weights are loaded."""
-    # Imported here: the trainer's modules take seconds.
+    """Load the model with an attached learner.  Raises EspalierError; for a bad folder, before weights are loaded."""
+    # Imported here, because the trainer's modules take seconds to import.
     from espalier.learn.folder import LearnConfig
     from espalier.learn.learner import Learner
 
@@ -234,7 +237,7 @@ def _load_learning(settings: dict[str, Any], learn: dict[str, Any], stack: ExitS
     learner = Learner(LearnConfig(**learn), prepared)
     stack.callback(learner.close)
     llm = stack.enter_context(LLM.of(prepared))
-    # Closed before the engine, whose thread this is.
+    # The learner is closed before the engine, because it uses the engine's thread.
     stack.callback(learner.close)
     learner.attach(llm)
     return llm, learner
@@ -244,9 +247,10 @@ Load = Callable[[dict[str, Any]], AbstractContextManager[LLM]]
 
 
 def main(address: str, front_pid: int, load: Load = load_model) -> int:
-    """Connect, load, serve.  Sends Failed with the reason if the engine cannot go on.
+    """Connect, load and serve.  Sends Failed with the reason if the engine cannot go on.
 
-    front_pid: the front's process.  An argument and not in Start: the front may be gone before Start is sent.
+    front_pid: the front's process.  It is an argument, not a field of Start, because the front may end before Start is
+    sent.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
@@ -274,7 +278,10 @@ def main(address: str, front_pid: int, load: Load = load_model) -> int:
 
 
 def wait_for_start(socket: zmq.Socket, front_pid: int) -> Start | None:
-    """The front's first message; None if the front is gone, is silent for WAIT_FOR_START_MS, or sends another."""
+    """The front's first message.
+
+    None if the front has ended, is silent for WAIT_FOR_START_MS, or sends another message than Start.
+    """
     for _ in range(WAIT_FOR_START_MS // LOOK_MS):
         if socket.poll(LOOK_MS):
             start = protocol.decode_to_engine(socket.recv())
@@ -285,7 +292,7 @@ def wait_for_start(socket: zmq.Socket, front_pid: int) -> Start | None:
 
 
 def _remove_socket(path: Path) -> None:
-    """Remove the socket of a front that was killed, and its folder unless that holds anything else."""
+    """Remove the socket of a front that was killed, and the socket's folder if it holds nothing else."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
         path.parent.rmdir()
@@ -293,7 +300,7 @@ def _remove_socket(path: Path) -> None:
 
 @contextmanager
 def _ending_with_front(front_pid: int, address: Path) -> Iterator[None]:
-    """End this process when the front is gone, whatever it does then: a load may take many minutes."""
+    """End this process as soon as the front has ended, even during a load, which may take many minutes."""
     is_over = threading.Event()
 
     def watch() -> None:
@@ -318,7 +325,7 @@ def _serve(socket: zmq.Socket, start: Start, front_pid: int, load: Load, address
                 llm = stack.enter_context(load(start.settings))
             else:
                 llm, learner = _load_learning(start.settings, start.learn, stack)
-        # Until now there was nothing to drain.
+        # Before the model was loaded, there was nothing to drain.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         log.info("engine process %d: %s loaded in %.1f s", os.getpid(), llm.config.model, time.perf_counter() - began)
         socket.send(protocol.encode(Ready(llm.inputs.facts, llm.config.as_dict())))

@@ -1,4 +1,4 @@
-"""Resolves which sources propose tokens beside the draft, and whether requests can share the rows of a verify pass."""
+"""Resolves which sources propose tokens beside the draft, and whether requests may share the rows of a verify pass."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,8 +17,10 @@ INDEX_BYTES = 2**26
 
 
 def shares_rows(layer_specs: Sequence[LayerSpec], model_impl: str, device: torch.device) -> bool:
-    """Whether an engine may share rows out.  Layers with states and sparse attention need all rows of a request.  No
-    GPU has timed such rounds yet."""
+    """Whether the requests of a batch may share the rows of a verify pass.
+
+    Layers with states and sparse attention need all rows of a request.  On a GPU such rounds have not been timed yet.
+    """
     in_order = any(isinstance(spec.keeps, RecurrentState) or spec.topk is not None for spec in layer_specs)
     return device.type == "cpu" and model_impl == "native" and not in_order
 
@@ -33,7 +35,7 @@ def source_sizes(sources: Sequence[str], on_host: bool) -> dict[str, Any]:
 def choose_sources(
     speculation: SpeculationConfig, algorithm: str, tree: TreeShape, device: torch.device
 ) -> tuple[str, ...]:
-    """The sources beside the drafter of this algorithm.  Raises EspalierError for unknown ones."""
+    """The sources beside the drafter of this algorithm.  Raises EspalierError for an unknown or unusable source."""
     if is_open(speculation.sources):
         return ("prediction",) if tree.steps and device.type == "cpu" else ()
     named = [name.strip() for name in speculation.sources.split(",")]

@@ -1,14 +1,14 @@
-"""Predicts the fastest tree at each batch from the sizes of the models and the chip's bandwidth and peak.
+"""Predicts the fastest tree at each batch size from the sizes of the models and two figures of the chip.
 
-The two figures of the chip are measured at the start, in some 20 ms.
+The figures, bandwidth and peak, are measured at startup in some 20 ms.
 
-A pass takes the time to read its weights and the cache, the time of its products, and a time for each layer.  With
-trees, a round emits more tokens, and its verify pass has more rows.  So deep trees are fastest at few requests, small
-ones and chains at more, plain decoding at very many.  With experts, more rows touch more of them: at one request, plain
-decoding reads 8 of 128 experts, and a tree of 64 nodes reads 126.
+A pass takes the time to read its weights and the cache, the time of its products, and a fixed time for each layer.
+With a tree, a round emits more tokens, but its verify pass has more rows.  So deep trees are fastest for few requests,
+small trees and chains for more, and plain decoding for very many.  With experts, more rows read more experts: at one
+request, plain decoding reads 8 of 128 experts, and a tree of 64 nodes reads 126.
 
 The prediction assumes uniform routing, independent rows and CONTEXT tokens a request.  If neighbouring tokens share
-experts, trees are faster than predicted; `espalier bench choose` measures.
+experts, trees are faster than predicted.  `espalier bench choose` measures instead.
 """
 
 import statistics
@@ -27,19 +27,19 @@ from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig
 from espalier.models.layer_loading import layer_specs_of
 
-# Smaller trees that are compared with the configured one.  For a block draft only their numbers of nodes count.
+# Smaller trees that are compared with the configured tree.  For a block draft only their numbers of nodes count.
 SMALLER_TREES = (TreeShape(5, 4, 16), TreeShape(3, 2, 8), TreeShape(3, 1, 4), TreeShape(1, 1, 2))
 # Seconds that a layer's launches take beside reading and products, measured for an 8B on an H100 (docs/log.md).
 LAYER_SECONDS = 1.2e-5
-# A tree replaces the one of smaller batches if it is predicted to be this much faster.
+# A tree replaces the tree of smaller batches if it is predicted to be this many times as fast.
 WORTH_A_CHANGE = 1.03
-# Committed tokens of a request, whose rows a round reads once.
+# Committed tokens of a request.  A round reads their K/V once.
 CONTEXT = 1024
 
 
 @dataclass(frozen=True)
 class ChipFigures:
-    """The measured speed of a GPU (measure_chip): bytes read or written a second, bf16 FLOPs a second."""
+    """The measured speed of a GPU (measure_chip): bytes read or written a second, and bf16 FLOPs a second."""
 
     gpu: str
     bandwidth: float
@@ -48,13 +48,14 @@ class ChipFigures:
 
 @dataclass(frozen=True)
 class PassWeights:
-    """Numbers of weights, and of layers.
+    """The numbers of weights that passes read, and the numbers of layers.
 
     dense: weights of the target that every row is multiplied with.  expert: weights of one expert, summed over the
     layers; 0 without experts.  layers: of the target.  kept: values of a token in the target's cache.
     state_bytes: of a request's states, which a round reads twice and writes once.
-    draft: weights that a draft pass reads; draft_layers: its layers.  block_rows: rows of a block draft's one pass; 0
-    for other drafts, which run a pass for each level.  extends: whether a draft runs its layers over decided tokens.
+    draft: weights that a draft pass reads; draft_layers: the layers of that pass.
+    block_rows: rows of a block draft's one pass; 0 for other drafts, which run a pass for each level.
+    extends: whether a draft runs its layers over decided tokens.
     """
 
     dense: int
@@ -70,21 +71,21 @@ class PassWeights:
     extends: bool = True
 
     def of_rank(self, count: int) -> "PassWeights":
-        """What each of `count` ranks holds.  The time in which ranks join their results is left out."""
+        """The weights that each of `count` ranks holds.  The time in which ranks join their results is left out."""
         return replace(self, dense=self.dense // count, expert=self.expert // count, kept=self.kept // count)
 
     def target_seconds(self, rows: int, chip: ChipFigures) -> float:
-        """The time of a target pass without its cache."""
+        """Seconds of a target pass, without reading the cache."""
         touched = expected_touched(self.num_experts, self.top_k, rows) if self.expert else 0
         read = self.dense + self.expert * touched
         return _seconds(read, (self.dense + self.expert * self.top_k) * rows, self.layers, chip)
 
     def draft_seconds(self, rows: int, chip: ChipFigures) -> float:
-        """The time of a draft pass."""
+        """Seconds of a draft pass."""
         return _seconds(self.draft, self.draft * rows, self.draft_layers, chip)
 
     def round_seconds(self, tree: TreeShape, batch: int, chip: ChipFigures, context: float = CONTEXT) -> float:
-        """The time of a round.  context: committed tokens of a request, the mean."""
+        """Seconds of a round.  context: the mean number of committed tokens of a request."""
         cache = (2 * self.kept * context + 3 * self.state_bytes) * batch / chip.bandwidth
         verify = self.target_seconds(batch * tree.rows, chip) + cache
         if not tree.steps:
@@ -92,7 +93,7 @@ class PassWeights:
         if not tree.drafts:
             proposal = 0.0
         elif self.block_rows:
-            # Depth is free.
+            # One pass proposes all depths.
             proposal = self.draft_seconds(batch * self.block_rows, chip)
         else:
             proposal = (tree.steps - 1) * self.draft_seconds(batch * tree.topk, chip)
@@ -100,7 +101,7 @@ class PassWeights:
 
 
 def _seconds(read: float, products: float, layers: int, chip: ChipFigures) -> float:
-    """read: weights, of two bytes each; products: of a weight and a value of a row."""
+    """Seconds of a pass.  read: weights of two bytes each; products: multiplications of a weight with a row's value."""
     return 2 * read / chip.bandwidth + 2 * products / chip.peak + layers * LAYER_SECONDS
 
 
@@ -108,7 +109,7 @@ def pass_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeights:
     """The numbers of weights of a target and its draft.  draft: None for a drafter without weights."""
     probed = target.probed
     if probed is not None:
-        # A pass reads few rows of an embedding that is not the head too.
+        # A pass reads only a few rows of an embedding, unless the embedding is also the head.
         apart = 0 if target.tie_word_embeddings else target.vocab_size * target.hidden_size
         return replace(
             _pass_weights(target, draft),
@@ -150,8 +151,8 @@ def _pass_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeights
 def _draft_weights(draft: DraftConfig) -> int:
     """Weights that a draft pass reads.
 
-    The attention of a draft that proposes one level a pass reads embedding and hidden state, so it has about twice the
-    weights of a target layer's attention.
+    A draft that proposes one level a pass has attention over embedding and hidden state together, so this attention has
+    about twice the weights of a target layer's attention.
     """
     layer, spec = draft.layer, draft.spec
     layers, inputs = (len(spec.layers), 1) if spec.block_rows else (1, 2)
@@ -162,9 +163,9 @@ def _draft_weights(draft: DraftConfig) -> int:
 
 
 def _attention_weights(config: ModelConfig, spec: LayerSpec) -> int:
-    """Weights of one layer's attention, or of what a layer with a state has in its place."""
+    """Weights of one layer's attention, or of the part that replaces attention in a layer with a state."""
     if isinstance(spec.keeps, RecurrentState):
-        # Of the inputs, a gate of the outputs' size, and the outputs.
+        # The weights of the inputs, of a gate as wide as the outputs, and of the outputs.
         return config.hidden_size * (spec.keeps.channels + 2 * spec.heads * spec.keeps.v_size)
     latent, hidden, heads = config.latent, config.hidden_size, spec.heads
     if latent is None:
@@ -181,9 +182,9 @@ def _attention_weights(config: ModelConfig, spec: LayerSpec) -> int:
 def trees_by_cost(
     configured: TreeShape, weights: PassWeights, max_batch: int, chip: ChipFigures
 ) -> dict[int, TreeShape]:
-    """The trees that are predicted to be fastest: least number of requests -> tree.
+    """The trees that are predicted to be fastest, as a table: least number of requests -> tree.
 
-    Empty if the configured tree is predicted to be the fastest at every batch.
+    Empty if the configured tree is predicted to be fastest at every batch size.
     """
     trees = [configured, *smaller_trees(configured, weights), PLAIN]
     chosen: dict[int, TreeShape] = {}
@@ -197,7 +198,7 @@ def trees_by_cost(
 
 
 def smaller_trees(configured: TreeShape, weights: PassWeights) -> list[TreeShape]:
-    """The trees that are compared with the configured one, plain decoding aside."""
+    """The trees that are compared with the configured tree, apart from plain decoding."""
     if not weights.block_rows:
         return [tree for tree in SMALLER_TREES if fits_in(configured, tree)]
     sizes = [tree.num_draft_tokens for tree in SMALLER_TREES if tree.num_draft_tokens < configured.num_draft_tokens]
@@ -205,7 +206,7 @@ def smaller_trees(configured: TreeShape, weights: PassWeights) -> list[TreeShape
 
 
 def fits_in(configured: TreeShape, tree: TreeShape) -> bool:
-    """Whether a tree is another than the configured one, and not larger in any size."""
+    """Whether a tree differs from the configured tree and exceeds it in no size."""
     return (
         tree != configured
         and tree.steps <= configured.steps
@@ -215,18 +216,18 @@ def fits_in(configured: TreeShape, tree: TreeShape) -> bool:
 
 
 def _buckets(most: int) -> Sequence[int]:
-    """1, 2, 3, 4, 6, 8, 12, ..., up to `most`."""
+    """The buckets 1, 2, 3, 4, 6, 8, 12, ..., up to `most`."""
     return sorted({next_bucket(batch) for batch in range(1, most + 1) if next_bucket(batch) <= most})
 
 
-# Bytes of a copy that is too large for a cache, and the size of a square product that fills a chip.
+# Bytes of a copy that is too large for the L2 cache, and the side of a square product that fills a chip.
 COPIED_BYTES, PRODUCT_SIZE = 2**27, 4096
 REPEATS = 7
 
 
 @cache
 def measure_chip(device: torch.device) -> ChipFigures:
-    """The bandwidth of a copy, bytes read and written, and the rate of a product in bfloat16."""
+    """Measure the bandwidth of a copy (bytes read plus bytes written) and the rate of a product in bfloat16."""
     with torch.cuda.device(device):
         source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
         matrix = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, dtype=torch.bfloat16, device=device)
@@ -237,7 +238,7 @@ def measure_chip(device: torch.device) -> ChipFigures:
 
 
 def _median_seconds(work: Callable[[], object]) -> float:
-    """The median time of some work, once it is warm."""
+    """The median time of some work in seconds, after warm-up."""
     times = []
     for _ in range(3 + REPEATS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,10 +1,11 @@
-"""Chooses the tree for each batch size: the user's table, a table in a file, or the trees that are predicted.
+"""Chooses the tree for each batch size: from the user's table, from a table in a file, or by prediction.
 
-A table says "from n requests on, use this tree".  `espalier bench choose` measures and writes one.  Without a
-table, the trees are predicted (tree_cost.py) from what the GPU was measured to do at the start,
-and chosen anew while the engine runs (engine/tree_choice.py), among those of `tree_sets`.
+A table says "from n requests on, use this tree".  `espalier bench choose` measures and writes such a table.  Without a
+table, tree_cost.py predicts the trees from the speed of the GPU, measured at startup.  Then engine/tree_choice.py
+chooses anew while the engine runs, among the trees of `tree_sets`.
 
-It also bounds the pause of streams while prompts enter: the rows of a prefill pass, from its predicted time.
+This module also bounds the pause of streams while prompts enter: it derives the rows of a prefill pass from the
+predicted time.
 """
 
 import json
@@ -23,14 +24,14 @@ from espalier.errors import EspalierError, once_each
 from espalier.layout import MIN_CHUNK_WIDTH, PLAIN, TREE_FIELDS, TreeShape, next_bucket
 from espalier.startup.tree_cost import CONTEXT, ChipFigures, PassWeights, smaller_trees, trees_by_cost
 
-# The most trees of a bucket, plain decoding included, the tree without a draft pass aside.
+# The most trees of a bucket, with plain decoding, but without the tree that has no draft pass.
 MOST_TREES = 4
-# Rows a request of the trees whose rows are shared out.  At 8 they gain at most 2%, at 16 nothing (docs/log.md).
+# Rows for each request in the trees whose rows are shared.  With 8 they gain at most 2%, with 16 nothing (docs/log.md).
 SHARED_ROWS = 4
-# The depth of guesses that are looked up, in a round without a draft pass on a CPU.  Text that repeats itself does so
-# for long, and a guess is cut where its rows do not pay.
+# The depth of looked-up guesses in a round without a draft pass on a CPU.  A text that repeats itself often does so for
+# long, and a guess is cut where its rows do not pay.
 LOOKED_UP_STEPS = 12
-# The supposed drafts: how often the first child is accepted at depth 1.
+# The assumed drafts, each given by how often the first child is accepted at depth 1.
 LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 # Any single tree may be this many times as fast as predicted.
 UNSURE = 1.1
@@ -58,8 +59,8 @@ def tree_sets(
 ) -> Choices:
     """The value of RoundLayout.choices: (least batch of a bucket, its trees), the trees in order of predicted speed.
 
-    most_rows: the most nodes that the trees of a batch may have together; shares: whether rows may be shared out;
-    looks_up: whether there are sources beside a draft.
+    most_rows: the most nodes of all trees of a batch together; shares: whether requests may share rows; looks_up:
+    whether there are sources beside a draft.
     """
     trees = [configured, *smaller_trees(configured, costs.weights)]
     halved = configured
@@ -82,13 +83,15 @@ def tree_sets(
 
 
 def sharing(tree: TreeShape) -> list[TreeShape]:
-    """The tree with its rows shared out, if it has enough nodes for that."""
+    """The tree with shared rows, if it has enough nodes for that."""
     return [replace(tree, shared_rows=SHARED_ROWS)] if tree.num_draft_tokens >= 2 * SHARED_ROWS else []
 
 
 def best_set(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) -> tuple[TreeShape, ...]:
-    """Plain decoding and the trees that lose least beside it, in order of predicted speed.  At most one of them shares
-    out its rows: such trees differ little."""
+    """Plain decoding, and the trees that lose the least speed against all trees, in order of predicted speed.
+
+    At most one of them shares its rows, because such trees differ little.
+    """
     every = (*trees, PLAIN)
     known, *supposed = (_rates(every, costs, batch, level) for level in (FIRST_CHILD[0], *LEVELS))
     supposed += [{**rates, tree: rates[tree] * UNSURE} for rates in supposed for tree in trees]
@@ -107,13 +110,13 @@ def best_set(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) -> t
 
 
 def _rates(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int, level: float) -> dict[TreeShape, float]:
-    """A request's tokens a second, by tree.  level: how often the first child is accepted at depth 1."""
+    """The tokens a second of a request, by tree.  level: how often the first child is accepted at depth 1."""
     first_child = at_level(level, max(tree.steps for tree in trees))
     return {tree: (1 + gains(tree, first_child)[-1]) / costs.seconds(tree, batch, CONTEXT) for tree in trees}
 
 
-# Rows of a verify pass that trees by default do not exceed.  Staging and logits grow with them: 4096 rows of
-# llama-3.1-8b are 0.54 GB of K and V, and 1.05 GB of logits in bfloat16.
+# The most rows of a verify pass with default trees.  Staging and logits grow with the rows: for 4096 rows of
+# llama-3.1-8b, K and V take 0.54 GB, and logits in bfloat16 take 1.05 GB.
 MAX_VERIFY_ROWS = 4096
 EXAMPLE = '{"8": {"steps": 3, "topk": 2, "num_draft_tokens": 8}, "64": {"steps": 0}}'
 log = logging.getLogger("espalier")
@@ -123,7 +126,7 @@ Trees = dict[int, TreeShape]
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts that trees are predicted from.  weights: of target and draft."""
+    """The facts that trees are predicted from.  weights: of target and draft together."""
 
     chip: ChipFigures
     weights: PassWeights
@@ -132,12 +135,12 @@ class Machine:
 def choose_trees(
     requested: Any, configured: TreeShape, machine: Machine | None, is_named: bool = False, max_batch: int = 1
 ) -> Trees:
-    """The trees that differ from the configured one: least number of requests -> tree.
+    """The trees that differ from the configured tree, as a table: least number of requests -> tree.
 
-    requested: a table, the path of one, or "auto"; machine: None where nothing is predicted, as on a CPU.
+    requested: a table, the path of a table, or "auto"; machine: None if nothing is predicted, as on a CPU.
     is_named: whether the user set the configured tree; max_batch: the largest batch.
-    Logs one line with the trees and the reason; a warning if "auto" may replace the user's tree.
-    Raises EspalierError naming what is wrong with a table.  RoundLayout checks that trees fit the configured one.
+    Logs one line with the trees and the reason; the line is a warning if "auto" may replace the user's tree.
+    Raises EspalierError, which names the fault of a table.  RoundLayout checks that trees fit the configured tree.
     """
     if isinstance(requested, Mapping):
         chosen, why = parse(requested, "by_batch"), "set by by_batch"
@@ -159,7 +162,7 @@ def choose_trees(
 
 
 def names_tree(speculation: SpeculationConfig) -> bool:
-    """Whether the user set a size of the tree."""
+    """Whether the user set any size of the tree."""
     return any(not is_open(getattr(speculation, name)) for name in TREE_FIELDS)
 
 
@@ -174,12 +177,14 @@ def choose_while_running(
     weights: PassWeights,
     most_steps: int | None = None,
 ) -> tuple[RoundCosts | None, Choices]:
-    """The values of ResolvedConfig.round_costs and RoundLayout.choices.  None and () if the engine does not choose
-    trees while it runs.
+    """The values of ResolvedConfig.round_costs and RoundLayout.choices.
+
+    None and () if the engine does not choose trees while it runs.
 
     speculation: as the user gave it.  On a CPU, a tree that the user names runs in every round, and a draft model
-    pauses only where other sources search texts.  shares: as in tree_sets; sources: beside the drafter; weights: of
-    target and draft; most_steps: the deepest tree of this drafter, None for any.
+    pauses only if other sources search texts.
+    shares: as in tree_sets; sources: beside the drafter; weights: of target and draft together; most_steps: the
+    greatest depth of this drafter, None for no limit.
     """
     if speculation.by_batch != "auto" or configured == PLAIN:
         return None, ()
@@ -198,12 +203,12 @@ def choose_while_running(
 
 
 def as_deep_as(tree: TreeShape, choices: Choices) -> TreeShape:
-    """The tree with as many steps as the deepest choice, for buffers that hold each."""
+    """The tree with as many steps as the deepest choice, so that buffers of its size hold every choice."""
     return replace(tree, steps=max([tree.steps, *(shape.steps for _, shapes in choices for shape in shapes)]))
 
 
 def _predicted_trees(configured: TreeShape, machine: Machine, max_batch: int) -> tuple[Trees, str]:
-    """The trees that tree_cost.py predicts, and the figures behind the prediction in words."""
+    """The trees that tree_cost.py predicts, and a sentence with the figures behind the prediction."""
     chip, routing = machine.chip, "for uniform routing " if machine.weights.expert else ""
     why = (
         f"predicted {routing}from {chip.bandwidth / 1e12:.1f} TB/s and {chip.peak / 1e12:.0f} TFLOP/s, as measured on "
@@ -214,8 +219,7 @@ def _predicted_trees(configured: TreeShape, machine: Machine, max_batch: int) ->
 
 
 def _bounded(trees: Trees, configured: TreeShape, max_batch: int) -> Trees:
-    """These trees.  Smaller batches than theirs get trees of half the nodes, as often as they would exceed
-    MAX_VERIFY_ROWS."""
+    """These trees, and for smaller batches trees with half the nodes, as often as rows would exceed MAX_VERIFY_ROWS."""
     halves: Trees = {}
     shape, end = configured, min([*trees, max_batch + 1])
     while shape.num_draft_tokens > 1 and (least := MAX_VERIFY_ROWS // shape.num_draft_tokens + 1) < end:
@@ -225,9 +229,9 @@ def _bounded(trees: Trees, configured: TreeShape, max_batch: int) -> Trees:
 
 
 def parse(table: Mapping[Any, Any], where: str) -> Trees:
-    """The trees of a table {requests: TreeShape or its fields}.  With steps 0 the other fields may be missing.
+    """The trees of a table {requests: TreeShape or the fields of one}.  With steps 0 the other fields may be missing.
 
-    Raises EspalierError naming the bad entry.
+    Raises EspalierError, which names the bad entry.
     """
     trees: Trees = {}
     for key, value in table.items():
@@ -266,7 +270,7 @@ def _shape(value: Any, where: str) -> TreeShape:
 
 
 def read(path: Path) -> Trees:
-    """Read a table that `write` wrote.  Raises EspalierError naming the file."""
+    """Read a table that `write` wrote.  Raises EspalierError, which names the file."""
     return parse(_read_object(path, "table of trees; `espalier bench choose` writes one"), str(path))
 
 
@@ -291,19 +295,19 @@ def _read_object(path: Path, what: str) -> dict[str, Any]:
     return content
 
 
-# The bound by default.  An 8B on an H100 enters some 640 rows in it.
+# The bound without max_pause_ms.  An 8B on an H100 enters some 640 rows in this time.
 PAUSE_MS = 20.0
-# Where the weights alone take that long to read, a pass may take so many times as long as its smallest form: with fewer
-# rows, prompts would enter at less than half the rate.
+# If the smallest pass already takes long, because it reads all weights, a pass may take LEAST_RATE times as long as
+# that.  With fewer rows, prompts would enter at less than half the rate.
 LEAST_RATE = 2.0
 
 
 def busy_chunk_size(config: EngineConfig, chunk_size: int, default: int, machine: Machine | None) -> int:
-    """Rows of a prefill pass that streams wait for.
+    """The most rows of a prefill pass while streams wait.
 
-    chunk_size: the most rows of a pass; default: of a machine for which nothing is predicted.
-    Raises EspalierError if both the rows and the pause are set, if the smallest pass takes longer than the pause, and
-    for a pause on a machine for which nothing is predicted.
+    chunk_size: the most rows of any pass; default: the value for a machine whose passes are not predicted.
+    Raises EspalierError if rows and pause are both set, if the smallest pass takes longer than the pause, and if a
+    pause is set for a machine whose passes are not predicted.
     """
     if not is_open(config.busy_chunk_size):
         if not is_open(config.max_pause_ms):

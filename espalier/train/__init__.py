@@ -1,5 +1,5 @@
 """The trainer: makes drafts of three kinds, EAGLE-3, MTP and block, for Llama, Qwen and Mistral targets.
 
-`espalier train` runs it.  It needs torch, transformers, tokenizers and safetensors.  The target's own text comes from
-the engine; the training itself runs the target by transformers.
+`espalier train` runs the trainer, which needs torch, transformers, tokenizers and safetensors.  The engine makes the
+target's own text.  For the training itself, transformers runs the target.
 """

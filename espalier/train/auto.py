@@ -1,7 +1,7 @@
-"""`espalier train auto`: tries each kind of draft for a short time, trains the fastest one, and measures it.
+"""`espalier train auto`: tries each kind of draft for a short time, trains the fastest kind, and measures the result.
 
-It runs the commands that a user would run, each in a process of its own, and prints them: the target's text, a trial of
-each kind, the training, and `espalier bench choose`, whose tokens a second decide.  What is done is kept in OUT/work.
+It prints and runs the commands that a user would run, each in a process of its own: the target's text, a trial of each
+kind, the training, and `espalier bench choose`, whose tokens a second decide.  OUT/work keeps finished steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from espalier.train.target import training_device
 from espalier.train.work import require_same, target_digest
 from espalier.train.writer import Writer
 
-# Flags of every training; the recipe of each kind beside its defaults.
+# Flags of every training, and for each kind the flags that differ from the defaults.
 SIZES = {
     "cuda": "--length 1024 --save-every 400",
     "cpu": "--length 128 --batch 2 --log-every 5 --save-every 100",
@@ -42,14 +42,14 @@ RECIPES = {
     "block": "--edge-kind rnn",
 }
 ROWS = {"eagle3": 16, "mtp": 8, "block": 16}
-# Shares of the time: questions, text, the steps of all trials.  The training has what these, starts and measurements
-# leave.
+# Shares of the time for the questions, the text, and the steps of all trials.  The training gets the rest, without
+# startups and measurements.
 QUESTIONS, TEXT, TRIALS = 0.04, 0.12, 0.10
 MOST_QUESTIONS = {"cuda": 20000, "cpu": 64}
 QUESTION_TOKENS, ANSWER_TOKENS = {"cuda": 256, "cpu": 64}, {"cuda": 256, "cpu": 48}
-# Prompts between two looks at the clock.
+# Prompts that run before the clock is read again.
 AT_ONCE = {"cuda": 512, "cpu": 16}
-# Of a measurement: batches of the finished draft, runs and tokens.
+# Flags of a measurement: batch sizes for the finished draft, and its tokens and repeats.
 BATCHES = {"cuda": "1,8,64", "cpu": "1,4"}
 RUNS = {"cuda": "--tokens 64 --repeats 8", "cpu": "--tokens 24 --repeats 2"}
 MAX_CONTEXT = 1024
@@ -57,7 +57,7 @@ MAX_CONTEXT = 1024
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one draft at one request, by `bench choose`: tokens a second of its fastest tree and of plain decoding."""
+    """A draft's speed for one request, by `bench choose`: tokens a second of its fastest tree and of plain decoding."""
 
     tokens_per_second: float
     plain: float
@@ -69,7 +69,10 @@ class Speed:
 
 
 def train_auto(target: Path, data: Path | None, out: Path, most_minutes: float, kinds: list[str]) -> None:
-    """Raises EspalierError; OSError for a command that fails."""
+    """Run the whole command.  kinds: the draft formats to try, such as "eagle3", "mtp" and "block".
+
+    Raises EspalierError, and OSError if a command fails.
+    """
     device, work, clock = training_device().type, out / "work", Clock(most_minutes * 60)
     work.mkdir(parents=True, exist_ok=True)
     require_same_run(
@@ -96,7 +99,7 @@ def train_auto(target: Path, data: Path | None, out: Path, most_minutes: float, 
         print(f"trial of {kind}: {trials[kind]}", flush=True)
     best = max(trials, key=lambda kind: trials[kind].tokens_per_second)
     clock.say(f"training of {best}")
-    # Starts and measurements take as long as those of a trial: more batches, but what was compiled is kept.
+    # The time beside the steps is that of a trial: more batches are measured, but compiled kernels are kept.
     train(best, [*common, *text, "--out", str(out)], device, max(steps, int(clock.left - beside)))
     trees = out / "trees.json"
     clock.say("measurement")
@@ -120,7 +123,7 @@ def train_auto(target: Path, data: Path | None, out: Path, most_minutes: float, 
 
 
 class Clock:
-    """The time of the whole command, in seconds."""
+    """The clock of the whole command, in seconds."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.begun = seconds, time.perf_counter()
@@ -138,7 +141,7 @@ class Clock:
 
 
 def require_same_run(path: Path, run: dict[str, str | None]) -> None:
-    """Refuse the work folder of another run, whose trials would be taken for this one's.  Raises EspalierError."""
+    """Raises EspalierError if the work folder belongs to another run, whose trials would be taken for this run's."""
     if path.exists():
         require_same(path, read_json(path), run, "give another --out")
     else:
@@ -146,7 +149,7 @@ def require_same_run(path: Path, run: dict[str, str | None]) -> None:
 
 
 def espalier(*command: str) -> None:
-    """Run a command of espalier, and print it.  Raises OSError if it fails."""
+    """Print a command of espalier, and run it.  Raises OSError if it fails."""
     print("$ " + shlex.join(["espalier", *command]), flush=True)
     status = subprocess.run([sys.executable, "-m", "espalier", *command], env=environment()).returncode
     if status in (-2, 130):
@@ -157,7 +160,7 @@ def espalier(*command: str) -> None:
 
 
 def make_text(common: list[str], work: Path, device: str, seconds: float) -> list[str]:
-    """Make the target's own text, and return the flags of every training."""
+    """Make the target's own text, and return the flags that every training needs for it."""
     flags = ["--continuation-tokens", str(ANSWER_TOKENS[device]), "--generate-batch", str(AT_ONCE[device])]
     if not (work / "own_text-0.npz").exists():
         espalier("train", "own-text", *common, *flags, "--text-seconds", str(max(1, int(seconds))))
@@ -165,7 +168,7 @@ def make_text(common: list[str], work: Path, device: str, seconds: float) -> lis
 
 
 def train(kind: str, flags: list[str], device: str, seconds: int) -> None:
-    """One training.  A trial that is finished is not run again."""
+    """Run one training.  A finished trial is not run again."""
     out = Path(flags[flags.index("--out") + 1])
     if (out / "README.md").exists():
         print(f"{out} is finished: kept")
@@ -177,7 +180,7 @@ def train(kind: str, flags: list[str], device: str, seconds: int) -> None:
 
 
 def held_out(target: Path, data: Path, path: Path) -> list[str]:
-    """Write the prompts that no draft is trained on; return the flags that measure drafts on them."""
+    """Write the prompts that no draft is trained on.  Returns the flags that measure drafts on these prompts."""
     _, prompts = read_data(data, target).apart()
     path.write_text("".join(json.dumps({"token_ids": prompt.tolist()}) + "\n" for prompt in prompts))
     fitting = [len(prompt) for prompt in prompts if len(prompt) <= MAX_CONTEXT]
@@ -185,7 +188,7 @@ def held_out(target: Path, data: Path, path: Path) -> list[str]:
 
 
 def measured(target: Path, flags: Sequence[str], draft: Path, figures: Path, more: Sequence[str]) -> Speed:
-    """A measurement that is finished is not run again."""
+    """Measure a draft with `bench choose`.  A finished measurement is not run again."""
     if not figures.exists():
         models = ["--model", str(target), "--draft", str(draft)]
         espalier("bench", "choose", *models, *flags, *more, "--json", str(figures))
@@ -196,9 +199,9 @@ def measured(target: Path, flags: Sequence[str], draft: Path, figures: Path, mor
 
 
 def ask_itself(target: Path, path: Path, device: str, seconds: float) -> Path:
-    """Questions that the target asks when its chat template opens a user's turn (Magpie, arXiv 2406.08464).
+    """Write questions that the target asks when its chat template opens a user's turn (Magpie, arXiv 2406.08464).
 
-    Raises EspalierError for a target without a chat template.
+    Returns their path.  Raises EspalierError for a target without a chat template.
     """
     if path.exists():
         return path

@@ -1,8 +1,8 @@
-"""Train a block draft for a frozen target, on given text and on text of the target.
+"""Trains a block draft for a frozen target, on given text and on the target's own text.
 
-`espalier train block` runs `train_block`, and `evaluate_block` measures a draft without the engine.  The file
-is the `dspark` form of vLLM's speculators, with a Markov head of rank `edge_rank` (0: none) and of one of its three
-kinds, and no confidence head; the embedding and the lm_head are the target's.
+`espalier train block` runs `train_block`.  `evaluate_block` measures a draft without the engine.  The file has the
+`dspark` form of vLLM's speculators, with a Markov head of rank `edge_rank` (0: none) and of one of three kinds.  It has
+no confidence head, and it leaves out the embedding and the lm_head, which are the target's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from espalier.train.evaluate import AcceptReport, continued, print_reports, repo
 from espalier.train.settings import BlockConfig
 from espalier.train.target import Eagle3Target, FrozenTarget, training_device
 
-# (topk, num_draft_tokens) of the trees that are measured; the first is a chain.
+# (topk, num_draft_tokens) of the trees to measure; the first is a chain.
 TREES = {"chain": (1, 0), "tree of 16": (8, 16), "tree of 64": (8, 64)}
 
 
@@ -53,7 +53,7 @@ def new_head(target: Eagle3Target, config: BlockConfig) -> BlockHead:
 
 
 def train_block(target_dir: Path, data: Data, out: Path, work: Path, config: BlockConfig) -> dict[str, float]:
-    """Train, save to `out`, and return the run's figures."""
+    """Train a draft, save it to `out`, and return the run's figures."""
     files = prepare_run("block", target_dir, data, out, work, config, MIN_CAPTURED_LAYERS)
     target = Eagle3Target(target_dir, training_device())
     head = new_head(target, config)
@@ -66,7 +66,7 @@ def train_block(target_dir: Path, data: Data, out: Path, work: Path, config: Blo
 def loss_of_batch(
     head: BlockHead, target: FrozenTarget, config: BlockConfig, loss: Callable[..., tuple[Tensor, Tensor]] = block_loss
 ) -> Loss:
-    """The loss of the blocks at random places of a batch."""
+    """The loss function for a batch, over blocks at random places."""
     generator = torch.Generator().manual_seed(config.seed)
 
     def loss_of(tokens: Tensor, features: Tensor, logits: Tensor, learned: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ def loss_of_batch(
 
 
 def token_rows(target: FrozenTarget, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """draft_run.training_rows with tokens in place of embeddings, because edges need the tokens."""
+    """Like draft_run.training_rows, but with tokens instead of embeddings, because edges need the tokens."""
     reads, logits = target(tokens)
     return tokens[:, 1:], reads[:, :-1], logits[:, 1:]
 
@@ -111,12 +111,12 @@ def save_block(head: BlockHead, target: Eagle3Target, target_dir: Path, out: Pat
     write_checkpoint(config, head, out)
 
 
-# Fields of BlockShape that stand outside transformer_layer_config.
+# The fields of BlockShape that a config.json has outside transformer_layer_config.
 OWN_FIELDS = ("block_size", "num_features", "edge_rank", "edge_kind", "mask_token_id")
 
 
 def load_block(directory: Path) -> BlockHead:
-    """A draft that `save_block` wrote."""
+    """Load a draft that `save_block` wrote."""
     config = read_config(directory)
     shape = shape_in(
         *(config["transformer_layer_config"], BlockShape),
@@ -135,7 +135,7 @@ def load_block(directory: Path) -> BlockHead:
 def accept_lengths(
     head: BlockHead, target: FrozenTarget, tokens: Tensor, first: int, topk: int, num_draft_tokens: int
 ) -> Tensor:
-    """The accept length of a tree behind every root n, first <= n < T - S.  tokens: [T], greedy text of the target.
+    """The accept length of a tree below every root n, first <= n < T - S.  tokens: [T], greedy text of the target.
 
     num_draft_tokens: 0 for a chain.
     """
@@ -177,7 +177,7 @@ def measure_block(
     firsts: list[int],
     trees: Mapping[str, tuple[int, int]] = TREES,
 ) -> dict[str, AcceptReport]:
-    """Accept lengths of trees over greedy texts of the target, each with more than a block behind its prompt."""
+    """The accept lengths of trees over greedy texts of the target, each with more than a block after its prompt."""
     reports = {}
     tokens = [torch.from_numpy(text.astype(np.int64)).to(target.device) for text in texts]
     for name, (topk, nodes) in trees.items():
@@ -190,7 +190,7 @@ def measure_block(
 def evaluate_block(
     draft_dir: Path, target_dir: Path, prompts: list[list[int]], num_tokens: int
 ) -> dict[str, AcceptReport]:
-    """Print and return the accept lengths of `TREES`."""
+    """Measure a draft with `TREES`; print and return the accept lengths."""
     head = load_block(draft_dir)
     steps = head.shape.block_size
     require_room(num_tokens, steps)

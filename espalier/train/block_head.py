@@ -1,11 +1,12 @@
 """A block draft as a training module: DSpark's form, whose root row proposes depth 1.
 
-Its parameters have the names of the file (espalier/train/block.py).  A block is a root, token a of a text, and S - 1
-mask tokens, at positions a .. a+S-1.  In every layer its rows attend to context rows of the tokens before a, and to the
-whole block.  Row j proposes token a + j + 1.  Context rows are norm(fc(features)), through each layer's K and V.
+Its parameters have the names of the file (espalier/train/block.py).  A block at position a of a text is a root, the
+token there, and S - 1 mask tokens, at positions a .. a+S-1.  In every layer the block's rows attend to context rows of
+the tokens before a, and to the whole block.  Row j proposes token a + j + 1.  Context rows are norm(fc(features)),
+through each layer's K and V.
 
-A Markov head adds logits that depend on the tokens before.  They are defined in espalier/kernels/tree/edges.py;
-`MarkovHead.factors` computes the same for a text that is known, all depths at once.
+A Markov head adds logits that depend on the tokens before.  espalier/kernels/tree/edges.py defines them.
+`MarkovHead.factors` computes the same for a known text, all depths at once.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ class BlockAttention(DraftAttention):
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
 
     def heads(self, x: Tensor, proj: nn.Linear) -> Tensor:
-        """x [..., T, H] -> [..., heads, T, head_dim]."""
+        """Project x [..., T, H] to heads: [..., heads, T, head_dim]."""
         return proj(x).unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
 
     def keys(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """K and V of rows x [..., T, H]."""
+        """The K and V of rows x [..., T, H], rotated by the tables."""
         return rotate(self.k_norm(self.heads(x, self.k_proj)), *tables), self.heads(x, self.v_proj)
 
     def queries(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
@@ -63,7 +64,7 @@ class BlockLayer(nn.Module):
     def forward(
         self, x: Tensor, context: Tensor, positions: tuple[Tensor, Tensor], mask: Tensor, theta: float
     ) -> Tensor:
-        """x [B, Q, H], of blocks; context [B, T, H]; positions: of block and context rows; mask: bool [Q, T + Q]."""
+        """One layer.  x: [B, Q, H], rows of blocks; context: [B, T, H]; positions: of both; mask: bool [Q, T + Q]."""
         attention = self.self_attn
         own, before = (rope_tables(at, attention.head_dim, theta) for at in positions)
         normed = self.input_layernorm(x)
@@ -77,10 +78,10 @@ class BlockLayer(nn.Module):
 
 
 class MarkovHead(nn.Module):
-    """DSpark's Markov head: edges, logits of a token given those before.
+    """DSpark's Markov head: edges, which are logits of a token given the tokens before.
 
-    A factor depends on the token before ("vanilla"), on the block's hidden state too ("gated"), or on the whole path
-    and the hidden state ("rnn").
+    The factors of a depth depend on the token before ("vanilla"), also on the block's hidden state ("gated"), or on the
+    whole path and the hidden state ("rnn").
     """
 
     def __init__(self, shape: BlockShape) -> None:
@@ -94,18 +95,18 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + size, 3 * rank)
 
     def forward(self, factors: Tensor) -> Tensor:
-        """The logits that factors [..., rank] add."""
+        """The logits that the head adds, from factors [..., rank]."""
         return self.markov_w2(factors)
 
     def factors(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """[..., S, rank], of blocks in a text.  tokens: [..., S], the one before each depth; hidden: [..., S, H]."""
+        """Factors [..., S, rank] of blocks in a text.  tokens: [..., S], before each depth; hidden: [..., S, H]."""
         embedded, projection = self.markov_w1(tokens), self.projection(hidden)
         if projection is None:
             return embedded
         if not projection.is_recurrent:
             return torch.sigmoid(projection.of_hidden + F.linear(embedded, projection.weight)) * embedded
         of_state, of_token = projection.weight.chunk(2, 1)
-        # Only what the state adds has to wait for the depth before.
+        # Only the part from the state has to wait for the depth before.
         known = projection.of_hidden + F.linear(embedded, of_token)
         state, factors = torch.zeros_like(embedded[..., 0, :]), []
         for at_depth in known.unbind(-2):
@@ -116,7 +117,7 @@ class MarkovHead(nn.Module):
         return torch.stack(factors, -2)
 
     def projection(self, hidden: Tensor) -> FactorProjection | None:
-        """hidden: [..., S, H], what the lm_head reads of blocks."""
+        """The part of factors from hidden states; None without one.  hidden: [..., S, H], the inputs of the lm_head."""
         if self.kind == "vanilla":
             return None
         is_recurrent = self.kind == "rnn"
@@ -125,7 +126,7 @@ class MarkovHead(nn.Module):
         return FactorProjection(F.linear(hidden, of_hidden, linear.bias), of_rows, is_recurrent)
 
     def edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
-        """The engine's edges of blocks.  logits: [B, S, V], of the lm_head; hidden: [B, S, H], what it reads."""
+        """The engine's edges of blocks.  logits: [B, S, V], from the lm_head; hidden: [B, S, H], its inputs."""
         return LowRankEdges(logits, self.markov_w1.weight, self.markov_w2.weight, projection=self.projection(hidden))
 
 
@@ -146,9 +147,10 @@ class BlockHead(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, roots: Tensor, mask_embed: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
-        """[B, A, S, H], the inputs of the lm_head for A blocks.
+        """Returns [B, A, S, H], the inputs of the lm_head for A blocks.
 
-        roots: [B, A, H], embeddings of tokens `anchors` [A]; mask_embed: [H]; features: [B, T, F], of tokens 0 .. T-1.
+        roots: [B, A, H], embeddings of the tokens at `anchors` [A]; mask_embed: [H]; features: [B, T, F], of tokens
+        0 .. T-1.
         """
         size, num_blocks = self.shape.block_size, len(anchors)
         masks = mask_embed.expand(*roots.shape[:2], size - 1, -1)
@@ -175,15 +177,15 @@ def block_loss(
     anchors: Tensor,
     decay: float,
 ) -> tuple[Tensor, Tensor]:
-    """(loss, top-1 agreement by depth [S]): soft cross-entropy with the target's distribution behind the text, in nats.
+    """(loss, top-1 agreement by depth [S]).  The loss is soft cross-entropy with the target's distribution, in nats.
 
-    lm_head: the target's [V, H]; embeds: of tokens, and the mask's; tokens: [B, R], of positions 1 .. R; features:
-    [B, R, F], of positions 0 .. R-1; target_logits: [B, R, V], at positions 1 .. R; learned: bool [B, R], which of them
-    count; anchors: [A], from 1 to R - S + 1.
-    With edges, the tokens before are the text's.
+    lm_head: the target's, [V, H]; embeds: embeddings of the tokens, and of the mask token; tokens: [B, R], at positions
+    1 .. R; features: [B, R, F], at positions 0 .. R-1; target_logits: [B, R, V], at positions 1 .. R; learned: bool
+    [B, R], which of these positions count; anchors: [A], from 1 to R - S + 1.
+    With edges, the tokens before a depth are those of the text.
     """
     outputs = head(embeds[0][:, anchors - 1], embeds[1], features, anchors)
-    # The token before is at anchor + depth; what the target says there is what the row learns.
+    # The token before a depth is at anchor + depth.  The row learns the target's distribution there.
     places = anchors[:, None] + torch.arange(head.shape.block_size, device=anchors.device) - 1
     factors = None if head.markov_head is None else head.markov_head.factors(tokens[:, places], outputs)
     losses, agreements = [], []

@@ -1,4 +1,4 @@
-"""The card of a trained draft: README.md beside its weights, with what it was made from and what was measured."""
+"""The card of a trained draft: README.md beside its weights, which lists its sources and its measurements."""
 
 from __future__ import annotations
 

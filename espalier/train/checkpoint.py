@@ -1,4 +1,4 @@
-"""Read and write EAGLE-3 drafts in SafeAILab's layout, and write the files of any draft."""
+"""Reads and writes EAGLE-3 drafts in SafeAILab's layout, and writes the files of any draft."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rope_theta(config: dict[str, Any]) -> float:
 
 
 def layer_fields(target: dict[str, Any], intermediate_size: int | None) -> dict[str, int | float]:
-    """The sizes of a draft layer like the target's.  intermediate_size: None keeps the target's."""
+    """The sizes of a draft layer like the target's layers.  intermediate_size: None for the target's."""
     hidden, heads = int(target["hidden_size"]), int(target["num_attention_heads"])
     return {
         "vocab_size": int(target["vocab_size"]),
@@ -43,7 +43,7 @@ def layer_fields(target: dict[str, Any], intermediate_size: int | None) -> dict[
 
 
 def shape_in(layer: dict[str, Any], shape: type[Shape], **more: Any) -> Shape:
-    """The shape that a config.json, or its part for the layers, says.  more: fields that it has elsewhere."""
+    """The shape in a config.json, or in its part for the layers.  more: fields of the shape that stand elsewhere."""
     sizes = {name: layer[name] for name in shape.__dataclass_fields__ if name in layer}
     return shape(**{**sizes, "rope_theta": rope_theta(layer), **more})
 
@@ -54,7 +54,7 @@ def draft_shape(target: dict[str, Any], draft_vocab_size: int, intermediate_size
 
 
 def write_checkpoint(config: dict[str, Any], module: nn.Module, out: Path) -> None:
-    """Write config.json and model.safetensors (bfloat16)."""
+    """Write config.json, and the module's weights as model.safetensors in bfloat16."""
     out.mkdir(parents=True, exist_ok=True)
     weights = {
         name: tensor.detach().cpu().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).contiguous()

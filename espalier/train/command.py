@@ -23,7 +23,7 @@ from espalier.train.work import require_folder
 BAD_INPUT = 2
 FAILED = 1
 INTERRUPTED = 130
-# Of `auto`.
+# The least value of --minutes of `auto`.
 LEAST_MINUTES = 1
 TARGET_HELP = "a Llama, Qwen or Mistral model: a directory, a Hugging Face id, or 'bundled'"
 DATA_HELP = (
@@ -35,10 +35,11 @@ OUT_HELP = "where the draft goes; a finished draft of the same kind there is rep
 
 @dataclass(frozen=True)
 class Trainer:
-    """A kind of draft.  train, evaluate: "module:function"; the modules import PyTorch, so only a run imports them.
+    """The functions of a kind of draft.
 
+    train, evaluate: "module:function".  The modules import PyTorch, so they are imported only for a run.
     train: (target's directory, Data, out, work, config) -> figures; evaluate: (draft's directory, target's
-    directory, prompts, tokens continued); min_layers: of a target.
+    directory, prompts, tokens to continue each by); min_layers: the least layers of a target.
     """
 
     help: str
@@ -83,7 +84,7 @@ def function(path: str) -> Callable[..., Any]:
 
 
 def add_config_flags(parser: argparse.ArgumentParser, config: type) -> None:
-    """A flag for each field of a config dataclass, with the field's help text."""
+    """Add a flag for each field of a config dataclass, with the field's help text."""
     for item in fields(config):
         choices = item.metadata.get("choices")
         about = item.metadata["help"]
@@ -96,7 +97,7 @@ def add_config_flags(parser: argparse.ArgumentParser, config: type) -> None:
 
 
 def reader(item: Field) -> Callable[[str], float]:
-    """Reads a number of a flag.  Its range is checked with those of all other fields."""
+    """The argparse type of a number.  The number's range is checked later, together with all other fields."""
     kind: type[float] = float if item.type is float else int
 
     def read(text: str) -> float:
@@ -113,7 +114,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"formatter_class": HelpText, **settings})
 
     def error(self, message: str) -> NoReturn:
-        """One line, without the usage: that of `eagle3` has twenty."""
+        """Print one line and exit.  The usage is left out, because that of `eagle3` has twenty lines."""
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -125,7 +126,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def not_empty(text: str) -> str:
-    """The type of a flag that names something: `--out "$OUT"` with OUT unset must not mean the folder it runs in."""
+    """The argparse type of a name: `--out "$OUT"` with OUT unset must not mean the working directory."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty; give a name")
     return text
@@ -183,7 +184,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def config_of(kind: type[Any], arguments: argparse.Namespace) -> Any:
-    """The config of a command's flags.  Raises EspalierError."""
+    """The config that a command's flags describe.  Raises EspalierError."""
     return kind(**{item.name: getattr(arguments, item.name) for item in fields(kind)})
 
 
@@ -199,7 +200,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    """All that can be refused without PyTorch is refused before it is imported."""
+    """Run a training.  Everything that can be refused without PyTorch is refused before PyTorch is imported."""
     trainer, out = TRAINERS[arguments.command], arguments.out
     config, work = config_of(trainer.config, arguments), arguments.work or out / "work"
     require_names({"--target": arguments.target})
@@ -267,7 +268,7 @@ def require_data(path: Path) -> None:
 
 
 def refuse_other_model(out: Path, kind: str) -> None:
-    """Raises EspalierError if `out` holds a draft of another kind, or a target, which the run would overwrite."""
+    """Raises EspalierError if `out` holds a draft of another kind or a target, which the run would overwrite."""
     if not (out / "config.json").exists():
         return
     found = kind_in(out)
@@ -277,7 +278,10 @@ def refuse_other_model(out: Path, kind: str) -> None:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """0: done; 1: the system failed; 2: bad input, with one line on stderr; 130: interrupted."""
+    """Run a command.
+
+    Returns 0: done; 1: the system failed; 2: bad input, with one line on stderr; 130: interrupted.
+    """
     parser = make_parser()
     arguments = parser.parse_args(given)
     if arguments.command is None:

@@ -1,4 +1,4 @@
-"""Reads config.json: what a folder holds, and whether a model can be a target.  Nothing here imports PyTorch."""
+"""Reads config.json: which draft a directory holds, and whether a model can be a target.  Nothing imports PyTorch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from espalier.errors import EspalierError
 from espalier.model_files import MAX_LAYERS, MAX_SIZE, is_gguf, read_json
 
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
-# Sizes of a target that a draft's layers take over.
+# The sizes of a target that a draft's layers inherit.
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -29,12 +29,12 @@ KINDS: Mapping[str, tuple[str, Any]] = MappingProxyType(
         "block": ("speculators_model_type", "dspark"),
     }
 )
-# Layers of a target of which three hand on their inputs.
+# The least layers of a target whose three captured layers differ.
 MIN_CAPTURED_LAYERS = 6
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """config.json of a model.  Raises EspalierError, naming the file."""
+    """The config.json of a model.  Raises EspalierError, which names the file."""
     if is_gguf(directory):
         raise EspalierError(
             f"{directory} is a GGUF file, from which nothing is trained; give the Hugging Face directory"
@@ -43,7 +43,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_target(directory: Path, min_layers: int = 1) -> dict[str, Any]:
-    """config.json of a model that can be a target.  Raises EspalierError for another."""
+    """The config.json of a model that can be a target.  Raises EspalierError for any other model."""
     config = read_config(directory)
     architecture = (config.get("architectures") or ["an unnamed architecture"])[0]
     if architecture not in FAMILIES:
@@ -69,6 +69,6 @@ def captured_layers(config: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def kind_in(directory: Path) -> str | None:
-    """The kind of the draft in a directory; None if it holds something else."""
+    """The kind of the draft in a directory; None if the directory holds no draft."""
     config = read_config(directory)
     return next((kind for kind, (name, value) in KINDS.items() if config.get(name) == value), None)

@@ -1,7 +1,7 @@
-"""Reads the given text: documents and conversations of a file of prompts (espalier/prompt_files.py), or a .npy of ids.
+"""Reads the given text: documents and conversations in a file of prompts (espalier/prompt_files.py), or a .npy of ids.
 
-Everything is checked here, before a model is loaded: a file that cannot be read, a line that is no document, and token
-ids that the target does not have.
+Everything is checked here, before a model is loaded: unreadable files, lines without a document, and token ids that the
+target does not have.
 """
 
 from __future__ import annotations
@@ -20,13 +20,17 @@ from espalier.prompt_files import EXPECTED, TEXTS, kind_of, records, token_ids
 from espalier.text import load_tokenizer
 from espalier.train.configs import read_target
 
-# What is kept apart and measured while training: prompts, and tokens of a prompt that is cut from documents.
+# The prompts that are held out and measured during training, and the tokens of such a prompt if it is cut from
+# documents.
 HELDOUT_PROMPTS, HELDOUT_TOKENS = 16, 64
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """tokens: by the target's chat template, up to the answer; kind: "kind" of its line, such as code."""
+    """A conversation to answer.
+
+    tokens: by the target's chat template, up to the answer; kind: of its line, such as "code".
+    """
 
     tokens: np.ndarray
     kind: str = ""
@@ -34,8 +38,11 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Data:
-    """stream: the token ids of all documents, one after another, as uint16 or int32; conversations: which the target
-    answers; licenses: what the lines say."""
+    """The given text.
+
+    stream: the token ids of all documents, one after another, as uint16 or int32; conversations: for the target to
+    answer; licenses: as the lines state them.
+    """
 
     stream: np.ndarray
     conversations: Sequence[Conversation] = ()
@@ -46,8 +53,8 @@ class Data:
         return np.concatenate([self.stream, *(each.tokens for each in self.conversations)])
 
     def apart(self) -> tuple[Data, list[np.ndarray]]:
-        """(what is trained on, prompts that are measured): the last conversations of each kind, or the end of the
-        documents."""
+        """(the data to train on, the prompts to measure).  The prompts are the last conversations of each kind, or cut
+        from the end of the documents."""
         if not self.conversations:
             size = min(HELDOUT_TOKENS, len(self.stream) // (4 * HELDOUT_PROMPTS))
             cut = len(self.stream) - size * HELDOUT_PROMPTS
@@ -63,7 +70,7 @@ class Data:
 
 
 def read_data(path: Path, target: Path) -> Data:
-    """Raises EspalierError."""
+    """Read the given text, as token ids of the target.  Raises EspalierError."""
     if path.suffix == ".npy":
         return Data(_read_ids(path, target))
     documents, conversations, licenses = [], [], set()
@@ -77,12 +84,12 @@ def read_data(path: Path, target: Path) -> Data:
 
 
 def read_prompts(path: Path, target: Path) -> list[list[int]]:
-    """The token ids of every line.  Raises EspalierError, naming the line."""
+    """The token ids of every line.  Raises EspalierError, which names the line."""
     return [tokens for _, tokens in _prompts(path, target)]
 
 
 def _prompts(path: Path, target: Path) -> Iterator[tuple[dict[str, Any], list[int]]]:
-    """Each record with its token ids, see prompt_files.token_ids."""
+    """Yields each record with its token ids, see prompt_files.token_ids."""
     config, found = read_target(target), False
     vocab_size, inputs = int(config["vocab_size"]), cache(lambda: _inputs(target, config))
     for place, record in records("--data", path):

@@ -12,12 +12,12 @@ from torch import Tensor
 def depth_loss(
     logits_by_depth: Iterable[Tensor], target_logits: Tensor, choices: Tensor, learned: Tensor, decay: float
 ) -> tuple[Tensor, Tensor]:
-    """(loss, top-1 agreement by depth): soft cross-entropy with the target's distribution, in nats.
+    """(loss, top-1 agreement by depth).  The loss is soft cross-entropy with the target's distribution, in nats.
 
     logits_by_depth: [B, R - j, V] at depth 1 + j, over the draft's vocabulary.  Row p at depth 1 + j predicts what row
-    p + j of the target does.  target_logits: [B, R, V].  choices: [B, R] int64, the target's most likely token as an
-    index into that vocabulary; -1 if it is not in it: such a row teaches nothing.  learned: bool [B, R], which rows of
-    the target count.  decay: weight of a depth compared with the depth before.
+    p + j of the target predicts.  target_logits: [B, R, V].  choices: [B, R] int64, the target's most likely token as
+    an index in the draft's vocabulary; -1 if it is not in there, and then the row teaches nothing.  learned: bool [B,
+    R], which rows of the target count.  decay: weight of a depth, relative to the depth before.
     """
     probabilities = target_logits.float().softmax(-1)
     losses, agreements = [], []

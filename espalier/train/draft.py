@@ -35,18 +35,20 @@ class DraftLayer(nn.Module):
         self.mlp = MLP(size, shape.intermediate_size)
 
     def join(self, embeds: Tensor, feature: Tensor) -> Tensor:
-        """The layer's input [..., 2H], of embeddings and features [..., H]."""
+        """Join embeddings and features, [..., H] each, to the layer's input [..., 2H]."""
         return torch.cat((self.input_layernorm(embeds), self.hidden_norm(feature)), dim=-1)
 
     def finish(self, feature: Tensor, attended: Tensor) -> Tensor:
-        """The layer's output [..., T, H].  attended: [..., heads, T, head_dim]; the residual is the feature before its
-        norm."""
+        """The layer's output [..., T, H].
+
+        attended: [..., heads, T, head_dim].  The residual is the feature before its norm.
+        """
         x = feature + self.self_attn.output(attended)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Eagle3Draft(nn.Module):
-    """fc, one layer, norm and an lm_head over the draft vocabulary.  d2t and t2d are as in the checkpoint."""
+    """fc, one layer, norm and an lm_head over the draft vocabulary.  d2t and t2d: as in the checkpoint."""
 
     d2t: Tensor
     t2d: Tensor
@@ -65,8 +67,11 @@ class Eagle3Draft(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def set_vocabulary(self, target_ids: Tensor, head: Tensor) -> None:
-        """target_ids: the target id of each draft id, ascending.  head: the target's lm_head [vocab, H_target], which
-        initialises the draft's if the hidden sizes agree."""
+        """Set the draft vocabulary.
+
+        target_ids: the target id of each draft id, ascending.  head: the target's lm_head [vocab, H_target], which
+        initialises the draft's lm_head if the hidden sizes agree.
+        """
         self.d2t.copy_(target_ids - torch.arange(len(target_ids), device=target_ids.device))
         self.t2d.zero_()
         self.t2d[target_ids] = True
@@ -86,11 +91,11 @@ class Eagle3Draft(nn.Module):
     def unroll(self, embeds: Tensor, features: Tensor, num_steps: int) -> list[Tensor]:
         """The training-time test (EAGLE-3, arXiv 2503.01840): every row starts a chain of `num_steps` rows.
 
-        embeds: [B, R, H], row p's of the token at p + 1.  features: [B, R, 3 H_target].
+        embeds: [B, R, H]; row p has the embedding of token p + 1.  features: [B, R, 3 H_target].
 
         In the chain from row p, step j reads the token of row p + j.  Its feature is the output of step j - 1.  It
-        attends to the step-0 rows up to p and to the rows of its chain, itself included.  Returns the outputs before
-        `norm`; that of step j is [B, R - j, H].
+        attends to the step-0 rows up to p and to the rows of its own chain, including itself.  Returns the outputs
+        before `norm`, [B, R - j, H] for step j.
         """
         feature, outputs = self.fc(features), []
         chain: list[tuple[Tensor, Tensor]] = []
@@ -115,11 +120,11 @@ def training_loss(
     num_steps: int,
     decay: float,
 ) -> tuple[Tensor, Tensor]:
-    """(loss, top-1 agreement by depth [num_steps]).  target_logits: [B, R, vocab], of the token that each row predicts;
-    learned: see depth_loss.
+    """(loss, top-1 agreement by depth [num_steps]).
 
     The loss is soft cross-entropy with the target's distribution over the draft vocabulary.  Rows where the target's
     most likely token is not in that vocabulary are left out.
+    target_logits: [B, R, vocab], for the token that each row predicts; learned: see depth_loss.
     """
     picks = target_logits.argmax(-1)
     choices = torch.where(draft.t2d[picks], draft.t2d.cumsum(0)[picks] - 1, -1)

@@ -1,7 +1,7 @@
 """Attention of a draft under training: causal over the rows of one level, and along the chain of later levels.
 
 The training-time test (EAGLE-3, arXiv 2503.01840) runs a layer again on its own output.  Then a row attends to keys of
-several levels, so scores are explicit.
+several levels.  So attention scores are computed explicitly.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from espalier.train.llama import rotate
 
 
 class DraftAttention(nn.Module):
-    """The projections from rows of `input_size`.  The caller computes attention."""
+    """The projections for attention, from rows of `input_size`.  The caller computes attention itself."""
 
     def __init__(self, input_size: int, hidden_size: int, heads: int, kv_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -25,8 +25,10 @@ class DraftAttention(nn.Module):
         self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=False)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [..., T, input_size] -> q, k, v [..., heads, T, head_dim].  q and k are rotated; k and v are repeated for
-        every query head."""
+        """x [..., T, input_size] -> q, k, v [..., heads, T, head_dim].
+
+        q and k are rotated; k and v are repeated so that each query head has its own.
+        """
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -36,12 +38,12 @@ class DraftAttention(nn.Module):
         return rotate(q, cos, sin), k, v
 
     def output(self, attended: Tensor) -> Tensor:
-        """[..., heads, T, head_dim] -> [..., T, hidden_size]."""
+        """The output projection: [..., heads, T, head_dim] -> [..., T, hidden_size]."""
         return self.o_proj(attended.transpose(-3, -2).flatten(-2))
 
 
 def attend(q: Tensor, chain: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Causal attention to the keys of level 0, and to the key with the query's index of each later level."""
+    """Causal attention to the keys of level 0, and, in each later level, to the key at the query's own index."""
     (k0, v0), later = chain[0], chain[1:]
     if not later:
         return F.scaled_dot_product_attention(q, k0, v0, is_causal=True)

@@ -1,6 +1,6 @@
-"""The run of every draft's trainer: text of the target, batches, steps, interruption and its settings.
+"""The run of every draft's trainer: the target's text, batches, steps, interruption and the run's settings.
 
-A trainer brings its draft and the loss of a batch (DraftRun).  An interrupted run continues if it is started again
+A trainer supplies its draft and the loss of a batch (DraftRun).  An interrupted run continues if it is started again
 with the same flags.  Runs that share a work folder share the target's own text (own_text.py).
 """
 
@@ -39,18 +39,19 @@ from espalier.train.target import FrozenTarget
 from espalier.train.windows import TextRows, Texts, Windows, require_windows
 from espalier.train.work import origin_of, whole_file
 
-# (embeddings [B, R, H], or what DraftRun.rows_of has in their place, what the draft reads of the target [B, R, F],
-# target's logits [B, R, V], which of these are learned [B, R])
-# -> (loss, top-1 agreement by depth)
+# (embeddings [B, R, H], or what DraftRun.rows_of returns instead; the target's features [B, R, F]; the target's logits
+# [B, R, V]; which rows count [B, R]) -> (loss, top-1 agreement by depth)
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-# (texts, where each one's continuation begins) -> accept lengths of several trees, by their names
+# (texts, the index in each where its continuation begins) -> accept lengths of several trees, by the trees' names
 Measure = Callable[[list[np.ndarray], list[int]], dict[str, AcceptReport]]
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What a run reads and writes.  kind: of the draft; data: without what is held out; origin: of the own text and of
-    the state, see work.origin_of."""
+    """The files that a run reads and writes.
+
+    kind: of the draft; data: without the held-out part; own: the target's own text; state: see SavedState.
+    """
 
     kind: str
     target: Path
@@ -63,7 +64,7 @@ class RunFiles:
 def prepare_run(
     kind: str, target: Path, data: Data, out: Path, work: Path, config: TrainConfig, min_layers: int = 1
 ) -> RunFiles:
-    """Refuse what does not fit together, before the target is loaded; then make the target's own text if need be.
+    """Refuse settings that do not fit together, before the target is loaded.  Then make the own text if needed.
 
     Raises EspalierError.
     """
@@ -78,7 +79,7 @@ def prepare_run(
         require_unfinished(config, work, origin)
         longest = config.continuations * (longest_text(kept, config))
         require_own_rows(longest, config, own_rows)
-    # Runs that share the work folder have a state each, by what they write.
+    # Runs that share the work folder have separate states, told apart by the draft's kind and directory.
     state = SavedState(work / f"{kind}-{out.resolve().name}.pt", {**origin, **fixed_settings(config, type(config))})
     state.require_same()
     print_work(config, makes_text)
@@ -86,12 +87,15 @@ def prepare_run(
 
 
 def rows_of_own(config: TrainConfig, data: Data) -> int:
-    """Rows of a batch that are the target's own text: all, if the data have no documents."""
+    """How many rows of a batch are the target's own text: all if the data have no documents."""
     return config.own_rows if len(data.stream) else config.batch
 
 
 def require_own_rows(num_tokens: int, config: TrainConfig, own_rows: int) -> None:
-    """Refuse a text of the target that does not fill its share of a batch.  num_tokens: of the text, or the most."""
+    """Raises EspalierError if the own text does not fill its share of a batch.
+
+    num_tokens: of the text, or its most.
+    """
     remedy = "use more --continuations, or a smaller --own-share, --batch or --length"
     require_windows(
         f"the target's own text has {num_tokens} tokens at most", num_tokens, config.length, own_rows, remedy
@@ -101,7 +105,7 @@ def require_own_rows(num_tokens: int, config: TrainConfig, own_rows: int) -> Non
 def training_rows(target: FrozenTarget, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The inputs of `Loss` for tokens [B, R + 1].
 
-    Row p pairs what the draft reads of the target at p with token p + 1, and learns the target's logits at p + 1.
+    Row p pairs the target's feature at p with token p + 1, and learns the target's logits at p + 1.
     """
     reads, logits = target(tokens)
     return target.embed(tokens[:, 1:]), reads[:, :-1], logits[:, 1:]
@@ -109,10 +113,11 @@ def training_rows(target: FrozenTarget, tokens: Tensor) -> tuple[Tensor, Tensor,
 
 @dataclass(frozen=True)
 class DraftRun:
-    """One run.  loss_of: for a batch; save: writes the draft; measure: its accept lengths, which are printed whenever
-    state is saved, and at the end.
+    """One run of a trainer.
 
-    rows_of: the inputs of loss_of for tokens [B, R + 1]; depth: tokens of the deepest path that is measured.
+    loss_of: the loss of a batch; save: writes the draft; measure: the draft's accept lengths, which are printed
+    whenever the state is saved, and at the end; rows_of: makes the inputs of loss_of from tokens [B, R + 1]; depth:
+    tokens of the deepest path that is measured.
     """
 
     draft: nn.Module
@@ -135,10 +140,10 @@ class DraftRun:
 
 
 def mixed_batches(run: DraftRun, first: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches [batch, length + 1] of token ids, and which of them are learned.
+    """Yields batches [batch, length + 1] of token ids, and for each token whether it is learned.
 
-    `own_share` of the rows are the target's own text.  Of its answers to conversations only the answers are learned;
-    prompts that are cut from documents are text like any other.
+    A share `own_share` of the rows is the target's own text.  In conversations only the target's answers are learned.
+    Prompts that are cut from documents are learned too, like any other text.
     """
     config, data, device = run.config, run.files.data, run.target.device
     own_rows = rows_of_own(config, data)
@@ -157,9 +162,9 @@ def mixed_batches(run: DraftRun, first: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def backward(run: DraftRun, tokens: Tensor, learned: Tensor) -> tuple[Tensor, Tensor]:
-    """(loss, agreement by depth) of tokens [B, R + 1], with gradients."""
+    """(loss, agreement by depth) of tokens [B, R + 1].  Also computes the gradients."""
     rows = run.rows_of(run.target, tokens)
-    # Logits are at positions 1 .. R, each for the token behind it.
+    # Logits at positions 1 .. R predict the token after each position.
     learned = torch.cat((learned[:, 2:], learned[:, -1:]), 1)
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
         loss, agreement = run.loss_of(*rows, learned)
@@ -169,10 +174,10 @@ def backward(run: DraftRun, tokens: Tensor, learned: Tensor) -> tuple[Tensor, Te
 
 
 def train_draft(run: DraftRun, **more: float) -> dict[str, float]:
-    """Train on the target's own text and the given text, save, and return the run's figures, with `more` added.
+    """Train on the target's own text and the given text, save, and return the run's figures.  more: added to these.
 
-    The figures and the settings are also in a JSON file in the work folder, and on the draft's card.  The state is
-    removed: a run that is finished does not go on.
+    The figures and the settings are also written to a JSON file in the work folder, and to the draft's card.  The state
+    is removed, because a finished run cannot continue.
     """
     own, state = run.files.own.texts, run.files.state
     require_own_rows(len(own.tokens), run.config, rows_of_own(run.config, run.files.data))
@@ -195,7 +200,7 @@ def train_draft(run: DraftRun, **more: float) -> dict[str, float]:
 
 
 def run_steps(run: DraftRun) -> tuple[int, list[float], dict[str, AcceptReport]]:
-    """Run the remaining steps, and save the draft; also if the run is interrupted after a step.
+    """Run the remaining steps, and save the draft, even if the run is interrupted after a step.
 
     Returns the number of steps done, the last top-1 agreement by depth, and the accept lengths.
     """
@@ -235,7 +240,7 @@ def run_steps(run: DraftRun) -> tuple[int, list[float], dict[str, AcceptReport]]
 
 
 def require_finite(step: int, is_finite: bool) -> None:
-    """Raises EspalierError for a run that has diverged."""
+    """Raises EspalierError if the run has diverged."""
     if not is_finite:
         raise EspalierError(
             f"at step {step} the loss or a weight is no finite number, and nothing of it is saved; begin anew with a "
@@ -244,7 +249,7 @@ def require_finite(step: int, is_finite: bool) -> None:
 
 
 def save_step(run: DraftRun, optimizers: list[torch.optim.Optimizer], done: int) -> None:
-    """Save the state; if that fails, the draft.  Raises OSError or EspalierError."""
+    """Save the state.  If that fails, save the draft, and raise OSError or EspalierError."""
     require_finite(done, all(bool(p.isfinite().all()) for p in run.draft.parameters()))
     try:
         run.files.state.save(run.draft, optimizers, done)
@@ -254,7 +259,7 @@ def save_step(run: DraftRun, optimizers: list[torch.optim.Optimizer], done: int)
 
 
 def save_finished(run: DraftRun, optimizers: list[torch.optim.Optimizer], done: int) -> None:
-    """Save the draft; if that fails, the state, from which the run started again saves it."""
+    """Save the draft.  If that fails, save the state: the run, started again, then saves the draft."""
     require_finite(done, all(bool(p.isfinite().all()) for p in run.draft.parameters()))
     try:
         run.save()
@@ -265,7 +270,7 @@ def save_finished(run: DraftRun, optimizers: list[torch.optim.Optimizer], done: 
 
 
 def print_measure(run: DraftRun) -> dict[str, AcceptReport]:
-    """Accept lengths of the draft on the continuations that are held out; {} if all are too short."""
+    """Measure the draft on the held-out continuations, and print.  Returns {} if all are too short."""
     texts, firsts = run.held_out.split(), run.held_out.firsts.tolist()
     long_enough = [i for i, text in enumerate(texts) if len(text) - firsts[i] > max(SHORTEST, run.depth)]
     if not long_enough:
@@ -280,7 +285,7 @@ def print_measure(run: DraftRun) -> dict[str, AcceptReport]:
 class StepClock:
     """The time of a run's steps.  It starts after the first step, which compiles.
 
-    max_seconds: the run's limit; None if it has none.
+    max_seconds: the run's limit; None for no limit.
     """
 
     def __init__(self, max_seconds: int | None) -> None:
@@ -295,18 +300,18 @@ class StepClock:
 
     @property
     def progress(self) -> float:
-        """The share of the limit that has passed; 0 without one."""
+        """The share of the limit that has passed; 0 without a limit."""
         if self.max_seconds is None or self.num_steps == 0:
             return 0.0
         return (time.perf_counter() - self.begun) / self.max_seconds
 
     @property
     def steps_per_second(self) -> float:
-        """Without the first step; 0 if there was no other."""
+        """The rate without the first step; 0 before the second step ends."""
         return (self.num_steps - 1) / (time.perf_counter() - self.begun)
 
     def seconds_left(self, num_steps: int) -> float | None:
-        """Up to the end of the run, which has num_steps to go; None while that is not known."""
+        """The seconds to the end of a run with num_steps left; None while the rate is unknown."""
         of_steps = num_steps / rate if (rate := self.steps_per_second) else None
         if self.max_seconds is None:
             return of_steps
@@ -315,7 +320,7 @@ class StepClock:
 
 
 def log(step: int, num_steps: int, loss: float, agreement: Tensor, num_tokens: int, clock: StepClock) -> None:
-    """num_tokens: of a step."""
+    """Print a line on a step.  num_tokens: of the step."""
     depths = " ".join(f"{a:.3f}" for a in agreement.tolist())
     rate, left = num_tokens * clock.steps_per_second / 1e6, clock.seconds_left(num_steps - step)
     end = "" if left is None else f", {minutes(left)} left"

@@ -1,4 +1,4 @@
-"""Train an EAGLE-3 draft for a frozen target by training-time test, on given text and on text of the target.
+"""Trains an EAGLE-3 draft for a frozen target by training-time test, on given text and on the target's own text.
 
 `espalier train eagle3` runs `train_eagle3`.
 """
@@ -23,7 +23,7 @@ from espalier.train.target import Eagle3Target, FrozenTarget, training_device
 
 
 def choose_vocabulary(stream: np.ndarray, greedy_counts: np.ndarray, size: int) -> tuple[np.ndarray, float]:
-    """(token ids of the draft vocabulary, ascending; the share of the target's greedy tokens that they cover)."""
+    """(ascending token ids of the draft vocabulary, the share of the target's greedy tokens that these cover)."""
     counts = np.bincount(stream, minlength=len(greedy_counts)) / len(stream)
     own = greedy_counts / max(1, greedy_counts.sum())
     ids = np.sort(np.argsort(-(own + 0.1 * counts), kind="stable")[:size])
@@ -40,7 +40,7 @@ def new_draft(target: Eagle3Target, ids: np.ndarray, config: Eagle3Config) -> Ea
 
 
 def train_eagle3(target_dir: Path, data: Data, out: Path, work: Path, config: Eagle3Config) -> dict[str, float]:
-    """Train, save to `out`, and return the run's figures."""
+    """Train a draft, save it to `out`, and return the run's figures."""
     files = prepare_run("eagle3", target_dir, data, out, work, config, MIN_CAPTURED_LAYERS)
     target, counts = Eagle3Target(target_dir, training_device()), files.own.greedy_counts
     seen = files.data.stream if len(files.data.stream) else files.own.texts.tokens

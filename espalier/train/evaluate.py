@@ -1,7 +1,7 @@
-"""Accept lengths of an EAGLE-3 draft on known text, for the trainer, without the engine.
+"""Measures accept lengths of an EAGLE-3 draft on known text, for the trainer, without the engine.
 
-The text is the target's greedy output.  So a round accepts the longest path of its tree that the text follows.  A tree
-is grown at every position at once; `report` then visits the roots that decoding would have visited.
+The text is the target's greedy output, so a round accepts the longest path of its tree that agrees with the text.  A
+tree is grown at every position at once.  Then `report` visits the roots that decoding would have visited.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from espalier.train.writer import Writer, repeated
 
 @dataclass
 class Beams:
-    """The draft rows of one level, [N roots, K, ...].  on_path: whether the text follows the row's path; chain: the
-    keys and values of the ancestors."""
+    """The draft rows of one level, [N roots, K, ...].
+
+    on_path: whether the text agrees with the row's path; chain: the keys and values of the row's ancestors.
+    """
 
     tokens: Tensor
     scores: Tensor
@@ -42,7 +44,7 @@ class Beams:
 
 
 def rows(x: Tensor, index: Tensor) -> Tensor:
-    """x [N, K, ...], index [N, M] -> [N, M, ...]."""
+    """Select rows of each batch entry: x [N, K, ...], index [N, M] -> [N, M, ...]."""
     return x[torch.arange(len(x), device=x.device)[:, None], index]
 
 
@@ -92,7 +94,10 @@ def causal_rows(draft: Eagle3Draft, embeds: Tensor, features: Tensor) -> tuple[T
 def run_beams(
     draft: Eagle3Draft, embeds: Tensor, beams: Beams, positions: Tensor, keys: Tensor, values: Tensor, roots: Tensor
 ) -> Tensor:
-    """Outputs of one draft step over [N, K] beams.  Appends their keys and values to `beams.chain`.  positions: [N]."""
+    """The outputs of one draft step over [N, K] beams.  Appends the beams' keys and values to `beams.chain`.
+
+    positions: [N].
+    """
     layer = draft.midlayer
     cos, sin = (t[:, None, None, None, :] for t in draft.rope(positions))
     joined = layer.join(embeds, beams.features)[..., None, :]
@@ -111,9 +116,9 @@ def run_beams(
 
 @dataclass
 class AcceptReport:
-    """Mean accept lengths: of the rounds that decoding visits, in fresh and in repeated text, and of every position.
+    """Mean accept lengths of the rounds that decoding visits, in fresh and in repeated text, and over every position.
 
-    repeated_share: share of the rounds that are in repeated text.
+    repeated_share: the share of the rounds that are in repeated text.
     """
 
     fresh: float
@@ -146,7 +151,7 @@ def measure(
     topk: int,
     nodes: int,
 ) -> AcceptReport:
-    """texts: prompts with greedy continuations of the target; firsts: where each continuation starts."""
+    """Measure a draft.  texts: prompts with the target's greedy continuations; firsts: the index where each begins."""
     lengths = [
         accept_lengths(draft, target, torch.from_numpy(t.astype(np.int64)).to(target.device), f, steps, topk, nodes)
         for t, f in zip(texts, firsts, strict=True)
@@ -154,13 +159,13 @@ def measure(
     return report(lengths, texts, firsts)
 
 
-# A continuation of no more tokens is not measured.
+# A continuation of at most this many tokens is not measured.
 SHORTEST = 8
 SETTINGS = {"tree": (5, 4, 16), "chain": (5, 1, 6), "wide tree": (6, 8, 64)}
 
 
 def require_fitting(draft: Path, target: Path) -> None:
-    """Refuse a draft of another target's sizes, as the engine does.  Raises EspalierError."""
+    """Raises EspalierError if the draft is for a target of other sizes, as the engine does."""
     read_draft(draft, read_config(target))
 
 
@@ -175,9 +180,9 @@ def require_room(num_tokens: int, steps: int) -> None:
 def continued(
     target: Path, prompts: list[list[int]], num_tokens: int, steps: int
 ) -> tuple[list[np.ndarray], list[int]]:
-    """(greedy texts, where each continuation starts) of the prompts whose continuation has room for `steps`.
+    """(greedy texts, index where each continuation begins), for the prompts whose continuation has room for `steps`.
 
-    Says on stdout how many are left out.  Raises EspalierError if all are.
+    Prints how many prompts are left out.  Raises EspalierError if all are left out.
     """
     shortest = max(SHORTEST, steps)
     with Writer(target, max(map(len, prompts)) + num_tokens, len(prompts)) as writer:
@@ -194,7 +199,7 @@ def continued(
 
 
 def print_reports(reports: Sequence[tuple[str, int, int, int, AcceptReport]]) -> None:
-    """A table with a row for each (name, steps, topk, num_draft_tokens, report)."""
+    """Print a table with a line for each (name, steps, topk, num_draft_tokens, report)."""
     rows = [["", "steps", "topk", "nodes", "new text", "repeated text", "every position", "rounds in repeated text"]]
     for name, steps, topk, nodes, found in reports:
         numbers = (str(number) for number in (steps, topk, nodes))
@@ -208,7 +213,7 @@ def print_reports(reports: Sequence[tuple[str, int, int, int, AcceptReport]]) ->
 def evaluate_draft(
     draft_dir: Path, target_dir: Path, prompts: list[list[int]], num_tokens: int
 ) -> dict[str, AcceptReport]:
-    """Print and return the accept lengths of `SETTINGS` (steps, topk, num_draft_tokens)."""
+    """Measure a draft with `SETTINGS` (steps, topk, num_draft_tokens); print and return the accept lengths."""
     device, deepest = training_device(), max(steps for steps, _, _ in SETTINGS.values())
     require_room(num_tokens, deepest)
     texts, firsts = continued(target_dir, prompts, num_tokens, deepest)

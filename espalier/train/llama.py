@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaShape:
-    """The fields of a config.json that say the sizes of Llama's layers."""
+    """The fields of a config.json that give the sizes of Llama's layers."""
 
     vocab_size: int
     hidden_size: int
@@ -26,7 +26,7 @@ class LlamaShape:
 
     @property
     def attention(self) -> tuple[int, int, int, int]:
-        """What DraftAttention takes after the size of its input."""
+        """The arguments of DraftAttention after `input_size`."""
         return self.hidden_size, self.num_attention_heads, self.num_key_value_heads, self.head_dim
 
 

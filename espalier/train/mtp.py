@@ -1,6 +1,6 @@
-"""Train an MTP head of one or several layers for a frozen target, on given text and on text of the target.
+"""Trains an MTP head of one or several layers for a frozen target, on given text and on the target's own text.
 
-`espalier train mtp` runs `train_mtp`, and `evaluate_mtp` measures a head without the engine.
+`espalier train mtp` runs `train_mtp`.  `evaluate_mtp` measures a head without the engine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def new_head(target: FrozenTarget, config: MtpConfig) -> MtpHead:
 
 
 def train_mtp(target_dir: Path, data: Data, out: Path, work: Path, config: MtpConfig) -> dict[str, float]:
-    """Train, save to `out`, and return the run's figures."""
+    """Train a head, save it to `out`, and return the run's figures."""
     files = prepare_run("mtp", target_dir, data, out, work, config)
     target = FrozenTarget(target_dir, training_device())
     head = new_head(target, config)
@@ -59,7 +59,7 @@ def loss_of_batch(
 
 @torch.no_grad()
 def matches(head: MtpHead, target: FrozenTarget, tokens: Tensor, first: int, steps: int) -> Tensor:
-    """Whether the head's most likely token at every depth is the text's, behind every root n of greedy text.
+    """Whether the head's most likely token at every depth equals the text's token, for every root n of a greedy text.
 
     tokens: [T].  Returns bool [steps, roots], for first <= n < T - steps.
     """
@@ -76,7 +76,7 @@ def matches(head: MtpHead, target: FrozenTarget, tokens: Tensor, first: int, ste
 def measure_mtp(
     head: MtpHead, target: FrozenTarget, texts: list[np.ndarray], firsts: list[int], steps: int
 ) -> tuple[AcceptReport, list[float]]:
-    """(accept lengths of a chain of `steps` tokens, top-1 agreement by depth), over greedy texts of the target."""
+    """(accept lengths of chains of `steps` tokens, top-1 agreement by depth), over the target's greedy texts."""
     tokens = [torch.from_numpy(t.astype(np.int64)).to(target.device) for t in texts]
     found = [matches(head, target, t, f, steps) for t, f in zip(tokens, firsts, strict=True)]
     lengths = [1 + m.cumprod(0).sum(0) for m in found]
@@ -86,7 +86,7 @@ def measure_mtp(
 def evaluate_mtp(
     draft_dir: Path, target_dir: Path, prompts: list[list[int]], num_tokens: int
 ) -> dict[int, AcceptReport]:
-    """Print and return the accept lengths of chains by steps: as many as the head has layers, and two more."""
+    """Measure chains with as many steps as the head has layers, and with two more.  Returns reports by steps."""
     head = load_mtp(draft_dir)
     layers = head.shape.num_hidden_layers
     require_room(num_tokens, layers + 2)

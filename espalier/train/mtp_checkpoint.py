@@ -1,4 +1,4 @@
-"""Read and write MTP heads in the `mtp` form of vLLM's speculators, for any number of layers.
+"""Reads and writes MTP heads in the `mtp` form of vLLM's speculators, for any number of layers.
 
 model.safetensors has, for each layer i from 0, `mtp_layers.{i}.` and
 
@@ -7,11 +7,12 @@ model.safetensors has, for each layer i from 0, `mtp_layers.{i}.` and
 - a Llama decoder layer: `input_layernorm.weight`, `post_attention_layernorm.weight` [H],
   `self_attn.{q,k,v,o}_proj.weight`, `mlp.{gate,up,down}_proj.weight`.
 
-Nothing else: the embedding and the lm_head are the target's.  mtp_head.py says what the tensors compute.
+The file holds nothing else: the embedding and the lm_head are the target's.  mtp_head.py defines the computation.
 
 config.json has `speculators_model_type` "mtp", `speculators_config` with the target's path, `num_nextn_predict_layers`
-N, and `transformer_layer_config`, a Llama config with the sizes of one layer.  One field is not of speculators, whose
-heads have one layer: `mtp_form`, "chain" or "target".  A file without it has the form "chain".
+N, and `transformer_layer_config`, a Llama config with the sizes of one layer.  The field `mtp_form`, "chain" or
+"target", is Espalier's own, because heads of speculators have one layer.  A file without this field has the form
+"chain".
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from espalier.train.configs import read_config
 from espalier.train.llama import LlamaShape
 from espalier.train.mtp_head import MtpHead
 
-# The release of speculators whose form this is.
+# The release of speculators that defines this form.
 FORM_VERSION = "0.9.0"
 
 
 def mtp_config(
     layer: dict[str, Any], num_layers: int, form: str, target: Path, architectures: list[str]
 ) -> dict[str, Any]:
-    """config.json of a head.  layer: sizes of a layer, as in a Llama config."""
+    """The config.json of a head.  layer: the sizes of a layer, as in a Llama config."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": num_layers, "verifier_accept_k": 1}
     return {
         "architectures": ["MTPDraftModel"],
@@ -54,7 +55,7 @@ def mtp_config(
 
 
 def save_mtp(head: MtpHead, target: Path, out: Path) -> None:
-    """target: the directory of the head's target."""
+    """Write a head's files to `out`.  target: the directory of the head's target."""
     sizes = dict(vars(head.shape))
     theta = sizes.pop("rope_theta")
     layer = {

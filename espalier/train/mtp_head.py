@@ -5,12 +5,12 @@ Layer k (DeepSeek-V3, arXiv 2412.19437, section 2.2) is a decoder layer over one
     x[p]   = input_proj(concat(token_layernorm(embedding of token p + k), hidden_layernorm(h[p])))
     out[p] = final_layernorm(decoder layer k (x)[p])
 
-out[p] is the input of the target's lm_head, which predicts token p + k + 1, and what the layer hands on.  Row p attends
-to rows 0 .. p of its layer.  Layer 1 reads the target's hidden state at p, after the final norm.  In the form "chain"
-layer k reads out[p] of layer k - 1; in "target" every layer reads the target's h[p].  A depth beyond N runs layer N
-again on its own output, in both forms.
+The target's lm_head reads out[p] and predicts token p + k + 1.  The next layer may read out[p] too.  Row p attends to
+rows 0 .. p of its layer.  Layer 1 reads the target's hidden state at p, after the final norm.  In the form "chain"
+layer k reads out[p] of layer k - 1; in "target" every layer reads the target's h[p].  In both forms, a depth beyond N
+runs layer N again on its own output.
 
-The rotary position of the row of token q is q - 1.  The layers share nothing, so any other constant offset gives the
+The rotary position of the row of token q is q - 1.  The layers share no rows, so any other constant offset gives the
 same scores.
 """
 
@@ -40,17 +40,17 @@ class MtpLayer(nn.Module):
         self.final_layernorm = RMSNorm(size, eps)
 
     def join(self, embeds: Tensor, hidden: Tensor) -> Tensor:
-        """The decoder layer's input, of embeddings and hidden states: [..., H] each."""
+        """The decoder layer's input, from embeddings and hidden states [..., H] each."""
         return self.input_proj(torch.cat((self.token_layernorm(embeds), self.hidden_layernorm(hidden)), dim=-1))
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """[..., T, H]: the output after final_layernorm.  attended: [..., heads, T, head_dim]."""
+        """The output after final_layernorm: [..., T, H].  attended: [..., heads, T, head_dim]."""
         x = x + self.self_attn.output(attended)
         return self.final_layernorm(x + self.mlp(self.post_attention_layernorm(x)))
 
 
 class MtpHead(nn.Module):
-    """shape: of its layers; num_hidden_layers is N."""
+    """An MTP head.  shape: of its layers; num_hidden_layers is N."""
 
     def __init__(self, shape: LlamaShape, form: Form) -> None:
         super().__init__()
@@ -70,9 +70,9 @@ class MtpHead(nn.Module):
         return [layer for layer in self.mtp_layers if isinstance(layer, MtpLayer)]
 
     def unroll(self, embeds: Tensor, hidden: Tensor, num_depths: int) -> list[Tensor]:
-        """The output of every depth; that of depth 1 + j is [B, R - j, H].
+        """The outputs of all depths, [B, R - j, H] for depth 1 + j.
 
-        embeds: [B, R, H], row p's of token p + 1.  hidden: [B, R, H], the target's at p.
+        embeds: [B, R, H]; row p has the embedding of token p + 1.  hidden: [B, R, H], the target's state at p.
         """
         reads, outputs = hidden, []
         chain: list[tuple[Tensor, Tensor]] = []
@@ -101,10 +101,9 @@ def mtp_loss(
     num_depths: int,
     decay: float,
 ) -> tuple[Tensor, Tensor]:
-    """(loss, top-1 agreement by depth [num_depths]): soft cross-entropy with the target's distribution.
+    """(loss, top-1 agreement by depth [num_depths]).  The loss is soft cross-entropy with the target's distribution.
 
-    lm_head: the target's, [V, H].  target_logits: [B, R, V], row p's of token p + 2; learned: see
-    depth_loss.
+    lm_head: the target's, [V, H].  target_logits: [B, R, V]; row p predicts token p + 2.  learned: see depth_loss.
     """
     logits = (F.linear(output, lm_head).float() for output in head.unroll(embeds, hidden, num_depths))
     return depth_loss(logits, target_logits, target_logits.argmax(-1), learned, decay)

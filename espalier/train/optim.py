@@ -1,7 +1,7 @@
 """Muon for hidden matrices and AdamW for the rest, with one schedule of warm-up, hold and decay.
 
-Muon (Jordan et al., 2024) orthogonalises the momentum of a matrix by a few Newton-Schulz iterations.  Its step is
-scaled to the usual root mean square of AdamW's (Liu et al., arXiv 2502.16982).
+Muon (Jordan et al., 2024) orthogonalises the momentum of a matrix by a few Newton-Schulz iterations.  Its step is then
+scaled to the root mean square that AdamW's steps usually have (Liu et al., arXiv 2502.16982).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-# Parts of the names of matrices with a row for each token.
+# Parts of the names of matrices that have a row for each token of the vocabulary.
 BY_TOKEN = ("embed_tokens", "lm_head", "markov_w")
 
 
 def orthogonalise(matrices: Tensor, iterations: int = 5) -> Tensor:
-    """Approximately the nearest semi-orthogonal matrices.  matrices: [N, rows, columns]."""
+    """Approximately the nearest semi-orthogonal matrices, by Newton-Schulz.  matrices: [N, rows, columns]."""
     a, b, c = NEWTON_SCHULZ
     x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
     tall = x.shape[-2] > x.shape[-1]
@@ -30,7 +30,7 @@ def orthogonalise(matrices: Tensor, iterations: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon.  It steps all matrices of one shape together, because a deep thin model has many small ones."""
+    """Muon.  It steps all matrices of the same shape together, because a deep thin model has many small ones."""
 
     def __init__(self, parameters: list[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.0):
         by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
@@ -69,7 +69,7 @@ def make_optimizers(
 
 
 def schedule(progress: float, warmup: float = 0.01, hold: float = 0.45) -> float:
-    """The learning rate's factor at `progress` in [0, 1]: it rises, holds, then falls linearly to zero."""
+    """The factor of the learning rate at `progress` in [0, 1]: it rises, holds, then falls linearly to zero."""
     if progress < warmup:
         return progress / warmup
     return min(1.0, max(0.0, (1 - progress) / (1 - hold)))

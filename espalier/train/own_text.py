@@ -1,9 +1,9 @@
 """The target's own text: its answers to conversations, or its continuations of prompts that are cut from documents.
 
-A trainer makes it once and keeps it in its work folder.  `espalier train own-text` makes it before, in as
-many processes as there are seeds; runs that share the work folder read all of it.  Each file says what it was made
-from.  Until all of a seed's text is made, it is in a file of its own (unfinished_text.py), from which a run that was
-ended goes on.
+A trainer makes the text once and keeps it in its work folder.  `espalier train own-text` makes it before the training,
+in as many processes as there are seeds.  Runs that share the work folder read the text of all seeds.  Each file states
+what it was made from.  While a seed's text is being made, it is in a file of its own (unfinished_text.py), from which
+an interrupted run goes on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from espalier.train.windows import Texts, Windows, require_windows
 from espalier.train.work import origin_of, require_same, whole_file
 from espalier.train.writer import Writer
 
-# Windows of two seeds differ.
+# Multiplied by the seed, so that two seeds draw different windows.
 WINDOW_SEEDS = 100_003
 TRIAL = "--continuations 64 --continuation-tokens 64"
 TRIAL_OF_TRAINING = " --num-tokens 1e5 --batch 4 --length 256"
@@ -39,8 +39,11 @@ TRIAL_OF_TRAINING = " --num-tokens 1e5 --batch 4 --length 256"
 
 @dataclass
 class OwnText:
-    """texts: in random order; greedy_counts: how often the target chose each token id greedily; held_out: its greedy
-    continuations of prompts that are kept apart."""
+    """The own text of a target.
+
+    texts: in random order; greedy_counts: how often the target chose each token id greedily; held_out: its greedy
+    continuations of the held-out prompts.
+    """
 
     texts: Texts
     greedy_counts: np.ndarray
@@ -48,7 +51,7 @@ class OwnText:
 
 
 def print_work(config: OwnTextConfig, makes_text: bool) -> None:
-    """The first line of a run: the device, the work ahead, and on a CPU how to make it small."""
+    """Print the first line of a run: the device, the work ahead, and on a CPU how to reduce the work."""
     device, work, trial = training_device(), [], TRIAL
     if makes_text:
         most = "" if config.text_seconds is None else f" within {minutes(config.text_seconds)}"
@@ -70,7 +73,7 @@ def minutes(seconds: float) -> str:
 
 
 def require_prompts(data: Data, config: OwnTextConfig, target: Path) -> None:
-    """Refuse more continuations than the data have prompts for, or too long ones.  Raises EspalierError."""
+    """Raises EspalierError if the data have too few prompts, or if a prompt and its continuation are too long."""
     data, prompts = data.apart()
     positions = int(read_target(target)["max_position_embeddings"])
     if (longest := longest_text(data, config, prompts)) > positions:
@@ -93,10 +96,10 @@ def require_prompts(data: Data, config: OwnTextConfig, target: Path) -> None:
 
 
 def make_own_text(writer: Writer, data: Data, config: OwnTextConfig, unfinished: UnfinishedText) -> None:
-    """Continue prompts, as many as are missing, or until text_seconds are over.
+    """Continue prompts until none is missing, or until text_seconds are over.
 
-    A batch follows from its number, its size and the prompt lengths in use, so a run that was ended goes on to the same
-    text.  With another generate_batch the rest of it is another, but no batch is made twice.
+    A batch follows from its number, its size and the prompt lengths in use, so an interrupted run goes on to the same
+    text.  With another generate_batch the rest of the text differs, but no batch is made twice.
     """
     if found := unfinished.num_texts:
         print(f"{unfinished.path} has {found} continuations, {config.continuations - found} are left", flush=True)
@@ -104,7 +107,7 @@ def make_own_text(writer: Writer, data: Data, config: OwnTextConfig, unfinished:
     while (before := unfinished.num_texts) < config.continuations and seconds < most:
         number, size = len(unfinished.batches), min(config.generate_batch, config.continuations - before)
         prompts = _cut(data, config, number, size) if not data.conversations else _asked(data, config, before, size)
-        # A conversation's second answer would be the first again.
+        # A second answer to the same conversation would equal the first.
         is_new = not data.conversations or config.seed * config.continuations + before < len(data.conversations)
         sampled = int((number + 1) * config.sampled_share) > int(number * config.sampled_share) or not is_new
         seed = config.seed * WINDOW_SEEDS + 1 + number
@@ -117,8 +120,11 @@ def make_own_text(writer: Writer, data: Data, config: OwnTextConfig, unfinished:
 
 
 def _cut(data: Data, config: OwnTextConfig, number: int, size: int) -> list[np.ndarray]:
-    """Prompts of one length for a batch.  Not all of PROMPT_LENGTHS if generate_batch is large; others were not checked
-    against the target and the data."""
+    """Prompts of one length for a batch.
+
+    A large generate_batch leaves out some of PROMPT_LENGTHS, so only the lengths in use are checked against the target
+    and the data.
+    """
     lengths = [length for length, _ in config.prompts()]
     length, seed = lengths[number % len(lengths)], config.seed * WINDOW_SEEDS + 1 + number
     windows = Windows(data.stream, length, torch.device("cpu"), seed)
@@ -126,14 +132,14 @@ def _cut(data: Data, config: OwnTextConfig, number: int, size: int) -> list[np.n
 
 
 def _asked(data: Data, config: OwnTextConfig, before: int, size: int) -> list[np.ndarray]:
-    """Each conversation in turn, in an order that all seeds share: seed n begins where seed n - 1 ends."""
+    """The conversations of a batch, in an order that all seeds share: seed n begins where seed n - 1 ends."""
     order = np.random.default_rng(0).permutation(len(data.conversations))
     places = config.seed * config.continuations + before + np.arange(size)
     return [data.conversations[order[place % len(order)]].tokens for place in places]
 
 
 def own_text_of(batches: Sequence[Batch], vocab_size: int, seed: int) -> tuple[Texts, np.ndarray]:
-    """(the texts in random order, the counts of greedy tokens)."""
+    """(the texts of the batches in random order, the counts of greedy tokens)."""
     texts = [(text, first) for batch in batches for text, first in zip(batch.texts, batch.firsts, strict=True)]
     counts = np.zeros(vocab_size, dtype=np.int64)
     for batch in batches:
@@ -145,7 +151,7 @@ def own_text_of(batches: Sequence[Batch], vocab_size: int, seed: int) -> tuple[T
 
 
 def write_own_text(target: Path, data: Data, config: OwnTextConfig, work: Path, origin: Mapping[str, str]) -> None:
-    """Make the own text of this seed, and keep it in the work folder.  origin: see work.origin_of."""
+    """Make the own text of this seed, and write it to the work folder.  origin: see work.origin_of."""
     work.mkdir(parents=True, exist_ok=True)
     path, made_from = _file(work, config), json.dumps({**origin, **fixed_settings(config, OwnTextConfig)})
     data, prompts = data.apart()
@@ -156,37 +162,37 @@ def write_own_text(target: Path, data: Data, config: OwnTextConfig, work: Path, 
         texts, counts = own_text_of(unfinished.batches, int(read_target(target)["vocab_size"]), config.seed)
         parts = {"texts": texts, "held_out": Texts.of(held_out, [len(prompt) for prompt in prompts])}
         arrays = {f"{name}_{field}": array for name, part in parts.items() for field, array in vars(part).items()}
-        # A run that starts now must not read half a file.
+        # A run that starts meanwhile must not read half a file.
         remedy = "free some space there, or give another --work"
         with whole_file(path, remedy) as half, half.open("wb") as file:
             np.savez(file, greedy_counts=counts, made_from=np.array(made_from), **arrays)
-            # On disk before the unfinished text goes.
+            # The text must be on disk before the unfinished text is removed.
             file.flush()
             os.fsync(file.fileno())
         unfinished.path.unlink()
 
 
 def longest_text(data: Data, config: OwnTextConfig, prompts: Sequence[np.ndarray] = ()) -> int:
-    """Tokens of the longest prompt and its continuation.  prompts: others than those of `data`."""
+    """The tokens of the longest prompt with its continuation.  prompts: further prompts beside those of `data`."""
     own = [each.tokens for each in data.conversations]
     cut = [] if own else [length for length, _ in config.prompts()]
     return max([*map(len, own), *map(len, prompts), *cut]) + config.continuation_tokens
 
 
 def open_unfinished(config: OwnTextConfig, work: Path, origin: Mapping[str, str]) -> UnfinishedText:
-    """Raises EspalierError."""
+    """Open the unfinished text of this seed.  Raises EspalierError."""
     return UnfinishedText(_unfinished(work, config), {**origin, **fixed_settings(config, OwnTextConfig)})
 
 
 def require_unfinished(config: OwnTextConfig, work: Path, origin: Mapping[str, str]) -> None:
-    """Refuse unfinished text that this run cannot go on with, before the target is loaded.  Raises EspalierError."""
+    """Raises EspalierError, before the target is loaded, if this run cannot go on with the unfinished text."""
     if _unfinished(work, config).exists():
         with open_unfinished(config, work, origin):
             pass
 
 
 def own_text_command(target_dir: Path, data: Data, config: OwnTextConfig, work: Path) -> None:
-    """`espalier train own-text`.  Raises EspalierError before the target is loaded."""
+    """Run `espalier train own-text`.  Raises EspalierError before the target is loaded."""
     origin = origin_of(target_dir, data.all_tokens)
     require_prompts(data, config, target_dir)
     saved_texts(config, work, origin)
@@ -196,7 +202,7 @@ def own_text_command(target_dir: Path, data: Data, config: OwnTextConfig, work: 
 
 
 def load_own_text(target: Path, data: Data, config: OwnTextConfig, work: Path, origin: Mapping[str, str]) -> OwnText:
-    """The own text of all seeds in the work folder.  If there is none, that of this seed is made and kept there."""
+    """The own text of all seeds in the work folder.  If there is none, this seed's text is made and kept there."""
     if not (saved := saved_texts(config, work, origin)):
         write_own_text(target, data, config, work, origin)
         saved = saved_texts(config, work, origin)
@@ -212,7 +218,7 @@ def load_own_text(target: Path, data: Data, config: OwnTextConfig, work: Path, o
 def saved_texts(config: OwnTextConfig, work: Path, origin: Mapping[str, str]) -> list[Path]:
     """The files of own text in the work folder.
 
-    Raises EspalierError for one of another target or other data, and for this seed's if its settings were others.
+    Raises EspalierError for a file of another target or of other data, and for this seed's file with other settings.
     """
     paths = sorted(work.glob("own_text-*.npz"))
     for path in paths:

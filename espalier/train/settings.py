@@ -1,7 +1,7 @@
-"""The settings of the trainer's commands, each with its limits.  The command line has a flag for each field.
+"""The settings of the trainer's commands, with their limits.  The command line has a flag for each field.
 
-A class refuses what no target and no data could make right.  What depends on them is checked by `require_target` and
-`espalier/train/windows.py`, before the target is loaded.  Nothing here imports PyTorch.
+A class refuses values that would be wrong for every target and all data.  `require_target` and
+`espalier/train/windows.py` check the values against these, before the target is loaded.  Nothing imports PyTorch.
 """
 
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from espalier.terminal.flags import flag_of
 
 Form = Literal["chain", "target"]
 FORMS: tuple[str, ...] = get_args(Form)
-# Those of espalier/models/block.py, which imports PyTorch.
+# The same values as in espalier/models/block.py, which imports PyTorch.
 EdgeKind = Literal["vanilla", "gated", "rnn"]
 EDGE_KINDS: tuple[str, ...] = get_args(EdgeKind)
-# Tokens of the prompts that the target continues, batch by batch in turn.
+# The lengths in tokens of the prompts that the target continues.  Batches use them in turn.
 PROMPT_LENGTHS = (48, 96, 192, 384)
-# A run's seed is multiplied into seeds of 64 bits (own_text.py, packing.py).
+# A run's seed is multiplied into seeds of 64 bits (own_text.py, packing.py), so it has a limit.
 MAX_SEED = 10**8
 # The engine runs no deeper draft.
 MAX_DEPTH = 256
@@ -59,13 +59,13 @@ class OwnTextConfig:
         check(self, flag_of)
 
     def prompts(self) -> list[tuple[int, int]]:
-        """(tokens of a prompt, most prompts at once) for each length that is used."""
+        """(tokens of a prompt, most prompts at once) for each prompt length in use."""
         left = [self.continuations - self.generate_batch * i for i in range(len(PROMPT_LENGTHS))]
         sizes = [min(self.generate_batch, each) for each in left]
         return [(length, size) for length, size in zip(PROMPT_LENGTHS, sizes, strict=True) if size > 0]
 
     def require_target(self, target: Mapping[str, Any]) -> None:
-        """Refuse what does not fit a target.  target: its config.json.  Raises EspalierError."""
+        """Raises EspalierError if the settings do not fit a target.  target: its config.json."""
         if self.continuation_tokens >= (positions := int(target["max_position_embeddings"])):
             raise EspalierError(
                 f"--continuation-tokens={self.continuation_tokens} is too long: the target has {positions} positions, "
@@ -114,7 +114,7 @@ class TrainConfig(OwnTextConfig):
 
     @property
     def own_rows(self) -> int:
-        """Rows of a batch that are the target's own text."""
+        """The number of rows of a batch that are the target's own text."""
         return round(self.own_share * self.batch)
 
     def require_target(self, target: Mapping[str, Any]) -> None:
@@ -212,7 +212,7 @@ class BlockConfig(TrainConfig):
 
 
 def require_depths(ttt_steps: int, length: int) -> None:
-    """Refuse depths beyond the end of every row.  Raises EspalierError."""
+    """Raises EspalierError if some depths would lie beyond the end of every row."""
     if ttt_steps > length:
         raise EspalierError(
             f"--ttt-steps={ttt_steps} does not fit into --length {length}; use at most {length}, or longer rows"
@@ -220,6 +220,6 @@ def require_depths(ttt_steps: int, length: int) -> None:
 
 
 def fixed_settings(config: OwnTextConfig, kind: type[OwnTextConfig]) -> dict[str, str | None]:
-    """The flags of `kind` that must stay the same while a run goes on, with their values; None: left out."""
+    """The flags of `kind` that must not change while a run goes on, with their values; None: the flag is left out."""
     values = {f.name: getattr(config, f.name) for f in fields(kind) if not f.metadata.get("free")}
     return {flag_of(name): None if value is None else str(value) for name, value in values.items()}

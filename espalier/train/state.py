@@ -18,7 +18,10 @@ REMEDY = "give the same flags to go on, or another --out to begin anew"
 
 @dataclass(frozen=True)
 class SavedState:
-    """made_from: target, data and settings of the run, by flag; a run that goes on must have the same."""
+    """The state file of a run.
+
+    made_from: target, data and settings of the run, by flag.  A run that continues must have the same.
+    """
 
     path: Path
     made_from: Mapping[str, str | None]
@@ -26,12 +29,12 @@ class SavedState:
     def save(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], step: int) -> None:
         state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step}
         remedy = "free some space there, or give another --work"
-        # A file that Python opened: its errors say why.
+        # PyTorch gets an open file, because errors of a file that Python opened name the cause.
         with whole_file(self.path, remedy) as unfinished, unfinished.open("wb") as file:
             torch.save({**state, "made_from": dict(self.made_from)}, file)
 
     def load(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
-        """Restore in place and return the number of steps done; 0 if there is no state."""
+        """Restore the state in place.  Returns the number of steps done; 0 if there is no state."""
         state = self._read(next(model.parameters()).device, mmap=False)
         if state is None:
             return 0
@@ -42,7 +45,7 @@ class SavedState:
         return int(state["step"])
 
     def require_same(self) -> None:
-        """Refuse the state of another run, before the target is loaded.  Raises EspalierError."""
+        """Raises EspalierError, before the target is loaded, if the state is another run's."""
         self._read(torch.device("cpu"), mmap=True)
 
     def remove(self) -> None:
@@ -53,7 +56,7 @@ class SavedState:
             return None
         try:
             state = torch.load(self.path, map_location=device, weights_only=True, mmap=mmap)
-        except Exception as error:  # a damaged file, by where it is damaged
+        except Exception as error:  # a damaged file raises many types
             raise EspalierError(f"{self.path} cannot be read ({one_line(error)}); delete it to begin anew") from None
         require_same(self.path, state.get("made_from"), self.made_from, REMEDY)
         return state

@@ -1,4 +1,4 @@
-"""The frozen target of a draft: what the draft reads of it, its logits and its own continuations of text."""
+"""The frozen target of a draft: the features that the draft reads, and the target's logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def training_device() -> torch.device:
 
 
 class FrozenTarget:
-    """A draft reads its last hidden state, after the final norm."""
+    """A target of which a draft reads the last hidden state, after the final norm."""
 
     def __init__(self, directory: Path, device: torch.device, min_layers: int = 1) -> None:
         self.config = read_target(directory, min_layers)
@@ -39,13 +39,13 @@ class FrozenTarget:
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens [B, T] -> (what the draft reads [B, T, F], logits [B, T, vocab])."""
+        """tokens [B, T] -> (features for the draft [B, T, F], logits [B, T, vocab])."""
         hidden = self.model.get_decoder()(tokens, use_cache=False).last_hidden_state
         return hidden, self.model.get_output_embeddings()(hidden)
 
 
 class Eagle3Target(FrozenTarget):
-    """A draft reads the concatenated inputs of layers 2, L / 2 and L - 3, which is EAGLE-3's default."""
+    """A target of which a draft reads the inputs of layers 2, L / 2 and L - 3, concatenated: EAGLE-3's default."""
 
     def __init__(self, directory: Path, device: torch.device) -> None:
         super().__init__(directory, device, MIN_CAPTURED_LAYERS)
@@ -64,7 +64,7 @@ def _load(directory: Path, device: torch.device) -> Any:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, output_loading_info=True, trust_remote_code=False, local_files_only=True
         )
-    except Exception as error:  # a missing or damaged file, a missing package: each has another class
+    except Exception as error:  # a missing or damaged file and a missing package raise many types
         raise EspalierError(
             f"--target {directory} cannot be loaded ({one_line(error)}); give a directory whose weights are whole"
         ) from None

@@ -1,7 +1,7 @@
-"""The target's own text while it is made: a file in the work folder to which each batch of continuations is appended.
+"""The target's own text while it is being made: a file in the work folder, which grows by one batch at a time.
 
-Its first line says what the text is made from; each further line is a batch.  A killed process leaves whole lines and
-at most one torn line at the end.  The next run cuts the torn line off, and goes on with the batches that are missing.
+Its first line states what the text is made from.  Each further line is a batch.  A killed process leaves whole lines
+and at most one torn line at the end.  The next run cuts off the torn line, and makes the missing batches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from espalier.train.work import require_same
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts, each with its continuation.  firsts: tokens of each prompt; sampled: at temperature 1, else greedy."""
+    """Prompts with their continuations.  firsts: tokens of each prompt; sampled: at temperature 1, else greedy."""
 
     firsts: list[int]
     sampled: bool
@@ -31,10 +31,11 @@ class Batch:
 
 
 class UnfinishedText:
-    """batches: those in the file, in the order in which they were made.
+    """The open file of unfinished text, locked against other processes.
 
-    No other process can open the file meanwhile.  Raises EspalierError if one has it open, if the file cannot be read,
-    or if it was made from something else.  made_from: by flag, all that decides the text.
+    batches: the batches in the file, in the order in which they were made.  made_from: everything that decides the
+    text, by flag.
+    Raises EspalierError if another process has the file open, if it cannot be read, or if its made_from differs.
     """
 
     def __init__(self, path: Path, made_from: Mapping[str, str | None]) -> None:
@@ -58,7 +59,7 @@ class UnfinishedText:
         return sum(len(batch.texts) for batch in self.batches)
 
     def append(self, batch: Batch) -> None:
-        """Raises OSError, naming the file and what to do; the batches before stay."""
+        """Append a batch.  Raises OSError, which names the file and the remedy; the earlier batches stay."""
         self._write({**vars(batch), "texts": [text.tolist() for text in batch.texts]})
         self.batches.append(batch)
 
@@ -93,7 +94,7 @@ class UnfinishedText:
 
 
 def _is_whole(line: bytes) -> bool:
-    """After a loss of power, a line may have its end but not all before it."""
+    """Whether a line is whole.  After a loss of power, a line may have its end but lack a part before it."""
     try:
         json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Cut token ids into rows of one length: windows of a stream, or rows that begin where a text begins."""
+"""Cuts token ids into rows of equal length: windows of a stream, or rows that begin where a text begins."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from espalier.errors import EspalierError
 
 
 def num_windows(num_tokens: int, length: int) -> int:
-    """Windows of `length + 1` tokens at every offset below `length`."""
+    """The number of windows of `length + 1` tokens that a stream has at any offset below `length`."""
     return max(0, (num_tokens - 1) // length - 1)
 
 
 def require_windows(what: str, num_tokens: int, length: int, size: int, remedy: str) -> None:
-    """Refuse a text that does not fill a batch of `size` windows.  what: the text, with its length.
+    """Raises EspalierError if a text does not fill a batch of `size` windows.
 
-    Raises EspalierError.
+    what: the text, with its length, for the message.
     """
     if (found := num_windows(num_tokens, length)) < size:
         raise EspalierError(f"{what}: {found} rows of {length} tokens, and a batch takes {size} of them; {remedy}")
@@ -36,13 +36,13 @@ class Windows:
         self.num_windows = num_windows(len(stream), length)
 
     def epoch(self, number: int) -> tuple[Tensor, int]:
-        """(order of the windows, offset of the first)."""
+        """(order of the windows, offset of the first window) in an epoch."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
         order = torch.randperm(self.num_windows, generator=generator)
         return order, int(torch.randint(self.length, (1,), generator=generator))
 
     def batches(self, size: int, first: int = 0) -> Iterator[Tensor]:
-        """Endless batches [size, length + 1] int64.  first: number of batches to skip, for a resumed run."""
+        """Yields batches [size, length + 1] int64 without end.  first: batches to skip, for a resumed run."""
         require_windows(
             f"the text has {len(self.stream)} tokens", len(self.stream), self.length, size, "give more text"
         )
@@ -60,7 +60,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts one after another.  tokens: [N]; lengths: of each text; firsts: tokens of each one's prompt."""
+    """Texts, one after another.  tokens: [N]; lengths: of each text; firsts: the tokens of each text's prompt."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -68,7 +68,7 @@ class Texts:
 
     @classmethod
     def of(cls, texts: Sequence[np.ndarray], firsts: Sequence[int]) -> Texts:
-        # Not the data's dtype: the target may say ids that the data's dtype does not hold.
+        # Not the data's dtype, which may be too small for token ids that the target generates.
         tokens = np.concatenate([np.zeros(0, np.int32), *texts]).astype(np.int32)
         return cls(tokens, np.array([len(text) for text in texts], np.int64), np.array(firsts, np.int64))
 
@@ -77,16 +77,17 @@ class Texts:
 
     @property
     def is_answer(self) -> np.ndarray:
-        """Whether each token is one of a continuation."""
+        """For each token, whether it belongs to a continuation."""
         place = np.arange(len(self.tokens)) - np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
         return place >= np.repeat(self.firsts, self.lengths)
 
 
 class TextRows:
-    """Rows of `length + 1` tokens that begin where a text begins, or go on with one that is longer than a row.
+    """Rows of `length + 1` tokens.  A row begins where a text begins, or continues a text that is longer than a row.
 
-    In decoding the target knows its text from the first token on; its hidden states in a row that begins elsewhere are
-    others.  Texts have a new order in every epoch; what a row cuts off of its last text waits for another epoch.
+    In decoding the target sees its text from the first token on.  In a row that begins elsewhere, its hidden states
+    would differ.  Texts have a new order in every epoch.  The end of a text that a row cuts off waits for another
+    epoch.
     """
 
     def __init__(self, texts: Texts, length: int, device: torch.device, seed: int) -> None:
@@ -94,7 +95,7 @@ class TextRows:
         self.starts = np.cumsum(texts.lengths) - texts.lengths
 
     def epoch(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """(places in texts.tokens in the epoch's order, where each row begins among them)."""
+        """(indices into texts.tokens in the epoch's order, where each row begins among them)."""
         order = np.random.default_rng((self.seed, number)).permutation(len(self.starts))
         lengths, size = self.texts.lengths[order], self.length + 1
         ends = np.cumsum(lengths)
@@ -107,9 +108,9 @@ class TextRows:
         return places, np.array(rows, np.int64)
 
     def batches(self, size: int, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Endless batches [size, length + 1]: token ids, and whether each is one of a continuation.
+        """Yields batches [size, length + 1] without end: token ids, and whether each belongs to a continuation.
 
-        first: number of batches to skip, for a resumed run.  Raises EspalierError if there are fewer rows than `size`.
+        first: batches to skip, for a resumed run.  Raises EspalierError if there are fewer rows than `size`.
         """
         number, reach, answers = 0, np.arange(self.length + 1), self.texts.is_answer
         while True:

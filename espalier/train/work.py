@@ -1,6 +1,6 @@
-"""The files of a work folder: what each was made from, and files that are whole or not there.
+"""The files of a work folder: what each was made from, and how to write files that are whole or missing.
 
-A run that goes on, or that finds text of the target, must come from the same target and data, by the same settings.
+A run that continues, or that uses existing text of the target, must have the same target, data and settings.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from safetensors import SafetensorError
 
 from espalier.errors import EspalierError, one_line
 
-# Bytes at the start, the middle and the end of each file of weights, by which two targets are told apart.
+# Bytes that identify a target, read at the beginning, the middle and the end of each file of weights.
 SAMPLED_BYTES = 2**20
 DIGEST_CHARS = 16
-# Kept as digests, which say nothing to a user.
+# Flags whose values are kept as digests, which an error message does not print.
 ORIGIN = ("--target", "--data")
 
 
 def origin_of(target: Path, tokens: np.ndarray) -> dict[str, str]:
-    """What identifies a target, wherever it stands, and the token ids of the data."""
+    """Digests of a target, wherever its directory is, and of the token ids of the data."""
     return dict(zip(ORIGIN, (target_digest(target), text_digest(tokens)), strict=True))
 
 
@@ -47,7 +47,7 @@ def text_digest(stream: np.ndarray) -> str:
 def require_same(
     path: Path, made_from: Mapping[str, str | None] | None, now: Mapping[str, str | None], remedy: str
 ) -> None:
-    """Refuse a file that was made from something else than `now`.  Raises EspalierError, naming the difference."""
+    """Raises EspalierError, which names the difference if a file was made from something else than `now`."""
     if made_from is None:
         raise EspalierError(f"{path} does not say what it was made from; {remedy}, or delete it")
     for flag, value in now.items():
@@ -64,7 +64,7 @@ def _said(flag: str, value: str | None) -> str:
 
 
 def require_folder(flag: str, path: Path) -> None:
-    """Make a folder, and check that files can be written there.  Raises EspalierError."""
+    """Make a folder, and check that files can be written to it.  Raises EspalierError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -75,16 +75,16 @@ def require_folder(flag: str, path: Path) -> None:
 
 @contextmanager
 def whole_file(path: Path, remedy: str) -> Iterator[Path]:
-    """Give the name under which a file is to be written; at the end of the block it becomes `path`.
+    """Gives a temporary path to write to.  At the end of the block, the file there replaces `path`.
 
-    A block that fails leaves the file that was there before.  Raises OSError, naming the file and what to do.
+    If the block fails, the old file stays.  Raises OSError, which names the file and the remedy.
     """
     unfinished = path.with_name(f"unfinished-{path.name}")
     try:
         yield unfinished
         unfinished.replace(path)
     except (OSError, RuntimeError, SafetensorError) as error:
-        # PyTorch's error says that its writer failed; the one that it handles says why.
+        # PyTorch's error only says that its writer failed.  The error before it names the cause.
         first = error.__context__ if isinstance(error.__context__, OSError) else error
         why = (isinstance(first, OSError) and first.strerror) or one_line(error)
         raise OSError(f"{path} cannot be written ({why}); {remedy}") from None

@@ -1,6 +1,6 @@
 """The target as the engine runs it: it continues many prompts at a time, greedily or sampled from its own distribution.
 
-The engine's memory is free again when the block ends, for the training that follows.
+The engine's memory is free again at the end of the block, for the training that follows.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from espalier.errors import EspalierError
 from espalier.llm import LLM
 from espalier.request import SamplingParams
 
-# Text that repeats this many tokens of itself is taken for a loop.
+# A text that repeats this many tokens of itself counts as a loop.
 LOOP = 16
-# More requests at a time do not make a GPU faster.
+# More requests at the same time do not make a GPU faster.
 MAX_BATCH = 256
 
 
 class Writer:
-    """longest: tokens of a prompt and its continuation; most: prompts at a time."""
+    """Runs the target.  longest: tokens of a prompt with its continuation; most: prompts at the same time."""
 
     def __init__(self, target: Path, longest: int, most: int) -> None:
         self.llm = LLM(target, speculation=None, max_batch=min(most, MAX_BATCH), max_context=longest, seed=0)
@@ -39,10 +39,10 @@ class Writer:
     def continuations(
         self, prompts: Sequence[Sequence[int] | np.ndarray], num_tokens: int, temperature: float, seed: int = 0
     ) -> list[np.ndarray]:
-        """Each prompt with its continuation, up to the end token or to the start of a loop.
+        """Each prompt with its continuation, up to the end token or to the beginning of a loop.
 
-        With the generation_config's penalties and cuts, text would not be what the target itself says, which drafts
-        learn and are measured on; so they are not applied.
+        The penalties and cuts of generation_config are not applied: drafts learn, and are measured on, the target's own
+        distribution.
         """
         params = [
             SamplingParams(
@@ -58,7 +58,7 @@ class Writer:
 
 
 def before_loop(text: np.ndarray, prompt_length: int) -> np.ndarray:
-    """The text up to where its continuation starts to repeat itself."""
+    """The text, cut where its continuation begins to repeat itself."""
     loops = repeated(text)
     loops[:prompt_length] = False
     starts = np.flatnonzero(loops)
@@ -66,7 +66,7 @@ def before_loop(text: np.ndarray, prompt_length: int) -> np.ndarray:
 
 
 def repeated(tokens: np.ndarray, length: int = LOOP) -> np.ndarray:
-    """For every position, whether the `length` tokens that end there occur earlier in the sequence."""
+    """For each position, whether the `length` tokens that end there occur earlier in the sequence."""
     flags, seen, row = np.zeros(len(tokens), dtype=bool), set(), tokens.tolist()
     for end in range(length, len(row) + 1):
         gram = tuple(row[end - length : end])

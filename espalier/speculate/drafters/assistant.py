@@ -1,7 +1,7 @@
-"""A drafter whose rows keep nothing: each reads the target's committed rows at the root's position (Gemma 4).
+"""A drafter whose rows keep no K/V: each row reads the target's committed rows at the root's position (Gemma 4).
 
-With root n, rows 0 .. n-1 of the target are committed.  A row attends to these alone, so beams of a level need no rows
-of those above, and the root's own row runs first, from the target's hidden state at token n-1.
+With the root at position n, rows 0 .. n-1 of the target are committed.  A row attends to these alone, so the beams of a
+level need no rows of the levels above.  The root's own row runs first, from the target's hidden state at token n-1.
 """
 
 from dataclasses import replace
@@ -37,7 +37,7 @@ class AssistantDrafter(AutoregressiveDrafter):
         return self._run(rows, tokens, out.last(self.layout.topk).hidden, rows.levels[-1].parents)
 
     def _run(self, rows: TreeRows, tokens: Tensor, hidden: Tensor, parents: Tensor | None) -> DraftOutput:
-        """tokens: [B, Q], all at the root's position."""
+        """Run the only module over rows [B, Q], all at the root's position."""
         at = rows.slots.prefix_len[:, None].expand(tokens.shape)
         # No row is staged.
         nodes = Nodes(at, at[:, :0], at.new_zeros(*at.shape, 1))

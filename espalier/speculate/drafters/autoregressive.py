@@ -1,9 +1,11 @@
 """A drafter whose draft model grows the tree level by level, one forward pass over beams for each level (EAGLE, MTP).
 
-Row q of every module belongs to token q.  Its inputs are token q and the hidden state that feeds it (feeds.py); in
-module k its RoPE position is q - k, as trained, and rows 0 .. k-1 do not exist.  Inside a tree, a beam attends to its
-true ancestors.  Module l proposes level l, so it runs over the beams of all levels before, [B, (l-1) · K], which it has
-not seen.  The last module also proposes the levels below; there a beam reads the module's own output at its parent.
+Row q of every module belongs to token q.  Its inputs are token q and a hidden state (feeds.py says which).  In module k
+its RoPE position is q - k, as trained, and rows 0 .. k-1 do not exist.  Inside a tree, a beam attends to its true
+ancestors.
+
+Module l proposes level l.  So it runs over the beams of all levels before, [B, (l-1) · K], none of which it has seen.
+The last module also proposes all deeper levels.  There a beam reads the module's own output at the beam's parent.
 """
 
 from dataclasses import dataclass, field, replace
@@ -31,9 +33,9 @@ from espalier.speculate.tree import VOID, Pool, Tree
 class TreeRows:
     """All draft rows of a tree, level after level.
 
-    slots: the batch; positions: [B, beam_rows], page positions; above: [B, beam_rows], page positions one level above;
-    tokens: [B, beam_rows], written when beams are chosen.
-    modules: each module's rows; levels: the beams of each level.
+    slots: the batch; positions: [B, beam_rows], the rows' positions in the pages; above: [B, beam_rows], the positions
+    of one level above; tokens: [B, beam_rows], written when beams are chosen.
+    modules: the rows of each module; levels: the beams of each level.
     """
 
     slots: BatchState
@@ -52,7 +54,7 @@ class TreeRows:
 
     @property
     def ancestor_bits(self) -> Tensor:
-        """[B, rows so far, words]."""
+        """[B, rows so far, words]: the ancestor bits of the rows of all levels."""
         return torch.cat([beams.ancestor_bits for beams in self.levels], 1)
 
 
@@ -60,7 +62,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
     def allocate(self) -> None:
         layout, device = self.layout, self.device
         self.feeds = feeds_of(self.spec.form)
-        # The depth of each draft row of a tree, behind as many rows of depth 0.
+        # The depth of each draft row of a tree, after `topk` entries of depth 0.
         self.depths = torch.arange(layout.topk + layout.beam_rows, device=device) // layout.topk
         # The bit of each draft row among ancestor bits.
         self.own_bits = own_bits(0, layout.beam_rows, layout.beam_words, device)
@@ -69,7 +71,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         self.bits_below = torch.stack([self.own_bits[layout.beams_above(depth + 1) :].sum(0) for depth in depths])
 
     def prepare(self, lengths: CommittedLengths) -> None:
-        # After a prefix hit, module k attends to k - 1 cached rows more than module 1.
+        # After a prefix hit, module k attends to k - 1 more cached rows than module 1.
         more = self.spec.modules - 1
         super().prepare(replace(lengths.longer(more), exact=False) if more else lengths)
 
@@ -81,7 +83,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         return partial(self._grow, rows, out, self._logits(out, 1))
 
     def _grow(self, rows: TreeRows, out: DraftOutput, logits: Tensor, sampler: Sampler) -> Tree:
-        """out, logits: of level 1."""
+        """Grow the tree level by level.  out, logits: the output and the logits of level 1."""
         pool, path_scores = Pool(self.layout.topk), self.root_trees.scores[: logits.shape[0]]
         above: Above | None = None
         for level in range(1, self.layout.steps + 1):
@@ -101,20 +103,20 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         return pool.select(rows.slots.root, self.layout.num_draft_tokens)
 
     def _module(self, level: int) -> DraftModule:
-        """The module that proposes a level."""
+        """The module that proposes this level."""
         return self.draft.modules[self._index(level) - 1]
 
     def _index(self, level: int) -> int:
         return min(level, self.spec.modules)
 
     def _logits(self, out: DraftOutput, level: int) -> Tensor:
-        """[B, Q, draft vocabulary]: the logits of a level's children, from the last rows of `out`."""
+        """[B, Q, draft vocabulary]: the logits of the children at this level, from the last rows of `out`."""
         return self._module(level).logits(out.last(self.layout.topk))
 
     def _forward(self, out: DraftOutput, rows: TreeRows, level: int) -> DraftOutput:
-        """One forward pass, for the children at `level`, over the beams above it that the module has not seen.
+        """One forward pass, which gives the children at `level`.  It runs over the beams that the module has not seen.
 
-        out: of the level before.  Returns the output [B, Q], the beams of the level before at the end.
+        out: the output of the level before.  Returns the output [B, Q], whose last rows are the beams of that level.
         """
         module, end = self._index(level), self.layout.beams_above(level)
         first = 0 if level <= self.spec.modules else self.layout.beams_above(level - 1)
@@ -123,7 +125,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         tokens = rows.tokens[:, first:end]
         if self.draft.has_experts:
             tokens = tokens.masked_fill(~rows.slots.real[:, None], VOID)
-        # Module 1's positions are there already: no launch a level.
+        # Module 1's positions are known already, which saves a launch for each level.
         rope = rows.above[:, first:end] if module == 1 else rope_positions(nodes.positions, module)
         p = self.cache.begin(
             rows.modules[module - 1].prefix,
@@ -137,7 +139,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         return self._module(level)(p, *feed)
 
     def _tree_feed(self, out: DraftOutput, rows: TreeRows, level: int) -> tuple[Feed, Tensor]:
-        """What feeds the beams of a pass, and their ancestor bits."""
+        """The hidden states that feed the beams of a pass, and the ancestor bits of the beams."""
         beams, module, topk = rows.levels[-1], self._index(level), self.layout.topk
         feed: Feed = out.last(topk).hidden, beams.parents
         bits, end = beams.ancestor_bits, self.layout.beams_above(level)
@@ -145,7 +147,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
             feed = self.feeds.of_tree(rows.slots, self.spec.modules, level, out.hidden, rows.parents, topk)
             bits = rows.ancestor_bits
         if module > 2:
-            # Behind a prompt shorter than the modules, the first rows do not exist.  A row still sees itself.
+            # After a prompt shorter than the number of modules, the first rows do not exist.  A row still sees itself.
             late = rows.modules[module - 1].late
             assert late is not None
             bits = bits & self.bits_below[late][:, None] | self.own_bits[end - bits.shape[1] : end]
@@ -158,7 +160,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         features, modules = self.draft.fuse(target_features), module_rows(slots, self.spec.modules)
         is_split = last is not None and last.piece is not None
         feeds = self.feeds(slots, modules, features, length, is_split) if self.spec.modules > 1 else None
-        # Only the output at the last token is kept, but the next module reads all.
+        # Only the output at the last token is kept.  But a next module would read all rows.
         needed = None if last is None or feeds is not None else last.row
         hidden = self._extend_module(1, modules[0], (features, None), length, is_split, needed)
         kept = {"hidden": (hidden, length if needed is None else torch.ones_like(length))}
@@ -183,9 +185,9 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         is_split: bool,
         needed: Tensor | None = None,
     ) -> Tensor:
-        """Run one module over the new tokens, in as many rows for each request as there are features.
+        """Run one module over the new tokens, in as many rows for each request as `feed` has.
 
-        Returns its output [B, W, H], row i for token prefix_len + 1 + i of `rows.slots`; with `needed`, as Pass.
+        Returns the output [B, W, H]; row i belongs to token prefix_len + 1 + i of `rows.slots`.  needed: as in Pass.
         """
         hidden, parents = feed
         width = hidden.shape[1] if parents is None else parents.shape[1]
@@ -200,7 +202,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
             rope_positions(positions, module),
             layers=self._layers(module),
             page_rows=page_rows.flatten(),
-            # Modules fill different rows, so each commits its own.
+            # Modules fill different rows, so each module commits its own rows.
             by_layer=is_split or self.spec.modules > 1,
             needed=needed,
         )
@@ -215,7 +217,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
 
 
 def rope_positions(positions: Tensor, module: int) -> Tensor:
-    """RoPE positions of rows of a module.  Rows that do not exist get 0."""
+    """The RoPE positions of a module's rows.  Rows that do not exist get 0."""
     return positions - 1 if module == 1 else (positions - module).clamp(min=0)
 
 

@@ -19,15 +19,15 @@ from espalier.speculate.pieces import LastTokens
 from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import RootTrees, Tree
 
-# The rest of a proposal, once the sampler is known.
+# Grows the tree from its first logits, once the sampler is known.
 Grow = Callable[[Sampler], Tree]
 
 
 class Drafter(Protocol):
-    """Proposes token trees, and runs over the tokens that were decided.
+    """Proposes token trees, and runs its model over the tokens that were decided.
 
-    spec: what the draft needs (DraftSpec); root_trees: trees without a proposal; captures_prefill: whether its part of
-    prefill passes can be captured.
+    spec: what the draft needs (DraftSpec); root_trees: trees of the roots alone, without a proposal; captures_prefill:
+    whether a CUDA graph can capture the drafter's part of a prefill pass.
     """
 
     spec: DraftSpec
@@ -41,33 +41,34 @@ class Drafter(Protocol):
         ...
 
     def prepare(self, lengths: CommittedLengths) -> None:
-        """Called on the host before each launch.  lengths: of the draft's committed rows."""
+        """Called on the host before each launch.  lengths: how many draft rows of each request are committed."""
         ...
 
     def begin(self, slots: BatchState) -> Grow:
-        """Begin to propose a tree under the root of each slot: all that no mask changes, up to the first logits.
+        """Begin to propose a tree under the root of each slot: run the model up to the first logits.
 
-        The tree has layout.num_draft_tokens nodes, at least two.
+        No mask of a grammar changes this part.  The function that it returns grows the rest of the tree, of
+        layout.num_draft_tokens nodes, at least two.
         """
         ...
 
     def extend(
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last: LastTokens | None = None
     ) -> None:
-        """Run over the new tokens n+1 .. n+length, which are in the slots' history already.
+        """Run the draft over the new tokens n+1 .. n+length.  The slots' history already holds these tokens.
 
-        target_features: [B, W, F], the features in `spec.reads`, at tokens n .. n+W-1; None if it names none.
+        target_features: [B, W, F], the features in `spec.reads`, at tokens n .. n+W-1; None if `spec.reads` is empty.
         length: [B], at most W.
-        last: of a prefill pass, where each request's last token is; `slots` has one row for each piece
+        last: in a prefill pass, the place of each request's last token; `slots` then has one row for each piece
         (speculate/pieces.py).  None in a round, where each row is a request.
         """
         ...
 
 
 class DrafterWithoutFiles:
-    """The base of drafters that need no model.  A subclass has a `spec`, which names it, and a `propose`.
+    """The base of drafters that need no model.  A subclass sets `spec`, which names the algorithm, and `propose`.
 
-    Registered as in speculate/drafters/registry.py:WITHOUT_FILES.
+    registry.py:WITHOUT_FILES lists the subclasses.
     """
 
     spec: DraftSpec
@@ -87,10 +88,10 @@ class DrafterWithoutFiles:
         return partial(self.propose, slots)
 
     def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
-        """A tree of layout.num_draft_tokens nodes under the root of each slot.
+        """Returns a tree of layout.num_draft_tokens nodes under the root of each slot.
 
         A CUDA graph captures this: sizes follow from the layout alone, and nothing waits for the device.
-        sampler.guide: what a grammar says of the next tokens; a drafter may ignore it.
+        sampler.guide: which next tokens a grammar allows or forces; a drafter may ignore it.
         """
         raise NotImplementedError
 
@@ -101,12 +102,12 @@ class DrafterWithoutFiles:
 
 
 class NoDrafter(DrafterWithoutFiles):
-    """Plain decoding: the tree is the root alone."""
+    """Plain decoding: each tree is the root alone."""
 
     spec = DraftSpec("none")
 
 
-# (draft, layout, where its layers keep their rows) -> drafter.
+# Makes a drafter.  Arguments: the draft, the layout, and the cache of the draft's layers.
 MakeDrafter = Callable[[Any, RoundLayout, ModelCache], Drafter]
 
 
@@ -116,17 +117,17 @@ class DraftFormat:
 
     algorithm: the name that users give; equal to `DraftSpec.algorithm`.
     title: the name of such drafts in error texts, in the plural.
-    architectures: values of `architectures` in config.json (or of `model_type`, if that is missing) of this format.
-    marked: further architectures, which are of this format if config.json has one of the fields `marks`.
-    unmarked: fields that config.json must not have; with one of them it is of another format.
+    architectures: names in `architectures` of config.json (or `model_type`, if that is missing) that mean this format.
+    marked: further such names, which mean this format only if config.json has one of the fields `marks`.
+    unmarked: fields that rule this format out if config.json has one of them.
     speculators_types: values of `speculators_model_type` of this format; if a config has that field, it alone decides.
     read: (directory, config.json, the target's config) -> a config that fits this target.  Raises EspalierError.
     make: (weights, config, the target, rows of position tables) -> a DraftModel that uses every weight.
     drafter: makes the drafter that runs the model.
-    in_target: (directory of a target, its config) -> whether it holds a draft of this format beside the target; None:
-    no target does.
-    checks: what to check in the draft's config.json if almost none of its tokens is accepted.
-    in_parts: whether each of several ranks holds a part of its layers, which are a target's; else each has it whole.
+    in_target: (directory of a target, its config) -> whether the directory also holds a draft of this format; None: no
+    target's directory does.
+    checks: the fields of the draft's config.json to check if almost none of its tokens is accepted.
+    in_parts: whether the ranks split the draft's layers as they split the target's; else each rank holds all layers.
     """
 
     algorithm: str
@@ -144,7 +145,7 @@ class DraftFormat:
     in_parts: bool = False
 
     def names(self, by_speculators: bool) -> str:
-        """The names by which `takes` knows this format, if speculators wrote the config.json or not."""
+        """The names in a config.json that mean this format.  by_speculators: whether speculators wrote the file."""
         if not by_speculators:
             return ", ".join(self.architectures)
         return f"speculators' {', '.join(self.speculators_types)}" if self.speculators_types else ""

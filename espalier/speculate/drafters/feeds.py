@@ -1,11 +1,11 @@
-"""Which hidden state feeds each row of a draft module (DraftSpec.form).
+"""Chooses the hidden state that feeds each row of a draft module, by DraftSpec.form.
 
-The root is token n.  At token n + 1, module 1 reads the target's feature of token n, and module k > 1 reads feed{k},
-which the slot carries.  At later tokens:
+A draft has modules 1 to N.  The root is token n.  At token n + 1, module 1 reads the target's feature of token n.
+Module k > 1 reads the hidden state feed{k}, which the slot carries.  At later tokens, by form:
 
-chain: module k reads module k - 1 at the token before (DeepSeek-AI 2024, arXiv:2412.19437, equation 21).
-target: module k reads the target, k tokens before.  So the hidden states in order of tokens are feedN, ..., feed2, and
-the features of tokens n, n + 1, ...
+chain: module k reads the output of module k - 1 at the token before (DeepSeek-AI 2024, arXiv:2412.19437, equation 21).
+target: module k reads the target's feature k tokens before.  So the hidden states in order of tokens are feedN, ...,
+feed2, and then the features of tokens n, n + 1, ...
 
 After a prefix hit, and at the start of a text, the first rows of module k cannot be computed: module k starts k - 1
 rows behind module 1 (`module_rows`).
@@ -24,7 +24,7 @@ from espalier.kernels.ops.state import carried
 from espalier.kernels.ops.tree import gather_rows
 from espalier.slots import BatchState
 
-# hidden [B, R, H], and the index in it [B, Q] of what each row reads; None: row i reads row i.
+# hidden states [B, R, H], and for each row the index [B, Q] of the one that it reads; None: row i reads index i.
 Feed = tuple[Tensor, Tensor | None]
 
 
@@ -32,9 +32,9 @@ Feed = tuple[Tensor, Tensor | None]
 class ModuleRows:
     """The rows of one module in a pass.
 
-    slots: advanced by `late`, so the module's first row is that of token prefix_len + 1.
-    prefix: the module's committed rows: of module k those of tokens k .. n, where token n is the root.
-    late: [B], rows at the start of the pass that the module cannot compute; None for module 1, which computes all.
+    slots: advanced by `late`, so that the module's first row belongs to token prefix_len + 1.
+    prefix: the module's committed rows.  Module k has those of tokens k .. n, where token n is the root.
+    late: [B], how many rows at the start of the pass the module cannot compute; None for module 1, which computes all.
     """
 
     slots: BatchState
@@ -42,15 +42,15 @@ class ModuleRows:
     late: Tensor | None = None
 
     def length(self, length: Tensor) -> Tensor:
-        """[B]: rows of the module, of a pass with `length` [B] rows; below 1 if there are none."""
+        """[B]: how many rows the module has in a pass with `length` [B] rows; below 1 if it has none."""
         return length if self.late is None else length - self.late
 
 
 def module_rows(slots: BatchState, modules: int) -> list[ModuleRows]:
-    """The rows of each module."""
+    """The rows of each module in a pass.  modules: their number."""
     rows = [ModuleRows(slots, Prefix(slots.page_table, slots.num_tokens, first=1))]
     if modules > 1:
-        # Pages hold the rows below commit_from, and the target ran again from `modules` rows before, or earlier.
+        # Pages hold the rows below commit_from.  The target ran again from `modules` rows before that, or earlier.
         ahead = (slots.commit_from - modules).clamp(min=0) - slots.prefix_len
     for most in range(1, modules):
         late = (ahead + most).clamp(min=0, max=most)
@@ -60,12 +60,12 @@ def module_rows(slots: BatchState, modules: int) -> list[ModuleRows]:
 
 
 class Feeds(ABC):
-    """The feeds of one extend.  Modules run in order, and each one's output [B, W, H] is added to `outputs`."""
+    """The feeds of one `extend`.  Modules run in order; after each, its output [B, W, H] is appended to `outputs`."""
 
     def __init__(
         self, slots: BatchState, rows: Sequence[ModuleRows], features: Tensor, length: Tensor, is_split: bool
     ) -> None:
-        """features: [B, W, H], the target's at tokens n .. n+W-1; length: [B], rows that exist.
+        """features: [B, W, H], the target's features at tokens n .. n+W-1; length: [B], how many rows exist.
 
         is_split: a request may have several rows of the batch, one after another (speculate/pieces.py).
         """
@@ -75,21 +75,21 @@ class Feeds(ABC):
 
     @abstractmethod
     def of(self, module: int) -> Feed:
-        """The feed of module 2 to N in this pass."""
+        """The feed of a module (2 to N) in this pass."""
         ...
 
     @abstractmethod
     def kept(self, module: int) -> tuple[Tensor, Tensor]:
-        """values [B, R, H] and count [B]: row count - 1 of values is the next launch's feed of module 2 to N."""
+        """(values [B, R, H], count [B]): the module (2 to N) reads row count - 1 of values first in the next launch."""
         ...
 
     @staticmethod
     @abstractmethod
     def of_tree(slots: BatchState, modules: int, module: int, above: Tensor, parents: Tensor, topk: int) -> Feed:
-        """The feed of module 2 to N over the beams [B, (module-1)·topk] of all levels so far.
+        """The feed of a module (2 to N) over the beams [B, (module-1)·topk] of all levels so far.
 
-        above: [B, R, H], output of the module before, over the beams of all levels but the last, or at the root.
-        parents: [B, (module-1)·topk], the beam's parent: 0 for the root, 1 + its index among all beams.
+        above: [B, R, H], the output of the module before, over the beams of all levels but the last, or at the root.
+        parents: [B, (module-1)·topk], each beam's parent: 0 for the root, 1 + the parent's index among all beams.
         """
         ...
 
@@ -118,7 +118,7 @@ class ChainFeeds(Feeds):
 class TargetFeeds(Feeds):
     @cached_property
     def hidden(self) -> Tensor:
-        """What the slots carry, then the features."""
+        """The hidden states that the slots carry, then the features."""
         first = _carried_features(self.slots, len(self.rows))
         if self.is_split:
             first = _from_piece_before(self.slots, first, self.features[:, self.features.shape[1] - first.shape[1] :])
@@ -134,18 +134,18 @@ class TargetFeeds(Feeds):
 
     @staticmethod
     def of_tree(slots: BatchState, modules: int, module: int, above: Tensor, parents: Tensor, topk: int) -> Feed:
-        # A beam of depth d reads the target module - d tokens before the root's successor, as feed{module - d + 1}.
+        # A beam of depth d reads the feature of the token module - d before the root's successor: feed{module - d + 1}.
         depths = torch.arange(parents.shape[1], device=parents.device) // topk
         return _carried_features(slots, modules), (depths + (modules - module)).expand_as(parents)
 
 
 def feeds_of(form: str) -> type[Feeds]:
-    """The feeds of a form (DraftSpec.form)."""
+    """The class of a form (DraftSpec.form)."""
     return {"chain": ChainFeeds, "target": TargetFeeds}[form]
 
 
 def feed_name(module: int) -> str:
-    """The name among DraftSpec.carried of what module 2 to N reads at the token after the root."""
+    """The name in DraftSpec.carried of the hidden state that a module (2 to N) reads at the token after the root."""
     return f"feed{module}"
 
 
@@ -155,6 +155,6 @@ def _carried_features(slots: BatchState, modules: int) -> Tensor:
 
 
 def _from_piece_before(slots: BatchState, carried: Tensor, last: Tensor) -> Tensor:
-    """[P, R, H]: `carried` for the first piece of each request, and for the others the `last` of the piece before."""
+    """[P, R, H]: `carried` for the first piece of each request, `last` of the piece before for the other pieces."""
     follows = slots.index[1:] == slots.index[:-1]
     return torch.cat((carried[:1], torch.where(follows[:, None, None], last[:-1], carried[1:])))

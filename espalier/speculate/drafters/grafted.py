@@ -1,7 +1,7 @@
-"""Combines a drafter with other sources: their paths are grafted onto the drafter's trees.
+"""Adds other sources to a drafter: the paths of the sources are grafted onto the drafter's trees.
 
-The drafter itself does not change.  Its scores become survival probabilities, as the paths' scores are.  A drafter
-without files may have sources too.  In a round without a draft pass, the paths alone are the tree.
+The drafter itself does not change.  Its scores become survival probabilities, like the scores of the paths.  A drafter
+without files may have sources too.  In a round without a draft pass, the tree is made of the paths alone.
 """
 
 from functools import partial
@@ -26,7 +26,7 @@ from espalier.speculate.tree import VOID, Tree
 
 
 class GraftedDrafter:
-    """drafter: proposes the trees; layout: the layout of the rounds."""
+    """A Drafter that joins the trees of `drafter` with the sources' paths.  layout: of the rounds."""
 
     def __init__(self, drafter: Drafter, layout: RoundLayout):
         self.drafter = drafter
@@ -64,7 +64,7 @@ class GraftedDrafter:
         paths, table = self._paths(slots), slots.table
         paths = None if are_none(paths) else paths
         if not self.layout.shared_rows and paths is None:
-            # Scores are compared with nobody's.
+            # The scores are compared with no other scores, so they need no calibration.
             table.candidates.index_fill_(0, slots.index, VOID)
             return tree
         if self.layout.drafts:
@@ -95,10 +95,10 @@ class GraftedDrafter:
 
 
 def _padded(values: Tensor, field: Tensor) -> Tensor:
-    """Values [..., n] of a round as the field of the slot table holds them, which has room for the largest tree."""
+    """Values [..., n] of a round, padded to the width of a field of the slot table, which fits the largest tree."""
     return torch.nn.functional.pad(values, (0, field.shape[-1] - values.shape[-1]), value=VOID)
 
 
 def are_none(paths: Paths | None) -> bool:
-    """Whether there are no paths.  For CPU tensors: on a GPU this would wait, and paths are taken to be there."""
+    """Whether there are no paths.  Always False on a GPU if `paths` is not None, as a look at the values would wait."""
     return paths is None or (not paths.kinds.is_cuda and not bool(paths.kinds.any()))

@@ -1,4 +1,4 @@
-"""What every drafter that runs a draft model holds: the model, its place among the layers, and its staging."""
+"""The base of drafters that run a draft model: the model, its layout, and the cache and staging of its layers."""
 
 from typing import Generic, Self, TypeVar
 
@@ -12,7 +12,7 @@ Model = TypeVar("Model", bound=DraftModel)
 
 class ModelDrafter(Generic[Model]):
     def __init__(self, draft: Model, layout: RoundLayout, cache: ModelCache) -> None:
-        """cache: of the draft's layers, with staging that is large enough for this layout."""
+        """cache: the cache of the draft's layers, with staging that is large enough for this layout."""
         self.spec = draft.spec
         self.draft = draft
         self.layout = layout
@@ -23,20 +23,20 @@ class ModelDrafter(Generic[Model]):
         self.allocate()
 
     def allocate(self) -> None:
-        """Make the tensors that follow from the layout alone."""
+        """Make the tensors that depend on the layout alone.  Subclasses override this."""
 
     def for_layout(self, layout: RoundLayout) -> Self:
-        """As Drafter.for_layout."""
-        # Kept, because a CUDA graph replays with the tensors of its capture.
+        """The same drafter for a smaller layout.  See Drafter.for_layout."""
+        # Drafters are kept, because a CUDA graph replays with the tensors of its capture.
         if layout not in self.by_layout:
             self.by_layout[layout] = type(self)(self.draft, layout, self.cache)
         return self.by_layout[layout]
 
     @property
     def captures_prefill(self) -> bool:
-        """As Drafter.captures_prefill."""
+        """Whether a CUDA graph can capture the attention of a prefill pass.  See Drafter.captures_prefill."""
         return self.cache.backend.captures_prefill
 
     def prepare(self, lengths: CommittedLengths) -> None:
-        """As Drafter.prepare."""
+        """Prepare the attention of the next launch.  See Drafter.prepare."""
         self.cache.backend.prepare(lengths)

@@ -1,7 +1,8 @@
-"""N-gram lookup on the device (prompt lookup decoding, Saxena 2023): tokens that followed before are proposed again.
+"""N-gram lookup on the device (prompt lookup decoding, Saxena 2023): proposes tokens that followed the same text.
 
-It needs no model and no K/V: candidates come from the slot's history.  Earlier occurrences of the history's suffix give
-the branches, longest first, then latest first.  Branches start with distinct tokens, so siblings are distinct.
+It needs no model and no K/V, because candidates come from the slot's history.  Each branch follows an earlier
+occurrence of the history's suffix: the longest occurrences first, then the latest.  Branches start with distinct
+tokens, so siblings are distinct.
 """
 
 import torch
@@ -36,7 +37,7 @@ class NgramDrafter(DrafterWithoutFiles):
         return pool.select(slots.root, self.layout.num_draft_tokens)
 
     def _propose_guided(self, slots: BatchState, guide: DraftGuide) -> Tree:
-        """The tree where the first tokens are forced: a chain, then what followed the text with these tokens before."""
+        """The tree after forced tokens of a grammar: a chain of these, then branches that follow them in the text."""
         steps, topk, count = self.layout.steps, self.layout.topk, guide.num_forced[:, None]
         forced = guide.forced[:, :steps]
         # Behind the root, history holds nothing until tokens are decided.
@@ -50,10 +51,10 @@ class NgramDrafter(DrafterWithoutFiles):
         logp = logp.masked_fill(~(allowed | (guide.level == 0)[:, None]), -torch.inf)
         pool, branches = Pool(topk), torch.arange(topk, device=ends.device).expand_as(ends)
         for level in range(1, steps + 1):
-            # How far behind the forced tokens; up to 0, a forced token.
+            # The depth below the last forced token; 0 or less for a forced token.
             depth = level - count
             if level > 1:
-                # The branches begin as children of one beam; from then on, each is the first child of its own.
+                # The branches begin as children of one beam.  Then each branch is the first child of its own beam.
                 pool.keep(torch.where(depth <= 2, branches, branches * topk))
             tokens = slots.history_at(continued_at(ends, end, depth.clamp(min=1)))
             tokens, scores = only_children(tokens, logp * depth) if level > 1 else (tokens[:, None], logp[:, None])
@@ -72,13 +73,13 @@ class NgramDrafter(DrafterWithoutFiles):
 def log_probability(length: Tensor) -> Tensor:
     """[B, K] float32: after a match of m tokens each proposed token has probability m / (m + 1).
 
-    No match: -inf, a void node.
+    Without a match the value is -inf, which makes a void node.
     """
     return torch.where(length > 0, torch.log(length / (length + 1.0)), -torch.inf).float()
 
 
 def only_children(tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens and scores [B, K] as candidates [B, K, K]: one child for each branch, and -inf for its other children."""
+    """Candidates [B, K, K] from tokens and scores [B, K]: one child for each branch.  Its other children get -inf."""
     batch, topk = tokens.shape
     padded = scores.new_full((batch, topk, topk), -torch.inf)
     padded[..., 0] = scores
@@ -86,9 +87,9 @@ def only_children(tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def continued_at(ends: Tensor, root: Tensor, level: int | Tensor) -> Tensor:
-    """[B, K]: position of the token `level` tokens, a number or [B, 1], after `ends` [B, K].
+    """[B, K]: the position of the token that comes `level` tokens after `ends` [B, K].  level: a number or [B, 1].
 
-    If that is past the root's position `root` [B], the text between match and root is continued periodically.
+    Beyond the root's position `root` [B], the text between match and root is repeated.
     """
     period = (root[:, None] - ends).clamp(min=1)
     return ends + 1 + (level - 1) % period

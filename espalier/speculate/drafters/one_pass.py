@@ -1,12 +1,13 @@
 """A drafter whose draft model proposes every depth in one forward pass (block drafts: DFlash 1 and 2, JetSpec, DSpark).
 
-A token's context row is computed from the target's features at that token.  The root's features come with the next
-verify pass, so the root has no context row yet: with root n, rows 0 .. n-1 are committed, as in the target.  `begin`
-runs the block (the root and mask tokens) over these rows and keeps none of its own.  `extend` only projects features
-to context rows.
+A token's context row is computed from the target's features at that token.  The root's features come only with the next
+verify pass, so the root has no context row yet: with the root at position n, rows 0 .. n-1 are committed, as in the
+target.  `begin` runs the block (the root and mask tokens) over the committed rows, and keeps none of the block's rows.
+`extend` only projects features to context rows.
 
-A draft with edges scores a token given the one before it, or all before it.  So depths are scored in order, each one
-for the best distinct tokens of the depth before, or for its best paths (kernels/tree/edges.py).
+A draft with edges scores a token given the token before, or given all tokens before.  So depths are scored in order.
+Each depth is scored after the best distinct tokens of the depth before, or after its best paths
+(kernels/tree/edges.py).
 """
 
 from collections.abc import Callable
@@ -32,7 +33,7 @@ from espalier.speculate.tree import Tree
 
 class OnePassDrafter(ModelDrafter[BlockModel]):
     def allocate(self) -> None:
-        # A row that is not causal sees the whole block, as trained, also rows beyond `steps`.
+        # A row that is not causal sees the whole block, as in training, also the rows beyond `steps`.
         spec, layout, device = self.spec, self.layout, self.device
         self.width = spec.first_proposing + layout.steps if all(spec.causal) else layout.block_rows
         self.known = torch.ones(layout.max_batch, dtype=torch.int64, device=device)
@@ -49,7 +50,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         return partial(best_paths, roots, logits, edges, self.draft.d2t, self.layout)
 
     def _run_block(self, slots: BatchState) -> Tensor:
-        """Run the block.  Returns the rows that propose depths 1 to steps: [B, steps, H]."""
+        """Run the block.  Returns the hidden states of the rows that propose depths 1 to steps: [B, steps, H]."""
         first = self.spec.first_proposing
         rows = block_rows(slots, 0, self.known[: slots.batch], self.width, self.spec.mask_token)
         prefix = Prefix(slots.page_table, slots.prefix_len)
@@ -58,7 +59,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         return hidden[:, first : first + self.layout.steps]
 
     def _nodes(self, slots: BatchState, positions: Tensor) -> list[Nodes]:
-        """What the rows of a block see, by layer."""
+        """The Nodes of each layer: which rows the rows of a block attend to."""
         # Attention uses positions for windows only.
         at = slots.prefix_len[:, None].expand(-1, self.width) if self.spec.windows_from_root else positions
         nodes = {
@@ -71,7 +72,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last: LastTokens | None = None
     ) -> None:
         assert target_features is not None
-        # The context rows of tokens n .. n+length-1.  Padding up to their width is not committed.
+        # The context rows of tokens n .. n+length-1.  The padding up to W rows is not committed.
         positions, tokens, page_rows = chain(slots, 0, length, target_features.shape[1])
         prefix = Prefix(slots.page_table, slots.prefix_len)
         p = self.cache.begin(prefix, Nodes.chain(positions), tokens, page_rows=page_rows.flatten())
@@ -82,7 +83,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
 def best_paths(
     roots: Rows, logits: Tensor, edges: LowRankEdges | None, d2t: Tensor | None, layout: RoundLayout, sampler: Sampler
 ) -> Tree:
-    """The tree of the best paths.  roots: [B, 1]; logits: [B, steps, draft vocabulary], without edges."""
+    """Returns the tree of the best paths.  roots: [B, 1]; logits: [B, steps, draft vocabulary], without edges."""
     if edges is None:
         no_scores = roots.scores.expand(-1, logits.shape[1])
         candidates = without_edges(*sampler.children(DraftRows(logits, d2t, 0, no_scores, stride=1), layout.topk))
@@ -92,12 +93,15 @@ def best_paths(
 
 
 def without_edges(tokens: Tensor, scores: Tensor) -> Candidates:
-    """tokens, scores: [B, S, K], of each depth.  Every candidate is continued by the one row of the next depth."""
+    """Candidates [B, S, K] without edges: the same row of the next depth follows every candidate of a depth."""
     return Candidates(tokens[:, :, None], scores[:, :, None], torch.zeros_like(tokens, dtype=torch.int32)[:, :, None])
 
 
 def with_edges(rows: Rows, steps: int, topk: int, next_depth: Callable[[int, Rows, Candidates], Rows]) -> Candidates:
-    """rows: the roots.  next_depth: as fill_depth, of (a depth from 0, its rows, where to write their candidates)."""
+    """Candidates whose scores depend on the tokens before.
+
+    rows: the roots.  next_depth: like fill_depth, called with (a depth from 0, its rows, the candidates to fill).
+    """
     candidates = Candidates.empty(rows.tokens[:, 0], steps, topk)
     for depth in range(steps):
         rows = next_depth(depth, rows, candidates.of_rows(depth, rows.tokens.shape[1]))
@@ -105,5 +109,8 @@ def with_edges(rows: Rows, steps: int, topk: int, next_depth: Callable[[int, Row
 
 
 def block_rows(slots: BatchState, first: int, known: Tensor, width: int, mask: int) -> Chain:
-    """Rows from position prefix_len + `first` on: `known` [B] tokens, and mask tokens."""
+    """`width` rows of a block, from position prefix_len + `first` on.
+
+    known: [B], how many of a request's first rows hold tokens that its history has; the other rows hold `mask`.
+    """
     return chain(slots, first, known, width, mask)

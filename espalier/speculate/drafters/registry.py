@@ -1,4 +1,4 @@
-"""The known draft formats, chosen by config.json, and the drafters that need no files."""
+"""The draft formats, one of which is chosen by config.json, and the drafters that need no files."""
 
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -32,7 +32,7 @@ from espalier.speculate.drafters.one_pass import OnePassDrafter
 from espalier.speculate.drafters.peagle import PEagleDrafter
 from espalier.speculate.tree import RootTrees
 
-# A weight of each target's first layer.
+# A weight in the first layer of every target.
 FIRST_LAYER = "model.layers.0.input_layernorm.weight"
 CAPTURED = "eagle_aux_hidden_state_layer_ids (top-level ids name layers' inputs, those in eagle_config their outputs)"
 # Two mistakes leave an accept length near 1: layer ids off by one, and the wrong row for depth 1.
@@ -107,9 +107,9 @@ FORMATS = (
         in_parts=True,
     ),
 )
-# By algorithm.  To add a format from outside this package: DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
+# The formats, by algorithm.  To add a format from outside this package: DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
 DRAFT_FORMATS: dict[str, DraftFormat] = {known.algorithm: known for known in FORMATS}
-# What is not built, by architecture or speculators_model_type: drafts, and models or their MTP layers alone.
+# Drafts, models and MTP layers that are not built, by architecture or speculators_model_type, with a name for each.
 NOT_BUILT = {
     "xpress": "XPress",
     "Gemma4DSparkModel": "DSpark with Gemma 4's layers",
@@ -121,7 +121,7 @@ MTP_NOT_BUILT = {
     **dict.fromkeys(("Qwen3NextForCausalLM", "Qwen3NextMTP"), "Qwen3-Next"),
 }
 # Drafters that need no files, by algorithm.  To add one from outside this package: WITHOUT_FILES["name"] = ITS_CLASS.
-# The processes that a command starts do not see that; they see the entry points of installed packages in this group.
+# Child processes do not see such an entry.  They see the entry points of installed packages in the group ENTRY_POINTS.
 WITHOUT_FILES: dict[str, type[DrafterWithoutFiles]] = {
     drafter.spec.algorithm: drafter for drafter in (NgramDrafter, NoDrafter)
 }
@@ -134,9 +134,9 @@ def algorithms() -> tuple[str, ...]:
 
 
 def drafter_without_files(algorithm: str) -> type[DrafterWithoutFiles] | None:
-    """The class of an algorithm that needs no files, None for others.
+    """The drafter class of an algorithm that needs no files; None for other algorithms.
 
-    Raises EspalierError for one that does not declare itself as such.
+    Raises EspalierError if the class's `spec` is not that of an algorithm without files.
     """
     drafter = WITHOUT_FILES.get(algorithm)
     if drafter is None and algorithm not in DRAFT_FORMATS:
@@ -151,7 +151,7 @@ def drafter_without_files(algorithm: str) -> type[DrafterWithoutFiles] | None:
 
 
 def what_to_check(algorithm: str) -> str:
-    """What a user should check or do where almost no draft token of this algorithm is accepted."""
+    """What a user should check or do if almost no draft token of this algorithm is accepted."""
     if algorithm == NgramDrafter.spec.algorithm:
         return "this text has few repetitions: use a trained draft"
     if algorithm not in DRAFT_FORMATS:
@@ -165,7 +165,7 @@ def what_to_check(algorithm: str) -> str:
 
 
 def format_of(raw: Raw, path: Path) -> DraftFormat:
-    """The format of the draft at `path`, by its config.json.  Raises EspalierError, listing the known formats."""
+    """The format of the draft at `path`, by its config.json.  Raises EspalierError if no known format has it."""
     for known in DRAFT_FORMATS.values():
         if known.takes(raw):
             return known
@@ -193,9 +193,9 @@ def _why_unknown(raw: Raw, path: Path) -> str:
 def is_draft(path: Path, is_expected: bool = False) -> bool:
     """Whether the directory holds a draft.
 
-    A target with MTP layers of its own is a target.  Such layers alone have the target's config.json, but no first
-    layer: they are a draft.
-    is_expected: raise EspalierError, as format_of, for what is no target and no known draft.
+    A target with its own MTP layers is a target.  A directory with such layers alone has the target's config.json, but
+    no first layer, so it is a draft.
+    is_expected: raise EspalierError, as format_of does, if the directory holds neither a target nor a known draft.
     """
     if is_gguf(path):
         return False
@@ -211,19 +211,19 @@ def is_draft(path: Path, is_expected: bool = False) -> bool:
 
 
 def _holds_first_layer(path: Path) -> bool:
-    """Whether the directory holds a target's layer 0; also if its weights are in files that are not read here."""
+    """Whether the directory holds a target's layer 0.  Also True if its weights are in files that are not read here."""
     return not shards_of(path) or FIRST_LAYER in Weights(path, torch.float32, "cpu")
 
 
 def draft_algorithm(path: Path) -> str:
-    """The algorithm that runs the draft in this directory.  Raises EspalierError."""
+    """The algorithm that runs the draft in this directory.  Raises EspalierError for an unknown format."""
     return format_of(read_json(path / "config.json"), path).algorithm
 
 
 def own_draft(path: Path, target: ModelConfig, algorithm: str) -> Path | None:
     """The directory of the target at `path`, if it holds a draft beside the target; else None.
 
-    algorithm: the one that the draft must run under, or "auto".
+    algorithm: the algorithm that must be able to run the draft, or "auto" for any.
     """
     formats = (known for known in DRAFT_FORMATS.values() if algorithm in ("auto", known.algorithm))
     return path if any(known.in_target and known.in_target(path, target) for known in formats) else None
@@ -241,7 +241,7 @@ def read_draft(path: Path | str, target: ModelConfig) -> DraftConfig:
 
 
 def draft_shards(algorithm: str, shards: Shards) -> Shards:
-    """What a rank that holds `shards` of the target holds of the draft of this algorithm: a part, or all."""
+    """The part of a draft of this algorithm that a rank holds, if it holds `shards` of the target; WHOLE for all."""
     return shards if algorithm in DRAFT_FORMATS and DRAFT_FORMATS[algorithm].in_parts else WHOLE
 
 
@@ -256,8 +256,8 @@ def load_draft(
 ) -> DraftModel:
     """Load a draft.  `target` must have been loaded with the `capture` of `read_draft(path, target.config).spec`.
 
-    shards: what this rank holds of the target; draft_shards says what it holds of the draft.
-    Raises EspalierError naming what does not fit.
+    shards: the part of the target that this rank holds; draft_shards gives the part of the draft.
+    Raises EspalierError, which names the part that does not fit.
     """
     path = Path(path)
     config = read_draft(path, target.config)
@@ -272,7 +272,7 @@ def load_draft(
 
 
 def make_drafter(algorithm: str, draft: DraftModel | None, layout: RoundLayout, cache: ModelCache) -> Drafter:
-    """The drafter of an algorithm.  cache: of the draft's layers, which are none without a draft.
+    """Make the drafter of an algorithm.  cache: of the draft's layers; without a draft it has no layers.
 
     Raises EspalierError if the algorithm needs a draft and `draft` is None.
     """

@@ -1,8 +1,8 @@
 """The contract of a source: it proposes paths of tokens that may follow a request's text, and says how well each
 matches the text.
 
-A source on the device makes Paths from the slots (text.py).  A source on the host makes a Guess.  Each launch carries
-the guesses to the device, where they become paths (sent.py).  graft.py joins all paths with the draft's tree.
+A source on the device makes Paths from the slot table (text.py).  A source on the host makes Guesses.  Each launch
+carries the guesses to the device, where sent.py makes paths of them.  graft.py joins all paths with the draft's tree.
 """
 
 from collections.abc import Sequence
@@ -16,19 +16,20 @@ from espalier.slots import SOURCES, STRENGTHS, Guess
 
 
 def kind_of(source: str, strength: int) -> int:
-    """The number of a path's kind, from 1 on.  strength: from 1 to STRENGTHS."""
+    """The number that stands for a source and a strength, from 1 on.  strength: from 1 to STRENGTHS."""
     return 1 + SOURCES.index(source) * STRENGTHS + strength - 1
 
 
 def strength_of(matching: int) -> int:
-    """The strength of a guess if the text's last `matching` tokens also stand before it in the source."""
+    """The strength of a guess.  matching: how many tokens before it equal the text's last tokens."""
     return min(STRENGTHS, max(matching, 1).bit_length())
 
 
 class Paths(NamedTuple):
-    """Paths under the roots of a batch.
+    """Paths below the roots of a batch.
 
-    tokens: [B, P, S] int64, a path's tokens at depths 1 to S; a VOID token ends the path.  kinds: [B, P] int64.
+    tokens: [B, P, S] int64, a path's tokens at depths 1 to S; a VOID token ends the path.
+    kinds: [B, P] int64, from `kind_of`; 0: no path.
     """
 
     tokens: Tensor

@@ -1,8 +1,8 @@
-"""Turns the draft's own scores into the probabilities with which nodes were right lately.
+"""Replaces the draft's own scores by the share of such nodes that were right lately.
 
-The draft is one more source.  The kind of a node is its rank among its siblings, and how sure the draft was of its last
-step.  The survival of its kind at its depth replaces what the draft says; the skill of its request raises or lowers it.
-survival.py counts both.  All sizes are static, so a CUDA graph captures this.
+The draft counts as one more source.  The kind of a node is made of its rank among its siblings, the draft's probability
+for its last step, and whether the request samples.  The score of a step is the survival of the node's kind at its
+depth, times the skill of the request (survival.py counts both).  All sizes are static, so a CUDA graph captures this.
 """
 
 import math
@@ -16,13 +16,13 @@ from espalier.kernels.attention.ancestor_bits import own_bits, unpack
 from espalier.kernels.ops.tree import VOID, Tree
 from espalier.slots import ALONE, LEVELS, PATH_KINDS, RANKS, SOURCES, STRENGTHS, BatchState
 
-# No step is surer than this, so a child never scores as high as its parent.
+# No step has a higher probability, so a child never scores as high as its parent.
 MOST = 0.98
-# A level is a root of -log p, so that levels are narrow where p is near 1: 0.92, 0.72, 0.48, 0.27, 0.13, 0.05, 0.02.
+# A level is a root of -log p, so levels are narrow where p is near 1: 0.92, 0.72, 0.48, 0.27, 0.13, 0.05, 0.02.
 LEVELS_A_ROOT = 3.5
-# Of nodes of one kind, the draft's own score decides.
+# The weight of the draft's own score, which decides between nodes of the same kind.
 TIE = 1e-3
-# A candidate in one number, from its lowest bit: kind, depth, parent, token.
+# The bits of a candidate packed into one number: the kind from bit 0, then depth, parent and token.
 DEPTH_BIT, PARENT_BIT, TOKEN_BIT = 12, 24, 40
 
 
@@ -39,14 +39,14 @@ def kinds_of_draft(tree: Tree, is_sampled: Tensor) -> Tensor:
 
 
 def first_of_level(level: int) -> float:
-    """What the draft says in the middle of a level."""
+    """The probability, in the draft's own scores, at the middle of a level."""
     return math.exp(-(((level + 0.5) / LEVELS_A_ROOT) ** 2))
 
 
 def calibrated(tree: Tree, kinds: Tensor, survival: Tensor, skill: Tensor) -> Tree:
-    """The same tree with calibrated scores.
+    """Returns the same trees with calibrated scores.
 
-    kinds: [B, D]; survival: [KINDS, S] and skill: [B, 1] float32, as in SlotTable.
+    kinds: [B, D], from `kinds_of_draft`; survival: [KINDS, S] and skill: [B, 1], both float32 as in SlotTable.
     """
     is_no_guess = _is_no_guess(tree)
     step = (survival[kinds, (tree.depths - 1).clamp(min=0)] + skill).clamp(max=math.log(MOST))
@@ -56,14 +56,16 @@ def calibrated(tree: Tree, kinds: Tensor, survival: Tensor, skill: Tensor) -> Tr
 
 
 def packed(tree: Tree, kinds: Tensor) -> Tensor:
-    """[B, D] int64: the candidates of a tree, as the host reads them; VOID for roots and void nodes."""
+    """[B, D] int64: each node packed into one number, which the host reads; VOID for roots and void nodes."""
     made = (tree.tokens << TOKEN_BIT) + (tree.parents << PARENT_BIT) + (tree.depths << DEPTH_BIT) + kinds
     return made.masked_fill(_is_no_guess(tree), VOID)
 
 
 class Candidates(NamedTuple):
-    """What `packed` holds, on the host, in arrays of its shape.  exists: False for roots and void nodes; their numbers
-    are 0."""
+    """The nodes that `packed` holds, unpacked on the host into arrays of the same shape.
+
+    exists: False for roots and void nodes, whose other fields are 0.
+    """
 
     exists: np.ndarray
     kinds: np.ndarray
@@ -81,12 +83,12 @@ class Candidates(NamedTuple):
 
     @property
     def sources(self) -> np.ndarray:
-        """Places in ALL_SOURCES."""
+        """The index of each node's source in ALL_SOURCES."""
         return np.where(self.kinds < PATH_KINDS, (self.kinds - 1) % ALONE // STRENGTHS, len(SOURCES))
 
     @property
     def lineage(self) -> set[tuple[int, ...]]:
-        """Of one request: for each of the draft's nodes, the tokens from depth 1 down to it."""
+        """The token sequences, from depth 1 down to a node, of all nodes that the draft proposed to one request."""
         above: list[tuple[int, ...]] = []
         for exists, parent, token in zip(self.exists, self.parents.tolist(), self.tokens.tolist(), strict=True):
             above.append((*above[parent], token) if exists else ())
@@ -94,12 +96,12 @@ class Candidates(NamedTuple):
 
 
 def is_sampled(slots: BatchState) -> Tensor:
-    """[B] bool: requests whose draft is scored with noise."""
+    """[B] bool: whether the draft's scores for a request contain noise, because it samples."""
     return slots.table.temperature.index_select(0, slots.index) > 0
 
 
 def roots_alone(root: Tensor, nodes: int, num_words: int) -> Tree:
-    """Trees [B, nodes] of the roots [B] and void nodes."""
+    """Trees [B, nodes] that hold the roots [B] and otherwise void nodes."""
     blank = root.new_zeros(root.shape[0], nodes)
     tokens, depths = blank.masked_fill(blank == 0, VOID), blank + 1
     scores = torch.full_like(blank, -torch.inf, dtype=torch.float32)
@@ -109,7 +111,7 @@ def roots_alone(root: Tensor, nodes: int, num_words: int) -> Tree:
 
 
 def _own(tree: Tree) -> Tensor:
-    """[B, D]: the score of a node's last step, at most 0; of a void node -inf."""
+    """[B, D]: the draft's own log-probability of a node's last step, at most 0; -inf for a void node."""
     return (tree.scores - tree.scores.gather(1, tree.parents)).clamp(max=0)
 
 

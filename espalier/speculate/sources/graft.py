@@ -1,6 +1,6 @@
 """Joins paths of tokens with a draft's trees: the best nodes of both become the tree to verify.
 
-Nodes with the same tokens from the root down are one node, as likely as the likelier of the two.  All sizes follow from
+Nodes with the same tokens from the root down become one node, with the higher of their scores.  All sizes follow from
 the layout, so a CUDA graph captures this.
 """
 
@@ -12,20 +12,20 @@ from espalier.kernels.ops.tree import VOID, Tree, usable
 from espalier.slots import ALONE
 from espalier.speculate.sources.base import Paths
 
-# Fills the depths below a node.  It differs from every token and from VOID.
+# Fills a node's sequence of tokens beyond the node's depth.  It differs from every token and from VOID.
 NOTHING = -2
 
 
 def graft(
     tree: Tree, kinds: Tensor, paths: Paths, survival: Tensor, steps: int, is_drafted: bool = True
 ) -> tuple[Tree, Tensor]:
-    """Make trees of the same size from the best nodes of the draft's trees and of the paths.
+    """Make trees of the same size from the best nodes of the draft's trees and of the paths.  Returns their kinds too.
 
     kinds: [B, D], of the draft's nodes; survival: [KINDS, S] float32, the log-probability that a node of a kind is
-    right at a depth if its parent is.  steps: the greatest depth.  A node that occurs several times has the highest of
-    its scores.  Of equal scores the draft's node comes first, then the first path's, so a parent comes before its
-    children.  is_drafted: whether a draft made the trees.  Returns the kinds of the new nodes
-    too.
+    right at a depth if its parent is right; steps: the greatest depth; is_drafted: whether a draft made the trees.
+
+    Nodes are ordered by score.  Of equal scores the draft's node comes first, then the first path's node.  So a parent
+    comes before its children.
     """
     sequences = torch.cat((tree_sequences(tree, steps), path_sequences(paths.tokens[..., :steps])), 1)
     exists = _exists(tree, paths, steps)
@@ -68,7 +68,7 @@ def path_sequences(tokens: Tensor) -> Tensor:
 
 
 def _exists(tree: Tree, paths: Paths, steps: int) -> Tensor:
-    """[B, D + P · S] bool: whether a node is not void.  A path of kind 0 has tokens, which nobody guesses."""
+    """[B, D + P · S] bool: whether a node is not void.  A path of kind 0 is void, although it has tokens."""
     drafted = tree.tokens != VOID
     # The root exists, whatever its token.
     drafted[:, 0] = True

@@ -1,8 +1,8 @@
-"""A source that searches the texts that the engine has served, and guesses what followed the same tokens there.
+"""A source that searches the texts that the engine has served, and guesses the tokens that followed the same tokens.
 
-The texts stand in a ring of tokens.  Hash tables give the place where a run of tokens ended last.  Ring and tables have
-a fixed size.  Since then the place may have been overwritten, so the tokens there are compared first.  A request sees
-only texts of its own client.
+The texts stand in a ring of tokens.  Hash tables map a run of tokens to the place where the run ended last.  Ring and
+tables have a fixed size.  The ring may have overwritten the place, so the tokens there are compared before a guess.  A
+request sees only texts of its own client.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from espalier.speculate.sources.base import kind_of, strength_of
 
 # The lengths of the runs that are looked up, the longest first.
 RUNS = (12, 6, 3)
-# Memory for one token: its id, the number of its text, and a place in each table.
+# Bytes for one token: its id, the number of its text, and a place in each table.
 BYTES_A_TOKEN = 4 + 8 + 8 * len(RUNS)
 # At most this many tokens are compared to find how well a place matches.
 MOST_MATCHING = 16
@@ -24,7 +24,7 @@ ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 class IndexSource:
-    """num_bytes: the size of the ring and its tables together."""
+    """A HostSource over the served texts.  num_bytes: the size of the ring and its tables together."""
 
     def __init__(self, num_bytes: int) -> None:
         self.size = max(num_bytes // BYTES_A_TOKEN, 1)
@@ -51,7 +51,7 @@ class IndexSource:
         places = (self.end + np.arange(len(text))) % self.size
         self.num_texts += 1
         self.tokens[places] = text
-        # Salt and number tell neighbouring texts apart, so that no run goes over from one text to the next.
+        # Salt and number tell neighbouring texts apart, so that no run crosses from one text to the next.
         self.texts[places] = _text(salt, self.num_texts)
         self.end = (self.end + len(text)) % self.size
         for run, table in self.tables.items():
@@ -67,9 +67,9 @@ class IndexSource:
         ]
 
     def find(self, last: Sequence[int], salt: int, width: int) -> list[tuple[int, tuple[int, ...]]]:
-        """(number of matching tokens, the tokens that followed) for each place where the last tokens stand.
+        """(number of matching tokens, the tokens that followed) for each place with the same last tokens.
 
-        Places that were found by longer runs come first.
+        Places of longer runs come first.
         """
         text, made, seen = np.array(last, dtype=np.int64), [], set()
         for run, table in self.tables.items():
@@ -86,7 +86,7 @@ class IndexSource:
         return made
 
     def _num_matching(self, text: np.ndarray, place: int, salt: int) -> int:
-        """How many tokens up to `place` equal the last tokens of `text`, inside of one text with this salt."""
+        """How many tokens up to `place` equal the last tokens of `text`, within one text of this salt."""
         if self.texts[place] >> NUMBER_BITS != salt:
             return 0
         places = (place - np.arange(len(text))) % self.size
@@ -113,7 +113,7 @@ def _text(salt: int, number: int) -> int:
 
 
 def _hash(run: Sequence[int], salt: int) -> int:
-    """`_hashes` of one run, which takes less time in plain numbers."""
+    """The hash of one run, as `_hashes` gives it.  For a single run plain integers are faster than NumPy."""
     made = salt
     for token in run:
         made = (made ^ token) * int(ODD) & (1 << 64) - 1

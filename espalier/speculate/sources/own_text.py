@@ -1,7 +1,7 @@
-"""The source `text` where the host knows all tokens of a request before each round: it searches them itself.
+"""The source `text` on the host, which searches a request's own text.
 
-Tables give the place after the last occurrence of each run of tokens.  Each new token enters them once, so a round
-costs the same however long the text is.
+It is used where the host knows all tokens of a request before each round.  Tables map each run of tokens to the place
+after its last occurrence.  Each new token enters the tables once, so the cost of a round does not grow with the text.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,10 @@ MOST_MATCHING = 16
 
 
 class Text:
-    """tokens: all; after: by the length of a run, for each run the position of the token that followed it last."""
+    """A request's tokens.
+
+    after: for each length of RUNS, a map from a run to the position of the token that followed it last.
+    """
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens: list[int] = []
@@ -33,9 +36,9 @@ class Text:
             self.tokens.append(token)
 
     def find(self, width: int) -> list[tuple[int, tuple[int, ...]]]:
-        """(number of matching tokens, the `width` tokens that followed) for each place, longer runs first.
+        """(number of matching tokens, `width` tokens that followed) for each place found, places of longer runs first.
 
-        Where these go beyond the text, the text from the place on is repeated.
+        If the text ends before `width` tokens, the text from the place on is repeated.
         """
         tokens, end, found = self.tokens, len(self.tokens), {}
         for run, after in self.after.items():

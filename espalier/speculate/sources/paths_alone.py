@@ -1,7 +1,7 @@
-"""The trees of the host's guesses in a round without a draft pass, on a CPU.
+"""Makes the trees of the host's guesses in a round without a draft pass, on a CPU.
 
-They are the trees that graft.py makes of roots alone and the paths of sent.py.  So few nodes take less time one after
-another than in operations over all of them.
+graft.py would make the same trees from the roots and the paths of sent.py.  For so few nodes, a loop over single nodes
+is faster than operations on tensors.
 """
 
 import math
@@ -13,13 +13,13 @@ from espalier.kernels.ops.tree import VOID, Tree
 from espalier.layout import ANCESTOR_BITS
 from espalier.slots import NO_TOKEN, BatchState
 
-# A node's token, parent, depth, score, kind, and its ancestors' bits once it has its place.
+# A node's token, parent, depth, score, kind, and the bits of its ancestors, which are set once the node has its place.
 Node = tuple[int, int, int, float, int, int]
 VOID_NODE = (VOID, 0, 1, -math.inf, 0)
 
 
 def trees_of_guesses(slots: BatchState, nodes: int, steps: int, num_words: int) -> tuple[Tree, Tensor]:
-    """Trees [B, nodes] of the guesses that the slot table holds for a batch, and the nodes' kinds."""
+    """Trees [B, nodes] of the guesses in the slot table for a batch, and the kinds [B, nodes] of their nodes."""
     table, survival = slots.table, slots.table.survival.tolist()
     rows = table.guesses.index_select(0, slots.index).tolist()
     trees = []
@@ -44,9 +44,9 @@ def trees_of_guesses(slots: BatchState, nodes: int, steps: int, num_words: int) 
 def _add(
     found: list[Node], places: dict[tuple[int, int], int], tokens: list[int], kind: int, survival: list[float]
 ) -> None:
-    """Add a path.  Nodes with the same tokens from the root down are one, with the better of their scores.
+    """Add a path.  Nodes with the same tokens from the root down become one node, with the higher of their scores.
 
-    places: of the nodes, by token and parent.
+    places: the index in `found` of each node, by its token and parent.
     """
     parent, score = 0, 0.0
     for depth, token in enumerate(tokens):
@@ -74,6 +74,6 @@ def _best(found: list[Node], nodes: int) -> list[Node]:
 
 
 def _word(bits: int, word: int) -> int:
-    """A word of ancestor bits, as int64."""
+    """Word `word` of a node's ancestor bits, as a signed 64-bit number."""
     unsigned = bits >> word * ANCESTOR_BITS & (1 << ANCESTOR_BITS) - 1
     return unsigned - (unsigned >> ANCESTOR_BITS - 1 << ANCESTOR_BITS)

@@ -1,4 +1,4 @@
-"""A source for `prediction`, a text that the client expects as the output.  It follows the output through that text."""
+"""A source for `prediction`, a text that the client expects as the output.  It tracks how far the output has come."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from espalier.request import Request
 from espalier.slots import Guess
 from espalier.speculate.sources.base import kind_of, strength_of
 
-# After the output left the prediction, its place there is found again by its last REJOIN tokens.
+# Once the output has left the prediction, the output's last REJOIN tokens are looked up to find its place again.
 REJOIN = 3
 
 
@@ -15,9 +15,9 @@ REJOIN = 3
 class Followed:
     """A prediction and how far the output has followed it.
 
-    tokens: the prediction's; places: for each run of REJOIN tokens the positions where it ends, in order; next: the
-    position of the expected token; matching: how many tokens before `next` agreed in a row; appeared: for each token of
-    the prediction, whether it has come in the output.
+    tokens: of the prediction; places: for each run of REJOIN tokens, the positions where the run ends, in order;
+    next: the position of the expected token; matching: how many tokens before `next` agreed in a row; appeared: for
+    each token of the prediction, whether the output has contained it.
     """
 
     tokens: Sequence[int]
@@ -32,7 +32,7 @@ class Followed:
             self.places.setdefault(tuple(self.tokens[end - REJOIN : end]), []).append(end)
 
     def push(self, last: Sequence[int]) -> None:
-        """Take in a new token of the output.  last: the output's last REJOIN tokens or fewer, with the new one."""
+        """Take in a new token of the output.  last: the last 1 to REJOIN tokens of the output, the new one included."""
         if self.next < len(self.tokens) and self.tokens[self.next] == last[-1]:
             self.appeared[self.next] = True
             self.next += 1
@@ -41,7 +41,7 @@ class Followed:
         self.matching = 0
         places = self.places.get(tuple(last), ())
         if places:
-            # Edits go forward, so the next place is taken.  If there is none, the last.
+            # Edits go forward, so take the first place behind `next`, or else the last place.
             self.next = next((end for end in places if end > self.next), places[-1])
             self.matching = REJOIN
             self.appeared[self.next - REJOIN : self.next] = b"\1" * REJOIN

@@ -1,7 +1,7 @@
 """Counts how often guesses are right, by kind and depth, over all requests, and how much each request's draft differs.
 
-The counts come from results that the host reads anyway.  Each guess is counted once, when the result of its round is
-read, whether or not it was verified.  So equal requests in equal order give equal numbers.  Older counts fade.
+The counts come from results that the host reads anyway.  Each guess is counted once, when the host reads the result of
+its round, whether or not it was verified.  So equal requests in equal order give equal numbers.  Older counts fade.
 """
 
 import math
@@ -14,28 +14,31 @@ import numpy as np
 from espalier.slots import ALONE, KINDS, LEVELS, PATH_KINDS, RANKS, SOURCES, STRENGTHS
 from espalier.speculate.sources.calibrate import Candidates, first_of_level
 
-# The assumed survival (the share of paths that are right) of each source, by strength.  For "text" a match of m tokens
-# has m / (m + 1).  For a draft it is what the draft says.
+# The assumed survival of each source's guesses (the share that is right), by strength.  A match of m tokens in "text"
+# is assumed to survive with probability m / (m + 1).  For a draft's nodes the draft's own probability is assumed.
 FIRST = {"text": (1 / 2, 2 / 3, 3 / 4, 4 / 5), "prediction": (0.6, 0.8, 0.9, 0.95), "index": (0.5, 0.7, 0.85, 0.92)}
-# The same where the draft beside it proposes something else, as many times as much.
+# FIRST is multiplied by this where the draft of the same round proposes other tokens.
 ALONE_FIRST = 0.4
-# The same where tokens are sampled, before any is counted.
+# FIRST is multiplied by this for a request that samples.
 SAMPLED_FIRST = 0.5
-# The assumption counts as PRIOR guesses.  A guess's weight is halved after HALF_LIFE more guesses of its kind.
+# The assumption weighs as much as PRIOR guesses.  A guess's weight is halved after HALF_LIFE more guesses of its kind.
 PRIOR = 4.0
 HALF_LIFE = 256.0
-# The table is sent again when one probability has changed by this much.  That is looked at after LEAST_COUNTED counts.
+# The table is sent again once a probability has changed by WORTH_SENDING, checked after every LEAST_COUNTED counts.
 WORTH_SENDING, LEAST_COUNTED = 0.02, 8
-# A request's own share counts at first as OWN_PRIOR nodes that were as right as all requests' nodes.  Its weight is
-# halved after OWN_HALF_LIFE rounds.  No request differs by more than MOST_SKILL times.
+# A request's own share starts with the weight of OWN_PRIOR nodes that were as right as the nodes of all requests.  Its
+# weight is halved after OWN_HALF_LIFE rounds.  No request's skill exceeds MOST_SKILL, nor falls below 1 / MOST_SKILL.
 OWN_PRIOR, OWN_HALF_LIFE, MOST_SKILL = 2.0, 8.0, 50.0
 
 
 class Survival:
-    """tried: [KINDS, S], how many guesses were right above a depth; followed: how many of them were right there.
-    whole: [2, 2, 1 + ALONE, S], the same two counts of paths, whether or not a draft proposed the same, by whether the
-    request samples.
-    own: by request, how many nodes of its draft should have been right by these counts, and how many were.
+    """The counts of right guesses.
+
+    tried: [KINDS, S], how many guesses were right at all depths above; followed: how many of these were right at this
+    depth too.
+    whole: [2, 2, 1 + ALONE, S], both counts again, by whether the request samples, for whole paths of the sources: also
+    the tokens that a draft proposed too.
+    own: by request, how many nodes of its draft were expected to be right by these counts, and how many were right.
     """
 
     def __init__(self, steps: int) -> None:
@@ -52,9 +55,10 @@ class Survival:
 
     @property
     def probabilities(self) -> np.ndarray:
-        """[KINDS, S]: the probability that a guess is right at a depth if it was right above.
+        """[KINDS, S]: the probability that a guess is right at a depth if it was right at all depths above.
 
-        Few guesses reach a great depth, so the probability of the depth above counts as PRIOR guesses.
+        Few guesses reach a great depth, so each depth starts from the probability of the depth above, with the weight
+        of PRIOR guesses.
         """
         made = np.empty_like(self.tried)
         above = self.first
@@ -71,10 +75,10 @@ class Survival:
         shared: int | None = None,
         is_sampled: bool = False,
     ) -> int:
-        """Count a path.  emitted: the tokens that the target picked at the depths of the path; shared: how many of its
-        tokens the draft proposed too, None in a round without a draft.
+        """Count a path of a source.  Returns how many of its tokens the target picked too.
 
-        Returns how many of its tokens came true.
+        emitted: the tokens that the target picked at the depths of the path; shared: how many of the path's tokens the
+        draft proposed too, None in a round without a draft.
         """
         self._counted += 1
         pairs = list(zip(path, emitted, strict=False))[: self.tried.shape[1]]
@@ -94,7 +98,7 @@ class Survival:
         return followed
 
     def reach(self, kind: int, is_sampled: bool = False) -> list[float]:
-        """The probability, by depth, that a path of this kind is right down to there, whatever a draft proposes."""
+        """For each depth, the probability that a path of this kind is right down to it, whatever a draft proposes."""
         above, steps = float(self.first[kind]) * (SAMPLED_FIRST if is_sampled else 1.0), []
         for tried, followed in self.whole[int(is_sampled), :, kind].T.tolist():
             above = (followed + PRIOR * above) / (tried + PRIOR)
@@ -104,7 +108,7 @@ class Survival:
     def add_draft(self, requests: Sequence[str], candidates: np.ndarray, emitted: Sequence[Sequence[int]]) -> None:
         """Count the draft's nodes of a round.
 
-        requests: their ids; candidates: [B, D], as in SlotTable; emitted: the tokens of each request.
+        requests: their ids; candidates: [B, D], as in SlotTable; emitted: the emitted tokens of each request.
         """
         exists, kinds, depths, parents, tokens = Candidates.of(candidates)
         if not (kinds >= PATH_KINDS).any():
@@ -139,13 +143,13 @@ class Survival:
             self.own[request] = old * fades + more, was_true * fades + came_true
 
     def skill(self, request: str) -> float:
-        """The logarithm of how many times as often a node of this request's draft is right."""
+        """The logarithm of a ratio: how often nodes of this request's draft are right, over the share expected."""
         expected, found = self.own.get(request, (0.0, 0.0))
         ratio = (found + OWN_PRIOR) / (expected + OWN_PRIOR)
         return math.log(min(max(ratio, 1 / MOST_SKILL), MOST_SKILL))
 
     def to_send(self) -> np.ndarray | None:
-        """[KINDS, S] float32: log-probabilities.  None if they have hardly changed since they were sent."""
+        """[KINDS, S] float32: the log-probabilities to send.  None if they have hardly changed since the last time."""
         if self._sent is not None and self._counted < LEAST_COUNTED:
             return None
         now, self._counted = self.probabilities, 0

@@ -8,11 +8,11 @@ from espalier.speculate.sources.base import Paths, kind_of
 
 
 def paths_of_text(slots: BatchState, count: int, steps: int) -> Paths:
-    """`count` paths for each slot, which begin with distinct tokens.  Longer matches come first, then later ones."""
+    """`count` paths for each slot, with distinct first tokens: of longer matches first, then of later matches."""
     matches = find_matches(slots.table.history, slots.index, slots.prefix_len, count)
     depths = torch.arange(steps, device=matches.ends.device)
     period = (slots.prefix_len[:, None] - matches.ends).clamp(min=1)
-    # Where a path would go beyond the known text, the text between match and root is repeated.
+    # Where a path would go beyond the known text, it repeats the text between match and root.
     positions = matches.ends[..., None] + 1 + depths % period[..., None]
     tokens = slots.history_at(positions.flatten(1)).view(positions.shape)
     kinds = torch.where(matches.length > 0, matches.length + (kind_of("text", 1) - 1), 0)
