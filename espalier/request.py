@@ -2,8 +2,9 @@
 
 This module holds values only and knows of no tokenizer, device or model.  A TextSink makes a request's text.
 
-SamplingParams and ResolvedParams are the only declaration of the sampling parameters.  Command-line flags, the server's
-fields, docs, checks of values, columns of the slot table and offsets in kernels are derived from these two classes.
+SamplingParams and ResolvedParams are the only declaration of the sampling parameters.  All else is derived from these
+two classes: command-line flags, the server's fields, docs, checks of values, the slot table's columns, offsets in
+kernels.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -186,7 +187,7 @@ def _slot_param(neutral: float, part_of: str | None = None) -> Any:
 
 @dataclass(frozen=True)
 class OutputForm:
-    """How to read an output as a message.  Formats are names, "" for none; begun: the answer's start, in the prompt."""
+    """How to read an output as a message.  Formats: names of parsers or "".  begun: an answer's start in the prompt."""
 
     tool_format: str
     reasoning_format: str

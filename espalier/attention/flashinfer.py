@@ -7,9 +7,9 @@ library's code (0.6.7), these plans need exact lengths:
   device.  But the merge of the splits counts them by the plan.  Without splits an FA2 plan is right for any lengths.
 - FA3 and MLA.  Their kernels read lengths from the plan alone.
 
-Therefore rounds run on FA2.  A lock-step round has splits, and is planned again before each replay.  An overlapped
-round has no splits.  Long passes, whose lengths are exact, run on FA3 where the device has it.  Latent rows are refused
-in overlap.
+Therefore rounds run on FA2.  Without overlap a round splits the KV rows, and the host plans again before each replay of
+the graph.  With overlap a round has no splits.  Long passes, whose lengths are exact, run on FA3 where the device has
+it.  Latent rows are refused in overlap.
 """
 
 from collections.abc import Sequence

@@ -179,7 +179,8 @@ class Pass:
         self._selection: Selection | None = None
 
     def write(self, layer: int, *values: Any, index: IndexRows | None = None) -> Tensor:
-        """Write what a layer keeps of the new rows to staging; a layer that shares rows writes nothing.
+        """Write the new rows that a layer keeps (K/V or inputs of a state) to staging.  A layer that reads the rows of
+        another layer writes nothing.
 
         layer: its place among those that run; values: as the layer's `keeps.write` takes them.
         index: of a layer that keeps index keys.  Its queries choose the rows that they attend to, in this layer and in

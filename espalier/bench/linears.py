@@ -72,8 +72,8 @@ class ExpertSizes:
 
     layers: the number of such layers.  shape: of the experts of one layer.
     shared: intermediate size of the shared expert, 0: none.  shared_gate: whether the shared expert has a gate.
-    shared_joins: whether passes of few rows compute the shared expert in the launches of the routed experts, if all are
-    dense (espalier/models/layers/mlp.py).
+    shared_joins: whether passes of few rows compute the shared expert in the launches of the routed experts, where the
+    weights of both are unquantised (espalier/models/layers/mlp.py).
     biases, activation: of the routed experts.
     """
 

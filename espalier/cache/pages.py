@@ -158,7 +158,7 @@ class Snapshots:
             self.release(row)
 
     def __len__(self) -> int:
-        """The number of snapshots that belong to a page."""
+        """The number of all snapshots that are attached to pages."""
         return len(self._filed)
 
     def check(self, held: Iterable[int], cached: Iterable[int]) -> None:

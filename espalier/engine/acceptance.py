@@ -185,7 +185,7 @@ class Acceptance:
             count.fade(factor)
         # In a large batch, many samples are equal.
         for sample, weight in Counter(samples).items():
-            self._add_path(sample, min(sample.allowed, depth), weight)
+            self._count_first_children(sample, min(sample.allowed, depth), weight)
             form.tried += weight * expected[min(sample.allowed, depth)]
             form.found += weight * len(sample.ranks)
 
@@ -199,7 +199,7 @@ class Acceptance:
             self.doubt(max(RECENT / 4, len(samples)))
             self.recent = Count()
 
-    def _add_path(self, sample: Sample, allowed: int, weight: int) -> None:
+    def _count_first_children(self, sample: Sample, allowed: int, weight: int) -> None:
         """Count at each depth whether the first child was accepted, as long as the path follows first children."""
         ranks = sample.ranks
         for depth in range(min(allowed, len(ranks) + 1)):

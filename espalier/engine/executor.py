@@ -69,8 +69,7 @@ class StagedHandle(Handle, Protocol):
 
 
 class LaunchObserver(Protocol):
-    """Is called for each launch of an engine (Engine.observer), on the thread that steps the engine.  For
-    measurements."""
+    """Callbacks for measurements (Engine.observer).  The engine calls them for each launch, on its thread."""
 
     def on_launch(self, launch_input: LaunchInput) -> None:
         """Called before each launch."""

@@ -50,14 +50,14 @@ DONE, REFUSED, BROKEN = 0, 2, 1
 class Running:
     """The samples of one submitted prompt.
 
-    private: nothing of the prompt or output is kept; num_left: requests that still run; aborted_at: the number of
+    private: nothing of the prompt or output is kept; num_left: requests that still run; abort_step: the number of
     engine steps when an abort arrived, None if none did.
     """
 
     requests: list[Request]
     private: bool = False
     num_left: int = field(init=False)
-    aborted_at: int | None = None
+    abort_step: int | None = None
 
     def __post_init__(self) -> None:
         self.num_left = len(self.requests)
@@ -156,7 +156,7 @@ class Worker:
     def _abort(self, name: str) -> None:
         self.compiling.pop(name, None)
         if name in self.running:
-            self.running[name].aborted_at = self.steps
+            self.running[name].abort_step = self.steps
             for request in self.running[name].requests:
                 self.llm.engine.abort(request.id)
 
@@ -180,8 +180,8 @@ class Worker:
         entry.num_left -= 1
         if not entry.num_left:
             del self.running[name]
-            if entry.aborted_at is not None:
-                self.abort_steps.append(self.steps - entry.aborted_at)
+            if entry.abort_step is not None:
+                self.abort_steps.append(self.steps - entry.abort_step)
         return Part(name, chunk, request.usage, request.stats)
 
     def _report(self) -> Report:

@@ -30,7 +30,7 @@ from espalier.models.layer_loading import layer_specs_of
 # Smaller trees that are compared with the configured tree.  For a block draft only their numbers of nodes count.
 SMALLER_TREES = (TreeShape(5, 4, 16), TreeShape(3, 2, 8), TreeShape(3, 1, 4), TreeShape(1, 1, 2))
 # Seconds that a layer's launches take beside reading and products, measured for an 8B on an H100 (docs/log.md).
-LAYER_SECONDS = 1.2e-5
+LAYER_OVERHEAD_S = 1.2e-5
 # A tree replaces the tree of smaller batches if it is predicted to be this many times as fast.
 WORTH_A_CHANGE = 1.03
 # Committed tokens of a request.  A round reads their K/V once.
@@ -102,7 +102,7 @@ class PassWeights:
 
 def _seconds(read: float, products: float, layers: int, chip: ChipFigures) -> float:
     """Seconds of a pass.  read: weights of two bytes each; products: multiplications of a weight with a row's value."""
-    return 2 * read / chip.bandwidth + 2 * products / chip.peak + layers * LAYER_SECONDS
+    return 2 * read / chip.bandwidth + 2 * products / chip.peak + layers * LAYER_OVERHEAD_S
 
 
 def pass_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeights:

@@ -213,7 +213,7 @@ def split(reader: Reader, writer: Writer, format: ReasoningFormat) -> Steps[None
 
     Newlines beside the marks belong to the marks.  A begin mark inside reasoning, or an end mark outside, is left out.
     """
-    marks = Markers(format.end, format.begin, swallow=NEWLINES)
+    marks = Markers(format.end, format.begin, strip_before=NEWLINES)
     while (marker := (yield from _first(reader, format))) is not None:
         writer.in_reasoning = marker == format.begin
         while marker == format.begin:

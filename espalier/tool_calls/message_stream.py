@@ -18,7 +18,7 @@ from espalier.tool_calls.plan import ChatPlan
 class MessageStream:
     """A request.TextSink that finds stop strings only in the content.  Its text is what the model wrote.
 
-    text: makes text from tokens, without stop strings.  num_reasoning: how many tokens the reasoning has so far.
+    text: makes text from tokens, and looks for no stop string.  num_reasoning: the number of reasoning tokens so far.
     """
 
     def __init__(self, text: TextStream, parser: OutputParser, params: ResolvedParams):

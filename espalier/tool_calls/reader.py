@@ -27,12 +27,12 @@ BROKEN_OFF = "the output ends inside the tool call"
 class Markers:
     """Texts that end a part of the output.  None may be inside another.
 
-    swallow: characters that belong to a marker if they stand directly before it.
+    strip_before: characters that belong to a marker if they stand directly before it.
     """
 
-    def __init__(self, *texts: str, swallow: str = ""):
+    def __init__(self, *texts: str, strip_before: str = ""):
         self.texts = texts
-        self.swallow = swallow
+        self.strip_before = strip_before
         self.longest = max(map(len, texts))
         self.pattern = re.compile("|".join(map(re.escape, texts)))
 
@@ -44,9 +44,9 @@ class Markers:
                 if marker.startswith(text[-size:]):
                     held = size
                     break
-        if not self.swallow:
+        if not self.strip_before:
             return held
-        return len(text) - len(text[: len(text) - held].rstrip(self.swallow))
+        return len(text) - len(text[: len(text) - held].rstrip(self.strip_before))
 
 
 class Reader:
@@ -96,7 +96,7 @@ class Reader:
         start = 0
         while True:
             if (match := markers.pattern.search(self.buffer, start)) is not None:
-                before = self.take(len(self.buffer[: match.start()].rstrip(markers.swallow)))
+                before = self.take(len(self.buffer[: match.start()].rstrip(markers.strip_before)))
                 self.take(match.end() - len(before))
                 if before:
                     put(before)
@@ -104,7 +104,7 @@ class Reader:
             held = markers.num_held(self.buffer)
             if text := self.take(len(self.buffer) - held):
                 put(text)
-            # A model may write swallowed characters without end.  They are held back, but not searched again.
+            # A model may write such characters without end.  They are held back, but not searched again.
             start = max(0, held - markers.longest + 1)
             if not (yield from self.more()):
                 if rest := self.take(len(self.buffer)):

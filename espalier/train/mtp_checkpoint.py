@@ -28,7 +28,7 @@ from espalier.train.llama import LlamaShape
 from espalier.train.mtp_head import MtpHead
 
 # The release of speculators that defines this form.
-FORM_VERSION = "0.9.0"
+SPECULATORS_VERSION = "0.9.0"
 
 
 def mtp_config(
@@ -48,7 +48,7 @@ def mtp_config(
             "verifier": {"architectures": architectures, "name_or_path": str(target)},
         },
         "speculators_model_type": "mtp",
-        "speculators_version": FORM_VERSION,
+        "speculators_version": SPECULATORS_VERSION,
         "tie_word_embeddings": False,
         "transformer_layer_config": {"model_type": "llama", **layer},
     }

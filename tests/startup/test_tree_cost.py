@@ -11,7 +11,7 @@ from espalier.layout import PLAIN, TreeShape
 from espalier.models import read_config
 from espalier.speculate.drafters.registry import read_draft
 from espalier.startup.tree_cost import (
-    LAYER_SECONDS,
+    LAYER_OVERHEAD_S,
     ChipFigures,
     PassWeights,
     accept_length,
@@ -85,7 +85,7 @@ def test_at_one_request_a_mixture_has_a_small_tree():
 def test_a_pass_reads_multiplies_and_launches():
     weights = PassWeights(dense=1000, expert=100, num_experts=10, top_k=2, draft=50, layers=3, draft_layers=1, kept=7)
     plain = weights.target_seconds(1, H200)
-    assert plain == pytest.approx(2 * 1200 / 4.4e12 + 2 * 1200 / 6.9e14 + 3 * LAYER_SECONDS)
+    assert plain == pytest.approx(2 * 1200 / 4.4e12 + 2 * 1200 / 6.9e14 + 3 * LAYER_OVERHEAD_S)
     cache = 2 * 7 * 1024 / 4.4e12
     assert weights.round_seconds(PLAIN, 3, H200) == pytest.approx(weights.target_seconds(3, H200) + 3 * cache)
     # Four levels and the extend.

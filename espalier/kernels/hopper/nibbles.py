@@ -1,9 +1,10 @@
 """The inner loop of products of few rows with matrices in 4 bits, on Hopper.
 
-The loop computes the bits of nibble_dot (quantised_nibbles.py) with other instructions.  In nibble_dot the tensor cores
-take the operands of a whole warpgroup, so a program decodes a step, then multiplies, then waits for the product.  Here
-each warp multiplies on its own, with the older instruction for 16 × 8 × 16 numbers.  A warp does not wait, so the
-compiler decodes the next weights during a product.  Up to 8 rows of inputs take half of the work of 16 rows.
+The results are equal to nibble_dot's (quantised_nibbles.py) to the bit; the instructions are others.  In nibble_dot the
+tensor cores take the operands of a whole warpgroup, so a program decodes a step, then multiplies, then waits for the
+product.  Here each warp multiplies on its own, with the older instruction for 16 × 8 × 16 numbers.  A warp does not
+wait, so the compiler decodes the next weights during a product.  Up to 8 rows of inputs take half of the work of 16
+rows.
 """
 
 from __future__ import annotations

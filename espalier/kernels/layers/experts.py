@@ -108,7 +108,7 @@ def dense_product(
 
 
 @kernel
-def _dense_halves(
+def _dense_gate_and_up(
     x_ptrs, gate_ptrs, up_at, inside, num_in,
     HALVES: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
     EXACT: tl.constexpr,
@@ -180,7 +180,7 @@ def _gated_kernel(
             up_at = tl.where(tile < 0, up_at * SHARED, up_at)
         gate_ptrs = w_ptr + w_row[:, None] * num_in + ks[None, :]
         x_ptrs = x_ptr + row[None, :] * x_stride + ks[:, None]
-        gate, up = _dense_halves(
+        gate, up = _dense_gate_and_up(
             x_ptrs, gate_ptrs, up_at, inside, num_in, HALVES, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, EXACT
         )
     else:

@@ -105,7 +105,7 @@ def solve(rows: StateRows, state: Tensor, seen: Tensor, delta: bool) -> Solved:
         new = new - decay.exp()[..., None] * (k @ state)
     new = beta[..., None] * new
     if delta and k.shape[2] > 1:
-        system = beta[..., None] * (k @ k.transpose(2, 3)) * _between(decay, seen)
+        system = beta[..., None] * (k @ k.transpose(2, 3)) * _pairwise_decay(decay, seen)
         new = torch.linalg.solve_triangular(system, new, upper=False, unitriangular=True)
     return Solved(new, decay, k)
 
@@ -113,7 +113,7 @@ def solve(rows: StateRows, state: Tensor, seen: Tensor, delta: bool) -> Solved:
 def outputs(q: Tensor, solved: Solved, state: Tensor, seen: Tensor) -> Tensor:
     """Returns each row's output [B, R, heads, v_size], from the state after that row.  q: [B, R, k_heads, k_size]."""
     q = _by_head(q.to(state.dtype), state.shape[1])
-    scores = (q @ solved.k.transpose(2, 3)) * _between(solved.decay, seen)
+    scores = (q @ solved.k.transpose(2, 3)) * _pairwise_decay(solved.decay, seen)
     out = solved.decay.exp()[..., None] * (q @ state) + scores @ solved.new
     return out.transpose(1, 2)
 
@@ -168,7 +168,7 @@ def causal(rows: int, device: torch.device) -> Tensor:
     return (order <= order[:, None])[None]
 
 
-def _between(decay: Tensor, seen: Tensor) -> Tensor:
+def _pairwise_decay(decay: Tensor, seen: Tensor) -> Tensor:
     """[B, heads, R, R]: for each row and each row that it sees, the decay from the seen row to it; 0 for other rows."""
     return (decay[..., :, None] - decay[..., None, :]).masked_fill(~seen[:, None], -torch.inf).exp()
 

@@ -97,8 +97,9 @@ def split_size(vocab: int, places: int, on: Chip) -> int:
 def blocks(logits: Tensor) -> dict[str, int]:
     """The constexpr arguments of the first launch.
 
-    BLOCK, PLAIN_BLOCK: token ids read at once, powers of two and at most the vocabulary.  GROUP: neighbouring ids that
-    one thread reads at once; above 1 Triton needs pointers, strides and a vocabulary that are multiples of 16.
+    BLOCK: token ids of a load.  PLAIN_BLOCK: the same in rows whose logits need no change and no noise.  Both are
+    powers of two, at most the vocabulary's size.  GROUP: neighbouring ids that one thread reads at once; above 1 Triton
+    needs pointers, strides and a vocabulary that are multiples of 16.
     """
     vocab, size = logits.shape[2], logits.element_size()
     block, plain = (min(most, 1 << vocab.bit_length() - 1) for most in (BLOCK, PLAIN_BYTES // size))

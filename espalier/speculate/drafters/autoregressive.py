@@ -5,7 +5,8 @@ its RoPE position is q - k, as trained, and rows 0 .. k-1 do not exist.  Inside 
 ancestors.
 
 Module l proposes level l.  So it runs over the beams of all levels before, [B, (l-1) · K], none of which it has seen.
-The last module also proposes all deeper levels.  There a beam reads the module's own output at the beam's parent.
+The last module also proposes all deeper levels.  At those levels the hidden state that a beam reads is the last
+module's own output at the beam's parent.
 """
 
 from dataclasses import dataclass, field, replace

@@ -106,7 +106,7 @@ class Survival:
         return list(accumulate(steps, mul))
 
     def add_draft(self, requests: Sequence[str], candidates: np.ndarray, emitted: Sequence[Sequence[int]]) -> None:
-        """Count the draft's nodes of a round.
+        """Update the acceptance counts with the draft's nodes of a round.
 
         requests: their ids; candidates: [B, D], as in SlotTable; emitted: the emitted tokens of each request.
         """

@@ -9,7 +9,7 @@ from espalier.tool_calls.reader import Broken, Markers, Reader, Steps
 OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 # Some outputs lack the opening before the first call.
-STARTS = Markers(OPEN, CALL, swallow="\n")
+STARTS = Markers(OPEN, CALL, strip_before="\n")
 FENCE, FENCE_END = "```json\n", "\n```"
 
 

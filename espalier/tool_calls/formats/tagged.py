@@ -10,7 +10,7 @@ from espalier.tool_calls.base import CallSyntax, CallWriter, ToolFormat, Writer,
 from espalier.tool_calls.reader import Broken, Markers, Reader, Steps
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-CALL = Markers(OPEN, swallow="\n")
+CALL = Markers(OPEN, strip_before="\n")
 # The tags of GLM.
 KEY, KEY_END = "<arg_key>", "</arg_key>"
 VALUE, VALUE_END = "<arg_value>", "</arg_value>"
@@ -18,7 +18,7 @@ VALUE, VALUE_END = "<arg_value>", "</arg_value>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 # Some outputs lack the opening before the function.
-CALL_OR_FUNCTION = Markers(OPEN, FUNCTION, swallow="\n")
+CALL_OR_FUNCTION = Markers(OPEN, FUNCTION, strip_before="\n")
 
 
 def parse_hermes(reader: Reader, writer: Writer) -> Steps[None]:
