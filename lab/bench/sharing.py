@@ -17,6 +17,7 @@ import numpy as np
 from espalier.bench.drive import drive, heldout
 from espalier.config import SpeculationConfig
 from espalier.engine.launch_input import RoundTrace
+from espalier.errors import require_number
 from espalier.llm import LLM
 from espalier.request import SamplingParams
 from espalier.speculate import round as rounds
@@ -61,6 +62,9 @@ class Pools:
 
 
 def run(args: Namespace) -> None:
+    """Raises EspalierError for fewer requests than the largest batch."""
+    least = BATCHES[-1]
+    require_number("--requests", args.requests, lambda count: count >= least, f"{least} or more")
     recorded = {"bundled model": record(args.requests, args.tokens)}
     rng = np.random.default_rng(0)
     for name, skills in SKILLS.items():

@@ -56,6 +56,12 @@ def test_foundry_refuses_what_it_would_ignore(flags, says, monkeypatch, capsys):
     assert says in capsys.readouterr().err
 
 
+def test_a_batch_that_the_requests_cannot_fill_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("lab.bench.sharing.record", pytest.fail)
+    assert main(["sharing", "--requests", "63"]) == 2
+    assert "--requests=63 is not supported; use 64 or more" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("command", "of_shape", "of_model"),
     [
