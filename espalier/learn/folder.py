@@ -86,27 +86,40 @@ class Sample:
         with self._lock:
             if self._queued_bytes(kind) + row.nbytes <= self.part[kind] // SEGMENTS:
                 self._queued[kind].append(row)
-                self.counts[kind] += 1
-                self.num_tokens += len(prompt) + len(output)
-                self.num_held_back += len(output) if kind == "held-back" else 0
+                self._count(kind, [row], 1)
 
     def is_full(self) -> bool:
         """Whether the queue of a kind would fill half a file."""
         return any(self._queued_bytes(kind) * 2 * SEGMENTS >= self.part[kind] for kind in KINDS)
 
     def flush(self) -> None:
-        """Write the queued texts, and drop the oldest files beyond the limit.  If it raises OSError, they are lost."""
+        """Write the queued texts, and drop the oldest files beyond the limit.  If it raises OSError, the texts of a
+        kind are lost and no longer counted."""
         for kind in KINDS:
             with self._lock:
                 rows, self._queued[kind] = self._queued[kind], []
-            files = self.files(kind)
-            if rows:
-                number = int(files[-1].stem.rpartition(".")[2]) + 1 if files else 0
-                room = self.part[kind] * (SEGMENTS - 1) // SEGMENTS - sum(row.nbytes for row in rows) - 256
-                while files and sum(file.stat().st_size for file in files) > room:
-                    files.pop(0).unlink()
-                with whole_file(self.folder / f"{kind}.{number:08}.npy", SPACE) as half, half.open("wb") as file:
-                    np.save(file, np.concatenate(rows))
+            try:
+                self._write(kind, rows)
+            except OSError:
+                with self._lock:
+                    self._count(kind, rows, -1)
+                raise
+
+    def _write(self, kind: str, rows: Sequence[np.ndarray]) -> None:
+        files = self.files(kind)
+        if rows:
+            number = int(files[-1].stem.rpartition(".")[2]) + 1 if files else 0
+            room = self.part[kind] * (SEGMENTS - 1) // SEGMENTS - sum(row.nbytes for row in rows) - 256
+            while files and sum(file.stat().st_size for file in files) > room:
+                files.pop(0).unlink()
+            with whole_file(self.folder / f"{kind}.{number:08}.npy", SPACE) as half, half.open("wb") as file:
+                np.save(file, np.concatenate(rows))
+
+    def _count(self, kind: str, rows: Sequence[np.ndarray], sign: int) -> None:
+        """Add texts to the counts, or subtract them.  rows: each begins with the lengths of prompt and text."""
+        self.counts[kind] += sign * len(rows)
+        self.num_tokens += sign * sum(int(row[1]) for row in rows)
+        self.num_held_back += sign * sum(int(row[1] - row[0]) for row in rows if kind == "held-back")
 
     def files(self, kind: str) -> list[Path]:
         return sorted(self.folder.glob(f"{kind}.*.npy"))

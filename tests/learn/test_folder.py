@@ -1,5 +1,6 @@
 """The folder of --learn: bounded bytes, whole files, one model."""
 
+import errno
 import json
 
 import numpy as np
@@ -62,6 +63,25 @@ def test_a_prompt_that_comes_again_stays_in_its_part(tmp_path):
     sample.flush()
     prompts = [{int(text.tokens[0]) for text in texts_of(sample.files(kind))} for kind in KINDS]
     assert prompts[0] and prompts[1] and not prompts[0] & prompts[1]
+
+
+def test_texts_that_a_full_disk_loses_do_not_count(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    sample = Sample(tmp_path / "sample", 2**20)
+    for number in range(80):
+        sample.add([number, 1], [2] * of_folder.LEAST_OUTPUT)
+    assert all(sample.counts.values()) and sample.num_held_back
+    with monkeypatch.context() as patched:
+        patched.setattr(np, "save", full)
+        for _ in of_folder.KINDS:
+            with pytest.raises(OSError, match="No space"):
+                sample.flush()
+    assert (sum(sample.counts.values()), sample.num_tokens, sample.num_held_back) == (0, 0, 0)
+    sample.add([0, 1], [2] * of_folder.LEAST_OUTPUT)
+    sample.flush()
+    assert (sum(sample.counts.values()), sample.num_tokens) == (1, 2 + of_folder.LEAST_OUTPUT)
 
 
 def learned(tmp_path, name="1"):

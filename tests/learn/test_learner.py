@@ -209,6 +209,7 @@ def test_a_full_disk_loses_texts_and_nothing_else(tmp_path, monkeypatch, caplog)
     with Learning(tmp_path / "learn", code) as learning, monkeypatch.context() as patched:
         patched.setattr(np, "save", full)
         learning.serve_until(lambda: learning.figures.failures > 1)
+        assert learning.figures.swaps == 0, "texts that are lost start no training"
         assert not list((tmp_path / "learn" / "sample").iterdir())
         assert "No space left on device" in caplog.text and "serving goes on" in caplog.text
         patched.undo()
