@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from espalier.attention.base import Attention, GroupedBackend, Selection, narrowed
+from espalier.attention.base import Attention, GroupedBackend, Selection, narrow_selection
 from espalier.cache.kv import PagedKV, StagedKV
 from espalier.cache.layer_spec import LatentKV, LayerSpec, RecurrentState
 from espalier.cache.states import PassStates, StateAccess, StateTable
@@ -56,7 +56,7 @@ class ModelCache:
         at: int = 0,
         layers: range | None = None,
         page_rows: Tensor | None = None,
-        by_layer: bool = False,
+        commits_by_layer: bool = False,
         needed: Tensor | None = None,
         access: StateAccess | None = None,
         chosen: "ChosenRows | None" = None,
@@ -68,8 +68,8 @@ class ModelCache:
         width: staged rows of each request, by default those of this pass, which writes rows at .. at+Q-1.
         layers: those that run, by default all of this model.
         page_rows: [B · Q], where `Pass.commit` copies each row, 0 for padding; None: the caller commits, or nobody.
-        by_layer: each layer commits before it attends, because pieces read one another through the pages, or because
-        draft modules fill different rows.
+        commits_by_layer: each layer commits before it attends, because pieces read one another through the pages, or
+        because draft modules fill different rows.
         access: the states that the layers read; None: no layer of the pass keeps one.
         chosen: the rows that run; None: all B · Q.  tokens and positions are [B, Q] all the same.
         """
@@ -85,7 +85,7 @@ class ModelCache:
             at=at,
             layers=self.layers if layers is None else layers,
             page_rows=page_rows,
-            by_layer=by_layer,
+            commits_by_layer=commits_by_layer,
             needed=needed,
             access=access,
             chosen=chosen,
@@ -135,7 +135,7 @@ class ChosenRows:
         """[1, R, ...] of values [B, Q, ...]."""
         return values.flatten(0, 1)[self.places][None]
 
-    def spread(self, values: Tensor) -> Tensor:
+    def to_tree_rows(self, values: Tensor) -> Tensor:
         """[B, Q, ...] of values [1, R, ...]."""
         return values[0][self.rows]
 
@@ -166,7 +166,7 @@ class Pass:
     at: int
     layers: range
     page_rows: Tensor | None
-    by_layer: bool
+    commits_by_layer: bool
     needed: Tensor | None
     access: StateAccess | None = None
     chosen: ChosenRows | None = None
@@ -175,7 +175,7 @@ class Pass:
         self._looked_up: dict[Hashable, Any] = {}
         self._plans: dict[tuple[int, int], Attention] = {}
         # The queries of a layer that chooses rows, until it attends, and what the last such layer chose.
-        self._choosing: IndexQueries | None = None
+        self._index_queries: IndexQueries | None = None
         self._selection: Selection | None = None
 
     def write(self, layer: int, *values: Any, index: IndexRows | None = None) -> Tensor:
@@ -199,10 +199,10 @@ class Pass:
         q = spec.rows.write(self.rows, planes, pages.scales.get(place), *values)
         if index is not None:
             assert isinstance(spec.keeps, LatentKV)
-            self._choosing = spec.keeps.write_index(self.rows, planes, index)
+            self._index_queries = spec.keeps.write_index(self.rows, planes, index)
         if self.chosen is not None:
             self.chosen.fill(planes)
-        if self.by_layer and self.page_rows is not None and not shares:
+        if self.commits_by_layer and self.page_rows is not None and not shares:
             pages.commit_layer(staging, place, self.rows, self.page_rows)
         kept = None if self.needed is None else self.kept(layer)
         return q.view(*self.tokens.shape, *q.shape[1:]) if kept is None else q[kept][:, None]
@@ -221,10 +221,10 @@ class Pass:
             # A draft's layer that reads a target's rows: no row of the pass has any.
             return self._plan(layer).over_committed(index, q)
         spec, plan = self.cache.specs[index], self._plan(layer)
-        planes = self.cache.staging.rows_of(index, batch, queries, self.width, self.at)
+        planes = self.cache.staging.staged_planes(index, batch, queries, self.width, self.at)
         k, v = spec.rows.read(planes)
         if self.chosen is not None:
-            return self.chosen.of(plan.attend(index, self.chosen.spread(q), k, v, sink))
+            return self.chosen.of(plan.attend(index, self.chosen.to_tree_rows(q), k, v, sink))
         selection = None if spec.topk is None else self._selected(layer, plan, planes)
         return plan.attend(index, q, k, v, sink, selection)
 
@@ -232,12 +232,14 @@ class Pass:
         """The rows that the layer's queries attend to, chosen by this layer or by the last layer that chose; None: all
         rows."""
         kept = self.kept(layer)
-        if self._choosing is not None:
-            q, weights = (self._of_kept(layer, values.unflatten(0, self.tokens.shape)) for values in self._choosing)
+        if self._index_queries is not None:
+            q, weights = (
+                self._of_kept(layer, values.unflatten(0, self.tokens.shape)) for values in self._index_queries
+            )
             self._selection = plan.select(self.layers[layer], IndexQueries(q, weights), planes[1])
-            self._choosing = None
+            self._index_queries = None
         elif kept is not None and self._selection is not None:
-            self._selection = narrowed(self._selection, kept)
+            self._selection = narrow_selection(self._selection, kept)
         return self._selection
 
     def _write_state(self, layer: int, inputs: Tensor, gates: Tensor | GateInputs | None, *how: Any) -> Tensor:
@@ -252,7 +254,7 @@ class Pass:
 
     def commit(self) -> None:
         """After the last layer: copy the new rows to pages, unless each layer did."""
-        if self.page_rows is not None and not self.by_layer:
+        if self.page_rows is not None and not self.commits_by_layer:
             self.cache.commit(self.rows, self.page_rows)
 
     def kept(self, layer: int) -> Tensor | None:
@@ -268,7 +270,7 @@ class Pass:
     def rotation(self, rope: Rope) -> Rotation:
         """cos and sin of the rows' positions, looked up once a pass."""
         if rope not in self._looked_up:
-            self.looked_up(rope, rope.rows(self.positions))
+            self.keep_rotation(rope, rope.rows(self.positions))
         return self._looked_up[rope]
 
     def at_positions(self, layer: int, table: Tensor) -> Tensor:
@@ -281,7 +283,7 @@ class Pass:
         found, kept = self._looked_up[table].view(-1), self.kept(layer)
         return (found if kept is None else found[kept]).view(len(self.tokens), -1, 1, 1)
 
-    def looked_up(self, rope: Rope, rotation: Rotation) -> None:
+    def keep_rotation(self, rope: Rope, rotation: Rotation) -> None:
         """Keep what a launch for another purpose has looked up (espalier/models/layers/linear.py)."""
         self._looked_up[rope] = rotation
 
@@ -290,7 +292,7 @@ class Pass:
         """[B · Q]: the staging rows of this pass, the same for all layers."""
         if self.chosen is not None:
             return self.chosen.places
-        return self.cache.staging.places(self.tokens, self.width, self.at)
+        return self.cache.staging.staging_rows(self.tokens, self.width, self.at)
 
     @cached_property
     def _states(self) -> PassStates:

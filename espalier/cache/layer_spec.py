@@ -61,7 +61,7 @@ class KVHeads:
 
     @property
     def values_per_token(self) -> int:
-        return _values(self.planes)
+        return _num_values(self.planes)
 
     def read(self, planes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """K and V, [..., kv_heads, size] each, from the layer's planes."""
@@ -120,7 +120,7 @@ class LatentKV:
 
     @property
     def values_per_token(self) -> int:
-        return _values(self.planes)
+        return _num_values(self.planes)
 
     def read(self, planes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """K and V, [..., 1, size] each: views of the same plane."""
@@ -194,7 +194,7 @@ class RecurrentState:
 
 Keeps = KVHeads | LatentKV | RecurrentState
 # A layer that mixes no rows: it has neither heads nor a convolution.
-NOTHING = RecurrentState(taps=1)
+NO_MIXING = RecurrentState(taps=1)
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,9 @@ class LayerSpec:
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes that one token takes in pages.  dtype: the model's."""
         planes = {} if self.shares is not None else self.keeps.planes
-        return sum(_values({name: row}) * plane_dtype(self.keeps, name, dtype).itemsize for name, row in planes.items())
+        return sum(
+            _num_values({name: row}) * plane_dtype(self.keeps, name, dtype).itemsize for name, row in planes.items()
+        )
 
 
 def groups_of(specs: Sequence[LayerSpec], layers: Sequence[int]) -> dict[Keeps, tuple[int, ...]]:
@@ -260,7 +262,7 @@ def groups_of(specs: Sequence[LayerSpec], layers: Sequence[int]) -> dict[Keeps, 
     return groups
 
 
-def stored_as(specs: Sequence[LayerSpec], dtype: torch.dtype | None) -> tuple[LayerSpec, ...]:
+def with_row_dtype(specs: Sequence[LayerSpec], dtype: torch.dtype | None) -> tuple[LayerSpec, ...]:
     """Return the specs with rows of this dtype; None: the model's dtype.  Specs of states stay as they are."""
     return tuple(
         spec if isinstance(spec.keeps, RecurrentState) else replace(spec, keeps=replace(spec.keeps, dtype=dtype))
@@ -268,12 +270,12 @@ def stored_as(specs: Sequence[LayerSpec], dtype: torch.dtype | None) -> tuple[La
     )
 
 
-def with_rows(specs: Sequence[LayerSpec], layers: Sequence[int]) -> list[int]:
+def layers_with_rows(specs: Sequence[LayerSpec], layers: Sequence[int]) -> list[int]:
     """Return those of `layers` that keep rows.  These layers need an attention backend."""
     return [layer for layer in layers if not isinstance(specs[layer].keeps, RecurrentState)]
 
 
-def of_rank(specs: Sequence[LayerSpec], shards: Shards) -> tuple[LayerSpec, ...]:
+def specs_of_rank(specs: Sequence[LayerSpec], shards: Shards) -> tuple[LayerSpec, ...]:
     """Return the specs of one rank: a part of the heads, but whole latent rows.  Raises EspalierError."""
 
     def own(keeps: Keeps) -> Keeps:
@@ -294,5 +296,5 @@ def plane_dtype(keeps: Keeps, plane: str, dtype: torch.dtype) -> torch.dtype:
     return dtype if plane == INDEX_PLANE else keeps.dtype or dtype
 
 
-def _values(planes: Mapping[str, RowShape]) -> int:
+def _num_values(planes: Mapping[str, RowShape]) -> int:
     return sum(heads * size for heads, size in planes.values())

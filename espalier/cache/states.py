@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from espalier.cache.layer_spec import NOTHING, LayerSpec, RecurrentState, groups_of
+from espalier.cache.layer_spec import NO_MIXING, LayerSpec, RecurrentState, groups_of
 from espalier.kernels.ops.recurrence import ShortConv, StateRows
 from espalier.kernels.ops.states import (
     Columns,
@@ -33,7 +33,7 @@ from espalier.layout import RoundLayout
 ZERO_ROW = 0
 
 
-class Marks(NamedTuple):
+class SnapshotTargets(NamedTuple):
     """The snapshots that a launch writes.  at: [B], the number of tokens after which the state is copied; row: [B], the
     table row that gets the copy, 0 for no snapshot.  A request gets a snapshot only if this launch takes it from fewer
     than `at` tokens to `at` or more."""
@@ -54,7 +54,7 @@ class StateAccess:
     slots: Tensor
     prefix_len: Tensor
     length: Tensor | None = None
-    marks: Marks | None = None
+    marks: SnapshotTargets | None = None
     is_split: bool = False
 
     @cached_property
@@ -66,7 +66,7 @@ class StateAccess:
         return rows.where((rows > 0) & (rows <= self.length) & (self.marks.row > 0), 0)
 
     @cached_property
-    def follows(self) -> Tensor:
+    def continues_previous(self) -> Tensor:
         """[B] bool: whether the previous row of the batch holds earlier tokens of the same request."""
         same = self.slots[1:] == self.slots[:-1]
         return torch.cat((same[:0].new_zeros(min(len(self.slots), 1)), same & self.is_split))
@@ -76,14 +76,16 @@ class StateAccess:
         """[B] bool: whether this row of the batch is its request's last, so that its state becomes the slot's state."""
         assert self.length is not None
         has_rows = self.length > 0
-        return has_rows & ~torch.cat((self.follows[1:] & has_rows[1:], has_rows.new_zeros(min(len(has_rows), 1))))
+        return has_rows & ~torch.cat(
+            (self.continues_previous[1:] & has_rows[1:], has_rows.new_zeros(min(len(has_rows), 1)))
+        )
 
     def path(self, source: Tensor | None, width: int, spare: int) -> PathRows:
         """The PathRows (kernels/ops/states.py) of this pass."""
         assert self.length is not None
-        follows, ends = (self.follows, self.ends) if self.is_split else (None, None)
+        continues_previous, ends = (self.continues_previous, self.ends) if self.is_split else (None, None)
         mark_row = None if self.marks is None else self.marks.row
-        return PathRows(self.slots, source, self.length, self.marked, mark_row, follows, ends, width, spare)
+        return PathRows(self.slots, source, self.length, self.marked, mark_row, continues_previous, ends, width, spare)
 
 
 @dataclass
@@ -123,23 +125,23 @@ class StateTable:
         device: torch.device,
     ):
         self.num_rows = table_rows(layout, num_snapshots)
-        self.first_snapshot, self.spare = layout.num_slots, self.num_rows - 1
+        self.first_snapshot, self.spare_row = layout.num_slots, self.num_rows - 1
         keeping = [
             layer
             for layer, spec in enumerate(specs)
-            if isinstance(spec.keeps, RecurrentState) and spec.keeps != NOTHING
+            if isinstance(spec.keeps, RecurrentState) and spec.keeps != NO_MIXING
         ]
         self.stacks: list[LayerStates] = []
         self.states: dict[int, LayerStates] = {}
         for keeps, layers in groups_of(specs, keeping).items():
             assert isinstance(keeps, RecurrentState)
-            stack = _allocated(keeps, len(layers), self.num_rows, layout.verify_rows, dtype, device)
+            stack = _allocate_states(keeps, len(layers), self.num_rows, layout.verify_rows, dtype, device)
             self.stacks.append(stack)
             self.states |= {layer: stack.of_layer(index) for index, layer in enumerate(layers)}
 
     @property
     def snapshot_rows(self) -> range:
-        return range(self.first_snapshot, self.spare)
+        return range(self.first_snapshot, self.spare_row)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy state rows one pair after another.  pairs: (source row, destination row)."""
@@ -150,7 +152,7 @@ class StateTable:
 
     def commit(self, access: StateAccess, source: Tensor) -> None:
         """Apply the staged rows `source` [B, W] of accepted paths.  Only the first `access.length` [B] count."""
-        path = access.path(source.contiguous(), source.shape[1], self.spare)
+        path = access.path(source.contiguous(), source.shape[1], self.spare_row)
         for stack in self.stacks:
             commit_tails(stack.tail, stack.inputs, path, stack.keeps.columns)
             if stack.recurrent is not None and stack.rows is not None:
@@ -187,7 +189,7 @@ class PassStates:
         rows = RowInputs(states.tail, self.access.slots, self.parents, self._follows, width)
         prepare(inputs, gates if isinstance(gates, GateInputs) else None, conv, columns, rows, out)
         if not is_tree:
-            path = self.access.path(None, width, self.table.spare)
+            path = self.access.path(None, width, self.table.spare_row)
             commit_tails(states.tail[None], inputs[None], path, columns)
         if out.q is None or out.k is None or out.gates is None:
             return out.v.unflatten(0, (-1, width))
@@ -207,12 +209,12 @@ class PassStates:
         if self.access.length is None:
             assert self.bits is not None
             return tree_outputs(q, rows, state, self.bits, skip, states.keeps.delta)
-        path = self.access.path(None, q.shape[1], self.table.spare)
+        path = self.access.path(None, q.shape[1], self.table.spare_row)
         return chain_outputs(q, rows, state, path, skip, states.keeps.delta)
 
     @property
     def _follows(self) -> Tensor | None:
-        return self.access.follows if self.access.is_split else None
+        return self.access.continues_previous if self.access.is_split else None
 
 
 def table_rows(layout: RoundLayout, num_snapshots: int) -> int:
@@ -241,7 +243,7 @@ def bytes_of_staged_node(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
     )
 
 
-def _allocated(
+def _allocate_states(
     keeps: RecurrentState, layers: int, num_rows: int, staged: int, dtype: torch.dtype, device: torch.device
 ) -> LayerStates:
     exact = torch.promote_types(dtype, torch.float32)

@@ -335,7 +335,7 @@ class CudaExecutor:
         masks = None
         if launch_input.masks is not None:
             masks = torch.from_numpy(launch_input.masks).pin_memory().to(self.device, non_blocking=True)
-        runner, device_launch = self.runner.of_tree(form.tree), self._to_device(packed)
+        runner, device_launch = self.runner.for_tree(form.tree), self._to_device(packed)
         known = (launch_input.width, ALL_SAMPLING, launch_input.prompt_rows, masks)
         return execute(runner, self.results, device_launch, *known)
 
@@ -396,7 +396,7 @@ class CudaExecutor:
     @torch.inference_mode()
     def captured(self, form: LaunchForm, pool: Any) -> Graph:
         """Captures the launches of a form with dummy slots, and returns the graph.  pool: the graph's memory."""
-        dummies, runner = of_dummies(*form), self.runner.of_tree(form.tree)
+        dummies, runner = of_dummies(*form), self.runner.for_tree(form.tree)
         packed = self._pack(dummies, 0, form)
         with torch.cuda.stream(self.stream):
             self._prepare_capture(dummies, form)

@@ -25,10 +25,10 @@ from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.mask import DraftGuide
 from espalier.sampling.prompt import PromptRows
 from espalier.speculate.round import (
-    Begun,
+    BegunRound,
     ModelRunner,
     RoundOutput,
-    Verified,
+    VerifiedRound,
     begin,
     decode_round,
     prefill,
@@ -173,8 +173,8 @@ class StagedRound:
         self.results = results
         self.device_launch = device_launch
         self.needs = needs
-        self.begun: Begun | None = None
-        self.verified: Verified | None = None
+        self.begun: BegunRound | None = None
+        self.verified: VerifiedRound | None = None
 
     def begin(self) -> None:
         self.device_launch.apply(self.runner.table)
@@ -271,7 +271,7 @@ class CpuExecutor:
         return self._read_rows(launch_input, None)
 
     def _runner_of(self, launch_input: LaunchInput) -> ModelRunner:
-        runner = self.runner.of_tree(launch_input.tree)
+        runner = self.runner.for_tree(launch_input.tree)
         return replace(runner, trims_trees=True) if runner.layout.steps else runner
 
     def _to_device(self, launch_input: LaunchInput) -> LaunchBuffer:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from espalier.cache.states import Marks
+from espalier.cache.states import SnapshotTargets
 from espalier.engine.launch_input import LaunchInput
 from espalier.errors import EspalierError
 from espalier.layout import LaunchForm, RoundLayout
@@ -48,9 +48,9 @@ class LaunchBuffer:
 
         entry: [1], the entry of the results ring to write; slots: [B], padded with slot 0; lengths: [B], tokens that a
         prefill pass enters, empty for a round; piece_request, piece_offset: [P], and piece_last: [B], as in
-        speculate/pieces.py, empty in a form without pieces; mark_at, mark_row: [B], as in cache/states.py:Marks, empty
-        without marks; cleared: slots that get a new request; FIELD.at, FIELD.values: the indices and the new values in
-        a field of the slot table.
+        speculate/pieces.py, empty in a form without pieces; mark_at, mark_row: [B], as in
+        cache/states.py:SnapshotTargets, empty without marks; cleared: slots that get a new request; FIELD.at,
+        FIELD.values: the indices and the new values in a field of the slot table.
         """
         parts = self.vector.split([_aligned(size) for _, size in self.sizes])
         return {name: part[:size] for (name, size), part in zip(self.sizes, parts, strict=True)}
@@ -74,9 +74,9 @@ class LaunchBuffer:
         return made if made.request.shape[0] else None
 
     @property
-    def marks(self) -> Marks | None:
+    def marks(self) -> SnapshotTargets | None:
         """The snapshots of states that the launch takes; None in a launch without marks."""
-        made = Marks(self.parts["mark_at"], self.parts["mark_row"])
+        made = SnapshotTargets(self.parts["mark_at"], self.parts["mark_row"])
         return made if made.at.shape[0] else None
 
     @property

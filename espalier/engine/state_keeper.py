@@ -101,7 +101,7 @@ class StateKeeper(Stateless):
         assert request.slot is not None
         # The page ends whose snapshots are at or before `start`.
         reached = self.layout.whole_pages(min(cached, start + self.back))
-        hit = self.snapshots.last_of(request.pages[:reached])
+        hit = self.snapshots.last_with_snapshot(request.pages[:reached])
         row, end = ZERO_ROW, 0
         if hit is not None:
             row, end = self.snapshots.use(request.pages[hit]), self.layout.tokens_in(hit + 1)

@@ -14,20 +14,20 @@ from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
 from espalier.model_files import MAX_SIZE
 from espalier.models.config_values import (
-    cap_of,
-    count_of,
     eos_ids,
-    heads_and_size,
-    require_kinds,
+    kv_heads_and_head_size,
+    positive_integer,
+    read_soft_cap,
+    require_field_types,
     rotated_size,
     with_overrides,
 )
 from espalier.models.latent_config import LatentConfig, read_latent
-from espalier.models.rope import OF_ATTENTION, SPELLINGS, RopeConfig, RopeTables, read_rope
+from espalier.models.rope import ATTENTION_FIELDS, ROPE_FIELDS, RopeConfig, RopeTables, read_rope
 from espalier.models.stored_names import (
-    AS_OWN,
-    PLAIN_NAMES,
-    PLAIN_NORMS,
+    DEFAULT_LAYER_NAMES,
+    DEFAULT_LAYER_NORMS,
+    SAME_NAMES,
     Experts,
     LayerNames,
     LayerNorms,
@@ -37,10 +37,10 @@ from espalier.models.stored_names import (
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declared_kv_dtype, read_formats
 
 if TYPE_CHECKING:
-    from espalier.models.from_transformers.probe import Probed
+    from espalier.models.from_transformers.probe import ProbeResult
 
 Raw = dict[str, Any]
-Windows = tuple[int | None, ...]
+LayerWindows = tuple[int | None, ...]
 Read = TypeVar("Read")
 # (weights, config, prefix of the layer's names, layer number, RoPE tables) -> a models/base.py:Layer.  In a family with
 # MTP layers the function also takes the layer's index in the pass, by default the layer number.
@@ -49,10 +49,10 @@ LoadLayer = Callable[..., Any]
 LoadMixer = Callable[[Any, "ModelConfig", str, int, RopeTables], Any]
 # (weights, config, the factor of the embedding's values) -> a models/layers/linear.py:Embedding.
 LoadEmbedding = Callable[[Any, "ModelConfig", float], Any]
-MakeSpecs = Callable[["ModelConfig"], tuple[LayerSpec, ...]]
+MakeLayerSpecs = Callable[["ModelConfig"], tuple[LayerSpec, ...]]
 
 # Fields that change the computation in a way that is not supported, each with the values that have no effect.
-NEUTRAL: Mapping[str, tuple[object, ...]] = {
+NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "swish"),
     "attn_logit_softcapping": (None, 0, 0.0),
     "final_logit_softcapping": (None, 0, 0.0),
@@ -94,10 +94,10 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "attn_output_gate": (None, False),
     "index_topk": (None,),
 }
-# The activations of a family that honours hidden_act, or names another field (Family.activation_field).
+# The activations of a family that supports hidden_act, or names another field (Family.activation_field).
 ACTIVATIONS: Mapping[str, Activation] = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
 # Fields without effect on the forward pass.  An override of such a field is accepted, not refused as misspelled.
-INERT = (
+INERT_FIELDS = (
     "architectures",
     "bos_token_id",
     "eos_token_id",
@@ -140,16 +140,16 @@ class Family:
     layer_specs: from the ModelConfig, what each layer keeps; None: K and V heads (layer_loading.py:layer_specs_of).
     latent: whether layers have latent attention (MLA), whose sizes espalier/models/latent_config.py reads.
     indexed: whether layers attend to the rows that an indexer chooses (espalier/models/latent_config.py).
-    honours: the fields of NEUTRAL whose other values this family supports, because `experts` reads them or because they
-    do not change the output.
+    supported_fields: the fields of NEUTRAL_VALUES whose other values this family supports, because `experts` reads them
+    or because they do not change the output.
     multimodal: architectures of multimodal checkpoints whose text part may be of this family.
     mtp: the multi-token prediction layers of the family's checkpoints; None if they have none.
     mlp_size_field: the field that holds the intermediate size of dense MLPs.
     activation_field: the field that names the activation of dense MLPs, one of ACTIVATIONS.
-    in_drafts: whether an EAGLE-3 head, or MTP layers with a config of their own, may have this family's layers.  A
-    draft builds its first layer itself, so such layers have a norm before each block, attention and a gated MLP.
-    fields: takes config.json as it is stored, and returns its fields under the names that families share.
-    layer_kinds: further names that `layer_types` may hold.
+    usable_in_drafts: whether an EAGLE-3 head, or MTP layers with a config of their own, may have this family's layers.
+    A draft builds its first layer itself, so such layers have a norm before each block, attention and a gated MLP.
+    normalise_fields: takes config.json as it is stored, and returns its fields under the names that families share.
+    extra_layer_types: further names that `layer_types` may hold.
     stored: how a checkpoint of the family names the weights.  unread: weights that are not part of the text model: the
     beginning of their names, and what they are.  final_norm: the name of the last norm.
     """
@@ -159,11 +159,11 @@ class Family:
     defaults: Mapping[str, Any]
     qkv_bias: Callable[[Raw], bool] = lambda full: bool(full["attention_bias"])
     out_bias: Callable[[Raw], bool] = lambda full: bool(full["attention_bias"])
-    windows: Callable[[Raw], Windows] = lambda full: full_attention(full)
+    windows: Callable[[Raw], LayerWindows] = lambda full: full_attention(full)
     qk_norm: bool | str = False
     wide_qk_norm: bool = False
-    layer_norms: LayerNorms = PLAIN_NORMS
-    names: LayerNames = PLAIN_NAMES
+    layer_norms: LayerNorms = DEFAULT_LAYER_NORMS
+    names: LayerNames = DEFAULT_LAYER_NAMES
     norm_offset: float = 0.0
     sinks: bool = False
     experts: Callable[[Raw], Experts | None] = lambda full: None
@@ -175,18 +175,18 @@ class Family:
     load_embedding: "LoadEmbedding | None" = None
     load_layer: "LoadLayer | None" = None
     load_mixer: "LoadMixer | None" = None
-    layer_specs: "MakeSpecs | None" = None
+    layer_specs: "MakeLayerSpecs | None" = None
     latent: bool = False
     indexed: bool = False
-    honours: tuple[str, ...] = ()
+    supported_fields: tuple[str, ...] = ()
     mtp: MTPFamily | None = None
     mlp_size_field: str = "intermediate_size"
     activation_field: str = "hidden_act"
-    in_drafts: bool = False
+    usable_in_drafts: bool = False
     multimodal: tuple[str, ...] = ()
-    fields: Callable[[Raw], Raw] = lambda raw: raw
-    layer_kinds: tuple[str, ...] = ()
-    stored: StoredNames = AS_OWN
+    normalise_fields: Callable[[Raw], Raw] = lambda raw: raw
+    extra_layer_types: tuple[str, ...] = ()
+    stored: StoredNames = SAME_NAMES
     unread: Mapping[str, str] = field(default_factory=dict)
     final_norm: str = "model.norm"
 
@@ -229,7 +229,7 @@ class ModelConfig:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    windows: Windows
+    windows: LayerWindows
     experts: Experts | None
     embedding_scale: float
     softmax_scale: float | None
@@ -245,7 +245,7 @@ class ModelConfig:
     raw: Raw = field(repr=False)
     path: Path = field(repr=False, compare=False)
     text_part_of: str | None = None
-    probed: "Probed | None" = field(default=None, repr=False)
+    probed: "ProbeResult | None" = field(default=None, repr=False)
 
     @property
     def declared_kv_dtype(self) -> str | None:
@@ -264,20 +264,20 @@ def parse(
     raw: Raw, family: Family, path: Path, overrides: Mapping[str, Any] | None = None, generation: Raw | None = None
 ) -> ModelConfig:
     """Returns a ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported."""
-    raw = _declared(family.fields, raw, path)
+    raw = _declared(family.normalise_fields, raw, path)
     defaults = {"tie_word_embeddings": False, **family.defaults}
-    known = {*raw, *defaults, *NEUTRAL, *INERT, *QUANTISATION_FIELDS, "rope_theta", *SPELLINGS}
+    known = {*raw, *defaults, *NEUTRAL_VALUES, *INERT_FIELDS, *QUANTISATION_FIELDS, "rope_theta", *ROPE_FIELDS}
     given = with_overrides(raw, overrides or {}, known)
     # As in transformers, the family's default rope_parameters are not used if the config has a rope_scaling.
     replaced = ("rope_parameters",) if given.get("rope_scaling") else ()
     full = {**{name: value for name, value in defaults.items() if name not in replaced}, **given}
-    require_kinds(full, path)
+    require_field_types(full, path)
     full = _lifted(full)
-    refuse_unsupported(full, path, family.honours)
-    count = partial(count_of, full, path)
+    refuse_unsupported(full, path, family.supported_fields)
+    count = partial(positive_integer, full, path)
     heads, layers, hidden = count("num_attention_heads"), count("num_hidden_layers"), count("hidden_size")
     latent = read_latent(full, count, path, family.indexed) if family.latent else None
-    kv_heads, head_size = (1, latent.head_size) if latent else heads_and_size(full, path, heads, hidden)
+    kv_heads, head_size = (1, latent.head_size) if latent else kv_heads_and_head_size(full, path, heads, hidden)
     longest = count("max_position_embeddings")
     windows = _read_windows(full, family, layers, path)
     ropes, max_position = _read_ropes(full, family, latent, head_size, longest, path)
@@ -306,8 +306,8 @@ def parse(
         softmax_scale=_declared(family.softmax_scale, full, path),
         residual_scale=_declared(family.residual_scale, full, path),
         logit_scale=_declared(family.logit_scale, full, path),
-        softcap=cap_of(full, "attn_logit_softcapping", path),
-        logit_cap=cap_of(full, "final_logit_softcapping", path),
+        softcap=read_soft_cap(full, "attn_logit_softcapping", path),
+        logit_cap=read_soft_cap(full, "final_logit_softcapping", path),
         activation=_read_activation(full, family.activation_field, path),
         # An override also replaces the ids of generation_config.json.
         eos_token_ids=eos_ids(full, {} if "eos_token_id" in (overrides or {}) else generation or {}, path),
@@ -319,13 +319,13 @@ def parse(
     )
 
 
-def refuse_unsupported(full: Raw, path: Path, honoured: tuple[str, ...]) -> None:
+def refuse_unsupported(full: Raw, path: Path, supported_fields: tuple[str, ...]) -> None:
     """Refuse a config with a field that needs a computation which is not implemented.  Raises EspalierError.
 
-    honoured: the fields of NEUTRAL that the model's family supports.
+    supported_fields: the fields of NEUTRAL_VALUES that the model's family supports.
     """
-    for name, neutral in NEUTRAL.items():
-        if name in full and name not in honoured and full[name] not in neutral:
+    for name, neutral in NEUTRAL_VALUES.items():
+        if name in full and name not in supported_fields and full[name] not in neutral:
             value = full[name]
             supported = " or ".join(repr(v) for v in neutral)
             raise EspalierError(
@@ -344,8 +344,8 @@ def _read_activation(full: Raw, field: str, path: Path) -> Activation:
 
 def _lifted(full: Raw) -> Raw:
     """The config with the attention's fields at the top level.  Transformers 5 writes them into rope_parameters."""
-    ropes = [full.get(field) or {} for field in reversed(SPELLINGS)]
-    return full | {name: rope[name] for rope in ropes for name in OF_ATTENTION if name in rope}
+    ropes = [full.get(field) or {} for field in reversed(ROPE_FIELDS)]
+    return full | {name: rope[name] for rope in ropes for name in ATTENTION_FIELDS if name in rope}
 
 
 def _read_ropes(
@@ -359,18 +359,18 @@ def _read_ropes(
             read.append((RopeConfig(head_size, 1.0, "none"), longest))
             continue
         fields = _lifted({**full, **each})
-        refuse_unsupported(fields, path, family.honours)
+        refuse_unsupported(fields, path, family.supported_fields)
         size = each.get("head_dim", head_size)
         rotated = latent.rope_size if latent else rotated_size(fields, size, path)
         read.append(read_rope(fields, rotated, longest, path))
     return tuple(rope for rope, _ in read), min(context for _, context in read)
 
 
-def full_attention(full: Raw) -> Windows:
+def full_attention(full: Raw) -> LayerWindows:
     return (None,) * int(full["num_hidden_layers"])
 
 
-def windows_by_layer_type(full: Raw, default: Callable[[int], bool]) -> Windows:
+def windows_by_layer_type(full: Raw, default: Callable[[int], bool]) -> LayerWindows:
     """The window of each layer: None, or `sliding_window` if `layer_types` (without it, `default`) says sliding."""
     window, types = full.get("sliding_window"), full.get("layer_types")
     if window is None:
@@ -380,18 +380,18 @@ def windows_by_layer_type(full: Raw, default: Callable[[int], bool]) -> Windows:
     return tuple(int(window) if slides[i] else None for i in layers)
 
 
-def windows_in_every_second(full: Raw) -> Windows:
+def windows_in_every_second(full: Raw) -> LayerWindows:
     """The window of each layer (windows_by_layer_type).  Without `layer_types`, layers 0, 2, 4, ... are sliding."""
     return windows_by_layer_type(full, lambda layer: layer % 2 == 0)
 
 
-def windows_if_used(full: Raw, default: Callable[[int], bool]) -> Windows:
+def windows_if_used(full: Raw, default: Callable[[int], bool]) -> LayerWindows:
     """The window of each layer (windows_by_layer_type); None for all if `use_sliding_window` is false."""
     window = full["sliding_window"] if full["use_sliding_window"] else None
     return windows_by_layer_type({**full, "sliding_window": window}, default)
 
 
-def attention_in_some_layer(full: Raw) -> Windows:
+def attention_in_some_layer(full: Raw) -> LayerWindows:
     """Returns None for each layer: no windows.  Raises EspalierError if no layer has attention."""
     if "full_attention" not in (full["layer_types"] or ()):
         raise EspalierError(
@@ -408,10 +408,10 @@ def _declared(read: Callable[[Raw], Read], full: Raw, path: Path) -> Read:
         raise EspalierError(f"{path}: {error}") from None
 
 
-def _read_windows(full: Raw, family: Family, layers: int, path: Path) -> Windows:
+def _read_windows(full: Raw, family: Family, layers: int, path: Path) -> LayerWindows:
     types = full.get("layer_types")
     if types is not None:
-        known = {"full_attention", "sliding_attention", *family.layer_kinds}
+        known = {"full_attention", "sliding_attention", *family.extra_layer_types}
         unknown = sorted({str(t) for t in types} - known)
         if unknown:
             raise EspalierError(

@@ -8,15 +8,15 @@ from typing import Any
 
 from espalier.errors import EspalierError, shown
 from espalier.model_files import MAX_HEAD_SIZE, MAX_LAYERS, MAX_NUMBER, MAX_SIZE
-from espalier.models.rope import SPELLINGS, rope_overrides, type_of_rope, with_rope_type
+from espalier.models.rope import ROPE_FIELDS, rope_overrides, type_of_rope, with_rope_type
 
 Raw = dict[str, Any]
 # The largest allowed values of sizes that take memory before any weight is read: the number of layers, and the columns
 # of the rotary tables.
-HEAD_SIZES = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-MOST: Mapping[str, int] = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(HEAD_SIZES, MAX_HEAD_SIZE)}
+HEAD_SIZE_FIELDS = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+LARGEST_VALUES: Mapping[str, int] = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(HEAD_SIZE_FIELDS, MAX_HEAD_SIZE)}
 # Fields that are not counts: (name, type, in words).
-KINDS: tuple[tuple[str, Any, str], ...] = (
+FIELD_TYPES: tuple[tuple[str, Any, str], ...] = (
     ("rms_norm_eps", int | float, "a positive number"),
     ("rope_theta", int | float, "a positive number or null"),
     ("original_max_position_embeddings", int, "a positive number or null"),
@@ -27,17 +27,17 @@ KINDS: tuple[tuple[str, Any, str], ...] = (
     ("mlp_only_layers", list, "a list or null"),
 )
 
-NUMBERS = tuple(
+NUMBER_FIELDS = tuple(
     "attn_logit_softcapping final_logit_softcapping partial_rotary_factor rotary_pct embedding_multiplier "
     "residual_multiplier attention_multiplier logits_scaling logit_scale query_pre_attn_scalar routed_scaling_factor "
     "clip_qkv swiglu_limit swiglu_alpha llama_4_scaling_beta qk_scale_factor output_multiplier "
     "moe_router_logit_softcapping".split()
 )
-COUNTS = tuple(
+COUNT_FIELDS = tuple(
     "num_experts num_local_experts n_routed_experts n_shared_experts shared_expert_intermediate_size "
     "first_k_dense_replace num_nextn_predict_layers shared_intermediate_size".split()
 )
-TEXTS = ("scoring_func", "topk_method", "position_embedding_type")
+TEXT_FIELDS = ("scoring_func", "topk_method", "position_embedding_type")
 
 
 def _is_number(value: Any) -> bool:
@@ -48,24 +48,24 @@ def _is_count(value: Any, most: int) -> bool:
     return type(value) is int and 0 <= value <= most
 
 
-def _optional() -> Iterator[tuple[str, tuple[Callable[[Any], bool], str]]]:
-    for name in NUMBERS:
+def _type_checks() -> Iterator[tuple[str, tuple[Callable[[Any], bool], str]]]:
+    for name in NUMBER_FIELDS:
         yield name, (_is_number, "a number of at least 0")
-    for name in COUNTS:
+    for name in COUNT_FIELDS:
         most = MAX_LAYERS if "layers" in name else MAX_SIZE
         yield name, (partial(_is_count, most=most), f"0 to {most}")
-    for name in TEXTS:
+    for name in TEXT_FIELDS:
         yield name, (lambda value: isinstance(value, str), "text")
 
 
 # Fields that only some families honour, or that are supported with few values: a check of the value's type, and the
 # type in words.
-OPTIONAL: Mapping[str, tuple[Callable[[Any], bool], str]] = dict(_optional())
+TYPE_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = dict(_type_checks())
 
 
-def require_kinds(full: Raw, path: Path) -> None:
+def require_field_types(full: Raw, path: Path) -> None:
     """Check the types of all known fields.  Raises EspalierError naming a field whose value has a wrong type."""
-    for name, kind, words in KINDS:
+    for name, kind, words in FIELD_TYPES:
         value = full.get(name)
         is_missing = value is None and words.endswith("null")
         is_right = isinstance(value, kind) and not isinstance(value, bool)
@@ -75,13 +75,13 @@ def require_kinds(full: Raw, path: Path) -> None:
             raise EspalierError(
                 f"{path}: {name} = {shown(value)}; {words} is needed; correct it or pass model_overrides"
             )
-    for name, (is_right_kind, words) in OPTIONAL.items():
+    for name, (is_right_kind, words) in TYPE_CHECKS.items():
         value = full.get(name)
         if value is not None and not is_right_kind(value):
             raise EspalierError(f"{path}: {name} = {shown(value)}; {words} or null is needed; correct it")
 
 
-def positive(full: Raw, name: str) -> float:
+def positive_number(full: Raw, name: str) -> float:
     """Returns the value of a field, a positive number.  Raises EspalierError, without the path, for any other value."""
     value = full.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_NUMBER:
@@ -122,9 +122,9 @@ def rotated_size(full: Raw, head_size: int, path: Path) -> int:
     return size
 
 
-def count_of(full: Raw, path: Path, name: str) -> int:
+def positive_integer(full: Raw, path: Path, name: str) -> int:
     """Returns the value of a field, a positive integer.  Raises EspalierError naming the field for any other value."""
-    value, most = full.get(name), MOST.get(name, MAX_SIZE)
+    value, most = full.get(name), LARGEST_VALUES.get(name, MAX_SIZE)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise EspalierError(
             f"{path}: {name} = {shown(value)}; a positive integer is needed, {most} at most; correct it or pass "
@@ -133,7 +133,7 @@ def count_of(full: Raw, path: Path, name: str) -> int:
     return value
 
 
-def cap_of(full: Raw, field: str, path: Path) -> float | None:
+def read_soft_cap(full: Raw, field: str, path: Path) -> float | None:
     """The bound that a field sets; None if the value is None or 0.  Raises EspalierError for any other non-number."""
     cap = full.get(field)
     if cap is not None and not (isinstance(cap, int | float) and not isinstance(cap, bool) and 0 <= cap <= MAX_NUMBER):
@@ -141,11 +141,11 @@ def cap_of(full: Raw, field: str, path: Path) -> float | None:
     return float(cap) if cap else None
 
 
-def heads_and_size(full: Raw, path: Path, heads: int, hidden: int) -> tuple[int, int]:
+def kv_heads_and_head_size(full: Raw, path: Path, heads: int, hidden: int) -> tuple[int, int]:
     """Returns (number of key-value heads, size of a head) of layers that keep K and V heads."""
-    head_size = hidden // heads if full.get("head_dim") is None else count_of(full, path, "head_dim")
+    head_size = hidden // heads if full.get("head_dim") is None else positive_integer(full, path, "head_dim")
     name = "num_key_value_heads"
-    kv_heads = heads if full.get(name) is None else count_of(full, path, name)
+    kv_heads = heads if full.get(name) is None else positive_integer(full, path, name)
     if heads % kv_heads or head_size % 2 or not 0 < head_size <= MAX_HEAD_SIZE:
         raise EspalierError(
             f"{path}: {heads} heads over {kv_heads} key-value heads of size {head_size}; heads must be a multiple "
@@ -165,7 +165,7 @@ def eos_ids(full: Raw, generation: Raw, path: Path) -> tuple[int, ...]:
 
 
 # Fields that choose the family.  They are read before overrides apply.
-OF_FAMILY = ("architectures", "model_type")
+FAMILY_FIELDS = ("architectures", "model_type")
 
 
 def with_overrides(raw: Raw, overrides: Mapping[str, Any], known: set[str]) -> Raw:
@@ -173,7 +173,7 @@ def with_overrides(raw: Raw, overrides: Mapping[str, Any], known: set[str]) -> R
     Raises EspalierError for a name that is not in `known`."""
     merged, overrides = with_rope_type(raw), rope_overrides(raw, overrides)
     for name, value in overrides.items():
-        if name in OF_FAMILY and value != raw.get(name):
+        if name in FAMILY_FIELDS and value != raw.get(name):
             raise EspalierError(
                 f"model_overrides: {name} says which family the model is of, and cannot be replaced; edit config.json"
             )
@@ -183,7 +183,7 @@ def with_overrides(raw: Raw, overrides: Mapping[str, Any], known: set[str]) -> R
             raise EspalierError(f"model_overrides: no field {name!r} in this model's config; {remedy}")
         old = merged.get(name)
         merged[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, Mapping) else value
-    for name in SPELLINGS:
+    for name in ROPE_FIELDS:
         if "rope_theta" in overrides and "rope_theta" in (merged.get(name) or {}):
             merged[name] = {**merged[name], "rope_theta": overrides["rope_theta"]}
     return merged

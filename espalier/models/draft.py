@@ -20,7 +20,7 @@ from espalier.model_files import naming_config, read_json
 from espalier.models.config import ModelConfig
 
 # The type of DraftSpec.form.
-Form = Literal["chain", "target"]
+FeedForm = Literal["chain", "target"]
 # The modules of a piece of a prompt read tokens of the piece before it, so a piece has at least as many tokens as there
 # are modules.
 MAX_MODULES = MIN_CHUNK_WIDTH
@@ -64,7 +64,7 @@ class DraftSpec:
     first_proposing: int = 0
     causal: tuple[bool, ...] = ()
     windows_from_root: bool = True
-    form: Form = "chain"
+    form: FeedForm = "chain"
     reads: Literal["captured", "hidden"] | None = None
     capture: tuple[int, ...] = ()
     hidden_size: int = 0

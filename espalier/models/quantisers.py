@@ -28,7 +28,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import E2M1, E8M0_BIAS, FP8, FP8_MAX, QuantisedMatrix, pack_nibbles
 from espalier.models.loading import read_config, read_raw
-from espalier.models.weight_files import INDEX, shards_of, write_weights
+from espalier.models.weight_files import INDEX_FILE, safetensors_files, write_weights
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, read_formats
 from espalier.models.weights import PLAIN_DTYPES
 
@@ -40,7 +40,7 @@ BLOCK = 128
 MX_BLOCK = 32
 NV_GROUP = 16
 # The factors that are tried for a group's scale.  Factor 1 maps the group's largest magnitude to 7.5.
-SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+SCALE_FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 # The number of values that are quantised at once.
 BLOCK_VALUES = 2**24
 NUMBER = re.compile("[0-9]+")
@@ -54,8 +54,8 @@ KEPT_DENSE = (
 # A draft's own head is quantised, because the target decides every token.
 KEPT_IN_TARGETS = (*KEPT_DENSE, HEAD)
 # Block drafts read these matrices, and kernel_projection, as plain tensors.
-OF_EDGES = ("markov_w1", "markov_w2", "markov_head.gate_proj", "markov_head.joint_proj")
-KEPT_IN_DRAFTS = (*KEPT_DENSE, *OF_EDGES, "kernel_projection")
+EDGE_MATRICES = ("markov_w1", "markov_w2", "markov_head.gate_proj", "markov_head.joint_proj")
+KEPT_IN_DRAFTS = (*KEPT_DENSE, *EDGE_MATRICES, "kernel_projection")
 # The exponent of the largest value of E2M1, 6 = 1.5 · 2^2.
 E2M1_EXPONENT = 2
 
@@ -212,11 +212,11 @@ def to_int4(matrix: Tensor, device: torch.device) -> Stored:
 
 
 def _best_scales(groups: Tensor, dtype: torch.dtype) -> Tensor:
-    """groups [rows, n, group] -> scales [rows, n, 1]: of the scales that SHRINK makes, those with the least error."""
+    """groups [rows, n, group] -> scales [rows, n, 1]: those of SCALE_FACTORS' with the least error."""
     largest = groups.abs().amax(2, keepdim=True)
     widest = torch.where(largest == 0, 1.0, largest / 7.5)
     best, least = widest.to(dtype), torch.full_like(largest, torch.inf)
-    for shrink in SHRINK:
+    for shrink in SCALE_FACTORS:
         scale = (widest * shrink).to(dtype)
         exact = scale.float()
         error = ((groups / exact).round().clamp(-8, 7) * exact - groups).square().sum(2, keepdim=True)
@@ -375,17 +375,17 @@ def _write(
 ) -> QuantiseReport:
     """Write the files of the copy; see quantise.  config.json is last: a directory without it is no model."""
     written, places, columns = QuantiseReport(), dict[str, str](), dict[str, int]()
-    for file in shards_of(path):
+    for file in safetensors_files(path):
         tensors = dict(_quantised(file, quantiser, device, written, columns))
         write_weights(out / file.name, tensors)
         places |= dict.fromkeys(tensors, file.name)
         written.written_bytes += sum(tensor.nbytes for tensor in tensors.values())
         advance()
-    if (path / INDEX).exists():
+    if (path / INDEX_FILE).exists():
         index = {"metadata": {"total_size": written.written_bytes}, "weight_map": places}
-        (out / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+        (out / INDEX_FILE).write_text(json.dumps(index, indent=1), encoding="utf-8")
     for other in sorted(path.iterdir()):
-        is_weights = other.suffix in (".safetensors", ".bin") or other.name == INDEX
+        is_weights = other.suffix in (".safetensors", ".bin") or other.name == INDEX_FILE
         if other.is_file() and not is_weights and other.name != "config.json":
             shutil.copyfile(other, out / other.name)
     full = {**config, "quantization_config": quantiser.config(columns)}
@@ -406,13 +406,13 @@ def _refuse(path: Path, out: Path, config: Mapping[str, Any], is_draft: bool) ->
         raise EspalierError(f"{path} stores its experts stacked, which quantize does not support; use another model")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise EspalierError(f"--out={out} exists and is not an empty directory; give a new one")
-    if not shards_of(path):
+    if not safetensors_files(path):
         raise EspalierError(f"{path} holds no *.safetensors; save it with safe_serialization=True")
 
 
 def _stacks_experts(path: Path) -> bool:
     """Whether a draft's tensors are stacked experts.  A draft's config.json says so only beside its target's."""
-    for file in shards_of(path):
+    for file in safetensors_files(path):
         with safe_open(file, framework="pt") as stored:
             names = [name for name in stored.keys() if ".experts." in name]  # noqa: SIM118
             if any(len(stored.get_slice(name).get_shape()) > 2 for name in names):

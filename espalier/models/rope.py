@@ -22,20 +22,20 @@ from espalier.model_files import MAX_NUMBER
 
 Raw = dict[str, Any]
 
-TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 # Types that need a factor.
-SCALED = ("linear", "dynamic", "llama3", "yarn")
-RAMP = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate")
-POSITIVE = (
+TYPES_WITH_FACTOR = ("linear", "dynamic", "llama3", "yarn")
+RAMP_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate")
+POSITIVE_FIELDS = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     *("beta_fast", "beta_slow"),
 )
-BOOLS = ("truncate", "finetuned")
+BOOL_FIELDS = ("truncate", "finetuned")
 # LongRoPE's divisors of the frequencies: for texts of at most the original length, and for longer texts.
-DIVISORS = ("short_factor", "long_factor")
-NOT_NUMBERS = ("rope_type", *BOOLS, *DIVISORS)
-FIELDS = (
-    *RAMP,
+DIVISOR_FIELDS = ("short_factor", "long_factor")
+NON_NUMBER_FIELDS = ("rope_type", *BOOL_FIELDS, *DIVISOR_FIELDS)
+ROPE_PARAMETERS = (
+    *RAMP_FIELDS,
     "rope_type",
     "rope_theta",
     "original_max_position_embeddings",
@@ -46,11 +46,11 @@ FIELDS = (
     "llama_4_scaling_beta",
     "max_position_embeddings",
     "finetuned",
-    *DIVISORS,
+    *DIVISOR_FIELDS,
 )
 # Fields of the attention that a RoPE's configuration may hold.  config.py moves them to the top level of the config.
-OF_ATTENTION = ("partial_rotary_factor", "llama_4_scaling_beta")
-SPELLINGS = ("rope_parameters", "rope_scaling")
+ATTENTION_FIELDS = ("partial_rotary_factor", "llama_4_scaling_beta")
+ROPE_FIELDS = ("rope_parameters", "rope_scaling")
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class RopeConfig:
     """The RoPE of one layer.
 
     dim: how many channels of a head are rotated.  In latent attention, they are the rope part of a head.
-    type: one of TYPES, or "none" for a layer without RoPE: its frequencies are 0, so rotation changes no bit.
+    type: one of ROPE_TYPES, or "none" for a layer without RoPE: its frequencies are 0, so rotation changes no bit.
     A model with a dynamic RoPE has unscaled frequencies up to its trained length.  `ModelConfig.max_position` limits
     the model to that length, because beyond it every new token would change the rotation of all cached keys.
-    rotated: for a proportional RoPE, the share of the channels that is rotated; the lowest frequencies are not.
+    rotated_share: for a proportional RoPE, the share of the channels that is rotated; the lowest frequencies are not.
     latent_mscale: YaRN's factor of q and of k for mscale_all_dim.  Latent attention multiplies its softmax scale by the
     square of this factor; other attention ignores it.
     divisors: LongRoPE's divisors, one for each frequency: for contexts up to original_max_position, and for longer
@@ -81,7 +81,7 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
-    rotated: float = 1.0
+    rotated_share: float = 1.0
     latent_mscale: float = 1.0
     query_beta: float = 0.0
     divisors: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
@@ -94,7 +94,7 @@ class RopeConfig:
             case "linear":
                 return plain / self.factor
             case "proportional":
-                turning = torch.arange(self.dim // 2) < int(self.rotated * self.dim // 2)
+                turning = torch.arange(self.dim // 2) < int(self.rotated_share * self.dim // 2)
                 return torch.where(turning, plain / self.factor, 0.0)
             case "llama3":
                 return self._llama3(plain)
@@ -181,7 +181,7 @@ class RopeTables:
 def with_rope_type(fields: Mapping[str, Any]) -> Raw:
     """Returns the fields of a config.json with the type of every RoPE under "rope_type".  The old name is "type"."""
     named = dict(fields)
-    for field in SPELLINGS:
+    for field in ROPE_FIELDS:
         rope = fields.get(field)
         if isinstance(rope, Mapping) and "type" in rope:
             rest = {name: value for name, value in rope.items() if name != "type"}
@@ -190,12 +190,12 @@ def with_rope_type(fields: Mapping[str, Any]) -> Raw:
 
 
 def rope_overrides(raw: Raw, overrides: Mapping[str, Any]) -> Raw:
-    """Returns the overrides with RoPE's parameters in the field that config.json uses: one of SPELLINGS.
+    """Returns the overrides with RoPE's parameters in the field that config.json uses: one of ROPE_FIELDS.
 
     Raises EspalierError for an override that would change nothing.
     """
     moved = with_rope_type(overrides)
-    for field, other in (SPELLINGS, SPELLINGS[::-1]):
+    for field, other in (ROPE_FIELDS, ROPE_FIELDS[::-1]):
         if field not in moved or not raw.get(other) or raw.get(field):
             continue
         rope = moved.pop(field)
@@ -210,7 +210,7 @@ def rope_overrides(raw: Raw, overrides: Mapping[str, Any]) -> Raw:
 
 def type_of_rope(fields: Mapping[str, Any]) -> str:
     """The type of RoPE that a config's fields name."""
-    new, old = (with_rope_type(fields).get(field) or {} for field in SPELLINGS)
+    new, old = (with_rope_type(fields).get(field) or {} for field in ROPE_FIELDS)
     return {**new, **old}.get("rope_type") or "default"
 
 
@@ -221,7 +221,7 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
     with rope_scaling, and rope_parameters of transformers 5, which holds all values.  Raises EspalierError for a type
     or parameter that is not supported.
     """
-    new, old = (with_rope_type(full).get(field) or {} for field in SPELLINGS)
+    new, old = (with_rope_type(full).get(field) or {} for field in ROPE_FIELDS)
     for name in new:
         # No contradiction: users add rope_scaling to a config whose rope_parameters have the type "default".
         if old.get(name, new[name]) != new[name] and (name, new[name]) != ("rope_type", "default"):
@@ -242,7 +242,7 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
     # As in transformers, the field at the config's top level has priority.
     name = "original_max_position_embeddings"
     original = int(full.get(name) or parameters.get(name) or longest)
-    scaled = kind in SCALED
+    scaled = kind in TYPES_WITH_FACTOR
     if kind == "default" and parameters.get("factor") not in (None, 1):
         raise EspalierError(
             f"{path}: rope parameter factor = {parameters['factor']!r} has no effect with rope_type 'default'; set the "
@@ -262,8 +262,8 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
         query_beta=float(full.get("llama_4_scaling_beta") or 0),
         latent_mscale=_yarn_mscale(parameters["factor"], parameters.get("mscale_all_dim") or 0) if scaled else 1.0,
         divisors=_divisors(parameters, rotated, path) if kind == "longrope" else ((), ()),
-        rotated=_rotated_share(parameters, path) if kind == "proportional" else 1.0,
-        **{name: parameters[name] for name in RAMP if parameters.get(name) is not None},
+        rotated_share=_rotated_share(parameters, path) if kind == "proportional" else 1.0,
+        **{name: parameters[name] for name in RAMP_FIELDS if parameters.get(name) is not None},
     )
     extended = int(original * rope.factor) if kind == "yarn" else longest
     return rope, max(longest, extended)
@@ -272,21 +272,21 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
 def _require_values(parameters: Raw, kind: object, longest: int, path: Path) -> None:
     """Check the type and the parameters of a RoPE.
     Raises EspalierError for a type or a parameter that is not supported, and for a value of a wrong type."""
-    unknown = [name for name in parameters if name not in FIELDS]
-    if kind not in TYPES or unknown:
-        what = f"rope type {kind!r}" if kind not in TYPES else f"rope parameter {unknown[0]!r}"
-        raise EspalierError(f"{path}: {what} is not supported; supported types are {', '.join(TYPES)}")
+    unknown = [name for name in parameters if name not in ROPE_PARAMETERS]
+    if kind not in ROPE_TYPES or unknown:
+        what = f"rope type {kind!r}" if kind not in ROPE_TYPES else f"rope parameter {unknown[0]!r}"
+        raise EspalierError(f"{path}: {what} is not supported; supported types are {', '.join(ROPE_TYPES)}")
     for name, value in parameters.items():
         is_number = (
             isinstance(value, int | float)
             and not isinstance(value, bool)
             and abs(value) <= MAX_NUMBER
-            and (name not in POSITIVE or value > 0)
+            and (name not in POSITIVE_FIELDS or value > 0)
         )
-        if name not in NOT_NUMBERS and value is not None and not is_number:
-            words = "a positive number" if name in POSITIVE else "a number"
+        if name not in NON_NUMBER_FIELDS and value is not None and not is_number:
+            words = "a positive number" if name in POSITIVE_FIELDS else "a number"
             raise EspalierError(f"{path}: rope parameter {name} = {value!r}; {words} is needed; correct it")
-        if name in BOOLS and not isinstance(value, bool | None):
+        if name in BOOL_FIELDS and not isinstance(value, bool | None):
             raise EspalierError(f"{path}: rope parameter {name} = {value!r}; true or false is needed; correct it")
     if parameters.get("max_position_embeddings") not in (None, longest):
         raise EspalierError(
@@ -297,7 +297,7 @@ def _require_values(parameters: Raw, kind: object, longest: int, path: Path) -> 
 
 def _divisors(parameters: Raw, rotated: int, path: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Returns LongRoPE's divisors.  Raises EspalierError if there is not one for each frequency."""
-    for name in DIVISORS:
+    for name in DIVISOR_FIELDS:
         values = parameters.get(name)
         if (
             not isinstance(values, list)
@@ -308,7 +308,7 @@ def _divisors(parameters: Raw, rotated: int, path: Path) -> tuple[tuple[float, .
                 f"{path}: rope parameter {name} = {shown(values)}; a list of {rotated // 2} positive numbers is "
                 "needed, half as many as a head has rotated values; correct it"
             )
-    short, long = (tuple(map(float, parameters[name])) for name in DIVISORS)
+    short, long = (tuple(map(float, parameters[name])) for name in DIVISOR_FIELDS)
     return short, long
 
 

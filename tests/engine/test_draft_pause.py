@@ -12,7 +12,7 @@ from espalier.engine.round_times import CpuCosts
 from espalier.layout import PLAIN
 from espalier.request import SamplingParams
 from espalier.speculate import round as of_round
-from espalier.speculate.round import Proposed, Verified
+from espalier.speculate.round import ProposedRound, VerifiedRound
 from espalier.speculate.tree import VOID
 from espalier.startup.build import assemble
 from espalier.startup.checkpoints import BUNDLED_FILES
@@ -25,12 +25,12 @@ EACH = pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
 
 
 @pytest.fixture
-def verified(monkeypatch: pytest.MonkeyPatch) -> list[Proposed]:
+def verified(monkeypatch: pytest.MonkeyPatch) -> list[ProposedRound]:
     """What is verified, round by round."""
-    found: list[Proposed] = []
+    found: list[ProposedRound] = []
     verify = of_round.verify
 
-    def watched(proposed: Proposed) -> Verified:
+    def watched(proposed: ProposedRound) -> VerifiedRound:
         found.append(proposed)
         return verify(proposed)
 
@@ -39,7 +39,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[Proposed]:
 
 
 @EACH
-def test_a_round_has_no_more_rows_than_guesses(algorithm: str, verified: list[Proposed]) -> None:
+def test_a_round_has_no_more_rows_than_guesses(algorithm: str, verified: list[ProposedRound]) -> None:
     setup = replace(SETUP, algorithm=algorithm, overlap=True)
     wishes = [{}, {"speculation": False}, {"max_draft_depth": 1}, {"temperature": 1.0}, {"max_tokens": 3}]
     requests = [
@@ -62,7 +62,7 @@ def test_a_round_has_no_more_rows_than_guesses(algorithm: str, verified: list[Pr
 
 
 @EACH
-def test_a_batch_in_which_nobody_speculates_drafts_nothing(algorithm: str, verified: list[Proposed]) -> None:
+def test_a_batch_in_which_nobody_speculates_drafts_nothing(algorithm: str, verified: list[ProposedRound]) -> None:
     setup = replace(SETUP, algorithm=algorithm)
     requests = [
         request(i, p, SamplingParams(max_tokens=8, speculation=False)) for i, p in enumerate(prompts(2, (5, 9)))
@@ -77,7 +77,7 @@ def test_a_batch_in_which_nobody_speculates_drafts_nothing(algorithm: str, verif
 
 
 @pytest.mark.parametrize("pauses", [False, True])
-def test_an_engine_pauses_guesses_that_do_not_pay(pauses: bool, verified: list[Proposed]) -> None:
+def test_an_engine_pauses_guesses_that_do_not_pay(pauses: bool, verified: list[ProposedRound]) -> None:
     """Noise, in which a vocabulary of 16 makes some guess true now and then.
 
     The tree has 16 nodes, whose guesses take half a round.  Fewer take so much less that what is assumed at first, as

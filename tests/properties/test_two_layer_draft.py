@@ -24,7 +24,7 @@ from espalier.models.config import Raw, parse
 from espalier.models.families import FAMILIES
 from espalier.models.layer_loading import layer_specs_of, load_layer
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.stream import Stream
+from espalier.models.layers.residual import Residual
 from espalier.models.rope import RopeTables
 from espalier.models.weight_formats import dense_weight
 from espalier.models.weights import Weights
@@ -91,7 +91,7 @@ class ToyDraft:
     def __call__(self, p: Pass, hidden: Tensor, parents: Tensor | None = None) -> DraftOutput:
         if parents is not None:
             hidden = hidden.gather(1, parents[..., None].expand(-1, -1, hidden.shape[2]))
-        s = Stream(self.join(torch.cat((self.embed(p, self.rope).x, hidden.flatten(0, 1)), 1)))
+        s = Residual(self.join(torch.cat((self.embed(p, self.rope).x, hidden.flatten(0, 1)), 1)))
         for block in self.layers:
             block(s, p)
         return DraftOutput(*s.end(self.norm, p.out_shape))

@@ -223,7 +223,7 @@ class Watch:
         keeper, prefixes = self.engine.scheduler.states, self.engine.prefixes
         if not isinstance(keeper, StateKeeper) or prefixes is None:
             return
-        for page, row in keeper.snapshots._filed.items():
+        for page, row in keeper.snapshots._row_of_page.items():
             node, tokens = prefixes._nodes[page], ()
             while node.parent is not None:
                 node, tokens = node.parent, (*node.key, *tokens)

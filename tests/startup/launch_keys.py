@@ -70,7 +70,7 @@ class MetaWeights(Weights):
         self.quantiser = None if stored == DENSE else QUANTISERS[stored]
         self.formats = all_dense if self.quantiser is None else self.quantiser.formats({})
         self.fused = fused
-        self._loaded, self._files, self._not_taken = {}, {}, set()
+        self._loaded, self._files, self._unused = {}, {}, set()
         self._names = frozenset((FUSED, *DRAFT_WEIGHTS) if fused else ())
 
     def __contains__(self, name: str) -> bool:

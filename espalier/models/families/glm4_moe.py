@@ -59,8 +59,8 @@ GLM = Family(
     },
     out_bias=lambda full: False,
     qk_norm="use_qk_norm",
-    in_drafts=True,
-    honours=(*V3.honours, "partial_rotary_factor"),
+    usable_in_drafts=True,
+    supported_fields=(*V3.supported_fields, "partial_rotary_factor"),
     experts=V3.experts,
     mtp=NEXTN,
 )
@@ -105,7 +105,7 @@ DOTS = replace(
     },
     windows=lambda full: windows_by_layer_type(full, lambda layer: layer >= full["max_window_layers"]),
     experts=V3.experts,
-    honours=V3.honours,
+    supported_fields=V3.supported_fields,
 )
 
 
@@ -114,12 +114,12 @@ DEEPSEEK_V32 = replace(
     architecture="DeepseekV32ForCausalLM",
     model_type="deepseek_v32",
     defaults={**V3.defaults, **INDEX_FIELDS, "max_position_embeddings": 163840, "indexer_rope_interleave": False},
-    honours=(*V3.honours, "index_topk"),
+    supported_fields=(*V3.supported_fields, "index_topk"),
     experts=experts_by_type,
     indexed=True,
-    in_drafts=False,
+    usable_in_drafts=False,
     # Two names for the same layers, from different releases of transformers.
-    layer_kinds=("indexed_attention", "deepseek_sparse_attention"),
+    extra_layer_types=("indexed_attention", "deepseek_sparse_attention"),
 )
 
 

@@ -9,7 +9,7 @@ layers have experts except those that the config names.  Qwen2-MoE also has a ga
 from dataclasses import replace
 
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, Raw, Windows, windows_if_used
+from espalier.models.config import Experts, Family, LayerWindows, Raw, windows_if_used
 from espalier.models.config_values import require_counts
 from espalier.models.stored_names import SPECULATORS
 
@@ -21,7 +21,7 @@ QWEN_WINDOW_DEFAULTS = {
 }
 
 
-def qwen_windows(full: Raw) -> Windows:
+def qwen_windows(full: Raw) -> LayerWindows:
     """The window of each layer, if `use_sliding_window`: by `layer_types`, else from layer `max_window_layers` on."""
     return windows_if_used(full, lambda layer: layer >= full["max_window_layers"])
 
@@ -39,7 +39,7 @@ QWEN2 = Family(
     qkv_bias=lambda full: True,
     out_bias=lambda full: False,
     windows=qwen_windows,
-    in_drafts=True,
+    usable_in_drafts=True,
 )
 
 
@@ -47,7 +47,7 @@ MIMO = replace(
     QWEN2,
     architecture="MiMoForCausalLM",
     model_type="mimo",
-    honours=("num_nextn_predict_layers",),
+    supported_fields=("num_nextn_predict_layers",),
     mtp=replace(SPECULATORS, prefix="model.mtp_layers.{}.", hidden_first=True),
 )
 
@@ -65,7 +65,7 @@ QWEN3 = Family(
     },
     windows=qwen_windows,
     qk_norm=True,
-    in_drafts=True,
+    usable_in_drafts=True,
 )
 
 
@@ -87,7 +87,7 @@ def routing(full: Raw, default: int) -> Routing | None:
     return Routing(num_experts, full["num_experts_per_tok"], norm_topk_prob=bool(full["norm_topk_prob"]))
 
 
-def experts_beside_shared(full: Raw, default: int = 60) -> Experts | None:
+def experts_with_shared(full: Raw, default: int = 60) -> Experts | None:
     """Returns the experts of a family with a gated shared expert; None without experts.  default: as in `routing`."""
     how = routing(full, default)
     if how is None:
@@ -96,7 +96,7 @@ def experts_beside_shared(full: Raw, default: int = 60) -> Experts | None:
     return Experts(expert_layers(full), how, full["moe_intermediate_size"], shared, "shared_expert", gate)
 
 
-def _qwen2_windows(full: Raw) -> Windows:
+def _qwen2_windows(full: Raw) -> LayerWindows:
     """The window of each layer, if `use_sliding_window`: by `layer_types`, else in even layers < max_window_layers."""
     return windows_if_used(full, lambda layer: layer % 2 == 0 and layer < full["max_window_layers"])
 
@@ -118,8 +118,8 @@ QWEN2_MOE = replace(
     },
     qkv_bias=lambda full: bool(full["qkv_bias"]),
     windows=_qwen2_windows,
-    experts=experts_beside_shared,
-    honours=("num_experts", "num_local_experts", "shared_expert_intermediate_size"),
+    experts=experts_with_shared,
+    supported_fields=("num_experts", "num_local_experts", "shared_expert_intermediate_size"),
 )
 
 
@@ -128,7 +128,7 @@ def _experts(full: Raw) -> Experts | None:
     return None if how is None else Experts(expert_layers(full), how, full["moe_intermediate_size"])
 
 
-def _qwen3_moe_windows(full: Raw) -> Windows:
+def _qwen3_moe_windows(full: Raw) -> LayerWindows:
     """The window of each layer, if `use_sliding_window`: by `layer_types`, else in every layer."""
     return windows_if_used(full, lambda layer: True)
 
@@ -149,5 +149,5 @@ QWEN3_MOE = replace(
     },
     windows=_qwen3_moe_windows,
     experts=_experts,
-    honours=("num_experts", "num_local_experts"),
+    supported_fields=("num_experts", "num_local_experts"),
 )

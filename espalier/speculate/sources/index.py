@@ -52,7 +52,7 @@ class IndexSource:
         self.num_texts += 1
         self.tokens[places] = text
         # Salt and number tell neighbouring texts apart, so that no run crosses from one text to the next.
-        self.texts[places] = _text(salt, self.num_texts)
+        self.texts[places] = _text_id(salt, self.num_texts)
         self.end = (self.end + len(text)) % self.size
         for run, table in self.tables.items():
             if len(text) >= run:
@@ -108,7 +108,7 @@ def salt_of(client: str) -> int:
     return int.from_bytes(blake2b(client.encode(), digest_size=8).digest()) >> (NUMBER_BITS + 1)
 
 
-def _text(salt: int, number: int) -> int:
+def _text_id(salt: int, number: int) -> int:
     return salt << NUMBER_BITS | number % (1 << NUMBER_BITS)
 
 

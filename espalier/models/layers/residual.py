@@ -8,28 +8,28 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from espalier.models.layers.norm import AnyNorm, Delta, Normed, RMSNorm
-from espalier.models.weight_formats.sharded import Unsummed, over_ranks
+from espalier.models.layers.norm import AnyNorm, BlockOutput, NormedOutputs, RMSNorm
+from espalier.models.weight_formats.sharded import Unsummed, sum_over_ranks
 
 
-class Reader(Protocol):
+class NormReader(Protocol):
     """A block or a linear layer whose input is the norm of the stream."""
 
-    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Any]:
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, Any]:
         """Returns (x + delta, the norm of that sum in the form that the block takes).
-        delta: the last block's output, as RMSNorm.after takes it."""
+        delta: the last block's output, as RMSNorm.add_and_norm takes it."""
         ...
 
 
-class Pending(Protocol):
+class PendingAdd(Protocol):
     """A block's output that only a kernel of the block can add to the residual."""
 
-    def after(self, norm: AnyNorm, x: Tensor) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, norm: AnyNorm, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (x + the block's output, the norm of that sum)."""
         ...
 
 
-class Stream:
+class Residual:
     """The residual of the N rows of a pass, from the embedding to the final norm.
 
     x: [N, H], the residual.  delta: the last block's output, which the next norm adds to x.
@@ -43,14 +43,14 @@ class Stream:
 
     def __init__(self, x: Tensor, live: Tensor | None = None, given: Tensor | None = None) -> None:
         self.x = x
-        self.delta: Delta | Pending = None
+        self.delta: BlockOutput | PendingAdd = None
         self.live = live
         self.given = given
         self.beside: Tensor | None = None
         self.inputs: dict[int, Tensor] = {}
         self._capturing: int | None = None
 
-    def normed(self, norm: AnyNorm | None, reader: Reader) -> Any:
+    def normed(self, norm: AnyNorm | None, reader: NormReader) -> Any:
         """Add the last block's output to x.  Returns the norm of the sum in the form that `reader` takes.
 
         norm: None for a first block whose input the embedding made.
@@ -59,23 +59,25 @@ class Stream:
             rows, self.given = self.given, None
             assert rows is not None, "only the first block of a draft head reads what the embedding made"
             return rows
-        if self.delta is None or isinstance(self.delta, Tensor | Unsummed | Normed):
-            self.x, rows = reader.read(norm, self.delta, self.x)
+        if self.delta is None or isinstance(self.delta, Tensor | Unsummed | NormedOutputs):
+            self.x, rows = reader.norm_input(norm, self.delta, self.x)
         else:
-            self.x, rows = self.delta.after(norm, self.x)
+            self.x, rows = self.delta.add_and_norm(norm, self.x)
         self.delta = None
         if self._capturing is not None:
             self.inputs[self._capturing], self._capturing = self.x, None
         return rows
 
-    def add(self, delta: Tensor | Unsummed | Normed | Pending, norm: RMSNorm | None = None, scale: float = 1.0) -> None:
+    def add(
+        self, delta: Tensor | Unsummed | NormedOutputs | PendingAdd, norm: RMSNorm | None = None, scale: float = 1.0
+    ) -> None:
         """Take a block's output, [N, H] or parts of it.  The next norm adds it to x.
 
         norm: the norm of the output, for families that have one; scale: the output's factor.  No family has both.
         """
         if norm is not None or scale != 1:
             assert isinstance(delta, Tensor | Unsummed) and (norm is None or scale == 1)
-            delta = over_ranks(delta) * scale if norm is None else Normed((delta, norm))
+            delta = sum_over_ranks(delta) * scale if norm is None else NormedOutputs((delta, norm))
         self.delta = delta
 
     def keep(self, rows: Tensor | None) -> None:
@@ -91,8 +93,8 @@ class Stream:
 
     def end(self, norm: RMSNorm, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Returns (the residual after the last block, its final norm), [*shape, H] each."""
-        if self.delta is None or isinstance(self.delta, Tensor | Unsummed | Normed):
-            x, normed = norm.after(self.delta, self.x)
+        if self.delta is None or isinstance(self.delta, Tensor | Unsummed | NormedOutputs):
+            x, normed = norm.add_and_norm(self.delta, self.x)
         else:
-            x, normed = self.delta.after(norm, self.x)
+            x, normed = self.delta.add_and_norm(norm, self.x)
         return x.unflatten(0, shape), normed.unflatten(0, shape)
