@@ -55,7 +55,7 @@ class StateBlock:
     def __call__(self, layer: int, rows: Tensor, s: Residual, p: Pass) -> Tensor:
         """A block without heads has nothing to attend to."""
         q = self.write(layer, rows, p)
-        s.keep(p.kept(layer))
+        s.keep_rows(p.kept_rows(layer))
         attended = p.attend(layer, q) if self.keeps.heads else q[..., None]
         return self.out.in_parts(attended.flatten(2).flatten(0, 1))
 

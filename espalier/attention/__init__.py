@@ -49,7 +49,9 @@ def default_backend(device: str, dtype: torch.dtype | None = None, keeps: Keeps 
     installed = [made.support for made in BACKENDS.values() if made.support.is_installed]
     on_device = [support for support in installed if device in support.devices]
     suitable = [
-        support for support in on_device if dtype in (None, *support.dtypes) and (keeps is None or support.takes(keeps))
+        support
+        for support in on_device
+        if dtype in (None, *support.dtypes) and (keeps is None or support.supports(keeps))
     ]
     return (suitable or on_device)[0].name
 

@@ -27,8 +27,10 @@ MAX_VALUES_TO_SPLIT = 2**23
 @cache
 def flash_attn_with_kvcache() -> Callable[..., tuple[Tensor, ...]]:
     """Return the library's function.  The import happens on first use."""
-    assert SUPPORT.library is not None and SUPPORT.library.found is not None
-    function: Callable[..., tuple[Tensor, ...]] = import_module(SUPPORT.library.found).flash_attn_with_kvcache
+    assert SUPPORT.library is not None and SUPPORT.library.installed_module is not None
+    function: Callable[..., tuple[Tensor, ...]] = import_module(
+        SUPPORT.library.installed_module
+    ).flash_attn_with_kvcache
     return function
 
 

@@ -53,7 +53,7 @@ class ModelCache:
         positions: Tensor | None = None,
         *,
         width: int | None = None,
-        at: int = 0,
+        first_staged: int = 0,
         layers: range | None = None,
         page_rows: Tensor | None = None,
         commits_by_layer: bool = False,
@@ -65,7 +65,7 @@ class ModelCache:
 
         nodes: what the rows see, or one Nodes for each layer where layers see different rows.
         tokens, positions: as in Pass; positions: by default those of the nodes.
-        width: staged rows of each request, by default those of this pass, which writes rows at .. at+Q-1.
+        width: staged rows of each request, by default those of this pass; first_staged: its first row among them.
         layers: those that run, by default all of this model.
         page_rows: [B · Q], where `Pass.commit` copies each row, 0 for padding; None: the caller commits, or nobody.
         commits_by_layer: each layer commits before it attends, because pieces read one another through the pages, or
@@ -82,7 +82,7 @@ class ModelCache:
             tokens=tokens if chosen is None else chosen.of(tokens),
             positions=positions if chosen is None else chosen.of(positions),
             width=of_each if width is None else width,
-            at=at,
+            first_staged=first_staged,
             layers=self.layers if layers is None else layers,
             page_rows=page_rows,
             commits_by_layer=commits_by_layer,
@@ -125,7 +125,7 @@ class ChosenRows:
     rows: Tensor
 
     @classmethod
-    def at(cls, places: Tensor, batch: int, width: int) -> "ChosenRows":
+    def from_places(cls, places: Tensor, batch: int, width: int) -> "ChosenRows":
         """places: [R], as above, of batch · width rows."""
         order = torch.arange(len(places), device=places.device)
         rows = torch.full((batch * width,), -1, device=places.device).scatter(0, places, order).view(batch, width)
@@ -163,7 +163,7 @@ class Pass:
     tokens: Tensor
     positions: Tensor
     width: int
-    at: int
+    first_staged: int
     layers: range
     page_rows: Tensor | None
     commits_by_layer: bool
@@ -193,7 +193,7 @@ class Pass:
         spec = self.cache.specs[place]
         if self.cache.states is not None and isinstance(spec.keeps, RecurrentState):
             return self._write_state(layer, *values)
-        shares = spec.shares is not None
+        shares = spec.shares_rows_of is not None
         # A layer that shares rows writes no heads.
         planes = tuple(plane[:, :0] for plane in pages.layers[place]) if shares else staging.layers[place]
         q = spec.rows.write(self.rows, planes, pages.scales.get(place), *values)
@@ -204,7 +204,7 @@ class Pass:
             self.chosen.fill(planes)
         if self.commits_by_layer and self.page_rows is not None and not shares:
             pages.commit_layer(staging, place, self.rows, self.page_rows)
-        kept = None if self.needed is None else self.kept(layer)
+        kept = None if self.needed is None else self.kept_rows(layer)
         return q.view(*self.tokens.shape, *q.shape[1:]) if kept is None else q[kept][:, None]
 
     def attend(self, layer: int, q: Tensor, sink: Tensor | None = None) -> Tensor:
@@ -216,12 +216,12 @@ class Pass:
         index = self.layers[layer]
         batch, queries = self.tokens.shape if self.chosen is None else self.chosen.rows.shape
         if self.cache.states is not None and isinstance(self.cache.specs[index].keeps, RecurrentState):
-            return self._of_kept(layer, self._states.read(index, q, sink))
+            return self._select_kept(layer, self._states.read(index, q, sink))
         if index not in self.cache.staging.layers:
             # A draft's layer that reads a target's rows: no row of the pass has any.
             return self._plan(layer).over_committed(index, q)
         spec, plan = self.cache.specs[index], self._plan(layer)
-        planes = self.cache.staging.staged_planes(index, batch, queries, self.width, self.at)
+        planes = self.cache.staging.staged_planes(index, batch, queries, self.width, self.first_staged)
         k, v = spec.rows.read(planes)
         if self.chosen is not None:
             return self.chosen.of(plan.attend(index, self.chosen.to_tree_rows(q), k, v, sink))
@@ -231,10 +231,10 @@ class Pass:
     def _selected(self, layer: int, plan: Attention, planes: tuple[Tensor, ...]) -> Selection | None:
         """The rows that the layer's queries attend to, chosen by this layer or by the last layer that chose; None: all
         rows."""
-        kept = self.kept(layer)
+        kept = self.kept_rows(layer)
         if self._index_queries is not None:
             q, weights = (
-                self._of_kept(layer, values.unflatten(0, self.tokens.shape)) for values in self._index_queries
+                self._select_kept(layer, values.unflatten(0, self.tokens.shape)) for values in self._index_queries
             )
             self._selection = plan.select(self.layers[layer], IndexQueries(q, weights), planes[1])
             self._index_queries = None
@@ -245,11 +245,11 @@ class Pass:
     def _write_state(self, layer: int, inputs: Tensor, gates: Tensor | GateInputs | None, *how: Any) -> Tensor:
         """As PassStates.write."""
         q = self._states.write(self.layers[layer], self.tokens.shape[1], inputs, gates, *how)
-        return q if gates is not None else self._of_kept(layer, q)
+        return q if gates is not None else self._select_kept(layer, q)
 
-    def _of_kept(self, layer: int, values: Tensor) -> Tensor:
+    def _select_kept(self, layer: int, values: Tensor) -> Tensor:
         """The rows of values [B, Q, ...] that the layer computes."""
-        kept = self.kept(layer)
+        kept = self.kept_rows(layer)
         return values if kept is None else values.flatten(0, 1)[kept][:, None]
 
     def commit(self) -> None:
@@ -257,7 +257,7 @@ class Pass:
         if self.page_rows is not None and not self.commits_by_layer:
             self.cache.commit(self.rows, self.page_rows)
 
-    def kept(self, layer: int) -> Tensor | None:
+    def kept_rows(self, layer: int) -> Tensor | None:
         """[B]: of the B · Q rows, those that the layer computes after its write; None: all."""
         return self._needed_rows if self.needed is not None and layer == len(self.layers) - 1 else None
 
@@ -280,7 +280,7 @@ class Pass:
         """
         if table not in self._looked_up:
             self._looked_up[table] = gather_rows(self.positions.reshape(1, -1), table[None, :, None])
-        found, kept = self._looked_up[table].view(-1), self.kept(layer)
+        found, kept = self._looked_up[table].view(-1), self.kept_rows(layer)
         return (found if kept is None else found[kept]).view(len(self.tokens), -1, 1, 1)
 
     def keep_rotation(self, rope: Rope, rotation: Rotation) -> None:
@@ -292,7 +292,7 @@ class Pass:
         """[B · Q]: the staging rows of this pass, the same for all layers."""
         if self.chosen is not None:
             return self.chosen.places
-        return self.cache.staging.staging_rows(self.tokens, self.width, self.at)
+        return self.cache.staging.staging_rows(self.tokens, self.width, self.first_staged)
 
     @cached_property
     def _states(self) -> PassStates:
@@ -314,7 +314,7 @@ class Pass:
 
     def _plan(self, layer: int) -> Attention:
         """The backend's plan, shared by the layers of a group whose queries see the same rows."""
-        if self.needed is not None and self.kept(layer) is not None:
+        if self.needed is not None and self.kept_rows(layer) is not None:
             nodes = self._needed_nodes
         else:
             nodes = self.nodes if isinstance(self.nodes, Nodes) else self.nodes[layer]

@@ -34,7 +34,7 @@ class Library:
     extra: str
 
     @property
-    def found(self) -> str | None:
+    def installed_module(self) -> str | None:
         """The name of the first installed module; None if none is installed."""
         return next((module for module in self.modules if find_spec(module.split(".")[0]) is not None), None)
 
@@ -83,7 +83,7 @@ class Support:
 
     @property
     def is_installed(self) -> bool:
-        return self.library is None or self.library.found is not None
+        return self.library is None or self.library.installed_module is not None
 
     def require(
         self,
@@ -123,7 +123,7 @@ class Support:
                     "choose another backend"
                 )
 
-    def takes(self, keeps: Keeps) -> bool:
+    def supports(self, keeps: Keeps) -> bool:
         """Whether the backend supports layers with this `keeps`."""
         if not isinstance(keeps, self.keeps):
             return False

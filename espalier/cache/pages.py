@@ -135,7 +135,7 @@ class Snapshots:
         """Give a held row back to the free rows."""
         self._free.append(row)
 
-    def file(self, page: int, row: int) -> None:
+    def attach(self, page: int, row: int) -> None:
         """Give a held row to a page of the tree.  If the page has a snapshot already, the row is freed."""
         if page in self._row_of_page:
             self.release(row)
@@ -146,12 +146,12 @@ class Snapshots:
         """The index in `pages` of the last page with a snapshot; None if no page has one."""
         return next((i for i in reversed(range(len(pages))) if pages[i] in self._row_of_page), None)
 
-    def use(self, page: int) -> int:
+    def mark_used(self, page: int) -> int:
         """Return the row of a page's snapshot, and mark the snapshot as the most recently used."""
         self._row_of_page.move_to_end(page)
         return self._row_of_page[page]
 
-    def drop(self, page: int) -> None:
+    def detach(self, page: int) -> None:
         """Free the snapshot of a page that leaves the tree, if it has one."""
         row = self._row_of_page.pop(page, None)
         if row is not None:

@@ -58,7 +58,7 @@ class StateAccess:
     is_split: bool = False
 
     @cached_property
-    def marked(self) -> Tensor | None:
+    def rows_before_snapshot(self) -> Tensor | None:
         """[B]: how many rows of this pass come before the snapshot; 0 if this pass does not reach it."""
         if self.marks is None or self.length is None:
             return None
@@ -72,7 +72,7 @@ class StateAccess:
         return torch.cat((same[:0].new_zeros(min(len(self.slots), 1)), same & self.is_split))
 
     @cached_property
-    def ends(self) -> Tensor:
+    def is_last_row(self) -> Tensor:
         """[B] bool: whether this row of the batch is its request's last, so that its state becomes the slot's state."""
         assert self.length is not None
         has_rows = self.length > 0
@@ -83,9 +83,11 @@ class StateAccess:
     def path(self, source: Tensor | None, width: int, spare: int) -> PathRows:
         """The PathRows (kernels/ops/states.py) of this pass."""
         assert self.length is not None
-        continues_previous, ends = (self.continues_previous, self.ends) if self.is_split else (None, None)
+        continues_previous, ends = (self.continues_previous, self.is_last_row) if self.is_split else (None, None)
         mark_row = None if self.marks is None else self.marks.row
-        return PathRows(self.slots, source, self.length, self.marked, mark_row, continues_previous, ends, width, spare)
+        return PathRows(
+            self.slots, source, self.length, self.rows_before_snapshot, mark_row, continues_previous, ends, width, spare
+        )
 
 
 @dataclass

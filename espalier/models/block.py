@@ -18,7 +18,7 @@ from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.tree.edges import FactorProjection, LowRankEdges, split_columns
 from espalier.models.base import CausalLM
-from espalier.models.config import ModelConfig, Raw, architecture_of, parse
+from espalier.models.config import Json, ModelConfig, architecture_of, parse
 from espalier.models.draft import DraftSpec, Edges, refuse_sizes
 from espalier.models.draft_parts import DraftFields, draft_embedding, draft_head, draft_to_target
 from espalier.models.families.qwen import QWEN3
@@ -79,7 +79,7 @@ def block_spec(
         mask_token=given.mask_token(layer.vocab_size),
         first_proposing=first_proposing,
         windows_from_root=windows_from_root,
-        reads="captured",
+        target_output="captured",
         hidden_size=layer.hidden_size,
     )
 
@@ -89,7 +89,7 @@ def _window_from_root(spec: LayerSpec) -> LayerSpec:
     return spec if spec.window is None else replace(spec, window=spec.window + 1)
 
 
-def read_block(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
+def read_block(path: Path, raw: Json, target: ModelConfig) -> BlockConfig:
     """Read the config.json `raw` of the draft at `path` and check it against its target's config.  Loads no weights.
 
     Raises EspalierError if the draft does not fit this target, or has a form that is not supported.
@@ -272,7 +272,7 @@ class BlockDraft:
         s = self.embed(p, self.rope)
         for layer in self.layers:
             layer(s, p)
-        return s.end(self.norm, p.out_shape)[1]
+        return s.final_norm(self.norm, p.out_shape)[1]
 
     def block_logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)

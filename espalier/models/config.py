@@ -23,7 +23,7 @@ from espalier.models.config_values import (
     with_overrides,
 )
 from espalier.models.latent_config import LatentConfig, read_latent
-from espalier.models.rope import ATTENTION_FIELDS, ROPE_FIELDS, RopeConfig, RopeTables, read_rope
+from espalier.models.rope import ATTENTION_FIELDS, ROPE_FIELDS, Json, RopeConfig, RopeTables, read_rope
 from espalier.models.stored_names import (
     DEFAULT_LAYER_NAMES,
     DEFAULT_LAYER_NORMS,
@@ -39,7 +39,6 @@ from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declar
 if TYPE_CHECKING:
     from espalier.models.from_transformers.probe import ProbeResult
 
-Raw = dict[str, Any]
 LayerWindows = tuple[int | None, ...]
 Read = TypeVar("Read")
 # (weights, config, prefix of the layer's names, layer number, RoPE tables) -> a models/base.py:Layer.  In a family with
@@ -157,21 +156,21 @@ class Family:
     architecture: str
     model_type: str
     defaults: Mapping[str, Any]
-    qkv_bias: Callable[[Raw], bool] = lambda full: bool(full["attention_bias"])
-    out_bias: Callable[[Raw], bool] = lambda full: bool(full["attention_bias"])
-    windows: Callable[[Raw], LayerWindows] = lambda full: full_attention(full)
+    qkv_bias: Callable[[Json], bool] = lambda full: bool(full["attention_bias"])
+    out_bias: Callable[[Json], bool] = lambda full: bool(full["attention_bias"])
+    windows: Callable[[Json], LayerWindows] = lambda full: full_attention(full)
     qk_norm: bool | str = False
     wide_qk_norm: bool = False
     layer_norms: LayerNorms = DEFAULT_LAYER_NORMS
     names: LayerNames = DEFAULT_LAYER_NAMES
     norm_offset: float = 0.0
     sinks: bool = False
-    experts: Callable[[Raw], Experts | None] = lambda full: None
-    embedding_scale: Callable[[Raw], float] = lambda full: 1.0
-    softmax_scale: Callable[[Raw], float | None] = lambda full: None
-    residual_scale: Callable[[Raw], float] = lambda full: 1.0
-    logit_scale: Callable[[Raw], float] = lambda full: 1.0
-    ropes: Callable[[Raw], Sequence[Raw | None]] | None = None
+    experts: Callable[[Json], Experts | None] = lambda full: None
+    embedding_scale: Callable[[Json], float] = lambda full: 1.0
+    softmax_scale: Callable[[Json], float | None] = lambda full: None
+    residual_scale: Callable[[Json], float] = lambda full: 1.0
+    logit_scale: Callable[[Json], float] = lambda full: 1.0
+    ropes: Callable[[Json], Sequence[Json | None]] | None = None
     load_embedding: "LoadEmbedding | None" = None
     load_layer: "LoadLayer | None" = None
     load_mixer: "LoadMixer | None" = None
@@ -184,7 +183,7 @@ class Family:
     activation_field: str = "hidden_act"
     usable_in_drafts: bool = False
     multimodal: tuple[str, ...] = ()
-    normalise_fields: Callable[[Raw], Raw] = lambda raw: raw
+    normalise_fields: Callable[[Json], Json] = lambda raw: raw
     extra_layer_types: tuple[str, ...] = ()
     stored: StoredNames = SAME_NAMES
     unread: Mapping[str, str] = field(default_factory=dict)
@@ -242,7 +241,7 @@ class ModelConfig:
     latent: LatentConfig | None
     formats: FormatOf = field(repr=False)
     stored: StoredNames
-    raw: Raw = field(repr=False)
+    raw: Json = field(repr=False)
     path: Path = field(repr=False, compare=False)
     text_part_of: str | None = None
     probed: "ProbeResult | None" = field(default=None, repr=False)
@@ -253,7 +252,7 @@ class ModelConfig:
         return declared_kv_dtype(self.raw)
 
 
-def architecture_of(raw: Raw) -> str | None:
+def architecture_of(raw: Json) -> str | None:
     """The first name in `architectures`, or model_type if that field is missing; None if the value is no string."""
     names = raw.get("architectures") or [raw.get("model_type")]
     name = names[0] if isinstance(names, list) else None
@@ -261,7 +260,7 @@ def architecture_of(raw: Raw) -> str | None:
 
 
 def parse(
-    raw: Raw, family: Family, path: Path, overrides: Mapping[str, Any] | None = None, generation: Raw | None = None
+    raw: Json, family: Family, path: Path, overrides: Mapping[str, Any] | None = None, generation: Json | None = None
 ) -> ModelConfig:
     """Returns a ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported."""
     raw = _declared(family.normalise_fields, raw, path)
@@ -319,7 +318,7 @@ def parse(
     )
 
 
-def refuse_unsupported(full: Raw, path: Path, supported_fields: tuple[str, ...]) -> None:
+def refuse_unsupported(full: Json, path: Path, supported_fields: tuple[str, ...]) -> None:
     """Refuse a config with a field that needs a computation which is not implemented.  Raises EspalierError.
 
     supported_fields: the fields of NEUTRAL_VALUES that the model's family supports.
@@ -333,7 +332,7 @@ def refuse_unsupported(full: Raw, path: Path, supported_fields: tuple[str, ...])
             )
 
 
-def _read_activation(full: Raw, field: str, path: Path) -> Activation:
+def _read_activation(full: Json, field: str, path: Path) -> Activation:
     """The activation that `field` names.  Raises EspalierError for an activation that no kernel computes."""
     name = full.get(field, "silu")
     if not isinstance(name, str) or name not in ACTIVATIONS:
@@ -342,14 +341,14 @@ def _read_activation(full: Raw, field: str, path: Path) -> Activation:
     return ACTIVATIONS[name]
 
 
-def _lifted(full: Raw) -> Raw:
+def _lifted(full: Json) -> Json:
     """The config with the attention's fields at the top level.  Transformers 5 writes them into rope_parameters."""
     ropes = [full.get(field) or {} for field in reversed(ROPE_FIELDS)]
     return full | {name: rope[name] for rope in ropes for name in ATTENTION_FIELDS if name in rope}
 
 
 def _read_ropes(
-    full: Raw, family: Family, latent: LatentConfig | None, head_size: int, longest: int, path: Path
+    full: Json, family: Family, latent: LatentConfig | None, head_size: int, longest: int, path: Path
 ) -> tuple[tuple[RopeConfig, ...], int]:
     """Returns the RoPE of each layer, and the longest context, in tokens, that all of them support."""
     own = [{}] * full["num_hidden_layers"] if family.ropes is None else _declared(family.ropes, full, path)
@@ -366,11 +365,11 @@ def _read_ropes(
     return tuple(rope for rope, _ in read), min(context for _, context in read)
 
 
-def full_attention(full: Raw) -> LayerWindows:
+def full_attention(full: Json) -> LayerWindows:
     return (None,) * int(full["num_hidden_layers"])
 
 
-def windows_by_layer_type(full: Raw, default: Callable[[int], bool]) -> LayerWindows:
+def windows_by_layer_type(full: Json, default: Callable[[int], bool]) -> LayerWindows:
     """The window of each layer: None, or `sliding_window` if `layer_types` (without it, `default`) says sliding."""
     window, types = full.get("sliding_window"), full.get("layer_types")
     if window is None:
@@ -380,18 +379,18 @@ def windows_by_layer_type(full: Raw, default: Callable[[int], bool]) -> LayerWin
     return tuple(int(window) if slides[i] else None for i in layers)
 
 
-def windows_in_every_second(full: Raw) -> LayerWindows:
+def windows_in_every_second(full: Json) -> LayerWindows:
     """The window of each layer (windows_by_layer_type).  Without `layer_types`, layers 0, 2, 4, ... are sliding."""
     return windows_by_layer_type(full, lambda layer: layer % 2 == 0)
 
 
-def windows_if_used(full: Raw, default: Callable[[int], bool]) -> LayerWindows:
+def windows_if_used(full: Json, default: Callable[[int], bool]) -> LayerWindows:
     """The window of each layer (windows_by_layer_type); None for all if `use_sliding_window` is false."""
     window = full["sliding_window"] if full["use_sliding_window"] else None
     return windows_by_layer_type({**full, "sliding_window": window}, default)
 
 
-def attention_in_some_layer(full: Raw) -> LayerWindows:
+def attention_in_some_layer(full: Json) -> LayerWindows:
     """Returns None for each layer: no windows.  Raises EspalierError if no layer has attention."""
     if "full_attention" not in (full["layer_types"] or ()):
         raise EspalierError(
@@ -400,7 +399,7 @@ def attention_in_some_layer(full: Raw) -> LayerWindows:
     return full_attention(full)
 
 
-def _declared(read: Callable[[Raw], Read], full: Raw, path: Path) -> Read:
+def _declared(read: Callable[[Json], Read], full: Json, path: Path) -> Read:
     """Returns the result of a family's function `read` for the completed config.  Adds the path to its errors."""
     try:
         return read(full)
@@ -408,7 +407,7 @@ def _declared(read: Callable[[Raw], Read], full: Raw, path: Path) -> Read:
         raise EspalierError(f"{path}: {error}") from None
 
 
-def _read_windows(full: Raw, family: Family, layers: int, path: Path) -> LayerWindows:
+def _read_windows(full: Json, family: Family, layers: int, path: Path) -> LayerWindows:
     types = full.get("layer_types")
     if types is not None:
         known = {"full_attention", "sliding_attention", *family.extra_layer_types}
@@ -437,7 +436,7 @@ def _read_windows(full: Raw, family: Family, layers: int, path: Path) -> LayerWi
     return windows
 
 
-def _read_experts(full: Raw, family: Family, path: Path) -> Experts | None:
+def _read_experts(full: Json, family: Family, path: Path) -> Experts | None:
     experts = _declared(family.experts, full, path)
     if experts is not None:
         for name, value, least in (("size", experts.size, 1), ("shared size", experts.shared_size, 0)):

@@ -8,9 +8,8 @@ from typing import Any
 
 from espalier.errors import EspalierError, shown
 from espalier.model_files import MAX_HEAD_SIZE, MAX_LAYERS, MAX_NUMBER, MAX_SIZE
-from espalier.models.rope import ROPE_FIELDS, rope_overrides, type_of_rope, with_rope_type
+from espalier.models.rope import ROPE_FIELDS, Json, rope_overrides, type_of_rope, with_rope_type
 
-Raw = dict[str, Any]
 # The largest allowed values of sizes that take memory before any weight is read: the number of layers, and the columns
 # of the rotary tables.
 HEAD_SIZE_FIELDS = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -63,7 +62,7 @@ def _type_checks() -> Iterator[tuple[str, tuple[Callable[[Any], bool], str]]]:
 TYPE_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = dict(_type_checks())
 
 
-def require_field_types(full: Raw, path: Path) -> None:
+def require_field_types(full: Json, path: Path) -> None:
     """Check the types of all known fields.  Raises EspalierError naming a field whose value has a wrong type."""
     for name, kind, words in FIELD_TYPES:
         value = full.get(name)
@@ -81,7 +80,7 @@ def require_field_types(full: Raw, path: Path) -> None:
             raise EspalierError(f"{path}: {name} = {shown(value)}; {words} or null is needed; correct it")
 
 
-def positive_number(full: Raw, name: str) -> float:
+def positive_number(full: Json, name: str) -> float:
     """Returns the value of a field, a positive number.  Raises EspalierError, without the path, for any other value."""
     value = full.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_NUMBER:
@@ -89,7 +88,7 @@ def positive_number(full: Raw, name: str) -> float:
     return float(value)
 
 
-def require_counts(full: Raw, names: Iterable[str], most: int = MAX_SIZE) -> None:
+def require_counts(full: Json, names: Iterable[str], most: int = MAX_SIZE) -> None:
     """Check that fields are integers from 1 to `most`.  Raises EspalierError, without the path, naming a field."""
     for name in names:
         value = full.get(name)
@@ -99,13 +98,13 @@ def require_counts(full: Raw, names: Iterable[str], most: int = MAX_SIZE) -> Non
             )
 
 
-def require_multiple(full: Raw, name: str, of: str) -> None:
+def require_multiple(full: Json, name: str, of: str) -> None:
     """Check that field `name` is a multiple of field `of`.  Raises EspalierError, without the path."""
     if full[name] % full[of]:
         raise EspalierError(f"{name} = {full[name]} is no multiple of {of} = {full[of]}; correct the config")
 
 
-def rotated_size(full: Raw, head_size: int, path: Path) -> int:
+def rotated_size(full: Json, head_size: int, path: Path) -> int:
     """How many of a head's values are rotated: the first ones.  Raises EspalierError for a wrong factor.
 
     For a proportional RoPE the result is all values: those that it does not rotate have frequency 0.
@@ -122,7 +121,7 @@ def rotated_size(full: Raw, head_size: int, path: Path) -> int:
     return size
 
 
-def positive_integer(full: Raw, path: Path, name: str) -> int:
+def positive_integer(full: Json, path: Path, name: str) -> int:
     """Returns the value of a field, a positive integer.  Raises EspalierError naming the field for any other value."""
     value, most = full.get(name), LARGEST_VALUES.get(name, MAX_SIZE)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
@@ -133,7 +132,7 @@ def positive_integer(full: Raw, path: Path, name: str) -> int:
     return value
 
 
-def read_soft_cap(full: Raw, field: str, path: Path) -> float | None:
+def read_soft_cap(full: Json, field: str, path: Path) -> float | None:
     """The bound that a field sets; None if the value is None or 0.  Raises EspalierError for any other non-number."""
     cap = full.get(field)
     if cap is not None and not (isinstance(cap, int | float) and not isinstance(cap, bool) and 0 <= cap <= MAX_NUMBER):
@@ -141,7 +140,7 @@ def read_soft_cap(full: Raw, field: str, path: Path) -> float | None:
     return float(cap) if cap else None
 
 
-def kv_heads_and_head_size(full: Raw, path: Path, heads: int, hidden: int) -> tuple[int, int]:
+def kv_heads_and_head_size(full: Json, path: Path, heads: int, hidden: int) -> tuple[int, int]:
     """Returns (number of key-value heads, size of a head) of layers that keep K and V heads."""
     head_size = hidden // heads if full.get("head_dim") is None else positive_integer(full, path, "head_dim")
     name = "num_key_value_heads"
@@ -154,7 +153,7 @@ def kv_heads_and_head_size(full: Raw, path: Path, heads: int, hidden: int) -> tu
     return kv_heads, head_size
 
 
-def eos_ids(full: Raw, generation: Raw, path: Path) -> tuple[int, ...]:
+def eos_ids(full: Json, generation: Json, path: Path) -> tuple[int, ...]:
     ids: list[int] = []
     for source in (generation.get("eos_token_id"), full.get("eos_token_id")):
         ids += source if isinstance(source, list) else [] if source is None else [source]
@@ -168,7 +167,7 @@ def eos_ids(full: Raw, generation: Raw, path: Path) -> tuple[int, ...]:
 FAMILY_FIELDS = ("architectures", "model_type")
 
 
-def with_overrides(raw: Raw, overrides: Mapping[str, Any], known: set[str]) -> Raw:
+def with_overrides(raw: Json, overrides: Mapping[str, Any], known: set[str]) -> Json:
     """Returns `raw` with the overridden fields replaced.  Nested objects are merged key by key.
     Raises EspalierError for a name that is not in `known`."""
     merged, overrides = with_rope_type(raw), rope_overrides(raw, overrides)

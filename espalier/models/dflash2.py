@@ -26,7 +26,7 @@ from espalier.models.block import (
     read_speculators,
     refuse_misfit,
 )
-from espalier.models.config import ModelConfig, Raw
+from espalier.models.config import Json, ModelConfig
 from espalier.models.draft_parts import DraftFields
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.decoder import DecoderLayer, PlainNorm, capped
@@ -69,7 +69,7 @@ class DFlash2Config(BlockConfig):
         return self.layer.hidden_size // self.conv_group
 
 
-def read_dflash2(path: Path, raw: Raw, target: ModelConfig) -> DFlash2Config:
+def read_dflash2(path: Path, raw: Json, target: ModelConfig) -> DFlash2Config:
     """Read the config.json `raw` of the draft at `path` and check it against its target's config.  Loads no weights.
 
     Raises EspalierError if the draft does not fit this target, or has a form that is not supported.
@@ -157,7 +157,7 @@ class BlockConv:
 
 
 class Convolved(NamedTuple):
-    """A sublayer's output (as RMSNorm.add_and_norm takes it).  One launch convolves it and adds it to the stream."""
+    """A sublayer's output (as RMSNorm.add_and_norm takes it).  One launch convolves it and adds it to the residual."""
 
     output: Tensor
     coefficients: Tensor
@@ -185,11 +185,11 @@ class ConvolvedLayer(DecoderLayer):
 
     def __call__(self, s: Residual, p: Pass) -> None:
         width = p.tokens.shape[1]
-        given, coefficients = self.attention_conv.of_input(s.normed(self.attention_norm, PlainNorm), width)
+        given, coefficients = self.attention_conv.of_input(s.add_and_norm(self.attention_norm, PlainNorm), width)
         q = self.attention.write(self.index, given, p)
         output = self.attention.project(p.attend(self.index, q, self.attention.sink))
         s.add(Convolved(sum_over_ranks(output), coefficients, self.attention_conv.base[1], width))
-        given, coefficients = self.mlp_conv.of_input(s.normed(self.mlp_norm, PlainNorm), width)
+        given, coefficients = self.mlp_conv.of_input(s.add_and_norm(self.mlp_norm, PlainNorm), width)
         s.add(Convolved(sum_over_ranks(self.mlp(given)), coefficients, self.mlp_conv.base[1], width))
 
 

@@ -46,8 +46,8 @@ class DraftSpec:
     form: the hidden state that module k (from 1) reads at token q.  "chain": the output of module k - 1 at token q - 1,
     where module 0 is the target; "target": the target's hidden state at token q - k.  With one module, both are the
     same.
-    reads: the field of the target's ModelOutput that the draft reads.  "captured": the inputs of the layers `capture`,
-    concatenated; "hidden": the last hidden state after the final norm; None: no field.
+    target_output: the field of the target's ModelOutput that the draft reads.  "captured": the inputs of the layers
+    `capture`, concatenated; "hidden": the last hidden state after the final norm; None: no field.
     capture: target layers whose inputs are read; num_layers means the input of the final norm.
     hidden_size: H, the size of the hidden states that modules read and return.
     vocab_size: the size of the draft's vocabulary; below the target's if the draft has a map (DraftModel.d2t).
@@ -65,7 +65,7 @@ class DraftSpec:
     causal: tuple[bool, ...] = ()
     windows_from_root: bool = True
     form: FeedForm = "chain"
-    reads: Literal["captured", "hidden"] | None = None
+    target_output: Literal["captured", "hidden"] | None = None
     capture: tuple[int, ...] = ()
     hidden_size: int = 0
     vocab_size: int = 0
@@ -179,7 +179,7 @@ class DraftModel(Protocol):
 
     @property
     def fuse(self) -> Callable[[Tensor], Tensor]:
-        """The target's features [..., F] (`spec.reads`) -> hidden states [..., H] that rows read."""
+        """The target's features [..., F] (`spec.target_output`) -> hidden states [..., H] that rows read."""
         ...
 
 
@@ -217,7 +217,7 @@ class BlockModel(DraftModel, Protocol):
     def write_context(self, features: Tensor, p: Pass) -> None:
         """Write the context rows of a pass, in every layer.
 
-        features: [B, W, F], the target's features (`spec.reads`) at the tokens of the pass.
+        features: [B, W, F], the target's features (`spec.target_output`) at the tokens of the pass.
         """
         ...
 

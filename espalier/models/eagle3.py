@@ -21,7 +21,7 @@ from espalier.attention import Pass
 from espalier.errors import EspalierError
 from espalier.kernels.ops.drafts import DraftHidden
 from espalier.models.base import CausalLM
-from espalier.models.config import Family, ModelConfig, Raw, architecture_of, parse
+from espalier.models.config import Family, Json, ModelConfig, architecture_of, parse
 from espalier.models.draft import DraftOutput, DraftSpec, refuse_sizes
 from espalier.models.draft_parts import DraftFields, draft_embedding, draft_head, draft_to_target
 from espalier.models.families import FAMILIES
@@ -69,7 +69,7 @@ class Eagle3Config:
     fc_norm: bool
 
 
-def read_eagle3(path: Path, raw: Raw, target: ModelConfig) -> Eagle3Config:
+def read_eagle3(path: Path, raw: Json, target: ModelConfig) -> Eagle3Config:
     """Read the config.json `raw` of the head at `path` and check it against its target's config.  Loads no weights.
 
     Raises EspalierError if the head does not fit this target.
@@ -84,7 +84,7 @@ def read_eagle3(path: Path, raw: Raw, target: ModelConfig) -> Eagle3Config:
     return config
 
 
-def read_head(path: Path, raw: Raw, target: ModelConfig, targets_with_input_ids: Sequence[str] | None) -> Eagle3Config:
+def read_head(path: Path, raw: Json, target: ModelConfig, targets_with_input_ids: Sequence[str] | None) -> Eagle3Config:
     """Returns the config of an EAGLE-3 or P-EAGLE head.  The caller checks it against the target.
 
     targets_with_input_ids: the target architectures for which ids in eagle_config name layers by input; None: all.
@@ -99,7 +99,7 @@ def read_head(path: Path, raw: Raw, target: ModelConfig, targets_with_input_ids:
         algorithm="eagle3",
         layers=layer_specs_of(layer),
         modules=1,
-        reads="captured",
+        target_output="captured",
         capture=_captured_layers(given, eagle, target, targets_with_input_ids),
         hidden_size=layer.hidden_size,
         vocab_size=given.draft_vocab(layer.vocab_size),
@@ -233,7 +233,7 @@ class Eagle3Draft:
         s = self.embed(p, self.rope, DraftHidden(hidden, parents, *norms, self.config.norm_before_residual))
         for layer in self.layers:
             layer(s, p)
-        x, normed = s.end(self.norm, p.out_shape)
+        x, normed = s.final_norm(self.norm, p.out_shape)
         return DraftOutput(normed if self.config.norm_output else x, normed)
 
     def output_of(self, hidden: Tensor) -> DraftOutput:
@@ -379,7 +379,7 @@ MASK_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")
 DEFAULT_STEPS = 16
 
 
-def read_peagle(path: Path, raw: Raw, target: ModelConfig) -> Eagle3Config:
+def read_peagle(path: Path, raw: Json, target: ModelConfig) -> Eagle3Config:
     """Read the config.json `raw` of the head at `path` and check it against its target's config.  Loads no weights.
 
     Raises EspalierError if the head does not fit this target.

@@ -19,7 +19,7 @@ from espalier.cache.layer_spec import LayerSpec, specs_of_rank
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.tree import gather_rows
 from espalier.models.base import CausalLM, Layer
-from espalier.models.config import ModelConfig, Raw, parse
+from espalier.models.config import Json, ModelConfig, parse
 from espalier.models.draft import DraftOutput, DraftSpec, refuse_sizes
 from espalier.models.draft_parts import DraftFields, whole_embedding
 from espalier.models.families.gemma4 import FAMILY, UNIFIED
@@ -41,17 +41,17 @@ DISABLED_FIELDS = ("hidden_size_per_layer_input", "enable_moe_block", "use_doubl
 class AssistantConfig:
     """An assistant's config.json, checked against its target's.
 
-    layer: the config of the draft's layers.  clusters: the number of clusters of its vocabulary; 0 without clusters.
-    read: how many clusters a row scores.
+    layer: the config of the draft's layers.  num_clusters: how many clusters its vocabulary has; 0 without clusters.
+    num_scored_clusters: how many clusters a row scores.
     """
 
     layer: ModelConfig
     spec: DraftSpec
-    clusters: int = 0
-    read: int = 0
+    num_clusters: int = 0
+    num_scored_clusters: int = 0
 
 
-def read_assistant(path: Path, raw: Raw, target: ModelConfig) -> AssistantConfig:
+def read_assistant(path: Path, raw: Json, target: ModelConfig) -> AssistantConfig:
     """Read the config.json `raw` of the draft at `path`.  Raises EspalierError if it does not fit this target."""
     given = DraftFields(raw, path)
     text = given.object("text_config").raw
@@ -65,7 +65,9 @@ def read_assistant(path: Path, raw: Raw, target: ModelConfig) -> AssistantConfig
     refuse_sizes(path, target, hidden, layer.vocab_size)
     of_target = layer_specs_of(target)
     specs = tuple(_spec_reading_target(spec, of_target, path) for spec in layer_specs_of(layer))
-    spec = DraftSpec("assistant", specs, modules=1, reads="hidden", hidden_size=hidden, vocab_size=layer.vocab_size)
+    spec = DraftSpec(
+        "assistant", specs, modules=1, target_output="hidden", hidden_size=hidden, vocab_size=layer.vocab_size
+    )
     layer = replace(layer, family=replace(layer.family, layer_specs=lambda config: specs))
     if not given.flag("use_ordered_embeddings"):
         return AssistantConfig(layer, spec)
@@ -81,7 +83,11 @@ def _spec_reading_target(spec: LayerSpec, target: Sequence[LayerSpec], path: Pat
     The target layer is the last one with rows of its own that, like `spec`, has a window or has none.
     Raises EspalierError if the target has no such layer.
     """
-    own = [i for i, each in enumerate(target) if each.shares is None and (each.window is None) == (spec.window is None)]
+    own = [
+        i
+        for i, each in enumerate(target)
+        if each.shares_rows_of is None and (each.window is None) == (spec.window is None)
+    ]
     if not own or target[own[-1]].keeps != spec.keeps:
         keeps = target[own[-1]].keeps if own else "no such layer"
         raise EspalierError(
@@ -89,7 +95,7 @@ def _spec_reading_target(spec: LayerSpec, target: Sequence[LayerSpec], path: Pat
             "trained for it"
         )
     # The layer attends to the last committed row, at the position before the root, and to `window` rows before that.
-    return replace(spec, shares=own[-1], window=None if spec.window is None else spec.window + 2)
+    return replace(spec, shares_rows_of=own[-1], window=None if spec.window is None else spec.window + 2)
 
 
 @dataclass(frozen=True)
@@ -97,17 +103,17 @@ class Clusters:
     """A head that scores only the tokens of the likeliest clusters.
 
     head: [V, H].  centroids: scores the clusters.  tokens: [clusters, size], the tokens of each cluster.
-    read: how many clusters a row scores.
+    num_scored_clusters: how many clusters a row scores.
     """
 
     head: Tensor
     centroids: Linear
     tokens: Tensor
-    read: int
+    num_scored_clusters: int
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [B, Q, H] -> scores [B, Q, V].  Tokens of clusters that are not read get a score below all others."""
-        tokens = self.tokens[self.centroids(x).topk(self.read).indices].flatten(2)
+        tokens = self.tokens[self.centroids(x).topk(self.num_scored_clusters).indices].flatten(2)
         scores = (self.head[tokens] @ x[..., None])[..., 0]
         below = scores.amin(-1, keepdim=True) - 1
         return below.repeat(1, 1, len(self.head)).scatter_(2, tokens, scores)
@@ -151,7 +157,7 @@ class Assistant:
         s = Residual(self.project(torch.cat((tokens, rows), -1).flatten(0, 1)))
         for layer in self.layers:
             layer(s, p)
-        _, normed = s.end(self.norm, p.out_shape)
+        _, normed = s.final_norm(self.norm, p.out_shape)
         return DraftOutput(self.back(normed), normed)
 
     def output_of(self, hidden: Tensor) -> DraftOutput:
@@ -179,7 +185,7 @@ def make_assistant(weights: Weights, config: AssistantConfig, target: CausalLM, 
         layers=[load(weights, layer, f"model.layers.{i}.", i, tables[rope]) for i, rope in enumerate(layer.ropes)],
         norm=weights.norm("model.norm", hidden, layer.rms_norm_eps),
         back=weights.linear("", ("post_projection",), (whole_part(wide),), hidden, bias=False),
-        score=_clusters(weights, config, head) if config.clusters else Linear(dense_weight(head)),
+        score=_clusters(weights, config, head) if config.num_clusters else Linear(dense_weight(head)),
         shards=weights.shards,
     )
     weights.finish()
@@ -192,6 +198,6 @@ def _clusters(weights: Weights, config: AssistantConfig, head: Tensor) -> Cluste
     if not torch.equal(order.sort().values, torch.arange(vocab, device=order.device)):
         raise EspalierError(f"{weights.path}: token_ordering does not name each token once; download the draft again")
     centroids = weights.linear(
-        prefix, ("centroids",), (whole_part(config.clusters),), config.layer.hidden_size, bias=False
+        prefix, ("centroids",), (whole_part(config.num_clusters),), config.layer.hidden_size, bias=False
     )
-    return Clusters(head, centroids, order.view(config.clusters, -1), config.read)
+    return Clusters(head, centroids, order.view(config.num_clusters, -1), config.num_scored_clusters)

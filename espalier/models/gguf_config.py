@@ -15,8 +15,8 @@ import numpy as np
 from espalier.errors import EspalierError, shown
 from espalier.kernels.layers.blocks import BLOCK_TYPES
 from espalier.model_files import GGUF, read_gguf
+from espalier.models.rope import Json
 
-Raw = dict[str, Any]
 # GGUF's names of a layer's parts, the same in every architecture.
 LAYER_MODULES = {
     "attn_q": "self_attn.q_proj",
@@ -71,7 +71,7 @@ PLAIN_TYPES = {0: "F32", 1: "F16", 30: "BF16"}
 BLOCK_TYPES_BY_NUMBER = {type.number: type for type in BLOCK_TYPES.values()}
 
 
-def no_further_fields(gguf: GGUF, field: Callable[[str], Any]) -> Raw:
+def no_further_fields(gguf: GGUF, field: Callable[[str], Any]) -> Json:
     return {}
 
 
@@ -91,7 +91,7 @@ class Architecture:
     norms: Mapping[str, str]
     permuted: bool = False
     norm_offset: float = 0.0
-    further_fields: Callable[[GGUF, Callable[[str], Any]], Raw] = no_further_fields
+    further_fields: Callable[[GGUF, Callable[[str], Any]], Json] = no_further_fields
     fields: tuple[str, ...] = ()
 
     def name(self, stored: str) -> str:
@@ -105,7 +105,7 @@ class Architecture:
         return f"model.layers.{layer}.{known[part]}.{kind}" if block == "blk" and part in known else stored
 
 
-def _llama(gguf: GGUF, field: Callable[[str], Any]) -> Raw:
+def _llama(gguf: GGUF, field: Callable[[str], Any]) -> Json:
     return {"attention_bias": "blk.0.attn_q.bias" in gguf.tensors}
 
 
@@ -120,7 +120,7 @@ GEMMA3 = {"attention.sliding_window_pattern": "sliding_window_pattern", "rope.fr
 LARGEST_NUM_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 
-def _gemma(gguf: GGUF, field: Callable[[str], Any]) -> Raw:
+def _gemma(gguf: GGUF, field: Callable[[str], Any]) -> Json:
     heads, hidden = field("attention.head_count"), field("embedding_length")
     # The file does not say how queries are scaled.
     is_largest = field("block_count") == LARGEST_NUM_LAYERS[gguf.metadata["general.architecture"]]
@@ -160,14 +160,14 @@ def architecture_of_gguf(gguf: GGUF) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def gguf_config(path: Path) -> Raw:
+def gguf_config(path: Path) -> Json:
     """Returns a config.json with the same meaning as the file's metadata.
     Raises EspalierError naming a field that is not supported."""
     gguf = read_gguf(path)
     architecture, name = architecture_of_gguf(gguf), gguf.metadata["general.architecture"]
     own = {key.removeprefix(f"{name}."): value for key, value in gguf.metadata.items() if key.startswith(f"{name}.")}
     _refuse_unknown(own, architecture, path, name)
-    config: Raw = {
+    config: Json = {
         "architectures": [architecture.family],
         "model_type": architecture.model_type,
         **_defaults(own),
@@ -184,13 +184,13 @@ def gguf_config(path: Path) -> Raw:
     return config
 
 
-def _defaults(own: Raw) -> Raw:
+def _defaults(own: Json) -> Json:
     heads, hidden = own["attention.head_count"], own["embedding_length"]
     size = hidden // heads if type(heads) is type(hidden) is int and heads > 0 else None
     return {"num_key_value_heads": heads, "head_dim": size, "rope_theta": 10000.0}
 
 
-def _refuse_unknown(own: Raw, architecture: Architecture, path: Path, name: str) -> None:
+def _refuse_unknown(own: Json, architecture: Architecture, path: Path, name: str) -> None:
     if missing := next((field for field in CONFIG_FIELDS if field not in own and field not in OPTIONAL_FIELDS), None):
         raise EspalierError(f"{path} has no field {f'{name}.{missing}'!r}; download the file again")
     known = (*CONFIG_FIELDS, *FIELDS_READ_ELSEWHERE, *architecture.fields)
@@ -202,11 +202,11 @@ def _refuse_unknown(own: Raw, architecture: Architecture, path: Path, name: str)
             )
 
 
-def _sizes(gguf: GGUF, own: Raw) -> Raw:
+def _sizes(gguf: GGUF, own: Json) -> Json:
     """The fields for the size of the vocabulary, and for the part of a head that is rotated."""
     if EMBEDDING not in gguf.tensors:
         raise EspalierError(f"{gguf.path} has no tensor {EMBEDDING!r}; download the file again")
-    sizes: Raw = {"vocab_size": gguf.tensors[EMBEDDING].shape[0]}
+    sizes: Json = {"vocab_size": gguf.tensors[EMBEDDING].shape[0]}
     key, value, rotated = (
         own.get(f) for f in ("attention.key_length", "attention.value_length", "rope.dimension_count")
     )
@@ -221,10 +221,10 @@ def _sizes(gguf: GGUF, own: Raw) -> Raw:
     return sizes
 
 
-def _rope(gguf: GGUF, own: Raw) -> Raw:
+def _rope(gguf: GGUF, own: Json) -> Json:
     """The field rope_scaling, from the type that the file names or from the divisors of frequencies that it holds."""
     kind, factor = own.get("rope.scaling.type", "none"), own.get("rope.scaling.factor")
-    scaling: Raw | None = None
+    scaling: Json | None = None
     if kind in ("linear", "yarn"):
         original = own.get("rope.scaling.original_context_length")
         scaling = {"rope_type": kind, "factor": factor}
@@ -258,10 +258,10 @@ def _frequencies(gguf: GGUF) -> list[float]:
     return np.frombuffer(content, "<f4").tolist()
 
 
-def _tokens(metadata: Mapping[str, Any]) -> Raw:
+def _tokens(metadata: Mapping[str, Any]) -> Json:
     """The fields for special tokens.  llama.cpp stops at the end of a text and at the end of a turn."""
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    found: Raw = {"eos_token_id": [end for end in ends if end is not None]}
+    found: Json = {"eos_token_id": [end for end in ends if end is not None]}
     for name, field in (("bos_token_id", "bos_token_id"), ("pad_token_id", "padding_token_id")):
         if (token := metadata.get(f"tokenizer.ggml.{field}")) is not None:
             found[name] = token

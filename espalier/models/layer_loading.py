@@ -121,7 +121,7 @@ def _stacked(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Ex
     gate_up, down = weights.empty(count, 2 * len(own), hidden), weights.empty(count, hidden, len(own))
     for expert, stored in enumerate(weights.take_entries(f"{name}gate_up_proj", count, hidden, 2 * size)):
         gate_up[expert].view(2, len(own), hidden).copy_(
-            _split_gate_and_up(stored[:, own.times(2).slice]).permute(1, 2, 0)
+            _split_gate_and_up(stored[:, own.scaled(2).slice]).permute(1, 2, 0)
         )
     for expert, stored in enumerate(weights.take_entries(f"{name}down_proj", count, size, hidden)):
         down[expert].copy_(stored[own.slice].T)
@@ -133,7 +133,7 @@ def _stacked_biases(weights: Weights, experts: Experts, name: str, hidden: int) 
         return None
     count, own = experts.routing.num_experts, _rank_part_of_size(weights, experts)
     stored = weights.take(f"{name}gate_up_proj_bias", count, 2 * own.size)
-    gate_up_bias = _split_gate_and_up(stored[:, own.times(2).slice]).flatten(1)
+    gate_up_bias = _split_gate_and_up(stored[:, own.scaled(2).slice]).flatten(1)
     down_bias = weights.bias_on_first_rank(weights.take(f"{name}down_proj_bias", count, hidden))
     assert down_bias is not None
     return ExpertBiases(gate_up_bias, down_bias)
@@ -145,7 +145,7 @@ def _stacked_quantised(
     """Loads the quantised matrices (gate_up, down) of stacked experts.
     Rows of gate and of up alternate, as the columns of stacked dense experts do."""
     count, own = experts.routing.num_experts, _rank_part_of_size(weights, experts)
-    gate_up = weights.stacked_matrix(name, ".gate_up_proj", count, [own.times(2)], hidden)
+    gate_up = weights.stacked_matrix(name, ".gate_up_proj", count, [own.scaled(2)], hidden)
     down = weights.stacked_matrix(name, ".down_proj", count, [hidden], own)
     return gate_up.rows_taken(torch.arange(2 * len(own)).view(-1, 2).T.flatten()), down
 
@@ -214,7 +214,7 @@ def load_attention(
         return _load_latent_attention(weights, config, config.latent, prefix, columns, rope, layer)
     size, shards, names = config.head_size, weights.shards, config.family.names
     heads, kv_heads = shards.part(config.heads, HEADS_TEXT), shards.kv_heads(config.kv_heads)
-    q_rows, kv_rows = heads.times(size), kv_heads.times(size)
+    q_rows, kv_rows = heads.scaled(size), kv_heads.scaled(size)
     stored = stored_parts(names.qkv, (q_rows, kv_rows, kv_rows))
     qkv = weights.linear(prefix, *stored, columns, config.attention_bias)
     out = weights.linear(prefix, (names.out,), (config.hidden_size,), q_rows, config.out_bias)
@@ -257,7 +257,7 @@ def _load_latent_attention(
 ) -> LatentAttention:
     """Loads the latent attention block under `prefix`.  columns, layer: as in load_attention."""
     hidden, heads, rank = config.hidden_size, weights.shards.part(config.heads, HEADS_TEXT), latent.q_rank
-    q_rows, bias = heads.times(latent.head_size), config.attention_bias
+    q_rows, bias = heads.scaled(latent.head_size), config.attention_bias
     rows = q_rows if rank is None else whole_part(rank)
     names, row = ("q_proj" if rank is None else "q_a_proj", "kv_a_proj_with_mqa"), latent.row_size
     down = weights.linear(prefix, names, (rows, row), columns, bias=bias and rank is not None)
@@ -268,7 +268,7 @@ def _load_latent_attention(
     elif bias:
         # Of the two stacked projections, only the one of the row to keep has a bias.
         down.bias = torch.cat((weights.empty(len(q_rows)).zero_(), weights.take(f"{prefix}{names[1]}.bias", row)))
-    kv_rows = heads.times(latent.nope_size + latent.v_size)
+    kv_rows = heads.scaled(latent.nope_size + latent.v_size)
     kv_up = weights.take_matrix(f"{prefix}kv_b_proj", kv_rows, latent.kv_rank)
     k_up, v_up = kv_up.unflatten(0, (len(heads), -1)).split((latent.nope_size, latent.v_size), 1)
     return LatentAttention(
@@ -278,7 +278,7 @@ def _load_latent_attention(
         form=LatentForm(weights.take(f"{prefix}kv_a_layernorm.weight", latent.kv_rank), NORM_EPS, latent.interleaved),
         k_up=k_up,
         v_up=v_up,
-        out=weights.linear(prefix, ("o_proj",), (hidden,), heads.times(latent.v_size), config.out_bias),
+        out=weights.linear(prefix, ("o_proj",), (hidden,), heads.scaled(latent.v_size), config.out_bias),
         row_size=row,
         rope=rope,
         indexer=_load_indexer(weights, latent.index, prefix, rank, columns, layer),

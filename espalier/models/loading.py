@@ -20,7 +20,7 @@ from espalier.errors import EspalierError, shown
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.model_files import is_gguf, naming_config, read_json
 from espalier.models.base import CausalLM
-from espalier.models.config import Family, ModelConfig, Raw, architecture_of, parse
+from espalier.models.config import Family, Json, ModelConfig, architecture_of, parse
 from espalier.models.families import FAMILIES
 from espalier.models.from_transformers.load import has_causal_class, load_by_transformers, read_by_transformers
 from espalier.models.gguf_config import gguf_config
@@ -41,19 +41,19 @@ RECURRENT = re.compile("mamba|rwkv|jamba|bamba|recurrent|zamba|retnet|deltanet|l
 SHARED = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config", "compression_config")
 
 
-def has_family(raw: Raw, families: Mapping[str, Family]) -> bool:
+def has_family(raw: Json, families: Mapping[str, Family]) -> bool:
     """Whether a config.json belongs to one of the families."""
     return _family_of(raw, families) is not None
 
 
-def _family_of(raw: Raw, families: Mapping[str, Family]) -> Family | None:
+def _family_of(raw: Json, families: Mapping[str, Family]) -> Family | None:
     """The family of a config.json, by `architectures` or, without that field, by `model_type`; None if unknown."""
     name = architecture_of(raw)
     by_type = {} if raw.get("architectures") else {family.model_type: family for family in families.values()}
     return families.get(str(name)) or by_type.get(str(name))
 
 
-def find_family(raw: Raw, families: Mapping[str, Family], path: Path) -> Family:
+def find_family(raw: Json, families: Mapping[str, Family], path: Path) -> Family:
     """The family of a config.json.  Raises EspalierError if there is none."""
     if (family := _family_of(raw, families)) is not None:
         return family
@@ -70,12 +70,12 @@ def find_family(raw: Raw, families: Mapping[str, Family], path: Path) -> Family:
     raise EspalierError(f"{path}: architecture {name!r} {reason} supported are {supported}")
 
 
-def is_multimodal(raw: Raw, families: Iterable[Family]) -> bool:
+def is_multimodal(raw: Json, families: Iterable[Family]) -> bool:
     """Whether a config.json belongs to a multimodal checkpoint whose text part may be of one of the families."""
     return any(architecture_of(raw) in family.multimodal for family in families)
 
 
-def text_config(raw: Raw, families: Iterable[Family], path: Path) -> Raw:
+def text_config(raw: Json, families: Iterable[Family], path: Path) -> Json:
     """Returns the config of a multimodal checkpoint's text part, in the form of a text model's config.
 
     Raises EspalierError if the text part is of another family.
@@ -154,7 +154,7 @@ def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None, mo
         return replace(config, text_part_of=architecture_of(raw), stored=TEXT_PART_NAMES) if has_parts else config
 
 
-def _runs_by_transformers(raw: Raw, model_impl: str) -> bool:
+def _runs_by_transformers(raw: Json, model_impl: str) -> bool:
     if model_impl != "auto":
         return model_impl == "transformers"
     return not (has_family(raw, FAMILIES) or is_multimodal(raw, FAMILIES.values())) and has_causal_class(raw)
@@ -230,7 +230,9 @@ def make_target(
     _log_longrope(config, max_context or position_rows)
     load = config.family.load_layer or load_layer
     layers = [load(weights, config, f"model.layers.{i}.", i, tables[rope]) for i, rope in enumerate(config.ropes)]
-    own_rows = [i for i in layers_with_rows(layer_specs, range(len(layer_specs))) if layer_specs[i].shares is None]
+    own_rows = [
+        i for i in layers_with_rows(layer_specs, range(len(layer_specs))) if layer_specs[i].shares_rows_of is None
+    ]
     kv_scales = tuple(
         load_kv_scales(weights, f"model.layers.{i}.self_attn.", spec.keeps) if i in own_rows else None
         for i, spec in enumerate(layer_specs)

@@ -22,7 +22,7 @@ from espalier.attention import Pass
 from espalier.cache.layer_spec import specs_of_rank
 from espalier.kernels.ops.drafts import DraftHidden
 from espalier.models.base import CausalLM, Layer
-from espalier.models.config import Family, ModelConfig, Raw, architecture_of, parse
+from espalier.models.config import Family, Json, ModelConfig, architecture_of, parse
 from espalier.models.draft import MAX_MODULES, DraftOutput, DraftSpec, FeedForm, refuse_sizes
 from espalier.models.draft_parts import DraftFields, borrows_matrix, draft_embedding
 from espalier.models.families import FAMILIES
@@ -71,7 +71,7 @@ class MTPConfig:
         return self.family.weights_prefix(module, self.num_layers)
 
 
-def read_mtp(path: Path, raw: Raw, target: ModelConfig) -> MTPConfig:
+def read_mtp(path: Path, raw: Json, target: ModelConfig) -> MTPConfig:
     """Read the config.json `raw` of the layers at `path` and check it against the target's.  Loads no weights.
 
     If the config names the target's architecture, the layers are the target's own, and the target's overrides apply.
@@ -97,14 +97,14 @@ def read_mtp(path: Path, raw: Raw, target: ModelConfig) -> MTPConfig:
         layers=layer_specs_of(layer)[num_layers:],
         modules=modules,
         form=form,
-        reads="hidden",
+        target_output="hidden",
         hidden_size=layer.hidden_size,
         vocab_size=layer.vocab_size,
     )
     return MTPConfig(layer, mtp, spec)
 
 
-def _stored_as(target: Raw, raw: Raw) -> Raw:
+def _stored_as(target: Json, raw: Json) -> Json:
     """Returns the target's config for MTP layers in a separate directory, with the storage fields of their `raw`."""
     return {name: target[name] for name in target if name not in QUANTISATION_FIELDS} | quantisation_of(raw)
 
@@ -132,10 +132,10 @@ def _family_of(base: DraftFields) -> Family:
     return by_type[declared]
 
 
-def _continued(base: Mapping[str, Any], modules: int, layer_type: str | None) -> Raw:
+def _continued(base: Mapping[str, Any], modules: int, layer_type: str | None) -> Json:
     """The config of a model whose last layers are the MTP layers.
     layer_type: the type of each MTP layer; None: the type of the target's last layer."""
-    longer: Raw = {name: [*base[name], *base[name][-1:] * modules] for name in BY_LAYER if base.get(name)}
+    longer: Json = {name: [*base[name], *base[name][-1:] * modules] for name in BY_LAYER if base.get(name)}
     if layer_type is not None and base.get("layer_types"):
         longer["layer_types"][-modules:] = [layer_type] * modules
     if base.get("index_topk") is not None:
@@ -165,10 +165,10 @@ class MTPModule:
     def __call__(self, p: Pass, hidden: Tensor, parents: Tensor | None = None) -> DraftOutput:
         norms = (self.embed_norm.weight, self.embed_norm.eps, self.hidden_norm.weight, self.hidden_norm.eps)
         joined = self.embed(p, self.rope, DraftHidden(hidden, parents, *norms, normed_residual=False))
-        assert joined.given is not None
-        s = Residual(self.project(joined.given), joined.live)
+        assert joined.first_input is not None
+        s = Residual(self.project(joined.first_input), joined.live)
         self.layer(s, p)
-        return handed_on(*s.end(self.norm, p.out_shape))
+        return handed_on(*s.final_norm(self.norm, p.out_shape))
 
     def output_of(self, hidden: Tensor) -> DraftOutput:
         return DraftOutput(hidden, hidden)

@@ -111,7 +111,7 @@ class Quantiser:
         """How many columns share a scale in a matrix of `columns` columns; None for a matrix that stays dense."""
         return None if self.experts else next((group for group in self.groups if columns % group == 0), None)
 
-    def takes(self, name: str, columns: int) -> bool:
+    def quantises(self, name: str, columns: int) -> bool:
         """Whether a matrix of this name, without `.weight`, is quantised."""
         return self.group_of(columns) is not None and not self.keeps(name)
 

@@ -20,7 +20,8 @@ from espalier.kernels.ops.rope import Rotation
 from espalier.kernels.ops.tree import gather_rows
 from espalier.model_files import MAX_NUMBER
 
-Raw = dict[str, Any]
+# A JSON object, such as a config.json.
+Json = dict[str, Any]
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 # Types that need a factor.
@@ -178,7 +179,7 @@ class RopeTables:
         return Rotation(*found.chunk(2, -1))
 
 
-def with_rope_type(fields: Mapping[str, Any]) -> Raw:
+def with_rope_type(fields: Mapping[str, Any]) -> Json:
     """Returns the fields of a config.json with the type of every RoPE under "rope_type".  The old name is "type"."""
     named = dict(fields)
     for field in ROPE_FIELDS:
@@ -189,7 +190,7 @@ def with_rope_type(fields: Mapping[str, Any]) -> Raw:
     return named
 
 
-def rope_overrides(raw: Raw, overrides: Mapping[str, Any]) -> Raw:
+def rope_overrides(raw: Json, overrides: Mapping[str, Any]) -> Json:
     """Returns the overrides with RoPE's parameters in the field that config.json uses: one of ROPE_FIELDS.
 
     Raises EspalierError for an override that would change nothing.
@@ -214,7 +215,7 @@ def type_of_rope(fields: Mapping[str, Any]) -> str:
     return {**new, **old}.get("rope_type") or "default"
 
 
-def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeConfig, int]:
+def read_rope(full: Json, rotated: int, longest: int, path: Path) -> tuple[RopeConfig, int]:
     """Returns the RoPE configuration, and the longest context, in tokens, that it supports.
 
     rotated: how many values of a head are rotated.  longest: max_position_embeddings.  Two formats are read: rope_theta
@@ -229,7 +230,7 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
                 f"{path}: {name} is {new[name]!r} in rope_parameters and {old[name]!r} in rope_scaling; remove one of "
                 "the two fields"
             )
-    parameters: Raw = {**new, **old}
+    parameters: Json = {**new, **old}
     kind = parameters.get("rope_type") or "default"
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise EspalierError(
@@ -269,7 +270,7 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
     return rope, max(longest, extended)
 
 
-def _require_values(parameters: Raw, kind: object, longest: int, path: Path) -> None:
+def _require_values(parameters: Json, kind: object, longest: int, path: Path) -> None:
     """Check the type and the parameters of a RoPE.
     Raises EspalierError for a type or a parameter that is not supported, and for a value of a wrong type."""
     unknown = [name for name in parameters if name not in ROPE_PARAMETERS]
@@ -295,7 +296,7 @@ def _require_values(parameters: Raw, kind: object, longest: int, path: Path) -> 
         )
 
 
-def _divisors(parameters: Raw, rotated: int, path: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _divisors(parameters: Json, rotated: int, path: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Returns LongRoPE's divisors.  Raises EspalierError if there is not one for each frequency."""
     for name in DIVISOR_FIELDS:
         values = parameters.get(name)
@@ -312,7 +313,7 @@ def _divisors(parameters: Raw, rotated: int, path: Path) -> tuple[tuple[float, .
     return short, long
 
 
-def _attention_factor(parameters: Raw, kind: str, original: int, longest: int) -> float:
+def _attention_factor(parameters: Json, kind: str, original: int, longest: int) -> float:
     """The factor by which cos and sin are multiplied."""
     if kind == "longrope" and parameters.get("attention_factor") is None:
         factor = float(parameters.get("factor") or longest / original)
@@ -320,7 +321,7 @@ def _attention_factor(parameters: Raw, kind: str, original: int, longest: int) -
     return _yarn_attention_factor(parameters) if kind in ("yarn", "longrope") else 1.0
 
 
-def _rotated_share(parameters: Raw, path: Path) -> float:
+def _rotated_share(parameters: Json, path: Path) -> float:
     share = parameters.get("partial_rotary_factor")
     if share is not None and not 0 < share <= 1:
         raise EspalierError(
@@ -329,7 +330,7 @@ def _rotated_share(parameters: Raw, path: Path) -> float:
     return 1.0 if share is None else float(share)
 
 
-def _yarn_attention_factor(parameters: Raw) -> float:
+def _yarn_attention_factor(parameters: Json) -> float:
     """The factor of cos and sin: attention_factor if it is set, else the value of YaRN's formula."""
     attention_factor = parameters.get("attention_factor")
     if attention_factor is not None:

@@ -33,7 +33,7 @@ class Part:
     def slice(self) -> slice:
         return slice(self.begin, self.end)
 
-    def times(self, entries: int) -> "Part":
+    def scaled(self, entries: int) -> "Part":
         """The part of a tensor that has `entries` entries for each of these entries."""
         return Part(self.begin * entries, self.end * entries, self.size * entries)
 

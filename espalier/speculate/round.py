@@ -55,7 +55,7 @@ class ModelRunner:
     coupled_scores: bool = True
     trims_trees: bool = False
 
-    def at(self, batch: int) -> "ModelRunner":
+    def for_batch(self, batch: int) -> "ModelRunner":
         """Returns the runner for rounds of `batch` requests, whose tree may be smaller.  Models and buffers are shared.
 
         Raises EspalierError if batch is above max_batch.
@@ -94,7 +94,7 @@ class ModelRunner:
     @property
     def reads_all_hidden(self) -> bool:
         """Whether the draft reads the target's last hidden state, before or after the final norm, at every token."""
-        return self.drafter.spec.reads == "hidden" or self.target.config.num_layers in self.target.capture
+        return self.drafter.spec.target_output == "hidden" or self.target.config.num_layers in self.target.capture
 
     def shared_rows(self, batch: int) -> int:
         """Returns the number of rows of a verify pass that are shared out over the batch; 0 if they are not."""
@@ -103,7 +103,7 @@ class ModelRunner:
 
     def node_slices(self, batch: int) -> list[slice]:
         """Returns slices of each tree's nodes; the logits of one slice are computed at a time.  Call this on the runner
-        for this batch (`at`)."""
+        for this batch (`for_batch`)."""
         return node_slices(batch, self.layout.num_draft_tokens, self.target.config.vocab_size)
 
     def sampler(self, slots: BatchState, needs: SamplingNeeds, first: Tensor, width: int) -> Sampler:
@@ -198,7 +198,7 @@ def begin(
     marks: SnapshotTargets | None = None,
 ) -> BegunRound:
     """Runs the first stage: computes the draft's first logits for each slot.  Arguments: see `decode_round`."""
-    runner = runner.at(index.shape[0])
+    runner = runner.for_batch(index.shape[0])
     drafter = runner.drafter
     slots = gather(runner.table, index, appended)
     sampler = runner.sampler(slots, needs, slots.num_tokens, runner.layout.extend_width)
@@ -248,7 +248,7 @@ def chosen_rows(proposed: ProposedRound) -> ChosenRows | None:
     rows = min(proposed.runner.shared_rows(batch), batch * nodes)
     if rows and proposed.runner.trims_trees:
         rows = min(rows, int((proposed.tree.scores > -torch.inf).sum()))
-    return ChosenRows.at(proposed.tree.best(rows), batch, nodes) if rows else None
+    return ChosenRows.from_places(proposed.tree.best(rows), batch, nodes) if rows else None
 
 
 def settle(verified: VerifiedRound, mask: Tensor | None = None) -> RoundOutput:
@@ -395,9 +395,9 @@ def commit(
 
 
 def draft_features(drafter: Drafter, out: ModelOutput) -> Tensor | None:
-    """Returns [B, Q, F]: the field of the target's output that the draft reads (`DraftSpec.reads`); None if the draft
+    """Returns [B, Q, F]: the field of the target's output that the draft reads (`DraftSpec.target_output`); None if it
     reads no field."""
-    return None if drafter.spec.reads is None else getattr(out, drafter.spec.reads)
+    return None if drafter.spec.target_output is None else getattr(out, drafter.spec.target_output)
 
 
 def path_features(drafter: Drafter, out: ModelOutput, path: Path) -> Tensor | None:
@@ -405,6 +405,6 @@ def path_features(drafter: Drafter, out: ModelOutput, path: Path) -> Tensor | No
 
     Only the features of these nodes are concatenated.
     """
-    if drafter.spec.reads is None:
+    if drafter.spec.target_output is None:
         return None
-    return gather_rows(path.rows, *(out.inputs if drafter.spec.reads == "captured" else (out.hidden,)))
+    return gather_rows(path.rows, *(out.inputs if drafter.spec.target_output == "captured" else (out.hidden,)))

@@ -201,7 +201,7 @@ class LatentLayers(MixtureWithShared):
         s = Residual(self.x)
         for layer in self.layers:
             layer(s, p)
-        return list(s.end(self.norm, p.out_shape))
+        return list(s.final_norm(self.norm, p.out_shape))
 
 
 @pytest.mark.parametrize("layers", [Chain, Attended, AttendedOnSmallPages, Mixture, MixtureWithShared, LatentLayers])

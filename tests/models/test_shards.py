@@ -154,7 +154,7 @@ def test_the_parts_of_a_vocabulary_are_the_vocabulary(count, vocab, unit):
     parts = [Shards(rank, count).tokens(vocab) for rank in range(count)]
     assert [token for part in parts for token in range(vocab)[part.slice]] == list(range(vocab))
     assert all(len(part) <= Shards(0, count).max_tokens_per_rank(vocab) for part in parts)
-    times = [part.times(unit) for part in parts]
+    times = [part.scaled(unit) for part in parts]
     assert [part.in_units(unit) for part in times] == parts
 
 
@@ -236,7 +236,7 @@ def test_an_embedding_of_parts_gives_the_rows_of_the_whole(count, vocab, is_draf
 
     def of(embed: Embedding) -> tuple[Tensor, Tensor]:
         stream = embed(passed, rope, beside)
-        return stream.x if stream.given is None else stream.given, stream.live
+        return stream.x if stream.first_input is None else stream.first_input, stream.live
 
     def rows(shards: Shards) -> Any:
         embed = Embedding(weight[shards.tokens(vocab).slice], 1.0, None, vocab, shards)

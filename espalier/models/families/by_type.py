@@ -3,21 +3,21 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from espalier.errors import EspalierError, shown
-from espalier.models.config import LayerWindows, Raw
+from espalier.models.config import Json, LayerWindows
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 # Layer type -> (the field for the base of its RoPE in older configs, the default base).
 RopeBases = Mapping[str, tuple[str, float]]
 
 
-def layer_types_of(full: Raw, is_full: Callable[[int], bool]) -> list[str]:
+def layer_types_of(full: Json, is_full: Callable[[int], bool]) -> list[str]:
     """The type of each layer, from `layer_types`.
     Without that field, is_full says whether a layer, counted from 1, has full attention."""
     given, count = full.get("layer_types"), full["num_hidden_layers"]
     return list(given or (FULL_ATTENTION if is_full(layer) else SLIDING_ATTENTION for layer in range(1, count + 1)))
 
 
-def windows_by_type(full: Raw, kinds: Sequence[str]) -> LayerWindows:
+def windows_by_type(full: Json, kinds: Sequence[str]) -> LayerWindows:
     """The window of each layer; None for layers with full attention.
     Raises EspalierError for sliding layers without a window."""
     window = full["sliding_window"]
@@ -26,7 +26,7 @@ def windows_by_type(full: Raw, kinds: Sequence[str]) -> LayerWindows:
     return tuple(window if kind == SLIDING_ATTENTION else None for kind in kinds)
 
 
-def ropes_by_type(full: Raw, kinds: Sequence[str], bases: RopeBases) -> list[Raw]:
+def ropes_by_type(full: Json, kinds: Sequence[str], bases: RopeBases) -> list[Json]:
     """The RoPE fields of each layer, by the layer's type.
     As in transformers, rope_scaling applies to layers with full attention only."""
     given = full.get("rope_parameters") or {}
@@ -44,7 +44,7 @@ def ropes_by_type(full: Raw, kinds: Sequence[str], bases: RopeBases) -> list[Raw
     return [own[kind] for kind in kinds]
 
 
-def _rope_of_type(full: Raw, kind: str, bases: RopeBases, given: Raw) -> Raw:
+def _rope_of_type(full: Json, kind: str, bases: RopeBases, given: Json) -> Json:
     field, default = bases[kind]
     base = full.get(field)
     if base is not None and given.get("rope_theta", base) != base:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, Raw
+from espalier.models.config import Experts, Family, Json
 from espalier.models.stored_names import NEXTN
 
 # The fields of config.json that this file reads, and which may therefore have any value (Family.supported_fields).
@@ -24,7 +24,7 @@ EXPERT_FIELDS = (
 SCORING_OF_METHOD = {"greedy": "softmax", "group_limited_greedy": "softmax", "noaux_tc": "sigmoid"}
 
 
-def routed_experts(full: Raw, methods: tuple[str, ...], layers: frozenset[int]) -> Experts | None:
+def routed_experts(full: Json, methods: tuple[str, ...], layers: frozenset[int]) -> Experts | None:
     """Returns the experts of `layers`; None if there are none.
 
     methods: the values of topk_method that the family supports, the default first.  All have the same scoring_func.
@@ -54,7 +54,7 @@ def routed_experts(full: Raw, methods: tuple[str, ...], layers: frozenset[int]) 
     )
 
 
-def _routing(full: Raw, method: str) -> Routing:
+def _routing(full: Json, method: str) -> Routing:
     routing = Routing(
         full["n_routed_experts"],
         full["num_experts_per_tok"],
@@ -69,7 +69,7 @@ def _routing(full: Raw, method: str) -> Routing:
     return replace(routing, scoring="sigmoid", group_score="top2_sum", correction_bias=True)
 
 
-def expert_layers_after_dense(full: Raw) -> frozenset[int]:
+def expert_layers_after_dense(full: Json) -> frozenset[int]:
     """The layers with experts: index a multiple of moe_layer_freq, and not below first_k_dense_replace."""
     first, every = full["first_k_dense_replace"] or 0, full.get("moe_layer_freq") or 1
     for name, value in (("first_k_dense_replace", first), ("moe_layer_freq", every)):
@@ -78,7 +78,7 @@ def expert_layers_after_dense(full: Raw) -> frozenset[int]:
     return frozenset(layer for layer in range(first, int(full["num_hidden_layers"])) if layer % every == 0)
 
 
-def _experts_v2(full: Raw) -> Experts | None:
+def _experts_v2(full: Json) -> Experts | None:
     # As in the publisher's code, weights are scaled only if they are not normed.  Transformers never norms them.
     # Published files do not set norm_topk_prob.
     norm = full["norm_topk_prob"] and full["num_experts_per_tok"] != 1
@@ -87,7 +87,7 @@ def _experts_v2(full: Raw) -> Experts | None:
     return routed_experts(as_published, ("greedy", "group_limited_greedy"), expert_layers_after_dense(full))
 
 
-def _experts_v3(full: Raw) -> Experts | None:
+def _experts_v3(full: Json) -> Experts | None:
     return routed_experts(full, ("noaux_tc",), expert_layers_after_dense(full))
 
 

@@ -5,7 +5,7 @@ Gemma 3 has a RoPE for each layer type.  Gemma 2 has one RoPE, and soft caps on 
 
 from dataclasses import replace
 
-from espalier.models.config import Family, Raw, windows_in_every_second
+from espalier.models.config import Family, Json, windows_in_every_second
 from espalier.models.config_values import positive_number, require_counts
 from espalier.models.families.by_type import (
     FULL_ATTENTION,
@@ -23,7 +23,7 @@ ROPE_BASES: RopeBases = {
 }
 
 
-def _layer_types(full: Raw) -> list[str]:
+def _layer_types(full: Json) -> list[str]:
     """The type of each layer, from `layer_types`; without it, every sliding_window_pattern-th has full attention."""
     if full.get("layer_types") is None:
         require_counts(full, ("sliding_window_pattern",))

@@ -20,7 +20,7 @@ from espalier.kernels.ops.activation import GELU_TANH
 from espalier.kernels.ops.drafts import DraftHidden
 from espalier.kernels.ops.experts import Routing
 from espalier.kernels.ops.rope import HeadNorms
-from espalier.models.config import Experts, Family, LayerWindows, ModelConfig, Raw
+from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig
 from espalier.models.config_values import kv_heads_and_head_size
 from espalier.models.families.by_type import FULL_ATTENTION, SLIDING_ATTENTION, layer_types_of
 from espalier.models.families.gemma3 import FAMILY as GEMMA3
@@ -36,7 +36,7 @@ from espalier.models.weights import Weights
 from espalier.shards import whole_part
 
 # The default RoPE of each layer type, for a config.json without one.
-ROPES: Mapping[str, Raw] = {
+ROPES: Mapping[str, Json] = {
     SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL_ATTENTION: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
@@ -60,13 +60,13 @@ class PerLayerEmbedding(Embedding):
         self.project = project
         self.norm = norm
 
-    def __call__(self, p: Pass, rope: RopeTables, beside: DraftHidden | None = None) -> Residual:
-        s = super().__call__(p, rope, beside)
+    def __call__(self, p: Pass, rope: RopeTables, draft_hidden: DraftHidden | None = None) -> Residual:
+        s = super().__call__(p, rope, draft_hidden)
         size = self.norm.weight.shape[0]
         # The values of void rows are never read, so any token will do.
         of_tokens = F.embedding(p.tokens.flatten().clamp(min=0), self.table).unflatten(1, (-1, size))
         of_rows = self.norm(self.project(s.x).unflatten(1, (-1, size)))
-        s.beside = torch.add(of_rows, of_tokens, alpha=self.table_scale)
+        s.layer_inputs = torch.add(of_rows, of_tokens, alpha=self.table_scale)
         return s
 
 
@@ -92,7 +92,7 @@ class BesideRows(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class BesideMLP:
-    """A dense MLP and, in parallel, routed experts.  Both read the stream, each through its own norm.
+    """A dense MLP and, in parallel, routed experts.  Both read the residual, each through its own norm.
 
     router_norm: the norm before the router; its weight includes the router's scale.  mlp_norm: the norm of the dense
     MLP's output.  norm, after: the norms of the experts' input and output.
@@ -135,27 +135,29 @@ class Gemma4Layer:
     scale: float
 
     def __call__(self, s: Residual, p: Pass) -> None:
-        attended = self.attention(self.index, s.normed(self.attention_norm, self.attention), s, p)
+        attended = self.attention(self.index, s.add_and_norm(self.attention_norm, self.attention), s, p)
         s.add(attended, self.post_attention_norm)
-        rows = s.normed(self.mlp_norm, self.mlp)
+        rows = s.add_and_norm(self.mlp_norm, self.mlp)
         scale = self.scale if self.own_input is None else 1.0
         if isinstance(self.mlp, BesideMLP):
             out = NormedOutputs(*self.mlp(rows, s.live), norm=self.post_mlp_norm, scale=scale)
         else:
             out = NormedOutputs((self.mlp(rows, s.live), self.post_mlp_norm), scale=scale)
         if self.own_input is not None:
-            assert s.beside is not None
+            assert s.layer_inputs is not None
             s.x, _ = out.added(s.x, ())
-            out = NormedOutputs((self.own_input(s.x, s.beside[:, self.index]), self.own_input.norm), scale=self.scale)
+            out = NormedOutputs(
+                (self.own_input(s.x, s.layer_inputs[:, self.index]), self.own_input.norm), scale=self.scale
+            )
         s.add(out)
 
 
-def _layer_types(full: Raw) -> list[str]:
+def _layer_types(full: Json) -> list[str]:
     """The type of each layer, from `layer_types`; without it, every sixth and the last layer have full attention."""
     return layer_types_of(full, lambda layer: layer % 6 == 0 or layer == full["num_hidden_layers"])
 
 
-def _windows(full: Raw) -> LayerWindows:
+def _windows(full: Json) -> LayerWindows:
     if full["use_bidirectional_attention"] not in (None, False, "vision"):
         value = shown(full["use_bidirectional_attention"])
         raise EspalierError(f"use_bidirectional_attention = {value} is not supported, only null or 'vision'")
@@ -170,7 +172,7 @@ def _windows(full: Raw) -> LayerWindows:
     return tuple(window if kind == SLIDING_ATTENTION else None for kind in kinds)
 
 
-def _sizes(full: Raw) -> list[Raw]:
+def _sizes(full: Json) -> list[Json]:
     """For each layer, the fields of BY_LAYER whose values differ from the config's.
 
     Transformers writes them into `per_layer_config`.  Published files have global_head_dim and
@@ -190,7 +192,7 @@ def _sizes(full: Raw) -> list[Raw]:
     return [dict(by_layer.get(str(layer), {})) for layer in range(len(kinds))]
 
 
-def _ropes(full: Raw) -> list[Raw]:
+def _ropes(full: Json) -> list[Json]:
     """The RoPE fields of each layer, by the layer's type, with the size of the layer's heads."""
     kinds, given = _layer_types(full), full.get("rope_parameters") or ROPES
     for name in ("rope_theta", "rope_scaling"):
@@ -207,13 +209,13 @@ def _ropes(full: Raw) -> list[Raw]:
     return [{"rope_parameters": own[kind], "head_dim": size} for kind, size in zip(kinds, sizes, strict=True)]
 
 
-def _rotating_all(parameters: Raw) -> Raw:
+def _rotating_all(parameters: Json) -> Json:
     """Returns the parameters, for the type `default` without `partial_rotary_factor`: transformers ignores it there."""
     is_default = parameters.get("rope_type", "default") == "default"
     return {name: value for name, value in parameters.items() if not (is_default and name == "partial_rotary_factor")}
 
 
-def _experts(full: Raw) -> Experts | None:
+def _experts(full: Json) -> Experts | None:
     if not full["enable_moe_block"]:
         return None
     return Experts(
@@ -250,7 +252,7 @@ def _specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
                 )
         window = config.windows[layer]
         v_is_k = bool(full["attention_k_eq_v"]) and window is None
-        specs.append(LayerSpec(config.heads, keeps, window, scale=1.0, shares=source, v_is_k=v_is_k))
+        specs.append(LayerSpec(config.heads, keeps, window, scale=1.0, shares_rows_of=source, v_is_k=v_is_k))
     return tuple(specs)
 
 
@@ -283,7 +285,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
         name = f"{prefix}{name}.weight"
         return RMSNorm(weights.take(name, hidden) if factor == 1 else weights.take_exact(name, hidden) * factor, eps)
 
-    is_wide = full["use_double_wide_mlp"] and spec.shares is not None
+    is_wide = full["use_double_wide_mlp"] and spec.shares_rows_of is not None
     inner, size = config.intermediate_size * (2 if is_wide else 1), full["hidden_size_per_layer_input"]
     mlp = weights.mlp(f"{prefix}mlp.", hidden, inner, False, config.activation)
     own_input = None
@@ -306,14 +308,17 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
 
 def _load_attention(weights: Weights, config: ModelConfig, prefix: str, spec: LayerSpec, rope: RopeTables) -> Attention:
     shards, size, eps = weights.shards, spec.keeps.k_size, config.rms_norm_eps
-    q_rows, kv_rows = shards.part(spec.heads, HEADS_TEXT).times(size), shards.kv_heads(spec.keeps.kv_heads).times(size)
+    q_rows, kv_rows = (
+        shards.part(spec.heads, HEADS_TEXT).scaled(size),
+        shards.kv_heads(spec.keeps.kv_heads).scaled(size),
+    )
     [own] = specs_of_rank([spec], shards)
-    names = ("q_proj", "k_proj", "v_proj")[: 1 if spec.shares is not None else 2 if spec.v_is_k else 3]
+    names = ("q_proj", "k_proj", "v_proj")[: 1 if spec.shares_rows_of is not None else 2 if spec.v_is_k else 3]
     rows = (q_rows, kv_rows, kv_rows)[: len(names)]
     qkv = weights.linear(prefix, names, rows, config.hidden_size, config.attention_bias)
     out = weights.linear(prefix, ("o_proj",), (config.hidden_size,), q_rows, config.out_bias)
     q_norm = weights.take(f"{prefix}q_norm.weight", size)
-    if spec.shares is None:
+    if spec.shares_rows_of is None:
         norms = HeadNorms(q_norm, weights.take(f"{prefix}k_norm.weight", size), eps, norms_v=True, v_is_k=spec.v_is_k)
     else:
         # Published files hold unused K and V weights for layers that read an earlier layer's K and V.

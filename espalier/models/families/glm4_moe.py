@@ -8,7 +8,7 @@ dots.llm1 has the attention of Qwen3.  The layers of DeepSeek-V3.2 and GLM-5 att
 from dataclasses import replace
 
 from espalier.errors import EspalierError
-from espalier.models.config import Experts, Family, Raw, windows_by_layer_type
+from espalier.models.config import Experts, Family, Json, windows_by_layer_type
 from espalier.models.families.deepseek import V3, routed_experts
 from espalier.models.families.qwen import QWEN3 as QWEN3
 from espalier.models.latent_config import INDEX_FIELDS
@@ -18,7 +18,7 @@ from espalier.models.stored_names import NEXTN
 UNGROUPED = {"n_group": 1, "topk_group": 1}
 
 
-def sparse_layers(full: Raw) -> frozenset[int] | None:
+def sparse_layers(full: Json) -> frozenset[int] | None:
     """The layers that `mlp_layer_types` calls sparse; None without that field."""
     types = full.get("mlp_layer_types")
     if types is None:
@@ -31,7 +31,7 @@ def sparse_layers(full: Raw) -> frozenset[int] | None:
     return frozenset(layer for layer, kind in enumerate(types) if kind == "sparse")
 
 
-def experts_by_type(full: Raw) -> Experts | None:
+def experts_by_type(full: Json) -> Experts | None:
     """The experts of the sparse layers; without `mlp_layer_types`, of the layers that DeepSeek-V3's fields name."""
     layers = sparse_layers(full)
     return V3.experts(full) if layers is None else routed_experts(full, ("noaux_tc",), layers)

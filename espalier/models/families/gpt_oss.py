@@ -2,11 +2,11 @@
 
 from espalier.kernels.ops.activation import Activation
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, Raw, windows_in_every_second
+from espalier.models.config import Experts, Family, Json, windows_in_every_second
 from espalier.models.config_values import positive_number
 
 
-def _experts(full: Raw) -> Experts:
+def _experts(full: Json) -> Experts:
     return Experts(
         frozenset(range(int(full["num_hidden_layers"]))),
         Routing(full["num_local_experts"], full["num_experts_per_tok"], "topk_softmax", logit_bias=True),

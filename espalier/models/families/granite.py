@@ -10,7 +10,7 @@ from typing import Any
 from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, LayerWindows, ModelConfig, Raw, attention_in_some_layer
+from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig, attention_in_some_layer
 from espalier.models.config_values import positive_number, require_counts, require_multiple
 from espalier.models.families.llama import LLAMA
 from espalier.models.layer_loading import load_attention, load_mamba2, specs_by_type
@@ -24,7 +24,7 @@ FACTOR_FIELDS = ("embedding_multiplier", "residual_multiplier", "attention_multi
 SHARED_MLP = MLPNames(gate_up=("input_linear",), down="output_linear")
 
 
-def _experts(full: Raw) -> Experts | None:
+def _experts(full: Json) -> Experts | None:
     if full["num_local_experts"] == 0:
         return None
     return Experts(
@@ -79,7 +79,7 @@ COUNT_FIELDS = (
 INFINITY = {"__float__": "Infinity"}
 
 
-def _normalise_fields(raw: Raw) -> Raw:
+def _normalise_fields(raw: Json) -> Json:
     """Returns the fields, with layer types under the names of other families, and with the size of a state's head."""
     fields, types = dict(raw), raw.get("layer_types") or raw.get("layers_block_type")
     if isinstance(types, list):
@@ -91,7 +91,7 @@ def _normalise_fields(raw: Raw) -> Raw:
     return with_numeric_limits(fields)
 
 
-def with_numeric_limits(fields: Raw) -> Raw:
+def with_numeric_limits(fields: Json) -> Json:
     """Returns the fields, in which time_step_limit holds only numbers (see INFINITY)."""
     limits = fields.get("time_step_limit")
     if not isinstance(limits, list):
@@ -99,7 +99,7 @@ def with_numeric_limits(fields: Raw) -> Raw:
     return {**fields, "time_step_limit": [float("inf") if each == INFINITY else each for each in limits]}
 
 
-def require_mamba_sizes(full: Raw, counts: Sequence[str], heads_and_groups: tuple[str, str]) -> None:
+def require_mamba_sizes(full: Json, counts: Sequence[str], heads_and_groups: tuple[str, str]) -> None:
     """Check the fields of Mamba-2, and that at least one layer has attention.  Raises EspalierError.
 
     counts: the fields that are positive integers.  heads_and_groups: the fields for the number of heads, and for the
@@ -114,14 +114,14 @@ def require_mamba_sizes(full: Raw, counts: Sequence[str], heads_and_groups: tupl
         raise EspalierError(f"time_step_limit = {shown(limits)}; a list of two numbers is needed; correct the config")
 
 
-def _checked_windows(full: Raw) -> LayerWindows:
+def _checked_windows(full: Json) -> LayerWindows:
     """Returns None for each layer: no windows.  Raises EspalierError for sizes that no layer can have."""
     if LINEAR in (full["layer_types"] or ()):
         require_mamba_sizes(full, COUNT_FIELDS, ("mamba_n_heads", "mamba_n_groups"))
     return attention_in_some_layer(full)
 
 
-def _ropes(full: Raw) -> list[Raw | None]:
+def _ropes(full: Json) -> list[Json | None]:
     """The RoPE fields of each layer: all layers have the config's RoPE, or none has a RoPE."""
     kind = full["position_embedding_type"]
     if kind not in (None, "nope", "rope"):

@@ -9,7 +9,7 @@ from torch import Tensor
 from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, LayerWindows, ModelConfig, Raw
+from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig
 from espalier.models.config_values import positive_number
 from espalier.models.families.by_type import (
     FULL_ATTENTION,
@@ -30,11 +30,11 @@ ROPE_BASES: RopeBases = {FULL_ATTENTION: ("", 5e5), SLIDING_ATTENTION: ("", 1e4)
 PER_HEAD, PER_VALUE = (True, "per-head"), ("per-element",)
 
 
-def _layer_types(full: Raw) -> list[str]:
+def _layer_types(full: Json) -> list[str]:
     return layer_types_of(full, lambda layer: True)
 
 
-def _heads(full: Raw) -> list[int]:
+def _heads(full: Json) -> list[int]:
     """The number of query heads of each layer.  Raises EspalierError for numbers that no layer can have."""
     layers, given = full["num_hidden_layers"], full.get("num_attention_heads_per_layer")
     if given is None:
@@ -49,7 +49,7 @@ def _heads(full: Raw) -> list[int]:
     return given
 
 
-def _windows(full: Raw) -> LayerWindows:
+def _windows(full: Json) -> LayerWindows:
     _heads(full)
     if full["gating"] not in (*PER_HEAD, *PER_VALUE):
         raise EspalierError(
@@ -58,7 +58,7 @@ def _windows(full: Raw) -> LayerWindows:
     return windows_by_type(full, _layer_types(full))
 
 
-def _experts(full: Raw) -> Experts:
+def _experts(full: Json) -> Experts:
     layers = sparse_layers(full)
     return Experts(
         frozenset(range(1, full["num_hidden_layers"])) if layers is None else layers,
@@ -88,7 +88,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
     made = load_layer(weights, replace(config, heads=heads), prefix, layer, rope)
     assert isinstance(made.attention, Attention)
     own = weights.shards.part(heads, HEADS_TEXT)
-    rows = own if config.raw["gating"] in PER_HEAD else own.times(config.head_size)
+    rows = own if config.raw["gating"] in PER_HEAD else own.scaled(config.head_size)
     project = weights.linear(f"{prefix}self_attn.", ("g_proj",), (rows,), config.hidden_size, bias=False)
     made.attention.output_gate = OutputGate(project, _softplus)
     return made

@@ -6,7 +6,7 @@ from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.experts import Routing
 from espalier.kernels.ops.recurrence import ShortConv
-from espalier.models.config import Experts, Family, LayerWindows, ModelConfig, Raw, attention_in_some_layer
+from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig, attention_in_some_layer
 from espalier.models.config_values import require_counts
 from espalier.models.layer_loading import load_attention, load_layer, specs_by_type
 from espalier.models.layers.decoder import DecoderLayer, Mixer
@@ -21,7 +21,7 @@ MLP_NAMES = MLPNames(("w1", "w3"), "w2")
 RENAMED = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
 
 
-def _normalise_fields(raw: Raw) -> Raw:
+def _normalise_fields(raw: Json) -> Json:
     """Returns the fields under the names of other families, with a type for each layer."""
     fields = {**raw, **{other: raw[name] for name, other in RENAMED.items() if name in raw}}
     count, attending = raw.get("num_hidden_layers"), raw.get("full_attn_idxs")
@@ -31,7 +31,7 @@ def _normalise_fields(raw: Raw) -> Raw:
     return fields
 
 
-def _checked_windows(full: Raw) -> LayerWindows:
+def _checked_windows(full: Json) -> LayerWindows:
     """Returns None for each layer: no windows.  Raises EspalierError for sizes that no layer can have."""
     require_counts(full, ("conv_L_cache", "block_multiple_of"))
     factor = full["block_ffn_dim_multiplier"]
@@ -52,7 +52,7 @@ def _mlp_size(config: ModelConfig) -> int:
     return -(-int(raw["block_ffn_dim_multiplier"] * size) // unit) * unit
 
 
-def _experts(full: Raw) -> Experts:
+def _experts(full: Json) -> Experts:
     require_counts(full, ("num_experts",))
     routing = Routing(
         full["num_experts"],

@@ -8,7 +8,7 @@ the outputs of blocks; in its models with a window, only sliding layers have RoP
 from dataclasses import replace
 
 from espalier.errors import EspalierError, shown
-from espalier.models.config import Family, LayerWindows, Raw, windows_by_layer_type, windows_if_used
+from espalier.models.config import Family, Json, LayerWindows, windows_by_layer_type, windows_if_used
 from espalier.models.config_values import require_counts
 from espalier.models.families.by_type import (
     FULL_ATTENTION,
@@ -36,7 +36,7 @@ LLAMA = Family(
 ROPE_BASES: RopeBases = {FULL_ATTENTION: ("rope_theta", 5e5), SLIDING_ATTENTION: ("rope_theta", 5e5)}
 
 
-def _layers_with_rope(full: Raw) -> list[bool]:
+def _layers_with_rope(full: Json) -> list[bool]:
     """Whether each layer has RoPE.  In `no_rope_layers`, 1 means that a layer has RoPE."""
     layers, given = full["num_hidden_layers"], full["no_rope_layers"]
     if given is None:
@@ -49,7 +49,7 @@ def _layers_with_rope(full: Raw) -> list[bool]:
     return [bool(value) for value in given[:layers]]
 
 
-def _smollm3_windows(full: Raw) -> LayerWindows:
+def _smollm3_windows(full: Json) -> LayerWindows:
     with_rope = _layers_with_rope(full)
     return windows_if_used(full, lambda layer: not with_rope[layer])
 
@@ -76,7 +76,7 @@ SMOLLM3 = replace(
 )
 
 
-def _layer_types(full: Raw) -> list[str]:
+def _layer_types(full: Json) -> list[str]:
     """The type of each layer, from `layer_types`; without it, every fourth layer has full attention."""
     return layer_types_of(full, lambda layer: layer % 4 == 0)
 
@@ -101,7 +101,7 @@ OLMO3 = replace(
 )
 
 
-def _exaone4_windows(full: Raw) -> LayerWindows:
+def _exaone4_windows(full: Json) -> LayerWindows:
     """The window of each layer.  Without `layer_types`, every sliding_window_pattern-th layer has full attention."""
     every = full["sliding_window_pattern"]
     is_number = isinstance(every, int) and not isinstance(every, bool) and every > 0

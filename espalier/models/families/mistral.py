@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, LayerWindows, Raw, windows_by_layer_type
+from espalier.models.config import Experts, Family, Json, LayerWindows, windows_by_layer_type
 from espalier.models.rope import ROPE_FIELDS, with_rope_type
 from espalier.models.stored_names import LayerNames, MLPNames
 
@@ -18,7 +18,7 @@ from espalier.models.stored_names import LayerNames, MLPNames
 OLD_LONGROPE_NAMES = ("su", "yarn")
 
 
-def windows(full: Raw) -> LayerWindows:
+def windows(full: Json) -> LayerWindows:
     """The window of each layer, the same for all.
 
     Transformers ignores `layer_types` for Mistral.  Raises EspalierError if that list names layers with full attention.
@@ -81,7 +81,7 @@ MINISTRAL3 = replace(
 )
 
 
-def _experts(full: Raw) -> Experts:
+def _experts(full: Json) -> Experts:
     return Experts(
         frozenset(range(int(full["num_hidden_layers"]))),
         Routing(full["num_local_experts"], full["num_experts_per_tok"], norm_topk_prob=True),
@@ -110,7 +110,7 @@ MIXTRAL = replace(
 )
 
 
-def _ropes(full: Raw) -> list[Raw]:
+def _ropes(full: Json) -> list[Json]:
     fields = {name: rope for name, rope in with_rope_type(full).items() if name in ROPE_FIELDS}
     for name, rope in fields.items():
         if isinstance(rope, Mapping) and rope.get("rope_type") in OLD_LONGROPE_NAMES:

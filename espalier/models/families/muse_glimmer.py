@@ -9,7 +9,7 @@ import torch
 
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.rope import HeadNorms
-from espalier.models.config import Family, LayerWindows, ModelConfig, Raw
+from espalier.models.config import Family, Json, LayerWindows, ModelConfig
 from espalier.models.config_values import positive_number
 from espalier.models.families.by_type import layer_types_of, windows_by_type
 from espalier.models.layer_loading import HEADS_TEXT, load_embedding, load_layer
@@ -22,18 +22,18 @@ from espalier.models.stored_names import FOUR_NORMS
 from espalier.models.weights import Weights
 
 
-def _has_full_attention(full: Raw, layer: int) -> bool:
+def _has_full_attention(full: Json, layer: int) -> bool:
     """Whether a layer is the last, or the fourth, eighth, ... before it."""
     return (full["num_hidden_layers"] - 1 - layer) % 4 == 0
 
 
-def _windows(full: Raw) -> LayerWindows:
+def _windows(full: Json) -> LayerWindows:
     for name in ("qk_scale_factor", "post_norm_eps"):
         positive_number(full, name)
     return windows_by_type(full, layer_types_of(full, lambda layer: _has_full_attention(full, layer - 1)))
 
 
-def _ropes(full: Raw) -> list[Raw | None]:
+def _ropes(full: Json) -> list[Json | None]:
     """The RoPE fields of each layer; None for a layer whose `layer_rope_theta` is 0.
     As in transformers, all other layers have the base of rope_parameters."""
     layers, given = full["num_hidden_layers"], full.get("layer_rope_theta")
@@ -63,7 +63,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
     made.post_mlp_norm = RMSNorm(made.post_mlp_norm.weight, eps)
     ones = torch.ones_like(weights.empty(size))
     made.attention.norms = HeadNorms(ones * positive_number(config.raw, "qk_scale_factor"), ones, config.rms_norm_eps)
-    rows = weights.shards.part(config.heads, HEADS_TEXT).times(size)
+    rows = weights.shards.part(config.heads, HEADS_TEXT).scaled(size)
     project = weights.linear(f"{prefix}self_attn.", ("gate_proj",), (rows,), config.hidden_size, bias=False)
     made.attention.output_gate = OutputGate(project, torch.sigmoid)
     return made

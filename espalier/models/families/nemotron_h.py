@@ -7,7 +7,7 @@ from espalier.cache.layer_spec import NO_MIXING, LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.activation import RELU2
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, LayerWindows, ModelConfig, Raw, full_attention
+from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig, full_attention
 from espalier.models.families.granite import FULL_ATTENTION, LINEAR, require_mamba_sizes, with_numeric_limits
 from espalier.models.layer_loading import load_attention, load_experts, load_mamba2, specs_by_type
 from espalier.models.layers.decoder import BlockLayer
@@ -24,7 +24,7 @@ COUNT_FIELDS = ("mamba_num_heads", "n_groups", "ssm_state_size", "mamba_head_dim
 RENAMED = {"layer_norm_epsilon": "rms_norm_eps", "layers_block_type": "layer_types"}
 
 
-def _normalise_fields(raw: Raw) -> Raw:
+def _normalise_fields(raw: Json) -> Json:
     """Returns the fields under the names of other families, with a type for each layer.
     rms_norm_eps is left out, because transformers does not read it in this family."""
     own = {name: value for name, value in raw.items() if name != "rms_norm_eps"}
@@ -36,7 +36,7 @@ def _normalise_fields(raw: Raw) -> Raw:
     return fields
 
 
-def _checked_windows(full: Raw) -> LayerWindows:
+def _checked_windows(full: Json) -> LayerWindows:
     """Returns None for each layer: no windows.  Raises EspalierError for values that no layer supports."""
     require_mamba_sizes(full, COUNT_FIELDS, ("mamba_num_heads", "n_groups"))
     for name, only in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu"), ("moe_latent_size", None)):
@@ -48,7 +48,7 @@ def _checked_windows(full: Raw) -> LayerWindows:
     return full_attention(full)
 
 
-def _experts(full: Raw) -> Experts | None:
+def _experts(full: Json) -> Experts | None:
     layers = frozenset(layer for layer, kind in enumerate(full["layer_types"] or ()) if kind == MOE)
     if not layers:
         return None

@@ -9,7 +9,7 @@ layers have experts except those that the config names.  Qwen2-MoE also has a ga
 from dataclasses import replace
 
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, LayerWindows, Raw, windows_if_used
+from espalier.models.config import Experts, Family, Json, LayerWindows, windows_if_used
 from espalier.models.config_values import require_counts
 from espalier.models.stored_names import SPECULATORS
 
@@ -21,7 +21,7 @@ QWEN_WINDOW_DEFAULTS = {
 }
 
 
-def qwen_windows(full: Raw) -> LayerWindows:
+def qwen_windows(full: Json) -> LayerWindows:
     """The window of each layer, if `use_sliding_window`: by `layer_types`, else from layer `max_window_layers` on."""
     return windows_if_used(full, lambda layer: layer >= full["max_window_layers"])
 
@@ -69,7 +69,7 @@ QWEN3 = Family(
 )
 
 
-def expert_layers(full: Raw) -> frozenset[int]:
+def expert_layers(full: Json) -> frozenset[int]:
     """The layers with experts: every decoder_sparse_step-th layer, counted from 1, except mlp_only_layers."""
     require_counts(full, ("decoder_sparse_step",))
     step = full["decoder_sparse_step"]
@@ -77,7 +77,7 @@ def expert_layers(full: Raw) -> frozenset[int]:
     return sparse - {*(full["mlp_only_layers"] or ())}
 
 
-def routing(full: Raw, default: int) -> Routing | None:
+def routing(full: Json, default: int) -> Routing | None:
     """Qwen's routing; None for a model without experts.  default: how many experts if no field says it."""
     # Transformers 5 writes num_local_experts for some of the families.
     names = ("num_experts", "num_local_experts")
@@ -87,7 +87,7 @@ def routing(full: Raw, default: int) -> Routing | None:
     return Routing(num_experts, full["num_experts_per_tok"], norm_topk_prob=bool(full["norm_topk_prob"]))
 
 
-def experts_with_shared(full: Raw, default: int = 60) -> Experts | None:
+def experts_with_shared(full: Json, default: int = 60) -> Experts | None:
     """Returns the experts of a family with a gated shared expert; None without experts.  default: as in `routing`."""
     how = routing(full, default)
     if how is None:
@@ -96,7 +96,7 @@ def experts_with_shared(full: Raw, default: int = 60) -> Experts | None:
     return Experts(expert_layers(full), how, full["moe_intermediate_size"], shared, "shared_expert", gate)
 
 
-def _qwen2_windows(full: Raw) -> LayerWindows:
+def _qwen2_windows(full: Json) -> LayerWindows:
     """The window of each layer, if `use_sliding_window`: by `layer_types`, else in even layers < max_window_layers."""
     return windows_if_used(full, lambda layer: layer % 2 == 0 and layer < full["max_window_layers"])
 
@@ -123,12 +123,12 @@ QWEN2_MOE = replace(
 )
 
 
-def _experts(full: Raw) -> Experts | None:
+def _experts(full: Json) -> Experts | None:
     how = routing(full, default=128)
     return None if how is None else Experts(expert_layers(full), how, full["moe_intermediate_size"])
 
 
-def _qwen3_moe_windows(full: Raw) -> LayerWindows:
+def _qwen3_moe_windows(full: Json) -> LayerWindows:
     """The window of each layer, if `use_sliding_window`: by `layer_types`, else in every layer."""
     return windows_if_used(full, lambda layer: True)
 

@@ -10,7 +10,7 @@ from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.recurrence import ShortConv
 from espalier.model_files import MAX_HEAD_SIZE
-from espalier.models.config import Experts, LayerWindows, ModelConfig, Raw, attention_in_some_layer
+from espalier.models.config import Experts, Json, LayerWindows, ModelConfig, attention_in_some_layer
 from espalier.models.config_values import require_counts, require_multiple
 from espalier.models.families.qwen import QWEN3_MOE, experts_with_shared
 from espalier.models.layer_loading import load_head_norms, specs_by_type
@@ -40,7 +40,7 @@ QWEN_MTP = MTPFamily(
 )
 
 
-def normalise_fields(raw: Raw) -> Raw:
+def normalise_fields(raw: Json) -> Json:
     """Returns the fields of a config.json with a type for each layer, the number of MTP layers, and a RoPE for text."""
     count, interval = raw.get("num_hidden_layers"), raw.get("full_attention_interval") or 4
     types = raw.get("layer_types")
@@ -55,7 +55,7 @@ def normalise_fields(raw: Raw) -> Raw:
     return {**raw, "layer_types": types, "num_nextn_predict_layers": mtp, **ropes}
 
 
-def checked_windows(full: Raw) -> LayerWindows:
+def checked_windows(full: Json) -> LayerWindows:
     """Returns None for each layer: no windows.  Raises EspalierError for sizes that no layer can have."""
     require_counts(full, HEAD_SIZE_FIELDS, MAX_HEAD_SIZE)
     require_counts(full, COUNT_FIELDS)
@@ -129,7 +129,7 @@ def load_delta_net(weights: Weights, config: ModelConfig, prefix: str) -> DeltaN
     )
 
 
-def experts(full: Raw) -> Experts | None:
+def experts(full: Json) -> Experts | None:
     beside_shared = experts_with_shared(full, default=512)
     return None if beside_shared is None else replace(beside_shared, stored="joined")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError, one_line
 from espalier.model_files import MAX_LAYERS
-from espalier.models.config import INERT_FIELDS, Family, ModelConfig, Raw, architecture_of, parse, with_overrides
+from espalier.models.config import INERT_FIELDS, Family, Json, ModelConfig, architecture_of, parse, with_overrides
 from espalier.models.from_transformers.probe import ProbeResult, probe, refusal_reason
 from espalier.models.from_transformers.target import ATTENTION_NAME, TransformersModel, TransformersTarget
 from espalier.models.weight_files import stored_weights
@@ -116,13 +116,13 @@ def _require_all(found: Mapping[str, Any], config: ModelConfig) -> None:
 CHANGING_ROPES = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
 
 
-def has_causal_class(raw: Raw) -> bool:
+def has_causal_class(raw: Json) -> bool:
     """Whether transformers has a causal class for a config.json.  Classes that come with a checkpoint do not count."""
     name = causal_class(raw)
     return name is not None and raw.get("architectures") in (None, [], [name])
 
 
-def causal_class(raw: Raw) -> str | None:
+def causal_class(raw: Json) -> str | None:
     """The name of transformers' causal class for the model_type of a config.json."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -131,7 +131,7 @@ def causal_class(raw: Raw) -> str | None:
 
 
 def read_by_transformers(
-    raw: Raw, path: Path, overrides: Mapping[str, Any] | None = None, generation: Raw | None = None
+    raw: Json, path: Path, overrides: Mapping[str, Any] | None = None, generation: Json | None = None
 ) -> ModelConfig:
     """Returns the config of a model that a class of transformers runs.
     Raises EspalierError, with the reason, if no class can run it."""
@@ -186,7 +186,7 @@ def _probed(model_type: str, fields: str) -> ProbeResult:
 
 
 def _config(
-    probed: ProbeResult, full: Raw, path: Path, overrides: Mapping[str, Any] | None, generation: Raw | None
+    probed: ProbeResult, full: Json, path: Path, overrides: Mapping[str, Any] | None, generation: Json | None
 ) -> ModelConfig:
     """Returns the ModelConfig that `parse` would return for a plain model with these sizes.
     Fields that only Espalier's own layers read have neutral values."""

@@ -300,7 +300,7 @@ class PassRun(AttentionRun):
         ready = ReadyHeads(*(rows.transpose(1, 2).flatten(0, 1).contiguous() for rows in (call.q, k, v)))
         sink = None if call.sink is None else call.sink.to(torch.promote_types(call.q.dtype, torch.float32))
         attended = p.attend(layer, p.write(layer, ready), sink)
-        kept = p.kept(layer)
+        kept = p.kept_rows(layer)
         if kept is None:
             return attended
         # The class computes all rows of the last layer, but only the kept rows are read.
@@ -318,7 +318,7 @@ class TransformersTarget:
         self.kv_scales: tuple[KVScales | None, ...] = (None,) * len(self.layer_specs)
         # Some embeddings have more rows than the vocabulary, for audio or an unknown token.
         self.embed = Embedding(body.model.get_input_embeddings().weight[: config.vocab_size])
-        self._sharing = frozenset(i for i, spec in enumerate(self.layer_specs) if spec.shares is not None)
+        self._sharing = frozenset(i for i, spec in enumerate(self.layer_specs) if spec.shares_rows_of is not None)
         self._layers = {body.model.get_submodule(name): i for i, name in enumerate(config.probed.attention)}
 
     def __call__(self, p: Pass) -> ModelOutput:

@@ -75,10 +75,10 @@ class AttentionBlock:
 
     def __call__(self, layer: int, rows: Rows, s: Residual, p: Pass) -> Tensor | Unsummed:
         """Returns the block's output for the rows.  See Mixer."""
-        q, kept = self.write(layer, rows, p), p.kept(layer)
+        q, kept = self.write(layer, rows, p), p.kept_rows(layer)
         gate = self.gate(rows, kept)
         if kept is not None:
-            s.keep(kept)
+            s.keep_rows(kept)
         attended = p.attend(layer, q, self.sink)
         return self.project(attended if gate is None else attended * gate.view(*attended.shape[:3], -1))
 
@@ -144,6 +144,6 @@ class GatedAttention:
         q, gate = made[:, : 2 * self.heads].unflatten(1, (self.heads, 2)).unbind(2)
         qkv = torch.cat((q, made[:, 2 * self.heads :]), 1)
         q = p.write(layer, qkv, p.rotation(self.rope), self.norms)
-        s.keep(p.kept(layer))
+        s.keep_rows(p.kept_rows(layer))
         attended = p.attend(layer, q).flatten(0, 1)
         return self.out.for_residual((attended * select_kept(gate, layer, p).sigmoid()).flatten(1))

@@ -28,7 +28,7 @@ class Mixer(NormReader, Protocol):
     """A block in which the rows of a request read one another, such as attention or a recurrence."""
 
     def __call__(self, layer: int, rows: Any, s: Residual, p: Pass) -> Tensor | Unsummed:
-        """Write what the layer keeps, drop all rows but `p.kept` (`s.keep`), then attend.
+        """Write what the layer keeps, drop all rows but `p.kept_rows` (`s.keep_rows`), then attend.
 
         layer: the layer's index in the pass.  rows: the result of `read`.
         Returns [kept rows, hidden], or parts of it as RMSNorm.add_and_norm takes them.
@@ -58,21 +58,21 @@ class BlockLayer:
 
     def __call__(self, s: Residual, p: Pass) -> None:
         if self.mixer is not None:
-            s.add(self.mixer(self.index, s.normed(self.norm, self.mixer), s, p))
+            s.add(self.mixer(self.index, s.add_and_norm(self.norm, self.mixer), s, p))
             return
-        mlp, kept = self.mlp, p.kept(self.index)
+        mlp, kept = self.mlp, p.kept_rows(self.index)
         assert mlp is not None
         if kept is None:
-            s.add(mlp(s.normed(self.norm, mlp), s.live))
+            s.add(mlp(s.add_and_norm(self.norm, mlp), s.live))
             return
-        rows = s.normed(self.norm, PlainNorm)[kept]
-        s.keep(kept)
+        rows = s.add_and_norm(self.norm, PlainNorm)[kept]
+        s.keep_rows(kept)
         s.add(mlp(mlp.routed(rows), s.live) if isinstance(mlp, MixtureMLP) else mlp(rows))
 
 
 def select_kept(values: Tensor, layer: int, p: Pass) -> Tensor:
-    """Returns the rows of values [N, ...] with which the layer goes on after its write (Pass.kept)."""
-    kept = p.kept(layer)
+    """Returns the rows of values [N, ...] with which the layer goes on after its write (Pass.kept_rows)."""
+    kept = p.kept_rows(layer)
     return values if kept is None else values[kept]
 
 
@@ -97,9 +97,9 @@ class DecoderLayer:
     residual_scale: float = 1.0
 
     def __call__(self, s: Residual, p: Pass) -> None:
-        mixed = self.attention(self.index, s.normed(self.attention_norm, self.attention), s, p)
+        mixed = self.attention(self.index, s.add_and_norm(self.attention_norm, self.attention), s, p)
         s.add(mixed, self.post_attention_norm, self.residual_scale)
-        s.add(self.mlp(s.normed(self.mlp_norm, self.mlp), s.live), self.post_mlp_norm, self.residual_scale)
+        s.add(self.mlp(s.add_and_norm(self.mlp_norm, self.mlp), s.live), self.post_mlp_norm, self.residual_scale)
 
 
 @dataclass(eq=False)
@@ -122,7 +122,7 @@ class Decoder:
             if i in self.capture:
                 s.capture(i)
             layer(s, p)
-        x, hidden = s.end(self.norm, p.out_shape)
+        x, hidden = s.final_norm(self.norm, p.out_shape)
         inputs = {i: rows.unflatten(0, p.tokens.shape) for i, rows in s.inputs.items()} | {len(self.layers): x}
         return ModelOutput(hidden=hidden, inputs=tuple(inputs[i] for i in self.capture))
 

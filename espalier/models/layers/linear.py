@@ -88,17 +88,17 @@ class Embedding:
         """The shape [vocab, hidden] of the whole embedding, over all ranks."""
         return len(self.weight) if self.vocab_size is None else self.vocab_size, self.weight.shape[1]
 
-    def __call__(self, p: Pass, rope: RopeTables, beside: DraftHidden | None = None) -> Residual:
-        """Returns the stream of the pass's B · Q rows.  rope: the RoPE that most layers use.
+    def __call__(self, p: Pass, rope: RopeTables, draft_hidden: DraftHidden | None = None) -> Residual:
+        """Returns the residual of the pass's B · Q rows.  rope: the RoPE that most layers use.
 
-        beside: for a draft, the hidden states that are concatenated to the embeddings.  The residual then starts with
-        these hidden states, and the stream's `given` holds both, normed: [B · Q, 2 · hidden].
+        draft_hidden: for a draft, the hidden states that are concatenated to the embeddings.  The residual then starts
+        with these hidden states, and its `first_input` holds both, normed: [B · Q, 2 · hidden].
         """
         tokens, table = (p.tokens, self.weight) if self.shards.count == 1 else self._over_ranks(p.tokens)
         tables = EmbeddingTables(table, rope.cos, rope.sin)
-        x, residual, rotation, live = embed_rows(tokens, p.positions, tables, beside)
+        x, residual, rotation, live = embed_rows(tokens, p.positions, tables, draft_hidden)
         p.keep_rotation(rope, rotation)
-        if beside is not None:
+        if draft_hidden is not None:
             return Residual(residual, live, x)
         x = x if self.row_norm is None else self.row_norm(x)
         return Residual(x if self.scale == 1 else x * self.scale, live)

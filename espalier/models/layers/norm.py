@@ -22,7 +22,7 @@ from espalier.kernels.ops.norm import (
 from espalier.kernels.runtime.launch import chip
 from espalier.models.weight_formats.sharded import Unsummed, sum_over_ranks
 
-# The output of a block, which the next norm adds to the stream.
+# The output of a block, which the next norm adds to the residual.
 BlockOutput: TypeAlias = "Tensor | Unsummed | NormedOutputs | None"
 
 

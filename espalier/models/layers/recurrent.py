@@ -57,7 +57,7 @@ class Mamba2:
         share = keeps.heads // keeps.k_heads
         dt = GateInputs(inputs[:, -keeps.heads :], None, self.A_log, self.dt_bias, share, share, bounds)
         q = p.write(layer, inputs, dt, self.conv, self.columns)
-        s.keep(p.kept(layer))
+        s.keep_rows(p.kept_rows(layer))
         read = p.attend(layer, q, self.skip).flatten(2).view(-1, keeps.k_heads, share * keeps.v_size)
         gate = OutputGate(select_kept(inputs, layer, p), 1, share * keeps.v_size, True)
         return self.out.for_residual(_gated_norm(read, gate, self.norm, self.out))
@@ -80,7 +80,7 @@ class GatedConv:
         """Returns the block's output for the rows [N, H].  See decoder.py:Mixer."""
         before, behind, inputs = self.gates(rows).chunk(3, -1)
         convolved = p.write(layer, before * inputs, None, self.conv).flatten(0, 1)
-        s.keep(p.kept(layer))
+        s.keep_rows(p.kept_rows(layer))
         return self.out.for_residual(select_kept(behind, layer, p) * convolved)
 
 
@@ -141,7 +141,7 @@ class DeltaNet:
         """Returns the block's output for the rows [N, H].  See decoder.py:Mixer."""
         qkvz, ba = self.qkvz(rows[0]), rows[1]
         q = p.write(layer, qkvz, self._gates(ba), self.conv, self.columns)
-        s.keep(p.kept(layer))
+        s.keep_rows(p.kept_rows(layer))
         read = p.attend(layer, q).flatten(0, 1)
         gate = OutputGate(select_kept(qkvz, layer, p)[:, self.z_at :], self.share, self.columns.v_step, False)
         return self.out.for_residual(_gated_norm(read, gate, self.norm, self.out))

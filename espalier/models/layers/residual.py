@@ -13,7 +13,7 @@ from espalier.models.weight_formats.sharded import Unsummed, sum_over_ranks
 
 
 class NormReader(Protocol):
-    """A block or a linear layer whose input is the norm of the stream."""
+    """A block or a linear layer whose input is the norm of the residual."""
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, Any]:
         """Returns (x + delta, the norm of that sum in the form that the block takes).
@@ -34,29 +34,29 @@ class Residual:
 
     x: [N, H], the residual.  delta: the last block's output, which the next norm adds to x.
     live: [N] bool, whether a row's token exists.  Void nodes and padding go to no expert.
-    given: the input of the first block, for draft heads whose embedding makes it.  That block has no norm.
-    beside: [N, layers, P], a second input of each layer, from the embedding; None for families without it.
+    first_input: the input of the first block, for draft heads whose embedding makes it.  That block has no norm.
+    layer_inputs: [N, layers, P], a second input of each layer, from the embedding; None for families without it.
     inputs: the captured inputs of layers, by layer.
     """
 
-    __slots__ = ("x", "delta", "live", "given", "beside", "inputs", "_capturing")
+    __slots__ = ("x", "delta", "live", "first_input", "layer_inputs", "inputs", "_capturing")
 
-    def __init__(self, x: Tensor, live: Tensor | None = None, given: Tensor | None = None) -> None:
+    def __init__(self, x: Tensor, live: Tensor | None = None, first_input: Tensor | None = None) -> None:
         self.x = x
         self.delta: BlockOutput | PendingAdd = None
         self.live = live
-        self.given = given
-        self.beside: Tensor | None = None
+        self.first_input = first_input
+        self.layer_inputs: Tensor | None = None
         self.inputs: dict[int, Tensor] = {}
         self._capturing: int | None = None
 
-    def normed(self, norm: AnyNorm | None, reader: NormReader) -> Any:
+    def add_and_norm(self, norm: AnyNorm | None, reader: NormReader) -> Any:
         """Add the last block's output to x.  Returns the norm of the sum in the form that `reader` takes.
 
         norm: None for a first block whose input the embedding made.
         """
         if norm is None:
-            rows, self.given = self.given, None
+            rows, self.first_input = self.first_input, None
             assert rows is not None, "only the first block of a draft head reads what the embedding made"
             return rows
         if self.delta is None or isinstance(self.delta, Tensor | Unsummed | NormedOutputs):
@@ -80,18 +80,18 @@ class Residual:
             delta = sum_over_ranks(delta) * scale if norm is None else NormedOutputs((delta, norm))
         self.delta = delta
 
-    def keep(self, rows: Tensor | None) -> None:
+    def keep_rows(self, rows: Tensor | None) -> None:
         """Drop all rows but those at the indices `rows`; None: keep all."""
         if rows is not None:
             self.x = self.x[rows]
             self.live = None if self.live is None else self.live[rows]
-            self.beside = None if self.beside is None else self.beside[rows]
+            self.layer_inputs = None if self.layer_inputs is None else self.layer_inputs[rows]
 
     def capture(self, layer: int) -> None:
         """Let the next norm store its sum in `inputs`: the input of this layer."""
         self._capturing = layer
 
-    def end(self, norm: RMSNorm, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def final_norm(self, norm: RMSNorm, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Returns (the residual after the last block, its final norm), [*shape, H] each."""
         if self.delta is None or isinstance(self.delta, Tensor | Unsummed | NormedOutputs):
             x, normed = norm.add_and_norm(self.delta, self.x)

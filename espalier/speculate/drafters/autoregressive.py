@@ -134,7 +134,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
             tokens,
             rope,
             width=self.layout.beam_rows,
-            at=first,
+            first_staged=first,
             layers=self._layers(module),
         )
         return self._module(level)(p, *feed)

@@ -11,7 +11,7 @@ from torch import Tensor
 from espalier.attention import CommittedLengths, ModelCache
 from espalier.layout import RoundLayout
 from espalier.models.base import CausalLM
-from espalier.models.config import ModelConfig, Raw, architecture_of
+from espalier.models.config import Json, ModelConfig, architecture_of
 from espalier.models.draft import DraftConfig, DraftModel, DraftSpec
 from espalier.models.weights import Weights
 from espalier.slots import BatchState
@@ -57,7 +57,7 @@ class Drafter(Protocol):
     ) -> None:
         """Run the draft over the new tokens n+1 .. n+length.  The slots' history already holds these tokens.
 
-        target_features: [B, W, F], the features in `spec.reads`, at tokens n .. n+W-1; None if `spec.reads` is empty.
+        target_features: [B, W, F], the features in `spec.target_output` at tokens n .. n+W-1; None if that is None.
         length: [B], at most W.
         last: in a prefill pass, the place of each request's last token; `slots` then has one row for each piece
         (speculate/pieces.py).  None in a round, where each row is a request.
@@ -134,7 +134,7 @@ class DraftFormat:
     title: str
     architectures: tuple[str, ...]
     speculators_types: tuple[str, ...]
-    read: Callable[[Path, Raw, ModelConfig], DraftConfig]
+    read: Callable[[Path, Json, ModelConfig], DraftConfig]
     make: Callable[[Weights, Any, CausalLM, int], DraftModel]
     drafter: MakeDrafter
     in_target: Callable[[Path, ModelConfig], bool] | None = None
@@ -150,7 +150,7 @@ class DraftFormat:
             return ", ".join(self.architectures)
         return f"speculators' {', '.join(self.speculators_types)}" if self.speculators_types else ""
 
-    def matches(self, raw: Raw) -> bool:
+    def matches(self, raw: Json) -> bool:
         declared = raw.get("speculators_model_type")
         if declared is not None:
             return declared in self.speculators_types

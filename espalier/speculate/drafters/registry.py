@@ -17,7 +17,7 @@ from espalier.models import (
     mtp,
 )
 from espalier.models.base import CausalLM
-from espalier.models.config import ModelConfig, Raw, architecture_of
+from espalier.models.config import Json, ModelConfig, architecture_of
 from espalier.models.draft import DraftConfig, DraftModel, DraftSpec
 from espalier.models.families import FAMILIES
 from espalier.models.loading import is_multimodal, read_raw
@@ -164,7 +164,7 @@ def what_to_check(algorithm: str) -> str:
     )
 
 
-def format_of(raw: Raw, path: Path) -> DraftFormat:
+def format_of(raw: Json, path: Path) -> DraftFormat:
     """The format of the draft at `path`, by its config.json.  Raises EspalierError if no known format has it."""
     for known in DRAFT_FORMATS.values():
         if known.matches(raw):
@@ -175,7 +175,7 @@ def format_of(raw: Raw, path: Path) -> DraftFormat:
     raise EspalierError(f"{path}: {_why_unknown(raw, path)}; supported are {supported}")
 
 
-def _why_unknown(raw: Raw, path: Path) -> str:
+def _why_unknown(raw: Json, path: Path) -> str:
     declared = raw.get("speculators_model_type")
     name = architecture_of(raw) if declared is None else str(declared)
     if name in eagle3.EAGLE_1_2:
