@@ -76,6 +76,9 @@ TILES = (
 MIN_STAGES = 3
 # Programs per multiprocessor that keep the memory busy.  If there would be fewer, the rule takes smaller tiles.
 MIN_PROGRAMS = 2
+# The most rows of a tile with 4-bit weights.  Larger tiles are 6 to 25% slower, because an expert's last tile is emptier
+# (docs/log.md).
+MAX_NIBBLE_ROWS = 64
 # The most mean pairs per expert for which tiles have FEW_ROWS rows, if a kernel has such tiles.
 FEW_PAIRS = 4
 
@@ -226,8 +229,11 @@ def quantised_rule(
 ) -> ExpertsPlan:
     """The plan of quantised experts where nothing is measured.
 
-    plan: the plan of dense experts.  Its tile rows stay, and so does its plan for a matrix that is dense.
+    plan: the plan of dense experts.  Its plan for a matrix that is dense stays, and so do its tile rows, but tiles with
+    4-bit weights have at most MAX_NIBBLE_ROWS.
     """
+    if any(isinstance(matrix, QuantisedMatrix) and matrix.code != "fp8" for matrix in (gate_up, down)):
+        plan = replace(plan, rows=min(plan.rows, MAX_NIBBLE_ROWS))
     # Rows are rounded up, so that a padded batch and the batch without padding use one plan.
     rows = power_of_two(rows)
     pairs = rows * shape.top_k
