@@ -18,7 +18,6 @@ from espalier.cache.states import PassStates, StateAccess, StateTable
 from espalier.kernels.ops.attention import Nodes, Prefix
 from espalier.kernels.ops.rope import Rotation
 from espalier.kernels.ops.selection import IndexQueries, IndexRows
-from espalier.kernels.ops.states import GateInputs
 from espalier.kernels.ops.tree import gather_rows
 
 
@@ -192,7 +191,9 @@ class Pass:
         place, pages, staging = self.layers[layer], self.cache.pages, self.cache.staging
         spec = self.cache.specs[place]
         if self.cache.states is not None and isinstance(spec.keeps, RecurrentState):
-            return self._write_state(layer, *values)
+            q = self._states.write(place, self.tokens.shape[1], *values)
+            # Without gates, q is the convolution's output.
+            return q if values[1] is not None else self._select_kept(layer, q)
         shares = spec.shares_rows_of is not None
         # A layer that shares rows writes no heads.
         planes = tuple(plane[:, :0] for plane in pages.layers[place]) if shares else staging.layers[place]
@@ -241,11 +242,6 @@ class Pass:
         elif kept is not None and self._selection is not None:
             self._selection = narrow_selection(self._selection, kept)
         return self._selection
-
-    def _write_state(self, layer: int, inputs: Tensor, gates: Tensor | GateInputs | None, *how: Any) -> Tensor:
-        """As PassStates.write."""
-        q = self._states.write(self.layers[layer], self.tokens.shape[1], inputs, gates, *how)
-        return q if gates is not None else self._select_kept(layer, q)
 
     def _select_kept(self, layer: int, values: Tensor) -> Tensor:
         """The rows of values [B, Q, ...] that the layer computes."""

@@ -44,7 +44,8 @@ class LibraryAttention(Attention):
 
     def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
         super().__init__(pages, specs, prefix, nodes)
-        self.skipped = pages_before_rest(prefix.first, pages.page_size)
+        # The number of pages that hold rows below `first`.
+        self.skipped = -(-prefix.first // pages.page_size)
         self.rest = prefix.shared("rest", self._rest) if self.skipped else prefix
         self.our_plans: dict[str, Attention] = {}
 
@@ -95,11 +96,6 @@ class LibraryAttention(Attention):
             our_plans = TritonAttention if prefix.length.is_cuda else ReferenceAttention
             self.our_plans[part] = our_plans(self.pages, self.specs, prefix, self.nodes)
         return self.our_plans[part]
-
-
-def pages_before_rest(first: int, page_size: int) -> int:
-    """The number of pages that hold rows below `first`.  A library attends to the pages after them."""
-    return -(-first // page_size)
 
 
 def require_our_kernels(

@@ -188,7 +188,8 @@ class PassStates:
         states, is_tree = self.table.states[layer], self.access.length is None
         columns = states.keeps.columns if columns is None else columns
         out = _buffers_for(states, len(inputs), is_tree)
-        rows = RowInputs(states.tail, self.access.slots, self.parents, self._follows, width)
+        follows = self.access.continues_previous if self.access.is_split else None
+        rows = RowInputs(states.tail, self.access.slots, self.parents, follows, width)
         prepare(inputs, gates if isinstance(gates, GateInputs) else None, conv, columns, rows, out)
         if not is_tree:
             path = self.access.path(None, width, self.table.spare_row)
@@ -214,10 +215,6 @@ class PassStates:
         path = self.access.path(None, q.shape[1], self.table.spare_row)
         return chain_outputs(q, rows, state, path, skip, states.keeps.delta)
 
-    @property
-    def _follows(self) -> Tensor | None:
-        return self.access.continues_previous if self.access.is_split else None
-
 
 def table_rows(layout: RoundLayout, num_snapshots: int) -> int:
     """The number of rows of a StateTable."""
@@ -226,23 +223,22 @@ def table_rows(layout: RoundLayout, num_snapshots: int) -> int:
 
 def bytes_per_state(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
     """Bytes of one row of the state table, for all layers together.  dtype: the model's."""
-    exact = torch.promote_types(dtype, torch.float32).itemsize
-    kept = (spec.keeps for spec in specs if isinstance(spec.keeps, RecurrentState))
-    return sum(
-        keeps.heads * keeps.k_size * keeps.v_size * exact + (keeps.taps - 1) * keeps.channels * dtype.itemsize
-        for keeps in kept
-    )
+    return sum(_num_bytes(states.recurrent, states.tail) for states in _single_rows(specs, dtype))
 
 
 def bytes_of_staged_node(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
     """Bytes that one node of a tree takes in staging, for all layers together.  dtype: the model's."""
-    exact = torch.promote_types(dtype, torch.float32).itemsize
-    kept = (spec.keeps for spec in specs if isinstance(spec.keeps, RecurrentState))
-    return sum(
-        (keeps.k_heads * keeps.k_size + 2 * keeps.heads) * exact
-        + (keeps.heads * keeps.v_size + keeps.channels) * dtype.itemsize
-        for keeps in kept
-    )
+    return sum(_num_bytes(states.inputs, *(states.rows or ())) for states in _single_rows(specs, dtype))
+
+
+def _single_rows(specs: Sequence[LayerSpec], dtype: torch.dtype) -> list[LayerStates]:
+    """The states of each layer without data: one row of the table, and one staged node."""
+    kept = [spec.keeps for spec in specs if isinstance(spec.keeps, RecurrentState)]
+    return [_allocate_states(keeps, 1, 1, 1, dtype, torch.device("meta")) for keeps in kept]
+
+
+def _num_bytes(*tensors: Tensor | None) -> int:
+    return sum(0 if tensor is None else tensor.nbytes for tensor in tensors)
 
 
 def _allocate_states(

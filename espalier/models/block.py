@@ -14,7 +14,6 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from espalier.attention import Pass
-from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.tree.edges import FactorProjection, LowRankEdges, split_columns
 from espalier.models.base import CausalLM
@@ -71,9 +70,12 @@ def block_spec(
     algorithm and vocab_size set here.
     """
     rows, layers = given.count("block_size"), layer_specs_of(layer)
+    if windows_from_root:
+        # Counted from the root's position, a window holds the root and the W rows before it.
+        layers = tuple(spec if spec.window is None else replace(spec, window=spec.window + 1) for spec in layers)
     return DraftSpec(
         **{"algorithm": "block", "vocab_size": layer.vocab_size, **fields},
-        layers=tuple(map(_window_from_root, layers)) if windows_from_root else layers,
+        layers=layers,
         block_rows=rows,
         max_steps=rows - first_proposing,
         mask_token=given.mask_token(layer.vocab_size),
@@ -82,11 +84,6 @@ def block_spec(
         target_output="captured",
         hidden_size=layer.hidden_size,
     )
-
-
-def _window_from_root(spec: LayerSpec) -> LayerSpec:
-    """The spec with a window that holds, counted from the root's position, the root and the W rows before it."""
-    return spec if spec.window is None else replace(spec, window=spec.window + 1)
 
 
 def read_block(path: Path, raw: Json, target: ModelConfig) -> BlockConfig:

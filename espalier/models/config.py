@@ -17,7 +17,6 @@ from espalier.models.config_values import (
     eos_ids,
     kv_heads_and_head_size,
     positive_integer,
-    read_soft_cap,
     require_field_types,
     rotated_size,
     with_overrides,
@@ -305,8 +304,8 @@ def parse(
         softmax_scale=_declared(family.softmax_scale, full, path),
         residual_scale=_declared(family.residual_scale, full, path),
         logit_scale=_declared(family.logit_scale, full, path),
-        softcap=read_soft_cap(full, "attn_logit_softcapping", path),
-        logit_cap=read_soft_cap(full, "final_logit_softcapping", path),
+        softcap=float(full.get("attn_logit_softcapping") or 0) or None,
+        logit_cap=float(full.get("final_logit_softcapping") or 0) or None,
         activation=_read_activation(full, family.activation_field, path),
         # An override also replaces the ids of generation_config.json.
         eos_token_ids=eos_ids(full, {} if "eos_token_id" in (overrides or {}) else generation or {}, path),

@@ -132,14 +132,6 @@ def positive_integer(full: Json, path: Path, name: str) -> int:
     return value
 
 
-def read_soft_cap(full: Json, field: str, path: Path) -> float | None:
-    """The bound that a field sets; None if the value is None or 0.  Raises EspalierError for any other non-number."""
-    cap = full.get(field)
-    if cap is not None and not (isinstance(cap, int | float) and not isinstance(cap, bool) and 0 <= cap <= MAX_NUMBER):
-        raise EspalierError(f"{path}: {field} = {shown(cap)}; a positive number or null is needed; correct it")
-    return float(cap) if cap else None
-
-
 def kv_heads_and_head_size(full: Json, path: Path, heads: int, hidden: int) -> tuple[int, int]:
     """Returns (number of key-value heads, size of a head) of layers that keep K and V heads."""
     head_size = hidden // heads if full.get("head_dim") is None else positive_integer(full, path, "head_dim")

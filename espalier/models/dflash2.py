@@ -64,10 +64,6 @@ class DFlash2Config(BlockConfig):
     logit_scale: float = 1.0
     logit_cap: float | None = None
 
-    @property
-    def conv_groups(self) -> int:
-        return self.layer.hidden_size // self.conv_group
-
 
 def read_dflash2(path: Path, raw: Json, target: ModelConfig) -> DFlash2Config:
     """Read the config.json `raw` of the draft at `path` and check it against its target's config.  Loads no weights.
@@ -222,7 +218,7 @@ class DFlash2Draft(BlockDraft):
 def make_dflash2(weights: Weights, config: DFlash2Config, target: CausalLM, position_rows: int) -> DFlash2Draft:
     """Build the draft from its weights; see block.py:make_block for shared tensors and errors."""
     hidden, vocab, rank = config.layer.hidden_size, config.layer.vocab_size, config.selector_rank
-    rows = 2 * config.conv_taps * config.conv_groups
+    rows = 2 * config.conv_taps * (hidden // config.conv_group)
 
     def conv(prefix: str) -> BlockConv:
         base = weights.take(f"{prefix}.base_kernel", 2, config.conv_taps, hidden)

@@ -71,10 +71,6 @@ PLAIN_TYPES = {0: "F32", 1: "F16", 30: "BF16"}
 BLOCK_TYPES_BY_NUMBER = {type.number: type for type in BLOCK_TYPES.values()}
 
 
-def no_further_fields(gguf: GGUF, field: Callable[[str], Any]) -> Json:
-    return {}
-
-
 @dataclass(frozen=True)
 class Architecture:
     """How llama.cpp stores the models of one family.
@@ -91,7 +87,7 @@ class Architecture:
     norms: Mapping[str, str]
     permuted: bool = False
     norm_offset: float = 0.0
-    further_fields: Callable[[GGUF, Callable[[str], Any]], Json] = no_further_fields
+    further_fields: Callable[[GGUF, Callable[[str], Any]], Json] = lambda gguf, field: {}
     fields: tuple[str, ...] = ()
 
     def name(self, stored: str) -> str:
@@ -103,10 +99,6 @@ class Architecture:
         layer, _, part = rest.partition(".")
         known = {**LAYER_MODULES, **self.norms}
         return f"model.layers.{layer}.{known[part]}.{kind}" if block == "blk" and part in known else stored
-
-
-def _llama(gguf: GGUF, field: Callable[[str], Any]) -> Json:
-    return {"attention_bias": "blk.0.attn_q.bias" in gguf.tensors}
 
 
 # Fields of Gemma 2 and 3 in GGUF, and their names in config.json.
@@ -133,7 +125,11 @@ def _gemma(gguf: GGUF, field: Callable[[str], Any]) -> Json:
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         # Files of Mistral's models also say "llama".
-        "llama": Architecture("LlamaForCausalLM", "llama", TWO_NORMS, permuted=True, further_fields=_llama),
+        "llama": Architecture(
+            *("LlamaForCausalLM", "llama", TWO_NORMS),
+            permuted=True,
+            further_fields=lambda gguf, field: {"attention_bias": "blk.0.attn_q.bias" in gguf.tensors},
+        ),
         "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", TWO_NORMS),
         "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", TWO_NORMS),
         "gemma2": Architecture(

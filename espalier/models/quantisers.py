@@ -267,36 +267,22 @@ def _e2m1(scaled: Tensor) -> Tensor:
 
 
 def _compressed_tensors(
-    stored: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, kept: str, dense: Sequence[str]
+    kept: str, dense: Sequence[str], stored: str, kind: str, bits: int, strategy: str, group: int | None = None
 ) -> dict[str, Any]:
-    """Returns quantization_config as compressed-tensors writes it."""
+    """Returns quantization_config as compressed-tensors writes it.  With scales by row, inputs are rounded."""
     common = {"symmetric": True, "dynamic": False, "block_structure": None, "actorder": None}
-    inputs = None if inputs is None else {**common, **inputs}
-    group = {"targets": ["Linear"], "weights": {**common, **weights}, "input_activations": inputs}
+    common |= {"num_bits": bits, "type": kind}
+    inputs = {**common, "strategy": "token", "dynamic": True} if strategy == "channel" else None
+    weights = {**common, "strategy": strategy, "group_size": group}
+    group_0 = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
         "format": stored,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": {**group, "output_activations": None, "format": stored}},
+        "config_groups": {"group_0": {**group_0, "format": stored}},
         "ignore": [f"re:{kept}", *dense],
         "kv_cache_scheme": None,
     }
-
-
-def _fp8_config(kept: str, dense: Sequence[str]) -> dict[str, Any]:
-    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None}
-    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
-    return _compressed_tensors("float-quantized", weights, inputs, kept, dense)
-
-
-def _int4_config(kept: str, dense: Sequence[str]) -> dict[str, Any]:
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
-    return _compressed_tensors("pack-quantized", weights, None, kept, dense)
-
-
-def _nvfp4_config(kept: str, dense: Sequence[str]) -> dict[str, Any]:
-    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": NV_GROUP}
-    return _compressed_tensors("nvfp4-pack-quantized", weights, None, kept, dense)
 
 
 def _fp8_block_config(kept: str, dense: Sequence[str]) -> dict[str, Any]:
@@ -312,17 +298,23 @@ def _fp8_block_config(kept: str, dense: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _mxfp4_config(kept: str, dense: Sequence[str]) -> dict[str, Any]:
-    return {"quant_method": "mxfp4", "modules_to_not_convert": list(dense)}
-
-
+COMPRESSED_TENSORS: Mapping[str, Callable[[str, Sequence[str]], Mapping[str, Any]]] = {
+    "fp8": lambda *names: _compressed_tensors(*names, "float-quantized", "float", 8, "channel"),
+    "int4": lambda *names: _compressed_tensors(*names, "pack-quantized", "int", 4, "group", GROUP),
+    "nvfp4": lambda *names: _compressed_tensors(*names, "nvfp4-pack-quantized", "float", 4, "tensor_group", NV_GROUP),
+}
 QUANTISERS: Mapping[str, Quantiser] = MappingProxyType(
     {
-        "fp8": Quantiser(to_fp8, _fp8_config),
+        "fp8": Quantiser(to_fp8, COMPRESSED_TENSORS["fp8"]),
         "fp8-block": Quantiser(to_fp8_block, _fp8_block_config),
-        "int4": Quantiser(to_int4, _int4_config, groups=GROUPS),
-        "nvfp4": Quantiser(to_nvfp4, _nvfp4_config, groups=(NV_GROUP,)),
-        "mxfp4": Quantiser(to_mxfp4, _mxfp4_config, groups=(MX_BLOCK,), experts=True),
+        "int4": Quantiser(to_int4, COMPRESSED_TENSORS["int4"], groups=GROUPS),
+        "nvfp4": Quantiser(to_nvfp4, COMPRESSED_TENSORS["nvfp4"], groups=(NV_GROUP,)),
+        "mxfp4": Quantiser(
+            to_mxfp4,
+            lambda kept, dense: {"quant_method": "mxfp4", "modules_to_not_convert": list(dense)},
+            groups=(MX_BLOCK,),
+            experts=True,
+        ),
     }
 )
 

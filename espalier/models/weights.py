@@ -396,9 +396,10 @@ class Weights:
 
     def finish(self) -> None:
         """Raises EspalierError for a weight that was not taken, because leaving a weight out would change the model."""
-        unused = sorted(
-            name for name in tuple(self._unused) if not IGNORABLE_NAMES.search(name) and not self._is_zero_bias(name)
-        )
+        unused = sorted(name for name in self._unused if not IGNORABLE_NAMES.search(name))
+        # Old GPTQ exporters stored a bias of zeros for every layer.
+        biases = {name: StoredTensor("", self.shape(name)) for name in unused if name.endswith(".bias")}
+        unused = [name for name in unused if name not in biases or self._checked(name, biases[name]).any()]
         if unused:
             more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
             raise EspalierError(
@@ -412,10 +413,6 @@ class Weights:
         matrices = {name.rpartition(".")[0] for name in self._names}
         for note in sorted({format.note or "" for format in map(self.formats, matrices)} - {""}):
             log.warning("%s %s", self.path, note)
-
-    def _is_zero_bias(self, name: str) -> bool:
-        """Whether a tensor is a bias of zeros.  Old GPTQ exporters stored one for every layer."""
-        return name.endswith(".bias") and not self._checked(name, StoredTensor("", self.shape(name))).any()
 
     def _open(self, shard: Path) -> None:
         try:

@@ -87,10 +87,6 @@ def _experts_v2(full: Json) -> Experts | None:
     return routed_experts(as_published, ("greedy", "group_limited_greedy"), expert_layers_after_dense(full))
 
 
-def _experts_v3(full: Json) -> Experts | None:
-    return routed_experts(full, ("noaux_tc",), expert_layers_after_dense(full))
-
-
 V2 = Family(
     architecture="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
@@ -138,6 +134,6 @@ V3 = replace(
         "topk_group": 4,
     },
     supported_fields=(*EXPERT_FIELDS, "num_nextn_predict_layers"),
-    experts=_experts_v3,
+    experts=lambda full: routed_experts(full, ("noaux_tc",), expert_layers_after_dense(full)),
     mtp=NEXTN,
 )

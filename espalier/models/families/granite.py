@@ -15,7 +15,6 @@ from espalier.models.config_values import positive_number, require_counts, requi
 from espalier.models.families.llama import LLAMA
 from espalier.models.layer_loading import load_attention, load_mamba2, specs_by_type
 from espalier.models.layers.decoder import Mixer
-from espalier.models.layers.recurrent import Mamba2
 from espalier.models.rope import RopeTables
 from espalier.models.stored_names import LayerNames, MLPNames
 from espalier.models.weights import Weights
@@ -147,14 +146,10 @@ def _load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
     """Loads the first block of a layer, attention or Mamba-2.  See config.py:LoadMixer."""
     if config.raw["layer_types"][layer] == FULL_ATTENTION:
         return load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope)
-    return _load_mamba(weights, config, f"{prefix}mamba.")
-
-
-def _load_mamba(weights: Weights, config: ModelConfig, prefix: str) -> Mamba2:
     raw = config.raw
     biases = {"bias": bool(raw["mamba_proj_bias"]), "conv_bias": bool(raw["mamba_conv_bias"])}
     size, eps, limits = config.hidden_size, config.rms_norm_eps, raw["time_step_limit"]
-    return load_mamba2(weights, prefix, _state_of(config), size, eps, limits=limits, **biases)
+    return load_mamba2(weights, f"{prefix}mamba.", _state_of(config), size, eps, limits=limits, **biases)
 
 
 HYBRID = replace(

@@ -90,10 +90,7 @@ def _load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
     """Loads the first block of a layer, attention or a short convolution.  See config.py:LoadMixer."""
     if config.raw["layer_types"][layer] == FULL_ATTENTION:
         return load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope)
-    return _load_conv(weights, config, f"{prefix}conv.")
-
-
-def _load_conv(weights: Weights, config: ModelConfig, prefix: str) -> GatedConv:
+    prefix += "conv."
     hidden, taps, has_bias = config.hidden_size, config.raw["conv_L_cache"], bool(config.raw["conv_bias"])
     bias = weights.take(f"{prefix}conv.bias", hidden) if has_bias else None
     return GatedConv(

@@ -49,11 +49,6 @@ def _layers_with_rope(full: Json) -> list[bool]:
     return [bool(value) for value in given[:layers]]
 
 
-def _smollm3_windows(full: Json) -> LayerWindows:
-    with_rope = _layers_with_rope(full)
-    return windows_if_used(full, lambda layer: not with_rope[layer])
-
-
 SMOLLM3 = replace(
     LLAMA,
     architecture="SmolLM3ForCausalLM",
@@ -69,7 +64,7 @@ SMOLLM3 = replace(
         "no_rope_layer_interval": 4,
         "rope_theta": 2e6,
     },
-    windows=_smollm3_windows,
+    windows=lambda full: windows_if_used(full, lambda layer: not _layers_with_rope(full)[layer]),
     ropes=lambda full: [{} if rope else None for rope in _layers_with_rope(full)],
     supported_fields=("no_rope_layers",),
     usable_in_drafts=False,

@@ -96,11 +96,6 @@ def experts_with_shared(full: Json, default: int = 60) -> Experts | None:
     return Experts(expert_layers(full), how, full["moe_intermediate_size"], shared, "shared_expert", gate)
 
 
-def _qwen2_windows(full: Json) -> LayerWindows:
-    """The window of each layer, if `use_sliding_window`: by `layer_types`, else in even layers < max_window_layers."""
-    return windows_if_used(full, lambda layer: layer % 2 == 0 and layer < full["max_window_layers"])
-
-
 QWEN2_MOE = replace(
     QWEN2,
     architecture="Qwen2MoeForCausalLM",
@@ -117,7 +112,7 @@ QWEN2_MOE = replace(
         "norm_topk_prob": False,
     },
     qkv_bias=lambda full: bool(full["qkv_bias"]),
-    windows=_qwen2_windows,
+    windows=lambda full: windows_if_used(full, lambda layer: layer % 2 == 0 and layer < full["max_window_layers"]),
     experts=experts_with_shared,
     supported_fields=("num_experts", "num_local_experts", "shared_expert_intermediate_size"),
 )
@@ -126,11 +121,6 @@ QWEN2_MOE = replace(
 def _experts(full: Json) -> Experts | None:
     how = routing(full, default=128)
     return None if how is None else Experts(expert_layers(full), how, full["moe_intermediate_size"])
-
-
-def _qwen3_moe_windows(full: Json) -> LayerWindows:
-    """The window of each layer, if `use_sliding_window`: by `layer_types`, else in every layer."""
-    return windows_if_used(full, lambda layer: True)
 
 
 QWEN3_MOE = replace(
@@ -147,7 +137,7 @@ QWEN3_MOE = replace(
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
     },
-    windows=_qwen3_moe_windows,
+    windows=lambda full: windows_if_used(full, lambda layer: True),
     experts=_experts,
     supported_fields=("num_experts", "num_local_experts"),
 )

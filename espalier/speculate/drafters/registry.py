@@ -203,16 +203,12 @@ def is_draft(path: Path, is_expected: bool = False) -> bool:
     if is_multimodal(raw, FAMILIES.values()):
         return False
     is_family = raw.get("speculators_model_type") is None and architecture_of(raw) in FAMILIES
-    if is_family and _holds_first_layer(path):
+    # Without safetensors files, the weights are in files that are not read here.
+    if is_family and (not safetensors_files(path) or FIRST_LAYER in Weights(path, torch.float32, "cpu")):
         return False
     if is_expected:
         format_of(raw, path)
     return any(known.matches(raw) for known in DRAFT_FORMATS.values())
-
-
-def _holds_first_layer(path: Path) -> bool:
-    """Whether the directory holds a target's layer 0.  Also True if its weights are in files that are not read here."""
-    return not safetensors_files(path) or FIRST_LAYER in Weights(path, torch.float32, "cpu")
 
 
 def draft_algorithm(path: Path) -> str:
