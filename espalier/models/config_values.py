@@ -1,7 +1,7 @@
 """Checks single values of a config.json: their types and ranges.  config.py checks how values fit together."""
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,6 @@ from espalier.models.rope import ROPE_FIELDS, Json, rope_overrides, type_of_rope
 # of the rotary tables.
 HEAD_SIZE_FIELDS = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 LARGEST_VALUES: Mapping[str, int] = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(HEAD_SIZE_FIELDS, MAX_HEAD_SIZE)}
-# Fields that are not counts: (name, type, in words).
-FIELD_TYPES: tuple[tuple[str, Any, str], ...] = (
-    ("rms_norm_eps", int | float, "a positive number"),
-    ("rope_theta", int | float, "a positive number or null"),
-    ("original_max_position_embeddings", int, "a positive number or null"),
-    ("rope_scaling", Mapping, "an object or null"),
-    ("rope_parameters", Mapping, "an object or null"),
-    ("layer_types", list, "a list or null"),
-    ("mlp_layer_types", list, "a list or null"),
-    ("mlp_only_layers", list, "a list or null"),
-)
-
 NUMBER_FIELDS = tuple(
     "attn_logit_softcapping final_logit_softcapping partial_rotary_factor rotary_pct embedding_multiplier "
     "residual_multiplier attention_multiplier logits_scaling logit_scale query_pre_attn_scalar routed_scaling_factor "
@@ -34,50 +22,51 @@ NUMBER_FIELDS = tuple(
 )
 COUNT_FIELDS = tuple(
     "num_experts num_local_experts n_routed_experts n_shared_experts shared_expert_intermediate_size "
-    "first_k_dense_replace num_nextn_predict_layers shared_intermediate_size".split()
+    "first_k_dense_replace shared_intermediate_size".split()
 )
-TEXT_FIELDS = ("scoring_func", "topk_method", "position_embedding_type")
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_NUMBER
 
 
-def _is_count(value: Any, most: int) -> bool:
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and value > 0
+
+
+def _is_count(value: Any, most: int = MAX_SIZE) -> bool:
     return type(value) is int and 0 <= value <= most
 
 
-def _type_checks() -> Iterator[tuple[str, tuple[Callable[[Any], bool], str]]]:
-    for name in NUMBER_FIELDS:
-        yield name, (_is_number, "a number of at least 0")
-    for name in COUNT_FIELDS:
-        most = MAX_LAYERS if "layers" in name else MAX_SIZE
-        yield name, (partial(_is_count, most=most), f"0 to {most}")
-    for name in TEXT_FIELDS:
-        yield name, (lambda value: isinstance(value, str), "text")
+def _is(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kind)
 
 
-# Fields that only some families honour, or that are supported with few values: a check of the value's type, and the
-# type in words.
-TYPE_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = dict(_type_checks())
+# The fields whose values are checked by type: a check, and the type in words.  Each may be null if the words say so.
+FIELD_TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "rms_norm_eps": (_is_positive, "a positive number"),
+    "rope_theta": (_is_positive, "a positive number or null"),
+    "original_max_position_embeddings": (
+        lambda value: _is_count(value, MAX_NUMBER) and value > 0,
+        "a positive number or null",
+    ),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), (_is(Mapping), "an object or null")),
+    **dict.fromkeys(("layer_types", "mlp_layer_types", "mlp_only_layers"), (_is(list), "a list or null")),
+    **dict.fromkeys(NUMBER_FIELDS, (_is_number, "a number of at least 0 or null")),
+    **dict.fromkeys(COUNT_FIELDS, (_is_count, f"0 to {MAX_SIZE} or null")),
+    "num_nextn_predict_layers": (partial(_is_count, most=MAX_LAYERS), f"0 to {MAX_LAYERS} or null"),
+    **dict.fromkeys(("scoring_func", "topk_method", "position_embedding_type"), (_is(str), "text or null")),
+}
 
 
 def require_field_types(full: Json, path: Path) -> None:
     """Check the types of all known fields.  Raises EspalierError naming a field whose value has a wrong type."""
-    for name, kind, words in FIELD_TYPES:
+    for name, (is_right, words) in FIELD_TYPES.items():
         value = full.get(name)
-        is_missing = value is None and words.endswith("null")
-        is_right = isinstance(value, kind) and not isinstance(value, bool)
-        if is_right and isinstance(value, int | float):
-            is_right = 0 < value <= MAX_NUMBER
-        if not is_missing and not is_right:
+        if not (value is None and words.endswith("null")) and not is_right(value):
             raise EspalierError(
                 f"{path}: {name} = {shown(value)}; {words} is needed; correct it or pass model_overrides"
             )
-    for name, (is_right_kind, words) in TYPE_CHECKS.items():
-        value = full.get(name)
-        if value is not None and not is_right_kind(value):
-            raise EspalierError(f"{path}: {name} = {shown(value)}; {words} or null is needed; correct it")
 
 
 def positive_number(full: Json, name: str) -> float:

@@ -84,7 +84,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         return partial(self._grow, rows, out, self._logits(out, 1))
 
     def _grow(self, rows: TreeRows, out: DraftOutput, logits: Tensor, sampler: Sampler) -> Tree:
-        """GrowTree the tree level by level.  out, logits: the output and the logits of level 1."""
+        """Grow the tree level by level.  out, logits: the output and the logits of level 1."""
         pool, path_scores = Pool(self.layout.topk), self.root_trees.scores[: logits.shape[0]]
         above: Above | None = None
         for level in range(1, self.layout.steps + 1):
