@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError, shown
@@ -16,6 +16,7 @@ from espalier.model_files import MAX_SIZE
 from espalier.models.config_values import (
     eos_ids,
     kv_heads_and_head_size,
+    naming_path,
     positive_integer,
     require_field_types,
     rotated_size,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from espalier.models.from_transformers.probe import ProbeResult
 
 LayerWindows = tuple[int | None, ...]
-Read = TypeVar("Read")
 # (weights, config, prefix of the layer's names, layer number, RoPE tables) -> a models/base.py:Layer.  In a family with
 # MTP layers the function also takes the layer's index in the pass, by default the layer number.
 LoadLayer = Callable[..., Any]
@@ -262,23 +262,28 @@ def parse(
     raw: Json, family: Family, path: Path, overrides: Mapping[str, Any] | None = None, generation: Json | None = None
 ) -> ModelConfig:
     """Returns a ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported."""
-    raw = _declared(family.normalise_fields, raw, path)
+    with naming_path(path):
+        return _parse(raw, family, path, overrides or {}, generation or {})
+
+
+def _parse(raw: Json, family: Family, path: Path, overrides: Mapping[str, Any], generation: Json) -> ModelConfig:
+    raw = family.normalise_fields(raw)
     defaults = {"tie_word_embeddings": False, **family.defaults}
     known = {*raw, *defaults, *NEUTRAL_VALUES, *INERT_FIELDS, *QUANTISATION_FIELDS, "rope_theta", *ROPE_FIELDS}
-    given = with_overrides(raw, overrides or {}, known)
+    given = with_overrides(raw, overrides, known)
     # As in transformers, the family's default rope_parameters are not used if the config has a rope_scaling.
     replaced = ("rope_parameters",) if given.get("rope_scaling") else ()
     full = {**{name: value for name, value in defaults.items() if name not in replaced}, **given}
-    require_field_types(full, path)
+    require_field_types(full)
     full = _lifted(full)
-    refuse_unsupported(full, path, family.supported_fields)
-    count = partial(positive_integer, full, path)
+    refuse_unsupported(full, family.supported_fields)
+    count = partial(positive_integer, full)
     heads, layers, hidden = count("num_attention_heads"), count("num_hidden_layers"), count("hidden_size")
-    latent = read_latent(full, count, path, family.indexed) if family.latent else None
-    kv_heads, head_size = (1, latent.head_size) if latent else kv_heads_and_head_size(full, path, heads, hidden)
+    latent = read_latent(full, count, family.indexed) if family.latent else None
+    kv_heads, head_size = (1, latent.head_size) if latent else kv_heads_and_head_size(full, heads, hidden)
     longest = count("max_position_embeddings")
-    windows = _read_windows(full, family, layers, path)
-    ropes, max_position = _read_ropes(full, family, latent, head_size, longest, path)
+    windows = _read_windows(full, family, layers)
+    ropes, max_position = _read_ropes(full, family, latent, head_size, longest)
     return ModelConfig(
         family=family,
         architecture=family.architecture,
@@ -299,25 +304,25 @@ def parse(
         mlp_bias=bool(full.get("mlp_bias", False)),
         qk_norm=family.qk_norm if isinstance(family.qk_norm, bool) else bool(full[family.qk_norm]),
         windows=windows,
-        experts=_read_experts(full, family, path),
-        embedding_scale=_declared(family.embedding_scale, full, path),
-        softmax_scale=_declared(family.softmax_scale, full, path),
-        residual_scale=_declared(family.residual_scale, full, path),
-        logit_scale=_declared(family.logit_scale, full, path),
+        experts=_read_experts(full, family),
+        embedding_scale=family.embedding_scale(full),
+        softmax_scale=family.softmax_scale(full),
+        residual_scale=family.residual_scale(full),
+        logit_scale=family.logit_scale(full),
         softcap=float(full.get("attn_logit_softcapping") or 0) or None,
         logit_cap=float(full.get("final_logit_softcapping") or 0) or None,
-        activation=_read_activation(full, family.activation_field, path),
+        activation=_read_activation(full, family.activation_field),
         # An override also replaces the ids of generation_config.json.
-        eos_token_ids=eos_ids(full, {} if "eos_token_id" in (overrides or {}) else generation or {}, path),
+        eos_token_ids=eos_ids(full, {} if "eos_token_id" in overrides else generation),
         latent=latent,
-        formats=read_formats(full, path),
+        formats=read_formats(full),
         stored=family.stored,
         raw=full,
         path=path,
     )
 
 
-def refuse_unsupported(full: Json, path: Path, supported_fields: tuple[str, ...]) -> None:
+def refuse_unsupported(full: Json, supported_fields: tuple[str, ...]) -> None:
     """Refuse a config with a field that needs a computation which is not implemented.  Raises EspalierError.
 
     supported_fields: the fields of NEUTRAL_VALUES that the model's family supports.
@@ -326,17 +331,15 @@ def refuse_unsupported(full: Json, path: Path, supported_fields: tuple[str, ...]
         if name in full and name not in supported_fields and full[name] not in neutral:
             value = full[name]
             supported = " or ".join(repr(v) for v in neutral)
-            raise EspalierError(
-                f"{path}: {name} = {shown(value)} is not supported, only {supported}; use another model"
-            )
+            raise EspalierError(f"{name} = {shown(value)} is not supported, only {supported}; use another model")
 
 
-def _read_activation(full: Json, field: str, path: Path) -> Activation:
+def _read_activation(full: Json, field: str) -> Activation:
     """The activation that `field` names.  Raises EspalierError for an activation that no kernel computes."""
     name = full.get(field, "silu")
     if not isinstance(name, str) or name not in ACTIVATIONS:
         supported = " or ".join(map(repr, ACTIVATIONS))
-        raise EspalierError(f"{path}: {field} = {shown(name)} is not supported, only {supported}; use another model")
+        raise EspalierError(f"{field} = {shown(name)} is not supported, only {supported}; use another model")
     return ACTIVATIONS[name]
 
 
@@ -347,20 +350,20 @@ def _lifted(full: Json) -> Json:
 
 
 def _read_ropes(
-    full: Json, family: Family, latent: LatentConfig | None, head_size: int, longest: int, path: Path
+    full: Json, family: Family, latent: LatentConfig | None, head_size: int, longest: int
 ) -> tuple[tuple[RopeConfig, ...], int]:
     """Returns the RoPE of each layer, and the longest context, in tokens, that all of them support."""
-    own = [{}] * full["num_hidden_layers"] if family.ropes is None else _declared(family.ropes, full, path)
+    own = [{}] * full["num_hidden_layers"] if family.ropes is None else family.ropes(full)
     read = []
     for each in own:
         if each is None:
             read.append((RopeConfig(head_size, 1.0, "none"), longest))
             continue
         fields = _lifted({**full, **each})
-        refuse_unsupported(fields, path, family.supported_fields)
+        refuse_unsupported(fields, family.supported_fields)
         size = each.get("head_dim", head_size)
-        rotated = latent.rope_size if latent else rotated_size(fields, size, path)
-        read.append(read_rope(fields, rotated, longest, path))
+        rotated = latent.rope_size if latent else rotated_size(fields, size)
+        read.append(read_rope(fields, rotated, longest))
     return tuple(rope for rope, _ in read), min(context for _, context in read)
 
 
@@ -398,50 +401,42 @@ def attention_in_some_layer(full: Json) -> LayerWindows:
     return full_attention(full)
 
 
-def _declared(read: Callable[[Json], Read], full: Json, path: Path) -> Read:
-    """Returns the result of a family's function `read` for the completed config.  Adds the path to its errors."""
-    try:
-        return read(full)
-    except EspalierError as error:
-        raise EspalierError(f"{path}: {error}") from None
-
-
-def _read_windows(full: Json, family: Family, layers: int, path: Path) -> LayerWindows:
+def _read_windows(full: Json, family: Family, layers: int) -> LayerWindows:
     types = full.get("layer_types")
     if types is not None:
         known = {"full_attention", "sliding_attention", *family.extra_layer_types}
         unknown = sorted({str(t) for t in types} - known)
         if unknown:
             raise EspalierError(
-                f"{path}: layer_types names {unknown[0]!r}; supported are 'full_attention' and 'sliding_attention'; "
+                f"layer_types names {unknown[0]!r}; supported are 'full_attention' and 'sliding_attention'; "
                 "use another model"
             )
         if len(types) != layers:
             raise EspalierError(
-                f"{path}: layer_types has {len(types)} entries for num_hidden_layers = {layers}; make them agree"
+                f"layer_types has {len(types)} entries for num_hidden_layers = {layers}; make them agree"
             )
     # Some configs that do not use a window have sliding_window = 0.
     window = full.get("sliding_window") if full.get("use_sliding_window", True) else None
     if window is not None and (not isinstance(window, int) or window < 1):
-        raise EspalierError(f"{path}: sliding_window = {window!r}; a positive integer or null is needed; correct it")
-    windows = _declared(family.windows, full, path)
+        raise EspalierError(f"sliding_window = {window!r}; a positive integer or null is needed; correct it")
+    windows = family.windows(full)
     for layer, kind in enumerate(types or ()):
         if kind == "sliding_attention" and windows[layer] is None:
             raise EspalierError(
-                f"{path}: layer_types calls layer {layer} 'sliding_attention', but the layer has no window "
+                f"layer_types calls layer {layer} 'sliding_attention', but the layer has no window "
                 f"({family.architecture}, sliding_window = {full.get('sliding_window')!r}, use_sliding_window = "
                 f"{full.get('use_sliding_window')!r}); correct layer_types, or set the window with model_overrides"
             )
     return windows
 
 
-def _read_experts(full: Json, family: Family, path: Path) -> Experts | None:
-    experts = _declared(family.experts, full, path)
+def _read_experts(full: Json, family: Family) -> Experts | None:
+    experts = family.experts(full)
     if experts is not None:
         for name, value, least in (("size", experts.size, 1), ("shared size", experts.shared_size, 0)):
             if not isinstance(value, int) or not least <= value <= MAX_SIZE:
                 raise EspalierError(
-                    f"{path}: experts of {name} {shown(value)}; an integer, {least} to {MAX_SIZE}, is needed; correct "
+                    f"experts of {name} {shown(value)}; an integer, {least} to {MAX_SIZE}, is needed; correct "
                     "the config"
                 )
     return experts

@@ -1,7 +1,8 @@
 """Checks single values of a config.json: their types and ranges.  config.py checks how values fit together."""
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,15 @@ COUNT_FIELDS = tuple(
     "num_experts num_local_experts n_routed_experts n_shared_experts shared_expert_intermediate_size "
     "first_k_dense_replace shared_intermediate_size".split()
 )
+
+
+@contextmanager
+def naming_path(path: Path) -> Iterator[None]:
+    """Put the path of a model before the text of an EspalierError."""
+    try:
+        yield
+    except EspalierError as error:
+        raise EspalierError(f"{path}: {error}") from None
 
 
 def _is_number(value: Any) -> bool:
@@ -59,18 +69,16 @@ FIELD_TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def require_field_types(full: Json, path: Path) -> None:
+def require_field_types(full: Json) -> None:
     """Check the types of all known fields.  Raises EspalierError naming a field whose value has a wrong type."""
     for name, (is_right, words) in FIELD_TYPES.items():
         value = full.get(name)
         if not (value is None and words.endswith("null")) and not is_right(value):
-            raise EspalierError(
-                f"{path}: {name} = {shown(value)}; {words} is needed; correct it or pass model_overrides"
-            )
+            raise EspalierError(f"{name} = {shown(value)}; {words} is needed; correct it or pass model_overrides")
 
 
 def positive_number(full: Json, name: str) -> float:
-    """Returns the value of a field, a positive number.  Raises EspalierError, without the path, for any other value."""
+    """Returns the value of a field, a positive number.  Raises EspalierError for any other value."""
     value = full.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_NUMBER:
         raise EspalierError(f"{name} = {shown(value)}; a positive number is needed; correct the config")
@@ -78,22 +86,18 @@ def positive_number(full: Json, name: str) -> float:
 
 
 def require_counts(full: Json, names: Iterable[str], most: int = MAX_SIZE) -> None:
-    """Check that fields are integers from 1 to `most`.  Raises EspalierError, without the path, naming a field."""
+    """Check that fields are integers from 1 to `most`.  Raises EspalierError naming a field."""
     for name in names:
-        value = full.get(name)
-        if type(value) is not int or not 1 <= value <= most:
-            raise EspalierError(
-                f"{name} = {shown(value)}; a positive integer is needed, {most} at most; correct the config"
-            )
+        positive_integer(full, name, most)
 
 
 def require_multiple(full: Json, name: str, of: str) -> None:
-    """Check that field `name` is a multiple of field `of`.  Raises EspalierError, without the path."""
+    """Check that field `name` is a multiple of field `of`.  Raises EspalierError."""
     if full[name] % full[of]:
         raise EspalierError(f"{name} = {full[name]} is no multiple of {of} = {full[of]}; correct the config")
 
 
-def rotated_size(full: Json, head_size: int, path: Path) -> int:
+def rotated_size(full: Json, head_size: int) -> int:
     """How many of a head's values are rotated: the first ones.  Raises EspalierError for a wrong factor.
 
     For a proportional RoPE the result is all values: those that it does not rotate have frequency 0.
@@ -104,43 +108,42 @@ def rotated_size(full: Json, head_size: int, path: Path) -> int:
     size = head_size if share is None else int(head_size * share) if _is_number(share) else 0
     if size % 2 or not 0 < size <= head_size:
         raise EspalierError(
-            f"{path}: partial_rotary_factor = {share!r} of heads of {head_size} values is not supported; the rotated "
+            f"partial_rotary_factor = {share!r} of heads of {head_size} values is not supported; the rotated "
             f"part must have an even number of values, from 2 to {head_size}; correct the config"
         )
     return size
 
 
-def positive_integer(full: Json, path: Path, name: str) -> int:
+def positive_integer(full: Json, name: str, most: int | None = None) -> int:
     """Returns the value of a field, a positive integer.  Raises EspalierError naming the field for any other value."""
-    value, most = full.get(name), LARGEST_VALUES.get(name, MAX_SIZE)
+    value, most = full.get(name), most or LARGEST_VALUES.get(name, MAX_SIZE)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise EspalierError(
-            f"{path}: {name} = {shown(value)}; a positive integer is needed, {most} at most; correct it or pass "
-            "model_overrides"
+            f"{name} = {shown(value)}; a positive integer is needed, {most} at most; correct it or pass model_overrides"
         )
     return value
 
 
-def kv_heads_and_head_size(full: Json, path: Path, heads: int, hidden: int) -> tuple[int, int]:
+def kv_heads_and_head_size(full: Json, heads: int, hidden: int) -> tuple[int, int]:
     """Returns (number of key-value heads, size of a head) of layers that keep K and V heads."""
-    head_size = hidden // heads if full.get("head_dim") is None else positive_integer(full, path, "head_dim")
+    head_size = hidden // heads if full.get("head_dim") is None else positive_integer(full, "head_dim")
     name = "num_key_value_heads"
-    kv_heads = heads if full.get(name) is None else positive_integer(full, path, name)
+    kv_heads = heads if full.get(name) is None else positive_integer(full, name)
     if heads % kv_heads or head_size % 2 or not 0 < head_size <= MAX_HEAD_SIZE:
         raise EspalierError(
-            f"{path}: {heads} heads over {kv_heads} key-value heads of size {head_size}; heads must be a multiple "
+            f"{heads} heads over {kv_heads} key-value heads of size {head_size}; heads must be a multiple "
             f"of key-value heads, and the size even, 2 to {MAX_HEAD_SIZE}; correct the config or override the fields"
         )
     return kv_heads, head_size
 
 
-def eos_ids(full: Json, generation: Json, path: Path) -> tuple[int, ...]:
+def eos_ids(full: Json, generation: Json) -> tuple[int, ...]:
     ids: list[int] = []
     for source in (generation.get("eos_token_id"), full.get("eos_token_id")):
         ids += source if isinstance(source, list) else [] if source is None else [source]
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool):
-            raise EspalierError(f"{path}: eos_token_id = {token!r}; a token id or a list of them is needed; correct it")
+            raise EspalierError(f"eos_token_id = {token!r}; a token id or a list of them is needed; correct it")
     return tuple(dict.fromkeys(ids))
 
 

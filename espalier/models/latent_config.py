@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from espalier.errors import EspalierError, shown
@@ -47,18 +46,15 @@ class IndexConfig:
         return self.types[layer] == FULL_INDEXER
 
 
-def read_index(full: dict[str, Any], count: Callable[[str], int], path: Path) -> IndexConfig:
+def read_index(full: dict[str, Any], count: Callable[[str], int]) -> IndexConfig:
     """Returns the sizes of the indexers.  count: a function that reads a field as a positive integer.
 
     Raises EspalierError naming a field that is missing or wrong.
     """
-    try:
-        types = indexer_types(full)
-    except EspalierError as error:
-        raise EspalierError(f"{path}: {error}") from None
+    types = indexer_types(full)
     if full.get("q_lora_rank") is None:
         raise EspalierError(
-            f"{path}: q_lora_rank is null, but index queries are made from the queries' latent; use another model"
+            "q_lora_rank is null, but index queries are made from the queries' latent; use another model"
         )
     index = IndexConfig(
         topk=count("index_topk"),
@@ -69,7 +65,7 @@ def read_index(full: dict[str, Any], count: Callable[[str], int], path: Path) ->
     )
     if index.size < full["qk_rope_head_dim"]:
         raise EspalierError(
-            f"{path}: index_head_dim = {index.size} is less than qk_rope_head_dim = {full['qk_rope_head_dim']}, the "
+            f"index_head_dim = {index.size} is less than qk_rope_head_dim = {full['qk_rope_head_dim']}, the "
             "values of it that are rotated; correct the config or pass model_overrides"
         )
     return index
@@ -159,9 +155,7 @@ class LatentConfig:
         return self.kv_rank + self.rope_size
 
 
-def read_latent(
-    full: dict[str, Any], count: Callable[[str], int], path: Path, is_indexed: bool = False
-) -> LatentConfig:
+def read_latent(full: dict[str, Any], count: Callable[[str], int], is_indexed: bool = False) -> LatentConfig:
     """Returns the sizes of latent attention.  count: a function that reads a field as a positive integer.
     Raises EspalierError naming a field that is missing or wrong."""
     latent = LatentConfig(
@@ -174,7 +168,7 @@ def read_latent(
     )
     if latent.rope_size % 2:
         raise EspalierError(
-            f"{path}: qk_rope_head_dim = {latent.rope_size}, but values are rotated in pairs; it must be even: correct "
+            f"qk_rope_head_dim = {latent.rope_size}, but values are rotated in pairs; it must be even: correct "
             "the config or pass model_overrides"
         )
-    return replace(latent, index=read_index(full, count, path)) if is_indexed else latent
+    return replace(latent, index=read_index(full, count)) if is_indexed else latent

@@ -117,7 +117,7 @@ class Quantiser:
 
     def formats(self, columns: Mapping[str, int]) -> FormatOf:
         """The storage format of each matrix that `config` describes.  columns: as `config` takes them."""
-        return read_formats({"quantization_config": self.config(columns)}, Path("synthetic checkpoint"))
+        return read_formats({"quantization_config": self.config(columns)})
 
     def matrix(self, dense: Tensor) -> QuantisedMatrix:
         """Quantises a matrix [out, in].  Returns what loading its stored tensors would return."""

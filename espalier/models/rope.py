@@ -9,7 +9,6 @@ bitwise equal to the frequencies that the checkpoints were trained with.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -215,7 +214,7 @@ def type_of_rope(fields: Mapping[str, Any]) -> str:
     return {**new, **old}.get("rope_type") or "default"
 
 
-def read_rope(full: Json, rotated: int, longest: int, path: Path) -> tuple[RopeConfig, int]:
+def read_rope(full: Json, rotated: int, longest: int) -> tuple[RopeConfig, int]:
     """Returns the RoPE configuration, and the longest context, in tokens, that it supports.
 
     rotated: how many values of a head are rotated.  longest: max_position_embeddings.  Two formats are read: rope_theta
@@ -227,33 +226,33 @@ def read_rope(full: Json, rotated: int, longest: int, path: Path) -> tuple[RopeC
         # No contradiction: users add rope_scaling to a config whose rope_parameters have the type "default".
         if old.get(name, new[name]) != new[name] and (name, new[name]) != ("rope_type", "default"):
             raise EspalierError(
-                f"{path}: {name} is {new[name]!r} in rope_parameters and {old[name]!r} in rope_scaling; remove one of "
+                f"{name} is {new[name]!r} in rope_parameters and {old[name]!r} in rope_scaling; remove one of "
                 "the two fields"
             )
     parameters: Json = {**new, **old}
     kind = parameters.get("rope_type") or "default"
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise EspalierError(
-            f"{path}: rope_parameters differ by layer type; only one set for all layers is supported; use another model"
+            "rope_parameters differ by layer type; only one set for all layers is supported; use another model"
         )
-    _require_values(parameters, kind, longest, path)
+    _require_values(parameters, kind, longest)
     theta = parameters.get("rope_theta") or full.get("rope_theta") or 10000.0
     if theta <= 1:
-        raise EspalierError(f"{path}: rope_theta = {theta!r}; a number above 1 is needed; correct it")
+        raise EspalierError(f"rope_theta = {theta!r}; a number above 1 is needed; correct it")
     # As in transformers, the field at the config's top level has priority.
     name = "original_max_position_embeddings"
     original = int(full.get(name) or parameters.get(name) or longest)
     scaled = kind in TYPES_WITH_FACTOR
     if kind == "default" and parameters.get("factor") not in (None, 1):
         raise EspalierError(
-            f"{path}: rope parameter factor = {parameters['factor']!r} has no effect with rope_type 'default'; set the "
+            f"rope parameter factor = {parameters['factor']!r} has no effect with rope_type 'default'; set the "
             "rope_type that the model was trained with, or remove factor"
         )
     if scaled and not isinstance(parameters.get("factor"), int | float):
-        raise EspalierError(f"{path}: rope type {kind!r} needs a number 'factor', not {parameters.get('factor')!r}")
+        raise EspalierError(f"rope type {kind!r} needs a number 'factor', not {parameters.get('factor')!r}")
     for name in ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ():
         if not isinstance(parameters.get(name), int | float):
-            raise EspalierError(f"{path}: rope type 'llama3' needs a number {name!r}, not {parameters.get(name)!r}")
+            raise EspalierError(f"rope type 'llama3' needs a number {name!r}, not {parameters.get(name)!r}")
     rope = RopeConfig(
         dim=rotated,
         theta=float(theta),
@@ -262,21 +261,21 @@ def read_rope(full: Json, rotated: int, longest: int, path: Path) -> tuple[RopeC
         attention_factor=_attention_factor(parameters, kind, original, longest),
         query_beta=float(full.get("llama_4_scaling_beta") or 0),
         latent_mscale=_yarn_mscale(parameters["factor"], parameters.get("mscale_all_dim") or 0) if scaled else 1.0,
-        divisors=_divisors(parameters, rotated, path) if kind == "longrope" else ((), ()),
-        rotated_share=_rotated_share(parameters, path) if kind == "proportional" else 1.0,
+        divisors=_divisors(parameters, rotated) if kind == "longrope" else ((), ()),
+        rotated_share=_rotated_share(parameters) if kind == "proportional" else 1.0,
         **{name: parameters[name] for name in RAMP_FIELDS if parameters.get(name) is not None},
     )
     extended = int(original * rope.factor) if kind == "yarn" else longest
     return rope, max(longest, extended)
 
 
-def _require_values(parameters: Json, kind: object, longest: int, path: Path) -> None:
+def _require_values(parameters: Json, kind: object, longest: int) -> None:
     """Check the type and the parameters of a RoPE.
     Raises EspalierError for a type or a parameter that is not supported, and for a value of a wrong type."""
     unknown = [name for name in parameters if name not in ROPE_PARAMETERS]
     if kind not in ROPE_TYPES or unknown:
         what = f"rope type {kind!r}" if kind not in ROPE_TYPES else f"rope parameter {unknown[0]!r}"
-        raise EspalierError(f"{path}: {what} is not supported; supported types are {', '.join(ROPE_TYPES)}")
+        raise EspalierError(f"{what} is not supported; supported types are {', '.join(ROPE_TYPES)}")
     for name, value in parameters.items():
         is_number = (
             isinstance(value, int | float)
@@ -286,17 +285,17 @@ def _require_values(parameters: Json, kind: object, longest: int, path: Path) ->
         )
         if name not in NON_NUMBER_FIELDS and value is not None and not is_number:
             words = "a positive number" if name in POSITIVE_FIELDS else "a number"
-            raise EspalierError(f"{path}: rope parameter {name} = {value!r}; {words} is needed; correct it")
+            raise EspalierError(f"rope parameter {name} = {value!r}; {words} is needed; correct it")
         if name in BOOL_FIELDS and not isinstance(value, bool | None):
-            raise EspalierError(f"{path}: rope parameter {name} = {value!r}; true or false is needed; correct it")
+            raise EspalierError(f"rope parameter {name} = {value!r}; true or false is needed; correct it")
     if parameters.get("max_position_embeddings") not in (None, longest):
         raise EspalierError(
-            f"{path}: rope parameter max_position_embeddings = {parameters['max_position_embeddings']!r}, but the "
+            f"rope parameter max_position_embeddings = {parameters['max_position_embeddings']!r}, but the "
             f"model has max_position_embeddings = {longest}; remove the rope parameter"
         )
 
 
-def _divisors(parameters: Json, rotated: int, path: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _divisors(parameters: Json, rotated: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Returns LongRoPE's divisors.  Raises EspalierError if there is not one for each frequency."""
     for name in DIVISOR_FIELDS:
         values = parameters.get(name)
@@ -306,7 +305,7 @@ def _divisors(parameters: Json, rotated: int, path: Path) -> tuple[tuple[float, 
             or not all(isinstance(value, int | float) and 0 < value <= MAX_NUMBER for value in values)
         ):
             raise EspalierError(
-                f"{path}: rope parameter {name} = {shown(values)}; a list of {rotated // 2} positive numbers is "
+                f"rope parameter {name} = {shown(values)}; a list of {rotated // 2} positive numbers is "
                 "needed, half as many as a head has rotated values; correct it"
             )
     short, long = (tuple(map(float, parameters[name])) for name in DIVISOR_FIELDS)
@@ -321,12 +320,10 @@ def _attention_factor(parameters: Json, kind: str, original: int, longest: int) 
     return _yarn_attention_factor(parameters) if kind in ("yarn", "longrope") else 1.0
 
 
-def _rotated_share(parameters: Json, path: Path) -> float:
+def _rotated_share(parameters: Json) -> float:
     share = parameters.get("partial_rotary_factor")
     if share is not None and not 0 < share <= 1:
-        raise EspalierError(
-            f"{path}: partial_rotary_factor = {share!r}; a share above 0, 1 at most, is needed; correct it"
-        )
+        raise EspalierError(f"partial_rotary_factor = {share!r}; a share above 0, 1 at most, is needed; correct it")
     return 1.0 if share is None else float(share)
 
 

@@ -444,6 +444,6 @@ def test_inputs_in_4_bits_that_are_not_computed_are_named(tmp_path, caplog, kind
 def test_modelopt_names_the_format_of_each_layer(tmp_path):
     layers = {f"{LAYER}mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16}, "lm_head": {"quant_algo": "FP8"}}
     quantisation = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-    formats = read_formats({"quantization_config": quantisation}, tmp_path)
+    formats = read_formats({"quantization_config": quantisation})
     names = (f"{LAYER}mlp.up_proj", f"{LAYER}mlp.gate_proj", "lm_head")
     assert [formats(name).name for name in names] == ["nvfp4", "dense", "fp8"]

@@ -87,7 +87,7 @@ def stored(kind: str, folder: Path) -> tuple[Weights, Tensor]:
     parts, meant = ({"weight": weight}, weight) if kind == "dense" else KINDS[kind][1](weight)
     save_file({f"a.{suffix}": part for suffix, part in parts.items()}, folder / "model.safetensors")
     config = {} if kind == "dense" else {"quantization_config": KINDS[kind][0]}
-    return Weights(folder, torch.float64, "cpu", read_formats(config, folder)), meant
+    return Weights(folder, torch.float64, "cpu", read_formats(config)), meant
 
 
 def dense(matrix: Tensor | QuantisedMatrix) -> Tensor:
@@ -117,7 +117,7 @@ def test_the_parts_of_blocks_are_the_matrix(type, tmp_path):
     columns = 3 * kind.values
     blocks = blocks_of(type, rows, columns)
     save_file({"a.weight": blocks.view(rows, 3, kind.nbytes)}, tmp_path / "model.safetensors")
-    formats = read_formats({"quantization_config": {"quant_method": "gguf", "types": {"a": type}}}, tmp_path)
+    formats = read_formats({"quantization_config": {"quant_method": "gguf", "types": {"a": type}}})
     weights, x = Weights(tmp_path, torch.float64, "cpu", formats), torch.eye(columns, dtype=torch.float64)
     meant = dequantise_blocks(BlockMatrix(kind, blocks)).double()
     of_rows = [weights.weight(["a"], [Part(2 * i, 2 * i + 2, rows)], columns).apply(x, None).T for i in range(3)]

@@ -21,7 +21,7 @@ from espalier.kernels.ops.drafts import DraftHidden
 from espalier.kernels.ops.experts import Routing
 from espalier.kernels.ops.rope import HeadNorms
 from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig
-from espalier.models.config_values import kv_heads_and_head_size
+from espalier.models.config_values import kv_heads_and_head_size, naming_path
 from espalier.models.families.by_type import FULL_ATTENTION, SLIDING_ATTENTION, layer_types_of
 from espalier.models.families.gemma3 import FAMILY as GEMMA3
 from espalier.models.layer_loading import HEADS_TEXT, layer_specs_of, load_embedding, load_experts
@@ -241,7 +241,8 @@ def _specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
         )
     first = config.num_layers - shared
     for layer, own in enumerate(_sizes(full)):
-        kv_heads, size = kv_heads_and_head_size({**full, **own}, config.path, config.heads, config.hidden_size)
+        with naming_path(config.path):
+            kv_heads, size = kv_heads_and_head_size({**full, **own}, config.heads, config.hidden_size)
         keeps, source = KVHeads(kv_heads, size, size), None
         if layer >= first:
             source = next((i for i in reversed(range(first)) if kinds[i] == kinds[layer]), None)
