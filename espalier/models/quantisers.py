@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -267,10 +268,14 @@ def _encode_e2m1(scaled: Tensor) -> Tensor:
 
 
 def _compressed_tensors(
-    kept: str, dense: Sequence[str], stored: str, kind: str, bits: int, strategy: str, group: int | None = None
+    scheme: tuple[str, str, int, str, int | None], kept: str, dense: Sequence[str]
 ) -> dict[str, Any]:
-    """Returns quantization_config as compressed-tensors writes it.  With scales by row, inputs are rounded."""
-    common = {"symmetric": True, "dynamic": False, "block_structure": None, "actorder": None}
+    """Returns quantization_config as compressed-tensors writes it.  With scales by row, inputs are rounded.
+
+    scheme: the format, the type and the bits of weights, the strategy of scales, the columns of a group.
+    """
+    stored, kind, bits, strategy, group = scheme
+    common: dict[str, Any] = {"symmetric": True, "dynamic": False, "block_structure": None, "actorder": None}
     common |= {"num_bits": bits, "type": kind}
     inputs = {**common, "strategy": "token", "dynamic": True} if strategy == "channel" else None
     weights = {**common, "strategy": strategy, "group_size": group}
@@ -299,9 +304,9 @@ def _fp8_block_config(kept: str, dense: Sequence[str]) -> dict[str, Any]:
 
 
 COMPRESSED_TENSORS: Mapping[str, Callable[[str, Sequence[str]], Mapping[str, Any]]] = {
-    "fp8": lambda *names: _compressed_tensors(*names, "float-quantized", "float", 8, "channel"),
-    "int4": lambda *names: _compressed_tensors(*names, "pack-quantized", "int", 4, "group", GROUP),
-    "nvfp4": lambda *names: _compressed_tensors(*names, "nvfp4-pack-quantized", "float", 4, "tensor_group", NV_GROUP),
+    "fp8": partial(_compressed_tensors, ("float-quantized", "float", 8, "channel", None)),
+    "int4": partial(_compressed_tensors, ("pack-quantized", "int", 4, "group", GROUP)),
+    "nvfp4": partial(_compressed_tensors, ("nvfp4-pack-quantized", "float", 4, "tensor_group", NV_GROUP)),
 }
 QUANTISERS: Mapping[str, Quantiser] = MappingProxyType(
     {
