@@ -356,5 +356,11 @@ def test_what_is_normed_and_gated_is_also_rounded(is_first, static, kernel_devic
     expected, scales = quantise_rows.triton(gated_norm.triton(read, gate, weight, 1e-6), rounding)
     assert torch.equal(rounded.values.view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(rounded.scales, scales) and rounded.dtype == read.dtype
+    values = drawn(5, 8 * size + 3)[:, 3:].half()
+    alone = OutputGate(values, 2, 4 * size, False)
+    gated = gated_norm.triton(read, alone, None)
+    assert_close(gated, gated_norm.reference(read.double(), alone._replace(values=values.double()), None), 3e-3)
+    rounded, (expected, _) = gated_norm.triton(read, alone, None, 0.0, rounding), quantise_rows.triton(gated, rounding)
+    assert torch.equal(rounded.values.view(torch.uint8), expected.view(torch.uint8))
     with pytest.raises(EspalierError, match="not rounded in groups of 64"):
         gated_norm.triton(read, gate, weight, 1e-6, InputScales(64))

@@ -312,10 +312,13 @@ def rounds_groups(size: int, groups: int, rounding: InputScales) -> bool:
 
 
 @op("espalier.kernels.recurrence.gated_norm", when=lambda read: _has_kernels(read))
-def gated_norm(read: Tensor, gate: OutputGate, weight: Tensor, eps: float, rounding: InputScales | None = None) -> Rows:
+def gated_norm(
+    read: Tensor, gate: OutputGate, weight: Tensor | None, eps: float = 0.0, rounding: InputScales | None = None
+) -> Rows:
     """Returns [N, groups · size]: each group of read [N, groups, size] with its RMS norm and the factor silu(gate).
 
     gate.is_first decides which of the two is applied first.
+    weight: of the norm.  None: there is no norm, and the factor is sigmoid(gate), rounded to read's dtype.
     rounding: how the result is rounded to FP8, for sizes that `rounds_groups` accepts; None: not rounded.
     """
     if rounding is not None:
@@ -324,7 +327,10 @@ def gated_norm(read: Tensor, gate: OutputGate, weight: Tensor, eps: float, round
         return RoundedRows(*quantise_inputs(whole, rounding), read.dtype)
     groups, size = read.shape[1:]
     exact = torch.promote_types(read.dtype, torch.float32)
-    values = F.silu(strided(gate.values, groups // gate.share, gate.step, gate.share * size).view(read.shape).to(exact))
+    values = strided(gate.values, groups // gate.share, gate.step, gate.share * size).view(read.shape)
+    if weight is None:
+        return (read * values.sigmoid()).flatten(1)
+    values = F.silu(values.to(exact))
     x = read.to(exact)
     if gate.is_first:
         x = x * values

@@ -1,4 +1,4 @@
-"""The norm of the heads' outputs and their gate, in one launch.
+"""The norm of the heads' outputs and their gate, or the gate alone, in one launch.
 
 Grid: (blocks of rows, groups).  The kernel computes in float32 (float64 for float64) and rounds where the reference
 rounds.
@@ -22,6 +22,22 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 VALUES = 512
 
 
+@kernel
+def _normed(
+    x, gate, weight, SIZE: tl.constexpr, GATE_FIRST: tl.constexpr, EPS: tl.constexpr, EXACT: tl.constexpr,
+    TYPE: tl.constexpr,
+):  # fmt: skip
+    gate = gate / (1.0 + tl.exp(-gate))
+    if GATE_FIRST:
+        x *= gate
+        x *= (1.0 / tl.sqrt(tl.sum(x * x, 1) / SIZE + EPS))[:, None]
+        out = x.to(TYPE).to(EXACT) * weight
+    else:
+        x *= (1.0 / tl.sqrt(tl.sum(x * x, 1) / SIZE + EPS))[:, None] * weight
+        out = x.to(TYPE).to(EXACT) * gate
+    return out
+
+
 @kernel(do_not_specialize=["num_rows"])
 def _gated_norm_kernel(
     x_ptr, gate_ptr, weight_ptr, out_ptr, scales_ptr, static_ptr, num_rows, gate_stride,
@@ -29,7 +45,8 @@ def _gated_norm_kernel(
     EPS: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """scales_ptr: if not None, the result is rounded to FP8 as in quantise_rows.py, with a scale for each group."""
+    """weight_ptr: None for the gate alone.  scales_ptr: if not None, the result is rounded to FP8 as in
+    quantise_rows.py, with a scale for each group."""
     pdl_trigger_and_wait(DEPENDENT)
     row, group = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R), tl.program_id(1)
     column = tl.arange(0, BLOCK)
@@ -38,16 +55,12 @@ def _gated_norm_kernel(
     gate_at = group // SHARE * STEP + group % SHARE * SIZE
     x = tl.load(x_ptr + place, mask=mask, other=0.0).to(EXACT)
     gate = tl.load(gate_ptr + row[:, None] * gate_stride + gate_at + column[None, :], mask=mask, other=0.0).to(EXACT)
-    of_group = group * SIZE if GATE_FIRST else 0
-    weight = tl.load(weight_ptr + of_group + column, mask=column < SIZE, other=0.0).to(EXACT)[None, :]
-    gate = gate / (1.0 + tl.exp(-gate))
-    if GATE_FIRST:
-        x *= gate
-        x *= (1.0 / tl.sqrt(tl.sum(x * x, 1) / SIZE + EPS))[:, None]
-        out = x.to(x_ptr.dtype.element_ty).to(EXACT) * weight
+    if weight_ptr is None:
+        out = x * (1.0 / (1.0 + tl.exp(-gate))).to(x_ptr.dtype.element_ty).to(EXACT)
     else:
-        x *= (1.0 / tl.sqrt(tl.sum(x * x, 1) / SIZE + EPS))[:, None] * weight
-        out = x.to(x_ptr.dtype.element_ty).to(EXACT) * gate
+        weight_ptr += group * SIZE if GATE_FIRST else 0
+        weight = tl.load(weight_ptr + column, mask=column < SIZE, other=0.0).to(EXACT)[None, :]
+        out = _normed(x, gate, weight, SIZE, GATE_FIRST, EPS, EXACT, x_ptr.dtype.element_ty)
     if scales_ptr is not None:
         out = out.to(x_ptr.dtype.element_ty).to(EXACT)
         scale = scale_of(tl.max(tl.abs(out), 1), static_ptr, MOST)
@@ -56,7 +69,9 @@ def _gated_norm_kernel(
     tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def gated_norm(read: Tensor, gate: OutputGate, weight: Tensor, eps: float, rounding: InputScales | None = None) -> Rows:
+def gated_norm(
+    read: Tensor, gate: OutputGate, weight: Tensor | None, eps: float = 0.0, rounding: InputScales | None = None
+) -> Rows:
     """See ops/states.py.  Tolerance: two ulps of the reference.  The rounded result equals the unrounded result after
     quantise_rows."""
     read = read.contiguous()
