@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.kernels.ops.activation import SILU, Activation, require_halves
-from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import chip, exact_type, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
@@ -48,23 +48,25 @@ def apply_activation(
 
 @kernel
 def _gated_kernel(
-    x_ptr, out_ptr, x_row_stride, size,
+    x_ptr, out_ptr, x_row_stride, split_stride, size,
     KIND: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr, SILU: tl.constexpr,
-    HALVES: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    HALVES: tl.constexpr, SPLITS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    TYPE: tl.constexpr = out_ptr.dtype.element_ty
     pdl_trigger_and_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < size
-    gate = tl.load(x_ptr + row * x_row_stride + column, mask=mask, other=0.0).to(EXACT)
+    place = x_ptr + row * x_row_stride + column
+    gate = load_sum(place, split_stride, mask, SPLITS, TYPE, EXACT)
     up = gate
     if HALVES == 2:
-        up = tl.load(x_ptr + row * x_row_stride + size + column, mask=mask, other=0.0).to(EXACT)
+        up = load_sum(place + size, split_stride, mask, SPLITS, TYPE, EXACT)
     if SILU:
         result = silu_times(gate, up)
     else:
         result = apply_activation(gate, up, KIND, ALPHA, UP_OFFSET, LIMIT)
-    tl.store(out_ptr + row * size + column, result.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + row * size + column, result.to(TYPE), mask=mask)
 
 
 def gated(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
@@ -75,18 +77,26 @@ def gated(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
     2^-22 of gate · up, because the argument of its exponential is a rounded cubic.
     """
     require("gated: gate_up", gate_up, (-1, -1), None, gate_up)
-    rows, size = gate_up.shape[0], require_halves(gate_up.shape[1], activation)
-    gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
-    out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
+    return gated_parts(gate_up[None], gate_up.dtype, activation)
+
+
+def gated_parts(parts: Tensor, dtype: torch.dtype, activation: Activation = SILU) -> Tensor:
+    if parts.ndim == 2:
+        return gated(parts, activation)
+    require("gated_parts: parts", parts, (-1, -1, -1), None, parts)
+    rows, size = parts.shape[1], require_halves(parts.shape[2], activation)
+    parts = parts if parts.stride(2) == 1 else parts.contiguous()
+    out = torch.empty(rows, size, dtype=dtype, device=parts.device)
     if rows:
         _gated_kernel[rows, -(-size // BLOCK)](
-            *(gate_up, out, gate_up.stride(0), size),
+            *(parts, out, parts.stride(1), parts.stride(0), size),
             **activation.constants,
             SILU=activation.is_silu,
             HALVES=activation.halves,
-            EXACT=exact_type(gate_up.dtype),
+            SPLITS=parts.shape[0],
+            EXACT=exact_type(dtype),
             BLOCK=BLOCK,
             num_warps=4,
-            **pdl_arguments(chip(gate_up)),
+            **pdl_arguments(chip(parts)),
         )
     return out

@@ -33,7 +33,7 @@ from espalier.kernels.layers.quantised_plans import MAX_BLOCK_ROWS, in_no_words,
 from espalier.kernels.layers.quantised_tile import CODES, LINE_BYTES, prefetch_codes, quantised_dot
 from espalier.kernels.layers.scaled_product import is_scaled_product, scaled_product
 from espalier.kernels.ops.activation import SILU, Activation, gated, require_halves
-from espalier.kernels.ops.linear import quantise_rows, sum_parts
+from espalier.kernels.ops.linear import gated_parts, quantise_rows, sum_parts
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
@@ -69,7 +69,7 @@ def linear_quantised_gated(
     plan = plan_of(weight, x) if plan is None else plan
     if activation.is_silu and plan.splits == 1:
         return _launch(x, weight, bias, plan, is_gated=True)
-    return gated.triton(linear_quantised(x, weight, bias, plan), activation)
+    return gated_parts.triton(linear_quantised_parts(x, weight, bias, plan), x.dtype, activation)
 
 
 def _product_of_library(x: Rows, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor | None:

@@ -11,10 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.linear import load_sum
 from espalier.kernels.layers.quantised import FP8_MAX
 from espalier.kernels.ops.rope import HeadNorms, Rotation
-from espalier.kernels.runtime.jit import kernel, rounded_values
+from espalier.kernels.runtime.jit import kernel, load_sum, rounded_values
 from espalier.kernels.runtime.launch import chip, exact_type, oversubscribed, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.state.kv_scales import KVScales, require_rows

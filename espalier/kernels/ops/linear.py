@@ -103,6 +103,12 @@ def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     return total.to(dtype)
 
 
+@op("espalier.kernels.layers.activation")
+def gated_parts(parts: Tensor, dtype: torch.dtype, activation: Activation = SILU) -> Tensor:
+    """The activation of gate and up, the halves of sum_parts(parts, dtype): the same bits as gated of that."""
+    return gated.reference(sum_parts.reference(parts, dtype), activation)
+
+
 @op("espalier.kernels.layers.quantise_rows")
 def quantise_rows(x: Tensor, inputs: InputScales, for_library: bool = False) -> tuple[Tensor, Tensor]:
     """x [rows, in] -> (FP8 values [rows, in], their scales [rows, ceil(in / group)] float32).
