@@ -50,6 +50,8 @@ KEPT_DENSE = (
     *("embed_tokens", "embeddings", "gate", "router", "router.proj", "router.layer", "shared_expert_gate"),
     *("eh_proj", "shared_head.head"),
     "indexer.weights_proj",
+    # The inputs of the delta rule's gates.  Their products go into exponentials.
+    *("in_proj_a", "in_proj_b", "in_proj_ba"),
 )
 # A draft's own head is quantised, because the target decides every token.
 KEPT_IN_TARGETS = (*KEPT_DENSE, HEAD)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.quantised import RoundedRows, quantise_inputs
+from espalier.kernels.layers.quantised import InputScales, RoundedRows, quantise_inputs
 from espalier.kernels.ops.activation import GELU_TANH, RELU2, SILU, Activation, gated, rounded_once
 from espalier.kernels.ops.linear import (
     gated_parts,
@@ -13,6 +13,7 @@ from espalier.kernels.ops.linear import (
     linear_gated,
     linear_quantised,
     linear_quantised_gated,
+    quantise_rows,
     sum_parts,
 )
 from espalier.models.layers.linear import Linear
@@ -76,6 +77,13 @@ def test_parts_of_gate_and_up_are_added_first(shape, activation, kernel_device):
     expected = gated_parts.reference(halves, torch.float16, activation)
     torch.testing.assert_close(made, expected, rtol=4e-3, atol=1e-4)
     assert torch.equal(gated_parts.triton(halves[0], torch.float32, activation), gated.triton(halves[0], activation))
+    for rounding in (InputScales(), InputScales(4), InputScales(None, torch.full((1,), 0.1, device=kernel_device))):
+        rounded = gated_parts.triton(halves, torch.float16, activation, rounding)
+        values, scales = quantise_rows.triton(made, rounding)
+        assert torch.equal(rounded.values.view(torch.uint8), values.view(torch.uint8))
+        assert torch.equal(rounded.scales, scales) and rounded.dtype == torch.float16
+    with pytest.raises(EspalierError, match="not rounded in groups of 3"):
+        gated_parts.triton(halves, torch.float16, activation, InputScales(3))
 
 
 @pytest.mark.parametrize("activation", [SILU, GELU_TANH])

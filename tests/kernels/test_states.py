@@ -14,7 +14,7 @@ from espalier.cache.layer_spec import RecurrentState
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
 from espalier.kernels.layers.quantised import InputScales
-from espalier.kernels.ops.linear import quantise_rows
+from espalier.kernels.ops.linear import quantise_rows, sum_parts
 from espalier.kernels.ops.recurrence import ShortConv, StateRows
 from espalier.kernels.ops.states import (
     Columns,
@@ -266,7 +266,8 @@ ORDERS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_inputs_are_convolved_along_their_paths(keeps, columns, bias, kind, dtype, kernel_device):
     drawn, batch, width = Drawn(5, kernel_device), 3, 9
-    inputs = drawn(batch * width, 400)[:, :390].to(dtype)
+    parts = drawn(2, batch * width, 400)[..., :390]
+    inputs = sum_parts.reference(parts, dtype)
     weight, of_bias = drawn(keeps.channels, keeps.taps).to(dtype), drawn(keeps.channels).to(dtype)
     conv = ShortConv(weight, of_bias if bias else None, silu=keeps.heads > 0)
     tail, slots = drawn(ROWS, keeps.taps - 1, keeps.channels).to(dtype), drawn.slots(batch)
@@ -275,16 +276,18 @@ def test_inputs_are_convolved_along_their_paths(keeps, columns, bias, kind, dtyp
     rows = RowInputs(tail, slots, parents, follows, width)
     gates = gates_of(keeps, columns, drawn, batch * width, dtype) if keeps.heads else None
     made = []
-    for run, cast in ((prepare.triton, lambda each: each), (prepare.reference, exact)):
+    runs = ((prepare.triton, lambda each: each), (prepare.reference, exact), (prepare.triton, lambda each: each))
+    for (run, cast), given in zip(runs, (inputs, inputs, parts), strict=True):
         out = room(keeps, batch * width, inputs, cast)
-        run(cast(inputs), cast(gates), conv._replace(weight=cast(weight), bias=cast(conv.bias)), columns,
+        run(cast(given), cast(gates), conv._replace(weight=cast(weight), bias=cast(conv.bias)), columns,
             rows._replace(tail=cast(tail)), out)  # fmt: skip
         made.append(out)
     close = CLOSE if dtype == torch.float32 else 4e-3
-    for got, expected in zip(*made, strict=True):
+    for got, expected, of_parts in zip(*made, strict=True):
         assert (got is None) == (expected is None)
         if got is not None and got.numel():
             assert_close(got, expected, close)
+            assert torch.equal(got, of_parts)
     assert torch.equal(made[0].inputs.double(), made[1].inputs)
 
 
@@ -344,19 +347,22 @@ def test_what_heads_read_is_normed_and_gated(gate, dtype, kernel_device):
 
 @pytest.mark.parametrize("is_first", [False, True])
 @pytest.mark.parametrize("static", [False, True])
-def test_what_is_normed_and_gated_is_also_rounded(is_first, static, kernel_device):
-    """As by a launch of its own, to the bit."""
-    drawn, size = Drawn(9, kernel_device), 32
-    read, values = drawn(5, 4, size).half(), drawn(5, 4 * size + 3)[:, 3:].half()
-    read[2, 1] = 0
-    weight = drawn(4 * size if is_first else size).half()
-    gate, scale = OutputGate(values, 1, size, is_first), torch.full((1,), 0.25, device=kernel_device)
-    rounding = InputScales(size, scale if static else None)
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_what_is_normed_and_gated_is_also_rounded(is_first, static, is_whole, kernel_device):
+    """As by a launch of its own, to the bit, with a scale for each group or for the whole row."""
+    drawn, size, groups = Drawn(9, kernel_device), 32, 6 if is_whole else 4
+    read, parts = drawn(5, groups, size).half(), drawn(3, 5, groups * size + 3)[..., 3:]
+    read[2, 1] = read[3] = 0
+    weight = drawn(groups * size if is_first else size).half()
+    gate, scale = OutputGate(parts, 1, size, is_first), torch.full((1,), 0.25, device=kernel_device)
+    rounding = InputScales(None if is_whole else size, scale if static else None)
     rounded = gated_norm.triton(read, gate, weight, 1e-6, rounding)
     expected, scales = quantise_rows.triton(gated_norm.triton(read, gate, weight, 1e-6), rounding)
     assert torch.equal(rounded.values.view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(rounded.scales, scales) and rounded.dtype == read.dtype
-    values = drawn(5, 8 * size + 3)[:, 3:].half()
+    summed = gate._replace(values=sum_parts.reference(parts, torch.float16))
+    assert torch.equal(gated_norm.triton(read, summed, weight, 1e-6), gated_norm.triton(read, gate, weight, 1e-6))
+    values = drawn(5, 2 * groups * size + 3)[:, 3:].half()
     alone = OutputGate(values, 2, 4 * size, False)
     gated = gated_norm.triton(read, alone, None)
     assert_close(gated, gated_norm.reference(read.double(), alone._replace(values=values.double()), None), 3e-3)

@@ -183,7 +183,9 @@ def linear_gated(
             return hopper_gated(x, weight)
         if only_compiles():
             hopper_gated(x, weight)
-    return gated_parts.triton(linear_parts(x, weight, bias, plan), x.dtype, activation)
+    out = gated_parts.triton(linear_parts(x, weight, bias, plan), x.dtype, activation)
+    assert isinstance(out, Tensor)
+    return out
 
 
 def write_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, out: Tensor) -> None:

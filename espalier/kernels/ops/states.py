@@ -15,6 +15,7 @@ from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import unpack
 from espalier.kernels.layers.quantised import InputScales, RoundedRows, Rows, quantise_inputs
+from espalier.kernels.ops.linear import sum_parts
 from espalier.kernels.ops.norm import rms_norm
 from espalier.kernels.ops.recurrence import (
     Scanned,
@@ -34,6 +35,8 @@ from espalier.kernels.runtime.op import op
 
 # The most nodes of a tree that one program holds.
 MAX_TREE_ROWS = 64
+# The most values of a row that one program rounds with one scale.
+MAX_ROUNDED = 16384
 
 
 class Columns(NamedTuple):
@@ -203,7 +206,11 @@ def _has_kernels(values: Tensor) -> bool:
 def prepare(
     inputs: Tensor, gates: GateInputs | None, conv: ShortConv, columns: Columns, rows: RowInputs, out: Prepared
 ) -> None:
-    """Convolve inputs [N, columns], and fill the buffers of `out` that are not None."""
+    """Convolve inputs [N, columns], and fill the buffers of `out` that are not None.
+
+    inputs: may be partial sums [parts, N, columns] float32, which are added and rounded to the tails' dtype.
+    """
+    inputs = sum_parts.reference(inputs, rows.tail.dtype)
     ordered = columns.in_order(inputs)
     tail = tail_before(ordered, rows)
     convolution = convolved(ordered.unflatten(0, (-1, rows.width)), tail, rows.parents, conv).flatten(0, 1)
@@ -296,8 +303,9 @@ def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: Columns)
 class OutputGate(NamedTuple):
     """The gate of a layer's output.
 
-    values: [N, columns].  `share` adjacent groups begin every `step` columns.  is_first: if true, the gate is applied
-    before the norm, and the norm's weight covers all groups; if false, after the norm, and all groups share the weight.
+    values: [N, columns], or partial sums [parts, N, columns] float32.  `share` adjacent groups begin every `step`
+    columns.  is_first: if true, the gate is applied before the norm, and the norm's weight covers all groups; if false,
+    after the norm, and all groups share the weight.
     """
 
     values: Tensor
@@ -307,8 +315,10 @@ class OutputGate(NamedTuple):
 
 
 def rounds_groups(size: int, groups: int, rounding: InputScales) -> bool:
-    """Whether `gated_norm` can round its result: a group must have one scale, and its size must be a power of two."""
-    return rounding.columns(size * groups) == size == power_of_two(size)
+    """Whether `gated_norm` can round its result: a scale must cover one group of a power of two, or a short row."""
+    columns = rounding.columns(size * groups)
+    is_whole = columns == size * groups and power_of_two(groups) * power_of_two(size) <= MAX_ROUNDED
+    return is_whole or columns == size == power_of_two(size)
 
 
 @op("espalier.kernels.recurrence.gated_norm", when=lambda read: _has_kernels(read))
@@ -327,7 +337,9 @@ def gated_norm(
         return RoundedRows(*quantise_inputs(whole, rounding), read.dtype)
     groups, size = read.shape[1:]
     exact = torch.promote_types(read.dtype, torch.float32)
-    values = strided(gate.values, groups // gate.share, gate.step, gate.share * size).view(read.shape)
+    values = strided(
+        sum_parts.reference(gate.values, read.dtype), groups // gate.share, gate.step, gate.share * size
+    ).view(read.shape)
     if weight is None:
         return (read * values.sigmoid()).flatten(1)
     values = F.silu(values.to(exact))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from espalier.kernels.ops.recurrence import UNIT_EPS, ShortConv
 from espalier.kernels.ops.states import Columns, GateInputs, Prepared, RowInputs
-from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
@@ -46,25 +46,27 @@ def softplus(x):
 @kernel
 def _convolved(
     x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, staged_ptr, row, within, slot, follows, is_row, column, channel,
-    is_channel, x_stride,
-    CHANNELS: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, EXACT: tl.constexpr,
+    is_channel, x_stride, x_split,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, SPLITS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Returns the convolution's output [rows, channels], rounded to the inputs' dtype, in EXACT.
+    """Returns the convolution's output [rows, channels] in the model's dtype, that of tails.
     within: the index of each row in its request."""
+    TYPE: tl.constexpr = tail_ptr.dtype.element_ty
     at, first = within, row - within
     out = tl.zeros([row.shape[0], channel.shape[0]], EXACT)
     for tap in tl.static_range(TAPS):
         is_new = is_row & ((at >= 0) | follows)
         mask = is_channel[None, :] & is_new[:, None]
-        value = tl.load(x_ptr + (first + at)[:, None] * x_stride + column[None, :], mask=mask, other=0.0)
+        value_ptrs = x_ptr + (first + at)[:, None] * x_stride + column[None, :]
+        value = load_sum(value_ptrs, x_split, mask, SPLITS, TYPE, EXACT)
         if tap == 0 and staged_ptr is not None:
-            tl.store(staged_ptr + row[:, None] * CHANNELS + channel[None, :], value, mask=mask)
+            tl.store(staged_ptr + row[:, None] * CHANNELS + channel[None, :], value.to(TYPE), mask=mask)
         if tap > 0:
             is_old = is_channel[None, :] & (is_row & ~is_new)[:, None]
             before = (slot * (TAPS - 1) + (TAPS - 1 + at))[:, None] * CHANNELS + channel[None, :]
-            value = tl.where(is_new[:, None], value, tl.load(tail_ptr + before, mask=is_old, other=0.0))
+            value = tl.where(is_new[:, None], value, tl.load(tail_ptr + before, mask=is_old, other=0.0).to(EXACT))
         weight = tl.load(weight_ptr + channel * TAPS + (TAPS - 1 - tap), mask=is_channel, other=0.0)
-        out += value.to(EXACT) * weight.to(EXACT)[None, :]
+        out += value * weight.to(EXACT)[None, :]
         if parent_ptr is not None:
             parent = tl.load(parent_ptr + first + at, mask=is_row & (at > 0), other=0)
             at = tl.where(at > 0, parent, at - 1)
@@ -74,7 +76,7 @@ def _convolved(
         out += tl.load(bias_ptr + channel, mask=is_channel, other=0.0).to(EXACT)[None, :]
     if SILU:
         out = out / (1.0 + tl.exp(-out))
-    return out.to(x_ptr.dtype.element_ty)
+    return out.to(TYPE)
 
 
 @kernel
@@ -101,10 +103,10 @@ def _gates(
 @kernel
 def _q_or_k(
     x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, q_ptr, k_ptr, staged_ptr, row, within, slot, follows, is_row,
-    part, x_stride,
+    part, x_stride, x_split,
     K_HEADS: tl.constexpr, K_SIZE: tl.constexpr, CHANNELS: tl.constexpr, Q_AT: tl.constexpr, K_AT: tl.constexpr,
-    K_STEP: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, UNITS: tl.constexpr, EPS: tl.constexpr,
-    EXACT: tl.constexpr, BLOCK: tl.constexpr,
+    K_STEP: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, SPLITS: tl.constexpr, UNITS: tl.constexpr,
+    EPS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Computes one head of q or k.  part: the head's index; q's heads come first, then k's."""
     of_head = tl.arange(0, BLOCK)
@@ -114,7 +116,7 @@ def _q_or_k(
     column = tl.where(is_q, Q_AT, K_AT) + head * K_STEP + of_head
     out = _convolved(
         x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, staged_ptr, row, within, slot, follows, is_row, column,
-        part * K_SIZE + of_head, is_channel, x_stride, CHANNELS, TAPS, SILU, EXACT,
+        part * K_SIZE + of_head, is_channel, x_stride, x_split, CHANNELS, TAPS, SILU, SPLITS, EXACT,
     )  # fmt: skip
     exact = out.to(EXACT)
     if UNITS:
@@ -132,10 +134,11 @@ def _q_or_k(
 @kernel
 def _v_and_gates(
     x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, v_ptr, gates_ptr,
-    staged_ptr, row, within, slot, follows, is_row, head, x_stride, gate_stride,
+    staged_ptr, row, within, slot, follows, is_row, head, x_stride, x_split,
+    gate_stride,
     HEADS: tl.constexpr, SHARE: tl.constexpr, FIRST: tl.constexpr, V_SIZE: tl.constexpr, CHANNELS: tl.constexpr,
     V_AT: tl.constexpr, V_STEP: tl.constexpr, GATE_STEP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    TAPS: tl.constexpr, SILU: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
+    TAPS: tl.constexpr, SILU: tl.constexpr, SPLITS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Computes one head of v and its gates, or channels of a convolution without heads.  FIRST: v's first channel."""
     of_head = tl.arange(0, BLOCK)
@@ -144,7 +147,7 @@ def _v_and_gates(
     column = V_AT + head // SHARE * V_STEP + head % SHARE * V_SIZE + of_head
     out = _convolved(
         x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, staged_ptr, row, within, slot, follows, is_row, column,
-        channel, is_channel, x_stride, CHANNELS, TAPS, SILU, EXACT,
+        channel, is_channel, x_stride, x_split, CHANNELS, TAPS, SILU, SPLITS, EXACT,
     )  # fmt: skip
     place = row[:, None] * (CHANNELS - FIRST) + head * V_SIZE + of_head[None, :]
     tl.store(v_ptr + place, out, mask=is_row[:, None] & is_channel[None, :])
@@ -161,12 +164,12 @@ def _v_and_gates(
 def _prepare_kernel(
     x_ptr, tail_ptr, slot_ptr, parent_ptr, follows_ptr, weight_ptr, bias_ptr, decay_ptr, beta_ptr, A_log_ptr,
     dt_bias_ptr, q_ptr, k_ptr, v_ptr, gates_ptr, staged_ptr,
-    num_rows, rows, x_stride, gate_stride,
+    num_rows, rows, x_stride, x_split, gate_stride,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, CHANNELS: tl.constexpr,
     Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
     GATE_STEP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr,
-    UNITS: tl.constexpr, EPS: tl.constexpr, EXACT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, DEPENDENT: tl.constexpr,
+    SPLITS: tl.constexpr, UNITS: tl.constexpr, EPS: tl.constexpr, EXACT: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """For channels and columns see ops/states.py:Columns.
 
@@ -190,16 +193,16 @@ def _prepare_kernel(
         if part < 2 * K_HEADS:
             _q_or_k(
                 x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, q_ptr, k_ptr, staged_ptr, row, within, slot, follows,
-                is_row, part, x_stride, K_HEADS, K_SIZE, CHANNELS, Q_AT, K_AT, K_STEP, TAPS, SILU, UNITS, EPS, EXACT,
-                BLOCK_K,
+                is_row, part, x_stride, x_split, K_HEADS, K_SIZE, CHANNELS, Q_AT, K_AT, K_STEP, TAPS, SILU, SPLITS,
+                UNITS, EPS, EXACT, BLOCK_K,
             )  # fmt: skip
     if part >= 2 * K_HEADS:
         SHARE: tl.constexpr = HEADS // K_HEADS if K_HEADS else HEADS
         _v_and_gates(
             x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, v_ptr,
-            gates_ptr, staged_ptr, row, within, slot, follows, is_row, part - 2 * K_HEADS, x_stride, gate_stride,
-            HEADS, SHARE, 2 * K_HEADS * K_SIZE, V_SIZE, CHANNELS, V_AT, V_STEP, GATE_STEP, LOW, HIGH, TAPS, SILU,
-            EXACT, BLOCK_V,
+            gates_ptr, staged_ptr, row, within, slot, follows, is_row, part - 2 * K_HEADS, x_stride, x_split,
+            gate_stride, HEADS, SHARE, 2 * K_HEADS * K_SIZE, V_SIZE, CHANNELS, V_AT, V_STEP, GATE_STEP, LOW, HIGH, TAPS,
+            SILU, SPLITS, EXACT, BLOCK_V,
         )  # fmt: skip
 
 
@@ -208,7 +211,7 @@ def prepare(
 ) -> None:
     """See ops/states.py.  Tolerance: an ulp of the inputs' dtype after the convolution, then an ulp of float32 (float64
     for float64)."""
-    num_rows = len(inputs)
+    num_rows = inputs.shape[-2]
     if not num_rows:
         return
     parents = None if rows.parents is None else rows.parents.contiguous()
@@ -223,7 +226,7 @@ def prepare(
         *(inputs, rows.tail, rows.slots, parents, rows.follows, conv.weight, conv.bias),
         *of_gates,
         *out,
-        *(num_rows, rows.width, inputs.stride(0), gate_stride),
+        *(num_rows, rows.width, inputs.stride(-2), inputs.stride(0), gate_stride),
         HEADS=heads,
         K_HEADS=columns.k_heads,
         K_SIZE=columns.k_size or 1,
@@ -239,9 +242,10 @@ def prepare(
         HIGH=high,
         TAPS=conv.weight.shape[1],
         SILU=conv.silu,
+        SPLITS=len(inputs) if inputs.ndim == 3 else 1,
         UNITS=columns.units,
         EPS=UNIT_EPS,
-        EXACT=exact_type(inputs.dtype),
+        EXACT=exact_type(rows.tail.dtype),
         BLOCK_R=block,
         BLOCK_K=power_of_two(columns.k_size or 1),
         BLOCK_V=power_of_two(v_size),

@@ -127,11 +127,10 @@ class Attention(AttentionBlock):
 @dataclass(eq=False, slots=True)
 class GatedAttention:
     """The attention block whose gate is stacked with q (Qwen3-Next).
-    qkv: the stacked weights: for each of `heads` its q, then its gate; then k, then v.  norms: of each q and k head."""
+    qkv: the stacked weights: for each head of q its q, then its gate; then k, then v.  norms: of each q and k head."""
 
     qkv: Linear
     out: Linear
-    heads: int
     head_size: int
     rope: RopeTables
     norms: HeadNorms
@@ -142,11 +141,9 @@ class GatedAttention:
 
     def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
         """Returns the block's output for the rows.  See decoder.py:Mixer."""
-        values = self.qkv(rows)
-        made = values.unflatten(1, (-1, self.head_size))
-        qkv = torch.cat((made[:, : 2 * self.heads : 2], made[:, 2 * self.heads :]), 1)
-        q = p.write(layer, qkv, p.rotation(self.rope), self.norms)
+        qkv = self.qkv.in_parts(rows)
+        q = p.write(layer, qkv.unflatten(-1, (-1, self.head_size)), p.rotation(self.rope), self.norms)
         s.keep(p.kept(layer))
         attended = p.attend(layer, q).flatten(0, 1)
-        gate = HeadGate(of_kept(values, layer, p)[:, self.head_size :], 1, 2 * self.head_size, False)
+        gate = HeadGate(of_kept(qkv, layer, p)[..., self.head_size :], 1, 2 * self.head_size, False)
         return self.out.for_stream(gated_for(self.out, attended, gate, None))

@@ -18,6 +18,10 @@ from espalier.models.layers.norm import AnyNorm, Delta, Normed, RMSNorm, is_roun
 from espalier.models.layers.stream import Stream
 from espalier.models.weight_formats.sharded import Unsummed
 
+# The most rows of which a convolution reads the product in parts.  It reads a part once for each tap, so for more rows
+# a launch that adds the parts is faster.
+MAX_ROWS_IN_PARTS = 32
+
 
 @dataclass(eq=False, slots=True)
 class Mamba2:
@@ -140,11 +144,12 @@ class DeltaNet:
 
     def __call__(self, layer: int, rows: tuple[Rows, Tensor], s: Stream, p: Pass) -> Tensor | Unsummed:
         """Returns the block's output for the rows [N, H].  See decoder.py:Mixer."""
-        qkvz, ba = self.qkvz(rows[0]), rows[1]
+        qkvz = self.qkvz.in_parts(rows[0]) if len(rows[0]) <= MAX_ROWS_IN_PARTS else self.qkvz(rows[0])
+        ba = rows[1]
         q = p.write(layer, qkvz, self._gates(ba), self.conv, self.columns)
         s.keep(p.kept(layer))
         read = p.attend(layer, q).flatten(0, 1)
-        gate = OutputGate(of_kept(qkvz, layer, p)[:, self.z_at :], self.share, self.columns.v_step, False)
+        gate = OutputGate(of_kept(qkvz, layer, p)[..., self.z_at :], self.share, self.columns.v_step, False)
         return self.out.for_stream(gated_for(self.out, read, gate, self.norm))
 
     def _gates(self, ba: Tensor) -> GateInputs:
