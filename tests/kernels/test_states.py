@@ -114,7 +114,7 @@ def test_heads_have_published_sizes(keeps, dtype, kernel_device):
     """Trees that fill one warpgroup of Hopper or less, and a chain.  A model in 16 bits has operands in 16 bits."""
     drawn, close = Drawn(8, kernel_device), CLOSE if dtype == torch.float32 else 1e-2
     state = StateColumns(drawn.state(keeps, ROWS + 1), drawn.slots(1))
-    for nodes in (3, 24, 64):
+    for nodes in (1, 3, 24, 64):
         q, rows = drawn.rows(keeps, 1, nodes)
         rows = rows._replace(v=rows.v.to(dtype))
         _, bits = drawn.tree(1, nodes)
@@ -129,6 +129,7 @@ def test_heads_have_published_sizes(keeps, dtype, kernel_device):
 
 @kinds
 def test_what_is_no_number_reaches_descendants_alone(keeps, kernel_device):
+    """And the outputs of a single row that holds it."""
     drawn, batch, nodes = Drawn(3, kernel_device), 2, 16
     q, rows = drawn.rows(keeps, batch, nodes)
     _, bits = drawn.tree(batch, nodes)
@@ -142,6 +143,9 @@ def test_what_is_no_number_reaches_descendants_alone(keeps, kernel_device):
         out = tree_outputs.triton(q, StateRows(*spoilt), state, bits, None, keeps.delta)
         assert torch.equal(out[1], clean[1]) and torch.equal(out[0, ~sees[0]], clean[0, ~sees[0]])
         assert out[0, sees[0]].isnan().all()
+        alone = [each[:, 1:2] for each in (q, *spoilt)]
+        out = tree_outputs.triton(alone[0], StateRows(*alone[1:]), state, bits[:, :1], None, keeps.delta)
+        assert out[0].isnan().all() and out[1].isfinite().all()
 
 
 def path_of(drawn: Drawn, batch: int, width: int, source: Tensor | None, marks: bool) -> PathRows:
