@@ -278,12 +278,16 @@ def test_inputs_are_convolved_along_their_paths(keeps, columns, bias, kind, dtyp
     parents = drawn.tree(batch, width)[0] if kind == "tree" else None
     follows = torch.tensor([False, True, False], device=kernel_device) if kind == "pieces" else None
     rows = RowInputs(tail, slots, parents, follows, width)
-    gates = gates_of(keeps, columns, drawn, batch * width, dtype) if keeps.heads else None
+    gates, of_parts = None, None
+    if keeps.heads:
+        A_log, dt_bias, values = drawn(keeps.heads), drawn(keeps.heads), 6 * drawn(2, batch * width, 2 * keeps.heads)
+        values, in_parts = sum_parts.reference(values, dtype), values
+        gates, of_parts = (gates_of(keeps, columns, each, A_log, dt_bias) for each in (values, in_parts))
     made = []
     runs = ((prepare.triton, lambda each: each), (prepare.reference, exact), (prepare.triton, lambda each: each))
-    for (run, cast), given in zip(runs, (inputs, inputs, parts), strict=True):
+    for (run, cast), given in zip(runs, ((inputs, gates), (inputs, gates), (parts, of_parts)), strict=True):
         out = room(keeps, batch * width, inputs, cast)
-        run(cast(given), cast(gates), conv._replace(weight=cast(weight), bias=cast(conv.bias)), columns,
+        run(*cast(given), conv._replace(weight=cast(weight), bias=cast(conv.bias)), columns,
             rows._replace(tail=cast(tail)), out)  # fmt: skip
         made.append(out)
     close = CLOSE if dtype == torch.float32 else 4e-3
@@ -295,14 +299,13 @@ def test_inputs_are_convolved_along_their_paths(keeps, columns, bias, kind, dtyp
     assert torch.equal(made[0].inputs.double(), made[1].inputs)
 
 
-def gates_of(keeps: RecurrentState, columns: Columns, drawn: Drawn, rows: int, dtype: torch.dtype) -> GateInputs:
-    share, values = keeps.heads // keeps.k_heads, 6 * drawn(rows, 2 * keeps.heads).to(dtype)
-    A_log, dt_bias = drawn(keeps.heads), drawn(keeps.heads)
+def gates_of(keeps: RecurrentState, columns: Columns, values: Tensor, A_log: Tensor, dt_bias: Tensor) -> GateInputs:
+    share = keeps.heads // keeps.k_heads
     if not keeps.delta:
         return GateInputs(values, None, A_log, dt_bias, share, share, (0.1, 3.0))
     if columns is GROUPED:
-        return GateInputs(values[:, share:], values, A_log, dt_bias, share, 2 * share)
-    return GateInputs(values[:, keeps.heads :], values, A_log, dt_bias, share, share)
+        return GateInputs(values[..., share:], values, A_log, dt_bias, share, 2 * share)
+    return GateInputs(values[..., keeps.heads :], values, A_log, dt_bias, share, share)
 
 
 def room(keeps: RecurrentState, rows: int, inputs: Tensor, cast) -> Prepared:

@@ -104,7 +104,8 @@ def strided(values: Tensor, groups: int, step: int, size: int) -> Tensor:
 class GateInputs(NamedTuple):
     """The inputs of gates: the decay is exp(-exp(A_log) · t) with t = softplus(decay + dt_bias).
 
-    decay: [N, columns].  `share` heads share a head of k; their columns are adjacent, and begin every `step` columns.
+    decay: [N, columns], or partial sums [parts, N, columns] float32, which are added and rounded to the model's dtype.
+    `share` heads share a head of k; their columns are adjacent, and begin every `step` columns.
     beta: the same shape, before its sigmoid; None if t itself is beta (Mamba-2).  A_log, dt_bias: [heads], float32 at
     least.  bounds: the least and the largest t; None: no bound.
     """
@@ -117,14 +118,16 @@ class GateInputs(NamedTuple):
     step: int
     bounds: tuple[float | None, float | None] = (None, None)
 
-    def computed(self) -> Tensor:
-        """Returns the gates [N, 2, heads], as in StateRows."""
+    def computed(self, dtype: torch.dtype) -> Tensor:
+        """Returns the gates [N, 2, heads], as in StateRows.  dtype: the model's."""
         groups, exact = len(self.A_log) // self.share, self.A_log.dtype
-        decay = strided(self.decay, groups, self.step, self.share).to(exact)
+        decay = strided(sum_parts.reference(self.decay, dtype), groups, self.step, self.share).to(exact)
         t = F.softplus(decay + self.dt_bias)
         if self.bounds != (None, None):
             t = t.clamp(*self.bounds)
-        beta = t if self.beta is None else strided(self.beta, groups, self.step, self.share).to(exact).sigmoid()
+        beta = t
+        if self.beta is not None:
+            beta = strided(sum_parts.reference(self.beta, dtype), groups, self.step, self.share).to(exact).sigmoid()
         return torch.stack((-self.A_log.exp() * t, beta), 1)
 
 
@@ -229,7 +232,7 @@ def prepare(
     out.v.copy_(v.view(out.v.shape))
     if gates is not None:
         assert out.gates is not None
-        out.gates.copy_(gates.computed())
+        out.gates.copy_(gates.computed(rows.tail.dtype))
 
 
 def tail_before(ordered: Tensor, rows: RowInputs) -> Tensor:

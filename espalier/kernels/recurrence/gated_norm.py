@@ -14,6 +14,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.quantise_rows import empty_rounded, over_scale, scale_of
 from espalier.kernels.layers.quantised import FP8_MAX, InputScales, Rows
 from espalier.kernels.ops.states import OutputGate, rounds_groups
+from espalier.kernels.recurrence.inputs import num_parts
 from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
@@ -113,7 +114,7 @@ def gated_norm(
         SHARE=gate.share,
         STEP=gate.step,
         GATE_FIRST=gate.is_first,
-        SPLITS=len(values) if values.ndim == 3 else 1,
+        SPLITS=num_parts(values),
         EPS=eps,
         EXACT=exact_type(read.dtype),
         MOST=FP8_MAX,

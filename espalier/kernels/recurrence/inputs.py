@@ -81,12 +81,13 @@ def _convolved(
 
 @kernel
 def _gates(
-    decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, row, head, is_row, stride, LOW: tl.constexpr, HIGH: tl.constexpr,
-    SHARE: tl.constexpr, STEP: tl.constexpr, EXACT: tl.constexpr,
+    decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, row, head, is_row, stride, split, LOW: tl.constexpr,
+    HIGH: tl.constexpr, SHARE: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr, TYPE: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """Returns (the logarithm of the decay, beta).  beta_ptr: None if beta is t itself (GateInputs, Mamba-2)."""
     column = head // SHARE * STEP + head % SHARE
-    raw = tl.load(decay_ptr + row * stride + column, mask=is_row, other=0.0).to(EXACT)
+    raw = load_sum(decay_ptr + row * stride + column, split, is_row, SPLITS, TYPE, EXACT)
     step = softplus(raw + tl.load(dt_bias_ptr + head).to(EXACT))
     if LOW is not None:
         step = tl.where(step < LOW, LOW, step)
@@ -95,7 +96,7 @@ def _gates(
     log_decay = -tl.exp(tl.load(A_log_ptr + head).to(EXACT)) * step
     beta = step
     if beta_ptr is not None:
-        b = tl.load(beta_ptr + row * stride + column, mask=is_row, other=0.0).to(EXACT)
+        b = load_sum(beta_ptr + row * stride + column, split, is_row, SPLITS, TYPE, EXACT)
         beta = 1.0 / (1.0 + tl.exp(-b))
     return log_decay, beta
 
@@ -135,10 +136,11 @@ def _q_or_k(
 def _v_and_gates(
     x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, v_ptr, gates_ptr,
     staged_ptr, row, within, slot, follows, is_row, head, x_stride, x_split,
-    gate_stride,
+    gate_stride, gate_split,
     HEADS: tl.constexpr, SHARE: tl.constexpr, FIRST: tl.constexpr, V_SIZE: tl.constexpr, CHANNELS: tl.constexpr,
     V_AT: tl.constexpr, V_STEP: tl.constexpr, GATE_STEP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    TAPS: tl.constexpr, SILU: tl.constexpr, SPLITS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
+    TAPS: tl.constexpr, SILU: tl.constexpr, SPLITS: tl.constexpr, GATE_SPLITS: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Computes one head of v and its gates, or channels of a convolution without heads.  FIRST: v's first channel."""
     of_head = tl.arange(0, BLOCK)
@@ -153,8 +155,8 @@ def _v_and_gates(
     tl.store(v_ptr + place, out, mask=is_row[:, None] & is_channel[None, :])
     if A_log_ptr is not None:
         log_decay, beta = _gates(
-            decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, row, head, is_row, gate_stride, LOW, HIGH, SHARE, GATE_STEP,
-            EXACT,
+            decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, row, head, is_row, gate_stride, gate_split, LOW, HIGH, SHARE,
+            GATE_STEP, GATE_SPLITS, tail_ptr.dtype.element_ty, EXACT,
         )  # fmt: skip
         tl.store(gates_ptr + row * 2 * HEADS + head, log_decay, mask=is_row)
         tl.store(gates_ptr + row * 2 * HEADS + HEADS + head, beta, mask=is_row)
@@ -164,12 +166,12 @@ def _v_and_gates(
 def _prepare_kernel(
     x_ptr, tail_ptr, slot_ptr, parent_ptr, follows_ptr, weight_ptr, bias_ptr, decay_ptr, beta_ptr, A_log_ptr,
     dt_bias_ptr, q_ptr, k_ptr, v_ptr, gates_ptr, staged_ptr,
-    num_rows, rows, x_stride, x_split, gate_stride,
+    num_rows, rows, x_stride, x_split, gate_stride, gate_split,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, CHANNELS: tl.constexpr,
     Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
     GATE_STEP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr,
-    SPLITS: tl.constexpr, UNITS: tl.constexpr, EPS: tl.constexpr, EXACT: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, DEPENDENT: tl.constexpr,
+    SPLITS: tl.constexpr, GATE_SPLITS: tl.constexpr, UNITS: tl.constexpr, EPS: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """For channels and columns see ops/states.py:Columns.
 
@@ -201,9 +203,14 @@ def _prepare_kernel(
         _v_and_gates(
             x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, v_ptr,
             gates_ptr, staged_ptr, row, within, slot, follows, is_row, part - 2 * K_HEADS, x_stride, x_split,
-            gate_stride, HEADS, SHARE, 2 * K_HEADS * K_SIZE, V_SIZE, CHANNELS, V_AT, V_STEP, GATE_STEP, LOW, HIGH, TAPS,
-            SILU, SPLITS, EXACT, BLOCK_V,
+            gate_stride, gate_split, HEADS, SHARE, 2 * K_HEADS * K_SIZE, V_SIZE, CHANNELS, V_AT, V_STEP, GATE_STEP, LOW,
+            HIGH, TAPS, SILU, SPLITS, GATE_SPLITS, EXACT, BLOCK_V,
         )  # fmt: skip
+
+
+def num_parts(values: Tensor) -> int:
+    """The number of partial sums: `values` is [parts, N, columns], or [N, columns]."""
+    return len(values) if values.ndim == 3 else 1
 
 
 def prepare(
@@ -216,17 +223,18 @@ def prepare(
         return
     parents = None if rows.parents is None else rows.parents.contiguous()
     of_gates: tuple[Tensor | None, ...] = (None,) * 4
-    gate_stride, step, low, high = 0, 1, None, None
+    gate_strides, gate_splits, step, low, high = (0, 0), 1, 1, None, None
     if gates is not None:
         of_gates = (gates.decay, gates.beta, gates.A_log, gates.dt_bias)
-        gate_stride, step, low, high = gates.decay.stride(0), gates.step, *gates.bounds
+        gate_strides, gate_splits = (gates.decay.stride(-2), gates.decay.stride(0)), num_parts(gates.decay)
+        step, low, high = gates.step, *gates.bounds
     heads, v_size = (columns.heads, columns.v_size) if columns.heads else (-(-columns.channels // BLOCK_C), BLOCK_C)
     block = 4 if num_rows <= 256 else 16
     _prepare_kernel[-(-num_rows // block), 2 * columns.k_heads + heads](
         *(inputs, rows.tail, rows.slots, parents, rows.follows, conv.weight, conv.bias),
         *of_gates,
         *out,
-        *(num_rows, rows.width, inputs.stride(-2), inputs.stride(0), gate_stride),
+        *(num_rows, rows.width, inputs.stride(-2), inputs.stride(0), *gate_strides),
         HEADS=heads,
         K_HEADS=columns.k_heads,
         K_SIZE=columns.k_size or 1,
@@ -242,7 +250,8 @@ def prepare(
         HIGH=high,
         TAPS=conv.weight.shape[1],
         SILU=conv.silu,
-        SPLITS=len(inputs) if inputs.ndim == 3 else 1,
+        SPLITS=num_parts(inputs),
+        GATE_SPLITS=gate_splits,
         UNITS=columns.units,
         EPS=UNIT_EPS,
         EXACT=exact_type(rows.tail.dtype),

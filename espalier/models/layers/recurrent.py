@@ -140,7 +140,7 @@ class DeltaNet:
             total, _, of_qkvz, ba = norm_router.triton(own, x, norm.weight, norm.eps, of_ba, rounding, x.dtype)
             return total, (of_qkvz, ba)
         total, normed, of_qkvz = norm.both_after(delta if own is None else own, x, rounding)
-        return total, (of_qkvz, self.ba(normed))
+        return total, (of_qkvz, self.ba.in_parts(normed))
 
     def __call__(self, layer: int, rows: tuple[Rows, Tensor], s: Stream, p: Pass) -> Tensor | Unsummed:
         """Returns the block's output for the rows [N, H].  See decoder.py:Mixer."""
@@ -153,6 +153,6 @@ class DeltaNet:
         return self.out.for_stream(gated_for(self.out, read, gate, self.norm))
 
     def _gates(self, ba: Tensor) -> GateInputs:
-        """The inputs of the decay and of beta.  ba: [N, 2 · heads], the product with `ba`."""
+        """The inputs of the decay and of beta.  ba: [..., N, 2 · heads], the product with `ba`, maybe in parts."""
         apart, step = (self.share, 2 * self.share) if self.is_grouped else (self.keeps.heads, self.share)
-        return GateInputs(ba[:, apart:], ba, self.A_log, self.dt_bias, self.share, step)
+        return GateInputs(ba[..., apart:], ba, self.A_log, self.dt_bias, self.share, step)
