@@ -76,7 +76,7 @@ TILES = (
 MIN_STAGES = 3
 # Programs per multiprocessor that keep the memory busy.  If there would be fewer, the rule takes smaller tiles.
 MIN_PROGRAMS = 2
-# The most rows of a tile with 4-bit weights.  Larger tiles are 6 to 25% slower, because an expert's last tile is emptier
+# The most rows of a tile with 4-bit weights.  Larger tiles are 6 to 25% slower: an expert's last tile is emptier
 # (docs/log.md).
 MAX_NIBBLE_ROWS = 64
 # The most mean pairs per expert for which tiles have FEW_ROWS rows, if a kernel has such tiles.
