@@ -1,4 +1,4 @@
-"""Gates of what heads read, in the form that the projection behind them takes."""
+"""Gates the outputs of heads, for the projection behind them."""
 
 from torch import Tensor
 
@@ -9,9 +9,10 @@ from espalier.models.layers.norm import RMSNorm, is_rounded_before
 
 
 def gated_for(out: Linear, read: Tensor, gate: OutputGate, norm: RMSNorm | None) -> Rows:
-    """As gated_norm, of read [N, groups, size], for the projection `out`: where that launch can round for it, it does.
+    """Returns the normed and gated rows of read [N, groups, size] in the form that `out` takes.
 
-    norm: None for the gate alone; then a group may have several scales.
+    If `out` takes rounded inputs and the launch of the norm can round them, that launch does it.
+    norm: None for the gate alone, see kernels/ops/states.py:gated_norm.  Then a group may have several scales.
     """
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     rounding, (groups, size) = out.rounding, read.shape[1:]
