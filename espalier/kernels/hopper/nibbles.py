@@ -334,17 +334,17 @@ def nibble_product(
     stage, empty = 0, STAGES - 1
     for k in range(k_begin, k_end, 256):
         hopper.async_copy.wait_group(STAGES - 2)
+        ahead = k + (STAGES - 1) * 256
+        if ahead < k_end:
+            _copy_codes(shared, empty, matrix, places, ahead, row_words, CODE, EVEN_IN)
+            _copy_inputs(shared, empty, x_ptr, x_places, inside, ahead, num_in, EVEN_IN)
+        hopper.async_copy.commit_group()
         if CODE != "int4":
             acc = _step_of_e2m1(acc, shared, stage, CODE)
         else:
             next_scales = _of_two_groups(matrix.scales + own_groups, k + 256, row_scales)
             acc = _step_of_int4(acc, shared, stage, scales, zeros, k, row_scales)
             scales = next_scales
-        ahead = k + (STAGES - 1) * 256
-        if ahead < k_end:
-            _copy_codes(shared, empty, matrix, places, ahead, row_words, CODE, EVEN_IN)
-            _copy_inputs(shared, empty, x_ptr, x_places, inside, ahead, num_in, EVEN_IN)
-        hopper.async_copy.commit_group()
         stage = stage + 1 if stage + 1 < STAGES else 0
         empty = empty + 1 if empty + 1 < STAGES else 0
     if CODE == "nvfp4":
