@@ -6,11 +6,12 @@ from itertools import product
 import pytest
 import torch
 
-from espalier.kernels.hopper.plans import TILE, is_hopper_product, splits_of, stages
+from espalier.kernels.hopper import quantised_products
+from espalier.kernels.hopper.plans import TILE, is_hopper_product, splits_of, stages, warps_of
 from espalier.kernels.layers import experts, linear_quantised, quantised_plans
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ProductPlan
 from espalier.kernels.layers.linear_plans import TritonPlan
-from espalier.kernels.layers.quantised import QuantisedMatrix, nibble_matrix
+from espalier.kernels.layers.quantised import FP8, OF_E2M1, QuantisedMatrix, dequantise, nibble_matrix, pack_nibbles
 from espalier.kernels.layers.quantised_plans import rule_of
 from espalier.kernels.ops.activation import Activation
 from espalier.kernels.ops.experts import ExpertBiases, grouped_experts
@@ -20,11 +21,12 @@ from tests.kernels.quantised_inputs import drawn
 
 H200 = Chip(shared_memory=232448, processors=132, capability=HOPPER)
 PLAN = TritonPlan(64, 256, 1, 4, 3)
+KINDS = ["int4", "int4-zeros", *OF_E2M1]
 
 
 def matrix(kind: str, num_out: int, num_in: int, device="cpu", lead: tuple[int, ...] = ()) -> QuantisedMatrix:
     """int4 in groups of 128 columns."""
-    if kind == "mxfp4":
+    if kind in OF_E2M1:
         return drawn(kind, lead, num_out, num_in, device, seed=num_out)
     generator = torch.Generator().manual_seed(num_out)
     groups = -(-num_in // 128)
@@ -34,7 +36,7 @@ def matrix(kind: str, num_out: int, num_in: int, device="cpu", lead: tuple[int, 
     return nibble_matrix("int4", packed.to(device), scales.to(device), 128, zeros if kind == "int4-zeros" else None)
 
 
-@pytest.mark.parametrize("kind", ["int4", "int4-zeros", "mxfp4"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_which_products_it_takes(kind):
     weight, x = matrix(kind, 64, 512), torch.zeros(16, 528, dtype=torch.bfloat16)
     assert is_hopper_product(x[:, :512], weight, 16, TILE, H200)
@@ -54,16 +56,23 @@ def test_it_takes_no_other_groups_and_formats(kind):
 
 
 def test_all_programs_that_share_a_multiprocessor_fit_it():
-    for tile, programs in product((8, 16), (1, 132, 264, 448, 5000)):
-        stage = 64 * 128 + 64 * 8 + tile * 512
-        sharing, count = min(-(-programs // H200.processors), 4), stages(tile, programs, H200)
-        assert count >= 3 and sharing * (count * stage + 1024) <= H200.shared_memory + 1024
+    for tile, programs, (code, scales), warps in product(
+        (8, 16), (1, 132, 264, 448, 5000), (("mxfp4", 8), ("nvfp4", 16)), (2, 4)
+    ):
+        stage = 16 * warps * (128 + scales) + tile * 512
+        sharing, count = min(-(-programs // H200.processors), 16 // warps), stages(tile, code, warps, programs, H200)
+        assert count >= 2 and sharing * (count * stage + 1024) <= H200.shared_memory + 1024
+
+
+def test_programs_are_of_fewer_rows_where_that_leaves_fewer_for_the_fullest_multiprocessor():
+    """448 programs of 64 rows: 4 on one multiprocessor and 3 on another; of 32 rows 7 and 6."""
+    assert [warps_of(*shape, H200) for shape in ((28672, 1), (4096, 8), (6144, 5), (128256, 1))] == [2, 4, 4, 4]
 
 
 def test_columns_are_split_until_four_programs_share_a_multiprocessor(monkeypatch):
     monkeypatch.setattr(quantised_plans, "chip", lambda tensor: H200)
     assert [splits_of(*shape, H200) for shape in ((4096, 14336), (6144, 4096), (64, 1024))] == [8, 5, 2]
-    for kind, rows, splits in (("mxfp4", 1, 8), ("int4", 16, 8), ("mxfp4", 17, 4)):
+    for kind, rows, splits in (("mxfp4", 1, 8), ("nvfp4", 1, 8), ("int4", 16, 8), ("mxfp4", 17, 4)):
         x = torch.empty(rows, 4096, dtype=torch.bfloat16)
         assert rule_of(matrix(kind, 4096, 4096), x).splits == splits
         # Where nothing was split nothing is: gate and up are multiplied in one launch then.
@@ -71,16 +80,18 @@ def test_columns_are_split_until_four_programs_share_a_multiprocessor(monkeypatc
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["int4", "int4-zeros", "mxfp4"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("num_out", "num_in", "splits"), [(70, 288, 1), (192, 1056, 2), (64, 2048, 3)])
 @pytest.mark.parametrize("rows", [1, 3, 8, 11, 16])
-def test_it_has_the_bits_of_tritons_kernel(kernel_device, monkeypatch, kind, num_out, num_in, splits, rows):
+@pytest.mark.parametrize("warps", [2, 4])
+def test_it_has_the_bits_of_tritons_kernel(kernel_device, monkeypatch, kind, num_out, num_in, splits, rows, warps):
     weight, plan = matrix(kind, num_out, num_in, kernel_device), replace(PLAN, splits=splits)
     x = torch.randn(rows, num_in, generator=torch.Generator().manual_seed(rows)).bfloat16().to(kernel_device)
     bias = torch.randn(num_out, generator=torch.Generator().manual_seed(1)).bfloat16().to(kernel_device)
     if not is_hopper_product(x, weight, rows, TILE, chip(x)):
         pytest.skip("not a Hopper GPU")
     functions = linear_quantised_parts.triton, linear_quantised_gated.triton
+    monkeypatch.setattr(quantised_products, "warps_of", lambda *args: warps)
     ours = [function(x, weight, bias, plan) for function in functions]
     monkeypatch.setattr(linear_quantised, "is_hopper_product", lambda *args: False)
     for function, result in zip(functions, ours, strict=True):
@@ -88,7 +99,24 @@ def test_it_has_the_bits_of_tritons_kernel(kernel_device, monkeypatch, kind, num
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["int4", "int4-zeros", "mxfp4"])
+@pytest.mark.parametrize("warps", [2, 4])
+def test_every_nibble_and_scale_of_nvfp4(kernel_device, monkeypatch, warps):
+    """All 16 values of E2M1 with all 127 scales from 0 on, in each group of a step: to the bits of the matrix."""
+    scales = ((torch.arange(127)[:, None] + 31 * torch.arange(16)) % 127).to(torch.uint8)
+    codes = pack_nibbles(torch.arange(16, dtype=torch.uint8).repeat(127, 16))
+    factors = torch.full((127,), 0.25, dtype=torch.float64, device=kernel_device)
+    parts = codes.to(kernel_device), scales.to(kernel_device).view(FP8)
+    weight = nibble_matrix("nvfp4", *parts, 16, row_scales=factors)
+    units = torch.eye(256, dtype=torch.bfloat16, device=kernel_device)
+    if not is_hopper_product(units, weight, 16, TILE, chip(units)):
+        pytest.skip("not a Hopper GPU")
+    monkeypatch.setattr(quantised_products, "warps_of", lambda *args: warps)
+    out = torch.cat([linear_quantised_parts.triton(each, weight, None, PLAN) for each in units.split(16)])
+    assert torch.equal(out, dequantise(weight, torch.bfloat16).T)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tile", [1, 8, 16])
 def test_experts_have_the_bits_of_tritons_kernels(kernel_device, monkeypatch, kind, tile):
     rows, top_k, hidden, inner = 1 if tile == 1 else 13, 2, 288, 160
