@@ -245,33 +245,29 @@ def _multiply(a, x, piece: gl.constexpr, part):
 
 @gluon_kernel
 def _step_of_e2m1(acc, shared, stage, CODE: gl.constexpr):
-    """Add the products of one step to acc."""
-    ACC: gl.constexpr = acc.type.layout
-    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    """Add the products of one step to acc; a factor is missing in them (nibble_product)."""
+    A: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     WARPS: gl.constexpr = gl.num_warps()
     OF_TWO: gl.constexpr = _of_warps(WARPS, [[8, 0], [0, 1]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [2])
     OF_FOUR: gl.constexpr = _of_warps(WARPS, [[8, 0], [0, 1], [0, 2]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [4])
     pieces = _pieces(shared, stage)
     PIECE: gl.constexpr = pieces[0].type.layout
     x = shared.x.index(stage).permute((1, 0))
-    part = gl.zeros([acc.shape[0], acc.shape[1]], gl.float32, layout=ACC)
     if CODE == "mxfp4":
         scales = _halves(shared.scales.index(stage).load(OF_TWO))
         for p in gl.static_range(4):
             factors = _factors(scales[p // 2].reshape(acc.shape[0]), CODE, PIECE)
             if p % 2 == 0:
-                part = _multiply(_e2m1(pieces[p], factors, "low", "low", A), x, p, part)
+                acc = _multiply(_e2m1(pieces[p], factors, "low", "low", A), x, p, acc)
             else:
-                part = _multiply(_e2m1(pieces[p], factors, "high", "high", A), x, p, part)
+                acc = _multiply(_e2m1(pieces[p], factors, "high", "high", A), x, p, acc)
     else:
         left, right = _halves(shared.scales.index(stage).load(OF_FOUR))
         scales = _halves(left) + _halves(right)
         for p in gl.static_range(4):
             factors = _factors(scales[p].reshape(acc.shape[0]), CODE, PIECE)
-            part = _multiply(_e2m1(pieces[p], factors, "low", "high", A), x, p, part)
-    # 2^64 or 2^39 is missing in the factors.
-    UNIT: gl.constexpr = 18446744073709551616.0 if CODE == "mxfp4" else 549755813888.0
-    return acc + part * UNIT
+            acc = _multiply(_e2m1(pieces[p], factors, "low", "high", A), x, p, acc)
+    return acc
 
 
 @gluon_kernel
@@ -363,8 +359,11 @@ def nibble_product(
             scales = next_scales
         stage = stage + 1 if stage + 1 < STAGES else 0
         empty = empty + 1 if empty + 1 < STAGES else 0
+    if CODE == "mxfp4":
+        # 2^64 is missing in the factors, 2^39 in those of NVFP4.
+        acc *= 18446744073709551616.0
     if CODE == "nvfp4":
-        acc *= gl.expand_dims(row_factors, 1)
+        acc *= gl.expand_dims(row_factors * 549755813888.0, 1)
     return acc
 
 

@@ -75,10 +75,10 @@ def nibble_dot(
                 scales = tl.load(scale_ptrs[:, None] + (first // 32 + tl.arange(0, STEP // 32))[None, :])
                 factors = _factors(scales, DTYPE) if CODE == 2 else _factors_of_pairs(scales, DTYPE)
                 factors = _of_words(factors, BLOCK_OUT, WORDS)
-                part = tl.dot(_e2m1(w, factors, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))
+                acc = tl.dot(_e2m1(w, factors, DTYPE, BLOCK_OUT, WORDS), tl.trans(x), acc)
             if CODE == 1 and GROUP > 0:
                 acc += part * (scale.to(tl.float32) * UNIT)[:, None]
-            else:
+            elif CODE == 1:
                 acc += part * UNIT
             if CODE == 1:
                 scale = next_scale
@@ -87,6 +87,8 @@ def nibble_dot(
             ks += STEP
     if CODE == 1 and GROUP == 0:
         acc *= scale.to(tl.float32)[:, None]
+    elif CODE > 1:
+        acc *= UNIT
     return acc
 
 
