@@ -308,14 +308,14 @@ def nibble_product(
     """
     ROWS: gl.constexpr = x_places.shape[0]
     WARPS: gl.constexpr = gl.num_warps()
-    OUT: gl.constexpr = 16 * WARPS
     # A thread copies 16 bytes of codes at a time, and 4 or 8 of scales.
     COPIED: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
     SCALE_WORDS: gl.constexpr = _scale_words(CODE)
+    SCALES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     COPIED_SCALES: gl.constexpr = gl.BlockedLayout([1, SCALE_WORDS // 2], [16, 2], [WARPS, 1], [1, 0])
     shared = Shared(
-        gl.allocate_shared_memory(gl.uint32, [STAGES, OUT, 32], gl.SwizzledSharedLayout(4, 1, 8, [1, 0])),
-        gl.allocate_shared_memory(gl.uint32, [STAGES, OUT, SCALE_WORDS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
+        gl.allocate_shared_memory(gl.uint32, [STAGES, 16 * WARPS, 32], gl.SwizzledSharedLayout(4, 1, 8, [1, 0])),
+        gl.allocate_shared_memory(gl.uint32, [STAGES, 16 * WARPS, SCALE_WORDS], SCALES),
         gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, 256], gl.NVMMASharedLayout(128, 16, 2)),
     )
     row_words = num_in // 32 * 4
@@ -332,13 +332,11 @@ def nibble_product(
         if k_begin + s * 256 < k_end:
             _copy_inputs(shared, s, x_ptr, x_places, inside, k_begin + s * 256, num_in, EVEN_IN)
         hopper.async_copy.commit_group()
-    acc = gl.zeros([OUT, ROWS], gl.float32, layout=ACC)
+    acc = gl.zeros([16 * WARPS, ROWS], gl.float32, layout=ACC)
     own_rows = rows_of_block(block, num_out, GATED, gl.SliceLayout(1, ACC))
     own_groups = own_rows * row_scales
-    zeros = None
     if CODE == "int4":
-        if matrix.zeros is not None:
-            zeros = matrix.zeros + own_groups
+        zeros = None if matrix.zeros is None else matrix.zeros + own_groups
         # Scales are loaded one step ahead, so that no step waits for its scales.
         scales = _of_two_groups(matrix.scales + own_groups, k_begin, row_scales)
     if CODE == "nvfp4":
@@ -351,12 +349,12 @@ def nibble_product(
             _copy_codes(shared, empty, matrix, places, ahead, row_words, CODE, EVEN_IN)
             _copy_inputs(shared, empty, x_ptr, x_places, inside, ahead, num_in, EVEN_IN)
         hopper.async_copy.commit_group()
-        if CODE != "int4":
-            acc = _step_of_e2m1(acc, shared, stage, CODE)
-        else:
+        if CODE == "int4":
             next_scales = _of_two_groups(matrix.scales + own_groups, k + 256, row_scales)
             acc = _step_of_int4(acc, shared, stage, scales, zeros, k, row_scales)
             scales = next_scales
+        else:
+            acc = _step_of_e2m1(acc, shared, stage, CODE)
         stage = stage + 1 if stage + 1 < STAGES else 0
         empty = empty + 1 if empty + 1 < STAGES else 0
     if CODE == "mxfp4":

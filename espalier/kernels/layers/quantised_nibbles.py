@@ -35,9 +35,8 @@ def nibble_dot(
     DTYPE: tl.constexpr = x_ptrs.dtype.element_ty
     # The factor that sums lack, because decoded numbers are too small by it (_int4, _factor).
     IS_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
-    OF_BFLOAT16: tl.constexpr = 2.0**6 if CODE == 1 else (2.0**64 if CODE == 2 else 2.0**39)
-    OF_FLOAT16: tl.constexpr = 2.0**9 if CODE == 1 else (2.0**10 if CODE == 2 else 2.0**7)
-    UNIT: tl.constexpr = OF_BFLOAT16 if IS_BFLOAT16 else OF_FLOAT16
+    UNITS: tl.constexpr = (2.0**6, 2.0**64, 2.0**39) if IS_BFLOAT16 else (2.0**9, 2.0**10, 2.0**7)
+    UNIT: tl.constexpr = UNITS[CODE - 1]
     ks = k_begin + tl.arange(0, STEP)
     # Written in this form so that the compiler sees that rows begin at multiples of 16 bytes.
     row_words = num_in // 32 * 4
