@@ -76,16 +76,6 @@ def scales_of_row(num_in, CODE: gl.constexpr):
 
 
 @gluon_kernel
-def of_matrix(pointers, first, num_in, CODE: gl.constexpr):
-    """Move the pointers to the first row of a matrix in a stack."""
-    row_scales = scales_of_row(num_in, CODE)
-    zeros = pointers.zeros
-    if zeros is not None:
-        zeros += first if CODE == "nvfp4" else first * row_scales
-    return Nibbles(pointers.words + first * (num_in // 32 * 4), pointers.scales + first * row_scales, zeros)
-
-
-@gluon_kernel
 def _halves(words):
     """Split words [rows, W] into their left and right half of columns."""
     W: gl.constexpr = words.shape[1]

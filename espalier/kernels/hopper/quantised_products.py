@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from espalier.kernels.hopper.nibbles import Nibbles, nibble_product, of_matrix, rows_of_block, sums_layout
+from espalier.kernels.hopper.nibbles import Nibbles, nibble_product, rows_of_block, scales_of_row, sums_layout
 from espalier.kernels.hopper.plans import (
     BLOCK_IN,
     FEW_ROWS,
@@ -208,9 +208,12 @@ def _gated_kernel(
     if bias_ptr is not None:
         first_bias = bias_ptr + expert * 2 * num_out
         bias = gl.load(first_bias + rows_of_block(block, num_out, True, gl.SliceLayout(1, ACC)))
-    matrix = of_matrix(Nibbles(words_ptr, scales_ptr, zeros_ptr), expert * 2 * num_out, num_in, CODE)
+    first, row_words, row_scales = expert * 2 * num_out, num_in // 32 * 4, scales_of_row(num_in, CODE)
+    if zeros_ptr is not None:
+        zeros_ptr += first if CODE == "nvfp4" else first * row_scales
     acc = nibble_product(
-        matrix, block, x_ptr, x_places, gl.expand_dims(inside, 1), num_out, num_in, 0, num_in,
+        Nibbles(words_ptr + first * row_words, scales_ptr + first * row_scales, zeros_ptr), block, x_ptr, x_places,
+        gl.expand_dims(inside, 1), num_out, num_in, 0, num_in,
         CODE, STAGES, True, EVEN_IN, False, ACC,
     )
     if bias_ptr is not None:
@@ -253,9 +256,12 @@ def _down_kernel(
     if bias_ptr is not None:
         bias = gl.load(bias_ptr + own * num_out + rows_of_block(block, num_out, False, gl.SliceLayout(1, ACC)))
     # Rows without an expert take no steps, because _gated_kernel writes nothing to their x.
-    matrix = of_matrix(Nibbles(words_ptr, scales_ptr, zeros_ptr), own * num_out, num_in, CODE)
+    first, row_words, row_scales = own * num_out, num_in // 32 * 4, scales_of_row(num_in, CODE)
+    if zeros_ptr is not None:
+        zeros_ptr += first if CODE == "nvfp4" else first * row_scales
     acc = nibble_product(
-        matrix, block, x_ptr, x_places, gl.expand_dims(inside, 1), num_out, num_in, 0,
+        Nibbles(words_ptr + first * row_words, scales_ptr + first * row_scales, zeros_ptr), block, x_ptr, x_places,
+        gl.expand_dims(inside, 1), num_out, num_in, 0,
         gl.where(expert == num_experts, 0, num_in),
         CODE, STAGES, False, EVEN_IN, DEPENDENT, ACC,
     )
