@@ -6,8 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from espalier.kernels.hopper import quantised_products
-from espalier.kernels.hopper.plans import TILE, is_hopper_product, splits_of, stages, warps_of
+from espalier.kernels.hopper.plans import TILE, is_hopper_product, splits_of, stages
 from espalier.kernels.layers import experts, linear_quantised, quantised_plans
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ProductPlan
 from espalier.kernels.layers.linear_plans import TritonPlan
@@ -56,17 +55,10 @@ def test_it_takes_no_other_groups_and_formats(kind):
 
 
 def test_all_programs_that_share_a_multiprocessor_fit_it():
-    for tile, programs, (code, scales), warps in product(
-        (8, 16), (1, 132, 264, 448, 5000), (("mxfp4", 8), ("nvfp4", 16)), (2, 4)
-    ):
-        stage = 16 * warps * (128 + scales) + tile * 512
-        sharing, count = min(-(-programs // H200.processors), 16 // warps), stages(tile, code, warps, programs, H200)
-        assert count >= 2 and sharing * (count * stage + 1024) <= H200.shared_memory + 1024
-
-
-def test_programs_are_of_fewer_rows_where_that_leaves_fewer_for_the_fullest_multiprocessor():
-    """448 programs of 64 rows: 4 on one multiprocessor and 3 on another; of 32 rows 7 and 6."""
-    assert [warps_of(*shape, H200) for shape in ((28672, 1), (4096, 8), (6144, 5), (128256, 1))] == [2, 4, 4, 4]
+    for tile, programs, (code, scales) in product((8, 16), (1, 132, 264, 448, 5000), (("mxfp4", 8), ("nvfp4", 16))):
+        stage = 64 * 128 + 64 * scales + tile * 512
+        sharing, count = min(-(-programs // H200.processors), 4), stages(tile, code, programs, H200)
+        assert count >= 3 and sharing * (count * stage + 1024) <= H200.shared_memory + 1024
 
 
 def test_columns_are_split_until_four_programs_share_a_multiprocessor(monkeypatch):
@@ -83,15 +75,13 @@ def test_columns_are_split_until_four_programs_share_a_multiprocessor(monkeypatc
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("num_out", "num_in", "splits"), [(70, 288, 1), (192, 1056, 2), (64, 2048, 3)])
 @pytest.mark.parametrize("rows", [1, 3, 8, 11, 16])
-@pytest.mark.parametrize("warps", [2, 4])
-def test_it_has_the_bits_of_tritons_kernel(kernel_device, monkeypatch, kind, num_out, num_in, splits, rows, warps):
+def test_it_has_the_bits_of_tritons_kernel(kernel_device, monkeypatch, kind, num_out, num_in, splits, rows):
     weight, plan = matrix(kind, num_out, num_in, kernel_device), replace(PLAN, splits=splits)
     x = torch.randn(rows, num_in, generator=torch.Generator().manual_seed(rows)).bfloat16().to(kernel_device)
     bias = torch.randn(num_out, generator=torch.Generator().manual_seed(1)).bfloat16().to(kernel_device)
     if not is_hopper_product(x, weight, rows, TILE, chip(x)):
         pytest.skip("not a Hopper GPU")
     functions = linear_quantised_parts.triton, linear_quantised_gated.triton
-    monkeypatch.setattr(quantised_products, "warps_of", lambda *args: warps)
     ours = [function(x, weight, bias, plan) for function in functions]
     monkeypatch.setattr(linear_quantised, "is_hopper_product", lambda *args: False)
     for function, result in zip(functions, ours, strict=True):
@@ -99,8 +89,7 @@ def test_it_has_the_bits_of_tritons_kernel(kernel_device, monkeypatch, kind, num
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("warps", [2, 4])
-def test_every_nibble_and_scale_of_nvfp4(kernel_device, monkeypatch, warps):
+def test_every_nibble_and_scale_of_nvfp4(kernel_device):
     """All 16 values of E2M1 with all 127 scales from 0 on, in each group of a step: to the bits of the matrix."""
     scales = ((torch.arange(127)[:, None] + 31 * torch.arange(16)) % 127).to(torch.uint8)
     codes = pack_nibbles(torch.arange(16, dtype=torch.uint8).repeat(127, 16))
@@ -110,7 +99,6 @@ def test_every_nibble_and_scale_of_nvfp4(kernel_device, monkeypatch, warps):
     units = torch.eye(256, dtype=torch.bfloat16, device=kernel_device)
     if not is_hopper_product(units, weight, 16, TILE, chip(units)):
         pytest.skip("not a Hopper GPU")
-    monkeypatch.setattr(quantised_products, "warps_of", lambda *args: warps)
     out = torch.cat([linear_quantised_parts.triton(each, weight, None, PLAN) for each in units.split(16)])
     assert torch.equal(out, dequantise(weight, torch.bfloat16).T)
 

@@ -36,36 +36,22 @@ class Shared(NamedTuple):
 
 
 @constexpr_function
-def sums_layout(warps: int) -> Any:
-    """The layout of a program's sums [16 · warps, rows of inputs]: a warp has 16 weight rows."""
-    return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
-
-
-@constexpr_function
 def _scale_words(code: str) -> int:
     """The words of E2M1's scales of a step of 256 columns."""
     return 2 if code == "mxfp4" else 4
-
-
-@constexpr_function
-def _of_warps(warps: int, registers: list[list[int]], lanes: list[list[int]], rest: list[int]) -> Any:
-    """A layout [16 · warps, *rest] in which a warp has 16 weight rows."""
-    first_rows = [[16 << bit, *([0] * len(rest))] for bit in range(warps.bit_length() - 1)]
-    return gl.DistributedLinearLayout(registers, lanes, first_rows, [], [16 * warps, *rest])
 
 
 # Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel
 def rows_of_block(block, num_out, GATED: gl.constexpr, LAYOUT: gl.constexpr):
-    """[16 · warps]: the weight rows that a program multiplies with.  See linear.py:weight_rows."""
-    OUT: gl.constexpr = 16 * gl.num_warps()
-    row = gl.arange(0, OUT, layout=LAYOUT)
+    """[64]: the weight rows that a program multiplies with.  See linear.py:weight_rows."""
+    row = gl.arange(0, 64, layout=LAYOUT)
     if GATED:
-        found = gl.minimum(block * (OUT // 2) + row // 16 * 8 + row % 8, num_out - 1) + row % 16 // 8 * num_out
+        found = gl.minimum(block * 32 + row // 16 * 8 + row % 8, num_out - 1) + row % 16 // 8 * num_out
     else:
         # Rows past the end become the last row; their results are not stored.
-        found = gl.minimum(block * OUT + row, num_out - 1)
+        found = gl.minimum(block * 64 + row, num_out - 1)
     return found
 
 
@@ -77,9 +63,9 @@ def scales_of_row(num_in, CODE: gl.constexpr):
 
 @gluon_kernel
 def _halves(words):
-    """Split words [rows, W] into their left and right half of columns."""
+    """Split words [64, W] into their left and right half of columns."""
     W: gl.constexpr = words.shape[1]
-    return gl.split(words.reshape(words.shape[0], 2, W // 2).permute(0, 2, 1))
+    return gl.split(words.reshape(64, 2, W // 2).permute(0, 2, 1))
 
 
 @gluon_kernel
@@ -108,9 +94,8 @@ def _in_columns(first, second, third, fourth, A: gl.constexpr):
 
     No value moves between threads.
     """
-    OUT: gl.constexpr = first.shape[0]
-    pairs = gl.join(gl.join(first, third), gl.join(second, fourth)).reshape(OUT, 2, 4, 2, 2, 2)
-    return gl.convert_layout(pairs.permute(0, 1, 4, 5, 2, 3).reshape(OUT, 64), A, assert_trivial=True)
+    pairs = gl.join(gl.join(first, third), gl.join(second, fourth)).reshape(64, 2, 4, 2, 2, 2)
+    return gl.convert_layout(pairs.permute(0, 1, 4, 5, 2, 3).reshape(64, 64), A, assert_trivial=True)
 
 
 @gluon_kernel
@@ -148,15 +133,14 @@ def _bytes(words, SELECTED: gl.constexpr):
 
 @gluon_kernel
 def _factors(words, CODE: gl.constexpr, PIECE: gl.constexpr):
-    """Turn words of 4 scales [rows] into factors [rows, 8] for words of 64 columns, see quantised_nibbles.py.
+    """Turn words of 4 scales [64] into factors [64, 8] for words of 64 columns, see quantised_nibbles.py.
 
     MXFP4's 4 exponents are for two pieces of 64 columns: the low halves of the factors are for the first piece, the
     high halves for the second.  NVFP4's are for one: a half for each 16 of 32 columns.
     """
-    OUT: gl.constexpr = words.shape[0]
-    WORD: gl.constexpr = _of_warps(
-        gl.num_warps(),
-        [[8, 0, 0], [0, 1, 0]], [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [2, 4],
+    WORD: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0, 0], [0, 1, 0]], [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16, 0, 0], [32, 0, 0]], [], [64, 2, 4],
     )
     if CODE == "mxfp4":
         # 0x1F00 is 62 · 0x80.
@@ -164,13 +148,13 @@ def _factors(words, CODE: gl.constexpr, PIECE: gl.constexpr):
     else:
         both = gl.join(_bytes(words, "0x4140"), _bytes(words, "0x4342")) * 0x10 + 0x60006000
     both = gl.convert_layout(both, gl.SliceLayout(2, WORD), assert_trivial=True)
-    factors = gl.expand_dims(both, 2) + gl.full([OUT, 2, 4], 0, gl.uint32, layout=WORD)
-    return gl.convert_layout(factors.reshape(OUT, 8), PIECE, assert_trivial=True)
+    factors = gl.expand_dims(both, 2) + gl.full([64, 2, 4], 0, gl.uint32, layout=WORD)
+    return gl.convert_layout(factors.reshape(64, 8), PIECE, assert_trivial=True)
 
 
 @gluon_kernel
 def _places(block, num_out, row_size, COLUMNS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr):
-    """[rows, COLUMNS]: offsets of a block's rows, in a matrix whose rows have row_size values.  Columns from 0 on."""
+    """[64, COLUMNS]: offsets of a block's rows, in a matrix whose rows have row_size values.  Columns from 0 on."""
     rows = rows_of_block(block, num_out, GATED, gl.SliceLayout(1, LAYOUT)) * row_size
     return gl.expand_dims(rows, 1) + gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT)), 0)
 
@@ -219,9 +203,9 @@ def _offset(zeros):
 
 @gluon_kernel
 def _pieces(shared, stage):
-    """Load a step's words as 4 times [rows, 8], laid out so that a thread decodes its own rows and columns of A."""
-    WORDS: gl.constexpr = _of_warps(
-        gl.num_warps(), [[8, 0], [0, 4], [0, 8], [0, 16]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [32],
+    """Load a step's words as 4 times [64, 8], laid out so that a thread decodes its own rows and columns of A."""
+    WORDS: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0], [0, 4], [0, 8], [0, 16]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 32],
     )
     left, right = _halves(shared.words.index(stage).load(WORDS))
     return _halves(left) + _halves(right)
@@ -237,16 +221,19 @@ def _multiply(a, x, piece: gl.constexpr, part):
 def _step_of_e2m1(acc, shared, stage, CODE: gl.constexpr):
     """Add the products of one step to acc; a factor is missing in them (nibble_product)."""
     A: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    WARPS: gl.constexpr = gl.num_warps()
-    OF_TWO: gl.constexpr = _of_warps(WARPS, [[8, 0], [0, 1]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [2])
-    OF_FOUR: gl.constexpr = _of_warps(WARPS, [[8, 0], [0, 1], [0, 2]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [4])
+    OF_TWO: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0], [0, 1]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 2],
+    )
+    OF_FOUR: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0], [0, 1], [0, 2]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4],
+    )
     pieces = _pieces(shared, stage)
     PIECE: gl.constexpr = pieces[0].type.layout
     x = shared.x.index(stage).permute((1, 0))
     if CODE == "mxfp4":
         scales = _halves(shared.scales.index(stage).load(OF_TWO))
         for p in gl.static_range(4):
-            factors = _factors(scales[p // 2].reshape(acc.shape[0]), CODE, PIECE)
+            factors = _factors(scales[p // 2].reshape(64), CODE, PIECE)
             if p % 2 == 0:
                 acc = _multiply(_e2m1(pieces[p], factors, "low", "low", A), x, p, acc)
             else:
@@ -255,7 +242,7 @@ def _step_of_e2m1(acc, shared, stage, CODE: gl.constexpr):
         left, right = _halves(shared.scales.index(stage).load(OF_FOUR))
         scales = _halves(left) + _halves(right)
         for p in gl.static_range(4):
-            factors = _factors(scales[p].reshape(acc.shape[0]), CODE, PIECE)
+            factors = _factors(scales[p].reshape(64), CODE, PIECE)
             acc = _multiply(_e2m1(pieces[p], factors, "low", "high", A), x, p, acc)
     return acc
 
@@ -275,7 +262,7 @@ def _step_of_int4(acc, shared, stage, scales, zeros, k, num_groups):
         offset = pieces[0] & 0 | 0xBE00BE00
         if zeros is not None:
             offset = pieces[0] & 0 | gl.expand_dims(gl.convert_layout(_offset(points[group]), ROW), 1)
-        part = gl.zeros([acc.shape[0], acc.shape[1]], gl.float32, layout=ACC)
+        part = gl.zeros([64, acc.shape[1]], gl.float32, layout=ACC)
         for p in gl.static_range(2 * group, 2 * group + 2):
             part = _multiply(_int4(pieces[p], offset, A), x, p, part)
         # The decoded numbers are 2^-6 times the true ones.
@@ -289,7 +276,7 @@ def nibble_product(
     CODE: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, EVEN_IN: gl.constexpr, DEPENDENT: gl.constexpr,
     ACC: gl.constexpr,
 ):
-    """The product of a block's rows with x, see quantised_nibbles.py:nibble_dot: float32 [16 · warps, ROWS], as ACC.
+    """[64, ROWS] float32 in layout ACC: the product of a block's rows with x, see quantised_nibbles.py:nibble_dot.
 
     block, num_out: as for rows_of_block.  x_places: [ROWS, 256], offsets of the inputs' first columns in x; inside:
     [ROWS, 1], whether the row exists.  k_begin: a multiple of 256.  int4 has groups of 128 columns.
@@ -297,15 +284,14 @@ def nibble_product(
     The copies of the first steps' codes start before the wait for the previous kernel.
     """
     ROWS: gl.constexpr = x_places.shape[0]
-    WARPS: gl.constexpr = gl.num_warps()
     # A thread copies 16 bytes of codes at a time, and 4 or 8 of scales.
-    COPIED: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
+    COPIED: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     SCALE_WORDS: gl.constexpr = _scale_words(CODE)
     SCALES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    COPIED_SCALES: gl.constexpr = gl.BlockedLayout([1, SCALE_WORDS // 2], [16, 2], [WARPS, 1], [1, 0])
+    COPIED_SCALES: gl.constexpr = gl.BlockedLayout([1, SCALE_WORDS // 2], [16, 2], [4, 1], [1, 0])
     shared = Shared(
-        gl.allocate_shared_memory(gl.uint32, [STAGES, 16 * WARPS, 32], gl.SwizzledSharedLayout(4, 1, 8, [1, 0])),
-        gl.allocate_shared_memory(gl.uint32, [STAGES, 16 * WARPS, SCALE_WORDS], SCALES),
+        gl.allocate_shared_memory(gl.uint32, [STAGES, 64, 32], gl.SwizzledSharedLayout(4, 1, 8, [1, 0])),
+        gl.allocate_shared_memory(gl.uint32, [STAGES, 64, SCALE_WORDS], SCALES),
         gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, 256], gl.NVMMASharedLayout(128, 16, 2)),
     )
     row_words = num_in // 32 * 4
@@ -322,7 +308,7 @@ def nibble_product(
         if k_begin + s * 256 < k_end:
             _copy_inputs(shared, s, x_ptr, x_places, inside, k_begin + s * 256, num_in, EVEN_IN)
         hopper.async_copy.commit_group()
-    acc = gl.zeros([16 * WARPS, ROWS], gl.float32, layout=ACC)
+    acc = gl.zeros([64, ROWS], gl.float32, layout=ACC)
     own_rows = rows_of_block(block, num_out, GATED, gl.SliceLayout(1, ACC))
     own_groups = own_rows * row_scales
     if CODE == "int4":

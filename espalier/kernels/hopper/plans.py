@@ -8,8 +8,8 @@ from torch import Tensor
 from espalier.kernels.layers.quantised import OF_E2M1, QuantisedMatrix
 from espalier.kernels.runtime.launch import HOPPER, Chip
 
-# A program's tile of the weight, its warps, the weight rows of a warp, and the columns that share a scale of int4.
-BLOCK_OUT, BLOCK_IN, WARPS, WARP_OUT, GROUP = 64, 256, 4, 16, 128
+# A program's tile of the weight, its warps, and the columns that share a scale of int4.
+BLOCK_OUT, BLOCK_IN, WARPS, GROUP = 64, 256, 4, 128
 # Rows of inputs per tile.
 FEW_ROWS, MAX_ROWS = 8, 16
 # (block_out, block_in, warps) of the plans that the kernels take.
@@ -43,19 +43,9 @@ def splits_of(num_out: int, num_in: int, gpu: Chip) -> int:
     return max(min(PROGRAMS * gpu.processors // blocks, MAX_SPLITS, steps // MIN_STEPS), 1)
 
 
-def warps_of(num_out: int, splits: int, gpu: Chip) -> int:
-    """The warps of a linear layer's programs: half of WARPS if the fullest multiprocessor then has fewer rows.
-
-    That counts only if all programs run at once.
-    """
-    programs, halves = (-(-num_out // (WARP_OUT * warps)) * splits for warps in (WARPS, WARPS // 2))
-    is_fewer = -(-halves // gpu.processors) < 2 * -(-programs // gpu.processors)
-    return WARPS // 2 if is_fewer and programs <= PROGRAMS * gpu.processors else WARPS
-
-
-def stages(tile: int, code: str, warps: int, programs: int, gpu: Chip) -> int:
+def stages(tile: int, code: str, programs: int, gpu: Chip) -> int:
     """The most stages that fit if `programs` programs share the multiprocessors.  tile: rows of inputs per tile."""
-    values = WARP_OUT * warps * BLOCK_IN
+    values = BLOCK_OUT * BLOCK_IN
     stage = values // 2 + values // (16 if code == "nvfp4" else 32) + tile * BLOCK_IN * 2
-    sharing = min(-(-programs // gpu.processors), PROGRAMS * WARPS // warps)
+    sharing = min(-(-programs // gpu.processors), PROGRAMS)
     return max(min(gpu.shared_memory_of(sharing) // stage, MAX_STAGES), 2)

@@ -8,17 +8,8 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from espalier.kernels.hopper.nibbles import Nibbles, nibble_product, rows_of_block, scales_of_row, sums_layout
-from espalier.kernels.hopper.plans import (
-    BLOCK_IN,
-    FEW_ROWS,
-    MAX_ROWS,
-    WARP_OUT,
-    WARPS,
-    is_hopper_product,
-    stages,
-    warps_of,
-)
+from espalier.kernels.hopper.nibbles import Nibbles, nibble_product, rows_of_block, scales_of_row
+from espalier.kernels.hopper.plans import BLOCK_IN, FEW_ROWS, MAX_ROWS, WARPS, is_hopper_product, stages
 from espalier.kernels.layers.activation import apply_activation, silu_times
 from espalier.kernels.layers.experts_plan import ProductPlan
 from espalier.kernels.layers.experts_tiles import Tiles, tile_and_expert
@@ -30,15 +21,13 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
 
 def launch_linear(
-    x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, out: Tensor, splits: int, gated: bool, gpu: Chip
+    x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, out: Tensor, grid: tuple[int, int], gated: bool, gpu: Chip
 ) -> None:
-    """Write x · weightᵀ + bias to out, see _linear_quantised_kernel."""
-    warps = warps_of(weight.shape[0], splits, gpu)
-    grid = -(-out.shape[-1] // (WARP_OUT * warps // (2 if gated else 1))), splits
+    """Write x · weightᵀ + bias to out, see _linear_quantised_kernel.  grid: (blocks of weight rows, splits)."""
     hopper_linear_kernel[grid](
         *(x, *pointers_of(weight), bias, out, len(x), out.shape[-1], x.shape[1], x.stride(0)),
         GATED=gated,
-        **options_of(weight, len(x), grid, gpu, warps),
+        **options_of(weight, len(x), grid, gpu),
     )
 
 
@@ -48,17 +37,15 @@ def pointers_of(weight: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | None]
     return weight.codes.view(torch.int32), scales, weight.row_scales if weight.code == "nvfp4" else weight.zeros
 
 
-def options_of(
-    weight: QuantisedMatrix, rows: int, grid: tuple[int, int], gpu: Chip, warps: int = WARPS
-) -> dict[str, Any]:
+def options_of(weight: QuantisedMatrix, rows: int, grid: tuple[int, int], gpu: Chip) -> dict[str, Any]:
     """The constexpr arguments and launch options.  rows: rows of inputs per tile."""
     tile = FEW_ROWS if rows <= FEW_ROWS else MAX_ROWS
     return {
         "CODE": weight.code,
         "ROWS": tile,
-        "STAGES": stages(tile, weight.code, warps, grid[0] * grid[1], gpu),
+        "STAGES": stages(tile, weight.code, grid[0] * grid[1], gpu),
         "EVEN_IN": weight.shape[-1] % BLOCK_IN == 0,
-        "num_warps": warps,
+        "num_warps": WARPS,
         **pdl_arguments(gpu),
     }
 
@@ -69,8 +56,7 @@ def options_of(
 def gate_and_up_of(tile):
     """Split a tile of interleaved rows into gate and up, see linear.py:gate_and_up."""
     ROWS: gl.constexpr = tile.shape[1]
-    HALF: gl.constexpr = tile.shape[0] // 2
-    return gl.split(tile.reshape(HALF // 8, 2, 8, ROWS).permute(0, 2, 3, 1).reshape(HALF, ROWS, 2))
+    return gl.split(tile.reshape(4, 2, 8, ROWS).permute(0, 2, 3, 1).reshape(32, ROWS, 2))
 
 
 @gluon_kernel
@@ -80,8 +66,8 @@ def hopper_linear_kernel(
     DEPENDENT: gl.constexpr,
 ):
     """A quantised linear layer.  Grid: (blocks of weight rows, splits).  Arguments: see _linear_quantised_kernel."""
-    ACC: gl.constexpr = sums_layout(gl.num_warps())
-    X: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    X: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     split, num_splits = gl.program_id(1), gl.num_programs(1)
     steps = gl.cdiv(num_in, 256)
     k_begin, k_end = split * steps // num_splits * 256, (split + 1) * steps // num_splits * 256
@@ -98,11 +84,11 @@ def hopper_linear_kernel(
         bias = gl.load(bias_ptr + rows_of_block(block, num_out, GATED, gl.SliceLayout(1, ACC))).to(gl.float32)
         acc += gl.expand_dims(gl.where(split == 0, bias, 0.0), 1)
     result = acc.to(out_ptr.dtype.element_ty)
+    WRITTEN: gl.constexpr = 32 if GATED else 64
     if GATED:
         gate, up = gate_and_up_of(result)
         result = silu_times(gate.to(gl.float32), up.to(gl.float32)).to(out_ptr.dtype.element_ty)
     OUT: gl.constexpr = result.type.layout
-    WRITTEN: gl.constexpr = result.shape[0]
     row = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT)), 0)
     column = gl.expand_dims(block * WRITTEN + gl.arange(0, WRITTEN, layout=gl.SliceLayout(1, OUT)), 1)
     places = (split.to(gl.int64) * num_rows + row) * num_out + column
@@ -191,8 +177,8 @@ def _gated_kernel(
     DEPENDENT: gl.constexpr,
 ):
     """The activations of all pairs, see experts.py:_gated_kernel.  There are no shared experts."""
-    ACC: gl.constexpr = sums_layout(gl.num_warps())
-    X: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    X: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     # The trigger comes after the routing is complete, because _down_kernel reads the experts before it waits.
     pdl_wait(DEPENDENT)
     pdl_trigger(DEPENDENT)
@@ -239,8 +225,8 @@ def _down_kernel(
     EVEN_IN: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """The weighted results of all pairs, see experts.py:_down_kernel.  There are no shared experts."""
-    ACC: gl.constexpr = sums_layout(gl.num_warps())
-    X: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    X: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     pdl_trigger(DEPENDENT)
     tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, 0, SORTED, LIVE)
     if expert < 0:

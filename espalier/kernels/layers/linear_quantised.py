@@ -129,7 +129,8 @@ def _launch(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonP
     tile = min(block_rows(rows), MAX_BLOCK_ROWS)
     gpu = chip(inputs)
     if is_hopper_product(inputs, weight, rows, (plan.block_out, plan.block_in, plan.warps), gpu):
-        launch_linear(inputs, weight, bias, out, plan.splits, is_gated, gpu)
+        grid = -(-num_out // block_written), plan.splits
+        launch_linear(inputs, weight, bias, out, grid, is_gated, gpu)
         return out
     _linear_quantised_kernel[-(-num_out // block_written), plan.splits, -(-rows // tile)](
         *(inputs, input_scales, *kernel_matrix(weight), bias, out),
