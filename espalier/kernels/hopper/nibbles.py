@@ -219,8 +219,9 @@ def _multiply(a, x, piece: gl.constexpr, part):
 
 @gluon_kernel
 def _step_of_e2m1(acc, shared, stage, CODE: gl.constexpr):
-    """Add the products of one step to acc; a factor is missing in them (nibble_product)."""
-    A: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    """Add the products of one step to acc."""
+    ACC: gl.constexpr = acc.type.layout
+    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     OF_TWO: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0], [0, 1]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 2],
     )
@@ -230,21 +231,24 @@ def _step_of_e2m1(acc, shared, stage, CODE: gl.constexpr):
     pieces = _pieces(shared, stage)
     PIECE: gl.constexpr = pieces[0].type.layout
     x = shared.x.index(stage).permute((1, 0))
+    part = gl.zeros([64, acc.shape[1]], gl.float32, layout=ACC)
     if CODE == "mxfp4":
         scales = _halves(shared.scales.index(stage).load(OF_TWO))
         for p in gl.static_range(4):
             factors = _factors(scales[p // 2].reshape(64), CODE, PIECE)
             if p % 2 == 0:
-                acc = _multiply(_e2m1(pieces[p], factors, "low", "low", A), x, p, acc)
+                part = _multiply(_e2m1(pieces[p], factors, "low", "low", A), x, p, part)
             else:
-                acc = _multiply(_e2m1(pieces[p], factors, "high", "high", A), x, p, acc)
+                part = _multiply(_e2m1(pieces[p], factors, "high", "high", A), x, p, part)
     else:
         left, right = _halves(shared.scales.index(stage).load(OF_FOUR))
         scales = _halves(left) + _halves(right)
         for p in gl.static_range(4):
             factors = _factors(scales[p].reshape(64), CODE, PIECE)
-            acc = _multiply(_e2m1(pieces[p], factors, "low", "high", A), x, p, acc)
-    return acc
+            part = _multiply(_e2m1(pieces[p], factors, "low", "high", A), x, p, part)
+    # 2^64 or 2^39 is missing in the factors.
+    UNIT: gl.constexpr = 18446744073709551616.0 if CODE == "mxfp4" else 549755813888.0
+    return acc + part * UNIT
 
 
 @gluon_kernel
@@ -333,11 +337,8 @@ def nibble_product(
             acc = _step_of_e2m1(acc, shared, stage, CODE)
         stage = stage + 1 if stage + 1 < STAGES else 0
         empty = empty + 1 if empty + 1 < STAGES else 0
-    if CODE == "mxfp4":
-        # 2^64 is missing in the factors, 2^39 in those of NVFP4.
-        acc *= 18446744073709551616.0
     if CODE == "nvfp4":
-        acc *= gl.expand_dims(row_factors * 549755813888.0, 1)
+        acc *= gl.expand_dims(row_factors, 1)
     return acc
 
 

@@ -37,6 +37,8 @@ def nibble_dot(
     IS_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
     UNITS: tl.constexpr = (2.0**6, 2.0**64, 2.0**39) if IS_BFLOAT16 else (2.0**9, 2.0**10, 2.0**7)
     UNIT: tl.constexpr = UNITS[CODE - 1]
+    # One sum over all steps, in the tensor cores: a large tile then decodes while it multiplies.
+    IN_ONE: tl.constexpr = CODE > 1 and ROWS >= 64
     ks = k_begin + tl.arange(0, STEP)
     # Written in this form so that the compiler sees that rows begin at multiples of 16 bytes.
     row_words = num_in // 32 * 4
@@ -61,23 +63,20 @@ def nibble_dot(
                 x = tl.load(x_ptrs[:, None] + ks[None, :], mask=inside[:, None] & (ks[None, :] < num_in), other=0.0)
             w = w.to(tl.uint32, bitcast=True)
             if CODE == 1:
-                if zeros_ptr is None:
-                    # -8 · 2^-6 (-8 · 2^-9 in float16) in both halves.
-                    offset = tl.full((BLOCK_OUT, WORDS), 0xBE00BE00 if IS_BFLOAT16 else 0xA400A400, tl.uint32)
-                else:
-                    # Not loaded ahead: registers would then be distributed among threads unlike those of the words.
-                    zero = tl.load(zeros_ptr + w_rows * num_groups + _group_of(first, num_groups, GROUP))
-                    offset = tl.broadcast_to(_offset(zero, DTYPE)[:, None], (BLOCK_OUT, WORDS))
+                # Not loaded ahead: registers would then be distributed among threads unlike those of the words.
+                group = w_rows * num_groups + _group_of(first, num_groups, GROUP)
+                offset = _offsets(zeros_ptr, group, DTYPE, BLOCK_OUT, WORDS)
                 part = tl.dot(_int4(w, offset, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))
             else:
                 # One exponent, or two scales, per 32 columns.
                 scales = tl.load(scale_ptrs[:, None] + (first // 32 + tl.arange(0, STEP // 32))[None, :])
-                factors = _factors(scales, DTYPE) if CODE == 2 else _factors_of_pairs(scales, DTYPE)
-                factors = _of_words(factors, BLOCK_OUT, WORDS)
-                acc = tl.dot(_e2m1(w, factors, DTYPE, BLOCK_OUT, WORDS), tl.trans(x), acc)
+                w = _e2m1(w, _factors(scales, CODE, DTYPE, BLOCK_OUT, WORDS), DTYPE, BLOCK_OUT, WORDS)
+                part = tl.dot(w, tl.trans(x), acc if IN_ONE else None)
             if CODE == 1 and GROUP > 0:
                 acc += part * (scale.to(tl.float32) * UNIT)[:, None]
-            elif CODE == 1:
+            elif IN_ONE:
+                acc = part
+            else:
                 acc += part * UNIT
             if CODE == 1:
                 scale = next_scale
@@ -86,7 +85,7 @@ def nibble_dot(
             ks += STEP
     if CODE == 1 and GROUP == 0:
         acc *= scale.to(tl.float32)[:, None]
-    elif CODE > 1:
+    elif IN_ONE:
         acc *= UNIT
     return acc
 
@@ -122,11 +121,20 @@ def _num_groups(num_in, CODE: tl.constexpr, GROUP: tl.constexpr):
 
 
 @kernel
-def _offset(zero, DTYPE: tl.constexpr):
-    """The offset that _int4 adds: minus the zero points of a group, per row, in both halves of a uint32."""
+def _offsets(zeros_ptr, group, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+    """The offsets that _int4 adds: minus the zero points of each row's group, in both halves of a uint32.
+
+    zeros_ptr: None: all zero points are 8.
+    """
     STEP: tl.constexpr = 2.0**-6 if tl.bfloat16 == DTYPE else 2.0**-9
-    offset = (zero.to(tl.float32) * -STEP).to(DTYPE)
-    return offset.to(tl.uint16, bitcast=True).to(tl.uint32) * 0x10001
+    if zeros_ptr is None:
+        # -8 · 2^-6 (-8 · 2^-9 in float16) in both halves.
+        offsets = tl.full((BLOCK_OUT, WORDS), 0xBE00BE00 if tl.bfloat16 == DTYPE else 0xA400A400, tl.uint32)
+    else:
+        offset = (tl.load(zeros_ptr + group).to(tl.float32) * -STEP).to(DTYPE)
+        both = offset.to(tl.uint16, bitcast=True).to(tl.uint32) * 0x10001
+        offsets = tl.broadcast_to(both[:, None], (BLOCK_OUT, WORDS))
+    return offsets
 
 
 @kernel
@@ -151,7 +159,14 @@ def _int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.con
 
 
 @kernel
-def _factors(exponents, DTYPE: tl.constexpr):
+def _factors(scales, CODE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+    """The factors of _e2m1 for words [BLOCK_OUT, WORDS], of scales for their blocks of 32 columns [.., WORDS / 4]."""
+    factors = _factors_of_exponents(scales, DTYPE) if CODE == 2 else _factors_of_pairs(scales, DTYPE)
+    return tl.reshape(tl.broadcast_to(factors[:, :, None], (BLOCK_OUT, WORDS // 4, 4)), (BLOCK_OUT, WORDS))
+
+
+@kernel
+def _factors_of_exponents(exponents, DTYPE: tl.constexpr):
     """The factor by which _e2m1 multiplies, per exponent, in both halves of a uint32.
 
     It is 2^(exponent - 127), times 2^126 (float16: 2^14) for the bits of E2M1, times 2^-64 (2^-10) to stay in range.
@@ -176,12 +191,6 @@ def _factors_of_pairs(pairs, DTYPE: tl.constexpr):
     else:
         factors = (bits & 0xFF) * 128 | (bits >> 8) << 23
     return factors
-
-
-@kernel
-def _of_words(factor, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
-    """Repeat factors of 32 columns for their words: [BLOCK_OUT, WORDS / 4] -> [BLOCK_OUT, WORDS]."""
-    return tl.reshape(tl.broadcast_to(factor[:, :, None], (BLOCK_OUT, WORDS // 4, 4)), (BLOCK_OUT, WORDS))
 
 
 @kernel
