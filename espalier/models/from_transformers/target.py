@@ -153,15 +153,10 @@ class OurExperts(nn.Module):
         return sum_parts(parts, hidden_states.dtype)
 
 
-# Candidates that may compute the same as a norm of transformers.
-NORM_MAKERS: tuple[MakeModule, ...] = (OurNorm, partial(OurNorm, offset=1.0))
-EXPERT_MAKERS: tuple[MakeModule, ...] = (
-    partial(OurExperts, activation=SILU),
-    partial(OurExperts, activation=GELU_TANH),
-)
+# By a module's parameters, the modules of Espalier that may compute the same.
 MAKERS_BY_PARAMETERS: Mapping[tuple[str, ...], tuple[MakeModule, ...]] = {
-    ("weight",): NORM_MAKERS,
-    ("down_proj", "gate_up_proj"): EXPERT_MAKERS,
+    ("weight",): (OurNorm, partial(OurNorm, offset=1.0)),
+    ("down_proj", "gate_up_proj"): tuple(partial(OurExperts, activation=each) for each in (SILU, GELU_TANH)),
 }
 
 

@@ -104,7 +104,6 @@ class Attention(AttentionBlock):
     output_gate: OutputGate | None = None
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, Rows]:
-        """Returns (x + delta, the norm of that sum as qkv takes it).  See residual.py:NormReader."""
         # With a gate, the norm is not rounded: the gate may have another format than q, k and v.
         return self.qkv.norm_input(norm, delta, x) if self.output_gate is None else norm.add_and_norm(delta, x)
 
@@ -140,7 +139,6 @@ class GatedAttention:
     norms: HeadNorms
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, Rows]:
-        """Returns (x + delta, the norm of that sum as qkv takes it).  See residual.py:NormReader."""
         return self.qkv.norm_input(norm, delta, x)
 
     def __call__(self, layer: int, rows: Rows, s: Residual, p: Pass) -> Tensor | Unsummed:

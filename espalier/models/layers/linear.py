@@ -39,7 +39,6 @@ class Linear:
         return self.weight.rounding
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, Rows]:
-        """Returns (x + delta, the norm of that sum as this layer takes it).  See residual.py:NormReader."""
         rounding = self.weight.rounding
         return norm.add_and_norm(delta, x) if rounding is None else norm.add_and_round(delta, x, rounding)
 

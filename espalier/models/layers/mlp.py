@@ -38,7 +38,6 @@ class GatedMLP:
     activation: Activation = SILU
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, Rows]:
-        """Returns (x + delta, the norm of that sum as gate_up takes it).  See residual.py:NormReader."""
         return self.gate_up.norm_input(norm, delta, x)
 
     def __call__(self, x: Rows, live: Tensor | None = None) -> Tensor | Unsummed:
