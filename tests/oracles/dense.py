@@ -63,10 +63,10 @@ class DensePass(Pass):
                 spec.keeps, inputs.unflatten(0, shape), of_rows, *conv
             )
             return out if spec.keeps.heads else self._computed(layer, out)
-        if spec.shares_rows_of is not None:
+        if spec.shares_with is not None:
             ready = isinstance(values[0], ReadyHeads)
             q = self._by_request(values[0].q) if ready else queries_of(self._by_request(values[0]), *values[1:])
-            self.planes[layer] = self.planes[spec.shares_rows_of]
+            self.planes[layer] = self.planes[spec.shares_with]
             return q if self.kept_rows(layer) is None else q[torch.arange(len(q)), self.needed][:, None]
         if isinstance(values[0], ReadyHeads):
             q, *made = map(self._by_request, values[0])

@@ -313,7 +313,7 @@ class TransformersTarget:
         self.kv_scales: tuple[KVScales | None, ...] = (None,) * len(self.layer_specs)
         # Some embeddings have more rows than the vocabulary, for audio or an unknown token.
         self.embed = Embedding(body.model.get_input_embeddings().weight[: config.vocab_size])
-        self._sharing = frozenset(i for i, spec in enumerate(self.layer_specs) if spec.shares_rows_of is not None)
+        self._sharing = frozenset(i for i, spec in enumerate(self.layer_specs) if spec.shares_with is not None)
         self._layers = {body.model.get_submodule(name): i for i, name in enumerate(config.probed.attention)}
 
     def __call__(self, p: Pass) -> ModelOutput:
