@@ -12,11 +12,14 @@ from espalier.kernels.attention.ancestor_bits import pack
 from espalier.kernels.ops import selection
 from espalier.kernels.ops.rope import Rotation
 from espalier.kernels.ops.selection import (
+    GROUP,
     MAX_TOPK,
     IndexKeys,
     IndexNorm,
     IndexQueries,
     IndexRows,
+    IndexScores,
+    highest_of_groups,
     index_scores,
     rotate_and_store_index,
     select_rows,
@@ -83,7 +86,7 @@ def test_scores(kernel_device, shape, dtype):
     keys = IndexKeys(plane, table, length, page_size, first, drawn(batch, staged, 1, size))
     asking = IndexQueries(drawn(batch, queries, heads, size), drawn(batch, queries, heads).float())
     bits = pack(torch.rand(batch, queries, staged, generator=generator) < 0.6).to(kernel_device)
-    expected, made = index_scores.reference(asking, keys, bits), index_scores.triton(asking, keys, bits)
+    (expected, _), (made, groups) = index_scores.reference(asking, keys, bits), index_scores.triton(asking, keys, bits)
     capacity = columns * page_size
     column = torch.arange(capacity + staged, device=kernel_device)
     defined = (column < length[:, None]) | (column >= capacity)
@@ -91,6 +94,11 @@ def test_scores(kernel_device, shape, dtype):
         assert torch.equal(scores[:, kept] == -torch.inf, exact[:, kept] == -torch.inf)
         limit = SCORE_TOLERANCE * exact[exact.isfinite()].abs().max().item()
         torch.testing.assert_close(scores[:, kept], exact[:, kept], rtol=0, atol=limit)
+    highest = highest_of_groups(made.masked_fill(~defined[:, None], -torch.inf), capacity)
+    first = torch.arange(-(-capacity // GROUP), device=kernel_device) * GROUP
+    is_group = torch.nn.functional.pad(first < length[:, None], (0, groups.shape[2] - len(first)), value=True)
+    for have, exact, kept in zip(groups, highest, is_group, strict=True):
+        assert torch.equal(have[:, kept], exact[:, kept])
 
 
 def test_the_reference_scores_in_chunks_of_queries(monkeypatch):
@@ -130,8 +138,11 @@ def test_selections(kernel_device, topk, drawn):
         scores[torch.rand(scores.shape, generator=generator) < 0.2] = -torch.inf
         scores = scores.to(kernel_device)
         table = random_table(4, columns, generator).to(kernel_device)
-        made = select_rows.triton(scores, length, table, page_size, topk)
-        expected = select_rows.reference(scores.clone(), length, table, page_size, topk)
+        past = torch.arange(capacity + staged, device=kernel_device) >= length[:, None]
+        past[:, capacity:] = False
+        groups = highest_of_groups(scores.masked_fill(past[:, None], -torch.inf), capacity)
+        made = select_rows.triton(IndexScores(scores, groups), length, table, page_size, topk)
+        expected = select_rows.reference(IndexScores(scores, groups), length, table, page_size, topk)
         assert torch.equal(made.counts, expected.counts) and torch.equal(made.bits, expected.bits)
         for request, query in product(range(4), range(2)):
             count = int(made.counts[request, query])
@@ -155,7 +166,8 @@ def test_of_equal_scores_the_last_are_taken():
 
 
 def test_what_the_kernels_do_not_take_is_refused():
-    scores, length, table = torch.zeros(1, 1, 65), torch.tensor([3]), torch.ones(1, 1, dtype=torch.int32)
+    length, table = torch.tensor([3]), torch.ones(1, 1, dtype=torch.int32)
+    scores = IndexScores(torch.zeros(1, 1, 65), torch.zeros(1, 1, 9))
     with pytest.raises(EspalierError, match=f"select {MAX_TOPK} rows at most, and {MAX_TOPK + 1} are asked for"):
         select_rows.triton(scores, length, table, 64, MAX_TOPK + 1)
     with pytest.raises(EspalierError, match="length needs shape"):
