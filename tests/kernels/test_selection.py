@@ -101,6 +101,29 @@ def test_scores(kernel_device, shape, dtype):
         assert torch.equal(have[:, kept], exact[:, kept])
 
 
+def test_a_score_has_the_same_bits_alone_and_together(kernel_device):
+    """Whatever queries a program holds, in whatever batch: plain decoding chooses the rows that a tree chooses."""
+    generator = torch.Generator().manual_seed(7)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(kernel_device, torch.float16)
+
+    length = torch.tensor([500, 130], device=kernel_device)
+    table = random_table(2, 32, generator).to(kernel_device)
+    keys = IndexKeys(drawn(65 * 16, 1, 128), table, length, 16, 0, drawn(2, 9, 1, 128))
+    asking = IndexQueries(drawn(2, 9, 64, 128), drawn(2, 9, 64).float())
+    bits = torch.full((2, 9, 1), 2**9 - 1, device=kernel_device)
+    whole = index_scores.triton(asking, keys, bits).rows
+    for request, some in ((0, slice(0, 1)), (0, slice(5, 8)), (1, slice(8, 9)), (slice(0, 2), slice(1, 3))):
+        batch = slice(request, request + 1) if isinstance(request, int) else request
+        of_batch = keys.page_table[batch], keys.length[batch], keys.page_size, keys.first, keys.staged[batch]
+        part = IndexQueries(*(values[batch, some] for values in asking))
+        made = index_scores.triton(part, IndexKeys(keys.committed, *of_batch), bits[batch, some]).rows
+        for have, want, rows in zip(made, whole[batch, some], keys.length[batch].tolist(), strict=True):
+            seen = list(range(rows)) + list(range(512, 521))
+            assert torch.equal(have[:, seen], want[:, seen])
+
+
 def test_the_reference_scores_in_chunks_of_queries(monkeypatch):
     generator = torch.Generator().manual_seed(6)
     asking = IndexQueries(torch.randn(2, 5, 3, 8, generator=generator), torch.randn(2, 5, 3, generator=generator))
@@ -128,10 +151,11 @@ DRAWN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("drawn", DRAWN)
-@pytest.mark.parametrize("topk", fewer([1, 5, 64], lambda topk: topk == 5))
-def test_selections(kernel_device, topk, drawn):
-    """Lengths around chunks and around topk; what lies past a length is never chosen."""
-    for page_size, columns, staged in ((1, 70, 1), (16, 5, 70), (256, 17, 66)):
+@pytest.mark.parametrize("topk", fewer([1, 5, 200], lambda topk: topk != 1))
+def test_selections(kernel_device, topk, drawn, monkeypatch):
+    """Groups and rows in several chunks, and lengths around topk; what lies past a length is never chosen."""
+    monkeypatch.setattr("espalier.kernels.attention.select_rows.CHUNK", 512)
+    for page_size, columns, staged in ((1, 70, 1), (16, 13, 70), (256, 17, 66)):
         generator, capacity = torch.Generator().manual_seed(topk), page_size * columns
         length = torch.tensor([0, min(topk, capacity), capacity // 2 + 1, capacity], device=kernel_device)
         scores = DRAWN[drawn](4, 2, capacity + staged, generator=generator)

@@ -70,8 +70,8 @@ class IndexNorm(NamedTuple):
 class IndexRows(NamedTuple):
     """The indexer's values for new rows.
 
-    q: [N, heads, size].  k: [N, size], not normed.  weights: [N, heads] float32 (float64 for float64), with the scale
-    of scores multiplied in.  rotation: the rotation of the first values of q and k.
+    q: [N, heads, size].  k: [N, size], not normed.  weights: [N, heads] float32 (float64 for float64).
+    rotation: the rotation of the first values of q and k.
     interleaved: whether the two values of a rotated pair are adjacent in q and k; see LatentForm.interleaved.
     """
 
