@@ -114,7 +114,8 @@ def _index_scores_kernel(
         score = _score_block(keys, q, weight, at >= first, QUERIES, BLOCK_H, PRECISION)
         _store_block(score, out, highest, block, length, 0, 0, query, query_exists, out_q, highest_q, GROUP)
     # From the last program on, which may have had one block less.
-    for block in tl.range(tl.num_programs(1) - 1 - program, (rows + BLOCK_N - 1) // BLOCK_N, tl.num_programs(1), num_stages=1):
+    first_staged, staged_blocks = tl.num_programs(1) - 1 - program, (rows + BLOCK_N - 1) // BLOCK_N
+    for block in tl.range(first_staged, staged_blocks, tl.num_programs(1), num_stages=1):
         at = (block * BLOCK_N + offset)[:, None]
         keys = tl.load(
             staged_ptr + request * staged_b + at.to(tl.int64) * staged_r + value[None, :],

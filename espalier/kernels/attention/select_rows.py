@@ -211,9 +211,7 @@ def _select_rows_kernel(
         count = _list_rows(scores, group_list, row_list, listed, least, length, capacity, rows, GROUP, CHUNK)
         tl.debug_barrier()
         low, span, wanted, equal = _threshold(scores, row_list, count, 0, 0, topk, CHUNK, BINS)
-        written = _write_rows(
-            scores, row_list, table, to, count, capacity, low, span, equal - wanted, PAGE_SIZE, CHUNK
-        )
+        written = _write_rows(scores, row_list, table, to, count, capacity, low, span, equal - wanted, PAGE_SIZE, CHUNK)
     tl.store(count_ptr + query, written.to(tl.int64))
     for chunk in range(written // CHUNK, (width + CHUNK - 1) // CHUNK):
         place = chunk * CHUNK + tl.arange(0, CHUNK)
