@@ -25,6 +25,7 @@ from espalier.kernels.ops.selection import (
     select_rows,
     top_rows,
 )
+from espalier.kernels.runtime.launch import Chip, power_of_two
 from tests.pairwise import fewer
 
 # Relative to the largest value: products of the dtype's values, summed in float32.
@@ -122,6 +123,19 @@ def test_a_score_has_the_same_bits_alone_and_together(kernel_device):
         for have, want, rows in zip(made, whole[batch, some], keys.length[batch].tolist(), strict=True):
             seen = list(range(rows)) + list(range(512, 521))
             assert torch.equal(have[:, seen], want[:, seen])
+
+
+def test_what_a_program_holds_fits_the_chip():
+    """Of two-byte values: in float32 there are no tensor cores, which read shared memory."""
+    from espalier.kernels.attention.index_scores import BLOCK_N, PROGRAMS_A_PROCESSOR, _held
+
+    for room, queries, heads, size in product((99, 163, 227), (1, 5, 2048), (4, 64), (12, 128, 256)):
+        on = Chip(1024 * room, 132, (9, 0))
+        held = _held(on, queries, heads, size, 2)
+        assert (held.queries * held.block_h + held.stages * BLOCK_N) * 2 * power_of_two(size) < on.shared_memory
+    # DeepSeek-V3.2 on Hopper: two programs fit.
+    assert _held(on, 16, 64, 128, 2) == (4, 64, 3)
+    assert (4 * 64 + 3 * BLOCK_N) * 256 < on.shared_memory_of(PROGRAMS_A_PROCESSOR)
 
 
 def test_the_reference_scores_in_chunks_of_queries(monkeypatch):

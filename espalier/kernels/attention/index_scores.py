@@ -36,11 +36,19 @@ NUM_WARPS = 4
 MAX_COLUMNS, MAX_FLOAT32_COLUMNS = 256, 64
 
 
+# Bytes of shared memory through which threads exchange scores.
+EXCHANGE = 4096
+
+
 class Held(NamedTuple):
-    """Heads and their queries that a program holds.  queries: a power of two.  block_h: heads of a query, padded."""
+    """What a program holds in shared memory.
+
+    queries: a power of two.  block_h: heads of a query, padded.  stages: blocks of keys.
+    """
 
     queries: int
     block_h: int
+    stages: int
 
 
 @kernel
@@ -131,15 +139,15 @@ def _index_scores_kernel(
 
 
 def _held(on: Chip, queries: int, heads: int, size: int, itemsize: int) -> Held:
-    """How many queries a program holds.  A score's bits do not depend on it: each query's heads are added alone."""
-    block_h = max(power_of_two(heads), 16)
+    """A score's bits do not depend on it: each query's heads are added alone."""
+    block_h, row_bytes = max(power_of_two(heads), 16), max(power_of_two(size), 16) * itemsize
     columns = MAX_COLUMNS if itemsize == 2 else MAX_FLOAT32_COLUMNS
-    row_bytes = power_of_two(size) * itemsize
-    room = on.shared_memory_of(PROGRAMS_A_PROCESSOR) // row_bytes - STAGES * BLOCK_N
+    room = (on.shared_memory_of(PROGRAMS_A_PROCESSOR) - STAGES * BLOCK_N * row_bytes) // row_bytes
     held = power_of_two(queries)
     while held > 1 and held * block_h > min(columns, room):
         held //= 2
-    return Held(held, block_h)
+    blocks = (on.shared_memory - EXCHANGE - held * block_h * row_bytes) // (BLOCK_N * row_bytes)
+    return Held(held, block_h, min(max(blocks, 1), STAGES))
 
 
 def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) -> IndexScores:
@@ -182,7 +190,7 @@ def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) 
         BLOCK_N=BLOCK_N,
         BLOCK_H=held.block_h,
         BLOCK_SIZE=max(power_of_two(size), 16),
-        STAGES=STAGES,
+        STAGES=held.stages,
         num_warps=NUM_WARPS,
         # With fusion, the compiler could round one query of a program differently from the next.
         enable_fp_fusion=False,
