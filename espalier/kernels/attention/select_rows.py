@@ -1,12 +1,11 @@
 """Selects, exactly, each query's rows with the topk largest (score, position), in order of position.
 
-One program selects the rows of one query.  It first selects the topk groups with the largest (highest score, position).
-These groups hold all chosen rows: a row of any other group has topk rows above it, the highest of each of them.  Then
-it selects among the rows of these groups.  Rows below the lowest of the topk groups are left out before.
+One program selects the rows of one query.  It first lists the topk groups with the highest scores, or a few more.  They
+hold all chosen rows: a row of any other group has topk rows above it, the highest of each listed group.  Then it
+selects among the rows of these groups that are not below all of these highest scores.
 
-Both selections search for a threshold.  With its sign turned, a score's bit pattern is in the order of scores.  Each
-step divides the patterns between which the threshold lies into 32 bins, and counts the scores per bin.  The search ends
-at one pattern, or at a bin whose scores are all wanted: after three or four steps, if few scores are equal.
+Both steps search for a threshold.  With its sign turned, a score's bit pattern is in the order of scores.  Each turn of
+the search divides the patterns between which the threshold lies into 32 bins, and counts the scores per bin.
 """
 
 from __future__ import annotations
@@ -27,6 +26,8 @@ CHUNK = 4096
 # The time of tl.histogram grows with the number of bins, and it needs one for each thread of a warp.
 BINS = 32
 NUM_WARPS = 16
+# Groups that are listed beyond topk, as a part of topk.  A few more groups take less time than a longer search.
+SPARE = 4
 # The pattern of the lowest score of a row that is seen: unseen rows have -inf.
 LEAST = tl.constexpr(0x00800000)
 
@@ -67,21 +68,30 @@ def _num_bits(x):
 
 
 @kernel
-def _threshold(values, columns, count, split, skipped, topk, CHUNK: tl.constexpr, BINS: tl.constexpr):
-    """Search for the threshold of the topk highest of `count` values (`_load`).
-
-    Returns (low, span, wanted, equal).  Patterns above low + span are chosen.  `equal` values have patterns from low to
-    low + span, and the last `wanted` of them are chosen.
-    """
-    low, high, equal = tl.full([], 0xFFFFFFFF, tl.uint32), tl.full([], 0, tl.uint32), 0
+def _range(values, count, split, skipped, CHUNK: tl.constexpr):
+    """(lowest pattern, highest pattern, number) of the seen ones of `count` values."""
+    low, high, seen_count = tl.full([], 0xFFFFFFFF, tl.uint32), tl.full([], 0, tl.uint32), 0
     for chunk in range((count + CHUNK - 1) // CHUNK):
-        _column, seen, pattern = _load(values, columns, chunk, count, split, skipped, CHUNK)
+        _column, seen, pattern = _load(values, None, chunk, count, split, skipped, CHUNK)
         low = tl.minimum(low, tl.min(tl.where(seen, pattern, 0xFFFFFFFF).to(tl.uint32), 0))
         high = tl.maximum(high, tl.max(tl.where(seen, pattern, 0).to(tl.uint32), 0))
-        equal += tl.sum(seen.to(tl.int32), 0)
-    span, wanted = tl.where(equal > 0, high - low, 0).to(tl.uint32), tl.minimum(topk, equal)
+        seen_count += tl.sum(seen.to(tl.int32), 0)
+    return tl.minimum(low, high), high, seen_count
+
+
+@kernel
+def _threshold(
+    values, columns, count, split, skipped, low, high, equal, topk, spare, CHUNK: tl.constexpr, BINS: tl.constexpr
+):
+    """Search for the threshold of the topk highest of `count` values (`_load`), of which `equal` are seen.
+
+    The patterns of all seen values are from low to high.  Returns (low, span, equal, left_out).  Patterns above
+    low + span are chosen.  `equal` values have patterns from low to low + span.  All but the first `left_out` of them
+    are chosen.  Up to `spare` values more than topk are chosen, unless spare is 0.
+    """
+    span, wanted = high - low, tl.minimum(topk, equal)
     place = tl.arange(0, BINS)
-    while (equal != wanted) & (span > 0):
+    while (equal - wanted > spare) & (span > 0):
         shift = _num_bits(span // BINS)
         counts = tl.zeros([BINS], tl.int32)
         for chunk in range((count + CHUNK - 1) // CHUNK):
@@ -94,7 +104,7 @@ def _threshold(values, columns, count, split, skipped, topk, CHUNK: tl.constexpr
         equal = tl.sum(tl.where(is_it, counts, 0), 0)
         low += tl.sum(tl.where(is_it, place, 0), 0).to(tl.uint32) << shift
         span = (tl.full([], 1, tl.uint32) << shift) - 1
-    return low, span, wanted, equal
+    return low, span, equal, tl.where(equal - wanted > spare, equal - wanted, 0)
 
 
 @kernel
@@ -113,18 +123,25 @@ def _places(seen, pattern, low, span, left_out, above_before, equal_before):
 
 
 @kernel
-def _list_groups(groups, list_ptr, count, split, skipped, topk, CHUNK: tl.constexpr, BINS: tl.constexpr):
-    """List the columns of the topk highest groups.  Returns (their number, a pattern below which no row is chosen)."""
-    low, span, wanted, equal = _threshold(groups, None, count, split, skipped, topk, CHUNK, BINS)
+def _list_groups(groups, list_ptr, count, split, skipped, topk, spare, CHUNK: tl.constexpr, BINS: tl.constexpr):
+    """List the columns of the topk highest groups, and of up to `spare` more.
+
+    Returns (their number, a pattern below which no row is chosen, the highest pattern).
+    """
+    low, high, equal = _range(groups, count, split, skipped, CHUNK)
+    low, span, equal, left_out = _threshold(
+        groups, None, count, split, skipped, low, high, equal, topk, spare, CHUNK, BINS
+    )
     above_before, equal_before = 0, 0
     for chunk in range((count + CHUNK - 1) // CHUNK):
         column, seen, pattern = _load(groups, None, chunk, count, split, skipped, CHUNK)
-        taken, place, above, equals = _places(seen, pattern, low, span, equal - wanted, above_before, equal_before)
+        taken, place, above, equals = _places(seen, pattern, low, span, left_out, above_before, equal_before)
         tl.store(list_ptr + place, column, mask=taken)
         above_before += above
         equal_before += equals
-    listed = above_before + wanted
-    return listed, tl.where(listed == topk, low, LEAST).to(tl.uint32)
+    listed = above_before + equal - left_out
+    # With fewer groups than topk, the rows of each are chosen, whatever their scores.
+    return listed, tl.where(listed >= topk, low, LEAST).to(tl.uint32), high
 
 
 @kernel
@@ -132,19 +149,21 @@ def _list_rows(
     scores, group_list, row_list, listed, least, length, capacity, rows, GROUP: tl.constexpr, CHUNK: tl.constexpr
 ):
     """List the columns of the rows of the listed groups, without those below `least`.  Returns their number."""
+    GROUPS: tl.constexpr = CHUNK // GROUP
     of_capacity = (capacity + GROUP - 1) // GROUP
     count = 0
-    for chunk in range((listed * GROUP + CHUNK - 1) // CHUNK):
-        i = chunk * CHUNK + tl.arange(0, CHUNK)
-        is_listed = i < listed * GROUP
-        group = tl.load(group_list + i // GROUP, mask=is_listed, other=0)
+    for chunk in range((listed + GROUPS - 1) // GROUPS):
+        i = chunk * GROUPS + tl.arange(0, GROUPS)
+        group = tl.load(group_list + i, mask=i < listed, other=0)
         is_staged = group >= of_capacity
-        at = (group - tl.where(is_staged, of_capacity, 0)) * GROUP + i % GROUP
-        exists = is_listed & (at < tl.where(is_staged, rows, length))
-        column = at + tl.where(is_staged, capacity, 0)
+        at = ((group - tl.where(is_staged, of_capacity, 0)) * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
+        exists = at < tl.where(i < listed, tl.where(is_staged, rows, length), 0)[:, None]
+        column = at + tl.where(is_staged, capacity, 0)[:, None]
         kept = exists & (_pattern(tl.load(scores + column, mask=exists, other=float("-inf"))) >= least)
-        tl.store(row_list + count + tl.cumsum(kept.to(tl.int32), 0) - 1, column, mask=kept)
-        count += tl.sum(kept.to(tl.int32), 0)
+        upto, of_group = tl.cumsum(kept.to(tl.int32), 1), tl.sum(kept.to(tl.int32), 1)
+        before = count + tl.cumsum(of_group, 0) - of_group
+        tl.store(row_list + (before[:, None] + upto - 1), column, mask=kept)
+        count += tl.sum(of_group, 0)
     return count
 
 
@@ -183,7 +202,7 @@ def _write_bits(scores, words, rows, low, span, wanted, WORDS: tl.constexpr, WOR
 @kernel
 def _select_rows_kernel(
     score_ptr, group_ptr, length_ptr, table_ptr, row_ptr, count_ptr, word_ptr, group_list_ptr, row_list_ptr,
-    queries, capacity, rows, topk, width, score_b, score_q, group_b, group_q, length_b, table_b, group_list_q,
+    queries, capacity, rows, topk, spare, width, score_b, score_q, group_b, group_q, length_b, table_b, group_list_q,
     row_list_q,
     GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, WORDS: tl.constexpr, WORD: tl.constexpr, CHUNK: tl.constexpr,
     BINS: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -203,15 +222,16 @@ def _select_rows_kernel(
         group_list, row_list = group_list_ptr + query * group_list_q, row_list_ptr + query * row_list_q
         split = (length + GROUP - 1) // GROUP
         skipped = (capacity + GROUP - 1) // GROUP - split
-        listed, least = _list_groups(
-            groups, group_list, split + (rows + GROUP - 1) // GROUP, split, skipped, topk, CHUNK, BINS
+        listed, least, high = _list_groups(
+            groups, group_list, split + (rows + GROUP - 1) // GROUP, split, skipped, topk, spare, CHUNK, BINS
         )
         # A list is read by other threads than those that write it.
         tl.debug_barrier()
         count = _list_rows(scores, group_list, row_list, listed, least, length, capacity, rows, GROUP, CHUNK)
         tl.debug_barrier()
-        low, span, wanted, equal = _threshold(scores, row_list, count, 0, 0, topk, CHUNK, BINS)
-        written = _write_rows(scores, row_list, table, to, count, capacity, low, span, equal - wanted, PAGE_SIZE, CHUNK)
+        low, span, equal, left_out = _threshold(scores, row_list, count, 0, 0, least, high, count, topk, 0, CHUNK, BINS)
+        wanted = equal - left_out
+        written = _write_rows(scores, row_list, table, to, count, capacity, low, span, left_out, PAGE_SIZE, CHUNK)
     tl.store(count_ptr + query, written.to(tl.int64))
     for chunk in range(written // CHUNK, (width + CHUNK - 1) // CHUNK):
         place = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -240,13 +260,14 @@ def select_rows(scores: IndexScores, length: Tensor, page_table: Tensor, page_si
     bits = torch.empty(batch, queries, num_words, dtype=torch.int64, device=device)
     if not batch * queries:
         return SelectedRows(chosen, count, bits)
+    spare = topk // SPARE
     group_list, row_list = (
         torch.empty(batch * queries, most, dtype=torch.int32, device=device)
-        for most in (min(topk, groups), min(topk * GROUP, columns))
+        for most in (min(topk + spare, groups), min((topk + spare) * GROUP, columns))
     )
     _select_rows_kernel[(batch * queries,)](
         *(of_rows, of_groups, length, page_table, chosen, count, bits, group_list, row_list),
-        *(queries, capacity, rows, topk, width, *of_rows.stride()[:2], *of_groups.stride()[:2]),
+        *(queries, capacity, rows, topk, spare, width, *of_rows.stride()[:2], *of_groups.stride()[:2]),
         *(length.stride(0), page_table.stride(0), group_list.stride(0), row_list.stride(0)),
         GROUP=GROUP,
         PAGE_SIZE=page_size,

@@ -120,8 +120,13 @@ class IndexScores(NamedTuple):
 
     @classmethod
     def empty(cls, batch: int, queries: int, capacity: int, staged: int, device: torch.device) -> IndexScores:
+        """Undefined scores, at strides that let a kernel load four of them at once."""
         sizes = capacity + staged, -(-capacity // GROUP) + -(-staged // GROUP)
-        return cls(*(torch.empty(batch, queries, size, dtype=torch.float32, device=device) for size in sizes))
+        kept = (
+            torch.empty(batch, queries, -(-size // 16) * 16, dtype=torch.float32, device=device)[..., :size]
+            for size in sizes
+        )
+        return cls(*kept)
 
 
 class SelectedRows(NamedTuple):
