@@ -28,6 +28,9 @@ BINS = 32
 NUM_WARPS = 16
 # Groups that are listed beyond topk, as a part of topk.  A few more groups take less time than a longer search.
 SPARE = 4
+# Bits of a bin of patterns in the first turn, if any score may be the threshold.  It is seldom far below the highest
+# score.  So two bins hold the scores between a power of two and the next, and the last bin holds all lower scores.
+FIRST_BITS = tl.constexpr(22)
 # The pattern of the lowest score of a row that is seen: unseen rows have -inf.
 LEAST = tl.constexpr(0x00800000)
 
@@ -68,51 +71,58 @@ def _num_bits(x):
 
 
 @kernel
-def _range(values, count, split, skipped, CHUNK: tl.constexpr):
-    """(lowest pattern, highest pattern, number) of the seen ones of `count` values."""
-    low, high, seen_count = tl.full([], 0xFFFFFFFF, tl.uint32), tl.full([], 0, tl.uint32), 0
+def _highest(values, count, split, skipped, CHUNK: tl.constexpr):
+    """The highest pattern of `count` values, at least LEAST."""
+    high = tl.full([], LEAST, tl.uint32)
     for chunk in range((count + CHUNK - 1) // CHUNK):
         _column, seen, pattern = _load(values, None, chunk, count, split, skipped, CHUNK)
-        low = tl.minimum(low, tl.min(tl.where(seen, pattern, 0xFFFFFFFF).to(tl.uint32), 0))
-        high = tl.maximum(high, tl.max(tl.where(seen, pattern, 0).to(tl.uint32), 0))
-        seen_count += tl.sum(seen.to(tl.int32), 0)
-    return tl.minimum(low, high), high, seen_count
+        high = tl.maximum(high, tl.max(tl.where(seen, pattern, LEAST).to(tl.uint32), 0))
+    return high
 
 
 @kernel
 def _threshold(
-    values, columns, count, split, skipped, low, high, equal, topk, spare, CHUNK: tl.constexpr, BINS: tl.constexpr
-):
-    """Search for the threshold of the topk highest of `count` values (`_load`), of which `equal` are seen.
+    values, columns, count, split, skipped, low, high, topk, spare, first_bits,
+    CHUNK: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """Search for the threshold of the topk highest of `count` values (`_load`).  No pattern is below low or above high.
 
-    The patterns of all seen values are from low to high.  Returns (low, span, equal, left_out).  Patterns above
-    low + span are chosen.  `equal` values have patterns from low to low + span.  All but the first `left_out` of them
-    are chosen.  Up to `spare` values more than topk are chosen, unless spare is 0.
+    first_bits: the most bits of a bin of the first turn.  Returns (high, span, left_out).  Patterns above the new
+    `high` are chosen.  Of the values at the threshold, which have patterns from high - span to high, all but the first
+    `left_out` are chosen.  So topk values are chosen, or all if there are fewer, or up to `spare` more.
     """
-    span, wanted = high - low, tl.minimum(topk, equal)
+    span, equal, wanted, most_bits = high - low, count, tl.minimum(topk, count), tl.full([], first_bits, tl.uint32)
     place = tl.arange(0, BINS)
     while (equal - wanted > spare) & (span > 0):
-        shift = _num_bits(span // BINS)
+        bits = tl.minimum(_num_bits(span // BINS), most_bits)
+        most_bits = tl.full([], 32, tl.uint32)
         counts = tl.zeros([BINS], tl.int32)
         for chunk in range((count + CHUNK - 1) // CHUNK):
             _column, seen, pattern = _load(values, columns, chunk, count, split, skipped, CHUNK)
-            is_between = seen & (pattern >= low) & (pattern - low <= span)
-            counts += tl.histogram(((pattern - low) >> shift).to(tl.int32), BINS, mask=is_between)
-        upto = tl.cumsum(counts, 0, reverse=True)
+            is_between = seen & (pattern <= high) & (high - pattern <= span)
+            bin_of = tl.minimum((high - pattern) >> bits, BINS - 1)
+            counts += tl.histogram(bin_of.to(tl.int32), BINS, mask=is_between)
+        upto = tl.cumsum(counts, 0)
+        # Fewer than `wanted` in the first turn only, where `count` includes values that are not seen.
+        wanted = tl.minimum(wanted, tl.max(upto, 0))
         is_it = (upto >= wanted) & (upto - counts < wanted)
         wanted -= tl.sum(tl.where(is_it, upto - counts, 0), 0)
         equal = tl.sum(tl.where(is_it, counts, 0), 0)
-        low += tl.sum(tl.where(is_it, place, 0), 0).to(tl.uint32) << shift
-        span = (tl.full([], 1, tl.uint32) << shift) - 1
-    return low, span, equal, tl.where(equal - wanted > spare, equal - wanted, 0)
+        found = tl.sum(tl.where(is_it, place, 0), 0)
+        skipped_span = found.to(tl.uint32) << bits
+        high -= skipped_span
+        span = tl.where(found == BINS - 1, span - skipped_span, (tl.full([], 1, tl.uint32) << bits) - 1)
+    return high, span, tl.where(equal - wanted > spare, equal - wanted, 0)
 
 
 @kernel
-def _places(seen, pattern, low, span, left_out, above_before, equal_before):
-    """(taken, places, scores above the threshold, scores at it) of a chunk, of which the first `left_out` at it are not
-    taken.  above_before, equal_before: in earlier chunks."""
-    above = seen & (pattern > low) & (pattern - low > span)
-    equal = seen & (pattern >= low) & (pattern - low <= span)
+def _places(seen, pattern, high, span, left_out, above_before, equal_before):
+    """(taken, places, scores above the threshold, scores at it) of a chunk (see `_threshold`).
+
+    above_before, equal_before: in earlier chunks.
+    """
+    above = seen & (pattern > high)
+    equal = seen & (pattern <= high) & (high - pattern <= span)
     # Both are counted at once: a chunk has fewer than 2^16 scores.
     both = above.to(tl.int32) | (equal.to(tl.int32) << 16)
     upto, total = tl.cumsum(both, 0), tl.sum(both, 0)
@@ -128,20 +138,31 @@ def _list_groups(groups, list_ptr, count, split, skipped, topk, spare, CHUNK: tl
 
     Returns (their number, a pattern below which no row is chosen, the highest pattern).
     """
-    low, high, equal = _range(groups, count, split, skipped, CHUNK)
-    low, span, equal, left_out = _threshold(
-        groups, None, count, split, skipped, low, high, equal, topk, spare, CHUNK, BINS
+    highest = _highest(groups, count, split, skipped, CHUNK)
+    high, span, left_out = _threshold(
+        groups,
+        None,
+        count,
+        split,
+        skipped,
+        tl.full([], LEAST, tl.uint32),
+        highest,
+        topk,
+        spare,
+        FIRST_BITS,
+        CHUNK,
+        BINS,
     )
     above_before, equal_before = 0, 0
     for chunk in range((count + CHUNK - 1) // CHUNK):
         column, seen, pattern = _load(groups, None, chunk, count, split, skipped, CHUNK)
-        taken, place, above, equals = _places(seen, pattern, low, span, left_out, above_before, equal_before)
+        taken, place, above, equals = _places(seen, pattern, high, span, left_out, above_before, equal_before)
         tl.store(list_ptr + place, column, mask=taken)
         above_before += above
         equal_before += equals
-    listed = above_before + equal - left_out
+    listed = above_before + equal_before - left_out
     # With fewer groups than topk, the rows of each are chosen, whatever their scores.
-    return listed, tl.where(listed >= topk, low, LEAST).to(tl.uint32), high
+    return listed, tl.where(listed >= topk, high - span, LEAST).to(tl.uint32), highest
 
 
 @kernel
@@ -169,31 +190,31 @@ def _list_rows(
 
 @kernel
 def _write_rows(
-    scores, row_list, table, to, count, capacity, low, span, left_out, PAGE_SIZE: tl.constexpr, CHUNK: tl.constexpr
+    scores, row_list, table, to, count, capacity, high, span, left_out, PAGE_SIZE: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Write the chosen committed rows.  Returns their number."""
+    """Write the chosen committed rows.  Returns (their number, how many of all rows at the threshold are chosen)."""
     above_before, equal_before, written = 0, 0, tl.zeros([], tl.int32)
     for chunk in range((count + CHUNK - 1) // CHUNK):
         column, seen, pattern = _load(scores, row_list, chunk, count, 0, 0, CHUNK)
-        taken, place, above, equals = _places(seen, pattern, low, span, left_out, above_before, equal_before)
+        taken, place, above, equals = _places(seen, pattern, high, span, left_out, above_before, equal_before)
         taken = taken & (column < capacity)
         page = tl.load(table + column // PAGE_SIZE, mask=taken, other=0)
         tl.store(to + place, page * PAGE_SIZE + column % PAGE_SIZE, mask=taken)
         written += tl.sum(taken.to(tl.int32), 0)
         above_before += above
         equal_before += equals
-    return written
+    return written, equal_before - left_out
 
 
 @kernel
-def _write_bits(scores, words, rows, low, span, wanted, WORDS: tl.constexpr, WORD: tl.constexpr):
-    """Write the bits of the chosen staged rows, which are the last rows."""
+def _write_bits(scores, words, rows, high, span, wanted, WORDS: tl.constexpr, WORD: tl.constexpr):
+    """Write the bits of the chosen staged rows.  They come last, so the last `wanted` of them at the threshold are."""
     at = tl.arange(0, WORDS * WORD)
     exists = at < rows
     pattern = _pattern(tl.load(scores + at, mask=exists, other=float("-inf")))
-    seen = exists & (pattern >= LEAST) & (pattern >= low)
-    equal = (seen & (pattern - low <= span)).to(tl.int32)
-    taken = seen & ((equal == 0) | (tl.cumsum(equal, 0, reverse=True) <= wanted))
+    above = exists & (pattern > high)
+    equal = exists & (pattern <= high) & (high - pattern <= span)
+    taken = above | (equal & (tl.cumsum(equal.to(tl.int32), 0, reverse=True) <= wanted))
     bits = tl.reshape(taken.to(tl.int64) << (at % WORD).to(tl.int64), [WORDS, WORD])
     word = tl.arange(0, WORDS)
     tl.store(words + word, tl.sum(bits, 1), mask=word < (rows + WORD - 1) // WORD)
@@ -215,29 +236,30 @@ def _select_rows_kernel(
     scores = score_ptr + request * score_b + query % queries * score_q
     table, to = table_ptr + request * table_b, row_ptr + query * width
     # A request with at most topk rows has no chosen rows, and all staged rows that its queries see.
-    low, span = tl.full([], LEAST, tl.uint32), tl.full([], 0xFFFFFFFF, tl.uint32)
-    wanted, written = rows, tl.zeros([], tl.int32)
+    high, span = tl.full([], LEAST - 1, tl.uint32), tl.zeros([], tl.uint32)
+    written, wanted = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     if length + rows > topk:
         groups = group_ptr + request * group_b + query % queries * group_q
         group_list, row_list = group_list_ptr + query * group_list_q, row_list_ptr + query * row_list_q
         split = (length + GROUP - 1) // GROUP
         skipped = (capacity + GROUP - 1) // GROUP - split
-        listed, least, high = _list_groups(
+        listed, least, highest = _list_groups(
             groups, group_list, split + (rows + GROUP - 1) // GROUP, split, skipped, topk, spare, CHUNK, BINS
         )
         # A list is read by other threads than those that write it.
         tl.debug_barrier()
         count = _list_rows(scores, group_list, row_list, listed, least, length, capacity, rows, GROUP, CHUNK)
         tl.debug_barrier()
-        low, span, equal, left_out = _threshold(scores, row_list, count, 0, 0, least, high, count, topk, 0, CHUNK, BINS)
-        wanted = equal - left_out
-        written = _write_rows(scores, row_list, table, to, count, capacity, low, span, left_out, PAGE_SIZE, CHUNK)
+        high, span, left_out = _threshold(scores, row_list, count, 0, 0, least, highest, topk, 0, 32, CHUNK, BINS)
+        written, wanted = _write_rows(
+            scores, row_list, table, to, count, capacity, high, span, left_out, PAGE_SIZE, CHUNK
+        )
     tl.store(count_ptr + query, written.to(tl.int64))
     for chunk in range(written // CHUNK, (width + CHUNK - 1) // CHUNK):
         place = chunk * CHUNK + tl.arange(0, CHUNK)
         tl.store(to + place, tl.zeros([CHUNK], tl.int32), mask=(place >= written) & (place < width))
     words = word_ptr + query * ((rows + WORD - 1) // WORD)
-    _write_bits(scores + capacity, words, rows, low, span, wanted, WORDS, WORD)
+    _write_bits(scores + capacity, words, rows, high, span, wanted, WORDS, WORD)
 
 
 def select_rows(scores: IndexScores, length: Tensor, page_table: Tensor, page_size: int, topk: int) -> SelectedRows:
