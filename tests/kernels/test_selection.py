@@ -152,7 +152,7 @@ def in_plain_words(scores: Tensor, topk: int) -> list[int]:
     return sorted(column for _, column in ranked[-topk:])
 
 
-# Scores of every sign; few, equal ones, with both zeros; equal but for a bit.
+# Scores of every sign; few, equal ones, with both zeros; equal but for a bit; far below the highest; in few groups.
 DRAWN: dict[str, Any] = {
     "spread": lambda *shape, generator: torch.randn(shape, generator=generator) * 1e3,
     "equal": lambda *shape, generator: (
@@ -160,6 +160,13 @@ DRAWN: dict[str, Any] = {
         * torch.tensor([-1.0, 1.0])[torch.randint(0, 2, shape, generator=generator)]
     ),
     "close": lambda *shape, generator: 1 + torch.randint(0, 40, shape, generator=generator) * 2.0**-23,
+    "wide": lambda *shape, generator: (
+        torch.exp2(torch.rand(shape, generator=generator) * 200 - 100)
+        * (torch.randint(0, 8, shape, generator=generator) - 0.5).sign()
+    ),
+    "few": lambda *shape, generator: torch.randn(shape, generator=generator).masked_fill(
+        torch.arange(shape[-1]) < 9 * shape[-1] // 10, -torch.inf
+    ),
 }
 
 
@@ -193,6 +200,23 @@ def test_selections(kernel_device, topk, drawn, monkeypatch):
                 assert made.rows[request, query, :count].tolist() == rows
             else:
                 assert count == 0
+
+
+def test_a_threshold_at_the_end_of_its_bin(kernel_device):
+    """With lower scores behind it, which the search must not count."""
+    distance = [0, 1, 2, 3, 4, 95, 95, 95, 95]
+    bits = torch.full((14 * 8,), 0x3F000000, dtype=torch.int32)
+    bits[0] = highest = 0x41800000
+    for group, below in enumerate(distance, 1):
+        # The first search ends at a bin of 2^22 patterns, the second at bins of 2^20, 2^15, 2^10, 2^5 and 1.
+        bits[8 * group] = highest - 7 * 2**22 - below
+        bits[8 * group + 1] = highest - 7 * 2**22 - 200 - group
+    rows = bits.view(torch.float32).to(kernel_device)[None, None]
+    scores = IndexScores(torch.cat((rows, rows[..., :1] - 16), -1), torch.empty(0))
+    scores = scores._replace(groups=highest_of_groups(scores.rows, 14 * 8))
+    length, table = torch.tensor([14 * 8], device=kernel_device), torch.tensor([[0]], device=kernel_device).int()
+    made = select_rows.triton(scores, length, table, 14 * 8, 8)
+    assert made.rows[0, 0].tolist() == [0, 8, 16, 24, 32, 40, 64, 72]
 
 
 def test_of_equal_scores_the_last_are_taken():
