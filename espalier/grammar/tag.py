@@ -34,13 +34,13 @@ def format_of_tag(text: str) -> Any:
     if other := sorted(tag.keys() - known - {"type"}):
         raise EspalierError(f"a structural tag with {min(known)!r} has no {other[0]!r}; leave it out")
     if "structures" in tag:
-        return _of_structures(tag)
+        return _format_of_structures(tag)
     if "format" not in tag:
         raise EspalierError('a structural tag needs "format", or "structures" and "triggers"')
     return tag["format"]
 
 
-def _of_structures(tag: dict[str, Any]) -> dict[str, Any]:
+def _format_of_structures(tag: dict[str, Any]) -> dict[str, Any]:
     try:
         tags = [
             {
@@ -103,7 +103,7 @@ def _quoted(text: str) -> str:
     return '"' + "".join(special.get(c, c if c >= " " else f"\\u{ord(c):04x}") for c in text) + '"'
 
 
-_CHECKS: Mapping[str, Callable[[Grammar], object]] = {
+_CHECK_BY_KIND: Mapping[str, Callable[[Grammar], object]] = {
     "json_schema": lambda grammar: enforceable(grammar.spec, grammar.strict),
     "structural_tag": lambda grammar: enforceable_tag(grammar.spec, grammar.strict),
     "regex": lambda grammar: ebnf_of_regex(grammar.spec),
@@ -118,5 +118,5 @@ def check_grammar(grammar: Grammar) -> None:
     """Raise EspalierError, with the reason, for a grammar that cannot be enforced."""
     if not grammar.spec and grammar.kind != "json_object":
         raise EspalierError(f"a grammar of kind {grammar.kind!r} is empty; give its text")
-    if grammar.kind in _CHECKS:
-        _CHECKS[grammar.kind](grammar)
+    if grammar.kind in _CHECK_BY_KIND:
+        _CHECK_BY_KIND[grammar.kind](grammar)

@@ -8,7 +8,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class KnownNext:
+class ForcedTokens:
     """What a grammar allows for the next tokens, known before they are drafted.
 
     forced: tokens that must come next, one after another.  mask: [words] int32, the tokens that may follow the forced
@@ -42,7 +42,7 @@ class TokenMasker(Protocol):
         """
         ...
 
-    def known_next(self, most: int) -> KnownNext:
+    def forced_tokens(self, most: int) -> ForcedTokens:
         """The tokens that must follow the root, `most` at most, and the mask after them."""
         ...
 

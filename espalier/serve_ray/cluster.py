@@ -42,13 +42,13 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
     import ray
 
     ending = threading.Event()
-    is_own = _join(ray, host, port)
+    is_own = _connect(ray, host, port)
     # These handlers are set after ray.init: Ray's own handlers end the process with a stack trace.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda *_: ending.set())
     try:
         _require_gpus(ray, service)
-        port = _listen(serve, host, port)
+        port = _start_proxy(serve, host, port)
         _refuse_second_app(serve)
         try:
             _deploy(serve, service, ending)
@@ -66,7 +66,7 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
         ray.shutdown()
 
 
-def _join(ray: Any, host: str, port: int) -> bool:
+def _connect(ray: Any, host: str, port: int) -> bool:
     """Connect to the cluster of RAY_ADDRESS, else to the cluster on this machine, else start one.
 
     RAY_ADDRESS=local always starts a cluster.  Returns whether a cluster was started.  Raises EspalierError.  A port in
@@ -112,7 +112,7 @@ def _no_cluster(address: str, error: Exception) -> EspalierError:
 
 def _require_gpus(ray: Any, service: Service) -> None:
     """Refuse a cluster with too few GPUs.  A replica's GPUs must be of one machine.  Raises EspalierError."""
-    each = [gpus_of(model.settings) for model in service.models for _ in range(model.replicas.high)]
+    each = [gpus_of(model.settings) for model in service.models for _ in range(model.replicas.max_count)]
     wanted = sorted(filter(None, each), reverse=True)
     free = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]] or [0]
     total, fitting = sum(free), 0
@@ -130,7 +130,7 @@ def _require_gpus(ray: Any, service: Service) -> None:
         )
 
 
-def _listen(serve: Any, host: str, port: int) -> int:
+def _start_proxy(serve: Any, host: str, port: int) -> int:
     """Start Ray Serve's proxy.  Returns its port.  Raises EspalierError if the port cannot be used."""
     from ray.serve.config import HTTPOptions
     from ray.serve.context import _get_global_client
@@ -206,4 +206,4 @@ def _reason(message: str) -> str:
 
 
 def _replica_range(replicas: Any) -> str:
-    return f"{replicas.low} to {replicas.high}" if replicas.is_autoscaled else str(replicas.low)
+    return f"{replicas.min_count} to {replicas.max_count}" if replicas.is_autoscaled else str(replicas.min_count)

@@ -38,7 +38,7 @@ class Ingress:
         """Returns the ASGI application, once each model has a replica.  Ray Serve calls this hook."""
         service, share = self.service, 1 / self.service.num_fronts
         for model, handle in zip(service.models, self.handles, strict=True):
-            self.pools.append(EnginePool(handle, model.name, model.replicas.high, share, is_lost))
+            self.pools.append(EnginePool(handle, model.name, model.replicas.max_count, share, is_lost))
         await asyncio.gather(*(pool.start() for pool in self.pools))
         metrics = Metrics(self.pools)
         fronts = [
@@ -46,7 +46,7 @@ class Ingress:
             for pool, model in zip(self.pools, service.models, strict=True)
         ]
         for front in fronts:
-            front.render_aside()
+            front.render_in_helper_process()
         self.fronts = Fronts(fronts, metrics)
         app, _ = make_app(self.fronts, service.api)
         log.info("the front serves %s", ", ".join(self.fronts.names))

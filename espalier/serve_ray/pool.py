@@ -21,16 +21,16 @@ from espalier.serve_ray.replica_chooser import RoutingHint, prefix_hashes
 from espalier.server import protocol
 from espalier.server.protocol import (
     SHUTTING_DOWN,
+    EngineFigures,
     EngineGone,
     Failed,
-    Figures,
     Generation,
     Harvest,
     Part,
     Ready,
     Refused,
     Submit,
-    error_of,
+    refusal_error,
 )
 
 log = logging.getLogger("espalier.server")
@@ -57,7 +57,7 @@ class Prompt:
     def take(self, parts: Sequence[Part]) -> None:
         self.has_begun = True
         for part in parts:
-            self.generation.take(part)
+            self.generation.add(part)
 
 
 class EnginePool:
@@ -79,7 +79,7 @@ class EnginePool:
         self.is_lost = is_lost
         self.facts: ModelFacts | None = None
         self.config: Mapping[str, Any] = {}
-        self._figures: list[Figures] = []
+        self._figures: list[EngineFigures] = []
         self._closed = False
         self._num_submitted = 0
         self._open: dict[str, tuple[Generation, asyncio.Task[None]]] = {}
@@ -103,7 +103,7 @@ class EnginePool:
         return "closed" if self._closed else "ready" if self.num_replicas else "starting"
 
     @property
-    def why(self) -> str:
+    def unavailable_reason(self) -> str:
         return SHUTTING_DOWN if self._closed else "" if self.num_replicas else NO_REPLICA
 
     @property
@@ -128,22 +128,22 @@ class EnginePool:
 
     def submit(self, prompts: Sequence[list[int]], asked: Submit) -> Generation:
         self.require_up()
-        submits = asked.each_of(prompts, self._num_submitted)
+        submits = asked.for_prompts(prompts, self._num_submitted)
         self._num_submitted += len(prompts)
         generation = Generation(self, [each.name for each in submits], asked.params.n)
         for each in submits:
             self._open[each.name] = generation, asyncio.create_task(self._run(Prompt(each, generation)))
         return generation
 
-    async def sent(self) -> None:
+    async def wait_sent(self) -> None:
         await asyncio.sleep(0)
 
-    def forget(self, generation: Generation) -> None:
+    def abort(self, generation: Generation) -> None:
         for name in generation.num_running:
             if (found := self._open.pop(name, None)) is not None:
                 found[1].cancel()
 
-    def figures(self) -> list[Figures]:
+    def figures(self) -> list[EngineFigures]:
         return self._figures
 
     async def close(self) -> None:
@@ -151,7 +151,7 @@ class EnginePool:
         if self._polling is not None:
             self._polling.cancel()
         for generation, _ in list(self._open.values()):
-            self.forget(generation)
+            self.abort(generation)
             generation.fail(EngineGone(SHUTTING_DOWN))
 
     # One prompt
@@ -164,7 +164,7 @@ class EnginePool:
             if not isinstance(error, EngineGone | EspalierError):
                 log.exception("a prompt failed in the front")
             self._open.pop(prompt.submit.name, None)
-            self.forget(prompt.generation)
+            self.abort(prompt.generation)
             prompt.generation.fail(error)
 
     async def _try_replicas(self, prompt: "Prompt") -> None:
@@ -190,7 +190,7 @@ class EnginePool:
                 if isinstance(sent, Failed):
                     return sent.error
                 if isinstance(sent, Refused):
-                    raise error_of(sent)
+                    raise refusal_error(sent)
                 assert isinstance(sent, Harvest)
                 prompt.take(sent.parts)
                 if prompt.is_done:
@@ -224,6 +224,6 @@ class EnginePool:
             with suppress(msgspec.MsgspecError):
                 figures.append(msgspec.msgpack.decode(each, type=ReplicaFigures))
         self._figures = [
-            Figures({"model": self.name, "replica": each.replica}, each.up, 0, each.report, each.abort_steps)
+            EngineFigures({"model": self.name, "replica": each.replica}, each.up, 0, each.report, each.abort_steps)
             for each in sorted(figures, key=lambda each: each.replica)
         ]

@@ -80,7 +80,7 @@ class EngineReplica:
         except EngineGone as error:
             yield protocol.encode(Failed(str(error), refused=False))
             return
-        log.debug("%s has the prompt", self.name, extra=logs.about(submit.name))
+        log.debug("%s has the prompt", self.name, extra=logs.log_extra(submit.name))
         try:
             with self._tracked(submit) as open_prompt:
                 async for parts in generation.parts(None):

@@ -97,7 +97,7 @@ class ReplicaChooser:
             if not open_samples:
                 del self._open_samples[replica, request]
 
-    def forget_all_but(self, replicas: Collection[str]) -> None:
+    def keep_only(self, replicas: Collection[str]) -> None:
         """Forget the open samples of all replicas except `replicas`."""
         for replica, request in [key for key in self._open_samples if key[0] not in replicas]:
             del self._open_samples[replica, request]
@@ -105,7 +105,7 @@ class ReplicaChooser:
             del self.load[replica]
 
 
-class OpenTokens:
+class OpenTokensPolicy:
     """An autoscaling policy of Ray Serve.  tokens_per_replica: the open tokens of one replica, on average."""
 
     def __init__(self, tokens_per_replica: int):

@@ -21,8 +21,8 @@ from starlette.requests import Request
 
 from espalier.errors import EspalierError, once_each, shown
 from espalier.request import check_prompt
-from espalier.server.aside import Aside, AsideFailed, serve_frames
-from espalier.server.errors import FAILED, ApiError, of_validation, refusal
+from espalier.server.errors import FAILED, ApiError, bad_request, validation_error
+from espalier.server.helper_process import HelperProcess, HelperProcessFailed, serve_frames
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from espalier.server.responses import ResponsesRequest
 from espalier.server.stored import BatchRequest
@@ -73,16 +73,16 @@ class BodyLimits(msgspec.Struct, frozen=True):
 def read_body(name: str, content_type: str, data: bytes, limits: BodyLimits) -> Any:
     """Returns the body as a record of MODELS[name].  The text parts of each message are joined.  Raises ApiError."""
     model = MODELS[name]
-    value = _parsed(content_type, data)
+    value = _parse_json(content_type, data)
     if not isinstance(value, dict):
-        raise _no_object()
+        raise _not_an_object_error()
     _check_counts(value, limits)
     try:
         body = model.model_validate(value)
     except ValidationError as error:
         if model is CompletionRequest:
             _refuse_several_kinds(value.get("prompt"))
-        raise of_validation(error.errors(include_url=False, include_input=False), model) from None
+        raise validation_error(error.errors(include_url=False, include_input=False), model) from None
     if isinstance(body, CompletionRequest):
         _check_prompts(body, limits)
     for message in getattr(body, "messages", None) or ():
@@ -103,9 +103,9 @@ def require_utf8(content_type: str) -> None:
         raise ApiError(415, f"charset={shown(charset)} is not supported; send UTF-8")
 
 
-def _parsed(content_type: str, data: bytes) -> Any:
+def _parse_json(content_type: str, data: bytes) -> Any:
     if not data:
-        raise _no_object()
+        raise _not_an_object_error()
     require_utf8(content_type)
     if not _is_json(content_type):
         why = f"content-type {content_type} is not supported" if content_type else "the body has no content-type"
@@ -114,15 +114,15 @@ def _parsed(content_type: str, data: bytes) -> Any:
         return json.loads(data, object_pairs_hook=once_each)
     except json.JSONDecodeError as error:
         detail = {"type": "json_invalid", "loc": (error.pos,), "msg": "", "ctx": {"error": error.msg}}
-        raise of_validation([detail], None) from None
+        raise validation_error([detail], None) from None
     except EspalierError as error:
-        raise refusal(error) from None
+        raise bad_request(error) from None
     except (ValueError, RecursionError):
         raise ApiError(400, UNREADABLE) from None
 
 
-def _no_object() -> ApiError:
-    return of_validation([{"type": "missing", "loc": (), "msg": ""}], None)
+def _not_an_object_error() -> ApiError:
+    return validation_error([{"type": "missing", "loc": (), "msg": ""}], None)
 
 
 @lru_cache(maxsize=64)
@@ -182,20 +182,20 @@ def _check_prompts(body: CompletionRequest, limits: BodyLimits) -> None:
                 kept = prompt if keep is None else prompt[-keep:]
                 check_prompt(kept, limits.vocab_size, limits.max_context, limits.max_position)
     except EspalierError as error:
-        raise refusal(error, "prompt") from None
+        raise bad_request(error, "prompt") from None
 
 
 class BodyReader:
     """Reads bodies, and starts the body process with the first large body.
 
-    num_aside: how many bodies a body process has read so far.
+    num_read_in_helper: how many bodies a body process has read so far.
     """
 
     def __init__(self, limits: BodyLimits):
         self.limits = limits
-        self.num_aside = 0
+        self.num_read_in_helper = 0
         program = "espalier.server.bodies", msgspec.json.encode(limits).decode()
-        self.aside = Aside("body", MAX_WAITING, "large bodies are already waiting to be read", *program)
+        self.helper = HelperProcess("body", MAX_WAITING, "large bodies are already waiting to be read", *program)
 
     async def read(self, http: Request, model: type[BaseModel]) -> Any:
         """Returns the body as a record of `model`.  Raises ApiError or ClientDisconnect."""
@@ -206,23 +206,23 @@ class BodyReader:
         if len(data) <= SMALL_BYTES:
             return read_body(model.__name__, content_type, data, self.limits)
         try:
-            body, refused = pickle.loads(await self.aside.exchange(pickled((model.__name__, content_type, data))))
-        except AsideFailed:
+            body, refused = pickle.loads(await self.helper.exchange(pickled((model.__name__, content_type, data))))
+        except HelperProcessFailed:
             raise ApiError(500, FAILED) from None
-        self.num_aside += 1
+        self.num_read_in_helper += 1
         if refused is not None:
             raise ApiError(*refused)
         return body
 
     async def close(self) -> None:
-        await self.aside.close()
+        await self.helper.close()
 
 
 def pickled(value: Any) -> bytes:
     return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def answer(frame: bytes, limits: BodyLimits) -> bytes:
+def answer_frame(frame: bytes, limits: BodyLimits) -> bytes:
     """Reads (model name, content type, bytes); returns (body, None), or (None, arguments of the ApiError)."""
     name, content_type, data = pickle.loads(frame)
     try:
@@ -233,4 +233,4 @@ def answer(frame: bytes, limits: BodyLimits) -> bytes:
 
 if __name__ == "__main__":
     limits = msgspec.json.decode(sys.argv[1], type=BodyLimits)
-    serve_frames(lambda frame: answer(frame, limits))
+    serve_frames(lambda frame: answer_frame(frame, limits))

@@ -25,7 +25,7 @@ _ROUTING = "the server chooses the engine"
 # Fields of other servers and clients that are accepted without effect and named in a response header.  A field belongs
 # here if the response is the same without it.  A field does not belong here, and is refused by name, if it changes
 # tokens, adds something to the response, or separates users (such as vLLM's cache_salt).
-HINTS: Mapping[str, str] = {
+NO_EFFECT_HINTS: Mapping[str, str] = {
     # OpenAI
     "user": _SENDER,
     "safety_identifier": _SENDER,
@@ -71,14 +71,14 @@ class NoEffect:
     neutral: Any = None
 
 
-Nothing = Annotated[list[Any], Field(max_length=0)]
+EmptyList = Annotated[list[Any], Field(max_length=0)]
 # Checking stops at the first wrong entry: to report an error for each of a million entries would block the server.
-FIRST: Any = Field(fail_fast=True)
+FAIL_FAST: Any = Field(fail_fast=True)
 NUMBERS = frozenset((int, float))
 PLAIN = frozenset((int, float, bool, type(None)))
 
 
-def at_most(most: int) -> BeforeValidator:
+def max_entries(most: int) -> BeforeValidator:
     """Returns a check that refuses too many entries of an object at once: pydantic has no fail_fast for objects."""
 
     def count(value: Any) -> Any:
@@ -102,7 +102,7 @@ NOT_STORED = NoEffect(
 VERBOSITY = NoEffect("ask for short or long answers in the messages")
 
 
-def _whole_text(value: Any) -> None:
+def _refuse_lone_surrogates(value: Any) -> None:
     """Refuse a lone surrogate anywhere in a value: JSON can hold one, but UTF-8 cannot encode it."""
     if isinstance(value, str):
         try:
@@ -113,12 +113,12 @@ def _whole_text(value: Any) -> None:
         for name, inner in value.items():
             # A logit_bias that was parsed before has token ids, which are ints, as names.
             if not (isinstance(name, int) or name.isascii()):
-                _whole_text(name)
+                _refuse_lone_surrogates(name)
             if type(inner) not in PLAIN:
-                _whole_text(inner)
+                _refuse_lone_surrogates(inner)
     elif isinstance(value, list) and not {*map(type, value)} <= NUMBERS:
         for inner in value:
-            _whole_text(inner)
+            _refuse_lone_surrogates(inner)
 
 
 class Body(BaseModel):
@@ -130,7 +130,7 @@ class Body(BaseModel):
     @classmethod
     def _check_text(cls, value: Any) -> Any:
         try:
-            _whole_text(value)
+            _refuse_lone_surrogates(value)
         except RecursionError:
             raise ValueError("the body is nested too deeply; use fewer levels") from None
         if not isinstance(value, dict):
@@ -142,7 +142,7 @@ class Body(BaseModel):
         # One unknown field is enough for the error.
         return {name: each for name, each in value.items() if name in known or name == unknown[0]}
 
-    def without_effect(self) -> list[str]:
+    def fields_without_effect(self) -> list[str]:
         """Returns the names of the fields that were sent and have no effect, in the order of the model."""
         given = self.model_fields_set
         return [
@@ -152,9 +152,11 @@ class Body(BaseModel):
         ]
 
 
-def inside(name: str, bodies: Iterable[Body]) -> list[str]:
+def no_effect_inside(name: str, bodies: Iterable[Body]) -> list[str]:
     """Returns the names of fields without effect in the bodies that field `name` holds, each name once."""
-    return [f"{name}.{each}" for each in dict.fromkeys(each for body in bodies for each in body.without_effect())]
+    return [
+        f"{name}.{each}" for each in dict.fromkeys(each for body in bodies for each in body.fields_without_effect())
+    ]
 
 
 @cache
@@ -227,7 +229,7 @@ class StructuredOutputs(_Strict):
     json_object: bool | None = None
     structural_tag: str | None = None
 
-    def asked_grammar(self) -> Grammar:
+    def requested_grammar(self) -> Grammar:
         values: dict[Kind, Any] = {
             "json_schema": self.json_,
             "regex": self.regex,
@@ -242,7 +244,7 @@ class StructuredOutputs(_Strict):
         return found[0]
 
 
-class Constrained(_Strict):
+class GrammarFields(_Strict):
     """The fields that ask for a form.  At most one may be sent."""
 
     response_format: Format | None = Field(
@@ -262,26 +264,26 @@ class Constrained(_Strict):
     ebnf: str | None = Field(None, description="SGLang's form: a grammar in EBNF")
     structural_tag: str | None = Field(None, description="SGLang's form: a structural tag, as JSON text")
 
-    def asked_grammar(self) -> Grammar | None:
+    def requested_grammar(self) -> Grammar | None:
         """Returns the form that the body asks for.  Raises EspalierError if it asks for two."""
-        found = list(self._asked())
+        found = list(self._requested_grammars())
         if len(found) > 1:
             names = " and ".join(name for name, _ in found)
             raise EspalierError(f"{names} both ask for a form of the output; send only one")
         return found[0][1] if found else None
 
-    def _asked(self) -> Iterator[tuple[str, Grammar]]:
+    def _requested_grammars(self) -> Iterator[tuple[str, Grammar]]:
         if self.response_format is not None and (grammar := self.response_format.grammar()) is not None:
             yield "response_format", grammar
         if (outputs := self.structured_outputs) is not None:
-            yield "structured_outputs", outputs.asked_grammar()
-        for name, kind in KIND_OF_FIELD.items():
+            yield "structured_outputs", outputs.requested_grammar()
+        for name, kind in GRAMMAR_KIND_OF_FIELD.items():
             if (value := getattr(self, name)) is not None:
                 yield name, _grammar_of(kind, value)
 
 
 # The kind of Grammar of each field that holds one value.  These JSON schemas are not strict: no field `strict` says so.
-KIND_OF_FIELD: Mapping[str, Kind] = {
+GRAMMAR_KIND_OF_FIELD: Mapping[str, Kind] = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
     "guided_choice": "choice",

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from espalier.chat import Rendering, Steps
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
-from espalier.server.errors import full, refusal
+from espalier.server.errors import bad_request, queue_full
 
 T = TypeVar("T")
 # The most characters or tokens for the short lane: a few milliseconds of work.
@@ -63,12 +63,12 @@ class Lanes:
             if size <= MAX_SHORT:
                 return await self._short.run(work, *values)
             if self._long.num_open > MAX_WAITING:
-                raise full(f"{MAX_WAITING} long prompts are already waiting to be tokenized")
+                raise queue_full(f"{MAX_WAITING} long prompts are already waiting to be tokenized")
             return await self._long.run(work, *values)
         except EspalierError as error:
-            raise refusal(error, field) from None
+            raise bad_request(error, field) from None
 
-    async def finish(
+    async def run_steps(
         self,
         work: Callable[..., Steps],
         *values: Any,
@@ -80,13 +80,13 @@ class Lanes:
 
         Other arguments and errors: see `run`.
         """
-        steps, rendering, tokens = await self.run(_begin, work, *values, size=size, field=field)
+        steps, rendering, tokens = await self.run(_begin_steps, work, *values, size=size, field=field)
         while rendering is not None:
             try:
                 text = await render(rendering)
             except EspalierError as error:
-                raise refusal(error, field) from None
-            rendering, tokens = await self.run(_go_on, steps, text, size=size, field=field)
+                raise bad_request(error, field) from None
+            rendering, tokens = await self.run(_continue_steps, steps, text, size=size, field=field)
         return list(tokens)
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class Lanes:
             lane.thread.shutdown(wait=False)
 
 
-def _begin(inputs: InputProcessor, work: Callable[..., Steps], *values: Any) -> tuple[Any, ...]:
+def _begin_steps(inputs: InputProcessor, work: Callable[..., Steps], *values: Any) -> tuple[Any, ...]:
     """Returns (the steps, what to render, None), or (the steps, None, the token ids)."""
     steps = work(inputs, *values)
     try:
@@ -103,7 +103,7 @@ def _begin(inputs: InputProcessor, work: Callable[..., Steps], *values: Any) -> 
         return steps, None, end.value
 
 
-def _go_on(inputs: InputProcessor, steps: Steps, text: str) -> tuple[Any, ...]:
+def _continue_steps(inputs: InputProcessor, steps: Steps, text: str) -> tuple[Any, ...]:
     """Returns (what to render, None), or (None, the token ids)."""
     try:
         return steps.send(text), None

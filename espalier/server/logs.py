@@ -11,8 +11,8 @@ NO_REQUEST = "-"
 # The id of the request in this context.
 request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST)
 # The client's API key if the server has several keys, else the client's address.  A key that nobody checks is not used
-# as a name: a client that sends many keys would have many shares of the queue (front.Shares).
-client: ContextVar[str] = ContextVar("client", default="")
+# as a name: a client that sends many keys would have many shares of the queue (front.ClientShares).
+client_name: ContextVar[str] = ContextVar("client_name", default="")
 
 
 def new_request_id() -> str:
@@ -54,12 +54,12 @@ def set_up(level: str, as_json: bool) -> None:
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
 
 
-def about(name: str) -> dict[str, str]:
+def log_extra(name: str) -> dict[str, str]:
     """Returns the `extra` argument of a log call outside a request's context."""
     return {"request_id": name}
 
 
-class Seldom:
+class LogLimiter:
     """Limits the log lines of an event that may come thousands of times a second.  every_s: seconds between lines."""
 
     def __init__(self, every_s: float = 60.0):
@@ -67,7 +67,7 @@ class Seldom:
         self._next_at = float("-inf")
         self._count = 0
 
-    def due(self, now: float) -> int:
+    def num_to_report(self, now: float) -> int:
         """Count one event.  Returns the number of events since the last line if a line is due now, else 0."""
         self._count += 1
         if now < self._next_at:

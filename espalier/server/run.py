@@ -23,7 +23,7 @@ from espalier.limits import true_or_false
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.batches import Batches
 from espalier.server.client import ClientOptions, EngineClient
-from espalier.server.connections import MAX_ACCEPTED, Connections, max_connections, report_full_rarely
+from espalier.server.connections import MAX_ACCEPTED, Connections, log_failed_accepts_rarely, max_connections
 from espalier.server.front import Front, FrontOptions
 from espalier.server.gate import Gate
 from espalier.server.http1 import Connection
@@ -48,7 +48,7 @@ BACKLOG = 2048
 
 
 # The smallest allowed value of each numeric option.
-LEAST = MappingProxyType(
+MIN_OPTION_VALUES = MappingProxyType(
     {
         "port": 0,
         "max_queue": 0,
@@ -64,7 +64,7 @@ LEAST = MappingProxyType(
         "fronts": 1,
     }
 )
-SWITCHES = ("strict_fields", "allow_special_tokens_in_messages", "log_json")
+BOOLEAN_OPTIONS = ("strict_fields", "allow_special_tokens_in_messages", "log_json")
 
 
 @dataclass(frozen=True)
@@ -85,19 +85,20 @@ class ServeOptions:
     batch_dir: Path | None = None
 
 
-def check_options(options: Mapping[str, Any], spelled: Callable[[str], str] = str) -> None:
+def check_options(options: Mapping[str, Any], name_in_errors: Callable[[str], str] = str) -> None:
     """Refuse options with wrong values.  Raises EspalierError.
 
-    options: values by the name of the flag; None for a flag that was not given.  spelled: returns what errors call it.
+    options: values by the name of the flag; None for a flag that was not given.  name_in_errors: returns what errors
+    call it.
     """
-    for name, low in LEAST.items():
+    for name, low in MIN_OPTION_VALUES.items():
         if name.endswith("_timeout"):
-            _check_seconds(spelled(name), options.get(name), low)
+            _check_seconds(name_in_errors(name), options.get(name), low)
         else:
-            require_int(spelled(name), options.get(name), low, optional=True)
-    for name in SWITCHES:
+            require_int(name_in_errors(name), options.get(name), low, optional=True)
+    for name in BOOLEAN_OPTIONS:
         if (value := options.get(name)) is not None:
-            true_or_false(spelled(name), value)
+            true_or_false(name_in_errors(name), value)
 
 
 def _check_seconds(name: str, value: Any, low: int) -> None:
@@ -126,7 +127,7 @@ class Server:
         self.should_exit = asyncio.Event()
         self.ending: asyncio.Task[None] | None = None
 
-    def leave(self, at_once: bool) -> None:
+    def begin_shutdown(self, at_once: bool) -> None:
         again, self.front.draining = self.front.draining, True
         if not again:
             self.gate.drain()
@@ -152,13 +153,13 @@ class Server:
 
     async def serve(self, listener: socket.socket) -> None:
         """Accept connections and answer their requests until a signal, and then until all output is sent."""
-        report_full_rarely(self.loop)
+        log_failed_accepts_rarely(self.loop)
         for number in (signal.SIGTERM, signal.SIGINT):
-            self.loop.add_signal_handler(number, self.leave, number == signal.SIGINT)
+            self.loop.add_signal_handler(number, self.begin_shutdown, number == signal.SIGINT)
         # asyncio accepts MAX_ACCEPTED connections in one turn of the event loop.  `listener` lets more of them wait.
         accepting = await self.loop.create_server(self._connect, sock=listener, backlog=MAX_ACCEPTED)
         listener.listen(BACKLOG)
-        sweeping = self.loop.create_task(self._sweep_often())
+        sweeping = self.loop.create_task(self._close_stalled_often())
         try:
             await self.should_exit.wait()
         finally:
@@ -171,10 +172,10 @@ class Server:
     def _connect(self) -> Connection:
         return Connection(self.app, self.connections)
 
-    async def _sweep_often(self) -> None:
+    async def _close_stalled_often(self) -> None:
         while True:
             await asyncio.sleep(1.0)
-            self.connections.sweep(self.loop.time(), STALLED_AT_DRAIN_S if self.front.draining else None)
+            self.connections.close_stalled(self.loop.time(), STALLED_AT_DRAIN_S if self.front.draining else None)
 
     async def _close_connections(self) -> None:
         """Send pending output, for at most CLOSE_S, and close connections whose client does not read."""
@@ -183,7 +184,7 @@ class Server:
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 while self.connections:
-                    self.connections.sweep(self.loop.time(), STALLED_AT_CLOSE_S)
+                    self.connections.close_stalled(self.loop.time(), STALLED_AT_CLOSE_S)
                     await asyncio.sleep(0.05)
         for connection in self.connections:
             connection.transport.abort()
@@ -199,7 +200,7 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
 
     settings: keywords of EngineConfig.  Raises EspalierError before anything is served.
     """
-    listener = _bound(options.host, options.port)
+    listener = _bound_listener(options.host, options.port)
     store = None if options.batch_dir is None else Store(options.batch_dir)
     client = EngineClient(settings, options.client)
     loading = asyncio.current_task()
@@ -211,7 +212,7 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
         await asyncio.gather(client.start(), asyncio.to_thread(_import_tokenizer, settings.get("model")))
         front = await asyncio.to_thread(Front, client, options.front)
         loop.remove_signal_handler(signal.SIGTERM)
-        front.render_aside()
+        front.render_in_helper_process()
         if STARTS_TEMPLATES and front.templates is not None:
             await front.templates.start()
         batches = None if store is None else Batches(store, _batch_concurrency(front))
@@ -265,7 +266,7 @@ async def _leave_without_engine(client: EngineClient, server: Server) -> str | N
     why = await client.ended()
     if why is not None:
         log.error("the server ends without an engine: %s", why)
-        server.leave(at_once=True)
+        server.begin_shutdown(at_once=True)
     return why
 
 
@@ -288,7 +289,7 @@ def _import_tokenizer(model: str | None) -> None:
         tokenizer_class(BUNDLED_FILES / "target" if model == BUNDLED else Path(model).expanduser())
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bound_listener(host: str, port: int) -> socket.socket:
     """Returns the listening socket.  It is bound before the model is loaded, so that a used port fails at once."""
     # The first try is without SO_REUSEADDR: with it, two servers that load at the same time could both bind.  The
     # second try is with it: the connections of a server that has ended keep its port for a minute.

@@ -84,7 +84,7 @@ def test_strings_that_come_again_have_the_masks_that_they_have_alone(compiler, m
         grammar = object_of(rng.choices(FIELDS, k=5))
         shared = compile_form(made, grammar)
         with monkeypatch.context() as patch:
-            patch.setattr(of_schema, "_share_strings", lambda made: None)
+            patch.setattr(of_schema, "_deduplicate_patterns", lambda made: None)
             alone = compile_form(made, grammar)
         matchers = [xgrammar.GrammarMatcher(each) for each in (shared, alone)]
         masks = np.zeros((2, mask_words(compiler.vocab_size)), dtype=np.int32)

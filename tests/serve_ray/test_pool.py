@@ -229,7 +229,7 @@ def test_the_replicas_are_known_by_their_figures(monkeypatch):
 
     async def run():
         pool = await started(Scripted("a"), Scripted("b"), share=0.5)
-        assert (pool.state, pool.why, pool.num_slots, pool.max_slots) == ("ready", "", 4, 16)
+        assert (pool.state, pool.unavailable_reason, pool.num_slots, pool.max_slots) == ("ready", "", 4, 16)
         lines = Metrics([pool]).text().decode().splitlines()
         assert 'espalier_waiting_requests{model="m",replica="b"} 3.0' in lines
         assert 'espalier_abort_steps_count{model="m",replica="a"} 2.0' in lines
@@ -237,13 +237,13 @@ def test_the_replicas_are_known_by_their_figures(monkeypatch):
         replicas, pool.handle.replicas = pool.handle.replicas, {}
         await asyncio.sleep(0.05)
         # Requests wait for a replica; the health check says that there is none.
-        assert (pool.state, pool.why, pool.num_slots) == ("starting", NO_REPLICA, 2)
+        assert (pool.state, pool.unavailable_reason, pool.num_slots) == ("starting", NO_REPLICA, 2)
         pool.require_up()
         pool.handle.replicas = replicas
         await asyncio.sleep(0.05)
         assert pool.state == "ready"
         await pool.close()
-        assert (pool.state, pool.why) == ("closed", SHUTTING_DOWN)
+        assert (pool.state, pool.unavailable_reason) == ("closed", SHUTTING_DOWN)
         with pytest.raises(EngineGone, match="shutting down"):
             pool.submit([PROMPT], Submit("req", [], ResolvedParams(), 0, False))
 

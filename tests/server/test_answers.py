@@ -45,7 +45,7 @@ def answered(kind, body, tokenizer, entries, finish_reason="stop", prompt=(), **
         piece = OutputChunk("x.0", token_ids=[token], from_draft=[False], logprobs=[entry], finish_reason=last)
         chunks.append(answer.chunk(*answer.take(0, Part("x", piece))))
         whole.take(0, Part("x", piece))
-    return whole.whole()["choices"][0], [chunk["choices"][0] for chunk in chunks]
+    return whole.whole_response()["choices"][0], [chunk["choices"][0] for chunk in chunks]
 
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece])
@@ -145,7 +145,7 @@ def test_offsets_of_an_echo_are_places_of_the_prompts_text_too(make, text):
         whole = OutputChunk("x.0", token_ids=said, logprobs=own, prompt_logprobs=known, finish_reason="length")
         chunk = streamed.chunk(*streamed.take(0, Part("x", whole)))["choices"][0]
         answer.take(0, Part("x", whole))
-        [found] = answer.whole()["choices"]
+        [found] = answer.whole_response()["choices"]
         assert (chunk["text"], chunk["logprobs"]) == (found["text"], found["logprobs"])
         assert found["logprobs"]["token_logprobs"] == [None, *[-2.0] * (cut - 1), *[-1.0] * len(said)]
         # A character that is not whole has a mark in the text; its tokens have its place.
@@ -197,7 +197,7 @@ def test_events_are_the_general_encoders_bytes(kind, options):
     body = CompletionRequest(prompt="", **fields) if kind is TextAnswer else ChatRequest(messages=MESSAGES, **fields)
     # With a stop string the text comes from the engine process, so any text can be given.
     answer, general = (kind("id", body, ResolvedParams(stop=("never",), n=2), [[1]], None) for _ in range(2))
-    general.head = answer.head
+    general.common_fields = answer.common_fields
     for index in (1, 0):
         for i, text in enumerate((*ODD_TEXTS, "", "end")):
             ends = i == len(ODD_TEXTS) + 1

@@ -37,7 +37,7 @@ def test_it_is_the_same_text_and_a_template_without_end_is_an_error(monkeypatch)
     async def run():
         aside, errors = Templates(of(PLAIN)), {}
         assert await aside.render(Rendering(SAID, None, VARIABLES)) == "<s>user: hé\\ud800"
-        process = await aside._aside.start()
+        process = await aside._helper.start()
         for template in HOSTILE:
             aside.source = template, {}
             with pytest.raises(EspalierError) as refused:
@@ -50,7 +50,7 @@ def test_it_is_the_same_text_and_a_template_without_end_is_an_error(monkeypatch)
             for given in (None, tools):
                 asked = Rendering([{"role": "user", "content": "é"}], given, VARIABLES)
                 assert await aside.render(asked) == ChatTemplate(hf).render(asked)
-        assert await aside._aside.start() is process, "it outlives all of them"
+        assert await aside._helper.start() is process, "it outlives all of them"
         # What Python cannot interrupt.
         os.kill(process.pid, signal.SIGSTOP)
         monkeypatch.setattr(templates, "MAX_WALL_S", 0.2)
