@@ -202,13 +202,13 @@ def test_others_help_where_the_first_piece_of_work_does_not_end_soon(monkeypatch
 AT_EXIT = """
 import hashlib, threading, time
 from espalier.engine.mask_threads import TOO_SLOW, MaskThreads
-from espalier.masking.compile import THREAD
+from espalier.masking.compile import THREAD_NAME
 
 def work(place):
     hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
     print("mask")
 
-threading.Thread(target=lambda: (time.sleep(0.2), print("grammar")), name=THREAD, daemon=True).start()
+threading.Thread(target=lambda: (time.sleep(0.2), print("grammar")), name=THREAD_NAME, daemon=True).start()
 assert MaskThreads(0.02).run(work, 1) == [TOO_SLOW]
 """
 

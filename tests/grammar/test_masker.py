@@ -94,13 +94,13 @@ def test_each_nodes_mask_follows_its_own_path(grammar):
 
 
 def test_masks_of_the_siblings_path_are_seen(monkeypatch):
-    walk_of = GrammarMasker._walk
+    walk_of = GrammarMasker._fill_masks
 
     def planted(self, nodes, tokens, parents, out):
         # Every node hangs from its elder sibling's place.
         walk_of(self, nodes, tokens, [max(parent - 1, 0) for parent in parents], out)
 
-    monkeypatch.setattr(GrammarMasker, "_walk", planted)
+    monkeypatch.setattr(GrammarMasker, "_fill_masks", planted)
     assert sum(differences(GRAMMARS[0], seed) for seed in range(8))
 
 
