@@ -176,7 +176,7 @@ async def require_reachable(clients: Sequence[httpx.AsyncClient]) -> None:
             )
 
 
-async def run(
+async def run_batch(
     journal: Journal,
     sender: Sender,
     concurrency: int,

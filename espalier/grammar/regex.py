@@ -187,24 +187,24 @@ class _RegexParser:
         self.regex = regex
         self.kind = kind
         self.newlines = newlines
-        self.at = 0
+        self.position = 0
         self.names: set[str] = set()
 
     def read(self) -> Node:
         node = self._branches(0)
-        if self.at < len(self.regex):
+        if self.position < len(self.regex):
             raise self._refuse("')' without '('", r"write \) for the character")
         return node
 
     def _refuse(self, what: str, remedy: str, at: int | None = None) -> EspalierError:
-        return _refusal(self.kind, self.regex, what, self.at if at is None else at, remedy)
+        return _refusal(self.kind, self.regex, what, self.position if at is None else at, remedy)
 
     def _peek(self) -> str:
-        return self.regex[self.at : self.at + 1]
+        return self.regex[self.position : self.position + 1]
 
     def _take(self, text: str) -> bool:
-        found = self.regex.startswith(text, self.at)
-        self.at += len(text) if found else 0
+        found = self.regex.startswith(text, self.position)
+        self.position += len(text) if found else 0
         return found
 
     def _branches(self, depth: int) -> Node:
@@ -225,7 +225,7 @@ class _RegexParser:
         return seq(parts)
 
     def _atom(self, depth: int) -> Node:
-        at, char = self.at, self._peek()
+        at, char = self.position, self._peek()
         if char == "(":
             return self._group(depth)
         if char == "[":
@@ -236,7 +236,7 @@ class _RegexParser:
             raise self._refuse(f"{char!r} with nothing to repeat", rf"write \{char} for the character")
         if char == "{":
             raise self._refuse("'{' without counts", r"write \{ for the character, or {0,3} to repeat")
-        self.at += 1
+        self.position += 1
         if char in "^$":
             return Anchor(char == "^", at)
         return Chars(complement(self.newlines)) if char == "." else _chars_node(self._literal(char, at))
@@ -249,8 +249,8 @@ class _RegexParser:
         return same_in_all_dialects([(ord(char), ord(char))])
 
     def _group(self, depth: int) -> Node:
-        at = self.at
-        self.at += 1
+        at = self.position
+        self.position += 1
         if self._peek() == "?" and not self._take("?:"):
             self._named_group()
         node = self._branches(depth + 1)
@@ -259,37 +259,37 @@ class _RegexParser:
         return node
 
     def _named_group(self) -> None:
-        at = self.at - 1
+        at = self.position - 1
         for sign, what, remedy in REFUSED_GROUPS:
-            if self.regex.startswith(sign, self.at):
+            if self.regex.startswith(sign, self.position):
                 raise self._refuse(f"a {what} ({'(' + sign!r})", remedy, at)
         if not (self._take("?P<") or self._take("?<")):
             raise self._refuse("a flag in a group", "write both cases in a class, and groups as (?:...)", at)
-        found = NAME.match(self.regex, self.at)
+        found = NAME.match(self.regex, self.position)
         if found is None or found[1] in self.names:
             what = "a group without a name" if found is None else f"a second group with the name {found[1]!r}"
             raise self._refuse(what, "use (...) without a name", at)
         self.names.add(found[1])
-        self.at = found.end()
+        self.position = found.end()
 
     # Repetitions
 
     def _counts(self) -> tuple[int, int | None, int] | None:
         """(least count, most count, position after the braces); None if no count in braces stands here."""
-        found = COUNTS.match(self.regex, self.at)
+        found = COUNTS.match(self.regex, self.position)
         if found is None:
             return None
         least, comma, most = int(found[1]), found[2], found[3]
         return least, int(most) if most else None if comma else least, found.end()
 
     def _repeated(self, part: Node) -> Node:
-        at, char = self.at, self._peek()
+        at, char = self.position, self._peek()
         counts: tuple[int, int | None]
         if char == "{" and (found := self._counts()) is not None:
-            counts, self.at = found[:2], found[2]
+            counts, self.position = found[:2], found[2]
         elif char and char in "*+?":
             counts = {"*": (0, None), "+": (1, None), "?": (0, 1)}[char]
-            self.at += 1
+            self.position += 1
         else:
             return part
         if counts[1] is not None and counts[0] > counts[1]:
@@ -300,15 +300,15 @@ class _RegexParser:
             raise self._refuse("a repetition of '^' or '$'", "repeat a part without them", at)
         self._take("?")  # how eagerly it matches changes no text
         if (self._peek() and self._peek() in "*+?") or (self._peek() == "{" and self._counts() is not None):
-            what = f"{self.regex[self.at - 1] + self._peek()!r}, a second or possessive repetition"
-            raise self._refuse(what, "write one, or a group around the first", self.at - 1)
+            what = f"{self.regex[self.position - 1] + self._peek()!r}, a second or possessive repetition"
+            raise self._refuse(what, "write one, or a group around the first", self.position - 1)
         return repeat(part, *counts)
 
     # Classes
 
     def _escape(self, within_class: bool = False) -> Characters:
-        at = self.at
-        self.at += 2
+        at = self.position
+        self.position += 2
         char = self.regex[at + 1 : at + 2]
         if char in HEX_DIGITS:
             return self._number(char, at)
@@ -324,29 +324,29 @@ class _RegexParser:
             raise self._refuse(r"'\b' in a class", r"write \x08 for a backspace", at)
         if char == "p" or char == "P":
             self._skip_property_name()
-        written = self.regex[at : max(self.at, at + 1)]
+        written = self.regex[at : max(self.position, at + 1)]
         what, remedy = REFUSED_ESCAPES.get(char, ("an unknown escape", r"write \\ for a backslash"))
         raise self._refuse(f"'{written}', {what}", remedy, at)
 
     def _skip_property_name(self) -> None:
-        inside, found, _ = self.regex[self.at :].partition("}")
+        inside, found, _ = self.regex[self.position :].partition("}")
         if found and inside.startswith("{") and inside[1:].replace("_", "").replace("=", "").isalnum():
-            self.at += len(inside) + 1
+            self.position += len(inside) + 1
 
     def _number(self, kind: str, at: int) -> Characters:
-        digits = self.regex[self.at : self.at + HEX_DIGITS[kind]]
+        digits = self.regex[self.position : self.position + HEX_DIGITS[kind]]
         if len(digits) < HEX_DIGITS[kind] or not all(each in "0123456789abcdefABCDEF" for each in digits):
             what = f"'\\{kind}' without {HEX_DIGITS[kind]} hex digits"
             raise self._refuse(what, r"write \x41, \u0041 or \U00000041", at)
         code = int(digits, 16)
         if code > ALL[-1][1]:
             raise self._refuse(f"'\\{kind}{digits}', which is no character", "use 0010ffff at most", at)
-        self.at += HEX_DIGITS[kind]
+        self.position += HEX_DIGITS[kind]
         return self._literal(chr(code), at)
 
     def _class(self) -> Characters:
-        start = self.at
-        self.at += 1
+        start = self.position
+        self.position += 1
         is_negated = self._take("^")
         if self._peek() == "]":
             what = f"'{'[^]' if is_negated else '[]'}'"
@@ -360,14 +360,14 @@ class _RegexParser:
         return made.negated() if is_negated else made
 
     def _range(self) -> Characters:
-        at = self.at
+        at = self.position
         first = self._range_end()
-        if self._peek() != "-" or self.regex[self.at + 1 : self.at + 2] in ("]", ""):
+        if self._peek() != "-" or self.regex[self.position + 1 : self.position + 2] in ("]", ""):
             return first
-        self.at += 1
+        self.position += 1
         last = self._range_end()
         ends = [side.in_every_dialect for side in (first, last)]
-        written = self.regex[at : self.at]
+        written = self.regex[at : self.position]
         if any(
             side.in_every_dialect != side.in_some_dialect or len(side.in_every_dialect) != 1 for side in (first, last)
         ) or any(low != high for [(low, high)] in ends):
@@ -377,7 +377,7 @@ class _RegexParser:
         return same_in_all_dialects([(ends[0][0][0], ends[1][0][0])])
 
     def _range_end(self) -> Characters:
-        at, char = self.at, self._peek()
+        at, char = self.position, self._peek()
         if char == "\\":
             return self._escape(within_class=True)
         if found := POSIX_CLASS.match(self.regex, at):
@@ -385,7 +385,7 @@ class _RegexParser:
         following = self.regex[at + 1 : at + 2]
         if char in "-&~|" and char == following:
             raise self._refuse(f"{char * 2!r} in a class", rf"write \{char} for the character", at)
-        self.at += 1
+        self.position += 1
         return self._literal(char, at)
 
 

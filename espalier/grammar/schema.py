@@ -63,7 +63,7 @@ def enforceable(text: str, strict: bool = True) -> str:
     made = rewriter.schema(schema, "#", 0)
     rewriter.check_references()
     rewriter.check_disjoint()
-    require_finite_values(rewriter.made)
+    require_finite_values(rewriter.rewritten_at)
     _deduplicate_patterns(made)
     return json.dumps(made)
 
@@ -99,14 +99,14 @@ class _SchemaRewriter:
     def __init__(self, root: Any, strict: bool):
         self.root = root
         self.strict = strict
-        self.seen: dict[str, Any] = {}
+        self.original_at: dict[str, Any] = {}
         # The enforceable form of each reference or place.
-        self.made: dict[str, Any] = {}
+        self.rewritten_at: dict[str, Any] = {}
         # The values behind each reference, None if they cannot be listed.
-        self.listed: dict[str, list[Any] | None] = {}
-        self.references: dict[str, str] = {}
+        self.values_of_reference: dict[str, list[Any] | None] = {}
+        self.target_at: dict[str, str] = {}
         # The schemas of each oneOf, by the place of the oneOf.
-        self.alternatives: dict[str, list[Any]] = {}
+        self.one_of_at: dict[str, list[Any]] = {}
 
     def schema(self, schema: Any, place: str, depth: int) -> Any:
         """The enforceable form of the schema at `place`, a JSON pointer."""
@@ -120,11 +120,11 @@ class _SchemaRewriter:
             raise schema_error(
                 place, "'$id' inside a schema is not supported: it changes what '$ref' means", "leave it out"
             )
-        self.seen[place] = schema
+        self.original_at[place] = schema
         rules = {name: value for name, value in schema.items() if name not in ANNOTATIONS | DEFINITIONS}
         if rules.get("uniqueItems") is False:  # the default
             del rules["uniqueItems"]
-        made = self.made[place] = self._rules(rules, place, depth)
+        made = self.rewritten_at[place] = self._rules(rules, place, depth)
         for name in DEFINITIONS & schema.keys():
             made = {**made, name: self._schemas_by_name(schema[name], f"{place}/{name}", depth)}
         return made
@@ -145,7 +145,7 @@ class _SchemaRewriter:
         if name == "allOf" and len(branches) > 1:
             raise schema_error(place, "'allOf' with several schemas is not supported", "merge them into one")
         if name == "oneOf":
-            self.alternatives[place] = rules[name]
+            self.one_of_at[place] = rules[name]
         return branches[0] if len(branches) == 1 else {"anyOf": branches}
 
     def _branches(self, value: Any, name: str, place: str, depth: int) -> list[Any]:
@@ -176,27 +176,27 @@ class _SchemaRewriter:
     def _reference(self, target: Any, place: str) -> dict[str, Any]:
         if not isinstance(target, str) or not target.startswith("#"):
             raise schema_error(place, f"'$ref' to {shown(target)} is not supported", "refer to '#/$defs/...'")
-        self.references[place] = target
+        self.target_at[place] = target
         return {"$ref": target}
 
     def check_references(self) -> None:
         """Raises EspalierError if a reference has no schema that was read, whose keywords were checked."""
-        for place, target in self.references.items():
-            if target not in self.seen:
+        for place, target in self.target_at.items():
+            if target not in self.original_at:
                 raise schema_error(place, f"'$ref' finds no schema at {shown(target)}", "refer to '#/$defs/...'")
             passed = {place}
-            while target in self.references:
+            while target in self.target_at:
                 if target in passed:
                     raise schema_error(place, "'$ref' leads back to itself", "refer to a schema with a type")
                 passed.add(target)
-                target = self.references[target]
+                target = self.target_at[target]
 
     def check_disjoint(self) -> None:
         """Raises EspalierError if a value may be valid under two schemas of a oneOf.
 
         Their types must differ, or the constant texts of a property that both require.  Call check_references first.
         """
-        for place, branches in self.alternatives.items():
+        for place, branches in self.one_of_at.items():
             kinds = [self._resolve_references(branch) for branch in branches]
             if not all(self._are_disjoint(kinds[i], kinds[j]) for i in range(len(kinds)) for j in range(i)):
                 raise schema_error(
@@ -277,7 +277,7 @@ class _SchemaRewriter:
                 # The output may repeat a name, and repeated names count once.
                 raise schema_error(place, "'minProperties' above 1 needs named properties", "leave it out")
             return {"type": "object", "additionalProperties": True if extra is None else extra, **rules}
-        if opens and self.strict and "properties" in self.seen[place]:
+        if opens and self.strict and "properties" in self.original_at[place]:
             # xgrammar would allow a property's name again if it is written with an escape, and then with any value.
             raise schema_error(
                 place,
@@ -329,12 +329,12 @@ class _SchemaRewriter:
             return None
         if "$ref" in made:
             place = made["$ref"]
-            if place not in self.listed:
-                self.listed[place] = None  # during the call below, because the schema may refer to itself
+            if place not in self.values_of_reference:
+                self.values_of_reference[place] = None  # during the call below, because the schema may refer to itself
                 target = self._schema_at(place)
                 if target is not None:
-                    self.listed[place] = self._all_values(self.schema(target, place, depth + 1), depth + 1)
-            return self.listed[place]
+                    self.values_of_reference[place] = self._all_values(self.schema(target, place, depth + 1), depth + 1)
+            return self.values_of_reference[place]
         if "anyOf" in made:
             lists = [self._all_values(branch, depth + 1) for branch in made["anyOf"]]
             return None if None in lists else [value for each in lists if each for value in each]

@@ -42,8 +42,8 @@ class TokenMasker(Protocol):
         """
         ...
 
-    def forced_tokens(self, most: int) -> ForcedTokens:
-        """The tokens that must follow the root, `most` at most, and the mask after them."""
+    def forced_tokens(self, max_tokens: int) -> ForcedTokens:
+        """The tokens that must follow the root, `max_tokens` at most, and the mask after them."""
         ...
 
     def mask_after(self, path: Sequence[int]) -> np.ndarray | None:

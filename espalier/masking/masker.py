@@ -101,14 +101,14 @@ class GrammarMasker:
         """Whether the grammar allows no further token."""
         return not self.root_mask().any()
 
-    def forced_tokens(self, most: int) -> ForcedTokens:
-        """The tokens that must come next, at most `most`, and the mask of the token after them."""
+    def forced_tokens(self, max_tokens: int) -> ForcedTokens:
+        """The tokens that must come next, at most `max_tokens`, and the mask of the token after them."""
         forced: list[int] = []
         mask = None
         while not self.has_rejected and self.marker is None and not self.matcher.is_terminated():
             mask = self.root_mask()
             only = only_token(mask)
-            if only is None or len(forced) == most:
+            if only is None or len(forced) == max_tokens:
                 break
             forced.append(only)
             self.matcher.accept_token(only)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 # Limits of processor time in seconds: of one mask, and of reading one byte.  A mask reads the first bytes of many
 # tokens, so a slow byte foretells a mask that takes a thousand times as long.
-MASK_S = 0.02
-BYTE_S = 0.001
+MAX_MASK_S = 0.02
+MAX_S_PER_BYTE = 0.001
 # The number of sample texts, and the tokens of each.
 NUM_SAMPLES = 4
 NUM_TOKENS = 96
@@ -76,20 +76,22 @@ def _try_one_text(matcher: Any, num_bytes: np.ndarray, rng: random.Random, repea
     sizes = np.minimum(num_bytes, MAX_TOKEN_BYTES).astype(np.uint8)
     length, token = 0, END_TOKEN
     for _ in range(NUM_TOKENS):
-        took_s = _time_of(matcher.fill_next_token_bitmask, mask)
+        took_s = _cpu_seconds_of(matcher.fill_next_token_bitmask, mask)
         # A slow mask or token is timed once more, because the system may have caused the first delay.
-        _require_fast(took_s <= MASK_S or _time_of(matcher.fill_next_token_bitmask, mask) <= MASK_S, length)
+        _require_fast(
+            took_s <= MAX_MASK_S or _cpu_seconds_of(matcher.fill_next_token_bitmask, mask) <= MAX_MASK_S, length
+        )
         allowed = np.unpackbits(mask[0].view(np.uint8), count=len(sizes), bitorder="little")
         if not (repeats and allowed[token] and sizes[token]):
             allowed *= sizes
             if not (longest := allowed.max()):
                 return
             token = _first_index(allowed == longest if prefers_long else allowed > 0, rng.randrange(len(sizes)))
-        limit_s = BYTE_S * num_bytes[token]
-        took_s = _time_of(matcher.accept_token, token)
+        limit_s = MAX_S_PER_BYTE * num_bytes[token]
+        took_s = _cpu_seconds_of(matcher.accept_token, token)
         if took_s > limit_s:
             matcher.rollback(1)
-            took_s = _time_of(matcher.accept_token, token)
+            took_s = _cpu_seconds_of(matcher.accept_token, token)
         length += int(num_bytes[token])
         _require_fast(took_s <= limit_s, length)
 
@@ -100,7 +102,7 @@ def _first_index(is_candidate: np.ndarray, start: int) -> int:
     return behind if is_candidate[behind] else int(is_candidate.argmax())
 
 
-def _time_of(call: Callable[..., Any], *arguments: Any) -> float:
+def _cpu_seconds_of(call: Callable[..., Any], *arguments: Any) -> float:
     """The processor time of a call, in seconds."""
     begun = time.thread_time()
     call(*arguments)

@@ -54,7 +54,7 @@ class Prompt:
     def is_done(self) -> bool:
         return self.generation.num_running[self.submit.name] == 0
 
-    def take(self, parts: Sequence[Part]) -> None:
+    def add_parts(self, parts: Sequence[Part]) -> None:
         self.has_begun = True
         for part in parts:
             self.generation.add(part)
@@ -126,11 +126,11 @@ class EnginePool:
         if self._closed:
             raise EngineGone(SHUTTING_DOWN)
 
-    def submit(self, prompts: Sequence[list[int]], asked: Submit) -> Generation:
+    def submit(self, prompts: Sequence[list[int]], template: Submit) -> Generation:
         self.require_up()
-        submits = asked.for_prompts(prompts, self._num_submitted)
+        submits = template.for_prompts(prompts, self._num_submitted)
         self._num_submitted += len(prompts)
-        generation = Generation(self, [each.name for each in submits], asked.params.n)
+        generation = Generation(self, [each.name for each in submits], template.params.n)
         for each in submits:
             self._open[each.name] = generation, asyncio.create_task(self._run(Prompt(each, generation)))
         return generation
@@ -192,7 +192,7 @@ class EnginePool:
                 if isinstance(sent, Refused):
                     raise refusal_error(sent)
                 assert isinstance(sent, Harvest)
-                prompt.take(sent.parts)
+                prompt.add_parts(sent.parts)
                 if prompt.is_done:
                     self._open.pop(prompt.submit.name, None)
         except asyncio.CancelledError:

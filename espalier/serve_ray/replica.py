@@ -44,7 +44,7 @@ class OpenPrompt:
     prompt_tokens: int
     output_tokens: int
 
-    def take(self, part: Part) -> None:
+    def count_part(self, part: Part) -> None:
         self.prompt_tokens = 0
         self.output_tokens -= len(part.output.token_ids)
 
@@ -86,7 +86,7 @@ class EngineReplica:
                 async for parts in generation.parts(None):
                     for part in parts:
                         part.name = submit.name
-                        open_prompt.take(part)
+                        open_prompt.count_part(part)
                     yield protocol.encode(Harvest(parts))
         except EngineGone as error:
             yield protocol.encode(Failed(str(error), refused=False))

@@ -66,12 +66,12 @@ class Choice:
         """The stream that makes the text.  Made when the first part arrives, so that the request starts sooner."""
         return self.make_text_stream()
 
-    def take(self, output: OutputChunk, keep: bool) -> OutputChunk:
-        """Returns the chunk with its text and reasons.  keep: add them to the choice too, for the whole response."""
+    def add_chunk(self, output: OutputChunk, accumulate: bool) -> OutputChunk:
+        """Returns the chunk with its text and reasons.  accumulate: keep them for the whole response too."""
         text = self.new_text(output)
         ends = self.finish_reasons(output)
         self.num_tokens += len(output.token_ids)
-        if keep:
+        if accumulate:
             self.texts.append(text)
             self.token_ids += output.token_ids
             self.from_draft += output.from_draft
@@ -142,7 +142,7 @@ class Answer:
             return None
         return text_stream(self.tokenizer, prompt, self.params, ())
 
-    def take(self, prompt_index: int, part: Part) -> tuple[Choice, OutputChunk]:
+    def add_part(self, prompt_index: int, part: Part) -> tuple[Choice, OutputChunk]:
         """Add a part of a prompt's output.  Returns its choice and the chunk with its text."""
         choice = self.choices[prompt_index * self.params.n + part.output.index]
         if part.usage is not None:
@@ -151,7 +151,7 @@ class Answer:
             self.usages.append(part.usage if first else replace(part.usage, prompt_tokens=0, cached_tokens=0))
         if part.speculation is not None:
             self.stats.merge(part.speculation)
-        return choice, choice.take(part.output, keep=not self.body.stream)
+        return choice, choice.add_chunk(part.output, accumulate=not self.body.stream)
 
     def event(self, prompt_index: int, part: Part) -> bytes:
         """Add a part of a prompt's output.  Returns its stream event; b"" if the event would say nothing."""
@@ -161,7 +161,7 @@ class Answer:
             choice = self.choices[prompt_index * self.params.n + output.index]
             text = choice.new_text(output)
             return self._text_event(choice, text) if text else b""
-        chunk = self.chunk(*self.take(prompt_index, part))
+        chunk = self.chunk(*self.add_part(prompt_index, part))
         return b"" if chunk is None else event(chunk)
 
     def _text_event(self, choice: Choice, text: str) -> bytes:
@@ -176,7 +176,7 @@ class Answer:
         return before + to_json(text) + after
 
     def chunk(self, choice: Choice, output: OutputChunk) -> dict[str, Any] | None:
-        """Returns the stream chunk for what `take` returned, None if the chunk would be empty."""
+        """Returns the stream chunk for what `add_part` returned, None if the chunk would be empty."""
         quiet = not (output.text or output.finish_reason or output.logprobs or output.prompt_logprobs)
         if quiet and not (self.body.return_token_ids or self.body.from_draft):
             return None

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from espalier.batch_jobs.files import InputScan, Journal, LineError, custom_id_of, scan_input
-from espalier.batch_jobs.sender import App, Sender, app_client, run
+from espalier.batch_jobs.sender import App, Sender, app_client, run_batch
 from espalier.errors import EspalierError
 from espalier.server.front import without_timeout
 from espalier.server.stored import (
+    COMPLETION_WINDOW_S,
     ENDED_STATUSES,
     OUTPUT_PURPOSE,
-    WINDOW_S,
     Batch,
     BatchError,
     BatchErrors,
@@ -76,14 +76,14 @@ class Batches:
         self._client = app_client(without_timeout(app), api_key)
         for batch in self.store.batches.values():
             if batch.status not in ENDED_STATUSES:
-                self._begin(batch)
+                self._start_batch(batch)
 
     def create(self, body: BatchRequest) -> Batch:
         now = int(time.time())
         id = new_id("batch_")
-        batch = Batch(id, body.endpoint, body.input_file_id, now, now + WINDOW_S, body.metadata)
+        batch = Batch(id, body.endpoint, body.input_file_id, now, now + COMPLETION_WINDOW_S, body.metadata)
         self.store.save(batch)
-        self._begin(batch)
+        self._start_batch(batch)
         return batch
 
     def cancel(self, batch: Batch) -> None:
@@ -92,7 +92,7 @@ class Batches:
             batch.status, batch.cancelling_at = "cancelling", int(time.time())
             self.store.save(batch)
             if batch.id not in self._live_batches:
-                self._begin(batch)
+                self._start_batch(batch)
             self._live_batches[batch.id].cancelled.set()
 
     def with_current_counts(self, batch: Batch) -> Batch:
@@ -120,15 +120,15 @@ class Batches:
         await self._client.aclose()
         self.store.close()
 
-    def _begin(self, batch: Batch) -> None:
+    def _start_batch(self, batch: Batch) -> None:
         live = self._live_batches[batch.id] = LiveBatch()
         if batch.status == "cancelling":
             live.cancelled.set()
         self._admit_oldest()
         live.task = asyncio.create_task(self._run_and_log(batch, live))
-        live.task.add_done_callback(lambda _: self._forget(batch.id))
+        live.task.add_done_callback(lambda _: self._remove_live(batch.id))
 
-    def _forget(self, id: str) -> None:
+    def _remove_live(self, id: str) -> None:
         del self._live_batches[id]
         self._admit_oldest()
 
@@ -227,7 +227,7 @@ class Batches:
             batch.status, batch.in_progress_at = "in_progress", int(time.time())
             self.store.save(batch)
         sender = Sender([self._client], priority=PRIORITY)
-        await run(journal, sender, self.concurrency, urls=(batch.endpoint,))
+        await run_batch(journal, sender, self.concurrency, urls=(batch.endpoint,))
 
     def _make_files(self, batch: Batch) -> None:
         """Store the answers as the batch's output file and error file.  A file without lines is not made."""

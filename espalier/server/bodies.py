@@ -21,7 +21,7 @@ from starlette.requests import Request
 
 from espalier.errors import EspalierError, once_each, shown
 from espalier.request import check_prompt
-from espalier.server.errors import FAILED, ApiError, bad_request, validation_error
+from espalier.server.errors import INTERNAL_ERROR, ApiError, bad_request, validation_error
 from espalier.server.helper_process import HelperProcess, HelperProcessFailed, serve_frames
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from espalier.server.responses import ResponsesRequest
@@ -40,7 +40,7 @@ MODELS: Mapping[str, type[BaseModel]] = MappingProxyType(
         )
     }
 )
-UNREADABLE = (
+UNREADABLE_JSON = (
     "the body cannot be read as JSON: it is not UTF-8, it is nested too deeply, or a number has thousands of digits; "
     "send a JSON object with content-type application/json"
 )
@@ -118,7 +118,7 @@ def _parse_json(content_type: str, data: bytes) -> Any:
     except EspalierError as error:
         raise bad_request(error) from None
     except (ValueError, RecursionError):
-        raise ApiError(400, UNREADABLE) from None
+        raise ApiError(400, UNREADABLE_JSON) from None
 
 
 def _not_an_object_error() -> ApiError:
@@ -208,7 +208,7 @@ class BodyReader:
         try:
             body, refused = pickle.loads(await self.helper.exchange(pickled((model.__name__, content_type, data))))
         except HelperProcessFailed:
-            raise ApiError(500, FAILED) from None
+            raise ApiError(500, INTERNAL_ERROR) from None
         self.num_read_in_helper += 1
         if refused is not None:
             raise ApiError(*refused)

@@ -107,8 +107,8 @@ class ChatAnswer(Answer):
         assert parser is not None
         return message_stream(tokenizer, prompt, self.params, parser)
 
-    def take(self, prompt_index: int, part: Part) -> tuple[Choice, OutputChunk]:
-        choice, output = super().take(prompt_index, part)
+    def add_part(self, prompt_index: int, part: Part) -> tuple[Choice, OutputChunk]:
+        choice, output = super().add_part(prompt_index, part)
         if isinstance(choice, ChatChoice) and choice.make_stream is not None:
             text = "".join(part.text for part in choice.new_deltas if self._is_shown(part))
             output = replace(output, text=text, finish_reason=choice.finish_reason_with_calls(output.finish_reason))
@@ -212,7 +212,7 @@ class OutputItems:
         # The pieces of the open item's text.
         self._texts: list[str] = []
 
-    def take(self) -> list[Event]:
+    def pop_events(self) -> list[Event]:
         events, self.events = self.events, []
         return events
 
@@ -325,8 +325,8 @@ class ResponsesAnswer(ChatAnswer):
         # The reasons why calls were broken.
         self.errors: list[str] = []
 
-    def take(self, prompt_index: int, part: Part) -> tuple[Choice, OutputChunk]:
-        choice, output = super().take(prompt_index, part)
+    def add_part(self, prompt_index: int, part: Part) -> tuple[Choice, OutputChunk]:
+        choice, output = super().add_part(prompt_index, part)
         assert isinstance(choice, ChatChoice)
         logprobs = [] if output.logprobs is None else self._logprobs(output.logprobs)["content"]
         if choice.make_stream is not None:
@@ -341,8 +341,8 @@ class ResponsesAnswer(ChatAnswer):
         return choice, output
 
     def event(self, prompt_index: int, part: Part) -> bytes:
-        self.take(prompt_index, part)
-        return b"".join(map(self.encode, self.items.take()))
+        self.add_part(prompt_index, part)
+        return b"".join(map(self.encode, self.items.pop_events()))
 
     def encode(self, chunk: dict[str, Any]) -> bytes:
         return f"event: {chunk['type']}\n".encode() + b"data: " + to_json(chunk) + b"\n\n"
@@ -355,12 +355,12 @@ class ResponsesAnswer(ChatAnswer):
     def opening_chunks(self) -> list[dict[str, Any]]:
         for kind in ("created", "in_progress"):
             self.items.event(kind, response=self._response("in_progress"))
-        return self.items.take()
+        return self.items.pop_events()
 
     def closing_chunks(self) -> list[dict[str, Any]]:
         response = self.whole_response()
         self.items.event(response["status"], response=response)
-        return self.items.take()
+        return self.items.pop_events()
 
     def whole_response(self) -> dict[str, Any]:
         is_cut = self.finish_reason == "length"

@@ -47,16 +47,16 @@ from espalier.server.protocol import (
 
 # After this many turns of the event loop without a new prompt, the waiting prompts are sent.  A request on a new
 # connection needs five turns: accept, make its transport, watch it, read, handle.
-QUIET_TURNS = 6
+MAX_QUIET_TURNS = 6
 MAX_WAIT_S = 0.01
 log = logging.getLogger("espalier.server")
 MODEL_WORKER = "espalier.server.worker"
-SHUTDOWN_S = 10.0
+SHUTDOWN_TIMEOUT_S = 10.0
 # After this many failed starts in a row, no further process is started.  Each pause is twice the pause before.
 MAX_FAILED_STARTS = 5
 FIRST_PAUSE_S = 1.0
 # Seconds between the log lines that report that the model is still loading.
-LOADING_S = 30.0
+LOADING_LOG_INTERVAL_S = 30.0
 
 
 class Outbox:
@@ -115,7 +115,7 @@ class Outbox:
     def _flush_if_quiet(self) -> None:
         """Send the waiting prompts if no more come, or look again in the next turn of the event loop."""
         loop = asyncio.get_running_loop()
-        if self._num_quiet == QUIET_TURNS or loop.time() >= self._send_at:
+        if self._num_quiet == MAX_QUIET_TURNS or loop.time() >= self._send_at:
             self.flush()
             return
         self._num_quiet += 1
@@ -204,11 +204,11 @@ class EngineClient:
         if self.state != "ready":
             raise EngineGone(self.unavailable_reason)
 
-    def submit(self, prompts: Sequence[list[int]], asked: Submit) -> Generation:
+    def submit(self, prompts: Sequence[list[int]], template: Submit) -> Generation:
         self.require_up()
-        submits = asked.for_prompts(prompts, self._num_submitted)
+        submits = template.for_prompts(prompts, self._num_submitted)
         self._num_submitted += len(prompts)
-        generation = Generation(self, [each.name for each in submits], asked.params.n)
+        generation = Generation(self, [each.name for each in submits], template.params.n)
         for each in submits:
             self._generations[each.name] = generation
             self._outbox.add(each)
@@ -234,7 +234,7 @@ class EngineClient:
         """End the process; kill it if it does not exit.  Later calls wait for the first call."""
         if self._closing is None:
             self.state, self.unavailable_reason = "closed", SHUTTING_DOWN
-            self._fail(SHUTTING_DOWN)
+            self._fail_all(SHUTTING_DOWN)
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
 
@@ -298,9 +298,9 @@ class EngineClient:
                         f"the engine process (pid {process.pid}) did not load its model within {limit:g} s and was "
                         "ended; if the model was still being read or downloaded, raise --load-timeout"
                     )
-                if seconds >= LOADING_S:
+                if seconds >= LOADING_LOG_INTERVAL_S:
                     log.info("the engine process (pid %d) is still loading, %.0f s so far", process.pid, seconds)
-                wait = LOADING_S if limit is None else min(LOADING_S, limit - seconds)
+                wait = LOADING_LOG_INTERVAL_S if limit is None else min(LOADING_LOG_INTERVAL_S, limit - seconds)
                 await asyncio.wait({message, exited}, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
             if not message.done():
                 # The last message may still be in transit.
@@ -317,7 +317,7 @@ class EngineClient:
         num_failed = 0
         while True:
             if self.state == "ready":
-                self._fail(await self._wait_until_gone())
+                self._fail_all(await self._wait_until_gone())
                 num_failed = 0
             await self._end_process()
             self._close_socket()
@@ -369,7 +369,7 @@ class EngineClient:
                 for part in message.parts:
                     self._deliver(part)
             elif isinstance(message, Refused):
-                self._end(message.name, refusal_error(message))
+                self._fail_request(message.name, refusal_error(message))
             elif isinstance(message, Failed):
                 return f"the engine stopped: {message.error}"
 
@@ -381,13 +381,13 @@ class EngineClient:
         if generation.num_running[part.name] == 0:
             del self._generations[part.name]
 
-    def _end(self, name: str, error: Exception) -> None:
+    def _fail_request(self, name: str, error: Exception) -> None:
         generation = self._generations.pop(name, None)
         if generation is not None:
             self.abort(generation)
             generation.fail(error)
 
-    def _fail(self, why: str) -> None:
+    def _fail_all(self, why: str) -> None:
         """Fail every generation in flight with EngineGone."""
         self._outbox.clear()
         if self.state == "ready":
@@ -395,7 +395,7 @@ class EngineClient:
             log.error("%s; %d requests in flight", why, len(self._generations))
         for name in list(self._generations):
             log.error("ended: %s", why, extra=logs.log_extra(name))
-            self._end(name, EngineGone(why))
+            self._fail_request(name, EngineGone(why))
 
     async def _end_process(self) -> None:
         process = self.process
@@ -405,7 +405,7 @@ class EngineClient:
             if self.state == "closed" and self._socket is not None:
                 self._send(Shutdown())
                 with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(process.wait(), SHUTDOWN_S)
+                    await asyncio.wait_for(process.wait(), SHUTDOWN_TIMEOUT_S)
         finally:
             # This also runs if the wait is cancelled.
             if process.returncode is None:

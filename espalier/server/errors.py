@@ -29,7 +29,7 @@ ERROR_TYPES = {
     504: "timeout_error",
 }
 ENDPOINTS: dict[str, type[BaseModel]] = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
-FAILED = "internal server error; the server's log has the details under this request_id"
+INTERNAL_ERROR = "internal server error; the server's log has the details under this request_id"
 RETRY_AFTER_S = 1
 LEADING_FIELD = re.compile(r"^([a-z_]+)(?:\[|=| entry=| token=| (?:and|are|excludes|is|needs|with) )")
 # A message quotes the client's value, which may be as long as a body.
@@ -130,7 +130,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]], model: type[BaseModel]
     )
     refused = _refused(place.owner, place.name)
     if refused is not None:
-        why = f"{place.name} is not supported with this value: {refused.why}"
+        why = f"{place.name} is not supported with this value: {refused.reason}"
         return ApiError(400, why, param=place.name, code="unsupported")
     if first["type"] == "extra_forbidden":
         known = _fields_around(model, _location(first))

@@ -58,16 +58,16 @@ NO_EFFECT_HINTS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Refused:
-    """Marks a field that is refused.  why: the end of the error message, which tells what to do."""
+    """Marks a field that is refused.  reason: the end of the error message, which tells what to do."""
 
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
 class NoEffect:
     """Marks a field without effect.  neutral: a value that requests nothing; the answer's header does not name it."""
 
-    why: str
+    reason: str
     neutral: Any = None
 
 

@@ -14,7 +14,7 @@ from urllib.parse import quote
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from espalier.server.errors import FAILED, RETRY_AFTER_S, ApiError
+from espalier.server.errors import INTERNAL_ERROR, RETRY_AFTER_S, ApiError
 from espalier.server.front import BATCH_CLIENT, NO_TIMEOUT
 from espalier.server.logs import client_name, new_request_id, request_id
 from espalier.server.protocol import SHUTTING_DOWN
@@ -98,7 +98,7 @@ class Gate:
                 refused = error
             except Exception:
                 log.exception("%s %s failed", method, _quoted_path(scope))
-                refused = ApiError(500, FAILED)
+                refused = ApiError(500, INTERNAL_ERROR)
             if refused is not None and not answer.status:
                 await refused.response()(scope, receive, answer)
         finally:

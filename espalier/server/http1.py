@@ -24,7 +24,7 @@ from espalier.server.logs import new_request_id, request_id
 
 MAX_HEAD_BYTES = 65536
 MAX_HEAD_LINES = 256
-UNREADABLE = (
+MALFORMED_HTTP = (
     "malformed HTTP: the request line, a header or the framing of the body is invalid; "
     "send plain HTTP/1.1 (http://, not https://)"
 )
@@ -66,7 +66,7 @@ def check_head(data: bytes) -> int | None:
     if head.count(b"\n") > MAX_HEAD_LINES:
         raise ApiError(431, f"the request's head has more than {MAX_HEAD_LINES} lines; send fewer headers")
     if not REQUEST_START.match(head) or (end >= 0 and BAD_LINE.search(head)):
-        raise ApiError(400, UNREADABLE)
+        raise ApiError(400, MALFORMED_HTTP)
     if end < 0:
         return None
     if head.startswith(b"CONNECT "):
@@ -168,7 +168,7 @@ class Connection(asyncio.Protocol):
         except h11.RemoteProtocolError as error:
             too_large = error.error_status_hint == 431
             why = f"a chunk's line or the trailers are larger than {MAX_LINE_BYTES} bytes; send less"
-            self._refuse(ApiError(431, why) if too_large else ApiError(400, UNREADABLE))
+            self._refuse(ApiError(431, why) if too_large else ApiError(400, MALFORMED_HTTP))
 
     def _feed(self, data: bytes) -> None:
         """Pass data to h11.  h11 limits only a line whose end has not arrived, so chunked data is passed in pieces."""
@@ -197,7 +197,7 @@ class Connection(asyncio.Protocol):
                 self.transport.pause_reading()
                 return
             if self.exchange is not None and isinstance(event, h11.Data):
-                self.exchange.take(event)
+                self.exchange.add_body_part(event)
             elif self.exchange is not None and isinstance(event, h11.EndOfMessage):
                 self.exchange.more_body = False
                 self.exchange.state_changed.set()
@@ -318,7 +318,7 @@ class HttpExchange:
         headers = dict(request.headers)
         if b"content-length" in headers and b"transfer-encoding" in headers:
             # The two headers may disagree: a proxy may find the body's end by the other one.
-            raise ApiError(400, UNREADABLE)
+            raise ApiError(400, MALFORMED_HTTP)
         self.connection = connection
         self.scope = _scope_of(request, connection.transport)
         self.scope["extensions"] = {EXCHANGE_EXTENSION: self}
@@ -334,7 +334,7 @@ class HttpExchange:
         self.head = b""
         self.sends_body, self.sends_chunked = request.method != b"HEAD", False
 
-    def take(self, data: h11.Data) -> None:
+    def add_body_part(self, data: h11.Data) -> None:
         """Add a part of the body.  Raises ApiError."""
         self.num_chunks += data.chunk_start
         self.num_body_bytes += len(data.data)

@@ -228,8 +228,8 @@ class Engines(Protocol):
     def require_up(self) -> None:
         """Raises EngineGone if a prompt submitted now could not run."""
 
-    def submit(self, prompts: Sequence[list[int]], asked: Submit) -> "Generation":
-        """Queue prompts.  asked: settings of all prompts; its name begins each prompt's name.  Raises EngineGone."""
+    def submit(self, prompts: Sequence[list[int]], template: Submit) -> "Generation":
+        """Queue prompts.  template: settings of all prompts; its name begins each prompt's name.  Raises EngineGone."""
 
     async def wait_sent(self) -> None:
         """Return when all prompts queued so far are sent, after at least one turn of the event loop."""

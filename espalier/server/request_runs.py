@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from espalier.errors import EspalierError
 from espalier.server.answers import Answer
-from espalier.server.errors import FAILED, RETRY_AFTER_S, ApiError, bad_request, json_response
+from espalier.server.errors import INTERNAL_ERROR, RETRY_AFTER_S, ApiError, bad_request, json_response
 from espalier.server.http1 import EXCHANGE_EXTENSION, HttpExchange
 from espalier.server.logs import client_name
 from espalier.server.protocol import EngineBusy, EngineGone, Generation, Part
@@ -67,7 +67,7 @@ class RequestRun:
             async for parts in self.generation.parts(self.deadline):
                 self._record_metrics(parts)
                 for part in parts:
-                    self.answer.take(self.prompt_index[part.name], part)
+                    self.answer.add_part(self.prompt_index[part.name], part)
         self.close()
         return json_response(self.answer.whole_response())
 
@@ -194,7 +194,7 @@ class EventStream(StreamingResponse):
         except Exception:
             # Status 200 is already sent: without an error event, the client would think that the text is complete.
             log.exception("the stream failed")
-            await send(_body_message(self._failed(ApiError(500, FAILED))))
+            await send(_body_message(self._failed(ApiError(500, INTERNAL_ERROR))))
         self.ended = True
         if not is_last:
             await send(_body_message(b"", False))

@@ -33,12 +33,12 @@ from espalier.tokenizer_files import tokenizer_class
 
 log = logging.getLogger("espalier.server")
 # Limit, in seconds, for sending pending output to clients at shutdown.
-CLOSE_S = 5
+CLOSE_TIMEOUT_S = 5
 # A client that reads nothing for this many seconds loses its connection, at shutdown and while draining.
 STALLED_AT_CLOSE_S = 1.0
 STALLED_AT_DRAIN_S = 5.0
 # Number of new objects after which Python collects the youngest generation.
-COLLECT_AFTER = 20_000
+GC_THRESHOLD = 20_000
 # Whether the template process starts before the first conversation.
 STARTS_TEMPLATES = True
 # Bytes that the system may buffer for a client that has not read them.
@@ -178,11 +178,11 @@ class Server:
             self.connections.close_stalled(self.loop.time(), STALLED_AT_DRAIN_S if self.front.draining else None)
 
     async def _close_connections(self) -> None:
-        """Send pending output, for at most CLOSE_S, and close connections whose client does not read."""
+        """Send pending output, for at most CLOSE_TIMEOUT_S, and close connections whose client does not read."""
         for connection in self.connections:
             connection.end()
         with suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_S):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 while self.connections:
                     self.connections.close_stalled(self.loop.time(), STALLED_AT_CLOSE_S)
                     await asyncio.sleep(0.05)
@@ -225,7 +225,7 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
         gc.collect()
         gc.freeze()
         # The default threshold, 700 objects, is a few requests: many requests at once would wait for collections.
-        gc.set_threshold(COLLECT_AFTER)
+        gc.set_threshold(GC_THRESHOLD)
         if batches is not None:
             batches.start(gate, options.api.api_key)
         _allow_reuse(listener)

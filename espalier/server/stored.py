@@ -25,7 +25,7 @@ from espalier.server.openai import MAX_METADATA, Body, Refused, max_entries
 log = logging.getLogger("espalier.server")
 # The suffix of a file that is being written.
 UNFINISHED_SUFFIX = ".new"
-WINDOW_S = 24 * 3600
+COMPLETION_WINDOW_S = 24 * 3600
 INPUT_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
 # A batch with one of these statuses never changes again.
 ENDED_STATUSES = ("failed", "completed", "expired", "cancelled")

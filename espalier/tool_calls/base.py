@@ -75,7 +75,7 @@ class Writer:
             return
         self._deltas = [delta for delta in deltas if delta.index == open_call >= 0]
 
-    def take(self) -> list[Delta]:
+    def pop_deltas(self) -> list[Delta]:
         deltas, self._deltas = self._deltas, []
         return deltas
 

@@ -57,7 +57,7 @@ class OutputParser:
 
     def _read(self) -> list[Delta]:
         next(self._steps, None)
-        deltas = self._writer.take()
+        deltas = self._writer.pop_deltas()
         return self._without_held(deltas) if self._prompt_text_held and deltas else deltas
 
     def _without_held(self, deltas: list[Delta]) -> list[Delta]:

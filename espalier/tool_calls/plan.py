@@ -19,7 +19,7 @@ from espalier.tool_calls.formats import TOOL_FORMATS, Formats
 from espalier.tool_calls.parser import OutputParser
 from espalier.tool_calls.reader import BrokenCall, decode_json
 
-Node = dict[str, Any]
+GrammarNode = dict[str, Any]
 
 
 def output_grammar(
@@ -55,7 +55,7 @@ def output_grammar(
     return _structural_tag(node, True if answer is None else answer.strict, after)
 
 
-def _answer_node(grammar: Grammar, reasoning: ReasoningFormat | None) -> Node:
+def _answer_node(grammar: Grammar, reasoning: ReasoningFormat | None) -> GrammarNode:
     node = _node_of(grammar)
     if reasoning is None or not reasoning.answer:
         return node
@@ -66,37 +66,37 @@ def _has_strict(tools: Tools) -> bool:
     return any(each.get("strict") for each in tools.callable_functions)
 
 
-def _structural_tag(node: Node, strict: bool, after: str | None) -> Grammar:
+def _structural_tag(node: GrammarNode, strict: bool, after: str | None) -> Grammar:
     text = json.dumps({"type": "structural_tag", "format": node}, ensure_ascii=False)
     return Grammar("structural_tag", text, strict=strict, after=after)
 
 
-def _call_tags(tools: Tools, format: ToolFormat) -> list[Node]:
+def _call_tags(tools: Tools, format: ToolFormat) -> list[GrammarNode]:
     syntax = format.syntax
     return [
         {
             "type": "tag",
             "begin": f"{syntax.before_name}{function['name']}{syntax.after_name}",
-            "content": _arguments(_schema(tools, function), syntax.style),
+            "content": _arguments_node(_arguments_schema(tools, function), syntax.style),
             "end": syntax.end,
         }
         for function in tools.callable_functions
     ]
 
 
-def _arguments(schema: Mapping[str, Any], style: str) -> Node:
+def _arguments_node(schema: Mapping[str, Any], style: str) -> GrammarNode:
     node = {"type": "json_schema", "json_schema": schema, "style": style}
     # xgrammar allows any white space between tags, and a model may write white space without end.
     return node if style == "json" else {**node, "max_whitespace_cnt": 2}
 
 
-def _schema(tools: Tools, function: Mapping[str, Any]) -> Mapping[str, Any]:
+def _arguments_schema(tools: Tools, function: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the schema of a call's arguments.  If the call is not forced, only a strict tool's schema is enforced."""
     is_enforced = function.get("strict") is not False if tools.is_forced else function.get("strict")
     return function.get("parameters") or ANY_OBJECT if is_enforced else ANY_OBJECT
 
 
-def _calls_node(tools: Tools, format: ToolFormat, is_single: bool) -> Node:
+def _calls_node(tools: Tools, format: ToolFormat, is_single: bool) -> GrammarNode:
     """Returns a grammar node for one call or several, and nothing else."""
     syntax = format.syntax
     calls = {
@@ -112,7 +112,7 @@ def _calls_node(tools: Tools, format: ToolFormat, is_single: bool) -> Node:
     return {"type": "sequence", "elements": [texts[0], calls, texts[1]]}
 
 
-def _free_text_with_calls(tools: Tools, format: ToolFormat, is_single: bool) -> Node:
+def _free_text_with_calls(tools: Tools, format: ToolFormat, is_single: bool) -> GrammarNode:
     """Returns a grammar node for free text in which each call has its form."""
     syntax = format.syntax
     tags = _call_tags(tools, format)
@@ -127,7 +127,7 @@ def _free_text_with_calls(tools: Tools, format: ToolFormat, is_single: bool) -> 
     }
 
 
-def _node_of(grammar: Grammar) -> Node:
+def _node_of(grammar: Grammar) -> GrammarNode:
     """Returns a checked grammar as a node of a structural tag."""
     spec = grammar.spec
     if grammar.kind == "regex":
@@ -149,9 +149,9 @@ def with_decoded_arguments(message: Mapping[str, Any], arguments_as_text: bool) 
     """
     calls, texts, content = [], [], message.get("content") or ""
     for call in message["tool_calls"]:
-        function = _function(call)
+        function = _called_function(call)
         arguments = function.get("arguments")
-        value = _object(arguments)
+        value = _decoded_object(arguments)
         if value is not None:
             is_sent = isinstance(arguments, str) and arguments.strip()
             text = arguments if is_sent else json.dumps(value, ensure_ascii=False)
@@ -166,7 +166,7 @@ def with_decoded_arguments(message: Mapping[str, Any], arguments_as_text: bool) 
     return {**changed, "content": [*content, *({"type": "text", "text": text} for text in texts)]}
 
 
-def _function(call: Any) -> Mapping[str, Any]:
+def _called_function(call: Any) -> Mapping[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise EspalierError(
@@ -176,7 +176,7 @@ def _function(call: Any) -> Mapping[str, Any]:
     return function
 
 
-def _object(arguments: Any) -> Mapping[str, Any] | None:
+def _decoded_object(arguments: Any) -> Mapping[str, Any] | None:
     """Returns the arguments of a call, which may be JSON text; None if they are no object."""
     if isinstance(arguments, str):
         try:

@@ -10,7 +10,7 @@ import pytest
 
 from espalier.batch_jobs import sender as sender_module
 from espalier.batch_jobs.files import Journal, scan_input
-from espalier.batch_jobs.sender import MAX_TIMES_LOST, Sender, http_client, require_reachable, run
+from espalier.batch_jobs.sender import MAX_TIMES_LOST, Sender, http_client, require_reachable, run_batch
 from espalier.errors import EspalierError
 from tests.batch_jobs.sample import line, outcomes, write
 
@@ -36,7 +36,7 @@ def batch(tmp_path, lines, answer, concurrency=4, **options):
     async def main():
         journal = Journal(path, scan_input(write(tmp_path / "in.jsonl", lines)))
         try:
-            await run(journal, Sender([server(i) for i in range(num_servers)], **options), concurrency)
+            await run_batch(journal, Sender([server(i) for i in range(num_servers)], **options), concurrency)
         finally:
             journal.close()
 

@@ -353,7 +353,7 @@ def test_a_call_that_is_slow_once_refuses_no_grammar(monkeypatch, slow):
         in_a_row = next((i for i, name in enumerate(reversed(before)) if name != call.__name__), len(before))
         return 1.0 if in_a_row <= slow else 0.0
 
-    monkeypatch.setattr(of_trial, "_time_of", time_of)
+    monkeypatch.setattr(of_trial, "_cpu_seconds_of", time_of)
     info = xgrammar.TokenizerInfo([b"", b"a", b"b"], xgrammar.VocabType.RAW, stop_token_ids=[])
     form = compile_form(xgrammar.GrammarCompiler(info, max_threads=1), Grammar("regex", "[ab]{9}"))
     if slow == 1:

@@ -43,8 +43,8 @@ def answered(kind, body, tokenizer, entries, finish_reason="stop", prompt=(), **
     for i, (token, entry) in enumerate(zip(tokens, entries, strict=True)):
         last = finish_reason if i == len(tokens) - 1 else None
         piece = OutputChunk("x.0", token_ids=[token], from_draft=[False], logprobs=[entry], finish_reason=last)
-        chunks.append(answer.chunk(*answer.take(0, Part("x", piece))))
-        whole.take(0, Part("x", piece))
+        chunks.append(answer.chunk(*answer.add_part(0, Part("x", piece))))
+        whole.add_part(0, Part("x", piece))
     return whole.whole_response()["choices"][0], [chunk["choices"][0] for chunk in chunks]
 
 
@@ -143,8 +143,8 @@ def test_offsets_of_an_echo_are_places_of_the_prompts_text_too(make, text):
         known = [None, *(TokenLogprob(token, -2.0, [], 1) for token in prompt[1:])]
         own = [TokenLogprob(token, -1.0, [], 1) for token in said]
         whole = OutputChunk("x.0", token_ids=said, logprobs=own, prompt_logprobs=known, finish_reason="length")
-        chunk = streamed.chunk(*streamed.take(0, Part("x", whole)))["choices"][0]
-        answer.take(0, Part("x", whole))
+        chunk = streamed.chunk(*streamed.add_part(0, Part("x", whole)))["choices"][0]
+        answer.add_part(0, Part("x", whole))
         [found] = answer.whole_response()["choices"]
         assert (chunk["text"], chunk["logprobs"]) == (found["text"], found["logprobs"])
         assert found["logprobs"]["token_logprobs"] == [None, *[-2.0] * (cut - 1), *[-1.0] * len(said)]
@@ -202,6 +202,6 @@ def test_events_are_the_general_encoders_bytes(kind, options):
         for i, text in enumerate((*ODD_TEXTS, "", "end")):
             ends = i == len(ODD_TEXTS) + 1
             piece = OutputChunk("x.0", index, [i, i], text, [False, True], finish_reason="stop" if ends else None)
-            chunk = general.chunk(*general.take(0, Part("x", piece)))
+            chunk = general.chunk(*general.add_part(0, Part("x", piece)))
             assert answer.event(0, Part("x", piece)) == (b"" if chunk is None else event(chunk)), text
             assert (chunk is None) == (text == "")

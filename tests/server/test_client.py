@@ -107,7 +107,7 @@ def test_a_refusal_that_a_retry_may_change_says_so(busy, status):
 
 def test_a_part_behind_the_failure_of_its_request_does_not_hide_the_sample_from_the_abort(monkeypatch):
     """The client leaves.  Before its request is closed, the engine sends another part."""
-    monkeypatch.setattr("espalier.server.client.SHUTDOWN_S", 0.01)
+    monkeypatch.setattr("espalier.server.client.SHUTDOWN_TIMEOUT_S", 0.01)
 
     async def run():
         client = ready(False)
@@ -154,7 +154,7 @@ def test_health_says_why_whenever_it_is_not_ok(state):
     async def run():
         client = ready(False) if state != "starting" else EngineClient({}, ClientOptions())
         if state == "gone":
-            client._fail("the engine process was killed")
+            client._fail_all("the engine process was killed")
         if state == "closed":
             client.process.kill()
             await client.close()
@@ -180,7 +180,7 @@ def test_who_closes_again_waits_for_the_same_end(monkeypatch):
         await asyncio.wait({first})
 
     for seconds, cut_short in ((0.05, False), (600, True)):
-        monkeypatch.setattr("espalier.server.client.SHUTDOWN_S", seconds)
+        monkeypatch.setattr("espalier.server.client.SHUTDOWN_TIMEOUT_S", seconds)
         asyncio.run(asyncio.wait_for(run(cut_short), 20))
 
 

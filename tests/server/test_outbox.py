@@ -122,7 +122,7 @@ def test_an_abort_follows_its_prompt(monkeypatch):
         assert [submit.name for submit in sent[0].prompts] == [message.name for message in sent[1:]]
         # Nothing of an engine that is gone reaches the next one.
         client.submit([[1]], Submit("y", [], ResolvedParams(), 0, False))
-        client._fail("it is gone")
+        client._fail_all("it is gone")
         client.state = "closed"
         await asyncio.sleep(0.01)
         assert len(sent) == 3 and client._outbox._waiting == []

@@ -118,8 +118,8 @@ def test_a_defect_while_the_run_writes_ends_the_stream_with_an_error_event(ask, 
 
 
 def test_an_error_amid_the_events_of_a_response_is_one_of_them(ask, monkeypatch):
-    takes = iter((chat_answers.ResponsesAnswer.take,))
-    monkeypatch.setattr(chat_answers.ResponsesAnswer, "take", lambda *part: next(takes)(*part))
+    takes = iter((chat_answers.ResponsesAnswer.add_part,))
+    monkeypatch.setattr(chat_answers.ResponsesAnswer, "add_part", lambda *part: next(takes)(*part))
     events = [(kind, json.loads(data)) for kind, data in named_events(ask(*BODIES["response"]).body())]
     assert [kind for kind, _ in events[:2]] == ["response.created", "response.in_progress"]
     assert events[-1][0] == "error" and events[-2][0].endswith("delta")
