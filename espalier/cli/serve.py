@@ -229,7 +229,7 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
         client=ClientOptions(
             # A replica must end with its engine: Ray Serve starts the next replica.
             restart=args.replicas is None and args.restart_engine is not False,
-            timeout_s=args.engine_timeout,
+            engine_timeout_s=args.engine_timeout,
             load_timeout_s=args.load_timeout or None,
             log_level=args.log_level,
             log_json=args.log_json,

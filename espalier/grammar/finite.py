@@ -85,8 +85,8 @@ def _object_can_end(schema: dict[str, Any], known: set[str]) -> bool:
     return ending >= set(schema.get("required", ())) and len(ending) >= schema.get("minProperties", 0)
 
 
-def check_escapes(ebnf: str) -> None:
-    """Raise EspalierError for escapes that stand for no character."""
+def checked_ebnf(ebnf: str) -> str:
+    """Return the grammar.  Raise EspalierError for an escape that stands for no character."""
     for escape in ESCAPE.finditer(ebnf):
         digits = escape[1] or escape[2] or escape[3]
         if digits and ((code := int(digits, 16)) > LAST or SURROGATES[0] <= code <= SURROGATES[1]):
@@ -95,16 +95,15 @@ def check_escapes(ebnf: str) -> None:
                 f"the grammar has {escape[0]!r} at position {escape.start()}, which is {what}; write the character, "
                 r"or \U and its 8 hex digits"
             )
+    return ebnf
 
 
 def require_finite_rules(ebnf: str) -> None:
-    """Refuse escapes that stand for no character, and reachable rules that no finite text matches.
+    """Refuse reachable rules that no finite text matches.
 
     Raises EspalierError.  xgrammar reads the grammar, and raises its own RuntimeError if it cannot.
     """
     import xgrammar
-
-    check_escapes(ebnf)
 
     for name in _endless_rules(json.loads(xgrammar.Grammar.from_ebnf(ebnf).serialize_json())):
         raise EspalierError(f"the grammar's rule {shown(name)} allows no finite text; give it a branch that ends")

@@ -89,14 +89,15 @@ def ebnf_of_regex(regex: str) -> str:
 
     Raises EspalierError if the expression is not in the dialect.
     """
-    node = _as_full_match(_RegexParser(regex, "regex", NEWLINE).read(), regex, "regex")
+    node = _without_anchors(_RegexParser(regex, "regex", NEWLINE).read(), EMPTY, regex, "regex")
     text = regex_of(_checked(node, regex, "regex", "write one that allows a text"))
     return 'root ::= ""' if node == EMPTY else 'root ::= Regex("' + text.replace("\\", "\\\\") + '")'
 
 
 def pattern_node(pattern: str) -> Node:
     """Return the texts that a JSON string with this pattern may hold.  Raises EspalierError."""
-    node = _as_search(_RegexParser(pattern, "pattern", NEWLINES).read(), pattern)
+    any_text = Repeat(Chars(ALL), 0, None)
+    node = _without_anchors(_RegexParser(pattern, "pattern", NEWLINES).read(), any_text, pattern, "pattern")
     return _checked(
         restrict_to(node, PLAIN), pattern, "pattern", "write one that allows a text that JSON needs not escape"
     )
@@ -127,17 +128,9 @@ def _refusal(kind: str, regex: str, what: str, position: int, remedy: str) -> Es
 # Anchors
 
 
-def _as_full_match(node: Node, regex: str, kind: str) -> Node:
-    """Return the node for a match with the whole text.  Anchors at its ends are dropped, as they change nothing."""
-    return _resolve_anchors(_resolve_anchors(node, True, EMPTY, regex, kind), False, EMPTY, regex, kind)
-
-
-def _as_search(node: Node, pattern: str) -> Node:
-    """Return the node for a search: any text may stand on a side without an anchor."""
-    any_text = Repeat(Chars(ALL), 0, None)
-    return _resolve_anchors(
-        _resolve_anchors(node, True, any_text, pattern, "pattern"), False, any_text, pattern, "pattern"
-    )
+def _without_anchors(node: Node, outside: Node, regex: str, kind: str) -> Node:
+    """Return the node with its anchors resolved.  outside: the text that may stand on a side without an anchor."""
+    return _resolve_anchors(_resolve_anchors(node, True, outside, regex, kind), False, outside, regex, kind)
 
 
 def _resolve_anchors(node: Node, is_start: bool, other: Node, regex: str, kind: str) -> Node:

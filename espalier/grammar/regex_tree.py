@@ -6,7 +6,6 @@ dialect accepts, and the characters that at least one dialect accepts.
 """
 
 import re
-from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -58,11 +57,6 @@ def complement(ranges: Ranges) -> Ranges:
 def intersection(one: Ranges, other: Ranges) -> Ranges:
     """Return the characters that are in both sets."""
     return complement(union((*complement(one), *complement(other))))
-
-
-def contains(ranges: Ranges, code: int) -> bool:
-    at = bisect_right(ranges, (code, LAST)) - 1
-    return at >= 0 and code <= ranges[at][1]
 
 
 def of_text(characters: str) -> Ranges:

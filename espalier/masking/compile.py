@@ -21,10 +21,8 @@ import numpy as np
 from espalier.cores import lower_priority, physical_cores, wait_at_exit
 from espalier.errors import EspalierError, one_line
 from espalier.grammar.finite import require_finite_rules
-from espalier.grammar.regex import ebnf_of_regex
-from espalier.grammar.schema import enforceable
 from espalier.grammar.spec import Grammar
-from espalier.grammar.tag import ebnf_of_choices, ebnf_parts, enforceable_tag
+from espalier.grammar.tag import ENFORCEABLE, ebnf_parts
 from espalier.masking.masker import GrammarMasker, allowed_tokens
 from espalier.masking.trial import try_masks, try_with_byte_tokens
 from espalier.text import Tokenizer
@@ -207,23 +205,14 @@ class GrammarCompiler:
 
 def compile_form(compiler: "xgrammar.GrammarCompiler", grammar: Grammar) -> "xgrammar.CompiledGrammar":
     """Compile a grammar with xgrammar.  Raises EspalierError, or an error of xgrammar."""
-    # One form of spaces: with several, a model may write spaces without end, and fewer tokens are forced.
-    options: dict[str, Any] = {"any_whitespace": False, "strict_mode": False}
-    if grammar.kind == "json_object":
-        return compiler.compile_json_schema('{"type": "object"}', **options)
-    if grammar.kind == "json_schema":
-        return compiler.compile_json_schema(enforceable(grammar.spec, grammar.strict), **options)
-    if grammar.kind == "regex":
-        return compiler.compile_grammar(ebnf_of_regex(grammar.spec))
-    if grammar.kind == "ebnf":
-        require_finite_rules(grammar.spec)
-        return compiler.compile_grammar(grammar.spec)
-    if grammar.kind == "choice":
-        return compiler.compile_grammar(ebnf_of_choices(grammar.spec))
-    tag = enforceable_tag(grammar.spec, grammar.strict)
-    for part in ebnf_parts(json.loads(tag)):
+    text = ENFORCEABLE[grammar.kind](grammar)
+    if grammar.kind in ("json_object", "json_schema"):
+        # One form of spaces: with several, a model may write spaces without end, and fewer tokens are forced.
+        return compiler.compile_json_schema(text, any_whitespace=False, strict_mode=False)
+    is_tag = grammar.kind == "structural_tag"
+    for part in ebnf_parts(json.loads(text)) if is_tag else [text] if grammar.kind == "ebnf" else []:
         require_finite_rules(part)
-    return compiler.compile_structural_tag(tag)
+    return compiler.compile_structural_tag(text) if is_tag else compiler.compile_grammar(text)
 
 
 def token_bytes(tokenizer: Tokenizer, vocab_size: int, spells_special_tokens: bool) -> list[bytes]:

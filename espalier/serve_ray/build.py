@@ -4,7 +4,7 @@ Ray is imported only when something is built, so a server without --replicas doe
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -23,21 +23,13 @@ from espalier.tool_calls.formats import find_formats
 # How many open tokens (replica.open_tokens) one replica can take, on average.
 TOKENS_PER_REPLICA = 16384
 ROUTER = "espalier.serve_ray.router.PrefixRouter"
-# Key: a name in `args`.  Value: the field of the front's options.
-FRONT_FIELDS = MappingProxyType(
-    {
-        "max_queue": "max_queue",
-        "request_timeout": "request_timeout_s",
-        "strict_fields": "strict_fields",
-        "allow_special_tokens_in_messages": "allow_special_tokens_in_messages",
-        "tool_format": "tool_format",
-        "reasoning_format": "reasoning_format",
-    }
+# Names in `args`.  The fields of the server's options have the same names; those in seconds end with _s.
+FRONT_FIELDS = (
+    *("max_queue", "request_timeout", "strict_fields", "allow_special_tokens_in_messages"),
+    *("tool_format", "reasoning_format"),
 )
-CLIENT_FIELDS = MappingProxyType({"engine_timeout": "timeout_s", "load_timeout": "load_timeout_s"})
-API_FIELDS = MappingProxyType(
-    {"api_key": "api_key", "max_body_bytes": "max_body_bytes", "body_timeout": "body_timeout_s"}
-)
+CLIENT_FIELDS = ("engine_timeout", "load_timeout")
+API_FIELDS = ("api_key", "max_body_bytes", "body_timeout")
 REPLICA_OPTIONS = ("tokens_per_replica", "resources", "autoscaling", "router")
 MODEL_OPTIONS = (*FRONT_FIELDS, *CLIENT_FIELDS, *REPLICA_OPTIONS, "served_model_name", "chat_template", "replicas")
 SERVICE_OPTIONS = (*API_FIELDS, "cors_origin", "fronts", "drain_timeout", "log_level", "log_json")
@@ -177,10 +169,13 @@ def _option_or(args: Mapping[str, Any], name: str, default: Any) -> Any:
     return default if args.get(name) is None else args[name]
 
 
-def _by_field_name(args: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+def _by_field_name(args: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Returns the given options by their fields.  null counts as not given; a limit of 0 seconds means no limit."""
-    given = {field: args[name] for name, field in names.items() if args.get(name) is not None}
-    return {field: None if field.endswith("_s") and value == 0 else value for field, value in given.items()}
+    given = {name: args[name] for name in names if args.get(name) is not None}
+    return {
+        f"{name}_s" if name.endswith("_timeout") else name: None if name.endswith("_timeout") and value == 0 else value
+        for name, value in given.items()
+    }
 
 
 def _list_of_texts(args: Mapping[str, Any], name: str, *default: str) -> list[str]:
@@ -300,18 +295,12 @@ def resources_of(model: ServedModel) -> dict[str, Any]:
 
 
 def gpus_of(settings: Mapping[str, Any]) -> int:
-    """Returns how many GPUs a replica needs, all of one machine."""
-    return int(settings.get("tensor_parallel", 1)) if uses_gpu(settings) else 0
-
-
-def uses_gpu(settings: Mapping[str, Any]) -> bool:
-    """Whether a replica needs a GPU.  `device` decides; "auto" means yes if the cluster has a GPU."""
+    """Returns how many GPUs a replica needs, all of one machine.  device "auto" uses them if the cluster has one."""
     import ray
 
     device = settings.get("device", "auto")
-    if device == "auto":
-        return ray.cluster_resources().get("GPU", 0) > 0
-    return device == "cuda"
+    uses_gpu = ray.cluster_resources().get("GPU", 0) > 0 if device == "auto" else device == "cuda"
+    return int(settings.get("tensor_parallel", 1)) if uses_gpu else 0
 
 
 def _deployment_name(model: ServedModel, num_models: int) -> str:

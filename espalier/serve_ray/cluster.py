@@ -13,6 +13,7 @@ from typing import Any
 
 from espalier.errors import EspalierError, one_line
 from espalier.serve_ray.build import Service, application, gpus_of, require_ray
+from espalier.server.run import bound_listener
 
 log = logging.getLogger("espalier.server")
 APP = "espalier"
@@ -151,12 +152,7 @@ def _start_proxy(serve: Any, host: str, port: int) -> int:
 
 def _bindable_port(host: str, port: int) -> int:
     """Returns the port (a free one for 0).  Raises EspalierError if this machine cannot listen there."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except (OSError, OverflowError) as error:
-            raise EspalierError(f"--host {host} --port {port} cannot be used ({error}); choose another") from None
+    with bound_listener(host, port) as probe:
         return int(probe.getsockname()[1])
 
 

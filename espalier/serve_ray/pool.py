@@ -16,7 +16,6 @@ import msgspec
 
 from espalier.errors import EspalierError
 from espalier.inputs import ModelFacts
-from espalier.serve_ray.replica import ReplicaFigures
 from espalier.serve_ray.replica_chooser import RoutingHint, prefix_hashes
 from espalier.server import protocol
 from espalier.server.protocol import (
@@ -222,8 +221,7 @@ class EnginePool:
         figures = []
         for each in (each for each in found if isinstance(each, bytes)):
             with suppress(msgspec.MsgspecError):
-                figures.append(msgspec.msgpack.decode(each, type=ReplicaFigures))
-        self._figures = [
-            EngineFigures({"model": self.name, "replica": each.replica}, each.up, 0, each.report, each.abort_steps)
-            for each in sorted(figures, key=lambda each: each.replica)
-        ]
+                figures.append(msgspec.msgpack.decode(each, type=EngineFigures))
+        for each in figures:
+            each.labels = {"model": self.name, **each.labels}
+        self._figures = sorted(figures, key=lambda each: each.labels["replica"])

@@ -10,7 +10,7 @@ import os
 import zlib
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -20,21 +20,12 @@ from espalier.errors import EspalierError
 from espalier.request import sample_seed
 from espalier.server import logs, protocol
 from espalier.server.client import ClientOptions, EngineClient
-from espalier.server.protocol import EngineBusy, EngineGone, Failed, Harvest, Part, Ready, Refused, Report, Submit
+from espalier.server.protocol import EngineBusy, EngineGone, Failed, Harvest, Part, Ready, Refused, Submit
 
 log = logging.getLogger("espalier.server")
 # Seconds in which a replica whose engine is gone may send its last messages.
 FLUSH_S = 0.5
 EXIT_CODE = 1
-
-
-class ReplicaFigures(msgspec.Struct):
-    """Figures of one replica (server/protocol.py), sent to the front."""
-
-    replica: str
-    up: bool
-    report: Report
-    abort_steps: dict[int, int]
 
 
 @dataclass
@@ -113,10 +104,9 @@ class EngineReplica:
         return sum(each.prompt_tokens + max(each.output_tokens, 0) for each in self._open.values())
 
     async def figures(self) -> bytes:
-        client = self.client
-        return msgspec.msgpack.encode(
-            ReplicaFigures(self.name, client.state == "ready", client.report, dict(client.abort_steps))
-        )
+        """Returns the engine's EngineFigures, with the replica's name as a label."""
+        [figures] = self.client.figures()
+        return msgspec.msgpack.encode(replace(figures, labels={"replica": self.name}))
 
     # Ray Serve's hooks
 

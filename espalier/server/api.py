@@ -168,7 +168,7 @@ def make_app(server: Server, options: ApiOptions, batches: Batches | None = None
         make_router(server, endpoints),
         options.api_key,
         options.max_body_bytes,
-        lambda path, status: _count_response(server, path, status),
+        lambda path, status: server.metrics.responses.labels(path, str(status)).inc(),
         options.body_timeout_s,
         None if batches is None else options.max_file_bytes,
         options.additional_keys,
@@ -182,10 +182,6 @@ def make_app(server: Server, options: ApiOptions, batches: Batches | None = None
         allow_headers=["*"],
         expose_headers=["x-request-id", "retry-after", NO_EFFECT_HEADER],
     ), gate
-
-
-def _count_response(server: Server, path: str, status: int) -> None:
-    server.metrics.responses.labels(path, str(status)).inc()
 
 
 def _generation_endpoints(server: Server) -> list[Endpoint]:
@@ -274,13 +270,9 @@ def _prompts(
 def _echo(inputs: InputProcessor, prompts: Sequence[str | list[int]], skip_special_tokens: bool) -> list[str]:
     """Returns the text of each prompt.  Raises EspalierError."""
     return [
-        prompt if isinstance(prompt, str) else _decode(inputs, "echo", prompt, skip_special_tokens)
+        prompt if isinstance(prompt, str) else inputs.text_of("echo").decode(prompt, skip_special_tokens)
         for prompt in prompts
     ]
-
-
-def _decode(inputs: InputProcessor, what: str, tokens: list[int], skip_special_tokens: bool = True) -> str:
-    return inputs.text_of(what).decode(tokens, skip_special_tokens)
 
 
 def _tokenizer_endpoints(server: Server) -> list[Endpoint]:
@@ -335,7 +327,7 @@ def _detokenize(inputs: InputProcessor, tokens: list[int]) -> Response:
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         wrong = next(token for token in tokens if not 0 <= token < vocab_size)
         raise EspalierError(f"tokens entry={wrong} is not supported; use 0 to {vocab_size - 1}")
-    return json_response({"prompt": _decode(inputs, "/detokenize", tokens)})
+    return json_response({"prompt": inputs.text_of("/detokenize").decode(tokens)})
 
 
 def _status_endpoints(server: Server) -> list[Endpoint]:

@@ -8,10 +8,8 @@ pickle.  Pickle is safe here: only the front has the other ends of the pipes.
 import json
 import pickle
 import sys
-from collections.abc import Mapping
 from email.message import Message as Headers
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -23,23 +21,8 @@ from espalier.errors import EspalierError, once_each, shown
 from espalier.request import check_prompt
 from espalier.server.errors import INTERNAL_ERROR, ApiError, bad_request, validation_error
 from espalier.server.helper_process import HelperProcess, HelperProcessFailed, serve_frames
-from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from espalier.server.responses import ResponsesRequest
-from espalier.server.stored import BatchRequest
+from espalier.server.openai import CompletionRequest
 
-MODELS: Mapping[str, type[BaseModel]] = MappingProxyType(
-    {
-        each.__name__: each
-        for each in (
-            CompletionRequest,
-            ChatRequest,
-            ResponsesRequest,
-            TokenizeRequest,
-            DetokenizeRequest,
-            BatchRequest,
-        )
-    }
-)
 UNREADABLE_JSON = (
     "the body cannot be read as JSON: it is not UTF-8, it is nested too deeply, or a number has thousands of digits; "
     "send a JSON object with content-type application/json"
@@ -70,9 +53,8 @@ class BodyLimits(msgspec.Struct, frozen=True):
     max_position: int | None = None
 
 
-def read_body(name: str, content_type: str, data: bytes, limits: BodyLimits) -> Any:
-    """Returns the body as a record of MODELS[name].  The text parts of each message are joined.  Raises ApiError."""
-    model = MODELS[name]
+def read_body(model: type[BaseModel], content_type: str, data: bytes, limits: BodyLimits) -> Any:
+    """Returns the body as a record of `model`.  The text parts of each message are joined.  Raises ApiError."""
     value = _parse_json(content_type, data)
     if not isinstance(value, dict):
         raise _not_an_object_error()
@@ -204,9 +186,9 @@ class BodyReader:
         if (encoding := http.headers.get("content-encoding", IDENTITY)) != IDENTITY:
             raise ApiError(400, f"content-encoding {encoding} is not supported; send the body as plain JSON")
         if len(data) <= SMALL_BYTES:
-            return read_body(model.__name__, content_type, data, self.limits)
+            return read_body(model, content_type, data, self.limits)
         try:
-            body, refused = pickle.loads(await self.helper.exchange(pickled((model.__name__, content_type, data))))
+            body, refused = pickle.loads(await self.helper.exchange(pickled((model, content_type, data))))
         except HelperProcessFailed:
             raise ApiError(500, INTERNAL_ERROR) from None
         self.num_read_in_helper += 1
@@ -223,10 +205,10 @@ def pickled(value: Any) -> bytes:
 
 
 def answer_frame(frame: bytes, limits: BodyLimits) -> bytes:
-    """Reads (model name, content type, bytes); returns (body, None), or (None, arguments of the ApiError)."""
-    name, content_type, data = pickle.loads(frame)
+    """Reads (model, content type, bytes); returns (body, None), or (None, arguments of the ApiError)."""
+    model, content_type, data = pickle.loads(frame)
     try:
-        return pickled((read_body(name, content_type, data, limits), None))
+        return pickled((read_body(model, content_type, data, limits), None))
     except ApiError as error:
         return pickled((None, (error.status_code, error.detail, error.param, error.code)))
 

@@ -1,7 +1,7 @@
 """The front's client of the engine process: starts it, submits prompts, distributes its output, notices its end.
 
-All code runs on one event loop.  If the process exits or sends nothing for timeout_s, every generation in flight fails
-with EngineGone.  With `restart`, a new process is then started, until several in a row cannot load.
+All code runs on one event loop.  If the process exits or sends nothing for engine_timeout_s, every generation in flight
+fails with EngineGone.  With `restart`, a new process is then started, until several in a row cannot load.
 """
 
 import asyncio
@@ -126,14 +126,14 @@ class Outbox:
 class ClientOptions:
     """Settings of an EngineClient.
 
-    heartbeat_s: seconds between messages of an idle engine.  timeout_s: after this many seconds without a message, once
-    the model is loaded, the engine is ended.  load_timeout_s: limit for loading the model, None for no limit.  worker:
-    the module that the engine process runs.  learn: see protocol.Start.
+    heartbeat_s: seconds between messages of an idle engine.  engine_timeout_s: after this many seconds without a
+    message, once the model is loaded, the engine is ended.  load_timeout_s: limit for loading the model, None for no
+    limit.  worker: the module that the engine process runs.  learn: see protocol.Start.
     """
 
     restart: bool = False
     heartbeat_s: float = 1.0
-    timeout_s: float = 120.0
+    engine_timeout_s: float = 120.0
     load_timeout_s: float | None = 1800.0
     log_level: str = "info"
     log_json: bool = False
@@ -350,7 +350,7 @@ class EngineClient:
                 if exited.done():
                     return f"the engine process {_exit_text(self.process)}"
                 silence = asyncio.get_running_loop().time() - self._last_message_at
-                if silence > self.options.timeout_s:
+                if silence > self.options.engine_timeout_s:
                     return f"the engine process sent nothing for {silence:.0f} s and was ended"
         finally:
             reading.cancel()

@@ -80,32 +80,26 @@ class Lanes:
 
         Other arguments and errors: see `run`.
         """
-        steps, rendering, tokens = await self.run(_begin_steps, work, *values, size=size, field=field)
-        while rendering is not None:
+        steps: Steps | None = None
+
+        def advance(inputs: InputProcessor, text: Any) -> tuple[Rendering | None, list[int]]:
+            nonlocal steps
+            steps = steps or work(inputs, *values)
+            try:
+                return steps.send(text), []
+            except StopIteration as end:
+                return None, list(end.value)
+
+        text = None
+        while True:
+            rendering, tokens = await self.run(advance, text, size=size, field=field)
+            if rendering is None:
+                return tokens
             try:
                 text = await render(rendering)
             except EspalierError as error:
                 raise bad_request(error, field) from None
-            rendering, tokens = await self.run(_continue_steps, steps, text, size=size, field=field)
-        return list(tokens)
 
     def close(self) -> None:
         for lane in (self._short, self._long):
             lane.thread.shutdown(wait=False)
-
-
-def _begin_steps(inputs: InputProcessor, work: Callable[..., Steps], *values: Any) -> tuple[Any, ...]:
-    """Returns (the steps, what to render, None), or (the steps, None, the token ids)."""
-    steps = work(inputs, *values)
-    try:
-        return steps, next(steps), None
-    except StopIteration as end:
-        return steps, None, end.value
-
-
-def _continue_steps(inputs: InputProcessor, steps: Steps, text: str) -> tuple[Any, ...]:
-    """Returns (what to render, None), or (None, the token ids)."""
-    try:
-        return steps.send(text), None
-    except StopIteration as end:
-        return None, end.value

@@ -20,11 +20,10 @@ def new_request_id() -> str:
     return f"req-{random.getrandbits(128):032x}"
 
 
-class _WithRequestId(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        if not hasattr(record, "request_id"):
-            record.request_id = request_id.get()
-        return True
+def _add_request_id(record: logging.LogRecord) -> bool:
+    if not hasattr(record, "request_id"):
+        record.request_id = request_id.get()
+    return True
 
 
 class _Json(logging.Formatter):
@@ -46,7 +45,7 @@ def set_up(level: str, as_json: bool) -> None:
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s [%(request_id)s] %(message)s")
     handler.setFormatter(_Json() if as_json else text)
-    handler.addFilter(_WithRequestId())
+    handler.addFilter(_add_request_id)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # httpx would log a line for each request to the model hub.
     logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -48,21 +48,9 @@ BACKLOG = 2048
 
 
 # The smallest allowed value of each numeric option.
-MIN_OPTION_VALUES = MappingProxyType(
-    {
-        "port": 0,
-        "max_queue": 0,
-        "request_timeout": 0,
-        "body_timeout": 0,
-        "send_timeout": 0,
-        "load_timeout": 0,
-        "drain_timeout": 0,
-        "engine_timeout": 1,
-        "max_body_bytes": 1,
-        "max_file_bytes": 1,
-        "tokens_per_replica": 1,
-        "fronts": 1,
-    }
+MIN_OPTION_VALUES: Mapping[str, int] = MappingProxyType(
+    dict.fromkeys("port max_queue request_timeout body_timeout send_timeout load_timeout drain_timeout".split(), 0)
+    | dict.fromkeys("engine_timeout max_body_bytes max_file_bytes tokens_per_replica fronts".split(), 1)
 )
 BOOLEAN_OPTIONS = ("strict_fields", "allow_special_tokens_in_messages", "log_json")
 
@@ -200,7 +188,7 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
 
     settings: keywords of EngineConfig.  Raises EspalierError before anything is served.
     """
-    listener = _bound_listener(options.host, options.port)
+    listener = bound_listener(options.host, options.port)
     store = None if options.batch_dir is None else Store(options.batch_dir)
     client = EngineClient(settings, options.client)
     loading = asyncio.current_task()
@@ -289,7 +277,7 @@ def _import_tokenizer(model: str | None) -> None:
         tokenizer_class(BUNDLED_FILES / "target" if model == BUNDLED else Path(model).expanduser())
 
 
-def _bound_listener(host: str, port: int) -> socket.socket:
+def bound_listener(host: str, port: int) -> socket.socket:
     """Returns the listening socket.  It is bound before the model is loaded, so that a used port fails at once."""
     # The first try is without SO_REUSEADDR: with it, two servers that load at the same time could both bind.  The
     # second try is with it: the connections of a server that has ended keep its port for a minute.

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,12 +55,9 @@ class RunningPrompt:
     """
 
     requests: list[Request]
-    private: bool = False
-    num_left: int = field(init=False)
+    num_left: int
+    private: bool
     abort_step: int | None = None
-
-    def __post_init__(self) -> None:
-        self.num_left = len(self.requests)
 
 
 class Worker:
@@ -151,7 +148,7 @@ class Worker:
             # The samples of a prompt are alike: if any is refused, the first is refused, and none has been added.
             self.socket.send(protocol.encode(Refused(submit.name, str(error))))
             return
-        self.running[submit.name] = RunningPrompt(group, submit.private)
+        self.running[submit.name] = RunningPrompt(group, len(group), submit.private)
 
     def _abort(self, name: str) -> None:
         self.compiling.pop(name, None)

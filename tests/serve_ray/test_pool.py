@@ -10,10 +10,20 @@ from espalier.inputs import ModelFacts
 from espalier.request import OutputChunk, ResolvedParams
 from espalier.serve_ray import pool as pools
 from espalier.serve_ray.pool import MAX_TRIES, NO_REPLICA, EnginePool
-from espalier.serve_ray.replica import ReplicaFigures
 from espalier.server import protocol
 from espalier.server.metrics import Metrics
-from espalier.server.protocol import SHUTTING_DOWN, EngineGone, Failed, Harvest, Part, Ready, Refused, Report, Submit
+from espalier.server.protocol import (
+    SHUTTING_DOWN,
+    EngineFigures,
+    EngineGone,
+    Failed,
+    Harvest,
+    Part,
+    Ready,
+    Refused,
+    Report,
+    Submit,
+)
 from espalier.stats import Usage
 from tests.serve_ray.handles import Handle, Lost
 
@@ -33,7 +43,7 @@ class Scripted:
         return protocol.encode(Ready(ModelFacts("m", 100, 64), {"max_batch": self.slots, "page_size": 16}))
 
     async def figures(self):
-        return msgspec.msgpack.encode(ReplicaFigures(self.name, True, Report(waiting=3), {1: 2}))
+        return msgspec.msgpack.encode(EngineFigures({"replica": self.name}, True, 0, Report(waiting=3), {1: 2}))
 
     async def generate(self, message, route):
         submit = msgspec.msgpack.decode(message, type=Submit)

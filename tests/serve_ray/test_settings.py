@@ -33,7 +33,7 @@ def test_the_names_are_the_flags_of_the_server():
     assert model.settings == {"model": "bundled", "max_batch": 4, "speculation": {"steps": 3}}
     assert model.replicas == Replicas(1, 4, 99) and model.replicas.is_autoscaled
     assert model.front.names == ("code",) and model.front.max_queue == 7 and model.front.request_timeout_s is None
-    assert model.client.timeout_s == 9 and model.client.log_level == "debug"
+    assert model.client.engine_timeout_s == 9 and model.client.log_level == "debug"
     assert (service.api.api_key, service.api.cors_origins, service.api.body_timeout_s) == ("k", ("http://x",), 5)
     assert service.num_fronts == 2
 

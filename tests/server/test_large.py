@@ -86,7 +86,7 @@ LARGE = [
 
 
 def test_large_bodies_are_read_in_another_process_and_mean_the_same(monkeypatch):
-    here = [read_body(model.__name__, "application/json", json.dumps(body).encode(), LIMITS) for model, body in LARGE]
+    here = [read_body(model, "application/json", json.dumps(body).encode(), LIMITS) for model, body in LARGE]
     monkeypatch.setattr(bodies, "read_body", None)
     assert read_in_turn(*LARGE) == (here, len(LARGE))
 
@@ -131,7 +131,7 @@ def test_what_is_wrong_with_a_large_body_is_told_as_for_any(name, refused):
     model, body, param, message = REFUSED[name]
     error = refused[name]
     with pytest.raises(ApiError) as here:
-        read_body(model.__name__, "application/json", json.dumps(body).encode(), LIMITS)
+        read_body(model, "application/json", json.dumps(body).encode(), LIMITS)
     assert (error.status_code, error.detail, error.code) == (400, here.value.detail, here.value.code)
     assert message in error.detail
     assert error.param == here.value.param == param

@@ -25,7 +25,7 @@ from espalier.server.errors import ApiError
 from espalier.server.gate import Gate, LimitedReceive
 from espalier.server.http1 import Connection
 from espalier.server.request_runs import EventStream
-from espalier.server.run import _bound_listener
+from espalier.server.run import bound_listener
 from tests import warm
 from tests.server.connected import Counted
 from tests.server.serving import (
@@ -226,7 +226,7 @@ def test_a_slow_reader_keeps_its_connection_and_one_that_stops_loses_it():
             await send({"type": "http.response.body", "body": b" " * 2**23})
 
         connections = Connections(Counted(), None, 1.0, None)
-        with _bound_listener("127.0.0.1", 0) as listener, socket.socket() as client:
+        with bound_listener("127.0.0.1", 0) as listener, socket.socket() as client:
             loop = asyncio.get_running_loop()
             server = await loop.create_server(lambda: Connection(app, connections), sock=listener)
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)

@@ -15,6 +15,7 @@ from espalier.server.batches import Batches
 from espalier.server.bodies import MAX_CONTENT_TYPE, BodyLimits, BodyReader, read_body, require_utf8
 from espalier.server.errors import ApiError
 from espalier.server.gate import Gate
+from espalier.server.openai import TokenizeRequest
 from espalier.server.routes import make_router
 from espalier.server.stored import Store
 
@@ -64,7 +65,7 @@ def test_every_charset_but_utf8_is_refused_by_name_before_it_is_decoded(form):
             continue
         for refuse in (
             lambda: require_utf8(f"multipart/form-data; boundary=B; {options}"),  # noqa: B023
-            lambda: read_body("TokenizeRequest", f"application/json;{options}", b"{", LIMITS),  # noqa: B023
+            lambda: read_body(TokenizeRequest, f"application/json;{options}", b"{", LIMITS),  # noqa: B023
         ):
             with pytest.raises(ApiError, match="send UTF-8") as refused:
                 refuse()
