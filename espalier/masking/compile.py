@@ -116,7 +116,8 @@ class GrammarCompiler:
             except EspalierError as error:
                 compiled = error
             except Exception as error:  # xgrammar raises RuntimeError, and types of its own
-                compiled = EspalierError(f"the grammar cannot be compiled ({_reason(error).rstrip('.')}); correct it")
+                reason = ERROR_LOCATION.sub("", one_line(error)).rstrip(".")
+                compiled = EspalierError(f"the grammar cannot be compiled ({reason}); correct it")
             timer.cancel()
             with self._lock:
                 if made.done():
@@ -158,7 +159,8 @@ class GrammarCompiler:
             del self._cached[key]
 
     def _drop_oldest(self) -> None:
-        sizes = {key: _num_bytes(future) for key, future in self._cached.items() if future.done()}
+        done = {key: future for key, future in self._cached.items() if future.done()}
+        sizes = {key: 0 if future.exception() else future.result().num_bytes for key, future in done.items()}
         total = sum(sizes.values())
         for key, size in sizes.items():
             if total <= MAX_KEPT_BYTES and len(self._cached) <= MAX_KEPT:
@@ -238,13 +240,5 @@ def _call_after(seconds: float, call: Callable[..., None], *arguments: Any) -> t
     return timer
 
 
-def _num_bytes(future: "Future[CompiledGrammar]") -> int:
-    return 0 if future.exception() is not None else future.result().num_bytes
-
-
 def _busy() -> CompilerBusy:
     return CompilerBusy("earlier grammars still compile; retry later")
-
-
-def _reason(error: Exception) -> str:
-    return ERROR_LOCATION.sub("", one_line(error))

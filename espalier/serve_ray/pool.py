@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -219,9 +219,8 @@ class EnginePool:
             answers = self.handle.broadcast("figures")
             found = await answers.results_async(timeout_s=POLL_TIMEOUT_S, return_exceptions=True)
         figures = []
-        for each in (each for each in found if isinstance(each, bytes)):
+        for data in (each for each in found if isinstance(each, bytes)):
             with suppress(msgspec.MsgspecError):
-                figures.append(msgspec.msgpack.decode(each, type=EngineFigures))
-        for each in figures:
-            each.labels = {"model": self.name, **each.labels}
+                of_replica = msgspec.msgpack.decode(data, type=EngineFigures)
+                figures.append(replace(of_replica, labels={"model": self.name, **of_replica.labels}))
         self._figures = sorted(figures, key=lambda each: each.labels["replica"])

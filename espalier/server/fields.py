@@ -121,10 +121,14 @@ def _refuse_lone_surrogates(value: Any) -> None:
             _refuse_lone_surrogates(inner)
 
 
-class Body(BaseModel):
+class _Strict(BaseModel):
     """Types are strict ("1" is not a number), and unknown fields are errors."""
 
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+
+
+class Body(_Strict):
+    """A body, or an object in a body."""
 
     @model_validator(mode="before")
     @classmethod
@@ -168,10 +172,6 @@ def _neutral_values(model: type[BaseModel]) -> dict[str, Any]:
         for note in info.metadata
         if isinstance(note, NoEffect)
     }
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
 
 class TextFormat(_Strict):
@@ -230,18 +230,10 @@ class StructuredOutputs(_Strict):
     structural_tag: str | None = None
 
     def requested_grammar(self) -> Grammar:
-        values: dict[Kind, Any] = {
-            "json_schema": self.json_,
-            "regex": self.regex,
-            "choice": self.choice,
-            "ebnf": self.grammar,
-            "json_object": "" if self.json_object else None,
-            "structural_tag": self.structural_tag,
-        }
-        found = [_grammar_of(kind, value) for kind, value in values.items() if value is not None]
+        found = [name for name in type(self).model_fields if getattr(self, name) not in (None, False)]
         if len(found) != 1:
             raise EspalierError("structured_outputs needs exactly one form, such as json or regex; send one")
-        return found[0]
+        return _grammar_of(found[0], "" if found[0] == "json_object" else getattr(self, found[0]))
 
 
 class GrammarFields(_Strict):
@@ -277,23 +269,17 @@ class GrammarFields(_Strict):
             yield "response_format", grammar
         if (outputs := self.structured_outputs) is not None:
             yield "structured_outputs", outputs.requested_grammar()
-        for name, kind in GRAMMAR_KIND_OF_FIELD.items():
-            if (value := getattr(self, name)) is not None:
-                yield name, _grammar_of(kind, value)
+        for name in GrammarFields.model_fields:
+            value = getattr(self, name)
+            if value is not None and name not in ("response_format", "structured_outputs"):
+                yield name, _grammar_of(name, value)
 
 
-# The kind of Grammar of each field that holds one value.  These JSON schemas are not strict: no field `strict` says so.
-GRAMMAR_KIND_OF_FIELD: Mapping[str, Kind] = {
-    "guided_json": "json_schema",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "ebnf",
-    "json_schema": "json_schema",
-    "regex": "regex",
-    "ebnf": "ebnf",
-    "structural_tag": "structural_tag",
-}
+# The kinds of Grammar that vLLM's fields name differently.
+KINDS_AT_VLLM: Mapping[str, Kind] = {"json": "json_schema", "grammar": "ebnf"}
 
 
-def _grammar_of(kind: Kind, value: Any) -> Grammar:
-    return Grammar(kind, value if isinstance(value, str) else json.dumps(value), strict=False)
+def _grammar_of(field: str, value: Any) -> Grammar:
+    """Returns the grammar of a field that holds one value.  A JSON schema is not strict: no field `strict` says so."""
+    name: Any = field.removeprefix("guided_").removesuffix("_")
+    return Grammar(KINDS_AT_VLLM.get(name, name), value if isinstance(value, str) else json.dumps(value), strict=False)

@@ -4,7 +4,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -16,7 +15,6 @@ from espalier.stats import LearnFigures, SpeculationStats
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 ABORT_STEPS = (1, 2, 3, 4, 8)
-Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 
 
 class Metrics:
@@ -120,7 +118,7 @@ def _engine_metrics(figures: EngineFigures) -> Iterator[Metric]:
     yield _counter("engine_restarts", "engine processes started after the first", figures.num_restarts)
     yield _gauge("waiting_requests", "samples queued in the engine", report.waiting)
     yield _gauge("running_requests", "samples in a slot", report.running)
-    yield _labelled(GaugeMetricFamily("espalier_pages", "pages of the cache", labels=["state"]), pages)
+    yield _labelled(GaugeMetricFamily, "pages", "pages of the cache", "state", pages)
     yield _counter("preemptions", "samples put back into the queue because pages ran out", report.preempted)
     yield _counter("harvests", "engine steps", report.harvests)
     yield from _speculation_metrics(report.totals)
@@ -129,10 +127,8 @@ def _engine_metrics(figures: EngineFigures) -> Iterator[Metric]:
     for bucket, graph, count in report.rounds:
         rounds.add_metric([str(bucket), "graph" if graph else "eager"], count)
     yield rounds
-    trees = CounterMetricFamily(
-        "espalier_rounds_by_tree", "rounds by tree: steps,topk,num_draft_tokens", labels=["tree"]
-    )
-    yield _labelled(trees, report.trees)
+    about = "rounds by tree: steps,topk,num_draft_tokens"
+    yield _labelled(CounterMetricFamily, "rounds_by_tree", about, "tree", report.trees)
     yield _counter("tree_changes", "times that another tree was chosen", report.tree_changes)
     yield from _source_metrics(report.by_source)
     yield _abort_steps(figures.abort_steps)
@@ -144,22 +140,21 @@ def _speculation_metrics(totals: SpeculationStats) -> Iterator[Metric]:
     yield _gauge("accept_length", "mean accept length since the start; 1.0 is plain decoding", totals.accept_length)
     yield _counter("drafted_tokens", "draft tokens verified", totals.drafted)
     yield _counter("accepted_tokens", "draft tokens accepted", totals.accepted)
-    lengths = CounterMetricFamily("espalier_rounds_by_accept_length", "rounds by accept length", labels=["length"])
-    yield _labelled(lengths, enumerate(totals.histogram))
-    tried = CounterMetricFamily("espalier_depth_tried", "rounds in which a depth was tried", labels=["depth"])
-    yield _labelled(tried, enumerate(totals.reached, 1))
-    taken = CounterMetricFamily("espalier_depth_accepted", "rounds in which a depth was accepted", labels=["depth"])
-    yield _labelled(taken, enumerate(totals.taken, 1))
+    for name, about, label, counts in (
+        ("rounds_by_accept_length", "rounds by accept length", "length", enumerate(totals.histogram)),
+        ("depth_tried", "rounds in which a depth was tried", "depth", enumerate(totals.reached, 1)),
+        ("depth_accepted", "rounds in which a depth was accepted", "depth", enumerate(totals.taken, 1)),
+    ):
+        yield _labelled(CounterMetricFamily, name, about, label, counts)
 
 
 def _learning_metrics(figures: LearnFigures) -> Iterator[Metric]:
     yield _counter("learn_swaps", "drafts swapped in", figures.swaps)
     yield _counter("learn_trainings", "trainings of the draft that ended", figures.trainings)
     yield _counter("learn_failures", "trainings that failed, and failures to write", figures.failures)
-    lengths = GaugeMetricFamily(
-        "espalier_learn_accept_length", "accept length on held-back traffic, at the last training", labels=["draft"]
-    )
-    yield _labelled(lengths, (("given", figures.given), ("served", figures.before), ("trained", figures.after)))
+    lengths = ("given", figures.given), ("served", figures.before), ("trained", figures.after)
+    about = "accept length on held-back traffic, at the last training"
+    yield _labelled(GaugeMetricFamily, "learn_accept_length", about, "draft", lengths)
     yield _counter("learn_texts", "texts kept", figures.texts)
     yield _gauge("learn_bytes", "size of the kept sample", figures.bytes)
 
@@ -167,9 +162,9 @@ def _learning_metrics(figures: LearnFigures) -> Iterator[Metric]:
 def _source_metrics(by_source: Mapping[str, Sequence[float]]) -> Iterator[Metric]:
     about = ("draft tokens verified", "of these, accepted by their scores", "of these, accepted")
     for place, (name, what) in enumerate(zip(("rows", "rows_expected", "rows_accepted"), about, strict=True)):
+        rows = [(source, counts[place]) for source, counts in by_source.items()]
         what = f"{what}, where scores are compared"
-        family = CounterMetricFamily(f"espalier_{name}_by_source", what, labels=["source"])
-        yield _labelled(family, [(source, counts[place]) for source, counts in by_source.items()])
+        yield _labelled(CounterMetricFamily, f"{name}_by_source", what, "source", rows)
 
 
 def _gauge(name: str, about: str, value: float) -> Metric:
@@ -180,9 +175,16 @@ def _counter(name: str, about: str, value: float) -> Metric:
     return CounterMetricFamily(f"espalier_{name}", about, value=value)
 
 
-def _labelled(family: Family, values: Iterable[tuple[object, float]]) -> Family:
-    for label, value in values:
-        family.add_metric([str(label)], value)
+def _labelled(
+    kind: type[CounterMetricFamily | GaugeMetricFamily],
+    name: str,
+    about: str,
+    label: str,
+    values: Iterable[tuple[object, float]],
+) -> Metric:
+    family = kind(f"espalier_{name}", about, labels=[label])
+    for each, value in values:
+        family.add_metric([str(each)], value)
     return family
 
 

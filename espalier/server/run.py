@@ -12,6 +12,8 @@ import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from operator import le
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -81,16 +83,13 @@ def check_options(options: Mapping[str, Any], name_in_errors: Callable[[str], st
     """
     for name, low in MIN_OPTION_VALUES.items():
         if name.endswith("_timeout"):
-            _check_seconds(name_in_errors(name), options.get(name), low)
+            wanted = f"seconds, {low} or more"
+            require_number(name_in_errors(name), options.get(name), partial(le, low), wanted, optional=True)
         else:
             require_int(name_in_errors(name), options.get(name), low, optional=True)
     for name in BOOLEAN_OPTIONS:
         if (value := options.get(name)) is not None:
             true_or_false(name_in_errors(name), value)
-
-
-def _check_seconds(name: str, value: Any, low: int) -> None:
-    require_number(name, value, lambda seconds: seconds >= low, f"seconds, {low} or more", optional=True)
 
 
 class Server:
@@ -144,8 +143,9 @@ class Server:
         log_failed_accepts_rarely(self.loop)
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, self.begin_shutdown, number == signal.SIGINT)
+        connect = partial(Connection, self.app, self.connections)
         # asyncio accepts MAX_ACCEPTED connections in one turn of the event loop.  `listener` lets more of them wait.
-        accepting = await self.loop.create_server(self._connect, sock=listener, backlog=MAX_ACCEPTED)
+        accepting = await self.loop.create_server(connect, sock=listener, backlog=MAX_ACCEPTED)
         listener.listen(BACKLOG)
         sweeping = self.loop.create_task(self._close_stalled_often())
         try:
@@ -156,9 +156,6 @@ class Server:
         await self._close_connections()
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.remove_signal_handler(number)
-
-    def _connect(self) -> Connection:
-        return Connection(self.app, self.connections)
 
     async def _close_stalled_often(self) -> None:
         while True:

@@ -99,8 +99,9 @@ class Worker:
 
     def _receive_messages(self) -> bool:
         """Handle all messages that have arrived.  If nothing runs, wait for one.  Returns False at Shutdown."""
-        wait = self._wait_ms()
-        while self.socket.poll(wait):
+        wait_ms = min(self.heartbeat_ms, GRAMMAR_CHECK_MS) if self.compiling else self.heartbeat_ms
+        wait_ms = 0 if self.llm.engine.has_work else wait_ms
+        while self.socket.poll(wait_ms):
             message = protocol.decode_to_engine(self.socket.recv())
             if isinstance(message, SubmitMany):
                 for submit in message.prompts:
@@ -109,14 +110,9 @@ class Worker:
                 self._abort(message.name)
             else:
                 return False
-            wait = 0
+            wait_ms = 0
         self._start_compiled()
         return True
-
-    def _wait_ms(self) -> int:
-        if self.llm.engine.has_work:
-            return 0
-        return min(self.heartbeat_ms, GRAMMAR_CHECK_MS) if self.compiling else self.heartbeat_ms
 
     def _submit(self, submit: Submit) -> None:
         compiling = self.llm.compiling(submit.params.grammar)
@@ -159,10 +155,8 @@ class Worker:
 
     def _send(self, chunks: list[OutputChunk]) -> None:
         parts = [self._part(chunk) for chunk in chunks]
-        self.socket.send(protocol.encode(Harvest(parts, self._report() if self._is_report_due() else None)))
-
-    def _is_report_due(self) -> bool:
-        return bool(self.abort_steps) or not self.llm.engine.has_work or time.monotonic() >= self.next_report_at
+        is_due = self.abort_steps or not self.llm.engine.has_work or time.monotonic() >= self.next_report_at
+        self.socket.send(protocol.encode(Harvest(parts, self._report() if is_due else None)))
 
     def _part(self, chunk: OutputChunk) -> Part:
         name = chunk.request_id.rpartition(".")[0]

@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
+from espalier.grammar.spec import refuse_constant
+
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 TextCallback = Callable[[str], None]
@@ -191,7 +193,7 @@ class Reader:
 def decode_json(text: str) -> Any:
     """Returns the value of a JSON text.  Raises BrokenCall."""
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         raise BrokenCall("the tool call is not valid JSON") from None
 
@@ -203,10 +205,6 @@ def is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 class _JsonEndFinder:
@@ -223,7 +221,8 @@ class _JsonEndFinder:
         """Returns how many characters of this part belong to the value."""
         for i, char in enumerate(text):
             if self._in_string:
-                self._scan_string(char)
+                self._in_string = self._escaped or char != '"'
+                self._escaped = char == "\\" and not self._escaped
             elif self._in_scalar and char in ",]}" + SPACE:
                 self.found = True
                 return i
@@ -239,11 +238,3 @@ class _JsonEndFinder:
                 self.found = True
                 return i + 1
         return len(text)
-
-    def _scan_string(self, char: str) -> None:
-        if self._escaped:
-            self._escaped = False
-        elif char == "\\":
-            self._escaped = True
-        elif char == '"':
-            self._in_string = False

@@ -5,6 +5,8 @@ GLM-4.5 to 4.7: name<arg_key>key</arg_key><arg_value>value</arg_value>.
 Qwen3-Coder and Qwen3.5: <function=name><parameter=key>value</parameter></function>.
 """
 
+from collections.abc import Callable
+
 from espalier.tool_calls.arguments import XmlArguments, read_call_object
 from espalier.tool_calls.base import CallSyntax, CallWriter, ToolFormat, Writer, read_call
 from espalier.tool_calls.reader import BrokenCall, Markers, Reader, Steps
@@ -21,6 +23,13 @@ PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 CALL_OR_FUNCTION = Markers(OPEN, FUNCTION, strip_before="\n")
 
 
+def _read_calls(reader: Reader, writer: Writer, read: Callable[[CallWriter], Steps[None]]) -> Steps[None]:
+    """Read an answer to its end.  read: reads a call after its opening tag."""
+    while (yield from reader.until(CALL, writer.content)) is not None:
+        if (yield from read_call(reader, writer, OPEN, read)):
+            yield from reader.space()
+
+
 def parse_hermes(reader: Reader, writer: Writer) -> Steps[None]:
     def read(call: CallWriter) -> Steps[None]:
         yield from reader.space()
@@ -30,9 +39,7 @@ def parse_hermes(reader: Reader, writer: Writer) -> Steps[None]:
         if (yield from reader.peek()):
             yield from reader.expect(CLOSE)
 
-    while (yield from reader.until(CALL, writer.content)) is not None:
-        if (yield from read_call(reader, writer, OPEN, read)):
-            yield from reader.space()
+    yield from _read_calls(reader, writer, read)
 
 
 HERMES = ToolFormat(
@@ -60,9 +67,7 @@ def parse_glm(reader: Reader, writer: Writer) -> Steps[None]:
             raise BrokenCall(f"{CLOSE} is missing in the tool call")
         arguments.end()
 
-    while (yield from reader.until(CALL, writer.content)) is not None:
-        if (yield from read_call(reader, writer, OPEN, read)):
-            yield from reader.space()
+    yield from _read_calls(reader, writer, read)
 
 
 GLM = ToolFormat(
