@@ -176,11 +176,34 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[Literal[False] | None, Refused("chunks are never padded; leave it out")] = None
 
 
-class GenerationRequest(SamplingAndHints, GrammarFields):
-    """The fields that completions and chat completions share."""
+class CommonFields(Body):
+    """The fields that all endpoints share which generate."""
 
     model: str = Field(description="a name from /v1/models")
     stream: bool | None = Field(None, description="send tokens as server-sent events while they are generated")
+    priority: int | None = Field(
+        None,
+        ge=-(2**31),
+        lt=2**31,
+        description="a lower value starts first (default 0); running requests are not preempted for it",
+    )
+
+
+class ToolFields(Body):
+    """The fields of tools, in chat completions and responses."""
+
+    tools: Annotated[list[dict[str, Any]], FAIL_FAST, Field(max_length=MAX_TOOLS)] | None = Field(
+        None, description="functions that the model may call, passed to the chat template"
+    )
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = Field(
+        None, description="whether the answer may be a call, must be one, or must be one of the function that it names"
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call in an answer")
+
+
+class GenerationRequest(SamplingAndHints, GrammarFields, CommonFields):
+    """The fields that completions and chat completions share."""
+
     stream_options: StreamOptions | None = Field(
         None, description="include_usage and continuous_usage_stats; needs stream=true"
     )
@@ -192,12 +215,6 @@ class GenerationRequest(SamplingAndHints, GrammarFields):
     )
     truncate_prompt_tokens: int | None = Field(
         None, ge=1, description="keep only this number of tokens, from the prompt's end"
-    )
-    priority: int | None = Field(
-        None,
-        ge=-(2**31),
-        lt=2**31,
-        description="a lower value starts first (default 0); running requests are not preempted for it",
     )
     from_draft: bool | None = Field(None, description="return, for each token, whether it came from the draft")
     return_token_ids: bool | None = Field(None, description="return the token ids of each choice")
@@ -307,7 +324,7 @@ class Prediction(Body):
         return [] if isinstance(self.content, str) else no_effect_inside("content", self.content)
 
 
-class ChatRequest(ChatTemplateFields, GenerationRequest):
+class ChatRequest(ToolFields, ChatTemplateFields, GenerationRequest):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[Message], FAIL_FAST] = Field(min_length=1, description="the conversation so far")
@@ -317,13 +334,6 @@ class ChatRequest(ChatTemplateFields, GenerationRequest):
     top_logprobs: int | None = Field(
         None, description="number of likeliest tokens to return at each position; needs logprobs"
     )
-    tools: Annotated[list[dict[str, Any]], FAIL_FAST, Field(max_length=MAX_TOOLS)] | None = Field(
-        None, description="functions that the model may call, passed to the chat template"
-    )
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = Field(
-        None, description="whether the answer may be a call, must be one, or must be one of the function that it names"
-    )
-    parallel_tool_calls: bool | None = Field(None, description="false: at most one call in an answer")
     include_reasoning: bool | None = Field(None, description="false: leave reasoning_content out of the answer")
     reasoning_effort: str | None = Field(
         None, description="passed to the chat template; no effect if it does not read this variable"

@@ -21,8 +21,7 @@ from espalier.server.fields import (
     max_entries,
     no_effect_inside,
 )
-from espalier.server.openai import HINT_FIELDS, MAX_METADATA, SAMPLING_FIELDS, ChatRequest
-from espalier.tool_calls.definitions import MAX_TOOLS
+from espalier.server.openai import HINT_FIELDS, MAX_METADATA, SAMPLING_FIELDS, ChatRequest, CommonFields, ToolFields
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 # Fields of SamplingParams that this endpoint names differently, or does not have.
@@ -31,13 +30,8 @@ _sampling = {name: each for name, each in SAMPLING_FIELDS.items() if name not in
 _Sampling: Any = create_model("ResponsesSampling", __base__=Body, **_sampling, **HINT_FIELDS)
 # Fields that a chat completion has under the same name.
 SHARED_FIELDS = (
-    *_sampling,
-    "model",
-    "stream",
-    "parallel_tool_calls",
-    "priority",
-    "chat_template_kwargs",
-    "top_logprobs",
+    *(*_sampling, *CommonFields.model_fields, "chat_template_kwargs", "top_logprobs"),
+    *("tool_choice", "parallel_tool_calls"),
 )
 # Fields of a chat completion that this endpoint names differently.
 RESPONSES_FIELD_NAMES: Mapping[str, str] = {
@@ -77,24 +71,15 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[Literal[False] | None, Refused("events are never padded; leave it out")] = None
 
 
-class ResponsesRequest(_Sampling):
+class ResponsesRequest(_Sampling, ToolFields, CommonFields):
     """POST /v1/responses"""
 
-    model: str = Field(description="a name from /v1/models")
     input: str | Annotated[list[dict[str, Any]], FAIL_FAST] = Field(
         description="text, or messages, function_call, function_call_output and reasoning items"
     )
     instructions: str | None = Field(None, description="a system message before the input")
-    stream: bool | None = Field(None, description="send events while the answer is generated")
     stream_options: StreamOptions | None = Field(None, description="include_obfuscation=false")
     max_output_tokens: int | None = Field(None, description="tokens to generate at most")
-    tools: Annotated[list[dict[str, Any]], FAIL_FAST, Field(max_length=MAX_TOOLS)] | None = Field(
-        None, description="functions that the model may call"
-    )
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = Field(
-        None, description="as for chat completions"
-    )
-    parallel_tool_calls: bool | None = Field(None, description="false: at most one call in an answer")
     reasoning: Reasoning | None = Field(None, description="effort, for the chat template")
     text: TextOptions | None = Field(None, description="format: the form of the answer")
     top_logprobs: int | None = Field(
@@ -104,7 +89,6 @@ class ResponsesRequest(_Sampling):
         Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], FAIL_FAST] | None
     ) = Field(None, description=f"{LOGPROBS}; {ENCRYPTED} is accepted, and reasoning items have their text")
     metadata: Annotated[dict[str, Any], max_entries(MAX_METADATA)] | None = Field(None, description="returned as it is")
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="a lower value starts first (default 0)")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
     truncation: Annotated[Literal["disabled"] | None, Refused("send a shorter input, or leave it out")] = None
     store: Annotated[bool | None, NOT_STORED] = None
@@ -131,12 +115,10 @@ class ResponsesRequest(_Sampling):
             fields["store"] = False
         if self.tools is not None:
             fields["tools"] = [_chat_tool(f"tools[{i}]", tool) for i, tool in enumerate(self.tools)]
-        if self.tool_choice is not None:
-            fields["tool_choice"] = self.tool_choice
-        if self.reasoning is not None and self.reasoning.effort is not None:
-            fields["reasoning_effort"] = self.reasoning.effort
-        if self.text is not None and self.text.format is not None:
-            fields["response_format"] = _chat_format(self.text.format)
+        fields["reasoning_effort"] = None if self.reasoning is None else self.reasoning.effort
+        if self.text is not None and (form := self.text.format) is not None:
+            is_schema = form.get("type") == "json_schema"
+            fields["response_format"] = {"type": "json_schema", "json_schema": _untyped(form)} if is_schema else form
         if LOGPROBS in (self.include or ()):
             fields["logprobs"] = True
         elif self.top_logprobs:
@@ -151,13 +133,11 @@ def _chat_tool(place: str, tool: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a tool in the form of chat completions, where the tool's fields are inside `function`."""
     if tool.get("type") != "function":
         raise EspalierError(f"{place}.type={shown(tool.get('type'))} is not supported; use 'function'")
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+    return {"type": "function", "function": _untyped(tool)}
 
 
-def _chat_format(form: Mapping[str, Any]) -> dict[str, Any]:
-    if form.get("type") != "json_schema":
-        return dict(form)
-    return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
+def _untyped(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: each for name, each in value.items() if name != "type"}
 
 
 # For each type of item: its required fields and its optional fields.
