@@ -263,9 +263,7 @@ def front_options(
 ) -> "FrontOptions":
     """Returns FrontOptions from the flags of add_chat_flags.  Raises EspalierError before the model is loaded."""
     from espalier.server.front import FrontOptions
-    from espalier.tool_calls.formats import find_formats
 
-    find_formats("", args.tool_format, args.reasoning_format)
     template = None if args.chat_template is None else read_text("--chat-template", args.chat_template)
     if template is not None:
         require_template(template, f"--chat-template {args.chat_template}")

@@ -25,6 +25,7 @@ from espalier.grammar.regex_tree import (
     Repeat,
     Seq,
     alt,
+    children,
     class_of,
     complement,
     num_ranges,
@@ -158,13 +159,10 @@ def _is_anchor(node: Node, is_start: bool) -> bool:
 
 
 def _require_no_anchor(node: Node, is_start: bool, regex: str, kind: str) -> None:
-    """Refuse any remaining anchor of one side."""
     if isinstance(node, Anchor) and node.is_start == is_start:
         what = f"{'^' if is_start else '$'!r} in the middle"
         raise _refusal(kind, regex, what, node.position, r"write \^ or \$ for the character, or leave it out")
-    if isinstance(node, Repeat):
-        _require_no_anchor(node.part, is_start, regex, kind)
-    for child in node.parts if isinstance(node, Seq) else node.branches if isinstance(node, Alt) else ():
+    for child in children(node):
         _require_no_anchor(child, is_start, regex, kind)
 
 
@@ -387,6 +385,4 @@ def _chars_node(found: Characters) -> Node:
 
 
 def _has_anchor(node: Node) -> bool:
-    if isinstance(node, Seq | Alt):
-        return any(map(_has_anchor, node.parts if isinstance(node, Seq) else node.branches))
-    return isinstance(node, Anchor) or (isinstance(node, Repeat) and _has_anchor(node.part))
+    return isinstance(node, Anchor) or any(map(_has_anchor, children(node)))

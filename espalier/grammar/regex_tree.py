@@ -45,7 +45,6 @@ def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def complement(ranges: Ranges) -> Ranges:
-    """Return the characters that are not in the ranges."""
     at, made = 0, []
     for first, last in union((*ranges, SURROGATES)):
         if at < first:
@@ -55,7 +54,6 @@ def complement(ranges: Ranges) -> Ranges:
 
 
 def intersection(one: Ranges, other: Ranges) -> Ranges:
-    """Return the characters that are in both sets."""
     return complement(union((*complement(one), *complement(other))))
 
 
@@ -178,6 +176,12 @@ def restrict_to(node: Node, allowed: Ranges) -> Node:
     return node
 
 
+def children(node: Node) -> tuple[Node, ...]:
+    if isinstance(node, Repeat):
+        return (node.part,)
+    return node.parts if isinstance(node, Seq) else node.branches if isinstance(node, Alt) else ()
+
+
 def num_states(node: Node) -> int:
     """The number of characters in the node, with each repetition written out."""
     if isinstance(node, Seq):
@@ -191,11 +195,7 @@ def num_states(node: Node) -> int:
 
 def num_ranges(node: Node) -> int:
     """The number of character ranges in all classes of the node, repetitions written out."""
-    if isinstance(node, Chars):
-        return len(node.ranges)
-    if isinstance(node, Repeat):
-        return num_ranges(node.part)
-    return sum(map(num_ranges, node.parts if isinstance(node, Seq) else node.branches if isinstance(node, Alt) else ()))
+    return len(node.ranges) if isinstance(node, Chars) else sum(map(num_ranges, children(node)))
 
 
 def regex_of(node: Node) -> str:

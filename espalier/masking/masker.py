@@ -86,7 +86,6 @@ class GrammarMasker:
         return None if self.marker in text else text[max(0, len(text) - len(self.marker) + 1) :]
 
     def root_mask(self) -> np.ndarray:
-        """[words] int32: the mask of the next token; all zero if no token is allowed."""
         has_rejected = self.has_rejected
         if self.marker is not None:
             return self.mask_before_marker
@@ -98,11 +97,9 @@ class GrammarMasker:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the grammar allows no further token."""
         return not self.root_mask().any()
 
     def forced_tokens(self, max_tokens: int) -> ForcedTokens:
-        """The tokens that must come next, at most `max_tokens`, and the mask of the token after them."""
         forced: list[int] = []
         mask = None
         while not self.has_rejected and self.marker is None and not self.matcher.is_terminated():

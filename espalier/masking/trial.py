@@ -103,7 +103,6 @@ def _first_index(is_candidate: np.ndarray, start: int) -> int:
 
 
 def _cpu_seconds_of(call: Callable[..., Any], *arguments: Any) -> float:
-    """The processor time of a call, in seconds."""
     begun = time.thread_time()
     call(*arguments)
     return time.thread_time() - begun

@@ -18,7 +18,6 @@ from espalier.server.client import ClientOptions
 from espalier.server.front import FrontOptions
 from espalier.server.logs import LEVELS
 from espalier.server.run import check_options
-from espalier.tool_calls.formats import find_formats
 
 # How many open tokens (replica.open_tokens) one replica can take, on average.
 TOKENS_PER_REPLICA = 16384
@@ -144,7 +143,6 @@ def _model(args: dict[str, Any], logged: dict[str, Any]) -> ServedModel:
     checked_settings(settings)
     names = _list_of_texts(args, "served_model_name", *(() if settings["model"] == "auto" else (settings["model"],)))
     front = _by_field_name(args, FRONT_FIELDS)
-    find_formats("", front.get("tool_format", "auto"), front.get("reasoning_format", "auto"))
     if args.get("chat_template") is not None:
         front["chat_template"] = _template(args["chat_template"])
     of_replicas = {name: args[name] for name in REPLICA_OPTIONS if args.get(name) is not None}
@@ -237,7 +235,6 @@ def application(service: Service) -> Any:
 
 
 def _replica_deployment(serve: Any, model: ServedModel, service: Service, name: str) -> Any:
-    """Returns the bound deployment of a model's replicas."""
     from ray.serve.config import RequestRouterConfig
 
     from espalier.serve_ray.replica import EngineReplica

@@ -50,7 +50,11 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
     try:
         _require_gpus(ray, service)
         port = _start_proxy(serve, host, port)
-        _refuse_second_app(serve)
+        if APP in serve.status().applications:
+            raise EspalierError(
+                f"another `espalier serve --replicas` runs on this Ray cluster; end it (or `serve delete {APP}`), or "
+                "serve several models with one Serve config file (docs/deploy.md)"
+            )
         try:
             _deploy(serve, service, ending)
             if not ending.is_set():
@@ -167,14 +171,6 @@ def _delete_app(serve: Any, drain_timeout_s: float) -> None:
             log.warning("requests did not finish within %g s: ending them", drain_timeout_s)
             return
         time.sleep(0.2)
-
-
-def _refuse_second_app(serve: Any) -> None:
-    if APP in serve.status().applications:
-        raise EspalierError(
-            f"another `espalier serve --replicas` runs on this Ray cluster; end it (or `serve delete {APP}`), or serve "
-            "several models with one Serve config file (docs/deploy.md)"
-        )
 
 
 def _deploy(serve: Any, service: Service, ending: threading.Event) -> None:

@@ -104,7 +104,6 @@ class Answer:
 
     response_object = ""
     chunk_object = ""
-    # The event that ends a stream.
     end_event = b"data: [DONE]\n\n"
 
     def __init__(

@@ -28,12 +28,10 @@ from espalier.server.logs import request_id
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, Message, TokenizeRequest
 from espalier.server.responses import RESPONSES_FIELD_NAMES, ResponsesRequest, renaming_error_fields
 from espalier.server.routes import JSON, Endpoint, Server, make_router, page_endpoints
-from espalier.text import Tokenizer
 from espalier.tool_calls.definitions import Tools
 from espalier.tool_calls.formats import Formats
 from espalier.tool_calls.plan import ChatPlan
 
-# The response header that lists the request's fields that have no effect.
 NO_EFFECT_HEADER = "x-espalier-no-effect"
 # The schema of a stream's event.  The event's data is a chunk as JSON, or [DONE].
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
@@ -53,11 +51,6 @@ class Conversation:
     prompt: list[int]
     params: ResolvedParams
     plan: ChatPlan
-
-    @property
-    def answer_arguments(self) -> tuple[ResolvedParams, list[list[int]], Tokenizer | None, ChatPlan]:
-        """Returns the last arguments of ChatAnswer or ResponsesAnswer."""
-        return self.params, [self.prompt], self.plan.tokenizer, self.plan
 
 
 @contextmanager
@@ -212,7 +205,7 @@ def _generation_endpoints(server: Server) -> list[Endpoint]:
         talk = await prepare_chat(front, body)
 
         def answer() -> ChatAnswer:
-            return ChatAnswer(f"chatcmpl-{request_id.get()}", body, *talk.answer_arguments)
+            return ChatAnswer(f"chatcmpl-{request_id.get()}", body, talk.params, talk.prompt, talk.plan)
 
         return _with_no_effect_header(talk.ignored, await front.respond(http, body, [talk.prompt], talk.params, answer))
 
@@ -224,7 +217,7 @@ def _generation_endpoints(server: Server) -> list[Endpoint]:
             talk = await prepare_chat(front, chat)
 
         def answer() -> ResponsesAnswer:
-            return ResponsesAnswer(body, chat, request_id.get(), *talk.answer_arguments)
+            return ResponsesAnswer(body, request_id.get(), chat, talk.params, talk.prompt, talk.plan)
 
         ignored += [RESPONSES_FIELD_NAMES.get(name, name) for name in talk.ignored]
         return _with_no_effect_header(ignored, await front.respond(http, chat, [talk.prompt], talk.params, answer))

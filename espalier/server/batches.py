@@ -65,7 +65,6 @@ class Batches:
         self._live_batches: dict[str, LiveBatch] = {}
         self._journals: dict[str, Journal] = {}
         self._scanning = asyncio.Semaphore(MAX_SCANS)
-        # Held while a batch ends before its turn.
         self._early_end_lock = asyncio.Lock()
 
     def start(self, app: App, api_key: str | None) -> None:

@@ -196,9 +196,6 @@ class BodyReader:
             raise ApiError(*refused)
         return body
 
-    async def close(self) -> None:
-        await self.helper.close()
-
 
 def pickled(value: Any) -> bytes:
     return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)

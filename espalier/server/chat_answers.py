@@ -14,7 +14,7 @@ from espalier.logprobs import TokenLogprob
 from espalier.request import OutputChunk, ResolvedParams
 from espalier.server.answers import Answer, Choice, to_json
 from espalier.server.errors import bad_request
-from espalier.server.openai import ChatRequest, GenerationRequest
+from espalier.server.openai import ChatRequest
 from espalier.server.protocol import Part
 from espalier.server.responses import ResponsesRequest
 from espalier.text import Tokenizer
@@ -74,36 +74,28 @@ class ChatChoice(Choice):
 
 
 class ChatAnswer(Answer):
-    """Builds the answer of /v1/chat/completions.  plan: None if all of the text is content."""
+    """Builds the answer of /v1/chat/completions."""
 
     response_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(
-        self,
-        id: str,
-        body: GenerationRequest,
-        params: ResolvedParams,
-        prompts: Sequence[list[int]],
-        tokenizer: Tokenizer | None,
-        plan: ChatPlan | None = None,
-    ):
+    def __init__(self, id: str, body: ChatRequest, params: ResolvedParams, prompt: list[int], plan: ChatPlan):
         self.plan = plan
-        super().__init__(id, body, params, prompts, tokenizer)
-        self.shows_reasoning = getattr(body, "include_reasoning", None) is not False
-        self.events_differ_only_in_text = self.events_differ_only_in_text and not (plan is not None and plan.has_parser)
+        super().__init__(id, body, params, [prompt], plan.tokenizer)
+        self.shows_reasoning = body.include_reasoning is not False
+        self.events_differ_only_in_text = self.events_differ_only_in_text and not plan.has_parser
 
     def _choice(self, index: int, prompt: list[int]) -> Choice:
         choice = ChatChoice(
             index, prompt, partial(self._make_text_stream, prompt), self.params.include_stop_str_in_output
         )
-        if self.plan is not None and self.plan.has_parser and self.tokenizer is not None:
-            choice.make_stream = partial(self._stream, self.tokenizer, self.plan, prompt)
+        if self.plan.has_parser and self.tokenizer is not None:
+            choice.make_stream = partial(self._stream, self.tokenizer, prompt)
         choice.is_whole = not self.body.stream
         return choice
 
-    def _stream(self, tokenizer: Tokenizer, plan: ChatPlan, prompt: list[int]) -> MessageStream:
-        parser = plan.parser(prompt)
+    def _stream(self, tokenizer: Tokenizer, prompt: list[int]) -> MessageStream:
+        parser = self.plan.parser(prompt)
         assert parser is not None
         return message_stream(tokenizer, prompt, self.params, parser)
 
@@ -182,7 +174,7 @@ class ChatAnswer(Answer):
 
     def completion_details(self) -> dict[str, int]:
         details = super().completion_details()
-        if self.plan is None or self.plan.formats.reasoning is None:
+        if self.plan.formats.reasoning is None:
             return details
         return {**details, "reasoning_tokens": self.num_reasoning_tokens}
 
@@ -300,22 +292,13 @@ def _copied(item: dict[str, Any]) -> dict[str, Any]:
 
 
 class ResponsesAnswer(ChatAnswer):
-    """Builds the answer of /v1/responses.  request: as it was sent; chat: the same request as a chat completion."""
+    """Builds the answer of /v1/responses.  request: as it was sent.  Other arguments: of ChatAnswer."""
 
     end_event = b""
 
-    def __init__(
-        self,
-        request: ResponsesRequest,
-        chat: ChatRequest,
-        id: str,
-        params: ResolvedParams,
-        prompts: Sequence[list[int]],
-        tokenizer: Tokenizer | None,
-        plan: ChatPlan,
-    ):
-        super().__init__(f"resp_{id}", chat, params, prompts, tokenizer, plan)
-        if chat.logprobs and plan.has_parser:
+    def __init__(self, request: ResponsesRequest, id: str, chat: ChatRequest, *of_chat: Any):
+        super().__init__(f"resp_{id}", chat, *of_chat)
+        if chat.logprobs and self.plan.has_parser:
             reason = "include message.output_text.logprobs is not supported where reasoning or tool calls are read"
             raise bad_request(EspalierError(f"{reason}; use /v1/chat/completions, or leave it out"), "include")
         self.request = request

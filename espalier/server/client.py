@@ -55,7 +55,6 @@ SHUTDOWN_TIMEOUT_S = 10.0
 # After this many failed starts in a row, no further process is started.  Each pause is twice the pause before.
 MAX_FAILED_STARTS = 5
 FIRST_PAUSE_S = 1.0
-# Seconds between the log lines that report that the model is still loading.
 LOADING_LOG_INTERVAL_S = 30.0
 
 
@@ -166,7 +165,6 @@ class EngineClient:
         # The folder of the sockets, readable by this user alone.  None before `start`.
         self._folder: Path | None = None
         self._last_message_at = 0.0
-        self._num_starts = 0
         self._num_submitted = 0
         self._supervisor: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -257,8 +255,7 @@ class EngineClient:
     # The process
 
     async def _start(self) -> None:
-        self._num_starts += 1
-        address = f"ipc://{self._folder}/{self._num_starts}"
+        address = f"ipc://{self._folder}/{self.num_restarts}"
         socket: zmq.asyncio.Socket = self._context.socket(zmq.PAIR)
         socket.set_hwm(0)
         socket.linger = 0

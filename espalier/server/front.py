@@ -65,6 +65,7 @@ class FrontOptions:
     def __post_init__(self) -> None:
         if not all(name.strip() for name in self.names):
             raise EspalierError("--served-model-name is empty; give a name, or leave the flag out")
+        find_formats("", self.tool_format, self.reasoning_format)
 
 
 # The client's name of requests of the server's own batches.
@@ -306,8 +307,8 @@ class Front:
     async def close(self) -> None:
         self.lanes.close()
         if self.templates is not None:
-            await self.templates.close()
-        await self.bodies.close()
+            await self.templates.helper.close()
+        await self.bodies.helper.close()
 
 
 def _engine_gone_error(error: EngineGone) -> ApiError:
@@ -361,4 +362,4 @@ class Fronts:
     async def close(self) -> None:
         for front in self.fronts:
             await front.close()
-        await self.bodies.close()
+        await self.bodies.helper.close()

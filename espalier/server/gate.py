@@ -60,7 +60,6 @@ class Gate:
         self.max_file_bytes = max_file_bytes
         self.num_open = 0
         self.draining = False
-        # The timeouts of bodies that are being received.
         self.body_timeouts: set[asyncio.Timeout] = set()
 
     def drain(self) -> None:

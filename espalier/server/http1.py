@@ -44,7 +44,6 @@ MAX_UNREAD_BYTES = 65536
 STATUS_LINES = MappingProxyType(
     {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() for each in HTTPStatus}
 )
-# The bytes that end a chunked body.
 LAST_CHUNK = b"0\r\n\r\n"
 CONTINUE_RESPONSE = STATUS_LINES[100] + b"\r\n"
 # A half-closed connection is checked every HALF_CLOSED_CHECK_S.  Check FIRST_PROBE, and every CHECKS_PER_PROBE after

@@ -8,7 +8,6 @@ from contextvars import ContextVar
 
 LEVELS = ("debug", "info", "warning", "error")
 NO_REQUEST = "-"
-# The id of the request in this context.
 request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST)
 # The client's API key if the server has several keys, else the client's address.  A key that nobody checks is not used
 # as a name: a client that sends many keys would have many shares of the queue (front.ClientShares).

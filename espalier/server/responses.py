@@ -28,7 +28,6 @@ LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_conte
 NOT_SHARED_FIELDS = ("n", "max_tokens", "logprobs", "prompt_logprobs")
 _sampling = {name: each for name, each in SAMPLING_FIELDS.items() if name not in NOT_SHARED_FIELDS}
 _Sampling: Any = create_model("ResponsesSampling", __base__=Body, **_sampling, **HINT_FIELDS)
-# Fields that a chat completion has under the same name.
 SHARED_FIELDS = (
     *(*_sampling, *CommonFields.model_fields, "chat_template_kwargs", "top_logprobs"),
     *("tool_choice", "parallel_tool_calls"),

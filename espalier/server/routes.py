@@ -26,7 +26,6 @@ from espalier import __version__
 from espalier.server.errors import ApiError, ErrorBody, json_response
 from espalier.server.front import Front, Fronts
 
-# One model, or several.
 Server = Front | Fronts
 _TEXT_ONLY = "this server only generates text"
 _STATELESS = "the server stores nothing between requests"
@@ -248,7 +247,6 @@ def example_requests(server: Server, needs_key: bool) -> Iterator[tuple[str, str
 
 
 def operations_of(described: dict[str, Any]) -> Iterator[Operation]:
-    """Yields the operations of an OpenAPI description."""
     for path, methods in described["paths"].items():
         for method, operation in methods.items():
             content = operation.get("requestBody", {}).get("content", {})

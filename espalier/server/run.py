@@ -39,7 +39,6 @@ CLOSE_TIMEOUT_S = 5
 # A client that reads nothing for this many seconds loses its connection, at shutdown and while draining.
 STALLED_AT_CLOSE_S = 1.0
 STALLED_AT_DRAIN_S = 5.0
-# Number of new objects after which Python collects the youngest generation.
 GC_THRESHOLD = 20_000
 # Whether the template process starts before the first conversation.
 STARTS_TEMPLATES = True
@@ -49,7 +48,6 @@ MAX_UNSENT_BYTES = 65536
 BACKLOG = 2048
 
 
-# The smallest allowed value of each numeric option.
 MIN_OPTION_VALUES: Mapping[str, int] = MappingProxyType(
     dict.fromkeys("port max_queue request_timeout body_timeout send_timeout load_timeout drain_timeout".split(), 0)
     | dict.fromkeys("engine_timeout max_body_bytes max_file_bytes tokens_per_replica fronts".split(), 1)
@@ -199,7 +197,8 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
         loop.remove_signal_handler(signal.SIGTERM)
         front.render_in_helper_process()
         if STARTS_TEMPLATES and front.templates is not None:
-            await front.templates.start()
+            # Before the first conversation needs it: its imports take a second or two.
+            await front.templates.helper.start()
         batches = None if store is None else Batches(store, _batch_concurrency(front))
         app, gate = make_app(front, options.api, batches)
         limits = max_connections(), options.send_timeout_s, options.api.body_timeout_s

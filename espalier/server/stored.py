@@ -23,7 +23,6 @@ from espalier.errors import EspalierError
 from espalier.server.openai import MAX_METADATA, Body, Refused, max_entries
 
 log = logging.getLogger("espalier.server")
-# The suffix of a file that is being written.
 UNFINISHED_SUFFIX = ".new"
 COMPLETION_WINDOW_S = 24 * 3600
 INPUT_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"

@@ -19,7 +19,6 @@ from espalier.chat import ChatTemplate, Rendering
 from espalier.errors import EspalierError
 from espalier.server.helper_process import HelperProcess, HelperProcessFailed, serve_frames
 
-# Limit on the CPU time of one rendering, in seconds.
 MAX_CPU_S = 1.0
 MAX_MEMORY = 2**30
 MAX_CHARS = 2**24
@@ -38,25 +37,18 @@ class Templates:
     def __init__(self, hf: Any):
         self.source = hf.chat_template, dict(hf.special_tokens_map)
         waiting = "conversations are already waiting for the chat template"
-        self._helper = HelperProcess("template", MAX_WAITING, waiting, "espalier.server.templates")
-
-    async def start(self) -> None:
-        """Start the process before the first conversation needs it: its imports take a second or two."""
-        await self._helper.start()
+        self.helper = HelperProcess("template", MAX_WAITING, waiting, "espalier.server.templates")
 
     async def render(self, rendering: Rendering) -> str:
         """Returns the text.  Raises EspalierError if the template fails or does not end, ApiError if too many wait."""
         data = json.dumps({"source": self.source, "rendering": rendering}).encode()
         try:
-            answer = json.loads(await self._helper.exchange(data, MAX_WALL_S))
+            answer = json.loads(await self.helper.exchange(data, MAX_WALL_S))
         except HelperProcessFailed:
             raise EspalierError(LIMIT_REACHED.format(f"{MAX_WALL_S:g} s and the memory that it may take")) from None
         if "error" in answer:
             raise EspalierError(answer["error"])
         return str(answer["text"])
-
-    async def close(self) -> None:
-        await self._helper.close()
 
 
 class CpuTimeExceeded(BaseException):

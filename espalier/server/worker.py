@@ -37,11 +37,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("espalier.server")
 WAIT_FOR_START_MS = 60_000
-# The interval of the checks that the front is alive, while this process waits for Start.
 FRONT_CHECK_MS = 500
 # Seconds between the reports of a busy engine.  A report with each step would cost as much as the step's output.
 REPORT_S = 0.1
-# The interval of the checks for compiled grammars, while nothing runs.
 GRAMMAR_CHECK_MS = 5
 EXIT_DONE, EXIT_REFUSED, EXIT_FAILED = 0, 2, 1
 
@@ -214,7 +212,6 @@ def settings_of(sent: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_model(settings: dict[str, Any]) -> LLM:
-    """Load the model of Start.settings."""
     return LLM(**settings_of(settings))
 
 

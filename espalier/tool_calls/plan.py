@@ -44,7 +44,9 @@ def output_grammar(
             node = _calls_node(tools, format, is_single)
         elif node is not None:
             node = {"type": "or", "elements": [_calls_node(tools, format, is_single), node]}
-        elif _has_strict(tools) or not (tools.parallel or format.call_ends_output):
+        elif any(each.get("strict") for each in tools.callable_functions) or not (
+            tools.parallel or format.call_ends_output
+        ):
             # In such a format, the free text may be reasoning.
             return _structural_tag(_free_text_with_calls(tools, format, is_single), True, after)
     if node is None:
@@ -60,10 +62,6 @@ def _answer_node(grammar: Grammar, reasoning: ReasoningFormat | None) -> Grammar
     if reasoning is None or not reasoning.answer:
         return node
     return {"type": "sequence", "elements": [{"type": "const_string", "value": reasoning.answer}, node]}
-
-
-def _has_strict(tools: Tools) -> bool:
-    return any(each.get("strict") for each in tools.callable_functions)
 
 
 def _structural_tag(node: GrammarNode, strict: bool, after: str | None) -> Grammar:

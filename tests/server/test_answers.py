@@ -14,6 +14,9 @@ from espalier.server.chat_answers import ChatAnswer
 from espalier.server.openai import ChatRequest, CompletionRequest
 from espalier.server.protocol import Part
 from espalier.text import Tokenizer
+from espalier.tool_calls.definitions import Tools
+from espalier.tool_calls.formats import Formats
+from espalier.tool_calls.plan import ChatPlan
 from tests.pairwise import pairwise_params
 
 TEXT = "na\u00efve \u65e5\u672c \U0001f642 x"
@@ -36,8 +39,14 @@ def sentencepiece():
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>"))
 
 
+def new_answer(kind, body, params, prompt, tokenizer):
+    if kind is ChatAnswer:
+        return kind("id", body, params, prompt, ChatPlan(tokenizer, Formats(), Tools()))
+    return kind("id", body, params, [prompt], tokenizer)
+
+
 def answered(kind, body, tokenizer, entries, finish_reason="stop", prompt=(), **params):
-    whole, answer = (kind("id", body, ResolvedParams(**params), [list(prompt)], tokenizer) for _ in range(2))
+    whole, answer = (new_answer(kind, body, ResolvedParams(**params), list(prompt), tokenizer) for _ in range(2))
     tokens = [entry.token_id for entry in entries]
     chunks = []
     for i, (token, entry) in enumerate(zip(tokens, entries, strict=True)):
@@ -196,7 +205,7 @@ def test_events_are_the_general_encoders_bytes(kind, options):
     fields = {"model": PLACEHOLDER, "stream": True, "stream_options": options}
     body = CompletionRequest(prompt="", **fields) if kind is TextAnswer else ChatRequest(messages=MESSAGES, **fields)
     # With a stop string the text comes from the engine process, so any text can be given.
-    answer, general = (kind("id", body, ResolvedParams(stop=("never",), n=2), [[1]], None) for _ in range(2))
+    answer, general = (new_answer(kind, body, ResolvedParams(stop=("never",), n=2), [1], None) for _ in range(2))
     general.common_fields = answer.common_fields
     for index in (1, 0):
         for i, text in enumerate((*ODD_TEXTS, "", "end")):

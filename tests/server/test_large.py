@@ -63,7 +63,7 @@ def read_in_turn(*posted):
                 found.append(await reader.read(Posted(body), model))
             except ApiError as error:
                 found.append(error)
-        await reader.close()
+        await reader.helper.close()
         return found, reader.num_read_in_helper
 
     return asyncio.run(read())
@@ -153,7 +153,7 @@ def test_a_body_process_that_dies_takes_one_body_with_it():
             await read()
         assert await read() == first
         assert (await reader.helper.start()).pid != dead.pid
-        await reader.close()
+        await reader.helper.close()
 
     asyncio.run(run())
 
@@ -165,7 +165,7 @@ def test_only_so_many_large_bodies_wait(monkeypatch):
         reader = BodyReader(LIMITS)
         reads = (reader.read(Posted(text("a" * SMALL_BYTES)), CompletionRequest) for _ in range(5))
         found = await asyncio.gather(*reads, return_exceptions=True)
-        await reader.close()
+        await reader.helper.close()
         return [getattr(each, "status_code", 200) for each in found]
 
     # One is read, two wait.
