@@ -37,28 +37,23 @@ class Choice:
     """One sample of one prompt.
 
     prompt: token ids.  make_text_stream: returns the stream that makes the text, None if the engine process makes it.
-    keep_stop: the text includes the stop token's text.  event_affixes: the bytes before and after the text in an event,
-    built at the first event.  For the text offsets of log-probabilities: text_length, characters of the tokens so far;
-    character_decoder, a decoder that keeps the bytes of an incomplete character; has_text, whether a token had text.
+    keep_stop: the text includes the stop token's text.  chunks: for the whole response.  event_affixes: the bytes
+    before and after the text in an event, built at the first event.  For the text offsets of log-probabilities:
+    text_length, characters of the tokens so far; character_decoder, a decoder that keeps the bytes of an incomplete
+    character; has_text, whether a token had text.
     """
 
     index: int
     prompt: Sequence[int]
     make_text_stream: Callable[[], TextStream | None]
     keep_stop: bool = False
-    texts: list[str] = field(default_factory=list)
+    chunks: list[OutputChunk] = field(default_factory=list)
     num_tokens: int = 0
     text_length: int = 0
     has_text: bool = False
     character_decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
     )
-    token_ids: list[int] = field(default_factory=list)
-    from_draft: list[bool] = field(default_factory=list)
-    logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
     event_affixes: tuple[bytes, bytes] | None = None
 
     @cached_property
@@ -67,21 +62,28 @@ class Choice:
         return self.make_text_stream()
 
     def add_chunk(self, output: OutputChunk, accumulate: bool) -> OutputChunk:
-        """Returns the chunk with its text and reasons.  accumulate: keep them for the whole response too."""
-        text = self.new_text(output)
-        ends = self.finish_reasons(output)
+        """Returns the chunk with its text and reasons.  accumulate: keep it for the whole response too."""
         self.num_tokens += len(output.token_ids)
+        text = self.new_text(output)
+        finish_reason, stop_reason = self.finish_reasons(output)
+        chunk = replace(output, text=text, finish_reason=finish_reason, stop_reason=stop_reason)
         if accumulate:
-            self.texts.append(text)
-            self.token_ids += output.token_ids
-            self.from_draft += output.from_draft
-            if output.logprobs is not None:
-                self.logprobs = self.logprobs or []
-                self.logprobs += output.logprobs
-            if output.prompt_logprobs is not None:
-                self.prompt_logprobs = output.prompt_logprobs
-            self.finish_reason, self.stop_reason = ends
-        return replace(output, text=text, finish_reason=ends[0], stop_reason=ends[1])
+            self.chunks.append(chunk)
+        return chunk
+
+    @cached_property
+    def output(self) -> OutputChunk:
+        """All accumulated chunks as one, once the last has come."""
+        logprobs = [each.logprobs for each in self.chunks if each.logprobs is not None]
+        entries: Any = [entry for part in logprobs for entry in part] if logprobs else None
+        return replace(
+            self.chunks[-1],
+            text="".join(each.text for each in self.chunks),
+            token_ids=[token for each in self.chunks for token in each.token_ids],
+            from_draft=[is_drafted for each in self.chunks for is_drafted in each.from_draft],
+            logprobs=entries,
+            prompt_logprobs=next((p for each in self.chunks if (p := each.prompt_logprobs) is not None), None),
+        )
 
     def finish_reasons(self, output: OutputChunk) -> tuple[str | None, int | str | None]:
         """Returns (finish_reason, stop_reason) of a chunk whose text was read."""
@@ -199,7 +201,7 @@ class Answer:
 
     def whole_response(self) -> dict[str, Any]:
         """Returns the whole response, after all choices have ended."""
-        choices = [self._whole_choice(choice) | self._extra_fields(choice) for choice in self.choices]
+        choices = [self._whole_choice(choice) | self._extra_fields(choice.output) for choice in self.choices]
         return {**self.common_fields, "object": self.response_object, "choices": choices, "usage": self.usage()}
 
     def _first_sample(self, choice: Choice) -> Choice:
@@ -208,7 +210,7 @@ class Answer:
 
     def _prompt_logprobs_field(self, choice: Choice) -> dict[str, Any]:
         """Returns prompt_logprobs, if requested, as vLLM does: null, then an object by token id for each token."""
-        count, entries = self.body.prompt_logprobs, self._first_sample(choice).prompt_logprobs
+        count, entries = self.body.prompt_logprobs, self._first_sample(choice).output.prompt_logprobs
         if count is None or entries is None:
             return {}
         return {
@@ -256,7 +258,7 @@ class Answer:
         prompt, completion = self.num_prompt_tokens, sum(choice.num_tokens for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
-    def _extra_fields(self, source: OutputChunk | Choice) -> dict[str, Any]:
+    def _extra_fields(self, source: OutputChunk) -> dict[str, Any]:
         """Returns the fields of a choice that OpenAI's API does not have."""
         extra: dict[str, Any] = {"stop_reason": source.stop_reason}
         if self.body.return_token_ids:
@@ -313,13 +315,9 @@ class TextAnswer(Answer):
         }
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        return {
-            "index": choice.index,
-            "text": self._echo(choice) + "".join(choice.texts),
-            "logprobs": self._logprobs(choice, self._first_sample(choice).prompt_logprobs, choice.logprobs),
-            "finish_reason": choice.finish_reason,
-            **self._prompt_logprobs_field(choice),
-        }
+        output = replace(choice.output, prompt_logprobs=self._first_sample(choice).output.prompt_logprobs)
+        text = self._echo(choice) + output.text
+        return {**self._chunk_choice(choice, output), "text": text, **self._prompt_logprobs_field(choice)}
 
     def _logprobs(
         self, choice: Choice, of_prompt: PromptLogprobs | None, of_output: Sequence[TokenLogprob] | None

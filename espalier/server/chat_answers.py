@@ -148,9 +148,9 @@ class ChatAnswer(Answer):
         assert isinstance(choice, ChatChoice)
         whole = {
             "index": choice.index,
-            "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},
-            "logprobs": self._logprobs(choice.logprobs),
-            "finish_reason": choice.finish_reason_with_calls(choice.finish_reason),
+            "message": {"role": "assistant", "content": choice.output.text, "refusal": None},
+            "logprobs": self._logprobs(choice.output.logprobs),
+            "finish_reason": choice.finish_reason_with_calls(choice.output.finish_reason),
         }
         if choice.make_stream is None:
             return whole

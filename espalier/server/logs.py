@@ -58,10 +58,9 @@ def log_extra(name: str) -> dict[str, str]:
 
 
 class LogLimiter:
-    """Limits the log lines of an event that may come thousands of times a second.  every_s: seconds between lines."""
+    """Limits the log lines of an event that may come thousands of times a second to one a minute."""
 
-    def __init__(self, every_s: float = 60.0):
-        self.every_s = every_s
+    def __init__(self) -> None:
         self._next_at = float("-inf")
         self._count = 0
 
@@ -70,5 +69,5 @@ class LogLimiter:
         self._count += 1
         if now < self._next_at:
             return 0
-        count, self._count, self._next_at = self._count, 0, now + self.every_s
+        count, self._count, self._next_at = self._count, 0, now + 60.0
         return count

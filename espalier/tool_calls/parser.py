@@ -1,6 +1,6 @@
 """Reads the output of one sample: takes text and returns deltas of a message."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +20,9 @@ class OutputParser:
         formats: Formats,
         schemas: Mapping[str, Mapping[str, Any]],
         answer_start: str = "",
-        make_id: Callable[[], str] | None = None,
     ):
         self._reader = Reader()
-        ids = formats.tools.make_id if formats.tools is not None else call_id
-        self._writer = Writer(schemas, make_id or ids)
+        self._writer = Writer(schemas, formats.tools.make_id if formats.tools is not None else call_id)
         self._steps = _parse(self._reader, self._writer, formats)
         # The end of the prompt's text, which may begin a mark.
         self._prompt_text_held = ""
