@@ -57,11 +57,6 @@ class GrammarMasker:
     def push(self, token_id: int) -> None:
         self.unmatched.append(token_id)
 
-    def _match_pending(self) -> None:
-        pushed, self.unmatched = self.unmatched, []
-        for token in pushed:
-            self._match(token)
-
     def _match(self, token_id: int) -> None:
         if self.marker is not None:
             tail = self._tail_after(self.tail, token_id)
@@ -73,7 +68,9 @@ class GrammarMasker:
     @property
     def has_rejected(self) -> bool:
         """Whether a token was pushed that the grammar does not allow."""
-        self._match_pending()
+        pushed, self.unmatched = self.unmatched, []
+        for token in pushed:
+            self._match(token)
         return self._has_rejected
 
     def _accept(self, token_id: int) -> bool:

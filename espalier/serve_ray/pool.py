@@ -18,19 +18,7 @@ from espalier.errors import EspalierError
 from espalier.inputs import ModelFacts
 from espalier.serve_ray.replica_chooser import RoutingHint, prefix_hashes
 from espalier.server import protocol
-from espalier.server.protocol import (
-    SHUTTING_DOWN,
-    EngineFigures,
-    EngineGone,
-    Failed,
-    Generation,
-    Harvest,
-    Part,
-    Ready,
-    Refused,
-    Submit,
-    refusal_error,
-)
+from espalier.server.protocol import SHUTTING_DOWN, EngineFigures, EngineGone, Generation, Part, Submit
 
 log = logging.getLogger("espalier.server")
 # The most replicas that one prompt is sent to.
@@ -87,7 +75,7 @@ class EnginePool:
     async def start(self) -> None:
         """Wait until a replica is ready."""
         ready = protocol.decode_from_engine(await self.handle.about.remote())
-        assert isinstance(ready, Ready)
+        assert isinstance(ready, protocol.Ready)
         self.facts, self.config = ready.facts, ready.config
         await self._poll_figures()
         self._polling = asyncio.create_task(self._keep_polling())
@@ -186,11 +174,11 @@ class EnginePool:
         try:
             async for data in stream:
                 sent = protocol.decode_from_engine(data)
-                if isinstance(sent, Failed):
+                if isinstance(sent, protocol.Failed):
                     return sent.error
-                if isinstance(sent, Refused):
-                    raise refusal_error(sent)
-                assert isinstance(sent, Harvest)
+                if isinstance(sent, protocol.Refused):
+                    raise protocol.refusal_error(sent)
+                assert isinstance(sent, protocol.Harvest)
                 prompt.add_parts(sent.parts)
                 if prompt.is_done:
                     self._open.pop(prompt.submit.name, None)

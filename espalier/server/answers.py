@@ -249,14 +249,12 @@ class Answer:
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self.common_fields, "object": self.chunk_object, "choices": choices}
-        if self.usage_in_chunks:
-            return {**chunk, "usage": self._running_usage()}
-        return {**chunk, "usage": None} if self.include_usage else chunk
-
-    def _running_usage(self) -> dict[str, int]:
-        """Returns the token counts so far.  Cached tokens and speculation are known only at the end."""
+        if not self.usage_in_chunks:
+            return {**chunk, "usage": None} if self.include_usage else chunk
+        # Cached tokens and speculation are known only at the end.
         prompt, completion = self.num_prompt_tokens, sum(choice.num_tokens for choice in self.choices)
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return {**chunk, "usage": usage}
 
     def _extra_fields(self, source: OutputChunk) -> dict[str, Any]:
         """Returns the fields of a choice that OpenAI's API does not have."""

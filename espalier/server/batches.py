@@ -132,9 +132,8 @@ class Batches:
         self._admit_oldest()
 
     def _admit_oldest(self) -> None:
-        for live in self._live_batches.values():
-            live.earlier_ended.set()
-            return
+        if (oldest := next(iter(self._live_batches.values()), None)) is not None:
+            oldest.earlier_ended.set()
 
     async def _run_and_log(self, batch: Batch, live: LiveBatch) -> None:
         try:

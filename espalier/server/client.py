@@ -26,24 +26,7 @@ from espalier.child_process import environment
 from espalier.errors import EspalierError
 from espalier.inputs import ModelFacts
 from espalier.server import logs, protocol
-from espalier.server.protocol import (
-    SHUTTING_DOWN,
-    Abort,
-    EngineFigures,
-    EngineGone,
-    Failed,
-    Generation,
-    Harvest,
-    Part,
-    Ready,
-    Refused,
-    Report,
-    Shutdown,
-    Start,
-    Submit,
-    SubmitMany,
-    refusal_error,
-)
+from espalier.server.protocol import SHUTTING_DOWN, EngineFigures, EngineGone, Generation, Part, Report, Submit
 
 # After this many turns of the event loop without a new prompt, the waiting prompts are sent.  A request on a new
 # connection needs five turns: accept, make its transport, watch it, read, handle.
@@ -161,7 +144,7 @@ class EngineClient:
         self._generations: dict[str, Generation] = {}
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
-        self._outbox = Outbox(lambda prompts: self._send(SubmitMany(prompts)))
+        self._outbox = Outbox(lambda prompts: self._send(protocol.SubmitMany(prompts)))
         # The folder of the sockets, readable by this user alone.  None before `start`.
         self._folder: Path | None = None
         self._last_message_at = 0.0
@@ -220,7 +203,7 @@ class EngineClient:
         for name in generation.num_running:
             if self._generations.pop(name, None) is not None and self.state == "ready":
                 self._outbox.flush()
-                self._send(Abort(name))
+                self._send(protocol.Abort(name))
 
     async def ended(self) -> str | None:
         """Wait until there will be no further engine process.  Returns the reason, None after `close`."""
@@ -272,10 +255,14 @@ class EngineClient:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         options = self.options
-        self._send(Start(self.settings, options.heartbeat_s, options.log_level, options.log_json, options.learn))
+        self._send(
+            protocol.Start(self.settings, options.heartbeat_s, options.log_level, options.log_json, options.learn)
+        )
         first = await self._first_message(socket, self.process)
-        if not isinstance(first, Ready):
-            raise EspalierError(first.error if isinstance(first, Failed) else "the engine process broke the protocol")
+        if not isinstance(first, protocol.Ready):
+            raise EspalierError(
+                first.error if isinstance(first, protocol.Failed) else "the engine process broke the protocol"
+            )
         self.facts, self.config, self.report = first.facts, first.config, Report()
         self._outbox.tokens_per_prefill = int(self.config["chunk_size"])
         self._last_message_at = asyncio.get_running_loop().time()
@@ -359,15 +346,15 @@ class EngineClient:
         while True:
             message = protocol.decode_from_engine(await self._socket.recv())
             self._last_message_at = asyncio.get_running_loop().time()
-            if isinstance(message, Harvest):
+            if isinstance(message, protocol.Harvest):
                 if message.report is not None:
                     self.report = message.report
                     self.abort_steps.update(message.report.abort_steps)
                 for part in message.parts:
                     self._deliver(part)
-            elif isinstance(message, Refused):
-                self._fail_request(message.name, refusal_error(message))
-            elif isinstance(message, Failed):
+            elif isinstance(message, protocol.Refused):
+                self._fail_request(message.name, protocol.refusal_error(message))
+            elif isinstance(message, protocol.Failed):
                 return f"the engine stopped: {message.error}"
 
     def _deliver(self, part: Part) -> None:
@@ -400,7 +387,7 @@ class EngineClient:
             return
         try:
             if self.state == "closed" and self._socket is not None:
-                self._send(Shutdown())
+                self._send(protocol.Shutdown())
                 with suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(process.wait(), SHUTDOWN_TIMEOUT_S)
         finally:

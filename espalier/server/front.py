@@ -148,8 +148,7 @@ class Front:
 
     def __init__(self, engines: Engines, options: FrontOptions, metrics: Metrics | None = None):
         facts = engines.facts
-        if facts is None:
-            raise ValueError("start the engines first")
+        assert facts is not None, "start the engines first"
         self.engines = engines
         self.options = options
         self.names = options.names or (Path(facts.model).name,)

@@ -51,6 +51,10 @@ class TextPart(Body):
     prompt_cache_breakpoint: CACHE_CONTROL = None
 
 
+def _joined(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
 class FunctionCall(Body):
     """arguments: JSON as text.  Those of a call that was cut off are no JSON, and come back all the same."""
 
@@ -116,8 +120,7 @@ class Message(Body):
 
     @property
     def text(self) -> str:
-        parts = self.content or self.refusal or ""
-        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        return _joined(self.content or self.refusal or "")
 
     def join_parts(self) -> None:
         """Replace the parts of the content by their text."""
@@ -133,12 +136,9 @@ class Message(Body):
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.tool_calls:
             turn["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        optional = {
-            "name": self.name,
-            "tool_call_id": self.tool_call_id,
-            "reasoning_content": self.reasoning_content or self.reasoning,
-        }
-        return turn | {name: value for name, value in optional.items() if value is not None}
+        turn |= self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
+        reasoning = self.reasoning_content or self.reasoning
+        return turn if reasoning is None else {**turn, "reasoning_content": reasoning}
 
 
 def _json_type(annotation: Any) -> Any:
@@ -303,11 +303,8 @@ class ChatTemplateFields(Body):
     continue_final_message: bool | None = Field(None, description="continue the last message")
 
     def options(self) -> ChatOptions:
-        return {
-            "chat_template_kwargs": self.chat_template_kwargs,
-            "add_generation_prompt": self.add_generation_prompt,
-            "continue_final_message": self.continue_final_message,
-        }
+        options: Any = {name: getattr(self, name) for name in ChatTemplateFields.model_fields}
+        return options
 
 
 class Prediction(Body):
@@ -318,7 +315,7 @@ class Prediction(Body):
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return _joined(self.content)
 
     def fields_without_effect(self) -> list[str]:
         return [] if isinstance(self.content, str) else no_effect_inside("content", self.content)

@@ -97,7 +97,9 @@ class XmlArguments:
             yield from reader.literal(trim)
         if types == {"string"} and not _limits(schemas):
             self.call.arguments('"')
-            yield from self._until(reader, end, trim, lambda text: self.call.arguments(_escaped(text)))
+            yield from self._until(
+                reader, end, trim, lambda text: self.call.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+            )
             self.call.arguments('"')
             return
         parts: list[str] = []
@@ -121,10 +123,6 @@ class XmlArguments:
 
     def end(self) -> None:
         self.call.arguments("}" if self.num_values else "{}")
-
-
-def _escaped(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _value(name: str, text: str, types: set[str]) -> str:

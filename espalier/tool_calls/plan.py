@@ -245,17 +245,15 @@ class ChatPlan:
         """
         if not self.has_parser or self.tokenizer is None:
             return params
-        names = {name for each in (self.formats.tools, self.formats.reasoning) if each for name in each.special_tokens}
+        formats = self.formats.tools, self.formats.reasoning
+        tools, reasoning = (each.name if each else "" for each in formats)
+        special_tokens = {token for each in formats if each for token in each.special_tokens}
         return replace(
             params,
             grammar=self._grammar(params, prompt),
-            shown_special_tokens=self.tokenizer.special_ids(names),
-            form=self._output_form(prompt) if params.stop else None,
+            shown_special_tokens=self.tokenizer.special_ids(special_tokens),
+            form=OutputForm(tools, reasoning, self.tools.schemas, self.answer_start(prompt)) if params.stop else None,
         )
-
-    def _output_form(self, prompt: Sequence[int]) -> OutputForm:
-        tools, reasoning = (each.name if each else "" for each in (self.formats.tools, self.formats.reasoning))
-        return OutputForm(tools, reasoning, self.tools.schemas, self.answer_start(prompt))
 
     def _grammar(self, params: ResolvedParams, prompt: Sequence[int]) -> Any:
         reasoning, tools, answer = self.formats.reasoning, self.formats.tools, params.grammar
