@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -329,15 +330,9 @@ class Fronts:
         if twice := [name for name in self._by_name if self.names.count(name) > 1]:
             raise EspalierError(f"two models are served as {twice[0]!r}; give them different names (served_model_name)")
         limits = [front.bodies.limits for front in fronts]
-        self.bodies = BodyReader(
-            BodyLimits(
-                max(each.vocab_size for each in limits),
-                max(each.max_context for each in limits),
-                max(each.prompts for each in limits),
-                max(each.tokens for each in limits),
-                max(limits, key=lambda each: each.max_context).max_position,
-            )
-        )
+        largest = {name: max(getattr(each, name) for each in limits) for name in ("vocab_size", "prompts", "tokens")}
+        longest = max(limits, key=lambda each: each.max_context)
+        self.bodies = BodyReader(msgspec.structs.replace(longest, **largest))
 
     def front_of(self, model: str | None) -> Front:
         """Returns the front of a request's model.  Raises ApiError."""

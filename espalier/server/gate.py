@@ -9,6 +9,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -33,6 +34,7 @@ FILES_PATH = "/v1/files"
 OPEN_PATHS = ("/health", "/metrics", "/", "/docs")
 
 
+@dataclass(eq=False)
 class Gate:
     """Wraps an app with the checks and the log of every request.
 
@@ -42,25 +44,19 @@ class Gate:
     many requests are in progress.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        api_key: str | None,
-        max_body_bytes: int,
-        on_response_end: Callable[[str, int], None],
-        body_timeout_s: float | None = None,
-        max_file_bytes: int | None = None,
-        additional_keys: Sequence[str] = (),
-    ):
-        self.app = app
-        self.keys = [key.encode() for key in (api_key, *additional_keys) if key is not None]
-        self.max_body_bytes = max_body_bytes
-        self.on_response_end = on_response_end
-        self.body_timeout_s = body_timeout_s
-        self.max_file_bytes = max_file_bytes
-        self.num_open = 0
-        self.draining = False
-        self.body_timeouts: set[asyncio.Timeout] = set()
+    app: ASGIApp
+    api_key: str | None
+    max_body_bytes: int
+    on_response_end: Callable[[str, int], None]
+    body_timeout_s: float | None = None
+    max_file_bytes: int | None = None
+    additional_keys: Sequence[str] = ()
+    num_open: int = 0
+    draining: bool = False
+    body_timeouts: set[asyncio.Timeout] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.keys = [key.encode() for key in (self.api_key, *self.additional_keys) if key is not None]
 
     def drain(self) -> None:
         """From now on, refuse requests whose body has not arrived whole."""
@@ -210,12 +206,12 @@ class LimitedReceive:
         return error
 
 
+@dataclass
 class SendWithRequestId:
     """An ASGI send that adds the request's id and keeps the status.  status: 0 if nothing was sent."""
 
-    def __init__(self, send: Send):
-        self.send = send
-        self.status = 0
+    send: Send
+    status: int = 0
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":

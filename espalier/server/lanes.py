@@ -7,6 +7,7 @@ the GIL, so a long prompt does not block the event loop.
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from espalier.chat import Rendering, Steps
@@ -22,16 +23,16 @@ MAX_WAITING = 32
 MAX_INLINE = 2048
 
 
+@dataclass
 class Lane:
     """One thread with its tokenizer.
 
     num_open: pieces of work that wait or run.  Cancelled requests count too: a thread cannot be stopped.
     """
 
-    def __init__(self, inputs: InputProcessor, thread: ThreadPoolExecutor):
-        self.inputs = inputs
-        self.thread = thread
-        self.num_open = 0
+    inputs: InputProcessor
+    thread: ThreadPoolExecutor
+    num_open: int = 0
 
     async def run(self, work: Callable[..., T], *values: Any) -> T:
         running = asyncio.get_running_loop().run_in_executor(self.thread, work, self.inputs, *values)

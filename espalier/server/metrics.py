@@ -3,6 +3,7 @@
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -14,6 +15,8 @@ from espalier.stats import LearnFigures, SpeculationStats
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+Family = CounterMetricFamily | GaugeMetricFamily
+LabelledValue = tuple[object, float]
 ABORT_STEPS = (1, 2, 3, 4, 8)
 
 
@@ -60,13 +63,13 @@ class Metrics:
         return generate_latest(self.registry)
 
 
+@dataclass(eq=False)
 class SingleThreadCounter(Collector):
     """A counter for one thread.  The counter of prometheus_client takes a lock at each call."""
 
-    def __init__(self, name: str, about: str):
-        self.name = name
-        self.about = about
-        self.count = 0
+    name: str
+    about: str
+    count: int = 0
 
     def collect(self) -> Iterator[Metric]:
         yield _counter(self.name, self.about, self.count)
@@ -94,11 +97,11 @@ class WeightedHistogram(Collector):
         yield _histogram(self.name, self.about, self.limits, self.counts, self.total)
 
 
+@dataclass(eq=False)
 class EngineCollector(Collector):
     """Reads the engines' last reports at each scrape.  The counters restart at 0 with a new engine process."""
 
-    def __init__(self, engines: Sequence[Engines]):
-        self.engines = engines
+    engines: Sequence[Engines]
 
     def collect(self) -> Iterator[Metric]:
         open_samples = sum(each.open_samples for each in self.engines)
@@ -175,13 +178,7 @@ def _counter(name: str, about: str, value: float) -> Metric:
     return CounterMetricFamily(f"espalier_{name}", about, value=value)
 
 
-def _labelled(
-    kind: type[CounterMetricFamily | GaugeMetricFamily],
-    name: str,
-    about: str,
-    label: str,
-    values: Iterable[tuple[object, float]],
-) -> Metric:
+def _labelled(kind: type[Family], name: str, about: str, label: str, values: Iterable[LabelledValue]) -> Metric:
     family = kind(f"espalier_{name}", about, labels=[label])
     for each, value in values:
         family.add_metric([str(each)], value)

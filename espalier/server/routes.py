@@ -93,13 +93,13 @@ def make_router(server: Server, endpoints: Sequence[Endpoint]) -> Router:
     return Router(routes, redirect_slashes=False, default=default)
 
 
+@dataclass(frozen=True)
 class PathEndpoints:
     """The endpoints of one path, as an ASGI application."""
 
-    def __init__(self, server: Server, path: str, by_method: Mapping[str, Endpoint]):
-        self.server = server
-        self.path = path
-        self.by_method = by_method
+    server: Server
+    path: str
+    by_method: Mapping[str, Endpoint]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request by its method.  Raises ApiError."""

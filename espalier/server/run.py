@@ -11,7 +11,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import le
 from pathlib import Path
@@ -90,27 +90,19 @@ def check_options(options: Mapping[str, Any], name_in_errors: Callable[[str], st
             true_or_false(name_in_errors(name), value)
 
 
+@dataclass(eq=False)
 class Server:
     """Accepts connections until a signal.  The module's docstring describes the shutdown."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        front: Front,
-        gate: Gate,
-        connections: Connections,
-        drain_timeout_s: float,
-        batches: Batches | None = None,
-    ):
-        self.app = app
-        self.front = front
-        self.gate = gate
-        self.connections = connections
-        self.drain_timeout_s = drain_timeout_s
-        self.batches = batches
-        self.loop = asyncio.get_running_loop()
-        self.should_exit = asyncio.Event()
-        self.ending: asyncio.Task[None] | None = None
+    app: ASGIApp
+    front: Front
+    gate: Gate
+    connections: Connections
+    drain_timeout_s: float
+    batches: Batches | None = None
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    should_exit: asyncio.Event = field(default_factory=asyncio.Event)
+    ending: asyncio.Task[None] | None = None
 
     def begin_shutdown(self, at_once: bool) -> None:
         again, self.front.draining = self.front.draining, True

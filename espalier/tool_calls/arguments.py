@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from espalier.tool_calls.base import CallWriter
@@ -76,12 +77,12 @@ def _trim_to_limits(text: str, schemas: Sequence[Schema]) -> str:
     return text if fits or not limits else text.strip()
 
 
+@dataclass
 class XmlArguments:
     """Writes a call's arguments as a JSON object, one value after another."""
 
-    def __init__(self, call: CallWriter):
-        self.call = call
-        self.num_values = 0
+    call: CallWriter
+    num_values: int = 0
 
     def read(self, reader: Reader, name: str, end: str, trim: str = "") -> Steps[None]:
         """Read a value up to its closing tag.  A text is written as it comes.  Raises BrokenCall.

@@ -4,7 +4,7 @@ the reader of reasoning between two marks."""
 import secrets
 import string
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from espalier.tool_calls.reader import BrokenCall, Markers, Reader, Steps, decode_json
@@ -37,27 +37,23 @@ def short_id() -> str:
     return "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
 
 
+@dataclass
 class Writer:
     """Collects the deltas that a parser makes.
 
     schemas: for each tool that may be called, the parameters' JSON schema.  in_reasoning, may_reason: the parser's.
     """
 
-    def __init__(self, schemas: Mapping[str, Mapping[str, Any]], make_id: Callable[[], str]):
-        self.schemas = schemas
-        self.make_id = make_id
-        self.in_reasoning = False
-        self.may_reason = True
-        self.num_calls = 0
-        self._deltas: list[Delta] = []
+    schemas: Mapping[str, Mapping[str, Any]]
+    make_id: Callable[[], str]
+    in_reasoning: bool = False
+    may_reason: bool = True
+    num_calls: int = 0
+    _deltas: list[Delta] = field(default_factory=list)
 
     def add(self, kind: Kind, text: str = "", index: int = -1, id: str = "") -> None:
-        last = self._deltas[-1] if self._deltas else None
-        if (
-            last is not None
-            and kind in ("content", "reasoning", "arguments")
-            and (last.kind, last.index) == (kind, index)
-        ):
+        last = self._deltas[-1] if self._deltas and kind in ("content", "reasoning", "arguments") else None
+        if last is not None and (last.kind, last.index) == (kind, index):
             self._deltas[-1] = Delta(kind, last.text + text, index)
         else:
             self._deltas.append(Delta(kind, text, index, id))

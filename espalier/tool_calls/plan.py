@@ -228,14 +228,9 @@ class ChatPlan:
     def _message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         if message.get("tool_calls"):
             message = with_decoded_arguments(message, self._arguments_as_text)
-        reasoning = self.formats.reasoning
-        if (
-            reasoning is not None
-            and reasoning.includes_calls
-            and message.get("reasoning_content")
-            and not message.get("content")
-        ):
-            return {**message, "thinking": message["reasoning_content"]}
+        reasoning, thoughts = self.formats.reasoning, message.get("reasoning_content")
+        if reasoning is not None and reasoning.includes_calls and thoughts and not message.get("content"):
+            return {**message, "thinking": thoughts}
         return message
 
     def params(self, params: ResolvedParams, prompt: Sequence[int]) -> ResolvedParams:

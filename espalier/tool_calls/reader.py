@@ -7,6 +7,7 @@ only on the text, never on where the text was cut.
 import json
 import re
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from espalier.grammar.spec import refuse_constant
@@ -51,17 +52,17 @@ class Markers:
         return len(text) - len(text[: len(text) - held].rstrip(self.strip_before))
 
 
+@dataclass
 class Reader:
     """The text that a parser reads.
 
     buffer: text that has arrived and is not read yet.  is_cut: the output did not end by itself.
     """
 
-    def __init__(self) -> None:
-        self.buffer = ""
-        self.ended = False
-        self.is_cut = False
-        self._recorded: list[str] | None = None
+    buffer: str = ""
+    ended: bool = False
+    is_cut: bool = False
+    _recorded: list[str] | None = None
 
     def start_recording(self, text: str) -> None:
         """From now on, keep the text that is read, for `stop_recording`.  text: the text that was read just before."""
@@ -207,15 +208,15 @@ def is_utf8(text: str) -> bool:
     return True
 
 
+@dataclass
 class _JsonEndFinder:
     """Finds the end of a JSON value in a text that arrives in parts."""
 
-    def __init__(self) -> None:
-        self.found = False
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
-        self._in_scalar = False
+    found: bool = False
+    _depth: int = 0
+    _in_string: bool = False
+    _escaped: bool = False
+    _in_scalar: bool = False
 
     def scan(self, text: str) -> int:
         """Returns how many characters of this part belong to the value."""
