@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -47,6 +47,7 @@ class Prompt:
             self.generation.add(part)
 
 
+@dataclass(eq=False)
 class EnginePool:
     """The replicas of one model.
 
@@ -55,22 +56,21 @@ class EnginePool:
     may fill.  is_lost: whether an exception of a call means that the replica is gone.
     """
 
-    def __init__(
-        self, handle: Any, name: str, max_replicas: int, share: float, is_lost: Callable[[BaseException], bool]
-    ):
-        self.handle = handle
-        self.streams = handle.options(method_name="generate", stream=True)
-        self.name = name
-        self.max_replicas = max_replicas
-        self.share = share
-        self.is_lost = is_lost
-        self.facts: ModelFacts | None = None
-        self.config: Mapping[str, Any] = {}
-        self._figures: list[EngineFigures] = []
-        self._closed = False
-        self._num_submitted = 0
-        self._open: dict[str, tuple[Generation, asyncio.Task[None]]] = {}
-        self._polling: asyncio.Task[None] | None = None
+    handle: Any
+    name: str
+    max_replicas: int
+    share: float
+    is_lost: Callable[[BaseException], bool]
+    facts: ModelFacts | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    _figures: list[EngineFigures] = field(default_factory=list)
+    _closed: bool = False
+    _num_submitted: int = 0
+    _open: dict[str, tuple[Generation, asyncio.Task[None]]] = field(default_factory=dict)
+    _polling: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self.streams = self.handle.options(method_name="generate", stream=True)
 
     async def start(self) -> None:
         """Wait until a replica is ready."""

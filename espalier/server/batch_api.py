@@ -66,10 +66,9 @@ class Download(FileResponse):
 
         async def checked(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] in REFUSED_RANGE:
-                error = ApiError(message["status"], REFUSED_RANGE[message["status"]], "range")
-                if (size := Headers(raw=message["headers"]).get("content-range")) is not None:
-                    error.headers = {"content-range": size}
-                raise error
+                size = Headers(raw=message["headers"]).get("content-range")
+                headers = {} if size is None else {"content-range": size}
+                raise ApiError(message["status"], REFUSED_RANGE[message["status"]], "range", headers=headers)
             await send(message)
 
         with self.transfers.reserve():

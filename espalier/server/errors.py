@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
 import msgspec
@@ -52,10 +52,11 @@ class ApiError(HTTPException):
         code: str | None = None,
         retry_after_s: int | None = None,
         retry: bool = True,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ):
-        headers = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
-        headers = headers if retry else headers | {"x-should-retry": "false"}
-        super().__init__(status, _shortened(message, MAX_MESSAGE_CHARS), headers)
+        retrying = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
+        retrying |= {} if retry else {"x-should-retry": "false"}
+        super().__init__(status, _shortened(message, MAX_MESSAGE_CHARS), {**headers, **retrying})
         self.param = None if param is None else _shortened(param, MAX_PARAM_CHARS)
         self.code = code
 

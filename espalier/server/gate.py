@@ -113,9 +113,7 @@ class Gate:
             matches = [hmac.compare_digest(key.encode("latin-1"), each) for each in self.keys]
             if scheme.lower() != "bearer" or not any(matches):
                 message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
-                error = ApiError(401, message, code="invalid_api_key")
-                error.headers = {"www-authenticate": "Bearer"}
-                raise error
+                raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
             if len(self.keys) > 1 and client_name.get() != BATCH_CLIENT:
                 client_name.set(f"key {matches.index(True)}")
 
@@ -194,16 +192,15 @@ class LimitedReceive:
         return message
 
     def _body_too_slow_error(self) -> ApiError:
+        # The rest of the body may still arrive on this connection, so no further request can be read from it.
+        headers = {"connection": "close"}
         if self.gate.draining:
             message = f"{SHUTTING_DOWN} and the body had not arrived; retry on another server"
-            error = ApiError(503, message, retry_after_s=RETRY_AFTER_S)
-        else:
-            limit = self.gate.body_timeout_s
-            message = f"the body did not arrive within {limit:g} s; send it faster, or raise --body-timeout"
-            error = ApiError(408, message, retry=False)
-        # The rest of the body may still arrive on this connection, so no further request can be read from it.
-        error.headers = {**(error.headers or {}), "connection": "close"}
-        return error
+            return ApiError(503, message, retry_after_s=RETRY_AFTER_S, headers=headers)
+        message = (
+            f"the body did not arrive within {self.gate.body_timeout_s:g} s; send it faster, or raise --body-timeout"
+        )
+        return ApiError(408, message, retry=False, headers=headers)
 
 
 @dataclass

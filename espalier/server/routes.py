@@ -120,9 +120,8 @@ class PathEndpoints:
     def _wrong_method(self, scope: Scope) -> ApiError:
         # The gate serves HEAD as GET.
         allowed = ", ".join("GET, HEAD" if each == "GET" else each for each in self.by_method)
-        error = ApiError(405, f"{scope['method']} {scope['path']} is not served; use {allowed}")
-        error.headers = {"allow": allowed}
-        return error
+        message = f"{scope['method']} {scope['path']} is not served; use {allowed}"
+        return ApiError(405, message, headers={"allow": allowed})
 
 
 def path_not_served(path: str, served: Collection[str]) -> ApiError:
