@@ -148,7 +148,7 @@ def test_a_delta_block_reads_the_same_in_fewer_launches(kernel_device, monkeypat
     for in_router, in_norm in ((False, False), (routes, rounds)):
         monkeypatch.setattr(recurrent, "takes_router", lambda x, taken=in_router: taken)
         monkeypatch.setattr(recurrent, "is_rounded_before", lambda *_, taken=in_norm: taken)
-        total, (of_qkvz, of_ba) = recurrent.DeltaNet.read(block, norm, delta, residual)
+        total, (of_qkvz, of_ba) = recurrent.DeltaNet.norm_input(block, norm, delta, residual)
         assert isinstance(of_qkvz, RoundedRows) == in_norm
         found.append((total, qkvz(of_qkvz), of_ba))
     for one, other in zip(*found, strict=True):
@@ -170,6 +170,6 @@ def test_a_gated_shared_expert_takes_the_rows_of_the_others(kernel_device, monke
     monkeypatch.setattr(layer, "grouped_experts", grouped_experts.triton)
     monkeypatch.setattr(layer, "scale_by_gate", scale_by_gate.triton)
     _, routed = mlp.norm_input(norm, delta, residual)
-    assert (layer._shared_mlp_rows(shared, mlp.gate_up, *routed[:2]) is routed.of_experts) == rounds
+    assert (layer._shared_mlp_rows(shared, mlp.gate_up, *routed[:2]) is routed.expert_rows) == rounds
     expected = shared(routed.x).double() * gate(routed.x).double().sigmoid()
     torch.testing.assert_close(mlp(routed)[-1].double(), expected, rtol=5e-3, atol=1e-3)
