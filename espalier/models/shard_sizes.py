@@ -19,14 +19,25 @@ from espalier.models.rope import RopeTables
 from espalier.models.weight_formats import StoredTensor, Weight, WeightFormat, quantisation_of
 from espalier.models.weight_formats.dense import DENSE_FORMAT, DenseWeight
 from espalier.models.weights import Weights
-from espalier.shards import Part, Shards, Size, part_of
+from espalier.shards import Indivisible, Part, Shards, Size, part_of
 
 # The device on which tensors have shapes but no data.
 META = torch.device("meta")
+# The largest number of ranks that an error names.
+MOST_NAMED = 16
 
 
 def require_shards(config: ModelConfig, count: int) -> None:
-    """Refuse a model that `count` ranks cannot divide.  Raises EspalierError naming a size that is not divisible."""
+    """Refuse a model that `count` ranks cannot divide.
+    Raises EspalierError naming a size that is not divisible, and the numbers of ranks that divide all sizes."""
+    try:
+        _require_sizes(config, count)
+    except Indivisible as error:
+        numbers = possible_rank_counts(config, MOST_NAMED)
+        raise EspalierError(f"{error}; use {' or '.join(map(str, numbers))}") from None
+
+
+def _require_sizes(config: ModelConfig, count: int) -> None:
     if count == 1:
         return
     if config.probed is not None:
@@ -57,7 +68,7 @@ def possible_rank_counts(config: ModelConfig, most: int) -> list[int]:
 
 def _can_divide(config: ModelConfig, count: int) -> bool:
     try:
-        require_shards(config, count)
+        _require_sizes(config, count)
     except EspalierError:
         return False
     return True

@@ -4,7 +4,6 @@ A rank is a process that holds a part of every layer.  All ranks run the same la
 declares the rank's part: it passes a `Part` in place of a number of rows or columns.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -102,6 +101,10 @@ def gather_columns_by_all_gather(collectives: Collectives, x: Tensor, columns_pe
     return collectives.all_gather(padded).transpose(0, 1).flatten(1)[:, :size].contiguous()
 
 
+class Indivisible(EspalierError):
+    """A number of ranks that does not divide a size.  models/shard_sizes.py adds the numbers that divide the model."""
+
+
 @dataclass(frozen=True)
 class Shards:
     """One rank's share of a model: the `rank`-th part of `count` parts.  collectives: None for one rank, or before the
@@ -116,16 +119,14 @@ class Shards:
     collectives: Collectives | None = None
 
     def part(self, size: int, what: str) -> Part:
-        """The rank's part of `size` entries.  what: the entries' name in errors.  Raises EspalierError."""
+        """The rank's part of `size` entries.  what: the entries' name in errors.  Raises Indivisible."""
         if size % self.count:
-            raise EspalierError(
-                f"tensor_parallel={self.count} does not divide this model's {what} ({size}); use {divisors(size)}"
-            )
+            raise Indivisible(f"tensor_parallel={self.count} does not divide this model's {what} ({size})")
         own = size // self.count
         return Part(self.rank * own, (self.rank + 1) * own, size)
 
     def kv_heads(self, count: int) -> Part:
-        """The rank's K/V heads: a part, or one head that several ranks share.  Raises EspalierError."""
+        """The rank's K/V heads: a part, or one head that several ranks share.  Raises Indivisible."""
         if self.count % count:
             return self.part(count, "number of K/V heads")
         head = self.rank * count // self.count
@@ -159,9 +160,3 @@ class Shards:
 
 # The shards of a single rank, which holds the whole model.
 WHOLE = Shards()
-
-
-def divisors(*sizes: int) -> str:
-    """The numbers of ranks that divide all of these sizes, as text."""
-    numbers: Sequence[int] = [n for n in range(1, min(sizes) + 1) if not any(size % n for size in sizes)]
-    return " or ".join(map(str, numbers[:8]))

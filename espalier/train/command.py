@@ -17,7 +17,7 @@ from espalier.startup.checkpoints import find_draft, find_target, require_names
 from espalier.terminal.console import HelpText
 from espalier.terminal.flags import flag_of
 from espalier.train.configs import MIN_CAPTURED_LAYERS, kind_in, read_target
-from espalier.train.settings import BlockConfig, Eagle3Config, MtpConfig, OwnTextConfig, TrainConfig
+from espalier.train.settings import BlockConfig, Eagle3Config, MtpConfig, OwnTextConfig, TrainConfig, advice_on_room
 from espalier.train.work import require_folder
 
 BAD_INPUT = 2
@@ -256,7 +256,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     if longest + arguments.max_tokens > positions:
         raise EspalierError(
             f"--max-tokens={arguments.max_tokens} is too many: a prompt has {longest} tokens, and the target has "
-            f"{positions} positions; use at most {positions - longest}, or shorter prompts"
+            f"{positions} positions; {advice_on_room(longest, positions)}"
         )
     function("espalier.train.evaluate:require_fitting")(draft, target)
     function(TRAINERS[kind].evaluate)(draft, target, prompts, arguments.max_tokens)

@@ -22,6 +22,7 @@ from espalier.models.weight_formats.quantised import QuantisedWeight
 from espalier.request import SamplingParams
 from espalier.startup.checkpoints import BUNDLED_DRAFTS, BUNDLED_FILES
 from lab.synthetic.checkpoint import Recipe, write
+from tests.builders import make_eagle3, make_target
 from tests.lab.synthetic.test_checkpoint import tiny
 from tests.mtp import mtp_directories, without_target
 
@@ -133,6 +134,17 @@ def test_a_model_without_a_tokenizer_is_compared_on_its_own_text(tmp_path, capsy
     assert accuracy["agreement"] > 0.98 and min(accuracy["accept_length"]) > 1.5
     before, after = accuracy["perplexity"]
     assert 1 < before < 5 and after < 1.2 * before
+
+
+@pytest.mark.parametrize("positions", [5, 200])
+def test_a_model_of_a_short_context_is_compared(tmp_path, positions):
+    """It has room for less than the usual prompts and answers."""
+    target = make_target(tmp_path / "target", max_position_embeddings=positions)
+    flags = ["--to", "fp8", "--out", str(tmp_path / "out"), "--texts", "1", "--json", str(tmp_path / "report.json")]
+    draft = make_eagle3(tmp_path / "draft", target)
+    assert main(["quantize", str(target), *flags, "--draft", str(draft), "--device", "cpu"]) == 0
+    accuracy = json.loads((tmp_path / "report.json").read_text())["accuracy"]
+    assert 0 < accuracy["positions"] < positions and min(accuracy["accept_length"]) >= 1
 
 
 @pytest.mark.full

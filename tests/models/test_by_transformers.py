@@ -98,6 +98,28 @@ def test_auto_prefers_a_native_family(tmp_path: Path) -> None:
         read_config(starcoder2, model_impl="native")
 
 
+@pytest.mark.parametrize(
+    ("kind", "heads", "kv_heads", "size"),
+    [
+        ("olmo", 1, 1, 8),
+        ("olmo", 2, 2, 20),
+        ("olmo", 3, 3, 10),
+        # A class that computes a head's size from the config's other sizes, and one that rotates half of a head.
+        ("helium", 5, 1, 6),
+        ("arcee", 5, 1, 10),
+        ("phi", 4, 2, 10),
+        ("biogpt", 5, 5, 10),
+    ],
+)
+def test_few_heads_and_small_ones_are_no_reason_to_refuse(kind: str, heads: int, kv_heads: int, size: int) -> None:
+    """What a class derives from several sizes fits in the small model too."""
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": heads * size}
+    config = CONFIG_MAPPING[kind](**sizes, **({"head_dim": size} if kind == "helium" else {}))
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    register()
+    try_tree(tiny_model(model_class, tiny_config(config)))
+
+
 @pytest.mark.parametrize("captures_last", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "starcoder2"])
 def test_logits_and_captured_inputs(family: str, captures_last: bool) -> None:

@@ -1,6 +1,7 @@
 """Parts of matrices, in every weight format; products over them, in every form; and models that cannot be divided."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -259,7 +260,8 @@ def quantised(path: Path, config: dict[str, Any]) -> None:
 REFUSED = [
     ("llama", {}, None, 3, r"does not divide this model's number of attention heads \(4\); use 1 or 2"),
     ("llama", {"heads": 6, "hidden": 48}, None, 3, r"tensor_parallel=3 .* number of K/V heads \(2\); use 1 or 2"),
-    ("llama", {"intermediate_size": 65}, None, 2, r"tensor_parallel=2 .* intermediate size \(65\); use 1 or 5 or 13"),
+    ("llama", {"intermediate_size": 65}, None, 2, r"tensor_parallel=2 .* intermediate size \(65\); use 1$"),
+    ("llama", {"intermediate_size": 60, "heads": 8, "kv_heads": 8}, None, 5, r"heads \(8\); use 1 or 2 or 4$"),
     ("qwen3_moe", {"moe_intermediate_size": 25}, None, 2, r"intermediate size of experts \(25\)"),
     ("qwen2_moe", {"shared_expert_intermediate_size": 21}, None, 2, r"intermediate size \(21\)"),
     ("gpt_oss", {"intermediate_size": 32}, {"quant_method": "mxfp4"}, 2, "experts.*': entries 0 to 15 of 32 cannot"),
@@ -285,6 +287,8 @@ def test_a_model_that_ranks_cannot_divide_is_refused_before_its_weights_are_read
     with pytest.raises(EspalierError, match=says) as refused:
         prepare(EngineConfig(model=path, tensor_parallel=count, dtype="float32", speculation=None))
     assert "\n" not in str(refused.value)
+    for number in re.findall(r"\d+", str(refused.value).rpartition("; use ")[2]):
+        require_shards(read_config(path), int(number))
 
 
 def test_a_model_that_transformers_runs_is_refused(tmp_path):

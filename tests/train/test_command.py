@@ -164,9 +164,14 @@ def test_accept_lengths_are_a_table(draft: Path, tmp_path: Path, capsys: pytest.
     [
         ([5], 8, "--max-tokens=8 is too few to measure a tree of"),
         ([5], 2048, "a prompt has 1 tokens, and the target has 2048 positions; use at most 2047"),
+        (
+            [5] * 2050,
+            50,
+            "a prompt has 2050 tokens, and the target has 2048 positions; use shorter prompts, or another",
+        ),
         ([], 50, "a prompt of --data has no tokens"),
     ],
-    ids=["few", "many", "none"],
+    ids=["few", "many", "long", "none"],
 )
 def test_texts_too_short_to_measure_are_refused_before_the_target_is_loaded(
     draft: Path,

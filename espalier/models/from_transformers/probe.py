@@ -199,7 +199,10 @@ def tiny_config(config: Any) -> Any:
     for name, own in config.attribute_map.items():
         if own in fields:
             fields[name] = fields.pop(own)
-    tiny = type(config).from_dict(shrunk_config(fields, config.num_hidden_layers))
+    heads, hidden = (
+        fields.get(config.attribute_map.get(name, name)) for name in ("num_attention_heads", "hidden_size")
+    )
+    tiny = type(config).from_dict(shrunk_config(fields, config.num_hidden_layers, heads, hidden))
     tiny._experts_implementation = "eager"
     return tiny
 
