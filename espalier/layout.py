@@ -242,14 +242,14 @@ class RoundLayout:
         shape = next((shape for least, shape in reversed(self.trees) if least <= batch), self.tree)
         return self if shape == self.tree else self.with_tree(shape)
 
-    def choices_at(self, batch: int) -> tuple[TreeShape, ...]:
+    def choices_for(self, batch: int) -> tuple[TreeShape, ...]:
         """The trees that a round of `batch` requests may choose from; empty if the engine does not choose."""
         return next((shapes for least, shapes in reversed(self.choices) if least <= batch), ())
 
     def round_forms(self, buckets: Sequence[int]) -> list[LaunchForm]:
         """The forms of rounds in these buckets, in descending order of their rows."""
         alone = (self.without_draft,) if self.steps else ()
-        trees = {batch: dict.fromkeys((*(self.choices_at(batch) or (None,)), *alone)) for batch in buckets}
+        trees = {batch: dict.fromkeys((*(self.choices_for(batch) or (None,)), *alone)) for batch in buckets}
         forms = [LaunchForm(batch, tree=tree) for batch in buckets for tree in trees[batch]]
         rows = {form: form.batch * (form.tree or self.at(form.batch).tree).rows for form in forms}
         return sorted(forms, key=lambda form: (rows[form], form.batch), reverse=True)

@@ -33,7 +33,7 @@ from espalier.layout import RoundLayout
 ZERO_ROW = 0
 
 
-class Marks(NamedTuple):
+class StateSnapshots(NamedTuple):
     """The snapshots that a launch writes.  at: [B], the number of tokens after which the state is copied; row: [B], the
     table row that gets the copy, 0 for no snapshot.  A request gets a snapshot only if this launch takes it from fewer
     than `at` tokens to `at` or more."""
@@ -47,23 +47,23 @@ class StateAccess:
     """Which states a pass reads, and how many of its rows change them.
 
     slots: [B]; length: [B], rows that exist; None for a tree, whose path is committed later.
-    prefix_len: [B], tokens before the first row; marks: None for no snapshots.
+    prefix_len: [B], tokens before the first row; snapshots: None for no snapshots.
     is_split: whether several rows of the batch may hold consecutive pieces of one request (speculate/pieces.py).
     """
 
     slots: Tensor
     prefix_len: Tensor
     length: Tensor | None = None
-    marks: Marks | None = None
+    snapshots: StateSnapshots | None = None
     is_split: bool = False
 
     @cached_property
     def marked(self) -> Tensor | None:
         """[B]: how many rows of this pass come before the snapshot; 0 if this pass does not reach it."""
-        if self.marks is None or self.length is None:
+        if self.snapshots is None or self.length is None:
             return None
-        rows = self.marks.at - self.prefix_len
-        return rows.where((rows > 0) & (rows <= self.length) & (self.marks.row > 0), 0)
+        rows = self.snapshots.at - self.prefix_len
+        return rows.where((rows > 0) & (rows <= self.length) & (self.snapshots.row > 0), 0)
 
     @cached_property
     def follows(self) -> Tensor:
@@ -82,7 +82,7 @@ class StateAccess:
         """The PathRows (kernels/ops/states.py) of this pass."""
         assert self.length is not None
         follows, ends = (self.follows, self.ends) if self.is_split else (None, None)
-        mark_row = None if self.marks is None else self.marks.row
+        mark_row = None if self.snapshots is None else self.snapshots.row
         return PathRows(self.slots, source, self.length, self.marked, mark_row, follows, ends, width, spare)
 
 

@@ -229,9 +229,9 @@ class CudaExecutor:
         return host, form, self._pack(launch_input, host.entry, form)
 
     def _pack(self, launch_input: LaunchInput, entry: int, form: LaunchForm) -> LaunchBuffer:
-        """Packs a launch (see pack_launch).  A graph of layers that keep a state reads marks in every launch."""
-        has_marks = self.runner.cache.states is not None
-        return pack_launch(self.runner.table, launch_input, entry, form, has_marks)
+        """Packs a launch (see pack_launch).  A graph of layers that keep a state reads snapshots in every launch."""
+        has_snapshots = self.runner.cache.states is not None
+        return pack_launch(self.runner.table, launch_input, entry, form, has_snapshots)
 
     def _prepare(self, launch_input: LaunchInput, form: LaunchForm, in_graph: bool) -> None:
         """Gives the launch's lengths to the backends, clears its pages, copies its states.  Called on its stream."""
@@ -335,7 +335,7 @@ class CudaExecutor:
         masks = None
         if launch_input.masks is not None:
             masks = torch.from_numpy(launch_input.masks).pin_memory().to(self.device, non_blocking=True)
-        runner, device_launch = self.runner.of_tree(form.tree), self._to_device(packed)
+        runner, device_launch = self.runner.for_tree(form.tree), self._to_device(packed)
         known = (launch_input.width, ALL_SAMPLING, launch_input.prompt_rows, masks)
         return execute(runner, self.results, device_launch, *known)
 
@@ -396,7 +396,7 @@ class CudaExecutor:
     @torch.inference_mode()
     def captured(self, form: LaunchForm, pool: Any) -> Graph:
         """Captures the launches of a form with dummy slots, and returns the graph.  pool: the graph's memory."""
-        dummies, runner = of_dummies(*form), self.runner.of_tree(form.tree)
+        dummies, runner = of_dummies(*form), self.runner.for_tree(form.tree)
         packed = self._pack(dummies, 0, form)
         with torch.cuda.stream(self.stream):
             self._prepare_capture(dummies, form)

@@ -25,10 +25,10 @@ from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.mask import DraftGuide
 from espalier.sampling.prompt import PromptRows
 from espalier.speculate.round import (
-    Begun,
+    BegunRound,
     ModelRunner,
     RoundOutput,
-    Verified,
+    VerifiedRound,
     begin,
     decode_round,
     prefill,
@@ -151,12 +151,12 @@ def execute(
     LaunchInput, on the device.
     """
     device_launch.apply(runner.table)
-    launch, marks = device_launch, device_launch.marks
+    launch, snapshots = device_launch, device_launch.snapshots
     if width:
         known = (launch.lengths, width, needs, launch.pieces, prompt_rows, masks)
-        output = prefill(runner, launch.slots, *known, marks)
+        output = prefill(runner, launch.slots, *known, snapshots)
     else:
-        output = decode_round(runner, launch.slots, needs, launch.appended, marks)
+        output = decode_round(runner, launch.slots, needs, launch.appended, snapshots)
     results.write(device_launch.entry, output)
     return output
 
@@ -173,13 +173,13 @@ class StagedRound:
         self.results = results
         self.device_launch = device_launch
         self.needs = needs
-        self.begun: Begun | None = None
-        self.verified: Verified | None = None
+        self.begun: BegunRound | None = None
+        self.verified: VerifiedRound | None = None
 
     def begin(self) -> None:
         self.device_launch.apply(self.runner.table)
         launch = self.device_launch
-        self.begun = begin(self.runner, launch.slots, self.needs, launch.appended, launch.marks)
+        self.begun = begin(self.runner, launch.slots, self.needs, launch.appended, launch.snapshots)
 
     def propose(self, guide: DraftGuide | None) -> None:
         # `begun` is dropped before the stage ends, because it holds the draft's first logits, which may be large.
@@ -271,7 +271,7 @@ class CpuExecutor:
         return self._read_rows(launch_input, None)
 
     def _runner_of(self, launch_input: LaunchInput) -> ModelRunner:
-        runner = self.runner.of_tree(launch_input.tree)
+        runner = self.runner.for_tree(launch_input.tree)
         return replace(runner, trims_trees=True) if runner.layout.steps else runner
 
     def _to_device(self, launch_input: LaunchInput) -> LaunchBuffer:

@@ -48,8 +48,8 @@ class LaunchInput:
     is_staged: whether the launch is a round that runs in stages, because one of its requests has a grammar.
     masks: [B, 1, words] int32, the tokens that a prefill pass may pick; None if it may pick all.
     state_copies: (source, destination) rows of the states, which are copied in this order before the launch.
-    marks: by slot, (number of tokens, row of the states) of the snapshot that the launch takes of the request's state
-    (cache/states.py:Marks); row 0 for no snapshot; empty if the launch takes none.
+    snapshots: by slot, (number of tokens, row of the states) of the snapshot that the launch takes of the request's
+    state (cache/states.py:StateSnapshots); row 0 for no snapshot; empty if the launch takes none.
     guesses: (slot, guesses of the host's sources) for requests of a round (speculate/sources).
     survival: [KINDS, S], as in SlotTable; None if it has not changed.
     skill: by slot, as in SlotTable, for a round of an engine with sources.
@@ -72,7 +72,7 @@ class LaunchInput:
     is_staged: bool = False
     masks: np.ndarray | None = None
     state_copies: tuple[tuple[int, int], ...] = ()
-    marks: tuple[tuple[int, int], ...] = ()
+    snapshots: tuple[tuple[int, int], ...] = ()
     guesses: tuple[tuple[int, tuple[Guess, ...]], ...] = ()
     survival: np.ndarray | None = None
     skill: tuple[float, ...] = ()
@@ -166,7 +166,7 @@ class RequestResult:
     prompt_logprobs: for each row of LaunchInput.prompt_rows, the log-probabilities of the next prompt token; None if no
     request of the launch wants them.
     tree_sum: a number that almost surely differs if trees differ.
-    ranks, is_leaf: as in acceptance.py:Sample, if LaunchInput.tree is set.
+    ranks, is_leaf: as in acceptance.py:AcceptSample, if LaunchInput.tree is set.
     said: (kind, tokens) of the paths from the request's own text.
     candidates: [D] int64, as in SlotTable; None if there are none.
     by_source: [ALL_SOURCES, 3]: for each source, how many of its nodes were verified, how many of these should have

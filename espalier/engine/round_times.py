@@ -11,10 +11,10 @@ from statistics import fmean, median
 from espalier.config import RoundCosts
 from espalier.layout import TreeShape
 
-# The correction of a form is an average over its last MEMORY rounds.
-MEMORY = 9
+# The correction of a form is an average over its last CORRECTION_ROUNDS rounds.
+CORRECTION_ROUNDS = 9
 # Real times are at most this many times the predicted times (startup/tree_cost.py).
-LARGEST_ERROR = 1.15
+MAX_PREDICTION_ERROR = 1.15
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class CpuCosts:
     row: float = 0.03
     lookup: float = 0.05
     draft: float = 0.0
-    by_clock: bool = False
+    uses_clock: bool = False
 
     def seconds(self, tree: TreeShape, batch: int, context: float) -> float:
-        return self.of_rows(tree, batch, batch * tree.rows)
+        return self.seconds_for_rows(tree, batch, batch * tree.rows)
 
-    def of_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
+    def seconds_for_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
         # A draft also runs once over the decided tokens.
         passes = tree.extends + (tree.steps - 1 if tree.drafts and tree.steps else 0)
         return 1 + self.row * (rows - 1) + self.lookup * (tree.steps > 0) + self.draft * passes
@@ -58,19 +58,19 @@ class RoundTimes:
         near = [(max(batch / at, at / batch), found) for (at, form), found in self.corrections.items() if form == tree]
         if near:
             return predicted * min(near)[1]
-        return predicted + (self._waits(batch, context) if self.costs.by_clock else 0.0)
+        return predicted + (self._host_overhead_s(batch, context) if self.costs.uses_clock else 0.0)
 
-    def _waits(self, batch: int, context: float) -> float:
+    def _host_overhead_s(self, batch: int, context: float) -> float:
         """Seconds by which every round is longer than predicted, because the host is slower than the GPU."""
         waits = (
-            (max(batch / at, at / batch), (found - LARGEST_ERROR) * self.costs.seconds(form, at, context))
+            (max(batch / at, at / batch), (found - MAX_PREDICTION_ERROR) * self.costs.seconds(form, at, context))
             for (at, form), found in self.corrections.items()
         )
         return max(min(waits, default=(0.0, 0.0))[1], 0.0)
 
     def add(self, tree: TreeShape, batch: int, context: float, seconds: float) -> None:
         """Count the time of a round."""
-        latest = self.latest.setdefault((batch, tree), deque(maxlen=MEMORY))
+        latest = self.latest.setdefault((batch, tree), deque(maxlen=CORRECTION_ROUNDS))
         latest.append(seconds / self.costs.seconds(tree, batch, context))
         # A pause of the host makes a clocked round several times as long, so clocked rounds need the median.
-        self.corrections[batch, tree] = median(latest) if self.costs.by_clock else fmean(latest)
+        self.corrections[batch, tree] = median(latest) if self.costs.uses_clock else fmean(latest)

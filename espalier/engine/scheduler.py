@@ -13,7 +13,7 @@ from dataclasses import replace
 from espalier.attention import CommittedLengths
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree, Room
-from espalier.engine.guesses import NOTHING, Asked, Guesses
+from espalier.engine.guesses import NO_GUESSES, GuessSources, SourceGuesses
 from espalier.engine.launch_input import (
     NOT_FINITE,
     Launch,
@@ -35,7 +35,7 @@ from espalier.engine.prefill_policy import (
 )
 from espalier.engine.queue import WaitingQueue
 from espalier.engine.round_trees import RoundTrees
-from espalier.engine.state_keeper import Pairs, Stateless
+from espalier.engine.state_keeper import IntPairs, NoStates
 from espalier.layout import LaunchForm, RoundLayout, TreeShape
 from espalier.request import OutputChunk, Request
 from espalier.sampling.prompt import PromptRows
@@ -60,8 +60,8 @@ class Scheduler:
         vocab_size: int,
         captured_passes: tuple[LaunchForm, ...] = (),
         trees: RoundTrees | None = None,
-        states: Stateless | None = None,
-        guesses: Guesses | None = None,
+        states: NoStates | None = None,
+        guesses: GuessSources | None = None,
     ):
         self.layout = layout
         self.trees = trees or RoundTrees(layout)
@@ -70,8 +70,8 @@ class Scheduler:
         self.pool = pool
         self.prefixes = prefixes
         self._room = Room(pool, prefixes)
-        self.states = states or Stateless()
-        self.guesses = guesses or Guesses(layout, ())
+        self.states = states or NoStates()
+        self.guesses = guesses or GuessSources(layout, ())
         self.rounds_in_flight = rounds_in_flight
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
@@ -245,41 +245,41 @@ class Scheduler:
     # Launches
 
     def _launch_prefill(self, prefilling: list[Request], max_rows: int) -> Launch:
-        left = [*map(self.states.next_rows, prefilling)]
+        left = [*map(self.states.max_prefill_tokens, prefilling)]
         made = next_pass(self.layout, left, max_rows, self.captured_passes)
         batch, pieces = prefilling[: len(made.lengths)], pieces_of(made)
         starts = pieces or [(r, 0) for r in range(len(batch))]
         committed = CommittedLengths(tuple(batch[r].num_prefilled + offset for r, offset in starts), exact=True)
-        prompt_rows, marks = prompt_rows_of(batch, made), self.states.marks_of_pass(batch, made.lengths)
+        prompt_rows, snapshots = prompt_rows_of(batch, made), self.states.snapshots_of_pass(batch, made.lengths)
         for request, length in zip(batch, made.lengths, strict=True):
             request.num_prefilled += length
         self._last_was_prefill = True
         self._idle_rows = 0.0
-        return self._launch(batch, committed, marks, self.trees.of_pass(batch), made, pieces, prompt_rows)
+        return self._launch(batch, committed, snapshots, self.trees.tree_of_pass(batch), made, pieces, prompt_rows)
 
     def _launch_round(self, batch: list[Request]) -> Launch:
         at_most = tuple(self.layout.committed_at_most(r.num_known, r.rounds_in_flight) for r in batch)
         committed = CommittedLengths(at_most, exact=not any(r.rounds_in_flight for r in batch))
-        marks, asked = self.states.marks_of_round(batch), self.guesses.ask(batch)
+        snapshots, guesses = self.states.snapshots_of_round(batch), self.guesses.ask(batch)
         for request in batch:
             request.rounds_in_flight += 1
         self._last_was_prefill = False
         waiting = sum(r.num_prefilled < r.prefill_len for r in self.running)
-        tree = self.trees.next_tree(batch, asked.looked_up)
+        tree = self.trees.next_tree(batch, guesses.lookup_gain)
         self._idle_rows += (PASS_OVERHEAD_ROWS + self.trees.rows(tree, len(batch))) * waiting / len(batch)
         self.num_rounds[len(batch)] += 1
-        return self._launch(batch, committed, marks, tree, asked=asked)
+        return self._launch(batch, committed, snapshots, tree, guesses=guesses)
 
     def _launch(
         self,
         batch: list[Request],
         committed: CommittedLengths,
-        marks: Pairs,
+        snapshots: IntPairs,
         tree: TreeShape | None,
         prefill: PrefillPass = NO_PREFILL,
-        pieces: Pairs = (),
+        pieces: IntPairs = (),
         prompt_rows: PromptRows | None = None,
-        asked: Asked = NOTHING,
+        guesses: SourceGuesses = NO_GUESSES,
     ) -> Launch:
         # Slot inits go with a prefill pass, which a request with a new slot needs first.  A round has a fixed form.
         slot_inits, self._slot_inits = (self._slot_inits, []) if prefill.width else ([], self._slot_inits)
@@ -299,13 +299,15 @@ class Scheduler:
             is_staged=not prefill.width and any(r.masker for r in batch),
             masks=self.masks.of_prompts(batch) if prefill.width else None,
             state_copies=self.states.take_copies(),
-            marks=marks,
-            **self.guesses.of_round(batch, asked, tree)._asdict(),
+            snapshots=snapshots,
+            **self.guesses.of_round(batch, guesses, tree)._asdict(),
             committed=committed,
         )
         self._appended, self._to_clear = [], []
         self._in_flight += 1
-        return Launch(launch_input, [(r, r.generation, r.num_prefilled >= r.prefill_len) for r in batch], asked.guesses)
+        return Launch(
+            launch_input, [(r, r.generation, r.num_prefilled >= r.prefill_len) for r in batch], guesses.by_slot
+        )
 
     # Harvest
 
@@ -337,7 +339,7 @@ class Scheduler:
         num_accepted = len(row.tokens) - 1 if row.finite else len(row.tokens)
         kept = self._append(request, row, [at < num_accepted for at in range(len(row.tokens))])
         if not request.done:
-            self.states.decoded(request)
+            self.states.on_decoded(request)
         if not row.finite and not request.done:
             self._finish(request, "abort", self.masks.why_no_token(request.masker) or NOT_FINITE)
         max_accept_depth = self.layout.max_accept_depth(request.end(self.layout.max_context), before)
@@ -428,7 +430,7 @@ class Scheduler:
         if request.error is None and request.num_known > request.prefill_len:
             # Rounds have added rows; the rows of the prefill were inserted when the prefill's result was read.
             self._file_pages(request, min(request.num_known, request.num_tokens))
-        self.states.left(request)
+        self.states.on_slot_released(request)
         self.pool.release(request.pages)
         if request.error == NOT_FINITE:
             # A library may multiply stale rows by zero, and NaN stays NaN.
@@ -447,4 +449,4 @@ class Scheduler:
             num_full = self.layout.whole_pages(rows)
             tokens = request.tokens[: self.layout.tokens_in(num_full)]
             self.prefixes.insert(tokens, request.pages[:num_full], self.trees.has_draft_rows(request))
-            self.states.filed(request, len(tokens))
+            self.states.on_pages_cached(request, len(tokens))

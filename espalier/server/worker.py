@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from espalier.config import EngineConfig, SpeculationConfig
-from espalier.engine.round_trees import label
+from espalier.engine.round_trees import tree_label
 from espalier.errors import EspalierError
 from espalier.layout import bucket_of
 from espalier.llm import LLM, low_acceptance, prepare
@@ -91,7 +91,7 @@ class Worker:
                 self.learner.between_steps(self.llm.engine)
             chunks: list[OutputChunk] = []
             try:
-                self.llm.engine.require_ranks()
+                self.llm.engine.raise_rank_failure()
                 if self.llm.engine.has_work:
                     chunks = self.llm.step()
                     self.steps += 1
@@ -199,7 +199,7 @@ class Worker:
             pages_owned=pool.num_pages - 1 - pool.free - cached,
             preempted=scheduler.num_preempted,
             rounds=self._rounds(),
-            trees=[(label(tree), count) for tree, count in scheduler.trees.num_rounds.items()],
+            trees=[(tree_label(tree), count) for tree, count in scheduler.trees.num_rounds.items()],
             tree_changes=scheduler.trees.chooser.num_changes,
             by_source=dict(zip(ALL_SOURCES, scheduler.guesses.by_source.tolist(), strict=True)),
             totals=engine.totals,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from espalier.attention import ChosenRows, CommittedLengths, ModelCache, Nodes, Prefix
 from espalier.cache.kv import PagedKV
-from espalier.cache.states import Marks, StateAccess
+from espalier.cache.states import StateAccess, StateSnapshots
 from espalier.kernels.ops.state import NodeRows, advance, chain, gather
 from espalier.kernels.ops.tree import Path, accept, gather_rows
 from espalier.layout import RoundLayout, TreeShape
@@ -61,7 +61,7 @@ class ModelRunner:
         Raises EspalierError if batch is above max_batch.
         """
         self.layout.require_batch(batch)
-        return self._of_layout(self.layout.at(batch))
+        return self._for_layout(self.layout.at(batch))
 
     @property
     def pages(self) -> PagedKV:
@@ -75,12 +75,12 @@ class ModelRunner:
         """Returns the same runner for trees of fewer nodes.  The drafter still makes trees of the original size."""
         return replace(self, layout=self.layout.with_tree(replace(self.layout.tree, num_draft_tokens=nodes)))
 
-    def of_tree(self, tree: TreeShape | None) -> "ModelRunner":
+    def for_tree(self, tree: TreeShape | None) -> "ModelRunner":
         """Returns the runner for rounds with this tree at every batch size; None for the layout's trees.  Models and
         buffers are shared."""
-        return self if tree is None else self._of_layout(self.layout.with_tree(tree))
+        return self if tree is None else self._for_layout(self.layout.with_tree(tree))
 
-    def _of_layout(self, layout: RoundLayout) -> "ModelRunner":
+    def _for_layout(self, layout: RoundLayout) -> "ModelRunner":
         return self if layout is self.layout else replace(self, layout=layout, drafter=self.drafter.for_layout(layout))
 
     def prepare(self, lengths: CommittedLengths) -> None:
@@ -135,42 +135,42 @@ class RoundOutput:
 
 
 @dataclass(frozen=True)
-class Stage:
+class RoundStage:
     """The data that all stages of a round have.
 
     runner: the runner for this batch size, and after the propose stage for the size of the trees; slots: the batch;
-    marks: the snapshots of states that the commit takes.
+    snapshots: the snapshots of states that the commit takes.
     """
 
     runner: ModelRunner
     slots: BatchState
     sampler: Sampler
-    marks: Marks | None
+    snapshots: StateSnapshots | None
 
 
 @dataclass(frozen=True)
-class Begun(Stage):
+class BegunRound(RoundStage):
     """The state after the begin stage.  grow: the function that does the rest of the proposal."""
 
     grow: Grow
 
 
 @dataclass(frozen=True)
-class Proposed(Stage):
+class ProposedRound(RoundStage):
     """The state after the propose stage.  tree: one for each slot."""
 
     tree: Tree
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifiedRound:
     """The state after the verify stage.
 
     out: the target's output; logits: [B, D, V], at every node; None if these are too many to hold at a time
     (`sample_nodes`).
     """
 
-    proposed: Proposed
+    proposed: ProposedRound
     out: ModelOutput
     logits: Tensor | None
 
@@ -180,14 +180,14 @@ def decode_round(
     index: Tensor,
     needs: SamplingNeeds,
     appended: ScatterUpdate | None = None,
-    marks: Marks | None = None,
+    snapshots: StateSnapshots | None = None,
 ) -> RoundOutput:
     """Runs a whole round.
 
-    index: [B] int64, the slots of the batch; appended: new entries of the page table; marks: for each request, the
+    index: [B] int64, the slots of the batch; appended: new entries of the page table; snapshots: for each request, the
     snapshot of its state that the commit takes.
     """
-    return settle(verify(propose(begin(runner, index, needs, appended, marks))))
+    return settle(verify(propose(begin(runner, index, needs, appended, snapshots))))
 
 
 def begin(
@@ -195,8 +195,8 @@ def begin(
     index: Tensor,
     needs: SamplingNeeds,
     appended: ScatterUpdate | None = None,
-    marks: Marks | None = None,
-) -> Begun:
+    snapshots: StateSnapshots | None = None,
+) -> BegunRound:
     """Runs the first stage: computes the draft's first logits for each slot.  Arguments: see `decode_round`."""
     runner = runner.at(index.shape[0])
     drafter = runner.drafter
@@ -204,10 +204,10 @@ def begin(
     sampler = runner.sampler(slots, needs, slots.num_tokens, runner.layout.extend_width)
     is_plain = runner.layout.num_draft_tokens == 1
     grow = (lambda sampler: drafter.root_trees(slots.root)) if is_plain else drafter.begin(slots)
-    return Begun(runner, slots, sampler, marks, grow)
+    return BegunRound(runner, slots, sampler, snapshots, grow)
 
 
-def propose(begun: Begun, guide: DraftGuide | None = None) -> Proposed:
+def propose(begun: BegunRound, guide: DraftGuide | None = None) -> ProposedRound:
     """Runs the second stage: drafts a tree for each slot.  guide: the forced and the allowed next tokens of grammars;
     None without grammars."""
     sampler = replace(begun.sampler, guide=guide)
@@ -222,10 +222,10 @@ def propose(begun: Begun, guide: DraftGuide | None = None) -> Proposed:
         nodes = num_offered(tree, begun.slots.max_accept_depth)
         if nodes < runner.layout.num_draft_tokens:
             runner, tree = runner.with_nodes(nodes), tree.first(nodes)
-    return Proposed(runner, begun.slots, sampler, begun.marks, tree)
+    return ProposedRound(runner, begun.slots, sampler, begun.snapshots, tree)
 
 
-def verify(proposed: Proposed) -> Verified:
+def verify(proposed: ProposedRound) -> VerifiedRound:
     """Runs the third stage: runs the target over all nodes in one pass.  The nodes' K/V go to staging."""
     runner, slots, tree = proposed.runner, proposed.slots, proposed.tree
     positions = tree.positions(slots.prefix_len)
@@ -239,10 +239,10 @@ def verify(proposed: Proposed) -> Verified:
     if chosen is not None:
         out = ModelOutput(chosen.spread(out.hidden), tuple(map(chosen.spread, out.inputs)))
         logits = None if logits is None else chosen.spread(logits)
-    return Verified(proposed, out, logits)
+    return VerifiedRound(proposed, out, logits)
 
 
-def chosen_rows(proposed: Proposed) -> ChosenRows | None:
+def chosen_rows(proposed: ProposedRound) -> ChosenRows | None:
     """Returns the rows of the verify pass that are chosen over the whole batch; None if rows are not shared out."""
     batch, nodes = proposed.tree.tokens.shape
     rows = min(proposed.runner.shared_rows(batch), batch * nodes)
@@ -251,7 +251,7 @@ def chosen_rows(proposed: Proposed) -> ChosenRows | None:
     return ChosenRows.at(proposed.tree.best(rows), batch, nodes) if rows else None
 
 
-def settle(verified: Verified, mask: Tensor | None = None) -> RoundOutput:
+def settle(verified: VerifiedRound, mask: Tensor | None = None) -> RoundOutput:
     """Runs the last stage: sample, accept, commit, extend.
 
     mask: [B, D, ceil(V / 32)] int32, with a bit for each token that says whether the token may follow the node
@@ -261,21 +261,23 @@ def settle(verified: Verified, mask: Tensor | None = None) -> RoundOutput:
     runner, slots, tree = proposed.runner, proposed.slots, proposed.tree
     sampled = sample_nodes(verified, mask)
     path = accept(tree, *sampled, slots.max_accept_depth, slots.real, runner.layout.steps)
-    commit(runner, slots, path, proposed.sampler.needs.penalised, proposed.marks)
+    commit(runner, slots, path, proposed.sampler.needs.penalised, proposed.snapshots)
     if runner.layout.extends:
         runner.drafter.extend(slots, rows_of_path(runner.drafter, out, path), path.length)
-    told: dict[str, Any] = {}
+    source_fields: dict[str, Any] = {}
     if runner.table.layout.calibrates and runner.layout.num_draft_tokens > 1:
         fields = {"said": slots.table.said, "candidates": slots.table.candidates}
-        told = {name: field.index_select(0, slots.index).flatten(1) for name, field in fields.items() if field.shape[1]}
+        source_fields = {
+            name: field.index_select(0, slots.index).flatten(1) for name, field in fields.items() if field.shape[1]
+        }
     if verified.logits is not None:
-        return RoundOutput(path, verified.logits, slots.num_logprobs, path.rows, tree, **told)
+        return RoundOutput(path, verified.logits, slots.num_logprobs, path.rows, tree, **source_fields)
     logits = runner.target.logits(gather_rows(path.rows, out.hidden))
     rows = torch.arange(path.rows.shape[1], device=path.rows.device).repeat(slots.batch, 1)
-    return RoundOutput(path, logits, slots.num_logprobs, rows, tree, **told)
+    return RoundOutput(path, logits, slots.num_logprobs, rows, tree, **source_fields)
 
 
-def sample_nodes(verified: Verified, mask: Tensor | None) -> SampledTokens:
+def sample_nodes(verified: VerifiedRound, mask: Tensor | None) -> SampledTokens:
     """Samples the target's token at every node.  If `verified` has no logits, they are computed slice by slice."""
     proposed = verified.proposed
     if verified.logits is not None:
@@ -297,19 +299,19 @@ def prefill(
     pieces: Pieces | None = None,
     prompt_rows: PromptRows | None = None,
     mask: Tensor | None = None,
-    marks: Marks | None = None,
+    snapshots: StateSnapshots | None = None,
 ) -> RoundOutput:
     """Enters `length` [B] known tokens of each slot of `index` [B], from the root on, in pieces of `width` rows.
 
     If a request's known tokens end in this pass, its next token is sampled and emitted.
     pieces: None if each request has one piece.  mask: [B, 1, ceil(V / 32)] int32, as in `settle`, for the sampled
     token.
-    prompt_rows: the rows whose log-probabilities are wanted.  marks: as in `decode_round`.
+    prompt_rows: the rows whose log-probabilities are wanted.  snapshots: as in `decode_round`.
     """
     slots = gather(runner.table, index)
     rows = PieceRows.of(slots, length, width, pieces)
-    if marks is not None and pieces is not None:
-        marks = Marks(*(values[pieces.request] for values in marks))
+    if snapshots is not None and pieces is not None:
+        snapshots = StateSnapshots(*(values[pieces.request] for values in snapshots))
     runner.layout.require_chunk(rows.slots.batch, width)
     positions, tokens, page_rows = chain(rows.slots, 0, rows.length, width)
     exists = torch.arange(width, device=tokens.device) < rows.length[:, None]
@@ -322,7 +324,7 @@ def prefill(
         page_rows=page_rows.flatten(),
         by_layer=pieces is not None,
         needed=None if reads_all else last.row,
-        access=StateAccess(rows.slots.index, rows.slots.prefix_len, rows.length, marks, pieces is not None),
+        access=StateAccess(rows.slots.index, rows.slots.prefix_len, rows.length, snapshots, pieces is not None),
     )
     out = runner.target(p)
     p.commit()
@@ -376,17 +378,19 @@ def check_tree(layout: RoundLayout, tree: Tree, batch: int) -> None:
     layout.require("tree.ancestors", tree.ancestors, batch, layout.num_draft_tokens, layout.ancestor_words)
 
 
-def commit(runner: ModelRunner, slots: BatchState, path: Path, count_tokens: bool, marks: Marks | None = None) -> None:
+def commit(
+    runner: ModelRunner, slots: BatchState, path: Path, count_tokens: bool, snapshots: StateSnapshots | None = None
+) -> None:
     """Appends the path's tokens to the slots and copies the path's K/V to positions prefix_len .. prefix_len + length -
     1.
 
-    The last token of the path is the new root.  Recurrent states are advanced over the path, and snapshots are taken at
-    `marks`.
+    The last token of the path is the new root.  Recurrent states are advanced over the path, and snapshots are taken as
+    `snapshots` says.
     """
     nodes = NodeRows(path.rows, runner.layout.num_draft_tokens)
     copies = advance(slots, path.length, path.tokens, count_tokens, nodes).copies
     assert copies is not None
-    access = StateAccess(slots.index, slots.prefix_len, path.length, marks)
+    access = StateAccess(slots.index, slots.prefix_len, path.length, snapshots)
     runner.cache.commit(copies.source.flatten(), copies.destination.flatten(), access)
 
 

@@ -20,7 +20,7 @@ import torch
 
 from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.cache.states import bytes_per_state
-from espalier.engine.acceptance import accept_length
+from espalier.engine.acceptance import assumed_accept_length
 from espalier.kernels.layers.experts_plan import expected_touched
 from espalier.layout import PLAIN, TreeShape, next_bucket
 from espalier.models.config import ModelConfig
@@ -190,7 +190,7 @@ def trees_by_cost(
     chosen: dict[int, TreeShape] = {}
     current = configured
     for batch in _buckets(max_batch):
-        rates = {tree: accept_length(tree) / weights.round_seconds(tree, batch, chip) for tree in trees}
+        rates = {tree: assumed_accept_length(tree) / weights.round_seconds(tree, batch, chip) for tree in trees}
         best = max(trees, key=lambda tree: rates[tree])
         if rates[best] > WORTH_A_CHANGE * rates[current]:
             chosen[batch] = current = best

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from espalier.config import EngineConfig, RoundCosts, SpeculationConfig, is_open
-from espalier.engine.acceptance import ACCEPTED_BY, FIRST_CHILD, at_level, gains
+from espalier.engine.acceptance import FIRST_CHILD_RATES, MEASURED_DRAFT, gains, scaled_first_child_rates
 from espalier.engine.round_times import CpuCosts
 from espalier.errors import EspalierError, once_each
 from espalier.layout import MIN_CHUNK_WIDTH, PLAIN, TREE_FIELDS, TreeShape, next_bucket
@@ -45,12 +45,12 @@ class PredictedCosts:
 
     weights: PassWeights
     chip: ChipFigures
-    by_clock: bool = True
+    uses_clock: bool = True
 
     def seconds(self, tree: TreeShape, batch: int, context: float) -> float:
         return self.weights.round_seconds(tree, batch, self.chip, context)
 
-    def of_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
+    def seconds_for_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
         raise NotImplementedError
 
 
@@ -93,7 +93,7 @@ def best_set(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) -> t
     At most one of them shares its rows, because such trees differ little.
     """
     every = (*trees, PLAIN)
-    known, *supposed = (_rates(every, costs, batch, level) for level in (FIRST_CHILD[0], *LEVELS))
+    known, *supposed = (_rates(every, costs, batch, level) for level in (FIRST_CHILD_RATES[0], *LEVELS))
     supposed += [{**rates, tree: rates[tree] * UNSURE} for rates in supposed for tree in trees]
 
     def shares(kept: Sequence[TreeShape]) -> list[float]:
@@ -111,7 +111,7 @@ def best_set(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) -> t
 
 def _rates(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int, level: float) -> dict[TreeShape, float]:
     """The tokens a second of a request, by tree.  level: how often the first child is accepted at depth 1."""
-    first_child = at_level(level, max(tree.steps for tree in trees))
+    first_child = scaled_first_child_rates(level, max(tree.steps for tree in trees))
     return {tree: (1 + gains(tree, first_child)[-1]) / costs.seconds(tree, batch, CONTEXT) for tree in trees}
 
 
@@ -212,7 +212,7 @@ def _predicted_trees(configured: TreeShape, machine: Machine, max_batch: int) ->
     chip, routing = machine.chip, "for uniform routing " if machine.weights.expert else ""
     why = (
         f"predicted {routing}from {chip.bandwidth / 1e12:.1f} TB/s and {chip.peak / 1e12:.0f} TFLOP/s, as measured on "
-        f"{chip.gpu}, and from the accept lengths of {ACCEPTED_BY}, to begin with; others "
+        f"{chip.gpu}, and from the accept lengths of {MEASURED_DRAFT}, to begin with; others "
         "follow while the engine runs; by_batch={} keeps the tree"
     )
     return trees_by_cost(configured, machine.weights, max_batch, chip), why

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from espalier.engine.acceptance import Sample
+from espalier.engine.acceptance import AcceptSample
 from espalier.engine.engine import Engine
 from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.kernels.ops import drafts
@@ -52,14 +52,14 @@ class AnyTree:
     forms: Sequence[TreeShape]
     random: Random = field(default_factory=lambda: Random(5))
     picked: list[TreeShape] = field(default_factory=list)
-    samples: list[Sequence[Sample]] = field(default_factory=list)
+    samples: list[Sequence[AcceptSample]] = field(default_factory=list)
     num_changes: int = 0
 
-    def pick(self, batch: int, drafting: int, context: float, looked_up: Any = None) -> TreeShape:
+    def pick(self, batch: int, drafting: int, context: float, lookup_gain: Any = None) -> TreeShape:
         self.picked.append(self.random.choice(self.forms))
         return self.picked[-1]
 
-    def read(self, samples: Sequence[Sample], rows: int, looked_up: Sequence[Sample]) -> None:
+    def read(self, samples: Sequence[AcceptSample], rows: int, lookup_samples: Sequence[AcceptSample]) -> None:
         self.samples.append(samples)
 
     def restart(self) -> None:
@@ -127,8 +127,8 @@ def test_on_a_gpu_every_tree_of_a_bucket_is_a_graph(monkeypatch: pytest.MonkeyPa
     assert {form for form in graphs.graphs if not form.width} == rounds
 
     class OfBucket(AnyTree):
-        def pick(self, batch: int, drafting: int, context: float, looked_up: Any = None) -> TreeShape:
-            self.forms = engine.layout.choices_at(batch)
+        def pick(self, batch: int, drafting: int, context: float, lookup_gain: Any = None) -> TreeShape:
+            self.forms = engine.layout.choices_for(batch)
             return super().pick(batch, drafting, context)
 
     chooser = OfBucket(())

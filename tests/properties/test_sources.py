@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from espalier.engine.guesses import Guesses
+from espalier.engine.guesses import GuessSources
 from espalier.engine.round_times import CpuCosts
 from espalier.layout import PLAIN
 from espalier.request import Request, SamplingParams
@@ -59,7 +59,7 @@ def traffic(temperature: float | None) -> list[Request]:
 
 def told(setup: Setup, says: str, outputs: dict[str, list[int]], temperature: float | None) -> Ran:
     engine = setup.engine()
-    engine.scheduler.guesses = Guesses(setup.layout, [Told(outputs, says)])
+    engine.scheduler.guesses = GuessSources(setup.layout, [Told(outputs, says)])
     return run(engine, traffic(temperature))
 
 
@@ -148,7 +148,7 @@ def test_a_text_that_repeats_itself_is_grafted_onto_a_draft():
 def test_each_path_is_counted_once(overlap, monkeypatch):
     """What was sent with a round and what the device found for it, when its result is read."""
     counted, sent, found = [], [], []
-    add, ask, count = Survival.add, Guesses.ask, Guesses.count
+    add, ask, count = Survival.add, GuessSources.ask, GuessSources.count
 
     def noted_ask(guesses, batch):
         made = ask(guesses, batch)
@@ -160,8 +160,8 @@ def test_each_path_is_counted_once(overlap, monkeypatch):
         count(guesses, launch, rows)
 
     monkeypatch.setattr(Survival, "add", lambda to, kind, *of: (counted.append(kind), add(to, kind, *of)))
-    monkeypatch.setattr(Guesses, "ask", noted_ask)
-    monkeypatch.setattr(Guesses, "count", noted_count)
+    monkeypatch.setattr(GuessSources, "ask", noted_ask)
+    monkeypatch.setattr(GuessSources, "count", noted_count)
     plain = run(replace(TREE, text_paths=0, sent_paths=0).plain().engine(), traffic(0.0))
     counted.clear()
     told(replace(TREE, overlap=overlap), "true", {r.id: r.output for r in plain.requests}, 0.0)

@@ -149,11 +149,11 @@ def test_a_rank_that_is_stopped(group, monkeypatch):
 
 def test_a_rank_that_dies_while_nothing_runs(group):
     engine = group.engine(SETUP, (directories()[0], None))
-    engine.require_ranks()
+    engine.raise_rank_failure()
     os.kill(group.ranks.peers[0].process.pid, signal.SIGKILL)
     with pytest.raises(RankFailed, match="has ended by SIGKILL"):
         while True:
-            engine.require_ranks()
+            engine.raise_rank_failure()
     assert engine.stopped is not None
 
 
