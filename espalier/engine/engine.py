@@ -157,7 +157,7 @@ class Engine:
         if started is None or started.stages is None:
             return
         masks, started.maskers = self.scheduler.masks, self.scheduler.maskers_of(started.launch)
-        started.stages.resume(masks.guide(started.maskers), partial(masks.of_beams, started.maskers))
+        started.stages.resume(masks.guide(started.maskers), partial(masks.beam_masks, started.maskers))
         self.in_flight.unsettled = started
 
     def _settle_round(self) -> None:
@@ -165,7 +165,7 @@ class Engine:
         if started is not None and started.stages is not None:
             trees = started.stages.trees()
             # The host makes the masks while the device verifies the trees.
-            started.stages.settle(self.scheduler.masks.of_nodes(started.maskers, trees))
+            started.stages.settle(self.scheduler.masks.node_masks(started.maskers, trees))
 
     def add(self, request: Request) -> None:
         """Adds a request to the queue.  Raises EspalierError, and changes nothing, if the request can never run."""

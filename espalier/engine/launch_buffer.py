@@ -127,9 +127,8 @@ def pack_launch(
     for name, (at, values) in updates.items():
         parts |= {f"{name}.at": at, f"{name}.values": values}
     sizes = {name: len(part) for name, part in parts.items()} | _padded_sizes(table.layout, launch_input, form)
-    sizes |= dict.fromkeys(
-        ("snapshot_at", "snapshot_row"), form.batch if has_snapshots or launch_input.snapshots else 0
-    )
+    num_snapshots = form.batch if has_snapshots or launch_input.snapshots else 0
+    sizes |= {"snapshot_at": num_snapshots, "snapshot_row": num_snapshots}
     # The vector is filled in place.  A round has few numbers, and one more array would take as long as writing them
     # all.
     begins = list(accumulate(map(_aligned, sizes.values()), initial=0))

@@ -41,7 +41,7 @@ class LaunchInput:
     slot_inits: requests that get a slot; only in a prefill pass, because a round's launch input has a fixed form.
     appended_pages: (slot, column, page) for requests that already have their slot.
     cleared_pages: free pages of requests whose logits were not finite: their rows become zero before the launch.
-    traced: whether results carry the trees.
+    reports_trees: whether results carry the trees.
     prompt_rows: rows of a prefill pass whose log-probabilities are wanted; None if no row's are.
     tree: the tree of a round; None for the tree of the layout.  For a prefill pass of requests that never speculate it
     is RoundLayout.without_draft.
@@ -66,7 +66,7 @@ class LaunchInput:
     slot_inits: tuple[SlotInit, ...] = ()
     appended_pages: tuple[tuple[int, int, int], ...] = ()
     cleared_pages: tuple[int, ...] = ()
-    traced: bool = False
+    reports_trees: bool = False
     prompt_rows: PromptRows | None = None
     tree: TreeShape | None = None
     is_staged: bool = False
@@ -187,7 +187,7 @@ class RequestResult:
     by_source: np.ndarray | None = field(default=None, compare=False)
 
 
-def of_dummies(batch: int, width: int = 0, pieces: int = 0, tree: TreeShape | None = None) -> LaunchInput:
+def dummy_launch(batch: int, width: int = 0, pieces: int = 0, tree: TreeShape | None = None) -> LaunchInput:
     """Returns a launch of dummy slots in the form LaunchForm(batch, width, pieces, tree).  It changes no request.
 
     The pieces are spread evenly over the dummy requests.
@@ -209,7 +209,7 @@ def sampling_needs_of(requests: list[Request]) -> SamplingNeeds:
     )
 
 
-def prompt_rows_of(batch: list[Request], made: PrefillPass) -> PromptRows | None:
+def prompt_rows_of(batch: list[Request], prefill: PrefillPass) -> PromptRows | None:
     """Returns the rows of a prefill pass whose prompt log-probabilities are still missing; None if there are none.
 
     made: the pass; batch: its requests.  A row is included if the next token belongs to the prompt and its
@@ -217,8 +217,8 @@ def prompt_rows_of(batch: list[Request], made: PrefillPass) -> PromptRows | None
     read before the preemption are kept and not computed again.
     """
     spans, counts, first_row = [], [], 0
-    for request, length in zip(batch, made.lengths, strict=True):
-        row, first_row = first_row, first_row + -(-length // made.width) * made.width
+    for request, length in zip(batch, prefill.lengths, strict=True):
+        row, first_row = first_row, first_row + -(-length // prefill.width) * prefill.width
         begin = max(request.num_prefilled, len(request.prompt_logprobs))
         end = min(request.num_prefilled + length, len(request.prompt) - 1)
         wanted = request.num_prompt_logprobs if request.lacks_prompt_logprobs and begin < end else None

@@ -82,11 +82,8 @@ class RoundTrees:
         ]
         counted = [at for at, row in enumerate(rows) if max_depths[at] > 0 and row.finite]
         samples = [AcceptSample(max_depths[at], rows[at].ranks, rows[at].is_leaf, is_short[at]) for at in counted]
-        lookup_samples = [
-            _lookup_sample(max_depths[at], followed[at], len(rows[at].tokens))
-            for at in counted
-            if self.has_lookup_trees
-        ]
+        with_lookup = counted if self.has_lookup_trees else ()
+        lookup_samples = [_lookup_sample(max_depths[at], followed[at], len(rows[at].tokens)) for at in with_lookup]
         self.chooser.read(samples, verified, lookup_samples)
 
 

@@ -115,10 +115,8 @@ class StateKeeper(NoStates):
         `prompt_interval`, and the last page end."""
         if self.prefixes is None:
             return []
-        every, last = (
-            self._rounded_to_pages(self.prompt_interval),
-            self.layout.tokens_in(self.layout.whole_pages(prefill_len)),
-        )
+        every = self._rounded_to_pages(self.prompt_interval)
+        last = self.layout.tokens_in(self.layout.whole_pages(prefill_len))
         ends = {cached, last, *range(every, last, every)}
         return sorted(end for end in ends if begin < end - self.tokens_before_end and end <= last)
 
@@ -128,9 +126,7 @@ class StateKeeper(NoStates):
         return left if len(planned) < 2 else min(left, planned[0] - self.tokens_before_end - request.num_prefilled)
 
     def snapshots_of_pass(self, batch: Sequence[Request], lengths: Sequence[int]) -> IntPairs:
-        return self._launch_snapshots(
-            [self._snapshot_of_pass(r, length) for r, length in zip(batch, lengths, strict=True)]
-        )
+        return self._launch_snapshots([*map(self._snapshot_of_pass, batch, lengths)])
 
     def _snapshot_of_pass(self, request: Request, length: int) -> tuple[int, int] | None:
         held = self._held[request]
@@ -143,7 +139,7 @@ class StateKeeper(NoStates):
         return end, row
 
     def snapshots_of_round(self, batch: Sequence[Request]) -> IntPairs:
-        return self._launch_snapshots([self._snapshot_of_round(request) for request in batch])
+        return self._launch_snapshots([*map(self._snapshot_of_round, batch)])
 
     def _snapshot_of_round(self, request: Request) -> tuple[int, int] | None:
         held = self._held[request]

@@ -27,9 +27,9 @@ MIN_RIVAL_RATE = 0.75
 # Plain decoding and trees without a draft pass do not measure acceptance.  So at a trial, all older rounds together
 # weigh OLD_ROUNDS_WEIGHT times as much as the trial.
 OLD_ROUNDS_WEIGHT = 0.5
-# A choice that lasted LASTING_ROUNDS rounds counts as no mistake.  A choice that lasted LOGGED_AFTER_ROUNDS rounds is
+# A choice that lasted LASTING_ROUNDS rounds counts as no mistake.  A choice that lasted LOGGED_ROUNDS rounds is
 # logged.
-LASTING_ROUNDS, LOGGED_AFTER_ROUNDS = 12, 64
+LASTING_ROUNDS, LOGGED_ROUNDS = 12, 64
 # The tokens that a unit of time yields are averaged over YIELD_ROUNDS rounds.  Expected gains of looked-up guesses are
 # uncertain, so they must be worth MIN_LOOKUP_GAIN tokens.
 YIELD_ROUNDS, MIN_LOOKUP_GAIN = 16, 0.15
@@ -76,13 +76,11 @@ class TreeChooser(Protocol):
 
     num_changes: int
 
-    def pick(
-        self, batch: int, drafting: int, context: float, lookup_gain: LookupGain | None = None
-    ) -> TreeShape | None:
+    def pick(self, batch: int, drafting: int, context: float, lookup: LookupGain | None = None) -> TreeShape | None:
         """The tree of the next round; None for the layout's.
 
         batch: requests; drafting: how many of them can accept guesses; context: the mean number of tokens of a request;
-        lookup_gain: None if the host does not know these guesses before the round.
+        lookup: None if the host does not know these guesses before the round.
         """
         ...
 
@@ -104,9 +102,7 @@ class FixedTrees:
 
     num_changes = 0
 
-    def pick(
-        self, batch: int, drafting: int, context: float, lookup_gain: LookupGain | None = None
-    ) -> TreeShape | None:
+    def pick(self, batch: int, drafting: int, context: float, lookup: LookupGain | None = None) -> TreeShape | None:
         return None
 
     def read(self, samples: Sequence[AcceptSample], rows: int, lookup_samples: Sequence[AcceptSample]) -> None:
@@ -141,6 +137,7 @@ class BucketState:
     the form that was logged last.
     """
 
+    size: int
     forms: tuple[TreeShape, ...]
     current: TreeShape
     rounds_held: int = 0
@@ -186,43 +183,33 @@ class TreeChoice:
             self.lookup_acceptance.reset()
             self.buckets.clear()
 
-    def pick(
-        self, batch: int, drafting: int, context: float, lookup_gain: LookupGain | None = None
-    ) -> TreeShape | None:
-        bucket_size = next_bucket(batch)
-        bucket = self._bucket(bucket_size)
+    def pick(self, batch: int, drafting: int, context: float, lookup: LookupGain | None = None) -> TreeShape | None:
+        bucket = self._bucket(next_bucket(batch))
         lookup_tree = next((form for form in bucket.forms if not form.drafts), None)
-        knows_guesses = lookup_gain is not None and lookup_tree is not None and not self.costs.uses_clock
+        knows_guesses = lookup is not None and lookup_tree is not None and not self.costs.uses_clock
         if not drafting:
             tree = self.layout.without_draft
-        elif knows_guesses and lookup_tree is not None and lookup_gain is not None:
-            tree = self._choose_with_known_guesses(bucket, batch, drafting / batch, context, lookup_tree, lookup_gain)
+        elif knows_guesses and lookup_tree is not None and lookup is not None:
+            tree = self._choose_with_known_guesses(bucket, batch, drafting / batch, context, lookup_tree, lookup)
         else:
-            tree = self._choose(bucket, bucket_size, drafting / batch, context, bucket.forms)
-        self._in_flight.append(PickedTree(tree, bucket_size, context, self.clock(), knows_guesses))
+            tree = self._choose(bucket, drafting / batch, context, bucket.forms)
+        self._in_flight.append(PickedTree(tree, bucket.size, context, self.clock(), knows_guesses))
         return tree
 
     def _choose_with_known_guesses(
-        self,
-        bucket: BucketState,
-        batch: int,
-        share: float,
-        context: float,
-        lookup_tree: TreeShape,
-        lookup_gain: LookupGain,
+        self, bucket: BucketState, batch: int, share: float, context: float, lookup_tree: TreeShape, lookup: LookupGain
     ) -> TreeShape:
         """The tree `lookup_tree`, without a draft pass, if it is expected to be faster; else a form with a draft.
 
         The time that `lookup_tree` saves is valued at the tokens that recent rounds made in such a time.
         """
-        bucket_size = next_bucket(batch)
-        other = self._choose(bucket, bucket_size, share, context, [form for form in bucket.forms if form.drafts])
-        seconds = self.times.seconds(other, bucket_size, context)
+        other = self._choose(bucket, share, context, [form for form in bucket.forms if form.drafts])
+        seconds = self.times.seconds(other, bucket.size, context)
         # A trial ends early only if `lookup_tree` beats every token that the form on trial could give.
-        tokens = self.rate(other, bucket_size, share, context) * seconds if other == bucket.current else 1 + other.steps
-        saved = seconds - self.costs.seconds_for_rows(lookup_tree, batch, lookup_gain.rows)
+        tokens = self.rate(other, bucket.size, share, context) * seconds if other == bucket.current else 1 + other.steps
+        saved = seconds - self.costs.seconds_for_rows(lookup_tree, batch, lookup.rows)
         worth = self.recent_yield.rate(tokens / seconds, 1.0)
-        return lookup_tree if 1 + lookup_gain.tokens + saved * worth > tokens + MIN_LOOKUP_GAIN else other
+        return lookup_tree if 1 + lookup.tokens + saved * worth > tokens + MIN_LOOKUP_GAIN else other
 
     def read(self, samples: Sequence[AcceptSample], rows: int, lookup_samples: Sequence[AcceptSample]) -> None:
         picked = self._in_flight.popleft()
@@ -254,15 +241,13 @@ class TreeChoice:
             self.times.add(tree, batch, context, now - max(last[2], picked.picked_at))
         self._last = tree, batch, now
 
-    def _bucket(self, bucket_size: int) -> BucketState:
-        if bucket_size not in self.buckets:
-            forms = self.layout.choices_for(bucket_size)
-            self.buckets[bucket_size] = BucketState(forms, forms[0])
-        return self.buckets[bucket_size]
+    def _bucket(self, size: int) -> BucketState:
+        if size not in self.buckets:
+            forms = self.layout.choices_for(size)
+            self.buckets[size] = BucketState(size, forms, forms[0])
+        return self.buckets[size]
 
-    def _choose(
-        self, bucket: BucketState, bucket_size: int, share: float, context: float, forms: Sequence[TreeShape]
-    ) -> TreeShape:
+    def _choose(self, bucket: BucketState, share: float, context: float, forms: Sequence[TreeShape]) -> TreeShape:
         """The form to run, one of `forms`.  share: the share of the batch's requests that can accept guesses."""
         self.rounds += 1
         if bucket.trial_rounds_left:
@@ -270,10 +255,10 @@ class TreeChoice:
             assert bucket.trial_tree is not None
             tree = bucket.trial_tree
         else:
-            rates = {form: self.rate(form, bucket_size, share, context) for form in forms}
+            rates = {form: self.rate(form, bucket.size, share, context) for form in forms}
             self._switch_if_better(bucket, rates)
-            tree = self._start_trial_if_due(bucket, bucket_size, rates, share) or bucket.current
-            self._log_if_settled(bucket, bucket_size, context)
+            tree = self._start_trial_if_due(bucket, rates, share) or bucket.current
+            self._log_if_settled(bucket, context)
         bucket.last_round[tree] = self.rounds
         return tree
 
@@ -288,16 +273,13 @@ class TreeChoice:
         if bucket.rounds_held > self.pace.rounds_before_change and rates[best] > MIN_SPEEDUP * rates[bucket.current]:
             if best == PLAIN:
                 # Guesses that paid for a while may soon pay again.
-                bucket.plain_pause = (
-                    MIN_PAUSE if bucket.rounds_held > LASTING_ROUNDS else min(2 * bucket.plain_pause, MAX_PAUSE)
-                )
+                was_lasting = bucket.rounds_held > LASTING_ROUNDS
+                bucket.plain_pause = MIN_PAUSE if was_lasting else min(2 * bucket.plain_pause, MAX_PAUSE)
             bucket.pause_length = bucket.pause_left = bucket.plain_pause if best == PLAIN else MIN_PAUSE
             bucket.current, bucket.rounds_held, bucket.switches = best, 0, bucket.switches + 1
             self.num_changes += 1
 
-    def _start_trial_if_due(
-        self, bucket: BucketState, bucket_size: int, rates: dict[TreeShape, float], share: float
-    ) -> TreeShape | None:
+    def _start_trial_if_due(self, bucket: BucketState, rates: dict[TreeShape, float], share: float) -> TreeShape | None:
         """The form that is tried from this round on; None if no trial is due."""
         bucket.pause_left -= 1
         if bucket.pause_left > 0:
@@ -309,25 +291,25 @@ class TreeChoice:
         rivals = [form for form in others if rates[form] >= MIN_RIVAL_RATE * max(rates.values())]
         if (bucket.current == PLAIN or not bucket.current.drafts) and others:
             for acceptance in (self.acceptance, self.lookup_acceptance)[: 2 if bucket.current == PLAIN else 1]:
-                acceptance.cap_weight(OLD_ROUNDS_WEIGHT * self.pace.trial_rounds * max(share * bucket_size, 1.0))
+                acceptance.cap_weight(OLD_ROUNDS_WEIGHT * self.pace.trial_rounds * max(share * bucket.size, 1.0))
             rivals = rivals or [max(others, key=lambda form: rates[form])]
         if not rivals:
             return None
         bucket.trial_tree = min(rivals, key=lambda form: bucket.last_round.get(form, 0))
-        bucket.trial_rounds_left = self.pace.trial_rounds + self.pace.single_request_rounds // bucket_size - 1
+        bucket.trial_rounds_left = self.pace.trial_rounds + self.pace.single_request_rounds // bucket.size - 1
         return bucket.trial_tree
 
-    def _log_if_settled(self, bucket: BucketState, bucket_size: int, context: float) -> None:
+    def _log_if_settled(self, bucket: BucketState, context: float) -> None:
         tree = bucket.current
-        if bucket.rounds_held != LOGGED_AFTER_ROUNDS or bucket.logged_tree == tree or not self.costs.uses_clock:
+        if bucket.rounds_held != LOGGED_ROUNDS or bucket.logged_tree == tree or not self.costs.uses_clock:
             return
         bucket.logged_tree = tree
         log.info(
             "trees: rounds of up to %d requests run %s: %.2f tokens in %.2f ms (predicted: %.2f in %.2f ms)",
-            bucket_size,
+            bucket.size,
             tree,
             self._acceptance_of(tree).accept_length(tree),
-            1e3 * self.times.seconds(tree, bucket_size, context),
+            1e3 * self.times.seconds(tree, bucket.size, context),
             Acceptance(self.layout.steps, 1, 1).accept_length(tree),
-            1e3 * self.costs.seconds(tree, bucket_size, context),
+            1e3 * self.costs.seconds(tree, bucket.size, context),
         )

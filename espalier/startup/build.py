@@ -34,7 +34,7 @@ from espalier.speculate.sources.prediction import PredictionSource
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModels:
     """The models of one engine, and the engine's configuration.
 
     draft: None for drafters without a model; shards: the part of the target that this rank holds.
@@ -54,7 +54,7 @@ class Loaded:
         """The dtype of the weights."""
         return getattr(torch, self.config.dtype)
 
-    def with_pages(self, num_pages: int) -> "Loaded":
+    def with_pages(self, num_pages: int) -> "LoadedModels":
         return replace(self, config=replace(self.config, num_pages=num_pages))
 
     @property
@@ -135,7 +135,7 @@ def kv_scales(target: CausalLM) -> dict[int, KVScales]:
     return stored
 
 
-def assemble(loaded: Loaded, keep_graphs: bool = False, capture_stages: bool = False) -> Engine:
+def assemble(loaded: LoadedModels, keep_graphs: bool = False, capture_stages: bool = False) -> Engine:
     """Builds an engine that runs these models.
 
     keep_graphs, capture_stages: see CudaExecutor.
@@ -191,7 +191,7 @@ def executor_of(
     return CpuExecutor(runner, overlap)
 
 
-def make_runner(loaded: Loaded) -> ModelRunner:
+def make_runner(loaded: LoadedModels) -> ModelRunner:
     """Allocates all buffers of the configuration, chooses backends, and returns the runner."""
     config, target, device, dtype = loaded.config, loaded.target, loaded.device, loaded.dtype
     layout, specs, exact_lengths = config.layout, loaded.specs, not config.overlap

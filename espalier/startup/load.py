@@ -14,7 +14,7 @@ import torch
 from espalier.cache.layer_spec import of_rank
 from espalier.config import FP8_KV, EngineConfig, ResolvedConfig, is_open
 from espalier.engine.engine import Engine
-from espalier.engine.lead import LeadExecutor, explaining
+from espalier.engine.lead import LeadExecutor, raising_rank_failure
 from espalier.engine.ranks import Ranks
 from espalier.errors import EspalierError
 from espalier.models import (
@@ -39,7 +39,7 @@ from espalier.speculate.drafters.registry import (
     own_draft,
     read_draft,
 )
-from espalier.startup.build import Loaded, assemble, cache_size, chooser_of
+from espalier.startup.build import LoadedModels, assemble, cache_size, chooser_of
 from espalier.startup.checkpoints import BUNDLED, BUNDLED_FILES, find_draft, find_target
 from espalier.startup.measure_memory import measure_pages
 from espalier.startup.ranks import Models, RankWork, starting_ranks
@@ -152,7 +152,7 @@ def build_engine(
         return build_engine_of_ranks(ranks, resolved, requested_pages)
 
 
-def load_models(resolved: ResolvedConfig, checkpoint: Checkpoint, shards: Shards = WHOLE) -> Loaded:
+def load_models(resolved: ResolvedConfig, checkpoint: Checkpoint, shards: Shards = WHOLE) -> LoadedModels:
     """Loads target and draft, or one rank's part of them."""
     device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
     if device.type == "cpu":
@@ -168,7 +168,7 @@ def load_models(resolved: ResolvedConfig, checkpoint: Checkpoint, shards: Shards
         **how,
     )
     draft = None if checkpoint.draft_path is None else load_draft(checkpoint.draft_path, target, shards=shards, **how)
-    return Loaded(resolved, target, draft, shards)
+    return LoadedModels(resolved, target, draft, shards)
 
 
 def build_engine_of_ranks(
@@ -179,20 +179,20 @@ def build_engine_of_ranks(
     models: the function that loads the models of a rank; by default from files.  Raises the errors of build_engine, and
     RankFailed.
     """
-    ranks.loaded()
+    ranks.wait_until_loaded()
     joined = Path(ranks.folder.name) / f"joined-{ranks.num_loaded}"
     work = RankWork(models or models_of_files, resolved, requested_pages, str(joined))
-    with explaining(ranks):
+    with raising_rank_failure(ranks):
         ranks.load(work)
         loaded = work.models_of(0, ranks.join)
         executor, loaded = work.executor_of(loaded)
-    ranks.loaded()
+    ranks.wait_until_loaded()
     _say_resolved(loaded)
     config = loaded.config
     return Engine(LeadExecutor(executor, ranks), config.overlap, config.prefix_cache, chooser_of(config)), config
 
 
-def models_of_files(resolved: ResolvedConfig, shards: Shards) -> Loaded:
+def models_of_files(resolved: ResolvedConfig, shards: Shards) -> LoadedModels:
     """Loads one rank's part of the models, from the files that a resolved configuration names.  Runs in any process."""
     target_path = Path(resolved.model)
     target = read_config(target_path, resolved.model_overrides, resolved.model_impl)
@@ -203,7 +203,7 @@ def models_of_files(resolved: ResolvedConfig, shards: Shards) -> Loaded:
 
 
 def build_engine_of_models(
-    loaded: Loaded, requested_pages: int | None, keep_graphs: bool = False
+    loaded: LoadedModels, requested_pages: int | None, keep_graphs: bool = False
 ) -> tuple[Engine, ResolvedConfig]:
     """Builds an engine of models that are loaded already.  See build_engine.  keep_graphs: see CudaExecutor."""
     if loaded.config.tensor_parallel > 1:
@@ -214,7 +214,7 @@ def build_engine_of_models(
     return assemble(loaded, keep_graphs, capture_stages=True), loaded.config
 
 
-def _say_resolved(loaded: Loaded) -> None:
+def _say_resolved(loaded: LoadedModels) -> None:
     config = loaded.config
     log.info("resolved configuration\n%s", config.block())
     log.info("%s", cache_size(config, loaded.specs, loaded.dtype))

@@ -17,13 +17,13 @@ from espalier.cache.kv import bytes_beside_pages, bytes_per_token
 from espalier.cache.states import bytes_per_state
 from espalier.config import EngineConfig, is_open
 from espalier.engine.cuda import CudaExecutor
-from espalier.engine.launch_input import LaunchInput, of_dummies
+from espalier.engine.launch_input import LaunchInput, dummy_launch
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.limits import MAX_LOGPROBS
 from espalier.sampling.mask import mask_words
 from espalier.sampling.prompt import PromptRows
-from espalier.startup.build import Loaded, make_runner
+from espalier.startup.build import LoadedModels, make_runner
 
 if TYPE_CHECKING:
     from espalier.startup.resolve import Facts
@@ -83,7 +83,7 @@ def dummy_pass(width: int, num_pieces: int, requests: int, reported: int) -> Lau
     width: rows of a piece; requests: their number.  reported: the number of rows whose log-probabilities are reported,
     counted from the first row of the pass.
     """
-    dummies = of_dummies(requests, width, num_pieces if num_pieces > requests else 0)
+    dummies = dummy_launch(requests, width, num_pieces if num_pieces > requests else 0)
     rows = None
     if reported:
         others = requests - 1
@@ -113,7 +113,7 @@ class Needs:
     total_bytes: int
 
 
-def measure_pages(loaded: Loaded, requested: int | None) -> int:
+def measure_pages(loaded: LoadedModels, requested: int | None) -> int:
     """Returns the number of pages, dummy page included, that fit beside models, buffers and the largest launches.
 
     requested: the number of pages that the user wants, or None.  If it is given, it is checked and returned.  Raises
@@ -143,7 +143,7 @@ def _gib(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-def _measure_needs(loaded: Loaded) -> Needs:
+def _measure_needs(loaded: LoadedModels) -> Needs:
     """Measures the needs with a trial runner.  The runner's memory is freed before this function returns."""
     layout, device = loaded.config.layout, loaded.device
     try:
@@ -173,13 +173,13 @@ def measure(executor: CudaExecutor, layout: RoundLayout, device: torch.device, g
     """
     passes = [fullest_pass(layout, width) for width in layout.chunk_widths]
     # Batches are in ascending order, so each tree keeps its largest batch.
-    staged = {layout.at(batch).tree: replace(of_dummies(batch), is_staged=True) for batch in executor.buckets}
+    staged = {layout.at(batch).tree: replace(dummy_launch(batch), is_staged=True) for batch in executor.buckets}
     forms = sorted(layout.round_forms(executor.buckets), key=lambda form: form.batch)
-    largest = {form.tree or layout.at(form.batch).tree: of_dummies(*form) for form in forms}
+    largest = {form.tree or layout.at(form.batch).tree: dummy_launch(*form) for form in forms}
     rounds = [*largest.values(), *staged.values()]
     compiled = executor.dummy_rounds if graph_batch < layout.max_batch else rounds
     executor.compile([*compiled, *passes, *smaller_passes(layout, executor.runner.target.config.vocab_size)])
-    captured = [*rounds, *(of_dummies(*layout.captured_passes[-1]),) * executor.runner.captures_prefill]
+    captured = [*rounds, *(dummy_launch(*layout.captured_passes[-1]),) * executor.runner.captures_prefill]
     graph_bytes = max(_peak_bytes(executor, launch_input, device) for launch_input in captured)
     pass_bytes = [_peak_bytes(executor, launch_input, device) for launch_input in passes]
     return Needs(max(graph_bytes, *pass_bytes), graph_bytes, *torch.cuda.mem_get_info(device))

@@ -22,11 +22,11 @@ from espalier.engine.executor import Executor
 from espalier.engine.ranks import Peer, Ranks
 from espalier.shards import Collectives, Shards
 from espalier.shards.gloo import GlooCollectives
-from espalier.startup.build import Loaded, executor_of, make_runner
+from espalier.startup.build import LoadedModels, executor_of, make_runner
 from espalier.startup.measure_memory import measure_pages
 
 # Loads one rank's part of the models.  It is pickled, so it must be a function of a module, or a partial of one.
-Models = Callable[[ResolvedConfig, Shards], Loaded]
+Models = Callable[[ResolvedConfig, Shards], LoadedModels]
 # Calls a function that connects to the other ranks, and returns the function's result.
 Joining = Callable[[Callable[[], Collectives]], Collectives]
 
@@ -45,10 +45,10 @@ class RankWork:
     joined: str
 
     def load(self, rank: int) -> Executor:
-        """Loads the models and returns the rank's executor.  See espalier/engine/follow.py:Source."""
+        """Loads the models and returns the rank's executor.  See espalier/engine/follow.py:ExecutorLoader."""
         return self.executor_of(self.models_of(rank))[0]
 
-    def models_of(self, rank: int, joining: Joining = lambda meet: meet()) -> Loaded:
+    def models_of(self, rank: int, joining: Joining = lambda meet: meet()) -> LoadedModels:
         """Connects to the other ranks and loads the models of a rank.  The models' shards have the collectives.
 
         joining: calls the function that waits for the other ranks.
@@ -60,7 +60,7 @@ class RankWork:
         joined = joining(lambda: join(torch.device(config.device), Path(self.joined), rank, count))
         return self.models(config, Shards(rank, count, joined))
 
-    def executor_of(self, loaded: Loaded) -> tuple[Executor, Loaded]:
+    def executor_of(self, loaded: LoadedModels) -> tuple[Executor, LoadedModels]:
         """Returns the executor, and the models with the number of pages that fits on every rank."""
         if loaded.device.type == "cuda":
             pages = torch.tensor(measure_pages(loaded, self.requested_pages), device=loaded.device)

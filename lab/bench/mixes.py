@@ -67,9 +67,7 @@ class OneTree:
     tree: TreeShape
     num_changes: int = 0
 
-    def pick(
-        self, batch: int, drafting: int, context: float, lookup_gain: LookupGain | None = None
-    ) -> TreeShape | None:
+    def pick(self, batch: int, drafting: int, context: float, lookup: LookupGain | None = None) -> TreeShape | None:
         has = self.layout.choices_for(bucket_of(batch, self.layout.batch_buckets(self.layout.max_batch)))
         return self.tree if self.tree in has else PLAIN
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.engine.lead import explaining
+from espalier.engine.lead import raising_rank_failure
 from espalier.errors import EspalierError
 from espalier.kernels.ops.norm import add_rms_norm
 from espalier.startup.ranks import Joining, starting_ranks
@@ -35,7 +35,7 @@ HEADS = ("what", "rows x columns", "way")
 
 @dataclass(frozen=True)
 class JoinWork:
-    """What each rank does (espalier/engine/follow.py:Source).  joined: a file by which ranks meet."""
+    """What each rank does (espalier/engine/follow.py:ExecutorLoader).  joined: a file by which ranks meet."""
 
     count: int
     joined: str
@@ -151,13 +151,13 @@ def run(args: Namespace) -> int:
         )
     print_header()
     with starting_ranks(args.ranks) as ranks:
-        ranks.loaded()
+        ranks.wait_until_loaded()
         joined = str(Path(ranks.folder.name) / "joined")
         work = JoinWork(args.ranks, joined, tuple(rows), args.hidden, args.vocab)
         ranks.load(work)
-        with explaining(ranks):
+        with raising_rank_failure(ranks):
             times = work.run(0, ranks.join)
-        ranks.loaded()
+        ranks.wait_until_loaded()
         ranks.end()
     stdout().print(f"{CHECKED} sums on {args.ranks} ranks: 0 values differ")
     write_json(args.json, {"ranks": args.ranks, "joins": [time.as_dict(HEADS) for time in times]})

@@ -55,7 +55,7 @@ class AnyTree:
     samples: list[Sequence[AcceptSample]] = field(default_factory=list)
     num_changes: int = 0
 
-    def pick(self, batch: int, drafting: int, context: float, lookup_gain: Any = None) -> TreeShape:
+    def pick(self, batch: int, drafting: int, context: float, lookup: Any = None) -> TreeShape:
         self.picked.append(self.random.choice(self.forms))
         return self.picked[-1]
 
@@ -127,7 +127,7 @@ def test_on_a_gpu_every_tree_of_a_bucket_is_a_graph(monkeypatch: pytest.MonkeyPa
     assert {form for form in graphs.graphs if not form.width} == rounds
 
     class OfBucket(AnyTree):
-        def pick(self, batch: int, drafting: int, context: float, lookup_gain: Any = None) -> TreeShape:
+        def pick(self, batch: int, drafting: int, context: float, lookup: Any = None) -> TreeShape:
             self.forms = engine.layout.choices_for(batch)
             return super().pick(batch, drafting, context)
 
@@ -170,7 +170,7 @@ def test_samples_are_what_the_trees_say() -> None:
 
     def traced(launch_input: LaunchInput) -> Any:
         nonlocal checked
-        handle = launch(replace(launch_input, traced=True))
+        handle = launch(replace(launch_input, reports_trees=True))
         for row in () if launch_input.is_prefill else handle.result():
             assert launch_input.tree is not None
             checked += check_row(row, launch_input.tree)

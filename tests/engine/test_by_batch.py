@@ -34,7 +34,7 @@ class Seen:
         launch = self.engine.executor.launch
 
         def seeing(launch_input: LaunchInput) -> Any:
-            handle = launch(replace(launch_input, traced=True))
+            handle = launch(replace(launch_input, reports_trees=True))
             if not launch_input.is_prefill:
                 rows = handle.result()
                 trees = [row.tree for row in rows if row.tree is not None]

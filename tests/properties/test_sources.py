@@ -14,7 +14,7 @@ from espalier.slots import ALONE, Guess
 from espalier.speculate import round as of_round
 from espalier.speculate.sources.survival import Survival
 from espalier.startup.build import assemble
-from espalier.startup.load import Loaded
+from espalier.startup.load import LoadedModels
 from tests.harness import VOCAB, Ran, Setup, prompts, request, run
 from tests.properties.test_tokens import STYLES
 
@@ -100,7 +100,7 @@ def test_without_a_prediction_rounds_are_those_of_an_engine_without_sources(algo
         setup = replace(TREE, algorithm=algorithm, overlap=True, text_paths=0, sent_paths=2 * len(sources))
         config = setup.config(sources=sources, round_costs=CpuCosts() if algorithm == "ngram" else None)
         config = replace(config, layout=replace(config.layout, choices=((1, (config.layout.tree, PLAIN)),)))
-        engine, launches = assemble(Loaded(config, *setup.models(setup.layout.position_rows))), []
+        engine, launches = assemble(LoadedModels(config, *setup.models(setup.layout.position_rows))), []
         launch = engine.executor.launch
         engine.executor.launch = lambda sent, to=launch, noted=launches: (noted.append(sent), to(sent))[1]
         ran = run(engine, traffic(None)[::3])
@@ -119,7 +119,7 @@ def test_rounds_whose_form_follows_from_their_guesses_say_the_same(temperature):
     tree = config.layout.tree
     choices = ((1, (tree, replace(tree, drafts=False), PLAIN)),)
     engine = assemble(
-        Loaded(
+        LoadedModels(
             replace(config, layout=replace(config.layout, choices=choices)), *setup.models(setup.layout.position_rows)
         )
     )
@@ -152,7 +152,7 @@ def test_each_path_is_counted_once(overlap, monkeypatch):
 
     def noted_ask(guesses, batch):
         made = ask(guesses, batch)
-        sent.extend(guess.kind for _, of_slot in made.guesses for guess in of_slot)
+        sent.extend(guess.kind for _, of_slot in made.by_slot for guess in of_slot)
         return made
 
     def noted_count(guesses, launch, rows):
