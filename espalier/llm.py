@@ -15,7 +15,7 @@ from espalier.config import EngineConfig, ResolvedConfig
 from espalier.engine.engine import Engine
 from espalier.engine.mask_threads import MAX_ABANDONED
 from espalier.engine_lock import EngineLock
-from espalier.errors import EspalierError, frames_cleared, refuses_unknown_keywords, require_fields, shown
+from espalier.errors import EspalierError, clearing_frames, refuses_unknown_keywords, require_fields, shown
 from espalier.grammar.spec import Grammar
 from espalier.grammar.token_masker import TokenMasker
 from espalier.inputs import ConversationOptions, InputProcessor, Messages, ModelFacts, Prompt, text_sink
@@ -23,7 +23,7 @@ from espalier.masking.compile import CompiledGrammar, CompilerBusy, GrammarCompi
 from espalier.request import Output, OutputChunk, Request, ResolvedParams, SamplingParams, sample_seed
 from espalier.speculate.drafters.registry import what_to_check
 from espalier.startup.generation_config import end_tokens, generation_config
-from espalier.startup.load import Checkpoint, build_engine, find, resolve_config, warn_of_cpu_costs
+from espalier.startup.load import Checkpoint, build_engine, find_checkpoint, resolve_config, warn_of_cpu_costs
 from espalier.stats import SpeculationStats
 from espalier.text import load_tokenizer
 from espalier.tool_calls.message_stream import ChatOutput, chat_output
@@ -64,7 +64,7 @@ class LLM:
     def _load(self, prepared: "Prepared") -> None:
         num_pages = prepared.config.num_pages if isinstance(prepared.config.num_pages, int) else None
         warn_of_cpu_costs(prepared.config, prepared.resolved, prepared.checkpoint)
-        with frames_cleared():
+        with clearing_frames():
             self._use(*build_engine(prepared.resolved, prepared.checkpoint, num_pages), prepared.inputs)
 
     def _use(self, engine: Engine, config: ResolvedConfig, inputs: InputProcessor) -> None:
@@ -180,7 +180,7 @@ class LLM:
     ) -> list[list[Request]]:
         """Returns each prompt's n requests, checked but not queued.  streamed: the user reads tokens as they come."""
         self._require_open()
-        each = _one_each(params, len(prompts))
+        each = _params_per_prompt(params, len(prompts))
         checked: list[tuple[list[int], ResolvedParams]] = []
         for i, (prompt, prompt_params) in enumerate(zip(prompts, each, strict=True)):
             with naming(i, len(prompts)):
@@ -275,7 +275,7 @@ class LLM:
                     num_left -= chunk.finish_reason is not None
                     yield chunk
         finally:
-            self._turn.run(partial(self._leave, requests))
+            self._turn.run(partial(self._abort_unfinished, requests))
 
     def _step(self, unread: Sequence[OutputChunk] = ()) -> None:
         """Run one engine step.  No step runs if another thread's step has filled `unread` before this thread's turn.
@@ -297,7 +297,7 @@ class LLM:
         self._warn_of_low_acceptance()
         return chunks
 
-    def _leave(self, requests: list[Request]) -> None:
+    def _abort_unfinished(self, requests: list[Request]) -> None:
         """Abort the requests that the engine has not ended, and drop their unread chunks."""
         for request in requests:
             self.engine.abort(request.id)
@@ -335,7 +335,7 @@ class Prepared:
 
 def prepare(config: EngineConfig) -> Prepared:
     """Find the model's files and resolve the configuration, without loading weights.  Raises EspalierError."""
-    checkpoint = find(config)
+    checkpoint = find_checkpoint(config)
     resolved = resolve_config(config, checkpoint)
     path, target = checkpoint.target_path, checkpoint.target
     facts = ModelFacts(
@@ -387,7 +387,7 @@ def _require_prompt(name: str, prompt: Any) -> None:
         raise EspalierError(f"{name} is {shown(prompt)}; use text or a list of token ids")
 
 
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def _params_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None:
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):

@@ -230,14 +230,14 @@ class ResolvedParams(SamplingParams):
     @cached_property
     def has_filters(self) -> bool:
         """Whether top-k, top-p or min-p is in force.  Greedy requests have no filters."""
-        return self.temperature > 0 and self._differs("filters")
+        return self.temperature > 0 and self._is_not_neutral("filters")
 
     @cached_property
     def has_penalties(self) -> bool:
         """Whether a penalty is in force, so that the tokens seen so far must be counted."""
-        return self._differs("penalties")
+        return self._is_not_neutral("penalties")
 
-    def _differs(self, part: str) -> bool:
+    def _is_not_neutral(self, part: str) -> bool:
         return any(getattr(self, f.name) != f.default for f in SLOT_PARAMS if f.metadata["part_of"] == part)
 
     def slot_values(self) -> dict[str, float | int]:

@@ -186,7 +186,7 @@ class SlotTable:
         self.stop_ids = zeros(MAX_STOP_IDS)
         self.guesses = zeros(layout.sent_paths, GUESS_HEAD + guess_width(layout))
         self.said = zeros(layout.text_paths, 1 + layout.steps)
-        self.candidates = zeros(layout.num_draft_tokens if layout.calibrates else 0)
+        self.candidates = zeros(layout.num_draft_tokens if layout.calibrates_scores else 0)
         self.skill = zeros(1, dtype=torch.float32)
         self.survival = torch.zeros(KINDS, layout.steps, dtype=torch.float32, device=device)
         self.counts = zeros(vocab_size, dtype=torch.int32)

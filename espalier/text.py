@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
 from espalier.chat import ChatOptions, ChatTemplate, Rendering, Steps, finish
-from espalier.errors import tokenizing
+from espalier.errors import tokenizer_errors
 from espalier.model_files import is_gguf, read_gguf
 from espalier.tokenizer_files import hugging_face_tokenizer
 
@@ -111,7 +111,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of a text.  add_special_tokens: add the tokenizer's special tokens, such as BOS."""
-        with tokenizing():
+        with tokenizer_errors():
             return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -327,7 +327,7 @@ class ByteDetokenizer:
         self.bytes_of = bytes_of
         self.shown = frozenset(shown)
         self.utf8 = Utf8Decoder("replace")
-        self.untaken: list[int] = []
+        self._pending_tokens: list[int] = []
 
     @property
     def is_between_characters(self) -> bool:
@@ -335,15 +335,19 @@ class ByteDetokenizer:
         return not self.utf8.getstate()[0]
 
     def push(self, token_id: int) -> None:
-        self.untaken.append(token_id)
+        self._pending_tokens.append(token_id)
 
     def push_all(self, token_ids: Sequence[int]) -> None:
-        self.untaken.extend(token_ids)
+        self._pending_tokens.extend(token_ids)
 
     def take(self, final: bool) -> str:
         """Returns the text of the tokens since the last take; unless final, only up to the last complete character."""
-        parts = [part.bytes for token in self.untaken if (part := self.bytes_of(token)).is_text or token in self.shown]
-        self.untaken.clear()
+        parts = [
+            part.bytes
+            for token in self._pending_tokens
+            if (part := self.bytes_of(token)).is_text or token in self.shown
+        ]
+        self._pending_tokens.clear()
         return self.utf8.decode(b"".join(parts), final)
 
     def ahead(self) -> str:

@@ -184,7 +184,7 @@ class Setup:
             dtype,
             device,
             draft_attention=self.draft_attention or self.attention,
-            num_pages=self.num_pages or layout.most_pages,
+            num_pages=self.num_pages or layout.max_pages,
             overlap=self.overlap,
             prefix_cache=self.prefix_cache,
             kv_dtype=self.kv_dtype,

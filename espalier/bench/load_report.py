@@ -21,8 +21,8 @@ from espalier.bench.load import (
     TIMES,
     Arrivals,
     Load,
-    OfLengths,
-    Served,
+    LoadResult,
+    RandomTalks,
     Talks,
     mixed,
     serve,
@@ -52,7 +52,7 @@ FORMATS = (
 )
 
 
-class Spoken:
+class DatasetTalks:
     """The conversations of a dataset, as load.py:Talks.
 
     thinking: the switch of the chat template; None: its default.
@@ -120,7 +120,7 @@ def run(args: Namespace, engines_of: Callable[..., BenchEngines] = engines_of) -
         return open_loop.run(args)
     if given := [name for name in OF_SERVERS if getattr(args, name) is not None]:
         raise EspalierError(f"{flag_of(given[0])} is for a running server; give its --url too")
-    talks = datasets.asked_for(args)
+    talks = datasets.dataset_of_flags(args)
     load = _load(args) if talks is None else None
     require_writable("--markdown", args.markdown)
     served, config = {}, None
@@ -189,12 +189,12 @@ def _each_way(
 
             def conversations(temperature: float, bench: BenchEngine = bench) -> Talks:
                 if load is not None:
-                    return OfLengths(load, load.texts(bench.prompts(load.lengths)))
-                return Spoken(bench.llm, talks or (), temperature, args.thinking, think)
+                    return RandomTalks(load, load.texts(bench.prompts(load.lengths)))
+                return DatasetTalks(bench.llm, talks or (), temperature, args.thinking, think)
 
             asked_by = {temperature: conversations(temperature) for temperature in args.temperature}
             _warm_up(bench, load, args.concurrency or next(iter(asked_by.values())).count)
-            cells: list[tuple[Served, ResolvedConfig]] = []
+            cells: list[tuple[LoadResult, ResolvedConfig]] = []
             for rate, temperature in _cells(args):
                 empty_prefix_cache(bench.engine)
                 arrivals = open_loop.arrivals_of(args, rate)

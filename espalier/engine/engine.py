@@ -24,7 +24,7 @@ from espalier.engine.round_trees import RoundTrees
 from espalier.engine.scheduler import Scheduler
 from espalier.engine.state_keeper import make_state_keeper
 from espalier.engine.tree_choice import TreeChooser
-from espalier.errors import EspalierError, too_little_room
+from espalier.errors import EspalierError, output_too_long
 from espalier.request import OutputChunk, Request, check_prompt
 from espalier.speculate.sources.base import HostSource
 from espalier.stats import SpeculationStats
@@ -176,7 +176,7 @@ class Engine:
         max_context, least = self.layout.max_context, request.params.min_tokens
         check_prompt(request.prompt, self.vocab_size, max_context, self.max_position)
         if len(request.prompt) + least > max_context:
-            raise too_little_room("min_tokens", least, len(request.prompt), max_context, self.max_position)
+            raise output_too_long("min_tokens", least, len(request.prompt), max_context, self.max_position)
         if not self.scheduler.fits(request):
             raise EspalierError(
                 f"a request of up to {request.end(max_context)} tokens (prompt: {len(request.prompt)}) can never fit "

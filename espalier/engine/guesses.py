@@ -59,7 +59,7 @@ class GuessSources:
     def __init__(self, layout: RoundLayout, sources: Sequence[HostSource]):
         self.layout = layout
         self.sources = sources
-        self.survival = Survival(layout.steps) if layout.calibrates else None
+        self.survival = Survival(layout.steps) if layout.calibrates_scores else None
         self.by_source = np.zeros((len(ALL_SOURCES), 3))
         self.num_counted_rounds = 0
 

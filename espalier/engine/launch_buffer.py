@@ -154,7 +154,7 @@ def _padded_sizes(layout: RoundLayout, launch_input: LaunchInput, form: LaunchFo
             f"follow from {layout}: reserve pages with layout.reserve"
         )
     sizes = {"page_table": capacity}
-    if layout.calibrates:
+    if layout.calibrates_scores:
         sizes |= {"guesses": form.batch * guess_cells(layout), "survival": KINDS * layout.steps, "skill": form.batch}
     return {"slots": form.batch} | {f"{name}.{part}": size for name, size in sizes.items() for part in ("at", "values")}
 
@@ -164,7 +164,7 @@ def _of_sources(table: SlotTable, launch_input: LaunchInput) -> dict[str, Scatte
 
     A padding zero in `survival` is written to kind 0, which no guess has; in `skill` it is written to the dummy slot.
     """
-    if not table.layout.calibrates:
+    if not table.layout.calibrates_scores:
         return {}
     survival = np.zeros(0, dtype=np.float32) if launch_input.survival is None else launch_input.survival.reshape(-1)
     skill = np.array(launch_input.skill, dtype=np.float32)

@@ -56,7 +56,7 @@ class ResultColumns:
         width, nodes = layout.extend_width, layout.num_draft_tokens
         sizes = {"length": 1, "num_finite": 1, "emitted": width, "path": width}
         sizes |= dict.fromkeys(("tokens", "parents", "depths", "scores"), nodes)
-        sizes |= {"said": layout.text_paths * (1 + layout.steps), "candidates": nodes * layout.calibrates}
+        sizes |= {"said": layout.text_paths * (1 + layout.steps), "candidates": nodes * layout.calibrates_scores}
         # The log-probabilities are last, so that all other fields are one view.
         sizes["logprobs"] = width * words(MAX_LOGPROBS)
         ends = np.cumsum(list(sizes.values())).tolist()

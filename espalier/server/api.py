@@ -80,7 +80,7 @@ async def converse(front: Front, body: ChatRequest) -> Conversation:
     front.check_effect(ignored := body.without_effect() + unread)
     if body.prediction is not None:
         guessed = body.prediction.text
-        asked_for = InputProcessor.predicted, params, guessed
+        asked_for = InputProcessor.with_prediction, params, guessed
         params = await front.lanes.run(*asked_for, size=len(guessed), field="prediction")
     if "reasoning_effort" in unread:
         body = body.model_copy(update={"reasoning_effort": None})
@@ -90,7 +90,7 @@ async def converse(front: Front, body: ChatRequest) -> Conversation:
         prompt = await front.rendered(_prompt, body, plan, check, size=size)
     with refusing():
         front.inputs.require_room(prompt, asked, body.limit_name)
-        params = front.inputs.planned(plan, params, prompt)
+        params = front.inputs.apply_plan(plan, params, prompt)
     return Conversation(ignored, prompt, params, plan)
 
 
@@ -279,7 +279,7 @@ def _echo(inputs: InputProcessor, prompts: Sequence[str | list[int]], skip_speci
 
 
 def _text(inputs: InputProcessor, what: str, tokens: list[int], skip_special_tokens: bool = True) -> str:
-    return inputs.text_of(what).decode(tokens, skip_special_tokens)
+    return inputs.require_tokenizer(what).decode(tokens, skip_special_tokens)
 
 
 def _tokens(server: Server) -> list[Endpoint]:
@@ -314,7 +314,7 @@ def _tokens(server: Server) -> list[Endpoint]:
 def _tokenized(inputs: InputProcessor, body: TokenizeRequest, check: Callable[[str], None]) -> list[int]:
     """Returns the token ids of a text, for /tokenize."""
     assert body.prompt is not None
-    tokenizer = inputs.text_of("/tokenize")
+    tokenizer = inputs.require_tokenizer("/tokenize")
     check(body.prompt)
     return tokenizer.encode(body.prompt, body.add_special_tokens is not False)
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
-from espalier.errors import EspalierError, once_each, shown
+from espalier.errors import EspalierError, shown, without_duplicate_keys
 from espalier.request import check_prompt
 from espalier.server.aside import Aside, AsideFailed, serve_frames
 from espalier.server.errors import FAILED, ApiError, of_validation, refusal
@@ -111,7 +111,7 @@ def _parsed(content_type: str, data: bytes) -> Any:
         why = f"content-type {content_type} is not supported" if content_type else "the body has no content-type"
         raise ApiError(400, f"{why}; send a JSON object with content-type application/json")
     try:
-        return json.loads(data, object_pairs_hook=once_each)
+        return json.loads(data, object_pairs_hook=without_duplicate_keys)
     except json.JSONDecodeError as error:
         detail = {"type": "json_invalid", "loc": (error.pos,), "msg": "", "ctx": {"error": error.msg}}
         raise of_validation([detail], None) from None

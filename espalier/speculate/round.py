@@ -265,7 +265,7 @@ def settle(verified: VerifiedRound, mask: Tensor | None = None) -> RoundOutput:
     if runner.layout.extends:
         runner.drafter.extend(slots, rows_of_path(runner.drafter, out, path), path.length)
     source_fields: dict[str, Any] = {}
-    if runner.table.layout.calibrates and runner.layout.num_draft_tokens > 1:
+    if runner.table.layout.calibrates_scores and runner.layout.num_draft_tokens > 1:
         fields = {"said": slots.table.said, "candidates": slots.table.candidates}
         source_fields = {
             name: field.index_select(0, slots.index).flatten(1) for name, field in fields.items() if field.shape[1]

@@ -73,7 +73,7 @@ def config_of_layout(
     ResolvedConfig that differ from these defaults.
     """
     name = str(dtype).removeprefix("torch.")
-    of_rows = {"kv_dtype": name, "draft_kv_dtype": name, "draft_attention": attention, "num_pages": layout.most_pages}
+    of_rows = {"kv_dtype": name, "draft_kv_dtype": name, "draft_attention": attention, "num_pages": layout.max_pages}
     off: dict[str, Any] = {"overlap": False, "prefix_cache": False, "graph_batch": 0, "seed": 0}
     off |= {"model_impl": "native", "model_overrides": {}}
     off |= {"num_snapshots": 4 * layout.max_batch * bool(chosen.get("prefix_cache"))}
@@ -214,7 +214,7 @@ def make_runner(loaded: LoadedModels) -> ModelRunner:
         )
     )
     drafter: Drafter = make_drafter(config.algorithm, loaded.draft, layout, draft_cache)
-    if layout.calibrates:
+    if layout.calibrates_scores:
         drafter = GraftedDrafter(drafter, layout)
     table = SlotTable(layout, target.config.vocab_size, drafter.spec.carried, dtype, device)
     return ModelRunner(layout, table, cache, target, drafter)

@@ -44,7 +44,7 @@ from espalier.startup.checkpoints import BUNDLED, BUNDLED_FILES, find_draft, fin
 from espalier.startup.measure_memory import measure_pages
 from espalier.startup.ranks import Models, RankWork, starting_ranks
 from espalier.startup.resolve import (
-    Facts,
+    StartupFacts,
     choose_algorithm,
     choose_device,
     free_memory,
@@ -68,7 +68,7 @@ class Checkpoint:
     spec: DraftSpec
 
 
-def find(config: EngineConfig) -> Checkpoint:
+def find_checkpoint(config: EngineConfig) -> Checkpoint:
     """Finds the files of target and draft, and reads their configs.
 
     Raises EspalierError if files are missing, a model is not supported, or the draft does not fit the target.
@@ -118,7 +118,7 @@ def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConf
     require_shards(checkpoint.target, shards.count)
     if checkpoint.draft is not None:
         require_shards(checkpoint.draft.layer, of_draft.count)
-    facts = Facts(
+    facts = StartupFacts(
         # The ranks on a CPU share its memory.
         free_bytes=free_memory(device) // (shards.count if device.type == "cpu" else 1),
         weights=weights_of(checkpoint, shards.count),
@@ -187,7 +187,7 @@ def build_engine_of_ranks(
         loaded = work.models_of(0, ranks.join)
         executor, loaded = work.executor_of(loaded)
     ranks.wait_until_loaded()
-    _say_resolved(loaded)
+    _log_resolved(loaded)
     config = loaded.config
     return Engine(LeadExecutor(executor, ranks), config.overlap, config.prefix_cache, chooser_of(config)), config
 
@@ -210,11 +210,11 @@ def build_engine_of_models(
         raise EspalierError("models that are loaded already are on one rank; use tensor_parallel=1")
     if loaded.device.type == "cuda":
         loaded = loaded.with_pages(measure_pages(loaded, requested_pages))
-    _say_resolved(loaded)
+    _log_resolved(loaded)
     return assemble(loaded, keep_graphs, capture_stages=True), loaded.config
 
 
-def _say_resolved(loaded: LoadedModels) -> None:
+def _log_resolved(loaded: LoadedModels) -> None:
     config = loaded.config
     log.info("resolved configuration\n%s", config.block())
     log.info("%s", cache_size(config, loaded.specs, loaded.dtype))
@@ -238,7 +238,7 @@ def weights_of(checkpoint: Checkpoint, ranks: int = 1) -> WeightCount:
 
 
 # A quantised model quantises at least one of these matrices.
-TYPICAL = ("self_attn.o_proj", "mlp.down_proj", "mlp.experts", "mlp.experts.0.down_proj")
+TYPICAL_WEIGHTS = ("self_attn.o_proj", "mlp.down_proj", "mlp.experts", "mlp.experts.0.down_proj")
 HALVES = ("bfloat16", "float16")
 
 
@@ -269,5 +269,5 @@ def warn_of_cpu_costs(config: EngineConfig, resolved: ResolvedConfig, checkpoint
 
 def _quantised_as(model: ModelConfig) -> str | None:
     """Returns the name of the format of a model's quantised weights; None if all weights are dense."""
-    formats = (model.formats(f"model.layers.0.{name}") for name in TYPICAL)
+    formats = (model.formats(f"model.layers.0.{name}") for name in TYPICAL_WEIGHTS)
     return next((each.name for each in formats if each != DENSE_FORMAT), None)

@@ -32,7 +32,7 @@ SMALLER_TREES = (TreeShape(5, 4, 16), TreeShape(3, 2, 8), TreeShape(3, 1, 4), Tr
 # Seconds that a layer's launches take beside reading and products, measured for an 8B on an H100 (docs/log.md).
 LAYER_OVERHEAD_S = 1.2e-5
 # A tree replaces the tree of smaller batches if it is predicted to be this many times as fast.
-WORTH_A_CHANGE = 1.03
+MIN_SPEEDUP = 1.03
 # Committed tokens of a request.  A round reads their K/V once.
 CONTEXT = 1024
 
@@ -192,7 +192,7 @@ def trees_by_cost(
     for batch in _buckets(max_batch):
         rates = {tree: assumed_accept_length(tree) / weights.round_seconds(tree, batch, chip) for tree in trees}
         best = max(trees, key=lambda tree: rates[tree])
-        if rates[best] > WORTH_A_CHANGE * rates[current]:
+        if rates[best] > MIN_SPEEDUP * rates[current]:
             chosen[batch] = current = best
     return chosen
 

@@ -20,7 +20,7 @@ from typing import Any
 from espalier.config import EngineConfig, RoundCosts, SpeculationConfig, is_open
 from espalier.engine.acceptance import FIRST_CHILD_RATES, MEASURED_DRAFT, gains, scaled_first_child_rates
 from espalier.engine.round_times import CpuCosts
-from espalier.errors import EspalierError, once_each
+from espalier.errors import EspalierError, without_duplicate_keys
 from espalier.layout import MIN_CHUNK_WIDTH, PLAIN, TREE_FIELDS, TreeShape, next_bucket
 from espalier.startup.tree_cost import CONTEXT, ChipFigures, PassWeights, smaller_trees, trees_by_cost
 
@@ -30,11 +30,11 @@ MOST_TREES = 4
 SHARED_ROWS = 4
 # The depth of looked-up guesses in a round without a draft pass on a CPU.  A text that repeats itself often does so for
 # long, and a guess is cut where its rows do not pay.
-LOOKED_UP_STEPS = 12
+MAX_LOOKUP_STEPS = 12
 # The assumed drafts, each given by how often the first child is accepted at depth 1.
-LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+ACCEPTANCE_LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 # Any single tree may be this many times as fast as predicted.
-UNSURE = 1.1
+RATE_UNCERTAINTY = 1.1
 
 Choices = tuple[tuple[int, tuple[TreeShape, ...]], ...]
 
@@ -72,7 +72,7 @@ def tree_sets(
         fitting = [tree for tree in dict.fromkeys((halved, *trees)) if tree.num_draft_tokens <= halved.num_draft_tokens]
         trees_of_bucket = [tree for tree in fitting if tree != PLAIN]
         if shares and bucket > 1:
-            trees_of_bucket += [shared for tree in trees_of_bucket for shared in sharing(tree)]
+            trees_of_bucket += [shared for tree in trees_of_bucket for shared in with_shared_rows(tree)]
         shapes = best_set(trees_of_bucket, costs, bucket)
         if looks_up:
             shapes += (replace(halved, drafts=False),)
@@ -82,7 +82,7 @@ def tree_sets(
     return tuple(sets.items())
 
 
-def sharing(tree: TreeShape) -> list[TreeShape]:
+def with_shared_rows(tree: TreeShape) -> list[TreeShape]:
     """The tree with shared rows, if it has enough nodes for that."""
     return [replace(tree, shared_rows=SHARED_ROWS)] if tree.num_draft_tokens >= 2 * SHARED_ROWS else []
 
@@ -93,8 +93,8 @@ def best_set(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) -> t
     At most one of them shares its rows, because such trees differ little.
     """
     every = (*trees, PLAIN)
-    known, *supposed = (_rates(every, costs, batch, level) for level in (FIRST_CHILD_RATES[0], *LEVELS))
-    supposed += [{**rates, tree: rates[tree] * UNSURE} for rates in supposed for tree in trees]
+    known, *supposed = (_rates(every, costs, batch, level) for level in (FIRST_CHILD_RATES[0], *ACCEPTANCE_LEVELS))
+    supposed += [{**rates, tree: rates[tree] * RATE_UNCERTAINTY} for rates in supposed for tree in trees]
 
     def shares(kept: Sequence[TreeShape]) -> list[float]:
         return [max(rates[tree] for tree in (*kept, PLAIN)) / max(rates.values()) for rates in supposed]
@@ -143,9 +143,9 @@ def choose_trees(
     Raises EspalierError, which names the fault of a table.  RoundLayout checks that trees fit the configured tree.
     """
     if isinstance(requested, Mapping):
-        chosen, why = parse(requested, "by_batch"), "set by by_batch"
+        chosen, why = parse_trees(requested, "by_batch"), "set by by_batch"
     elif requested != "auto":
-        chosen, why = read(Path(requested)), f"read from {requested}"
+        chosen, why = read_trees(Path(requested)), f"read from {requested}"
     elif configured == PLAIN:
         return {}
     elif machine is None:
@@ -153,7 +153,7 @@ def choose_trees(
     else:
         chosen, why = _predicted_trees(configured, machine, max_batch)
     if requested == "auto":
-        chosen, why = _bounded(chosen, configured, max_batch), why
+        chosen, why = _limit_trees(chosen, configured, max_batch), why
     listed = "; ".join(f"from {least} requests on {shape}" for least, shape in chosen.items())
     replaces_named = requested == "auto" and is_named and machine is not None
     level = logging.WARNING if replaces_named else logging.INFO
@@ -161,12 +161,12 @@ def choose_trees(
     return chosen
 
 
-def names_tree(speculation: SpeculationConfig) -> bool:
+def has_tree_settings(speculation: SpeculationConfig) -> bool:
     """Whether the user set any size of the tree."""
     return any(not is_open(getattr(speculation, name)) for name in TREE_FIELDS)
 
 
-def choose_while_running(
+def adaptive_tree_choices(
     speculation: SpeculationConfig,
     configured: TreeShape,
     machine: Machine | None,
@@ -194,15 +194,15 @@ def choose_while_running(
         return costs, tree_sets(configured, costs, max_batch, MAX_VERIFY_ROWS, shares, looks_up)
     if algorithm == "ngram" and speculation == SpeculationConfig():
         return CpuCosts(), ((1, (configured, PLAIN)),)
-    if looks_up and {*sources} != {"prediction"} and not names_tree(speculation):
-        deepest = max(configured.steps, min(LOOKED_UP_STEPS, most_steps or LOOKED_UP_STEPS))
+    if looks_up and {*sources} != {"prediction"} and not has_tree_settings(speculation):
+        deepest = max(configured.steps, min(MAX_LOOKUP_STEPS, most_steps or MAX_LOOKUP_STEPS))
         lone = (configured, replace(configured, steps=deepest, drafts=False), PLAIN)
-        shared = tuple(sharing(configured)) if shares else ()
+        shared = tuple(with_shared_rows(configured)) if shares else ()
         return CpuCosts(draft=weights.draft / weights.dense), ((1, lone), (2, (*lone, *shared)))
     return None, ()
 
 
-def as_deep_as(tree: TreeShape, choices: Choices) -> TreeShape:
+def with_depth_of(tree: TreeShape, choices: Choices) -> TreeShape:
     """The tree with as many steps as the deepest choice, so that buffers of its size hold every choice."""
     return replace(tree, steps=max([tree.steps, *(shape.steps for _, shapes in choices for shape in shapes)]))
 
@@ -218,7 +218,7 @@ def _predicted_trees(configured: TreeShape, machine: Machine, max_batch: int) ->
     return trees_by_cost(configured, machine.weights, max_batch, chip), why
 
 
-def _bounded(trees: Trees, configured: TreeShape, max_batch: int) -> Trees:
+def _limit_trees(trees: Trees, configured: TreeShape, max_batch: int) -> Trees:
     """These trees, and for smaller batches trees with half the nodes, as often as rows would exceed MAX_VERIFY_ROWS."""
     halves: Trees = {}
     shape, end = configured, min([*trees, max_batch + 1])
@@ -228,7 +228,7 @@ def _bounded(trees: Trees, configured: TreeShape, max_batch: int) -> Trees:
     return halves | trees
 
 
-def parse(table: Mapping[Any, Any], where: str) -> Trees:
+def parse_trees(table: Mapping[Any, Any], where: str) -> Trees:
     """The trees of a table {requests: TreeShape or the fields of one}.  With steps 0 the other fields may be missing.
 
     Raises EspalierError, which names the bad entry.
@@ -269,12 +269,12 @@ def _shape(value: Any, where: str) -> TreeShape:
         raise EspalierError(f"{where}: {error}") from None
 
 
-def read(path: Path) -> Trees:
+def read_trees(path: Path) -> Trees:
     """Read a table that `write` wrote.  Raises EspalierError, which names the file."""
-    return parse(_read_object(path, "table of trees; `espalier bench choose` writes one"), str(path))
+    return parse_trees(_read_object(path, "table of trees; `espalier bench choose` writes one"), str(path))
 
 
-def write(path: Path, trees: Mapping[int, TreeShape]) -> None:
+def write_trees(path: Path, trees: Mapping[int, TreeShape]) -> None:
     """Write a table as JSON.  Raises EspalierError if the file cannot be written."""
     lines = [f"  {json.dumps(str(least))}: {json.dumps(shape.sizes)}" for least, shape in trees.items()]
     try:
@@ -287,7 +287,7 @@ def _read_object(path: Path, what: str) -> dict[str, Any]:
     if not os.path.isfile(path):
         raise EspalierError(f"{path} is not a file; name a {what}")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once_each)
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_duplicate_keys)
     except (OSError, ValueError) as error:
         raise EspalierError(f"{path} cannot be read ({error}); name a {what}") from None
     if not isinstance(content, dict):

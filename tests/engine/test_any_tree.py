@@ -101,11 +101,11 @@ def test_any_tree_crosses_to_every_rank() -> None:
     setup = case.made()
     chooser = AnyTree((PLAIN, TreeShape(1, 1, 2), setup.layout.tree))
     requests = [mixed(4, max_tokens=8), mixed(4, max_tokens=8)]
-    for trees, asked_for in zip((None, chooser), requests, strict=True):
+    for trees, dataset_of_flags in zip((None, chooser), requests, strict=True):
         engine = group.engine(setup, case.files)
         engine.scheduler.trees.chooser = trees or engine.scheduler.trees.chooser
         # Ranks compare the sums of their trees.
-        run(engine, asked_for)
+        run(engine, dataset_of_flags)
     group.finish()
     assert [r.output for r in requests[0]] == [r.output for r in requests[1]]
     assert len(set(chooser.picked)) == 3

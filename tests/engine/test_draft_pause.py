@@ -16,7 +16,7 @@ from espalier.speculate.round import ProposedRound, VerifiedRound
 from espalier.speculate.tree import VOID
 from espalier.startup.build import assemble
 from espalier.startup.checkpoints import BUNDLED_FILES
-from espalier.startup.load import LoadedModels, find, resolve_config
+from espalier.startup.load import LoadedModels, find_checkpoint, resolve_config
 from tests.engine.alone import plainly
 from tests.harness import Setup, prompts, request
 
@@ -104,4 +104,4 @@ def test_a_tree_that_is_named_does_not_pause(speculation: Any, pauses: bool, tmp
     # A bundled model by another path has no draft.
     shutil.copytree(BUNDLED_FILES / "target", tmp_path / "target")
     config = EngineConfig(model=tmp_path / "target", speculation=speculation, device="cpu")
-    assert (resolve_config(config, find(config)).round_costs is not None) is pauses
+    assert (resolve_config(config, find_checkpoint(config)).round_costs is not None) is pauses

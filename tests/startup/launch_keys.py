@@ -215,8 +215,8 @@ class Simulation:
             return keys.found
 
         rounds = [dummy_launch(batch) for batch in layout.batch_buckets(layout.max_batch)]
-        fullest = (fullest_pass(layout, width) for width in layout.chunk_widths)
-        before = keys_of((*rounds, *fullest))
+        largest_rounds = (fullest_pass(layout, width) for width in layout.chunk_widths)
+        before = keys_of((*rounds, *largest_rounds))
         staged = keys_of(replace(each, is_staged=True) for each in rounds) - before
         smaller = keys_of(smaller_passes(layout, vocab_size))
         random = Random(7)
