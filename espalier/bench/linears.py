@@ -203,7 +203,7 @@ class ModelShape:
     def target_pass(self, rows: int, head_rows: int | None = None) -> tuple[ProductRun, ...]:
         """The products of a verify pass: every layer over `rows` rows, and the lm_head over `head_rows` (None: all).
 
-        Routed experts have no ProductRun of their own: the ProductRun of their router names them.
+        Routed experts have no run of their own: the run of their router names them.
         """
         return (*self._layers("", self.hidden, rows), self._head("lm_head", self.vocab, rows, head_rows))
 

@@ -416,9 +416,8 @@ class CudaExecutor:
     def _capture_stages(self, pool: Any) -> None:
         """Captures each bucket's stages, in the memory of the rounds' graphs.  Stages that do not fit run eagerly."""
         began, before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
-        for batch in track(
-            self.captured_buckets[::-1], "capturing staged rounds", console=Console(stderr=True), transient=True
-        ):
+        buckets = self.captured_buckets[::-1]
+        for batch in track(buckets, "capturing staged rounds", console=Console(stderr=True), transient=True):
             try:
                 self.stage_graphs[batch] = self._captured_stages(batch, pool)
             except torch.OutOfMemoryError:

@@ -53,7 +53,7 @@ def test_the_start_compiles_every_kernel_that_a_pass_needs_and_no_more():
     for found, fields in zip(simulate(list(FEW)), FEW, strict=True):
         assert found["served"] == [], fields
         assert set(found["specialised"]) <= SPECIALISED, fields
-        # The simulation sees that the largest_rounds passes and the rounds do not suffice.
+        # The simulation sees that the fullest passes and the rounds do not suffice.
         assert found["without_smaller"] and set(found["without_smaller"]) <= set(found["smaller"]), fields
 
 
