@@ -81,11 +81,6 @@ class ChatTemplate:
         return SpecialTokens(self.hf)
 
     @property
-    def special_names(self) -> set[str]:
-        """Returns the special tokens, and added tokens that look like turn tokens."""
-        return self.special.names
-
-    @property
     def text(self) -> str:
         """Returns the template, "" if there is none.  If there are several, the one for conversations with tools."""
         return self.hf.get_chat_template(tools=[{}]) if getattr(self.hf, "chat_template", None) else ""

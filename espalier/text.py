@@ -211,7 +211,7 @@ class Tokenizer:
         Returns None if the prompt has no special token, or only special tokens that begin or end a text.
         marks: special tokens that do not count.
         """
-        names = self._template.special_names
+        names = self._template.special.names
         ids = {id for id, each in self._added.items() if each.content in names and each.content not in marks}
         at = next((i for i in range(len(prompt) - 1, -1, -1) if prompt[i] in ids), None)
         if at is None or prompt[at] in (self.hf.bos_token_id, self.hf.eos_token_id):

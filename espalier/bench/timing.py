@@ -87,18 +87,14 @@ class Stopwatch:
 
 def timed(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, seconds: float) -> list[float]:
     """The median ms of each graph, as in `Stopwatch.ms`."""
-    num_replays = [_num_replays(times[-1]) for times in _replay_times(graphs, 2, [1] * len(graphs))]
+    first_ms = [times[-1] for times in _replay_times(graphs, 2, [1] * len(graphs))]
+    num_replays = [max(1, min(MAX_REPLAYS, int(MIN_MS / max(ms, 1e-3)))) for ms in first_ms]
     times_of: list[list[float]] = [[] for _ in graphs]
     begun = time.perf_counter()
     while not times_of[0] or time.perf_counter() - begun < seconds:
         for times, new in zip(times_of, _replay_times(graphs, turns, num_replays), strict=True):
             times += new
     return [statistics.median(times[len(times) // 2 :]) for times in times_of]
-
-
-def _num_replays(ms: float) -> int:
-    """How many times a body of `ms` is replayed between two events."""
-    return max(1, min(MAX_REPLAYS, int(MIN_MS / max(ms, 1e-3))))
 
 
 def _replay_times(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, num_replays: Sequence[int]) -> list[list[float]]:

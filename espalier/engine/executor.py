@@ -292,7 +292,7 @@ class CpuExecutor:
             self.worker.shutdown()
 
 
-@dataclass(frozen=True)
+@dataclass
 class CpuHandle:
     work: Future[list[RequestResult]]
 
@@ -303,7 +303,7 @@ class CpuHandle:
         return self.work.result()
 
 
-class CpuStagedHandle:
+class CpuStagedHandle(CpuHandle):
     """A staged round on a CPU.  With overlap the worker thread runs the stages, one after another, while the caller
     continues."""
 
@@ -320,7 +320,7 @@ class CpuStagedHandle:
         return self.proposed.result()
 
     def settle(self, masks: RowMasks) -> None:
-        self.work: Future[list[RequestResult]] = self.executor.submit(self._settle, masks)
+        self.work = self.executor.submit(self._settle, masks)
 
     # Tasks run in order.  So inside a task, `result` of an earlier task returns at once, or raises that task's error.
 
@@ -334,9 +334,3 @@ class CpuStagedHandle:
     def _settle(self, masks: RowMasks) -> list[RequestResult]:
         self.verified.result()
         return self.executor.settle(self.launch_input, self.begun.result(), masks)
-
-    def wait(self) -> None:
-        wait_for((self.work,))
-
-    def result(self) -> list[RequestResult]:
-        return self.work.result()

@@ -8,7 +8,7 @@ import queue
 import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,14 +33,6 @@ from espalier.engine.ranks import (
 from espalier.errors import EspalierError
 
 FAILED = 1
-
-
-class ExecutorLoader(Protocol):
-    """Loads the models of a rank.  It is pickled."""
-
-    def load(self, rank: int) -> Executor:
-        """Returns the executor of this rank."""
-        ...
 
 
 class Follower:

@@ -42,7 +42,7 @@ class RankFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class LoadModels:
-    """Load the models.  source: see espalier/engine/follow.py:ExecutorLoader."""
+    """Load the models.  source: pickled; source.load(rank) loads the models and returns the rank's executor."""
 
     source: Any
 

@@ -80,7 +80,8 @@ def find_checkpoint(config: EngineConfig) -> Checkpoint:
     target = read_config(target_path, config.model_overrides, config.model_impl)
     used_draft = None
     if not drafter_without_files(requested):
-        used_draft = draft_path or _bundled_draft(model, requested) or own_draft(target_path, target, requested)
+        bundled = find_draft(BUNDLED, requested) if model == BUNDLED else None
+        used_draft = draft_path or bundled or own_draft(target_path, target, requested)
     algorithm = choose_algorithm(config, None if used_draft is None else draft_algorithm(used_draft))
     if used_draft is None:
         if draft_path is not None:
@@ -88,11 +89,6 @@ def find_checkpoint(config: EngineConfig) -> Checkpoint:
         return Checkpoint(target_path, target, None, None, DraftSpec(algorithm))
     draft = read_draft(used_draft, target)
     return Checkpoint(target_path, target, used_draft, draft, draft.spec)
-
-
-def _bundled_draft(model: str, algorithm: str) -> Path | None:
-    """Returns the draft of the bundled model; None for other models."""
-    return find_draft(BUNDLED, algorithm) if model == BUNDLED else None
 
 
 def _model_name(config: EngineConfig, draft_path: Path | None) -> str:

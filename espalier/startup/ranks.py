@@ -45,7 +45,7 @@ class RankWork:
     joined: str
 
     def load(self, rank: int) -> Executor:
-        """Loads the models and returns the rank's executor.  See espalier/engine/follow.py:ExecutorLoader."""
+        """Loads the models and returns the rank's executor (engine/ranks.py:LoadModels)."""
         return self.executor_of(self.models_of(rank))[0]
 
     def models_of(self, rank: int, connector: Connector = lambda meet: meet()) -> LoadedModels:

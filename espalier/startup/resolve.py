@@ -25,7 +25,7 @@ from espalier.startup.sources import INDEX_BYTES, choose_sources, shares_rows, s
 from espalier.startup.threads import ThreadFacts, choose_threads
 from espalier.startup.tree_cost import ChipFigures, PassWeights
 from espalier.startup.tree_policy import (
-    Machine,
+    PredictedCosts,
     adaptive_tree_choices,
     busy_chunk_size,
     choose_trees,
@@ -232,14 +232,14 @@ def resolve(
     attention, draft_attention = _attention(config, device, getattr(torch, dtype), facts)
     speculation = config.speculation if isinstance(config.speculation, SpeculationConfig) else SpeculationConfig()
     tree = _tree(speculation, spec)
-    machine = None if facts.chip is None else Machine(facts.chip, facts.pass_weights)
+    predicted = None if facts.chip is None else PredictedCosts(facts.pass_weights, facts.chip)
     max_batch = choose_max_batch(config, facts, getattr(torch, dtype), defaults.max_batch)
-    trees = choose_trees(speculation.by_batch, tree, machine, has_tree_settings(speculation), max_batch)
+    trees = choose_trees(speculation.by_batch, tree, predicted, has_tree_settings(speculation), max_batch)
     chunk_size = _auto_or(config.chunk_size, defaults.chunk_size)
     overlap = _auto_or(config.overlap, defaults.overlap)
     sources = choose_sources(speculation, spec.algorithm, tree, device)
     of_engine = (spec.algorithm, shares_rows(facts.layer_specs, facts.model_impl, device), sources, facts.pass_weights)
-    costs, choices = adaptive_tree_choices(speculation, tree, machine, max_batch, *of_engine, spec.max_steps)
+    costs, choices = adaptive_tree_choices(speculation, tree, predicted, max_batch, *of_engine, spec.max_steps)
     layout = RoundLayout(
         max_batch=max_batch,
         **asdict(with_depth_of(tree, choices)),
@@ -248,7 +248,7 @@ def resolve(
         reentry=spec.reentry,
         block_rows=spec.block_rows,
         chunk_size=chunk_size,
-        busy_chunk_size=busy_chunk_size(config, chunk_size, defaults.busy_chunk_size, machine),
+        busy_chunk_size=busy_chunk_size(config, chunk_size, defaults.busy_chunk_size, predicted),
         trees=tuple(trees.items()),
         **source_sizes(sources, on_host=device.type == "cpu" and not overlap),
         choices=choices,

@@ -41,7 +41,10 @@ Choices = tuple[tuple[int, tuple[TreeShape, ...]], ...]
 
 @dataclass(frozen=True)
 class PredictedCosts:
-    """RoundCosts of a GPU, predicted from the sizes of the models and the chip's figures."""
+    """RoundCosts of a GPU, predicted from the sizes of the models and the chip's figures.
+
+    weights: of target and draft together.
+    """
 
     weights: PassWeights
     chip: ChipFigures
@@ -124,20 +127,12 @@ log = logging.getLogger("espalier")
 Trees = dict[int, TreeShape]
 
 
-@dataclass(frozen=True)
-class Machine:
-    """The facts that trees are predicted from.  weights: of target and draft together."""
-
-    chip: ChipFigures
-    weights: PassWeights
-
-
 def choose_trees(
-    requested: Any, configured: TreeShape, machine: Machine | None, is_named: bool = False, max_batch: int = 1
+    requested: Any, configured: TreeShape, costs: PredictedCosts | None, is_named: bool = False, max_batch: int = 1
 ) -> Trees:
     """The trees that differ from the configured tree, as a table: least number of requests -> tree.
 
-    requested: a table, the path of a table, or "auto"; machine: None if nothing is predicted, as on a CPU.
+    requested: a table, the path of a table, or "auto"; costs: None if nothing is predicted, as on a CPU.
     is_named: whether the user set the configured tree; max_batch: the largest batch.
     Logs one line with the trees and the reason; the line is a warning if "auto" may replace the user's tree.
     Raises EspalierError, which names the fault of a table.  RoundLayout checks that trees fit the configured tree.
@@ -148,14 +143,14 @@ def choose_trees(
         chosen, why = read_trees(Path(requested)), f"read from {requested}"
     elif configured == PLAIN:
         return {}
-    elif machine is None:
+    elif costs is None:
         chosen, why = {}, "trees of smaller batches are not predicted for this device"
     else:
-        chosen, why = _predicted_trees(configured, machine, max_batch)
+        chosen, why = _predicted_trees(configured, costs, max_batch)
     if requested == "auto":
-        chosen, why = _limit_trees(chosen, configured, max_batch), why
+        chosen = _limit_trees(chosen, configured, max_batch)
     listed = "; ".join(f"from {least} requests on {shape}" for least, shape in chosen.items())
-    replaces_named = requested == "auto" and is_named and machine is not None
+    replaces_named = requested == "auto" and is_named and costs is not None
     level = logging.WARNING if replaces_named else logging.INFO
     log.log(level, "trees by batch: %s%s (%s)", configured, f"; {listed}" if chosen else " at every batch", why)
     return chosen
@@ -169,7 +164,7 @@ def has_tree_settings(speculation: SpeculationConfig) -> bool:
 def adaptive_tree_choices(
     speculation: SpeculationConfig,
     configured: TreeShape,
-    machine: Machine | None,
+    costs: PredictedCosts | None,
     max_batch: int,
     algorithm: str,
     shares: bool,
@@ -189,8 +184,7 @@ def adaptive_tree_choices(
     if speculation.by_batch != "auto" or configured == PLAIN:
         return None, ()
     looks_up = algorithm != "ngram" and bool(sources)
-    if machine is not None:
-        costs = PredictedCosts(machine.weights, machine.chip)
+    if costs is not None:
         return costs, tree_sets(configured, costs, max_batch, MAX_VERIFY_ROWS, shares, looks_up)
     if algorithm == "ngram" and speculation == SpeculationConfig():
         return CpuCosts(), ((1, (configured, PLAIN)),)
@@ -207,15 +201,15 @@ def with_depth_of(tree: TreeShape, choices: Choices) -> TreeShape:
     return replace(tree, steps=max([tree.steps, *(shape.steps for _, shapes in choices for shape in shapes)]))
 
 
-def _predicted_trees(configured: TreeShape, machine: Machine, max_batch: int) -> tuple[Trees, str]:
+def _predicted_trees(configured: TreeShape, costs: PredictedCosts, max_batch: int) -> tuple[Trees, str]:
     """The trees that tree_cost.py predicts, and a sentence with the figures behind the prediction."""
-    chip, routing = machine.chip, "for uniform routing " if machine.weights.expert else ""
+    chip, routing = costs.chip, "for uniform routing " if costs.weights.expert else ""
     why = (
         f"predicted {routing}from {chip.bandwidth / 1e12:.1f} TB/s and {chip.peak / 1e12:.0f} TFLOP/s, as measured on "
         f"{chip.gpu}, and from the accept lengths of {MEASURED_DRAFT}, to begin with; others "
         "follow while the engine runs; by_batch={} keeps the tree"
     )
-    return trees_by_cost(configured, machine.weights, max_batch, chip), why
+    return trees_by_cost(configured, costs.weights, max_batch, chip), why
 
 
 def _limit_trees(trees: Trees, configured: TreeShape, max_batch: int) -> Trees:
@@ -270,7 +264,7 @@ def _shape(value: Any, where: str) -> TreeShape:
 
 
 def read_trees(path: Path) -> Trees:
-    """Read a table that `write` wrote.  Raises EspalierError, which names the file."""
+    """Read a table that `write_trees` wrote.  Raises EspalierError, which names the file."""
     return parse_trees(_read_object(path, "table of trees; `espalier bench choose` writes one"), str(path))
 
 
@@ -302,7 +296,7 @@ PAUSE_MS = 20.0
 LEAST_RATE = 2.0
 
 
-def busy_chunk_size(config: EngineConfig, chunk_size: int, default: int, machine: Machine | None) -> int:
+def busy_chunk_size(config: EngineConfig, chunk_size: int, default: int, costs: PredictedCosts | None) -> int:
     """The most rows of a prefill pass while streams wait.
 
     chunk_size: the most rows of any pass; default: the value for a machine whose passes are not predicted.
@@ -316,32 +310,32 @@ def busy_chunk_size(config: EngineConfig, chunk_size: int, default: int, machine
                 "passes that streams wait for; remove one of them"
             )
         return int(config.busy_chunk_size)
-    if machine is None:
+    if costs is None:
         if not is_open(config.max_pause_ms):
             raise EspalierError(
                 f"max_pause_ms={config.max_pause_ms} needs the predicted time of a pass, and a CPU has none; set "
                 "busy_chunk_size, the rows of a pass, instead"
             )
         return min(default, chunk_size)
-    least = _pass_ms(machine, MIN_CHUNK_WIDTH)
+    least = _pass_ms(costs, MIN_CHUNK_WIDTH)
     bound_ms = max(PAUSE_MS, LEAST_RATE * least) if is_open(config.max_pause_ms) else float(config.max_pause_ms)
     if bound_ms < least:
         raise EspalierError(
             f"max_pause_ms={config.max_pause_ms} is below the {least:.1f} ms that the smallest prefill pass, of "
-            f"{MIN_CHUNK_WIDTH} rows, is predicted to take on {machine.chip.gpu}; raise it"
+            f"{MIN_CHUNK_WIDTH} rows, is predicted to take on {costs.chip.gpu}; raise it"
         )
     # The widths of passes are multiples of MIN_CHUNK_WIDTH.
     steps_down = range(chunk_size // MIN_CHUNK_WIDTH, 0, -1)
-    rows = next(step * MIN_CHUNK_WIDTH for step in steps_down if _pass_ms(machine, step * MIN_CHUNK_WIDTH) <= bound_ms)
+    rows = next(step * MIN_CHUNK_WIDTH for step in steps_down if _pass_ms(costs, step * MIN_CHUNK_WIDTH) <= bound_ms)
     log.info(
         "streams wait for prefill passes of at most %d rows, predicted to take %.1f ms (max_pause_ms=%.4g%s)",
         rows,
-        _pass_ms(machine, rows),
+        _pass_ms(costs, rows),
         bound_ms,
         "" if not is_open(config.max_pause_ms) else ", by default",
     )
     return rows
 
 
-def _pass_ms(machine: Machine, rows: int) -> float:
-    return machine.weights.target_seconds(rows, machine.chip) * 1000
+def _pass_ms(costs: PredictedCosts, rows: int) -> float:
+    return costs.weights.target_seconds(rows, costs.chip) * 1000

@@ -35,7 +35,7 @@ HEADS = ("what", "rows x columns", "way")
 
 @dataclass(frozen=True)
 class JoinWork:
-    """What each rank does (espalier/engine/follow.py:ExecutorLoader).  joined: a file by which ranks meet."""
+    """What each rank does (espalier/engine/ranks.py:LoadModels).  joined: a file by which ranks meet."""
 
     count: int
     joined: str

@@ -22,11 +22,11 @@ from espalier.engine.round_times import CORRECTION_ROUNDS, CpuCosts, RoundTimes
 from espalier.engine.tree_choice import MAX_PAUSE, LookupGain, TreeChoice
 from espalier.layout import PLAIN, TARGET_ALONE, RoundLayout, TreeShape, next_bucket
 from espalier.startup.tree_cost import CONTEXT
-from espalier.startup.tree_policy import PredictedCosts, tree_sets
+from espalier.startup.tree_policy import tree_sets
 from tests.startup.test_tree_policy import BIG
 
 TREE = TreeShape(5, 4, 16)
-COSTS = PredictedCosts(BIG.weights, BIG.chip)
+COSTS = BIG
 BATCHES = (1, 3, 8, 31, 64, 96)
 
 

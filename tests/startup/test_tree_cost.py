@@ -18,7 +18,7 @@ from espalier.startup.tree_cost import (
     pass_weights,
     trees_by_cost,
 )
-from espalier.startup.tree_policy import Machine, choose_trees
+from espalier.startup.tree_policy import PredictedCosts, choose_trees
 from lab.synthetic.checkpoint import Recipe
 from tests.block import block_directories
 from tests.lab.synthetic.mixtures import WITH_EXPERTS, mixture
@@ -131,9 +131,9 @@ def test_accept_lengths_are_those_known_and_between_them():
 
 
 def test_a_mixture_takes_predicted_trees_and_a_table_comes_first(caplog):
-    machine = Machine(H200, WEIGHTS)
+    costs = PredictedCosts(WEIGHTS, H200)
     with caplog.at_level("INFO"):
-        assert choose_trees("auto", WIDE, machine, max_batch=64) == trees_by_cost(WIDE, WEIGHTS, 64, H200)
+        assert choose_trees("auto", WIDE, costs, max_batch=64) == trees_by_cost(WIDE, WEIGHTS, 64, H200)
     assert "predicted for uniform routing from 4.4 TB/s and 690 TFLOP/s, as measured on NVIDIA H200" in caplog.text
-    assert choose_trees({}, WIDE, machine, max_batch=64) == {}
-    assert choose_trees("auto", PLAIN, machine, max_batch=64) == {}
+    assert choose_trees({}, WIDE, costs, max_batch=64) == {}
+    assert choose_trees("auto", PLAIN, costs, max_batch=64) == {}

@@ -13,12 +13,12 @@ from espalier.models import DraftSpec
 from espalier.startup import resolve
 from espalier.startup import tree_policy as trees
 from espalier.startup.tree_cost import ChipFigures, PassWeights
-from espalier.startup.tree_policy import Machine, choose_trees, read_trees, write_trees
+from espalier.startup.tree_policy import PredictedCosts, choose_trees, read_trees, write_trees
 from tests.test_config import CPU, FACTS, HEAD
 
 H100 = ChipFigures("an H100", 3.0e12, 6.9e14)
 # Llama-3.1-8B with an EAGLE-3 head.
-BIG = Machine(H100, PassWeights(7_504_658_432, 391_118_848, layers=32, draft_layers=1, kept=65536))
+BIG = PredictedCosts(PassWeights(7_504_658_432, 391_118_848, layers=32, draft_layers=1, kept=65536), H100)
 WIDE, NARROW = TreeShape(5, 8, 64), TreeShape(3, 2, 8)
 
 
