@@ -27,13 +27,14 @@ from espalier.engine.engine import Engine
 from espalier.errors import EspalierError, one_line
 from espalier.learn.folder import Folder, LearnConfig, Manifest, Sample, read_manifest, remove
 from espalier.learn.swap import Swap
-from espalier.learn.trainer import CONTINUED, GO, WAIT
+from espalier.learn.trainer import GO, WAIT
 from espalier.llm import LLM, Prepared
 from espalier.models.draft import DraftModel
 from espalier.request import Request
 from espalier.speculate.drafters.registry import load_draft
 from espalier.stats import LearnFigures
 from espalier.train.configs import MIN_CAPTURED_LAYERS, captured_layers, kind_in, read_target
+from espalier.train.kinds import DRAFT_KINDS
 from espalier.train.work import target_digest
 
 log = logging.getLogger("espalier")
@@ -79,7 +80,7 @@ def require_learnable(prepared: Prepared) -> str:
     if kind is None:
         raise EspalierError(
             f"--learn cannot train {found.draft_path} further: it is no draft of `espalier train` "
-            f"({', '.join(CONTINUED)})"
+            f"({', '.join(DRAFT_KINDS)})"
         )
     read = read_target(found.target_path, MIN_CAPTURED_LAYERS if found.spec.reads == "captured" else 1)
     if found.spec.reads == "captured" and found.spec.capture != (known := captured_layers(read)):
@@ -96,7 +97,7 @@ def _require_trainer_form(kind: str, draft: Path) -> None:
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            CONTINUED[kind].load(draft)
+            DRAFT_KINDS[kind].load(draft)
     except (RuntimeError, KeyError, TypeError, OSError) as error:
         raise EspalierError(f"--learn cannot train {draft} further ({one_line(error)})") from None
 

@@ -20,11 +20,12 @@ from espalier.learn import learner as of_learner
 from espalier.learn import trainer as of_trainer
 from espalier.learn.folder import LearnConfig, Sample, publish, read_manifest
 from espalier.learn.learner import Learner
-from espalier.learn.trainer import CONTINUED, GO, WAIT, Turn, run_of, train_once
+from espalier.learn.trainer import GO, WAIT, Turn, run_of, train_once
 from espalier.llm import LLM
 from espalier.request import SamplingParams
 from espalier.train import block, mtp
 from espalier.train.draft_run import mixed_batches
+from espalier.train.kinds import DRAFT_KINDS
 from espalier.train.mtp_checkpoint import save_mtp
 from espalier.train.settings import BlockConfig, MtpConfig
 from espalier.train.target import Eagle3Target, FrozenTarget
@@ -267,7 +268,7 @@ def other_kind(kind, directory):
     return directory
 
 
-@pytest.mark.parametrize("kind", CONTINUED)
+@pytest.mark.parametrize("kind", DRAFT_KINDS)
 def test_every_kind_learns_the_newest_texts_in_rows_that_begin_with_one(kind, tmp_path):
     sample = Sample(tmp_path / "sample", 2**20)
     for number in range(240):  # token 1 begins a prompt; the older half have outputs of token 8 alone
@@ -286,7 +287,7 @@ def test_every_kind_learns_the_newest_texts_in_rows_that_begin_with_one(kind, tm
         "seconds": 60,
         "texts": {"train": 50, "held-back": 10},
     }
-    training = run_of(CONTINUED[kind], tmp_path / "sample", run, tmp_path / "unused", 1)
+    training = run_of(DRAFT_KINDS[kind], tmp_path / "sample", run, tmp_path / "unused", 1)
     for tokens, learned in islice(mixed_batches(training, 0), 5):
         assert bool(learned.all()) and bool((tokens[:, 0] == 1).all()) and not bool((tokens == 8).any())
     (tmp_path / "run.json").write_text(json.dumps(run))
