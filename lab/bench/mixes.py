@@ -154,7 +154,7 @@ def measure(
                 choosers: dict[str, TreeChooser] = {
                     name: chooser for name, chooser in adaptive.items() if batch > 1 or name != SHARED
                 }
-                found = {}
+                found: dict[str, Timed] = {}
                 lengths = [sizes.context] * batch
                 for ways in (choosers, fixed):
                     prompts = prompts_of(models, MIXES[mix], lengths, sizes)
