@@ -61,7 +61,7 @@ class SelectedMask(NamedTuple):
 Selection = SelectedMask | SelectedRows
 
 
-def narrowed(selection: Selection, kept: Tensor) -> Selection:
+def narrow_selection(selection: Selection, kept: Tensor) -> Selection:
     """The selection [B, 1, ...] of the rows `kept` [B] of the B · Q rows."""
     return type(selection)(*(values.flatten(0, 1)[kept][:, None] for values in selection))
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from espalier.attention.base import Attention, AttentionBackend, SelectedMask, Selection
-from espalier.attention.support import By, Support
+from espalier.attention.support import Provider, Support
 from espalier.cache.layer_spec import KVHeads, LatentKV
 from espalier.kernels.ops.attention import masked_attention, merge
 from espalier.kernels.ops.selection import IndexQueries
@@ -58,12 +58,12 @@ class ReferenceBackend(AttentionBackend):
         devices=("cpu", "cuda"),
         dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
         keeps=(KVHeads, LatentKV),
-        window_on_chain=By.ITSELF,
-        window_on_tree=By.ITSELF,
-        fp8=By.ITSELF,
-        softcap=By.ITSELF,
-        selection=By.ITSELF,
+        window_on_chain=Provider.ITSELF,
+        window_on_tree=Provider.ITSELF,
+        fp8=Provider.ITSELF,
+        softcap=Provider.ITSELF,
+        selection=Provider.ITSELF,
         different_v_size=True,
-        ran_on=("CPU", "H100", "H200"),
+        tested_on=("CPU", "H100", "H200"),
     )
     attention = ReferenceAttention

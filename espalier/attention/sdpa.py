@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from espalier.attention.base import Attention, AttentionBackend, CommittedLengths, SelectedMask, Selection
-from espalier.attention.support import By, Support
+from espalier.attention.support import Provider, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.kernels.ops.attention import Nodes, Prefix, soft_capped
@@ -27,14 +27,14 @@ class CommittedRows:
     positions: [B, longest]; held: [B, longest], whether a row exists there; rows: [B, longest], rows of the pages.
     gathered: the layer that was gathered last, and its planes [B, longest + R, heads, size].  Only the first `longest`
     rows of each are read again: by a draft with one layer, for every level.  The others are staged rows of one pass.
-    with_room: [B · (longest + R)], by R: `rows` and, for each request, R rows of the dummy page.
+    rows_with_room: [B · (longest + R)], by R: `rows` and, for each request, R rows of the dummy page.
     """
 
     positions: Tensor
     held: Tensor
     rows: Tensor
     gathered: tuple[int, Sequence[Tensor]] | None = None
-    with_room: dict[int, Tensor] = field(default_factory=dict)
+    rows_with_room: dict[int, Tensor] = field(default_factory=dict)
 
     def before(self, staged: Sequence[Tensor], layer: int, planes: Sequence[Tensor]) -> Sequence[Tensor]:
         """The rows of each plane of a layer, [B, longest + R, heads, size], with `staged` [B, R, heads, size] last."""
@@ -43,10 +43,10 @@ class CommittedRows:
             committed = (plane[:, :longest] for plane in self.gathered[1])
             return [torch.cat(pair, 1) for pair in zip(committed, staged, strict=True)]
         new = staged[0].shape[1]
-        if new not in self.with_room:
-            self.with_room[new] = F.pad(self.rows, (0, new)).flatten()
+        if new not in self.rows_with_room:
+            self.rows_with_room[new] = F.pad(self.rows, (0, new)).flatten()
         # Gathered with room for the staged rows, which are written over it: nothing is copied twice.
-        rows, taken = self.with_room[new], []
+        rows, taken = self.rows_with_room[new], []
         for plane, values in zip(planes, staged, strict=True):
             read = plane.index_select(0, rows).view(batch, longest + new, *plane.shape[1:])
             read[:, longest:] = values
@@ -154,14 +154,14 @@ class SdpaBackend(AttentionBackend):
         devices=("cpu",),
         dtypes=(torch.float64, torch.float32, torch.bfloat16),
         keeps=(KVHeads, LatentKV),
-        window_on_chain=By.ITSELF,
-        window_on_tree=By.ITSELF,
-        sinks=By.ITSELF,
-        fp8=By.ITSELF,
-        softcap=By.ITSELF,
-        selection=By.ITSELF,
+        window_on_chain=Provider.ITSELF,
+        window_on_tree=Provider.ITSELF,
+        sinks=Provider.ITSELF,
+        fp8=Provider.ITSELF,
+        softcap=Provider.ITSELF,
+        selection=Provider.ITSELF,
         different_v_size=True,
-        ran_on=("CPU",),
+        tested_on=("CPU",),
     )
 
     def __init__(self) -> None:

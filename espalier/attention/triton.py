@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from espalier.attention.base import Attention, AttentionBackend, Selection
-from espalier.attention.support import By, Support
+from espalier.attention.support import Provider, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError
@@ -128,10 +128,10 @@ class TritonAttention(Attention):
         """Counts of contiguous blocks, kept in the prefix; None where the kernel does not use them."""
         key = (spec, inputs.staged is None)
         if key not in self.contiguous_of:
-            self.contiguous_of[key] = self._counted(inputs) if uses_contiguous_blocks(inputs) else None
+            self.contiguous_of[key] = self._count_contiguous(inputs) if uses_contiguous_blocks(inputs) else None
         return self.contiguous_of[key]
 
-    def _counted(self, inputs: Inputs) -> Tensor:
+    def _count_contiguous(self, inputs: Inputs) -> Tensor:
         pages = inputs.prefix.page_table, inputs.page_size, inputs.prefix.first
         key = (inputs.splits.policy, count_contiguous_blocks)
         return self.prefix.shared(key, partial(count_contiguous_blocks, inputs.splits, *pages))
@@ -209,18 +209,18 @@ class TritonBackend(AttentionBackend):
         devices=("cuda",),
         dtypes=DTYPES,
         keeps=(KVHeads, LatentKV),
-        window_on_chain=By.ITSELF,
-        window_on_tree=By.ITSELF,
-        sinks=By.ITSELF,
-        fp8=By.ITSELF,
-        softcap=By.ITSELF,
-        selection=By.ITSELF,
+        window_on_chain=Provider.ITSELF,
+        window_on_tree=Provider.ITSELF,
+        sinks=Provider.ITSELF,
+        fp8=Provider.ITSELF,
+        softcap=Provider.ITSELF,
+        selection=Provider.ITSELF,
         most_selected=MAX_TOPK,
         largest_index=MAX_INDEX_SIZE,
         different_v_size=True,
         head_sizes=range(1, MAX_HEAD_SIZE + 1),
         largest_latent=LatentKV(MAX_ROW_SIZE, MAX_V_SIZE),
         prefill_graph=True,
-        ran_on=("H100", "H200"),
+        tested_on=("H100", "H200"),
     )
     attention = TritonAttention

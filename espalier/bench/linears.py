@@ -7,12 +7,12 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from espalier.bench.shapes import find_shape
-from espalier.cache.layer_spec import INDEX_PLANE, NOTHING, LayerSpec, RecurrentState
+from espalier.cache.layer_spec import INDEX_PLANE, NO_MIXING, LayerSpec, RecurrentState
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.linear_plans import DENSE
 from espalier.kernels.ops.activation import SILU, Activation
-from espalier.models.block import EDGE_PARTS, BlockConfig, EdgeKind
+from espalier.models.block import EDGE_PROJECTION_SIZES, BlockConfig, EdgeKind
 from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig
 from espalier.models.latent_config import LatentConfig
@@ -135,7 +135,7 @@ class BlockSizes:
     def edge_products(self, batch: int, steps: int, topk: int, draft_vocab: int) -> "tuple[ProductRun, ...]":
         """The products of a block draft's edges: one for the block's hidden states, then one for each depth, of the
         root and then of topk rows.  All depths read the same weights."""
-        rank, (parts, inputs) = self.edge_rank, EDGE_PARTS[self.edge_kind]
+        rank, (parts, inputs) = self.edge_rank, EDGE_PROJECTION_SIZES[self.edge_kind]
         runs = [ProductRun("draft edge hidden", (parts * rank, self.layers.hidden), 1, batch * steps)]
         # The first depth reads no state.
         for count, read in [(batch, min(inputs, 1)), *[(batch * topk, inputs)] * (steps - 1)]:
@@ -273,7 +273,7 @@ class ModelShape:
         runs, taken = list[ProductRun](), Counter[tuple[str, Shape]]()
         for (is_dense, spec), count in kinds.items():
             mlp = self._mlp(prefix, self.intermediate, count, rows) if is_dense else self._routed(prefix, count, rows)
-            if self.one_block and spec.keeps != NOTHING:
+            if self.one_block and spec.keeps != NO_MIXING:
                 mlp = ()
             for run in (*self._attention(prefix, wide, spec, count, rows), *mlp):
                 runs.append(replace(run, first=taken[run.name, run.shape]))
@@ -295,7 +295,7 @@ class ModelShape:
 
     def _recurrence(self, prefix: str, keeps: RecurrentState, count: int, rows: int) -> tuple[ProductRun, ...]:
         """The products of a recurrent layer: the inputs with their gate, the inputs of decays and betas, the output."""
-        if keeps == NOTHING:
+        if keeps == NO_MIXING:
             return ()
         inner = keeps.heads * keeps.v_size or keeps.channels
         columns = keeps.channels + inner if keeps.heads else 3 * keeps.channels
@@ -350,7 +350,7 @@ class ModelShape:
         if self.weights == DENSE:
             return False
         quantiser = QUANTISERS[self.weights]
-        return quantiser.of(self.is_draft).takes(name.split()[-1], columns)
+        return quantiser.of(self.is_draft).quantises(name.split()[-1], columns)
 
     def _routed(self, prefix: str, count: int, rows: int) -> tuple[ProductRun, ...]:
         """The router with its routed experts, and then the linear layers beside the experts."""
@@ -414,7 +414,7 @@ def model_sizes(config: ModelConfig) -> ModelShape:
         latent=config.latent,
         experts=experts,
         gated="linear_num_value_heads" in config.raw,
-        one_block=any(spec.keeps == NOTHING for spec in specs),
+        one_block=any(spec.keeps == NO_MIXING for spec in specs),
     )
 
 

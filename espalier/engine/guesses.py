@@ -76,7 +76,7 @@ class GuessSources:
         for source in self.sources:
             source.leave(request)
         if self.survival is not None:
-            self.survival.own.pop(request.id, None)
+            self.survival.counts_of_request.pop(request.id, None)
 
     def ask(self, batch: Sequence[Request]) -> SourceGuesses:
         """Ask the sources for guesses for the next round of these requests."""
@@ -117,7 +117,7 @@ class GuessSources:
     def _reach_worth_sending(self, guess: Guess, is_sampled: bool) -> list[float]:
         """The probability that each token of a guess is reached, for the tokens that are worth a row."""
         assert self.survival is not None
-        reached = self.survival.reach(guess.kind, is_sampled)[: len(guess.tokens)]
+        reached = self.survival.path_probabilities(guess.kind, is_sampled)[: len(guess.tokens)]
         return [reach for reach in reached if reach >= MIN_REACH]
 
     def of_round(self, batch: Sequence[Request], asked: SourceGuesses, tree: TreeShape | None) -> RoundGuesses:
@@ -131,7 +131,7 @@ class GuessSources:
             kept = ((slot, self._guesses_worth_sending(of_slot, tree, samples[slot])) for slot, of_slot in guesses)
             guesses = tuple((slot, of_slot) for slot, of_slot in kept if of_slot)
         return RoundGuesses(
-            guesses, self.survival.to_send(), tuple(self.survival.skill(request.id) for request in batch)
+            guesses, self.survival.changed_table(), tuple(self.survival.skill(request.id) for request in batch)
         )
 
     def _guesses_worth_sending(self, guesses: Sequence[Guess], tree: TreeShape, is_sampled: bool) -> tuple[Guess, ...]:
@@ -184,7 +184,7 @@ class GuessSources:
 
     def _count(self, guesses: Sequence[Guess], request: Request, row: RequestResult) -> int:
         assert self.survival is not None
-        drafted = None if row.candidates is None else Candidates.of(row.candidates).lineage
+        drafted = None if row.candidates is None else Candidates.of(row.candidates).draft_sequences
         paths = list(row.said)
         for guess in guesses:
             known = tuple(request.output[guess.start + 1 - len(request.prompt) :])
@@ -199,7 +199,7 @@ class GuessSources:
 
 
 def _shared_length(path: Sequence[int], drafted: set[tuple[int, ...]] | None) -> int | None:
-    """How many tokens at the start of a path the draft proposed too.  drafted: Candidates.lineage."""
+    """How many tokens at the start of a path the draft proposed too.  drafted: Candidates.draft_sequences."""
     if not drafted:
         return None
     return next((at for at in range(len(path)) if tuple(path[: at + 1]) not in drafted), len(path))

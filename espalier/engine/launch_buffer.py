@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from espalier.cache.states import StateSnapshots
+from espalier.cache.states import SnapshotTargets
 from espalier.engine.launch_input import LaunchInput
 from espalier.errors import EspalierError
 from espalier.layout import LaunchForm, RoundLayout
@@ -49,7 +49,7 @@ class LaunchBuffer:
         entry: [1], the entry of the results ring to write; slots: [B], padded with slot 0; lengths: [B], tokens that a
         prefill pass enters, empty for a round; piece_request, piece_offset: [P], and piece_last: [B], as in
         speculate/pieces.py, empty in a form without pieces; snapshot_at, snapshot_row: [B], as in
-        cache/states.py:StateSnapshots, empty without snapshots; cleared: slots that get a new request; FIELD.at,
+        cache/states.py:SnapshotTargets, empty without snapshots; cleared: slots that get a new request; FIELD.at,
         FIELD.values: the indices and the new values in a field of the slot table.
         """
         parts = self.vector.split([_aligned(size) for _, size in self.sizes])
@@ -74,9 +74,9 @@ class LaunchBuffer:
         return made if made.request.shape[0] else None
 
     @property
-    def snapshots(self) -> StateSnapshots | None:
+    def snapshots(self) -> SnapshotTargets | None:
         """The snapshots of states that the launch takes; None in a launch without snapshots."""
-        made = StateSnapshots(self.parts["snapshot_at"], self.parts["snapshot_row"])
+        made = SnapshotTargets(self.parts["snapshot_at"], self.parts["snapshot_row"])
         return made if made.at.shape[0] else None
 
     @property

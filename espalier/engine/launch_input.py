@@ -49,7 +49,7 @@ class LaunchInput:
     masks: [B, 1, words] int32, the tokens that a prefill pass may pick; None if it may pick all.
     state_copies: (source, destination) rows of the states, which are copied in this order before the launch.
     snapshots: by slot, (number of tokens, row of the states) of the snapshot that the launch takes of the request's
-    state (cache/states.py:StateSnapshots); row 0 for no snapshot; empty if the launch takes none.
+    state (cache/states.py:SnapshotTargets); row 0 for no snapshot; empty if the launch takes none.
     guesses: (slot, guesses of the host's sources) for requests of a round (speculate/sources).
     survival: [KINDS, S], as in SlotTable; None if it has not changed.
     skill: by slot, as in SlotTable, for a round of an engine with sources.

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from espalier.attention import CommittedLengths
 from espalier.cache.pages import PagePool
-from espalier.cache.prefix_tree import PrefixTree, Room
+from espalier.cache.prefix_tree import PrefixTree, PageBudget
 from espalier.engine.guesses import NO_GUESSES, GuessSources, SourceGuesses
 from espalier.engine.launch_input import (
     NOT_FINITE,
@@ -69,7 +69,7 @@ class Scheduler:
         self.masks = MaskBuilder(vocab_size, layout.steps)
         self.pool = pool
         self.prefixes = prefixes
-        self._room = Room(pool, prefixes)
+        self._page_budget = PageBudget(pool, prefixes)
         self.states = states or NoStates()
         self.guesses = guesses or GuessSources(layout, ())
         self.rounds_in_flight = rounds_in_flight
@@ -188,7 +188,7 @@ class Scheduler:
         end = request.end(self.layout.max_context)
         need = self.layout.reserve(prefill_len, self.rounds_in_flight, end) - len(shared)
         # Evict only if eviction frees enough pages.  Else cached pages would be lost and the request would still wait.
-        if not (self._room.could_be(need) and self._room.make(need)):
+        if not (self._page_budget.could_free(need) and self._page_budget.free_up_to(need)):
             self.pool.release(shared)
             self._last_misfit = request, self.pool.num_released
             return False
@@ -234,7 +234,7 @@ class Scheduler:
         missing = self.layout.reserve(request.num_known, request.rounds_in_flight + 1, end) - len(request.pages)
         if missing <= 0:
             return True
-        if not self._room.make(missing):
+        if not self._page_budget.free_up_to(missing):
             return False
         assert request.slot is not None
         for page in self.pool.allocate(missing):

@@ -95,16 +95,16 @@ class StateKeeper(NoStates):
         self._held: dict[Request, RequestSnapshots] = {}
         self._copies: list[tuple[int, int]] = []
         if prefixes is not None:
-            prefixes.on_removed = snapshots.drop
+            prefixes.on_removed = snapshots.detach
 
     def enter(self, request: Request, start: int, cached: int) -> tuple[int, int]:
         assert request.slot is not None
         # The page ends whose snapshots are at or before `start`.
         reached = self.layout.whole_pages(min(cached, start + self.tokens_before_end))
-        hit = self.snapshots.last_of(request.pages[:reached])
+        hit = self.snapshots.last_with_snapshot(request.pages[:reached])
         row, end = ZERO_ROW, 0
         if hit is not None:
-            row, end = self.snapshots.use(request.pages[hit]), self.layout.tokens_in(hit + 1)
+            row, end = self.snapshots.mark_used(request.pages[hit]), self.layout.tokens_in(hit + 1)
         self._copies.append((row, request.slot))
         begin = max(0, end - self.tokens_before_end)
         self._held[request] = RequestSnapshots(self._planned(request.prefill_len, begin, cached))
@@ -176,7 +176,7 @@ class StateKeeper(NoStates):
         for end, row in taken:
             pages = [] if self.prefixes is None or end > rows else self.prefixes.match(request.tokens[:end])
             if pages and self.layout.tokens_in(len(pages)) == end:
-                self.snapshots.file(pages[-1], row)
+                self.snapshots.attach(pages[-1], row)
             else:
                 self.snapshots.release(row)
 

@@ -82,8 +82,8 @@ def require_learnable(prepared: Prepared) -> str:
             f"--learn cannot train {found.draft_path} further: it is no draft of `espalier train` "
             f"({', '.join(DRAFT_KINDS)})"
         )
-    read = read_target(found.target_path, MIN_CAPTURED_LAYERS if found.spec.reads == "captured" else 1)
-    if found.spec.reads == "captured" and found.spec.capture != (known := captured_layers(read)):
+    read = read_target(found.target_path, MIN_CAPTURED_LAYERS if found.spec.target_output == "captured" else 1)
+    if found.spec.target_output == "captured" and found.spec.capture != (known := captured_layers(read)):
         raise EspalierError(
             f"--learn cannot train {found.draft_path} further: it reads the target's layers {found.spec.capture}, and "
             f"the trainer's drafts read {known}"

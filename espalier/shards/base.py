@@ -33,7 +33,7 @@ class Part:
     def slice(self) -> slice:
         return slice(self.begin, self.end)
 
-    def times(self, entries: int) -> "Part":
+    def scaled(self, entries: int) -> "Part":
         """The part of a tensor that has `entries` entries for each of these entries."""
         return Part(self.begin * entries, self.end * entries, self.size * entries)
 
@@ -54,7 +54,7 @@ class Part:
 Size = int | Part
 
 
-def on_every_rank(size: int) -> Part:
+def whole_part(size: int) -> Part:
     """All entries, declared as a Part: each of several ranks holds all of them."""
     return Part(0, size, size)
 
@@ -87,8 +87,8 @@ class Collectives(Protocol):
         """
         ...
 
-    def gather_columns(self, x: Tensor, each: int, size: int) -> Tensor:
-        """Join the ranks' x [N, columns] side by side: [N, size].  A rank has `each` columns, the last ranks fewer."""
+    def gather_columns(self, x: Tensor, columns_per_rank: int, size: int) -> Tensor:
+        """Join the ranks' x [N, columns] side by side: [N, size].  The last ranks may have fewer columns."""
         ...
 
     def abort(self) -> None:
@@ -96,9 +96,9 @@ class Collectives(Protocol):
         ...
 
 
-def joined_columns(collectives: Collectives, x: Tensor, each: int, size: int) -> Tensor:
+def gather_columns_by_all_gather(collectives: Collectives, x: Tensor, columns_per_rank: int, size: int) -> Tensor:
     """Do what Collectives.gather_columns does, by all_gather."""
-    padded = F.pad(x, (0, each - x.shape[1]))
+    padded = F.pad(x, (0, columns_per_rank - x.shape[1]))
     return collectives.all_gather(padded).transpose(0, 1).flatten(1)[:, :size].contiguous()
 
 
@@ -133,10 +133,12 @@ class Shards:
 
     def tokens(self, vocab_size: int) -> Part:
         """The rank's part of the vocabulary.  The parts of the last ranks may be shorter, or empty."""
-        begin, end = (min(rank * self.tokens_each(vocab_size), vocab_size) for rank in (self.rank, self.rank + 1))
+        begin, end = (
+            min(rank * self.max_tokens_per_rank(vocab_size), vocab_size) for rank in (self.rank, self.rank + 1)
+        )
         return Part(begin, end, vocab_size)
 
-    def tokens_each(self, vocab_size: int) -> int:
+    def max_tokens_per_rank(self, vocab_size: int) -> int:
         """The length of the longest part of the vocabulary."""
         return -(-vocab_size // self.count)
 
@@ -148,7 +150,7 @@ class Shards:
         """Join x [N, the rank's tokens] of all ranks: [N, vocab_size]."""
         if self.collectives is None:
             return x
-        return self.collectives.gather_columns(x, self.tokens_each(vocab_size), vocab_size)
+        return self.collectives.gather_columns(x, self.max_tokens_per_rank(vocab_size), vocab_size)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum x over the ranks, see Collectives.all_reduce."""

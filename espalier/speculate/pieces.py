@@ -37,7 +37,7 @@ class LastTokens(NamedTuple):
     piece: Tensor | None
     slots: Tensor
 
-    def of_requests(self, values: Tensor) -> Tensor:
+    def of_last_pieces(self, values: Tensor) -> Tensor:
         """Returns the values of each request's last piece.  values: [P, ...]; result: [B, ...]."""
         return values if self.piece is None else values[self.piece]
 

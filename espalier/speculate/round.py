@@ -19,7 +19,7 @@ from torch import Tensor
 
 from espalier.attention import ChosenRows, CommittedLengths, ModelCache, Nodes, Prefix
 from espalier.cache.kv import PagedKV
-from espalier.cache.states import StateAccess, StateSnapshots
+from espalier.cache.states import SnapshotTargets, StateAccess
 from espalier.kernels.ops.state import NodeRows, advance, chain, gather
 from espalier.kernels.ops.tree import Path, accept, gather_rows
 from espalier.layout import RoundLayout, TreeShape
@@ -29,7 +29,7 @@ from espalier.sampling.mask import DraftGuide
 from espalier.sampling.pick import Logprobs, SampledTokens
 from espalier.sampling.prompt import PromptRows, prompt_logprobs
 from espalier.slots import BatchState, ScatterUpdate, SlotTable
-from espalier.speculate.drafters.base import Drafter, Grow
+from espalier.speculate.drafters.base import Drafter, GrowTree
 from espalier.speculate.logit_slices import logit_rows, node_slices
 from espalier.speculate.pieces import PieceRows, Pieces
 from espalier.speculate.sampler import Sampler, make_sampler
@@ -55,7 +55,7 @@ class ModelRunner:
     coupled_scores: bool = True
     trims_trees: bool = False
 
-    def at(self, batch: int) -> "ModelRunner":
+    def for_batch(self, batch: int) -> "ModelRunner":
         """Returns the runner for rounds of `batch` requests, whose tree may be smaller.  Models and buffers are shared.
 
         Raises EspalierError if batch is above max_batch.
@@ -94,7 +94,7 @@ class ModelRunner:
     @property
     def reads_all_hidden(self) -> bool:
         """Whether the draft reads the target's last hidden state, before or after the final norm, at every token."""
-        return self.drafter.spec.reads == "hidden" or self.target.config.num_layers in self.target.capture
+        return self.drafter.spec.target_output == "hidden" or self.target.config.num_layers in self.target.capture
 
     def shared_rows(self, batch: int) -> int:
         """Returns the number of rows of a verify pass that are shared out over the batch; 0 if they are not."""
@@ -103,7 +103,7 @@ class ModelRunner:
 
     def node_slices(self, batch: int) -> list[slice]:
         """Returns slices of each tree's nodes; the logits of one slice are computed at a time.  Call this on the runner
-        for this batch (`at`)."""
+        for this batch (`for_batch`)."""
         return node_slices(batch, self.layout.num_draft_tokens, self.target.config.vocab_size)
 
     def sampler(self, slots: BatchState, needs: SamplingNeeds, first: Tensor, width: int) -> Sampler:
@@ -145,14 +145,14 @@ class RoundStage:
     runner: ModelRunner
     slots: BatchState
     sampler: Sampler
-    snapshots: StateSnapshots | None
+    snapshots: SnapshotTargets | None
 
 
 @dataclass(frozen=True)
 class BegunRound(RoundStage):
     """The state after the begin stage.  grow: the function that does the rest of the proposal."""
 
-    grow: Grow
+    grow: GrowTree
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def decode_round(
     index: Tensor,
     needs: SamplingNeeds,
     appended: ScatterUpdate | None = None,
-    snapshots: StateSnapshots | None = None,
+    snapshots: SnapshotTargets | None = None,
 ) -> RoundOutput:
     """Runs a whole round.
 
@@ -195,10 +195,10 @@ def begin(
     index: Tensor,
     needs: SamplingNeeds,
     appended: ScatterUpdate | None = None,
-    snapshots: StateSnapshots | None = None,
+    snapshots: SnapshotTargets | None = None,
 ) -> BegunRound:
     """Runs the first stage: computes the draft's first logits for each slot.  Arguments: see `decode_round`."""
-    runner = runner.at(index.shape[0])
+    runner = runner.for_batch(index.shape[0])
     drafter = runner.drafter
     slots = gather(runner.table, index, appended)
     sampler = runner.sampler(slots, needs, slots.num_tokens, runner.layout.extend_width)
@@ -219,7 +219,7 @@ def propose(begun: BegunRound, guide: DraftGuide | None = None) -> ProposedRound
         tree = tree.within(begun.slots.max_accept_depth)
         tree = tree.only(tree.best(runner.shared_rows(begun.slots.batch)))
     if runner.trims_trees:
-        nodes = num_offered(tree, begun.slots.max_accept_depth)
+        nodes = num_nodes_to_run(tree, begun.slots.max_accept_depth)
         if nodes < runner.layout.num_draft_tokens:
             runner, tree = runner.with_nodes(nodes), tree.first(nodes)
     return ProposedRound(runner, begun.slots, sampler, begun.snapshots, tree)
@@ -237,8 +237,8 @@ def verify(proposed: ProposedRound) -> VerifiedRound:
     out = runner.target(runner.cache.begin(prefix, nodes, tokens, access=access, chosen=chosen))
     logits = runner.target.logits(out.hidden) if len(runner.node_slices(slots.batch)) == 1 else None
     if chosen is not None:
-        out = ModelOutput(chosen.spread(out.hidden), tuple(map(chosen.spread, out.inputs)))
-        logits = None if logits is None else chosen.spread(logits)
+        out = ModelOutput(chosen.to_tree_rows(out.hidden), tuple(map(chosen.to_tree_rows, out.inputs)))
+        logits = None if logits is None else chosen.to_tree_rows(logits)
     return VerifiedRound(proposed, out, logits)
 
 
@@ -248,7 +248,7 @@ def chosen_rows(proposed: ProposedRound) -> ChosenRows | None:
     rows = min(proposed.runner.shared_rows(batch), batch * nodes)
     if rows and proposed.runner.trims_trees:
         rows = min(rows, int((proposed.tree.scores > -torch.inf).sum()))
-    return ChosenRows.at(proposed.tree.best(rows), batch, nodes) if rows else None
+    return ChosenRows.from_places(proposed.tree.best(rows), batch, nodes) if rows else None
 
 
 def settle(verified: VerifiedRound, mask: Tensor | None = None) -> RoundOutput:
@@ -263,18 +263,18 @@ def settle(verified: VerifiedRound, mask: Tensor | None = None) -> RoundOutput:
     path = accept(tree, *sampled, slots.max_accept_depth, slots.real, runner.layout.steps)
     commit(runner, slots, path, proposed.sampler.needs.penalised, proposed.snapshots)
     if runner.layout.extends:
-        runner.drafter.extend(slots, rows_of_path(runner.drafter, out, path), path.length)
-    source_fields: dict[str, Any] = {}
+        runner.drafter.extend(slots, path_features(runner.drafter, out, path), path.length)
+    source_outputs: dict[str, Any] = {}
     if runner.table.layout.calibrates_scores and runner.layout.num_draft_tokens > 1:
         fields = {"said": slots.table.said, "candidates": slots.table.candidates}
-        source_fields = {
+        source_outputs = {
             name: field.index_select(0, slots.index).flatten(1) for name, field in fields.items() if field.shape[1]
         }
     if verified.logits is not None:
-        return RoundOutput(path, verified.logits, slots.num_logprobs, path.rows, tree, **source_fields)
+        return RoundOutput(path, verified.logits, slots.num_logprobs, path.rows, tree, **source_outputs)
     logits = runner.target.logits(gather_rows(path.rows, out.hidden))
     rows = torch.arange(path.rows.shape[1], device=path.rows.device).repeat(slots.batch, 1)
-    return RoundOutput(path, logits, slots.num_logprobs, rows, tree, **source_fields)
+    return RoundOutput(path, logits, slots.num_logprobs, rows, tree, **source_outputs)
 
 
 def sample_nodes(verified: VerifiedRound, mask: Tensor | None) -> SampledTokens:
@@ -299,7 +299,7 @@ def prefill(
     pieces: Pieces | None = None,
     prompt_rows: PromptRows | None = None,
     mask: Tensor | None = None,
-    snapshots: StateSnapshots | None = None,
+    snapshots: SnapshotTargets | None = None,
 ) -> RoundOutput:
     """Enters `length` [B] known tokens of each slot of `index` [B], from the root on, in pieces of `width` rows.
 
@@ -311,7 +311,7 @@ def prefill(
     slots = gather(runner.table, index)
     rows = PieceRows.of(slots, length, width, pieces)
     if snapshots is not None and pieces is not None:
-        snapshots = StateSnapshots(*(values[pieces.request] for values in snapshots))
+        snapshots = SnapshotTargets(*(values[pieces.request] for values in snapshots))
     runner.layout.require_chunk(rows.slots.batch, width)
     positions, tokens, page_rows = chain(rows.slots, 0, rows.length, width)
     exists = torch.arange(width, device=tokens.device) < rows.length[:, None]
@@ -322,7 +322,7 @@ def prefill(
         Nodes.chain(positions),
         void_padding(runner, tokens, exists),
         page_rows=page_rows.flatten(),
-        by_layer=pieces is not None,
+        commits_by_layer=pieces is not None,
         needed=None if reads_all else last.row,
         access=StateAccess(rows.slots.index, rows.slots.prefix_len, rows.length, snapshots, pieces is not None),
     )
@@ -330,9 +330,9 @@ def prefill(
     p.commit()
     logprobs = None
     if prompt_rows is not None:
-        logprobs = logprobs_of_prompt(runner, rows.slots, positions, out.hidden, prompt_rows)
+        logprobs = compute_prompt_logprobs(runner, rows.slots, positions, out.hidden, prompt_rows)
     hidden = gather_rows(last.row[:, None], out.hidden) if reads_all else out.hidden
-    logits = runner.target.logits(last.of_requests(hidden))
+    logits = runner.target.logits(last.of_last_pieces(hidden))
     sampled = runner.sampler(slots, needs, slots.prefix_len + length, 1).pick_last(logits, mask)
     num_emitted, _ = advance(slots, length, sampled.tokens, needs.penalised)
     if runner.layout.extends:
@@ -351,7 +351,7 @@ def void_padding(runner: ModelRunner, tokens: Tensor, exists: Tensor) -> Tensor:
     return torch.where(exists, tokens, -1)
 
 
-def logprobs_of_prompt(
+def compute_prompt_logprobs(
     runner: ModelRunner, slots: BatchState, positions: Tensor, hidden: Tensor, rows: PromptRows
 ) -> Logprobs:
     """Returns the log-probabilities of the prompt tokens that follow `rows`.
@@ -363,7 +363,7 @@ def logprobs_of_prompt(
     return prompt_logprobs(runner.target.logits, rows.of(hidden), following, max_rows, rows.count)
 
 
-def num_offered(tree: Tree, max_accept_depth: Tensor) -> int:
+def num_nodes_to_run(tree: Tree, max_accept_depth: Tensor) -> int:
     """Returns how many nodes of the trees must run: void nodes, and nodes too deep to be accepted, are cut off at the
     end of all trees."""
     is_offered = ((tree.tokens != VOID) & (tree.depths <= max_accept_depth[:, None])).any(0)
@@ -379,7 +379,7 @@ def check_tree(layout: RoundLayout, tree: Tree, batch: int) -> None:
 
 
 def commit(
-    runner: ModelRunner, slots: BatchState, path: Path, count_tokens: bool, snapshots: StateSnapshots | None = None
+    runner: ModelRunner, slots: BatchState, path: Path, count_tokens: bool, snapshots: SnapshotTargets | None = None
 ) -> None:
     """Appends the path's tokens to the slots and copies the path's K/V to positions prefix_len .. prefix_len + length -
     1.
@@ -395,16 +395,16 @@ def commit(
 
 
 def draft_features(drafter: Drafter, out: ModelOutput) -> Tensor | None:
-    """Returns [B, Q, F]: the field of the target's output that the draft reads (`DraftSpec.reads`); None if the draft
+    """Returns [B, Q, F]: the field of the target's output that the draft reads (`DraftSpec.target_output`); None if it
     reads no field."""
-    return None if drafter.spec.reads is None else getattr(out, drafter.spec.reads)
+    return None if drafter.spec.target_output is None else getattr(out, drafter.spec.target_output)
 
 
-def rows_of_path(drafter: Drafter, out: ModelOutput, path: Path) -> Tensor | None:
+def path_features(drafter: Drafter, out: ModelOutput, path: Path) -> Tensor | None:
     """Returns [B, W, F]: `draft_features` at the nodes of the accepted path.
 
     Only the features of these nodes are concatenated.
     """
-    if drafter.spec.reads is None:
+    if drafter.spec.target_output is None:
         return None
-    return gather_rows(path.rows, *(out.inputs if drafter.spec.reads == "captured" else (out.hidden,)))
+    return gather_rows(path.rows, *(out.inputs if drafter.spec.target_output == "captured" else (out.hidden,)))

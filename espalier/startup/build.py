@@ -8,7 +8,7 @@ import torch
 
 from espalier.attention import ModelCache, grouped_backend
 from espalier.cache.kv import PagedKV, StagedKV, bytes_per_token
-from espalier.cache.layer_spec import LayerSpec, stored_as, with_rows
+from espalier.cache.layer_spec import LayerSpec, layers_with_rows, with_row_dtype
 from espalier.cache.states import StateTable, bytes_per_state, table_rows
 from espalier.config import FP8_KV, ResolvedConfig
 from espalier.engine.cuda import CudaExecutor
@@ -91,9 +91,11 @@ def cache_specs(
     kv_dtype, draft_kv_dtype: as in a ResolvedConfig.
     """
     stored, draft_stored = (FP8 if name == FP8_KV else None for name in (kv_dtype, draft_kv_dtype))
-    specs = (*stored_as(target, stored), *stored_as(draft, draft_stored))
+    specs = (*with_row_dtype(target, stored), *with_row_dtype(draft, draft_stored))
     # A layer that reads another layer's rows gets that layer's stored dtype.
-    return tuple(spec if spec.shares is None else replace(spec, keeps=specs[spec.shares].keeps) for spec in specs)
+    return tuple(
+        spec if spec.shares_rows_of is None else replace(spec, keeps=specs[spec.shares_rows_of].keeps) for spec in specs
+    )
 
 
 def cache_size(config: ResolvedConfig, specs: Sequence[LayerSpec], dtype: torch.dtype) -> str:
@@ -118,7 +120,7 @@ def kv_scales(target: CausalLM) -> dict[int, KVScales]:
     stored = {layer: scales for layer, scales in enumerate(target.kv_scales) if scales is not None}
     instead = "use a complete checkpoint, or set kv_dtype to the model's dtype"
     specs = target.layer_specs
-    own = [layer for layer in with_rows(specs, range(len(specs))) if specs[layer].shares is None]
+    own = [layer for layer in layers_with_rows(specs, range(len(specs))) if specs[layer].shares_rows_of is None]
     missing = [layer for layer in own if layer not in stored]
     if (target.config.declared_kv_dtype or stored) and missing:
         raise EspalierError(

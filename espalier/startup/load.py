@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from espalier.cache.layer_spec import of_rank
+from espalier.cache.layer_spec import specs_of_rank
 from espalier.config import FP8_KV, EngineConfig, ResolvedConfig, is_open
 from espalier.engine.engine import Engine
 from espalier.engine.lead import LeadExecutor, raising_rank_failure
@@ -120,7 +120,10 @@ def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConf
         weights=weights_of(checkpoint, shards.count),
         stored_dtype=checkpoint.target.raw.get("dtype") or checkpoint.target.raw.get("torch_dtype"),
         max_position=checkpoint.target.max_position,
-        layer_specs=(*of_rank(layer_specs_of(checkpoint.target), shards), *of_rank(checkpoint.spec.layers, of_draft)),
+        layer_specs=(
+            *specs_of_rank(layer_specs_of(checkpoint.target), shards),
+            *specs_of_rank(checkpoint.spec.layers, of_draft),
+        ),
         hidden_size=checkpoint.target.hidden_size,
         num_layers=checkpoint.target.num_layers,
         chip=measure_chip(device) if device.type == "cuda" else None,

@@ -11,7 +11,7 @@ import torch
 
 from espalier.bench.drive import AS_CONFIGURED, PLAIN_DECODING, BenchEngine, BenchEngines, EngineVariant, ModelEngines
 from espalier.bench.linears import ModelShape
-from espalier.cache.layer_spec import of_rank
+from espalier.cache.layer_spec import specs_of_rank
 from espalier.config import EngineConfig, ResolvedConfig, SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
@@ -119,8 +119,8 @@ def shape_config(recipe: Recipe, settings: Mapping[str, Any], device: torch.devi
         stored_dtype=dtype,
         max_position=shape.target.max_position,
         layer_specs=(
-            *of_rank(layer_specs_of(shape.target), shards),
-            *of_rank(spec.layers, draft_shards(spec.algorithm, shards)),
+            *specs_of_rank(layer_specs_of(shape.target), shards),
+            *specs_of_rank(spec.layers, draft_shards(spec.algorithm, shards)),
         ),
         hidden_size=shape.target.hidden_size,
         num_layers=shape.target.num_layers,

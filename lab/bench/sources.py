@@ -37,7 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 # What a round does for the sources beside the draft and for calibrated scores.
 CHOOSERS = (
     (GraftedDrafter, "_graft"),
-    (GraftedDrafter, "_guesses_alone"),
+    (GraftedDrafter, "_tree_of_guesses"),
     (Tree, "best"),
     (GuessSources, "ask"),
     (GuessSources, "of_round"),

@@ -239,7 +239,7 @@ FAULTS = {
         Fault(
             "rows-without-topk",
             "the row index of a beam lacks the factor topk, so branches read each other's rows",
-            "espalier.cache.kv:StagedKV.rows_of",
+            "espalier.cache.kv:StagedKV.staged_planes",
             _rows_without_topk,
             ("27460", "27338", "27428"),
         ),
@@ -266,13 +266,13 @@ FAULTS = {
         Fault(
             "chain-reads-target",
             "MTP layers that are trained as a chain all read the target's hidden states",
-            "espalier.speculate.drafters.autoregressive:feeds_of",
+            "espalier.speculate.drafters.autoregressive:feeds_class",
             _every_form("target"),
         ),
         Fault(
             "target-reads-chain",
             "MTP layers that are trained on the target's hidden states read those of the layer before",
-            "espalier.speculate.drafters.autoregressive:feeds_of",
+            "espalier.speculate.drafters.autoregressive:feeds_class",
             _every_form("chain"),
         ),
         Fault(

@@ -34,7 +34,7 @@ SOURCE_FAULTS = (
     Fault(
         "rows-of-neighbour",
         "a request reads the shared rows of the request before it",
-        "espalier.attention.forward:ChosenRows.spread",
+        "espalier.attention.forward:ChosenRows.to_tree_rows",
         _of_request_before,
     ),
     Fault(

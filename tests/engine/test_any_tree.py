@@ -117,7 +117,7 @@ def test_on_a_gpu_every_tree_of_a_bucket_is_a_graph(monkeypatch: pytest.MonkeyPa
     wanted = [plainly(setup, r).tokens for r in requests]
     fake_cuda(monkeypatch)
     # What only a CPU's path reads, as in test_no_sync.py.
-    monkeypatch.setattr(grafted, "are_none", lambda paths: False)
+    monkeypatch.setattr(grafted, "have_no_paths", lambda paths: False)
     monkeypatch.setattr(drafts, "longest_known", lambda root: setup.layout.history_width)
     monkeypatch.setattr(Setup, "layout", replace(setup.layout, choices=sets))
     engine = engine_on_fake_cuda(setup, graph_batch=4)

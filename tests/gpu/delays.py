@@ -23,7 +23,7 @@ VERY_LONG_CYCLES = 40_000_000
 LONGEST_SLEEP = 0.001
 
 SEGMENTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (rounds, ("begin", "propose", "verify", "settle", "accept", "commit", "advance", "rows_of_path")),
+    (rounds, ("begin", "propose", "verify", "settle", "accept", "commit", "advance", "path_features")),
     (executing, ("decode_round", "prefill", "begin", "propose", "verify", "settle")),
     (LaunchBuffer, ("apply",)),
     (autoregressive, ("carry",)),

@@ -14,7 +14,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import QuantisedMatrix
 from espalier.models import load_target, read_config
 from espalier.models.loading import unread_prefixes
-from espalier.models.stored_names import TEXT_PART
+from espalier.models.stored_names import TEXT_PART_NAMES
 from espalier.models.weight_files import stored_weights
 from espalier.models.weights import Weights
 from espalier.startup import load
@@ -78,7 +78,7 @@ def test_layers_stay_unquantised_by_the_names_that_the_checkpoint_has(tmp_path):
         "modules_to_not_convert": left,
     }
     (path / "config.json").write_text(json.dumps(raw))
-    formats = Weights(path, torch.float64, "cpu", read_config(path).formats, stored=TEXT_PART).formats
+    formats = Weights(path, torch.float64, "cpu", read_config(path).formats, stored=TEXT_PART_NAMES).formats
     dense = [
         name for name in ("in_proj_a", "in_proj_qkv") if formats(f"model.layers.0.linear_attn.{name}").name == "dense"
     ]

@@ -51,7 +51,7 @@ def test_a_family_is_added_by_its_declaration(tmp_path, monkeypatch, act):
     if act != "silu":
         with pytest.raises(EspalierError, match="hidden_act = 'gelu_pytorch_tanh' is not supported, only 'silu'"):
             load.find_checkpoint(EngineConfig(model=path))
-        honouring = replace(FAMILY, honours=("hidden_act",))
+        honouring = replace(FAMILY, supported_fields=("hidden_act",))
         monkeypatch.setitem(FAMILIES, FAMILY.architecture, honouring)
         with pytest.raises(
             EspalierError, match="hidden_act = 'relu2' is not supported, only 'silu' or 'swish' or 'gelu_py"

@@ -107,7 +107,7 @@ class Reference:
         logits = self.target.logits(out.hidden)[0]
         if self.draft is None:
             return Scratch(tokens, layers, logits, torch.empty(0), [], [])
-        read = {"captured": out.captured, "hidden": out.hidden}[self.draft.spec.reads]
+        read = {"captured": out.captured, "hidden": out.hidden}[self.draft.spec.target_output]
         scratch = Scratch(tokens, layers, logits, self.features(read)[0], [], [])
         for module in range(1, len(self.modules) + 1):
             self._module_pass(scratch, module)

@@ -52,9 +52,9 @@ class PathCounts:
 
     def check(self, survival: Survival | None) -> None:
         """In lock-step: a request that ends leaves no round in flight.  Raises AssertionError."""
-        for kind in () if survival is None else range(len(survival.tried)):
+        for kind in () if survival is None else range(len(survival.num_tried)):
             for depth in range(self.steps):
-                due, got = self._due(kind, depth), (survival.tried[kind, depth], survival.followed[kind, depth])
+                due, got = self._due(kind, depth), (survival.num_tried[kind, depth], survival.num_right[kind, depth])
                 assert max(abs(a - b) for a, b in zip(due, got, strict=True)) < EXACT, (
                     f"of the paths of kind {kind}, {got} were tried and followed at depth {depth + 1}, not {due}"
                 )

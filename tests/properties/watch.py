@@ -223,7 +223,7 @@ class Watch:
         keeper, prefixes = self.engine.scheduler.states, self.engine.prefixes
         if not isinstance(keeper, StateKeeper) or prefixes is None:
             return
-        for page, row in keeper.snapshots._filed.items():
+        for page, row in keeper.snapshots._row_of_page.items():
             node, tokens = prefixes._nodes[page], ()
             while node.parent is not None:
                 node, tokens = node.parent, (*node.key, *tokens)
@@ -356,7 +356,7 @@ class Watch:
         due, last = dict.fromkeys(sorted(layers), count), target.config.num_layers - 1
         modules = len(self.reference.modules)
         if launch_input.is_prefill:
-            reads_all = launch_input.prompt_rows is not None or runner.drafter.spec.reads == "hidden"
+            reads_all = launch_input.prompt_rows is not None or runner.drafter.spec.target_output == "hidden"
             if last in due and not reads_all and last + 1 not in target.capture:
                 due[last] = len(launch_input.pieces or launch_input.lengths)
             extended = len(launch_input.pieces or launch_input.lengths) if modules == 1 else extended

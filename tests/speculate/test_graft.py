@@ -14,7 +14,7 @@ from espalier.layout import LaunchForm
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.slots import ALONE, PATH_KINDS, Guess
 from espalier.speculate.sources.base import Paths
-from espalier.speculate.sources.calibrate import roots_alone
+from espalier.speculate.sources.calibrate import root_only_trees
 from espalier.speculate.sources.graft import graft
 from espalier.speculate.sources.paths_alone import trees_of_guesses
 from espalier.speculate.sources.sent import paths_of_guesses
@@ -135,7 +135,7 @@ def test_on_a_cpu_guesses_alone_make_the_trees_that_a_gpu_grafts(data, seed):
             table.guesses[slot, path] = torch.tensor(row[: table.guesses.shape[2]])
     batch = gather(table, slots)
     nodes = data.draw(st.integers(2, layout.num_draft_tokens))
-    roots = roots_alone(batch.root, nodes, layout.ancestor_words)
+    roots = root_only_trees(batch.root, nodes, layout.ancestor_words)
     paths = paths_of_guesses(batch, layout.steps)
     wanted = graft(roots, torch.zeros_like(roots.tokens), paths, table.survival, layout.steps, is_drafted=False)
     got = trees_of_guesses(batch, nodes, layout.steps, layout.ancestor_words)

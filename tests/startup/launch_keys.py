@@ -70,7 +70,7 @@ class MetaWeights(Weights):
         self.quantiser = None if stored == DENSE else QUANTISERS[stored]
         self.formats = all_dense if self.quantiser is None else self.quantiser.formats({})
         self.fused = fused
-        self._loaded, self._files, self._not_taken = {}, {}, set()
+        self._loaded, self._files, self._unused = {}, {}, set()
         self._names = frozenset((FUSED, *DRAFT_WEIGHTS) if fused else ())
 
     def __contains__(self, name: str) -> bool:
@@ -89,7 +89,7 @@ class MetaWeights(Weights):
         dtype, module = self.dtype, name.removesuffix(".weight")
         if self.quantiser is not None and name.endswith(".weight_scale"):
             dtype = torch.float32
-        elif self.quantiser is not None and len(shape) == 2 and self.quantiser.takes(module, shape[1]):
+        elif self.quantiser is not None and len(shape) == 2 and self.quantiser.quantises(module, shape[1]):
             dtype = FP8
         return torch.empty(shape, dtype=dtype, device=META)
 

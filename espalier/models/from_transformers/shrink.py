@@ -27,7 +27,7 @@ SIZES: tuple[tuple[str, int], ...] = (
 )
 
 
-def shrunk(fields: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+def shrunk_config(fields: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """Returns the fields of a config with tiny sizes.  num_layers: the number of layers that `fields` describe.
 
     It keeps the first layers, as many as it takes to have a layer of each type.
@@ -39,7 +39,7 @@ def shrunk(fields: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     layers = min(max(*firsts, 3, 3) + 1, MOST_LAYERS, num_layers)
     # The config's RoPE is left out, so the class uses its default: factors may fit the config's true sizes alone.
     kept = {name: value for name, value in fields.items() if name not in ("rope_parameters", "rope_scaling")}
-    return {name: _small(name, value, num_layers, layers, fields) for name, value in kept.items()}
+    return {name: _shrunk_value(name, value, num_layers, layers, fields) for name, value in kept.items()}
 
 
 def _is_by_layer(value: Any) -> bool:
@@ -47,9 +47,9 @@ def _is_by_layer(value: Any) -> bool:
     return isinstance(value, Mapping) and bool(value) and all(str(key).isdecimal() for key in value)
 
 
-def _small(name: str, value: Any, num_layers: int, layers: int, fields: Mapping[str, Any]) -> Any:
+def _shrunk_value(name: str, value: Any, num_layers: int, layers: int, fields: Mapping[str, Any]) -> Any:
     if isinstance(value, list | tuple) and len(value) == num_layers:
-        return [_small(name, each, 0, 0, fields) for each in value[:layers]]
+        return [_shrunk_value(name, each, 0, 0, fields) for each in value[:layers]]
     if _is_by_layer(value):
         return {layer: each for layer, each in value.items() if int(layer) < layers}
     if name == "head_dim" and value is None:

@@ -23,7 +23,7 @@ from espalier.kernels.ops.experts import (
 from espalier.kernels.ops.linear import linear_parts
 from espalier.kernels.ops.norm import norm_router, rounds_norm, takes_router
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.norm import AnyNorm, Delta, Normed, is_rounded_before, summed
+from espalier.models.layers.norm import AnyNorm, BlockOutput, NormedOutputs, is_rounded_before, summed
 from espalier.models.weight_formats.sharded import Unsummed
 from espalier.shards import WHOLE, Shards
 
@@ -37,16 +37,16 @@ class GatedMLP:
     down: Linear
     activation: Activation = SILU
 
-    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
-        """Returns (x + delta, the norm of that sum as gate_up takes it).  See stream.py:Reader."""
-        return self.gate_up.read(norm, delta, x)
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, Rows]:
+        """Returns (x + delta, the norm of that sum as gate_up takes it).  See residual.py:NormReader."""
+        return self.gate_up.norm_input(norm, delta, x)
 
     def __call__(self, x: Rows, live: Tensor | None = None) -> Tensor | Unsummed:
-        """[B·Q, hidden] -> [B·Q, hidden], or parts of the result as RMSNorm.after takes them.
+        """[B·Q, hidden] -> [B·Q, hidden], or parts of the result as RMSNorm.add_and_norm takes them.
 
         live: not used: a dense MLP computes every row.  MixtureMLP has the same argument.
         """
-        return self.down.for_stream(self.gate_up.gated(x, self.activation))
+        return self.down.for_residual(self.gate_up.gated(x, self.activation))
 
     def in_parts(self, x: Rows) -> Tensor:
         """[B·Q, hidden] -> [B·Q, hidden], or parts whose sum is the result.  Each rank returns its own, not summed."""
@@ -116,18 +116,18 @@ class MixtureMLP:
         if shared is not None and self.shared_gate is None and self.biases is None and are_silu:
             self.shared_tiles = _as_tiles(shared, self.gate_up, self.down)
 
-    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, RoutedRows]:
-        """Returns (x + delta, the norm of that sum with its router's logits).  See stream.py:Reader.
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, RoutedRows]:
+        """Returns (x + delta, the norm of that sum with its router's logits).  See residual.py:NormReader.
 
         For a few rows one launch computes the norm and the router.  If the experts take rounded inputs, the launch of
         the norm also rounds them.
         """
         rounding = rounding_in_norm(self.gate_up, x)
-        own = summed(delta) if takes_router(x) and not isinstance(delta, Normed) else None
+        own = summed(delta) if takes_router(x) and not isinstance(delta, NormedOutputs) else None
         if own is not None and norm.weight is not None:
             total, normed, rounded, logits = norm_router.triton(own, x, norm.weight, norm.eps, self.router, rounding)
             return total, RoutedRows(normed, rounded, logits)
-        total, normed, rounded = norm.both_after(delta if own is None else own, x, rounding)
+        total, normed, rounded = norm.add_norm_and_round(delta if own is None else own, x, rounding)
         return total, RoutedRows(normed, rounded, router_logits(normed, self.router))
 
     def routed(self, x: Tensor) -> RoutedRows:
@@ -135,7 +135,7 @@ class MixtureMLP:
         return RoutedRows(x, x, router_logits(x, self.router))
 
     def __call__(self, routed: RoutedRows, live: Tensor | None = None) -> Tensor | Unsummed:
-        """N rows -> [parts, N, hidden], float32 at least, or [N, hidden], as RMSNorm.after takes them.
+        """N rows -> [parts, N, hidden], float32 at least, or [N, hidden], as RMSNorm.add_and_norm takes them.
 
         live: [N] bool, the rows that go to experts; None: all rows.
         """

@@ -17,7 +17,7 @@ from espalier.kernels.layers.quantised import BLOCK_VALUES
 from espalier.kernels.ops.linear import linear_blocks
 from espalier.models.weight_formats.base import FormatOf, StoredTensor, Weight, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
-from espalier.models.weight_formats.quantised import read_object, require_multiple
+from espalier.models.weight_formats.quantised import read_object, require_multiple_of
 
 GGUF_METHOD = "gguf"
 
@@ -60,7 +60,7 @@ class GGUFFormat(WeightFormat):
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         kind = BLOCK_TYPES[self.type]
-        require_multiple(f"{self.name} ({self.type})", "columns", columns, kind.values)
+        require_multiple_of(f"{self.name} ({self.type})", "columns", columns, kind.values)
         shape = (rows, columns // kind.values, kind.nbytes)
         return (StoredTensor(".weight", shape, torch.uint8, 0, 1, column_unit=kind.values),)
 

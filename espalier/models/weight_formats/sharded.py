@@ -47,7 +47,7 @@ class SummedWeight(ShardedWeight):
         total = self.shards.all_reduce(own)
         return total if bias is None else total + bias
 
-    def for_stream(self, x: Rows, bias: Tensor | None) -> "Unsummed":
+    def for_residual(self, x: Rows, bias: Tensor | None) -> "Unsummed":
         """Returns the product without the sum over the ranks, which the reader of the result computes.
         The bias is added on one rank alone."""
         once = bias if bias is None or self.shards.rank == 0 else torch.zeros_like(bias)
@@ -78,7 +78,7 @@ class Unsummed:
         return None if joined is None else joined.all_reduce_add_norm(self.parts, residual, weight, eps)
 
 
-def over_ranks(output: Tensor | Unsummed) -> Tensor:
+def sum_over_ranks(output: Tensor | Unsummed) -> Tensor:
     """Returns a block's output; an Unsummed one is first summed over the ranks."""
     return output.summed() if isinstance(output, Unsummed) else output
 

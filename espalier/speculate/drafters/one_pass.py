@@ -24,7 +24,7 @@ from espalier.kernels.tree.edges import LowRankEdges, Rows
 from espalier.layout import RoundLayout
 from espalier.models.draft import BlockModel
 from espalier.slots import BatchState
-from espalier.speculate.drafters.base import Grow
+from espalier.speculate.drafters.base import GrowTree
 from espalier.speculate.drafters.model_drafter import ModelDrafter
 from espalier.speculate.pieces import LastTokens
 from espalier.speculate.sampler import DraftRows, Sampler
@@ -42,7 +42,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
             is_causal: pack(everything.tril() if is_causal else everything) for is_causal in (False, True)
         }
 
-    def begin(self, slots: BatchState) -> Grow:
+    def begin(self, slots: BatchState) -> GrowTree:
         hidden = self._run_block(slots)
         logits = self.draft.block_logits(hidden)
         edges = None if self.draft.edges is None else self.draft.edges.of_block(logits, hidden)

@@ -13,7 +13,7 @@ from espalier.slots import ALONE
 from espalier.speculate.sources.base import Paths
 
 # Fills a node's sequence of tokens beyond the node's depth.  It differs from every token and from VOID.
-NOTHING = -2
+BEYOND_NODE = -2
 
 
 def graft(
@@ -48,23 +48,23 @@ def graft(
     best[:, 0] = torch.inf
     chosen = torch.sort(best, dim=1, descending=True, stable=True).indices[:, :num_drafted]
     kinds = torch.cat((kinds, of_paths.flatten(1)), 1)
-    return _tree_of(tree, paths, chosen, first, best, steps), kinds.gather(1, chosen)
+    return _build_tree(tree, paths, chosen, first, best, steps), kinds.gather(1, chosen)
 
 
 def tree_sequences(tree: Tree, steps: int) -> Tensor:
-    """[B, D, S]: for each node the tokens from depth 1 down to it, then NOTHING."""
+    """[B, D, S]: for each node the tokens from depth 1 down to it, then BEYOND_NODE."""
     nodes = tree.tokens.shape[1]
     lineage = unpack(tree.ancestors, nodes)
     at = torch.where(lineage, tree.depths[:, None], 0)
-    made = tree.tokens.new_full((*tree.tokens.shape, steps + 1), NOTHING)
-    return made.scatter_(2, at, torch.where(lineage, tree.tokens[:, None], NOTHING))[..., 1:]
+    made = tree.tokens.new_full((*tree.tokens.shape, steps + 1), BEYOND_NODE)
+    return made.scatter_(2, at, torch.where(lineage, tree.tokens[:, None], BEYOND_NODE))[..., 1:]
 
 
 def path_sequences(tokens: Tensor) -> Tensor:
-    """[B, P · S, S]: for each node of paths [B, P, S] the tokens from depth 1 down to it, then NOTHING."""
+    """[B, P · S, S]: for each node of paths [B, P, S] the tokens from depth 1 down to it, then BEYOND_NODE."""
     steps = tokens.shape[2]
     above = torch.ones(steps, steps, dtype=torch.bool, device=tokens.device).tril()
-    return torch.where(above, tokens[:, :, None], NOTHING).flatten(1, 2)
+    return torch.where(above, tokens[:, :, None], BEYOND_NODE).flatten(1, 2)
 
 
 def _exists(tree: Tree, paths: Paths, steps: int) -> Tensor:
@@ -76,7 +76,7 @@ def _exists(tree: Tree, paths: Paths, steps: int) -> Tensor:
     return torch.cat((drafted, is_guessed.cumprod(2).bool().flatten(1)), 1)
 
 
-def _tree_of(tree: Tree, paths: Paths, chosen: Tensor, first: Tensor, best: Tensor, steps: int) -> Tree:
+def _build_tree(tree: Tree, paths: Paths, chosen: Tensor, first: Tensor, best: Tensor, steps: int) -> Tree:
     """The tree of the nodes `chosen` [B, D], in this order.  Parents come before their children."""
     (batch, size), drafted = best.shape, tree.tokens.shape[1]
     device = best.device
