@@ -17,7 +17,6 @@ class EngineLock:
 
     lock: the `with` statement takes and releases this lock in C.  In a method written in Python, Ctrl-C could come
     after the lock is taken or before it is released, and every other thread would wait forever.
-    or before it is released, and every other thread would wait forever.
     """
 
     def __init__(self) -> None:

@@ -22,11 +22,6 @@ MAX_SHOWN = 160
 # A name less similar than this is another setting: presence_penalty is not length_penalty.
 MIN_SIMILARITY = 0.8
 
-NOT_FINITE = (
-    "the target's logits are not finite (NaN) for this request or for a token drafted for it; its tokens so far are "
-    "valid and other requests continue: check the checkpoint, or use a wider dtype"
-)
-
 
 class EspalierError(ValueError):
     """Bad input or an unsupported combination.  Raised before any work is lost."""

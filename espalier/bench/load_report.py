@@ -18,7 +18,6 @@ from espalier.bench.drive import (
 )
 from espalier.bench.flags import INPUTS, OF_DATASET, OF_SERVERS, OUTPUTS, REQUESTS
 from espalier.bench.load import (
-    TIMES,
     Arrivals,
     Load,
     LoadResult,
@@ -27,9 +26,8 @@ from espalier.bench.load import (
     mixed,
     serve,
     serve_talks,
-    title_of,
 )
-from espalier.bench.report import category_table, command_line, shown, write_markdown
+from espalier.bench.report import category_table, command_line, rows_of_times, shown, write_markdown
 from espalier.bench.traffic import SWITCHES, Conversation, messages, plain_prompt
 from espalier.config import ResolvedConfig
 from espalier.errors import EspalierError, require_number
@@ -218,8 +216,4 @@ def _table(title: str, figures: Mapping[str, Mapping[str, Any]]) -> list[list[st
     kinds = next(iter(figures.values()))["time_shares"]
     shares = [" / ".join(f"{share:.0%}" for share in each["time_shares"].values()) for each in figures.values()]
     rows.append([f"time in {', '.join(kinds)}", *shares])
-    for name in TIMES:
-        # For few requests, p90 and p99 are the slowest request.
-        cells = [" / ".join(f"{ms:.1f}" for ms in (each[name] or {}).values()) or "-" for each in figures.values()]
-        rows.append([f"{title_of(name)}, p50 / p90 / p99 ms", *cells])
-    return rows
+    return rows + rows_of_times(figures.values())

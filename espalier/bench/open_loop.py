@@ -19,13 +19,14 @@ from typing import Any
 from espalier.bench.clients import SentRequest, Target, address_of, first_model, require_reachable, rounds_by_length
 from espalier.bench.datasets import dataset_of_flags
 from espalier.bench.flags import BURSTS, CHAT, COMPLETIONS, FIXED, OF_DATASET, POISSON
-from espalier.bench.load import TIMES, AnsweredRequest, Arrivals, Timeline, by_category, latency_of, title_of
+from espalier.bench.load import TIMES, AnsweredRequest, Arrivals, Timeline, by_category, latency_of
 from espalier.bench.report import (
     LoadPoint,
     category_table,
     command_line,
     plot_load,
     require_plot,
+    rows_of_times,
     shown,
     write_markdown,
 )
@@ -250,9 +251,7 @@ def _table(figures: Sequence[Mapping[str, Any]], limits: Limits) -> list[list[st
         ["output tokens/s", *(f"{each['tokens_out_per_second']:.0f}" for each in figures)],
         ["accept length", *("-" if (x := each["accept_length"]) is None else f"{x:.2f}" for each in figures)],
     ]
-    for name in TIMES:
-        cells = [" / ".join(f"{value:.1f}" for value in (each[name] or {}).values()) or "-" for each in figures]
-        rows.append([f"{title_of(name)}, p50 / p90 / p99 ms", *cells])
+    rows += rows_of_times(figures)
     within = f"goodput, requests/s within {' and '.join(held)}" if held else "goodput, requests/s (no limit is set)"
     rows.append([within, *(f"{each['goodput_per_second']:.2f} ({each['good_share']:.0%})" for each in figures)])
     return rows

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
@@ -242,4 +243,5 @@ class Engine:
             self.executor.close()  # a launch in flight may still ask for masks
         finally:
             self.scheduler.masks.close()
-            self.executor = ClosedExecutor()
+            closed: Any = ClosedExecutor()
+            self.executor = closed

@@ -118,18 +118,9 @@ class Executor(Protocol):
 class ClosedExecutor:
     """Replaces the executor of a closed engine, so that the engine holds no device memory any more."""
 
-    captured_passes: tuple[LaunchForm, ...] = ()
-    runs_any_tree = False
     failure: Exception | None = None
 
-    @property
-    def runner(self) -> ModelRunner:
-        raise EspalierError("the engine is closed; make another LLM")
-
-    def launch(self, launch_input: LaunchInput) -> Handle:
-        raise EspalierError("the engine is closed; make another LLM")
-
-    def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
+    def __getattr__(self, name: str) -> Any:
         raise EspalierError("the engine is closed; make another LLM")
 
     def close(self) -> None:

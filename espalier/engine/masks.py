@@ -44,9 +44,7 @@ class RowMasks:
 
     def full_batch(self, batch: int) -> np.ndarray:
         """Returns the masks of the whole batch, [batch, D, words]."""
-        masks = np.full((batch, *self.masks.shape[1:]), ALL_ALLOWED, dtype=np.int32)
-        masks[list(self.rows)] = self.masks
-        return masks
+        return _full_batch(self.rows, self.masks, batch, ALL_ALLOWED)
 
 
 @dataclass(frozen=True)
@@ -65,11 +63,8 @@ class GuideRows:
     def full_batch(self, batch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns forced [batch, S], masks [batch, words] and levels [batch].  A row without a grammar has no
         limits."""
-        forced = np.full((batch, self.forced.shape[1]), -1, dtype=np.int64)
-        masks = np.full((batch, self.masks.shape[1]), ALL_ALLOWED, dtype=np.int32)
-        levels = np.zeros(batch, dtype=np.int64)
-        places = list(self.rows)
-        forced[places], masks[places], levels[places] = self.forced, self.masks, self.levels
+        fields = (self.forced, -1), (self.masks, ALL_ALLOWED), (self.levels, 0)
+        forced, masks, levels = (_full_batch(self.rows, values, batch, fill) for values, fill in fields)
         return forced, masks, levels
 
 
@@ -86,9 +81,8 @@ class BeamRows:
 
     def full_batch(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns forced [batch, K] and masks [batch, K, words]."""
-        forced = np.full((batch, self.forced.shape[1]), -1, dtype=np.int64)
-        forced[list(self.rows)] = self.forced
-        return forced, RowMasks(self.rows, self.masks).full_batch(batch)
+        forced = _full_batch(self.rows, self.forced, batch, -1)
+        return forced, _full_batch(self.rows, self.masks, batch, ALL_ALLOWED)
 
 
 # Returns the tokens that may follow draft rows.  Arguments: the rows' (tokens, ancestor_bits), on the host.
@@ -231,6 +225,13 @@ class MaskBuilder:
     def close(self) -> None:
         """Ends the threads."""
         self.threads.close()
+
+
+def _full_batch(rows: Sequence[int], values: np.ndarray, batch: int, fill: int) -> np.ndarray:
+    """Returns [batch, ...]: `values` at these rows, and `fill` at all others."""
+    full = np.full((batch, *values.shape[1:]), fill, dtype=values.dtype)
+    full[list(rows)] = values
+    return full
 
 
 def _rows_with_masker(maskers: Maskers) -> tuple[int, ...]:

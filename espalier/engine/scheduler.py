@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from espalier.attention import CommittedLengths
 from espalier.cache.pages import PagePool
-from espalier.cache.prefix_tree import PrefixTree, PageBudget
+from espalier.cache.prefix_tree import PageBudget, PrefixTree
 from espalier.engine.guesses import NO_GUESSES, GuessSources, SourceGuesses
 from espalier.engine.launch_input import (
     NOT_FINITE,
