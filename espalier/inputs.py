@@ -190,7 +190,7 @@ class InputProcessor:
 
     def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
         """Returns the token ids of a conversation.  options: see chat.ChatOptions.  Raises EspalierError."""
-        return finish(self.chat_steps(messages, **options), self.require_tokenizer("a conversation").render)
+        return finish(self.chat_steps(messages, **options), self.require_tokenizer("a conversation").template.render)
 
     def chat_steps(
         self, messages: Messages, check: Callable[[str], None] | None = None, **options: Unpack[ChatOptions]
@@ -202,7 +202,7 @@ class InputProcessor:
         _check_messages(messages)
         if options.get("allow_special_tokens_in_messages") is None:
             options["allow_special_tokens_in_messages"] = self.allow_special_tokens_in_messages
-        return self.require_tokenizer("a conversation").chat_steps(messages, check=check, **options)
+        return self.require_tokenizer("a conversation").template.steps(messages, options, check)
 
     def conversation(
         self, messages: Messages, params: SamplingParams | None, **options: Unpack[ConversationOptions]
@@ -215,7 +215,7 @@ class InputProcessor:
                 raise unknown_name("LLM.chat", name, list(ConversationOptions.__annotations__))
         tools = checked_tools(options.get("tools"), options.get("tool_choice"), options.get("parallel_tool_calls"))
         names = options.get("tool_format", AUTO), options.get("reasoning_format", AUTO)
-        plan = ChatPlan(tokenizer, find_formats(tokenizer.template_text, *names), tools)
+        plan = ChatPlan(tokenizer, find_formats(tokenizer.template.text, *names), tools)
         of_template: Any = {name: each for name, each in options.items() if name in ChatOptions.__annotations__}
         prompt = self.tokens(self.chat(plan.messages(messages), **of_template))
         self.require_room(prompt, params)

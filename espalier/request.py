@@ -158,7 +158,7 @@ class SamplingParams:
         if isinstance(top_k, int) and top_k == -1:
             values["top_k"] = 0
         values["stop"] = limits.texts_of(values.get("stop", ()))
-        # A prediction that is text is encoded later, by InputProcessor.predicted, which has the tokenizer.
+        # A prediction that is text is encoded later, by InputProcessor.with_prediction, which has the tokenizer.
         values["prediction"] = () if isinstance(self.prediction, str) else tuple(self.prediction or ())
         eos = values["eos_token_ids"] = () if values.get("ignore_eos") else tuple(eos_token_ids)
         own = tuple(values.get("stop_token_ids", ()))

@@ -64,8 +64,8 @@ class DatasetTalks:
             raise EspalierError("--dataset is text, and this model has no tokenizer; leave --dataset out")
         self.llm, self.tokenizer, self.talks = llm, llm.tokenizer, talks
         self.temperature, self.think = temperature, think
-        self.has_template = bool(llm.tokenizer.template_text)
-        shown = [name for name in SWITCHES if llm.tokenizer.shows(name)]
+        self.has_template = bool(llm.tokenizer.template.text)
+        shown = [name for name in SWITCHES if llm.tokenizer.template.reads(name)]
         if thinking is not None and not shown:
             raise EspalierError(
                 f"--thinking: this model's chat template reads none of {', '.join(SWITCHES)}; leave it out"

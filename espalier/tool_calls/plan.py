@@ -221,7 +221,7 @@ class ChatPlan:
 
     def shows(self, variable: str) -> bool:
         """Whether the chat template reads a variable."""
-        return self.tokenizer is not None and self.tokenizer.shows(variable)
+        return self.tokenizer is not None and self.tokenizer.template.reads(variable)
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Returns the messages in the form that this model's chat template takes."""
@@ -281,7 +281,7 @@ class ChatPlan:
         if reasoning.whole:
             return not self.begun(prompt)
         is_closed = reasoning.end in self._last_turn(prompt)
-        return not is_closed and any(map(self.tokenizer.shows, reasoning.switches))
+        return not is_closed and any(map(self.tokenizer.template.reads, reasoning.switches))
 
     def _is_open(self, prompt: Sequence[int]) -> bool:
         """Whether the prompt ends inside the reasoning."""
