@@ -78,8 +78,8 @@ class ModelCache:
             cache=self,
             prefix=prefix,
             nodes=nodes,
-            tokens=tokens if chosen is None else chosen.of(tokens),
-            positions=positions if chosen is None else chosen.of(positions),
+            tokens=tokens if chosen is None else chosen.select(tokens),
+            positions=positions if chosen is None else chosen.select(positions),
             width=of_each if width is None else width,
             first_staged=first_staged,
             layers=self.layers if layers is None else layers,
@@ -130,7 +130,7 @@ class ChosenRows:
         rows = torch.full((batch * width,), -1, device=places.device).scatter(0, places, order).view(batch, width)
         return cls(places, torch.where(rows < 0, rows[:, :1], rows))
 
-    def of(self, values: Tensor) -> Tensor:
+    def select(self, values: Tensor) -> Tensor:
         """[1, R, ...] of values [B, Q, ...]."""
         return values.flatten(0, 1)[self.places][None]
 
@@ -225,7 +225,7 @@ class Pass:
         planes = self.cache.staging.staged_planes(index, batch, queries, self.width, self.first_staged)
         k, v = spec.rows.read(planes)
         if self.chosen is not None:
-            return self.chosen.of(plan.attend(index, self.chosen.to_tree_rows(q), k, v, sink))
+            return self.chosen.select(plan.attend(index, self.chosen.to_tree_rows(q), k, v, sink))
         selection = None if spec.topk is None else self._selected(layer, plan, planes)
         return plan.attend(index, q, k, v, sink, selection)
 

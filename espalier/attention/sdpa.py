@@ -36,7 +36,7 @@ class CommittedRows:
     gathered: tuple[int, Sequence[Tensor]] | None = None
     rows_with_room: dict[int, Tensor] = field(default_factory=dict)
 
-    def before(self, staged: Sequence[Tensor], layer: int, planes: Sequence[Tensor]) -> Sequence[Tensor]:
+    def gather_with(self, staged: Sequence[Tensor], layer: int, planes: Sequence[Tensor]) -> Sequence[Tensor]:
         """The rows of each plane of a layer, [B, longest + R, heads, size], with `staged` [B, R, heads, size] last."""
         batch, longest = self.rows.shape
         if self.gathered is not None and self.gathered[0] == layer:
@@ -85,7 +85,7 @@ class SdpaAttention(Attention):
         if self.longest:
             # Of a latent row V is a part of K, which is the whole row.
             planes = self.pages.layers[layer][: spec.rows.attended]
-            k, v = spec.rows.read(self.committed_rows.before((k, v)[: len(planes)], layer, planes))
+            k, v = spec.rows.read(self.committed_rows.gather_with((k, v)[: len(planes)], layer, planes))
         scales = self.scales(layer)
         if scales is not None:
             q, k, v = times_k_scale(q, scales), k.to(q.dtype), v.to(q.dtype)
@@ -111,7 +111,7 @@ class SdpaAttention(Attention):
         if not self.longest:
             return q.new_zeros(*q.shape[:3], self.specs[layer].rows.v_size)
         planes = [plane[:0].expand(len(q), -1, -1, -1) for plane in self.pages.layers[layer]]
-        seen = self._seen(self.specs[layer].window).any(-1)
+        seen = self._visible_rows(self.specs[layer].window).any(-1)
         out = self.attend(layer, q, *self.specs[layer].rows.read(planes))
         return out.masked_fill(~seen[:, :, None, None], 0.0)
 
@@ -119,11 +119,11 @@ class SdpaAttention(Attention):
         """Additive mask [B, 1, groups * Q, longest + R], made once per pass, window and group size."""
         key = (window, groups)
         if key not in self.bias:
-            seen = torch.cat((self._seen(window), self.nodes.seen(window)), 2)
+            seen = torch.cat((self._visible_rows(window), self.nodes.seen(window)), 2)
             self.bias[key] = _additive_mask(seen, groups, dtype)
         return self.bias[key]
 
-    def _seen(self, window: int | None) -> Tensor:
+    def _visible_rows(self, window: int | None) -> Tensor:
         """[B, Q, longest] bool: the committed rows that each query sees."""
         rows = self.committed_rows
         seen = rows.held[:, None].expand(-1, self.nodes.positions.shape[1], -1)

@@ -77,12 +77,14 @@ class TritonAttention(Attention):
         assert isinstance(selected, SelectedRows)
         policy = self._policy(spec)
         batch, queries, width = selected.rows.shape
-        rest = self.prefix.shared((spec.topk, k.shape[1], policy), partial(self._rest, spec, policy, k.shape[1]))
+        rest = self.prefix.shared(
+            (spec.topk, k.shape[1], policy), partial(self._short_prefixes, spec, policy, k.shape[1])
+        )
         inputs = self.inputs(layer, q, (k, v), *rest)
         of_choice = self._policy_of(spec, batch * queries, 1, width)
         return _attend_chosen(partial(self._run, spec), inputs, selected, of_choice)
 
-    def _rest(self, spec: LayerSpec, policy: KVSplitPolicy, staged: int) -> tuple[Prefix, KVSplits]:
+    def _short_prefixes(self, spec: LayerSpec, policy: KVSplitPolicy, staged: int) -> tuple[Prefix, KVSplits]:
         """The prefixes, which are empty for requests with more than topk rows (committed and staged together)."""
         assert spec.topk is not None
         prefix = self.prefix
@@ -158,7 +160,7 @@ def _select(
     if columns <= spec.topk:
         return None
     committed = IndexKeys(pages.layers[layer][1], table, prefix.length, pages.page_size, prefix.first, keys)
-    bits = _bits_of(nodes)
+    bits = _ancestor_bits(nodes)
     step = max(MAX_SCORES // (max(batch, 1) * columns), 1)
     parts = []
     for begin in range(0, max(queries.q.shape[1], 1), step):
@@ -169,7 +171,7 @@ def _select(
     return parts[0] if len(parts) == 1 else SelectedRows(*(torch.cat(each, 1) for each in zip(*parts, strict=True)))
 
 
-def _bits_of(nodes: Nodes) -> Tensor:
+def _ancestor_bits(nodes: Nodes) -> Tensor:
     """[B, Q, W] int64: the staged rows that each query sees."""
     if nodes.ancestor_bits is not None:
         return nodes.ancestor_bits

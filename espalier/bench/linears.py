@@ -350,7 +350,7 @@ class ModelShape:
         if self.weights == DENSE:
             return False
         quantiser = QUANTISERS[self.weights]
-        return quantiser.of(self.is_draft).quantises(name.split()[-1], columns)
+        return quantiser.for_draft(self.is_draft).quantises(name.split()[-1], columns)
 
     def _routed(self, prefix: str, count: int, rows: int) -> tuple[ProductRun, ...]:
         """The router with its routed experts, and then the linear layers beside the experts."""

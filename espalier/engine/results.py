@@ -166,7 +166,7 @@ def _candidates(
     is_accepted[rows, path[rows, depths]] = True
     made = np.zeros((len(entry), len(ALL_SOURCES), 3))
     counted = np.stack((np.ones_like(chance), chance, is_accepted[request, node]), 1)
-    np.add.at(made, (request, Candidates.of(found[request, node]).sources), counted)
+    np.add.at(made, (request, Candidates.unpack(found[request, node]).sources), counted)
     return list(found), list(made)
 
 

@@ -107,20 +107,20 @@ def _read_published(given: DraftFields, target: ModelConfig) -> BlockConfig:
             "sliding windows are supported for block drafts in speculators' form only, because public code "
             "disagrees about them in this one; use a draft with full attention, or convert it with speculators"
         )
-    causal = own.flag("causal_head")
+    causal = own.is_set("causal_head")
     for name in ("is_causal", "causal"):
         if given.get(name) and not causal:
             raise given.error(
                 f"{name} = {given.get(name)!r} is not supported in this form, because public code disagrees about "
                 "it; use a draft without it, or convert it with speculators"
             )
-    every = given.over(own.raw)
+    every = given.with_defaults(own.raw)
     if not is_deep_spec:
         ids = own.get("target_layer_ids") or _default_target_layers(target.num_layers, layer.num_layers)
         every = DraftFields({**every.raw, "target_layer_ids": ids}, given.path)
     spec = block_spec(
         *(every, layer),
-        capture=tuple(k + 1 for k in every.layers("target_layer_ids")),
+        capture=tuple(k + 1 for k in every.target_layers("target_layer_ids")),
         first_proposing=0 if is_deep_spec else 1,
         causal=(causal,) * layer.num_layers,
     )
@@ -129,19 +129,19 @@ def _read_published(given: DraftFields, target: ModelConfig) -> BlockConfig:
 
 def read_speculators(given: DraftFields, target: ModelConfig) -> BlockConfig:
     """The config of a draft in speculators' form.  The caller checks it against the target."""
-    layer = read_layer_config(DraftFields(given.layer(), given.path), target, given.get("target_hidden_size"))
+    layer = read_layer_config(DraftFields(given.layer_config(), given.path), target, given.get("target_hidden_size"))
     is_dspark = given.get("speculators_model_type") == "dspark"
-    slides_causally = not given.flag("sliding_window_non_causal")
+    slides_causally = not given.is_set("sliding_window_non_causal")
     spec = block_spec(
         *(given, layer),
-        capture=given.layers("aux_hidden_state_layer_ids"),
-        first_proposing=0 if given.flag("sample_from_anchor", is_dspark) else 1,
+        capture=given.target_layers("aux_hidden_state_layer_ids"),
+        first_proposing=0 if given.is_set("sample_from_anchor", is_dspark) else 1,
         causal=tuple(window is not None and slides_causally for window in layer.windows),
         vocab_size=given.draft_vocab(layer.vocab_size),
     )
     if not is_dspark:
         return BlockConfig(layer, spec)
-    rank, kind = _read_edge_fields(given.over({"markov_rank": 256}))
+    rank, kind = _read_edge_fields(given.with_defaults({"markov_rank": 256}))
     if rank and kind == "rnn" and spec.first_proposing:
         # The package's training pass feeds the root to the state twice: at its own row, then at depth 1.
         raise given.error(
@@ -219,20 +219,21 @@ class MarkovEdges:
     """DSpark's Markov head: scores of a token given its parent, as a product of low rank.
 
     before: [V, rank], the vectors of parent tokens; after: [draft vocabulary, rank], the vectors of tokens.
-    of_hidden: the columns of the head's gate, or of its recurrent projection, that read the block's hidden states.
-    of_rows: the other columns (FactorProjection.weight).  Both are None for a head that reads only the parent token.
+    hidden_projection: the columns of the head's gate, or of its recurrent projection, that read the block's hidden
+    states.  row_projection: the other columns (FactorProjection.weight).  Both are None if the head reads only the
+    parent token.
     """
 
     before: Tensor
     after: Tensor
-    of_hidden: Linear | None = None
-    of_rows: Tensor | None = None
+    hidden_projection: Linear | None = None
+    row_projection: Tensor | None = None
     is_recurrent: bool = False
 
-    def of_block(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
+    def block_edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
         projection = None
-        if self.of_hidden is not None and self.of_rows is not None:
-            projection = FactorProjection(self.of_hidden(hidden), self.of_rows, self.is_recurrent)
+        if self.hidden_projection is not None and self.row_projection is not None:
+            projection = FactorProjection(self.hidden_projection(hidden), self.row_projection, self.is_recurrent)
         return LowRankEdges(logits, self.before, self.after, projection=projection)
 
 
@@ -295,7 +296,7 @@ def make_block(weights: Weights, config: BlockConfig, target: CausalLM, position
     Raises EspalierError naming a weight that does not fit or is not used.
     """
     draft = BlockDraft(**load_block_fields(weights, config, target, position_rows), edges=_edges(weights, config))
-    weights.finish()
+    weights.require_all_used()
     return draft
 
 
@@ -336,7 +337,13 @@ def _edges(weights: Weights, config: BlockConfig) -> MarkovEdges | None:
     parts, read = EDGE_PROJECTION_SIZES[kind]
     whole = weights.take_matrix(name, parts * rank, hidden + read * rank)
     bias = weights.take(f"{name}.bias", parts * rank)
-    of_hidden, of_rows = split_columns(whole, hidden, is_recurrent)
+    hidden_projection, row_projection = split_columns(whole, hidden, is_recurrent)
     return MarkovEdges(
-        *(before, after, Linear(dense_weight(of_hidden.contiguous()), bias), of_rows.contiguous(), is_recurrent)
+        *(
+            before,
+            after,
+            Linear(dense_weight(hidden_projection.contiguous()), bias),
+            row_projection.contiguous(),
+            is_recurrent,
+        )
     )

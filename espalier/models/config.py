@@ -275,7 +275,7 @@ def _parse(raw: Json, family: Family, path: Path, overrides: Mapping[str, Any], 
     replaced = ("rope_parameters",) if given.get("rope_scaling") else ()
     full = {**{name: value for name, value in defaults.items() if name not in replaced}, **given}
     require_field_types(full)
-    full = _lifted(full)
+    full = _with_attention_fields(full)
     refuse_unsupported(full, family.supported_fields)
     count = partial(positive_integer, full)
     heads, layers, hidden = count("num_attention_heads"), count("num_hidden_layers"), count("hidden_size")
@@ -343,7 +343,7 @@ def _read_activation(full: Json, field: str) -> Activation:
     return ACTIVATIONS[name]
 
 
-def _lifted(full: Json) -> Json:
+def _with_attention_fields(full: Json) -> Json:
     """The config with the attention's fields at the top level.  Transformers 5 writes them into rope_parameters."""
     ropes = [full.get(field) or {} for field in reversed(ROPE_FIELDS)]
     return full | {name: rope[name] for rope in ropes for name in ATTENTION_FIELDS if name in rope}
@@ -359,7 +359,7 @@ def _read_ropes(
         if each is None:
             read.append((RopeConfig(head_size, 1.0, "none"), longest))
             continue
-        fields = _lifted({**full, **each})
+        fields = _with_attention_fields({**full, **each})
         refuse_unsupported(fields, family.supported_fields)
         size = each.get("head_dim", head_size)
         rotated = latent.rope_size if latent else rotated_size(fields, size)

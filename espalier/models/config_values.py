@@ -57,7 +57,7 @@ FIELD_TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "rms_norm_eps": (_is_positive, "a positive number"),
     "rope_theta": (_is_positive, "a positive number or null"),
     "original_max_position_embeddings": (
-        lambda value: _is_count(value, MAX_NUMBER) and value > 0,
+        lambda value: type(value) is int and _is_positive(value),
         "a positive number or null",
     ),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), (_is(Mapping), "an object or null")),

@@ -79,13 +79,13 @@ def read_dflash2(path: Path, raw: Json, target: ModelConfig) -> DFlash2Config:
 
 
 def _read_z_lab(top: DraftFields, target: ModelConfig) -> DFlash2Config:
-    given = read_dflash_fields(top, DFLASH_FIELDS).over({"block_size": DEFAULT_BLOCK_SIZE, **top.raw})
+    given = read_dflash_fields(top, DFLASH_FIELDS).with_defaults({"block_size": DEFAULT_BLOCK_SIZE, **top.raw})
     of_layer = {name: value for name, value in top.raw.items() if name not in SCALES}
     layer, is_causal = read_layer_config(DraftFields(of_layer, top.path), target), top.get("is_causal")
     causal = tuple(window is not None if is_causal is None else bool(is_causal) for window in layer.windows)
     spec = block_spec(
         *(given, layer),
-        capture=tuple(k + 1 for k in given.layers("target_layer_ids")),
+        capture=tuple(k + 1 for k in given.target_layers("target_layer_ids")),
         first_proposing=1,
         causal=causal,
         algorithm="dflash2",
@@ -104,16 +104,18 @@ def _read_z_lab(top: DraftFields, target: ModelConfig) -> DFlash2Config:
         embedding_scale=1.0 if embedding_scale is None else embedding_scale,
         logit_scale=1.0 if scale is None else scale,
         logit_cap=cap if cap is not None and cap > 0 else None,
-        **_sizes(given),
+        **_size_fields(given),
     )
 
 
 def _read_speculators(given: DraftFields, target: ModelConfig) -> DFlash2Config:
-    base = read_speculators(given.over({"sliding_window_non_causal": True}), target)
-    return DFlash2Config(layer=base.layer, spec=replace(base.spec, algorithm="dflash2"), **_sizes(given.over(SIZES)))
+    base = read_speculators(given.with_defaults({"sliding_window_non_causal": True}), target)
+    return DFlash2Config(
+        layer=base.layer, spec=replace(base.spec, algorithm="dflash2"), **_size_fields(given.with_defaults(SIZES))
+    )
 
 
-def _sizes(given: DraftFields) -> dict[str, Any]:
+def _size_fields(given: DraftFields) -> dict[str, Any]:
     taps, group, rank, topk = (given.count(name, least=1) for name in SIZES)
     return {"conv_taps": taps, "conv_group": group, "selector_rank": rank, "selector_topk": topk}
 
@@ -147,7 +149,7 @@ class BlockConv:
     base: Tensor
     weight: Tensor
 
-    def of_input(self, normed: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    def convolve_input(self, normed: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """normed [N, H], in blocks of `width` rows -> (the convolved input [N, H], the output's coefficients)."""
         return block_conv(normed, self.weight, self.base[0], width)
 
@@ -181,11 +183,11 @@ class ConvolvedLayer(DecoderLayer):
 
     def __call__(self, s: Residual, p: Pass) -> None:
         width = p.tokens.shape[1]
-        given, coefficients = self.attention_conv.of_input(s.add_and_norm(self.attention_norm, PlainNorm), width)
+        given, coefficients = self.attention_conv.convolve_input(s.add_and_norm(self.attention_norm, PlainNorm), width)
         q = self.attention.write(self.index, given, p)
         output = self.attention.project(p.attend(self.index, q, self.attention.sink))
         s.add(Convolved(sum_over_ranks(output), coefficients, self.attention_conv.base[1], width))
-        given, coefficients = self.mlp_conv.of_input(s.add_and_norm(self.mlp_norm, PlainNorm), width)
+        given, coefficients = self.mlp_conv.convolve_input(s.add_and_norm(self.mlp_norm, PlainNorm), width)
         s.add(Convolved(sum_over_ranks(self.mlp(given)), coefficients, self.mlp_conv.base[1], width))
 
 
@@ -198,7 +200,7 @@ class Selector:
     project: Linear
     topk: int
 
-    def of_block(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
+    def block_edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
         # Any choice among ties is correct, because it decides only which tokens are drafted.
         ids = logits.topk(self.topk, -1).indices.sort(-1).values
         after = self.after[ids] * self.project(hidden)[:, :, None]
@@ -236,5 +238,5 @@ def make_dflash2(weights: Weights, config: DFlash2Config, target: CausalLM, posi
         for layer in parts["layers"]
     ]
     draft = DFlash2Draft(**parts, edges=selector)
-    weights.finish()
+    weights.require_all_used()
     return draft

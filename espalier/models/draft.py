@@ -132,7 +132,7 @@ class DraftOutput:
     hidden: Tensor
     normed: Tensor
 
-    def last(self, rows: int) -> "DraftOutput":
+    def last_rows(self, rows: int) -> "DraftOutput":
         """The last `rows` rows of each request, or all if there are fewer."""
         if self.hidden.shape[1] <= rows:
             return self
@@ -150,7 +150,7 @@ class DraftModule(Protocol):
         """
         ...
 
-    def output_of(self, hidden: Tensor) -> DraftOutput:
+    def output_from_hidden(self, hidden: Tensor) -> DraftOutput:
         """Returns the whole output of rows, from their `hidden` [..., H] alone."""
         ...
 
@@ -186,7 +186,7 @@ class DraftModel(Protocol):
 class Edges(Protocol):
     """The part of a block draft that scores a token given its parent (DSpark's Markov head, DFlash 2's selector)."""
 
-    def of_block(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
+    def block_edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
         """Returns the edges of one block.
 
         logits: [B, S, draft vocabulary], which do not depend on the parent token.  hidden: [B, S, H], the inputs of the

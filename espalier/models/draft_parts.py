@@ -38,7 +38,7 @@ def draft_embedding(weights: Weights, shape: Sequence[int], target: CausalLM, na
 def whole_embedding(target: CausalLM) -> Embedding:
     """Returns the target's embedding, made whole on every rank.  A tied head then shares the new memory."""
     shards = target.embed.shards
-    target.embed.make_whole()
+    target.embed.gather_all_rows()
     if shards.count > 1 and target.config.tie_word_embeddings:
         target.head = tied_head(target.embed, shards)
     return target.embed
@@ -124,7 +124,7 @@ class DraftFields:
         """Returns an error whose text is the draft's path and this message."""
         return EspalierError(f"{self.path}: {message}")
 
-    def over(self, defaults: Mapping[str, Any]) -> "DraftFields":
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "DraftFields":
         """These fields, with the values of `defaults` for missing ones."""
         return DraftFields({**defaults, **self.raw}, self.path)
 
@@ -132,7 +132,7 @@ class DraftFields:
         """The value of a field, unchecked."""
         return self.raw.get(name, default)
 
-    def flag(self, name: str, default: bool = False) -> bool:
+    def is_set(self, name: str, default: bool = False) -> bool:
         return bool(self.raw.get(name, default))
 
     def object(self, name: str) -> "DraftFields":
@@ -142,7 +142,7 @@ class DraftFields:
             raise self.error(f"{name} = {value!r}; an object is needed; correct the config")
         return DraftFields(value, self.path)
 
-    def layer(self) -> dict[str, Any]:
+    def layer_config(self) -> dict[str, Any]:
         """The config of the draft's layers in speculators' form.
         It is the object transformer_layer_config, with the fields beside it that describe quantised weights."""
         return {**self.object("transformer_layer_config").raw, **quantisation_of(self.raw)}
@@ -170,7 +170,7 @@ class DraftFields:
             raise self.error(f"{name} = {value!r} is not supported; use {remedy}")
         return found
 
-    def layers(self, name: str) -> tuple[int, ...]:
+    def target_layers(self, name: str) -> tuple[int, ...]:
         """The value of a field that lists target layers."""
         ids = self.raw.get(name)
         if not ids or not isinstance(ids, list | tuple) or not all(type(layer) is int for layer in ids):

@@ -90,7 +90,7 @@ def read_head(path: Path, raw: Json, target: ModelConfig, targets_with_input_ids
     targets_with_input_ids: the target architectures for which ids in eagle_config name layers by input; None: all.
     """
     given = DraftFields(raw, path)
-    flat = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position, **raw, **given.layer()}
+    flat = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position, **raw, **given.layer_config()}
     eagle = given.object("eagle_config")
     family = _layer_family(DraftFields(flat, path))
     # A latent head's layer has a dense MLP, even if the head's config repeats the target's experts.
@@ -108,11 +108,11 @@ def read_head(path: Path, raw: Json, target: ModelConfig, targets_with_input_ids
         layer,
         spec,
         target_hidden=given.get("target_hidden_size") or layer.hidden_size,
-        fc_bias=given.flag("bias"),
-        norm_before_residual=given.flag("norm_before_residual"),
-        norm_output=given.flag("norm_output"),
-        norm_before_fc=given.flag("norm_before_fc", eagle.flag("norm_before_fc")),
-        fc_norm=given.flag("fc_norm"),
+        fc_bias=given.is_set("bias"),
+        norm_before_residual=given.is_set("norm_before_residual"),
+        norm_output=given.is_set("norm_output"),
+        norm_before_fc=given.is_set("norm_before_fc", eagle.is_set("norm_before_fc")),
+        fc_norm=given.is_set("fc_norm"),
     )
 
 
@@ -166,9 +166,9 @@ def _captured_layers(
     if eagle.get("use_aux_hidden_state", True) is False:
         raise given.error("use_aux_hidden_state = False is not supported; use a head that fuses target layers")
     if given.get(name):
-        ids = given.layers(name)
+        ids = given.target_layers(name)
     elif eagle.get(name):
-        ids = eagle.layers(name)
+        ids = eagle.target_layers(name)
         is_input = targets_with_input_ids is None or (target.architecture in targets_with_input_ids and ids[0] != 1)
         ids = ids if is_input else tuple(i + 1 for i in ids)
     else:
@@ -236,7 +236,7 @@ class Eagle3Draft:
         x, normed = s.final_norm(self.norm, p.out_shape)
         return DraftOutput(normed if self.config.norm_output else x, normed)
 
-    def output_of(self, hidden: Tensor) -> DraftOutput:
+    def output_from_hidden(self, hidden: Tensor) -> DraftOutput:
         return DraftOutput(hidden, hidden if self.config.norm_output else self.norm(hidden))
 
     def logits(self, out: DraftOutput) -> Tensor:
@@ -266,7 +266,7 @@ def make_eagle3(weights: Weights, config: Eagle3Config, target: CausalLM, positi
     Raises EspalierError naming a weight that does not fit or is not used.
     """
     draft = Eagle3Draft(**load_head_fields(weights, config, target, position_rows))
-    weights.finish()
+    weights.require_all_used()
     return draft
 
 
@@ -367,7 +367,7 @@ def make_peagle(weights: Weights, config: Eagle3Config, target: CausalLM, positi
         )
     features = weights.take(name, *shape).view(1, 1, size)
     draft = PEagleDraft(**load_head_fields(weights, config, target, position_rows), mask_features=features)
-    weights.finish()
+    weights.require_all_used()
     return draft
 
 

@@ -56,7 +56,7 @@ def read_assistant(path: Path, raw: Json, target: ModelConfig) -> AssistantConfi
     given = DraftFields(raw, path)
     text = given.object("text_config").raw
     family = next((each for each in (FAMILY, UNIFIED) if each.model_type == text.get("model_type")), FAMILY)
-    tied = given.flag("tie_word_embeddings", True)
+    tied = given.is_set("tie_word_embeddings", True)
     without = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "tie_word_embeddings": tied}
     if named := [name for name in DISABLED_FIELDS if text.get(name)]:
         raise given.error(f"{named[0]} = {shown(text[named[0]])} is not supported in an assistant; use 0")
@@ -69,7 +69,7 @@ def read_assistant(path: Path, raw: Json, target: ModelConfig) -> AssistantConfi
         "assistant", specs, modules=1, target_output="hidden", hidden_size=hidden, vocab_size=layer.vocab_size
     )
     layer = replace(layer, family=replace(layer.family, layer_specs=lambda config: specs))
-    if not given.flag("use_ordered_embeddings"):
+    if not given.is_set("use_ordered_embeddings"):
         return AssistantConfig(layer, spec)
     clusters = given.count("num_centroids", least=1, most=layer.vocab_size)
     if layer.vocab_size % clusters:
@@ -160,7 +160,7 @@ class Assistant:
         _, normed = s.final_norm(self.norm, p.out_shape)
         return DraftOutput(self.back(normed), normed)
 
-    def output_of(self, hidden: Tensor) -> DraftOutput:
+    def output_from_hidden(self, hidden: Tensor) -> DraftOutput:
         raise NotImplementedError("a hidden state is a row's input here: AssistantDrafter runs the root's row")
 
     def logits(self, out: DraftOutput) -> Tensor:
@@ -188,7 +188,7 @@ def make_assistant(weights: Weights, config: AssistantConfig, target: CausalLM, 
         score=_clusters(weights, config, head) if config.num_clusters else Linear(dense_weight(head)),
         shards=weights.shards,
     )
-    weights.finish()
+    weights.require_all_used()
     return draft
 
 

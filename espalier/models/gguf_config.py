@@ -166,21 +166,21 @@ def gguf_config(path: Path) -> Json:
     config: Json = {
         "architectures": [architecture.family],
         "model_type": architecture.model_type,
-        **_defaults(own),
+        **_default_fields(own),
         **{theirs: own[ours] for ours, theirs in CONFIG_FIELDS.items() if ours in own},
-        **_sizes(gguf, own),
-        **_rope(gguf, own),
-        **_tokens(gguf.metadata),
+        **_size_fields(gguf, own),
+        **_rope_fields(gguf, own),
+        **_special_tokens(gguf.metadata),
         "dtype": _dtype(gguf),
         **architecture.further_fields(gguf, own.get),
-        "quantization_config": {"quant_method": "gguf", "types": _types(gguf, architecture)},
+        "quantization_config": {"quant_method": "gguf", "types": _block_types(gguf, architecture)},
     }
     # An embedding in blocks is not tied: it is read once as a table, and once more, as blocks, for the head.
     config["tie_word_embeddings"] = HEAD not in gguf.tensors and gguf.tensors[EMBEDDING].type in PLAIN_TYPES
     return config
 
 
-def _defaults(own: Json) -> Json:
+def _default_fields(own: Json) -> Json:
     heads, hidden = own["attention.head_count"], own["embedding_length"]
     size = hidden // heads if type(heads) is type(hidden) is int and heads > 0 else None
     return {"num_key_value_heads": heads, "head_dim": size, "rope_theta": 10000.0}
@@ -198,7 +198,7 @@ def _refuse_unknown(own: Json, architecture: Architecture, path: Path, name: str
             )
 
 
-def _sizes(gguf: GGUF, own: Json) -> Json:
+def _size_fields(gguf: GGUF, own: Json) -> Json:
     """The fields for the size of the vocabulary, and for the part of a head that is rotated."""
     if EMBEDDING not in gguf.tensors:
         raise EspalierError(f"{gguf.path} has no tensor {EMBEDDING!r}; download the file again")
@@ -217,7 +217,7 @@ def _sizes(gguf: GGUF, own: Json) -> Json:
     return sizes
 
 
-def _rope(gguf: GGUF, own: Json) -> Json:
+def _rope_fields(gguf: GGUF, own: Json) -> Json:
     """The field rope_scaling, from the type that the file names or from the divisors of frequencies that it holds."""
     kind, factor = own.get("rope.scaling.type", "none"), own.get("rope.scaling.factor")
     scaling: Json | None = None
@@ -254,7 +254,7 @@ def _frequencies(gguf: GGUF) -> list[float]:
     return np.frombuffer(content, "<f4").tolist()
 
 
-def _tokens(metadata: Mapping[str, Any]) -> Json:
+def _special_tokens(metadata: Mapping[str, Any]) -> Json:
     """The fields for special tokens.  llama.cpp stops at the end of a text and at the end of a turn."""
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     found: Json = {"eos_token_id": [end for end in ends if end is not None]}
@@ -264,7 +264,7 @@ def _tokens(metadata: Mapping[str, Any]) -> Json:
     return found
 
 
-def _types(gguf: GGUF, architecture: Architecture) -> dict[str, str]:
+def _block_types(gguf: GGUF, architecture: Architecture) -> dict[str, str]:
     """The block format of each matrix that is stored in blocks, by the matrix's name."""
     types = {}
     for stored, place in gguf.tensors.items():

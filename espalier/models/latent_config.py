@@ -76,12 +76,12 @@ def indexer_types(full: dict[str, Any]) -> tuple[str, ...]:
     layers = full["num_hidden_layers"]
     declared, pattern, freq = (full.get(name) for name in (TYPES_FIELD, PATTERN_FIELD, FREQ_FIELD))
     read = [
-        _types_of_list(name, value, layers)
+        _listed_indexer_types(name, value, layers)
         for name, value in ((TYPES_FIELD, declared), (PATTERN_FIELD, pattern))
         if value is not None
     ]
     if pattern is None and (freq is not None or not read):
-        read.append(_types_of_schedule(full, layers))
+        read.append(_scheduled_indexer_types(full, layers))
     for other in read[1:]:
         if other != read[0]:
             layer = next(i for i, (a, b) in enumerate(zip(read[0], other, strict=True)) if a != b)
@@ -101,7 +101,7 @@ def indexer_types(full: dict[str, Any]) -> tuple[str, ...]:
     return read[0]
 
 
-def _types_of_list(name: str, value: Any, layers: int) -> tuple[str, ...]:
+def _listed_indexer_types(name: str, value: Any, layers: int) -> tuple[str, ...]:
     if not isinstance(value, list | tuple | str):
         raise EspalierError(f"{name} = {shown(value)}; a list or null is needed; correct it")
     unknown = [each for each in value if not isinstance(each, str) or each not in INDEXER_TYPES]
@@ -114,7 +114,7 @@ def _types_of_list(name: str, value: Any, layers: int) -> tuple[str, ...]:
     return tuple(INDEXER_TYPES[each] for each in value)
 
 
-def _types_of_schedule(full: dict[str, Any], layers: int) -> tuple[str, ...]:
+def _scheduled_indexer_types(full: dict[str, Any], layers: int) -> tuple[str, ...]:
     freq, offset = full.get(FREQ_FIELD), full.get(OFFSET_FIELD)
     freq, offset = 1 if freq is None else freq, DEFAULT_OFFSET if offset is None else offset
     for name, value in ((FREQ_FIELD, freq), (OFFSET_FIELD, offset)):

@@ -44,7 +44,7 @@ def load_experts(
     routing = experts.routing
     # The router is read first, because its shape shows a wrong number of experts before the experts are read.
     router = weights.take(f"{prefix}{experts.router_name}.weight", routing.num_experts, hidden)
-    read = {"apart": _apart, "stacked": _stacked, "joined": _joined}[experts.stored]
+    read = {"apart": _load_separate, "stacked": _load_stacked, "joined": _load_joined}[experts.stored]
     gate_up, down, biases = read(weights, experts, prefix, hidden)
     scale = bias = shared = shared_gate = None
     if routing.correction_bias or routing.logit_bias:
@@ -74,11 +74,11 @@ def load_experts(
     )
 
 
-def _joined(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
+def _load_joined(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
     gate_up, down = (f"{prefix}{name}" for name in experts.joined_names)
     count, size = experts.routing.num_experts, experts.size
     if gate_up not in weights:
-        return _apart(weights, experts, prefix, hidden)
+        return _load_separate(weights, experts, prefix, hidden)
     own = _rank_part_of_size(weights, experts)
     _, halves = stored_parts([gate_up], (own, own))
     if weights.formats(gate_up).name != DENSE and not weights.is_plain(gate_up):
@@ -94,7 +94,7 @@ def _joined(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Exp
     )
 
 
-def _apart(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
+def _load_separate(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
     if experts.biases:
         raise EspalierError("experts that are stored apart are supported only without biases; use another model")
     count, size = experts.routing.num_experts, _rank_part_of_size(weights, experts)
@@ -110,12 +110,12 @@ def _unstack_experts(matrix: ExpertMatrix, count: int) -> ExpertMatrix:
     return matrix.unflatten(0, (count, -1)) if isinstance(matrix, Tensor) else matrix.experts(count)
 
 
-def _stacked(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
+def _load_stacked(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
     count, own, name = experts.routing.num_experts, _rank_part_of_size(weights, experts), f"{prefix}experts."
     size = own.size
     if weights.formats(f"{prefix}experts").name != DENSE:
-        quantised = _stacked_quantised(weights, experts, f"{prefix}experts", hidden)
-        return *quantised, _stacked_biases(weights, experts, name, hidden)
+        quantised = _load_stacked_quantised(weights, experts, f"{prefix}experts", hidden)
+        return *quantised, _load_stacked_biases(weights, experts, name, hidden)
     weights.require_shape(f"{name}gate_up_proj", (count, hidden, 2 * size))
     weights.require_shape(f"{name}down_proj", (count, size, hidden))
     gate_up, down = weights.empty(count, 2 * len(own), hidden), weights.empty(count, hidden, len(own))
@@ -125,10 +125,10 @@ def _stacked(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Ex
         )
     for expert, stored in enumerate(weights.take_entries(f"{name}down_proj", count, size, hidden)):
         down[expert].copy_(stored[own.slice].T)
-    return gate_up, down, _stacked_biases(weights, experts, name, hidden)
+    return gate_up, down, _load_stacked_biases(weights, experts, name, hidden)
 
 
-def _stacked_biases(weights: Weights, experts: Experts, name: str, hidden: int) -> ExpertBiases | None:
+def _load_stacked_biases(weights: Weights, experts: Experts, name: str, hidden: int) -> ExpertBiases | None:
     if not experts.biases:
         return None
     count, own = experts.routing.num_experts, _rank_part_of_size(weights, experts)
@@ -139,7 +139,7 @@ def _stacked_biases(weights: Weights, experts: Experts, name: str, hidden: int) 
     return ExpertBiases(gate_up_bias, down_bias)
 
 
-def _stacked_quantised(
+def _load_stacked_quantised(
     weights: Weights, experts: Experts, name: str, hidden: int
 ) -> tuple[QuantisedMatrix, QuantisedMatrix]:
     """Loads the quantised matrices (gate_up, down) of stacked experts.

@@ -240,7 +240,7 @@ def make_target(
     norm = weights.norm(config.family.final_norm, config.hidden_size, config.rms_norm_eps, config.family.norm_offset)
     head = _head(weights, config, embed)
     weights.ignore_prefixes(unread_prefixes(config))
-    weights.finish()
+    weights.require_all_used()
     own_specs = specs_of_rank(layer_specs, weights.shards)
     return Decoder(config, own_specs, tuple(capture), tables[config.ropes[0]], embed, layers, norm, head, kv_scales)
 

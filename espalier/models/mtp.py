@@ -79,17 +79,17 @@ def read_mtp(path: Path, raw: Json, target: ModelConfig) -> MTPConfig:
     """
     is_head = raw.get("speculators_model_type") is not None or architecture_of(raw) in HEADS
     if is_head:
-        base = {"max_position_embeddings": target.max_position, **DraftFields(raw, path).layer()}
+        base = {"max_position_embeddings": target.max_position, **DraftFields(raw, path).layer_config()}
         mtp, family = SPECULATORS, _family_of(DraftFields(base, path))
     else:
         same = raw.get("architectures") == target.raw.get("architectures")
-        base = (target.raw if path == target.path else _stored_as(target.raw, raw)) if same else raw
+        base = (target.raw if path == target.path else _with_storage_fields(target.raw, raw)) if same else raw
         family = FAMILIES[raw["architectures"][0]]
         assert family.mtp is not None
         mtp = family.mtp
     modules = DraftFields({**base, **raw}, path).count(COUNT, 1, MAX_MODULES)
     form = DraftFields(raw, path).choice(FORM, FORMS, " or ".join(map(repr, FORMS)))
-    layer = parse(_continued(base, modules, mtp.layer_type), family, path)
+    layer = parse(_with_mtp_layers(base, modules, mtp.layer_type), family, path)
     refuse_sizes(path, target, layer.hidden_size, layer.vocab_size)
     num_layers = layer.num_layers - modules
     spec = DraftSpec(
@@ -104,7 +104,7 @@ def read_mtp(path: Path, raw: Json, target: ModelConfig) -> MTPConfig:
     return MTPConfig(layer, mtp, spec)
 
 
-def _stored_as(target: Json, raw: Json) -> Json:
+def _with_storage_fields(target: Json, raw: Json) -> Json:
     """Returns the target's config for MTP layers in a separate directory, with the storage fields of their `raw`."""
     return {name: target[name] for name in target if name not in QUANTISATION_FIELDS} | quantisation_of(raw)
 
@@ -132,7 +132,7 @@ def _family_of(base: DraftFields) -> Family:
     return by_type[declared]
 
 
-def _continued(base: Mapping[str, Any], modules: int, layer_type: str | None) -> Json:
+def _with_mtp_layers(base: Mapping[str, Any], modules: int, layer_type: str | None) -> Json:
     """The config of a model whose last layers are the MTP layers.
     layer_type: the type of each MTP layer; None: the type of the target's last layer."""
     longer: Json = {name: [*base[name], *base[name][-1:] * modules] for name in BY_LAYER if base.get(name)}
@@ -170,7 +170,7 @@ class MTPModule:
         self.layer(s, p)
         return handed_on(*s.final_norm(self.norm, p.out_shape))
 
-    def output_of(self, hidden: Tensor) -> DraftOutput:
+    def output_from_hidden(self, hidden: Tensor) -> DraftOutput:
         return DraftOutput(hidden, hidden)
 
     def logits(self, out: DraftOutput) -> Tensor:
@@ -213,7 +213,7 @@ def make_mtp(weights: Weights, config: MTPConfig, target: CausalLM, position_row
     )
     if config.family is not SPECULATORS:
         weights.ignore_all_but_prefixes(tuple(config.weights_prefix(module) for module in range(config.spec.modules)))
-    weights.finish()
+    weights.require_all_used()
     return MTPDraft(config, modules, weights.shards)
 
 

@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -85,7 +86,7 @@ class Quantiser:
     experts: bool = False
     kept: str = _pattern(KEPT_IN_TARGETS)
 
-    def of(self, is_draft: bool) -> "Quantiser":
+    def for_draft(self, is_draft: bool) -> "Quantiser":
         """The same format for a target or for a draft, whose head is quantised too."""
         return replace(self, kept=_pattern(KEPT_IN_DRAFTS)) if is_draft else self
 
@@ -97,7 +98,7 @@ class Quantiser:
             if names := [name for name, found in groups.items() if found == group]:
                 first = full["config_groups"]["group_0"]
                 of_group = {
-                    "targets": _of_all_layers(names, groups),
+                    "targets": _patterns_of_layers(names, groups),
                     "weights": first["weights"] | {"group_size": group},
                 }
                 full["config_groups"] = {**full["config_groups"], f"group_{group}": first | of_group}
@@ -137,16 +138,16 @@ class Quantiser:
         return self.formats({})("mlp.experts").expert_matrix(self.stored(dense, dense.device))
 
 
-def _of_all_layers(names: Sequence[str], groups: Mapping[str, int | None]) -> list[str]:
+def _patterns_of_layers(names: Sequence[str], groups: Mapping[str, int | None]) -> list[str]:
     """Returns patterns of these names for any layer and expert; whole names where a pattern would match others too."""
     patterns: dict[str, list[str]] = {}
     for name in names:
-        patterns.setdefault(_numbered(name), []).append(name)
-    others = {_numbered(name) for name in groups.keys() - set(names)}
+        patterns.setdefault(_any_number_pattern(name), []).append(name)
+    others = {_any_number_pattern(name) for name in groups.keys() - set(names)}
     return [each for pattern, alike in patterns.items() for each in (alike if pattern in others else [pattern])]
 
 
-def _numbered(name: str) -> str:
+def _any_number_pattern(name: str) -> str:
     """The pattern of a matrix's name, in which every number matches any number."""
     return f"re:{NUMBER.sub('[0-9]+', re.escape(name))}$"
 
@@ -162,9 +163,9 @@ def to_fp8(matrix: Tensor, device: torch.device) -> Stored:
     codes, scales = [], []
     for block in _row_blocks(matrix, device):
         scale = _fp8_scale(block.abs().amax(1, keepdim=True))
-        codes.append(_fp8(block / scale).to(matrix.device))
+        codes.append(_encode_fp8(block / scale).to(matrix.device))
         scales.append(scale.to(matrix.device))
-    return {".weight": _joined(codes), ".weight_scale": torch.cat(scales)}
+    return {".weight": _join_codes(codes), ".weight_scale": torch.cat(scales)}
 
 
 def to_fp8_block(matrix: Tensor, device: torch.device) -> Stored:
@@ -176,21 +177,21 @@ def to_fp8_block(matrix: Tensor, device: torch.device) -> Stored:
         tiles = tiles.unflatten(0, (-1, BLOCK))
         scale = _fp8_scale(tiles.abs().amax((1, 3)))
         whole = (tiles / scale[:, None, :, None]).flatten(2).flatten(0, 1)
-        codes.append(_fp8(whole[: len(block), :columns]).to(matrix.device))
+        codes.append(_encode_fp8(whole[: len(block), :columns]).to(matrix.device))
         scales.append(scale.to(matrix.device))
-    return {".weight": _joined(codes), ".weight_scale_inv": torch.cat(scales)}
+    return {".weight": _join_codes(codes), ".weight_scale_inv": torch.cat(scales)}
 
 
 def _fp8_scale(largest: Tensor) -> Tensor:
     return torch.where(largest == 0, 1.0, largest / FP8_MAX)
 
 
-def _joined(codes: Sequence[Tensor]) -> Tensor:
+def _join_codes(codes: Sequence[Tensor]) -> Tensor:
     """The concatenated codes.  They are joined as bytes, because torch.cat may not support FP8 on every device."""
     return torch.cat([part.view(torch.uint8) for part in codes]).view(FP8)
 
 
-def _fp8(values: Tensor) -> Tensor:
+def _encode_fp8(values: Tensor) -> Tensor:
     return values.clamp(-FP8_MAX, FP8_MAX).to(FP8).contiguous()
 
 
@@ -237,7 +238,7 @@ def to_mxfp4(experts: Tensor, device: torch.device) -> Stored:
         exponent = torch.frexp(largest)[1] - 1 - E2M1_EXPONENT
         exponent = torch.where(largest == 0, 0, exponent).clamp(-E8M0_BIAS, E8M0_BIAS)
         scaled = torch.ldexp(values, -exponent[:, :, None])
-        codes.append(pack_nibbles(_e2m1(scaled)).to(experts.device))
+        codes.append(pack_nibbles(_encode_e2m1(scaled)).to(experts.device))
         scales.append((exponent + E8M0_BIAS).to(torch.uint8).to(experts.device))
     return {"_blocks": torch.stack(codes), "_scales": torch.stack(scales)}
 
@@ -249,17 +250,17 @@ def to_nvfp4(matrix: Tensor, device: torch.device) -> Stored:
     codes, scales = [], []
     for block in _row_blocks(matrix, device):
         groups = block.unflatten(1, (-1, NV_GROUP))
-        scale = _fp8(groups.abs().amax(2) / E2M1[-1] * divisor)
+        scale = _encode_fp8(groups.abs().amax(2) / E2M1[-1] * divisor)
         exact = scale.float() / divisor
         scaled = groups / torch.where(exact == 0, 1.0, exact)[:, :, None]
-        codes.append(_e2m1(scaled).flatten(1).to(matrix.device))
+        codes.append(_encode_e2m1(scaled).flatten(1).to(matrix.device))
         scales.append(scale.to(matrix.device))
     packed = pack_nibbles(torch.cat(codes))
     factor = divisor.reshape(1).to(matrix.device)
-    return {".weight_packed": packed, ".weight_scale": _joined(scales), ".weight_global_scale": factor}
+    return {".weight_packed": packed, ".weight_scale": _join_codes(scales), ".weight_global_scale": factor}
 
 
-def _e2m1(scaled: Tensor) -> Tensor:
+def _encode_e2m1(scaled: Tensor) -> Tensor:
     """Returns the 4-bit codes of the E2M1 values nearest to `scaled`.  Magnitudes above 6 get the code of 6."""
     middles = torch.tensor([(low + high) / 2 for low, high in pairwise(E2M1)], device=scaled.device)
     magnitudes = torch.bucketize(scaled.abs().contiguous(), middles).to(torch.uint8)
@@ -267,10 +268,14 @@ def _e2m1(scaled: Tensor) -> Tensor:
 
 
 def _compressed_tensors(
-    kept: str, dense: Sequence[str], stored: str, kind: str, bits: int, strategy: str, group: int | None = None
+    scheme: tuple[str, str, int, str, int | None], kept: str, dense: Sequence[str]
 ) -> dict[str, Any]:
-    """Returns quantization_config as compressed-tensors writes it.  With scales by row, inputs are rounded."""
-    common = {"symmetric": True, "dynamic": False, "block_structure": None, "actorder": None}
+    """Returns quantization_config as compressed-tensors writes it.  With scales by row, inputs are rounded.
+
+    scheme: the format, the type and the bits of weights, the strategy of scales, the columns of a group.
+    """
+    stored, kind, bits, strategy, group = scheme
+    common: dict[str, Any] = {"symmetric": True, "dynamic": False, "block_structure": None, "actorder": None}
     common |= {"num_bits": bits, "type": kind}
     inputs = {**common, "strategy": "token", "dynamic": True} if strategy == "channel" else None
     weights = {**common, "strategy": strategy, "group_size": group}
@@ -299,9 +304,9 @@ def _fp8_block_config(kept: str, dense: Sequence[str]) -> dict[str, Any]:
 
 
 COMPRESSED_TENSORS: Mapping[str, Callable[[str, Sequence[str]], Mapping[str, Any]]] = {
-    "fp8": lambda *names: _compressed_tensors(*names, "float-quantized", "float", 8, "channel"),
-    "int4": lambda *names: _compressed_tensors(*names, "pack-quantized", "int", 4, "group", GROUP),
-    "nvfp4": lambda *names: _compressed_tensors(*names, "nvfp4-pack-quantized", "float", 4, "tensor_group", NV_GROUP),
+    "fp8": partial(_compressed_tensors, ("float-quantized", "float", 8, "channel", None)),
+    "int4": partial(_compressed_tensors, ("pack-quantized", "int", 4, "group", GROUP)),
+    "nvfp4": partial(_compressed_tensors, ("nvfp4-pack-quantized", "float", 4, "tensor_group", NV_GROUP)),
 }
 QUANTISERS: Mapping[str, Quantiser] = MappingProxyType(
     {
@@ -348,7 +353,7 @@ def quantise(
     _refuse(path, out, config, is_draft)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        return _write(path, out, quantiser.of(is_draft), device, config, advance)
+        return _write(path, out, quantiser.for_draft(is_draft), device, config, advance)
     except BaseException as error:
         for file in out.iterdir() if out.is_dir() else ():
             file.unlink()

@@ -128,7 +128,7 @@ class RopeConfig:
 
         The ramp runs from the frequency with beta_slow turns over the original length to the one with beta_fast turns.
         """
-        low, high = self._dimension_of(self.beta_fast), self._dimension_of(self.beta_slow)
+        low, high = self._frequency_index(self.beta_fast), self._frequency_index(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.dim - 1)
@@ -137,7 +137,7 @@ class RopeConfig:
         periods = self._periods()
         return 1.0 / (self.factor * periods) * (1 - keep) + 1.0 / periods * keep
 
-    def _dimension_of(self, turns: float) -> float:
+    def _frequency_index(self, turns: float) -> float:
         """The (fractional) index of the frequency that makes `turns` turns over the original length."""
         return self.dim * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 

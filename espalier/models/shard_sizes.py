@@ -116,7 +116,7 @@ class DeclaredWeights(Weights):
         for stored in format.tensors(rows.size, columns.size):
             stored.cut(rows, columns)
 
-    def _checked(self, name: str, stored: StoredTensor) -> Tensor:
+    def _read_checked(self, name: str, stored: StoredTensor) -> Tensor:
         dtype = stored.dtype[0] if isinstance(stored.dtype, tuple) else stored.dtype
         return torch.empty(stored.shape, dtype=dtype or self.dtype, device=META)
 

@@ -129,7 +129,7 @@ class StoredNames:
     prefixes: tuple[tuple[str, str], ...] = ()
     has_parts: bool = False
 
-    def own(self, stored: str) -> str | None:
+    def own_name(self, stored: str) -> str | None:
         """The own name of a stored name; None for a weight of another part."""
         for prefix, own in self.prefixes:
             if stored.startswith(prefix):

@@ -189,7 +189,7 @@ def stored_weights(
             require_regular(file)
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118
-                    own = stored.own(name)
+                    own = stored.own_name(name)
                     if own is None or own.startswith(unread):
                         continue
                     # get_tensor maps the file into memory; it reads no data.

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 class Weights:
-    """The stored tensors of one directory, or of a GGUF file, by name.  `finish` refuses weights that were not taken.
+    """The stored tensors of one directory, or of a GGUF file, by name.  `require_all_used` refuses unused weights.
 
     formats: the storage format of each matrix; all other weights are plain tensors.  A matrix that is stored as a plain
     tensor is dense, whatever `formats` says: some checkpoints have dense layers that their config.json does not name.
@@ -136,14 +136,14 @@ class Weights:
     def take_exact(self, name: str, *shape: int) -> Tensor:
         """Returns a plain tensor, cast to float32 (float64 for a float64 model), on the device."""
         exact = torch.promote_types(self.dtype, torch.float32)
-        return self._checked(name, StoredTensor("", shape)).to(self.device, exact)
+        return self._read_checked(name, StoredTensor("", shape)).to(self.device, exact)
 
     def take_entries(self, name: str, count: int, *shape: int) -> Iterator[Tensor]:
         """Yields the entries of a plain tensor [count, *shape], cast to the model's dtype, on the device.
 
         Raises EspalierError as `take_raw`.
         """
-        for entry in self._checked(name, StoredTensor("", (count, *shape))):
+        for entry in self._read_checked(name, StoredTensor("", (count, *shape))):
             yield entry.to(self.device, self.dtype)
 
     def empty(self, *shape: int) -> Tensor:
@@ -208,7 +208,7 @@ class Weights:
         parts = []
         for format, alike in groupby(zip(names, rows, strict=True), lambda each: self.format_of(each[0])):
             own_names, own_rows = zip(*alike, strict=True)
-            stored = self._stored(format, own_names, own_rows, columns)
+            stored = self._read_parts(format, own_names, own_rows, columns)
             with self._naming_matrices(own_names):
                 parts.append(format.build(*stored))
                 parts[-1].require_kernels(self.dtype)
@@ -244,7 +244,7 @@ class Weights:
     def matrix(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Tensor | QuantisedMatrix:
         """Returns the stacked matrices as one dense or quantised matrix, not as a Weight.  See `weight`."""
         format = self._common_format(names)
-        stored = self._stored(format, names, rows, columns)
+        stored = self._read_parts(format, names, rows, columns)
         with self._naming_matrices(names):
             matrix = format.matrix(*stored)
             if not isinstance(matrix, Tensor):
@@ -263,7 +263,7 @@ class Weights:
         with self._naming_matrices([f"{name}{matrix}"]):
             tensors = {}
             for stored in format.expert_tensors(count, parts[0].size, own.size):
-                whole = self._checked(f"{name}{matrix}{stored.suffix}", stored)
+                whole = self._read_checked(f"{name}{matrix}{stored.suffix}", stored)
                 cuts = [whole[stored.cut(part, own)] for part in parts]
                 one = cuts[0] if len(cuts) == 1 else torch.cat(cuts, stored.row_dim or 0)
                 tensors[stored.suffix] = one.to(self.device)
@@ -273,7 +273,7 @@ class Weights:
 
     def table(self, name: str, rows: Part, columns: int) -> Tensor:
         """Returns `rows` of an embedding [.., columns], in the model's dtype."""
-        if not self.format_of(name).embeds:
+        if not self.format_of(name).can_store_embedding:
             return self.take_parts(f"{name}.weight", (rows.size, columns), 0, [rows])
         weight, table = self.weight([name], [rows], columns), self.empty(len(rows), columns)
         assert isinstance(weight, BlockWeight)
@@ -295,7 +295,7 @@ class Weights:
             )
         return format
 
-    def _stored(
+    def _read_parts(
         self, format: WeightFormat, names: Sequence[str], rows: Sequence[Size], columns: Size
     ) -> tuple[Mapping[str, Tensor], list[int], int]:
         """Returns the arguments of WeightFormat.build for stacked matrices: tensors by suffix, rows and columns."""
@@ -334,7 +334,7 @@ class Weights:
             self.require_shape(name, tensor.shape)
         first, dtype = stored[0], stored[0].dtype or self.dtype
         if isinstance(dtype, tuple):
-            found = {self._checked(name, tensor).dtype for name, tensor in zip(names, stored, strict=True)}
+            found = {self._read_checked(name, tensor).dtype for name, tensor in zip(names, stored, strict=True)}
             dtype = functools.reduce(torch.promote_types, found)
         if first.row_dim is None:
             stacked = torch.empty(len(names), *shapes[0], dtype=dtype, device=self.device)
@@ -345,10 +345,10 @@ class Weights:
             stacked = torch.empty(shape, dtype=dtype, device=self.device)
             parts = stacked.split(lengths, dim)
         for part, name, tensor, cut in zip(parts, names, stored, cuts, strict=True):
-            part.copy_(self._checked(name, tensor)[cut])
+            part.copy_(self._read_checked(name, tensor)[cut])
         return stacked
 
-    def _checked(self, name: str, stored: StoredTensor) -> Tensor:
+    def _read_checked(self, name: str, stored: StoredTensor) -> Tensor:
         tensor = self.take_raw(name, *stored.shape)
         dtypes = PLAIN_DTYPES if stored.dtype is None else stored.dtype
         expected = dtypes if isinstance(dtypes, tuple) else (dtypes,)
@@ -394,12 +394,12 @@ class Weights:
         """Allow all weights whose names begin with none of the prefixes to stay unused."""
         self.ignore([name for name in self._unused if not name.startswith(prefixes)])
 
-    def finish(self) -> None:
+    def require_all_used(self) -> None:
         """Raises EspalierError for a weight that was not taken, because leaving a weight out would change the model."""
         unused = sorted(name for name in self._unused if not IGNORABLE_NAMES.search(name))
         # Old GPTQ exporters stored a bias of zeros for every layer.
         biases = {name: StoredTensor("", self.shape(name)) for name in unused if name.endswith(".bias")}
-        unused = [name for name in unused if name not in biases or self._checked(name, biases[name]).any()]
+        unused = [name for name in unused if name not in biases or self._read_checked(name, biases[name]).any()]
         if unused:
             more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
             raise EspalierError(
@@ -409,9 +409,9 @@ class Weights:
         self._log_warnings()
 
     def _log_warnings(self) -> None:
-        """Log the properties of the matrices' formats that are not followed (WeightFormat.note)."""
+        """Log the properties of the matrices' formats that are not followed (WeightFormat.load_warning)."""
         matrices = {name.rpartition(".")[0] for name in self._names}
-        for note in sorted({format.note or "" for format in map(self.formats, matrices)} - {""}):
+        for note in sorted({format.load_warning or "" for format in map(self.formats, matrices)} - {""}):
             log.warning("%s %s", self.path, note)
 
     def _open(self, shard: Path) -> None:
@@ -426,7 +426,7 @@ class Weights:
                 f"{shard} is truncated or corrupt ({one_line(error)}); download the file again"
             ) from None
         for stored in names:
-            name = self.stored.own(stored)
+            name = self.stored.own_name(stored)
             if name is None:
                 self.other_parts.add(stored.removeprefix("model.").partition(".")[0])
             elif name in self._files:

@@ -56,7 +56,7 @@ class PieceRows:
     requests: Tensor
 
     @classmethod
-    def of(cls, slots: BatchState, length: Tensor, width: int, pieces: Pieces | None) -> "PieceRows":
+    def of_pass(cls, slots: BatchState, length: Tensor, width: int, pieces: Pieces | None) -> "PieceRows":
         """Makes the rows of a pass.  slots: the batch; length: [B], tokens that each request enters; width: rows of a
         piece; pieces: None if each request has one piece."""
         if pieces is None:

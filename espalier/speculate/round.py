@@ -89,7 +89,7 @@ class ModelRunner:
         lengths: the number of the target's committed rows.
         """
         self.cache.backend.prepare(lengths)
-        self.drafter.prepare(lengths.longer(self.drafter.spec.root_rows))
+        self.drafter.prepare(lengths.with_more_rows(self.drafter.spec.root_rows))
 
     @property
     def reads_all_hidden(self) -> bool:
@@ -309,7 +309,7 @@ def prefill(
     prompt_rows: the rows whose log-probabilities are wanted.  snapshots: as in `decode_round`.
     """
     slots = gather(runner.table, index)
-    rows = PieceRows.of(slots, length, width, pieces)
+    rows = PieceRows.of_pass(slots, length, width, pieces)
     if snapshots is not None and pieces is not None:
         snapshots = SnapshotTargets(*(values[pieces.request] for values in snapshots))
     runner.layout.require_chunk(rows.slots.batch, width)

@@ -33,10 +33,10 @@ from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.shards import WHOLE, Shards
 from espalier.speculate.drafters.registry import (
     draft_algorithm,
+    draft_of_target,
     draft_shards,
     drafter_without_files,
     load_draft,
-    own_draft,
     read_draft,
 )
 from espalier.startup.build import LoadedModels, assemble, cache_size, chooser_of
@@ -81,7 +81,7 @@ def find_checkpoint(config: EngineConfig) -> Checkpoint:
     used_draft = None
     if not drafter_without_files(requested):
         bundled = find_draft(BUNDLED, requested) if model == BUNDLED else None
-        used_draft = draft_path or bundled or own_draft(target_path, target, requested)
+        used_draft = draft_path or bundled or draft_of_target(target_path, target, requested)
     algorithm = choose_algorithm(config, None if used_draft is None else draft_algorithm(used_draft))
     if used_draft is None:
         if draft_path is not None:

@@ -322,7 +322,7 @@ FAULTS = {
         Fault(
             "shared-expert-twice",
             "the shared expert is added twice where it runs beside the routed ones",
-            "espalier.models.layers.mlp:MixtureMLP._mixed",
+            "espalier.models.layers.mlp:MixtureMLP._sum_of_experts",
             _shared_twice,
         ),
         Fault(

@@ -48,7 +48,7 @@ class QuantisedTensors:
     def __init__(self, model: Tensors, weights: str, is_draft: bool = False) -> None:
         self.model, self.config, self.dtype, self.device = model, model.config, model.dtype, model.device
         quantiser = find_quantiser(weights)
-        self.quantiser = quantiser.of(is_draft)
+        self.quantiser = quantiser.for_draft(is_draft)
         require_stored(model.config, weights, "draft weights" if is_draft else "weights")
         # Codes are read once.  Scales are small and may be read twice.
         self._scales: dict[str, Tensor] = {}

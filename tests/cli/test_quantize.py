@@ -180,7 +180,7 @@ def test_mtp_layers_without_their_target_are_a_draft(tmp_path, capsys):
     assert "accept length" in capsys.readouterr().out
 
 
-def test_an_unknown_draft_is_refused_as_such(tmp_path, capsys):
+def test_an_unkndraft_of_target_is_refused_as_such(tmp_path, capsys):
     draft = shutil.copytree(EAGLE3, tmp_path / "draft")
     config = json.loads((draft / "config.json").read_text())
     flags = ["--to", "fp8", "--out", str(tmp_path / "out"), "--target", "bundled"]

@@ -170,6 +170,6 @@ def test_a_gated_shared_expert_takes_the_rows_of_the_others(kernel_device, monke
     monkeypatch.setattr(layer, "grouped_experts", grouped_experts.triton)
     monkeypatch.setattr(layer, "scale_by_gate", scale_by_gate.triton)
     _, routed = mlp.norm_input(norm, delta, residual)
-    assert (layer._rows_of_shared(shared, mlp.gate_up, *routed[:2]) is routed.of_experts) == rounds
+    assert (layer._shared_mlp_rows(shared, mlp.gate_up, *routed[:2]) is routed.of_experts) == rounds
     expected = shared(routed.x).double() * gate(routed.x).double().sigmoid()
     torch.testing.assert_close(mlp(routed)[-1].double(), expected, rtol=5e-3, atol=1e-3)

@@ -241,7 +241,7 @@ def test_an_embedding_of_parts_gives_the_rows_of_the_whole(count, vocab, is_draf
     def rows(shards: Shards) -> Any:
         embed = Embedding(weight[shards.tokens(vocab).slice], 1.0, None, vocab, shards)
         divided = of(embed)
-        embed.make_whole()
+        embed.gather_all_rows()
         return divided, of(embed), embed.weight, embed.shape
 
     expected, live = of(Embedding(weight))

@@ -93,7 +93,9 @@ def test_its_text_part_computes_what_transformers_computes(family, as_in_memory,
     assert load.find_checkpoint(EngineConfig(model=path)).target == model.config and not is_draft(path)
     # Only what is read counts.
     counted = stored_weights(path, model.config.formats, stored=model.config.stored)
-    text_only = sum(x.numel() for name, x in load_file(path / "model.safetensors").items() if TEXT_PART_NAMES.own(name))
+    text_only = sum(
+        x.numel() for name, x in load_file(path / "model.safetensors").items() if TEXT_PART_NAMES.own_name(name)
+    )
     assert counted.num_cast == text_only
     assert (text_only < stored_weights(path, model.config.formats).num_cast) == (others != "none")
 
@@ -108,11 +110,11 @@ def test_formats_are_asked_with_the_names_in_the_file(stored: str) -> None:
     formats = TEXT_PART_NAMES.formats(
         lambda name: asked.append(name) or all_dense(name), [f"{stored}.weight", "vision.x"]
     )
-    own = TEXT_PART_NAMES.own(f"{stored}.weight")
+    own = TEXT_PART_NAMES.own_name(f"{stored}.weight")
     assert own is not None
     formats(own.removesuffix(".weight"))
     assert asked == [stored]
-    assert TEXT_PART_NAMES.own(f"vision_tower.{stored}.weight") is None
+    assert TEXT_PART_NAMES.own_name(f"vision_tower.{stored}.weight") is None
 
 
 def test_the_whole_says_what_its_text_part_leaves_out(tmp_path: Path) -> None:

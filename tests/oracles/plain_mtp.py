@@ -51,7 +51,7 @@ class PlainModule:
         normed = self.norm(x, "norm").unflatten(0, p.tokens.shape)
         return DraftOutput(normed, normed)
 
-    def output_of(self, hidden: Tensor) -> DraftOutput:
+    def output_from_hidden(self, hidden: Tensor) -> DraftOutput:
         return DraftOutput(hidden, hidden)
 
     def logits(self, out: DraftOutput) -> Tensor:

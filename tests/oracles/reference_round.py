@@ -204,7 +204,7 @@ class Reference:
         assert self.draft is not None
         ids = range(self.draft.spec.vocab_size) if self.draft.d2t is None else self.draft.d2t.tolist()
         path, proposes = beam.node.path, self.modules[module - 1]
-        logits = proposes.logits(proposes.output_of(beam.out[None, None]))[0, 0]
+        logits = proposes.logits(proposes.output_from_hidden(beam.out[None, None]))[0, 0]
         scores = draft_scores(logits, ids, request, (*tokens, *path))
         best = sorted(scores, key=lambda token: (-scores[token], token))[:topk]
         return [Node((*path, token), beam.node.score + min(scores[token], np.float32(0))) for token in best]

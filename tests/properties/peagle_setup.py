@@ -51,7 +51,7 @@ class PEagleReference(Reference):
         self, algorithm: str, request: Request, tokens: Sequence[int], steps: int, topk: int, nodes: int
     ) -> list[Node]:
         scratch, root = self.scratch(tokens), len(tokens) - 1
-        out = self.draft.output_of(scratch.out(1, root)[None, None])
+        out = self.draft.output_from_hidden(scratch.out(1, root)[None, None])
         # The root's row is at position root - 1.
         positions = root + torch.arange(max(steps - 1, 1))[None]
         past = [[plane[:root] for plane in layer] for layer in scratch.draft[0]] if root else None

@@ -86,7 +86,7 @@ class ToyDraft:
             self.head = Linear(dense_weight(weights.take("lm_head.weight", self.spec.vocab_size, size)))
             self.d2t = weights.take_raw("d2t", self.spec.vocab_size)
         self.modules = (self,)
-        weights.finish()
+        weights.require_all_used()
 
     def __call__(self, p: Pass, hidden: Tensor, parents: Tensor | None = None) -> DraftOutput:
         if parents is not None:
@@ -96,7 +96,7 @@ class ToyDraft:
             block(s, p)
         return DraftOutput(*s.final_norm(self.norm, p.out_shape))
 
-    def output_of(self, hidden: Tensor) -> DraftOutput:
+    def output_from_hidden(self, hidden: Tensor) -> DraftOutput:
         return DraftOutput(hidden, self.norm(hidden))
 
     def logits(self, out: DraftOutput) -> Tensor:

@@ -169,7 +169,7 @@ def test_edges_in_a_text_are_the_engines_edges_of_its_path(kind, ring_target, tm
     with torch.no_grad():
         factors = markov.factors(paths, hidden[:, None].expand(-1, 5, -1, -1))
         wanted = logits[:, None] + markov(factors)
-        for edges in (draft.edges.of_block(logits, hidden), markov.edges(logits, hidden)):
+        for edges in (draft.edges.block_edges(logits, hidden), markov.edges(logits, hidden)):
             assert edges.is_recurrent == (kind == "rnn")
             states, parents, order = None, None, torch.arange(5)
             for depth in range(3):

@@ -86,7 +86,7 @@ class LayerInput:
 class BesideRows(NamedTuple):
     """The inputs of the dense MLP and of the experts beside it."""
 
-    of_mlp: Tensor
+    mlp_rows: Tensor
     routed: RoutedRows
 
 
@@ -108,12 +108,12 @@ class BesideMLP:
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, BesideRows]:
         """Returns (x + delta, the normed inputs of both blocks).  See residual.py:NormReader."""
         assert isinstance(delta, NormedOutputs) and isinstance(norm, RMSNorm)
-        total, (of_mlp, rows, of_router) = delta.added(x, (norm, self.norm, self.router_norm))
-        return total, BesideRows(of_mlp, RoutedRows(rows, rows, router_logits(of_router, self.mixture.router)))
+        total, (mlp_rows, rows, of_router) = delta.added(x, (norm, self.norm, self.router_norm))
+        return total, BesideRows(mlp_rows, RoutedRows(rows, rows, router_logits(of_router, self.mixture.router)))
 
     def __call__(self, rows: BesideRows, live: Tensor | None) -> tuple[tuple[Tensor | Unsummed, RMSNorm], ...]:
         """Returns the output of each block, with its norm."""
-        return (self.mlp(rows.of_mlp), self.mlp_norm), (self.mixture(rows.routed, live), self.after)
+        return (self.mlp(rows.mlp_rows), self.mlp_norm), (self.mixture(rows.routed, live), self.after)
 
 
 @dataclass(eq=False, slots=True)

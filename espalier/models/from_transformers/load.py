@@ -95,7 +95,7 @@ def build_by_transformers(
         if shows_progress:
             bars.enable_progress_bar()
     _require_all(found, config)
-    body = TransformersModel(model.to(device).eval().requires_grad_(False), probed.layers, probed.equal, capture)
+    body = TransformersModel(model.to(device).eval().requires_grad_(False), probed.layers, probed.replacements, capture)
     log.info("%s runs by transformers; replaced by ours: %s", config.architecture, probed.replaced)
     return TransformersTarget(config, body, capture)
 

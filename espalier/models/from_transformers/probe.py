@@ -57,7 +57,7 @@ class ProbeResult:
     """What was measured of a class with a config.
 
     layers: the name of the list of the model's layers.  attention: the name of the module that attends, in each layer.
-    equal: the classes whose modules are replaced by Espalier's.  replaced: how many modules of each, in words.
+    replacements: the classes whose modules are replaced by Espalier's.  replaced: how many modules of each, in words.
     can_capture: whether a layer's input is one row [H] for each token.
     num_weights: the number of values in all matrices; expert_weights: the number in experts' matrices.
     num_experts, top_k: 1 without experts.
@@ -68,7 +68,7 @@ class ProbeResult:
     specs: tuple[LayerSpec, ...]
     layers: str
     attention: tuple[str, ...]
-    equal: Mapping[type, MakeModule]
+    replacements: Mapping[type, MakeModule]
     replaced: str
     can_capture: bool
     vocab_size: int
@@ -168,7 +168,7 @@ def probe(model_class: Any, config: Any) -> ProbeResult:
         specs=tuple(layer_spec_of(calls, layer) for layer in range(len(calls))),
         layers=layers,
         attention=tuple(names[call.module] for call in calls),
-        equal=equal,
+        replacements=equal,
         replaced=", ".join(f"{kinds[kind]} {kind.__name__}" for kind in equal) or "none of its modules",
         can_capture=can_capture,
         vocab_size=full.get_output_embeddings().weight.shape[0],
@@ -223,7 +223,7 @@ def tiny_model(model_class: Any, config: Any, seed: int = 0) -> Any:
 @torch.no_grad()
 @refusal_reason("a small model of it does not run", with_kind=True)
 def try_tree(model: Any) -> tuple[str, Mapping[type, MakeModule], bool]:
-    """Returns `layers`, `equal` and `can_capture` of ProbeResult.
+    """Returns `layers`, `replacements` and `can_capture` of ProbeResult.
 
     Raises EspalierError, with the reason, unless a tree's nodes get the logits of the plain model.
     """

@@ -195,20 +195,20 @@ def _are_equal(module: Any, make: MakeModule) -> bool:
 class TransformersModel:
     """A causal model of transformers in two parts: tokens to hidden states, and hidden states to logits.
 
-    layers: the name of the list of the model's layers.  equal: the classes whose modules are replaced by Espalier's.
+    layers: the name of the list of the model's layers.  replacements: by class, what replaces a module of transformers.
     capture: the layers whose inputs a pass keeps; the number of layers means the output of the last layer.
     """
 
     def __init__(
-        self, model: Any, layers: str, equal: Mapping[type, MakeModule], capture: tuple[int, ...] = ()
+        self, model: Any, layers: str, replacements: Mapping[type, MakeModule], capture: tuple[int, ...] = ()
     ) -> None:
         name = layers.partition(".")[0]
         self.model, self.decoder = model, model.get_submodule(name)
         for parent in list(model.modules()):
             for child, module in parent.named_children():
                 # A norm without parameters is not replaced: some classes of norms have weights in some places only.
-                if type(module) in equal and any(True for _ in module.parameters()):
-                    setattr(parent, child, equal[type(module)](module))
+                if type(module) in replacements and any(True for _ in module.parameters()):
+                    setattr(parent, child, replacements[type(module)](module))
         fix_ropes(model)
         _capture(model.get_submodule(layers), capture)
         head = model.get_output_embeddings()

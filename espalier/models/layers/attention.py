@@ -26,7 +26,7 @@ class AllHeadsNorms(NamedTuple):
     k: RMSNorm
     shards: Shards = WHOLE
 
-    def of(self, qkv: Tensor) -> Tensor:
+    def norm_q_and_k(self, qkv: Tensor) -> Tensor:
         """qkv [N, q + k + v columns] -> the same shape, with q and k normed."""
         sizes = len(self.q.weight), len(self.k.weight)
         q, k, v = qkv.split((*sizes, qkv.shape[1] - sum(sizes)), 1)
@@ -107,7 +107,11 @@ class Attention(AttentionBlock):
         return self.qkv.norm_input(norm, delta, x) if self.output_gate is None else norm.add_and_norm(delta, x)
 
     def write(self, layer: int, rows: Rows, p: Pass) -> Tensor:
-        qkv = self.qkv.in_parts(rows) if self.all_heads_norms is None else self.all_heads_norms.of(self.qkv(rows))
+        qkv = (
+            self.qkv.in_parts(rows)
+            if self.all_heads_norms is None
+            else self.all_heads_norms.norm_q_and_k(self.qkv(rows))
+        )
         heads = qkv.view(*qkv.shape[:-1], self.num_heads, qkv.shape[-1] // self.num_heads)
         q, scales = p.write(layer, heads, p.rotation(self.rope), self.norms), self.rope.query_scales
         return q if scales is None else q * p.at_positions(layer, scales)

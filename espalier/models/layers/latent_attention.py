@@ -31,10 +31,10 @@ INDEX_EPS = 1e-6
 
 class IndexedRows(NamedTuple):
     """The input of a layer with an indexer.
-    x: [N, hidden], normed rows.  of_projections: the same rows in the form that the layer's projections take."""
+    x: [N, hidden], normed rows.  projection_rows: the same rows in the form that the layer's projections take."""
 
     x: Tensor
-    of_projections: Rows
+    projection_rows: Rows
 
 
 def norm_for_indexer(
@@ -75,7 +75,7 @@ class Indexer:
         parts = router_logits(rows.x, self.weights)
         weights = sum_parts(parts, parts.dtype) * (heads * size) ** -0.5
         q = self.q(q_latent).unflatten(1, (heads, size))
-        return IndexRows(q, self.k(rows.of_projections), weights, self.norm, rotation, self.interleaved)
+        return IndexRows(q, self.k(rows.projection_rows), weights, self.norm, rotation, self.interleaved)
 
 
 # The eps of the norms of both latents.  The publishers' code fixes it; rms_norm_eps of config.json is for other norms.
@@ -111,7 +111,7 @@ class LatentAttention(AttentionBlock):
         return norm_for_indexer(self.down, self.indexer, norm, delta, x)
 
     def write(self, layer: int, rows: Rows | IndexedRows, p: Pass) -> Tensor:
-        down = self.down(rows.of_projections if isinstance(rows, IndexedRows) else rows)
+        down = self.down(rows.projection_rows if isinstance(rows, IndexedRows) else rows)
         q, latent = down[:, : -self.row_size], down[:, -self.row_size :].unsqueeze(1)
         q_latent = q if self.q_norm is None else self.q_norm(q)
         q = q_latent if self.q is None else self.q(q_latent)

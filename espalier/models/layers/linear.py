@@ -94,7 +94,7 @@ class Embedding:
         draft_hidden: for a draft, the hidden states that are concatenated to the embeddings.  The residual then starts
         with these hidden states, and its `first_input` holds both, normed: [B · Q, 2 · hidden].
         """
-        tokens, table = (p.tokens, self.weight) if self.shards.count == 1 else self._over_ranks(p.tokens)
+        tokens, table = (p.tokens, self.weight) if self.shards.count == 1 else self._gather_over_ranks(p.tokens)
         tables = EmbeddingTables(table, rope.cos, rope.sin)
         x, residual, rotation, live = embed_rows(tokens, p.positions, tables, draft_hidden)
         p.keep_rotation(rope, rotation)
@@ -103,7 +103,7 @@ class Embedding:
         x = x if self.row_norm is None else self.row_norm(x)
         return Residual(x if self.scale == 1 else x * self.scale, live)
 
-    def _over_ranks(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def _gather_over_ranks(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (the index of each token in a table of this pass's embeddings, that table)."""
         own = self.shards.tokens(self.shape[0])
         places = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
@@ -114,7 +114,7 @@ class Embedding:
             rows = F.embedding(local.clamp(0, len(own) - 1), self.weight).masked_fill_(~is_own[:, None], 0)
         return places.masked_fill_(tokens < 0, -1), self.shards.all_reduce(rows)
 
-    def make_whole(self) -> None:
+    def gather_all_rows(self) -> None:
         """Hold all rows on every rank.
 
         A draft needs this, because it reads embeddings at each of its levels, between which ranks do not communicate.

@@ -73,12 +73,12 @@ ROUTER_PLAN, ROUTER_MAX_ROWS = TritonPlan(block_out=32, block_in=128, splits=8, 
 class RoutedRows(NamedTuple):
     """The input of a MixtureMLP.
 
-    x: [N, hidden], the normed rows; of_experts: these rows in the form that the routed experts take; logits: the
+    x: [N, hidden], the normed rows; expert_rows: these rows in the form that the routed experts take; logits: the
     router's, in the form that `route` takes.
     """
 
     x: Tensor
-    of_experts: Rows
+    expert_rows: Rows
     logits: Tensor
 
 
@@ -114,7 +114,7 @@ class MixtureMLP:
         shared = self.shared
         are_silu = self.activation.is_silu and (shared is None or shared.activation.is_silu)
         if shared is not None and self.shared_gate is None and self.biases is None and are_silu:
-            self.shared_tiles = _as_tiles(shared, self.gate_up, self.down)
+            self.shared_tiles = _shared_expert_tiles(shared, self.gate_up, self.down)
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, RoutedRows]:
         """Returns (x + delta, the norm of that sum with its router's logits).  See residual.py:NormReader.
@@ -139,20 +139,20 @@ class MixtureMLP:
 
         live: [N] bool, the rows that go to experts; None: all rows.
         """
-        parts = self._mixed(*routed, live)
+        parts = self._sum_of_experts(*routed, live)
         return parts if self.shards.count == 1 else Unsummed(parts, self.shards, routed.x.dtype)
 
-    def _mixed(self, x: Tensor, of_experts: Rows, logits: Tensor, live: Tensor | None) -> Tensor:
+    def _sum_of_experts(self, x: Tensor, expert_rows: Rows, logits: Tensor, live: Tensor | None) -> Tensor:
         ids, weights = route(logits, self.bias, self.routing, self.scale)
         if self.shared_tiles is not None and len(x) <= MAX_SHARED_ROWS:
             return grouped_experts(
-                of_experts, self.gate_up, self.down, ids, weights, live=live, shared=self.shared_tiles
+                expert_rows, self.gate_up, self.down, ids, weights, live=live, shared=self.shared_tiles
             )
         extra = 0 if self.shared is None else 1 if self.shared_gate is not None else self.shared.num_parts(len(x))
-        experts = (of_experts, self.gate_up, self.down, ids, weights)
+        experts = (expert_rows, self.gate_up, self.down, ids, weights)
         parts = grouped_experts(*experts, live=live, biases=self.biases, activation=self.activation, extra=extra)
         if self.shared is not None and self.shared_gate is not None:
-            rows = _rows_of_shared(self.shared, self.gate_up, x, of_experts)
+            rows = _shared_mlp_rows(self.shared, self.gate_up, x, expert_rows)
             _write_gated(self.shared, self.shared_gate, x, rows, parts[-1])
         elif self.shared is not None:
             self.shared.write_parts(x, parts[-extra:])
@@ -168,14 +168,14 @@ def _write_gated(shared: GatedMLP, gate: Linear, x: Tensor, rows: Rows, out: Ten
         scale_by_gate(shared.in_parts(rows), x, weight, out)
 
 
-def _rows_of_shared(shared: GatedMLP, gate_up: ExpertMatrix, x: Tensor, of_experts: Rows) -> Rows:
+def _shared_mlp_rows(shared: GatedMLP, gate_up: ExpertMatrix, x: Tensor, expert_rows: Rows) -> Rows:
     """Returns the rows in the form that the shared MLP takes.
-    The result is `of_experts` if those rows are already rounded as the shared MLP would round them, else x."""
+    The result is `expert_rows` if those rows are already rounded as the shared MLP would round them, else x."""
     rounding = shared.gate_up.rounding
     if rounding is None or isinstance(gate_up, Tensor) or gate_up.inputs is None:
         return x
     is_same = rounding.static is gate_up.inputs.static and rounding.group == gate_up.inputs.group
-    return of_experts if is_same and is_rounded_before(x, x.shape[1], rounding) else x
+    return expert_rows if is_same and is_rounded_before(x, x.shape[1], rounding) else x
 
 
 def rounding_in_norm(gate_up: ExpertMatrix, x: Tensor) -> InputScales | None:
@@ -185,7 +185,7 @@ def rounding_in_norm(gate_up: ExpertMatrix, x: Tensor) -> InputScales | None:
     return gate_up.inputs if rounds_norm(x.shape[1], gate_up.inputs) else None
 
 
-def _as_tiles(shared: GatedMLP, gate_up: ExpertMatrix, down: ExpertMatrix) -> SharedExperts | None:
+def _shared_expert_tiles(shared: GatedMLP, gate_up: ExpertMatrix, down: ExpertMatrix) -> SharedExperts | None:
     """The weights of the shared MLP as SharedExperts.
 
     None if the shared MLP or the experts are quantised, if the shared MLP has a bias, or if its intermediate size is no

@@ -151,10 +151,10 @@ class WeightFormat(ABC):
     name: ClassVar[str]
     has_shards: ClassVar[bool] = False
     # Whether an embedding may be stored in the format too.  It then becomes a table in the model's dtype.
-    embeds: ClassVar[bool] = False
+    can_store_embedding: ClassVar[bool] = False
 
     @property
-    def note(self) -> str | None:
+    def load_warning(self) -> str | None:
         """A message for the log when a checkpoint in this format is loaded.
         It names a property of the format that is not followed.  None: there is no such property."""
         return None

@@ -125,7 +125,7 @@ class Nvfp4Format(QuantisedFormat):
     has_shards = True
 
     @property
-    def note(self) -> str | None:
+    def load_warning(self) -> str | None:
         return W4A4 if self.has_inputs else None
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:

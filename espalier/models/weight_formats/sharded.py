@@ -31,9 +31,9 @@ class ShardedWeight(Weight):
         return self.own.rounding
 
     def apply(self, x: Rows, bias: Tensor | None) -> Tensor:
-        return self.joined(self.own.apply(x, None), bias)
+        return self.join_ranks(self.own.apply(x, None), bias)
 
-    def joined(self, own: Tensor, bias: Tensor | None) -> Tensor:
+    def join_ranks(self, own: Tensor, bias: Tensor | None) -> Tensor:
         """Returns the whole product [rows, out].  own: this rank's product."""
         raise NotImplementedError
 
@@ -43,7 +43,7 @@ class SummedWeight(ShardedWeight):
 
     __slots__ = ()
 
-    def joined(self, own: Tensor, bias: Tensor | None) -> Tensor:
+    def join_ranks(self, own: Tensor, bias: Tensor | None) -> Tensor:
         total = self.shards.all_reduce(own)
         return total if bias is None else total + bias
 
@@ -92,6 +92,6 @@ class GatheredWeight(ShardedWeight):
 
     __slots__ = ()
 
-    def joined(self, own: Tensor, bias: Tensor | None) -> Tensor:
+    def join_ranks(self, own: Tensor, bias: Tensor | None) -> Tensor:
         whole = self.shards.gather_tokens(own, self.shape[0])
         return whole if bias is None else whole + bias

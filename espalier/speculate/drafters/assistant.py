@@ -34,7 +34,7 @@ class AssistantDrafter(AutoregressiveDrafter):
 
     def _forward(self, out: DraftOutput, rows: TreeRows, level: int) -> DraftOutput:
         tokens = rows.tokens[:, self.layout.beams_above(level - 1) : self.layout.beams_above(level)]
-        return self._run(rows, tokens, out.last(self.layout.topk).hidden, rows.levels[-1].parents)
+        return self._run(rows, tokens, out.last_rows(self.layout.topk).hidden, rows.levels[-1].parents)
 
     def _run(self, rows: TreeRows, tokens: Tensor, hidden: Tensor, parents: Tensor | None) -> DraftOutput:
         """Run the only module over rows [B, Q], all at the root's position."""

@@ -74,13 +74,13 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
     def prepare(self, lengths: CommittedLengths) -> None:
         # After a prefix hit, module k attends to k - 1 more cached rows than module 1.
         more = self.spec.modules - 1
-        super().prepare(replace(lengths.longer(more), exact=False) if more else lengths)
+        super().prepare(replace(lengths.with_more_rows(more), exact=False) if more else lengths)
 
     def begin(self, slots: BatchState) -> GrowTree:
         at, topk, modules = slots.prefix_len[:, None] + self.depths, self.layout.topk, self.spec.modules
         positions, above = at[:, topk:], at[:, : self.layout.beam_rows]
         rows = TreeRows(slots, positions, above, torch.empty_like(positions), module_rows(slots, modules))
-        out = self._module(1).output_of(carried(slots, "hidden"))
+        out = self._module(1).output_from_hidden(carried(slots, "hidden"))
         return partial(self._grow, rows, out, self._logits(out, 1))
 
     def _grow(self, rows: TreeRows, out: DraftOutput, logits: Tensor, sampler: Sampler) -> Tree:
@@ -112,7 +112,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
 
     def _logits(self, out: DraftOutput, level: int) -> Tensor:
         """[B, Q, draft vocabulary]: the logits of the children at this level, from the last rows of `out`."""
-        return self._module(level).logits(out.last(self.layout.topk))
+        return self._module(level).logits(out.last_rows(self.layout.topk))
 
     def _forward(self, out: DraftOutput, rows: TreeRows, level: int) -> DraftOutput:
         """One forward pass, which gives the children at `level`.  It runs over the beams that the module has not seen.
@@ -142,7 +142,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
     def _tree_feed(self, out: DraftOutput, rows: TreeRows, level: int) -> tuple[Feed, Tensor]:
         """The hidden states that feed the beams of a pass, and the ancestor bits of the beams."""
         beams, module, topk = rows.levels[-1], self._module_index(level), self.layout.topk
-        feed: Feed = out.last(topk).hidden, beams.parents
+        feed: Feed = out.last_rows(topk).hidden, beams.parents
         bits, end = beams.ancestor_bits, self.layout.beams_above(level)
         if level <= self.spec.modules:
             feed = self.feeds.tree_feed(rows.slots, self.spec.modules, level, out.hidden, rows.parents, topk)

@@ -45,7 +45,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
     def begin(self, slots: BatchState) -> GrowTree:
         hidden = self._run_block(slots)
         logits = self.draft.block_logits(hidden)
-        edges = None if self.draft.edges is None else self.draft.edges.of_block(logits, hidden)
+        edges = None if self.draft.edges is None else self.draft.edges.block_edges(logits, hidden)
         roots = Rows(slots.root[:, None], self.root_trees.scores[: slots.batch])
         return partial(best_paths, roots, logits, edges, self.draft.d2t, self.layout)
 

@@ -27,7 +27,7 @@ class PEagleDrafter(AutoregressiveDrafter):
         self.known = torch.zeros(self.layout.max_batch, dtype=torch.int64, device=self.device)
 
     def begin(self, slots: BatchState) -> GrowTree:
-        out = self.draft.output_of(carried(slots, "hidden"))
+        out = self.draft.output_from_hidden(carried(slots, "hidden"))
         if self.layout.steps > 1:
             normed = torch.cat((out.normed, self._mask_rows(slots).normed), 1)
             out = DraftOutput(normed, normed)

@@ -216,7 +216,7 @@ def draft_algorithm(path: Path) -> str:
     return format_of(read_json(path / "config.json"), path).algorithm
 
 
-def own_draft(path: Path, target: ModelConfig, algorithm: str) -> Path | None:
+def draft_of_target(path: Path, target: ModelConfig, algorithm: str) -> Path | None:
     """The directory of the target at `path`, if it holds a draft beside the target; else None.
 
     algorithm: the algorithm that must be able to run the draft, or "auto" for any.

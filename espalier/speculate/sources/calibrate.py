@@ -74,7 +74,7 @@ class Candidates(NamedTuple):
     tokens: np.ndarray
 
     @classmethod
-    def of(cls, packed: np.ndarray) -> Self:
+    def unpack(cls, packed: np.ndarray) -> Self:
         exists = packed != VOID
         cells = np.where(exists, packed, 0)
         ends = ((0, DEPTH_BIT), (DEPTH_BIT, PARENT_BIT), (PARENT_BIT, TOKEN_BIT), (TOKEN_BIT, 63))

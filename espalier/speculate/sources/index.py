@@ -80,7 +80,7 @@ class IndexSource:
                 continue
             seen.add(place)
             matching = self._num_matching(text, place, salt)
-            ahead = self._following(place, width)
+            ahead = self._tokens_after(place, width)
             if matching >= run and ahead:
                 made.append((matching, ahead))
         return made
@@ -93,7 +93,7 @@ class IndexSource:
         equal = (self.tokens[places] == text[::-1]) & (self.texts[places] == self.texts[place])
         return int(equal.cumprod().sum())
 
-    def _following(self, place: int, width: int) -> tuple[int, ...]:
+    def _tokens_after(self, place: int, width: int) -> tuple[int, ...]:
         places = (place + 1 + np.arange(min(width, self.size - 1))) % self.size
         inside = (self.texts[places] == self.texts[place]).cumprod().sum()
         return tuple(self.tokens[places[:inside]].tolist())

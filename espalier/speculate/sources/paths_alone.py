@@ -37,7 +37,9 @@ def trees_of_guesses(slots: BatchState, nodes: int, steps: int, num_words: int) 
     tokens, parents, depths, scores, kinds = (
         torch.tensor([[node[part] for node in tree] for tree in trees]) for part in range(5)
     )
-    words = torch.tensor([[[_word(node[5], word) for word in range(num_words)] for node in tree] for tree in trees])
+    words = torch.tensor(
+        [[[_ancestor_word(node[5], word) for word in range(num_words)] for node in tree] for tree in trees]
+    )
     return Tree(tokens, parents, depths, scores, words), kinds
 
 
@@ -73,7 +75,7 @@ def _best_nodes(tree_nodes: list[Node], nodes: int) -> list[Node]:
     return made + [(*VOID_NODE, 1 << at) for at in range(len(made), nodes)]
 
 
-def _word(bits: int, word: int) -> int:
+def _ancestor_word(bits: int, word: int) -> int:
     """Word `word` of a node's ancestor bits, as a signed 64-bit number."""
     unsigned = bits >> word * ANCESTOR_BITS & (1 << ANCESTOR_BITS) - 1
     return unsigned - (unsigned >> ANCESTOR_BITS - 1 << ANCESTOR_BITS)

@@ -116,7 +116,7 @@ class Survival:
 
         requests: their ids; candidates: [B, D], as in SlotTable; emitted: the emitted tokens of each request.
         """
-        exists, kinds, depths, parents, tokens = Candidates.of(candidates)
+        exists, kinds, depths, parents, tokens = Candidates.unpack(candidates)
         if not (kinds >= PATH_KINDS).any():
             return
         known = np.full((len(requests), self.num_tried.shape[1]), -2)
