@@ -237,7 +237,7 @@ class RoundLayout:
         self.tree.require(shape)
         return replace(self, **asdict(shape), trees=(), choices=())
 
-    def at(self, batch: int) -> "RoundLayout":
+    def for_batch(self, batch: int) -> "RoundLayout":
         """The layout of a round with `batch` requests, padding included."""
         shape = next((shape for least, shape in reversed(self.trees) if least <= batch), self.tree)
         return self if shape == self.tree else self.with_tree(shape)
@@ -251,14 +251,14 @@ class RoundLayout:
         alone = (self.without_draft,) if self.steps else ()
         trees = {batch: dict.fromkeys((*(self.choices_for(batch) or (None,)), *alone)) for batch in buckets}
         forms = [LaunchForm(batch, tree=tree) for batch in buckets for tree in trees[batch]]
-        rows = {form: form.batch * (form.tree or self.at(form.batch).tree).rows for form in forms}
+        rows = {form: form.batch * (form.tree or self.for_batch(form.batch).tree).rows for form in forms}
         return sorted(forms, key=lambda form: (rows[form], form.batch), reverse=True)
 
     @property
     def largest_rounds(self) -> tuple[tuple[int, "RoundLayout"], ...]:
         """For each tree, the largest batch that uses it and the layout of its rounds."""
         largest = [*(least - 1 for least, _ in self.trees if least <= self.max_batch), self.max_batch]
-        of_trees = [(batch, self.at(batch)) for batch in largest if batch]
+        of_trees = [(batch, self.for_batch(batch)) for batch in largest if batch]
         ends = [*(least - 1 for least, _ in self.choices[1:]), self.max_batch]
         chosen = {
             shape: min(end, self.max_batch)

@@ -160,7 +160,7 @@ class LaunchTimes:
             self.rows += launch_input.form(self.captured_passes).pass_rows
         else:
             batch = len(launch_input.slots)
-            self.rows += batch * (launch_input.tree or self.layout.at(batch).tree).num_draft_tokens
+            self.rows += batch * (launch_input.tree or self.layout.for_batch(batch).tree).num_draft_tokens
         if self.other is not None:
             self.other.on_launch(launch_input)
 

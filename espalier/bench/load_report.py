@@ -90,7 +90,7 @@ class DatasetTalks:
         params = SamplingParams(
             temperature=self.temperature, max_tokens=talk.turns[turn].max_tokens, seed=1000 * number + turn
         )
-        [request] = self.llm.group(prompt, self.llm.inputs.resolve(params), detokenize=False)
+        [request] = self.llm.new_requests(prompt, self.llm.inputs.resolve(params), detokenize=False)
         return request
 
     def _prompt(self, talk: Conversation, answers: Sequence[str]) -> list[int]:

@@ -63,7 +63,7 @@ def run(args: Namespace) -> int:
     checked = [_checked(inputs, i, prompts, params, args.chat) for i in range(len(prompts))]
     token_lists, each_params = [tokens for tokens, _ in checked], [limited for _, limited in checked]
     with waiting("loading the model"):
-        llm = LLM.of(prepared)
+        llm = LLM.from_prepared(prepared)
     with llm:
         if len(token_lists) == 1 and not args.json and params.n in (None, 1):
             return _stream(llm, token_lists[0], each_params[0])

@@ -300,7 +300,7 @@ class EagerStages:
         self.guide_rows = memory.rows("guide", (batch, len(unmasked)), unmasked.dtype, free)
         forced_and_level, mask = unpack(self.guide_rows.values, steps + 1, words)
         self.guide = DraftGuide(forced_and_level[:, :steps], mask, forced_and_level[:, steps], self.ask)
-        nodes = runner.layout.at(batch).num_draft_tokens
+        nodes = runner.layout.for_batch(batch).num_draft_tokens
         self.masks = memory.rows("masks", (batch, nodes, words), torch.int32, ALL_ALLOWED)
         self.staged = StagedRound(runner, results, packed.on(self.vector), needs)
 

@@ -185,7 +185,7 @@ class GuessSources:
     def _count(self, guesses: Sequence[Guess], request: Request, row: RequestResult) -> int:
         assert self.survival is not None
         drafted = None if row.candidates is None else Candidates.unpack(row.candidates).draft_sequences
-        paths = list(row.said)
+        paths = list(row.own_paths)
         for guess in guesses:
             known = tuple(request.output[guess.start + 1 - len(request.prompt) :])
             if guess.tokens[: len(known)] == known:

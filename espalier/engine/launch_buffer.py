@@ -18,7 +18,7 @@ from espalier.cache.states import SnapshotTargets
 from espalier.engine.launch_input import LaunchInput
 from espalier.errors import EspalierError
 from espalier.layout import LaunchForm, RoundLayout
-from espalier.slots import KINDS, ScatterUpdate, SlotTable, float_bits, guess_cells
+from espalier.slots import NODE_KINDS, ScatterUpdate, SlotTable, float_bits, guess_cells
 from espalier.speculate.pieces import Pieces
 
 Parts = tuple[tuple[str, int], ...]
@@ -155,7 +155,11 @@ def _padded_sizes(layout: RoundLayout, launch_input: LaunchInput, form: LaunchFo
         )
     sizes = {"page_table": capacity}
     if layout.calibrates_scores:
-        sizes |= {"guesses": form.batch * guess_cells(layout), "survival": KINDS * layout.steps, "skill": form.batch}
+        sizes |= {
+            "guesses": form.batch * guess_cells(layout),
+            "survival": NODE_KINDS * layout.steps,
+            "skill": form.batch,
+        }
     return {"slots": form.batch} | {f"{name}.{part}": size for name, size in sizes.items() for part in ("at", "values")}
 
 

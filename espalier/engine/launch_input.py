@@ -51,7 +51,7 @@ class LaunchInput:
     snapshots: by slot, (number of tokens, row of the states) of the snapshot that the launch takes of the request's
     state (cache/states.py:SnapshotTargets); row 0 for no snapshot; empty if the launch takes none.
     guesses: (slot, guesses of the host's sources) for requests of a round (speculate/sources).
-    survival: [KINDS, S], as in SlotTable; None if it has not changed.
+    survival: [NODE_KINDS, S], as in SlotTable; None if it has not changed.
     skill: by slot, as in SlotTable, for a round of an engine with sources.
     committed: upper bounds of the committed lengths, in tokens: by slot for a round, by piece for a prefill pass; empty
     for dummy slots.
@@ -167,7 +167,7 @@ class RequestResult:
     request of the launch wants them.
     tree_sum: a number that almost surely differs if trees differ.
     ranks, is_leaf: as in acceptance.py:AcceptSample, if LaunchInput.tree is set.
-    said: (kind, tokens) of the paths from the request's own text.
+    own_paths: (kind, tokens) of the paths from the request's own text.
     candidates: [D] int64, as in SlotTable; None if there are none.
     by_source: [ALL_SOURCES, 3]: for each source, how many of its nodes were verified, how many of these should have
     been accepted by their scores, and how many were accepted; None if there are no candidates.
@@ -182,7 +182,7 @@ class RequestResult:
     tree_sum: int = field(default=0, compare=False)
     ranks: tuple[int, ...] = ()
     is_leaf: bool = True
-    said: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    own_paths: tuple[tuple[int, tuple[int, ...]], ...] = ()
     candidates: np.ndarray | None = field(default=None, compare=False)
     by_source: np.ndarray | None = field(default=None, compare=False)
 

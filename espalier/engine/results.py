@@ -31,7 +31,7 @@ class ResultColumns:
 
     logprobs: for each emitted token a row as in espalier/logprobs.py.  The values are undefined if the request wants no
     log-probabilities.
-    said, candidates: as in RoundOutput.
+    own_paths, candidates: as in RoundOutput.
     max_top_logprobs: the most likeliest tokens in a row of log-probabilities; the vocabulary's size limits it too.
     weights: int64, the factors of tokens and parents in RequestResult.tree_sum.
     """
@@ -44,7 +44,7 @@ class ResultColumns:
     parents: slice
     depths: slice
     scores: slice
-    said: slice
+    own_paths: slice
     candidates: slice
     logprobs: slice
     width: int
@@ -56,7 +56,7 @@ class ResultColumns:
         width, nodes = layout.extend_width, layout.num_draft_tokens
         sizes = {"length": 1, "num_finite": 1, "emitted": width, "path": width}
         sizes |= dict.fromkeys(("tokens", "parents", "depths", "scores"), nodes)
-        sizes |= {"said": layout.text_paths * (1 + layout.steps), "candidates": nodes * layout.calibrates_scores}
+        sizes |= {"own_paths": layout.text_paths * (1 + layout.steps), "candidates": nodes * layout.calibrates_scores}
         # The log-probabilities are last, so that all other fields are one view.
         sizes["logprobs"] = width * words(MAX_LOGPROBS)
         ends = np.cumsum(list(sizes.values())).tolist()
@@ -92,7 +92,9 @@ class ResultsRing:
             parts |= {"path": path.rows, "tokens": tree.tokens, "parents": tree.parents}
             parts |= {"depths": tree.depths, "scores": tree.scores}
         parts |= {
-            name: part for name, part in (("said", output.said), ("candidates", output.candidates)) if part is not None
+            name: part
+            for name, part in (("own_paths", output.own_paths), ("candidates", output.candidates))
+            if part is not None
         }
         self._write_decided(entry, parts)
         picked = (output.logits, output.rows, path.tokens, path.length)
@@ -136,7 +138,7 @@ def read_results(
             sums[b],
             tuple(ranks[b][: length[b] - 1]) if ranks else (),
             is_leaf[b],
-            _own_text_paths(entry[b, columns.said], columns.emitted.stop - columns.emitted.start),
+            _own_text_paths(entry[b, columns.own_paths], columns.emitted.stop - columns.emitted.start),
             candidates[b],
             by_source[b],
         )

@@ -28,7 +28,7 @@ class RoundTrees:
     def next_tree(self, batch: Sequence[Request], lookup_gain: LookupGain | None = None) -> TreeShape | None:
         """The tree of the next round of these requests; None for the layout's tree.  lookup_gain: as in TreeChooser."""
         tree = self._chosen_tree(batch, lookup_gain)
-        self.num_rounds[tree or self.layout.at(len(batch)).tree] += 1
+        self.num_rounds[tree or self.layout.for_batch(len(batch)).tree] += 1
         return tree
 
     def _chosen_tree(self, batch: Sequence[Request], lookup_gain: LookupGain | None) -> TreeShape | None:
@@ -55,7 +55,7 @@ class RoundTrees:
 
     def rows(self, tree: TreeShape | None, batch: int) -> int:
         """How many nodes a round of this tree verifies."""
-        return batch * (tree or self.layout.at(batch).tree).rows
+        return batch * (tree or self.layout.for_batch(batch).tree).rows
 
     def read(
         self,

@@ -162,7 +162,7 @@ class Learner:
         self._judged = self._starts = Counts.of(self.sample)
         self._may_start_at = 0.0
         self._process: subprocess.Popen[bytes] | None = None
-        self._said = b""
+        self._last_signal = b""
         self._is_busy = False
         # The learner's thread sets _candidate and takes _swapped; the engine's thread does the reverse.
         self._candidate: Candidate | None = None
@@ -278,17 +278,17 @@ class Learner:
                 stderr=subprocess.STDOUT,
                 env=environment(**self.machine.environment),
             )
-        self._trained_at, self._said = num_tokens, b""
+        self._trained_at, self._last_signal = num_tokens, b""
         self._tell(self._process)
         log.info("learning: process %d trains the draft further on %s", self._process.pid, self.machine.name)
 
     def _tell(self, process: subprocess.Popen[bytes]) -> None:
         """Tell the trainer whether it may compute.  The trainer ends when its stdin is closed."""
-        said = WAIT if self.machine.waits and self._is_busy else GO
-        if said != self._said and process.stdin is not None:
+        signal = WAIT if self.machine.waits and self._is_busy else GO
+        if signal != self._last_signal and process.stdin is not None:
             with suppress(BrokenPipeError):
-                process.stdin.write(said)
-            self._said = said
+                process.stdin.write(signal)
+            self._last_signal = signal
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         status = process.poll()

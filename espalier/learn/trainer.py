@@ -49,20 +49,20 @@ FAILED = 1
 NICE = 10
 
 
-class Turn:
+class TrainSignal:
     """Listens to the server on stdin, for GO or WAIT.  The end of stdin ends this process, even during a step."""
 
     def __init__(self, stdin: Any) -> None:
-        self._may = threading.Event()
+        self._allowed = threading.Event()
         threading.Thread(target=self._listen, args=(stdin,), daemon=True).start()
 
     def _listen(self, stdin: Any) -> None:
-        while said := os.read(stdin.fileno(), 1):
-            self._may.set() if said == GO else self._may.clear()
+        while signal := os.read(stdin.fileno(), 1):
+            self._allowed.set() if signal == GO else self._allowed.clear()
         os._exit(FAILED)
 
     def wait(self) -> None:
-        self._may.wait()
+        self._allowed.wait()
 
 
 def texts_in(folder: Path, kind: str, num_texts: int, before: int, behind: int | None = None) -> Texts:
@@ -85,7 +85,7 @@ def settings_of(num_tokens: int, length: int, device: torch.device, max_seconds:
     return {**common, **RATES, "save_every": 10**9, "max_seconds": max_seconds, "seed": seed}
 
 
-def train_once(folder: Path, turn: Turn) -> Path:
+def train_once(folder: Path, train_signal: TrainSignal) -> Path:
     """Train a draft further: the served or the given draft, whichever accepts more of the newest held-back traffic.
 
     run.json names both drafts.  Returns the new draft's directory, with its manifest.  If it raises EspalierError or
@@ -95,7 +95,7 @@ def train_once(folder: Path, turn: Turn) -> Path:
     kind, out, unfinished = DRAFT_KINDS[run["kind"]], Path(run["out"]), folder / "drafts" / "unfinished"
     remove(unfinished)
     served = run_of(kind, folder / "sample", run, unfinished, int(out.name))
-    served.target.model.get_decoder().register_forward_pre_hook(lambda *_: turn.wait())
+    served.target.model.get_decoder().register_forward_pre_hook(lambda *_: train_signal.wait())
     before = given = accept_length(served)
     training = served
     if run["given"] != run["draft"]:
@@ -154,7 +154,7 @@ def main(folder: Path) -> int:
     if training_device().type == "cpu":
         torch.set_num_threads(1)
     try:
-        train_once(folder, Turn(sys.stdin.buffer))
+        train_once(folder, TrainSignal(sys.stdin.buffer))
     except (OSError, ValueError, RuntimeError) as error:
         print(one_line(error), flush=True)
         return FAILED

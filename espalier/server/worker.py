@@ -122,7 +122,7 @@ class Worker:
         return min(self.heartbeat_ms, COMPILING_MS) if self.compiling else self.heartbeat_ms
 
     def _submit(self, submit: Submit) -> None:
-        compiling = self.llm.compiling(submit.params.grammar)
+        compiling = self.llm.start_compile(submit.params.grammar)
         if compiling is None:
             self._start(submit, None)
         else:
@@ -144,7 +144,7 @@ class Worker:
     def _start(self, submit: Submit, grammar: CompiledGrammar | None) -> None:
         asked = (submit.prompt, submit.params, submit.name, submit.priority, submit.detokenize)
         try:
-            group = self.llm.group(*asked, grammar, submit.client, submit.streamed)
+            group = self.llm.new_requests(*asked, grammar, submit.client, submit.streamed)
             for request in group:
                 self.llm.engine.add(request)
         except EspalierError as error:
@@ -236,7 +236,7 @@ def _load_learning(settings: dict[str, Any], learn: dict[str, Any], stack: ExitS
     prepared = prepare(EngineConfig(**settings_of(settings)))
     learner = Learner(LearnConfig(**learn), prepared)
     stack.callback(learner.close)
-    llm = stack.enter_context(LLM.of(prepared))
+    llm = stack.enter_context(LLM.from_prepared(prepared))
     # The learner is closed before the engine, because it uses the engine's thread.
     stack.callback(learner.close)
     learner.attach(llm)

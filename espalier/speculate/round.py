@@ -61,7 +61,7 @@ class ModelRunner:
         Raises EspalierError if batch is above max_batch.
         """
         self.layout.require_batch(batch)
-        return self._for_layout(self.layout.at(batch))
+        return self._for_layout(self.layout.for_batch(batch))
 
     @property
     def pages(self) -> PagedKV:
@@ -120,8 +120,8 @@ class RoundOutput:
     rows: [B, W], the row of the logits that each emitted token was picked from.
     tree: the tree of a round; None for a prefill pass.
     prompt_logprobs: [N], for the prompt rows whose log-probabilities are wanted; None without such rows.
-    said: [B, P · (1 + S)], candidates: [B, D]: as in SlotTable, for a round with guesses in an engine with sources;
-    else None.
+    own_paths: [B, P · (1 + S)], candidates: [B, D]: as in SlotTable, for a round with guesses in an engine with
+    sources; else None.
     """
 
     path: Path
@@ -130,7 +130,7 @@ class RoundOutput:
     rows: Tensor
     tree: Tree | None = None
     prompt_logprobs: Logprobs | None = None
-    said: Tensor | None = None
+    own_paths: Tensor | None = None
     candidates: Tensor | None = None
 
 
@@ -266,7 +266,7 @@ def settle(verified: VerifiedRound, mask: Tensor | None = None) -> RoundOutput:
         runner.drafter.extend(slots, path_features(runner.drafter, out, path), path.length)
     source_outputs: dict[str, Any] = {}
     if runner.table.layout.calibrates_scores and runner.layout.num_draft_tokens > 1:
-        fields = {"said": slots.table.said, "candidates": slots.table.candidates}
+        fields = {"own_paths": slots.table.own_paths, "candidates": slots.table.candidates}
         source_outputs = {
             name: field.index_select(0, slots.index).flatten(1) for name, field in fields.items() if field.shape[1]
         }

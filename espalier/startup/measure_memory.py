@@ -173,9 +173,9 @@ def measure(executor: CudaExecutor, layout: RoundLayout, device: torch.device, g
     """
     passes = [fullest_pass(layout, width) for width in layout.chunk_widths]
     # Batches are in ascending order, so each tree keeps its largest batch.
-    staged = {layout.at(batch).tree: replace(dummy_launch(batch), is_staged=True) for batch in executor.buckets}
+    staged = {layout.for_batch(batch).tree: replace(dummy_launch(batch), is_staged=True) for batch in executor.buckets}
     forms = sorted(layout.round_forms(executor.buckets), key=lambda form: form.batch)
-    largest = {form.tree or layout.at(form.batch).tree: dummy_launch(*form) for form in forms}
+    largest = {form.tree or layout.for_batch(form.batch).tree: dummy_launch(*form) for form in forms}
     rounds = [*largest.values(), *staged.values()]
     compiled = executor.dummy_rounds if graph_batch < layout.max_batch else rounds
     executor.compile([*compiled, *passes, *smaller_passes(layout, executor.runner.target.config.vocab_size)])

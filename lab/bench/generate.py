@@ -209,7 +209,7 @@ def measure(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int, repeats
         round_ms=1e3 * seconds,
         accept_length=accept_length,
         tokens_per_second=batch * accept_length / seconds,
-        tree=llm.engine.layout.at(batch).tree,
+        tree=llm.engine.layout.for_batch(batch).tree,
     )
 
 

@@ -166,7 +166,7 @@ def _run(
     llm: LLM, prompts: Sequence[list[int]], num_tokens: int, maskers: Sequence[GrammarMasker], vocabulary: Vocabulary
 ) -> Timed:
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    requests = [llm.group(prompt, llm.inputs.resolve(params), detokenize=False)[0] for prompt in prompts]
+    requests = [llm.new_requests(prompt, llm.inputs.resolve(params), detokenize=False)[0] for prompt in prompts]
     for request, masker in zip(requests, maskers, strict=False):
         request.masker, request.stop_ids = masker, frozenset((vocabulary.end,))
     watched = {request.id for request in requests[len(maskers) :] or requests}

@@ -81,7 +81,7 @@ class RoundBench:
             tree.append(self._run(self.tree_engine, prompts, params, self.timers))
             if self.transformers is not None:
                 others.append(self.transformers(prompts, num_tokens))
-        shape = self.tree_engine.layout.at(batch).tree
+        shape = self.tree_engine.layout.for_batch(batch).tree
         return _cell(batch, context, shape, plain[1:], tree[1:], others[1:], batch * num_tokens)
 
     @staticmethod

@@ -61,11 +61,13 @@ def test_tokens_are_those_of_plain_decoding_and_of_one_tree(algorithm, overlap):
         assert r.output == one, r.id
     assert set(seen.shapes) == {1, 2, 3, 4, 5, 6}
     for batch, shapes in seen.shapes.items():
-        tree = setup.layout.at(batch).tree
+        tree = setup.layout.for_batch(batch).tree
         assert max(nodes for nodes, _ in shapes) <= tree.num_draft_tokens
         assert max(depth for _, depth in shapes) <= tree.steps
     if algorithm == "eagle3":
-        assert all(max(seen.shapes[batch])[0] == setup.layout.at(batch).num_draft_tokens for batch in range(1, 7))
+        assert all(
+            max(seen.shapes[batch])[0] == setup.layout.for_batch(batch).num_draft_tokens for batch in range(1, 7)
+        )
 
 
 @cache

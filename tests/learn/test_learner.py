@@ -20,7 +20,7 @@ from espalier.learn import learner as of_learner
 from espalier.learn import trainer as of_trainer
 from espalier.learn.folder import LearnConfig, Sample, publish, read_manifest
 from espalier.learn.learner import Learner
-from espalier.learn.trainer import GO, WAIT, Turn, run_of, train_once
+from espalier.learn.trainer import GO, WAIT, TrainSignal, run_of, train_once
 from espalier.llm import LLM
 from espalier.request import SamplingParams
 from espalier.train import block, mtp
@@ -45,7 +45,7 @@ FAILS = "print('first'); print('the disk is full'); raise SystemExit(1)"
 
 @cache
 def served():
-    return LLM.of(prepared(1))
+    return LLM.from_prepared(prepared(1))
 
 
 @cache
@@ -85,7 +85,7 @@ class Learning:
         return self.learner.figures
 
     def answer(self, prompt):
-        [request] = self.llm.group(prompt, self.llm.inputs.resolve(PARAMS), detokenize=False)
+        [request] = self.llm.new_requests(prompt, self.llm.inputs.resolve(PARAMS), detokenize=False)
         self.llm.engine.add(request)
         while self.llm.engine.has_work:
             self.learner.between_steps(self.llm.engine)
@@ -222,7 +222,7 @@ def test_the_trainer_computes_only_in_its_turn_and_ends_with_the_server():
     ended = threading.Event()
     with os.fdopen(heard, "rb") as stdin, pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "_exit", lambda status: ended.set())
-        turn = Turn(stdin)
+        turn = TrainSignal(stdin)
         worked = threading.Event()
         threading.Thread(target=lambda: (turn.wait(), worked.set()), daemon=True).start()
         os.write(said, WAIT)

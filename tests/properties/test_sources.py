@@ -10,7 +10,7 @@ from espalier.engine.guesses import GuessSources
 from espalier.engine.round_times import CpuCosts
 from espalier.layout import PLAIN
 from espalier.request import Request, SamplingParams
-from espalier.slots import ALONE, Guess
+from espalier.slots import ALONE_OFFSET, Guess
 from espalier.speculate import round as of_round
 from espalier.speculate.sources.survival import Survival
 from espalier.startup.build import assemble
@@ -45,7 +45,7 @@ class Told:
             true = [self.random.randrange(VOCAB) for _ in range(self.random.randint(1, width))]
         # Of a place that the host should have moved on from.
         start -= self.says == "late"
-        kind = self.random.randint(1, ALONE)
+        kind = self.random.randint(1, ALONE_OFFSET)
         return [Guess(max(start, 0), kind, tuple(true))] if true else []
 
 
@@ -156,7 +156,7 @@ def test_each_path_is_counted_once(overlap, monkeypatch):
         return made
 
     def noted_count(guesses, launch, rows):
-        found.extend(kind for row in rows for kind, _ in row.said)
+        found.extend(kind for row in rows for kind, _ in row.own_paths)
         count(guesses, launch, rows)
 
     monkeypatch.setattr(Survival, "add", lambda to, kind, *of: (counted.append(kind), add(to, kind, *of)))
