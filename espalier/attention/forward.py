@@ -194,7 +194,7 @@ class Pass:
             q = self._states.write(place, self.tokens.shape[1], *values)
             # Without gates, q is the convolution's output.
             return q if values[1] is not None else self._select_kept(layer, q)
-        shares = spec.shares_rows_of is not None
+        shares = spec.shares_with is not None
         # A layer that shares rows writes no heads.
         planes = tuple(plane[:, :0] for plane in pages.layers[place]) if shares else staging.layers[place]
         q = spec.rows.write(self.rows, planes, pages.scales.get(place), *values)

@@ -131,12 +131,8 @@ class Support:
 
     def _machine_refusals(self, device: str, dtype: torch.dtype, in_fp8: bool) -> Iterator["Refusal"]:
         yield device not in self.devices, f"device={device}", f"devices {', '.join(self.devices)}", "device"
-        yield (
-            dtype not in self.dtypes,
-            f"dtype={dtype_name(dtype)}",
-            f"dtypes {', '.join(map(dtype_name, self.dtypes))}",
-            "dtype",
-        )
+        dtypes = ", ".join(map(dtype_name, self.dtypes))
+        yield dtype not in self.dtypes, f"dtype={dtype_name(dtype)}", f"dtypes {dtypes}", "dtype"
         yield in_fp8 and self.fp8 is Provider.NOTHING, "kv_dtype=fp8_e4m3", "K and V in the model's dtype", "fp8"
         if (in_fp8 or self.majors is not None) and device == "cuda" and torch.cuda.is_available():
             major, minor = torch.cuda.get_device_capability()
@@ -172,12 +168,8 @@ class Support:
         wide = is_latent and self.head_sizes is not None and keeps.k_size > MAX_LATENT_HEAD_SIZE
         yield bool(wide and spec.window), "a sliding window over wide latent rows", "such layers without a window", ""
         capped = spec.softcap is not None
-        yield (
-            capped and self.softcap is Provider.NOTHING,
-            "a soft-cap of attention logits",
-            "layers without one",
-            "softcap",
-        )
+        no_cap = self.softcap is Provider.NOTHING
+        yield capped and no_cap, "a soft-cap of attention logits", "layers without one", "softcap"
         yield bool(wide and capped), "a soft-cap over wide latent rows", "such layers without one", ""
         chooses = spec.topk is not None
         no_selection = self.selection is Provider.NOTHING

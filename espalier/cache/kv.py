@@ -39,7 +39,7 @@ def allocate_stacks(
     Layers that share another layer's rows have no stack.  dtype: the model's.
     """
     result = []
-    for keeps, members in groups_of(specs, [layer for layer in layers if specs[layer].shares_rows_of is None]).items():
+    for keeps, members in groups_of(specs, [layer for layer in layers if specs[layer].shares_with is None]).items():
         if keeps.planes:
             stacked = tuple(
                 torch.zeros(len(members), rows, *row, dtype=plane_dtype(keeps, name, dtype), device=device)
@@ -52,7 +52,7 @@ def allocate_stacks(
 def planes_by_layer(stacks: list[LayerStack], specs: Sequence[LayerSpec]) -> dict[int, tuple[Tensor, ...]]:
     """Views of each layer's planes [rows, heads, size].  A layer that shares rows has the planes of the other layer."""
     own = {layer: tuple(each[i] for each in s.stacked) for s in stacks for i, layer in enumerate(s.layers)}
-    return own | {layer: own[spec.shares_rows_of] for layer, spec in enumerate(specs) if spec.shares_rows_of in own}
+    return own | {layer: own[spec.shares_with] for layer, spec in enumerate(specs) if spec.shares_with in own}
 
 
 class StagedKV:
@@ -131,10 +131,10 @@ class PagedKV:
         own = {
             layer: (scales or {}).get(layer) or KVScales.ones(spec.keeps.kv_heads, dtype, device)
             for layer, spec in enumerate(specs)
-            if spec.keeps.dtype == FP8 and spec.shares_rows_of is None
+            if spec.keeps.dtype == FP8 and spec.shares_with is None
         }
         self.scales = own | {
-            layer: own[spec.shares_rows_of] for layer, spec in enumerate(specs) if spec.shares_rows_of in own
+            layer: own[spec.shares_with] for layer, spec in enumerate(specs) if spec.shares_with in own
         }
 
     def rows(self, page_table: Tensor, positions: Tensor, keep: Tensor | None = None) -> Tensor:

@@ -205,7 +205,7 @@ class LayerSpec:
     window: a query at position p attends to positions > p - window; None: to all positions.
     scale: factor of q·k; None means k_size ** -0.5.
     softcap: a logit s of attention, scale included, becomes softcap · tanh(s / softcap); None: it stays.
-    shares_rows_of: the earlier layer whose rows this layer reads instead of own rows.  Both have the same `keeps`.
+    shares_with: the earlier layer whose rows this layer reads instead of own rows.  Both have the same `keeps`.
     topk: the most rows that a query attends to, None for all rows.  The rows are those with the highest index scores.
     The index keys are the layer's own, or else of the last layer before it that has index keys.
     v_is_k: whether V is made from K's projection.
@@ -216,14 +216,14 @@ class LayerSpec:
     window: int | None = None
     scale: float | None = None
     softcap: float | None = None
-    shares_rows_of: int | None = None
+    shares_with: int | None = None
     topk: int | None = None
     v_is_k: bool = False
 
     def __post_init__(self) -> None:
-        if self.shares_rows_of is not None and not isinstance(self.keeps, KVHeads):
+        if self.shares_with is not None and not isinstance(self.keeps, KVHeads):
             raise EspalierError(
-                f"a layer that keeps {self.keeps.kind} cannot read the rows of layer {self.shares_rows_of}"
+                f"a layer that keeps {self.keeps.kind} cannot read the rows of layer {self.shares_with}"
             )
 
     @cached_property
@@ -235,7 +235,7 @@ class LayerSpec:
     @property
     def projected_heads(self) -> int:
         """Heads of the layer's qkv projection."""
-        of_rows = 0 if self.shares_rows_of is not None else 1 if self.v_is_k else 2
+        of_rows = 0 if self.shares_with is not None else 1 if self.v_is_k else 2
         return self.heads + of_rows * self.rows.kv_heads
 
     @cached_property
@@ -245,11 +245,11 @@ class LayerSpec:
     @property
     def values_per_token(self) -> int:
         """Number of values that one token takes in pages."""
-        return self.keeps.values_per_token if self.shares_rows_of is None else 0
+        return self.keeps.values_per_token if self.shares_with is None else 0
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes that one token takes in pages.  dtype: the model's."""
-        planes = {} if self.shares_rows_of is not None else self.keeps.planes
+        planes = {} if self.shares_with is not None else self.keeps.planes
         return sum(
             _num_values({name: row}) * plane_dtype(self.keeps, name, dtype).itemsize for name, row in planes.items()
         )

@@ -219,9 +219,8 @@ class MarkovEdges:
     """DSpark's Markov head: scores of a token given its parent, as a product of low rank.
 
     before: [V, rank], the vectors of parent tokens; after: [draft vocabulary, rank], the vectors of tokens.
-    hidden_projection: the columns of the head's gate, or of its recurrent projection, that read the block's hidden
-    states.  row_projection: the other columns (FactorProjection.weight).  Both are None if the head reads only the
-    parent token.
+    hidden_projection: the columns of the head's gate, or of its recurrent projection, that read hidden states.
+    row_projection: the other columns (FactorProjection.weight).  Both are None if only the parent token is read.
     """
 
     before: Tensor

@@ -86,7 +86,7 @@ def _spec_reading_target(spec: LayerSpec, target: Sequence[LayerSpec], path: Pat
     own = [
         i
         for i, each in enumerate(target)
-        if each.shares_rows_of is None and (each.window is None) == (spec.window is None)
+        if each.shares_with is None and (each.window is None) == (spec.window is None)
     ]
     if not own or target[own[-1]].keeps != spec.keeps:
         keeps = target[own[-1]].keeps if own else "no such layer"
@@ -95,7 +95,7 @@ def _spec_reading_target(spec: LayerSpec, target: Sequence[LayerSpec], path: Pat
             "trained for it"
         )
     # The layer attends to the last committed row, at the position before the root, and to `window` rows before that.
-    return replace(spec, shares_rows_of=own[-1], window=None if spec.window is None else spec.window + 2)
+    return replace(spec, shares_with=own[-1], window=None if spec.window is None else spec.window + 2)
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,8 @@ def read_index(full: dict[str, Any], count: Callable[[str], int]) -> IndexConfig
 def indexer_types(full: dict[str, Any]) -> tuple[str, ...]:
     """FULL_INDEXER or SHARED_INDEXER for each layer.  Raises EspalierError for wrong or contradicting fields."""
     layers = full["num_hidden_layers"]
-    declared, pattern, freq = (full.get(name) for name in (TYPES_FIELD, PATTERN_FIELD, FREQ_FIELD))
+    names = (TYPES_FIELD, PATTERN_FIELD, FREQ_FIELD, OFFSET_FIELD)
+    declared, pattern, freq, offset = (full.get(name) for name in names)
     read = [
         _listed_indexer_types(name, value, layers)
         for name, value in ((TYPES_FIELD, declared), (PATTERN_FIELD, pattern))
@@ -85,19 +86,13 @@ def indexer_types(full: dict[str, Any]) -> tuple[str, ...]:
     for other in read[1:]:
         if other != read[0]:
             layer = next(i for i, (a, b) in enumerate(zip(read[0], other, strict=True)) if a != b)
-            given = (
-                PATTERN_FIELD
-                if pattern is not None
-                else f"{FREQ_FIELD} = {freq!r} and {OFFSET_FIELD} = {full.get(OFFSET_FIELD)!r}"
-            )
+            given = PATTERN_FIELD if pattern is not None else f"{FREQ_FIELD} = {freq!r} and {OFFSET_FIELD} = {offset!r}"
             raise EspalierError(
                 f"{TYPES_FIELD} and {given} say different things of layer {layer} ({read[0][layer]} and {other[layer]}"
                 f"); correct one, or pass model_overrides with {TYPES_FIELD}=null to go by the other"
             )
     if layers and read[0][0] != FULL_INDEXER:
-        raise EspalierError(
-            f"layer 0 is {SHARED_INDEXER!r}, but no layer before it chooses rows; make it {FULL_INDEXER!r}"
-        )
+        raise EspalierError("layer 0 is 'shared', but no layer before it chooses rows; make it 'full'")
     return read[0]
 
 
@@ -106,9 +101,7 @@ def _listed_indexer_types(name: str, value: Any, layers: int) -> tuple[str, ...]
         raise EspalierError(f"{name} = {shown(value)}; a list or null is needed; correct it")
     unknown = [each for each in value if not isinstance(each, str) or each not in INDEXER_TYPES]
     if unknown:
-        raise EspalierError(
-            f"{name} names {shown(unknown[0])}; supported are {FULL_INDEXER!r} and {SHARED_INDEXER!r}; correct it"
-        )
+        raise EspalierError(f"{name} names {shown(unknown[0])}; supported are 'full' and 'shared'; correct it")
     if len(value) != layers:
         raise EspalierError(f"{name} has {len(value)} entries for num_hidden_layers = {layers}; make them agree")
     return tuple(INDEXER_TYPES[each] for each in value)

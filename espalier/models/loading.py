@@ -41,11 +41,6 @@ RECURRENT = re.compile("mamba|rwkv|jamba|bamba|recurrent|zamba|retnet|deltanet|l
 SHARED = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config", "compression_config")
 
 
-def has_family(raw: Json, families: Mapping[str, Family]) -> bool:
-    """Whether a config.json belongs to one of the families."""
-    return _family_of(raw, families) is not None
-
-
 def _family_of(raw: Json, families: Mapping[str, Family]) -> Family | None:
     """The family of a config.json, by `architectures` or, without that field, by `model_type`; None if unknown."""
     name = architecture_of(raw)
@@ -157,7 +152,7 @@ def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None, mo
 def _runs_by_transformers(raw: Json, model_impl: str) -> bool:
     if model_impl != "auto":
         return model_impl == "transformers"
-    return not (has_family(raw, FAMILIES) or is_multimodal(raw, FAMILIES.values())) and has_causal_class(raw)
+    return not (_family_of(raw, FAMILIES) or is_multimodal(raw, FAMILIES.values())) and has_causal_class(raw)
 
 
 def read_raw(path: Path) -> dict[str, Any]:
@@ -230,9 +225,7 @@ def make_target(
     _log_longrope(config, max_context or position_rows)
     load = config.family.load_layer or load_layer
     layers = [load(weights, config, f"model.layers.{i}.", i, tables[rope]) for i, rope in enumerate(config.ropes)]
-    own_rows = [
-        i for i in layers_with_rows(layer_specs, range(len(layer_specs))) if layer_specs[i].shares_rows_of is None
-    ]
+    own_rows = [i for i in layers_with_rows(layer_specs, range(len(layer_specs))) if layer_specs[i].shares_with is None]
     kv_scales = tuple(
         load_kv_scales(weights, f"model.layers.{i}.self_attn.", spec.keeps) if i in own_rows else None
         for i, spec in enumerate(layer_specs)
@@ -259,12 +252,8 @@ def unread_prefixes(config: ModelConfig) -> tuple[str, ...]:
     """The prefixes of stored weights that the target does not need.
     They are the weights of its own MTP layers, which are a draft (mtp.py), and those that the family does not read."""
     count = int(config.raw.get("num_nextn_predict_layers") or 0)
-    mtp = (
-        ()
-        if config.family.mtp is None
-        else (config.family.mtp.weights_prefix(i, config.num_layers) for i in range(count))
-    )
-    return (*config.family.unread, *mtp)
+    mtp, layers = config.family.mtp, range(count)
+    return *config.family.unread, *(() if mtp is None else (mtp.weights_prefix(i, config.num_layers) for i in layers))
 
 
 def _head(weights: Weights, config: ModelConfig, embed: Embedding) -> Linear:

@@ -115,9 +115,8 @@ def stores_mtp(path: Path, target: ModelConfig) -> bool:
     if mtp is None or not isinstance(count, int) or count < 1:
         return False
     weights = Weights(path, torch.float32, "cpu", stored=target.stored)
-    return all(
-        weights.has_matrix(f"{mtp.weights_prefix(layer, target.num_layers)}{mtp.project}") for layer in range(count)
-    )
+    prefixes = (mtp.weights_prefix(layer, target.num_layers) for layer in range(count))
+    return all(weights.has_matrix(f"{prefix}{mtp.project}") for prefix in prefixes)
 
 
 def _family_of(base: DraftFields) -> Family:

@@ -71,10 +71,6 @@ class ModelRunner:
     def captures_prefill(self) -> bool:
         return self.cache.backend.captures_prefill and self.drafter.captures_prefill
 
-    def with_nodes(self, nodes: int) -> "ModelRunner":
-        """Returns the same runner for trees of fewer nodes.  The drafter still makes trees of the original size."""
-        return replace(self, layout=self.layout.with_tree(replace(self.layout.tree, num_draft_tokens=nodes)))
-
     def for_tree(self, tree: TreeShape | None) -> "ModelRunner":
         """Returns the runner for rounds with this tree at every batch size; None for the layout's trees.  Models and
         buffers are shared."""
@@ -221,7 +217,9 @@ def propose(begun: BegunRound, guide: DraftGuide | None = None) -> ProposedRound
     if runner.trims_trees:
         nodes = num_nodes_to_run(tree, begun.slots.max_accept_depth)
         if nodes < runner.layout.num_draft_tokens:
-            runner, tree = runner.with_nodes(nodes), tree.first(nodes)
+            # The drafter still makes trees of the original size.
+            layout = runner.layout.with_tree(replace(runner.layout.tree, num_draft_tokens=nodes))
+            runner, tree = replace(runner, layout=layout), tree.first(nodes)
     return ProposedRound(runner, begun.slots, sampler, begun.snapshots, tree)
 
 

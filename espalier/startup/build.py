@@ -94,7 +94,7 @@ def cache_specs(
     specs = (*with_row_dtype(target, stored), *with_row_dtype(draft, draft_stored))
     # A layer that reads another layer's rows gets that layer's stored dtype.
     return tuple(
-        spec if spec.shares_rows_of is None else replace(spec, keeps=specs[spec.shares_rows_of].keeps) for spec in specs
+        spec if spec.shares_with is None else replace(spec, keeps=specs[spec.shares_with].keeps) for spec in specs
     )
 
 
@@ -120,7 +120,7 @@ def kv_scales(target: CausalLM) -> dict[int, KVScales]:
     stored = {layer: scales for layer, scales in enumerate(target.kv_scales) if scales is not None}
     instead = "use a complete checkpoint, or set kv_dtype to the model's dtype"
     specs = target.layer_specs
-    own = [layer for layer in layers_with_rows(specs, range(len(specs))) if specs[layer].shares_rows_of is None]
+    own = [layer for layer in layers_with_rows(specs, range(len(specs))) if specs[layer].shares_with is None]
     missing = [layer for layer in own if layer not in stored]
     if (target.config.declared_kv_dtype or stored) and missing:
         raise EspalierError(

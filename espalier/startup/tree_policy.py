@@ -338,4 +338,6 @@ def busy_chunk_size(config: EngineConfig, chunk_size: int, default: int, costs: 
 
 
 def _pass_ms(costs: PredictedCosts, rows: int) -> float:
-    return costs.weights.target_seconds(rows, costs.chip) * 1000
+    """The predicted time of a prefill pass: a draft runs over its rows too."""
+    weights, chip = costs.weights, costs.chip
+    return 1000 * (weights.target_seconds(rows, chip) + (weights.draft_seconds(rows, chip) if weights.draft else 0))

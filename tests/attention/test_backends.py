@@ -21,7 +21,7 @@ GEOMETRY = (
     LayerSpec(4, KVHeads(4, 6, 3)),
     LayerSpec(3, KVHeads(1, 5, 7), window=4, scale=0.2),
     LayerSpec(4, LatentKV(6, 4)),
-    LayerSpec(4, KVHeads(2, 6, 6), window=9, scale=1.5, softcap=2.0, shares_rows_of=0),
+    LayerSpec(4, KVHeads(2, 6, 6), window=9, scale=1.5, softcap=2.0, shares_with=0),
 )
 SINK = torch.tensor([1.5, -0.5, 3.0, -torch.inf], dtype=torch.float64)
 ON_CPU = [name for name, made in BACKENDS.items() if "cpu" in made.support.devices]

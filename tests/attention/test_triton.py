@@ -27,7 +27,7 @@ GEOMETRY = (
     LayerSpec(4, KVHeads(2, 8, 8)),
     LayerSpec(3, KVHeads(1, 5, 7), window=150),
     LayerSpec(3, LatentKV(8, 5)),
-    LayerSpec(4, KVHeads(2, 8, 8), window=40, scale=1.0, softcap=2.0, shares_rows_of=3),
+    LayerSpec(4, KVHeads(2, 8, 8), window=40, scale=1.0, softcap=2.0, shares_with=3),
     LayerSpec(3, LatentKV(272, 256)),
 )
 SINK = torch.tensor([1.5, -0.5, 3.0, -torch.inf])

@@ -74,8 +74,8 @@ def test_a_layer_that_shares_rows_has_those_of_the_other_layer(dtype):
     own = with_row_dtype((HEADS, HEADS), dtype)
     specs = (
         *own,
-        *(replace(spec, window=3, shares_rows_of=layer) for layer, spec in enumerate(own)),
-        replace(own[0], shares_rows_of=1),
+        *(replace(spec, window=3, shares_with=layer) for layer, spec in enumerate(own)),
+        replace(own[0], shares_with=1),
     )
     given = KVScales.ones(2, torch.float32, CPU)
     pages = PagedKV(LAYOUT, 5, specs, 4, torch.float32, CPU, {1: given})
@@ -88,4 +88,4 @@ def test_a_layer_that_shares_rows_has_those_of_the_other_layer(dtype):
     if dtype == FP8:
         assert pages.scales[1] is pages.scales[3] is pages.scales[4] is given and pages.scales[2] is pages.scales[0]
     with pytest.raises(EspalierError, match="keeps a latent row cannot read the rows of layer 0"):
-        replace(LATENT, shares_rows_of=0)
+        replace(LATENT, shares_with=0)

@@ -12,7 +12,6 @@ from espalier.kernels.layers.linear_plans import DENSE, TritonPlan, TunedKind
 from espalier.kernels.layers.linear_quantised import _launch, lines_ahead
 from espalier.kernels.layers.quantised import (
     FP8,
-    SPREAD,
     InputScales,
     QuantisedMatrix,
     RoundedRows,
@@ -100,6 +99,12 @@ def test_gated_is_the_activation_of_the_product(kernel_device, kind):
     plan = plan_for(matrix)
     product = linear_quantised.triton(x, matrix, None, plan)
     assert torch.equal(linear_quantised_gated.triton(x, matrix, None, plan), gated.triton(product))
+    # The launch that adds the parts rounds for the next product.
+    plan, rounding = plan_for(matrix, 2), InputScales()
+    rounded = linear_quantised_gated.triton(x, matrix, None, plan, rounding=rounding)
+    whole = gated.triton(linear_quantised.triton(x, matrix, None, plan))
+    for got, expected in zip((rounded.values, rounded.scales), quantise_rows.triton(whole, rounding), strict=True):
+        assert torch.equal(got.float(), expected.float())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -197,19 +202,17 @@ def test_the_place_of_each_nibble():
     assert torch.equal(in_order_of_columns(codes), pack_nibbles(nibbles))
 
 
-def test_the_place_of_each_bit_of_mxfp4():
-    """As interleave_nibbles says: a rotation brings the bits of a pair to the places of bfloat16's."""
+def test_the_place_of_each_bit_of_e2m1():
+    """As interleave_nibbles says: shifts bring the bits of a pair to the places of bfloat16's."""
     nibbles = torch.randint(0, 16, (5, 64), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
-    matrix = nibble_matrix("mxfp4", pack_nibbles(nibbles), torch.full((5, 2), 127, dtype=torch.uint8), 32)
-    words = matrix.codes.view(torch.int32).long() & 0xFFFFFFFF
+    codes = interleave_nibbles(pack_nibbles(nibbles), spreads=True)
+    words = codes.view(torch.int32).long() & 0xFFFFFFFF
+    pairs = [words, words << 4, words << 10 | words >> 22, words >> 2 ^ words << 6]
     for column in range(64):
         block, p, t, h = column // 32, column % 32 // 8, column % 8 // 2, column % 2
-        word = words[:, 4 * block + t]
-        turns = (0, 4, 10, 14)[p]
-        places = {15: turns, 8: turns, 7: turns, 6: 6 if p == 3 else turns}
-        sign, high, low, mantissa = (word >> (bit + 16 * h - down) % 32 & 1 for bit, down in places.items())
+        sign, high, low, mantissa = (pairs[p][:, 4 * block + t] >> bit + 16 * h & 1 for bit in (15, 8, 7, 6))
         assert torch.equal(sign << 3 | high << 2 | low << 1 | mantissa, nibbles[:, column].long()), column
-    assert torch.equal(in_order_of_columns(matrix.codes, SPREAD), pack_nibbles(nibbles))
+    assert torch.equal(in_order_of_columns(codes, spreads=True), pack_nibbles(nibbles))
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])

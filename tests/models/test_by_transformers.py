@@ -217,7 +217,7 @@ def test_a_config_of_a_larger_model_takes_no_memory(tmp_path: Path) -> None:
 def test_a_capture_that_layers_do_not_allow(tmp_path: Path) -> None:
     """Gemma 3n's layers pass on four rows for each token; its last ones are given the K and V of earlier ones."""
     make_model(tmp_path, "gemma3n_text")
-    shares = [spec.shares_rows_of for spec in load_target(tmp_path, **LOADING).layer_specs]
+    shares = [spec.shares_with for spec in load_target(tmp_path, **LOADING).layer_specs]
     assert shares == [None] * 10 + [8, 8]
     with pytest.raises(EspalierError, match="do not pass on one row for each token"):
         load_target(tmp_path, capture=(1,), **LOADING)

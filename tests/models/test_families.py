@@ -572,7 +572,7 @@ def test_gemma4_ignores_what_layers_that_share_rows_still_store(tmp_path: Path) 
         weights[f"model.layers.3.self_attn.{name}"] = weights[f"model.layers.1.self_attn.{name}"].clone()
     save_file(weights, path / "model.safetensors")
     loaded = load_target(path, dtype=torch.float64, device="cpu", position_rows=8)
-    assert [spec.shares_rows_of for spec in loaded.layer_specs] == [None, None, 0, 1]
+    assert [spec.shares_with for spec in loaded.layer_specs] == [None, None, 0, 1]
 
 
 def test_mistrals_window_is_in_every_layer_or_the_config_is_refused(tmp_path: Path) -> None:

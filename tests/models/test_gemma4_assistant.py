@@ -197,7 +197,7 @@ def test_a_tree_changes_no_token(family: str, steps: int, topk: int, nodes: int)
 def test_it_keeps_no_rows_and_reads_fp8_as_the_target_stores_it() -> None:
     target, draft = loaded("gemma4_e")
     specs = cache_specs(target.layer_specs, draft.layer_specs, FP8_KV, "float64")
-    own = [spec for spec in specs if spec.shares_rows_of is None]
+    own = [spec for spec in specs if spec.shares_with is None]
     assert all(spec.values_per_token == 0 for spec in specs[len(target.layer_specs) :])
     assert {spec.keeps.dtype for spec in specs} == {FP8} and len(own) == 2
 

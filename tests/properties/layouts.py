@@ -314,7 +314,7 @@ def reference(
         scales = [
             scales_in(stored, layer, rows.kv_heads, rows.attended) if kv_scales else ones(rows.kv_heads, rows.attended)
             for layer, rows in (
-                (i if spec.shares_rows_of is None else spec.shares_rows_of, spec.keeps)
+                (i if spec.shares_with is None else spec.shares_with, spec.keeps)
                 for i, spec in enumerate(target.layer_specs)
             )
         ]

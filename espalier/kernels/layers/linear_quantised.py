@@ -4,7 +4,7 @@ Up to 64 rows it streams the weight once, as linear.py does, with the same grid 
 tiles, each a program of its own: a matrix product on tensor cores whose weight tiles become numbers in registers.  Up
 to 256 rows it also splits the columns, as there are fewer tiles than multiprocessors.  No weight is ever dequantised
 in memory.  quantised_tile.py has the inner loop.  For up to 16 rows and 4 bits, Hopper has a kernel of its own
-(hopper/products.py), with the same bits.
+(hopper/quantised_products.py), with the same bits.
 
 Inputs that the format rounds to FP8 are rounded by the norm before (norm.py) or by a launch (quantise_rows.py).  Many
 rows of such inputs are multiplied by the library (scaled_product.py).
@@ -27,13 +27,13 @@ from espalier.kernels.hopper.plans import is_hopper_product
 from espalier.kernels.hopper.quantised_products import launch_linear
 from espalier.kernels.layers.linear import store_tile, weight_rows
 from espalier.kernels.layers.linear_plans import DTYPES, MIN_BLOCK_ROWS, TritonPlan, block_rows
-from espalier.kernels.layers.quantised import OF_E2M1, QuantisedMatrix, RoundedRows, Rows
+from espalier.kernels.layers.quantised import OF_E2M1, InputScales, QuantisedMatrix, RoundedRows, Rows
 from espalier.kernels.layers.quantised_nibbles import prefetch_scales
 from espalier.kernels.layers.quantised_plans import MAX_BLOCK_ROWS, in_no_words, max_block_in, plan_of
 from espalier.kernels.layers.quantised_tile import CODES, LINE_BYTES, prefetch_codes, quantised_dot
-from espalier.kernels.layers.scaled_product import is_scaled_product, scaled_product
+from espalier.kernels.layers.scaled_product import is_scaled_product, kernel_rows, scaled_product
 from espalier.kernels.ops.activation import SILU, Activation, gated, require_halves
-from espalier.kernels.ops.linear import quantise_rows, sum_parts
+from espalier.kernels.ops.linear import gated_parts, quantise_rows, rounds_activation, sum_parts
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
@@ -62,14 +62,18 @@ def linear_quantised_gated(
     bias: Tensor | None,
     plan: TritonPlan | None = None,
     activation: Activation = SILU,
-) -> Tensor:
-    require_halves(weight.shape[0], activation)
+    rounding: InputScales | None = None,
+) -> Rows:
+    inner = require_halves(weight.shape[0], activation)
     if plan is None and (product := _product_of_library(x, weight, bias)) is not None:
         return gated.triton(product, activation)
     plan = plan_of(weight, x) if plan is None else plan
     if activation.is_silu and plan.splits == 1:
         return _launch(x, weight, bias, plan, is_gated=True)
-    return gated.triton(linear_quantised(x, weight, bias, plan), activation)
+    # The library takes many rows unrounded.
+    is_few = rounding is not None and len(x) <= kernel_rows(rounding, chip(weight.codes))
+    rounding = rounding if is_few and rounding is not None and rounds_activation(inner, rounding) else None
+    return gated_parts.triton(linear_quantised_parts(x, weight, bias, plan), x.dtype, activation, rounding)
 
 
 def _product_of_library(x: Rows, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor | None:

@@ -28,9 +28,14 @@ INTERLEAVED = 32
 INTERLEAVED_BYTES = INTERLEAVED // 2
 # How the bits of E2M1 move within the int32 words of `interleave_nibbles`: (bits, shift to the left).
 SPREAD = (
-    *((0x00000700, 20), (0x00086008, 12), (0x00070007, 6), (0x00800080, 4), (0x00700070, -2), (0x08000800, -6)),
-    *((0x17001000, -12), (0x80008000, -14), (0x60000000, -20)),
+    *((0x00000700, 20), (0x00080008, 12), (0x00070007, 6), (0x00800080, 4), (0x00700070, -2), (0x40004000, -4)),
+    *((0x88008800, -6), (0x37003000, -12)),
 )
+# Then the first of these bits change those at their shifted places (exclusive or), then the second, and so on.
+FOLDS = ((0x01000100, -8), (0x00040004, 8), (0x02000000, -8), (0x00020000, -8), (0x00000200, -8))
+# NVFP4's scales are stored as bits 14 to 7 of float16, of the scale times this factor.  So E4M3's subnormal numbers
+# have exponents like the others.
+SCALE_UNIT, SCALE_SHIFT = 2.0**7, 7
 # Values that the reference dequantises at once: 16 MiB of float32.
 BLOCK_VALUES = 2**22
 
@@ -82,8 +87,8 @@ class QuantisedMatrix:
 
     codes: "fp8": float8_e4m3fn [..., out, in].  Other codes: uint8 [..., out, in / 2], two columns per byte, in the
     order of `interleave_nibbles`; SPREAD moves the bits of E2M1 ("mxfp4", "nvfp4").
-    scales: [..., ceil(out / row_block), ceil(in / group)], floating point.  "mxfp4": uint8 exponents; "nvfp4":
-    float8_e4m3fn, not negative; both padded to whole steps of SCALED_COLUMNS columns.
+    scales: [..., ceil(out / row_block), ceil(in / group)], floating point.  "mxfp4": uint8 exponents; "nvfp4": uint8,
+    see SCALE_UNIT; both padded to whole steps of SCALED_COLUMNS columns.  Where a scale of "nvfp4" is 0, codes are 0.
     row_scales: "nvfp4": float64 [..., out], a factor of each row besides its scales.  A float32 factor or divisor in a
     file has an inverse in float64 that gives the float32 quotients of the format to the bit.
     zeros: "int4": uint8 [..., out, in / group]; None: 8 everywhere.
@@ -160,12 +165,34 @@ def nibble_matrix(
     order: Tensor | None = None,
     row_scales: Tensor | None = None,
 ) -> QuantisedMatrix:
-    """Make a matrix of nibbles in column order: packed uint8 [..., out, in / 2], low nibbles first."""
+    """Make a matrix of nibbles in column order: packed uint8 [..., out, in / 2], low nibbles first.
+
+    scales: as in QuantisedMatrix but for the padding; "nvfp4": float8_e4m3fn, not negative.
+    """
+    if code == "nvfp4":
+        packed, scales = _without_zero_scales(packed, scales, group), _stored_scales(scales)
     if code in OF_E2M1:
         padded = F.pad(scales.view(torch.uint8), (0, -scales.shape[-1] % (SCALED_COLUMNS // group)))
         scales = padded.view(scales.dtype)
-    codes = interleave_nibbles(packed, SPREAD if code in OF_E2M1 else ())
+    codes = interleave_nibbles(packed, code in OF_E2M1)
     return QuantisedMatrix(code, codes, scales, group, zeros=zeros, order=order, row_scales=row_scales)
+
+
+def _without_zero_scales(packed: Tensor, scales: Tensor, group: int) -> Tensor:
+    """Make numbers of groups with a scale of 0 zeros of the same sign, as no kernel has a factor of 0."""
+    is_zero = scales.view(torch.uint8) == 0
+    if not is_zero.any():
+        return packed
+    return torch.where(is_zero.repeat_interleave(group // 2, -1)[..., : packed.shape[-1]], packed & 0x88, packed)
+
+
+def _stored_scales(scales: Tensor) -> Tensor:
+    return ((scales.half() * SCALE_UNIT).view(torch.int16) >> SCALE_SHIFT).to(torch.uint8)
+
+
+def _true_scales(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of _stored_scales."""
+    return (stored.to(torch.int16) << SCALE_SHIFT).view(torch.float16).to(dtype) / SCALE_UNIT
 
 
 def dequantise(matrix: QuantisedMatrix, dtype: torch.dtype, begin: int = 0, end: int | None = None) -> Tensor:
@@ -187,6 +214,8 @@ def dequantise(matrix: QuantisedMatrix, dtype: torch.dtype, begin: int = 0, end:
         scales = scales[:, : grouped.shape[1]]
     if matrix.code == "mxfp4":
         scales = torch.ldexp(torch.ones_like(scales, dtype=exact), scales.int() - E8M0_BIAS)
+    if matrix.code == "nvfp4":
+        scales = _true_scales(scales, exact)
     if matrix.row_scales is not None:
         scales = scales.double() * matrix.row_scales[rows, None]
     grouped *= scales.to(exact).repeat_interleave(matrix.row_block, 0)[:num_rows, :, None]
@@ -212,7 +241,7 @@ def _fp8_pairs(dtype: torch.dtype) -> Tensor:
 
 
 def _nibble_values(matrix: QuantisedMatrix, codes: Tensor, dtype: torch.dtype) -> Tensor:
-    packed = in_order_of_columns(codes, SPREAD if matrix.code in OF_E2M1 else ())
+    packed = in_order_of_columns(codes, matrix.code in OF_E2M1)
     if matrix.code == "int4":
         return unpack_nibbles(packed, dtype)
     table = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=dtype, device=packed.device)
@@ -231,17 +260,17 @@ def pack_nibbles(nibbles: Tensor) -> Tensor:
     return nibbles[..., ::2] | nibbles[..., 1::2] << 4
 
 
-def interleave_nibbles(packed: Tensor, moves: Moves = ()) -> Tensor:
+def interleave_nibbles(packed: Tensor, spreads: bool = False) -> Tensor:
     """Reorder nibbles from column order to the order in which a kernel unpacks them; uint8 [..., in / 2] both.
 
     Of 32 columns, column 8·p + 2·t + h becomes nibble p + 4·h of the t-th int32 (counted from the low bits).  So one
     shift and one mask give the neighbours h = 0 and 1 in the halves of a word.  Four threads share a row in a tensor
     core, and thread t of them finds all of its columns in its own words.  The last in % 32 columns stay in order.
 
-    moves: how bits move in these words.  SPREAD moves each pair of E2M1 nibbles so that one mask, after at most one
-    shift, leaves the bits of two bfloat16 numbers: the sign in bit 15, exponent and mantissa in bits 8 to 6.  The bits
-    of the first pair are in place.  Those of the second, third and fourth pair are 4, 10 and 14 places lower, except
-    for the mantissa of the fourth pair: 6 places lower.  Bits that fall below bit 0 of the word are at its upper end.
+    spreads: SPREAD and FOLDS also move the bits of E2M1 in these words w, so that one mask leaves the bits of two
+    bfloat16 numbers: the sign in bit 15, exponent and mantissa in bits 8 to 6.  The mask is for w, w << 4, w rotated by
+    10 to the left, and (w >> 2) ^ (w << 6) (p = 0 to 3).  No three shifts of these bits are disjoint from them and
+    from each other; the fourth pair's overlap, hence the exclusive or.
     """
     codes = packed.clone(memory_format=torch.contiguous_format)
     rows = codes.view(-1, packed.shape[-1])
@@ -252,31 +281,49 @@ def interleave_nibbles(packed: Tensor, moves: Moves = ()) -> Tensor:
         pairs = whole.unflatten(1, (-1, 2, 2, 4))
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         halves = torch.stack([first & 15 | second << 4, first >> 4 | second & 0xF0], -1)
-        whole.copy_(_moved(halves.transpose(-3, -2).transpose(-2, -1).flatten(1), moves))
+        reordered = halves.transpose(-3, -2).transpose(-2, -1).flatten(1)
+        whole.copy_(_folded(_moved(reordered, SPREAD), FOLDS) if spreads else reordered)
     return codes
 
 
-def in_order_of_columns(codes: Tensor, moves: Moves = ()) -> Tensor:
+def in_order_of_columns(codes: Tensor, spreads: bool = False) -> Tensor:
     """The inverse of interleave_nibbles."""
-    end = _whole(codes)
-    back = [(bits << places if places > 0 else bits >> -places, -places) for bits, places in moves]
-    halves = _moved(codes[..., :end], back).unflatten(-1, (-1, 4, 2, 2)).transpose(-2, -1).transpose(-3, -2)
+    end, whole = _whole(codes), codes[..., : _whole(codes)]
+    if spreads:
+        back = [(_shifted(bits, places), -places) for bits, places in SPREAD]
+        whole = _moved(_folded(whole.clone(memory_format=torch.contiguous_format), FOLDS[::-1]), back)
+    halves = whole.unflatten(-1, (-1, 4, 2, 2)).transpose(-2, -1).transpose(-3, -2)
     low, high = halves[..., 0], halves[..., 1]
     pairs = torch.stack([low & 15 | high << 4, low >> 4 | high & 0xF0], -2)
     return torch.cat([pairs.flatten(-4), codes[..., end:]], -1)
 
 
 def _moved(codes: Tensor, moves: Moves) -> Tensor:
-    """Move the bits of the codes' int32 words.  Returns the codes themselves if there are no moves."""
-    if not moves:
-        return codes
+    """Move the bits of the codes' int32 words."""
     words = codes.contiguous().view(torch.int32)
     moved = torch.zeros_like(words)
     for bits, places in moves:
-        # A right shift repeats the highest bit; the mask below removes the copies.
-        shifted = words << places if places > 0 else words >> -places
-        moved |= shifted.bitwise_and_(_signed(bits << places if places > 0 else bits >> -places))
+        moved |= _bits_of(words, bits, places)
     return moved.view(torch.uint8)
+
+
+def _folded(codes: Tensor, folds: Moves) -> Tensor:
+    """Change bits of the codes' int32 words by others, in place; FOLDS in the other order change them back."""
+    words = codes.view(torch.int32)
+    for bits, places in folds:
+        words ^= _bits_of(words, bits, places)
+    return codes
+
+
+def _bits_of(words: Tensor, bits: int, places: int) -> Tensor:
+    """These bits of int32 words, at their shifted places."""
+    # A right shift repeats the highest bit; the mask removes the copies.
+    shifted = words << places if places > 0 else words >> -places
+    return shifted.bitwise_and_(_signed(_shifted(bits, places)))
+
+
+def _shifted(bits: int, places: int) -> int:
+    return bits << places if places > 0 else bits >> -places
 
 
 def _signed(bits: int) -> int:

@@ -253,7 +253,7 @@ def _specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
                 )
         window = config.windows[layer]
         v_is_k = bool(full["attention_k_eq_v"]) and window is None
-        specs.append(LayerSpec(config.heads, keeps, window, scale=1.0, shares_rows_of=source, v_is_k=v_is_k))
+        specs.append(LayerSpec(config.heads, keeps, window, scale=1.0, shares_with=source, v_is_k=v_is_k))
     return tuple(specs)
 
 
@@ -286,7 +286,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
         name = f"{prefix}{name}.weight"
         return RMSNorm(weights.take(name, hidden) if factor == 1 else weights.take_exact(name, hidden) * factor, eps)
 
-    is_wide = full["use_double_wide_mlp"] and spec.shares_rows_of is not None
+    is_wide = full["use_double_wide_mlp"] and spec.shares_with is not None
     inner, size = config.intermediate_size * (2 if is_wide else 1), full["hidden_size_per_layer_input"]
     mlp = weights.mlp(f"{prefix}mlp.", hidden, inner, False, config.activation)
     own_input = None
@@ -314,12 +314,12 @@ def _load_attention(weights: Weights, config: ModelConfig, prefix: str, spec: La
         shards.kv_heads(spec.keeps.kv_heads).scaled(size),
     )
     [own] = specs_of_rank([spec], shards)
-    names = ("q_proj", "k_proj", "v_proj")[: 1 if spec.shares_rows_of is not None else 2 if spec.v_is_k else 3]
+    names = ("q_proj", "k_proj", "v_proj")[: 1 if spec.shares_with is not None else 2 if spec.v_is_k else 3]
     rows = (q_rows, kv_rows, kv_rows)[: len(names)]
     qkv = weights.linear(prefix, names, rows, config.hidden_size, config.attention_bias)
     out = weights.linear(prefix, ("o_proj",), (config.hidden_size,), q_rows, config.out_bias)
     q_norm = weights.take(f"{prefix}q_norm.weight", size)
-    if spec.shares_rows_of is None:
+    if spec.shares_with is None:
         norms = HeadNorms(q_norm, weights.take(f"{prefix}k_norm.weight", size), eps, norms_v=True, v_is_k=spec.v_is_k)
     else:
         # Published files hold unused K and V weights for layers that read an earlier layer's K and V.

@@ -153,15 +153,10 @@ class OurExperts(nn.Module):
         return sum_parts(parts, hidden_states.dtype)
 
 
-# Candidates that may compute the same as a norm of transformers.
-NORM_MAKERS: tuple[MakeModule, ...] = (OurNorm, partial(OurNorm, offset=1.0))
-EXPERT_MAKERS: tuple[MakeModule, ...] = (
-    partial(OurExperts, activation=SILU),
-    partial(OurExperts, activation=GELU_TANH),
-)
+# By a module's parameters, the modules of Espalier that may compute the same.
 MAKERS_BY_PARAMETERS: Mapping[tuple[str, ...], tuple[MakeModule, ...]] = {
-    ("weight",): NORM_MAKERS,
-    ("down_proj", "gate_up_proj"): EXPERT_MAKERS,
+    ("weight",): (OurNorm, partial(OurNorm, offset=1.0)),
+    ("down_proj", "gate_up_proj"): tuple(partial(OurExperts, activation=each) for each in (SILU, GELU_TANH)),
 }
 
 
@@ -318,7 +313,7 @@ class TransformersTarget:
         self.kv_scales: tuple[KVScales | None, ...] = (None,) * len(self.layer_specs)
         # Some embeddings have more rows than the vocabulary, for audio or an unknown token.
         self.embed = Embedding(body.model.get_input_embeddings().weight[: config.vocab_size])
-        self._sharing = frozenset(i for i, spec in enumerate(self.layer_specs) if spec.shares_rows_of is not None)
+        self._sharing = frozenset(i for i, spec in enumerate(self.layer_specs) if spec.shares_with is not None)
         self._layers = {body.model.get_submodule(name): i for i, name in enumerate(config.probed.attention)}
 
     def __call__(self, p: Pass) -> ModelOutput:

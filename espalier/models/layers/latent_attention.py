@@ -105,7 +105,6 @@ class LatentAttention(AttentionBlock):
     indexer: Indexer | None = None
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, Rows | IndexedRows]:
-        """Returns (x + delta, the norm of that sum as `down` takes it, or IndexedRows).  See residual.py:NormReader."""
         if self.indexer is None:
             return self.down.norm_input(norm, delta, x)
         return norm_for_indexer(self.down, self.indexer, norm, delta, x)

@@ -39,7 +39,6 @@ class Linear:
         return self.weight.rounding
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, Rows]:
-        """Returns (x + delta, the norm of that sum as this layer takes it).  See residual.py:NormReader."""
         rounding = self.weight.rounding
         return norm.add_and_norm(delta, x) if rounding is None else norm.add_and_round(delta, x, rounding)
 
@@ -58,14 +57,18 @@ class Linear:
         """x [rows, in] -> [rows, out], or partial sums [parts, rows, out] float32, which RMSNorm.add_and_norm adds."""
         return self.weight.parts(x, self.bias)
 
-    def write_parts(self, x: Tensor, out: Tensor) -> None:
+    def write_parts(self, x: Rows, out: Tensor) -> None:
         """x [rows, in] -> partial sums in out [weight.num_parts(rows), rows, out], float32 at least."""
         self.weight.write_parts(x, self.bias, out)
 
-    def gated(self, x: Rows, activation: Activation = SILU) -> Tensor:
+    def gated(self, x: Rows, activation: Activation = SILU, rounding: InputScales | None = None) -> Rows:
         """x [rows, in] -> the activation [rows, inner].
-        The weight stacks gate and up, [2·inner, in]; if the activation has no gate, it is up alone."""
-        return self.weight.gated(x, self.bias, activation)
+
+        The weight stacks gate and up, [2·inner, in]; if the activation has no gate, it is up alone.
+        rounding: that of the layer that reads the result, which is RoundedRows if a launch could round it.
+        """
+        rows: Rows = self.weight.gated(x, self.bias, activation, rounding)
+        return rows
 
 
 @dataclass(eq=False, slots=True)

@@ -38,7 +38,6 @@ class GatedMLP:
     activation: Activation = SILU
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, Rows]:
-        """Returns (x + delta, the norm of that sum as gate_up takes it).  See residual.py:NormReader."""
         return self.gate_up.norm_input(norm, delta, x)
 
     def __call__(self, x: Rows, live: Tensor | None = None) -> Tensor | Unsummed:
@@ -46,11 +45,11 @@ class GatedMLP:
 
         live: not used: a dense MLP computes every row.  MixtureMLP has the same argument.
         """
-        return self.down.for_residual(self.gate_up.gated(x, self.activation))
+        return self.down.for_residual(self._inner(x))
 
     def in_parts(self, x: Rows) -> Tensor:
         """[B·Q, hidden] -> [B·Q, hidden], or parts whose sum is the result.  Each rank returns its own, not summed."""
-        return self.down.in_parts(self.gate_up.gated(x, self.activation))
+        return self.down.in_parts(self._inner(x))
 
     def num_parts(self, rows: int) -> int:
         """The number of parts that `write_parts` writes."""
@@ -58,11 +57,15 @@ class GatedMLP:
 
     def write_parts(self, x: Tensor, out: Tensor) -> None:
         """[B·Q, hidden] -> out [num_parts, B·Q, hidden], float32 at least.  The sum of the parts is the result."""
-        self.down.write_parts(self.gate_up.gated(x, self.activation), out)
+        self.down.write_parts(self._inner(x), out)
 
     def summed(self, x: Tensor) -> Tensor:
         """[B·Q, hidden] -> [B·Q, hidden].  The result is never in parts."""
-        return self.down(self.gate_up.gated(x, self.activation))
+        return self.down(self._inner(x))
+
+    def _inner(self, x: Rows) -> Rows:
+        """[B·Q, hidden] -> [B·Q, intermediate], in a form that `down` takes."""
+        return self.gate_up.gated(x, self.activation, self.down.rounding)
 
 
 # A router has few outputs.  For few rows its product is therefore split along the inputs, and `route` adds the parts.

@@ -52,13 +52,11 @@ class GraftedDrafter:
     def begin(self, slots: BatchState) -> GrowTree:
         layout = self.layout
         if layout.drafts:
-            return partial(self._grow, slots, self.drafter.begin(slots))
+            grow = self.drafter.begin(slots)
+            return lambda sampler: self._graft(slots, grow(sampler))
         if slots.root.device.type == "cpu" and not layout.text_paths:
             return partial(self._tree_of_guesses, slots)
         return partial(self._graft, slots, root_only_trees(slots.root, layout.num_draft_tokens, layout.ancestor_words))
-
-    def _grow(self, slots: BatchState, grow: GrowTree, sampler: Sampler) -> Tree:
-        return self._graft(slots, grow(sampler))
 
     def _tree_of_guesses(self, slots: BatchState, _sampler: Sampler) -> Tree:
         layout, table = self.layout, slots.table

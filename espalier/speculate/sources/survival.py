@@ -25,8 +25,7 @@ INITIAL_SURVIVAL = {
 ALONE_FACTOR = 0.4
 # INITIAL_SURVIVAL is multiplied by this for a request that samples.
 SAMPLED_FACTOR = 0.5
-# The assumption weighs as much as PRIOR_WEIGHT guesses.  A guess's weight is halved after HALF_LIFE more guesses of its
-# kind.
+# The assumption weighs PRIOR_WEIGHT guesses.  A guess's weight is halved after HALF_LIFE more guesses of its kind.
 PRIOR_WEIGHT = 4.0
 HALF_LIFE = 256.0
 # The table is sent again once a probability has changed by WORTH_SENDING, checked after every LEAST_COUNTED counts.
@@ -43,8 +42,7 @@ class Survival:
     at this depth too.
     path_counts: [2, 2, 1 + ALONE_OFFSET, S], both counts again, by whether the request samples, for whole paths of the
     sources: also the tokens that a draft proposed too.
-    counts_of_request: by request, how many nodes of its draft were expected to be right by these counts, and how many
-    were right.
+    counts_of_request: by request, how many nodes of its draft were expected to be right by these counts, and are.
     """
 
     def __init__(self, steps: int) -> None:

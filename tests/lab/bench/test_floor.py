@@ -222,7 +222,7 @@ def test_a_state_is_read_and_written_once_in_a_round():
 
 def test_layers_of_other_layers_rows_read_them_again_and_project_queries_alone():
     own = LayerSpec(4, KVHeads(2, 8, 8), window=16)
-    shape = replace(LLAMA, specs=(own, replace(own, shares_rows_of=0)))
+    shape = replace(LLAMA, specs=(own, replace(own, shares_with=0)))
     assert [(run.name, run.shape[0]) for run in shape.target_pass(1) if run.name == "qkv"] == [("qkv", 64), ("qkv", 32)]
     assert round_attention(shape, RoundSize(1, PLAIN, 100, has_draft=False)).num_bytes == 2 * 16 * 32 * 2
 
