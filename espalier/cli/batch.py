@@ -141,7 +141,7 @@ def _check(args: Namespace) -> None:
 
 
 async def _answer(args: Namespace, journal: "Journal") -> None:
-    from espalier.batch_jobs.sender import run as run_batch
+    from espalier.batch_jobs.sender import run_batch as run_batch
 
     # A sender, and the number of lines to send at once.
     async with _to_engine(args) if args.url is None else _to_servers(args) as (sender, concurrency):

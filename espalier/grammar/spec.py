@@ -80,7 +80,7 @@ def read_json(what: str, text: str) -> Any:
             text,
             parse_int=_whole,
             parse_float=_finite,
-            parse_constant=_refuse,
+            parse_constant=refuse_constant,
             object_pairs_hook=without_duplicate_keys,
         )
         json.dumps(value, ensure_ascii=False).encode()
@@ -107,5 +107,5 @@ def _finite(digits: str) -> float:
     return value
 
 
-def _refuse(name: str) -> Any:
+def refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")

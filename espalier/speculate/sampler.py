@@ -18,8 +18,8 @@ from torch import Tensor
 
 from espalier.kernels.ops.drafts import Candidates
 from espalier.kernels.tree.edges import LowRankEdges, Rows, fill_depth
-from espalier.sampling.logit_processors import Above, SamplingNeeds, SamplingRows, process_logits
-from espalier.sampling.mask import DraftGuide, force, masked, unpack_mask
+from espalier.sampling.logit_processors import DraftedAncestors, SamplingNeeds, SamplingRows, process_logits
+from espalier.sampling.mask import DraftGuide, force_only_children, masked, unpack_mask
 from espalier.sampling.pick import SampledTokens, coupled_scores, gumbel, over_temperature, pick
 from espalier.slots import BatchState
 from espalier.speculate.tree import VOID, Tree, ordered_topk
@@ -42,7 +42,7 @@ class DraftRows(NamedTuple):
     d2t: Tensor | None
     offset: int
     scores: Tensor
-    above: Above | None = None
+    above: DraftedAncestors | None = None
     stride: int = 0
 
     @property
@@ -73,14 +73,18 @@ class Sampler(ABC):
         logits: [B, n, V], of these nodes; mask: [B, D, words], of all nodes (sampling/mask.py).
         """
         mask = None if mask is None else mask[:, nodes]
-        return self._pick(logits, noise_offsets(tree)[:, nodes], mask, Above(tree.tokens, tree.ancestors[:, nodes]))
+        return self._pick(
+            logits, noise_offsets(tree)[:, nodes], mask, DraftedAncestors(tree.tokens, tree.ancestors[:, nodes])
+        )
 
     def pick_last(self, logits: Tensor, mask: Tensor | None = None) -> SampledTokens:
         """Samples the token after the last token of a prefill pass.  logits: [B, 1, V]; mask: [B, 1, words]."""
         return self._pick(logits, torch.zeros_like(self.first[:, None]), mask, None)
 
     @abstractmethod
-    def _pick(self, logits: Tensor, offsets: Tensor, mask: Tensor | None, above: Above | None) -> SampledTokens:
+    def _pick(
+        self, logits: Tensor, offsets: Tensor, mask: Tensor | None, above: DraftedAncestors | None
+    ) -> SampledTokens:
         """Samples a token for each row of logits [B, n, V], at position `first` + offsets [B, n].
 
         Penalties count the tokens of `above` except the root (node 0), which the slot has already counted.
@@ -90,11 +94,11 @@ class Sampler(ABC):
         """Returns the topk best children of each row: target token ids [B, Q, K] and path scores [B, Q, K] float32."""
         only, mask = None, None
         if self.guide is not None:
-            levels = self.guide.of_levels(rows.offset + 1, rows.num_rows) if rows.stride else None
-            only, mask = levels or self.guide.of_rows(rows.offset + 1, *(rows.above or (None, None)))
+            levels = self.guide.for_levels(rows.offset + 1, rows.num_rows) if rows.stride else None
+            only, mask = levels or self.guide.for_children(rows.offset + 1, *(rows.above or (None, None)))
             mask = mask.expand(-1, rows.num_rows, -1)
         found = self._best_children(rows, topk, mask)
-        return found if only is None else force(only, *found, rows.scores)
+        return found if only is None else force_only_children(only, *found, rows.scores)
 
     @abstractmethod
     def _best_children(self, rows: DraftRows, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -123,7 +127,9 @@ class TorchSampler(Sampler):
     rows: SamplingRows | None
     noise: Tensor | None
 
-    def _pick(self, logits: Tensor, offsets: Tensor, mask: Tensor | None, above: Above | None) -> SampledTokens:
+    def _pick(
+        self, logits: Tensor, offsets: Tensor, mask: Tensor | None, above: DraftedAncestors | None
+    ) -> SampledTokens:
         if not self.needs.penalised:
             above = None
         elif above is not None:
@@ -183,7 +189,9 @@ class KernelSampler(Sampler):
 
     slot_rows: SlotRows
 
-    def _pick(self, logits: Tensor, offsets: Tensor, mask: Tensor | None, above: Above | None) -> SampledTokens:
+    def _pick(
+        self, logits: Tensor, offsets: Tensor, mask: Tensor | None, above: DraftedAncestors | None
+    ) -> SampledTokens:
         from espalier.kernels.sampling.pick import pick_triton
 
         first_above = 0 if above is None else 1
@@ -204,7 +212,7 @@ class KernelSampler(Sampler):
 
         # Without a projection, the kernel reads the factors from the table itself.
         made = None if edges.projection is None else edge_factors_triton(edges, depth, rows)
-        only, mask = (None, None) if self.guide is None else self.guide.of_rows(depth + 1, None, None)
+        only, mask = (None, None) if self.guide is None else self.guide.for_children(depth + 1, None, None)
         return edge_topk_triton(
             edges, depth, rows, made, d2t, self.slot_rows, self.first, out, self.coupled, mask, only
         )

@@ -129,7 +129,7 @@ def _lse(max_score, sum_weights, scale, dtype: tl.constexpr):
 
 
 @kernel
-def _page(table, at, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def page_of_block(table, at, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """The pages of positions at .. at + BLOCK_N - 1; a scalar if one page holds the block.  BLOCK_N divides `at`."""
     if PAGE_SIZE % BLOCK_N == 0:
         page = tl.load(table + at // PAGE_SIZE, mask=at < end, other=0)
@@ -143,7 +143,7 @@ def _page(table, at, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @kernel
-def _row(page, at, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def rows_of_block(page, at, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """[BLOCK_N] int64: pool rows of the positions at .. at + BLOCK_N - 1."""
     offset = tl.arange(0, BLOCK_N)
     # Rows fit in int32: the launcher checks the pool.  They become int64 here and not when the page is loaded, because
@@ -193,10 +193,10 @@ def _over_unmasked(q, table, tiles, low, high, scale, max_score, sum_weights, ac
     """Attend to positions low .. high, in whole blocks of BLOCK_N.  Every query sees all of these rows: no mask."""
     PAGE_SIZE: tl.constexpr = CONSTANTS.PAGE_SIZE
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
-    page = _page(table, low, high, PAGE_SIZE, BLOCK_N)
+    page = page_of_block(table, low, high, PAGE_SIZE, BLOCK_N)
     for at in tl.range(low, high, BLOCK_N, num_stages=CONSTANTS.STAGES):
-        row = _row(page, at, PAGE_SIZE, BLOCK_N)
-        page = _page(table, at + BLOCK_N, high, PAGE_SIZE, BLOCK_N)
+        row = rows_of_block(page, at, PAGE_SIZE, BLOCK_N)
+        page = page_of_block(table, at + BLOCK_N, high, PAGE_SIZE, BLOCK_N)
         k, v = _load_tiles(tiles, row, 0, False, CONSTANTS)
         max_score, sum_weights, acc = _attend_block(
             q, None, k, v, 0, scale, max_score, sum_weights, acc, False, CONSTANTS
@@ -215,13 +215,13 @@ def over_blocks(
     """
     PAGE_SIZE: tl.constexpr = CONSTANTS.PAGE_SIZE
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
-    page = _page(table, begin + block_index(low, num_lower, num_unmasked) * BLOCK_N, end, PAGE_SIZE, BLOCK_N)
+    page = page_of_block(table, begin + block_index(low, num_lower, num_unmasked) * BLOCK_N, end, PAGE_SIZE, BLOCK_N)
     for t in tl.range(low, high, num_stages=CONSTANTS.STAGES):
         at = begin + block_index(t, num_lower, num_unmasked) * BLOCK_N
         at_next = begin + block_index(t + 1, num_lower, num_unmasked) * BLOCK_N
         key_position = at + tl.arange(0, BLOCK_N)
-        row = _row(page, at, PAGE_SIZE, BLOCK_N)
-        page = _page(table, at_next, end, PAGE_SIZE, BLOCK_N)
+        row = rows_of_block(page, at, PAGE_SIZE, BLOCK_N)
+        page = page_of_block(table, at_next, end, PAGE_SIZE, BLOCK_N)
         exists = (key_position >= first) & (key_position < end)
         first_tile, second_tile = _load_tiles(tiles, row, exists, MASKED, CONSTANTS)
         seen = exists[None, :]
