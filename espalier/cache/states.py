@@ -48,23 +48,23 @@ class StateAccess:
     """Which states a pass reads, and how many of its rows change them.
 
     slots: [B]; length: [B], rows that exist; None for a tree, whose path is committed later.
-    prefix_len: [B], tokens before the first row; marks: None for no snapshots.
+    prefix_len: [B], tokens before the first row; snapshots: None for no snapshots.
     is_split: whether several rows of the batch may hold consecutive pieces of one request (speculate/pieces.py).
     """
 
     slots: Tensor
     prefix_len: Tensor
     length: Tensor | None = None
-    marks: SnapshotTargets | None = None
+    snapshots: SnapshotTargets | None = None
     is_split: bool = False
 
     @cached_property
     def rows_before_snapshot(self) -> Tensor | None:
         """[B]: how many rows of this pass come before the snapshot; 0 if this pass does not reach it."""
-        if self.marks is None or self.length is None:
+        if self.snapshots is None or self.length is None:
             return None
-        rows = self.marks.at - self.prefix_len
-        return rows.where((rows > 0) & (rows <= self.length) & (self.marks.row > 0), 0)
+        rows = self.snapshots.at - self.prefix_len
+        return rows.where((rows > 0) & (rows <= self.length) & (self.snapshots.row > 0), 0)
 
     @cached_property
     def continues_previous(self) -> Tensor:
@@ -85,7 +85,7 @@ class StateAccess:
         """The PathRows (kernels/ops/states.py) of this pass."""
         assert self.length is not None
         continues_previous, ends = (self.continues_previous, self.is_last_row) if self.is_split else (None, None)
-        mark_row = None if self.marks is None else self.marks.row
+        mark_row = None if self.snapshots is None else self.snapshots.row
         return PathRows(
             self.slots, source, self.length, self.rows_before_snapshot, mark_row, continues_previous, ends, width, spare
         )

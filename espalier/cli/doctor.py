@@ -19,7 +19,7 @@ from espalier.models.shard_sizes import possible_rank_counts
 from espalier.shards import Shards
 from espalier.speculate.drafters.registry import draft_shards
 from espalier.startup.build import cache_size, cache_specs
-from espalier.startup.load import Checkpoint, find, resolve_config, weights_of
+from espalier.startup.load import Checkpoint, find_checkpoint, resolve_config, weights_of
 from espalier.terminal.console import QUIET, describe, installed, stdout
 from espalier.terminal.flags import engine_settings, flag_of, given_flags
 
@@ -45,7 +45,7 @@ def run(args: Namespace) -> int:
     about = describe() | {package: installed(package) for package in OPTIONAL}
     for name, value in about.items():
         console.print(Text(f"  {name:<18} {value}"))
-    checkpoint = find(config)
+    checkpoint = find_checkpoint(config)
     resolved = resolve_config(config, checkpoint)
     console.print(Text("resolved configuration", "bold"))
     console.print(Text(resolved.block()))

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from espalier.errors import EspalierError, one_line, shown
-from espalier.model_files import MAX_BYTES, Place, file_named, is_gguf, read_gguf, read_json, require_regular
+from espalier.model_files import MAX_BYTES, TensorPlace, file_named, is_gguf, read_gguf, read_json, require_regular
 from espalier.models.gguf_config import (
     BLOCK_TYPES_BY_NUMBER,
     EMBEDDING,
@@ -90,7 +90,7 @@ def rows_in_halves(tensor: Tensor, heads: int) -> Tensor:
     return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
 
 
-def _nbytes(place: Place) -> int:
+def _nbytes(place: TensorPlace) -> int:
     if place.type in PLAIN_TYPES:
         return prod(place.shape) * DTYPES[place.type].itemsize
     return prod(place.shape[:-1]) * BLOCK_TYPES_BY_NUMBER[place.type].row_bytes(place.shape[-1])

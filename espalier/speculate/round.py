@@ -61,7 +61,7 @@ class ModelRunner:
         Raises EspalierError if batch is above max_batch.
         """
         self.layout.require_batch(batch)
-        return self._for_layout(self.layout.at(batch))
+        return self._for_layout(self.layout.for_batch(batch))
 
     @property
     def pages(self) -> PagedKV:
@@ -116,8 +116,8 @@ class RoundOutput:
     rows: [B, W], the row of the logits that each emitted token was picked from.
     tree: the tree of a round; None for a prefill pass.
     prompt_logprobs: [N], for the prompt rows whose log-probabilities are wanted; None without such rows.
-    said: [B, P · (1 + S)], candidates: [B, D]: as in SlotTable, for a round with guesses in an engine with sources;
-    else None.
+    own_paths: [B, P · (1 + S)], candidates: [B, D]: as in SlotTable, for a round with guesses in an engine with
+    sources; else None.
     """
 
     path: Path
@@ -126,7 +126,7 @@ class RoundOutput:
     rows: Tensor
     tree: Tree | None = None
     prompt_logprobs: Logprobs | None = None
-    said: Tensor | None = None
+    own_paths: Tensor | None = None
     candidates: Tensor | None = None
 
 
@@ -135,13 +135,13 @@ class RoundStage:
     """The data that all stages of a round have.
 
     runner: the runner for this batch size, and after the propose stage for the size of the trees; slots: the batch;
-    marks: the snapshots of states that the commit takes.
+    snapshots: the snapshots of states that the commit takes.
     """
 
     runner: ModelRunner
     slots: BatchState
     sampler: Sampler
-    marks: SnapshotTargets | None
+    snapshots: SnapshotTargets | None
 
 
 @dataclass(frozen=True)
@@ -176,14 +176,14 @@ def decode_round(
     index: Tensor,
     needs: SamplingNeeds,
     appended: ScatterUpdate | None = None,
-    marks: SnapshotTargets | None = None,
+    snapshots: SnapshotTargets | None = None,
 ) -> RoundOutput:
     """Runs a whole round.
 
-    index: [B] int64, the slots of the batch; appended: new entries of the page table; marks: for each request, the
+    index: [B] int64, the slots of the batch; appended: new entries of the page table; snapshots: for each request, the
     snapshot of its state that the commit takes.
     """
-    return settle(verify(propose(begin(runner, index, needs, appended, marks))))
+    return settle(verify(propose(begin(runner, index, needs, appended, snapshots))))
 
 
 def begin(
@@ -191,7 +191,7 @@ def begin(
     index: Tensor,
     needs: SamplingNeeds,
     appended: ScatterUpdate | None = None,
-    marks: SnapshotTargets | None = None,
+    snapshots: SnapshotTargets | None = None,
 ) -> BegunRound:
     """Runs the first stage: computes the draft's first logits for each slot.  Arguments: see `decode_round`."""
     runner = runner.for_batch(index.shape[0])
@@ -200,7 +200,7 @@ def begin(
     sampler = runner.sampler(slots, needs, slots.num_tokens, runner.layout.extend_width)
     is_plain = runner.layout.num_draft_tokens == 1
     grow = (lambda sampler: drafter.root_trees(slots.root)) if is_plain else drafter.begin(slots)
-    return BegunRound(runner, slots, sampler, marks, grow)
+    return BegunRound(runner, slots, sampler, snapshots, grow)
 
 
 def propose(begun: BegunRound, guide: DraftGuide | None = None) -> ProposedRound:
@@ -220,7 +220,7 @@ def propose(begun: BegunRound, guide: DraftGuide | None = None) -> ProposedRound
             # The drafter still makes trees of the original size.
             layout = runner.layout.with_tree(replace(runner.layout.tree, num_draft_tokens=nodes))
             runner, tree = replace(runner, layout=layout), tree.first(nodes)
-    return ProposedRound(runner, begun.slots, sampler, begun.marks, tree)
+    return ProposedRound(runner, begun.slots, sampler, begun.snapshots, tree)
 
 
 def verify(proposed: ProposedRound) -> VerifiedRound:
@@ -259,12 +259,12 @@ def settle(verified: VerifiedRound, mask: Tensor | None = None) -> RoundOutput:
     runner, slots, tree = proposed.runner, proposed.slots, proposed.tree
     sampled = sample_nodes(verified, mask)
     path = accept(tree, *sampled, slots.max_accept_depth, slots.real, runner.layout.steps)
-    commit(runner, slots, path, proposed.sampler.needs.penalised, proposed.marks)
+    commit(runner, slots, path, proposed.sampler.needs.penalised, proposed.snapshots)
     if runner.layout.extends:
         runner.drafter.extend(slots, path_features(runner.drafter, out, path), path.length)
     source_outputs: dict[str, Any] = {}
-    if runner.table.layout.calibrates and runner.layout.num_draft_tokens > 1:
-        fields = {"said": slots.table.said, "candidates": slots.table.candidates}
+    if runner.table.layout.calibrates_scores and runner.layout.num_draft_tokens > 1:
+        fields = {"own_paths": slots.table.own_paths, "candidates": slots.table.candidates}
         source_outputs = {
             name: field.index_select(0, slots.index).flatten(1) for name, field in fields.items() if field.shape[1]
         }
@@ -297,19 +297,19 @@ def prefill(
     pieces: Pieces | None = None,
     prompt_rows: PromptRows | None = None,
     mask: Tensor | None = None,
-    marks: SnapshotTargets | None = None,
+    snapshots: SnapshotTargets | None = None,
 ) -> RoundOutput:
     """Enters `length` [B] known tokens of each slot of `index` [B], from the root on, in pieces of `width` rows.
 
     If a request's known tokens end in this pass, its next token is sampled and emitted.
     pieces: None if each request has one piece.  mask: [B, 1, ceil(V / 32)] int32, as in `settle`, for the sampled
     token.
-    prompt_rows: the rows whose log-probabilities are wanted.  marks: as in `decode_round`.
+    prompt_rows: the rows whose log-probabilities are wanted.  snapshots: as in `decode_round`.
     """
     slots = gather(runner.table, index)
     rows = PieceRows.of_pass(slots, length, width, pieces)
-    if marks is not None and pieces is not None:
-        marks = SnapshotTargets(*(values[pieces.request] for values in marks))
+    if snapshots is not None and pieces is not None:
+        snapshots = SnapshotTargets(*(values[pieces.request] for values in snapshots))
     runner.layout.require_chunk(rows.slots.batch, width)
     positions, tokens, page_rows = chain(rows.slots, 0, rows.length, width)
     exists = torch.arange(width, device=tokens.device) < rows.length[:, None]
@@ -322,7 +322,7 @@ def prefill(
         page_rows=page_rows.flatten(),
         commits_by_layer=pieces is not None,
         needed=None if reads_all else last.row,
-        access=StateAccess(rows.slots.index, rows.slots.prefix_len, rows.length, marks, pieces is not None),
+        access=StateAccess(rows.slots.index, rows.slots.prefix_len, rows.length, snapshots, pieces is not None),
     )
     out = runner.target(p)
     p.commit()
@@ -377,18 +377,18 @@ def check_tree(layout: RoundLayout, tree: Tree, batch: int) -> None:
 
 
 def commit(
-    runner: ModelRunner, slots: BatchState, path: Path, count_tokens: bool, marks: SnapshotTargets | None = None
+    runner: ModelRunner, slots: BatchState, path: Path, count_tokens: bool, snapshots: SnapshotTargets | None = None
 ) -> None:
     """Appends the path's tokens to the slots and copies the path's K/V to positions prefix_len .. prefix_len + length -
     1.
 
-    The last token of the path is the new root.  Recurrent states are advanced over the path, and snapshots are taken at
-    `marks`.
+    The last token of the path is the new root.  Recurrent states are advanced over the path, and snapshots are taken as
+    `snapshots` says.
     """
     nodes = NodeRows(path.rows, runner.layout.num_draft_tokens)
     copies = advance(slots, path.length, path.tokens, count_tokens, nodes).copies
     assert copies is not None
-    access = StateAccess(slots.index, slots.prefix_len, path.length, marks)
+    access = StateAccess(slots.index, slots.prefix_len, path.length, snapshots)
     runner.cache.commit(copies.source.flatten(), copies.destination.flatten(), access)
 
 

@@ -34,7 +34,7 @@ from espalier.speculate.sources.prediction import PredictionSource
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModels:
     """The models of one engine, and the engine's configuration.
 
     draft: None for drafters without a model; shards: the part of the target that this rank holds.
@@ -54,7 +54,7 @@ class Loaded:
         """The dtype of the weights."""
         return getattr(torch, self.config.dtype)
 
-    def with_pages(self, num_pages: int) -> "Loaded":
+    def with_pages(self, num_pages: int) -> "LoadedModels":
         return replace(self, config=replace(self.config, num_pages=num_pages))
 
     @property
@@ -73,7 +73,7 @@ def config_of_layout(
     ResolvedConfig that differ from these defaults.
     """
     name = str(dtype).removeprefix("torch.")
-    of_rows = {"kv_dtype": name, "draft_kv_dtype": name, "draft_attention": attention, "num_pages": layout.most_pages}
+    of_rows = {"kv_dtype": name, "draft_kv_dtype": name, "draft_attention": attention, "num_pages": layout.max_pages}
     off: dict[str, Any] = {"overlap": False, "prefix_cache": False, "graph_batch": 0, "seed": 0}
     off |= {"model_impl": "native", "model_overrides": {}}
     off |= {"num_snapshots": 4 * layout.max_batch * bool(chosen.get("prefix_cache"))}
@@ -137,7 +137,7 @@ def kv_scales(target: CausalLM) -> dict[int, KVScales]:
     return stored
 
 
-def assemble(loaded: Loaded, keep_graphs: bool = False, capture_stages: bool = False) -> Engine:
+def assemble(loaded: LoadedModels, keep_graphs: bool = False, capture_stages: bool = False) -> Engine:
     """Builds an engine that runs these models.
 
     keep_graphs, capture_stages: see CudaExecutor.
@@ -193,7 +193,7 @@ def executor_of(
     return CpuExecutor(runner, overlap)
 
 
-def make_runner(loaded: Loaded) -> ModelRunner:
+def make_runner(loaded: LoadedModels) -> ModelRunner:
     """Allocates all buffers of the configuration, chooses backends, and returns the runner."""
     config, target, device, dtype = loaded.config, loaded.target, loaded.device, loaded.dtype
     layout, specs, exact_lengths = config.layout, loaded.specs, not config.overlap
@@ -216,7 +216,7 @@ def make_runner(loaded: Loaded) -> ModelRunner:
         )
     )
     drafter: Drafter = make_drafter(config.algorithm, loaded.draft, layout, draft_cache)
-    if layout.calibrates:
+    if layout.calibrates_scores:
         drafter = GraftedDrafter(drafter, layout)
     table = SlotTable(layout, target.config.vocab_size, drafter.spec.carried, dtype, device)
     return ModelRunner(layout, table, cache, target, drafter)

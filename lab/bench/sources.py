@@ -18,7 +18,7 @@ import torch
 
 from espalier.bench.drive import heldout
 from espalier.config import SpeculationConfig
-from espalier.engine.guesses import Guesses
+from espalier.engine.guesses import GuessSources
 from espalier.llm import LLM
 from espalier.request import SamplingParams
 from espalier.speculate.drafters.grafted import GraftedDrafter
@@ -39,9 +39,9 @@ CHOOSERS = (
     (GraftedDrafter, "_graft"),
     (GraftedDrafter, "_tree_of_guesses"),
     (Tree, "best"),
-    (Guesses, "ask"),
-    (Guesses, "of_round"),
-    (Guesses, "count"),
+    (GuessSources, "ask"),
+    (GuessSources, "of_round"),
+    (GuessSources, "count"),
 )
 EDITS = 10
 PROSE_CHARACTERS = 600

@@ -26,10 +26,10 @@ from lab.faults.state_faults import STATE_FAULTS
 def _sibling_committed(right):
     """Siblings have adjacent rows in the tree, the more likely one first."""
 
-    def commit(runner, slots, path, count_tokens, marks=None):
+    def commit(runner, slots, path, count_tokens, snapshots=None):
         last = runner.layout.num_draft_tokens - 1
         siblings = torch.where(path.rows > 0, (path.rows + 1).clamp(max=last), 0)
-        right(runner, slots, path._replace(rows=siblings), count_tokens, marks)
+        right(runner, slots, path._replace(rows=siblings), count_tokens, snapshots)
 
     return commit
 

@@ -16,7 +16,7 @@ from espalier.speculate.round import ProposedRound, VerifiedRound
 from espalier.speculate.tree import VOID
 from espalier.startup.build import assemble
 from espalier.startup.checkpoints import BUNDLED_FILES
-from espalier.startup.load import Loaded, find, resolve_config
+from espalier.startup.load import LoadedModels, find_checkpoint, resolve_config
 from tests.engine.alone import plainly
 from tests.harness import Setup, prompts, request
 
@@ -86,7 +86,7 @@ def test_an_engine_pauses_guesses_that_do_not_pay(pauses: bool, verified: list[P
     setup = Setup(steps=5, topk=4, num_draft_tokens=16, algorithm="ngram", max_context=128)
     config = setup.config(round_costs=CpuCosts() if pauses else None)
     config = replace(config, layout=replace(config.layout, choices=((1, (config.layout.tree, PLAIN)),)))
-    engine = assemble(Loaded(config, *setup.models(setup.layout.position_rows)))
+    engine = assemble(LoadedModels(config, *setup.models(setup.layout.position_rows)))
     r = request(0, prompts(3, (40,))[0], SamplingParams(max_tokens=80, temperature=6.0))
     engine.add(r)
     while engine.has_work:
@@ -104,4 +104,4 @@ def test_a_tree_that_is_named_does_not_pause(speculation: Any, pauses: bool, tmp
     # A bundled model by another path has no draft.
     shutil.copytree(BUNDLED_FILES / "target", tmp_path / "target")
     config = EngineConfig(model=tmp_path / "target", speculation=speculation, device="cpu")
-    assert (resolve_config(config, find(config)).round_costs is not None) is pauses
+    assert (resolve_config(config, find_checkpoint(config)).round_costs is not None) is pauses

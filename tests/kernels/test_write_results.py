@@ -5,7 +5,7 @@ import struct
 import pytest
 import torch
 
-from espalier.engine.results import Fields
+from espalier.engine.results import ResultColumns
 from espalier.errors import EspalierError
 from espalier.kernels.ops.state import EMPTY, write_results
 from espalier.kernels.state.commit import MOST_FIELDS
@@ -17,7 +17,7 @@ ENTRIES, ROWS, WIDTH, OTHERS = 3, 6, 22, 2
 
 
 def drawn(batch, seed, all_of_them=True):
-    """Fields with columns between them that none covers; one of floats, infinite ones and a NaN among them."""
+    """ResultColumns with columns between them that none covers; one of floats, infinite ones and a NaN among them."""
     generator = random(seed)
 
     def integers(columns):
@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_refused(kernel_device):
 
 def test_the_kernel_takes_every_field_of_a_row():
     """With sources beside a draft a launch writes them all; log-probabilities are written by a kernel of their own."""
-    columns = Fields.of(RoundLayout(4, 3, 2, 8, 16, 64, 1, 32), 100)
+    columns = ResultColumns.of(RoundLayout(4, 3, 2, 8, 16, 64, 1, 32), 100)
     assert sum(isinstance(value, slice) for value in vars(columns).values()) - 1 <= MOST_FIELDS
 
 

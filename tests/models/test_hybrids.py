@@ -141,7 +141,7 @@ def test_the_mtp_layer_is_the_draft_without_being_asked(named, tmp_path):
     del raw["num_nextn_predict_layers"], raw["mtp_form"]
     (tmp_path / "config.json").write_text(json.dumps(raw | ({} if named is None else {named: 1})))
     (tmp_path / "model.safetensors").symlink_to(target / "model.safetensors")
-    found = load.find(EngineConfig(model=tmp_path, device="cpu"))
+    found = load.find_checkpoint(EngineConfig(model=tmp_path, device="cpu"))
     assert (found.spec.algorithm, found.spec.reentry) == ("mtp", 1)
     assert [spec.keeps.kind for spec in found.spec.layers] == ["K and V heads"]
 
@@ -192,4 +192,4 @@ def test_memory_of_states_is_counted_and_divided(tmp_path):
 
 def resolve(path: Path, **fields: Any):
     config = EngineConfig(model=path, **fields)
-    return load.resolve_config(config, load.find(config))
+    return load.resolve_config(config, load.find_checkpoint(config))

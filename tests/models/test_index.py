@@ -172,7 +172,7 @@ def test_backends_without_chosen_rows_are_refused_by_name(tmp_path: Path) -> Non
                 support.require(support.devices[0], support.dtypes[0], 64, specs)
     config = EngineConfig(model=path, device="cpu", dtype="float64", max_context=64, attention="triton")
     with pytest.raises(EspalierError, match="attention=triton"):
-        load.resolve_config(config, load.find(config))
+        load.resolve_config(config, load.find_checkpoint(config))
 
 
 def test_what_the_kernels_do_not_take_is_refused_by_name() -> None:

@@ -90,7 +90,7 @@ def test_its_text_part_computes_what_transformers_computes(family, as_in_memory,
     [said] = [record.getMessage() for record in caplog.records if "text part" in record.getMessage()]
     others = OTHERS.get(family, "multi_modal_projector, vision_tower")
     assert WHOLES[family][0].__name__ in said and f"(other parts: {others})" in said
-    assert load.find(EngineConfig(model=path)).target == model.config and not is_draft(path)
+    assert load.find_checkpoint(EngineConfig(model=path)).target == model.config and not is_draft(path)
     # Only what is read counts.
     counted = stored_weights(path, model.config.formats, stored=model.config.stored)
     text_only = sum(

@@ -265,7 +265,7 @@ def test_a_user_names_the_directory_alone():
     """From config.json to text: found, sized, loaded and run by what the draft declares."""
     target, draft = paths("llama", None, None, "captured")
     config = EngineConfig(model=target, draft=draft, device="cpu", dtype="float64", max_context=64, num_pages=40)
-    found = load.find(config)
+    found = load.find_checkpoint(config)
     resolved = load.resolve_config(config, found)
     assert (resolved.algorithm, resolved.layout.reentry, len(found.spec.layers)) == (NAME, 1, 2)
     engine, _ = load.build_engine(resolved, found, None)
@@ -278,9 +278,9 @@ def test_what_it_is_not_is_refused():
     target, draft = paths("llama", None, None, "captured")
     named = EngineConfig(model=target, draft=draft, speculation=SpeculationConfig(algorithm="eagle3"))
     with pytest.raises(EspalierError, match="algorithm='eagle3' is set, but the draft is for 'two-layer'"):
-        load.find(named)
+        load.find_checkpoint(named)
     with pytest.raises(EspalierError, match=r"is not a known draft.*; supported are EAGLE-3 .*; two-layer toys \(Two"):
-        load.find(EngineConfig(model=target, draft=target))
+        load.find_checkpoint(EngineConfig(model=target, draft=target))
 
 
 @pytest.mark.parametrize("change", [{"modules": 0}, {"modules": 3}, {"layers": ()}], ids=str)

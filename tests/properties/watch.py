@@ -229,7 +229,7 @@ class Watch:
                 node, tokens = node.parent, (*node.key, *tokens)
             scratch = self.reference.scratch(tokens)
             for layer in self.engine.executor.runner.cache.states.states:
-                self.check_state(layer, row, len(tokens) - keeper.back, scratch.target[layer])
+                self.check_state(layer, row, len(tokens) - keeper.tokens_before_end, scratch.target[layer])
 
     def check_ready(self, slot: int, decided: Decided, drafted: bool) -> None:
         """(b) The slot carries the root, and the draft's hidden there unless its request never speculates."""

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.request import Request, SamplingParams
-from espalier.slots import KINDS
+from espalier.slots import NODE_KINDS
 from espalier.speculate.sources import own_text
 from espalier.speculate.sources.index import BYTES_A_TOKEN, RUNS, IndexSource, salt_of
 from espalier.speculate.sources.prediction import REJOIN, PredictionSource
@@ -128,7 +128,7 @@ def test_survival_finds_the_rates_of_a_stream_and_follows_a_change():
     """Kind 3 follows with 0.9 a token, then with 0.2; others keep what was assumed."""
     survival, rng = Survival(steps=4), np.random.default_rng(0)
     first = survival.changed_table()
-    assert first is not None and first.shape == (KINDS, 4) and (first <= 0).all() and (first[0] == 0).all()
+    assert first is not None and first.shape == (NODE_KINDS, 4) and (first <= 0).all() and (first[0] == 0).all()
     for rate in (0.9, 0.2):
         for _ in range(2000):
             path = [1, 1, 1, 1]

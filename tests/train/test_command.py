@@ -69,7 +69,7 @@ def test_a_missing_or_unknown_command_is_said_with_those_that_exist(
     [
         ("espalier.train.command", "espalier"),
         ("espalier.train.data", "espalier train"),
-        ("espalier.train.mtp", "espalier train"),
+        ("espalier.train.kinds", "espalier train"),
     ],
 )
 def test_an_interrupt_while_modules_load_ends_in_a_line(
@@ -182,7 +182,7 @@ def test_texts_too_short_to_measure_are_refused_before_the_target_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for module in ("evaluate.Eagle3Target", "block.Eagle3Target", "mtp.FrozenTarget", "evaluate.Writer"):
+    for module in ("target._load", "evaluate.Writer"):
         monkeypatch.setattr(f"espalier.train.{module}", None)
     data = tmp_path / "p.jsonl"
     data.write_text(json.dumps({"token_ids": tokens}))

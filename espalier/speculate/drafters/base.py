@@ -37,7 +37,7 @@ class Drafter(Protocol):
     def captures_prefill(self) -> bool: ...
 
     def for_layout(self, layout: RoundLayout) -> Self:
-        """The same drafter with the same buffers, for the tree of a smaller layout (RoundLayout.at)."""
+        """The same drafter with the same buffers, for the tree of a smaller layout (RoundLayout.for_batch)."""
         ...
 
     def prepare(self, lengths: CommittedLengths) -> None:

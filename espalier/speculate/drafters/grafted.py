@@ -87,8 +87,8 @@ class GraftedDrafter:
             paths.append(paths_of_guesses(slots, steps))
         if self.layout.text_paths:
             of_text = paths_of_text(slots, self.layout.text_paths, steps)
-            said = torch.cat((of_text.kinds[..., None], of_text.tokens), -1)
-            slots.table.said.index_copy_(0, slots.index, _padded(said, slots.table.said))
+            own_paths = torch.cat((of_text.kinds[..., None], of_text.tokens), -1)
+            slots.table.own_paths.index_copy_(0, slots.index, _padded(own_paths, slots.table.own_paths))
             paths.append(of_text)
         return Paths.join(paths) if paths else None
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import own_bits, unpack
 from espalier.kernels.ops.tree import VOID, Tree
-from espalier.slots import ALONE, LEVELS, PATH_KINDS, RANKS, SOURCES, STRENGTHS, BatchState
+from espalier.slots import ALONE_OFFSET, LEVELS, MATCH_STRENGTHS, PATH_KINDS, RANKS, SOURCES, BatchState
 
 # No step has a higher probability, so a child never scores as high as its parent.
 MAX_STEP_PROBABILITY = 0.98
@@ -46,7 +46,7 @@ def middle_of_level(level: int) -> float:
 def calibrate_scores(tree: Tree, kinds: Tensor, survival: Tensor, skill: Tensor) -> Tree:
     """Returns the same trees with calibrated scores.
 
-    kinds: [B, D], from `draft_node_kinds`; survival: [KINDS, S] and skill: [B, 1], both float32 as in SlotTable.
+    kinds: [B, D], from `draft_node_kinds`; survival: [NODE_KINDS, S] and skill: [B, 1], both float32 as in SlotTable.
     """
     is_no_guess = _is_root_or_void(tree)
     step = (survival[kinds, (tree.depths - 1).clamp(min=0)] + skill).clamp(max=math.log(MAX_STEP_PROBABILITY))
@@ -84,7 +84,7 @@ class Candidates(NamedTuple):
     @property
     def sources(self) -> np.ndarray:
         """The index of each node's source in ALL_SOURCES."""
-        return np.where(self.kinds < PATH_KINDS, (self.kinds - 1) % ALONE // STRENGTHS, len(SOURCES))
+        return np.where(self.kinds < PATH_KINDS, (self.kinds - 1) % ALONE_OFFSET // MATCH_STRENGTHS, len(SOURCES))
 
     @property
     def draft_sequences(self) -> set[tuple[int, ...]]:

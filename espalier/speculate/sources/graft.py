@@ -9,7 +9,7 @@ from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack, unpack
 from espalier.kernels.ops.tree import VOID, Tree, usable
-from espalier.slots import ALONE
+from espalier.slots import ALONE_OFFSET
 from espalier.speculate.sources.base import Paths
 
 # Fills a node's sequence of tokens beyond the node's depth.  It differs from every token and from VOID.
@@ -21,7 +21,7 @@ def graft(
 ) -> tuple[Tree, Tensor]:
     """Make trees of the same size from the best nodes of the draft's trees and of the paths.  Returns their kinds too.
 
-    kinds: [B, D], of the draft's nodes; survival: [KINDS, S] float32, the log-probability that a node of a kind is
+    kinds: [B, D], of the draft's nodes; survival: [NODE_KINDS, S] float32, the log-probability that a node of a kind is
     right at a depth if its parent is right; steps: the greatest depth; is_drafted: whether a draft made the trees.
 
     Nodes are ordered by score.  Of equal scores the draft's node comes first, then the first path's node.  So a parent
@@ -38,7 +38,7 @@ def graft(
     of_paths = paths.kinds[..., None].expand(paths.tokens[..., :steps].shape)
     if is_drafted:
         is_alone = (first[:, num_drafted:] >= num_drafted).view(of_paths.shape)
-        of_paths = of_paths + ALONE * (is_alone & (of_paths > 0))
+        of_paths = of_paths + ALONE_OFFSET * (is_alone & (of_paths > 0))
     depths = torch.arange(steps, device=exists.device)
     path_scores = survival[of_paths, depths].cumsum(-1).flatten(1)
     scores = usable(torch.cat((tree.scores, path_scores), 1)).masked_fill(~exists, -torch.inf)

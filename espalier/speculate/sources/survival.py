@@ -11,7 +11,7 @@ from operator import mul
 
 import numpy as np
 
-from espalier.slots import ALONE, KINDS, LEVELS, PATH_KINDS, RANKS, SOURCES, STRENGTHS
+from espalier.slots import ALONE_OFFSET, LEVELS, MATCH_STRENGTHS, NODE_KINDS, PATH_KINDS, RANKS, SOURCES
 from espalier.speculate.sources.calibrate import Candidates, middle_of_level
 
 # The assumed survival of each source's guesses (the share that is right), by strength.  A match of m tokens in "text"
@@ -38,28 +38,31 @@ OWN_PRIOR, OWN_HALF_LIFE, MOST_SKILL = 2.0, 8.0, 50.0
 class Survival:
     """The counts of right guesses.
 
-    num_tried: [KINDS, S], how many guesses were right at all depths above; num_right: how many of these were right at
-    this depth too.
-    path_counts: [2, 2, 1 + ALONE, S], both counts again, by whether the request samples, for whole paths of the
+    num_tried: [NODE_KINDS, S], how many guesses were right at all depths above; num_right: how many of these were right
+    at this depth too.
+    path_counts: [2, 2, 1 + ALONE_OFFSET, S], both counts again, by whether the request samples, for whole paths of the
     sources: also the tokens that a draft proposed too.
     counts_of_request: by request, how many nodes of its draft were expected to be right by these counts, and are.
     """
 
     def __init__(self, steps: int) -> None:
-        by_kind = [1.0, *(INITIAL_SURVIVAL[source][strength] for source in SOURCES for strength in range(STRENGTHS))]
+        by_kind = [
+            1.0,
+            *(INITIAL_SURVIVAL[source][strength] for source in SOURCES for strength in range(MATCH_STRENGTHS)),
+        ]
         by_kind += [ALONE_FACTOR * first for first in by_kind[1:]]
         by_kind += [middle_of_level(level) for level in range(LEVELS)] * (2 * RANKS)
         self.initial = np.array(by_kind)
-        self.num_tried = np.zeros((KINDS, steps))
-        self.num_right = np.zeros((KINDS, steps))
-        self.path_counts = np.zeros((2, 2, 1 + ALONE, steps))
+        self.num_tried = np.zeros((NODE_KINDS, steps))
+        self.num_right = np.zeros((NODE_KINDS, steps))
+        self.path_counts = np.zeros((2, 2, 1 + ALONE_OFFSET, steps))
         self.counts_of_request: dict[str, tuple[float, float]] = {}
         self._sent: np.ndarray | None = None
         self._counted = 0
 
     @property
     def probabilities(self) -> np.ndarray:
-        """[KINDS, S]: the probability that a guess is right at a depth if it was right at all depths above.
+        """[NODE_KINDS, S]: the probability that a guess is right at a depth if it was right at all depths above.
 
         Few guesses reach a great depth, so each depth starts from the probability of the depth above, with the weight
         of PRIOR_WEIGHT guesses.
@@ -86,10 +89,10 @@ class Survival:
         """
         self._counted += 1
         pairs = list(zip(path, emitted, strict=False))[: self.num_tried.shape[1]]
-        followed = next((at for at, (said, got) in enumerate(pairs) if said != got), len(pairs))
+        followed = next((at for at, (predicted, got) in enumerate(pairs) if predicted != got), len(pairs))
         fades = 0.5 ** (1 / HALF_LIFE)
         first_alone = len(pairs) if shared is None else min(shared, len(pairs))
-        for of_kind, begin, end in ((kind, 0, first_alone), (kind + ALONE, first_alone, len(pairs))):
+        for of_kind, begin, end in ((kind, 0, first_alone), (kind + ALONE_OFFSET, first_alone, len(pairs))):
             tried = min(followed + 1, end)
             if begin < tried:
                 for counts, last in ((self.num_tried, tried), (self.num_right, min(followed, end))):
@@ -132,16 +135,16 @@ class Survival:
         tried &= kinds >= PATH_KINDS
         self._add_own(requests, tried, came_true, self.probabilities[kinds, depths - exists])
         at = kinds[tried], depths[tried] - 1
-        fades = 0.5 ** (np.bincount(at[0], minlength=KINDS) / HALF_LIFE)[:, None]
+        fades = 0.5 ** (np.bincount(at[0], minlength=NODE_KINDS) / HALF_LIFE)[:, None]
         self.num_tried *= fades
         self.num_right *= fades
         np.add.at(self.num_tried, at, 1)
         np.add.at(self.num_right, at, came_true[tried])
         self._counted += 1
 
-    def _add_own(self, requests: Sequence[str], tried: np.ndarray, right: np.ndarray, said: np.ndarray) -> None:
+    def _add_own(self, requests: Sequence[str], tried: np.ndarray, right: np.ndarray, predicted: np.ndarray) -> None:
         fades = 0.5 ** (1 / OWN_HALF_LIFE)
-        expected, found = (said * tried).sum(1).tolist(), (right & tried).sum(1).tolist()
+        expected, found = (predicted * tried).sum(1).tolist(), (right & tried).sum(1).tolist()
         for request, more, came_true in zip(requests, expected, found, strict=True):
             old, was_true = self.counts_of_request.get(request, (0.0, 0.0))
             self.counts_of_request[request] = old * fades + more, was_true * fades + came_true
@@ -153,7 +156,8 @@ class Survival:
         return math.log(min(max(ratio, 1 / MOST_SKILL), MOST_SKILL))
 
     def changed_table(self) -> np.ndarray | None:
-        """[KINDS, S] float32: the log-probabilities to send.  None if they have hardly changed since the last time."""
+        """[NODE_KINDS, S] float32: the log-probabilities to send.  None if they have hardly changed since the last
+        time."""
         if self._sent is not None and self._counted < LEAST_COUNTED:
             return None
         now, self._counted = self.probabilities, 0
