@@ -88,7 +88,10 @@ async def prepare_chat(front: Front, body: ChatRequest) -> Conversation:
 
 
 def _prompt(inputs: InputProcessor, body: ChatRequest, plan: ChatPlan, check: Callable[[str], None]) -> Steps:
-    """Turns a conversation into token ids, one step for each rendering (see chat.Steps).  Raises EspalierError."""
+    """Returns a generator that makes the token ids of a conversation.
+
+    It yields each rendering of the template, which the caller runs and sends back (chat.Steps).  Raises EspalierError.
+    """
     keep = body.truncate_prompt_tokens
     check = inputs.require_fit if keep is None else check
     tokens = yield from chat_steps(inputs, body.messages, body.options(), check, plan)
@@ -102,7 +105,7 @@ def chat_steps(
     check: Callable[[str], None],
     plan: ChatPlan,
 ) -> Steps:
-    """Turns messages into token ids, one step for each rendering (see chat.Steps).  Raises EspalierError."""
+    """Returns a generator that makes the token ids of messages (chat.Steps).  Raises EspalierError."""
     return inputs.chat_steps(plan.messages([message.for_template() for message in messages]), check=check, **options)
 
 
@@ -308,7 +311,7 @@ def _tokenize_text(inputs: InputProcessor, body: TokenizeRequest, check: Callabl
 def _tokenize_conversation(
     inputs: InputProcessor, body: TokenizeRequest, formats: Formats, check: Callable[[str], None]
 ) -> Steps:
-    """Turns a conversation into token ids, one step for each rendering (see chat.Steps), for /tokenize."""
+    """Returns a generator that makes the token ids of a conversation for /tokenize (chat.Steps)."""
     assert body.messages is not None
     options: ChatOptions = {**body.options(), "add_special_tokens": body.add_special_tokens}
     return chat_steps(inputs, body.messages, options, check, ChatPlan(inputs.tokenizer, formats, Tools()))

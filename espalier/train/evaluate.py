@@ -113,9 +113,10 @@ def run_beams(
 
 @dataclass
 class AcceptReport:
-    """Mean accept lengths of the rounds that decoding visits, in fresh and in repeated text, and over every position.
+    """Mean accept lengths.
 
-    repeated_share: the share of the rounds that are in repeated text.
+    fresh, repeated: over the rounds that decoding would run, in text that is new and in text that occurred before.
+    every_root: with every position as a root.  repeated_share: the share of the rounds that are in repeated text.
     """
 
     fresh: float
