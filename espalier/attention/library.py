@@ -45,7 +45,7 @@ class LibraryAttention(Attention):
     def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
         super().__init__(pages, specs, prefix, nodes)
         self.skipped = pages_before_rest(prefix.first, pages.page_size)
-        self.rest = prefix.shared("rest", self._rest) if self.skipped else prefix
+        self.rest = prefix.cached("rest", self._rest) if self.skipped else prefix
         self.ours: dict[str, Attention] = {}
 
     def over_rest(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ class LibraryAttention(Attention):
 
     def int_lengths(self) -> Tensor:
         """[B] int32: each request's rows in `rest`.  They are computed once per prefix."""
-        return self.prefix.shared("lengths", self.rest.length.int)
+        return self.prefix.cached("lengths", self.rest.length.int)
 
     def _rest(self) -> Prefix:
         rows = self.skipped * self.pages.page_size
@@ -91,7 +91,7 @@ class LibraryAttention(Attention):
     def _our_plan(self, part: str) -> Attention:
         """The attention of our kernels over a part of the prefix: "all", or "head", the pages before `rest`."""
         if part not in self.ours:
-            prefix = self.prefix.shared("head", self._head) if part == "head" else self.prefix
+            prefix = self.prefix.cached("head", self._head) if part == "head" else self.prefix
             ours = TritonAttention if prefix.length.is_cuda else ReferenceAttention
             self.ours[part] = ours(self.pages, self.specs, prefix, self.nodes)
         return self.ours[part]

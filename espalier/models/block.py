@@ -16,7 +16,7 @@ from torch import Tensor
 from espalier.attention import Pass
 from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
-from espalier.kernels.tree.edges import FactorProjection, LowRankEdges, split_columns
+from espalier.kernels.tree.edges import FactorProjection, LowRankEdges, split_projection_columns
 from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, Raw, architecture_of, parse
 from espalier.models.draft import DraftSpec, Edges, refuse_sizes
@@ -222,20 +222,20 @@ class MarkovEdges:
     """DSpark's Markov head: scores of a token given its parent, as a product of low rank.
 
     before: [V, rank], the vectors of parent tokens; after: [draft vocabulary, rank], the vectors of tokens.
-    of_hidden: the columns of the head's gate, or of its recurrent projection, that read the block's hidden states.
+    hidden_part: the columns of the head's gate, or of its recurrent projection, that read the block's hidden states.
     of_rows: the other columns (FactorProjection.weight).  Both are None for a head that reads only the parent token.
     """
 
     before: Tensor
     after: Tensor
-    of_hidden: Linear | None = None
+    hidden_part: Linear | None = None
     of_rows: Tensor | None = None
     is_recurrent: bool = False
 
     def of_block(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
         projection = None
-        if self.of_hidden is not None and self.of_rows is not None:
-            projection = FactorProjection(self.of_hidden(hidden), self.of_rows, self.is_recurrent)
+        if self.hidden_part is not None and self.of_rows is not None:
+            projection = FactorProjection(self.hidden_part(hidden), self.of_rows, self.is_recurrent)
         return LowRankEdges(logits, self.before, self.after, projection=projection)
 
 
@@ -339,7 +339,7 @@ def _edges(weights: Weights, config: BlockConfig) -> MarkovEdges | None:
     parts, read = EDGE_PARTS[kind]
     whole = weights.take_matrix(name, parts * rank, hidden + read * rank)
     bias = weights.take(f"{name}.bias", parts * rank)
-    of_hidden, of_rows = split_columns(whole, hidden, is_recurrent)
+    hidden_part, of_rows = split_projection_columns(whole, hidden, is_recurrent)
     return MarkovEdges(
-        *(before, after, Linear(dense_weight(of_hidden.contiguous()), bias), of_rows.contiguous(), is_recurrent)
+        *(before, after, Linear(dense_weight(hidden_part.contiguous()), bias), of_rows.contiguous(), is_recurrent)
     )

@@ -68,7 +68,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )
 # The types of plain tensors, by GGUF's number.
 PLAIN = {0: "F32", 1: "F16", 30: "BF16"}
-BY_NUMBER = {type.number: type for type in BLOCK_TYPES.values()}
+BY_NUMBER = {type.gguf_type: type for type in BLOCK_TYPES.values()}
 
 
 def no_more(gguf: GGUF, field: Callable[[str], Any]) -> Raw:

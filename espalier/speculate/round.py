@@ -20,7 +20,7 @@ from torch import Tensor
 from espalier.attention import ChosenRows, CommittedLengths, ModelCache, Nodes, Prefix
 from espalier.cache.kv import PagedKV
 from espalier.cache.states import Marks, StateAccess
-from espalier.kernels.ops.state import NodeRows, advance, chain, gather
+from espalier.kernels.ops.state import AcceptedNodes, advance, gather_slots, read_chain
 from espalier.kernels.ops.tree import Path, accept, gather_rows
 from espalier.layout import RoundLayout, TreeShape
 from espalier.models.base import CausalLM, ModelOutput
@@ -200,7 +200,7 @@ def begin(
     """Runs the first stage: computes the draft's first logits for each slot.  Arguments: see `decode_round`."""
     runner = runner.at(index.shape[0])
     drafter = runner.drafter
-    slots = gather(runner.table, index, appended)
+    slots = gather_slots(runner.table, index, appended)
     sampler = runner.sampler(slots, needs, slots.num_tokens, runner.layout.extend_width)
     is_plain = runner.layout.num_draft_tokens == 1
     grow = (lambda sampler: drafter.root_trees(slots.root)) if is_plain else drafter.begin(slots)
@@ -216,12 +216,12 @@ def propose(begun: Begun, guide: DraftGuide | None = None) -> Proposed:
     runner = begun.runner
     if runner.shared_rows(begun.slots.batch):
         # A node that cannot be accepted takes no row from another request.
-        tree = tree.within(begun.slots.max_accept_depth)
-        tree = tree.only(tree.best(runner.shared_rows(begun.slots.batch)))
+        tree = tree.limit_depth(begun.slots.max_accept_depth)
+        tree = tree.keep_nodes(tree.best_nodes(runner.shared_rows(begun.slots.batch)))
     if runner.trims_trees:
         nodes = num_offered(tree, begun.slots.max_accept_depth)
         if nodes < runner.layout.num_draft_tokens:
-            runner, tree = runner.with_nodes(nodes), tree.first(nodes)
+            runner, tree = runner.with_nodes(nodes), tree.first_nodes(nodes)
     return Proposed(runner, begun.slots, sampler, begun.marks, tree)
 
 
@@ -248,7 +248,7 @@ def chosen_rows(proposed: Proposed) -> ChosenRows | None:
     rows = min(proposed.runner.shared_rows(batch), batch * nodes)
     if rows and proposed.runner.trims_trees:
         rows = min(rows, int((proposed.tree.scores > -torch.inf).sum()))
-    return ChosenRows.at(proposed.tree.best(rows), batch, nodes) if rows else None
+    return ChosenRows.at(proposed.tree.best_nodes(rows), batch, nodes) if rows else None
 
 
 def settle(verified: Verified, mask: Tensor | None = None) -> RoundOutput:
@@ -306,12 +306,12 @@ def prefill(
     token.
     prompt_rows: the rows whose log-probabilities are wanted.  marks: as in `decode_round`.
     """
-    slots = gather(runner.table, index)
+    slots = gather_slots(runner.table, index)
     rows = PieceRows.of(slots, length, width, pieces)
     if marks is not None and pieces is not None:
         marks = Marks(*(values[pieces.request] for values in marks))
     runner.layout.require_chunk(rows.slots.batch, width)
-    positions, tokens, page_rows = chain(rows.slots, 0, rows.length, width)
+    positions, tokens, page_rows = read_chain(rows.slots, 0, rows.length, width)
     exists = torch.arange(width, device=tokens.device) < rows.length[:, None]
     last = rows.last_tokens
     reads_all = prompt_rows is not None or runner.reads_all_hidden
@@ -383,7 +383,7 @@ def commit(runner: ModelRunner, slots: BatchState, path: Path, count_tokens: boo
     The last token of the path is the new root.  Recurrent states are advanced over the path, and snapshots are taken at
     `marks`.
     """
-    nodes = NodeRows(path.rows, runner.layout.num_draft_tokens)
+    nodes = AcceptedNodes(path.rows, runner.layout.num_draft_tokens)
     copies = advance(slots, path.length, path.tokens, count_tokens, nodes).copies
     assert copies is not None
     access = StateAccess(slots.index, slots.prefix_len, path.length, marks)

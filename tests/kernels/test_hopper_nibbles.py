@@ -11,7 +11,7 @@ from espalier.kernels.layers import experts, linear_quantised, quantised_plans
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ProductPlan
 from espalier.kernels.layers.linear_plans import TritonPlan
 from espalier.kernels.layers.quantised import QuantisedMatrix, nibble_matrix
-from espalier.kernels.layers.quantised_plans import rule_of
+from espalier.kernels.layers.quantised_plans import plan_by_rule_for
 from espalier.kernels.ops.activation import Activation
 from espalier.kernels.ops.experts import ExpertBiases, grouped_experts
 from espalier.kernels.ops.linear import linear_quantised_gated, linear_quantised_parts
@@ -65,9 +65,9 @@ def test_columns_are_split_until_four_programs_share_a_multiprocessor(monkeypatc
     assert [splits_of(*shape, H200) for shape in ((4096, 14336), (6144, 4096), (64, 1024))] == [8, 5, 2]
     for kind, rows, splits in (("mxfp4", 1, 8), ("int4", 16, 8), ("mxfp4", 17, 4)):
         x = torch.empty(rows, 4096, dtype=torch.bfloat16)
-        assert rule_of(matrix(kind, 4096, 4096), x).splits == splits
+        assert plan_by_rule_for(matrix(kind, 4096, 4096), x).splits == splits
         # Where nothing was split nothing is: gate and up are multiplied in one launch then.
-        assert rule_of(matrix(kind, 2 * 8192, 512), x[:, :512]).splits == 1
+        assert plan_by_rule_for(matrix(kind, 2 * 8192, 512), x[:, :512]).splits == 1
 
 
 @pytest.mark.gpu

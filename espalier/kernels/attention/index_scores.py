@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import require_bits
+from espalier.kernels.attention.ancestor_bits import require_ancestor_bits
 from espalier.kernels.ops.attention import DTYPES
 from espalier.kernels.ops.selection import MAX_INDEX_SIZE, IndexKeys, IndexQueries
 from espalier.kernels.runtime.jit import kernel
@@ -115,7 +115,7 @@ def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) 
     require("index scores: staged", keys.staged, (batch, rows, 1, size), q.dtype, q)
     require("index scores: page_table", keys.page_table, (batch, -1), torch.int32, q)
     require("index scores: length", keys.length, (batch,), torch.int64, q)
-    require_bits("index scores: ancestor_bits", ancestor_bits, rows, q)
+    require_ancestor_bits("index scores: ancestor_bits", ancestor_bits, rows, q)
     q, weights = q.contiguous(), weights.contiguous()
     scores = torch.empty(batch, num_queries, capacity + rows, dtype=torch.float32, device=q.device)
     if not scores.numel():

@@ -19,12 +19,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from espalier.kernels.attention.work_items import block_index, load_work_item, work_item_of
-from espalier.kernels.hopper.work import Rows, extent_of, stage_of, wait_until_empty, wait_until_full
+from espalier.kernels.hopper.work import RowPtrs, stage_of, wait_until_empty, wait_until_full, work_item_extent
 from espalier.kernels.runtime.jit import gluon_kernel
 
 
 @gluon_kernel
-def _pages(table, at, end, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr):
+def _load_page_ids(table, at, end, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr):
     """The pages of positions at .. at + BLOCK_N - 1; a scalar if one page holds the block.  BLOCK_N divides `at`."""
     if PAGE_SIZE % BLOCK_N == 0:
         page = gl.load(table + at // PAGE_SIZE, mask=at < end, other=0)
@@ -39,7 +39,7 @@ def _pages(table, at, end, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROWS:
 
 
 @gluon_kernel
-def _row_of(page, at, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr):
+def _pool_rows(page, at, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr):
     """(row, row_offset [BLOCK_N]): the positions from `at` on are in pool rows row + row_offset."""
     offset = gl.arange(0, BLOCK_N, layout=ROWS)
     row = gl.to_tensor(0)
@@ -104,7 +104,7 @@ def _load_block(
     SMALL: gl.constexpr = CONSTANTS.PAGE_SIZE % BLOCK_N == 0
     offset = gl.arange(0, BLOCK_N, layout=ROWS)
     if t < extent.num_committed:
-        row, row_offset = _row_of(page, at, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
+        row, row_offset = _pool_rows(page, at, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
         if (at >= first) & (at + BLOCK_N <= extent.end):
             _copy_rows(
                 stages, stage, committed, row, row_offset, 0,
@@ -153,7 +153,7 @@ def _load_contiguous(stages, num_done, count, at, end, descriptors, head, table,
 def _rows_of(sources, request, head):
     """The sources with pointers to the first row of a request and KV head."""
     return [
-        Rows(rows.pointer + request * rows.request_stride + head * rows.head_stride, 0, rows.row_stride, 0)
+        RowPtrs(rows.pointer + request * rows.request_stride + head * rows.head_stride, 0, rows.row_stride, 0)
         for rows in sources
     ]
 
@@ -182,7 +182,7 @@ def load_work_items(
         backwards = 1 - backwards
         if work_item < num_work_items:
             item = load_work_item(plan, work_item, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
-            extent = extent_of(plan, item, positions, ROWS, CONSTANTS)
+            extent = work_item_extent(plan, item, positions, ROWS, CONSTANTS)
             table = table_ptr + item.request * table_b
             staged_here = _rows_of(staged, item.request, item.head)
             num_contiguous = 0
@@ -197,8 +197,8 @@ def load_work_items(
             # Pages are loaded two blocks ahead, because a copy cannot start without its page.
             at = extent.begin + block_index(num_contiguous, extent.num_lower, extent.num_unmasked) * BLOCK_N
             next_at = extent.begin + block_index(num_contiguous + 1, extent.num_lower, extent.num_unmasked) * BLOCK_N
-            page = _pages(table, at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
-            next_page = _pages(table, next_at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
+            page = _load_page_ids(table, at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
+            next_page = _load_page_ids(table, next_at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
             for t in range(num_contiguous, extent.num_blocks):
                 wait_until_empty(stages, num_done)
                 stage = stage_of(stages, num_done)
@@ -209,7 +209,7 @@ def load_work_items(
                 hopper.async_copy.mbarrier_arrive(stages.full.index(stage), increment_count=False)
                 page, at = next_page, next_at
                 next_at = extent.begin + block_index(t + 2, extent.num_lower, extent.num_unmasked) * BLOCK_N
-                next_page = _pages(table, next_at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
+                next_page = _load_page_ids(table, next_at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
                 num_done += 1
 # fmt: on
 
@@ -229,7 +229,7 @@ def convert_work_items(raw, stages, plan, positions, CONSTANTS: gl.constexpr):
         backwards = 1 - backwards
         if work_item < num_work_items:
             item = load_work_item(plan, work_item, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
-            extent = extent_of(plan, item, positions, gl.SliceLayout(1, LAYOUT), CONSTANTS)
+            extent = work_item_extent(plan, item, positions, gl.SliceLayout(1, LAYOUT), CONSTANTS)
             for _ in range(extent.num_blocks):
                 wait_until_full(raw, num_done, True)
                 wait_until_empty(stages, num_done)

@@ -83,7 +83,7 @@ def _pair(bits, factor, offset, FACTOR: gl.constexpr):
 
 @gluon_kernel
 def _in_columns(first, second, third, fourth, A: gl.constexpr):
-    """Put the pairs of each word in the order of the columns, see quantised_nibbles.py:_in_columns.
+    """Put the pairs of each word in the order of the columns, see quantised_nibbles.py:_to_column_order.
 
     No value moves between threads.
     """
@@ -93,7 +93,7 @@ def _in_columns(first, second, third, fourth, A: gl.constexpr):
 
 @gluon_kernel
 def _int4(w, offset, A: gl.constexpr):
-    """Decode 64 columns of int4, see quantised_nibbles.py:_int4."""
+    """Decode 64 columns of int4, see quantised_nibbles.py:_decode_int4."""
     of_low, of_high, shifted = w & 0 | 0x7F007F00, w & 0 | 0x7D007D00, w >> 8
     first = _pair(w & 0x000F000F, of_low, offset, "both")
     second = _pair(w & 0x00F000F0, of_high, offset, "both")
@@ -104,7 +104,7 @@ def _int4(w, offset, A: gl.constexpr):
 
 @gluon_kernel
 def _e2m1(w, factor, HALF: gl.constexpr, A: gl.constexpr):
-    """Decode 64 columns of E2M1, see quantised_nibbles.py:_e2m1.  HALF: the half of `factor` that holds the factor."""
+    """Decode 64 columns of E2M1, see quantised_nibbles.py:_decode_e2m1.  HALF: the half of `factor` that is read."""
     zero = w & 0 | 0x80008000
     third, fourth = (w << 10) | (w >> 22), (w << 14) | (w >> 18)
     first = _pair(w & 0x81C081C0, factor, zero, HALF)
@@ -116,7 +116,7 @@ def _e2m1(w, factor, HALF: gl.constexpr, A: gl.constexpr):
 
 @gluon_kernel
 def _factors(exponents, PIECE: gl.constexpr):
-    """Turn words of 4 exponents [64] into factors [64, 8] for words of 64 columns, see quantised_nibbles.py:_factor.
+    """Words of 4 exponents [64] -> factors [64, 8] for words of 64 columns, see quantised_nibbles.py:_mxfp4_factor.
 
     The low halves are for the first two exponents, the high halves for the last two.
     """

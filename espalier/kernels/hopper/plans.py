@@ -47,4 +47,4 @@ def stages(tile: int, programs: int, gpu: Chip) -> int:
     """The most stages that fit if `programs` programs share the multiprocessors.  tile: rows of inputs per tile."""
     stage = BLOCK_OUT * BLOCK_IN // 2 + BLOCK_OUT * BLOCK_IN // 32 + tile * BLOCK_IN * 2
     sharing = min(-(-programs // gpu.processors), PROGRAMS)
-    return max(min(gpu.shared_memory_of(sharing) // stage, MAX_STAGES), 2)
+    return max(min(gpu.shared_memory_per_program(sharing) // stage, MAX_STAGES), 2)

@@ -111,7 +111,7 @@ def pairs_of_tile(
 
 
 @dataclass(frozen=True)
-class Tiles:
+class ExpertTiles:
     """The pairs (row, choice) in tiles of one expert each.  A pair is the number row · K + choice.
 
     rows: the most pairs of a tile; 1: each pair is a tile, and nothing is sorted.
@@ -134,7 +134,7 @@ class Tiles:
         return self.order, self.ends, self.experts, self.begins, live
 
 
-def tiles_of(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> Tiles:
+def make_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> ExpertTiles:
     """Returns the Tiles of ids [N, K].  rows: the most pairs of a tile.
     Raises EspalierError for wrong shapes or dtypes."""
     if live is not None:
@@ -143,11 +143,11 @@ def tiles_of(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> T
     ids = ids.contiguous()
     if rows == 1:
         flat = ids.flatten()
-        return Tiles(rows, flat, flat, flat, flat, live)
+        return ExpertTiles(rows, flat, flat, flat, flat, live)
     return _sorted_tiles(ids, live, num_experts, rows)
 
 
-def _sorted_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> Tiles:
+def _sorted_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> ExpertTiles:
     num_pairs, top_k = ids.numel(), ids.shape[1]
     block = min(power_of_two(max(num_pairs, MIN_SORT_THREADS)), MAX_SORT_BLOCK)
     # An upper bound: rounding up adds less than one tile for each expert that has pairs.
@@ -162,7 +162,7 @@ def _sorted_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int)
         LIVE=live is not None, BLOCK=block, num_warps=max(MIN_SORT_THREADS, block // PAIRS_PER_THREAD) // WARP,
         **pdl_arguments(chip(ids)),
     )  # fmt: skip
-    return Tiles(rows, experts, begins, order, ends, live)
+    return ExpertTiles(rows, experts, begins, order, ends, live)
 
 
 # The number of loop steps whose weights a tile prefetches.  More would take bandwidth from the preceding kernels.

@@ -26,13 +26,13 @@ from espalier.kernels.layers.quantised import FP8_MAX
 from espalier.kernels.ops.rope import (
     MAX_HEAD_INPUTS,
     MAX_HEAD_ROWS,
-    LatentPlace,
+    LatentDestination,
     require_latent,
 )
 from espalier.kernels.runtime.jit import kernel, rounded_values
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
-from espalier.kernels.state.kv_scales import require_rows
+from espalier.kernels.state.kv_scales import require_kv_rows
 
 # Numbers of a matrix that a program holds in registers.
 TILE = 8192
@@ -148,7 +148,7 @@ def store_halves(ptrs, left, right, mask, ROTARY: tl.constexpr, BLOCK: tl.conste
 
 @kernel
 def _store_latent(
-    values, to, cos, sin, norm_ptr, scale_ptr, TYPE: tl.constexpr, MOST: tl.constexpr,
+    values, to, cos, sin, norm_ptr, scale_ptr, TYPE: tl.constexpr, FP8_MAX: tl.constexpr,
     EPS: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
     EXACT: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -164,9 +164,9 @@ def _store_latent(
     left, right = rotated_halves(values + RANK + one, cos, sin, one == 0, ROTARY, INTERLEAVED, EXACT, BLOCK)
     if scale_ptr is not None:
         scale = tl.load(scale_ptr).to(EXACT)
-        x = rounded_values(x.to(TYPE).to(EXACT), scale, MOST)
-        left = rounded_values(left.to(TYPE).to(EXACT), scale, MOST)
-        right = rounded_values(right.to(TYPE).to(EXACT), scale, MOST)
+        x = rounded_values(x.to(TYPE).to(EXACT), scale, FP8_MAX)
+        left = rounded_values(left.to(TYPE).to(EXACT), scale, FP8_MAX)
+        right = rounded_values(right.to(TYPE).to(EXACT), scale, FP8_MAX)
     tl.store(to + column, x.to(to.dtype.element_ty), mask=exists)
     store_halves(to + RANK + one, left, right, one == 0, ROTARY, BLOCK)
 
@@ -176,7 +176,7 @@ def _rotate_or_store(
     n, block, rope_ptr, q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, row_ptr, plane_ptr, scale_ptr,
     rope_n, rope_h, q_n, q_h, latent_n, cos_n, sin_n, row_n, plane_row,
     EPS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, Q_AT: tl.constexpr,
-    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, EXACT: tl.constexpr, FP8_MAX: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the latent of row n (block 0), or rotate the queries of BLOCK_H heads (blocks from 1 on).
@@ -188,7 +188,7 @@ def _rotate_or_store(
     if block == 0:
         to = plane_ptr + tl.load(row_ptr + n * row_n) * plane_row
         _store_latent(
-            latent_ptr + n * latent_n, to, cos, sin, norm_ptr, scale_ptr, q_ptr.dtype.element_ty, MOST,
+            latent_ptr + n * latent_n, to, cos, sin, norm_ptr, scale_ptr, q_ptr.dtype.element_ty, FP8_MAX,
             EPS, RANK, ROTARY, INTERLEAVED, NORM, EXACT, BLOCK_RANK, BLOCK,
         )  # fmt: skip
     else:
@@ -207,7 +207,7 @@ def _rotate_latent_kernel(
     rope_ptr, q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, row_ptr, plane_ptr, scale_ptr,
     rope_n, rope_h, q_n, q_h, latent_n, cos_n, sin_n, row_n, plane_row,
     EPS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, Q_AT: tl.constexpr,
-    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, EXACT: tl.constexpr, FP8_MAX: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Store latents and rotate queries, see _rotate_or_store.  Grid: (rows, 1 + blocks of heads)."""
@@ -215,7 +215,7 @@ def _rotate_latent_kernel(
     _rotate_or_store(
         tl.program_id(0), tl.program_id(1), rope_ptr, q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, row_ptr, plane_ptr,
         scale_ptr, rope_n, rope_h, q_n, q_h, latent_n, cos_n, sin_n, row_n, plane_row,
-        EPS, HEADS, RANK, ROTARY, Q_AT, INTERLEAVED, NORM, EXACT, MOST, BLOCK_H, BLOCK_RANK, BLOCK,
+        EPS, HEADS, RANK, ROTARY, Q_AT, INTERLEAVED, NORM, EXACT, FP8_MAX, BLOCK_H, BLOCK_RANK, BLOCK,
     )  # fmt: skip
 
 
@@ -225,7 +225,7 @@ def _write_latents_kernel(
     rope_ptr, q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, row_ptr, plane_ptr, scale_ptr,
     rope_n, rope_h, q_n, q_h, latent_n, cos_n, sin_n, row_n, plane_row,
     EPS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, Q_AT: tl.constexpr,
-    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, EXACT: tl.constexpr, FP8_MAX: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -243,11 +243,11 @@ def _write_latents_kernel(
         _rotate_or_store(
             at // per_row, at % per_row, rope_ptr, q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, row_ptr, plane_ptr,
             scale_ptr, rope_n, rope_h, q_n, q_h, latent_n, cos_n, sin_n, row_n, plane_row,
-            EPS, HEADS, RANK, ROTARY, Q_AT, INTERLEAVED, NORM, EXACT, MOST, BLOCK_H, BLOCK_RANK, BLOCK,
+            EPS, HEADS, RANK, ROTARY, Q_AT, INTERLEAVED, NORM, EXACT, FP8_MAX, BLOCK_H, BLOCK_RANK, BLOCK,
         )  # fmt: skip
 
 
-def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, to: LatentPlace) -> None:
+def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, to: LatentDestination) -> None:
     """See ops/rope.py.  Tolerance: one ulp of the dtype and a few ulps of float32 from the reference."""
     require_latent(q_rope, q, latent, to)
     arguments, constants, blocks = _rotation(q_rope, q, latent, to)
@@ -255,7 +255,7 @@ def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, to: Laten
         _rotate_latent_kernel[len(q), blocks](*arguments, **constants, **pdl_arguments(chip(q)))
 
 
-def write_latents(raw: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, to: LatentPlace) -> None:
+def write_latents(raw: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, to: LatentDestination) -> None:
     """See ops/rope.py.  q must not be a view of raw.
 
     The bits and the errors are those of head_product and rotate_and_store_latent.
@@ -276,7 +276,7 @@ def write_latents(raw: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, to: Late
 
 
 def _rotation(
-    q_rope: Tensor, q: Tensor, latent: Tensor, to: LatentPlace
+    q_rope: Tensor, q: Tensor, latent: Tensor, to: LatentDestination
 ) -> tuple[tuple[Any, ...], dict[str, Any], int]:
     """(arguments, constexpr arguments, blocks per row) of _rotate_or_store.  Raises EspalierError."""
     rotation, form, rows, plane, scales = to
@@ -285,7 +285,7 @@ def _rotation(
     require("latent rope: q", q, (count, heads, -1), None, plane)
     require("latent rope: q_rope", q_rope, (count, heads, rotary), q.dtype, plane)
     require("latent rope: latent", latent, (count, 1, size), q.dtype, plane)
-    require_rows("latent rope: plane", plane, (-1, 1, size), scales, q)
+    require_kv_rows("latent rope: plane", plane, (-1, 1, size), scales, q)
     require("latent rope: rows", rows, (count,), torch.int64, plane)
     for name in ("cos", "sin"):
         require(f"latent rope: {name}", getattr(rotation, name), (count, rotary), exact, plane)
@@ -312,7 +312,7 @@ def _rotation(
         "INTERLEAVED": form.interleaved,
         "NORM": norm is not None,
         "EXACT": exact_type(q.dtype),
-        "MOST": FP8_MAX,
+        "FP8_MAX": FP8_MAX,
         "BLOCK_H": block_h,
         "BLOCK_RANK": power_of_two(max(size - rotary, 1)),
         "BLOCK": power_of_two(rotary // 2),

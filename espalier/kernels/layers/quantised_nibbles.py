@@ -33,7 +33,7 @@ def nibble_dot(
     STEP: tl.constexpr = GROUP if CODE == 1 and GROUP > 0 and GROUP < BLOCK_IN else BLOCK_IN
     WORDS: tl.constexpr = STEP // 8
     DTYPE: tl.constexpr = x_ptrs.dtype.element_ty
-    # The factor that sums lack, because decoded numbers are too small by it (_int4, _factor).
+    # The factor that sums lack, because decoded numbers are too small by it (_decode_int4, _mxfp4_factor).
     IS_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
     UNIT: tl.constexpr = (2.0**6 if IS_BFLOAT16 else 2.0**9) if CODE == 1 else (2.0**64 if IS_BFLOAT16 else 2.0**10)
     ks = k_begin + tl.arange(0, STEP)
@@ -66,15 +66,15 @@ def nibble_dot(
                 else:
                     # Not loaded ahead: registers would then be distributed among threads unlike those of the words.
                     zero = tl.load(zeros_ptr + w_rows * num_groups + _group_of(first, num_groups, GROUP))
-                    offset = tl.broadcast_to(_offset(zero, DTYPE)[:, None], (BLOCK_OUT, WORDS))
-                part = tl.dot(_int4(w, offset, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))
+                    offset = tl.broadcast_to(_zero_point_offset(zero, DTYPE)[:, None], (BLOCK_OUT, WORDS))
+                part = tl.dot(_decode_int4(w, offset, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))
             else:
                 # One exponent, or two scales, per 32 columns.
                 scales = tl.load(scale_ptrs[:, None] + (first // 32 + tl.arange(0, STEP // 32))[None, :])
                 left, right = _factors(scales, CODE, DTYPE)
-                left = _of_words(left, BLOCK_OUT, WORDS)
-                right = _of_words(right, BLOCK_OUT, WORDS) if CODE == 3 else left
-                part = tl.dot(_e2m1(w, left, right, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))
+                left = _repeat_per_word(left, BLOCK_OUT, WORDS)
+                right = _repeat_per_word(right, BLOCK_OUT, WORDS) if CODE == 3 else left
+                part = tl.dot(_decode_e2m1(w, left, right, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))
             if CODE == 1 and GROUP > 0:
                 acc += part * (scale.to(tl.float32) * UNIT)[:, None]
             else:
@@ -120,15 +120,15 @@ def _num_groups(num_in, CODE: tl.constexpr, GROUP: tl.constexpr):
 
 
 @kernel
-def _offset(zero, DTYPE: tl.constexpr):
-    """The offset that _int4 adds: minus the zero points of a group, per row, in both halves of a uint32."""
+def _zero_point_offset(zero, DTYPE: tl.constexpr):
+    """The offset that _decode_int4 adds: minus the zero points of a group, per row, in both halves of a uint32."""
     STEP: tl.constexpr = 2.0**-6 if tl.bfloat16 == DTYPE else 2.0**-9
     offset = (zero.to(tl.float32) * -STEP).to(DTYPE)
     return offset.to(tl.uint16, bitcast=True).to(tl.uint32) * 0x10001
 
 
 @kernel
-def _int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+def _decode_int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
     """(nibbles - zero points) · 2^-6 in bfloat16, · 2^-9 in float16: [BLOCK_OUT, 8 · WORDS].
 
     As bits, a nibble n is the subnormal number n · 2^-133 (float16: n · 2^-24).  Times the dtype's largest power of
@@ -142,14 +142,20 @@ def _int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.con
     SIXTEENTH: tl.constexpr = 0x7D007D00 if tl.bfloat16 == DTYPE else 0x68006800
     of_low, of_high = tl.full((BLOCK_OUT, WORDS), FACTOR, tl.uint32), tl.full((BLOCK_OUT, WORDS), SIXTEENTH, tl.uint32)
     shifted = w >> 8
-    first, second = _pair(w & LOW, of_low, offset, DTYPE), _pair(w & HIGH, of_high, offset, DTYPE)
-    third, fourth = _pair(shifted & LOW, of_low, offset, DTYPE), _pair(shifted & HIGH, of_high, offset, DTYPE)
-    return _in_columns(first, second, third, fourth, BLOCK_OUT, WORDS)
+    first, second = (
+        _multiply_add_pair(w & LOW, of_low, offset, DTYPE),
+        _multiply_add_pair(w & HIGH, of_high, offset, DTYPE),
+    )
+    third, fourth = (
+        _multiply_add_pair(shifted & LOW, of_low, offset, DTYPE),
+        _multiply_add_pair(shifted & HIGH, of_high, offset, DTYPE),
+    )
+    return _to_column_order(first, second, third, fourth, BLOCK_OUT, WORDS)
 
 
 @kernel
-def _factor(exponents, DTYPE: tl.constexpr):
-    """The factor by which _e2m1 multiplies, per exponent, in both halves of a uint32.
+def _mxfp4_factor(exponents, DTYPE: tl.constexpr):
+    """The factor by which _decode_e2m1 multiplies, per exponent, in both halves of a uint32.
 
     It is 2^(exponent - 127), times 2^126 (float16: 2^14) for the bits of E2M1, times 2^-64 (2^-10) to stay in range.
     Values are exact for exponents from 66 to MAX_EXPONENT (quantised_plans.py); smaller exponents mean less than 2^-58.
@@ -163,18 +169,18 @@ def _factor(exponents, DTYPE: tl.constexpr):
 
 @kernel
 def _factors(scales, CODE: tl.constexpr, DTYPE: tl.constexpr):
-    """(left, right): the factors of _e2m1 for the first and the last 16 of 32 columns, in both halves of a uint32."""
+    """(left, right) of _decode_e2m1: factors of the first and the last 16 of 32 columns, in both halves of a uint32."""
     if CODE == 2:
-        left = _factor(scales, DTYPE)
+        left = _mxfp4_factor(scales, DTYPE)
         right = left
     else:
-        left, right = _factors_of_e4m3(scales, DTYPE)
+        left, right = _nvfp4_factors(scales, DTYPE)
     return left, right
 
 
 @kernel
-def _factors_of_e4m3(pairs, DTYPE: tl.constexpr):
-    """The factors of two E4M3 scales in an int16: the scales times 2^62 (float16: 2^4).  See _factor.
+def _nvfp4_factors(pairs, DTYPE: tl.constexpr):
+    """The factors of two E4M3 scales in an int16: the scales times 2^62 (float16: 2^4).  See _mxfp4_factor.
 
     Scales have no sign.  Without the sign, the bits of E4M3 are those of a number of the dtype whose exponents begin
     120 (8) lower.  So subnormal scales are subnormal numbers, and two products bring all scales into range, exactly.
@@ -184,18 +190,18 @@ def _factors_of_e4m3(pairs, DTYPE: tl.constexpr):
     IS_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
     spread = (bits & 0xFF) * 16 | (bits & 0xFF00) * 4096 if IS_BFLOAT16 else (bits & 0xFF) * 128 | (bits >> 8) << 23
     step = bits & 0 | (0x6D006D00 if IS_BFLOAT16 else 0x54005400)
-    both = _scaled(_scaled(spread, step, DTYPE), step, DTYPE)
+    both = _multiply_pair(_multiply_pair(spread, step, DTYPE), step, DTYPE)
     return (both & 0xFFFF) * 0x10001, (both >> 16) * 0x10001
 
 
 @kernel
-def _of_words(factor, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+def _repeat_per_word(factor, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
     """Repeat factors of 32 columns for their words: [BLOCK_OUT, WORDS / 4] -> [BLOCK_OUT, WORDS]."""
     return tl.reshape(tl.broadcast_to(factor[:, :, None], (BLOCK_OUT, WORDS // 4, 4)), (BLOCK_OUT, WORDS))
 
 
 @kernel
-def _e2m1(w, left, right, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+def _decode_e2m1(w, left, right, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
     """Decode E2M1 numbers, times 2^-126 (float16: 2^-14) and their factor: [BLOCK_OUT, 8 · WORDS].
 
     left, right: the factors of the first and of the last 16 of 32 columns.  A word has two pairs of each.
@@ -206,23 +212,23 @@ def _e2m1(w, left, right, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: t
     BITS: tl.constexpr = 0x81C081C0
     # Rotations, because some bits are in the other half.
     third, fourth = (w << 10) | (w >> 22), (w << 14) | (w >> 18)
-    first = _e2m1_pair(w & BITS, left, DTYPE)
-    second = _e2m1_pair((w << 4) & BITS, left, DTYPE)
-    third = _e2m1_pair(third & BITS, right, DTYPE)
-    fourth = _e2m1_pair((fourth & 0x81808180) | ((w << 6) & 0x00400040), right, DTYPE)
-    return _in_columns(first, second, third, fourth, BLOCK_OUT, WORDS)
+    first = _decode_e2m1_pair(w & BITS, left, DTYPE)
+    second = _decode_e2m1_pair((w << 4) & BITS, left, DTYPE)
+    third = _decode_e2m1_pair(third & BITS, right, DTYPE)
+    fourth = _decode_e2m1_pair((fourth & 0x81808180) | ((w << 6) & 0x00400040), right, DTYPE)
+    return _to_column_order(first, second, third, fourth, BLOCK_OUT, WORDS)
 
 
 @kernel
-def _e2m1_pair(bits, factor, DTYPE: tl.constexpr):
+def _decode_e2m1_pair(bits, factor, DTYPE: tl.constexpr):
     """Multiply a pair of E2M1 numbers by its factor.  bits: as those of two bfloat16 numbers."""
     if tl.bfloat16 != DTYPE:
         bits = (bits & 0x80008000) | ((bits & 0x01C001C0) << 3)
-    return _pair(bits, factor, bits & 0 | 0x80008000, DTYPE)
+    return _multiply_add_pair(bits, factor, bits & 0 | 0x80008000, DTYPE)
 
 
 @kernel
-def _in_columns(first, second, third, fourth, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+def _to_column_order(first, second, third, fourth, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
     """Put the four pairs of each word in column order, see interleave_nibbles."""
     pairs = tl.join(tl.join(first, third), tl.join(second, fourth))
     # [rows, blocks of 32, t, h, p // 2, p % 2] -> [rows, blocks of 32, p // 2, p % 2, t, h]
@@ -231,26 +237,26 @@ def _in_columns(first, second, third, fourth, BLOCK_OUT: tl.constexpr, WORDS: tl
 
 
 @kernel
-def _pair(bits, factor, offset, DTYPE: tl.constexpr):
+def _multiply_add_pair(bits, factor, offset, DTYPE: tl.constexpr):
     """Return number · factor + offset for the numbers in both halves of each uint32: DTYPE [..., 2].
 
     It is written in assembly (_fma), because Triton splits a product of pairs into two products.
     """
     if INTERPRETED:
-        low = _low(bits, DTYPE) * _low(factor, DTYPE) + _low(offset, DTYPE)
-        high = _low(bits >> 16, DTYPE) * _low(factor >> 16, DTYPE) + _low(offset >> 16, DTYPE)
+        low = _low_half(bits, DTYPE) * _low_half(factor, DTYPE) + _low_half(offset, DTYPE)
+        high = _low_half(bits >> 16, DTYPE) * _low_half(factor >> 16, DTYPE) + _low_half(offset >> 16, DTYPE)
     else:
         both = _fma(bits, factor, offset, DTYPE)
-        low, high = _low(both, DTYPE), _low(both >> 16, DTYPE)
+        low, high = _low_half(both, DTYPE), _low_half(both >> 16, DTYPE)
     return tl.join(low, high)
 
 
 @kernel
-def _scaled(bits, factor, DTYPE: tl.constexpr):
+def _multiply_pair(bits, factor, DTYPE: tl.constexpr):
     """Return number · factor for the numbers in both halves of each uint32, again as halves of uint32."""
     if INTERPRETED:
-        low = (_low(bits, DTYPE) * _low(factor, DTYPE)).to(tl.uint16, bitcast=True)
-        high = (_low(bits >> 16, DTYPE) * _low(factor >> 16, DTYPE)).to(tl.uint16, bitcast=True)
+        low = (_low_half(bits, DTYPE) * _low_half(factor, DTYPE)).to(tl.uint16, bitcast=True)
+        high = (_low_half(bits >> 16, DTYPE) * _low_half(factor >> 16, DTYPE)).to(tl.uint16, bitcast=True)
         both = low.to(tl.uint32) | high.to(tl.uint32) << 16
     else:
         both = _fma(bits, factor, bits & 0 | 0x80008000, DTYPE)
@@ -264,6 +270,6 @@ def _fma(bits, factor, offset, DTYPE: tl.constexpr):
 
 
 @kernel
-def _low(words, DTYPE: tl.constexpr):
+def _low_half(words, DTYPE: tl.constexpr):
     """The low halves of uint32, as numbers of DTYPE."""
     return (words & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import ExpertsPlan
 from espalier.kernels.layers.linear_plans import MIN_BLOCK_ROWS
-from espalier.kernels.layers.quantised import QuantisedMatrix, Rows
+from espalier.kernels.layers.quantised import InputRows, QuantisedMatrix
 from espalier.kernels.ops.activation import SILU, Activation, rounded_once
 from espalier.kernels.ops.linear import linear_quantised, sum_parts
 from espalier.kernels.runtime.op import op
@@ -94,11 +94,11 @@ def _in_best_groups(choosing: Tensor, routing: Routing) -> Tensor:
     grouped = choosing.unflatten(-1, (routing.n_group, routing.group_size))
     group_scores = grouped.amax(-1) if routing.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
     best = torch.zeros_like(group_scores, dtype=torch.bool)
-    best.scatter_(1, _top(group_scores, routing.topk_group), True)
+    best.scatter_(1, _stable_topk(group_scores, routing.topk_group), True)
     return best.repeat_interleave(routing.group_size, dim=-1)
 
 
-def _top(scores: Tensor, count: int) -> Tensor:
+def _stable_topk(scores: Tensor, count: int) -> Tensor:
     """[N, count] int64, the indices of the largest scores; among equal scores, the lower index.
     It sorts, because torch.topk is not stable."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
@@ -152,7 +152,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor |
     choosing = scores if bias is None else scores + bias
     if routing.n_group > 1:
         choosing = choosing.masked_fill(~_in_best_groups(choosing, routing), -torch.inf)
-    ids = _top(choosing, routing.top_k).sort(-1).values
+    ids = _stable_topk(choosing, routing.top_k).sort(-1).values
     weights = scores.gather(1, ids)
     if routing.scoring == "topk_softmax":
         weights = weights.softmax(-1)
@@ -177,7 +177,7 @@ def scale_by_gate(result: Tensor, x: Tensor, gate: Tensor, out: Tensor) -> None:
 
 @op("espalier.kernels.layers.experts", on="ids")
 def grouped_experts(
-    x: Rows,
+    x: InputRows,
     gate_up: ExpertMatrix,
     down: ExpertMatrix,
     ids: Tensor,

@@ -9,17 +9,17 @@ from espalier.kernels.runtime.op import op
 from espalier.logprobs import TOP, words
 
 
-def rows_of(tokens: Tensor, chosen: Tensor, ranks: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+def logprob_rows(tokens: Tensor, chosen: Tensor, ranks: Tensor, ids: Tensor, values: Tensor) -> Tensor:
     """Returns rows [..., words(n)] in espalier/logprobs.py's layout, from the parts of sampling/pick.py:Logprobs."""
-    head = torch.stack((tokens, ranks, _bits(chosen)), -1)
-    return torch.cat((head, torch.stack((ids, _bits(values)), -1).flatten(-2)), -1)
+    head = torch.stack((tokens, ranks, _float64_bits(chosen)), -1)
+    return torch.cat((head, torch.stack((ids, _float64_bits(values)), -1).flatten(-2)), -1)
 
 
-def _bits(values: Tensor) -> Tensor:
+def _float64_bits(values: Tensor) -> Tensor:
     return values.double().view(torch.int64)
 
 
-def _likeliest(logits: Tensor, count: int) -> Tensor:
+def _top_ids(logits: Tensor, count: int) -> Tensor:
     """Returns the ids [N, count] of the largest logits of each row [N, V]; ids of equal logits are in ascending order.
 
     For a vocabulary it takes half the time of ordered_topk.  But the host must read whether topk left out equal logits.
@@ -34,7 +34,7 @@ def _likeliest(logits: Tensor, count: int) -> Tensor:
     return ids.gather(-1, order[:, :count])
 
 
-def exact_of(logits: Tensor) -> torch.dtype:
+def accumulation_dtype(logits: Tensor) -> torch.dtype:
     """The dtype of sums over these logits: float32, or float64 for float64."""
     return torch.promote_types(logits.dtype, torch.float32)
 
@@ -58,11 +58,11 @@ def write_logprobs(
     b, w = asked.nonzero(as_tuple=True)
     if not len(b):
         return
-    picked = logits[b, rows[b, w]].to(exact_of(logits))
+    picked = logits[b, rows[b, w]].to(accumulation_dtype(logits))
     tokens = tokens[b, w][:, None]
     logp = torch.log_softmax(picked, -1)
     count = min(int(num_logprobs.max()), (ring.shape[3] - TOP) // 2, logits.shape[2])
-    ids = _likeliest(picked, count)
+    ids = _top_ids(picked, count)
     ranks = 1 + (picked > picked.gather(-1, tokens)).sum(-1)
-    written = rows_of(tokens[:, 0], logp.gather(-1, tokens)[:, 0], ranks, ids, logp.gather(-1, ids))
+    written = logprob_rows(tokens[:, 0], logp.gather(-1, tokens)[:, 0], ranks, ids, logp.gather(-1, ids))
     ring[int(entry), b, w, : words(count)] = written

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from espalier.kernels.attention.ancestor_bits import pack
+from espalier.kernels.attention.ancestor_bits import pack_bits
 from espalier.kernels.ops.rope import Rotation, rotate
 from espalier.kernels.ops.state import page_rows
 from espalier.kernels.runtime.op import op
@@ -203,7 +203,7 @@ def select_rows(scores: Tensor, length: Tensor, page_table: Tensor, page_size: i
     order = committed.logical_not().to(torch.uint8).argsort(dim=2, stable=True)[..., :width]
     keep = torch.arange(width, device=scores.device) < count[..., None]
     rows = page_rows(page_table, order.flatten(1), page_size, keep.flatten(1)).view(order.shape)
-    return SelectedRows(rows.int(), count, pack(staged))
+    return SelectedRows(rows.int(), count, pack_bits(staged))
 
 
 @dataclass(frozen=True)

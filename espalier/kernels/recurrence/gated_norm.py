@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.quantise_rows import empty_rounded, over_scale, scale_of
-from espalier.kernels.layers.quantised import FP8_MAX, InputScales, Rows
+from espalier.kernels.layers.quantise_rows import allocate_rounded_rows, divide_by_scale, fp8_scale
+from espalier.kernels.layers.quantised import FP8_MAX, InputRows, InputScales
 from espalier.kernels.ops.states import OutputGate, rounds_groups
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two
@@ -26,7 +26,7 @@ VALUES = 512
 def _gated_norm_kernel(
     x_ptr, gate_ptr, weight_ptr, out_ptr, scales_ptr, static_ptr, num_rows, gate_stride,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, SHARE: tl.constexpr, STEP: tl.constexpr, GATE_FIRST: tl.constexpr,
-    EPS: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
+    EPS: tl.constexpr, EXACT: tl.constexpr, FP8_MAX: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """scales_ptr: if not None, the result is rounded to FP8 as in quantise_rows.py, with a scale for each group."""
@@ -50,20 +50,22 @@ def _gated_norm_kernel(
         out = x.to(x_ptr.dtype.element_ty).to(EXACT) * gate
     if scales_ptr is not None:
         out = out.to(x_ptr.dtype.element_ty).to(EXACT)
-        scale = scale_of(tl.max(tl.abs(out), 1), static_ptr, MOST)
-        out = over_scale(out, scale[:, None], static_ptr, MOST)
+        scale = fp8_scale(tl.max(tl.abs(out), 1), static_ptr, FP8_MAX)
+        out = divide_by_scale(out, scale[:, None], static_ptr, FP8_MAX)
         tl.store(scales_ptr + row * GROUPS + group, scale, mask=row < num_rows)
     tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def gated_norm(read: Tensor, gate: OutputGate, weight: Tensor, eps: float, rounding: InputScales | None = None) -> Rows:
+def gated_norm(
+    read: Tensor, gate: OutputGate, weight: Tensor, eps: float, rounding: InputScales | None = None
+) -> InputRows:
     """See ops/states.py.  Tolerance: two ulps of the reference.  The rounded result equals the unrounded result after
     quantise_rows."""
     read = read.contiguous()
     num_rows, groups, size = read.shape
     if rounding is not None and not rounds_groups(size, groups, rounding):
         raise EspalierError(f"a gated norm of groups of {size} columns is not rounded in groups of {rounding.group}")
-    rounded = None if rounding is None else empty_rounded(read.flatten(1), rounding)
+    rounded = None if rounding is None else allocate_rounded_rows(read.flatten(1), rounding)
     out = torch.empty_like(read) if rounded is None else rounded.values
     if not num_rows:
         return out.flatten(1) if rounded is None else rounded
@@ -80,7 +82,7 @@ def gated_norm(read: Tensor, gate: OutputGate, weight: Tensor, eps: float, round
         GATE_FIRST=gate.is_first,
         EPS=eps,
         EXACT=exact_type(read.dtype),
-        MOST=FP8_MAX,
+        FP8_MAX=FP8_MAX,
         BLOCK_R=block_r,
         BLOCK=block,
         num_warps=4 if block >= 512 else 2,

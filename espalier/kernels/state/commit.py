@@ -12,17 +12,17 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.ops.state import EMPTY, checked_copies
+from espalier.kernels.ops.state import EMPTY_COLUMN, check_copies
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, oversubscribed, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-LARGEST_BLOCK = 2048
+MAX_BLOCK = 2048
 # Bytes that a warp copies at once: 16 per thread, the widest access.
 WARP_BYTES = 512
 # Layers per program, if one program per layer would be more programs than the chip can start quickly.
-LAYERS_A_PROGRAM = 4
-TENSORS_A_LAUNCH = 2
+LAYERS_PER_PROGRAM = 4
+TENSORS_PER_LAUNCH = 2
 
 
 @kernel
@@ -53,7 +53,7 @@ def _commit_kernel(
 
 def commit_rows(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
     """See ops/state.py.  The kernel copies bytes, so the result equals the reference's."""
-    staged, committed = checked_copies(staged, committed, source, rows)
+    staged, committed = check_copies(staged, committed, source, rows)
     if not source.shape[0]:
         return
     # Layers may have any order in memory, but the values of one row must be contiguous.
@@ -63,17 +63,17 @@ def commit_rows(staged: Sequence[Tensor], committed: Sequence[Tensor], source: T
                 f"commit needs rows of tensor {i % len(staged)} that are contiguous, and their strides are "
                 f"{buffer.stride()}"
             )
-    for first in range(0, len(staged), TENSORS_A_LAUNCH):
-        some = slice(first, first + TENSORS_A_LAUNCH)
+    for first in range(0, len(staged), TENSORS_PER_LAUNCH):
+        some = slice(first, first + TENSORS_PER_LAUNCH)
         _launch(staged[some], committed[some], source.contiguous(), rows.contiguous())
 
 
 def _launch(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
-    missing = TENSORS_A_LAUNCH - len(staged)
+    missing = TENSORS_PER_LAUNCH - len(staged)
     sizes = [buffer.shape[2] * buffer.shape[3] for buffer in committed]
-    blocks = [min(power_of_two(size), LARGEST_BLOCK) for size in sizes]
+    blocks = [min(power_of_two(size), MAX_BLOCK) for size in sizes]
     count, layers = source.shape[0], committed[0].shape[0]
-    layers_per_program = LAYERS_A_PROGRAM if oversubscribed(count * layers, chip(source)) else 1
+    layers_per_program = LAYERS_PER_PROGRAM if oversubscribed(count * layers, chip(source)) else 1
     _commit_kernel[(count, -(-layers // layers_per_program))](
         *(*staged, *[None] * missing),
         *(*committed, *[None] * missing),
@@ -90,7 +90,7 @@ def _launch(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tenso
     )
 
 
-MOST_FIELDS = 10
+MAX_FIELDS = 10
 
 
 def write_results(ring: Tensor, entry: Tensor, fields: Mapping[int, Tensor]) -> None:
@@ -102,22 +102,22 @@ def write_results(ring: Tensor, entry: Tensor, fields: Mapping[int, Tensor]) -> 
         dtype = torch.float32 if field.dtype == torch.float32 else torch.int64
         require(f"write_results: the field of column {start}", field, (batch, -1), dtype, ring)
     ends = [start + field.shape[1] for start, field in fields.items()]
-    if len(fields) > MOST_FIELDS or max(ends) > width or batch > rows:
+    if len(fields) > MAX_FIELDS or max(ends) > width or batch > rows:
         raise EspalierError(
             f"write_results: {len(fields)} fields of {batch} rows up to column {max(ends)} need a ring that holds "
-            f"them, {MOST_FIELDS} fields at most, and it is {list(ring.shape)}: take both from one layout"
+            f"them, {MAX_FIELDS} fields at most, and it is {list(ring.shape)}: take both from one layout"
         )
     if ring.stride(2) != 1:
         raise EspalierError(f"write_results: the ring's columns have stride {ring.stride(2)}, not 1")
     if batch:
-        missing = MOST_FIELDS - len(fields)
+        missing = MAX_FIELDS - len(fields)
         block = power_of_two(width)
         _write_results_kernel[(batch,)](
             *(ring, entry, *ring.stride()[:2], width),
             *(*(field.contiguous() for field in fields.values()), *[None] * missing),
             **{f"START_{i}": start for i, start in enumerate([*fields, *[0] * missing])},
             **{f"END_{i}": end for i, end in enumerate([*ends, *[0] * missing])},
-            NOTHING=EMPTY,
+            NOTHING=EMPTY_COLUMN,
             BLOCK=block,
             num_warps=min(max(block // 128, 1), 8),
             **pdl_arguments(chip(ring)),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from espalier.attention import Pass
-from espalier.kernels.layers.quantised import Rows
+from espalier.kernels.layers.quantised import InputRows
 from espalier.kernels.ops.rope import HeadNorms
 from espalier.models.layers.decoder import of_kept
 from espalier.models.layers.linear import Linear
@@ -60,11 +60,11 @@ class AttentionBlock:
     __slots__ = ()
     sink: Tensor | None = None
 
-    def write(self, layer: int, rows: Rows, p: Pass) -> Tensor:
+    def write(self, layer: int, rows: InputRows, p: Pass) -> Tensor:
         """Write what the layer keeps of rows [N, in]: K and V, or latents.  Returns the result of Pass.write."""
         raise NotImplementedError
 
-    def gate(self, rows: Rows, kept: Tensor | None) -> Tensor | None:
+    def gate(self, rows: InputRows, kept: Tensor | None) -> Tensor | None:
         """Returns the gates of the attention's output, [N, heads] or [N, heads · size]; None without gates.
         rows: [N, in].  kept: the indices of the rows that the layer goes on with; None: all."""
         return None
@@ -73,7 +73,7 @@ class AttentionBlock:
         """The attention's output [B, Q, heads, size] -> [B · Q, hidden], or parts of it as RMSNorm.after takes them."""
         raise NotImplementedError
 
-    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
+    def __call__(self, layer: int, rows: InputRows, s: Stream, p: Pass) -> Tensor | Unsummed:
         """Returns the block's output for the rows.  See Mixer."""
         q, kept = self.write(layer, rows, p), p.kept(layer)
         gate = self.gate(rows, kept)
@@ -101,18 +101,18 @@ class Attention(AttentionBlock):
     wide_norms: WideNorms | None = None
     output_gate: OutputGate | None = None
 
-    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, InputRows]:
         """Returns (x + delta, the norm of that sum as qkv takes it).  See stream.py:Reader."""
         # With a gate, the norm is not rounded: the gate may have another format than q, k and v.
         return self.qkv.read(norm, delta, x) if self.output_gate is None else norm.after(delta, x)
 
-    def write(self, layer: int, rows: Rows, p: Pass) -> Tensor:
+    def write(self, layer: int, rows: InputRows, p: Pass) -> Tensor:
         qkv = self.qkv.in_parts(rows) if self.wide_norms is None else self.wide_norms.of(self.qkv(rows))
         heads = qkv.view(*qkv.shape[:-1], self.num_heads, qkv.shape[-1] // self.num_heads)
         q, scales = p.write(layer, heads, p.rotation(self.rope), self.norms), self.rope.query_scales
         return q if scales is None else q * p.at_positions(layer, scales)
 
-    def gate(self, rows: Rows, kept: Tensor | None) -> Tensor | None:
+    def gate(self, rows: InputRows, kept: Tensor | None) -> Tensor | None:
         if self.output_gate is None:
             return None
         assert isinstance(rows, Tensor)
@@ -134,11 +134,11 @@ class GatedAttention:
     rope: RopeTables
     norms: HeadNorms
 
-    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, InputRows]:
         """Returns (x + delta, the norm of that sum as qkv takes it).  See stream.py:Reader."""
         return self.qkv.read(norm, delta, x)
 
-    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
+    def __call__(self, layer: int, rows: InputRows, s: Stream, p: Pass) -> Tensor | Unsummed:
         """Returns the block's output for the rows.  See decoder.py:Mixer."""
         made = self.qkv(rows).unflatten(1, (-1, self.head_size))
         q, gate = made[:, : 2 * self.heads].unflatten(1, (self.heads, 2)).unbind(2)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.attention import Pass
-from espalier.kernels.layers.quantised import InputScales, RoundedRows, Rows
+from espalier.kernels.layers.quantised import InputRows, InputScales, RoundedRows
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.drafts import DraftHidden, EmbeddingTables, embed_rows
 from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
@@ -38,23 +38,23 @@ class Linear:
         """How a norm must round RoundedRows for this layer; None: the layer takes only plain tensors."""
         return self.weight.rounding
 
-    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, InputRows]:
         """Returns (x + delta, the norm of that sum as this layer takes it).  See stream.py:Reader."""
         rounding = self.weight.rounding
         return norm.after(delta, x) if rounding is None else norm.rounded_after(delta, x, rounding)
 
-    def __call__(self, x: Rows) -> Tensor:
+    def __call__(self, x: InputRows) -> Tensor:
         """x [..., in] -> a new tensor [..., out]."""
         if isinstance(x, RoundedRows) or x.ndim == 2:
             return self.weight.apply(x, self.bias)
         return self.weight.apply(x.reshape(-1, x.shape[-1]), self.bias).view(*x.shape[:-1], self.shape[0])
 
-    def for_stream(self, x: Rows) -> Tensor | Unsummed:
+    def for_stream(self, x: InputRows) -> Tensor | Unsummed:
         """Returns the result of in_parts; if ranks divide the columns, as Unsummed, which the next norm sums."""
         product: Tensor | Unsummed = self.weight.for_stream(x, self.bias)
         return product
 
-    def in_parts(self, x: Rows) -> Tensor:
+    def in_parts(self, x: InputRows) -> Tensor:
         """x [rows, in] -> [rows, out], or partial sums [parts, rows, out] float32, which RMSNorm.after adds."""
         return self.weight.parts(x, self.bias)
 
@@ -62,7 +62,7 @@ class Linear:
         """x [rows, in] -> partial sums in out [weight.num_parts(rows), rows, out], float32 at least."""
         self.weight.write_parts(x, self.bias, out)
 
-    def gated(self, x: Rows, activation: Activation = SILU) -> Tensor:
+    def gated(self, x: InputRows, activation: Activation = SILU) -> Tensor:
         """x [rows, in] -> the activation [rows, inner].
         The weight stacks gate and up, [2·inner, in]; if the activation has no gate, it is up alone."""
         return self.weight.gated(x, self.bias, activation)

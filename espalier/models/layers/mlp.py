@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.kernels.layers.linear_plans import TritonPlan
-from espalier.kernels.layers.quantised import InputScales, Rows
+from espalier.kernels.layers.quantised import InputRows, InputScales
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.experts import (
     MAX_SHARED_ROWS,
@@ -21,7 +21,7 @@ from espalier.kernels.ops.experts import (
     scale_by_gate,
 )
 from espalier.kernels.ops.linear import linear_parts
-from espalier.kernels.ops.norm import norm_router, rounds_norm, takes_router
+from espalier.kernels.ops.norm import can_round_norm, norm_router, supports_norm_router
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import AnyNorm, Delta, Normed, is_rounded_before, summed
 from espalier.models.weight_formats.sharded import Unsummed
@@ -37,18 +37,18 @@ class GatedMLP:
     down: Linear
     activation: Activation = SILU
 
-    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, InputRows]:
         """Returns (x + delta, the norm of that sum as gate_up takes it).  See stream.py:Reader."""
         return self.gate_up.read(norm, delta, x)
 
-    def __call__(self, x: Rows, live: Tensor | None = None) -> Tensor | Unsummed:
+    def __call__(self, x: InputRows, live: Tensor | None = None) -> Tensor | Unsummed:
         """[B·Q, hidden] -> [B·Q, hidden], or parts of the result as RMSNorm.after takes them.
 
         live: not used: a dense MLP computes every row.  MixtureMLP has the same argument.
         """
         return self.down.for_stream(self.gate_up.gated(x, self.activation))
 
-    def in_parts(self, x: Rows) -> Tensor:
+    def in_parts(self, x: InputRows) -> Tensor:
         """[B·Q, hidden] -> [B·Q, hidden], or parts whose sum is the result.  Each rank returns its own, not summed."""
         return self.down.in_parts(self.gate_up.gated(x, self.activation))
 
@@ -78,7 +78,7 @@ class RoutedRows(NamedTuple):
     """
 
     x: Tensor
-    of_experts: Rows
+    of_experts: InputRows
     logits: Tensor
 
 
@@ -123,7 +123,7 @@ class MixtureMLP:
         the norm also rounds them.
         """
         rounding = rounding_in_norm(self.gate_up, x)
-        own = summed(delta) if takes_router(x) and not isinstance(delta, Normed) else None
+        own = summed(delta) if supports_norm_router(x) and not isinstance(delta, Normed) else None
         if own is not None and norm.weight is not None:
             total, normed, rounded, logits = norm_router.triton(own, x, norm.weight, norm.eps, self.router, rounding)
             return total, RoutedRows(normed, rounded, logits)
@@ -142,7 +142,7 @@ class MixtureMLP:
         parts = self._mixed(*routed, live)
         return parts if self.shards.count == 1 else Unsummed(parts, self.shards, routed.x.dtype)
 
-    def _mixed(self, x: Tensor, of_experts: Rows, logits: Tensor, live: Tensor | None) -> Tensor:
+    def _mixed(self, x: Tensor, of_experts: InputRows, logits: Tensor, live: Tensor | None) -> Tensor:
         ids, weights = route(logits, self.bias, self.routing, self.scale)
         if self.shared_tiles is not None and len(x) <= MAX_SHARED_ROWS:
             return grouped_experts(
@@ -159,7 +159,7 @@ class MixtureMLP:
         return parts
 
 
-def _write_gated(shared: GatedMLP, gate: Linear, x: Tensor, rows: Rows, out: Tensor) -> None:
+def _write_gated(shared: GatedMLP, gate: Linear, x: Tensor, rows: InputRows, out: Tensor) -> None:
     """Write the shared MLP's result, scaled by its gate, to out [N, H].  rows: x in the form that the MLP takes."""
     weight = gate.weight.dense_tensor()
     if weight is None:
@@ -168,7 +168,7 @@ def _write_gated(shared: GatedMLP, gate: Linear, x: Tensor, rows: Rows, out: Ten
         scale_by_gate(shared.in_parts(rows), x, weight, out)
 
 
-def _rows_of_shared(shared: GatedMLP, gate_up: ExpertMatrix, x: Tensor, of_experts: Rows) -> Rows:
+def _rows_of_shared(shared: GatedMLP, gate_up: ExpertMatrix, x: Tensor, of_experts: InputRows) -> InputRows:
     """Returns the rows in the form that the shared MLP takes.
     The result is `of_experts` if those rows are already rounded as the shared MLP would round them, else x."""
     rounding = shared.gate_up.rounding
@@ -182,7 +182,7 @@ def rounding_in_norm(gate_up: ExpertMatrix, x: Tensor) -> InputScales | None:
     """How the launch of the norm of x also rounds its result for the routed experts; None: it does not round."""
     if isinstance(gate_up, Tensor) or gate_up.inputs is None or gate_up.order is not None or not x.is_cuda:
         return None
-    return gate_up.inputs if rounds_norm(x.shape[1], gate_up.inputs) else None
+    return gate_up.inputs if can_round_norm(x.shape[1], gate_up.inputs) else None
 
 
 def _as_tiles(shared: GatedMLP, gate_up: ExpertMatrix, down: ExpertMatrix) -> SharedExperts | None:

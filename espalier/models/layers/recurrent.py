@@ -7,8 +7,8 @@ from torch import Tensor
 
 from espalier.attention import Pass
 from espalier.cache.layer_spec import RecurrentState
-from espalier.kernels.layers.quantised import Rows
-from espalier.kernels.ops.norm import norm_router, takes_router
+from espalier.kernels.layers.quantised import InputRows
+from espalier.kernels.ops.norm import norm_router, supports_norm_router
 from espalier.kernels.ops.recurrence import ShortConv
 from espalier.kernels.ops.states import Columns, GateInputs, OutputGate, gated_norm, rounds_groups
 from espalier.models.layers.decoder import of_kept
@@ -45,11 +45,11 @@ class Mamba2:
         # The stored order is the gate, x, B, C, dt.
         self.columns = keeps.columns._replace(q=2 * inner + shared, k=2 * inner, v=inner)
 
-    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, InputRows]:
         """Returns (x + delta, the norm of that sum as `inputs` takes it).  See stream.py:Reader."""
         return self.inputs.read(norm, delta, x)
 
-    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
+    def __call__(self, layer: int, rows: InputRows, s: Stream, p: Pass) -> Tensor | Unsummed:
         """Returns the block's output for the rows [N, H].  See decoder.py:Mixer."""
         inputs, keeps = self.inputs(rows), self.keeps
         low, high = self.limits
@@ -72,11 +72,11 @@ class GatedConv:
     conv: ShortConv
     out: Linear
 
-    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, InputRows]:
         """Returns (x + delta, the norm of that sum as `gates` takes it).  See stream.py:Reader."""
         return self.gates.read(norm, delta, x)
 
-    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
+    def __call__(self, layer: int, rows: InputRows, s: Stream, p: Pass) -> Tensor | Unsummed:
         """Returns the block's output for the rows [N, H].  See decoder.py:Mixer."""
         before, behind, inputs = self.gates(rows).chunk(3, -1)
         convolved = p.write(layer, before * inputs, None, self.conv).flatten(0, 1)
@@ -122,14 +122,14 @@ class DeltaNet:
             self.columns = keeps.columns._replace(k=keeps.k_size, v=2 * keeps.k_size, k_step=step, v_step=step)
             self.z_at = 2 * keeps.k_size + of_group
 
-    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, tuple[Rows, Tensor]]:
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, tuple[InputRows, Tensor]]:
         """Returns (x + delta, (the norm of that sum as qkvz takes it, the product of that norm with ba)).
 
         See stream.py:Reader.  For a few rows one launch computes the norm and the product with ba.  If qkvz takes
         rounded inputs, the launch of the norm also rounds them.
         """
         rounding = self.qkvz.rounding if is_rounded_before(x, x.shape[1], self.qkvz.rounding) else None
-        of_ba = self.ba.weight.dense_tensor() if takes_router(x) else None
+        of_ba = self.ba.weight.dense_tensor() if supports_norm_router(x) else None
         own = None if of_ba is None or isinstance(delta, Normed) else summed(delta)
         if of_ba is not None and own is not None and norm.weight is not None:
             total, _, of_qkvz, ba = norm_router.triton(own, x, norm.weight, norm.eps, of_ba, rounding, x.dtype)
@@ -137,7 +137,7 @@ class DeltaNet:
         total, normed, of_qkvz = norm.both_after(delta if own is None else own, x, rounding)
         return total, (of_qkvz, self.ba(normed))
 
-    def __call__(self, layer: int, rows: tuple[Rows, Tensor], s: Stream, p: Pass) -> Tensor | Unsummed:
+    def __call__(self, layer: int, rows: tuple[InputRows, Tensor], s: Stream, p: Pass) -> Tensor | Unsummed:
         """Returns the block's output for the rows [N, H].  See decoder.py:Mixer."""
         qkvz, ba = self.qkvz(rows[0]), rows[1]
         q = p.write(layer, qkvz, self._gates(ba), self.conv, self.columns)
@@ -152,7 +152,7 @@ class DeltaNet:
         return GateInputs(ba[:, apart:], ba, self.A_log, self.dt_bias, self.share, step)
 
 
-def _gated_norm(read: Tensor, gate: OutputGate, norm: RMSNorm, out: Linear) -> Rows:
+def _gated_norm(read: Tensor, gate: OutputGate, norm: RMSNorm, out: Linear) -> InputRows:
     """Returns the normed and gated rows in the form that `out` takes.
     If `out` takes rounded inputs and the launch of the norm can round them, that launch does it."""
     rounding, (groups, size) = out.rounding, read.shape[1:]
