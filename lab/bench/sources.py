@@ -38,7 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 CHOOSERS = (
     (GraftedDrafter, "_graft"),
     (GraftedDrafter, "_guesses_alone"),
-    (Tree, "best"),
+    (Tree, "best_nodes"),
     (Guesses, "ask"),
     (Guesses, "of_round"),
     (Guesses, "count"),

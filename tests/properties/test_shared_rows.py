@@ -64,7 +64,7 @@ def at_random(tree: Tree, rows: int) -> torch.Tensor:
     return BEST(tree._replace(scores=torch.where(tree.tokens == VOID, -torch.inf, least.float())), rows)
 
 
-BEST = Tree.best
+BEST = Tree.best_nodes
 
 
 FULL = pytest.mark.full
@@ -88,7 +88,7 @@ def test_tokens_are_plain_decodings_as_many_as_the_chosen_nodes_say(
     algorithm, sharing, overlap, rows, styles, monkeypatch
 ):
     if sharing == "at random":
-        monkeypatch.setattr(Tree, "best", at_random)
+        monkeypatch.setattr(Tree, "best_nodes", at_random)
     setup = replace(SHARED, algorithm=algorithm, overlap=overlap, shared_rows=rows, text_paths=rows % 2)
     watch = Watch(setup.engine(), algorithm, reference_of(setup), (TOKENS, CONSERVED))
     run_watched(watch, traffic(styles))
