@@ -101,7 +101,7 @@ def _attend_scores(scores, v, seen, scale, max_score, sum_weights, acc, MASKED: 
     new_max = tl.maximum(max_score, tl.max(scores, 1))
     # All scores are -inf until the first visible row; -inf - -inf would be NaN.
     scaled_max = tl.where(new_max == float("-inf"), 0.0, new_max * scale)
-    weights = tl.exp2(tl.fma(scores, scale, -_shift_exponent(scaled_max, v.dtype)[:, None]))
+    weights = tl.exp2(tl.fma(scores, scale, -shift_exponent(scaled_max, v.dtype)[:, None]))
     decay = tl.exp2(tl.fma(max_score, scale, -scaled_max))
     sum_weights = tl.fma(sum_weights, decay, tl.sum(weights, 1))
     acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
@@ -109,7 +109,7 @@ def _attend_scores(scores, v, seen, scale, max_score, sum_weights, acc, MASKED: 
 
 
 @kernel
-def _shift_exponent(exponent, dtype: tl.constexpr):
+def shift_exponent(exponent, dtype: tl.constexpr):
     """Subtract 15 from the exponent for float16: weights in float16 are stored times 2^15.
 
     A weight is at most 1, and float16's smallest number is 2^-24.  Many rows may each have a smaller weight, and yet
@@ -121,10 +121,10 @@ def _shift_exponent(exponent, dtype: tl.constexpr):
 
 
 @kernel
-def _lse(max_score, sum_weights, scale, dtype: tl.constexpr):
-    """The log-sum-exp in base 2.  sum_weights: the sum of weights as `dtype` stores them, see _shift_exponent."""
+def lse_of(max_score, sum_weights, scale, dtype: tl.constexpr):
+    """The log-sum-exp in base 2.  sum_weights: the sum of weights as `dtype` stores them, see shift_exponent."""
     divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)
-    lse = tl.fma(max_score, scale, _shift_exponent(tl.log2(divisor), dtype))
+    lse = tl.fma(max_score, scale, shift_exponent(tl.log2(divisor), dtype))
     return tl.where(sum_weights == 0.0, float("-inf"), lse)
 
 
@@ -186,7 +186,6 @@ def _load_tiles(tiles, row, exists, MASKED: tl.constexpr, CONSTANTS: tl.constexp
     return first, second
 
 
-# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @kernel
 def _attend_unmasked_blocks(q, table, tiles, low, high, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr):
@@ -303,17 +302,6 @@ def sink_share(lse, sink_ptr, head):
 
 
 @kernel
-def _with_sink(out, lse, sink_ptr, head, SINK: tl.constexpr):
-    """Return a tile's out [M, V] after the sinks of its heads [M] have joined the softmax.
-
-    lse: [M], the log-sum-exp without the sinks.
-    """
-    if SINK:
-        out = out * sink_share(lse, sink_ptr, head)[:, None]
-    return out
-
-
-@kernel
 def _write(out_ptr, lse_ptr, row, acc, lse, query_exists, V_SIZE: tl.constexpr, BLOCK_V: tl.constexpr):
     """Write a tile's results to rows `row` [M] of out [rows, V_SIZE] and lse [rows].  Padding queries are skipped."""
     size = tl.arange(0, BLOCK_V)
@@ -337,9 +325,10 @@ def write_work_item(
     divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)
     # One division per query instead of one per value.
     out = times_scale(acc * (1.0 / divisor)[:, None], v_scale_ptr, kv_head)
-    lse = _lse(max_score, sum_weights, scale, dtype)
+    lse = lse_of(max_score, sum_weights, scale, dtype)
     if request_splits == 1:
-        out = _with_sink(out, lse, sink_ptr, head, SINK)
+        if SINK:
+            out = out * sink_share(lse, sink_ptr, head)[:, None]
         row = (request * queries + query) * HEADS + head
         _write(out_ptr, lse_ptr, row, out, lse * 0.6931471805599453, query_exists, V_SIZE, BLOCK_V)
     else:

@@ -54,7 +54,6 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip
 
 
-# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @kernel(do_not_specialize=["batch"])
 def _latent_attention_kernel(

@@ -67,7 +67,6 @@ def _queries(q_ptr, offsets, exists, FP8: tl.constexpr, SIZE: tl.constexpr, BLOC
     return q
 
 
-# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @kernel(do_not_specialize=["batch"])
 def _tree_attention_kernel(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
+from espalier.kernels.attention.attention_blocks import lse_of, shift_exponent, sink_share
 from espalier.kernels.attention.work_items import block_index, load_work_item, trigger_merge, work_item_of
 from espalier.kernels.hopper.work import stage_of, wait_until_empty, wait_until_full, work_item_extent
 from espalier.kernels.runtime.jit import gluon_kernel
@@ -36,7 +37,6 @@ class Queries(NamedTuple):
     first_masked_staged: Any
 
 
-# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel
 def packed_queries(plan, item, first_packed, positions, CONSTANTS: gl.constexpr, SCORES: gl.constexpr):
@@ -119,22 +119,6 @@ def _mask(scores, t, queries, extent, CONSTANTS: gl.constexpr, SCORES: gl.conste
         if CONSTANTS.STAGED == 2:
             scores = _mask_tree(scores, node, queries, extent.high, WINDOW, BLOCK_N, SCORES)
     return scores
-
-
-@gluon_kernel
-def shift_exponent(exponent, dtype: gl.constexpr):
-    """Subtract 15 from the exponent for float16, see kernels/attention/attention_blocks.py:_shift_exponent."""
-    if dtype == gl.float16:
-        exponent = exponent - 15.0
-    return exponent
-
-
-@gluon_kernel
-def lse_of(max_score, sum_weights, scale, dtype: gl.constexpr):
-    """The log-sum-exp in base 2, see kernels/attention/attention_blocks.py:_lse."""
-    divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
-    lse = gl.fma(max_score, scale, shift_exponent(gl.log2(divisor), dtype))
-    return gl.where(sum_weights == 0.0, float("-inf"), lse)
 
 
 @gluon_kernel
@@ -297,21 +281,6 @@ def _write(
 
 
 @gluon_kernel
-def _with_sink(
-    out, lse, sink_ptr, first_packed, head,
-    GROUP_SIZE: gl.constexpr, SINK: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
-):
-    """Let the sinks of 64 packed queries join the softmax, see kernels/attention/attention_blocks.py:_with_sink."""
-    if SINK:
-        packed = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-        sink = gl.load(sink_ptr + head * GROUP_SIZE + packed % GROUP_SIZE).to(gl.float32)
-        finite = gl.where(lse == float("-inf"), 0.0, lse)
-        share = 1.0 / (1.0 + gl.exp2(gl.fma(sink, 1.4426950408889634, -finite)))
-        out = out * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, OUT)), 1)
-    return out
-
-
-@gluon_kernel
 def _write_work_item(
     results, v_scale_ptr, scale, out, max_score, sum_weights, plan, item, first_packed,
     dtype: gl.constexpr, SINK: gl.constexpr, CONSTANTS: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
@@ -330,7 +299,10 @@ def _write_work_item(
     lse = lse_of(max_score, sum_weights, scale, dtype)
     if item.request_splits == 1:
         at = item.request
-        out = _with_sink(out, lse, sink_ptr, first_packed, head, GROUP_SIZE, SINK, SCORES, OUT)
+        if SINK:
+            packed = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
+            share = sink_share(lse, sink_ptr, head * GROUP_SIZE + packed % GROUP_SIZE)
+            out = out * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, OUT)), 1)
         lse = lse * 0.6931471805599453
         _write(out_ptr, lse_ptr, at, queries, out, lse, first_packed, head, KV_HEADS, GROUP_SIZE, SIZE, OUT)
     else:

@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from espalier.errors import EspalierError
+from espalier.kernels.hopper.work import make_barriers
 from espalier.kernels.layers.activation import silu_times
 from espalier.kernels.runtime.jit import gluon_kernel
 from espalier.kernels.runtime.launch import HOPPER, Chip, aligned_for_copies, chip, require, tma_descriptor
@@ -84,7 +85,6 @@ class Stages(NamedTuple):
     empty: Any
 
 
-# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel
 def _num_tiles(sizes, BLOCKS: gl.constexpr):
@@ -172,11 +172,7 @@ def _hopper_gated_kernel(
     """x [num_rows, num_in], weight [2 · num_out, num_in] and out [num_rows, num_out] are TMA descriptors."""
     BLOCKS: gl.constexpr = Blocks(BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, ROW_BLOCKS)
     dtype: gl.constexpr = x_descriptor.dtype
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        hopper.mbarrier.init(full.index(stage), count=1)
-        hopper.mbarrier.init(empty.index(stage), count=2)
+    full, empty = make_barriers(STAGES, 1, 2)
     stages = Stages(
         gl.allocate_shared_memory(dtype, [STAGES, BLOCK_ROWS, BLOCK_IN], x_descriptor.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 2 * BLOCK_OUT, BLOCK_IN], weight_descriptor.layout),

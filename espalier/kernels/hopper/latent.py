@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
+from espalier.kernels.attention.attention_blocks import lse_of
 from espalier.kernels.attention.work_items import (
     ALL_CONTIGUOUS,
     UNKNOWN,
@@ -21,7 +22,7 @@ from espalier.kernels.attention.work_items import (
     wait_and_count_splits,
     work_item_of,
 )
-from espalier.kernels.hopper.attend import attend_work_item, lse_of, make_queries, packed_queries
+from espalier.kernels.hopper.attend import attend_work_item, make_queries, packed_queries
 from espalier.kernels.hopper.config import LATENT_BLOCK_N, ROPE_SIZE, V_SIZE, WEIGHT_SLOTS, HopperLatentConfig
 from espalier.kernels.hopper.load import convert_work_items, load_work_items
 from espalier.kernels.hopper.work import (
@@ -39,7 +40,6 @@ from espalier.kernels.runtime.jit import gluon_kernel
 from espalier.kernels.runtime.launch import tma_descriptor
 
 
-# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel
 def copy_queries(
@@ -183,7 +183,6 @@ REGISTERS_AT_LAUNCH, VALUE_REGISTERS, LOAD_REGISTERS = 168, 200, 72
 FP8_LOAD_WARPS, CONVERT_WARPS = 2, 2
 
 
-# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel(do_not_specialize=["batch"])
 def hopper_latent_kernel(

@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
+from espalier.kernels.attention.attention_blocks import lse_of, shift_exponent
 from espalier.kernels.attention.work_items import (
     WorkPlan,
     block_index,
@@ -23,7 +24,6 @@ from espalier.kernels.attention.work_items import (
     wait_and_count_splits,
     work_item_of,
 )
-from espalier.kernels.hopper.attend import lse_of, shift_exponent
 from espalier.kernels.hopper.config import FEW_BLOCK_N, FEW_MAX_QUERIES, HopperLatentFewConfig
 from espalier.kernels.hopper.latent import block_arguments, copy_queries
 from espalier.kernels.hopper.load import load_work_items
@@ -35,7 +35,6 @@ LOAD_WARPS = 4
 REGISTERS_AT_LAUNCH, LOAD_REGISTERS = 200, 152
 
 
-# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel
 def _visible(t, plan, extent, bits_ptr, KEYS: gl.constexpr, CONSTANTS: gl.constexpr):

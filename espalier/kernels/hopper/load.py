@@ -77,7 +77,6 @@ def _element_offset(row_offset, stride, SMALL: gl.constexpr):
     return product
 
 
-# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel
 def _copy_rows(

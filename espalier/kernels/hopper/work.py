@@ -88,7 +88,6 @@ class WorkItemExtent(NamedTuple):
     num_blocks: Any
 
 
-# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel
 def make_stages(

@@ -132,7 +132,6 @@ def block_conv_norm(
         _block_conv_norm_kernel[(rows,)](
             *(parts.contiguous(), coefficients.contiguous(), base.contiguous(), residual.contiguous()),
             *(weight.contiguous(), total, out, rows * size, width),
-            # A constexpr argument, because a run-time eps would be rounded to float32.
             EPS=eps,
             SIZE=size,
             GROUPS=groups,

@@ -41,7 +41,6 @@ def embed_rows(
         queries,
         *(*tokens.stride(), *positions.stride(), *hidden.stride()[:2]),
         *((0, 0) if parents is None else parents.stride()),
-        # eps is a constexpr argument, because run-time arguments are rounded to float32.
         EMBED_EPS=0.0 if draft is None else draft.embed_eps,
         HIDDEN_EPS=0.0 if draft is None else draft.hidden_eps,
         SIZE=size,

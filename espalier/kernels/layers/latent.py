@@ -303,7 +303,6 @@ def _rotation(
         *(rotation.cos.stride(0), rotation.sin.stride(0), rows.stride(0), plane.stride(0)),
     )
     constants = {
-        # eps is a constexpr argument, because run-time arguments are rounded to float32.
         "EPS": form.eps,
         "HEADS": heads,
         "RANK": size - rotary,

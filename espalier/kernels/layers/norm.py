@@ -129,7 +129,6 @@ def _launch(
     _rms_norm_kernel[(rows,)](
         *(x, addend, weight.contiguous(), x if total is None else total, out),
         *(x.stride(0), addend.stride(-2), addend.stride(0)),
-        # A constexpr argument, because a run-time eps would be rounded to float32.
         EPS=eps,
         SIZE=size,
         SPLITS=0 if delta is None else delta.shape[0] if delta.ndim == 3 else 1,
@@ -229,7 +228,6 @@ def norm_router(
     _norm_router_kernel[rows, -(-num_experts // block_e)](
         residual, parts, weight, router, total, out, logits,
         residual.stride(0), parts.stride(1), parts.stride(0), num_experts,
-        # A constexpr argument, because a run-time eps would be rounded to float32.
         EPS=eps, SIZE=size, SPLITS=parts.shape[0], BLOCK=block, BLOCK_E=block_e, num_warps=warps_for(block),
         **store_rounded_arguments(rounded, rounding, block), **pdl_arguments(chip(residual)),
     )  # fmt: skip

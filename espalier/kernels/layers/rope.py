@@ -165,7 +165,6 @@ def rotate_and_store(
             *((None, None) if scales is None else (scales.k, scales.v)),
             *(*parts.stride()[:3], *out.stride()[:2], rotation.cos.stride(0), rotation.sin.stride(0)),
             *(rows.stride(0), *k_buffer.stride()[:2], *v_buffer.stride()[:2]),
-            # constexpr: as a run-time argument eps would be rounded to float32.
             EPS=eps,
             HEADS=heads,
             KV_HEADS=kv_heads,

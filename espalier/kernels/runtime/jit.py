@@ -88,3 +88,24 @@ def rounded_values(values, scale, FP8_MAX: tl.constexpr):
     # Both comparisons are false for NaN, so it stays NaN.
     # A GPU has no direct conversion of float64 to FP8.  PyTorch too converts by way of float32.
     return tl.where(tl.abs(quotient) == float("inf"), float("nan"), clamped).to(tl.float32)
+
+
+@kernel
+def float_to_key(x):
+    """Convert floats to integers in the same order.  -0.0 is below 0.0.  key_to_float is the inverse."""
+    if x.dtype == tl.float32:
+        bits = x.to(tl.int32, bitcast=True)
+        key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    else:
+        bits = x.to(tl.int64, bitcast=True)
+        key = bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
+    return key
+
+
+@kernel
+def key_to_float(key):
+    if key.dtype == tl.int32:
+        x = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    else:
+        x = (key ^ ((key >> 63) & 0x7FFFFFFFFFFFFFFF)).to(tl.float64, bitcast=True)
+    return x

@@ -16,7 +16,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.jit import float_to_key, kernel, key_to_float
 from espalier.kernels.runtime.launch import Chip, chip, oversubscribed, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.sampling.logit_processors import (
@@ -32,7 +32,7 @@ from espalier.kernels.sampling.logit_processors import (
     row_args,
 )
 from espalier.kernels.sampling.noise import gumbel_at, noise_keys
-from espalier.kernels.sampling.top_k_top_p import draw_filtered, float_to_key, key_to_float
+from espalier.kernels.sampling.top_k_top_p import draw_filtered
 
 # Token ids per split: the fewest, and the most, for many rows.
 SPLIT = 2048
@@ -73,7 +73,6 @@ def pick_triton(
     keys = torch.empty(places, splits, dtype=exact, device=logits.device)
     ids = torch.empty(places, splits, dtype=torch.int32, device=logits.device)
     shared = ((offsets, *offsets.stride()), given, rows.arguments, drafted, queries, splits)
-    # A fused multiply-add rounds once where the reference rounds twice.
     exactly = {"COLUMNS": COLUMNS, "enable_fp_fusion": False, **pdl_arguments(gpu)}
     _best_of_split_kernel[(places, splits)](keys, ids, *shared, split, **block_sizes(logits), num_warps=4, **exactly)
     _merge_kernel[(places,)](

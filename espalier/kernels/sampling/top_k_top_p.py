@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.jit import float_to_key, kernel, key_to_float
 from espalier.kernels.sampling.logit_processors import process_logits
 from espalier.kernels.sampling.noise import gumbel_at
 
@@ -38,27 +38,6 @@ def load_processed_block(logits_ptr, start, vocab, exact: tl.constexpr, row, abo
 def probability_mass(x, top):
     """A token's mass as an integer, in units of 2**-40 of the likeliest token's mass.  Sums depend on no order."""
     return (tl.exp(x - top) * 1099511627776.0).to(tl.int64)
-
-
-@kernel
-def float_to_key(x):
-    """Convert floats to integers in the same order.  key_to_float is the inverse."""
-    if x.dtype == tl.float32:
-        bits = x.to(tl.int32, bitcast=True)
-        key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    else:
-        bits = x.to(tl.int64, bitcast=True)
-        key = bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
-    return key
-
-
-@kernel
-def key_to_float(key):
-    if key.dtype == tl.int32:
-        x = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    else:
-        x = (key ^ ((key >> 63) & 0x7FFFFFFFFFFFFFFF)).to(tl.float64, bitcast=True)
-    return x
 
 
 @kernel

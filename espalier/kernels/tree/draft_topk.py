@@ -88,7 +88,6 @@ def draft_topk_triton(
     values = torch.empty(places, splits, topk, dtype=exact, device=logits.device)
     indices = torch.empty(places, splits, topk, dtype=torch.int32, device=logits.device)
     sums = torch.empty(places, splits, dtype=exact, device=logits.device)
-    # Without fusion: a fused multiply-add rounds once, but the reference rounds twice.
     options = {"HAS_D2T": d2t is not None, "TOPK": topk, "enable_fp_fusion": False}
     options |= pdl_arguments(chip(logits))
     of_splits = (values, indices, sums)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.ops.drafts import Candidates
-from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.jit import float_to_key, kernel, key_to_float
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
 from espalier.kernels.sampling.logit_processors import (
@@ -38,7 +38,7 @@ from espalier.kernels.sampling.logit_processors import (
 )
 from espalier.kernels.tree.draft_topk import noisy_logits
 from espalier.kernels.tree.edges import DepthRows, LowRankEdges
-from espalier.kernels.tree.select_tree import comparable_score, key_to_score, score_to_key
+from espalier.kernels.tree.select_tree import comparable_score
 
 # Columns per program, and the numbers of the rank that it multiplies in a step.  These take 64 kB of bfloat16, so three
 # programs fit in the shared memory of a multiprocessor.
@@ -116,7 +116,6 @@ def edge_topk_triton(
         EXACT=exact_type(edges.base.dtype),
         num_warps=WARPS,
         num_stages=1,
-        # Without fusion: a fused multiply-add rounds once, but the reference rounds twice.
         enable_fp_fusion=False,
         **pdl_arguments(chip(x)),
     )
@@ -297,7 +296,7 @@ def _topk_of(x, index, CHILDREN: tl.constexpr, topk):
     """
     child = tl.arange(0, CHILDREN)
     # The keys are integers, because the maximum of integers over a warp is one instruction.
-    keys, none = score_to_key(comparable_score(x)), score_to_key(tl.full([], float("-inf"), tl.float32))
+    keys, none = float_to_key(comparable_score(x)), float_to_key(tl.full([], float("-inf"), tl.float32))
     best_keys, best_index = tl.zeros([CHILDREN], tl.int32) + none, tl.zeros([CHILDREN], tl.int32)
     # topk is no constexpr argument, because the unrolled steps would not fit in the instruction cache.
     for k in range(topk):
@@ -306,7 +305,7 @@ def _topk_of(x, index, CHILDREN: tl.constexpr, topk):
         best_keys = tl.where(child == k, best, best_keys)
         best_index = tl.where(child == k, at, best_index)
         keys = tl.where(index == at, none, keys)
-    return key_to_score(best_keys), best_index
+    return key_to_float(best_keys), best_index
 
 
 @kernel
@@ -326,8 +325,8 @@ def _rank_rows_kernel(
     row_score = row_scores_ptr + b * row_scores_batch_stride + i // topk * row_scores_stride
     score = comparable_score(tl.load(row_score, mask=exists, other=float("-inf")) + score)
     # The keys are integers, because the maximum of integers over a warp is one instruction.
-    key = score_to_key(score)
-    none = score_to_key(tl.full([CANDIDATES], float("-inf"), tl.float32))
+    key = float_to_key(score)
+    none = float_to_key(tl.full([CANDIDATES], float("-inf"), tl.float32))
     next_rows = tl.full([CANDIDATES], -1, tl.int32)
     for next_row in range(TOPK):
         best = tl.max(key, 0)
@@ -336,7 +335,7 @@ def _rank_rows_kernel(
         is_taken = (i == best_i if next_parents_ptr is not None else token == best_token) & (key > none)
         next_rows = tl.where(is_taken, next_row, next_rows)
         key = tl.where(is_taken, none, key)
-        best_score = key_to_score(best)
+        best_score = key_to_float(best)
         at = b * TOPK + next_row
         tl.store(next_tokens_ptr + at, tl.where(best_score > float("-inf"), best_token, 0).to(tl.int64))
         tl.store(next_scores_ptr + at, best_score)

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from espalier.kernels.ops.drafts import Candidates, require_paths
 from espalier.kernels.ops.tree import Tree
-from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.jit import float_to_key, kernel, key_to_float
 from espalier.kernels.runtime.launch import chip, power_of_two
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
-from espalier.kernels.tree.select_tree import key_to_score, score_to_key
 
 # The largest number of keys that one warp holds in registers.
 MAX_ONE_WARP_KEYS = 256
@@ -74,7 +73,7 @@ def _path_key(above, logp):
     """
     score = above + logp
     # False for NaN as well.
-    return tl.where(score > float("-inf"), score_to_key(score), -2147483648)
+    return tl.where(score > float("-inf"), float_to_key(score), -2147483648)
 
 
 @kernel
@@ -107,7 +106,7 @@ def _select_paths_kernel(
         found = best > empty
         rest = tl.min(tl.where(orders == best, rests, 0xFFFFFFFF), 0)
         is_best = (orders == best) & (rests == rest)
-        score = key_to_score(best)
+        score = key_to_float(best)
         depth, parent, place, row = _unpack_tie_break(rest)
         parent_score = tl.sum(tl.where(is_best, above, 0), 0).to(tl.float32, bitcast=True)
         selected = tl.where(i == node, best, selected)
@@ -150,7 +149,7 @@ def _write_tree(
     DOUBLINGS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the tree.  Node i is the path selected[i], rests[i]; without a path it is void, but node 0 is the root."""
-    score = key_to_score(selected)
+    score = key_to_float(selected)
     depth, parent, place, row = _unpack_tie_break(rests)
     is_root = i == 0
     void = (selected == -2147483648) & (i > 0)

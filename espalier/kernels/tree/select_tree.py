@@ -15,7 +15,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.ops.tree import Pool, SelectedBeams, Tree, require_pool
-from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.jit import float_to_key, kernel
 from espalier.kernels.runtime.launch import chip, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.layout import ANCESTOR_BITS
@@ -69,19 +69,6 @@ def comparable_score(score):
 
 
 @kernel
-def score_to_key(score):
-    """Convert float32 scores, which must be usable, to int32 keys in the same order."""
-    bits = score.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@kernel
-def key_to_score(key):
-    """Convert a key back to its score, see score_to_key."""
-    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
-
-
-@kernel
 def _select_beams_kernel(
     tokens_ptr, scores_ptr, words_ptr, path_ptr, out_scores_ptr, out_index_ptr, out_parents_ptr, out_words_ptr,
     path_stride, first, topk,
@@ -94,12 +81,12 @@ def _select_beams_kernel(
     candidates = request * (ROWS * TOPK)
     i = tl.arange(0, BLOCK)
     score = comparable_score(tl.load(scores_ptr + candidates + i, mask=i < ROWS * TOPK, other=float("-inf")))
-    key = score_to_key(score)
+    key = float_to_key(score)
     rank = tl.zeros([BLOCK], tl.int32)
     for start in range(0, BLOCK, CHUNK):
         j = start + tl.arange(0, CHUNK)
         other = tl.load(scores_ptr + candidates + j, mask=j < ROWS * TOPK, other=float("-inf"))
-        other = score_to_key(comparable_score(other))
+        other = float_to_key(comparable_score(other))
         tied = (other[None, :] == key[:, None]) & (j[None, :] < i[:, None])
         rank += tl.sum(((other[None, :] > key[:, None]) | tied).to(tl.int32), 1)
     # The block's padding scores -inf and comes last, so the ranks of padding are at least TOPK.
@@ -188,7 +175,7 @@ def _select_tree_kernel(
     REST: tl.constexpr = TOPK * TOPK
     score = comparable_score(_load_from_pool(scores, PARTS, FIRST, REST, request, i, exists, float("-inf")))
     # Keys are at least 0.  Padding gets 0, below the key of every score, -inf included.
-    key = tl.where(exists, score_to_key(score).to(tl.int64) + 2147483648, 0)
+    key = tl.where(exists, float_to_key(score).to(tl.int64) + 2147483648, 0)
     lowest = tl.zeros([], tl.int64)
     for step in range(32):
         trial = lowest | (tl.full([], 2147483648, tl.int64) >> step)
