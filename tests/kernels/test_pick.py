@@ -5,9 +5,9 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import pack_bits
-from espalier.kernels.runtime.launch import Chip
+from espalier.kernels.runtime.launch import Chip, split_size
 from espalier.kernels.sampling import pick as kernel_of_pick
-from espalier.kernels.sampling.pick import block_sizes, pick_triton, split_size
+from espalier.kernels.sampling.pick import block_sizes, pick_triton
 from espalier.sampling.logit_processors import Above
 from espalier.sampling.pick import SampledTokens, pick
 from tests.kernels.sampled import (
@@ -234,12 +234,11 @@ def test_one_request_far_down_has_filters(kernel_device, plain):
     agree(random_logits(11, plain + 1, queries, vocab).to(kernel_device), slots, first, offsets)
 
 
-def test_many_rows_are_cut_into_fewer_splits(monkeypatch):
-    monkeypatch.setattr(kernel_of_pick, "SPLIT", 2048)
-    monkeypatch.setattr(kernel_of_pick, "MAX_SPLIT", 32768)
+def test_many_rows_are_cut_into_fewer_splits():
     hopper = Chip(227 * 1024, 132, (9, 0))
-    assert [split_size(128256, rows, hopper) for rows in (1, 25, 64, 512)] == [2048, 2048, 8192, 32768]
-    assert split_size(100, 10_000, hopper) == 32768
+    assert [split_size(128256, rows, hopper, 2048, 32768) for rows in (1, 25, 64, 512)] == [2048, 2048, 8192, 32768]
+    assert [split_size(128256, rows, hopper, 2048, 8192) for rows in (6, 24, 256)] == [2048, 2048, 8192]
+    assert split_size(100, 10_000, hopper, 128, 8192) == 128
 
 
 def test_what_a_thread_reads_at_once_follows_from_where_rows_begin():

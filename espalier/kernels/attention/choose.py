@@ -18,7 +18,6 @@ from espalier.kernels.hopper.config import (
     choose_hopper_latent_few_config,
     hopper_latent_supports,
     needs_block_counts,
-    supports_few_queries,
     uses_tma,
 )
 from espalier.kernels.ops.attention import AttentionInputs
@@ -82,7 +81,7 @@ def latent_config_fits(config: HopperLatentConfig | HopperLatentFewConfig, input
     """Whether the Hopper kernel of this configuration takes these tensors."""
     fp8, (queries, heads) = inputs.scales is not None, inputs.q.shape[1:3]
     if isinstance(config, HopperLatentFewConfig):
-        return _hopper_supports_latent(inputs) and not fp8 and supports_few_queries(queries, heads)
+        return _hopper_supports_latent(inputs) and not fp8 and queries == 1 and heads <= config.block_m
     return _hopper_supports_latent(inputs) and fp8 == (config.raw_stages > 0)
 
 

@@ -186,18 +186,8 @@ def _launch(
 
 def _constants(config: TritonConfig, size: int, v_size: int, dtype: torch.dtype) -> dict[str, Any]:
     block_v, block_rope = latent_tile_widths(size, v_size)
-    return {
-        "V_SIZE": v_size,
-        "ROPE_SIZE": size - v_size,
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_R": config.block_r,
-        "BLOCK_V": block_v,
-        "BLOCK_ROPE": block_rope,
-        "STAGES": config.stages,
-        "num_warps": config.warps,
-    }
+    sizes = {"V_SIZE": v_size, "ROPE_SIZE": size - v_size, "BLOCK_V": block_v, "BLOCK_ROPE": block_rope}
+    return config.constants(dtype) | sizes
 
 
 def _checked(inputs: AttentionInputs) -> AttentionInputs:

@@ -221,18 +221,8 @@ def _launch(
 
 
 def _constants(config: TritonConfig, k_size: int, v_size: int, dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        "K_SIZE": k_size,
-        "V_SIZE": v_size,
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_R": config.block_r,
-        "BLOCK_K": max(16, power_of_two(k_size)),
-        "BLOCK_V": max(16, power_of_two(v_size)),
-        "STAGES": config.stages,
-        "num_warps": config.warps,
-    }
+    block_k, block_v = (max(16, power_of_two(size)) for size in (k_size, v_size))
+    return config.constants(dtype) | {"K_SIZE": k_size, "V_SIZE": v_size, "BLOCK_K": block_k, "BLOCK_V": block_v}
 
 
 def _checked(inputs: AttentionInputs) -> AttentionInputs:

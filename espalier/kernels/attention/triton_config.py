@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -23,6 +24,17 @@ class TritonConfig:
     warps: int
     stages: int
     programs_per_processor: int = 1
+
+    def constants(self, dtype: torch.dtype) -> dict[str, Any]:
+        """The constexpr arguments and options that the kernels take from it.  dtype: of the queries."""
+        return {
+            "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_R": self.block_r,
+            "STAGES": self.stages,
+            "num_warps": self.warps,
+        }
 
     def shared_bytes(self, gpu: Chip, k_bytes: int, v_bytes: int, q_bytes: int | None = None) -> int:
         """Estimated shared memory in bytes: queries, the rows of the stages, and weights.

@@ -195,13 +195,8 @@ class HopperLatentFewConfig:
         return rows + 2 * FEW_MAX_QUERIES * FEW_BLOCK_N + RESERVED_SHARED_MEMORY
 
 
-def supports_few_queries(queries: int, heads: int) -> bool:
-    """Whether the kernel takes this number of queries per request."""
-    return queries == 1 and heads <= FEW_MAX_QUERIES
-
-
 def choose_hopper_latent_few_config(gpu: Chip, queries: int, heads: int) -> HopperLatentFewConfig | None:
     """Return the launch configuration, or None if the kernel does not take this chip or this number of queries."""
-    config = HopperLatentFewConfig(FEW_STAGES)
+    config, is_few = HopperLatentFewConfig(FEW_STAGES), queries == 1 and heads <= FEW_MAX_QUERIES
     fits = gpu.capability == HOPPER and config.shared_bytes <= gpu.shared_memory
-    return config if fits and supports_few_queries(queries, heads) else None
+    return config if fits and is_few else None

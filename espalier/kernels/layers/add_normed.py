@@ -16,10 +16,10 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear import load_sum
-from espalier.kernels.layers.norm import warps_for
+from espalier.kernels.layers.norm import NORM_WARP_VALUES
 from espalier.kernels.ops.norm import MAX_NORMS, MAX_OUTPUTS, NormWeight
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
+from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
 
@@ -116,7 +116,7 @@ def add_normed(
         SIZE=size,
         EXACT=exact_type(residual.dtype),
         BLOCK=block,
-        num_warps=warps_for(block),
+        num_warps=warps_for(block, NORM_WARP_VALUES),
         **pdl_arguments(chip(residual)),
     )
     return total, tuple(out)

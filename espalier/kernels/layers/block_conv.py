@@ -29,7 +29,7 @@ from espalier.kernels.layers.linear import load_sum
 from espalier.kernels.ops.drafts import block_conv as contract
 from espalier.kernels.ops.drafts import require_block_conv
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
+from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # Per program: the rows (the fewest that tensor cores support), the groups, and the columns of a step of the product.
@@ -139,7 +139,7 @@ def block_conv_norm(
             SPLITS=parts.shape[0],
             EXACT=exact_type(residual.dtype),
             BLOCK=block,
-            num_warps=min(max(block // 512, 1), 16),
+            num_warps=warps_for(block, 512),
             **pdl_arguments(chip(residual)),
         )
     return total, out

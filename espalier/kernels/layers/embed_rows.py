@@ -14,7 +14,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.ops.drafts import DraftHidden, EmbeddingTables
 from espalier.kernels.ops.rope import Rotation
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
+from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 
@@ -50,7 +50,7 @@ def embed_rows(
         EXACT=exact_type(embed.dtype),
         BLOCK=block,
         BLOCK_R=power_of_two(rotary),
-        num_warps=min(max(block // 512, 1), 16),
+        num_warps=warps_for(block, 512),
         **pdl_arguments(chip(tokens)),
     )
     return x, residual, rotation, live

@@ -22,12 +22,12 @@ from espalier.kernels.layers.quantise_rows import allocate_rounded_rows, store_r
 from espalier.kernels.layers.quantised import InputRows, InputScales, RoundedRows
 from espalier.kernels.ops.norm import MAX_ROUTER_ROWS, can_round_norm
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
+from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
 
-# WARP_VALUES: the values of a row per warp.  MAX_WARPS: the most warps of a program.  A thread loads few values,
-# because with a single row nothing hides the latency of loads (docs/log.md).
-WARP_VALUES, MAX_WARPS = 128, 16
+# The values of a row per warp.  A thread loads few values, because with a single row nothing hides the latency of loads
+# (docs/log.md).
+NORM_WARP_VALUES = 128
 
 
 @kernel
@@ -134,15 +134,10 @@ def _launch(
         SPLITS=0 if delta is None else delta.shape[0] if delta.ndim == 3 else 1,
         EXACT=exact_type(x.dtype),
         BLOCK=block,
-        num_warps=warps_for(block),
+        num_warps=warps_for(block, NORM_WARP_VALUES),
         **store_rounded_arguments(rounded, inputs, block),
         **pdl_arguments(chip(x)),
     )
-
-
-def warps_for(block: int) -> int:
-    """Returns the number of warps for a program that norms a row of `block` values."""
-    return min(max(block // WARP_VALUES, 1), MAX_WARPS)
 
 
 # The number of the router's values that a program holds in registers.
@@ -228,7 +223,8 @@ def norm_router(
     _norm_router_kernel[rows, -(-num_experts // block_e)](
         residual, parts, weight, router, total, out, logits,
         residual.stride(0), parts.stride(1), parts.stride(0), num_experts,
-        EPS=eps, SIZE=size, SPLITS=parts.shape[0], BLOCK=block, BLOCK_E=block_e, num_warps=warps_for(block),
+        EPS=eps, SIZE=size, SPLITS=parts.shape[0], BLOCK=block, BLOCK_E=block_e,
+        num_warps=warps_for(block, NORM_WARP_VALUES),
         **store_rounded_arguments(rounded, rounding, block), **pdl_arguments(chip(residual)),
     )  # fmt: skip
     return total, out, out if rounded is None else rounded, logits

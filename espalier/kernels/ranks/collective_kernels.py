@@ -15,15 +15,17 @@ other ranks, which had then read the slot.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from espalier.kernels.layers.linear import load_sum
-from espalier.kernels.layers.norm import warps_for
+from espalier.kernels.layers.norm import NORM_WARP_VALUES
 from espalier.kernels.ranks.collectives import FLAGS_BYTES, PROGRAMS, PeerMemory
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two
+from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # Columns that a program gathers at a time.
@@ -157,7 +159,7 @@ def _sum_kernel(
 def sum_rows(memory: PeerMemory, parts: Tensor, dtype: torch.dtype, two_shot: bool) -> Tensor:
     """parts [rows, H] or [splits, rows, H] of each rank -> [rows, H], the sum over the ranks."""
     out = parts.new_empty(parts.shape[-2:], dtype=dtype)
-    _launch_sum(memory, parts, out, two_shot, None, None, 0.0, None)
+    _launch_sum(memory, parts, out, two_shot)
     return out
 
 
@@ -166,7 +168,7 @@ def sum_add_norm(
 ) -> tuple[Tensor, Tensor]:
     """(residual + sum, its norm), as kernels/ops/norm.py:add_rms_norm.  The sum has the bits of `sum_rows`."""
     total, out = (residual.new_empty(residual.shape) for _ in range(2))
-    _launch_sum(memory, parts, out, two_shot, residual, weight, eps, total)
+    _launch_sum(memory, parts, out, two_shot, (residual, weight, total), eps)
     return total, out
 
 
@@ -179,15 +181,10 @@ def supports_sum(memory: PeerMemory, parts: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _launch_sum(
-    memory: PeerMemory,
-    parts: Tensor,
-    out: Tensor,
-    two_shot: bool,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    total: Tensor | None,
+    memory: PeerMemory, parts: Tensor, out: Tensor, two_shot: bool, norm: Any = (None, None, None), eps: float = 0.0
 ) -> None:
+    """norm: the residual, the norm's weight and the output for residual + sum; None without a norm."""
+    (residual, weight, total), warps = norm, warps_for(power_of_two(out.shape[1]), NORM_WARP_VALUES)
     rows, size = out.shape
     row_bytes, block = size * out.itemsize, power_of_two(size)
     own = size // memory.num_ranks if two_shot and row_bytes % (16 * memory.num_ranks) == 0 else 0
@@ -195,7 +192,7 @@ def _launch_sum(
         parts, residual, weight, total, out, memory.addresses, memory.num_launches, memory.stop_flag,
         memory.rank, rows, parts.stride(-2), parts.stride(0), 0 if residual is None else residual.stride(0),
         EPS=eps, SIZE=size, SPLITS=len(parts) if parts.ndim == 3 else 1, EXACT=exact_type(out.dtype), BLOCK=block,
-        OWN=own, BLOCK_OWN=power_of_two(own), ROW_BYTES=row_bytes, **_barrier_arguments(memory, warps_for(block)),
+        OWN=own, BLOCK_OWN=power_of_two(own), ROW_BYTES=row_bytes, **_barrier_arguments(memory, warps),
     )  # fmt: skip
 
 

@@ -91,6 +91,16 @@ def oversubscribed(programs: int, on: Chip) -> bool:
     return programs > PROGRAMS_PER_PROCESSOR * on.processors
 
 
+def split_size(size: int, rows: int, gpu: Chip, least: int, most: int) -> int:
+    """How many of `size` columns a program takes, a power of two times `least`: few, so that programs fill the chip.
+
+    Many rows get larger splits, up to `most`, because starting a program takes time even if the program ends at once.
+    """
+    while least < min(most, size) and oversubscribed(rows * -(-size // least), gpu):
+        least *= 2
+    return least
+
+
 def require(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None, like: Tensor) -> None:
     """Check a launcher's argument on the host: shape (-1: any size), dtype (None: any), and the device of `like`.
 
@@ -108,6 +118,11 @@ def require(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtyp
 
 def _fits(need: int, have: int) -> bool:
     return need == have or need == -1
+
+
+def warps_for(values: int, per_warp: int, most: int = 16) -> int:
+    """The number of warps, 1 to `most`, for a program that holds `values` values, `per_warp` in each warp."""
+    return min(max(values // per_warp, 1), most)
 
 
 def exact_type(dtype: torch.dtype) -> object:

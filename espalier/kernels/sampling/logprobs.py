@@ -14,7 +14,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.ops.sampling import accumulation_dtype
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import Chip, chip, oversubscribed, power_of_two, require
+from espalier.kernels.runtime.launch import chip, power_of_two, require, split_size
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.logprobs import CHOSEN, RANK, TOKEN, TOP, words
 
@@ -45,7 +45,7 @@ def write_logprobs(
     if not tokens.numel():
         return
     gpu, places = chip(logits), batch * width
-    split = split_size(vocab, places, gpu)
+    split = split_size(vocab, places, gpu, min(SPLIT, power_of_two(vocab)), MAX_SPLIT)
     splits = -(-vocab // split)
     exact = accumulation_dtype(logits)
     values = torch.empty(places, splits, most, dtype=exact, device=logits.device)
@@ -78,15 +78,6 @@ def write_logprobs(
         num_warps=min(max(candidates // 256, 1), 4),
         **pdl_arguments(gpu),
     )
-
-
-def split_size(vocab: int, places: int, gpu: Chip) -> int:
-    """Token ids per program.  More rows get larger splits, because starting a program costs time even if the program
-    ends at once."""
-    size = min(SPLIT, power_of_two(vocab))
-    while size < min(MAX_SPLIT, vocab) and oversubscribed(places * -(-vocab // size), gpu):
-        size *= 2
-    return size
 
 
 @kernel

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.kernels.runtime.jit import float_to_key, kernel, key_to_float
-from espalier.kernels.runtime.launch import Chip, chip, oversubscribed, power_of_two, require
+from espalier.kernels.runtime.launch import chip, power_of_two, require, split_size
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.sampling.logit_processors import (
     COLUMNS,
@@ -67,7 +67,7 @@ def pick_triton(
     if not tokens.numel():
         return tokens, finite
     gpu, places = chip(logits), batch * queries
-    split = split_size(rows.vocab, places, gpu)
+    split = split_size(rows.vocab, places, gpu, SPLIT, MAX_SPLIT)
     splits = -(-rows.vocab // split)
     exact = torch.int64 if logits.dtype == torch.float64 else torch.int32
     keys = torch.empty(places, splits, dtype=exact, device=logits.device)
@@ -82,15 +82,6 @@ def pick_triton(
     programs, wide = min(places, gpu.processors), min(4 * BLOCK, power_of_two(rows.vocab))
     _draw_filtered_kernel[(programs,)](tokens, finite, keys, *shared, places, BLOCK=wide, num_warps=16, **exactly)
     return tokens, finite
-
-
-def split_size(vocab: int, places: int, gpu: Chip) -> int:
-    """Token ids per program of the first launch.  With few rows splits are small, so that the programs fill the chip.
-    A row's token does not depend on the split size."""
-    size = SPLIT
-    while size < MAX_SPLIT and oversubscribed(places * -(-vocab // size), gpu):
-        size *= 2
-    return size
 
 
 def block_sizes(logits: Tensor) -> dict[str, int]:

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, power_of_two, require
+from espalier.kernels.runtime.launch import chip, power_of_two, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.sampling.logit_processors import (
     COLUMNS,
@@ -41,7 +41,7 @@ from espalier.kernels.sampling.logit_processors import (
 from espalier.kernels.sampling.noise import gumbel_at, noise_keys
 
 SPLIT = 2048
-# Splits that a warp merges, over all rows of a program.
+# Splits that a warp merges.  They are many, because each child is one step, which is mostly synchronisation.
 SPLITS_PER_WARP = 512
 
 
@@ -103,15 +103,10 @@ def draft_topk_triton(
         *(ids, best, *of_splits, of_target, scores, *scores.stride(), queries, splits),
         SPLITS=power_of_two(splits),
         CHILDREN=power_of_two(topk),
-        num_warps=merge_warps(power_of_two(splits)),
+        num_warps=warps_for(power_of_two(splits), SPLITS_PER_WARP),
         **options,
     )
     return ids, best
-
-
-def merge_warps(heads: int) -> int:
-    """Warps for `merge_splits`.  They are few, because each child is one step, which is mostly synchronisation."""
-    return min(max(heads // SPLITS_PER_WARP, 1), 16)
 
 
 @kernel

@@ -23,7 +23,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.ops.drafts import Candidates
 from espalier.kernels.runtime.jit import float_to_key, kernel, key_to_float
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
+from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
 from espalier.kernels.sampling.logit_processors import (
     COLUMNS,
@@ -139,7 +139,7 @@ def _merge_and_rank(
         SPLITS=of_splits_block,
         SPLIT=split,
         CHILDREN=children,
-        num_warps=_warps(max(of_splits_block, children * split)),
+        num_warps=warps_for(max(of_splits_block, children * split), VALUES_PER_WARP),
         enable_fp_fusion=False,
         **pdl_arguments(on),
     )
@@ -148,13 +148,9 @@ def _merge_and_rank(
         *(*out, out.tokens.stride(0), *made[:3], row_scores, *row_scores.stride(), num_rows, topk),
         CANDIDATES=candidates,
         TOPK=topk,
-        num_warps=_warps(candidates),
+        num_warps=warps_for(candidates, VALUES_PER_WARP),
         **pdl_arguments(on),
     )
-
-
-def _warps(values: int) -> int:
-    return min(max(values // VALUES_PER_WARP, 1), 16)
 
 
 def _require(
