@@ -201,5 +201,5 @@ def as_engine(x: InputRows, weight: Matrix) -> Tensor:
     if not isinstance(weight, Tensor):
         return linear_quantised(x, weight, None)
     assert isinstance(x, Tensor)
-    plans = dense_plans_for((weight.shape[0], weight.shape[1]), DENSE, weight.dtype, weight)
+    plans = dense_plans_for(weight)
     return plain(x, weight) if plans is None else linear(x, weight, None, LINEAR_TUNING.plan_at(plans, len(x)))

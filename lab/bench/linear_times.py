@@ -101,7 +101,7 @@ def product(x: torch.Tensor, weight: Matrix, gated: bool) -> torch.Tensor:
     """As the engine computes it."""
     if isinstance(weight, QuantisedMatrix):
         return (linear_quantised_gated if gated else linear_quantised)(x, weight, None)
-    plans = dense_plans_for((weight.shape[0], weight.shape[1]), DENSE, x.dtype, weight)
+    plans = dense_plans_for(weight)
     return (linear_gated if gated else linear)(
         x, weight, None, None if plans is None else LINEAR_TUNING.plan_at(plans, len(x))
     )
@@ -110,5 +110,5 @@ def product(x: torch.Tensor, weight: Matrix, gated: bool) -> torch.Tensor:
 def _plan(weight: Matrix, x: torch.Tensor) -> str:
     if isinstance(weight, QuantisedMatrix):
         return str(None if library_supports_product(x, weight) else quantised_plan_for(weight, x))
-    plans = dense_plans_for((weight.shape[0], weight.shape[1]), DENSE, x.dtype, weight)
+    plans = dense_plans_for(weight)
     return str(None if plans is None else LINEAR_TUNING.plan_at(plans, len(x)))

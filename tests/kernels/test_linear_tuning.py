@@ -217,8 +217,7 @@ def test_above_16_rows_the_rule_gives_a_program_a_multiprocessor_if_there_are_en
 
 
 def test_a_weight_on_the_cpu_has_no_plans():
-    weight = torch.zeros(64, 128, dtype=torch.bfloat16)
-    assert dense_plans_for((64, 128), DENSE, weight.dtype, weight) is None
+    assert dense_plans_for(torch.zeros(64, 128, dtype=torch.bfloat16)) is None
 
 
 def test_the_users_file_is_in_the_configuration_folder(monkeypatch, tmp_path):

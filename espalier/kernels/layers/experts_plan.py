@@ -32,7 +32,6 @@ from espalier.kernels.layers.linear_plans import (
 from espalier.kernels.layers.quantised import QuantisedMatrix
 from espalier.kernels.layers.quantised_plans import (
     MAX_FP8_SUM_COLUMNS,
-    MEMORY_BOUND_ROWS,
     fp8_plan_by_rule,
     max_block_in,
     nibble_plan_by_rule,
@@ -245,7 +244,7 @@ def _product_plan(weight: QuantisedMatrix, tile: int, num_tiles: int, matrices: 
         grouped, input_bytes = weight.group < num_in, 2 if weight.inputs is None else 1
         # Longer steps gain nothing, because the rows of experts are short (docs/log.md).
         sizes = num_out, num_in, min(max_block_in(weight), MAX_FP8_SUM_COLUMNS)
-        plan = fp8_plan_by_rule(tile, num_tiles, tile <= MEMORY_BOUND_ROWS, *sizes, grouped, 1, gpu, input_bytes)
+        plan = fp8_plan_by_rule(tile, num_tiles, *sizes, grouped, 1, gpu, input_bytes)
     else:
         plan = nibble_plan_by_rule(tile, num_tiles, num_out, num_in, weight.code, 1, gpu)
     # A pipeline as deep as the loop is long would take shared memory that other programs can use.

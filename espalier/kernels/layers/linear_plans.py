@@ -336,14 +336,12 @@ LinearPlans = tuple[LinearPlan, ...]
 NO_PLANS: LinearPlans = (None,) * len(ROWS_BUCKETS)
 
 
-def dense_plans_for(shape: Size, format: str, dtype: torch.dtype, stored: Tensor) -> LinearPlans | None:
-    """The plans for a dense weight's shape [out, in]; None if nothing was measured on this chip.
-
-    dtype: of the activations; stored: any tensor of the weight, which shows the chip.
-    """
-    if not stored.is_cuda or dtype not in DTYPES:
+def dense_plans_for(weight: Tensor) -> LinearPlans | None:
+    """The plans for a dense weight [out, in], in the dtype of its activations; None if its chip has no table."""
+    if not weight.is_cuda or weight.dtype not in DTYPES:
         return None
-    return plans_for_shape(chip(stored), shape, LINEAR_TUNING.measured(chip(stored), dtype, format))
+    shape = weight.shape[0], weight.shape[1]
+    return plans_for_shape(chip(weight), shape, LINEAR_TUNING.measured(chip(weight), weight.dtype))
 
 
 def plans_for_shape(gpu: Chip, shape: Size, measured: Mapping[Size, LinearPlans]) -> LinearPlans | None:

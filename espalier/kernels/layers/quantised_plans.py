@@ -105,18 +105,17 @@ def plan_by_rule(
     grouped: whether groups of columns have their own scales.  input_bytes: bytes of an input, in products with FP8.
     """
     tile = min(block_rows(rows), MAX_BLOCK_ROWS)
-    num_tiles, streams = -(-rows // tile), rows <= MEMORY_BOUND_ROWS
+    num_tiles = -(-rows // tile)
     max_splits = MAX_SPLITS if rows <= SPLIT_ROWS else 1
     if code != "fp8":
         return nibble_plan_by_rule(tile, num_tiles, num_out, num_in, code, max_splits, gpu)
-    return fp8_plan_by_rule(tile, num_tiles, streams, num_out, num_in, max_block, grouped, max_splits, gpu, input_bytes)
+    return fp8_plan_by_rule(tile, num_tiles, num_out, num_in, max_block, grouped, max_splits, gpu, input_bytes)
 
 
 @cache
 def fp8_plan_by_rule(
     tile: int,
     num_tiles: int,
-    streams: bool,
     num_out: int,
     num_in: int,
     max_block: int,
@@ -125,25 +124,23 @@ def fp8_plan_by_rule(
     gpu: Chip,
     input_bytes: int,
 ) -> TritonPlan:
-    """The plan of FP8 weights where nothing is measured, for `num_tiles` tiles of rows.
-
-    streams: whether memory limits the time.
-    """
+    """The plan of FP8 weights where nothing is measured, for `num_tiles` tiles of `tile` rows."""
+    memory_bound = tile <= MEMORY_BOUND_ROWS
     # For few rounded rows, steps of 256 columns are 3 to 5% faster than steps of 128 (docs/log.md).  Scales of groups
     # were not measured.
-    is_few = streams and tile == MIN_BLOCK_ROWS and input_bytes == 1 and not grouped
+    is_few = memory_bound and tile == MIN_BLOCK_ROWS and input_bytes == 1 and not grouped
     block_in = min(max_block, 256 if is_few and (num_in % 256 == 0 or num_in >= RAGGED_IN) else 128)
     # The scales of groups multiply a tile's sums at every step.  A small tile keeps scales and sums in registers.
-    block_out, warps = (64, 4) if streams or grouped else (128, 8)
+    block_out, warps = (64, 4) if memory_bound or grouped else (128, 8)
     programs, sharing, most = num_tiles * -(-num_out // block_out), 1, 4
     # For few rows, two or three programs share a multiprocessor, whichever number leaves fewer places empty.
-    together = [PROGRAMS_PER_PROCESSOR if streams else WARPS_PER_PROCESSOR // warps]
+    together = [PROGRAMS_PER_PROCESSOR if memory_bound else WARPS_PER_PROCESSOR // warps]
     if is_few:
         together.append(PROGRAMS_PER_PROCESSOR + 1)
     most_splits = min(max_splits, num_in // block_in // MIN_STEPS_PER_SPLIT)
     found = [max(min(count * gpu.processors // programs, most_splits), 1) for count in together]
     splits = max(found, key=lambda splits: _wave_fill(programs * splits, gpu))
-    if streams:
+    if memory_bound:
         # If registers allow, all programs run at once, because a second wave would be mostly empty.
         sharing = min(-(-programs * splits // gpu.processors), 3 if grouped and tile > MIN_BLOCK_ROWS else 4)
         most = MAX_STAGES

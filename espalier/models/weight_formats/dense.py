@@ -118,7 +118,7 @@ def dense_weight(tensor: Tensor) -> Weight:
     """Returns the weight of a tensor [out, in].  It shares the tensor's memory, unless it is a PackedWeight."""
     if can_pack(tensor):
         return PackedWeight(tensor)
-    plans = dense_plans_for((tensor.shape[0], tensor.shape[1]), DENSE, tensor.dtype, tensor)
+    plans = dense_plans_for(tensor)
     return DenseWeight(tensor) if plans is None else TunedWeight(tensor, plans)
 
 
