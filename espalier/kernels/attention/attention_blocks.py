@@ -129,31 +129,33 @@ def lse_of(max_score, sum_weights, scale, dtype: tl.constexpr):
 
 
 @kernel
-def _load_page_ids(table, at, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The pages of positions at .. at + BLOCK_N - 1; a scalar if one page holds the block.  BLOCK_N divides `at`."""
+def _load_page_ids(table, first_position, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The pages of BLOCK_N positions from first_position on, a multiple of BLOCK_N; a scalar if one page holds them."""
     if PAGE_SIZE % BLOCK_N == 0:
-        page = tl.load(table + at // PAGE_SIZE, mask=at < end, other=0)
+        page = tl.load(table + first_position // PAGE_SIZE, mask=first_position < end, other=0)
     elif BLOCK_N % PAGE_SIZE == 0:
         offset = tl.arange(0, BLOCK_N)
-        page = tl.load(table + at // PAGE_SIZE + offset // PAGE_SIZE, mask=at + offset < end, other=0)
+        page = tl.load(
+            table + first_position // PAGE_SIZE + offset // PAGE_SIZE, mask=first_position + offset < end, other=0
+        )
     else:
-        key_position = at + tl.arange(0, BLOCK_N)
+        key_position = first_position + tl.arange(0, BLOCK_N)
         page = tl.load(table + key_position // PAGE_SIZE, mask=key_position < end, other=0)
     return page
 
 
 @kernel
-def _pool_rows(page, at, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_N] int64: pool rows of the positions at .. at + BLOCK_N - 1."""
+def _pool_rows(page, first_position, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_N] int64: pool rows of the positions from first_position on."""
     offset = tl.arange(0, BLOCK_N)
     # Rows fit in int32: the launcher checks the pool.  They become int64 here and not when the page is loaded, because
     # Triton 3.6 pipelines only loops that carry nothing but the load.
     if PAGE_SIZE % BLOCK_N == 0:
-        row = page * PAGE_SIZE + at % PAGE_SIZE + offset
+        row = page * PAGE_SIZE + first_position % PAGE_SIZE + offset
     else:
         # Never write offset % PAGE_SIZE alone: Triton 3.6 concludes that each row is a multiple of the page size, and
         # then loads rows of 22 values 16 bytes at a time, misaligned.
-        row = page * PAGE_SIZE + (at + offset) % PAGE_SIZE
+        row = page * PAGE_SIZE + (first_position + offset) % PAGE_SIZE
     return row.to(tl.int64)
 
 

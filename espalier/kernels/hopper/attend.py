@@ -69,9 +69,9 @@ def make_queries(plan, item, extent, first_packed, packed, row_positions, ancest
 
 @gluon_kernel
 def _mask_committed(
-    scores, at, position, end, first, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr,
+    scores, first_position, position, end, first, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr,
 ):
-    key_position = at + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+    key_position = first_position + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     seen = gl.expand_dims((key_position >= first) & (key_position < end), 0)
     if WINDOW > 0:
         seen = seen & (gl.expand_dims(position, 1) - gl.expand_dims(key_position, 0) < WINDOW)
@@ -79,8 +79,8 @@ def _mask_committed(
 
 
 @gluon_kernel
-def _mask_chain(scores, at, query, high, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr):
-    node = gl.expand_dims(at + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES)), 0)
+def _mask_chain(scores, first_node, query, high, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr):
+    node = gl.expand_dims(first_node + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES)), 0)
     seen = (node < high) & (node <= gl.expand_dims(query, 1))
     if WINDOW > 0:
         seen = seen & (gl.expand_dims(query, 1) - node < WINDOW)
@@ -88,9 +88,9 @@ def _mask_chain(scores, at, query, high, WINDOW: gl.constexpr, BLOCK_N: gl.const
 
 
 @gluon_kernel
-def _mask_tree(scores, at, queries, high, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr):
-    node = at + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
-    at_word = queries.bits + queries.query.to(gl.int64) * queries.bits_q + at // 64
+def _mask_tree(scores, first_node, queries, high, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr):
+    node = first_node + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+    at_word = queries.bits + queries.query.to(gl.int64) * queries.bits_q + first_node // 64
     word = gl.load(at_word, mask=queries.exists, other=0)
     bit = (gl.expand_dims(word, 1) >> gl.expand_dims((node % 64).to(gl.int64), 0)) & 1
     seen = gl.expand_dims(node < high, 0) & (bit != 0)

@@ -61,14 +61,14 @@ def copy_queries(
 
 
 @gluon_kernel
-def _write_half(results, plan, item, out, factor, at_column, CONSTANTS: gl.constexpr, OUT: gl.constexpr):
-    """Write out * factor to HALF columns from at_column on, of the results or of a split's partial results."""
+def _write_half(results, plan, item, out, factor, first_column, CONSTANTS: gl.constexpr, OUT: gl.constexpr):
+    """Write out * factor to HALF columns from first_column on, of the results or of a split's partial results."""
     HEADS: gl.constexpr = CONSTANTS.GROUP_SIZE
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     out_ptr, _lse_ptr, partial_ptr, _partial_lse_ptr, _row_scale = results
     result = out * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUT)), 1)
     at = gl.expand_dims(item.tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT)), 1)
-    column = gl.expand_dims(at_column + gl.arange(0, HALF, layout=gl.SliceLayout(0, OUT)), 0)
+    column = gl.expand_dims(first_column + gl.arange(0, HALF, layout=gl.SliceLayout(0, OUT)), 0)
     rows = plan.queries * HEADS
     if item.request_splits == 1:
         row = item.request * rows + at
@@ -80,11 +80,11 @@ def _write_half(results, plan, item, out, factor, at_column, CONSTANTS: gl.const
 
 @gluon_kernel
 def score_and_sum_left_half(
-    q_shared, stages, exchange, plan, q_rows, unused, ancestor_bits, results, scale, CONSTANTS: gl.constexpr,
+    q_shared, stages, exchange, plan, q_rows, no_positions, ancestor_bits, results, scale, CONSTANTS: gl.constexpr,
 ):
     """Run the first warpgroup: it computes the weights of all work items, and sums the left half of the values.
 
-    unused: takes the place of positions, which only windows need.
+    no_positions: takes the place of positions, which only windows need.
     """
     HEADS: gl.constexpr = CONSTANTS.GROUP_SIZE
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
@@ -102,9 +102,9 @@ def score_and_sum_left_half(
             item = load_work_item(plan, work_item, 1, CONSTANTS.LONGEST_FIRST)
             first_packed = item.tile * 64
             copy_queries(q_shared, q_rows, item.request, first_packed, plan.queries, HEADS, CONSTANTS.COLUMNS)
-            extent = work_item_extent(plan, item, unused, gl.SliceLayout(1, SCORES), CONSTANTS)
-            packed = packed_queries(plan, item, first_packed, unused, CONSTANTS, SCORES)
-            queries = make_queries(plan, item, extent, first_packed, packed, unused, ancestor_bits, CONSTANTS)
+            extent = work_item_extent(plan, item, no_positions, gl.SliceLayout(1, SCORES), CONSTANTS)
+            packed = packed_queries(plan, item, first_packed, no_positions, CONSTANTS, SCORES)
+            queries = make_queries(plan, item, extent, first_packed, packed, no_positions, ancestor_bits, CONSTANTS)
             out, max_score, sum_weights = attend_work_item(
                 q_shared, stages, stages.tiles[0], exchange, num_done, num_sent, scale, queries, extent,
                 CONSTANTS, SCORES, OUT,
@@ -132,7 +132,7 @@ def score_and_sum_left_half(
 
 
 @gluon_kernel
-def sum_right_half(stages, exchange, plan, unused, results, CONSTANTS: gl.constexpr):
+def sum_right_half(stages, exchange, plan, no_positions, results, CONSTANTS: gl.constexpr):
     """Run the second warpgroup: it sums the right half of the values, with weights from the first warpgroup."""
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -146,7 +146,7 @@ def sum_right_half(stages, exchange, plan, unused, results, CONSTANTS: gl.conste
         backwards = 1 - backwards
         if work_item < num_work_items:
             item = load_work_item(plan, work_item, 1, CONSTANTS.LONGEST_FIRST)
-            extent = work_item_extent(plan, item, unused, gl.SliceLayout(1, OUT), CONSTANTS)
+            extent = work_item_extent(plan, item, no_positions, gl.SliceLayout(1, OUT), CONSTANTS)
             out = gl.full([64, HALF], 0.0, gl.float32, layout=OUT)
             for t in range(extent.num_blocks):
                 slot, stage = stage_of(exchange, num_sent), stage_of(stages, num_done)

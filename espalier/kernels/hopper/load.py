@@ -24,32 +24,34 @@ from espalier.kernels.runtime.jit import gluon_kernel
 
 
 @gluon_kernel
-def _load_page_ids(table, at, end, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr):
-    """The pages of positions at .. at + BLOCK_N - 1; a scalar if one page holds the block.  BLOCK_N divides `at`."""
+def _load_page_ids(table, first_position, end, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr):
+    """The pages of BLOCK_N positions from first_position on, a multiple of BLOCK_N; a scalar if one page holds them."""
     if PAGE_SIZE % BLOCK_N == 0:
-        page = gl.load(table + at // PAGE_SIZE, mask=at < end, other=0)
+        page = gl.load(table + first_position // PAGE_SIZE, mask=first_position < end, other=0)
     else:
         offset = gl.arange(0, BLOCK_N, layout=ROWS)
         if BLOCK_N % PAGE_SIZE == 0:
-            page = gl.load(table + at // PAGE_SIZE + offset // PAGE_SIZE, mask=at + offset < end, other=0)
+            page = gl.load(
+                table + first_position // PAGE_SIZE + offset // PAGE_SIZE, mask=first_position + offset < end, other=0
+            )
         else:
-            page = gl.load(table + (at + offset) // PAGE_SIZE, mask=at + offset < end, other=0)
+            page = gl.load(table + (first_position + offset) // PAGE_SIZE, mask=first_position + offset < end, other=0)
     # The launcher checks that the pool has fewer than 2^31 rows.
     return page.to(gl.int32)
 
 
 @gluon_kernel
-def _pool_rows(page, at, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr):
-    """(row, row_offset [BLOCK_N]): the positions from `at` on are in pool rows row + row_offset."""
+def _pool_rows(page, first_position, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr):
+    """(row, row_offset [BLOCK_N]): the positions from first_position on are in pool rows row + row_offset."""
     offset = gl.arange(0, BLOCK_N, layout=ROWS)
     row = gl.to_tensor(0)
     if PAGE_SIZE % BLOCK_N == 0:
-        row = page * PAGE_SIZE + at % PAGE_SIZE
+        row = page * PAGE_SIZE + first_position % PAGE_SIZE
         row_offset = offset
     elif BLOCK_N % PAGE_SIZE == 0:
         row_offset = page * PAGE_SIZE + offset % PAGE_SIZE
     else:
-        row_offset = page * PAGE_SIZE + (at + offset) % PAGE_SIZE
+        row_offset = page * PAGE_SIZE + (first_position + offset) % PAGE_SIZE
     return row.to(gl.int64), row_offset
 
 
@@ -123,16 +125,16 @@ def _load_block(
 
 
 @gluon_kernel
-def _load_contiguous(stages, num_done, count, at, end, descriptors, head, table, CONSTANTS: gl.constexpr):
-    """Copy `count` contiguous blocks from position `at` by TMA.  Returns num_done + count."""
+def _load_contiguous(stages, num_done, count, position, end, descriptors, head, table, CONSTANTS: gl.constexpr):
+    """Copy `count` contiguous blocks from `position` on by TMA.  Returns num_done + count."""
     BYTES: gl.constexpr = stages.tiles[0].dtype.primitive_bitwidth // 8
     PAGE_SIZE: gl.constexpr = CONSTANTS.PAGE_SIZE
     # The next block's page is loaded before the wait for a stage.  After the last block, its own page is loaded again.
-    page = gl.load(table + at // PAGE_SIZE, mask=count > 0, other=0)
+    page = gl.load(table + position // PAGE_SIZE, mask=count > 0, other=0)
     for _ in range(count):
-        row = page.to(gl.int32) * PAGE_SIZE + at % PAGE_SIZE
-        at += CONSTANTS.BLOCK_N
-        page = gl.load(table + gl.minimum(at, end - 1) // PAGE_SIZE)
+        row = page.to(gl.int32) * PAGE_SIZE + position % PAGE_SIZE
+        position += CONSTANTS.BLOCK_N
+        page = gl.load(table + gl.minimum(position, end - 1) // PAGE_SIZE)
         wait_until_empty(stages, num_done)
         stage = stage_of(stages, num_done)
         full = stages.full.index(stage)

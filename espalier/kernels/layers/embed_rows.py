@@ -31,22 +31,20 @@ def embed_rows(
     rotation = Rotation(cos.new_empty(count, rotary), cos.new_empty(count, rotary))
     if not count:
         return x, residual, rotation, live
-    parents = None if draft is None else draft.parents
-    hidden = embed[None] if draft is None else draft.hidden
+    # Without a draft the kernel gets other tensors, which it does not read.
+    given = draft or DraftHidden(embed[None], None, embed, 0.0, embed, 0.0, False)
     block = power_of_two(size)
     _embed_rows_kernel[(count, 1 if draft is None else 2)](
         *(tokens, positions, embed, cos, tables.sin, x, residual, *rotation, live),
-        *(hidden, parents, embed if draft is None else draft.embed_norm),
-        embed if draft is None else draft.hidden_norm,
-        queries,
-        *(*tokens.stride(), *positions.stride(), *hidden.stride()[:2]),
-        *((0, 0) if parents is None else parents.stride()),
-        EMBED_EPS=0.0 if draft is None else draft.embed_eps,
-        HIDDEN_EPS=0.0 if draft is None else draft.hidden_eps,
+        *(given.hidden, given.parents, given.embed_norm, given.hidden_norm, queries),
+        *(*tokens.stride(), *positions.stride(), *given.hidden.stride()[:2]),
+        *((0, 0) if given.parents is None else given.parents.stride()),
+        EMBED_EPS=given.embed_eps,
+        HIDDEN_EPS=given.hidden_eps,
         SIZE=size,
         ROTARY=rotary,
         HAS_DRAFT=draft is not None,
-        NORMED_RESIDUAL=draft is not None and draft.normed_residual,
+        NORMED_RESIDUAL=given.normed_residual,
         EXACT=exact_type(embed.dtype),
         BLOCK=block,
         BLOCK_R=power_of_two(rotary),

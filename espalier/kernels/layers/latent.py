@@ -242,26 +242,26 @@ def _write_latents_kernel(
         _rotate_or_store(at // per_row, at % per_row, operands, CONSTANTS)
 
 
-def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, to: LatentDestination) -> None:
+def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
     """See ops/rope.py.  Tolerance: one ulp of the dtype and a few ulps of float32 from the reference."""
-    require_latent(q_rope, q, latent, to)
-    operands, constants, blocks = _rotation(q_rope, q, latent, to)
+    require_latent(q_rope, q, latent, destination)
+    operands, constants, blocks = _rotation(q_rope, q, latent, destination)
     if len(q):
         _rotate_latent_kernel[len(q), blocks](
             operands, CONSTANTS=constants, num_warps=NUM_WARPS, **pdl_arguments(chip(q))
         )
 
 
-def write_latents(raw: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, to: LatentDestination) -> None:
+def write_latents(raw: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
     """See ops/rope.py.  q must not be a view of raw.
 
     The bits and the errors are those of head_product and rotate_and_store_latent.
     """
     nope, rank = k_up.shape[1:]
     x, q_rope = raw[..., :nope], raw[..., nope:]
-    require_latent(q_rope, q, latent, to)
+    require_latent(q_rope, q, latent, destination)
     num_blocks, sizes = require_head_product(x, k_up, q[..., :rank])
-    operands, constants, blocks = _rotation(q_rope, q, latent, to)
+    operands, constants, blocks = _rotation(q_rope, q, latent, destination)
     num_product = num_blocks * x.shape[1]
     _write_latents_kernel[(num_product + len(q) * blocks,)](
         *(x, k_up, q, len(x), x.shape[2], num_product, *x.stride()[:2], *k_up.stride(), *q.stride()[:2], operands),
@@ -273,10 +273,10 @@ def write_latents(raw: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, to: Late
 
 
 def _rotation(
-    q_rope: Tensor, q: Tensor, latent: Tensor, to: LatentDestination
+    q_rope: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination
 ) -> tuple[tuple[Any, ...], LatentConstants, int]:
     """(operands, constexpr arguments, blocks per row) of _rotate_or_store.  Raises EspalierError."""
-    rotation, form, rows, plane, scales = to
+    rotation, form, rows, plane, scales = destination
     (count, heads, rotary), size = q_rope.shape, plane.shape[2]
     exact = torch.promote_types(q.dtype, torch.float32)
     require("latent rope: q", q, (count, heads, -1), None, plane)

@@ -89,9 +89,9 @@ class Routing:
         return self.num_experts // self.n_group
 
 
-def _in_best_groups(choosing: Tensor, routing: Routing) -> Tensor:
+def _in_best_groups(selection_scores: Tensor, routing: Routing) -> Tensor:
     """[N, E] bool: whether an expert's group is one of the row's best topk_group."""
-    grouped = choosing.unflatten(-1, (routing.n_group, routing.group_size))
+    grouped = selection_scores.unflatten(-1, (routing.n_group, routing.group_size))
     group_scores = grouped.amax(-1) if routing.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
     best = torch.zeros_like(group_scores, dtype=torch.bool)
     best.scatter_(1, _stable_topk(group_scores, routing.topk_group), True)
@@ -149,10 +149,10 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor |
         scores = logits.softmax(-1)
     else:
         scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits
-    choosing = scores if bias is None else scores + bias
+    selection_scores = scores if bias is None else scores + bias
     if routing.n_group > 1:
-        choosing = choosing.masked_fill(~_in_best_groups(choosing, routing), -torch.inf)
-    ids = _stable_topk(choosing, routing.top_k).sort(-1).values
+        selection_scores = selection_scores.masked_fill(~_in_best_groups(selection_scores, routing), -torch.inf)
+    ids = _stable_topk(selection_scores, routing.top_k).sort(-1).values
     weights = scores.gather(1, ids)
     if routing.scoring == "topk_softmax":
         weights = weights.softmax(-1)

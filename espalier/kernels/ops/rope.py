@@ -110,9 +110,9 @@ class LatentDestination(NamedTuple):
     scales: KVScales | None = None
 
 
-def require_latent(q_rope: Tensor, q: Tensor, latent: Tensor, to: LatentDestination) -> None:
+def require_latent(q_rope: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
     """Check the sizes of rotate_and_store_latent's arguments.  Raises EspalierError if they do not agree."""
-    rotary, row = to.rotation.cos.shape[1], to.plane.shape[1:]
+    rotary, row = destination.rotation.cos.shape[1], destination.plane.shape[1:]
     size = row[1]
     if q_rope.shape[2] != rotary or latent.shape[1:] != row or rotary % 2 or rotary > min(size, q.shape[2]):
         raise EspalierError(
@@ -174,25 +174,25 @@ def head_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 @op("espalier.kernels.layers.latent", on="q")
-def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, to: LatentDestination) -> None:
+def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
     """Rotate the queries, and norm, rotate and store the latents.
 
     q_rope: [N, heads, rotary]; the result becomes the last values of q [N, heads, ...].  q_rope may be a view of q.
-    latent: [N, 1, size]; the result goes to the rows of `to`.  Raises EspalierError if sizes do not agree.
+    latent: [N, 1, size]; the result goes to the rows of `destination`.  Raises EspalierError if sizes do not agree.
     """
-    require_latent(q_rope, q, latent, to)
-    (rotation, form), rotary = to[:2], to.rotation.cos.shape[1]
+    require_latent(q_rope, q, latent, destination)
+    (rotation, form), rotary = destination[:2], destination.rotation.cos.shape[1]
     rank = latent.shape[2] - rotary
     latent_part = latent[..., :rank]
     if form.norm is not None:
         latent_part = rms_norm.reference(latent_part, form.norm, form.eps)
     row = torch.cat((latent_part, _rotated(latent[..., rank:], rotation, form)), -1)
-    write_rows((to.plane,), to.rows, (row,), to.scales)
+    write_rows((destination.plane,), destination.rows, (row,), destination.scales)
     q[..., q.shape[2] - rotary :] = _rotated(q_rope, rotation, form)
 
 
 @op("espalier.kernels.layers.latent", when=fits_one_launch)
-def write_latents(raw: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, to: LatentDestination) -> None:
+def write_latents(raw: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
     """Compute the queries q [N, heads, rank + rotary] from raw [N, heads, nope + rotary], and store the latents.
 
     The first `rank` values of a query are the first `nope` values in raw times k_up [heads, nope, rank].  The rotated
@@ -202,4 +202,4 @@ def write_latents(raw: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, to: Late
     nope, rank = k_up.shape[1:]
     x, q_rope = raw[..., :nope], raw[..., nope:]
     head_product(x, k_up, q[..., :rank])
-    rotate_and_store_latent(q_rope, q, latent, to)
+    rotate_and_store_latent(q_rope, q, latent, destination)

@@ -24,11 +24,11 @@ def _top_ids(logits: Tensor, count: int) -> Tensor:
 
     For a vocabulary it takes half the time of ordered_topk.  But the host must read whether topk left out equal logits.
     """
-    vocab, taken = logits.shape[1], 2 * count
-    values, ids = logits.topk(min(taken, vocab))
-    while 0 < taken < vocab and bool((values[:, count - 1] == values[:, -1]).any()):
-        taken *= 2
-        values, ids = logits.topk(min(taken, vocab))
+    vocab, num_read = logits.shape[1], 2 * count
+    values, ids = logits.topk(min(num_read, vocab))
+    while 0 < num_read < vocab and bool((values[:, count - 1] == values[:, -1]).any()):
+        num_read *= 2
+        values, ids = logits.topk(min(num_read, vocab))
     ids = ids.sort(-1).values
     order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices
     return ids.gather(-1, order[:, :count])
@@ -54,8 +54,8 @@ def write_logprobs(
     """
     if not bool((num_logprobs >= 0).any()):
         return
-    asked = (torch.arange(tokens.shape[1], device=length.device) < length[:, None]) & (num_logprobs >= 0)[:, None]
-    b, w = asked.nonzero(as_tuple=True)
+    wanted = (torch.arange(tokens.shape[1], device=length.device) < length[:, None]) & (num_logprobs >= 0)[:, None]
+    b, w = wanted.nonzero(as_tuple=True)
     if not len(b):
         return
     picked = logits[b, rows[b, w]].to(accumulation_dtype(logits))

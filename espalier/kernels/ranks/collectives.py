@@ -1,5 +1,5 @@
-"""Joins ranks on GPUs of one host.  Kernels join small tensors in memory that all GPUs reach, also in CUDA graphs.
-NCCL joins larger tensors.
+"""Collectives of ranks on GPUs of one host.  Small tensors are summed and gathered by kernels, in memory that all GPUs
+reach, also in CUDA graphs.  Larger tensors go through NCCL.
 
 A rank's memory begins with flags, by which programs with the same number on all ranks wait for each other.  Then come
 four slots per program: two for the rank's values and two for sums.  A program uses the two slots of a pair in turn.
@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup, Store
 
 from espalier.shards import Collectives
 
-# The most programs of a kernel that joins ranks, and the most ranks.
+# The most programs of a collective kernel, and the most ranks.
 PROGRAMS, MAX_RANKS = 128, 16
 FLAGS_BYTES = PROGRAMS * MAX_RANKS * torch.int32.itemsize
 # NVLink's multicast is never used: a process that ends while it uses multicast may block the GPUs of its host.
@@ -49,8 +49,8 @@ class PeerMemory:
 class RestartedStepStore(Store):
     """A store for one rendezvous, which numbers its steps from 0.
 
-    PyTorch counts steps over all rendezvous of a process.  So a process that joined ranks before would have other step
-    numbers than a new process.
+    PyTorch counts steps over all rendezvous of a process.  So a process that met other ranks before would have other
+    step numbers than a new process.
     """
 
     def __init__(self, store: Store) -> None:
@@ -179,7 +179,7 @@ def uses_two_shot(parts: Tensor, dtype: torch.dtype, count: int) -> bool:
 def connect_gpus(file: Path, rank: int, count: int, device: torch.device, peer_bytes: int = PEER_BYTES) -> Collectives:
     """Meet the other ranks.  file, device: see NcclCollectives; peer_bytes: the most bytes of a sum in peer memory.
 
-    If a rank cannot map the memory of the others, NCCL joins everything, and the log says so.
+    If a rank cannot map the memory of the others, NCCL does all collectives, and the log says so.
     """
     from espalier.shards.nccl import NcclCollectives
 

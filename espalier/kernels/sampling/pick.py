@@ -145,23 +145,23 @@ def score_block(x, ids, vocab, row, row_above, noise, exact: tl.constexpr, PLAIN
 
 @kernel
 def find_best(
-    logits_ptr, coming, begin, end, vocab, row, row_above, noise,
+    logits_ptr, loaded_block, begin, end, vocab, row, row_above, noise,
     exact: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """(key, lowest id) of the best id in [begin, end) of a row, perhaps also of some earlier ids.
 
-    coming: the first block, already loaded.  For its GROUP of neighbouring ids each thread keeps only the largest score
-    and the first block with that score, because an id per score would cost several times as much.  At the end the
-    thread finds the id within the GROUP.
+    loaded_block: the first block, already loaded.  For its GROUP of neighbouring ids each thread keeps only the largest
+    score and the first block with that score, because an id per score would cost several times as much.  At the end
+    the thread finds the id within the GROUP.
     """
     groups = tl.arange(0, BLOCK // GROUP) * GROUP
     best = tl.full([BLOCK // GROUP], float("-inf"), exact)
     at = tl.zeros([BLOCK // GROUP], tl.int32) + first_of_block(begin, end, BLOCK)
     for start in range(begin, end, BLOCK):
         first = first_of_block(start, end, BLOCK)
-        x = coming
+        x = loaded_block
         # The next block is loaded while this block is compared.
-        coming = load_whole_block(logits_ptr, first_of_block(start + BLOCK, end, BLOCK), BLOCK)
+        loaded_block = load_whole_block(logits_ptr, first_of_block(start + BLOCK, end, BLOCK), BLOCK)
         x = score_block(x, first + tl.arange(0, BLOCK), vocab, row, row_above, noise, exact, PLAIN)
         most = tl.reduce(tl.reshape(x, [BLOCK // GROUP, GROUP]), 1, nan_max)
         # The first NaN stays the best score.

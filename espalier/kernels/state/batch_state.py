@@ -96,7 +96,7 @@ def _gather_slots_kernel(
     index_ptr, ints_ptr, page_table_ptr,
     prefix_len_ptr, root_ptr, commit_from_ptr, num_tokens_ptr, max_accept_depth_ptr, num_logprobs_ptr, real_ptr,
     pages_ptr, at_ptr, values_ptr,
-    index_stride, width, appended, taken,
+    index_stride, width, appended, depth_margin,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, APPENDED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Read the slots of a batch.  Each program writes the appended pages of its slot, the first program all of them."""
@@ -118,7 +118,7 @@ def _gather_slots_kernel(
     if tl.program_id(1) == 0:
         ints = ints_ptr + slot * COLUMNS.num_ints
         prefix_len = tl.load(ints + COLUMNS.prefix_len)
-        left = tl.load(ints + COLUMNS.end) - taken - prefix_len
+        left = tl.load(ints + COLUMNS.end) - depth_margin - prefix_len
         max_accept_depth = tl.maximum(tl.minimum(tl.load(ints + COLUMNS.depth_limit), left), 0)
         tl.store(prefix_len_ptr + b, prefix_len)
         tl.store(root_ptr + b, tl.load(ints + COLUMNS.root))

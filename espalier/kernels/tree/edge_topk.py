@@ -65,14 +65,14 @@ def edge_topk_triton(
     out: Candidates,
     coupled: bool = True,
     mask: Tensor | None = None,
-    only: Tensor | None = None,
+    forced_tokens: Tensor | None = None,
 ) -> DepthRows:
     """Write the K best children of each row at `depth` (from 0) to `out`, [B, R, K] each, and return the next rows.
 
     factors_and_states: the rows' factors and states, from edge_factors; None: a row's factor is that of its token.
     first [B] + depth: the position of the children.  mask: [B, 1, ceil(V / 32)] int32, bits of target ids that may be
-    drafted; only: [B, 1] int64, the only token that may be drafted, -1 for several.  d2t, slots, coupled and scores:
-    see draft_topk_triton; penalties count no drafted token.  Raises EspalierError for other shapes and dtypes.
+    drafted; forced_tokens: [B, 1] int64, the only token that may be drafted, -1 for several.  d2t, slots, coupled and
+    scores: see draft_topk_triton; penalties count no drafted token.  Raises EspalierError for other shapes and dtypes.
     """
     (batch, num_rows, topk), (columns, rank) = out.tokens.shape, edges.after.shape[-2:]
     factors, states = factors_and_states or (None, None)
@@ -119,7 +119,7 @@ def edge_topk_triton(
         enable_fp_fusion=False,
         **pdl_arguments(chip(x)),
     )
-    _merge_and_rank(out, made, (x, tops, sums), id_arguments, rows.scores, only)
+    _merge_and_rank(out, made, (x, tops, sums), id_arguments, rows.scores, forced_tokens)
     return made
 
 
