@@ -123,14 +123,6 @@ def _dense_gate_and_up(
     return gate, up
 
 
-@kernel
-def _split_gate_up(product, HALVES: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr):
-    gate, up = product, product
-    if HALVES == 2:
-        gate, up = gate_and_up(product, ROWS, 2 * BLOCK_OUT)
-    return gate, up
-
-
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -193,7 +185,9 @@ def _gated_kernel(
             w_ptr, scales_ptr, zeros_ptr, both, x_ptr + row * x_stride, x_scale_ptrs, inside, num_in, 0, num_in,
             CODE, GROUP, ROW_BLOCK, INPUT_GROUP, ROWS, HALVES * BLOCK_OUT, BLOCK_IN, EVEN_IN,
         )  # fmt: skip
-        gate, up = _split_gate_up(acc, HALVES, ROWS, BLOCK_OUT)
+        gate, up = acc, acc
+        if HALVES == 2:
+            gate, up = gate_and_up(acc, ROWS, 2 * BLOCK_OUT)
     if bias_ptr is not None:
         gate += tl.load(bias_ptr + w_row).to(EXACT)[:, None]
         up += tl.load(bias_ptr + w_row + (HALVES - 1) * num_out).to(EXACT)[:, None]

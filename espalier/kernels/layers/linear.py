@@ -41,7 +41,6 @@ from espalier.kernels.layers.linear_plans import (
     LinearPlan,
     TritonPlan,
     block_rows,
-    ceil_div,
 )
 from espalier.kernels.ops.activation import SILU, Activation, gated, require_halves
 from espalier.kernels.ops.linear import linear_parts_library
@@ -158,7 +157,7 @@ def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
         return parts
     splits, rows, num_out = parts.shape
     out = parts.new_empty(rows, num_out, dtype=dtype)
-    _sum_parts_kernel[(ceil_div(out.numel(), SUM_BLOCK),)](
+    _sum_parts_kernel[(-(-out.numel() // SUM_BLOCK),)](
         parts, out, out.numel(), SPLITS=splits, BLOCK=SUM_BLOCK, num_warps=4, **pdl_arguments(chip(parts))
     )
     return out
@@ -218,7 +217,7 @@ def _launch(
         out = x.new_empty(splits, rows, num_out, dtype=torch.float32) if in_parts else x.new_empty(rows, num_out)
     if out.numel() == 0:
         return out
-    _linear_kernel[ceil_div(num_out, block_written), splits](
+    _linear_kernel[-(-num_out // block_written), splits](
         x, weight, bias, out, rows, num_out, num_in, x.stride(0), weight.stride(0),
         BLOCK_ROWS=block_rows(rows), BLOCK_OUT=plan.block_out, BLOCK_IN=plan.block_in,
         EVEN_OUT=num_out % block_written == 0, EVEN_IN=num_in % plan.block_in == 0,

@@ -266,13 +266,13 @@ def plan_by_rule(rows: int, num_out: int, num_in: int, gpu: Chip) -> LinearPlan:
     """
     if rows > RULE_ROWS:
         return None
-    if rows > MIN_BLOCK_ROWS and ceil_div(num_out, RULE_TILE[0]) <= gpu.processors:
+    if rows > MIN_BLOCK_ROWS and -(-num_out // RULE_TILE[0]) <= gpu.processors:
         return _one_per_processor_plan(rows, num_out, num_in, gpu)
     (block_out, block_in), least = RULE_TILE, TritonPlan(*RULE_TILE, 1, RULE_WARPS, min(RULE_STAGES))
     together = max(min(gpu.shared_memory // least.shared_memory(rows), len(RULE_STAGES)), 1)
-    blocks, steps = ceil_div(num_out, block_out), ceil_div(num_in, block_in)
+    blocks, steps = -(-num_out // block_out), -(-num_in // block_in)
     splits = max(min(RULE_SPLITS, together * gpu.processors // blocks, steps // least.stages), 1)
-    sharing = min(ceil_div(blocks * splits, gpu.processors), together)
+    sharing = min(-(-blocks * splits // gpu.processors), together)
     plan = replace(least, splits=splits, stages=RULE_STAGES[sharing - 1])
     return plan if sharing * plan.shared_memory(rows) <= gpu.shared_memory else replace(least, splits=splits)
 
@@ -280,7 +280,7 @@ def plan_by_rule(rows: int, num_out: int, num_in: int, gpu: Chip) -> LinearPlan:
 def _one_per_processor_plan(rows: int, num_out: int, num_in: int, gpu: Chip) -> TritonPlan:
     """The rule's plan with at most one program per multiprocessor, and as many stages as fit."""
     block_out, block_in = RULE_TILE[0], next(block_in for most, block_in in RULE_ALONE if rows <= most)
-    blocks, steps = ceil_div(num_out, block_out), ceil_div(num_in, block_in)
+    blocks, steps = -(-num_out // block_out), -(-num_in // block_in)
     splits = max(min(RULE_SPLITS, gpu.processors // blocks, steps // max(RULE_STAGES[1:])), 1)
     plans = [TritonPlan(block_out, block_in, splits, RULE_WARPS, stages) for stages in reversed(STAGES)]
     return next(plan for plan in plans if plan.shared_memory(rows) <= gpu.shared_memory)
@@ -311,14 +311,10 @@ def _worth_measuring(plan: TritonPlan, rows: int, num_out: int, num_in: int, gpu
     # Loads in flight must fill at least a third of the shared memory to hide the memory latency.
     if programs_per_sm == 0 or plan.shared_memory(rows) * min(programs_per_sm, 8) < gpu.shared_memory // 3:
         return False
-    if ceil_div(num_in, plan.block_in) < plan.stages * plan.splits:
+    if -(-num_in // plan.block_in) < plan.stages * plan.splits:
         return plan.splits == 1 and plan.stages == STAGES[0]
-    programs = ceil_div(num_out, plan.block_out) * plan.splits
+    programs = -(-num_out // plan.block_out) * plan.splits
     return plan.splits == 1 or 0.45 * gpu.processors <= programs <= gpu.processors * programs_per_sm
-
-
-def ceil_div(count: int, block: int) -> int:
-    return -(-count // block)
 
 
 # Upper bounds of the buckets of rows.  A bucket has one plan; above the largest, F.linear runs.  Within a bucket a

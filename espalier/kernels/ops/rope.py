@@ -129,11 +129,6 @@ def _rotated(values: Tensor, rotation: Rotation, form: LatentFormat) -> Tensor:
     return rotate(values, *rotation)
 
 
-def fits_one_launch(raw: Tensor, k_up: Tensor) -> bool:
-    """Whether write_latents takes one launch for these arguments."""
-    return supports_head_product(raw[..., : k_up.shape[1]])
-
-
 @op("espalier.kernels.layers.rope")
 def rotate_and_store(
     qkv: Tensor,
@@ -191,7 +186,7 @@ def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, destinati
     q[..., q.shape[2] - rotary :] = _rotated(q_rope, rotation, form)
 
 
-@op("espalier.kernels.layers.latent", when=fits_one_launch)
+@op("espalier.kernels.layers.latent", when=lambda raw, k_up: supports_head_product(raw[..., : k_up.shape[1]]))
 def write_latents(raw: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
     """Compute the queries q [N, heads, rank + rotary] from raw [N, heads, nope + rotary], and store the latents.
 

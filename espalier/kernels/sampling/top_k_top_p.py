@@ -20,17 +20,10 @@ from espalier.kernels.sampling.noise import gumbel_at
 
 
 @kernel
-def load_logits_block(logits_ptr, start, vocab, BLOCK: tl.constexpr):
-    """Load a block of a row's logits; -inf past the vocabulary."""
-    ids = start + tl.arange(0, BLOCK)
-    return tl.load(logits_ptr + ids, mask=ids < vocab, other=float("-inf"))
-
-
-@kernel
 def load_processed_block(logits_ptr, start, vocab, exact: tl.constexpr, row, above, BLOCK: tl.constexpr):
     """(x, ids) of a block of a row: its logits after shaped(); -inf past the vocabulary."""
     ids = start + tl.arange(0, BLOCK)
-    x = load_logits_block(logits_ptr, start, vocab, BLOCK)
+    x = tl.load(logits_ptr + ids, mask=ids < vocab, other=float("-inf"))
     return process_logits(x.to(exact), ids, ids < vocab, row, above), ids
 
 
