@@ -375,7 +375,9 @@ def _product(x: InputRows, weight: Matrix, plan: LinearPlan, gated: bool = False
         return (linear_gated if gated else linear_parts if parts else linear)(x, weight, None, plan)
     own = plan if isinstance(plan, TritonPlan) else quantised_plans.plan_by_rule_for(weight, x)
     if gated:
-        return linear_quantised_gated(x, weight, None, own)
+        activation = linear_quantised_gated(x, weight, None, own)
+        assert isinstance(activation, Tensor)
+        return activation
     if parts:
         return linear_quantised_parts(x, weight, None, own)
     return linear_quantised(x, weight, None, own)

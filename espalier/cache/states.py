@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from espalier.cache.layer_spec import NOTHING, LayerSpec, RecurrentState, groups_of
+from espalier.kernels.ops.linear import sum_parts
 from espalier.kernels.ops.recurrence import ShortConv, StateRows
 from espalier.kernels.ops.states import (
     Columns,
@@ -178,12 +179,15 @@ class PassStates:
     ) -> Tensor:
         """Convolve inputs [N, columns] of N new rows, `width` per request.  Keep the results for `read` and `commit`.
 
+        inputs: may be partial sums [parts, N, columns].
         gates: [N, 2, heads], as in StateRows, or the inputs that give them; None without heads.  columns: None if the
         channels are in order.  Returns q [B, width, k_heads, k_size], or the convolution's output [B, width, channels].
         """
         states, is_tree = self.table.states[layer], self.access.length is None
         columns = states.keeps.columns if columns is None else columns
-        out = _buffers_for(states, len(inputs), is_tree)
+        # A tail is made of whole inputs.
+        inputs = inputs if is_tree else sum_parts(inputs, states.tail.dtype)
+        out = _buffers_for(states, inputs.shape[-2], is_tree)
         rows = RowInputs(states.tail, self.access.slots, self.parents, self._follows, width)
         prepare(inputs, gates if isinstance(gates, GateInputs) else None, conv, columns, rows, out)
         if not is_tree:

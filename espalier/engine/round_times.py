@@ -58,15 +58,20 @@ class RoundTimes:
         near = [(max(batch / at, at / batch), found) for (at, form), found in self.corrections.items() if form == tree]
         if near:
             return predicted * min(near)[1]
-        return predicted + (self._waits(batch, context) if self.costs.by_clock else 0.0)
+        return self._not_run(predicted, batch, context) if self.costs.by_clock else predicted
 
-    def _waits(self, batch: int, context: float) -> float:
-        """Seconds by which every round is longer than predicted, because the host is slower than the GPU."""
-        waits = (
-            (max(batch / at, at / batch), (found - LARGEST_ERROR) * self.costs.seconds(form, at, context))
+    def _not_run(self, predicted: float, batch: int, context: float) -> float:
+        """The expected time of a form that has not run.
+
+        Where the forms that ran take longer than any error of a prediction explains, the host is slower than the GPU,
+        and this form waits as long.  Where they take less, all predictions are as much too long.
+        """
+        ran = (
+            (max(batch / at, at / batch), found, self.costs.seconds(form, at, context))
             for (at, form), found in self.corrections.items()
         )
-        return max(min(waits, default=(0.0, 0.0))[1], 0.0)
+        _, found, seconds = min(ran, default=(0.0, 1.0, 0.0))
+        return predicted * min(found * LARGEST_ERROR, 1.0) + max(found - LARGEST_ERROR, 0.0) * seconds
 
     def add(self, tree: TreeShape, batch: int, context: float, seconds: float) -> None:
         """Count the time of a round."""

@@ -6,8 +6,8 @@ group tries a few scales and takes the one with the least squared error.  Neithe
 
 `espalier quantize` writes a copy of a target or a draft (`quantise`) in the format of compressed-tensors, file by file.
 It quantises linear layers, experts that are stored one by one, and a draft's own head.  The embedding, a target's head,
-routers and weights that a family reads as plain tensors stay as they are.  Synthetic models use the quantised tensors
-directly, on the matrix's device.
+routers, the inputs of the delta rule's gates and weights that a family reads as plain tensors stay as they are.
+Synthetic models use the quantised tensors directly, on the matrix's device.
 """
 
 import json
@@ -50,6 +50,8 @@ KEPT_DENSE = (
     *("embed_tokens", "embeddings", "gate", "router", "router.proj", "router.layer", "shared_expert_gate"),
     *("eh_proj", "shared_head.head"),
     "indexer.weights_proj",
+    # The gates of the delta rule are exponentials of these products.  They too are dense in published checkpoints.
+    *("in_proj_a", "in_proj_b", "in_proj_ba"),
 )
 # A draft's own head is quantised, because the target decides every token.
 KEPT_IN_TARGETS = (*KEPT_DENSE, HEAD)

@@ -129,7 +129,9 @@ def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConf
         num_layers=checkpoint.target.num_layers,
         chip=measure_chip(device) if device.type == "cuda" else None,
         threads=thread_facts(),
-        pass_weights=pass_weights(checkpoint.target, checkpoint.draft).of_rank(shards.count),
+        pass_weights=pass_weights(
+            checkpoint.target, checkpoint.draft, weights_of(checkpoint).nbytes(torch.bfloat16)
+        ).of_rank(shards.count),
         model_impl="native" if checkpoint.target.probed is None else "transformers",
         declared_kv_dtype=checkpoint.target.declared_kv_dtype if is_open(config.kv_dtype) else None,
     )

@@ -2,7 +2,8 @@
 
 The figures, bandwidth and peak, are measured at startup in some 20 ms.
 
-A pass takes the time to read its weights and the cache, the time of its products, and a fixed time for each layer.
+A pass takes the time to read its weights and the time of its products, which overlap, the time to read the cache, a
+fixed time for each layer, and one for the pass.
 With a tree, a round emits more tokens, but its verify pass has more rows.  So deep trees are fastest for few requests,
 small trees and chains for more, and plain decoding for very many.  With experts, more rows read more experts: at one
 request, plain decoding reads 8 of 128 experts, and a tree of 64 nodes reads 126.
@@ -29,8 +30,10 @@ from espalier.models.layer_loading import layer_specs_of
 
 # Smaller trees that are compared with the configured tree.  For a block draft only their numbers of nodes count.
 SMALLER_TREES = (TreeShape(5, 4, 16), TreeShape(3, 2, 8), TreeShape(3, 1, 4), TreeShape(1, 1, 2))
-# Seconds that a layer's launches take beside reading and products, measured for an 8B on an H100 (docs/log.md).
-LAYER_OVERHEAD_S = 1.2e-5
+# Four numbers, fitted to 25 rounds of an 8B on an H100 (docs/log.md).  Seconds that a layer and a pass take beside
+# reading and products; the share of the bandwidth at which the cache is read; and the power mean of the two times that
+# overlap: with 1 they would add up, with infinity the longer one would hide the other.
+LAYER_OVERHEAD_S, PASS_OVERHEAD_S, CACHE_SHARE, OVERLAP = 1.3e-5, 1e-4, 0.8, 2.25
 # A tree replaces the tree of smaller batches if it is predicted to be this many times as fast.
 WORTH_A_CHANGE = 1.03
 # Committed tokens of a request.  A round reads their K/V once.
@@ -55,7 +58,7 @@ class PassWeights:
     state_bytes: of a request's states, which a round reads twice and writes once.
     draft: weights that a draft pass reads; draft_layers: the layers of that pass.
     block_rows: rows of a block draft's one pass; 0 for other drafts, which run a pass for each level.
-    extends: whether a draft runs its layers over decided tokens.
+    extends: whether a draft runs its layers over decided tokens.  value_bytes: bytes of a weight, the mean.
     """
 
     dense: int
@@ -69,6 +72,7 @@ class PassWeights:
     state_bytes: int = 0
     block_rows: int = 0
     extends: bool = True
+    value_bytes: float = 2.0
 
     def of_rank(self, count: int) -> "PassWeights":
         """The weights that each of `count` ranks holds.  The time in which ranks join their results is left out."""
@@ -78,15 +82,21 @@ class PassWeights:
         """Seconds of a target pass, without reading the cache."""
         touched = expected_active_experts(self.num_experts, self.top_k, rows) if self.expert else 0
         read = self.dense + self.expert * touched
-        return _seconds(read, (self.dense + self.expert * self.top_k) * rows, self.layers, chip)
+        return self._seconds(read, (self.dense + self.expert * self.top_k) * rows, self.layers, chip)
 
     def draft_seconds(self, rows: int, chip: ChipFigures) -> float:
         """Seconds of a draft pass."""
-        return _seconds(self.draft, self.draft * rows, self.draft_layers, chip)
+        return self._seconds(self.draft, self.draft * rows, self.draft_layers, chip)
+
+    def _seconds(self, read: float, products: float, layers: int, chip: ChipFigures) -> float:
+        """Seconds of a pass.  read: weights; products: multiplications of a weight with a row's value."""
+        reading, multiplying = self.value_bytes * read / chip.bandwidth, 2 * products / chip.peak
+        together = (reading**OVERLAP + multiplying**OVERLAP) ** (1 / OVERLAP)
+        return together + layers * LAYER_OVERHEAD_S + PASS_OVERHEAD_S
 
     def round_seconds(self, tree: TreeShape, batch: int, chip: ChipFigures, context: float = CONTEXT) -> float:
         """Seconds of a round.  context: the mean number of committed tokens of a request."""
-        cache = (2 * self.kept * context + 3 * self.state_bytes) * batch / chip.bandwidth
+        cache = (2 * self.kept * context + 3 * self.state_bytes) * batch / (CACHE_SHARE * chip.bandwidth)
         verify = self.target_seconds(batch * tree.rows, chip) + cache
         if not tree.steps:
             return verify
@@ -100,16 +110,22 @@ class PassWeights:
         return verify + proposal + (self.draft_seconds(batch * (tree.steps + 1), chip) if self.extends else 0)
 
 
-def _seconds(read: float, products: float, layers: int, chip: ChipFigures) -> float:
-    """Seconds of a pass.  read: weights of two bytes each; products: multiplications of a weight with a row's value."""
-    return 2 * read / chip.bandwidth + 2 * products / chip.peak + layers * LAYER_OVERHEAD_S
+def pass_weights(target: ModelConfig, draft: DraftConfig | None, stored_bytes: int = 0) -> PassWeights:
+    """The numbers of weights of a target and its draft.
+
+    draft: None for a drafter without weights.  stored_bytes: of both, as they are in memory, with the embedding; 0: two
+    bytes a weight.
+    """
+    found = _counted(target, draft)
+    # A pass reads only a few rows of an embedding, unless the embedding is also the head.
+    read = stored_bytes - (0 if target.tie_word_embeddings else 2 * target.vocab_size * target.hidden_size)
+    held = found.dense + found.expert * found.num_experts + found.draft
+    return replace(found, value_bytes=min(read / held, 2.0)) if read > 0 and held else found
 
 
-def pass_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeights:
-    """The numbers of weights of a target and its draft.  draft: None for a drafter without weights."""
+def _counted(target: ModelConfig, draft: DraftConfig | None) -> PassWeights:
     probed = target.probed
     if probed is not None:
-        # A pass reads only a few rows of an embedding, unless the embedding is also the head.
         apart = 0 if target.tie_word_embeddings else target.vocab_size * target.hidden_size
         return replace(
             _pass_weights(target, draft),
@@ -128,7 +144,7 @@ def _pass_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeights
     num_mixtures = 0 if experts is None else len(experts.layers)
     inner = (target.num_layers - num_mixtures) * target.intermediate_size
     of_draft = PassWeights(
-        dense=attention_and_head + 3 * hidden * inner,
+        dense=attention_and_head + (target.activation.halves + 1) * hidden * inner,
         layers=target.num_layers,
         kept=sum(spec.values_per_token for spec in specs),
         state_bytes=bytes_per_state(specs, torch.bfloat16),
@@ -141,8 +157,8 @@ def _pass_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeights
         return of_draft
     return replace(
         of_draft,
-        dense=of_draft.dense + 3 * hidden * num_mixtures * experts.shared_size,
-        expert=num_mixtures * 3 * hidden * experts.size,
+        dense=of_draft.dense + (experts.activation.halves + 1) * hidden * num_mixtures * experts.shared_size,
+        expert=num_mixtures * (experts.activation.halves + 1) * hidden * experts.size,
         num_experts=experts.routing.num_experts,
         top_k=experts.routing.top_k,
     )

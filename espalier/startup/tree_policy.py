@@ -344,4 +344,6 @@ def busy_chunk_size(config: EngineConfig, chunk_size: int, default: int, machine
 
 
 def _pass_ms(machine: Machine, rows: int) -> float:
-    return machine.weights.target_seconds(rows, machine.chip) * 1000
+    """The predicted time of a prefill pass: a draft runs over its rows too."""
+    weights, chip = machine.weights, machine.chip
+    return 1000 * (weights.target_seconds(rows, chip) + (weights.draft_seconds(rows, chip) if weights.draft else 0))

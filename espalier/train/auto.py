@@ -89,8 +89,14 @@ def train_auto(target: Path, data: Path | None, out: Path, most_minutes: float, 
     text = make_text(common, work, device, TEXT * clock.seconds)
     asked = held_out(target, data, work / "held_out.jsonl")
     measure = partial(measured, target, [*asked, *RUNS[device].split()])
-    trials, steps, beside = {}, max(1, int(TRIALS * clock.seconds / len(kinds))), 0.0
+    trials: dict[str, Speed] = {}
+    steps, beside = max(1, int(TRIALS * clock.seconds / len(kinds))), 0.0
     for kind in kinds:
+        # Another trial takes as long as the longest so far, and so does the training with its measurement.
+        if trials and 2 * (beside + steps) > clock.left:
+            left, needed = minutes(clock.left), minutes(2 * (beside + steps))
+            print(f"{kind} is not tried: with the training it would take {needed}, and {left} are left", flush=True)
+            continue
         clock.say(f"trial of {kind}")
         begun, trial = clock.passed, work / f"trial-{kind}"
         train(kind, [*common, *text, "--out", str(trial)], device, steps)

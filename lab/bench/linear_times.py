@@ -14,7 +14,7 @@ from rich.text import Text
 from espalier.bench.linears import ModelShape, shape_named
 from espalier.bench.timing import Matrix, Stopwatch, Weights, in_turn
 from espalier.kernels.layers.linear_plans import DENSE, LINEAR_TUNING, dense_plans_for
-from espalier.kernels.layers.quantised import QuantisedMatrix
+from espalier.kernels.layers.quantised import InputRows, QuantisedMatrix
 from espalier.kernels.layers.quantised_plans import quantised_plan_for
 from espalier.kernels.layers.scaled_product import library_supports_product
 from espalier.kernels.ops.linear import linear, linear_gated, linear_quantised, linear_quantised_gated
@@ -97,7 +97,7 @@ def expert_cases(shape: ModelShape, weights: str, all_rows: Sequence[int], devic
         yield expert_case(names, sizes, *experts, DTYPE, rows)
 
 
-def product(x: torch.Tensor, weight: Matrix, gated: bool) -> torch.Tensor:
+def product(x: torch.Tensor, weight: Matrix, gated: bool) -> InputRows:
     """As the engine computes it."""
     if isinstance(weight, QuantisedMatrix):
         return (linear_quantised_gated if gated else linear_quantised)(x, weight, None)

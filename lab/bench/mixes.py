@@ -1,7 +1,8 @@
 """`python -m lab mixes`: batches of requests whose draft is better for some than for others, on a synthetic model.
 
 The draft's skill depends on the place in the text, so a request's skill follows from where its prompt begins.  One
-engine has all trees.  For each batch it runs the same requests with every fixed tree, and with trees that it chooses.
+engine has all trees.  For each batch it runs the same requests with trees that it chooses, and then with every fixed
+tree, from the places in the text where the timed rounds of the chosen trees began.
 """
 
 from argparse import Namespace
@@ -95,11 +96,13 @@ class Sizes:
 
 @dataclass
 class Timed:
-    """tokens: of a request and round; follows: requests with the expected tokens; trees: rounds by tree."""
+    """tokens: of a request and round; follows: requests with the expected tokens; lengths: the tokens of each request
+    when the timed rounds began; trees: rounds by tree."""
 
     tokens_per_second: float
     tokens: float
     follows: int
+    lengths: list[int]
     trees: Counter[TreeShape] = field(default_factory=Counter)
 
 
@@ -144,12 +147,20 @@ def measure(
         stdout().print(f"{models.title}; started in {start.seconds:.0f} s", soft_wrap=True)
         for batch in order:
             for mix in MIXES if batch > 1 else ("all 0.8", "bursts"):
-                prompts = prompts_of(models, MIXES[mix], batch, sizes)
-                ways: dict[str, TreeChooser] = {label(tree): OneTree(layout, tree) for tree in layout.choices_at(batch)}
+                fixed: dict[str, TreeChooser] = {
+                    label(tree): OneTree(layout, tree) for tree in layout.choices_at(batch)
+                }
                 # A lone request shares rows with nobody.
-                choosers = {name: chooser for name, chooser in adaptive.items() if batch > 1 or name != SHARED}
-                found = {name: timed(engine, models, way, prompts, sizes) for name, way in (ways | choosers).items()}
-                yield {"mix": mix, "batch": batch, **figures(found, list(ways), list(choosers))}
+                choosers: dict[str, TreeChooser] = {
+                    name: chooser for name, chooser in adaptive.items() if batch > 1 or name != SHARED
+                }
+                found = {}
+                lengths = [sizes.context] * batch
+                for ways in (choosers, fixed):
+                    prompts = prompts_of(models, MIXES[mix], lengths, sizes)
+                    found |= {name: timed(engine, models, way, prompts, sizes) for name, way in ways.items()}
+                    lengths = found[ADAPTIVE].lengths
+                yield {"mix": mix, "batch": batch, **figures(found, list(fixed), list(choosers))}
 
 
 def layouts(
@@ -196,39 +207,43 @@ def _chosen(costs: PredictedCosts, batch: int, shares: bool) -> tuple[TreeShape,
     return (*trees, *SHARING) if shares and batch > 1 else trees
 
 
-def prompts_of(models: SyntheticModels, kinds: Sequence[str], batch: int, sizes: Sizes) -> list[list[int]]:
-    """Prompts for requests of these kinds, each from its own place of the kind's text."""
+def prompts_of(models: SyntheticModels, kinds: Sequence[str], lengths: Sequence[int], sizes: Sizes) -> list[list[int]]:
+    """Prompts of these lengths for requests of these kinds, each from its own place of the kind's text.
+
+    A longer prompt begins with the shorter one.
+    """
     chain, names = models.chain, list(SKILLS)
     part = chain.size // len(names)
     room = max(part - sizes.context - sizes.max_tokens, 1)
-    generator = torch.Generator().manual_seed(batch)
+    generator = torch.Generator().manual_seed(len(lengths))
     found = []
-    for at in range(batch):
+    for at, length in enumerate(lengths):
         first = names.index(kinds[at % len(kinds)]) * part + int(torch.randint(0, room, (), generator=generator))
-        found.append(chain.token_at((first + torch.arange(sizes.context)) * chain.shifts[0]).tolist())
+        found.append(chain.token_at((first + torch.arange(length)) * chain.shifts[0]).tolist())
     return found
 
 
 def timed(
     engine: Engine, models: SyntheticModels, chooser: TreeChooser, prompts: Sequence[Sequence[int]], sizes: Sizes
 ) -> Timed:
-    """Rounds of all these requests.  The prefix cache keeps the prompts for the next way."""
+    """Times rounds of all these requests.  The prefix cache keeps the prompts for the next way."""
     trees = engine.scheduler.trees
     trees.chooser = chooser
-    requests = enter(engine, prompts, sizes.max_tokens)
+    requests = enter(engine, prompts, sizes.context + sizes.max_tokens - max(map(len, prompts)))
     for _ in range(sizes.finding if isinstance(chooser, TreeChoice) else WARM_UP):
         engine.step()
-    before, ran = sum(request.num_tokens for request in requests), trees.num_rounds.copy()
+    lengths, ran = [request.num_tokens for request in requests], trees.num_rounds.copy()
     begun = perf_counter()
     for _ in range(sizes.rounds):
         engine.step()
     seconds = perf_counter() - begun
-    tokens = sum(request.num_tokens for request in requests) - before
+    tokens = sum(request.num_tokens for request in requests) - sum(lengths)
     assert len(engine.scheduler.running) == len(requests), "all requests ran in all rounds"
     follows = sum(models.follows(request.prompt, request.output) for request in requests)
     leave(engine, requests)
     engine.drain()
-    return Timed(tokens / seconds, tokens / sizes.rounds / len(requests), follows, trees.num_rounds - ran)
+    mean = tokens / sizes.rounds / len(requests)
+    return Timed(tokens / seconds, mean, follows, lengths, trees.num_rounds - ran)
 
 
 def figures(found: Mapping[str, Timed], fixed: Sequence[str], adaptive: Sequence[str]) -> dict[str, Any]:

@@ -136,7 +136,10 @@ def prefill(bench: BenchEngine, batch: int, length: int, floors: Floors | None) 
     """Measure `batch` prompts of `length` tokens, after one turn to warm up.  floors: of the same shape."""
     prompts, launches = bench.prompts([length] * batch), record_launches(bench.engine)
     times, peaks = [], []
-    meter = None if floors is None else PeakMeter(floors.stopwatch, floors.device)
+    drafts = drafter_without_files(bench.config.algorithm) is None
+    # A measured peak takes a second.
+    has_bound = floors is not None and bound_ms(floors.shape, batch, length, drafts, 1.0) is not None
+    meter = PeakMeter(floors.stopwatch, floors.device) if floors is not None and has_bound else None
     for _ in range(1 + TURNS):
         empty_prefix_cache(bench.engine)
         launches.reset()
@@ -148,8 +151,7 @@ def prefill(bench: BenchEngine, batch: int, length: int, floors: Floors | None) 
     passes, num_rounds = launches.prefills, len(launches.rounds)
     linear_ms = None if floors is None else _linear_ms(bench, passes, floors)
     expert_ms = None if floors is None else _expert_ms(bench, passes, floors)
-    drafts = drafter_without_files(bench.config.algorithm) is None
-    bound = None if floors is None else bound_ms(floors.shape, batch, length, drafts, median(peaks[1:]))
+    bound = bound_ms(floors.shape, batch, length, drafts, median(peaks[1:])) if floors is not None and peaks else None
     rate = batch * length / seconds
     return Prefill(batch, length, 1e3 * seconds, rate, len(passes), num_rounds, linear_ms, expert_ms, bound)
 

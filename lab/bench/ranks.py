@@ -119,7 +119,7 @@ def check(ranks: Any, rank: int, hidden: int) -> None:
     weight = torch.ones(hidden, dtype=DTYPE, device=memory.addresses.device)
     wrong = torch.zeros(1, dtype=torch.int64, device=memory.addresses.device)
     for i in range(CHECKED):
-        rows, two_shot = (1, 3, 64, 129, 300)[i % 5], i % 2 == 1
+        rows, two_shot = (1, 3, 64, 129, 300, 4096)[i % 6], i // 6 % 2 == 1
         x = make(rows, hidden, generator=generator)
         wanted = in_order(ranks.nccl.all_gather(x))
         wrong += (kernels.sum_rows(memory, x, DTYPE, two_shot) != wanted).sum()

@@ -30,8 +30,9 @@ def layout_of(choices: tuple[tuple[int, tuple[TreeShape, ...]], ...]) -> RoundLa
 class World:
     """level: how often the first child is accepted at depth 1; deeper ones are less often.  others: how often another
     child is, where the first is not; shared: how much more often that is where rows are shared out; found: how often a
-    guess of the other sources is accepted; host: the least seconds of a round.  Each form takes up to 15% less or more
-    than predicted; the host pauses now and then, and prompts enter."""
+    guess of the other sources is accepted; host: the least seconds of a round; slowness: the time of every form over
+    its prediction.  Beside that each form takes up to 15% less or more than predicted; the host pauses now and then,
+    and prompts enter."""
 
     seed: int
     level: float = 0.8
@@ -39,6 +40,7 @@ class World:
     shared: float = 0.0
     found: float | None = None
     host: float = 0.0
+    slowness: float = 1.0
     now: float = 0.0
     factors: dict[TreeShape, float] = field(default_factory=dict)
 
@@ -64,7 +66,7 @@ class World:
 
     def seconds(self, tree: TreeShape, batch: int) -> float:
         factor = self.factors.setdefault(tree, self.random.uniform(0.87, 1.15))
-        return max(COSTS.seconds(tree, next_bucket(batch), 1024) * factor, self.host)
+        return max(COSTS.seconds(tree, next_bucket(batch), 1024) * factor * self.slowness, self.host)
 
     def sample(self, tree: TreeShape) -> Sample:
         ranks: list[int] = []
@@ -125,7 +127,17 @@ def test_the_best_form_is_found_and_kept(level: float, more: dict[str, float], b
         assert rate >= 0.985 * plain, batch
         assert bucket.switches <= 15, batch
         assert "found" not in more or not bucket.current.drafts
-        assert "shared" not in more or batch < 8 or bucket.current.shared_rows
+        assert "shared" not in more or batch < 16 or bucket.current.shared_rows
+
+
+@pytest.mark.parametrize("slowness", [0.3, 0.5, 2.5])
+def test_where_all_predictions_are_wrong_by_one_factor_the_best_form_is_found(slowness: float) -> None:
+    """Weights in fewer bytes than was supposed, or a slower chip: the forms that did not run look slow, or fast."""
+    for batch in (1, 8, 16, 64):
+        for level in (0.3, 0.9):
+            world = World(batch, level, slowness=slowness)
+            world.run(batch, 200)
+            assert world.run(batch, 400) >= 0.97 * world.best(batch), (batch, level)
 
 
 def test_where_the_host_is_slower_than_the_gpu_few_rounds_are_lost() -> None:
@@ -310,7 +322,7 @@ def test_what_a_path_says_of_first_children(sample: Sample, counts: list[tuple[i
 
 def test_a_lasting_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "espalier")
-    world = World(2, 0.02)
+    world = World(3, 0.02)
     world.run(64, 600)
     # Once more, as after another form that did not last.
     world.choice.buckets[64].held = 0

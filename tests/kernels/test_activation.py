@@ -5,9 +5,17 @@ import torch
 import torch.nn.functional as F
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.quantised import RoundedRows, quantise_inputs
+from espalier.kernels.layers.quantised import InputScales, RoundedRows, quantise_inputs
 from espalier.kernels.ops.activation import GELU_TANH, RELU2, SILU, Activation, gated, rounded_once
-from espalier.kernels.ops.linear import linear, linear_gated, linear_quantised, linear_quantised_gated
+from espalier.kernels.ops.linear import (
+    gated_parts,
+    linear,
+    linear_gated,
+    linear_quantised,
+    linear_quantised_gated,
+    quantise_rows,
+    sum_parts,
+)
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.weight_formats.base import LastRows
@@ -54,6 +62,28 @@ def test_gate(rows, size, dtype, activation, kernel_device):
     torch.testing.assert_close(out.double(), expected, **tolerance)
     torch.testing.assert_close(gated.reference(x, activation).double(), expected, **tolerance)
     torch.testing.assert_close(rounded_once(x, activation).double(), expected, **tolerance)
+
+
+@of_each
+@pytest.mark.parametrize("shape", [(1, 3, 7), (4, 2, 1500), (2, 0, 4)])
+def test_parts_of_gate_and_up_are_added_first(shape, activation, kernel_device):
+    """(parts, rows, columns)"""
+    parts, rows, size = shape
+    generator = torch.Generator().manual_seed(size)
+    halves = torch.randn(parts, rows, activation.halves * size, generator=generator).to(kernel_device)
+    made = gated_parts.triton(halves, torch.float16, activation)
+    assert made.dtype == torch.float16 and made.shape == (rows, size)
+    assert torch.equal(made, gated.triton(sum_parts.triton(halves, torch.float16), activation))
+    expected = gated_parts.reference(halves, torch.float16, activation)
+    torch.testing.assert_close(made, expected, rtol=4e-3, atol=1e-4)
+    assert torch.equal(gated_parts.triton(halves[0], torch.float32, activation), gated.triton(halves[0], activation))
+    for rounding in (InputScales(), InputScales(4), InputScales(None, torch.full((1,), 0.1, device=kernel_device))):
+        rounded = gated_parts.triton(halves, torch.float16, activation, rounding)
+        values, scales = quantise_rows.triton(made, rounding)
+        assert torch.equal(rounded.values.view(torch.uint8), values.view(torch.uint8))
+        assert torch.equal(rounded.scales, scales) and rounded.dtype == torch.float16
+    with pytest.raises(EspalierError, match="not rounded in groups of 3"):
+        gated_parts.triton(halves, torch.float16, activation, InputScales(3))
 
 
 @pytest.mark.parametrize("activation", [SILU, GELU_TANH])

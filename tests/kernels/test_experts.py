@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from espalier.errors import EspalierError
+from espalier.kernels.layers import experts_tiles
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ProductPlan
 from espalier.kernels.layers.experts_tiles import make_tiles
 from espalier.kernels.ops.activation import GELU_TANH, RELU2, SILU, Activation
@@ -181,8 +182,13 @@ def test_rows_that_are_not_live_go_to_no_expert(kernel_device, live, top_k):
 
 @pytest.mark.parametrize(("rows", "experts", "top_k"), [(1, 4, 2), (9, 64, 8), (70, 4, 3), (300, 9, 5)])
 @pytest.mark.parametrize("with_live", [False, True])
-def test_sorted_pairs(kernel_device, rows, experts, top_k, with_live):
-    """By expert, and by row within an expert; each tile is inside its expert, and all pairs are in one tile each."""
+@pytest.mark.parametrize("most", [0, 100, experts_tiles.MAX_HISTOGRAM_PAIRS])
+def test_sorted_pairs(kernel_device, monkeypatch, rows, experts, top_k, with_live, most):
+    """By expert, and by row within an expert; each tile is inside its expert, and all pairs are in one tile each.
+
+    With more than `most` pairs, a launch of its own counts them.
+    """
+    monkeypatch.setattr(experts_tiles, "MAX_HISTOGRAM_PAIRS", most)
     ids = drawn(rows, experts, top_k, 1, 1, kernel_device)[3]
     live = torch.rand(rows, generator=torch.Generator().manual_seed(1)).to(ids.device) < 0.6 if with_live else None
     with poisoned():

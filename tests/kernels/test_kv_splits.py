@@ -27,7 +27,7 @@ LENGTHS = [0, 1, 127, 128, 129, 1024, 1025, 2048, 2049, 4096, 5000, 65536, 65537
 
 
 def used(made):
-    return made.table[: int(made.starts[-1])].tolist()
+    return made.used.tolist()
 
 
 POLICIES = [
@@ -78,6 +78,16 @@ def test_a_request_has_the_same_splits_in_any_batch(kernel_device):
     for request, length in enumerate(LENGTHS):
         alone = kv_splits.triton(torch.tensor([length], device=kernel_device), 0, KVSplitPolicy(8, 8))
         assert [i[1:] for i in used(alone)] == [i[1:] for i in used(together) if i[0] == request]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_requests_with_longer_splits_come_first(kernel_device, policy):
+    """Else a program may take the longest splits of a batch last, and the others wait for it."""
+    made = kv_splits.triton(torch.tensor(LENGTHS * 3, device=kernel_device), 0, policy)
+    widths = [policy.width(length) for length in LENGTHS * 3]
+    order = list(dict.fromkeys(request for request, *_ in used(made)))
+    assert [widths[request] for request in order] == sorted(widths, reverse=True)
+    assert order != sorted(order)
 
 
 def test_an_empty_batch_has_no_splits(kernel_device):

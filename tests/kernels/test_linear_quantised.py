@@ -100,6 +100,12 @@ def test_gated_is_the_activation_of_the_product(kernel_device, kind):
     plan = plan_for(matrix)
     product = linear_quantised.triton(x, matrix, None, plan)
     assert torch.equal(linear_quantised_gated.triton(x, matrix, None, plan), gated.triton(product))
+    # The launch that adds the parts rounds for the next product.
+    plan, rounding = plan_for(matrix, 2), InputScales()
+    rounded = linear_quantised_gated.triton(x, matrix, None, plan, rounding=rounding)
+    whole = gated.triton(linear_quantised.triton(x, matrix, None, plan))
+    for got, expected in zip((rounded.values, rounded.scales), quantise_rows.triton(whole, rounding), strict=True):
+        assert torch.equal(got.float(), expected.float())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,7 +21,7 @@ def drawn(device, lengths=(0, 1, 300, 5000), queries=3, heads=5, v_size=7, seed=
     partials = PartialResults.allocate(splits, queries, heads, v_size)
     partials.out.copy_(torch.randn(partials.out.shape, generator=generator))
     partials.lse.copy_(torch.randn(partials.lse.shape, generator=generator) * 3)
-    used = int(splits.starts[-1])
+    used = len(splits.used)
     partials.out[used:] = partials.lse[used:] = torch.nan
     # One query sees no rows in the last split; another query sees no rows at all.
     partials.lse[used - 1 : used, 0] = -torch.inf
@@ -76,7 +76,7 @@ def test_short_and_long_requests_of_one_batch(kernel_device, num_splits, heads):
     """Few splits are merged several pairs at a time, many one pair at a time; programs take turns."""
     policy = KVSplitPolicy(num_splits, 32)
     partials, splits, out, lse = drawn(kernel_device, (20000, 300, 7, 60000, 3000), 9, heads, 128, policy=policy)
-    counts = splits.starts.diff()
+    counts = splits.used[:, 3]
     assert int(counts.max()) > MAX_FEW_SPLITS and int(counts.min()) == 1 and ((counts > 1) & (counts <= 4)).any()
     assert_equals_reference(partials, splits, out, lse)
 
@@ -92,7 +92,8 @@ def test_bits_do_not_depend_on_the_batch(kernel_device, num_splits, max_splits, 
     merge_splits.triton(partials, splits, out, lse)
     for request, length in enumerate(lengths):
         alone_splits = kv_splits.reference(torch.tensor([length], device=kernel_device), 0, policy)
-        of_request = slice(int(splits.starts[request]), int(splits.starts[request + 1]))
+        start, count = int(splits.starts[request]), int(splits.starts[len(lengths) + 1 + request])
+        of_request = slice(start, start + count)
         alone_partials = PartialResults.allocate(alone_splits, 3, heads, 128)
         (
             alone_partials.out[: of_request.stop - of_request.start],

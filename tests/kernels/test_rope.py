@@ -119,6 +119,24 @@ def test_partial_sums_are_added_in_order_and_rounded_first(shape, normed, parts,
     assert q.dtype == dtype and torch.equal(q, expected)
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+@each_way
+def test_gates_between_heads_are_skipped(parts, make, kernel_device):
+    rows, heads, kv_heads, size, rotary = 3, 5, 2, 10, 6
+    dtype = torch.bfloat16 if kernel_device.type == "cuda" else torch.float16
+    qkv = random_normal(parts, rows, heads + 2 * kv_heads, size, seed=4).to(kernel_device)
+    qkv = qkv[0].to(dtype) if parts == 1 else qkv.float()
+    q, others = qkv[..., :heads, :], qkv[..., heads:, :]
+    with_gates = torch.cat((torch.stack((q, q * torch.nan), -2).flatten(-3, -2), others), -2)
+    rotation, norms = random_turn(rows, size, (False, False), dtype, kernel_device, rotary)
+    buffers = torch.full((2, 2, rows, kv_heads, size), torch.nan, dtype=dtype, device=kernel_device)
+    stored_rows = torch.arange(rows, device=kernel_device).flip(0)
+    given = with_gates.clone()
+    found = make(with_gates, rotation, norms._replace(skips_gates=True), stored_rows, *buffers[0])
+    assert torch.equal(found, make(qkv.clone(), rotation, norms, stored_rows, *buffers[1]))
+    assert torch.equal(*buffers) and torch.equal(given.nan_to_num(), with_gates.nan_to_num())
+
+
 @pytest.mark.parametrize(
     ("shape", "parts", "normed", "share"),
     [*pairwise_params(SMALL, [None, 3], *WAYS), *product_params(LARGE, [None, 3], *WAYS, marks=pytest.mark.gpu)],

@@ -14,7 +14,7 @@ from espalier.cache.layer_spec import RecurrentState
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack_bits
 from espalier.kernels.layers.quantised import InputScales
-from espalier.kernels.ops.linear import quantise_rows
+from espalier.kernels.ops.linear import quantise_rows, sum_parts
 from espalier.kernels.ops.recurrence import ShortConv, StateRows
 from espalier.kernels.ops.states import (
     Columns,
@@ -114,7 +114,7 @@ def test_heads_have_published_sizes(keeps, dtype, kernel_device):
     """Trees that fill one warpgroup of Hopper or less, and a chain.  A model in 16 bits has operands in 16 bits."""
     drawn, close = Drawn(8, kernel_device), CLOSE if dtype == torch.float32 else 1e-2
     state = StateColumns(drawn.state(keeps, ROWS + 1), drawn.slots(1))
-    for nodes in (3, 24, 64):
+    for nodes in (1, 3, 24, 64):
         q, rows = drawn.rows(keeps, 1, nodes)
         rows = rows._replace(v=rows.v.to(dtype))
         _, bits = drawn.tree(1, nodes)
@@ -129,6 +129,7 @@ def test_heads_have_published_sizes(keeps, dtype, kernel_device):
 
 @kinds
 def test_what_is_no_number_reaches_descendants_alone(keeps, kernel_device):
+    """And the outputs of a single row that holds it."""
     drawn, batch, nodes = Drawn(3, kernel_device), 2, 16
     q, rows = drawn.rows(keeps, batch, nodes)
     _, bits = drawn.tree(batch, nodes)
@@ -142,6 +143,9 @@ def test_what_is_no_number_reaches_descendants_alone(keeps, kernel_device):
         out = tree_outputs.triton(q, StateRows(*spoilt), state, bits, None, keeps.delta)
         assert torch.equal(out[1], clean[1]) and torch.equal(out[0, ~sees[0]], clean[0, ~sees[0]])
         assert out[0, sees[0]].isnan().all()
+        alone = [each[:, 1:2] for each in (q, *spoilt)]
+        out = tree_outputs.triton(alone[0], StateRows(*alone[1:]), state, bits[:, :1], None, keeps.delta)
+        assert out[0].isnan().all() and out[1].isfinite().all()
 
 
 def path_of(drawn: Drawn, batch: int, width: int, source: Tensor | None, marks: bool) -> PathRows:
@@ -266,36 +270,42 @@ ORDERS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_inputs_are_convolved_along_their_paths(keeps, columns, bias, kind, dtype, kernel_device):
     drawn, batch, width = Drawn(5, kernel_device), 3, 9
-    inputs = drawn(batch * width, 400)[:, :390].to(dtype)
+    parts = drawn(2, batch * width, 400)[..., :390]
+    inputs = sum_parts.reference(parts, dtype)
     weight, of_bias = drawn(keeps.channels, keeps.taps).to(dtype), drawn(keeps.channels).to(dtype)
     conv = ShortConv(weight, of_bias if bias else None, silu=keeps.heads > 0)
     tail, slots = drawn(ROWS, keeps.taps - 1, keeps.channels).to(dtype), drawn.slots(batch)
     parents = drawn.tree(batch, width)[0] if kind == "tree" else None
     follows = torch.tensor([False, True, False], device=kernel_device) if kind == "pieces" else None
     rows = RowInputs(tail, slots, parents, follows, width)
-    gates = gates_of(keeps, columns, drawn, batch * width, dtype) if keeps.heads else None
+    gates, of_parts = None, None
+    if keeps.heads:
+        A_log, dt_bias, values = drawn(keeps.heads), drawn(keeps.heads), 6 * drawn(2, batch * width, 2 * keeps.heads)
+        values, in_parts = sum_parts.reference(values, dtype), values
+        gates, of_parts = (gates_of(keeps, columns, each, A_log, dt_bias) for each in (values, in_parts))
     made = []
-    for run, cast in ((prepare.triton, lambda each: each), (prepare.reference, exact)):
+    runs = ((prepare.triton, lambda each: each), (prepare.reference, exact), (prepare.triton, lambda each: each))
+    for (run, cast), given in zip(runs, ((inputs, gates), (inputs, gates), (parts, of_parts)), strict=True):
         out = room(keeps, batch * width, inputs, cast)
-        run(cast(inputs), cast(gates), conv._replace(weight=cast(weight), bias=cast(conv.bias)), columns,
+        run(*cast(given), conv._replace(weight=cast(weight), bias=cast(conv.bias)), columns,
             rows._replace(tail=cast(tail)), out)  # fmt: skip
         made.append(out)
     close = CLOSE if dtype == torch.float32 else 4e-3
-    for got, expected in zip(*made, strict=True):
+    for got, expected, of_parts in zip(*made, strict=True):
         assert (got is None) == (expected is None)
         if got is not None and got.numel():
             assert_close(got, expected, close)
+            assert torch.equal(got, of_parts)
     assert torch.equal(made[0].inputs.double(), made[1].inputs)
 
 
-def gates_of(keeps: RecurrentState, columns: Columns, drawn: Drawn, rows: int, dtype: torch.dtype) -> GateInputs:
-    share, values = keeps.heads // keeps.k_heads, 6 * drawn(rows, 2 * keeps.heads).to(dtype)
-    A_log, dt_bias = drawn(keeps.heads), drawn(keeps.heads)
+def gates_of(keeps: RecurrentState, columns: Columns, values: Tensor, A_log: Tensor, dt_bias: Tensor) -> GateInputs:
+    share = keeps.heads // keeps.k_heads
     if not keeps.delta:
         return GateInputs(values, None, A_log, dt_bias, share, share, (0.1, 3.0))
     if columns is GROUPED:
-        return GateInputs(values[:, share:], values, A_log, dt_bias, share, 2 * share)
-    return GateInputs(values[:, keeps.heads :], values, A_log, dt_bias, share, share)
+        return GateInputs(values[..., share:], values, A_log, dt_bias, share, 2 * share)
+    return GateInputs(values[..., keeps.heads :], values, A_log, dt_bias, share, share)
 
 
 def room(keeps: RecurrentState, rows: int, inputs: Tensor, cast) -> Prepared:
@@ -344,17 +354,26 @@ def test_what_heads_read_is_normed_and_gated(gate, dtype, kernel_device):
 
 @pytest.mark.parametrize("is_first", [False, True])
 @pytest.mark.parametrize("static", [False, True])
-def test_what_is_normed_and_gated_is_also_rounded(is_first, static, kernel_device):
-    """As by a launch of its own, to the bit."""
-    drawn, size = Drawn(9, kernel_device), 32
-    read, values = drawn(5, 4, size).half(), drawn(5, 4 * size + 3)[:, 3:].half()
-    read[2, 1] = 0
-    weight = drawn(4 * size if is_first else size).half()
-    gate, scale = OutputGate(values, 1, size, is_first), torch.full((1,), 0.25, device=kernel_device)
-    rounding = InputScales(size, scale if static else None)
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_what_is_normed_and_gated_is_also_rounded(is_first, static, is_whole, kernel_device):
+    """As by a launch of its own, to the bit, with a scale for each group or for the whole row."""
+    drawn, size, groups = Drawn(9, kernel_device), 32, 6 if is_whole else 4
+    read, parts = drawn(5, groups, size).half(), drawn(3, 5, groups * size + 3)[..., 3:]
+    read[2, 1] = read[3] = 0
+    weight = drawn(groups * size if is_first else size).half()
+    gate, scale = OutputGate(parts, 1, size, is_first), torch.full((1,), 0.25, device=kernel_device)
+    rounding = InputScales(None if is_whole else size, scale if static else None)
     rounded = gated_norm.triton(read, gate, weight, 1e-6, rounding)
     expected, scales = quantise_rows.triton(gated_norm.triton(read, gate, weight, 1e-6), rounding)
     assert torch.equal(rounded.values.view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(rounded.scales, scales) and rounded.dtype == read.dtype
+    summed = gate._replace(values=sum_parts.reference(parts, torch.float16))
+    assert torch.equal(gated_norm.triton(read, summed, weight, 1e-6), gated_norm.triton(read, gate, weight, 1e-6))
+    values = drawn(5, 2 * groups * size + 3)[:, 3:].half()
+    alone = OutputGate(values, 2, 4 * size, False)
+    gated = gated_norm.triton(read, alone, None)
+    assert_close(gated, gated_norm.reference(read.double(), alone._replace(values=values.double()), None), 3e-3)
+    rounded, (expected, _) = gated_norm.triton(read, alone, None, 0.0, rounding), quantise_rows.triton(gated, rounding)
+    assert torch.equal(rounded.values.view(torch.uint8), expected.view(torch.uint8))
     with pytest.raises(EspalierError, match="not rounded in groups of 64"):
         gated_norm.triton(read, gate, weight, 1e-6, InputScales(64))

@@ -56,7 +56,7 @@ class DensePass(Pass):
         if isinstance(spec.keeps, RecurrentState):
             inputs, gates, conv, *columns = values
             inputs = columns[0].in_order(inputs) if columns else inputs
-            gates = gates.computed() if isinstance(gates, GateInputs) else gates
+            gates = gates.computed(inputs.dtype) if isinstance(gates, GateInputs) else gates
             shape = self.tokens.shape
             of_rows = None if gates is None else gates.unflatten(0, shape)
             out, self.values[layer], self.planes[layer] = states_of(
@@ -219,6 +219,9 @@ def heads_of(
     v_is_k = norms is not None and norms.v_is_k
     # Context rows have no queries.
     heads = qkv.shape[2] - (1 if v_is_k else 2) * kv_heads
+    if norms is not None and norms.skips_gates:
+        heads //= 2
+        qkv = torch.cat((qkv[:, :, : 2 * heads].unflatten(2, (heads, 2))[:, :, :, 0], qkv[:, :, 2 * heads :]), 2)
     q, k, v = qkv[:, :, :heads], qkv[:, :, heads : heads + kv_heads], qkv[:, :, qkv.shape[2] - kv_heads :]
     if norms is not None and norms.norms_v:
         v = (v / (v.pow(2).mean(-1, keepdim=True) + norms.eps).sqrt()).to(qkv.dtype)

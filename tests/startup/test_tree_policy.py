@@ -113,7 +113,7 @@ def test_plain_decoding_takes_no_trees():
 def test_trees_get_smaller_with_the_batch_and_the_log_says_why(caplog):
     caplog.set_level(logging.INFO)
     found = choose_trees("auto", WIDE, BIG, max_batch=64)
-    assert list(found.values()) == [TreeShape(5, 4, 16), TreeShape(3, 1, 4)]
+    assert list(found.values()) == [TreeShape(5, 4, 16), TreeShape(3, 2, 8), TreeShape(3, 1, 4)]
     assert "predicted from 3.0 TB/s and 690 TFLOP/s, as measured on an H100, and from the accept lengths" in caplog.text
     assert choose_trees({}, WIDE, BIG) == choose_trees("auto", PLAIN, BIG) == {}
     caplog.clear()

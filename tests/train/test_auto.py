@@ -76,6 +76,20 @@ def test_a_draft_that_is_slower_than_plain_decoding_is_called_so(
     assert "plain decoding is faster here" in capsys.readouterr().out
 
 
+def test_a_kind_is_not_tried_where_no_time_would_be_left_for_the_training(
+    ran: list[tuple[str, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measurements take 8 of 30 minutes, so two trials and the training fit."""
+    passed = property(lambda _: 480.0 * sum(command[0] == "bench" for command in ran))
+    monkeypatch.setattr(auto.Clock, "passed", passed)
+    train_auto(find_target("bundled"), conversations(tmp_path), tmp_path / "out", 30, list(TRAINERS))
+    first, second, third = TRAINERS
+    best = max((first, second), key=lambda kind: RATES[kind])
+    assert [command[1] for command in ran] == ["own-text", first, "choose", second, "choose", best, "choose"]
+    said = capsys.readouterr().out
+    assert f"{third} is not tried: with the training it would take 16 min, and 14 min are left" in said
+
+
 def test_the_target_asks_itself_and_without_a_template_it_is_refused(tmp_path: Path) -> None:
     target = find_target("bundled")
     path = ask_itself(target, tmp_path / "questions.jsonl", "cpu", 1e-9)

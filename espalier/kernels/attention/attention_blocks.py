@@ -352,7 +352,7 @@ def check_shapes(name: str, inputs: AttentionInputs, kv_heads: int) -> None:
     require(f"{name}'s positions", nodes.positions, (batch, queries), torch.int64, q)
     if k.shape[0] >= 2**31:
         raise EspalierError(f"{name} supports pools below 2^31 rows, but got {k.shape[0]}")
-    require(f"{name}'s splits", inputs.splits.starts, (batch + 1,), torch.int32, q)
+    require(f"{name}'s splits", inputs.splits.starts, (2 * batch + 1,), torch.int32, q)
     need_contiguous_last = [k, v, prefix.page_table]
     if inputs.staged is not None:
         staged_k, staged_v = inputs.staged

@@ -2,7 +2,8 @@
 
 The committed rows of each request are divided into splits that run in parallel.  merge.py merges the partial results
 of the splits in position order.  The length of a split depends on the request's rows, the number of queries and the
-batch bucket of the pass.
+batch bucket of the pass.  In the table the requests with the longest splits come first, so that programs which take
+splits in turns have equally much to do (work_items.py:work_item_of).
 
 TMA copies a block of committed rows with one instruction if the block is contiguous in the pool.  Contiguous blocks are
 counted once a round, for all layers with the same splits.  If the page size is a multiple of the block, every block is
@@ -22,6 +23,23 @@ from espalier.kernels.ops.selection import COLUMNS, SPLIT_STEP, KVSplitPolicy, K
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
+
+# Queries, or requests, that a step of _kv_splits_kernel compares with all requests.
+QUERIES_AT_ONCE = 16
+
+
+@kernel
+def _width_and_count(
+    num_rows, exists, num_splits, max_splits, STEP: tl.constexpr, MIN_ROWS: tl.constexpr, MAX_ROWS: tl.constexpr
+):
+    """(rows of a split, number of splits) of requests with num_rows rows, see KVSplitPolicy.width."""
+    num_rows = tl.maximum(num_rows, 0)
+    wanted = tl.maximum(
+        tl.minimum((num_rows + MIN_ROWS - 1) // MIN_ROWS, num_splits), (num_rows + MAX_ROWS - 1) // MAX_ROWS
+    )
+    count = tl.minimum(tl.maximum(wanted, 1), max_splits)
+    width = tl.maximum((num_rows + count * STEP - 1) // (count * STEP), 1) * STEP
+    return width, tl.where(exists, tl.maximum((num_rows + width - 1) // width, 1), 0)
 
 
 @kernel(do_not_specialize=["first", "num_splits", "max_splits"])
@@ -45,17 +63,23 @@ def _kv_splits_kernel(
             min_position = tl.minimum(min_position, tl.min(position, 1))
         begin = tl.where(request_exists, tl.maximum(begin, min_position - WINDOW + 1), 0)
     begin = begin // STEP * STEP
-    num_rows = tl.maximum(length - begin, 0)
-    wanted = tl.maximum(
-        tl.minimum((num_rows + MIN_ROWS - 1) // MIN_ROWS, num_splits), (num_rows + MAX_ROWS - 1) // MAX_ROWS
-    )
-    count = tl.minimum(tl.maximum(wanted, 1), max_splits)
-    width = tl.maximum((num_rows + count * STEP - 1) // (count * STEP), 1) * STEP
-    count = tl.where(request_exists, tl.maximum((num_rows + width - 1) // width, 1), 0)
-    end_split = tl.cumsum(count, 0)
-    start = end_split - count
+    width, count = _width_and_count(length - begin, request_exists, num_splits, max_splits, STEP, MIN_ROWS, MAX_ROWS)
+    if WINDOW > 0:
+        # Windows make the splits of all requests about equally long.
+        start = tl.cumsum(count, 0) - count
+    else:
+        start = tl.zeros([BLOCK_B], tl.int32)
+        for at in range(0, batch, BLOCK_Q):
+            other = at + tl.arange(0, BLOCK_Q)
+            exists = other < batch
+            rows = tl.load(length_ptr + other * length_b, mask=exists, other=0).to(tl.int32) - first // STEP * STEP
+            other_width, other_count = _width_and_count(rows, exists, num_splits, max_splits, STEP, MIN_ROWS, MAX_ROWS)
+            is_before = other_width[None, :] > width[:, None]
+            is_before |= (other_width[None, :] == width[:, None]) & (other[None, :] < request[:, None])
+            start += tl.sum(tl.where(is_before, other_count[None, :], 0), 1)
     tl.store(start_ptr + request, start, mask=request_exists)
-    tl.store(start_ptr + request + 1, end_split, mask=request == batch - 1)
+    tl.store(start_ptr + batch, tl.sum(count, 0))
+    tl.store(start_ptr + batch + 1 + request, count, mask=request_exists)
     for i in range(max_splits):
         exists = i < count
         low = begin + i * width
@@ -72,7 +96,7 @@ def kv_splits(
     batch = length.shape[0]
     require("splits' length", length, (-1,), torch.int64, length)
     table = torch.empty(batch * policy.max_splits, COLUMNS, dtype=torch.int32, device=length.device)
-    starts = torch.empty(batch + 1, dtype=torch.int32, device=length.device)
+    starts = torch.empty(2 * batch + 1, dtype=torch.int32, device=length.device)
     if not window:
         positions = None
     if positions is not None:
@@ -87,7 +111,7 @@ def kv_splits(
             MIN_ROWS=policy.min_split_rows,
             MAX_ROWS=policy.max_split_rows,
             BLOCK_B=power_of_two(batch),
-            BLOCK_Q=16,
+            BLOCK_Q=QUERIES_AT_ONCE,
             num_warps=4 if batch <= 256 else 8,
         )
     return KVSplits(table, starts, policy)
@@ -127,7 +151,7 @@ def _contiguous_blocks_kernel(
 def count_contiguous_blocks(splits: KVSplits, page_table: Tensor, page_size: int, first: int) -> Tensor:
     capacity = splits.table.shape[0]
     require("contiguous blocks' splits", splits.table, (-1, COLUMNS), torch.int32, page_table)
-    require("contiguous blocks' page_table", page_table, (splits.starts.shape[0] - 1, -1), torch.int32, page_table)
+    require("contiguous blocks' page_table", page_table, (splits.starts.shape[0] // 2, -1), torch.int32, page_table)
     if page_table.stride(1) != 1 and page_table.shape[1] > 1:
         raise EspalierError("counting contiguous blocks needs a page table whose last dimension is contiguous")
     out = torch.empty(capacity, dtype=torch.int32, device=page_table.device)

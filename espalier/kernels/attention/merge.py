@@ -145,7 +145,7 @@ def _merge_splits_kernel(
     for pair in range(tl.program_id(0) * PAIRS, num_pairs, tl.num_programs(0) * PAIRS):
         request = pair // pairs_per_request
         start = tl.load(start_ptr + request)
-        count = tl.load(start_ptr + request + 1) - start
+        count = tl.load(start_ptr + batch + 1 + request)
         count = tl.where(count > 1, count, 0)
         if FEW_SPLITS == BLOCK_SPLITS:
             # Without a branch the addresses are computed while the count is loaded.

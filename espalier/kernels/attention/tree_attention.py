@@ -120,7 +120,7 @@ def _tree_attention_kernel(
                 score_scale, max_score, sum_weights, out, CONSTANTS,
             )
             if STAGED > 0:
-                num_staged = tl.where(split + 1 == tl.load(start_ptr + request + 1), rows, 0)
+                num_staged = tl.where(split + 1 == tl.load(start_ptr + request) + count, rows, 0)
                 low, high = visible_staged_range(tile, num_staged, STAGED, WINDOW, GROUP_SIZE, BLOCK_M, BLOCK_R)
                 staged = RowTiles(
                     staged_k_ptr + request * staged_k_b + head * staged_k_h, staged_k_r,

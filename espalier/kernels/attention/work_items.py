@@ -119,7 +119,7 @@ def load_work_item(plan, work_item, KV_HEADS: tl.constexpr, LONGEST_FIRST: tl.co
     """Load a work item that exists."""
     split = split_of(work_item, plan.num_splits, plan.num_tiles, KV_HEADS, LONGEST_FIRST)
     request, begin, end, request_splits = load_split(plan.split_ptr, split, True)
-    is_last = split + 1 == tl.load(plan.start_ptr + request + 1)
+    is_last = split + 1 == tl.load(plan.start_ptr + request) + request_splits
     tile, head = tile_and_head(work_item, plan.num_splits, plan.num_tiles, KV_HEADS, LONGEST_FIRST)
     return WorkItem(split, request, begin, end, request_splits, is_last, tile, head)
 

@@ -1,6 +1,7 @@
 """The activation of an MLP: a kernel that computes it alone, and the functions that other kernels call.
 
-Grid: (rows, blocks of BLOCK columns).  The kernel computes in float32 (float64 for float64).
+Grid: (rows, blocks of BLOCK columns), or (rows, 1) if rows are rounded to FP8.  The kernel computes in float32 (float64
+for float64).
 """
 
 from __future__ import annotations
@@ -9,12 +10,18 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from espalier.errors import EspalierError
+from espalier.kernels.layers.quantise_rows import allocate_rounded_rows, store_rounded, store_rounded_arguments
+from espalier.kernels.layers.quantised import InputRows, InputScales
 from espalier.kernels.ops.activation import SILU, Activation, require_halves
-from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, exact_type, require
+from espalier.kernels.ops.linear import rounds_activation
+from espalier.kernels.runtime.jit import kernel, load_sum
+from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 BLOCK = 1024
+# Values for each warp of a program that rounds a row, and the most warps.
+VALUES_PER_WARP, MAX_WARPS = 128, 16
 
 
 @kernel
@@ -48,23 +55,31 @@ def apply_activation(
 
 @kernel
 def _gated_kernel(
-    x_ptr, out_ptr, x_row_stride, size,
+    x_ptr, out_ptr, values_ptr, scales_ptr, static_ptr, x_row_stride, split_stride,
     KIND: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr, SILU: tl.constexpr,
-    HALVES: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    HALVES: tl.constexpr, SPLITS: tl.constexpr, SIZE: tl.constexpr, EXACT: tl.constexpr, GROUP: tl.constexpr,
+    FP8_MAX: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """values_ptr: if not None, a program has a whole row, which is rounded to FP8 in groups of GROUP columns."""
+    TYPE: tl.constexpr = out_ptr.dtype.element_ty
     pdl_trigger_and_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < size
-    gate = tl.load(x_ptr + row * x_row_stride + column, mask=mask, other=0.0).to(EXACT)
+    mask = column < SIZE
+    place = x_ptr + row * x_row_stride + column
+    gate = load_sum(place, split_stride, mask, SPLITS, TYPE, EXACT)
     up = gate
     if HALVES == 2:
-        up = tl.load(x_ptr + row * x_row_stride + size + column, mask=mask, other=0.0).to(EXACT)
+        up = load_sum(place + SIZE, split_stride, mask, SPLITS, TYPE, EXACT)
     if SILU:
         result = silu_times(gate, up)
     else:
         result = apply_activation(gate, up, KIND, ALPHA, UP_OFFSET, LIMIT)
-    tl.store(out_ptr + row * size + column, result.to(out_ptr.dtype.element_ty), mask=mask)
+    if values_ptr is not None:
+        of_type = tl.where(mask, result.to(TYPE).to(tl.float32), 0.0)
+        store_rounded(of_type, row, values_ptr, scales_ptr, static_ptr, SIZE, BLOCK, GROUP, FP8_MAX)
+    else:
+        tl.store(out_ptr + row * SIZE + column, result.to(TYPE), mask=mask)
 
 
 def gated(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
@@ -75,18 +90,39 @@ def gated(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
     2^-22 of gate · up, because the argument of its exponential is a rounded cubic.
     """
     require("gated: gate_up", gate_up, (-1, -1), None, gate_up)
-    rows, size = gate_up.shape[0], require_halves(gate_up.shape[1], activation)
-    gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
-    out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
+    out = gated_parts(gate_up[None], gate_up.dtype, activation)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def gated_parts(
+    parts: Tensor, dtype: torch.dtype, activation: Activation = SILU, rounding: InputScales | None = None
+) -> InputRows:
+    """See ops/linear.py.  The rounded result equals the unrounded result after quantise_rows."""
+    parts = parts if parts.ndim == 3 else parts[None]
+    require("gated_parts: parts", parts, (-1, -1, -1), None, parts)
+    rows, size = parts.shape[1], require_halves(parts.shape[2], activation)
+    if rounding is not None and not rounds_activation(size, rounding):
+        raise EspalierError(f"an activation of {size} columns is not rounded in groups of {rounding.group}")
+    parts = parts if parts.stride(2) == 1 else parts.contiguous()
+    out = torch.empty(rows, size, dtype=dtype, device=parts.device)
+    rounded = None if rounding is None else allocate_rounded_rows(out, rounding)
+    block = BLOCK if rounding is None else power_of_two(size)
     if rows:
-        _gated_kernel[rows, -(-size // BLOCK)](
-            *(gate_up, out, gate_up.stride(0), size),
+        _gated_kernel[rows, -(-size // block)](
+            parts,
+            out,
+            x_row_stride=parts.stride(1),
+            split_stride=parts.stride(0),
             **activation.constants,
             SILU=activation.is_silu,
             HALVES=activation.halves,
-            EXACT=exact_type(gate_up.dtype),
-            BLOCK=BLOCK,
-            num_warps=4,
-            **pdl_arguments(chip(gate_up)),
+            SPLITS=parts.shape[0],
+            SIZE=size,
+            EXACT=exact_type(dtype),
+            BLOCK=block,
+            num_warps=4 if rounded is None else min(max(block // VALUES_PER_WARP, 1), MAX_WARPS),
+            **store_rounded_arguments(rounded, rounding, block),
+            **pdl_arguments(chip(parts)),
         )
-    return out
+    return out if rounded is None else rounded

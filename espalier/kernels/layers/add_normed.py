@@ -15,10 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.linear import load_sum
 from espalier.kernels.layers.norm import NORM_WARP_VALUES
 from espalier.kernels.ops.norm import MAX_NORMS, MAX_OUTPUTS, NormWeight
-from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 

@@ -25,10 +25,9 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.linear import load_sum
 from espalier.kernels.ops.drafts import block_conv as contract
 from espalier.kernels.ops.drafts import require_block_conv
-from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 

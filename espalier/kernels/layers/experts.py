@@ -1,11 +1,11 @@
 """The expert product of a mixture of experts: each row goes through the gated MLPs of its K experts.
 
 The product has three launches.  `_sort_pairs_kernel` sorts the N · K pairs (row, choice) by expert, and cuts each
-expert's pairs into tiles.  `_gated_kernel` computes the activation of each tile, and `_down_kernel` the weighted
-results.  Both have one program for each tile and block of outputs, and read only experts that have rows.  Grids depend
-only on N, K and the number of experts, so the launches can be captured; programs without a tile return at once.  The
-experts of one row differ, so for a single row each pair is a tile, and nothing is sorted.  `_down_kernel` prefetches
-its first weights while `_gated_kernel` runs.
+expert's pairs into tiles; a launch before it counts many pairs.  `_gated_kernel` computes the activation of each tile,
+and `_down_kernel` the weighted results.  Both have one program for each tile and block of outputs, and read only
+experts that have rows.  Grids depend only on N, K and the number of experts, so the launches can be captured; programs
+without a tile return at once.  The experts of one row differ, so for a single row each pair is a tile, and nothing is
+sorted.  `_down_kernel` prefetches its first weights while `_gated_kernel` runs.
 
 For few rows the tiles of shared experts run in the same two launches (experts_tiles.py).  On Hopper, few pairs with
 4-bit experts use other kernels for these two (hopper/quantised_products.py), with the same bits.

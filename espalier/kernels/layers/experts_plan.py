@@ -32,6 +32,7 @@ from espalier.kernels.layers.linear_plans import (
 from espalier.kernels.layers.quantised import QuantisedMatrix
 from espalier.kernels.layers.quantised_plans import (
     MAX_FP8_SUM_COLUMNS,
+    MEMORY_BOUND_ROWS,
     fp8_plan_by_rule,
     max_block_in,
     nibble_plan_by_rule,
@@ -75,6 +76,9 @@ TILES = (
 MIN_STAGES = 3
 # Programs per multiprocessor that keep the memory busy.  If there would be fewer, the rule takes smaller tiles.
 MIN_PROGRAMS = 2
+# The most rows of a tile with 4-bit weights.  Larger tiles are 6 to 25% slower: an expert's last tile is emptier
+# (docs/log.md).
+MAX_NIBBLE_ROWS = 64
 # The most mean pairs per expert for which tiles have FEW_ROWS rows, if a kernel has such tiles.
 FEW_PAIRS = 4
 
@@ -208,6 +212,8 @@ def _product_plan_by_rule(tile_rows: int, num_tiles: int, num_out: int, gpu: Chi
 # Registers of a multiprocessor, and the most and the fewest of a thread: with fewer, values would spill to memory.
 # Registers of a thread are a multiple of REGISTER_UNIT.
 REGISTERS, MAX_REGISTERS, MIN_REGISTERS, REGISTER_UNIT = 65536, 255, 128, 8
+# Registers of a thread beside the sums of an FP8 tile.
+BESIDE_SUMS = 96
 WARP = 32
 # Steps of a loop that its pipeline does not hold at the beginning.
 STEPS_BEHIND_THE_PIPELINE = 2
@@ -223,8 +229,11 @@ def quantised_plan_by_rule(
 ) -> ExpertsPlan:
     """The plan of quantised experts where nothing is measured.
 
-    plan: the plan of dense experts.  Its tile rows stay, and so does its plan for a matrix that is dense.
+    plan: the plan of dense experts.  Its plan for a matrix that is dense stays, and so do its tile rows, but tiles with
+    4-bit weights have at most MAX_NIBBLE_ROWS.
     """
+    if any(isinstance(matrix, QuantisedMatrix) and matrix.code != "fp8" for matrix in (gate_up, down)):
+        plan = replace(plan, rows=min(plan.rows, MAX_NIBBLE_ROWS))
     # Rows are rounded up, so that a padded batch and the batch without padding use one plan.
     rows = power_of_two(rows)
     pairs = rows * shape.top_k
@@ -241,7 +250,9 @@ def quantised_plan_by_rule(
 def _product_plan(weight: QuantisedMatrix, tile: int, num_tiles: int, matrices: int, gpu: Chip) -> ProductPlan:
     _, num_out, num_in = weight.shape
     if weight.code == "fp8":
-        grouped, input_bytes = weight.group < num_in, 2 if weight.inputs is None else 1
+        input_bytes = 2 if weight.inputs is None else 1
+        # Large tiles of many pairs are slower than the tiles of grouped scales (docs/log.md).
+        grouped = weight.group < num_in or tile > MEMORY_BOUND_ROWS
         # Longer steps gain nothing, because the rows of experts are short (docs/log.md).
         sizes = num_out, num_in, min(max_block_in(weight), MAX_FP8_SUM_COLUMNS)
         plan = fp8_plan_by_rule(tile, num_tiles, *sizes, grouped, 1, gpu, input_bytes)
@@ -256,13 +267,16 @@ def launch_options(plan: ProductPlan, weight: QuantisedMatrix, matrices: int, ro
     """BLOCK_IN, num_stages and maxnreg of a plan.  matrices: 2 for gate and up, 1 for down; rows: rows per tile.
 
     A tile does not span two groups of columns.  There are at most as many stages as fit.  Registers per thread are
-    limited, so that as many programs share a multiprocessor as its shared memory lets.
+    limited, so that as many programs share a multiprocessor as its shared memory lets; but a thread can hold its part
+    of an FP8 tile's sums twice, those of the running step and their total.
     """
     block_in = min(plan.block_in, max_block_in(weight))
     of_stage = stage_bytes(TritonPlan(matrices * plan.block_out, block_in, 1, plan.warps, 1), block_rows(rows), weight)
     stages = max(min(plan.stages, (gpu.shared_memory - RESERVED_SHARED_MEMORY) // of_stage), 1)
     sharing = max(gpu.programs_per_processor_with(stages * of_stage), 1)
-    registers = max(REGISTERS // (WARP * plan.warps * sharing) // REGISTER_UNIT * REGISTER_UNIT, MIN_REGISTERS)
+    sums = matrices * plan.block_out * block_rows(rows) // (WARP * plan.warps)
+    least = 2 * sums + BESIDE_SUMS if weight.code == "fp8" else 0
+    registers = max(REGISTERS // (WARP * plan.warps * sharing) // REGISTER_UNIT * REGISTER_UNIT, least, MIN_REGISTERS)
     return {
         "BLOCK_IN": block_in,
         "num_stages": stages,

@@ -18,9 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.linear import load_sum
 from espalier.kernels.ops.experts import MAX_SHARED_ROWS, Routing, SharedExperts
-from espalier.kernels.runtime.jit import float_to_key, kernel
+from espalier.kernels.runtime.jit import float_to_key, kernel, load_sum
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait, prefetch
 
@@ -32,6 +31,8 @@ PAIRS_PER_THREAD = 8
 # pairs, which tl.histogram would have to leave out.
 MIN_SORT_THREADS = 128
 WARP = 32
+# With more pairs, a launch of its own counts them: the programs that sort would each make a histogram of all pairs.
+MAX_HISTOGRAM_PAIRS = MAX_SORT_BLOCK
 # The number of experts per warp.  Reductions within a warp need no shared memory.
 WARP_EXPERTS = 512
 
@@ -47,24 +48,43 @@ def _experts_of(ids_ptr, live_ptr, pair, num_pairs, TOP_K: tl.constexpr, NUM_EXP
     return expert
 
 
+@kernel
+def _count_pairs_kernel(
+    ids_ptr, live_ptr, counts_ptr, num_pairs,
+    TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, LIVE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Counts the pairs of each expert.  Grid: as for _sort_pairs_kernel."""
+    pdl_trigger_and_wait(DEPENDENT)
+    own, offset = tl.program_id(0), tl.arange(0, BLOCK)
+    found = tl.zeros((BLOCK,), tl.int32)
+    for begin in range(0, num_pairs, BLOCK):
+        expert = _experts_of(ids_ptr, live_ptr, begin + offset, num_pairs, TOP_K, NUM_EXPERTS, LIVE)
+        found += (expert == own).to(tl.int32)
+    tl.store(counts_ptr + own, tl.sum(found, 0))
+
+
 @kernel(do_not_specialize=["num_tiles"])
 def _sort_pairs_kernel(
-    ids_ptr, live_ptr, order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, num_pairs, num_tiles,
+    ids_ptr, live_ptr, counts_ptr, order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, num_pairs, num_tiles,
     TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, LIVE: tl.constexpr,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Sorts the pairs by expert.  Grid: one program for each expert, and one for the rows without experts.
 
-    Each program reads all pairs, so the sort is stable and needs no atomics.
+    Each program reads all pairs, so the sort is stable and needs no atomics.  counts: from _count_pairs_kernel; None
+    to count here.
     """
     pdl_trigger_and_wait(DEPENDENT)
     own = tl.program_id(0)
     offset, bins = tl.arange(0, BLOCK), tl.arange(0, BINS)
-    counts = tl.zeros((BINS,), tl.int32)
-    for begin in range(0, num_pairs, BLOCK):
-        counts += tl.histogram(
-            _experts_of(ids_ptr, live_ptr, begin + offset, num_pairs, TOP_K, NUM_EXPERTS, LIVE), BINS
-        )
+    if counts_ptr is not None:
+        counts = tl.load(counts_ptr + bins, mask=bins <= NUM_EXPERTS, other=0)
+    else:
+        counts = tl.zeros((BINS,), tl.int32)
+        for begin in range(0, num_pairs, BLOCK):
+            counts += tl.histogram(
+                _experts_of(ids_ptr, live_ptr, begin + offset, num_pairs, TOP_K, NUM_EXPERTS, LIVE), BINS
+            )
     tiles = tl.cdiv(counts, ROWS)
     place = tl.sum(tl.where(bins < own, counts, 0), 0)
     first_tile = tl.sum(tl.where(bins < own, tiles, 0), 0)
@@ -147,12 +167,22 @@ def _sorted_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int)
         torch.empty(size, dtype=torch.int32, device=ids.device)
         for size in (num_pairs, num_experts + 1, num_tiles, num_tiles)
     )
-    _sort_pairs_kernel[(num_experts + 1,)](
-        ids, ids if live is None else live, order, ends, experts, begins, num_pairs, num_tiles,
-        TOP_K=top_k, NUM_EXPERTS=num_experts, BINS=power_of_two(max(num_experts + 2, WARP)), ROWS=rows,
-        LIVE=live is not None, BLOCK=block, num_warps=max(MIN_SORT_THREADS, block // PAIRS_PER_THREAD) // WARP,
+    grid, counts, pairs = (num_experts + 1,), None, (ids, ids if live is None else live)
+    options = {
+        "TOP_K": top_k,
+        "NUM_EXPERTS": num_experts,
+        "LIVE": live is not None,
+        "BLOCK": block,
+        "num_warps": max(MIN_SORT_THREADS, block // PAIRS_PER_THREAD) // WARP,
         **pdl_arguments(chip(ids)),
-    )  # fmt: skip
+    }
+    if num_pairs > MAX_HISTOGRAM_PAIRS:
+        counts = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
+        _count_pairs_kernel[grid](*pairs, counts, num_pairs, **options)
+    bins = power_of_two(max(num_experts + 2, WARP))
+    _sort_pairs_kernel[grid](
+        *pairs, counts, order, ends, experts, begins, num_pairs, num_tiles, BINS=bins, ROWS=rows, **options
+    )
     return ExpertTiles(rows, experts, begins, order, ends, live)
 
 

@@ -42,9 +42,9 @@ from espalier.kernels.layers.linear_plans import (
     TritonPlan,
     block_rows,
 )
-from espalier.kernels.ops.activation import SILU, Activation, gated, require_halves
-from espalier.kernels.ops.linear import linear_parts_library
-from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.ops.activation import SILU, Activation, require_halves
+from espalier.kernels.ops.linear import gated_parts, linear_parts_library
+from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import Chip, chip, is_precompiling, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait, prefetch
 
@@ -130,17 +130,6 @@ def store_tile(
 
 
 @kernel
-def load_sum(pointer, split_stride, mask, SPLITS: tl.constexpr, TYPE: tl.constexpr, EXACT: tl.constexpr):
-    """Load partial sums and add them in order, in EXACT.  Rounded to TYPE as `linear` rounds, returned as EXACT."""
-    total = tl.load(pointer, mask=mask, other=0.0).to(EXACT)
-    for _ in tl.static_range(1, SPLITS):
-        # Step by step: the stride times a number of parts may be above 2^31.
-        pointer += split_stride
-        total += tl.load(pointer, mask=mask, other=0.0).to(EXACT)
-    return total.to(TYPE).to(EXACT)
-
-
-@kernel
 def _sum_parts_kernel(
     parts_ptr, out_ptr, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -193,7 +182,9 @@ def linear_gated(
             return hopper_gated(x, weight)
         if is_precompiling():
             hopper_gated(x, weight)
-    return gated.triton(linear(x, weight, bias, plan), activation)
+    out = gated_parts.triton(linear_parts(x, weight, bias, plan), x.dtype, activation)
+    assert isinstance(out, Tensor)
+    return out
 
 
 def write_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, out: Tensor) -> None:

@@ -27,13 +27,13 @@ from espalier.kernels.hopper.plans import is_hopper_product
 from espalier.kernels.hopper.quantised_products import launch_linear
 from espalier.kernels.layers.linear import store_tile, weight_rows
 from espalier.kernels.layers.linear_plans import DTYPES, MIN_BLOCK_ROWS, TritonPlan, block_rows
-from espalier.kernels.layers.quantised import E2M1_CODES, InputRows, QuantisedMatrix, RoundedRows
+from espalier.kernels.layers.quantised import E2M1_CODES, InputRows, InputScales, QuantisedMatrix, RoundedRows
 from espalier.kernels.layers.quantised_nibbles import prefetch_scales
 from espalier.kernels.layers.quantised_plans import MAX_BLOCK_ROWS, has_split_words, max_block_in, quantised_plan_for
 from espalier.kernels.layers.quantised_tile import CODES, LINE_BYTES, prefetch_codes, quantised_dot
-from espalier.kernels.layers.scaled_product import library_supports_product, scaled_product
+from espalier.kernels.layers.scaled_product import library_supports_product, max_kernel_rows, scaled_product
 from espalier.kernels.ops.activation import SILU, Activation, gated, require_halves
-from espalier.kernels.ops.linear import quantise_rows, sum_parts
+from espalier.kernels.ops.linear import gated_parts, quantise_rows, rounds_activation, sum_parts
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
@@ -64,14 +64,18 @@ def linear_quantised_gated(
     bias: Tensor | None,
     plan: TritonPlan | None = None,
     activation: Activation = SILU,
-) -> Tensor:
-    require_halves(weight.shape[0], activation)
+    rounding: InputScales | None = None,
+) -> InputRows:
+    inner = require_halves(weight.shape[0], activation)
     if plan is None and (product := _library_product(x, weight, bias)) is not None:
         return gated.triton(product, activation)
     plan = quantised_plan_for(weight, x) if plan is None else plan
     if activation.is_silu and plan.splits == 1:
         return _launch(x, weight, bias, plan, is_gated=True)
-    return gated.triton(linear_quantised(x, weight, bias, plan), activation)
+    # The library takes many rows unrounded.
+    is_few = rounding is not None and len(x) <= max_kernel_rows(rounding, chip(weight.codes))
+    rounding = rounding if is_few and rounding is not None and rounds_activation(inner, rounding) else None
+    return gated_parts.triton(linear_quantised_parts(x, weight, bias, plan), x.dtype, activation, rounding)
 
 
 def _library_product(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor | None:

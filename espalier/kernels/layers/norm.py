@@ -16,12 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.linear import load_sum
 from espalier.kernels.layers.linear_plans import DTYPES
 from espalier.kernels.layers.quantise_rows import allocate_rounded_rows, store_rounded, store_rounded_arguments
 from espalier.kernels.layers.quantised import InputRows, InputScales, RoundedRows
 from espalier.kernels.ops.norm import MAX_ROUTER_ROWS, can_round_norm
-from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
 

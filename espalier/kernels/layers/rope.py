@@ -11,10 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.linear import load_sum
 from espalier.kernels.layers.quantised import FP8_MAX
-from espalier.kernels.ops.rope import HeadNorms, Rotation
-from espalier.kernels.runtime.jit import kernel, rounded_values
+from espalier.kernels.ops.rope import HeadNorms, Rotation, q_heads
+from espalier.kernels.runtime.jit import kernel, load_sum, rounded_values
 from espalier.kernels.runtime.launch import chip, exact_type, oversubscribed, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.state.kv_scales import KVScales, require_kv_rows
@@ -65,13 +64,14 @@ def _rotate_kernel(
     qkv_ptr, out_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, row_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
     qkv_split, qkv_n, qkv_h, out_n, out_h, cos_n, sin_n, row_n, k_row, k_h, v_row, v_h,
     EPS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr,
-    SPLITS: tl.constexpr, NORMS: tl.constexpr, NORMS_V: tl.constexpr, V_IS_K: tl.constexpr,
+    SPLITS: tl.constexpr, NORMS: tl.constexpr, NORMS_V: tl.constexpr, V_IS_K: tl.constexpr, GATES: tl.constexpr,
     EXACT: tl.constexpr, FP8_MAX: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """left, right: the halves of a head's rotated values; rest: its unrotated end.  Strides are tensor_dimension.
 
     V_IS_K: there are no V heads in qkv, and each K head is stored as V too, as it is loaded, or normed (NORMS_V).
+    GATES: qkv has a gate behind each Q head.
     k_scale_ptr, v_scale_ptr: of FP8 rows, whose largest value is FP8_MAX; else None.
     """
     pdl_trigger_and_wait(DEPENDENT)
@@ -85,7 +85,8 @@ def _rotate_kernel(
     head_exists = (head < HEADS + KV_HEADS + V_HEADS)[:, None]
     mask = head_exists & in_half[None, :]
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
-    left_ptrs = qkv_ptr + n * qkv_n + head[:, None] * qkv_h + column[None, :]
+    head_ptrs = qkv_ptr + n * qkv_n + (head + tl.minimum(head, HEADS) if GATES else head)[:, None] * qkv_h
+    left_ptrs = head_ptrs + column[None, :]
     left = load_sum(left_ptrs, qkv_split, mask, SPLITS, TYPE, EXACT)
     right = load_sum(left_ptrs + half, qkv_split, mask, SPLITS, TYPE, EXACT)
     is_q, is_v = head < HEADS, head >= HEADS + KV_HEADS
@@ -93,8 +94,7 @@ def _rotate_kernel(
     if ROTARY < SIZE:
         rest_column = ROTARY + tl.arange(0, BLOCK_REST)
         rest_mask = head_exists & (rest_column < SIZE)[None, :]
-        rest_ptrs = qkv_ptr + n * qkv_n + head[:, None] * qkv_h + rest_column[None, :]
-        rest = load_sum(rest_ptrs, qkv_split, rest_mask, SPLITS, TYPE, EXACT)
+        rest = load_sum(head_ptrs + rest_column[None, :], qkv_split, rest_mask, SPLITS, TYPE, EXACT)
         v_rest = rest
     if NORMS:
         squares = tl.sum(left * left, 1) + tl.sum(right * right, 1)
@@ -146,18 +146,21 @@ def rotate_and_store(
     fused multiply-adds.
     Raises EspalierError for shapes, dtypes or strides that ops/rope.py:rotate_and_store does not allow.
     """
-    in_place = qkv.ndim == 3
-    parts = qkv[None] if in_place else qkv
+    parts = qkv[None] if qkv.ndim == 3 else qkv
     dtype = k_buffer.dtype if scales is None else scales.dtype
     count, num_heads, size = parts.shape[-3:]
     kv_heads = k_buffer.shape[1]
-    v_is_k = norms is not None and norms.v_is_k
-    heads, rotary = num_heads - kv_heads * (1 if v_is_k else 2), rotation.cos.shape[1]
+    v_is_k, has_gates = (False, False) if norms is None else (norms.v_is_k, norms.skips_gates)
+    heads, rotary = q_heads(num_heads, kv_heads, norms), rotation.cos.shape[1]
+    in_place = qkv.ndim == 3 and not has_gates
     out = qkv if in_place else torch.empty(count, max(heads, 0), size, dtype=dtype, device=qkv.device)
-    require("rope: qkv's partial sums", parts, (-1, -1, -1, -1), qkv.dtype if in_place else torch.float32, k_buffer)
+    require(
+        "rope: qkv's partial sums", parts, (-1, -1, -1, -1), out.dtype if qkv.ndim == 3 else torch.float32, k_buffer
+    )
     _check(parts, out, rotation, norms, rows, k_buffer, v_buffer, scales)
     # Without norms the kernel gets another pointer, which it does not read.
-    q_norm, k_norm, eps, norms_v, _ = HeadNorms(rotation.cos, rotation.cos, 0.0) if norms is None else norms
+    q_norm, k_norm, eps, norms_v, *_ = HeadNorms(rotation.cos, rotation.cos, 0.0) if norms is None else norms
+    num_heads -= heads if has_gates else 0
     blocks = BLOCKS_PER_PROGRAM if oversubscribed(count * -(-num_heads // HEADS_PER_BLOCK), chip(qkv)) else 1
     if count:
         _rotate_kernel[(count, -(-num_heads // (blocks * HEADS_PER_BLOCK)))](
@@ -174,6 +177,7 @@ def rotate_and_store(
             NORMS=norms is not None,
             NORMS_V=norms_v,
             V_IS_K=v_is_k,
+            GATES=has_gates,
             EXACT=exact_type(out.dtype),
             FP8_MAX=FP8_MAX,
             BLOCK_H=blocks * HEADS_PER_BLOCK,

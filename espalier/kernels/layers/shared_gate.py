@@ -9,8 +9,7 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels.layers.linear import load_sum
-from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 

@@ -184,12 +184,13 @@ class PartialResults:
 
 def empty_prefix(batch: int, device: torch.device) -> tuple[Prefix, KVSplits]:
     """Returns empty prefixes and their splits, to run the kernel for committed and staged rows on staged rows alone."""
-    requests = torch.arange(batch + 1, dtype=torch.int32, device=device)
+    starts = torch.ones(2 * batch + 1, dtype=torch.int32, device=device)
+    starts[: batch + 1] = torch.arange(batch + 1, dtype=torch.int32, device=device)
     table = torch.zeros(batch, COLUMNS, dtype=torch.int32, device=device)
-    table[:, 0] = requests[:batch]
+    table[:, 0] = starts[:batch]
     table[:, COLUMNS - 1] = 1
     length = torch.zeros(batch, dtype=torch.int64, device=device)
-    return Prefix(table[:, 1:2], length), KVSplits(table, requests, KVSplitPolicy(1, 1))
+    return Prefix(table[:, 1:2], length), KVSplits(table, starts, KVSplitPolicy(1, 1))
 
 
 def is_wide_latent(k: Tensor, v: Tensor) -> bool:
@@ -215,7 +216,7 @@ def count_contiguous_blocks(splits: KVSplits, page_table: Tensor, page_size: int
     page_table: [B, T] int32.  first: rows below it do not exist.
     """
     out = torch.zeros(splits.table.shape[0], dtype=torch.int32)
-    for split, (request, begin, end, _request_splits) in enumerate(splits.table[: int(splits.starts[-1])].tolist()):
+    for split, (request, begin, end, _request_splits) in enumerate(splits.used.tolist()):
         low = begin + -(-max(first - begin, 0) // BLOCK_N) * BLOCK_N
         while low + BLOCK_N <= begin + (end - begin) // BLOCK_N * BLOCK_N:
             position = torch.arange(low, low + BLOCK_N, device=page_table.device)
@@ -252,10 +253,11 @@ def merge_splits(
     lse is float32, natural log, and does not include the sink.  sink: [heads], one extra logit per head, with weight
     but without a value.  A query that attends to no rows gets zeros and lse -inf.
     """
-    starts = splits.starts.tolist()
-    for request in range(out.shape[0]):
-        of_request = slice(starts[request], starts[request + 1])
-        if starts[request + 1] - starts[request] == 1:
+    batch, starts = out.shape[0], splits.starts.tolist()
+    for request in range(batch):
+        start, count = starts[request], starts[batch + 1 + request]
+        of_request = slice(start, start + count)
+        if count == 1:
             continue
         partial_lse = partials.lse[of_request] * torch.tensor(2.0).log()
         total_weight = torch.logsumexp(partial_lse, 0)

@@ -15,11 +15,13 @@ from espalier.kernels.layers.quantised import (
     InputRows,
     InputScales,
     QuantisedMatrix,
+    RoundedRows,
     dequantise,
     fake_quantise_inputs,
     quantise_inputs,
 )
 from espalier.kernels.ops.activation import SILU, Activation, gated
+from espalier.kernels.runtime.launch import power_of_two
 from espalier.kernels.runtime.op import op
 
 
@@ -103,6 +105,28 @@ def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     return total.to(dtype)
 
 
+# The most columns of an activation that one program rounds.
+MAX_ROUNDED = 8192
+
+
+def rounds_activation(size: int, inputs: InputScales) -> bool:
+    """Whether `gated_parts` can round its result of `size` columns: groups must be powers of two, or short rows."""
+    group, block = inputs.columns(size), power_of_two(size)
+    return block <= MAX_ROUNDED and (group == size or power_of_two(group) == group)
+
+
+@op("espalier.kernels.layers.activation")
+def gated_parts(
+    parts: Tensor, dtype: torch.dtype, activation: Activation = SILU, rounding: InputScales | None = None
+) -> InputRows:
+    """Returns the activation of gate and up, the halves of sum_parts(parts, dtype), with the bits of `gated`.
+
+    rounding: how the result is rounded to FP8, for sizes that `rounds_activation` accepts; None: not rounded.
+    """
+    out = gated.reference(sum_parts.reference(parts, dtype), activation)
+    return out if rounding is None else RoundedRows(*quantise_inputs(out, rounding), dtype)
+
+
 @op("espalier.kernels.layers.quantise_rows")
 def quantise_rows(x: Tensor, inputs: InputScales, for_library: bool = False) -> tuple[Tensor, Tensor]:
     """x [rows, in] -> (FP8 values [rows, in], their scales [rows, ceil(in / group)] float32).
@@ -157,8 +181,13 @@ def linear_quantised_gated(
     bias: Tensor | None,
     plan: TritonPlan | None = None,
     activation: Activation = SILU,
-) -> Tensor:
-    """Returns the activation [rows, out / 2] of gate and up, for a weight that stacks gate over up."""
+    rounding: InputScales | None = None,
+) -> InputRows:
+    """Returns the activation [rows, out / 2] of gate and up, for a weight that stacks gate over up.
+
+    rounding: how the reader of the result rounds it.  If a launch of the activation alone follows the product, it
+    rounds the result where it can.
+    """
     return gated.reference(linear_quantised.reference(x, weight, bias), activation)
 
 

@@ -39,6 +39,7 @@ class HeadNorms(NamedTuple):
     q, k: [size], the weights.  eps: of all norms.  norms_v: whether V heads are normed too, without a weight.
     v_is_k: whether there are no projections of V.  The V heads are then the projections of the K heads, before the K
     heads' norm and RoPE.
+    skips_gates: whether each Q head is followed by a head of its gate, which is neither normed nor rotated.
     """
 
     q: Tensor
@@ -46,6 +47,13 @@ class HeadNorms(NamedTuple):
     eps: float
     norms_v: bool = False
     v_is_k: bool = False
+    skips_gates: bool = False
+
+
+def q_heads(num_heads: int, kv_heads: int, norms: HeadNorms | None) -> int:
+    """The number of Q heads among the num_heads heads of rotate_and_store's qkv."""
+    stored = num_heads - kv_heads * (1 if norms is not None and norms.v_is_k else 2)
+    return stored // 2 if norms is not None and norms.skips_gates else stored
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -141,19 +149,21 @@ def rotate_and_store(
 ) -> Tensor:
     """Norm and rotate the Q and K heads of qkv [N, heads + 2 · kv_heads, size] (all Q, then all K, then all V).
 
-    With HeadNorms.v_is_k, qkv ends with the K heads.  If the buffers have no heads, qkv holds Q heads alone.
+    With HeadNorms.v_is_k, qkv ends with the K heads; with skips_gates, it also has a gate behind each Q head.  If the
+    buffers have no heads, qkv holds Q heads alone.
     qkv may also be partial sums [splits, N, ...] float32 (kernels/layers/linear.py).  They are first added in order and
     rounded to the model's dtype.
     rows: [N] int64, the rows of k_buffer and v_buffer [R, kv_heads, size] that receive K and V.
     scales: the scales of FP8 buffers, else None.
-    Returns q [N, heads, size].  On a GPU, a qkv without splits is overwritten.
+    Returns q [N, heads, size].  On a GPU, a qkv without splits and gates is overwritten.
     """
     # The reference does not overwrite qkv.
     if qkv.ndim == 4:
         qkv = sum_parts.reference(qkv, k_buffer.dtype if scales is None else scales.dtype)
     kv_heads = k_buffer.shape[1]
-    v_is_k = norms is not None and norms.v_is_k
-    heads = qkv.shape[1] - kv_heads * (1 if v_is_k else 2)
+    heads = q_heads(qkv.shape[1], kv_heads, norms)
+    if norms is not None and norms.skips_gates:
+        qkv = torch.cat((qkv[:, : 2 * heads : 2], qkv[:, 2 * heads :]), 1)
     rotated = rotate(_normed(qkv[:, : heads + kv_heads], heads, norms), *rotation)
     v = qkv[:, qkv.shape[1] - kv_heads :]
     if norms is not None and norms.norms_v:

@@ -280,13 +280,21 @@ class KVSplitPolicy:
 class KVSplits:
     """The splits of a batch.  Every request has at least one split, which may be empty.
 
-    table: [B * policy.max_splits, COLUMNS] int32, one row per split, ordered by request and position; unused rows are
-    undefined.  starts: [B + 1] int32, the index of the first split of each request, then the number of splits.
+    table: [B * policy.max_splits, COLUMNS] int32, one row per split; unused rows are undefined.  The splits of a
+    request are neighbours, in the order of their positions.  Requests with longer splits come first; with a window,
+    requests keep their order.
+    starts: [2 · B + 1] int32: the index of the first split of each request, the number of all splits, then the number
+    of splits of each request.
     """
 
     table: Tensor
     starts: Tensor
     policy: KVSplitPolicy
+
+    @property
+    def used(self) -> Tensor:
+        """The rows of the table that hold splits."""
+        return self.table[: int(self.starts[len(self.starts) // 2])]
 
 
 @op("espalier.kernels.attention.kv_splits")
@@ -300,17 +308,18 @@ def kv_splits(
     """
     batch = length.shape[0]
     table = torch.zeros(batch * policy.max_splits, COLUMNS, dtype=torch.int32)
-    starts = [0]
+    starts, counts, used, spans = [0] * batch, [0] * batch, 0, []
     for request, rows in enumerate(length.tolist()):
         begin = first
         if window and positions is not None:
             begin = max(first, int(positions[request].min()) - window + 1)
         begin = begin // SPLIT_STEP * SPLIT_STEP
         num_rows = max(rows - begin, 0)
-        width = policy.width(num_rows)
-        count = max(1, -(-num_rows // width))
-        for i in range(count):
-            low = begin + i * width
-            table[starts[-1] + i] = torch.tensor([request, low, min(low + width, max(rows, low)), count])
-        starts.append(starts[-1] + count)
-    return KVSplits(table.to(length.device), torch.tensor(starts, dtype=torch.int32).to(length.device), policy)
+        spans.append((request, begin, max(rows, begin), policy.width(num_rows)))
+    for request, begin, end, width in spans if window else sorted(spans, key=lambda span: -span[3]):
+        starts[request], counts[request] = used, max(1, -(-(end - begin) // width))
+        for low in range(begin, max(end, begin + 1), width):
+            table[used] = torch.tensor([request, low, min(low + width, end), counts[request]])
+            used += 1
+    all_starts = torch.tensor([*starts, used, *counts], dtype=torch.int32)
+    return KVSplits(table.to(length.device), all_starts.to(length.device), policy)

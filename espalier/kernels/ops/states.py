@@ -15,6 +15,7 @@ from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import unpack_bits
 from espalier.kernels.layers.quantised import InputRows, InputScales, RoundedRows, quantise_inputs
+from espalier.kernels.ops.linear import sum_parts
 from espalier.kernels.ops.norm import rms_norm
 from espalier.kernels.ops.recurrence import (
     Scanned,
@@ -34,6 +35,8 @@ from espalier.kernels.runtime.op import op
 
 # The most nodes of a tree that one program holds.
 MAX_TREE_ROWS = 64
+# The most values of a row that one program rounds with one scale.
+MAX_ROUNDED = 16384
 
 
 class Columns(NamedTuple):
@@ -101,7 +104,8 @@ def strided(values: Tensor, groups: int, step: int, size: int) -> Tensor:
 class GateInputs(NamedTuple):
     """The inputs of gates: the decay is exp(-exp(A_log) · t) with t = softplus(decay + dt_bias).
 
-    decay: [N, columns].  `share` heads share a head of k; their columns are adjacent, and begin every `step` columns.
+    decay: [N, columns], or partial sums [parts, N, columns] float32, which are added and rounded to the model's dtype.
+    `share` heads share a head of k; their columns are adjacent, and begin every `step` columns.
     beta: the same shape, before its sigmoid; None if t itself is beta (Mamba-2).  A_log, dt_bias: [heads], float32 at
     least.  bounds: the least and the largest t; None: no bound.
     """
@@ -114,14 +118,16 @@ class GateInputs(NamedTuple):
     step: int
     bounds: tuple[float | None, float | None] = (None, None)
 
-    def computed(self) -> Tensor:
-        """Returns the gates [N, 2, heads], as in StateRows."""
+    def computed(self, dtype: torch.dtype) -> Tensor:
+        """Returns the gates [N, 2, heads], as in StateRows.  dtype: the model's."""
         groups, exact = len(self.A_log) // self.share, self.A_log.dtype
-        decay = strided(self.decay, groups, self.step, self.share).to(exact)
+        decay = strided(sum_parts.reference(self.decay, dtype), groups, self.step, self.share).to(exact)
         t = F.softplus(decay + self.dt_bias)
         if self.bounds != (None, None):
             t = t.clamp(*self.bounds)
-        beta = t if self.beta is None else strided(self.beta, groups, self.step, self.share).to(exact).sigmoid()
+        beta = t
+        if self.beta is not None:
+            beta = strided(sum_parts.reference(self.beta, dtype), groups, self.step, self.share).to(exact).sigmoid()
         return torch.stack((-self.A_log.exp() * t, beta), 1)
 
 
@@ -203,7 +209,11 @@ def _has_kernels(values: Tensor) -> bool:
 def prepare(
     inputs: Tensor, gates: GateInputs | None, conv: ShortConv, columns: Columns, rows: RowInputs, out: Prepared
 ) -> None:
-    """Convolve inputs [N, columns], and fill the buffers of `out` that are not None."""
+    """Convolve inputs [N, columns], and fill the buffers of `out` that are not None.
+
+    inputs: may be partial sums [parts, N, columns] float32, which are added and rounded to the tails' dtype.
+    """
+    inputs = sum_parts.reference(inputs, rows.tail.dtype)
     ordered = columns.in_order(inputs)
     tail = tail_before(ordered, rows)
     convolution = convolved(ordered.unflatten(0, (-1, rows.width)), tail, rows.parents, conv).flatten(0, 1)
@@ -222,7 +232,7 @@ def prepare(
     out.v.copy_(v.view(out.v.shape))
     if gates is not None:
         assert out.gates is not None
-        out.gates.copy_(gates.computed())
+        out.gates.copy_(gates.computed(rows.tail.dtype))
 
 
 def tail_before(ordered: Tensor, rows: RowInputs) -> Tensor:
@@ -296,8 +306,9 @@ def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: Columns)
 class OutputGate(NamedTuple):
     """The gate of a layer's output.
 
-    values: [N, columns].  `share` adjacent groups begin every `step` columns.  is_first: if true, the gate is applied
-    before the norm, and the norm's weight covers all groups; if false, after the norm, and all groups share the weight.
+    values: [N, columns], or partial sums [parts, N, columns] float32.  `share` adjacent groups begin every `step`
+    columns.  is_first: if true, the gate is applied before the norm, and the norm's weight covers all groups; if false,
+    after the norm, and all groups share the weight.
     """
 
     values: Tensor
@@ -307,17 +318,20 @@ class OutputGate(NamedTuple):
 
 
 def rounds_groups(size: int, groups: int, rounding: InputScales) -> bool:
-    """Whether `gated_norm` can round its result: a group must have one scale, and its size must be a power of two."""
-    return rounding.columns(size * groups) == size == power_of_two(size)
+    """Whether `gated_norm` can round its result: a scale must cover one group of a power of two, or a short row."""
+    columns = rounding.columns(size * groups)
+    is_whole = columns == size * groups and power_of_two(groups) * power_of_two(size) <= MAX_ROUNDED
+    return is_whole or columns == size == power_of_two(size)
 
 
 @op("espalier.kernels.recurrence.gated_norm", when=lambda read: _has_kernels(read))
 def gated_norm(
-    read: Tensor, gate: OutputGate, weight: Tensor, eps: float, rounding: InputScales | None = None
+    read: Tensor, gate: OutputGate, weight: Tensor | None, eps: float = 0.0, rounding: InputScales | None = None
 ) -> InputRows:
     """Returns [N, groups · size]: each group of read [N, groups, size] with its RMS norm and the factor silu(gate).
 
     gate.is_first decides which of the two is applied first.
+    weight: of the norm.  None: there is no norm, and the factor is sigmoid(gate), rounded to read's dtype.
     rounding: how the result is rounded to FP8, for sizes that `rounds_groups` accepts; None: not rounded.
     """
     if rounding is not None:
@@ -326,7 +340,12 @@ def gated_norm(
         return RoundedRows(*quantise_inputs(whole, rounding), read.dtype)
     groups, size = read.shape[1:]
     exact = torch.promote_types(read.dtype, torch.float32)
-    values = F.silu(strided(gate.values, groups // gate.share, gate.step, gate.share * size).view(read.shape).to(exact))
+    values = strided(
+        sum_parts.reference(gate.values, read.dtype), groups // gate.share, gate.step, gate.share * size
+    ).view(read.shape)
+    if weight is None:
+        return (read * values.sigmoid()).flatten(1)
+    values = F.silu(values.to(exact))
     x = read.to(exact)
     if gate.is_first:
         x = x * values

@@ -21,10 +21,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels.layers.linear import load_sum
 from espalier.kernels.layers.norm import NORM_WARP_VALUES
 from espalier.kernels.ranks.collectives import FLAGS_BYTES, PROGRAMS, PeerMemory
-from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 

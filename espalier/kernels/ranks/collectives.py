@@ -118,9 +118,11 @@ def register_process_group(name: str, store: Store, rank: int, count: int) -> Pr
     return group
 
 
-# The most bytes of a rank's values that are summed in peer memory.  For more bytes NCCL is as fast.  On two H100s a sum
-# of this size (2,048 rows of 4,096 values in bfloat16) takes 71 µs one-shot and 82 µs by NCCL (`python -m lab ranks`).
+# The most bytes of a rank's values that are summed in peer memory.  On two H100s a sum of this size with residual and
+# norm (2,048 rows of 4,096 values in bfloat16) takes 70 µs one-shot and 100 µs by NCCL (`python -m lab ranks`).
 PEER_BYTES = 2**24
+# The same bound for two ranks: the largest prefill pass of an 8B.  Its 4,096 rows take 133 µs, and 182 µs by NCCL.
+PEER_BYTES_OF_TWO = 2**25
 # The bytes that a rank reads over NVLink in the time of one meeting of the ranks (3 µs on those H100s).
 MEETING_BYTES = 2**20
 log = logging.getLogger("espalier")
@@ -176,14 +178,16 @@ def uses_two_shot(parts: Tensor, dtype: torch.dtype, count: int) -> bool:
     return rows * size * dtype.itemsize * saved > MEETING_BYTES
 
 
-def connect_gpus(file: Path, rank: int, count: int, device: torch.device, peer_bytes: int = PEER_BYTES) -> Collectives:
-    """Meet the other ranks.  file, device: see NcclCollectives; peer_bytes: the most bytes of a sum in peer memory.
+def connect_gpus(file: Path, rank: int, count: int, device: torch.device, peer_bytes: int = 0) -> Collectives:
+    """Meet the other ranks.  file, device: see NcclCollectives; peer_bytes: the most bytes of a sum in peer memory; 0
+    for the measured bound.
 
     If a rank cannot map the memory of the others, NCCL does all collectives, and the log says so.
     """
     from espalier.shards.nccl import NcclCollectives
 
     nccl = NcclCollectives(file, rank, count, device)
+    peer_bytes = peer_bytes or (PEER_BYTES_OF_TWO if count == 2 else PEER_BYTES)
     memory, reason = None, ""
     try:
         memory = peer_memory(str(file), nccl.store, rank, count, device, peer_bytes)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from espalier.kernels.ops.recurrence import UNIT_EPS, ShortConv
 from espalier.kernels.ops.states import Columns, GateInputs, Prepared, RowInputs
-from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
@@ -46,25 +46,27 @@ def softplus(x):
 @kernel
 def _convolved(
     x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, staged_ptr, row, within, slot, follows, is_row, column, channel,
-    is_channel, x_stride,
-    CHANNELS: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, EXACT: tl.constexpr,
+    is_channel, x_stride, x_split,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, SPLITS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Returns the convolution's output [rows, channels], rounded to the inputs' dtype, in EXACT.
+    """Returns the convolution's output [rows, channels] in the model's dtype, that of tails.
     within: the index of each row in its request."""
+    TYPE: tl.constexpr = tail_ptr.dtype.element_ty
     at, first = within, row - within
     out = tl.zeros([row.shape[0], channel.shape[0]], EXACT)
     for tap in tl.static_range(TAPS):
         is_new = is_row & ((at >= 0) | follows)
         mask = is_channel[None, :] & is_new[:, None]
-        value = tl.load(x_ptr + (first + at)[:, None] * x_stride + column[None, :], mask=mask, other=0.0)
+        value_ptrs = x_ptr + (first + at)[:, None] * x_stride + column[None, :]
+        value = load_sum(value_ptrs, x_split, mask, SPLITS, TYPE, EXACT)
         if tap == 0 and staged_ptr is not None:
-            tl.store(staged_ptr + row[:, None] * CHANNELS + channel[None, :], value, mask=mask)
+            tl.store(staged_ptr + row[:, None] * CHANNELS + channel[None, :], value.to(TYPE), mask=mask)
         if tap > 0:
             is_old = is_channel[None, :] & (is_row & ~is_new)[:, None]
             before = (slot * (TAPS - 1) + (TAPS - 1 + at))[:, None] * CHANNELS + channel[None, :]
-            value = tl.where(is_new[:, None], value, tl.load(tail_ptr + before, mask=is_old, other=0.0))
+            value = tl.where(is_new[:, None], value, tl.load(tail_ptr + before, mask=is_old, other=0.0).to(EXACT))
         weight = tl.load(weight_ptr + channel * TAPS + (TAPS - 1 - tap), mask=is_channel, other=0.0)
-        out += value.to(EXACT) * weight.to(EXACT)[None, :]
+        out += value * weight.to(EXACT)[None, :]
         if parent_ptr is not None:
             parent = tl.load(parent_ptr + first + at, mask=is_row & (at > 0), other=0)
             at = tl.where(at > 0, parent, at - 1)
@@ -74,17 +76,18 @@ def _convolved(
         out += tl.load(bias_ptr + channel, mask=is_channel, other=0.0).to(EXACT)[None, :]
     if SILU:
         out = out / (1.0 + tl.exp(-out))
-    return out.to(x_ptr.dtype.element_ty)
+    return out.to(TYPE)
 
 
 @kernel
 def _gates(
-    decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, row, head, is_row, stride, LOW: tl.constexpr, HIGH: tl.constexpr,
-    SHARE: tl.constexpr, STEP: tl.constexpr, EXACT: tl.constexpr,
+    decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, row, head, is_row, stride, split, LOW: tl.constexpr,
+    HIGH: tl.constexpr, SHARE: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr, TYPE: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """Returns (the logarithm of the decay, beta).  beta_ptr: None if beta is t itself (GateInputs, Mamba-2)."""
     column = head // SHARE * STEP + head % SHARE
-    raw = tl.load(decay_ptr + row * stride + column, mask=is_row, other=0.0).to(EXACT)
+    raw = load_sum(decay_ptr + row * stride + column, split, is_row, SPLITS, TYPE, EXACT)
     step = softplus(raw + tl.load(dt_bias_ptr + head).to(EXACT))
     if LOW is not None:
         step = tl.where(step < LOW, LOW, step)
@@ -93,7 +96,7 @@ def _gates(
     log_decay = -tl.exp(tl.load(A_log_ptr + head).to(EXACT)) * step
     beta = step
     if beta_ptr is not None:
-        b = tl.load(beta_ptr + row * stride + column, mask=is_row, other=0.0).to(EXACT)
+        b = load_sum(beta_ptr + row * stride + column, split, is_row, SPLITS, TYPE, EXACT)
         beta = 1.0 / (1.0 + tl.exp(-b))
     return log_decay, beta
 
@@ -101,10 +104,10 @@ def _gates(
 @kernel
 def _q_or_k(
     x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, q_ptr, k_ptr, staged_ptr, row, within, slot, follows, is_row,
-    part, x_stride,
+    part, x_stride, x_split,
     K_HEADS: tl.constexpr, K_SIZE: tl.constexpr, CHANNELS: tl.constexpr, Q_AT: tl.constexpr, K_AT: tl.constexpr,
-    K_STEP: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, UNITS: tl.constexpr, EPS: tl.constexpr,
-    EXACT: tl.constexpr, BLOCK: tl.constexpr,
+    K_STEP: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, SPLITS: tl.constexpr, UNITS: tl.constexpr,
+    EPS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Computes one head of q or k.  part: the head's index; q's heads come first, then k's."""
     of_head = tl.arange(0, BLOCK)
@@ -114,7 +117,7 @@ def _q_or_k(
     column = tl.where(is_q, Q_AT, K_AT) + head * K_STEP + of_head
     out = _convolved(
         x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, staged_ptr, row, within, slot, follows, is_row, column,
-        part * K_SIZE + of_head, is_channel, x_stride, CHANNELS, TAPS, SILU, EXACT,
+        part * K_SIZE + of_head, is_channel, x_stride, x_split, CHANNELS, TAPS, SILU, SPLITS, EXACT,
     )  # fmt: skip
     exact = out.to(EXACT)
     if UNITS:
@@ -132,10 +135,12 @@ def _q_or_k(
 @kernel
 def _v_and_gates(
     x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, v_ptr, gates_ptr,
-    staged_ptr, row, within, slot, follows, is_row, head, x_stride, gate_stride,
+    staged_ptr, row, within, slot, follows, is_row, head, x_stride, x_split,
+    gate_stride, gate_split,
     HEADS: tl.constexpr, SHARE: tl.constexpr, FIRST: tl.constexpr, V_SIZE: tl.constexpr, CHANNELS: tl.constexpr,
     V_AT: tl.constexpr, V_STEP: tl.constexpr, GATE_STEP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    TAPS: tl.constexpr, SILU: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
+    TAPS: tl.constexpr, SILU: tl.constexpr, SPLITS: tl.constexpr, GATE_SPLITS: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Computes one head of v and its gates, or channels of a convolution without heads.  FIRST: v's first channel."""
     of_head = tl.arange(0, BLOCK)
@@ -144,14 +149,14 @@ def _v_and_gates(
     column = V_AT + head // SHARE * V_STEP + head % SHARE * V_SIZE + of_head
     out = _convolved(
         x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, staged_ptr, row, within, slot, follows, is_row, column,
-        channel, is_channel, x_stride, CHANNELS, TAPS, SILU, EXACT,
+        channel, is_channel, x_stride, x_split, CHANNELS, TAPS, SILU, SPLITS, EXACT,
     )  # fmt: skip
     place = row[:, None] * (CHANNELS - FIRST) + head * V_SIZE + of_head[None, :]
     tl.store(v_ptr + place, out, mask=is_row[:, None] & is_channel[None, :])
     if A_log_ptr is not None:
         log_decay, beta = _gates(
-            decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, row, head, is_row, gate_stride, LOW, HIGH, SHARE, GATE_STEP,
-            EXACT,
+            decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, row, head, is_row, gate_stride, gate_split, LOW, HIGH, SHARE,
+            GATE_STEP, GATE_SPLITS, tail_ptr.dtype.element_ty, EXACT,
         )  # fmt: skip
         tl.store(gates_ptr + row * 2 * HEADS + head, log_decay, mask=is_row)
         tl.store(gates_ptr + row * 2 * HEADS + HEADS + head, beta, mask=is_row)
@@ -161,12 +166,12 @@ def _v_and_gates(
 def _prepare_kernel(
     x_ptr, tail_ptr, slot_ptr, parent_ptr, follows_ptr, weight_ptr, bias_ptr, decay_ptr, beta_ptr, A_log_ptr,
     dt_bias_ptr, q_ptr, k_ptr, v_ptr, gates_ptr, staged_ptr,
-    num_rows, rows, x_stride, gate_stride,
+    num_rows, rows, x_stride, x_split, gate_stride, gate_split,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, CHANNELS: tl.constexpr,
     Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
     GATE_STEP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr,
-    UNITS: tl.constexpr, EPS: tl.constexpr, EXACT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, DEPENDENT: tl.constexpr,
+    SPLITS: tl.constexpr, GATE_SPLITS: tl.constexpr, UNITS: tl.constexpr, EPS: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """For channels and columns see ops/states.py:Columns.
 
@@ -190,17 +195,22 @@ def _prepare_kernel(
         if part < 2 * K_HEADS:
             _q_or_k(
                 x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, q_ptr, k_ptr, staged_ptr, row, within, slot, follows,
-                is_row, part, x_stride, K_HEADS, K_SIZE, CHANNELS, Q_AT, K_AT, K_STEP, TAPS, SILU, UNITS, EPS, EXACT,
-                BLOCK_K,
+                is_row, part, x_stride, x_split, K_HEADS, K_SIZE, CHANNELS, Q_AT, K_AT, K_STEP, TAPS, SILU, SPLITS,
+                UNITS, EPS, EXACT, BLOCK_K,
             )  # fmt: skip
     if part >= 2 * K_HEADS:
         SHARE: tl.constexpr = HEADS // K_HEADS if K_HEADS else HEADS
         _v_and_gates(
             x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, v_ptr,
-            gates_ptr, staged_ptr, row, within, slot, follows, is_row, part - 2 * K_HEADS, x_stride, gate_stride,
-            HEADS, SHARE, 2 * K_HEADS * K_SIZE, V_SIZE, CHANNELS, V_AT, V_STEP, GATE_STEP, LOW, HIGH, TAPS, SILU,
-            EXACT, BLOCK_V,
+            gates_ptr, staged_ptr, row, within, slot, follows, is_row, part - 2 * K_HEADS, x_stride, x_split,
+            gate_stride, gate_split, HEADS, SHARE, 2 * K_HEADS * K_SIZE, V_SIZE, CHANNELS, V_AT, V_STEP, GATE_STEP, LOW,
+            HIGH, TAPS, SILU, SPLITS, GATE_SPLITS, EXACT, BLOCK_V,
         )  # fmt: skip
+
+
+def num_parts(values: Tensor) -> int:
+    """The number of partial sums: `values` is [parts, N, columns], or [N, columns]."""
+    return len(values) if values.ndim == 3 else 1
 
 
 def prepare(
@@ -208,22 +218,23 @@ def prepare(
 ) -> None:
     """See ops/states.py.  Tolerance: an ulp of the inputs' dtype after the convolution, then an ulp of float32 (float64
     for float64)."""
-    num_rows = len(inputs)
+    num_rows = inputs.shape[-2]
     if not num_rows:
         return
     parents = None if rows.parents is None else rows.parents.contiguous()
     of_gates: tuple[Tensor | None, ...] = (None,) * 4
-    gate_stride, step, low, high = 0, 1, None, None
+    gate_strides, gate_splits, step, low, high = (0, 0), 1, 1, None, None
     if gates is not None:
         of_gates = (gates.decay, gates.beta, gates.A_log, gates.dt_bias)
-        gate_stride, step, low, high = gates.decay.stride(0), gates.step, *gates.bounds
+        gate_strides, gate_splits = (gates.decay.stride(-2), gates.decay.stride(0)), num_parts(gates.decay)
+        step, low, high = gates.step, *gates.bounds
     heads, v_size = (columns.heads, columns.v_size) if columns.heads else (-(-columns.channels // BLOCK_C), BLOCK_C)
     block = 4 if num_rows <= 256 else 16
     _prepare_kernel[-(-num_rows // block), 2 * columns.k_heads + heads](
         *(inputs, rows.tail, rows.slots, parents, rows.follows, conv.weight, conv.bias),
         *of_gates,
         *out,
-        *(num_rows, rows.width, inputs.stride(0), gate_stride),
+        *(num_rows, rows.width, inputs.stride(-2), inputs.stride(0), *gate_strides),
         HEADS=heads,
         K_HEADS=columns.k_heads,
         K_SIZE=columns.k_size or 1,
@@ -239,9 +250,11 @@ def prepare(
         HIGH=high,
         TAPS=conv.weight.shape[1],
         SILU=conv.silu,
+        SPLITS=num_parts(inputs),
+        GATE_SPLITS=gate_splits,
         UNITS=columns.units,
         EPS=UNIT_EPS,
-        EXACT=exact_type(inputs.dtype),
+        EXACT=exact_type(rows.tail.dtype),
         BLOCK_R=block,
         BLOCK_K=power_of_two(columns.k_size or 1),
         BLOCK_V=power_of_two(v_size),

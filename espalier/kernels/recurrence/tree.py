@@ -7,6 +7,9 @@ shallow tree takes few small products, however many nodes it has, and errors do 
 
 In the products, the state's columns are the rows and the nodes are the columns, because Hopper's tensor cores take at
 least 64 rows and at least 8 columns.  So a tree of 16 nodes fills them.
+
+A single row needs no tensor cores.  Its kernel sums in float32, needs few registers, and loads its whole part of the
+state before it waits for the kernel before.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait, p
 SMALLEST = 16
 # Bytes of a line of the L2 cache.
 LINE = 128
+# Columns of a state per program for a single row.  [1]: if there are few heads, so that all multiprocessors read.
+ROW_BLOCKS = (64, 32)
 
 
 @kernel
@@ -130,6 +135,41 @@ def _tree_kernel(
     tl.store(out_ptr + v_place, out_t.to(out_ptr.dtype.element_ty), mask=is_node[None, :] & is_value[:, None])
 
 
+@kernel
+def _row_kernel(
+    q_ptr, k_ptr, v_ptr, gates_ptr, state_ptr, slot_ptr, skip_ptr, out_ptr,
+    HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA: tl.constexpr,
+    EXACT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    pdl_trigger(DEPENDENT)
+    v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
+    head, row = tl.program_id(0) // v_blocks, tl.program_id(1).to(tl.int64)
+    value, key = tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_K)
+    is_value, is_key = value < V_SIZE, key < K_SIZE
+    # The state can be read before waiting, as in _tree_kernel.
+    state_ptr += (tl.load(slot_ptr + row) * HEADS + head) * K_SIZE * V_SIZE
+    of_state = key[:, None] * V_SIZE + value[None, :]
+    state = tl.load(state_ptr + of_state, mask=is_key[:, None] & is_value[None, :], other=0.0).to(EXACT)
+    pdl_wait(DEPENDENT)
+    k_place = (row * (HEADS // SHARE) + head // SHARE) * K_SIZE + key
+    k = tl.load(k_ptr + k_place, mask=is_key, other=0.0).to(EXACT)
+    q = tl.load(q_ptr + k_place, mask=is_key, other=0.0).to(EXACT)
+    v_place = (row * HEADS + head) * V_SIZE + value
+    v = tl.load(v_ptr + v_place, mask=is_value, other=0.0).to(EXACT)
+    gate = gates_ptr + row * 2 * HEADS + head
+    log_decay, beta = tl.load(gate).to(EXACT), tl.load(gate + HEADS).to(EXACT)
+    decay, new = tl.exp(log_decay), beta * v
+    if DELTA:
+        new -= beta * decay * tl.sum(state * k[:, None], 0)
+    out = decay * tl.sum(state * q[:, None], 0) + new * tl.sum(k * q, 0)
+    if skip_ptr is not None:
+        out += tl.load(skip_ptr + head).to(EXACT) * v
+    is_bad = (tl.max((k * 0.0 != 0.0).to(tl.int32), 0) > 0) | (tl.max((v * 0.0 != 0.0).to(tl.int32), 0) > 0)
+    is_bad = is_bad | (log_decay * 0.0 != 0.0) | (beta * 0.0 != 0.0)
+    out = tl.where(is_bad, float("nan"), out)
+    tl.store(out_ptr + v_place, out.to(out_ptr.dtype.element_ty), mask=is_value)
+
+
 def tree_outputs(
     q: Tensor, rows: tuple[Tensor, Tensor, Tensor], state: StateColumns, bits: Tensor, skip: Tensor | None, delta: bool
 ) -> Tensor:
@@ -144,27 +184,28 @@ def tree_outputs(
     if not batch or not count:
         return out
     assert count <= MAX_TREE_ROWS
+    q, k, v, gates = (each.contiguous() for each in (q, k, v, gates))
+    sizes = {"HEADS": heads, "SHARE": heads // k.shape[2], "K_SIZE": k.shape[3], "V_SIZE": v_size, "DELTA": delta}
+    if count == 1:
+        is_few = batch * heads < chip(v).processors
+        block_v = min(power_of_two(v_size), ROW_BLOCKS[is_few])
+        _row_kernel[heads * -(-v_size // block_v), batch](
+            *(q, k, v, gates, table, slots, skip, out),
+            **sizes,
+            EXACT=exact_type(table.dtype),
+            BLOCK_K=power_of_two(k.shape[3]),
+            BLOCK_V=block_v,
+            num_warps=4,
+            **pdl_arguments(chip(v)),
+        )
+        return out
     block_k = max(power_of_two(k.shape[3]), SMALLEST)
     block_r, products = max(power_of_two(count), SMALLEST), choose_products(v, table)
     plan = choose_plan(v_size, batch * heads, block_r, products, chip(v).processors)
     _tree_kernel[heads * -(-v_size // plan.block_v), batch](
-        *(
-            q.contiguous(),
-            k.contiguous(),
-            v.contiguous(),
-            gates.contiguous(),
-            table,
-            slots,
-            bits.contiguous(),
-            skip,
-            out,
-        ),
+        *(q, k, v, gates, table, slots, bits.contiguous(), skip, out),
         *(count, bits.shape[2]),
-        HEADS=heads,
-        SHARE=heads // k.shape[2],
-        K_SIZE=k.shape[3],
-        V_SIZE=v_size,
-        DELTA=delta,
+        **sizes,
         EXACT=exact_type(table.dtype),
         PRODUCT=products.operand,
         PRECISION=products.precision,

@@ -61,6 +61,17 @@ def gluon_kernel(function: Callable[..., Any] | None = None, *, do_not_specializ
 
 
 @kernel
+def load_sum(pointer, split_stride, mask, SPLITS: tl.constexpr, TYPE: tl.constexpr, EXACT: tl.constexpr):
+    """Load partial sums and add them in order, in EXACT.  Rounded to TYPE as `linear` rounds, returned as EXACT."""
+    total = tl.load(pointer, mask=mask, other=0.0).to(EXACT)
+    for _ in tl.static_range(1, SPLITS):
+        # Step by step: the stride times a number of parts may be above 2^31.
+        pointer += split_stride
+        total += tl.load(pointer, mask=mask, other=0.0).to(EXACT)
+    return total.to(TYPE).to(EXACT)
+
+
+@kernel
 def from_fp8(values, dtype: tl.constexpr):
     """Convert FP8 values to dtype, exactly.  Values that already have dtype stay as they are.
 

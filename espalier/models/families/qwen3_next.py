@@ -96,10 +96,9 @@ def load_gated_attention(weights: Weights, config: ModelConfig, prefix: str, rop
     return GatedAttention(
         weights.linear(prefix, ("q_proj", "k_proj", "v_proj"), rows, hidden, config.attention_bias),
         weights.linear(prefix, ("o_proj",), (hidden,), config.heads * size, config.out_bias),
-        config.heads,
         size,
         rope,
-        load_head_norms(weights, config, prefix),
+        load_head_norms(weights, config, prefix)._replace(skips_gates=True),
     )
 
 

@@ -10,7 +10,9 @@ from torch import Tensor
 from espalier.attention import Pass
 from espalier.kernels.layers.quantised import InputRows
 from espalier.kernels.ops.rope import HeadNorms
+from espalier.kernels.ops.states import OutputGate as HeadGate
 from espalier.models.layers.decoder import of_kept
+from espalier.models.layers.gated import gated_for
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
 from espalier.models.layers.stream import Stream
@@ -125,11 +127,10 @@ class Attention(AttentionBlock):
 @dataclass(eq=False, slots=True)
 class GatedAttention:
     """The attention block whose gate is stacked with q (Qwen3-Next).
-    qkv: the stacked weights: for each of `heads` its q, then its gate; then k, then v.  norms: of each q and k head."""
+    qkv: the stacked weights: for each head of q its q, then its gate; then k, then v.  norms: of each q and k head."""
 
     qkv: Linear
     out: Linear
-    heads: int
     head_size: int
     rope: RopeTables
     norms: HeadNorms
@@ -140,10 +141,9 @@ class GatedAttention:
 
     def __call__(self, layer: int, rows: InputRows, s: Stream, p: Pass) -> Tensor | Unsummed:
         """Returns the block's output for the rows.  See decoder.py:Mixer."""
-        made = self.qkv(rows).unflatten(1, (-1, self.head_size))
-        q, gate = made[:, : 2 * self.heads].unflatten(1, (self.heads, 2)).unbind(2)
-        qkv = torch.cat((q, made[:, 2 * self.heads :]), 1)
-        q = p.write(layer, qkv, p.rotation(self.rope), self.norms)
+        qkv = self.qkv.in_parts(rows)
+        q = p.write(layer, qkv.unflatten(-1, (-1, self.head_size)), p.rotation(self.rope), self.norms)
         s.keep(p.kept(layer))
         attended = p.attend(layer, q).flatten(0, 1)
-        return self.out.for_stream((attended * of_kept(gate, layer, p).sigmoid()).flatten(1))
+        gate = HeadGate(of_kept(qkv, layer, p)[..., self.head_size :], 1, 2 * self.head_size, False)
+        return self.out.for_stream(gated_for(self.out, attended, gate, None))

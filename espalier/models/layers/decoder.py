@@ -71,9 +71,9 @@ class BlockLayer:
 
 
 def of_kept(values: Tensor, layer: int, p: Pass) -> Tensor:
-    """Returns the rows of values [N, ...] with which the layer goes on after its write (Pass.kept)."""
+    """Returns the rows of values [..., N, columns] with which the layer goes on after its write (Pass.kept)."""
     kept = p.kept(layer)
-    return values if kept is None else values[kept]
+    return values if kept is None else values[..., kept, :]
 
 
 @dataclass(eq=False, slots=True)

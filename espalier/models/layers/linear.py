@@ -58,14 +58,18 @@ class Linear:
         """x [rows, in] -> [rows, out], or partial sums [parts, rows, out] float32, which RMSNorm.after adds."""
         return self.weight.parts(x, self.bias)
 
-    def write_parts(self, x: Tensor, out: Tensor) -> None:
+    def write_parts(self, x: InputRows, out: Tensor) -> None:
         """x [rows, in] -> partial sums in out [weight.num_parts(rows), rows, out], float32 at least."""
         self.weight.write_parts(x, self.bias, out)
 
-    def gated(self, x: InputRows, activation: Activation = SILU) -> Tensor:
+    def gated(self, x: InputRows, activation: Activation = SILU, rounding: InputScales | None = None) -> InputRows:
         """x [rows, in] -> the activation [rows, inner].
-        The weight stacks gate and up, [2·inner, in]; if the activation has no gate, it is up alone."""
-        return self.weight.gated(x, self.bias, activation)
+
+        The weight stacks gate and up, [2·inner, in]; if the activation has no gate, it is up alone.
+        rounding: that of the layer that reads the result, which is RoundedRows if a launch could round it.
+        """
+        rows: InputRows = self.weight.gated(x, self.bias, activation, rounding)
+        return rows
 
 
 @dataclass(eq=False, slots=True)

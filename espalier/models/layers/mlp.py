@@ -46,11 +46,11 @@ class GatedMLP:
 
         live: not used: a dense MLP computes every row.  MixtureMLP has the same argument.
         """
-        return self.down.for_stream(self.gate_up.gated(x, self.activation))
+        return self.down.for_stream(self._inner(x))
 
     def in_parts(self, x: InputRows) -> Tensor:
         """[B·Q, hidden] -> [B·Q, hidden], or parts whose sum is the result.  Each rank returns its own, not summed."""
-        return self.down.in_parts(self.gate_up.gated(x, self.activation))
+        return self.down.in_parts(self._inner(x))
 
     def num_parts(self, rows: int) -> int:
         """The number of parts that `write_parts` writes."""
@@ -58,11 +58,15 @@ class GatedMLP:
 
     def write_parts(self, x: Tensor, out: Tensor) -> None:
         """[B·Q, hidden] -> out [num_parts, B·Q, hidden], float32 at least.  The sum of the parts is the result."""
-        self.down.write_parts(self.gate_up.gated(x, self.activation), out)
+        self.down.write_parts(self._inner(x), out)
 
     def summed(self, x: Tensor) -> Tensor:
         """[B·Q, hidden] -> [B·Q, hidden].  The result is never in parts."""
-        return self.down(self.gate_up.gated(x, self.activation))
+        return self.down(self._inner(x))
+
+    def _inner(self, x: InputRows) -> InputRows:
+        """[B·Q, hidden] -> [B·Q, intermediate], in a form that `down` takes."""
+        return self.gate_up.gated(x, self.activation, self.down.rounding)
 
 
 # A router has few outputs.  For few rows its product is therefore split along the inputs, and `route` adds the parts.

@@ -10,12 +10,17 @@ from espalier.cache.layer_spec import RecurrentState
 from espalier.kernels.layers.quantised import InputRows
 from espalier.kernels.ops.norm import norm_router, supports_norm_router
 from espalier.kernels.ops.recurrence import ShortConv
-from espalier.kernels.ops.states import Columns, GateInputs, OutputGate, gated_norm, rounds_groups
+from espalier.kernels.ops.states import Columns, GateInputs, OutputGate
 from espalier.models.layers.decoder import of_kept
+from espalier.models.layers.gated import gated_for
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import AnyNorm, Delta, Normed, RMSNorm, is_rounded_before, summed
 from espalier.models.layers.stream import Stream
 from espalier.models.weight_formats.sharded import Unsummed
+
+# The most rows of which a convolution reads the product in parts.  It reads a part once for each tap, so for more rows
+# a launch that adds the parts is faster.
+MAX_ROWS_IN_PARTS = 32
 
 
 @dataclass(eq=False, slots=True)
@@ -60,7 +65,7 @@ class Mamba2:
         s.keep(p.kept(layer))
         read = p.attend(layer, q, self.skip).flatten(2).view(-1, keeps.k_heads, share * keeps.v_size)
         gate = OutputGate(of_kept(inputs, layer, p), 1, share * keeps.v_size, True)
-        return self.out.for_stream(_gated_norm(read, gate, self.norm, self.out))
+        return self.out.for_stream(gated_for(self.out, read, gate, self.norm))
 
 
 @dataclass(eq=False, slots=True)
@@ -135,28 +140,19 @@ class DeltaNet:
             total, _, of_qkvz, ba = norm_router.triton(own, x, norm.weight, norm.eps, of_ba, rounding, x.dtype)
             return total, (of_qkvz, ba)
         total, normed, of_qkvz = norm.both_after(delta if own is None else own, x, rounding)
-        return total, (of_qkvz, self.ba(normed))
+        return total, (of_qkvz, self.ba.in_parts(normed))
 
     def __call__(self, layer: int, rows: tuple[InputRows, Tensor], s: Stream, p: Pass) -> Tensor | Unsummed:
         """Returns the block's output for the rows [N, H].  See decoder.py:Mixer."""
-        qkvz, ba = self.qkvz(rows[0]), rows[1]
+        qkvz = self.qkvz.in_parts(rows[0]) if len(rows[0]) <= MAX_ROWS_IN_PARTS else self.qkvz(rows[0])
+        ba = rows[1]
         q = p.write(layer, qkvz, self._gates(ba), self.conv, self.columns)
         s.keep(p.kept(layer))
         read = p.attend(layer, q).flatten(0, 1)
-        gate = OutputGate(of_kept(qkvz, layer, p)[:, self.z_at :], self.share, self.columns.v_step, False)
-        return self.out.for_stream(_gated_norm(read, gate, self.norm, self.out))
+        gate = OutputGate(of_kept(qkvz, layer, p)[..., self.z_at :], self.share, self.columns.v_step, False)
+        return self.out.for_stream(gated_for(self.out, read, gate, self.norm))
 
     def _gates(self, ba: Tensor) -> GateInputs:
-        """The inputs of the decay and of beta.  ba: [N, 2 · heads], the product with `ba`."""
+        """The inputs of the decay and of beta.  ba: [..., N, 2 · heads], the product with `ba`, maybe in parts."""
         apart, step = (self.share, 2 * self.share) if self.is_grouped else (self.keeps.heads, self.share)
-        return GateInputs(ba[:, apart:], ba, self.A_log, self.dt_bias, self.share, step)
-
-
-def _gated_norm(read: Tensor, gate: OutputGate, norm: RMSNorm, out: Linear) -> InputRows:
-    """Returns the normed and gated rows in the form that `out` takes.
-    If `out` takes rounded inputs and the launch of the norm can round them, that launch does it."""
-    rounding, (groups, size) = out.rounding, read.shape[1:]
-    is_rounded = rounding is not None and is_rounded_before(read, groups * size, rounding)
-    if rounding is None or not is_rounded or not rounds_groups(size, groups, rounding):
-        return gated_norm(read, gate, norm.weight, norm.eps)
-    return gated_norm(read, gate, norm.weight, norm.eps, rounding)
+        return GateInputs(ba[..., apart:], ba, self.A_log, self.dt_bias, self.share, step)

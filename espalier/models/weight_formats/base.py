@@ -57,11 +57,13 @@ class Weight(ABC):
         """The number of parts that `write_parts` writes."""
         return 1
 
-    def write_parts(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    def write_parts(self, x: Any, bias: Tensor | None, out: Tensor) -> None:
         """Write partial sums of the result of `apply` to out [num_parts, rows, out], float32 at least."""
         out[0].copy_(self.apply(x, bias))
 
-    def gated(self, x: Any, bias: Tensor | None, activation: Activation = SILU) -> Tensor:
+    def gated(
+        self, x: Any, bias: Tensor | None, activation: Activation = SILU, rounding: InputScales | None = None
+    ) -> Any:
         """Returns the activation of the product; see Linear.gated."""
         return gated(self.apply(x, bias), activation)
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.kernels.layers.linear_plans import DENSE, LINEAR_TUNING, LinearPlans, TritonPlan, dense_plans_for
+from espalier.kernels.layers.quantised import InputScales
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.linear import linear, linear_gated, linear_parts, write_parts
 from espalier.models.weight_formats.base import StoredTensor, Weight, WeightFormat
@@ -39,7 +40,9 @@ class DenseWeight(Weight):
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, self.tensor, bias)
 
-    def gated(self, x: Tensor, bias: Tensor | None, activation: Activation = SILU) -> Tensor:
+    def gated(
+        self, x: Tensor, bias: Tensor | None, activation: Activation = SILU, rounding: InputScales | None = None
+    ) -> Tensor:
         return linear_gated(x, self.tensor, bias, None, activation)
 
     def rows_from(self, first: int) -> Weight:
@@ -72,7 +75,9 @@ class TunedWeight(DenseWeight):
         else:
             super().write_parts(x, bias, out)
 
-    def gated(self, x: Tensor, bias: Tensor | None, activation: Activation = SILU) -> Tensor:
+    def gated(
+        self, x: Tensor, bias: Tensor | None, activation: Activation = SILU, rounding: InputScales | None = None
+    ) -> Tensor:
         return linear_gated(x, self.tensor, bias, LINEAR_TUNING.plan_at(self._plans, len(x)), activation)
 
 

@@ -45,8 +45,10 @@ class QuantisedWeight(Weight):
     def parts(self, x: InputRows, bias: Tensor | None) -> Tensor:
         return linear_quantised_parts(x, self.matrix, bias)
 
-    def gated(self, x: InputRows, bias: Tensor | None, activation: Activation = SILU) -> Tensor:
-        return linear_quantised_gated(x, self.matrix, bias, None, activation)
+    def gated(
+        self, x: InputRows, bias: Tensor | None, activation: Activation = SILU, rounding: InputScales | None = None
+    ) -> InputRows:
+        return linear_quantised_gated(x, self.matrix, bias, None, activation, rounding)
 
     @property
     def rounding(self) -> InputScales | None:

@@ -29,7 +29,7 @@ def test_a_requests_draft_is_as_good_as_its_kind(mix):
     models.chain = chain = RECIPE.chain()
     is_right = chain.draft_logp.argmax(1) == 0
     found: dict[str, list[float]] = {}
-    for at, prompt in enumerate(mixes.prompts_of(models, MIXES[mix], 20, SIZES)):
+    for at, prompt in enumerate(mixes.prompts_of(models, MIXES[mix], [SIZES.context] * 20, SIZES)):
         after = (chain.place[prompt[-1]] + torch.arange(200) * chain.shifts[0]) % chain.size
         found.setdefault(MIXES[mix][at % len(MIXES[mix])], []).append(float(is_right[after].float().mean()))
     for kind, shares in found.items():
@@ -50,16 +50,27 @@ def test_every_tree_of_a_chooser_has_a_graph_and_rows_are_shared_by_several_alon
 
 def test_ways_run_the_same_requests_with_the_same_tokens(monkeypatch):
     monkeypatch.setattr(mixes, "MIXES", {"half 0.95, half 0.3": MIXES["half 0.95, half 0.3"]})
+    begun = []
+    plain = mixes.timed
+
+    def noted(engine, models, chooser, prompts, sizes):
+        timed = plain(engine, models, chooser, prompts, sizes)
+        begun.append((list(map(len, prompts)), timed.lengths))
+        return timed
+
+    monkeypatch.setattr(mixes, "timed", noted)
     [cell] = measure(RECIPE, replace(SIZES, batches=(4,)), COSTS, CPU, [4])
     assert cell["same tokens"] == "4" and cell["trees"][ADAPTIVE]
     assert cell["accept length"][label(mixes.SHARING[0])] > 1.2
     assert set(cell["tokens/s"]) > {label(PLAIN), ADAPTIVE, SHARED}
+    # Fixed trees begin where the chosen trees were timed, so that all ways run the same text.
+    assert begun[0][0] == [SIZES.context] * 4 and all(prompts == begun[0][1] for prompts, _ in begun[2:])
 
 
 def test_the_best_fixed_tree_shares_no_rows():
     shared = TreeShape(5, 4, 16, shared_rows=4)
     rates = {label(PLAIN): 10.0, "3,1,4": 20.0, label(shared): 30.0, ADAPTIVE: 25.0}
-    found = {name: Timed(rate, 2.0, 4, Counter({PLAIN: 1})) for name, rate in rates.items()}
+    found = {name: Timed(rate, 2.0, 4, [16], Counter({PLAIN: 1})) for name, rate in rates.items()}
     cell = figures(found, list(rates)[:-1], [ADAPTIVE])
     assert (cell["best fixed"], cell["best over plain"]) == ("3,1,4", 2.0)
     assert cell["over best"] == {label(shared): 1.5, ADAPTIVE: 1.25}
