@@ -185,9 +185,7 @@ def _gated_kernel(
             w_ptr, scales_ptr, zeros_ptr, both, x_ptr + row * x_stride, x_scale_ptrs, inside, num_in, 0, num_in,
             CODE, GROUP, ROW_BLOCK, INPUT_GROUP, ROWS, HALVES * BLOCK_OUT, BLOCK_IN, EVEN_IN,
         )  # fmt: skip
-        gate, up = acc, acc
-        if HALVES == 2:
-            gate, up = gate_and_up(acc, ROWS, 2 * BLOCK_OUT)
+        gate, up = gate_and_up(acc, ROWS, 2 * BLOCK_OUT) if HALVES == 2 else (acc, acc)
     if bias_ptr is not None:
         gate += tl.load(bias_ptr + w_row).to(EXACT)[:, None]
         up += tl.load(bias_ptr + w_row + (HALVES - 1) * num_out).to(EXACT)[:, None]
