@@ -19,7 +19,7 @@ from espalier.request import ResolvedParams, SamplingParams, check_prompt
 from espalier.text import TextStream, Tokenizer
 from espalier.tool_calls.definitions import checked_tools
 from espalier.tool_calls.formats import AUTO, find_formats
-from espalier.tool_calls.message_stream import MessageStream, parser_of
+from espalier.tool_calls.message_stream import MessageStream, parser_for_form
 from espalier.tool_calls.parser import OutputParser
 from espalier.tool_calls.plan import ChatPlan
 
@@ -308,7 +308,7 @@ def text_sink(
     if tokenizer is None:
         return None
     if params.form is not None:
-        return message_stream(tokenizer, prompt, params, parser_of(params.form))
+        return message_stream(tokenizer, prompt, params, parser_for_form(params.form))
     return text_stream(tokenizer, prompt, params, params.stop)
 
 

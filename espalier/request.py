@@ -187,12 +187,12 @@ def _slot_param(neutral: float, part_of: str | None = None) -> Any:
 
 @dataclass(frozen=True)
 class OutputForm:
-    """How to read an output as a message.  Formats: names of parsers or "".  begun: an answer's start in the prompt."""
+    """How to read an output as a message.  Formats: names of parsers or "".  answer_start: its part in the prompt."""
 
     tool_format: str
     reasoning_format: str
     schemas: Mapping[str, Mapping[str, Any]]
-    begun: str
+    answer_start: str
 
 
 @refuses_unknown

@@ -30,9 +30,9 @@ from espalier.server import logs, protocol
 from espalier.server.api import ApiOptions
 from espalier.server.client import ClientOptions
 from espalier.server.front import FrontOptions
-from espalier.server.protocol import Harvest, Part, Ready, Shutdown, Submit, Submits
+from espalier.server.protocol import Harvest, Part, Ready, Shutdown, Submit, SubmitMany
 from espalier.server.run import ServeOptions, serve
-from espalier.server.worker import BROKEN, DONE, wait_for_start
+from espalier.server.worker import EXIT_DONE, EXIT_FAILED, wait_for_start
 from espalier.stats import SpeculationStats
 from lab.bench.server import free_port, wait_until_served
 
@@ -51,7 +51,7 @@ def stand_in(address: str, front_pid: int) -> int:
         pair.linger = 0
         pair.connect(address)
         if wait_for_start(pair, front_pid) is None:
-            return BROKEN
+            return EXIT_FAILED
         facts = prepare(EngineConfig(model="bundled")).inputs.facts
         pair.send(protocol.encode(Ready(facts, {"max_batch": MAX_STREAMS, "chunk_size": CHUNK_SIZE, "page_size": 16})))
         left: dict[str, Submit] = {}
@@ -60,14 +60,14 @@ def stand_in(address: str, front_pid: int) -> int:
             while pair.poll(0 if left else 1000):
                 message = protocol.decode_to_engine(pair.recv())
                 if isinstance(message, Shutdown):
-                    return DONE
-                for submit in message.prompts if isinstance(message, Submits) else ():
+                    return EXIT_DONE
+                for submit in message.prompts if isinstance(message, SubmitMany) else ():
                     left[submit.name], sent[submit.name] = submit, 0
             parts = [step_of(submit, sent) for submit in left.values()]
             left = {name: submit for name, submit in left.items() if sent[name] < (submit.params.max_tokens or 0)}
             pair.send(protocol.encode(Harvest(parts)))
             time.sleep(STEP_S)
-    return DONE
+    return EXIT_DONE
 
 
 def step_of(submit: Submit, sent: dict[str, int]) -> Part:

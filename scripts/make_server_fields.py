@@ -25,7 +25,7 @@ def field_rows(model: type[BaseModel]) -> list[tuple[str, str, str]]:
         if not notes:
             rows.append((name, "honoured", info.description or ""))
         else:
-            rows.append((name, "refused" if isinstance(notes[0], Refused) else "no effect", notes[0].why))
+            rows.append((name, "refused" if isinstance(notes[0], Refused) else "no effect", notes[0].reason))
     return rows
 
 

@@ -207,7 +207,7 @@ def front(port: int, sent: Mapping[str, Any]) -> None:
 
 def note_front(note: Note) -> None:
     """From now on, this process notes its requests."""
-    read, submit, take = BodyReader.read, EngineClient.submit, Generation.take
+    read, submit, add = BodyReader.read, EngineClient.submit, Generation.add
 
     async def noted_read(self: BodyReader, *args: Any) -> Any:
         note("arrived", logs.request_id.get())
@@ -219,17 +219,17 @@ def note_front(note: Note) -> None:
         note("submitted", asked.name)
         return submit(self, prompts, asked)
 
-    def noted_take(self: Generation, part: Any) -> None:
+    def noted_add(self: Generation, part: Any) -> None:
         name = part.name.rpartition("-")[0]
         note("back", name)
         if part.output.finish_reason is not None:
             note("last_back", name)
-        take(self, part)
+        add(self, part)
 
     for owner, name, noted in (
         (BodyReader, "read", noted_read),
         (EngineClient, "submit", noted_submit),
-        (Generation, "take", noted_take),
+        (Generation, "add", noted_add),
     ):
         setattr(owner, name, noted)
 

@@ -46,7 +46,8 @@ from espalier.kernels.ops.selection import (
     select_rows,
 )
 
-# The most scores in memory at once (256 MiB).  More are needed for long prompts, so their queries are taken in turn.
+# The most scores in memory at once (256 MiB); a selection lists rows in at most as much memory.  Long prompts need more
+# scores, so their queries are taken in turn.
 MAX_SCORES = 2**26
 
 

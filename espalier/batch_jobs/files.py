@@ -25,11 +25,11 @@ import numpy as np
 from espalier.errors import EspalierError, once_each, shown
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-FIELDS = ("custom_id", "method", "url", "body")
+LINE_FIELDS = ("custom_id", "method", "url", "body")
 MAX_LINE_BYTES = 64 * 2**20
 MAX_ID_CHARS = 512
 DIGEST_CHARS = 16
-OK = 200
+STATUS_OK = 200
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class LineError(Exception):
         self.custom_id = custom_id
 
 
-def raw_lines(file: BinaryIO, name: Path) -> Iterator[tuple[int, bytes]]:
+def numbered_lines(file: BinaryIO, name: Path) -> Iterator[tuple[int, bytes]]:
     """Yields (number, bytes) of each line that is not blank, without the byte order mark that some editors put first.
 
     Raises EspalierError for a line that is too long.
@@ -80,9 +80,9 @@ def parse(number: int, data: bytes, urls: Collection[str] = URLS) -> Line:
     try:
         value = msgspec.json.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise _no_json(error) from None
+        raise _not_json(error) from None
     if not isinstance(value, dict):
-        raise LineError("invalid_json_line", "the line is not a JSON object; write one with " + ", ".join(FIELDS))
+        raise LineError("invalid_json_line", "the line is not a JSON object; write one with " + ", ".join(LINE_FIELDS))
     custom_id = value.get("custom_id")
     known_id = custom_id if isinstance(custom_id, str) else None
     _require_once_each(data, known_id)
@@ -93,7 +93,7 @@ def parse(number: int, data: bytes, urls: Collection[str] = URLS) -> Line:
     return Line(number, value["custom_id"], value["url"], value["body"])
 
 
-def _no_json(error: Exception, custom_id: str | None = None) -> LineError:
+def _not_json(error: Exception, custom_id: str | None = None) -> LineError:
     return LineError("invalid_json_line", f"the line is not JSON ({error}); write a JSON object", custom_id)
 
 
@@ -116,7 +116,7 @@ def _require_once_each(data: bytes, custom_id: str | None) -> None:
     try:
         json.loads(data, object_pairs_hook=read)
     except (ValueError, RecursionError) as error:  # json also refuses some texts that msgspec reads
-        raise _no_json(error, custom_id) from None
+        raise _not_json(error, custom_id) from None
     if len(custom_ids) > 1:
         raise LineError(
             "invalid_json_line", f"the line has {' and '.join(map(shown, custom_ids))} as custom_id; leave one out"
@@ -127,13 +127,13 @@ def _require_once_each(data: bytes, custom_id: str | None) -> None:
 
 def _check(value: Mapping[str, Any], urls: Collection[str]) -> None:
     """Refuse a line with a missing, unknown or wrong field.  Raises LineError."""
-    for name in FIELDS:
+    for name in LINE_FIELDS:
         if value.get(name) is None:
-            raise LineError("missing_required_parameter", f"{name} is missing; a line has {', '.join(FIELDS)}")
+            raise LineError("missing_required_parameter", f"{name} is missing; a line has {', '.join(LINE_FIELDS)}")
     for name in value:
-        if name not in FIELDS:
-            raise LineError("unknown_parameter", f"a line has no {shown(name)}; use {', '.join(FIELDS)}")
-    custom_id, method, url, body = (value[name] for name in FIELDS)
+        if name not in LINE_FIELDS:
+            raise LineError("unknown_parameter", f"a line has no {shown(name)}; use {', '.join(LINE_FIELDS)}")
+    custom_id, method, url, body = (value[name] for name in LINE_FIELDS)
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_CHARS:
         message = f"custom_id={shown(custom_id)} is not supported; use text of 1 to {MAX_ID_CHARS} characters"
         raise LineError("invalid_custom_id", message)
@@ -193,7 +193,7 @@ def scan_input(path: Path) -> InputScan:
     num_lines = last = 0
     try:
         with path.open("rb") as file:
-            for number, data in raw_lines(file, path):
+            for number, data in numbered_lines(file, path):
                 whole.update(b"%d:" % number + data)
                 num_lines, last = num_lines + 1, number
                 custom_id = custom_id_of(data)
@@ -218,13 +218,13 @@ def _refuse_equal_ids(path: Path, hashes: array) -> None:
     order.sort()
     repeated = set(order[1:][order[1:] == order[:-1]].tolist())
     if repeated:
-        _compare(path, repeated)
+        _refuse_first_repeated(path, repeated)
 
 
-def _compare(path: Path, repeated: Collection[int]) -> None:
+def _refuse_first_repeated(path: Path, repeated: Collection[int]) -> None:
     seen: dict[str, int] = {}
     with path.open("rb") as file:
-        for number, data in raw_lines(file, path):
+        for number, data in numbered_lines(file, path):
             custom_id = custom_id_of(data)
             if custom_id is None or _hash(custom_id) not in repeated:
                 continue
@@ -255,7 +255,7 @@ class Journal:
         self._syncing = threading.Lock()
         self._file = open_alone(path, "batch", "name another file")
         try:
-            self._keep_name()
+            self._sync_folder_entry()
             self._recover()
         except BaseException:
             os.close(self._file)
@@ -271,7 +271,7 @@ class Journal:
     def unanswered(self) -> Generator[tuple[int, bytes]]:
         """Yields (number, bytes) of the input's lines without an answer.  Lines are read as they are needed."""
         with self.input.path.open("rb") as file:
-            for number, data in raw_lines(file, self.input.path):
+            for number, data in numbered_lines(file, self.input.path):
                 if not self.is_answered(number):
                     yield number, data
 
@@ -289,7 +289,7 @@ class Journal:
                 f"{self.path} cannot be written ({error.strerror}); make room and run it again"
             ) from None
         self._unsynced = True
-        self._count(number, isinstance(answer, LineError) or answer.status_code != OK)
+        self._count(number, isinstance(answer, LineError) or answer.status_code != STATUS_OK)
 
     def sync(self) -> None:
         """Wait until the lines are on the disk.  May run in a thread.  Raises EspalierError if storing them fails."""
@@ -310,7 +310,7 @@ class Journal:
         finally:
             os.close(self._file)
 
-    def _keep_name(self) -> None:
+    def _sync_folder_entry(self) -> None:
         try:
             sync_folder(self.path.parent)
         except OSError as error:
@@ -329,7 +329,7 @@ class Journal:
                 if not data.endswith(b"\n") and self._is_torn(data):
                     os.ftruncate(self._file, offset)
                     break
-                self._take(count, data)
+                self._read_answer(count, data)
                 offset += len(data)
 
     def _is_torn(self, data: bytes) -> bool:
@@ -337,12 +337,12 @@ class Journal:
         start, written = f'{{"id":"{self._prefix}'.encode(), data.rstrip(b"\0")
         return written.startswith(start) or start.startswith(written)
 
-    def _take(self, count: int, data: bytes) -> None:
+    def _read_answer(self, count: int, data: bytes) -> None:
         try:
             line: Any = msgspec.json.decode(data)
             name, response = line["id"], line["response"]
             number = int(name.rpartition("_")[2])
-            failed = response is None or response["status_code"] != OK
+            failed = response is None or response["status_code"] != STATUS_OK
         except (msgspec.DecodeError, TypeError, KeyError, ValueError, AttributeError):
             raise EspalierError(
                 f"{self.path}, line {count}: this is not a batch's output; name another file for the output"

@@ -18,11 +18,11 @@ from espalier.batch_jobs.files import URLS, Journal, Line, LineError, Response, 
 from espalier.errors import EspalierError, one_line, shown
 
 # A connection may be silent for this many seconds: some answers take many minutes.
-ANSWER_S = 3600.0
-CONNECT_S = 10.0
+ANSWER_TIMEOUT_S = 3600.0
+CONNECT_TIMEOUT_S = 10.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 10.0
 # A line that the server lost this often may be the cause of the server's crashes.
-MAX_LOST = 5
+MAX_TIMES_LOST = 5
 RETRIED_STATUSES = (429, 502, 503)
 NOT_FOUND = 404
 App = Callable[..., Awaitable[None]]
@@ -51,7 +51,7 @@ class Sender:
         self.clients = clients
         self.give_up_s = give_up_s
         self.priority = priority
-        self._turns = cycle(clients)
+        self._next_clients = cycle(clients)
         self._answered_at = asyncio.get_running_loop().time()
 
     async def answer(self, name: str, line: Line) -> Response:
@@ -65,11 +65,11 @@ class Sender:
         data, pause, num_lost = msgspec.json.encode(body), FIRST_PAUSE_S, 0
         while True:
             try:
-                response = await self._try(next(self._turns), name, line, data)
+                response = await self._send_once(next(self._next_clients), name, line, data)
             except NotAnswered as why:
                 self._give_up(why)
                 num_lost += why.lost
-                if num_lost == MAX_LOST:
+                if num_lost == MAX_TIMES_LOST:
                     message = f"the line was lost {num_lost} times ({why}); send it alone to see why"
                     raise LineError("no_answer", message, line.custom_id) from None
                 await asyncio.sleep(max(why.retry_after_s, pause * (0.5 + random.random())))
@@ -86,7 +86,7 @@ class Sender:
         if self.give_up_s is not None and silent_s > self.give_up_s:
             raise EspalierError(f"no line was answered for {silent_s:.0f} s ({why}); see the server's log")
 
-    async def _try(self, client: httpx.AsyncClient, name: str, line: Line, data: bytes) -> Response:
+    async def _send_once(self, client: httpx.AsyncClient, name: str, line: Line, data: bytes) -> Response:
         """Send a line once and return the response.  Raises NotAnswered or LineError."""
         headers = {"content-type": "application/json", "x-request-id": name}
         try:
@@ -146,7 +146,7 @@ def http_client(url: str, api_key: str | None, concurrency: int) -> httpx.AsyncC
     split_url(url)
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     base = url.rstrip("/").removesuffix("/v1")
-    timeout = httpx.Timeout(ANSWER_S, connect=CONNECT_S)
+    timeout = httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
     return httpx.AsyncClient(base_url=base, headers=_headers(api_key), timeout=timeout, limits=limits)
 
 
@@ -176,26 +176,26 @@ async def require_reachable(clients: Sequence[httpx.AsyncClient]) -> None:
             )
 
 
-async def run(
+async def run_batch(
     journal: Journal,
     sender: Sender,
     concurrency: int,
-    answered: Callable[[], object] = lambda: None,
+    on_answer: Callable[[], object] = lambda: None,
     urls: Collection[str] = URLS,
 ) -> None:
     """Answer all lines of the journal's input that have no answer.
 
-    answered: called after each line that is written.  urls: the endpoints that a line may name.
+    on_answer: called after each line that is written.  urls: the endpoints that a line may name.
     Raises EspalierError if the server does not answer any more or the output cannot be written.  The journal always has
     the answers so far, and a later run continues with the other lines.
     """
     lines = journal.unanswered()
     try:
         async with asyncio.TaskGroup() as group:
-            syncing = group.create_task(_sync(journal))
+            syncing = group.create_task(_sync_periodically(journal))
             async with asyncio.TaskGroup() as workers:
                 for _ in range(min(concurrency, journal.num_left)):
-                    workers.create_task(_work(lines, journal, sender, answered, urls))
+                    workers.create_task(_answer_lines(lines, journal, sender, on_answer, urls))
             syncing.cancel()
     except BaseExceptionGroup as errors:
         raise _first_error(errors) from None
@@ -203,11 +203,11 @@ async def run(
         lines.close()
 
 
-async def _work(
+async def _answer_lines(
     lines: Iterator[tuple[int, bytes]],
     journal: Journal,
     sender: Sender,
-    answered: Callable[[], object],
+    on_answer: Callable[[], object],
     urls: Collection[str],
 ) -> None:
     """Answer one line after another.  Several workers share the iterator `lines`."""
@@ -221,10 +221,10 @@ async def _work(
         except LineError as error:
             custom_id, answer = error.custom_id, error
         journal.append(number, custom_id, answer)
-        answered()
+        on_answer()
 
 
-async def _sync(journal: Journal) -> None:
+async def _sync_periodically(journal: Journal) -> None:
     while True:
         await asyncio.sleep(SYNC_S)
         # A slow disk must not hold up other work on this event loop.

@@ -141,7 +141,7 @@ def _check(args: Namespace) -> None:
 
 
 async def _answer(args: Namespace, journal: "Journal") -> None:
-    from espalier.batch_jobs.sender import run as run_batch
+    from espalier.batch_jobs.sender import run_batch as run_batch
 
     async with _sender(args) as (sender, concurrency):
         with progress("answering", journal.input.num_lines) as advance:

@@ -229,7 +229,7 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
         client=ClientOptions(
             # A replica must end with its engine: Ray Serve starts the next replica.
             restart=args.replicas is None and args.restart_engine is not False,
-            timeout_s=args.engine_timeout,
+            engine_timeout_s=args.engine_timeout,
             load_timeout_s=args.load_timeout or None,
             log_level=args.log_level,
             log_json=args.log_json,
@@ -263,9 +263,7 @@ def front_options(
 ) -> "FrontOptions":
     """Returns FrontOptions from the flags of add_chat_flags.  Raises EspalierError before the model is loaded."""
     from espalier.server.front import FrontOptions
-    from espalier.tool_calls.formats import find_formats
 
-    find_formats("", args.tool_format, args.reasoning_format)
     template = None if args.chat_template is None else read_text("--chat-template", args.chat_template)
     if template is not None:
         require_template(template, f"--chat-template {args.chat_template}")

@@ -149,8 +149,8 @@ def unpack(packed: Tensor, num_values: int, num_words: int) -> tuple[Tensor, Ten
 class Question:
     """The draft's question at one level and its answer, on the device.
 
-    packed: [B, E + Q * W] int64, tokens and ancestor bits (sampling.mask.AskHost) side by side, so that one copy brings
-    both to the host.  answer: [B, Q, 1 + packed_words(words)] int64; for each row its forced token and its mask
+    packed: [B, E + Q * W] int64, tokens and ancestor bits (sampling.mask.HostQuery) side by side, so that one copy
+    brings both to the host.  answer: [B, Q, 1 + packed_words(words)] int64; for each row its forced token and its mask
     (`pack`).
     """
 
@@ -170,7 +170,7 @@ class Question:
 
     @property
     def told(self) -> tuple[Tensor, Tensor]:
-        """The answer in AskHost's form: forced tokens [B, Q] and masks [B, Q, words]."""
+        """The answer in HostQuery's form: forced tokens [B, Q] and masks [B, Q, words]."""
         only, masks = unpack(self.answer.values, 1, self.num_words)
         return only[..., 0], masks
 
@@ -210,7 +210,7 @@ class ProposeGraphs:
         self.graphs[-1].capture_end()
 
     def split(self, tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
-        """Ends this graph and begins the next one, which reads the answer.  See sampling.mask.AskHost."""
+        """Ends this graph and begins the next one, which reads the answer.  See sampling.mask.HostQuery."""
         packed = packed_question(tokens, ancestor_bits)
         self.end()
         question = Question.of(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_words, self.memory)

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from espalier.engine.mask_threads import GRAMMAR_S, TOO_SLOW, MaskThreads
-from espalier.grammar.token_masker import KnownNext, TokenMasker
+from espalier.grammar.token_masker import ForcedTokens, TokenMasker
 from espalier.layout import ANCESTOR_BITS
 from espalier.request import Request
 from espalier.sampling.mask import ALL_ALLOWED, mask_words, only_token
@@ -29,7 +29,7 @@ TOOK_TOO_LONG = (
     f"the grammar took more than its share of {GRAMMAR_S:g} s to find the tokens that may follow the output so far; "
     "write it so that each text can be read in one way only, or make it smaller"
 )
-NOTHING_KNOWN = KnownNext([], None)
+NOTHING_KNOWN = ForcedTokens([], None)
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class MaskBuilder:
         masks = np.full((len(rows), self.num_words), ALL_ALLOWED, dtype=np.int32)
         levels = np.zeros(len(rows), dtype=np.int64)
         most = self.steps if self.tells_forced else 0
-        answers = self._ask_each([maskers[row] for row in rows], lambda _, masker: masker.known_next(most))
+        answers = self._ask_each([maskers[row] for row in rows], lambda _, masker: masker.forced_tokens(most))
         for place, answer in enumerate(answers):
             known = NOTHING_KNOWN if answer is TOO_SLOW else answer
             forced[place, : len(known.forced)] = known.forced
@@ -163,7 +163,7 @@ class MaskBuilder:
     def of_beams(self, maskers: Maskers, tokens: Tensor, ancestor_bits: Tensor) -> BeamRows:
         """Returns the tokens that may follow the beams of a level.
 
-        tokens, ancestor_bits: as in sampling.mask.AskHost, on the host.
+        tokens, ancestor_bits: as in sampling.mask.HostQuery, on the host.
         """
         rows, beams = _masked(maskers), ancestor_bits.shape[1]
         found = BeamRows(

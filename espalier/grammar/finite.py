@@ -7,7 +7,7 @@ from typing import Any
 
 from espalier.errors import EspalierError, shown
 from espalier.grammar.regex_tree import LAST, SURROGATES
-from espalier.grammar.schema_values import refused
+from espalier.grammar.schema_values import schema_error
 
 # Escapes of xgrammar's EBNF: \x reads all hex digits that follow.
 ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]+)|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
@@ -20,12 +20,12 @@ def require_finite_values(made: Mapping[str, Any]) -> None:
 
     made: by place, the enforceable schemas; every reference leads to one of these places.
     """
-    ends = _least_fixpoint(made, _ends, _references)
+    ends = _least_fixpoint(made, _can_end, _references)
     # The user must change the innermost place.
     endless = sorted(made.keys() - ends, key=lambda place: (-place.count("/"), place))
     if endless:
         what = "no value ends, because the schema always needs itself again"
-        raise refused(endless[0], what, "make the reference optional, or give it another branch")
+        raise schema_error(endless[0], what, "make the reference optional, or give it another branch")
 
 
 def _least_fixpoint(
@@ -61,32 +61,32 @@ def _references(schema: Any) -> Iterator[str]:
             yield from _references(each)
 
 
-def _ends(schema: Any, known: set[str]) -> bool:
+def _can_end(schema: Any, known: set[str]) -> bool:
     if not isinstance(schema, dict):
         return True
     if "$ref" in schema:
         return schema["$ref"] in known
     if "anyOf" in schema:
-        return any(_ends(branch, known) for branch in schema["anyOf"])
+        return any(_can_end(branch, known) for branch in schema["anyOf"])
     if schema.get("type") == "array":
         first = schema.get("prefixItems", [])
         needs_more = schema.get("minItems", 0) > len(first)
-        return all(_ends(item, known) for item in first) and (not needs_more or _ends(schema["items"], known))
+        return all(_can_end(item, known) for item in first) and (not needs_more or _can_end(schema["items"], known))
     if schema.get("type") == "object":
-        return _object_ends(schema, known)
+        return _object_can_end(schema, known)
     return True
 
 
-def _object_ends(schema: dict[str, Any], known: set[str]) -> bool:
+def _object_can_end(schema: dict[str, Any], known: set[str]) -> bool:
     properties = schema.get("properties", {})
     if not properties:
-        return not schema.get("minProperties") or _ends(schema.get("additionalProperties"), known)
-    ending = {name for name, value in properties.items() if _ends(value, known)}
+        return not schema.get("minProperties") or _can_end(schema.get("additionalProperties"), known)
+    ending = {name for name, value in properties.items() if _can_end(value, known)}
     return ending >= set(schema.get("required", ())) and len(ending) >= schema.get("minProperties", 0)
 
 
-def check_escapes(ebnf: str) -> None:
-    """Raise EspalierError for escapes that stand for no character."""
+def checked_ebnf(ebnf: str) -> str:
+    """Return the grammar.  Raise EspalierError for an escape that stands for no character."""
     for escape in ESCAPE.finditer(ebnf):
         digits = escape[1] or escape[2] or escape[3]
         if digits and ((code := int(digits, 16)) > LAST or SURROGATES[0] <= code <= SURROGATES[1]):
@@ -95,16 +95,15 @@ def check_escapes(ebnf: str) -> None:
                 f"the grammar has {escape[0]!r} at position {escape.start()}, which is {what}; write the character, "
                 r"or \U and its 8 hex digits"
             )
+    return ebnf
 
 
 def require_finite_rules(ebnf: str) -> None:
-    """Refuse escapes that stand for no character, and reachable rules that no finite text matches.
+    """Refuse reachable rules that no finite text matches.
 
     Raises EspalierError.  xgrammar reads the grammar, and raises its own RuntimeError if it cannot.
     """
     import xgrammar
-
-    check_escapes(ebnf)
 
     for name in _endless_rules(json.loads(xgrammar.Grammar.from_ebnf(ebnf).serialize_json())):
         raise EspalierError(f"the grammar's rule {shown(name)} allows no finite text; give it a branch that ends")

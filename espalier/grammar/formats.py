@@ -13,8 +13,8 @@ from espalier.grammar.regex_tree import Node
 
 _YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
 # Two digits from 04 to 96 that 4 divides: the last two of a leap year, or the first two of one that ends in 00.
-_FOURTH = "(?:0[48]|[2468][048]|[13579][26])"
-_LEAP_YEAR = f"(?:[0-9]{{2}}{_FOURTH}|{_FOURTH}00)"
+_LEAP_TWO_DIGITS = "(?:0[48]|[2468][048]|[13579][26])"
+_LEAP_YEAR = f"(?:[0-9]{{2}}{_LEAP_TWO_DIGITS}|{_LEAP_TWO_DIGITS}00)"
 _DAY = "(?:0[1-9]|1[0-9]|2[0-8])"
 _DATE = (
     f"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:{_DAY}|29|3[01]|30)|(?:0[469]|11)-(?:{_DAY}|29|30)|02-{_DAY})"

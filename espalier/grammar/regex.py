@@ -25,16 +25,17 @@ from espalier.grammar.regex_tree import (
     Repeat,
     Seq,
     alt,
+    children,
     class_of,
     complement,
-    exactly,
     num_ranges,
     num_states,
     regex_of,
     repeat,
+    restrict_to,
+    same_in_all_dialects,
     seq,
     union,
-    within,
 )
 
 MAX_DEPTH = 64
@@ -46,7 +47,7 @@ NAME = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,63})>")
 POSIX_CLASS = re.compile(r"\[([:.=])[a-z]*\1\]")
 CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
 # Escapes of other dialects, and what the user should write instead.
-OTHER_ESCAPES = {
+REFUSED_ESCAPES = {
     "A": ("the start of the text", "leave it out, or write ^"),
     "Z": ("the end of the text", "leave it out, or write $"),
     "z": ("the end of the text", "leave it out, or write $"),
@@ -71,7 +72,7 @@ OTHER_ESCAPES = {
     "0": ("an octal number", r"write \x and two hex digits"),
     "o": ("an octal number", r"write \x and two hex digits"),
 }
-GROUPS = (
+REFUSED_GROUPS = (
     ("?=", "lookaround", "write what may follow as a part of the regex"),
     ("?!", "lookaround", "write what may follow as a part of the regex"),
     ("?<=", "lookaround", "write what comes before as a part of the regex"),
@@ -89,20 +90,23 @@ def ebnf_of_regex(regex: str) -> str:
 
     Raises EspalierError if the expression is not in the dialect.
     """
-    node = _anchored(_Reader(regex, "regex", NEWLINE).read(), regex, "regex")
+    node = _without_anchors(_RegexParser(regex, "regex", NEWLINE).read(), EMPTY, regex, "regex")
     text = regex_of(_checked(node, regex, "regex", "write one that allows a text"))
     return 'root ::= ""' if node == EMPTY else 'root ::= Regex("' + text.replace("\\", "\\\\") + '")'
 
 
 def pattern_node(pattern: str) -> Node:
     """Return the texts that a JSON string with this pattern may hold.  Raises EspalierError."""
-    node = _searched(_Reader(pattern, "pattern", NEWLINES).read(), pattern)
-    return _checked(within(node, PLAIN), pattern, "pattern", "write one that allows a text that JSON needs not escape")
+    any_text = Repeat(Chars(ALL), 0, None)
+    node = _without_anchors(_RegexParser(pattern, "pattern", NEWLINES).read(), any_text, pattern, "pattern")
+    return _checked(
+        restrict_to(node, PLAIN), pattern, "pattern", "write one that allows a text that JSON needs not escape"
+    )
 
 
 def format_node(regex: str) -> Node:
     """Parse a regular expression that must match a whole JSON string."""
-    return within(_Reader(regex, "format", NEWLINES).read(), PLAIN)
+    return restrict_to(_RegexParser(regex, "format", NEWLINES).read(), PLAIN)
 
 
 def _checked(node: Node, regex: str, kind: str, remedy: str) -> Node:
@@ -125,34 +129,28 @@ def _refusal(kind: str, regex: str, what: str, position: int, remedy: str) -> Es
 # Anchors
 
 
-def _anchored(node: Node, regex: str, kind: str) -> Node:
-    """Return the node for a match with the whole text.  Anchors at its ends are dropped, as they change nothing."""
-    return _side(_side(node, True, EMPTY, regex, kind), False, EMPTY, regex, kind)
+def _without_anchors(node: Node, outside: Node, regex: str, kind: str) -> Node:
+    """Return the node with its anchors resolved.  outside: the text that may stand on a side without an anchor."""
+    return _resolve_anchors(_resolve_anchors(node, True, outside, regex, kind), False, outside, regex, kind)
 
 
-def _searched(node: Node, pattern: str) -> Node:
-    """Return the node for a search: any text may stand on a side without an anchor."""
-    any_text = Repeat(Chars(ALL), 0, None)
-    return _side(_side(node, True, any_text, pattern, "pattern"), False, any_text, pattern, "pattern")
-
-
-def _side(node: Node, is_start: bool, other: Node, regex: str, kind: str) -> Node:
+def _resolve_anchors(node: Node, is_start: bool, other: Node, regex: str, kind: str) -> Node:
     """Resolve the anchors of one side.  other: the text that may stand on this side if there is no anchor."""
     if isinstance(node, Alt):
-        return alt([_side(branch, is_start, other, regex, kind) for branch in node.branches])
+        return alt([_resolve_anchors(branch, is_start, other, regex, kind) for branch in node.branches])
     parts: list[Node] = list(node.parts) if isinstance(node, Seq) else [node]
     at = 0 if is_start else -1
     if parts and _is_anchor(parts[at], is_start):
         while parts and _is_anchor(parts[at], is_start):
             parts.pop(at)
-        _require_none(Seq(tuple(parts)), is_start, regex, kind)
+        _require_no_anchor(Seq(tuple(parts)), is_start, regex, kind)
         return seq(parts)
     if parts and isinstance(parts[at], Alt):
         inner = parts.pop(at)
-        _require_none(Seq(tuple(parts)), is_start, regex, kind)
-        made = _side(inner, is_start, other, regex, kind)
+        _require_no_anchor(Seq(tuple(parts)), is_start, regex, kind)
+        made = _resolve_anchors(inner, is_start, other, regex, kind)
         return seq([made, *parts] if is_start else [*parts, made])
-    _require_none(node, is_start, regex, kind)
+    _require_no_anchor(node, is_start, regex, kind)
     return seq([other, *parts] if is_start else [*parts, other])
 
 
@@ -160,21 +158,18 @@ def _is_anchor(node: Node, is_start: bool) -> bool:
     return isinstance(node, Anchor) and node.is_start == is_start
 
 
-def _require_none(node: Node, is_start: bool, regex: str, kind: str) -> None:
-    """Refuse any remaining anchor of one side."""
+def _require_no_anchor(node: Node, is_start: bool, regex: str, kind: str) -> None:
     if isinstance(node, Anchor) and node.is_start == is_start:
         what = f"{'^' if is_start else '$'!r} in the middle"
         raise _refusal(kind, regex, what, node.position, r"write \^ or \$ for the character, or leave it out")
-    if isinstance(node, Repeat):
-        _require_none(node.part, is_start, regex, kind)
-    for child in node.parts if isinstance(node, Seq) else node.branches if isinstance(node, Alt) else ():
-        _require_none(child, is_start, regex, kind)
+    for child in children(node):
+        _require_no_anchor(child, is_start, regex, kind)
 
 
 # Reading
 
 
-class _Reader:
+class _RegexParser:
     """A parser of one regex.  kind: the word for the regex in errors.  newlines: the characters that "." excludes."""
 
     def __init__(self, regex: str, kind: str, newlines: Ranges):
@@ -183,24 +178,24 @@ class _Reader:
         self.regex = regex
         self.kind = kind
         self.newlines = newlines
-        self.at = 0
+        self.position = 0
         self.names: set[str] = set()
 
     def read(self) -> Node:
         node = self._branches(0)
-        if self.at < len(self.regex):
+        if self.position < len(self.regex):
             raise self._refuse("')' without '('", r"write \) for the character")
         return node
 
     def _refuse(self, what: str, remedy: str, at: int | None = None) -> EspalierError:
-        return _refusal(self.kind, self.regex, what, self.at if at is None else at, remedy)
+        return _refusal(self.kind, self.regex, what, self.position if at is None else at, remedy)
 
-    def _next(self) -> str:
-        return self.regex[self.at : self.at + 1]
+    def _peek(self) -> str:
+        return self.regex[self.position : self.position + 1]
 
     def _take(self, text: str) -> bool:
-        found = self.regex.startswith(text, self.at)
-        self.at += len(text) if found else 0
+        found = self.regex.startswith(text, self.position)
+        self.position += len(text) if found else 0
         return found
 
     def _branches(self, depth: int) -> Node:
@@ -216,76 +211,76 @@ class _Reader:
 
     def _sequence(self, depth: int) -> Node:
         parts: list[Node] = []
-        while self._next() not in ("", "|", ")"):
+        while self._peek() not in ("", "|", ")"):
             parts.append(self._repeated(self._atom(depth)))
         return seq(parts)
 
     def _atom(self, depth: int) -> Node:
-        at, char = self.at, self._next()
+        at, char = self.position, self._peek()
         if char == "(":
             return self._group(depth)
         if char == "[":
-            return _chars(self._class())
+            return _chars_node(self._class())
         if char == "\\":
-            return _chars(self._escape())
+            return _chars_node(self._escape())
         if char in "*+?" or (char == "{" and self._counts() is not None):
             raise self._refuse(f"{char!r} with nothing to repeat", rf"write \{char} for the character")
         if char == "{":
             raise self._refuse("'{' without counts", r"write \{ for the character, or {0,3} to repeat")
-        self.at += 1
+        self.position += 1
         if char in "^$":
             return Anchor(char == "^", at)
-        return Chars(complement(self.newlines)) if char == "." else _chars(self._literal(char, at))
+        return Chars(complement(self.newlines)) if char == "." else _chars_node(self._literal(char, at))
 
     def _literal(self, char: str, at: int) -> Characters:
         if SURROGATES[0] <= ord(char) <= SURROGATES[1]:
             raise self._refuse(
                 f"half of a surrogate pair, {char!r}", r"write the character, or \U and 8 hex digits", at
             )
-        return exactly([(ord(char), ord(char))])
+        return same_in_all_dialects([(ord(char), ord(char))])
 
     def _group(self, depth: int) -> Node:
-        at = self.at
-        self.at += 1
-        if self._next() == "?" and not self._take("?:"):
-            self._modifier()
+        at = self.position
+        self.position += 1
+        if self._peek() == "?" and not self._take("?:"):
+            self._named_group()
         node = self._branches(depth + 1)
         if not self._take(")"):
             raise self._refuse("'(' that is not closed", r"add ')', or write \( for the character", at)
         return node
 
-    def _modifier(self) -> None:
-        at = self.at - 1
-        for sign, what, remedy in GROUPS:
-            if self.regex.startswith(sign, self.at):
+    def _named_group(self) -> None:
+        at = self.position - 1
+        for sign, what, remedy in REFUSED_GROUPS:
+            if self.regex.startswith(sign, self.position):
                 raise self._refuse(f"a {what} ({'(' + sign!r})", remedy, at)
         if not (self._take("?P<") or self._take("?<")):
             raise self._refuse("a flag in a group", "write both cases in a class, and groups as (?:...)", at)
-        found = NAME.match(self.regex, self.at)
+        found = NAME.match(self.regex, self.position)
         if found is None or found[1] in self.names:
             what = "a group without a name" if found is None else f"a second group with the name {found[1]!r}"
             raise self._refuse(what, "use (...) without a name", at)
         self.names.add(found[1])
-        self.at = found.end()
+        self.position = found.end()
 
     # Repetitions
 
     def _counts(self) -> tuple[int, int | None, int] | None:
         """(least count, most count, position after the braces); None if no count in braces stands here."""
-        found = COUNTS.match(self.regex, self.at)
+        found = COUNTS.match(self.regex, self.position)
         if found is None:
             return None
         least, comma, most = int(found[1]), found[2], found[3]
         return least, int(most) if most else None if comma else least, found.end()
 
     def _repeated(self, part: Node) -> Node:
-        at, char = self.at, self._next()
+        at, char = self.position, self._peek()
         counts: tuple[int, int | None]
         if char == "{" and (found := self._counts()) is not None:
-            counts, self.at = found[:2], found[2]
+            counts, self.position = found[:2], found[2]
         elif char and char in "*+?":
             counts = {"*": (0, None), "+": (1, None), "?": (0, 1)}[char]
-            self.at += 1
+            self.position += 1
         else:
             return part
         if counts[1] is not None and counts[0] > counts[1]:
@@ -295,21 +290,21 @@ class _Reader:
         if _has_anchor(part):
             raise self._refuse("a repetition of '^' or '$'", "repeat a part without them", at)
         self._take("?")  # how eagerly it matches changes no text
-        if (self._next() and self._next() in "*+?") or (self._next() == "{" and self._counts() is not None):
-            what = f"{self.regex[self.at - 1] + self._next()!r}, a second or possessive repetition"
-            raise self._refuse(what, "write one, or a group around the first", self.at - 1)
+        if (self._peek() and self._peek() in "*+?") or (self._peek() == "{" and self._counts() is not None):
+            what = f"{self.regex[self.position - 1] + self._peek()!r}, a second or possessive repetition"
+            raise self._refuse(what, "write one, or a group around the first", self.position - 1)
         return repeat(part, *counts)
 
     # Classes
 
     def _escape(self, within_class: bool = False) -> Characters:
-        at = self.at
-        self.at += 2
+        at = self.position
+        self.position += 2
         char = self.regex[at + 1 : at + 2]
         if char in HEX_DIGITS:
             return self._number(char, at)
         if char in CONTROLS:
-            return exactly([(ord(CONTROLS[char]),) * 2])
+            return same_in_all_dialects([(ord(CONTROLS[char]),) * 2])
         if char and char in "dDwWsS":
             return class_of(char)
         if char and not (char.isascii() and char.isalnum()):
@@ -319,61 +314,61 @@ class _Reader:
         if within_class and char == "b":
             raise self._refuse(r"'\b' in a class", r"write \x08 for a backspace", at)
         if char == "p" or char == "P":
-            self._name_of_property()
-        written = self.regex[at : max(self.at, at + 1)]
-        what, remedy = OTHER_ESCAPES.get(char, ("an unknown escape", r"write \\ for a backslash"))
+            self._skip_property_name()
+        written = self.regex[at : max(self.position, at + 1)]
+        what, remedy = REFUSED_ESCAPES.get(char, ("an unknown escape", r"write \\ for a backslash"))
         raise self._refuse(f"'{written}', {what}", remedy, at)
 
-    def _name_of_property(self) -> None:
-        inside, found, _ = self.regex[self.at :].partition("}")
+    def _skip_property_name(self) -> None:
+        inside, found, _ = self.regex[self.position :].partition("}")
         if found and inside.startswith("{") and inside[1:].replace("_", "").replace("=", "").isalnum():
-            self.at += len(inside) + 1
+            self.position += len(inside) + 1
 
     def _number(self, kind: str, at: int) -> Characters:
-        digits = self.regex[self.at : self.at + HEX_DIGITS[kind]]
+        digits = self.regex[self.position : self.position + HEX_DIGITS[kind]]
         if len(digits) < HEX_DIGITS[kind] or not all(each in "0123456789abcdefABCDEF" for each in digits):
             what = f"'\\{kind}' without {HEX_DIGITS[kind]} hex digits"
             raise self._refuse(what, r"write \x41, \u0041 or \U00000041", at)
         code = int(digits, 16)
         if code > ALL[-1][1]:
             raise self._refuse(f"'\\{kind}{digits}', which is no character", "use 0010ffff at most", at)
-        self.at += HEX_DIGITS[kind]
+        self.position += HEX_DIGITS[kind]
         return self._literal(chr(code), at)
 
     def _class(self) -> Characters:
-        start = self.at
-        self.at += 1
+        start = self.position
+        self.position += 1
         is_negated = self._take("^")
-        if self._next() == "]":
+        if self._peek() == "]":
             what = f"'{'[^]' if is_negated else '[]'}'"
             raise self._refuse(what, r"write \] for the character, or [\s\S] for any", start)
         found: list[Characters] = []
         while not self._take("]"):
-            if not self._next():
+            if not self._peek():
                 raise self._refuse("'[' that is not closed", r"add ']', or write \[ for the character", start)
             found.append(self._range())
         made = Characters(*(union(each for part in side for each in part) for side in zip(*found, strict=True)))
         return made.negated() if is_negated else made
 
     def _range(self) -> Characters:
-        at = self.at
-        first = self._unit()
-        if self._next() != "-" or self.regex[self.at + 1 : self.at + 2] in ("]", ""):
+        at = self.position
+        first = self._range_end()
+        if self._peek() != "-" or self.regex[self.position + 1 : self.position + 2] in ("]", ""):
             return first
-        self.at += 1
-        last = self._unit()
-        ends = [side.surely for side in (first, last)]
-        written = self.regex[at : self.at]
-        if any(side.surely != side.possibly or len(side.surely) != 1 for side in (first, last)) or any(
-            low != high for [(low, high)] in ends
-        ):
+        self.position += 1
+        last = self._range_end()
+        ends = [side.in_every_dialect for side in (first, last)]
+        written = self.regex[at : self.position]
+        if any(
+            side.in_every_dialect != side.in_some_dialect or len(side.in_every_dialect) != 1 for side in (first, last)
+        ) or any(low != high for [(low, high)] in ends):
             raise self._refuse(f"{written!r}, a range with a class at its end", r"write \- for the character", at)
         if ends[0][0][0] > ends[1][0][0]:
             raise self._refuse(f"{written!r}, a range whose first is above its last", "swap them", at)
-        return exactly([(ends[0][0][0], ends[1][0][0])])
+        return same_in_all_dialects([(ends[0][0][0], ends[1][0][0])])
 
-    def _unit(self) -> Characters:
-        at, char = self.at, self._next()
+    def _range_end(self) -> Characters:
+        at, char = self.position, self._peek()
         if char == "\\":
             return self._escape(within_class=True)
         if found := POSIX_CLASS.match(self.regex, at):
@@ -381,15 +376,13 @@ class _Reader:
         following = self.regex[at + 1 : at + 2]
         if char in "-&~|" and char == following:
             raise self._refuse(f"{char * 2!r} in a class", rf"write \{char} for the character", at)
-        self.at += 1
+        self.position += 1
         return self._literal(char, at)
 
 
-def _chars(found: Characters) -> Node:
-    return Chars(found.surely) if found.surely else NOTHING
+def _chars_node(found: Characters) -> Node:
+    return Chars(found.in_every_dialect) if found.in_every_dialect else NOTHING
 
 
 def _has_anchor(node: Node) -> bool:
-    if isinstance(node, Seq | Alt):
-        return any(map(_has_anchor, node.parts if isinstance(node, Seq) else node.branches))
-    return isinstance(node, Anchor) or (isinstance(node, Repeat) and _has_anchor(node.part))
+    return isinstance(node, Anchor) or any(map(_has_anchor, children(node)))

@@ -6,7 +6,6 @@ dialect accepts, and the characters that at least one dialect accepts.
 """
 
 import re
-from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,16 +19,16 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class Characters(NamedTuple):
-    """surely: the characters that every dialect accepts; possibly: those that at least one dialect accepts."""
+    """The characters that a class accepts in every dialect, and in at least one dialect."""
 
-    surely: Ranges
-    possibly: Ranges
+    in_every_dialect: Ranges
+    in_some_dialect: Ranges
 
     def negated(self) -> "Characters":
-        return Characters(complement(self.possibly), complement(self.surely))
+        return Characters(complement(self.in_some_dialect), complement(self.in_every_dialect))
 
 
-def exactly(ranges: Iterable[tuple[int, int]]) -> Characters:
+def same_in_all_dialects(ranges: Iterable[tuple[int, int]]) -> Characters:
     made = complement(complement(union(ranges)))  # without surrogates
     return Characters(made, made)
 
@@ -46,7 +45,6 @@ def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def complement(ranges: Ranges) -> Ranges:
-    """Return the characters that are not in the ranges."""
     at, made = 0, []
     for first, last in union((*ranges, SURROGATES)):
         if at < first:
@@ -55,14 +53,8 @@ def complement(ranges: Ranges) -> Ranges:
     return (*made, (at, LAST)) if at <= LAST else tuple(made)
 
 
-def common(one: Ranges, other: Ranges) -> Ranges:
-    """Return the characters that are in both sets."""
+def intersection(one: Ranges, other: Ranges) -> Ranges:
     return complement(union((*complement(one), *complement(other))))
-
-
-def holds(ranges: Ranges, code: int) -> bool:
-    at = bisect_right(ranges, (code, LAST)) - 1
-    return at >= 0 and code <= ranges[at][1]
 
 
 def of_text(characters: str) -> Ranges:
@@ -96,7 +88,7 @@ NEWLINES: Ranges = of_text("\n\r\u2028\u2029")
 
 CARET = of_text("^")
 # The last code points that UTF-8 writes in two and in three bytes.
-GAPS = (0x7FF, 0xFFFF)
+UTF8_GAPS = (0x7FF, 0xFFFF)
 # The most times that xgrammar unrolls a repeated part.
 MAX_UNROLLED = 128
 # A character repeated more often is written in blocks of about BLOCK if the regex has at most MAX_IN_BLOCKS characters.
@@ -170,18 +162,24 @@ def repeat(part: Node, least: int, most: int | None) -> Node:
     return part if part == NOTHING or (least, most) == (1, 1) else Repeat(part, least, most)
 
 
-def within(node: Node, allowed: Ranges) -> Node:
+def restrict_to(node: Node, allowed: Ranges) -> Node:
     """Return the node limited to texts of allowed characters; NOTHING if no text is left."""
     if isinstance(node, Chars):
-        kept = common(node.ranges, allowed)
+        kept = intersection(node.ranges, allowed)
         return Chars(kept) if kept else NOTHING
     if isinstance(node, Seq):
-        return seq([within(part, allowed) for part in node.parts])
+        return seq([restrict_to(part, allowed) for part in node.parts])
     if isinstance(node, Alt):
-        return alt([within(branch, allowed) for branch in node.branches])
+        return alt([restrict_to(branch, allowed) for branch in node.branches])
     if isinstance(node, Repeat):
-        return repeat(within(node.part, allowed), node.least, node.most)
+        return repeat(restrict_to(node.part, allowed), node.least, node.most)
     return node
+
+
+def children(node: Node) -> tuple[Node, ...]:
+    if isinstance(node, Repeat):
+        return (node.part,)
+    return node.parts if isinstance(node, Seq) else node.branches if isinstance(node, Alt) else ()
 
 
 def num_states(node: Node) -> int:
@@ -197,11 +195,7 @@ def num_states(node: Node) -> int:
 
 def num_ranges(node: Node) -> int:
     """The number of character ranges in all classes of the node, repetitions written out."""
-    if isinstance(node, Chars):
-        return len(node.ranges)
-    if isinstance(node, Repeat):
-        return num_ranges(node.part)
-    return sum(map(num_ranges, node.parts if isinstance(node, Seq) else node.branches if isinstance(node, Alt) else ()))
+    return len(node.ranges) if isinstance(node, Chars) else sum(map(num_ranges, children(node)))
 
 
 def regex_of(node: Node) -> str:
@@ -268,20 +262,20 @@ def _class(ranges: Ranges) -> str:
         return r"\^"
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1] and _is_plain(ranges[0][0]):
         return chr(ranges[0][0])
-    ranges = _parted(ranges)
+    ranges = _split_at_utf8_gaps(ranges)
     # A caret at the start of a class would negate it, where xgrammar rewrites the regex.
     is_first = ranges[0] == CARET[0]
     return "[" + "".join(map(_range, ranges[is_first:] + ranges[:is_first])) + "]"
 
 
-def _parted(ranges: Ranges) -> Ranges:
+def _split_at_utf8_gaps(ranges: Ranges) -> Ranges:
     """Cut ranges at characters whose UTF-8 bytes have all payload bits set, if their neighbours are in the range.
 
     From a range across such a character xgrammar makes bytes that are not UTF-8.
     """
     made = []
     for first, last in ranges:
-        for gap in GAPS:
+        for gap in UTF8_GAPS:
             if first <= gap < last:
                 made += [(first, gap - 1)] if first < gap else []
                 first = gap + 1

@@ -15,10 +15,10 @@ from espalier.errors import EspalierError, shown
 from espalier.grammar.finite import require_finite_values
 from espalier.grammar.schema_values import (
     check_counts,
-    knows_format,
+    is_known_format,
     listed_values,
     number_rules,
-    refused,
+    schema_error,
     string_rules,
     unique_arrays,
 )
@@ -59,18 +59,20 @@ def enforceable(text: str, strict: bool = True) -> str:
     strict: see Grammar.strict.  Raises EspalierError, which names the keyword and its place.
     """
     schema = read_json("JSON schema", text)
-    walk = _Walk(schema, strict)
-    made = walk.schema(schema, "#", 0)
-    walk.check_references()
-    walk.check_disjoint()
-    require_finite_values(walk.made)
-    _share_strings(made)
+    rewriter = _SchemaRewriter(schema, strict)
+    made = rewriter.schema(schema, "#", 0)
+    rewriter.check_references()
+    rewriter.check_disjoint()
+    require_finite_values(rewriter.rewritten_at)
+    _deduplicate_patterns(made)
     return json.dumps(made)
 
 
-def _share_strings(made: dict[str, Any]) -> None:
+def _deduplicate_patterns(made: dict[str, Any]) -> None:
     """Move each repeated string pattern into a definition, because xgrammar compiles a definition only once."""
-    strings = [part for part in _parts(made) if part.keys() == {"type", "pattern"} and isinstance(part["pattern"], str)]
+    strings = [
+        part for part in _subschemas(made) if part.keys() == {"type", "pattern"} and isinstance(part["pattern"], str)
+    ]
     times = Counter(part["pattern"] for part in strings)
     taken = made.get("$defs", {})
     free = (name for i in count() if (name := f"string{i}") not in taken)
@@ -83,28 +85,28 @@ def _share_strings(made: dict[str, Any]) -> None:
         made["$defs"] = taken | {name: {"type": "string", "pattern": pattern} for pattern, name in names.items()}
 
 
-def _parts(schema: Any) -> Iterator[dict[str, Any]]:
+def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
     """The objects of an enforceable schema, without the values of an enum."""
     if isinstance(schema, dict) and not isinstance(schema.get("enum"), list):
         yield schema
         schema = list(schema.values())
     if isinstance(schema, list):
         for each in schema:
-            yield from _parts(each)
+            yield from _subschemas(each)
 
 
-class _Walk:
+class _SchemaRewriter:
     def __init__(self, root: Any, strict: bool):
         self.root = root
         self.strict = strict
-        self.seen: dict[str, Any] = {}
+        self.original_at: dict[str, Any] = {}
         # The enforceable form of each reference or place.
-        self.made: dict[str, Any] = {}
+        self.rewritten_at: dict[str, Any] = {}
         # The values behind each reference, None if they cannot be listed.
-        self.listed: dict[str, list[Any] | None] = {}
-        self.references: dict[str, str] = {}
+        self.values_of_reference: dict[str, list[Any] | None] = {}
+        self.target_at: dict[str, str] = {}
         # The schemas of each oneOf, by the place of the oneOf.
-        self.alternatives: dict[str, list[Any]] = {}
+        self.one_of_at: dict[str, list[Any]] = {}
 
     def schema(self, schema: Any, place: str, depth: int) -> Any:
         """The enforceable form of the schema at `place`, a JSON pointer."""
@@ -113,45 +115,47 @@ class _Walk:
         if schema is True:
             schema = {}
         if not isinstance(schema, dict):
-            raise refused(place, f"{shown(schema)} allows no value", "use an object or true")
+            raise schema_error(place, f"{shown(schema)} allows no value", "use an object or true")
         if "$id" in schema and place != "#":
-            raise refused(place, "'$id' inside a schema is not supported: it changes what '$ref' means", "leave it out")
-        self.seen[place] = schema
+            raise schema_error(
+                place, "'$id' inside a schema is not supported: it changes what '$ref' means", "leave it out"
+            )
+        self.original_at[place] = schema
         rules = {name: value for name, value in schema.items() if name not in ANNOTATIONS | DEFINITIONS}
         if rules.get("uniqueItems") is False:  # the default
             del rules["uniqueItems"]
-        made = self.made[place] = self._rules(rules, place, depth)
+        made = self.rewritten_at[place] = self._rules(rules, place, depth)
         for name in DEFINITIONS & schema.keys():
-            made = {**made, name: self._each(schema[name], f"{place}/{name}", depth)}
+            made = {**made, name: self._schemas_by_name(schema[name], f"{place}/{name}", depth)}
         return made
 
     def _rules(self, rules: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
         combining = [name for name in COMBINING if name in rules]
         if not combining:
-            return self._typed(rules, place, depth)
+            return self._typed_schema(rules, place, depth)
         name = combining[0]
         beside = sorted(rules.keys() - {name} - ({"type"} if name in ("enum", "const") else set()))
         if beside:
-            raise refused(place, f"{name!r} beside {beside[0]!r} is not supported", f"put them into one {name!r}")
+            raise schema_error(place, f"{name!r} beside {beside[0]!r} is not supported", f"put them into one {name!r}")
         if name in ("enum", "const"):
             return self._values(rules, name, place)
         if name == "$ref":
             return self._reference(rules[name], place)
         branches = self._branches(rules[name], name, place, depth)
         if name == "allOf" and len(branches) > 1:
-            raise refused(place, "'allOf' with several schemas is not supported", "merge them into one")
+            raise schema_error(place, "'allOf' with several schemas is not supported", "merge them into one")
         if name == "oneOf":
-            self.alternatives[place] = rules[name]
+            self.one_of_at[place] = rules[name]
         return branches[0] if len(branches) == 1 else {"anyOf": branches}
 
     def _branches(self, value: Any, name: str, place: str, depth: int) -> list[Any]:
         if not isinstance(value, list) or not value:
-            raise refused(place, f"{name!r} is {shown(value)}", "use a list of schemas")
+            raise schema_error(place, f"{name!r} is {shown(value)}", "use a list of schemas")
         return [self.schema(each, f"{place}/{name}/{i}", depth + 1) for i, each in enumerate(value)]
 
-    def _each(self, value: Any, place: str, depth: int) -> dict[str, Any]:
+    def _schemas_by_name(self, value: Any, place: str, depth: int) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise refused(place, f"{shown(value)} is no object", "use an object of schemas")
+            raise schema_error(place, f"{shown(value)} is no object", "use an object of schemas")
         return {name: self.schema(each, f"{place}/{_escaped(name)}", depth + 1) for name, each in value.items()}
 
     def _values(self, rules: dict[str, Any], name: str, place: str) -> dict[str, Any]:
@@ -161,83 +165,85 @@ class _Walk:
         """
         values = rules[name] if name == "enum" else [rules[name]]
         if not isinstance(values, list):
-            raise refused(place, f"'enum' is {shown(values)}", "use a list of values")
+            raise schema_error(place, f"'enum' is {shown(values)}", "use a list of values")
         if "type" in rules:
             types = self._types(rules["type"], place)
             values = [value for value in values if any(IS_TYPE[each](value) for each in types)]
         if not values:
-            raise refused(place, f"{name!r} allows no value", "add a value of the type")
+            raise schema_error(place, f"{name!r} allows no value", "add a value of the type")
         return {"enum": values}
 
     def _reference(self, target: Any, place: str) -> dict[str, Any]:
         if not isinstance(target, str) or not target.startswith("#"):
-            raise refused(place, f"'$ref' to {shown(target)} is not supported", "refer to '#/$defs/...'")
-        self.references[place] = target
+            raise schema_error(place, f"'$ref' to {shown(target)} is not supported", "refer to '#/$defs/...'")
+        self.target_at[place] = target
         return {"$ref": target}
 
     def check_references(self) -> None:
         """Raises EspalierError if a reference has no schema that was read, whose keywords were checked."""
-        for place, target in self.references.items():
-            if target not in self.seen:
-                raise refused(place, f"'$ref' finds no schema at {shown(target)}", "refer to '#/$defs/...'")
+        for place, target in self.target_at.items():
+            if target not in self.original_at:
+                raise schema_error(place, f"'$ref' finds no schema at {shown(target)}", "refer to '#/$defs/...'")
             passed = {place}
-            while target in self.references:
+            while target in self.target_at:
                 if target in passed:
-                    raise refused(place, "'$ref' leads back to itself", "refer to a schema with a type")
+                    raise schema_error(place, "'$ref' leads back to itself", "refer to a schema with a type")
                 passed.add(target)
-                target = self.references[target]
+                target = self.target_at[target]
 
     def check_disjoint(self) -> None:
         """Raises EspalierError if a value may be valid under two schemas of a oneOf.
 
         Their types must differ, or the constant texts of a property that both require.  Call check_references first.
         """
-        for place, branches in self.alternatives.items():
-            kinds = [self._kinds(branch) for branch in branches]
-            if not all(self._differ(kinds[i], kinds[j]) for i in range(len(kinds)) for j in range(i)):
-                raise refused(
+        for place, branches in self.one_of_at.items():
+            kinds = [self._resolve_references(branch) for branch in branches]
+            if not all(self._are_disjoint(kinds[i], kinds[j]) for i in range(len(kinds)) for j in range(i)):
+                raise schema_error(
                     place, "'oneOf' is not supported where two of its schemas may allow the same value", "use 'anyOf'"
                 )
 
     # One type
 
-    def _typed(self, rules: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
+    def _typed_schema(self, rules: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
         for name in rules:
             if name != "type" and not any(name in known for known in KEYWORDS.values()):
-                raise refused(place, f"{name!r} is not supported", "leave it out, and check its rule on the output")
+                raise schema_error(
+                    place, f"{name!r} is not supported", "leave it out, and check its rule on the output"
+                )
         if "type" not in rules:
-            rules = {"type": self._inferred(rules, place), **rules} if rules else {}
+            rules = {"type": self._infer_type(rules, place), **rules} if rules else {}
         if not rules:
             return {}
         types = self._types(rules.pop("type"), place)
         for name in rules:
             if not any(name in KEYWORDS[each] for each in types):
-                raise refused(place, f"{name!r} is not supported with type {shown(types)}", "leave it out")
+                raise schema_error(place, f"{name!r} is not supported with type {shown(types)}", "leave it out")
         made = [self._of_type(each, rules, place, depth, len(types) > 1) for each in types]
         return made[0] if len(made) == 1 else {"anyOf": made}
 
-    def _inferred(self, rules: dict[str, Any], place: str) -> str:
+    def _infer_type(self, rules: dict[str, Any], place: str) -> str:
         """The type that the keywords apply to.  A schema without a type would allow any value of other types."""
         fitting = [each for each, known in KEYWORDS.items() if rules.keys() <= known]
         numeric = [each for each in fitting if each in ("integer", "number")]
         if "format" in rules:
-            fitting = [each for each in fitting if knows_format(each, rules["format"])] or ["string"]
+            fitting = [each for each in fitting if is_known_format(each, rules["format"])] or ["string"]
             numeric = [each for each in numeric if each in fitting]
         if numeric:
             return numeric[-1]
         if len(fitting) != 1:
-            raise refused(place, f"{min(rules)!r} needs a type", 'add "type"')
+            raise schema_error(place, f"{min(rules)!r} needs a type", 'add "type"')
         return fitting[0]
 
     def _types(self, value: Any, place: str) -> list[str]:
         types = value if isinstance(value, list) else [value]
         if not types or not all(isinstance(each, str) and each in KEYWORDS for each in types):
-            raise refused(place, f"type {shown(value)} is not supported", f"use one of {', '.join(KEYWORDS)}")
+            raise schema_error(place, f"type {shown(value)} is not supported", f"use one of {', '.join(KEYWORDS)}")
         return types
 
     def _of_type(self, name: str, rules: dict[str, Any], place: str, depth: int, is_one_of: bool) -> dict[str, Any]:
         own = {rule: value for rule, value in rules.items() if rule in KEYWORDS[name]}
-        if is_one_of and name != "string" and not knows_format(name, own.get("format")):
+        if is_one_of and name != "string" and not is_known_format(name, own.get("format")):
             own.pop("format", None)
         if name not in ("integer", "number"):
             check_counts(own, place)
@@ -250,10 +256,10 @@ class _Walk:
         return number_rules(own, name, place)
 
     def _object(self, rules: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
-        properties = self._each(rules.pop("properties", {}), f"{place}/properties", depth)
+        properties = self._schemas_by_name(rules.pop("properties", {}), f"{place}/properties", depth)
         required = rules.pop("required", [])
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-            raise refused(place, f"'required' is {shown(required)}", "use a list of names")
+            raise schema_error(place, f"'required' is {shown(required)}", "use a list of names")
         extra = rules.pop("additionalProperties", None)
         closed = extra is False or (extra is None and bool(properties))
         opens = extra is not None and extra is not False
@@ -262,16 +268,18 @@ class _Walk:
         for name in required:
             if name not in properties:
                 if closed:
-                    raise refused(place, f"'required' names {name!r}, which is no property", "add it to 'properties'")
+                    raise schema_error(
+                        place, f"'required' names {name!r}, which is no property", "add it to 'properties'"
+                    )
                 properties[name] = {} if extra is None else extra
         if not properties and not closed:
             if rules.get("minProperties", 0) > 1:
                 # The output may repeat a name, and repeated names count once.
-                raise refused(place, "'minProperties' above 1 needs named properties", "leave it out")
+                raise schema_error(place, "'minProperties' above 1 needs named properties", "leave it out")
             return {"type": "object", "additionalProperties": True if extra is None else extra, **rules}
-        if opens and self.strict and "properties" in self.seen[place]:
+        if opens and self.strict and "properties" in self.original_at[place]:
             # xgrammar would allow a property's name again if it is written with an escape, and then with any value.
-            raise refused(
+            raise schema_error(
                 place,
                 "'additionalProperties' beside 'properties' is not supported",
                 "use false, or strict=false to generate only the named properties",
@@ -291,7 +299,7 @@ class _Walk:
             made["prefixItems"] = self._branches(rules["prefixItems"], "prefixItems", place, depth)
             items = False if items is None else items
         if isinstance(items, list):
-            raise refused(place, "'items' as a list is not supported", "use 'prefixItems'")
+            raise schema_error(place, "'items' as a list is not supported", "use 'prefixItems'")
         made["items"] = (
             False if items is False else self.schema({} if items is None else items, f"{place}/items", depth + 1)
         )
@@ -305,48 +313,48 @@ class _Walk:
         Else raises EspalierError.
         """
         if value is not True:
-            raise refused(place, f"'uniqueItems' is {shown(value)}", "use true or false")
-        values = None if "prefixItems" in made else self._listed(made["items"], depth)
+            raise schema_error(place, f"'uniqueItems' is {shown(value)}", "use true or false")
+        values = None if "prefixItems" in made else self._all_values(made["items"], depth)
         if values is None:
-            raise refused(
+            raise schema_error(
                 place,
                 "'uniqueItems' is not supported for items without a list of values",
                 "give 'items' an enum, or leave 'uniqueItems' out (in pydantic a list for a set) and drop equal items",
             )
         return unique_arrays(values, made.get("minItems", 0), made.get("maxItems"), place)
 
-    def _listed(self, made: Any, depth: int) -> list[Any] | None:
+    def _all_values(self, made: Any, depth: int) -> list[Any] | None:
         """The values of an enforceable schema; None if they cannot be listed."""
         if not isinstance(made, dict) or depth > MAX_DEPTH:
             return None
         if "$ref" in made:
             place = made["$ref"]
-            if place not in self.listed:
-                self.listed[place] = None  # during the call below, because the schema may refer to itself
-                target = self._at(place)
+            if place not in self.values_of_reference:
+                self.values_of_reference[place] = None  # during the call below, because the schema may refer to itself
+                target = self._schema_at(place)
                 if target is not None:
-                    self.listed[place] = self._listed(self.schema(target, place, depth + 1), depth + 1)
-            return self.listed[place]
+                    self.values_of_reference[place] = self._all_values(self.schema(target, place, depth + 1), depth + 1)
+            return self.values_of_reference[place]
         if "anyOf" in made:
-            lists = [self._listed(branch, depth + 1) for branch in made["anyOf"]]
+            lists = [self._all_values(branch, depth + 1) for branch in made["anyOf"]]
             return None if None in lists else [value for each in lists if each for value in each]
         return listed_values(made)
 
-    def _kinds(self, schema: Any) -> dict[str, Any]:
+    def _resolve_references(self, schema: Any) -> dict[str, Any]:
         """The schema behind references; {} if there is no schema."""
         for _ in range(MAX_DEPTH):
             if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
-                schema = self._at(schema["$ref"])
+                schema = self._schema_at(schema["$ref"])
         return schema if isinstance(schema, dict) else {}
 
-    def _at(self, pointer: str) -> Any:
+    def _schema_at(self, pointer: str) -> Any:
         value = self.root
         for part in pointer.split("/")[1:]:
             part = part.replace("~1", "/").replace("~0", "~")
             value = value.get(part) if isinstance(value, dict) else None
         return value
 
-    def _differ(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
+    def _are_disjoint(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
         types = [self._type_set(each) for each in (one, other)]
         if types[0] and types[1] and not types[0] & types[1]:
             return True

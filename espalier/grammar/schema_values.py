@@ -31,10 +31,10 @@ from espalier.grammar.regex_tree import (
     seq,
 )
 
-WORD = 10
+REPEAT_CHARS = 10
 
 
-def of_length(node: Node, least: int, most: int | None) -> Node:
+def with_length(node: Node, least: int, most: int | None) -> Node:
     """Limit a node to texts of `least` to `most` characters; NOTHING if none is found.  The node has no anchors."""
     if most is not None:
         node = _at_most(node, most)
@@ -65,28 +65,28 @@ def _at_most(node: Node, most: int) -> Node:
     if isinstance(node, Alt):
         return alt([_at_most(branch, most) for branch in node.branches])
     if isinstance(node, Seq):
-        return _share(node.parts, most - low)
+        return _limit_parts(node.parts, most - low)
     assert isinstance(node, Repeat)
     low, high = bounds(node.part)
     if low == high:
         return repeat(node.part, node.least, most // low)
     limit = most // max(low, 1) if node.most is None else min(node.most, most // max(low, 1))
-    # Repetitions of about WORD characters each.  xgrammar would misread a choice of several shapes.
-    size = int(min(high, max(low, WORD)))
+    # Repetitions of about REPEAT_CHARS characters each.  xgrammar would misread a choice of several shapes.
+    size = int(min(high, max(low, REPEAT_CHARS)))
     times = max(node.least, min(limit, most // size or 1))
     return repeat(_at_most(node.part, most // times), node.least, times) if times else EMPTY
 
 
-def _share(parts: tuple[Node, ...], spare: int) -> Node:
-    """Limit the parts together to `spare` characters more than their fewest."""
+def _limit_parts(parts: tuple[Node, ...], spare_chars: int) -> Node:
+    """Limit the parts together to `spare_chars` characters more than their fewest."""
     made = []
     found = [bounds(part) for part in parts]
     for i, (part, (low, high)) in enumerate(zip(parts, found, strict=True)):
         # This part may take the characters that the parts after it cannot use.
         behind = [above - below for below, above in found[i + 1 :] if above > below]
-        share = max(spare // (1 + len(behind)), spare - sum(behind) if inf not in behind else 0)
+        share = max(spare_chars // (1 + len(behind)), spare_chars - sum(behind) if inf not in behind else 0)
         made.append(_at_most(part, low + int(share)) if high > low + share else part)
-        spare -= int(min(bounds(made[-1])[1], low + share)) - low
+        spare_chars -= int(min(bounds(made[-1])[1], low + share)) - low
     return seq(made)
 
 
@@ -100,7 +100,7 @@ def _at_least(node: Node, least: int) -> Node:
     if isinstance(node, Alt):
         return alt([_at_least(branch, least) for branch in node.branches])
     if isinstance(node, Seq):
-        return _raise(node.parts, least - low)
+        return _extend_parts(node.parts, least - low)
     assert isinstance(node, Repeat)
     part, (low, high) = node.part, bounds(node.part)
     if low == high:
@@ -114,14 +114,14 @@ def _at_least(node: Node, least: int) -> Node:
     return repeat(_at_least(part, -(-least // times)), times, node.most)
 
 
-def _raise(parts: tuple[Node, ...], missing: int) -> Node:
-    """Require `missing` characters more than the parts' fewest together, first from the part that can grow most."""
+def _extend_parts(parts: tuple[Node, ...], missing_chars: int) -> Node:
+    """Require `missing_chars` more characters than the parts' fewest, first from the part that can grow most."""
     made = list(parts)
     for i in sorted(range(len(parts)), key=lambda i: bounds(parts[i])[0] - bounds(parts[i])[1]):
         low, high = bounds(parts[i])
-        more = int(min(missing, high - low))
+        more = int(min(missing_chars, high - low))
         made[i] = _at_least(parts[i], low + more) if more else parts[i]
-        missing -= more
+        missing_chars -= more
     return seq(made)
 
 
@@ -130,7 +130,7 @@ MAX_MULTIPLE = 1024
 # The most values in an enum that we generate: multiples between two bounds, arrays with unique items.
 MAX_VALUES = 4096
 # xgrammar writes a number with bounds in at most six decimals.
-PLACES = 10**6
+DECIMAL_UNITS = 10**6
 
 
 def check_counts(rules: dict[str, Any], place: str) -> None:
@@ -142,11 +142,11 @@ def check_counts(rules: dict[str, Any], place: str) -> None:
                 isinstance(count, int | float) and not isinstance(count, bool) and count >= 0 and count == int(count)
             )
             if count is not None and not whole:
-                raise refused(place, f"'{side}{what}' is {shown(count)}", "use a whole number, 0 or more")
+                raise schema_error(place, f"'{side}{what}' is {shown(count)}", "use a whole number, 0 or more")
             if count is not None:
                 rules[f"{side}{what}"] = int(count)
         if least is not None and most is not None and least > most:
-            raise refused(place, f"'min{what}' is above 'max{what}'", "lower it")
+            raise schema_error(place, f"'min{what}' is above 'max{what}'", "lower it")
 
 
 def string_rules(rules: dict[str, Any], place: str) -> dict[str, Any]:
@@ -156,24 +156,24 @@ def string_rules(rules: dict[str, Any], place: str) -> dict[str, Any]:
     if not rules:
         return {"type": "string"}
     if "pattern" in rules and "format" in rules:
-        raise refused(place, "'format' beside 'pattern' is not supported", "put both into one 'pattern'")
+        raise schema_error(place, "'format' beside 'pattern' is not supported", "put both into one 'pattern'")
     node: Any = Repeat(Chars(PLAIN), 0, None)
     if "format" in rules:
         if rules["format"] not in FORMATS:
             known = ", ".join(sorted(FORMATS))
-            raise refused(place, f"format {shown(rules['format'])} is not supported", f"use one of {known}")
+            raise schema_error(place, f"format {shown(rules['format'])} is not supported", f"use one of {known}")
         node = node_of_format(rules["format"], is_short="maxLength" in rules)
     elif "pattern" in rules:
         try:
             node = pattern_node(rules["pattern"])
         except EspalierError as error:
-            raise refused(place, str(error), "rewrite the pattern") from None
-    node = of_length(node, rules.get("minLength", 0), rules.get("maxLength"))
+            raise schema_error(place, str(error), "rewrite the pattern") from None
+    node = with_length(node, rules.get("minLength", 0), rules.get("maxLength"))
     if node == NOTHING:
         what = next(name for name in ("pattern", "format") if name in rules)
-        raise refused(place, f"{what!r} allows no text of this length", "change 'minLength' or 'maxLength'")
+        raise schema_error(place, f"{what!r} allows no text of this length", "change 'minLength' or 'maxLength'")
     if num_states(node) > MAX_STATES:
-        raise refused(place, f"a length of more than {MAX_STATES} is not supported", "lower it, or leave it out")
+        raise schema_error(place, f"a length of more than {MAX_STATES} is not supported", "lower it, or leave it out")
     return {"type": "string", "pattern": regex_of(node)}
 
 
@@ -183,20 +183,20 @@ def number_rules(rules: dict[str, Any], name: str, place: str) -> dict[str, Any]
     rules = _with_format(rules, name, place)
     for rule, value in rules.items():
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise refused(place, f"{rule!r} is {shown(value)}", "use a number")
+            raise schema_error(place, f"{rule!r} is {shown(value)}", "use a number")
         if name == "integer":
             if rule == "multipleOf" and (value != int(value) or value <= 0):
-                raise refused(place, f"'multipleOf' {shown(value)} is not supported", "use a whole number above 0")
+                raise schema_error(place, f"'multipleOf' {shown(value)} is not supported", "use a whole number above 0")
             up = rule in ("minimum", "exclusiveMaximum")
             value = math.ceil(value) if up else math.floor(value)
         made[rule] = value
     if "multipleOf" in made:
         return _multiples(made, place)
-    unit = 1 if name == "integer" else PLACES
+    unit = 1 if name == "integer" else DECIMAL_UNITS
     least, most = _first_and_last(made, unit)
     if least is not None and most is not None and least > most:
         what = "integer" if name == "integer" else "number with 6 decimals"
-        raise refused(place, f"the bounds allow no {what}", "widen them")
+        raise schema_error(place, f"the bounds allow no {what}", "widen them")
     return {"type": name, **made}
 
 
@@ -207,7 +207,7 @@ def _with_format(rules: dict[str, Any], name: str, place: str) -> dict[str, Any]
         return made
     if name != "integer" or rules["format"] not in INTEGERS:
         known = ", ".join(sorted(ANNOTATING[name] | (INTEGERS.keys() if name == "integer" else set())))
-        raise refused(
+        raise schema_error(
             place, f"format {shown(rules['format'])} of type {name!r} is not supported", f"use one of {known}"
         )
     least, most = INTEGERS[rules["format"]]
@@ -219,7 +219,7 @@ def _with_format(rules: dict[str, Any], name: str, place: str) -> dict[str, Any]
     }
 
 
-def knows_format(name: str, format: Any) -> bool:
+def is_known_format(name: str, format: Any) -> bool:
     """Whether this format is known for values of this type."""
     known = {*(FORMATS if name == "string" else INTEGERS if name == "integer" else ()), *ANNOTATING.get(name, ())}
     return isinstance(format, str) and format in known
@@ -239,13 +239,13 @@ def listed_values(made: dict[str, Any]) -> list[Any] | None:
 
 def unique_arrays(items: Iterable[Any], least: int, most: int | None, place: str) -> dict[str, Any]:
     """List all arrays of `least` to `most` different items.  Raises EspalierError if they are too many."""
-    values = list({json.dumps(_number_free(item), sort_keys=True): item for item in items}.values())
+    values = list({json.dumps(_json_equality_key(item), sort_keys=True): item for item in items}.values())
     most = len(values) if most is None else min(most, len(values))
     if least > most:
-        raise refused(place, f"'minItems' is {least}, and 'uniqueItems' allows {most}", "lower it")
+        raise schema_error(place, f"'minItems' is {least}, and 'uniqueItems' allows {most}", "lower it")
     count = sum(math.perm(len(values), size) for size in range(least, most + 1))
     if count > MAX_VALUES:
-        raise refused(
+        raise schema_error(
             place,
             f"'uniqueItems' with {count} possible arrays is not supported",
             f"use fewer values or a lower 'maxItems', for {MAX_VALUES} arrays at most",
@@ -253,27 +253,27 @@ def unique_arrays(items: Iterable[Any], least: int, most: int | None, place: str
     return {"enum": [list(each) for size in range(least, most + 1) for each in permutations(values, size)]}
 
 
-def _number_free(value: Any) -> Any:
+def _json_equality_key(value: Any) -> Any:
     """Return a value that is equal for values that JSON Schema calls equal: 1.0 is 1, and True is not."""
     if isinstance(value, list):
-        return [_number_free(each) for each in value]
+        return [_json_equality_key(each) for each in value]
     if isinstance(value, dict):
-        return {name: _number_free(each) for name, each in value.items()}
+        return {name: _json_equality_key(each) for name, each in value.items()}
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _first_and_last(bounds: dict[str, Any], unit: int) -> tuple[int | None, int | None]:
     """The first and the last multiple of 1 / unit that the bounds allow, times unit; None without a bound."""
-    least = [math.ceil(_times(bounds, "minimum", unit))] if "minimum" in bounds else []
-    most = [math.floor(_times(bounds, "maximum", unit))] if "maximum" in bounds else []
+    least = [math.ceil(_scaled_bound(bounds, "minimum", unit))] if "minimum" in bounds else []
+    most = [math.floor(_scaled_bound(bounds, "maximum", unit))] if "maximum" in bounds else []
     if "exclusiveMinimum" in bounds:
-        least.append(math.floor(_times(bounds, "exclusiveMinimum", unit)) + 1)
+        least.append(math.floor(_scaled_bound(bounds, "exclusiveMinimum", unit)) + 1)
     if "exclusiveMaximum" in bounds:
-        most.append(math.ceil(_times(bounds, "exclusiveMaximum", unit)) - 1)
+        most.append(math.ceil(_scaled_bound(bounds, "exclusiveMaximum", unit)) - 1)
     return max(least, default=None), min(most, default=None)
 
 
-def _times(bounds: dict[str, Any], rule: str, unit: int) -> Fraction:
+def _scaled_bound(bounds: dict[str, Any], rule: str, unit: int) -> Fraction:
     """Return a bound times unit, as the decimal number that was written and not its binary fraction."""
     return Fraction(repr(bounds[rule])) * unit
 
@@ -284,16 +284,20 @@ def _multiples(rules: dict[str, Any], place: str) -> dict[str, Any]:
     least, most = _first_and_last(rules, 1)
     if least is None and most is None:
         if step > MAX_MULTIPLE:
-            raise refused(place, f"'multipleOf' {step} is not supported", f"use {MAX_MULTIPLE} at most, or give bounds")
+            raise schema_error(
+                place, f"'multipleOf' {step} is not supported", f"use {MAX_MULTIPLE} at most, or give bounds"
+            )
         return {"type": "integer", "multipleOf": step}
     if least is None or most is None:
-        raise refused(place, "'multipleOf' with one bound is not supported", "give 'minimum' and 'maximum', or neither")
+        raise schema_error(
+            place, "'multipleOf' with one bound is not supported", "give 'minimum' and 'maximum', or neither"
+        )
     first = -(-least // step) * step
     count = (most - first) // step + 1
     if count < 1:
-        raise refused(place, "the bounds allow no multiple", "widen them")
+        raise schema_error(place, "the bounds allow no multiple", "widen them")
     if count > MAX_VALUES:
-        raise refused(
+        raise schema_error(
             place,
             f"'multipleOf' with {count} multiples between its bounds is not supported",
             f"use bounds with {MAX_VALUES} at most",
@@ -301,5 +305,5 @@ def _multiples(rules: dict[str, Any], place: str) -> dict[str, Any]:
     return {"enum": [first + i * step for i in range(count)]}
 
 
-def refused(place: str, what: str, remedy: str) -> EspalierError:
+def schema_error(place: str, what: str, remedy: str) -> EspalierError:
     return EspalierError(f"the JSON schema at {shown(place)}: {what}; {remedy}")

@@ -77,7 +77,7 @@ def read_json(what: str, text: str) -> Any:
     """
     try:
         value = json.loads(
-            text, parse_int=_whole, parse_float=_finite, parse_constant=_refuse, object_pairs_hook=once_each
+            text, parse_int=_whole, parse_float=_finite, parse_constant=refuse_constant, object_pairs_hook=once_each
         )
         json.dumps(value, ensure_ascii=False).encode()
         return value
@@ -103,5 +103,5 @@ def _finite(digits: str) -> float:
     return value
 
 
-def _refuse(name: str) -> Any:
+def refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")

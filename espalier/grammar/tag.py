@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from espalier.errors import EspalierError, shown
-from espalier.grammar.finite import check_escapes
+from espalier.grammar.finite import checked_ebnf
 from espalier.grammar.regex import ebnf_of_regex
 from espalier.grammar.schema import enforceable
 from espalier.grammar.spec import Grammar, read_json
@@ -34,13 +34,13 @@ def format_of_tag(text: str) -> Any:
     if other := sorted(tag.keys() - known - {"type"}):
         raise EspalierError(f"a structural tag with {min(known)!r} has no {other[0]!r}; leave it out")
     if "structures" in tag:
-        return _of_structures(tag)
+        return _format_of_structures(tag)
     if "format" not in tag:
         raise EspalierError('a structural tag needs "format", or "structures" and "triggers"')
     return tag["format"]
 
 
-def _of_structures(tag: dict[str, Any]) -> dict[str, Any]:
+def _format_of_structures(tag: dict[str, Any]) -> dict[str, Any]:
     try:
         tags = [
             {
@@ -71,7 +71,7 @@ def _enforceable_part(value: Any, strict: bool, depth: int) -> Any:
     if value.get("type") == "regex" and isinstance(value.get("pattern"), str):
         return {"type": "grammar", "grammar": ebnf_of_regex(value["pattern"])}
     if value.get("type") == "grammar" and isinstance(value.get("grammar"), str):
-        check_escapes(value["grammar"])
+        checked_ebnf(value["grammar"])
     return {name: _enforceable_part(each, strict, depth + 1) for name, each in value.items()}
 
 
@@ -103,11 +103,13 @@ def _quoted(text: str) -> str:
     return '"' + "".join(special.get(c, c if c >= " " else f"\\u{ord(c):04x}") for c in text) + '"'
 
 
-_CHECKS: Mapping[str, Callable[[Grammar], object]] = {
+# For each kind of grammar: returns the text that xgrammar compiles.  Raises EspalierError.
+ENFORCEABLE: Mapping[str, Callable[[Grammar], str]] = {
+    "json_object": lambda grammar: '{"type": "object"}',
     "json_schema": lambda grammar: enforceable(grammar.spec, grammar.strict),
     "structural_tag": lambda grammar: enforceable_tag(grammar.spec, grammar.strict),
     "regex": lambda grammar: ebnf_of_regex(grammar.spec),
-    "ebnf": lambda grammar: check_escapes(grammar.spec),
+    "ebnf": lambda grammar: checked_ebnf(grammar.spec),
     "choice": lambda grammar: ebnf_of_choices(grammar.spec),
 }
 
@@ -118,5 +120,4 @@ def check_grammar(grammar: Grammar) -> None:
     """Raise EspalierError, with the reason, for a grammar that cannot be enforced."""
     if not grammar.spec and grammar.kind != "json_object":
         raise EspalierError(f"a grammar of kind {grammar.kind!r} is empty; give its text")
-    if grammar.kind in _CHECKS:
-        _CHECKS[grammar.kind](grammar)
+    ENFORCEABLE[grammar.kind](grammar)

@@ -21,12 +21,10 @@ import numpy as np
 from espalier.cores import lower_priority, physical_cores, wait_at_exit
 from espalier.errors import EspalierError, one_line
 from espalier.grammar.finite import require_finite_rules
-from espalier.grammar.regex import ebnf_of_regex
-from espalier.grammar.schema import enforceable
 from espalier.grammar.spec import Grammar
-from espalier.grammar.tag import ebnf_of_choices, ebnf_parts, enforceable_tag
+from espalier.grammar.tag import ENFORCEABLE, ebnf_parts
 from espalier.masking.masker import GrammarMasker, allowed_tokens
-from espalier.masking.trial import try_bytes, try_masks
+from espalier.masking.trial import try_masks, try_with_byte_tokens
 from espalier.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -41,9 +39,9 @@ MAX_THREADS = 8
 MAX_GRAMMAR_BYTES = 256 * 2**20
 MAX_KEPT_BYTES = 1024 * 2**20
 MAX_KEPT = 1024
-THREAD = "espalier-grammar"
+THREAD_NAME = "espalier-grammar"
 # The time and the source location at the start of xgrammar's errors.
-PLACE_IN_SOURCE = re.compile(r"^\[?[\d:]*\]? ?/\S+: (?:Check failed: \S+ is false: )?")
+ERROR_LOCATION = re.compile(r"^\[?[\d:]*\]? ?/\S+: (?:Check failed: \S+ is false: )?")
 
 Key = tuple[str, str, bool]
 
@@ -79,7 +77,7 @@ class GrammarCompiler:
         self.wait_s = wait_s
         self.time_limit_s = time_limit_s
         self.num_given_up = 0
-        self._kept: OrderedDict[Key, Future[CompiledGrammar]] = OrderedDict()
+        self._cached: OrderedDict[Key, Future[CompiledGrammar]] = OrderedDict()
         self._lock = threading.Lock()
         self._vocabulary_lock = threading.Lock()
         self._running = threading.BoundedSemaphore(MAX_RUNNING)
@@ -92,15 +90,15 @@ class GrammarCompiler:
         """
         key = (grammar.kind, grammar.spec, grammar.strict)
         with self._lock:
-            if (known := self._kept.get(key)) is not None:
-                self._kept.move_to_end(key)
+            if (known := self._cached.get(key)) is not None:
+                self._cached.move_to_end(key)
                 return known
             made: Future[CompiledGrammar] = Future()
             if self.num_given_up == MAX_RUNNING:
                 made.set_exception(_busy())
                 return made
-            self._kept[key] = made
-        threading.Thread(target=self._run, args=(key, grammar, made), name=THREAD, daemon=True).start()
+            self._cached[key] = made
+        threading.Thread(target=self._run, args=(key, grammar, made), name=THREAD_NAME, daemon=True).start()
         return made
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
@@ -112,18 +110,19 @@ class GrammarCompiler:
             if made.done():  # refused while it waited
                 return
             lower_priority(threading.get_native_id())  # running streams come first
-            timer = _after(self.wait_s, self._give_up, key, made)
+            timer = _call_after(self.wait_s, self._give_up, key, made)
             try:
                 compiled: CompiledGrammar | EspalierError = self._compiled(grammar)
             except EspalierError as error:
                 compiled = error
             except Exception as error:  # xgrammar raises RuntimeError, and types of its own
-                compiled = EspalierError(f"the grammar cannot be compiled ({_reason(error).rstrip('.')}); correct it")
+                reason = ERROR_LOCATION.sub("", one_line(error)).rstrip(".")
+                compiled = EspalierError(f"the grammar cannot be compiled ({reason}); correct it")
             timer.cancel()
             with self._lock:
                 if made.done():
                     self.num_given_up -= 1
-                    made = self._kept[key] = Future()
+                    made = self._cached[key] = Future()
                 if isinstance(compiled, EspalierError):
                     made.set_exception(compiled)
                 else:
@@ -143,36 +142,37 @@ class GrammarCompiler:
             )
             if self.num_given_up == MAX_RUNNING:
                 self._refuse_waiting()
-        _after(self.time_limit_s - self.wait_s, self._refuse, key, made)
+        _call_after(self.time_limit_s - self.wait_s, self._refuse, key, made)
 
     def _refuse(self, key: Key, given_up: "Future[CompiledGrammar]") -> None:
         """Refuse a grammar for good, unless its compilation has ended after it was given up."""
         with self._lock:
-            if self._kept.get(key) is given_up:
-                self._kept[key] = Future()
+            if self._cached.get(key) is given_up:
+                self._cached[key] = Future()
                 why = f"the grammar takes more than {self.time_limit_s:g} s to compile; use a simpler one"
-                self._kept[key].set_exception(EspalierError(why))
+                self._cached[key].set_exception(EspalierError(why))
 
     def _refuse_waiting(self) -> None:
         """Refuse the grammars that still wait: none can begin before a thread ends, which may never happen."""
-        for key, waiting in [(key, future) for key, future in self._kept.items() if not future.done()]:
+        for key, waiting in [(key, future) for key, future in self._cached.items() if not future.done()]:
             waiting.set_exception(_busy())
-            del self._kept[key]
+            del self._cached[key]
 
     def _drop_oldest(self) -> None:
-        sizes = {key: _num_bytes(future) for key, future in self._kept.items() if future.done()}
+        done = {key: future for key, future in self._cached.items() if future.done()}
+        sizes = {key: 0 if future.exception() else future.result().num_bytes for key, future in done.items()}
         total = sum(sizes.values())
         for key, size in sizes.items():
-            if total <= MAX_KEPT_BYTES and len(self._kept) <= MAX_KEPT:
+            if total <= MAX_KEPT_BYTES and len(self._cached) <= MAX_KEPT:
                 return
-            del self._kept[key]
+            del self._cached[key]
             total -= size
 
     # With xgrammar
 
     def _compiled(self, grammar: Grammar) -> CompiledGrammar:
         # Compile for single bytes first: to compile an ambiguous grammar for all tokens may take hours.
-        try_bytes(lambda compiler: compile_form(compiler, grammar))
+        try_with_byte_tokens(lambda compiler: compile_form(compiler, grammar))
         compiler, num_bytes = self._compiler(grammar.kind == "structural_tag")
         form = compile_form(compiler, grammar)
         if form.memory_size_bytes > MAX_GRAMMAR_BYTES:
@@ -187,74 +187,58 @@ class GrammarCompiler:
         try_masks(form, num_bytes)
         return compiled
 
-    def _compiler(self, names_special: bool) -> "tuple[xgrammar.GrammarCompiler, np.ndarray]":
+    def _compiler(self, spells_special_tokens: bool) -> "tuple[xgrammar.GrammarCompiler, np.ndarray]":
         """The compiler, and the number of bytes of each token.
 
-        names_special: whether the grammar may spell special tokens, as structural tags do.
+        spells_special_tokens: whether the grammar may spell special tokens, as structural tags do.
         """
         with self._vocabulary_lock:
-            if names_special not in self._compilers:
+            if spells_special_tokens not in self._compilers:
                 import xgrammar
 
-                vocabulary = token_bytes(copy.deepcopy(self.tokenizer), self.vocab_size, names_special)
+                vocabulary = token_bytes(copy.deepcopy(self.tokenizer), self.vocab_size, spells_special_tokens)
                 # Stop tokens are set for each output.  One that is set here could not be written as text.
                 info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, stop_token_ids=[])
                 threads = min(physical_cores(), MAX_THREADS)
                 compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
-                self._compilers[names_special] = compiler, np.array([len(each) for each in vocabulary])
-            return self._compilers[names_special]
+                self._compilers[spells_special_tokens] = compiler, np.array([len(each) for each in vocabulary])
+            return self._compilers[spells_special_tokens]
 
 
 def compile_form(compiler: "xgrammar.GrammarCompiler", grammar: Grammar) -> "xgrammar.CompiledGrammar":
     """Compile a grammar with xgrammar.  Raises EspalierError, or an error of xgrammar."""
-    # One form of spaces: with several, a model may write spaces without end, and fewer tokens are forced.
-    options: dict[str, Any] = {"any_whitespace": False, "strict_mode": False}
-    if grammar.kind == "json_object":
-        return compiler.compile_json_schema('{"type": "object"}', **options)
-    if grammar.kind == "json_schema":
-        return compiler.compile_json_schema(enforceable(grammar.spec, grammar.strict), **options)
-    if grammar.kind == "regex":
-        return compiler.compile_grammar(ebnf_of_regex(grammar.spec))
-    if grammar.kind == "ebnf":
-        require_finite_rules(grammar.spec)
-        return compiler.compile_grammar(grammar.spec)
-    if grammar.kind == "choice":
-        return compiler.compile_grammar(ebnf_of_choices(grammar.spec))
-    tag = enforceable_tag(grammar.spec, grammar.strict)
-    for part in ebnf_parts(json.loads(tag)):
+    text = ENFORCEABLE[grammar.kind](grammar)
+    if grammar.kind in ("json_object", "json_schema"):
+        # One form of spaces: with several, a model may write spaces without end, and fewer tokens are forced.
+        return compiler.compile_json_schema(text, any_whitespace=False, strict_mode=False)
+    is_tag = grammar.kind == "structural_tag"
+    for part in ebnf_parts(json.loads(text)) if is_tag else [text] if grammar.kind == "ebnf" else []:
         require_finite_rules(part)
-    return compiler.compile_structural_tag(tag)
+    return compiler.compile_structural_tag(text) if is_tag else compiler.compile_grammar(text)
 
 
-def token_bytes(tokenizer: Tokenizer, vocab_size: int, names_special: bool) -> list[bytes]:
+def token_bytes(tokenizer: Tokenizer, vocab_size: int, spells_special_tokens: bool) -> list[bytes]:
     """The bytes of each token id; b"" for an id that a grammar never allows.
 
-    names_special: special tokens count as their names.  Otherwise no grammar allows them, because the text omits them.
+    spells_special_tokens: special tokens count as their names.  Otherwise no grammar allows them, because the text
+    omits them.
     """
     vocabulary = []
     for token in range(vocab_size):
         part = tokenizer.bytes_of(token) if token < tokenizer.size else None
-        vocabulary.append(part.bytes if part is not None and (part.is_text or names_special) else b"")
+        vocabulary.append(part.bytes if part is not None and (part.is_text or spells_special_tokens) else b"")
     return vocabulary
 
 
-wait_at_exit(lambda thread: thread.name == THREAD)
+wait_at_exit(lambda thread: thread.name == THREAD_NAME)
 
 
-def _after(seconds: float, call: Callable[..., None], *arguments: Any) -> threading.Timer:
+def _call_after(seconds: float, call: Callable[..., None], *arguments: Any) -> threading.Timer:
     timer = threading.Timer(seconds, call, arguments)
     timer.daemon = True
     timer.start()
     return timer
 
 
-def _num_bytes(future: "Future[CompiledGrammar]") -> int:
-    return 0 if future.exception() is not None else future.result().num_bytes
-
-
 def _busy() -> CompilerBusy:
     return CompilerBusy("earlier grammars still compile; retry later")
-
-
-def _reason(error: Exception) -> str:
-    return PLACE_IN_SOURCE.sub("", one_line(error))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from espalier.grammar.token_masker import KnownNext
+from espalier.grammar.token_masker import ForcedTokens
 from espalier.sampling.mask import ALL_ALLOWED, BITS, mask_words, only_token
 from espalier.text import TokenBytes
 
@@ -47,77 +47,71 @@ class GrammarMasker:
         self.last_word = (1 << vocab_size % BITS) - 1 if vocab_size % BITS else ALL_ALLOWED
         self.marker = None if after is None else after.encode()
         self.tail = b""
-        self.pushed: list[int] = []
-        self.has_lost = False
-        self.free_mask = np.full(self.num_words, ALL_ALLOWED, dtype=np.int32)
-        self.free_mask[-1] &= self.last_word
+        self.unmatched: list[int] = []
+        self._has_rejected = False
+        self.mask_before_marker = np.full(self.num_words, ALL_ALLOWED, dtype=np.int32)
+        self.mask_before_marker[-1] &= self.last_word
         for token in end_tokens:
-            self.free_mask[token // BITS] &= ~np.int32(np.uint32(1 << token % BITS).view(np.int32))
+            self.mask_before_marker[token // BITS] &= ~np.int32(np.uint32(1 << token % BITS).view(np.int32))
 
     def push(self, token_id: int) -> None:
-        self.pushed.append(token_id)
-
-    def _match_pushed(self) -> None:
-        pushed, self.pushed = self.pushed, []
-        for token in pushed:
-            self._match(token)
+        self.unmatched.append(token_id)
 
     def _match(self, token_id: int) -> None:
         if self.marker is not None:
-            tail = self._read(self.tail, token_id)
+            tail = self._tail_after(self.tail, token_id)
             self.marker, self.tail = (None, b"") if tail is None else (self.marker, tail)
         elif not self.matcher.is_terminated() and not self._accept(token_id):
             # Correct masks never lead here.  If it happens, only this request ends with an error.
-            self.has_lost = True
+            self._has_rejected = True
 
     @property
-    def is_lost(self) -> bool:
+    def has_rejected(self) -> bool:
         """Whether a token was pushed that the grammar does not allow."""
-        self._match_pushed()
-        return self.has_lost
+        pushed, self.unmatched = self.unmatched, []
+        for token in pushed:
+            self._match(token)
+        return self._has_rejected
 
     def _accept(self, token_id: int) -> bool:
         return token_id >= 0 and token_id not in self.special_tokens and self.matcher.accept_token(token_id)
 
-    def _read(self, tail: bytes, token_id: int) -> bytes | None:
+    def _tail_after(self, tail: bytes, token_id: int) -> bytes | None:
         """The last bytes of the output after this token; None if the marker is complete.  tail: those before it."""
         assert self.marker is not None
         text = tail + self.bytes_of(token_id).bytes
         return None if self.marker in text else text[max(0, len(text) - len(self.marker) + 1) :]
 
     def root_mask(self) -> np.ndarray:
-        """[words] int32: the mask of the next token; all zero if no token is allowed."""
-        is_lost = self.is_lost
+        has_rejected = self.has_rejected
         if self.marker is not None:
-            return self.free_mask
+            return self.mask_before_marker
         mask = np.zeros((1, self.num_words), dtype=np.int32)
-        if not is_lost and not self.matcher.is_terminated():
+        if not has_rejected and not self.matcher.is_terminated():
             self.matcher.fill_next_token_bitmask(mask)
             mask[0, -1] &= self.last_word
         return mask[0]
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the grammar allows no further token."""
         return not self.root_mask().any()
 
-    def known_next(self, most: int) -> KnownNext:
-        """The tokens that must come next, at most `most`, and the mask of the token after them."""
+    def forced_tokens(self, max_tokens: int) -> ForcedTokens:
         forced: list[int] = []
         mask = None
-        while not self.is_lost and self.marker is None and not self.matcher.is_terminated():
+        while not self.has_rejected and self.marker is None and not self.matcher.is_terminated():
             mask = self.root_mask()
             only = only_token(mask)
-            if only is None or len(forced) == most:
+            if only is None or len(forced) == max_tokens:
                 break
             forced.append(only)
             self.matcher.accept_token(only)
             mask = None
         self.matcher.rollback(len(forced))
-        return KnownNext(forced, mask)
+        return ForcedTokens(forced, mask)
 
     def mask_after(self, path: Sequence[int]) -> np.ndarray | None:
-        if self.is_lost:
+        if self.has_rejected:
             return None
         marker, tail, num_accepted, is_allowed = self.marker, self.tail, 0, True
         for token in path:
@@ -134,14 +128,14 @@ class GrammarMasker:
         return mask
 
     def node_masks(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
-        if self.is_lost:
+        if self.has_rejected:
             out[:] = 0
         elif self.marker is None:
-            self._walk(list(range(len(tokens))), tokens, parents, out)
+            self._fill_masks(list(range(len(tokens))), tokens, parents, out)
         else:
-            self._walk_free(tokens, parents, out)
+            self._fill_masks_before_marker(tokens, parents, out)
 
-    def _walk(self, nodes: list[int], tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
+    def _fill_masks(self, nodes: list[int], tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
         """Fill the masks of `nodes`.  The matcher stands at the first node; the other nodes follow it in the tree."""
         if self.matcher.is_terminated():
             return
@@ -162,13 +156,13 @@ class GrammarMasker:
         if rows is not out:
             out[nodes] = rows
 
-    def _walk_free(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
+    def _fill_masks_before_marker(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
         """Fill the masks where the marker has not come yet.  Below a node that completes it, the grammar begins."""
         tails: list[bytes | None] = [self.tail]
         # For each node that completes the marker, the node itself and those below it; completed_at: the inverse map.
         nodes_from: dict[int, list[int]] = {}
         completed_at: dict[int, int] = {}
-        out[:] = self.free_mask
+        out[:] = self.mask_before_marker
         for node in range(1, len(tokens)):
             above = tails[parents[node]]
             tails.append(above)
@@ -179,12 +173,12 @@ class GrammarMasker:
                 nodes_from[completed_at[node]].append(node)
                 continue
             assert above is not None
-            tails[node] = self._read(above, tokens[node])
+            tails[node] = self._tail_after(above, tokens[node])
             if tails[node] is None:
                 completed_at[node] = node
                 nodes_from[node] = [node]
         for nodes in nodes_from.values():
-            self._walk(nodes, tokens, parents, out)
+            self._fill_masks(nodes, tokens, parents, out)
 
 
 def allowed_tokens(mask: np.ndarray) -> np.ndarray:

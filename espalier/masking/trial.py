@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 # Limits of processor time in seconds: of one mask, and of reading one byte.  A mask reads the first bytes of many
 # tokens, so a slow byte foretells a mask that takes a thousand times as long.
-MASK_S = 0.02
-BYTE_S = 0.001
+MAX_MASK_S = 0.02
+MAX_S_PER_BYTE = 0.001
 # The number of sample texts, and the tokens of each.
 NUM_SAMPLES = 4
 NUM_TOKENS = 96
@@ -31,10 +31,10 @@ MAX_TOKEN_BYTES = 8
 # The processor time in seconds after which no further sample begins.
 TRIAL_S = 0.25
 # A matcher needs an end token.  The text of that token cannot be tried.
-END = 0
+END_TOKEN = 0
 
 
-def try_bytes(compile_for: "Callable[[xgrammar.GrammarCompiler], xgrammar.CompiledGrammar]") -> None:
+def try_with_byte_tokens(compile_for: "Callable[[xgrammar.GrammarCompiler], xgrammar.CompiledGrammar]") -> None:
     """Compile a grammar for a vocabulary of single bytes, and try its masks.  Raises EspalierError."""
     try:
         form = compile_for(_byte_compiler())
@@ -59,55 +59,56 @@ def try_masks(form: "xgrammar.CompiledGrammar", num_bytes: np.ndarray) -> None:
     """
     import xgrammar
 
-    num_bytes = np.where(np.arange(len(num_bytes)) == END, 0, num_bytes)
+    num_bytes = np.where(np.arange(len(num_bytes)) == END_TOKEN, 0, num_bytes)
     begun = time.thread_time()
     for seed in range(NUM_SAMPLES):
         if time.thread_time() - begun < TRIAL_S:
-            matcher = xgrammar.GrammarMatcher(form, override_stop_tokens=[END])
-            _try_one(matcher, num_bytes, random.Random(seed), repeats=seed == 0, prefers_long=seed < 2)
+            matcher = xgrammar.GrammarMatcher(form, override_stop_tokens=[END_TOKEN])
+            _try_one_text(matcher, num_bytes, random.Random(seed), repeats=seed == 0, prefers_long=seed < 2)
 
 
-def _try_one(matcher: Any, num_bytes: np.ndarray, rng: random.Random, repeats: bool, prefers_long: bool) -> None:
+def _try_one_text(matcher: Any, num_bytes: np.ndarray, rng: random.Random, repeats: bool, prefers_long: bool) -> None:
     """Generate one text and require fast masks.  num_bytes: the bytes of each token, 0 for a token that is not tried.
 
     repeats: repeat a token while it is allowed, since a repeated text can often be read in the most ways.
     """
     mask = np.zeros((1, mask_words(len(num_bytes))), dtype=np.int32)
     sizes = np.minimum(num_bytes, MAX_TOKEN_BYTES).astype(np.uint8)
-    length, token = 0, END
+    length, token = 0, END_TOKEN
     for _ in range(NUM_TOKENS):
-        took_s = _time_of(matcher.fill_next_token_bitmask, mask)
+        took_s = _cpu_seconds_of(matcher.fill_next_token_bitmask, mask)
         # A slow mask or token is timed once more, because the system may have caused the first delay.
-        _require(took_s <= MASK_S or _time_of(matcher.fill_next_token_bitmask, mask) <= MASK_S, length)
+        _require_fast(
+            took_s <= MAX_MASK_S or _cpu_seconds_of(matcher.fill_next_token_bitmask, mask) <= MAX_MASK_S, length
+        )
         allowed = np.unpackbits(mask[0].view(np.uint8), count=len(sizes), bitorder="little")
         if not (repeats and allowed[token] and sizes[token]):
             allowed *= sizes
             if not (longest := allowed.max()):
                 return
-            token = _first(allowed == longest if prefers_long else allowed > 0, rng.randrange(len(sizes)))
-        limit_s = BYTE_S * num_bytes[token]
-        took_s = _time_of(matcher.accept_token, token)
+            token = _first_index(allowed == longest if prefers_long else allowed > 0, rng.randrange(len(sizes)))
+        limit_s = MAX_S_PER_BYTE * num_bytes[token]
+        took_s = _cpu_seconds_of(matcher.accept_token, token)
         if took_s > limit_s:
             matcher.rollback(1)
-            took_s = _time_of(matcher.accept_token, token)
+            took_s = _cpu_seconds_of(matcher.accept_token, token)
         length += int(num_bytes[token])
-        _require(took_s <= limit_s, length)
+        _require_fast(took_s <= limit_s, length)
 
 
-def _first(is_liked: np.ndarray, start: int) -> int:
+def _first_index(is_candidate: np.ndarray, start: int) -> int:
     """The first liked index from `start` on, else from 0 on.  Listing all would take longer than making the mask."""
-    behind = start + int(is_liked[start:].argmax())
-    return behind if is_liked[behind] else int(is_liked.argmax())
+    behind = start + int(is_candidate[start:].argmax())
+    return behind if is_candidate[behind] else int(is_candidate.argmax())
 
 
-def _time_of(call: Callable[..., Any], *arguments: Any) -> float:
-    """The processor time of a call, in seconds."""
+def _cpu_seconds_of(call: Callable[..., Any], *arguments: Any) -> float:
     begun = time.thread_time()
     call(*arguments)
     return time.thread_time() - begun
 
 
-def _require(is_fast: bool, length: int) -> None:
+def _require_fast(is_fast: bool, length: int) -> None:
     if not is_fast:
         raise EspalierError(
             f"the grammar is too ambiguous: behind {length} bytes of a sample text it takes too long to find the next "

@@ -28,7 +28,7 @@ class SamplingNeeds:
         return self.sampled or self.filtered or self.penalised or self.biased
 
 
-class Above(NamedTuple):
+class DraftedAncestors(NamedTuple):
     """Drafted tokens between the root and the rows of a batch.
 
     tokens: [B, E], -1 for no token; ancestor_bits: [B, Q, W] int64, the bits of each row's ancestors and of itself.
@@ -87,7 +87,7 @@ class SamplingRows:
 
 
 def process_logits(
-    logits: Tensor, rows: SamplingRows, needs: SamplingNeeds, positions: Tensor, above: Above | None = None
+    logits: Tensor, rows: SamplingRows, needs: SamplingNeeds, positions: Tensor, above: DraftedAncestors | None = None
 ) -> Tensor:
     """Apply bias and bans, then penalties.
 
@@ -118,7 +118,7 @@ def _banned(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
     return logits.masked_fill(stops[:, None, :-1] & early[..., None], -torch.inf)
 
 
-def _counts(rows: SamplingRows, queries: int, above: Above | None) -> Tensor:
+def _counts(rows: SamplingRows, queries: int, above: DraftedAncestors | None) -> Tensor:
     """[B, Q or 1, V]: how often each token is in the output before each row."""
     assert rows.counts is not None
     if above is None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 # Called with the draft rows' (tokens [B, E], ancestor_bits [B, Q, W]).  It returns, for each of Q rows, the only token
 # [B, Q] that may follow, -1 for several, and the masks [B, Q, words].
-AskHost = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+HostQuery = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 BITS = 32
 ALL_ALLOWED = -1
 
@@ -64,14 +64,14 @@ class DraftGuide:
     forced: Tensor
     mask: Tensor
     level: Tensor
-    ask: AskHost | None = None
+    ask: HostQuery | None = None
 
     @property
     def num_forced(self) -> Tensor:
         """[B]: the number of forced tokens."""
         return (self.forced >= 0).sum(1)
 
-    def of_rows(self, level: int, tokens: Tensor | None, ancestor_bits: Tensor | None) -> tuple[Tensor, Tensor]:
+    def for_children(self, level: int, tokens: Tensor | None, ancestor_bits: Tensor | None) -> tuple[Tensor, Tensor]:
         """For the children of each row: the only allowed token [B, Q], -1 for several, and masks [B, Q, words].
 
         tokens [B, E]: of the rows above `level`; ancestor_bits [B, Q, W]: the ones on the path of each of the level's
@@ -84,14 +84,14 @@ class DraftGuide:
         only_asked, mask_asked = self.ask(tokens, ancestor_bits)
         return torch.where(only_asked >= 0, only_asked, only), mask_asked & mask
 
-    def of_levels(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """For one row at each level first .. first + count - 1: as `of_rows`, but without a query to the host."""
+    def for_levels(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """For one row at each level first .. first + count - 1: as `for_children`, but without a query to the host."""
         levels = torch.arange(first, first + count, device=self.level.device)
         mask = torch.where((self.level[:, None] == levels)[..., None], self.mask[:, None], ALL_ALLOWED)
         return self.forced[:, first - 1 : first - 1 + count], mask
 
 
-def force(only: Tensor, tokens: Tensor, scores: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
+def force_only_children(only: Tensor, tokens: Tensor, scores: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
     """If only one token is allowed after a row, make it the row's first child, with the row's own score.
 
     only: [B, Q] int64, -1 for several; tokens, scores: [B, Q, K], the drafted children; above: [B, Q], path scores of

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from espalier.sampling.logit_processors import Above, SamplingNeeds, SamplingRows, process_logits
+from espalier.sampling.logit_processors import DraftedAncestors, SamplingNeeds, SamplingRows, process_logits
 
 
 class SampledTokens(NamedTuple):
@@ -36,7 +36,7 @@ def pick(
     needs: SamplingNeeds,
     positions: Tensor,
     noise: Tensor | None,
-    above: Above | None = None,
+    above: DraftedAncestors | None = None,
 ) -> SampledTokens:
     """Pick the token of each row of logits [B, Q, V], drawn at positions [B, Q].
 

@@ -31,7 +31,7 @@ class PromptRows:
     def sizes(self) -> list[int]:
         return [end - begin for begin, end in self.spans]
 
-    def of(self, rows: Tensor) -> Tensor:
+    def select(self, rows: Tensor) -> Tensor:
         """Take the reported rows of [P, W, ...], request after request: [N, ...]."""
         flat = rows.flatten(0, 1)
         return torch.cat([flat[begin:end] for begin, end in self.spans])

@@ -4,7 +4,7 @@ Ray is imported only when something is built, so a server without --replicas doe
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -18,27 +18,20 @@ from espalier.server.client import ClientOptions
 from espalier.server.front import FrontOptions
 from espalier.server.logs import LEVELS
 from espalier.server.run import check_options
-from espalier.tool_calls.formats import find_formats
 
 # How many open tokens (replica.open_tokens) one replica can take, on average.
 TOKENS_PER_REPLICA = 16384
 ROUTER = "espalier.serve_ray.router.PrefixRouter"
-# Key: a name in `args`.  Value: the field of the front's options.
-OF_FRONT = MappingProxyType(
-    {
-        "max_queue": "max_queue",
-        "request_timeout": "request_timeout_s",
-        "strict_fields": "strict_fields",
-        "allow_special_tokens_in_messages": "allow_special_tokens_in_messages",
-        "tool_format": "tool_format",
-        "reasoning_format": "reasoning_format",
-    }
+# Names in `args`.  The fields of the server's options have the same names; those in seconds end with _s.
+FRONT_FIELDS = (
+    *("max_queue", "request_timeout", "strict_fields", "allow_special_tokens_in_messages"),
+    *("tool_format", "reasoning_format"),
 )
-OF_CLIENT = MappingProxyType({"engine_timeout": "timeout_s", "load_timeout": "load_timeout_s"})
-OF_API = MappingProxyType({"api_key": "api_key", "max_body_bytes": "max_body_bytes", "body_timeout": "body_timeout_s"})
-OF_REPLICAS = ("tokens_per_replica", "resources", "autoscaling", "router")
-OF_MODEL = (*OF_FRONT, *OF_CLIENT, *OF_REPLICAS, "served_model_name", "chat_template", "replicas")
-OF_SERVICE = (*OF_API, "cors_origin", "fronts", "drain_timeout", "log_level", "log_json")
+CLIENT_FIELDS = ("engine_timeout", "load_timeout")
+API_FIELDS = ("api_key", "max_body_bytes", "body_timeout")
+REPLICA_OPTIONS = ("tokens_per_replica", "resources", "autoscaling", "router")
+MODEL_OPTIONS = (*FRONT_FIELDS, *CLIENT_FIELDS, *REPLICA_OPTIONS, "served_model_name", "chat_template", "replicas")
+SERVICE_OPTIONS = (*API_FIELDS, "cors_origin", "fronts", "drain_timeout", "log_level", "log_json")
 RAY_VERSION = "2.60"
 # Larger than any queue, because the front limits open requests, not Ray Serve.
 MAX_ONGOING = 65536
@@ -51,7 +44,7 @@ NO_ACCESS_LOG = MappingProxyType({"enable_access_log": False})
 
 @dataclass(frozen=True)
 class Replicas:
-    """How many engine replicas a model has: from `low` to `high`.
+    """How many engine replicas a model has: from `min_count` to `max_count`.
 
     tokens_per_replica: how many open tokens one replica can take, on average.
     resources: what Ray reserves for a replica (ray_actor_options); None: a GPU for each rank, or nothing on a CPU.
@@ -59,8 +52,8 @@ class Replicas:
     router: the import path of a subclass of Ray Serve's RequestRouter.
     """
 
-    low: int
-    high: int
+    min_count: int
+    max_count: int
     tokens_per_replica: int = TOKENS_PER_REPLICA
     resources: Mapping[str, Any] | None = None
     autoscaling: Mapping[str, Any] = field(default_factory=dict)
@@ -68,7 +61,7 @@ class Replicas:
 
     @property
     def is_autoscaled(self) -> bool:
-        return self.low < self.high
+        return self.min_count < self.max_count
 
 
 @dataclass(frozen=True)
@@ -115,25 +108,25 @@ def service_of(args: Mapping[str, Any]) -> Service:
     `args` has either one `model` with its settings, or `models`, a list of such objects.  Settings beside `models`
     apply to each model.
     """
-    shared = {name: value for name, value in args.items() if name not in ("models", *OF_SERVICE)}
+    shared = {name: value for name, value in args.items() if name not in ("models", *SERVICE_OPTIONS)}
     models = args.get("models", [{}])
     if not (isinstance(models, list) and models and all(isinstance(each, Mapping) for each in models)):
         raise EspalierError("models is not supported with this value; use a list of objects, each with its `model`")
-    for name in (name for model in models for name in model if name in OF_SERVICE):
+    for name in (name for model in models for name in model if name in SERVICE_OPTIONS):
         raise EspalierError(f"{name} is the front's, and all models have one front; put it beside `models`")
-    level = _given(args, "log_level", "info")
+    level = _option_or(args, "log_level", "info")
     if level not in LEVELS:
         raise EspalierError(f"log_level={shown(level)} is not supported; use {', '.join(LEVELS)}")
     check_options(args)
     key = args.get("api_key")
     if key is not None and not (isinstance(key, str) and key):
         raise EspalierError("api_key is empty, or is no text; give the key, or leave it out")
-    logged = {"log_level": level, "log_json": _given(args, "log_json", False)}
+    logged = {"log_level": level, "log_json": _option_or(args, "log_json", False)}
     return Service(
         tuple(_model({**shared, **model}, logged) for model in models),
-        ApiOptions(**_renamed(args, OF_API), cors_origins=tuple(_texts(args, "cors_origin"))),
-        _given(args, "fronts", 1),
-        _given(args, "drain_timeout", 60.0),
+        ApiOptions(**_by_field_name(args, API_FIELDS), cors_origins=tuple(_list_of_texts(args, "cors_origin"))),
+        _option_or(args, "fronts", 1),
+        _option_or(args, "drain_timeout", 60.0),
         **logged,
     )
 
@@ -141,24 +134,23 @@ def service_of(args: Mapping[str, Any]) -> Service:
 def _model(args: dict[str, Any], logged: dict[str, Any]) -> ServedModel:
     engine = [f.name for f in fields(EngineConfig)]
     for name in args:
-        if name not in (*engine, *OF_MODEL):
-            raise unknown_name("args", name, [*engine, *OF_MODEL, *OF_SERVICE, "models"])
+        if name not in (*engine, *MODEL_OPTIONS):
+            raise unknown_name("args", name, [*engine, *MODEL_OPTIONS, *SERVICE_OPTIONS, "models"])
     check_options(args)
     settings = {name: args[name] for name in engine if name in args}
     if settings.setdefault("model", "auto") == "auto" and "draft" not in settings:
         raise EspalierError("model is missing in args; name a directory, a Hugging Face id or 'bundled'")
     checked_settings(settings)
-    names = _texts(args, "served_model_name", *(() if settings["model"] == "auto" else (settings["model"],)))
-    front = _renamed(args, OF_FRONT)
-    find_formats("", front.get("tool_format", "auto"), front.get("reasoning_format", "auto"))
+    names = _list_of_texts(args, "served_model_name", *(() if settings["model"] == "auto" else (settings["model"],)))
+    front = _by_field_name(args, FRONT_FIELDS)
     if args.get("chat_template") is not None:
         front["chat_template"] = _template(args["chat_template"])
-    of_replicas = {name: args[name] for name in OF_REPLICAS if args.get(name) is not None}
+    of_replicas = {name: args[name] for name in REPLICA_OPTIONS if args.get(name) is not None}
     return ServedModel(
         settings,
         FrontOptions(tuple(names), **front),
-        ClientOptions(**_renamed(args, OF_CLIENT), **logged),
-        replicas_of(_given(args, "replicas", 1), **of_replicas),
+        ClientOptions(**_by_field_name(args, CLIENT_FIELDS), **logged),
+        replicas_of(_option_or(args, "replicas", 1), **of_replicas),
     )
 
 
@@ -170,20 +162,23 @@ def checked_settings(settings: Mapping[str, Any]) -> None:
         raise EspalierError(f"device={device} is not supported with replicas: Ray chooses each one's GPU; use cuda")
 
 
-def _given(args: Mapping[str, Any], name: str, default: Any) -> Any:
+def _option_or(args: Mapping[str, Any], name: str, default: Any) -> Any:
     """Returns an option, or `default` if the option is missing or null."""
     return default if args.get(name) is None else args[name]
 
 
-def _renamed(args: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+def _by_field_name(args: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Returns the given options by their fields.  null counts as not given; a limit of 0 seconds means no limit."""
-    given = {field: args[name] for name, field in names.items() if args.get(name) is not None}
-    return {field: None if field.endswith("_s") and value == 0 else value for field, value in given.items()}
+    given = {name: args[name] for name in names if args.get(name) is not None}
+    return {
+        f"{name}_s" if name.endswith("_timeout") else name: None if name.endswith("_timeout") and value == 0 else value
+        for name, value in given.items()
+    }
 
 
-def _texts(args: Mapping[str, Any], name: str, *default: str) -> list[str]:
+def _list_of_texts(args: Mapping[str, Any], name: str, *default: str) -> list[str]:
     """Returns a text or a list of texts as a list.  Raises EspalierError."""
-    value = _given(args, name, list(default))
+    value = _option_or(args, name, list(default))
     texts = [value] if isinstance(value, str) else value
     if not (isinstance(texts, list) and all(isinstance(each, str) for each in texts)):
         raise EspalierError(f"{name}={shown(value)} is not supported; use a text or a list of texts")
@@ -233,19 +228,20 @@ def application(service: Service) -> Any:
         logging_config=dict(NO_ACCESS_LOG),
     )
     names = [_deployment_name(model, len(service.models)) for model in service.models]
-    engines = [_engines(serve, model, service, name) for model, name in zip(service.models, names, strict=True)]
+    engines = [
+        _replica_deployment(serve, model, service, name) for model, name in zip(service.models, names, strict=True)
+    ]
     return front.bind(service, engines)
 
 
-def _engines(serve: Any, model: ServedModel, service: Service, name: str) -> Any:
-    """Returns the bound deployment of a model's replicas."""
+def _replica_deployment(serve: Any, model: ServedModel, service: Service, name: str) -> Any:
     from ray.serve.config import RequestRouterConfig
 
     from espalier.serve_ray.replica import EngineReplica
 
     deployment = serve.deployment(EngineReplica).options(
         name=name,
-        **_scaling(model),
+        **_scaling_options(model),
         ray_actor_options=resources_of(model),
         max_ongoing_requests=MAX_ONGOING,
         graceful_shutdown_timeout_s=service.drain_timeout_s,
@@ -259,20 +255,20 @@ def _engines(serve: Any, model: ServedModel, service: Service, name: str) -> Any
     return deployment.bind(model.settings, model.client)
 
 
-def _scaling(model: ServedModel) -> dict[str, Any]:
+def _scaling_options(model: ServedModel) -> dict[str, Any]:
     replicas = model.replicas
     if not replicas.is_autoscaled:
-        return {"num_replicas": replicas.low}
+        return {"num_replicas": replicas.min_count}
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
     policy = AutoscalingPolicy(
-        policy_function="espalier.serve_ray.replica_chooser:OpenTokens",
+        policy_function="espalier.serve_ray.replica_chooser:OpenTokensPolicy",
         policy_kwargs={"tokens_per_replica": replicas.tokens_per_replica},
     )
     return {
         "num_replicas": "auto",
         "autoscaling_config": AutoscalingConfig(
-            min_replicas=replicas.low, max_replicas=replicas.high, policy=policy, **replicas.autoscaling
+            min_replicas=replicas.min_count, max_replicas=replicas.max_count, policy=policy, **replicas.autoscaling
         ),
     }
 
@@ -296,18 +292,12 @@ def resources_of(model: ServedModel) -> dict[str, Any]:
 
 
 def gpus_of(settings: Mapping[str, Any]) -> int:
-    """Returns how many GPUs a replica needs, all of one machine."""
-    return int(settings.get("tensor_parallel", 1)) if uses_gpu(settings) else 0
-
-
-def uses_gpu(settings: Mapping[str, Any]) -> bool:
-    """Whether a replica needs a GPU.  `device` decides; "auto" means yes if the cluster has a GPU."""
+    """Returns how many GPUs a replica needs, all of one machine.  device "auto" uses them if the cluster has one."""
     import ray
 
     device = settings.get("device", "auto")
-    if device == "auto":
-        return ray.cluster_resources().get("GPU", 0) > 0
-    return device == "cuda"
+    uses_gpu = ray.cluster_resources().get("GPU", 0) > 0 if device == "auto" else device == "cuda"
+    return int(settings.get("tensor_parallel", 1)) if uses_gpu else 0
 
 
 def _deployment_name(model: ServedModel, num_models: int) -> str:

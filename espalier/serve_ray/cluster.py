@@ -13,6 +13,7 @@ from typing import Any
 
 from espalier.errors import EspalierError, one_line
 from espalier.serve_ray.build import Service, application, gpus_of, require_ray
+from espalier.server.run import bound_listener
 
 log = logging.getLogger("espalier.server")
 APP = "espalier"
@@ -42,14 +43,18 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
     import ray
 
     ending = threading.Event()
-    is_own = _join(ray, host, port)
+    is_own = _connect(ray, host, port)
     # These handlers are set after ray.init: Ray's own handlers end the process with a stack trace.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda *_: ending.set())
     try:
         _require_gpus(ray, service)
-        port = _listen(serve, host, port)
-        _refuse_second_app(serve)
+        port = _start_proxy(serve, host, port)
+        if APP in serve.status().applications:
+            raise EspalierError(
+                f"another `espalier serve --replicas` runs on this Ray cluster; end it (or `serve delete {APP}`), or "
+                "serve several models with one Serve config file (docs/deploy.md)"
+            )
         try:
             _deploy(serve, service, ending)
             if not ending.is_set():
@@ -66,7 +71,7 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
         ray.shutdown()
 
 
-def _join(ray: Any, host: str, port: int) -> bool:
+def _connect(ray: Any, host: str, port: int) -> bool:
     """Connect to the cluster of RAY_ADDRESS, else to the cluster on this machine, else start one.
 
     RAY_ADDRESS=local always starts a cluster.  Returns whether a cluster was started.  Raises EspalierError.  A port in
@@ -112,7 +117,7 @@ def _no_cluster(address: str, error: Exception) -> EspalierError:
 
 def _require_gpus(ray: Any, service: Service) -> None:
     """Refuse a cluster with too few GPUs.  A replica's GPUs must be of one machine.  Raises EspalierError."""
-    each = [gpus_of(model.settings) for model in service.models for _ in range(model.replicas.high)]
+    each = [gpus_of(model.settings) for model in service.models for _ in range(model.replicas.max_count)]
     wanted = sorted(filter(None, each), reverse=True)
     free = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]] or [0]
     total, fitting = sum(free), 0
@@ -130,7 +135,7 @@ def _require_gpus(ray: Any, service: Service) -> None:
         )
 
 
-def _listen(serve: Any, host: str, port: int) -> int:
+def _start_proxy(serve: Any, host: str, port: int) -> int:
     """Start Ray Serve's proxy.  Returns its port.  Raises EspalierError if the port cannot be used."""
     from ray.serve.config import HTTPOptions
     from ray.serve.context import _get_global_client
@@ -151,12 +156,7 @@ def _listen(serve: Any, host: str, port: int) -> int:
 
 def _bindable_port(host: str, port: int) -> int:
     """Returns the port (a free one for 0).  Raises EspalierError if this machine cannot listen there."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except (OSError, OverflowError) as error:
-            raise EspalierError(f"--host {host} --port {port} cannot be used ({error}); choose another") from None
+    with bound_listener(host, port) as probe:
         return int(probe.getsockname()[1])
 
 
@@ -171,14 +171,6 @@ def _delete_app(serve: Any, drain_timeout_s: float) -> None:
             log.warning("requests did not finish within %g s: ending them", drain_timeout_s)
             return
         time.sleep(0.2)
-
-
-def _refuse_second_app(serve: Any) -> None:
-    if APP in serve.status().applications:
-        raise EspalierError(
-            f"another `espalier serve --replicas` runs on this Ray cluster; end it (or `serve delete {APP}`), or serve "
-            "several models with one Serve config file (docs/deploy.md)"
-        )
 
 
 def _deploy(serve: Any, service: Service, ending: threading.Event) -> None:
@@ -206,4 +198,4 @@ def _reason(message: str) -> str:
 
 
 def _replica_range(replicas: Any) -> str:
-    return f"{replicas.low} to {replicas.high}" if replicas.is_autoscaled else str(replicas.low)
+    return f"{replicas.min_count} to {replicas.max_count}" if replicas.is_autoscaled else str(replicas.min_count)

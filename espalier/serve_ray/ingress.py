@@ -14,11 +14,11 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from espalier.serve_ray.build import ServedModel, Service
+from espalier.serve_ray.build import Service
 from espalier.serve_ray.pool import EnginePool
 from espalier.server import logs
 from espalier.server.api import make_app
-from espalier.server.front import Front, FrontOptions, Fronts
+from espalier.server.front import Front, Fronts
 from espalier.server.metrics import Metrics
 
 log = logging.getLogger("espalier.server")
@@ -36,17 +36,17 @@ class Ingress:
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Returns the ASGI application, once each model has a replica.  Ray Serve calls this hook."""
-        service, share = self.service, 1 / self.service.num_fronts
+        service, num_fronts = self.service, self.service.num_fronts
         for model, handle in zip(service.models, self.handles, strict=True):
-            self.pools.append(EnginePool(handle, model.name, model.replicas.high, share, is_lost))
+            self.pools.append(EnginePool(handle, model.name, model.replicas.max_count, 1 / num_fronts, is_lost))
         await asyncio.gather(*(pool.start() for pool in self.pools))
         metrics = Metrics(self.pools)
-        fronts = [
-            await asyncio.to_thread(Front, pool, _options(model, service.num_fronts), metrics)
-            for pool, model in zip(self.pools, service.models, strict=True)
-        ]
-        for front in fronts:
-            front.render_aside()
+        fronts = []
+        for pool, model in zip(self.pools, service.models, strict=True):
+            # Each of several fronts gets an equal part of the queue.
+            options = replace(model.front, max_queue=-(-model.front.max_queue // num_fronts))
+            fronts.append(await asyncio.to_thread(Front, pool, options, metrics))
+            fronts[-1].render_in_helper_process()
         self.fronts = Fronts(fronts, metrics)
         app, _ = make_app(self.fronts, service.api)
         log.info("the front serves %s", ", ".join(self.fronts.names))
@@ -57,11 +57,6 @@ class Ingress:
             await pool.close()
         if self.fronts is not None:
             await self.fronts.close()
-
-
-def _options(model: ServedModel, num_fronts: int) -> FrontOptions:
-    """Returns the options of one front of several: each front gets an equal part of the queue."""
-    return replace(model.front, max_queue=-(-model.front.max_queue // num_fronts))
 
 
 def is_lost(error: BaseException) -> bool:

@@ -9,29 +9,16 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from espalier.errors import EspalierError
 from espalier.inputs import ModelFacts
-from espalier.serve_ray.replica import ReplicaFigures
 from espalier.serve_ray.replica_chooser import RoutingHint, prefix_hashes
 from espalier.server import protocol
-from espalier.server.protocol import (
-    SHUTTING_DOWN,
-    EngineGone,
-    Failed,
-    Figures,
-    Generation,
-    Harvest,
-    Part,
-    Ready,
-    Refused,
-    Submit,
-    error_of,
-)
+from espalier.server.protocol import SHUTTING_DOWN, EngineFigures, EngineGone, Generation, Part, Submit
 
 log = logging.getLogger("espalier.server")
 # The most replicas that one prompt is sent to.
@@ -54,12 +41,13 @@ class Prompt:
     def is_done(self) -> bool:
         return self.generation.num_running[self.submit.name] == 0
 
-    def take(self, parts: Sequence[Part]) -> None:
+    def add_parts(self, parts: Sequence[Part]) -> None:
         self.has_begun = True
         for part in parts:
-            self.generation.take(part)
+            self.generation.add(part)
 
 
+@dataclass(eq=False)
 class EnginePool:
     """The replicas of one model.
 
@@ -68,27 +56,26 @@ class EnginePool:
     may fill.  is_lost: whether an exception of a call means that the replica is gone.
     """
 
-    def __init__(
-        self, handle: Any, name: str, max_replicas: int, share: float, is_lost: Callable[[BaseException], bool]
-    ):
-        self.handle = handle
-        self.streams = handle.options(method_name="generate", stream=True)
-        self.name = name
-        self.max_replicas = max_replicas
-        self.share = share
-        self.is_lost = is_lost
-        self.facts: ModelFacts | None = None
-        self.config: Mapping[str, Any] = {}
-        self._figures: list[Figures] = []
-        self._closed = False
-        self._num_submitted = 0
-        self._open: dict[str, tuple[Generation, asyncio.Task[None]]] = {}
-        self._polling: asyncio.Task[None] | None = None
+    handle: Any
+    name: str
+    max_replicas: int
+    share: float
+    is_lost: Callable[[BaseException], bool]
+    facts: ModelFacts | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    _figures: list[EngineFigures] = field(default_factory=list)
+    _closed: bool = False
+    _num_submitted: int = 0
+    _open: dict[str, tuple[Generation, asyncio.Task[None]]] = field(default_factory=dict)
+    _polling: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self.streams = self.handle.options(method_name="generate", stream=True)
 
     async def start(self) -> None:
         """Wait until a replica is ready."""
         ready = protocol.decode_from_engine(await self.handle.about.remote())
-        assert isinstance(ready, Ready)
+        assert isinstance(ready, protocol.Ready)
         self.facts, self.config = ready.facts, ready.config
         await self._poll_figures()
         self._polling = asyncio.create_task(self._keep_polling())
@@ -103,7 +90,7 @@ class EnginePool:
         return "closed" if self._closed else "ready" if self.num_replicas else "starting"
 
     @property
-    def why(self) -> str:
+    def unavailable_reason(self) -> str:
         return SHUTTING_DOWN if self._closed else "" if self.num_replicas else NO_REPLICA
 
     @property
@@ -126,24 +113,24 @@ class EnginePool:
         if self._closed:
             raise EngineGone(SHUTTING_DOWN)
 
-    def submit(self, prompts: Sequence[list[int]], asked: Submit) -> Generation:
+    def submit(self, prompts: Sequence[list[int]], template: Submit) -> Generation:
         self.require_up()
-        submits = asked.each_of(prompts, self._num_submitted)
+        submits = template.for_prompts(prompts, self._num_submitted)
         self._num_submitted += len(prompts)
-        generation = Generation(self, [each.name for each in submits], asked.params.n)
+        generation = Generation(self, [each.name for each in submits], template.params.n)
         for each in submits:
             self._open[each.name] = generation, asyncio.create_task(self._run(Prompt(each, generation)))
         return generation
 
-    async def sent(self) -> None:
+    async def wait_sent(self) -> None:
         await asyncio.sleep(0)
 
-    def forget(self, generation: Generation) -> None:
+    def abort(self, generation: Generation) -> None:
         for name in generation.num_running:
             if (found := self._open.pop(name, None)) is not None:
                 found[1].cancel()
 
-    def figures(self) -> list[Figures]:
+    def figures(self) -> list[EngineFigures]:
         return self._figures
 
     async def close(self) -> None:
@@ -151,7 +138,7 @@ class EnginePool:
         if self._polling is not None:
             self._polling.cancel()
         for generation, _ in list(self._open.values()):
-            self.forget(generation)
+            self.abort(generation)
             generation.fail(EngineGone(SHUTTING_DOWN))
 
     # One prompt
@@ -164,7 +151,7 @@ class EnginePool:
             if not isinstance(error, EngineGone | EspalierError):
                 log.exception("a prompt failed in the front")
             self._open.pop(prompt.submit.name, None)
-            self.forget(prompt.generation)
+            self.abort(prompt.generation)
             prompt.generation.fail(error)
 
     async def _try_replicas(self, prompt: "Prompt") -> None:
@@ -187,12 +174,12 @@ class EnginePool:
         try:
             async for data in stream:
                 sent = protocol.decode_from_engine(data)
-                if isinstance(sent, Failed):
+                if isinstance(sent, protocol.Failed):
                     return sent.error
-                if isinstance(sent, Refused):
-                    raise error_of(sent)
-                assert isinstance(sent, Harvest)
-                prompt.take(sent.parts)
+                if isinstance(sent, protocol.Refused):
+                    raise protocol.refusal_error(sent)
+                assert isinstance(sent, protocol.Harvest)
+                prompt.add_parts(sent.parts)
                 if prompt.is_done:
                     self._open.pop(prompt.submit.name, None)
         except asyncio.CancelledError:
@@ -220,10 +207,8 @@ class EnginePool:
             answers = self.handle.broadcast("figures")
             found = await answers.results_async(timeout_s=POLL_TIMEOUT_S, return_exceptions=True)
         figures = []
-        for each in (each for each in found if isinstance(each, bytes)):
+        for data in (each for each in found if isinstance(each, bytes)):
             with suppress(msgspec.MsgspecError):
-                figures.append(msgspec.msgpack.decode(each, type=ReplicaFigures))
-        self._figures = [
-            Figures({"model": self.name, "replica": each.replica}, each.up, 0, each.report, each.abort_steps)
-            for each in sorted(figures, key=lambda each: each.replica)
-        ]
+                of_replica = msgspec.msgpack.decode(data, type=EngineFigures)
+                figures.append(replace(of_replica, labels={"model": self.name, **of_replica.labels}))
+        self._figures = sorted(figures, key=lambda each: each.labels["replica"])

@@ -8,9 +8,8 @@ import asyncio
 import logging
 import os
 import zlib
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -20,33 +19,12 @@ from espalier.errors import EspalierError
 from espalier.request import sample_seed
 from espalier.server import logs, protocol
 from espalier.server.client import ClientOptions, EngineClient
-from espalier.server.protocol import EngineBusy, EngineGone, Failed, Harvest, Part, Ready, Refused, Report, Submit
+from espalier.server.protocol import EngineBusy, EngineGone, Failed, Harvest, Ready, Refused, Submit
 
 log = logging.getLogger("espalier.server")
 # Seconds in which a replica whose engine is gone may send its last messages.
 FLUSH_S = 0.5
 EXIT_CODE = 1
-
-
-class ReplicaFigures(msgspec.Struct):
-    """Figures of one replica (server/protocol.py), sent to the front."""
-
-    replica: str
-    up: bool
-    report: Report
-    abort_steps: dict[int, int]
-
-
-@dataclass
-class OpenPrompt:
-    """Open tokens of one prompt.  prompt_tokens: 0 once there is an output token.  output_tokens: the most to come."""
-
-    prompt_tokens: int
-    output_tokens: int
-
-    def take(self, part: Part) -> None:
-        self.prompt_tokens = 0
-        self.output_tokens -= len(part.output.token_ids)
 
 
 class EngineReplica:
@@ -60,7 +38,8 @@ class EngineReplica:
         self.name = name or _name_in_serve()
         self.leave = leave
         self.client = EngineClient(with_own_seed(settings, self.name), options)
-        self._open: dict[str, OpenPrompt] = {}
+        # By prompt: its tokens until the first output token, and the most output tokens to come.
+        self._open_tokens: dict[str, int] = {}
         await self.client.start()
         self._watch = asyncio.create_task(self._exit_with_engine())
 
@@ -80,43 +59,34 @@ class EngineReplica:
         except EngineGone as error:
             yield protocol.encode(Failed(str(error), refused=False))
             return
-        log.debug("%s has the prompt", self.name, extra=logs.about(submit.name))
+        log.debug("%s has the prompt", self.name, extra=logs.log_extra(submit.name))
+        assert self.client.facts is not None
+        left_in_context, most = self.client.facts.max_context - len(submit.prompt), submit.params.max_tokens
+        to_come = submit.params.n * (left_in_context if most is None else min(left_in_context, most))
+        self._open_tokens[submit.name] = len(submit.prompt) + to_come
         try:
-            with self._tracked(submit) as open_prompt:
-                async for parts in generation.parts(None):
-                    for part in parts:
-                        part.name = submit.name
-                        open_prompt.take(part)
-                    yield protocol.encode(Harvest(parts))
+            async for parts in generation.parts(None):
+                for part in parts:
+                    part.name = submit.name
+                    to_come -= len(part.output.token_ids)
+                self._open_tokens[submit.name] = max(to_come, 0)
+                yield protocol.encode(Harvest(parts))
         except EngineGone as error:
             yield protocol.encode(Failed(str(error), refused=False))
         except EspalierError as error:
             yield protocol.encode(Refused(submit.name, str(error), isinstance(error, EngineBusy)))
         finally:
+            self._open_tokens.pop(submit.name, None)
             generation.close()
-
-    @contextmanager
-    def _tracked(self, submit: Submit) -> Iterator[OpenPrompt]:
-        """Count the prompt as open within the block."""
-        assert self.client.facts is not None
-        left_in_context = self.client.facts.max_context - len(submit.prompt)
-        most = submit.params.max_tokens
-        limit = left_in_context if most is None else min(left_in_context, most)
-        open_prompt = self._open[submit.name] = OpenPrompt(len(submit.prompt), limit * submit.params.n)
-        try:
-            yield open_prompt
-        finally:
-            self._open.pop(submit.name, None)
 
     def open_tokens(self) -> int:
         """Returns the open tokens: prompts that have no output token yet, and outputs up to their limit."""
-        return sum(each.prompt_tokens + max(each.output_tokens, 0) for each in self._open.values())
+        return sum(self._open_tokens.values())
 
     async def figures(self) -> bytes:
-        client = self.client
-        return msgspec.msgpack.encode(
-            ReplicaFigures(self.name, client.state == "ready", client.report, dict(client.abort_steps))
-        )
+        """Returns the engine's EngineFigures, with the replica's name as a label."""
+        [figures] = self.client.figures()
+        return msgspec.msgpack.encode(replace(figures, labels={"replica": self.name}))
 
     # Ray Serve's hooks
 

@@ -6,6 +6,7 @@ have not ended.  Replicas are identified by name.
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 # The most pages of a prompt that are hashed, from the prompt's start.
@@ -97,7 +98,7 @@ class ReplicaChooser:
             if not open_samples:
                 del self._open_samples[replica, request]
 
-    def forget_all_but(self, replicas: Collection[str]) -> None:
+    def keep_only(self, replicas: Collection[str]) -> None:
         """Forget the open samples of all replicas except `replicas`."""
         for replica, request in [key for key in self._open_samples if key[0] not in replicas]:
             del self._open_samples[replica, request]
@@ -105,11 +106,11 @@ class ReplicaChooser:
             del self.load[replica]
 
 
-class OpenTokens:
+@dataclass(frozen=True)
+class OpenTokensPolicy:
     """An autoscaling policy of Ray Serve.  tokens_per_replica: the open tokens of one replica, on average."""
 
-    def __init__(self, tokens_per_replica: int):
-        self.tokens_per_replica = tokens_per_replica
+    tokens_per_replica: int
 
     def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:
         """Returns (number of replicas wanted, state).  Without figures, the number of replicas does not change."""

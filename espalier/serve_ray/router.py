@@ -34,7 +34,7 @@ class PrefixRouter(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        self.chooser.forget_all_but({each.replica_id.unique_id for each in replicas})
+        self.chooser.keep_only({each.replica_id.unique_id for each in replicas})
 
 
 def _hint_of(request: PendingRequest) -> RoutingHint:

@@ -12,7 +12,7 @@ import msgspec
 from espalier.inputs import text_stream
 from espalier.logprobs import PromptLogprobs, TokenLogprob
 from espalier.request import OutputChunk, ResolvedParams
-from espalier.server.openai import Generating
+from espalier.server.openai import GenerationRequest
 from espalier.server.protocol import Part
 from espalier.stats import SpeculationStats, Usage
 from espalier.text import TextStream, Tokenizer
@@ -27,7 +27,7 @@ def event(chunk: dict[str, Any]) -> bytes:
     return b"data: " + to_json(chunk) + b"\n\n"
 
 
-def makes_text_there(params: ResolvedParams) -> bool:
+def engine_detokenizes(params: ResolvedParams) -> bool:
     """Whether the engine process makes the text.  It must if there are stop strings, since they end a request there."""
     return bool(params.stop)
 
@@ -36,64 +36,66 @@ def makes_text_there(params: ResolvedParams) -> bool:
 class Choice:
     """One sample of one prompt.
 
-    prompt: token ids.  make_sink: returns the stream that makes the text, None if the engine process makes it.
-    keep_stop: the text includes the stop token's text.  event_ends: the bytes before and after the text in an event,
-    built at the first event.  For the text offsets of log-probabilities: text_length, characters of the tokens so far;
-    characters, a decoder that keeps the bytes of an incomplete character; has_begun, whether a token had text.
+    prompt: token ids.  make_text_stream: returns the stream that makes the text, None if the engine process makes it.
+    keep_stop: the text includes the stop token's text.  chunks: for the whole response.  event_affixes: the bytes
+    before and after the text in an event, built at the first event.  For the text offsets of log-probabilities:
+    text_length, characters of the tokens so far; character_decoder, a decoder that keeps the bytes of an incomplete
+    character; has_text, whether a token had text.
     """
 
     index: int
     prompt: Sequence[int]
-    make_sink: Callable[[], TextStream | None]
+    make_text_stream: Callable[[], TextStream | None]
     keep_stop: bool = False
-    texts: list[str] = field(default_factory=list)
+    chunks: list[OutputChunk] = field(default_factory=list)
     num_tokens: int = 0
     text_length: int = 0
-    has_begun: bool = False
-    characters: codecs.IncrementalDecoder = field(
+    has_text: bool = False
+    character_decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
     )
-    token_ids: list[int] = field(default_factory=list)
-    from_draft: list[bool] = field(default_factory=list)
-    logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    event_ends: tuple[bytes, bytes] | None = None
+    event_affixes: tuple[bytes, bytes] | None = None
 
     @cached_property
-    def sink(self) -> TextStream | None:
+    def text_stream(self) -> TextStream | None:
         """The stream that makes the text.  Made when the first part arrives, so that the request starts sooner."""
-        return self.make_sink()
+        return self.make_text_stream()
 
-    def take(self, output: OutputChunk, keep: bool) -> OutputChunk:
-        """Returns the chunk with its text and reasons.  keep: add them to the choice too, for the whole response."""
-        text = self.new_text(output)
-        ends = self.ends(output)
+    def add_chunk(self, output: OutputChunk, accumulate: bool) -> OutputChunk:
+        """Returns the chunk with its text and reasons.  accumulate: keep it for the whole response too."""
         self.num_tokens += len(output.token_ids)
-        if keep:
-            self.texts.append(text)
-            self.token_ids += output.token_ids
-            self.from_draft += output.from_draft
-            if output.logprobs is not None:
-                self.logprobs = self.logprobs or []
-                self.logprobs += output.logprobs
-            if output.prompt_logprobs is not None:
-                self.prompt_logprobs = output.prompt_logprobs
-            self.finish_reason, self.stop_reason = ends
-        return replace(output, text=text, finish_reason=ends[0], stop_reason=ends[1])
+        text = self.new_text(output)
+        finish_reason, stop_reason = self.finish_reasons(output)
+        chunk = replace(output, text=text, finish_reason=finish_reason, stop_reason=stop_reason)
+        if accumulate:
+            self.chunks.append(chunk)
+        return chunk
 
-    def ends(self, output: OutputChunk) -> tuple[str | None, int | str | None]:
+    @cached_property
+    def output(self) -> OutputChunk:
+        """All accumulated chunks as one, once the last has come."""
+        logprobs = [each.logprobs for each in self.chunks if each.logprobs is not None]
+        entries: Any = [entry for part in logprobs for entry in part] if logprobs else None
+        return replace(
+            self.chunks[-1],
+            text="".join(each.text for each in self.chunks),
+            token_ids=[token for each in self.chunks for token in each.token_ids],
+            from_draft=[is_drafted for each in self.chunks for is_drafted in each.from_draft],
+            logprobs=entries,
+            prompt_logprobs=next((p for each in self.chunks if (p := each.prompt_logprobs) is not None), None),
+        )
+
+    def finish_reasons(self, output: OutputChunk) -> tuple[str | None, int | str | None]:
         """Returns (finish_reason, stop_reason) of a chunk whose text was read."""
         return output.finish_reason, output.stop_reason
 
     def new_text(self, output: OutputChunk) -> str:
         """Returns the text that a chunk adds.  Like the engine process, leaves out the stop token unless keep_stop."""
-        if self.sink is None:
+        if self.text_stream is None:
             return output.text
         ends_by_token = output.finish_reason == "stop" and not self.keep_stop
-        self.sink.push_all(output.token_ids[:-1] if ends_by_token else output.token_ids)
-        return self.sink.take(final=output.finish_reason is not None)
+        self.text_stream.push_all(output.token_ids[:-1] if ends_by_token else output.token_ids)
+        return self.text_stream.take(final=output.finish_reason is not None)
 
 
 class Answer:
@@ -102,15 +104,14 @@ class Answer:
     tokenizer: None if the model has none; the texts are then empty.  echo: the text of each prompt, or empty.
     """
 
-    object_whole = ""
-    object_chunk = ""
-    # The event that ends a stream.
-    end_mark = b"data: [DONE]\n\n"
+    response_object = ""
+    chunk_object = ""
+    end_event = b"data: [DONE]\n\n"
 
     def __init__(
         self,
         id: str,
-        body: Generating,
+        body: GenerationRequest,
         params: ResolvedParams,
         prompts: Sequence[list[int]],
         tokenizer: Tokenizer | None,
@@ -123,9 +124,9 @@ class Answer:
         self.include_usage = bool(body.stream_options and body.stream_options.include_usage)
         self.usage_in_chunks = bool(body.stream_options and body.stream_options.continuous_usage_stats)
         # Whether events differ only in their text, except a choice's last event and events with log-probabilities.
-        self.text_only = not (self.usage_in_chunks or body.return_token_ids or body.from_draft)
+        self.events_differ_only_in_text = not (self.usage_in_chunks or body.return_token_ids or body.from_draft)
         self.num_prompt_tokens = sum(len(prompt) for prompt in prompts)
-        self.head = {"id": id, "created": int(time.time()), "model": body.model}
+        self.common_fields = {"id": id, "created": int(time.time()), "model": body.model}
         self.choices = [
             self._choice(number * params.n + i, prompt)
             for number, prompt in enumerate(prompts)
@@ -135,14 +136,14 @@ class Answer:
         self.stats = SpeculationStats()
 
     def _choice(self, index: int, prompt: list[int]) -> Choice:
-        return Choice(index, prompt, partial(self._sink, prompt), self.params.include_stop_str_in_output)
+        return Choice(index, prompt, partial(self._make_text_stream, prompt), self.params.include_stop_str_in_output)
 
-    def _sink(self, prompt: list[int]) -> TextStream | None:
-        if self.tokenizer is None or makes_text_there(self.params):
+    def _make_text_stream(self, prompt: list[int]) -> TextStream | None:
+        if self.tokenizer is None or engine_detokenizes(self.params):
             return None
         return text_stream(self.tokenizer, prompt, self.params, ())
 
-    def take(self, prompt_index: int, part: Part) -> tuple[Choice, OutputChunk]:
+    def add_part(self, prompt_index: int, part: Part) -> tuple[Choice, OutputChunk]:
         """Add a part of a prompt's output.  Returns its choice and the chunk with its text."""
         choice = self.choices[prompt_index * self.params.n + part.output.index]
         if part.usage is not None:
@@ -151,70 +152,72 @@ class Answer:
             self.usages.append(part.usage if first else replace(part.usage, prompt_tokens=0, cached_tokens=0))
         if part.speculation is not None:
             self.stats.merge(part.speculation)
-        return choice, choice.take(part.output, keep=not self.body.stream)
+        return choice, choice.add_chunk(part.output, accumulate=not self.body.stream)
 
     def event(self, prompt_index: int, part: Part) -> bytes:
         """Add a part of a prompt's output.  Returns its stream event; b"" if the event would say nothing."""
         output = part.output
         has_more = output.finish_reason or output.logprobs is not None or output.prompt_logprobs is not None
-        if self.text_only and not has_more:
+        if self.events_differ_only_in_text and not has_more:
             choice = self.choices[prompt_index * self.params.n + output.index]
             text = choice.new_text(output)
             return self._text_event(choice, text) if text else b""
-        chunk = self.chunk(*self.take(prompt_index, part))
+        chunk = self.chunk(*self.add_part(prompt_index, part))
         return b"" if chunk is None else event(chunk)
 
     def _text_event(self, choice: Choice, text: str) -> bytes:
         """Returns the event of a chunk that has only text.  The bytes around the text never change, and are kept."""
-        if choice.event_ends is None:
+        if choice.event_affixes is None:
             chunk = self.chunk(choice, OutputChunk("", text=PLACEHOLDER))
             assert chunk is not None
             # Values that the client chose come before the text, so the last placeholder is the text's.
             before, _, after = event(chunk).rpartition(to_json(PLACEHOLDER))
-            choice.event_ends = before, after
-        before, after = choice.event_ends
+            choice.event_affixes = before, after
+        before, after = choice.event_affixes
         return before + to_json(text) + after
 
     def chunk(self, choice: Choice, output: OutputChunk) -> dict[str, Any] | None:
-        """Returns the stream chunk for what `take` returned, None if the chunk would be empty."""
+        """Returns the stream chunk for what `add_part` returned, None if the chunk would be empty."""
         quiet = not (output.text or output.finish_reason or output.logprobs or output.prompt_logprobs)
         if quiet and not (self.body.return_token_ids or self.body.from_draft):
             return None
-        return self._chunk([self._chunk_choice(choice, output) | self._beyond_openai(output)])
+        return self._chunk([self._chunk_choice(choice, output) | self._extra_fields(output)])
 
     def encode(self, chunk: dict[str, Any]) -> bytes:
-        """Returns the event of a chunk that `opening` or `closing` returned."""
+        """Returns the event of a chunk that `opening_chunks` or `closing_chunks` returned."""
         return event(chunk)
 
-    def failure(self, error: dict[str, Any]) -> bytes:
+    def error_event(self, error: dict[str, Any]) -> bytes:
         """Returns the event of an error after the stream has begun.  error: the body of an error response."""
         return event(error)
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening_chunks(self) -> list[dict[str, Any]]:
         """Returns the chunks that come before the first token."""
         return []
 
-    def closing(self) -> list[dict[str, Any]]:
+    def closing_chunks(self) -> list[dict[str, Any]]:
         """Returns the chunks that come after the last token."""
         return [{**self._chunk([]), "usage": self.usage()}] if self.include_usage else []
 
-    def whole(self) -> dict[str, Any]:
+    def whole_response(self) -> dict[str, Any]:
         """Returns the whole response, after all choices have ended."""
-        choices = [self._whole_choice(choice) | self._beyond_openai(choice) for choice in self.choices]
-        return {**self.head, "object": self.object_whole, "choices": choices, "usage": self.usage()}
+        choices = [self._whole_choice(choice) | self._extra_fields(choice.output) for choice in self.choices]
+        return {**self.common_fields, "object": self.response_object, "choices": choices, "usage": self.usage()}
 
     def _first_sample(self, choice: Choice) -> Choice:
         """Returns the first sample of the choice's prompt.  It holds the prompt's log-probabilities."""
         return self.choices[choice.index // self.params.n * self.params.n]
 
-    def _of_prompt(self, choice: Choice) -> dict[str, Any]:
+    def _prompt_logprobs_field(self, choice: Choice) -> dict[str, Any]:
         """Returns prompt_logprobs, if requested, as vLLM does: null, then an object by token id for each token."""
-        count, entries = self.body.prompt_logprobs, self._first_sample(choice).prompt_logprobs
+        count, entries = self.body.prompt_logprobs, self._first_sample(choice).output.prompt_logprobs
         if count is None or entries is None:
             return {}
-        return {"prompt_logprobs": [None if entry is None else self._ranked(entry, count) for entry in entries]}
+        return {
+            "prompt_logprobs": [None if entry is None else self._ranked_logprobs(entry, count) for entry in entries]
+        }
 
-    def _ranked(self, entry: TokenLogprob, count: int) -> dict[int, dict[str, Any]]:
+    def _ranked_logprobs(self, entry: TokenLogprob, count: int) -> dict[int, dict[str, Any]]:
         """Returns the prompt's token first, then the likeliest tokens in order."""
         ranked = {entry.token_id: (entry.logprob, entry.rank)}
         for rank, (token, value) in enumerate(entry.top[:count], 1):
@@ -245,17 +248,15 @@ class Answer:
         return {name: sum(getattr(usage, name) for usage in self.usages) for name in names}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk = {**self.head, "object": self.object_chunk, "choices": choices}
-        if self.usage_in_chunks:
-            return {**chunk, "usage": self._usage_so_far()}
-        return {**chunk, "usage": None} if self.include_usage else chunk
-
-    def _usage_so_far(self) -> dict[str, int]:
-        """Returns the token counts so far.  Cached tokens and speculation are known only at the end."""
+        chunk = {**self.common_fields, "object": self.chunk_object, "choices": choices}
+        if not self.usage_in_chunks:
+            return {**chunk, "usage": None} if self.include_usage else chunk
+        # Cached tokens and speculation are known only at the end.
         prompt, completion = self.num_prompt_tokens, sum(choice.num_tokens for choice in self.choices)
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return {**chunk, "usage": usage}
 
-    def _beyond_openai(self, source: OutputChunk | Choice) -> dict[str, Any]:
+    def _extra_fields(self, source: OutputChunk) -> dict[str, Any]:
         """Returns the fields of a choice that OpenAI's API does not have."""
         extra: dict[str, Any] = {"stop_reason": source.stop_reason}
         if self.body.return_token_ids:
@@ -287,18 +288,18 @@ class Answer:
 class TextAnswer(Answer):
     """Builds the answers of /v1/completions."""
 
-    object_whole = object_chunk = "text_completion"
+    response_object = chunk_object = "text_completion"
 
     @property
     def echoes_logprobs(self) -> bool:
         """Whether the prompt's tokens have log-probabilities.  A stream then sends the prompt's text with them."""
         return bool(self.body.echoes_logprobs)
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening_chunks(self) -> list[dict[str, Any]]:
         if not self.echo or self.echoes_logprobs:
             return []
         echoes = [(choice, OutputChunk("", text=self._echo(choice))) for choice in self.choices]
-        return [self._chunk([self._chunk_choice(choice, echo) | self._beyond_openai(echo)]) for choice, echo in echoes]
+        return [self._chunk([self._chunk_choice(choice, echo) | self._extra_fields(echo)]) for choice, echo in echoes]
 
     def _echo(self, choice: Choice) -> str:
         return self.echo[choice.index // self.params.n] if self.echo else ""
@@ -312,13 +313,9 @@ class TextAnswer(Answer):
         }
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        return {
-            "index": choice.index,
-            "text": self._echo(choice) + "".join(choice.texts),
-            "logprobs": self._logprobs(choice, self._first_sample(choice).prompt_logprobs, choice.logprobs),
-            "finish_reason": choice.finish_reason,
-            **self._of_prompt(choice),
-        }
+        output = replace(choice.output, prompt_logprobs=self._first_sample(choice).output.prompt_logprobs)
+        text = self._echo(choice) + output.text
+        return {**self._chunk_choice(choice, output), "text": text, **self._prompt_logprobs_field(choice)}
 
     def _logprobs(
         self, choice: Choice, of_prompt: PromptLogprobs | None, of_output: Sequence[TokenLogprob] | None
@@ -333,7 +330,7 @@ class TextAnswer(Answer):
             "tokens": [self._token_text(token) for token in tokens],
             "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
             "top_logprobs": [None if entry is None else self._top_logprobs(entry) for entry in entries],
-            "text_offset": [self._advance(choice, token) for token in tokens],
+            "text_offset": [self._advance_text_offset(choice, token) for token in tokens],
         }
 
     def _top_logprobs(self, entry: TokenLogprob) -> dict[str, float]:
@@ -344,7 +341,7 @@ class TextAnswer(Answer):
             by_text[f"token_id:{token}" if text in by_text else text] = value
         return by_text
 
-    def _advance(self, choice: Choice, token: int) -> int:
+    def _advance_text_offset(self, choice: Choice, token: int) -> int:
         """Returns the token's offset in the text, in characters, and moves choice.text_length past the token.
 
         A token that continues an incomplete character has the offset of that character.
@@ -354,12 +351,12 @@ class TextAnswer(Answer):
             return offset
         part = self.tokenizer.bytes_of(token)
         if part.is_text or not skip:
-            length = len(choice.characters.decode(part.bytes))
-            if not choice.has_begun:
+            length = len(choice.character_decoder.decode(part.bytes))
+            if not choice.has_text:
                 # If no text precedes the output, some decoders strip its leading space.
                 before = () if self.echoes_logprobs else choice.prompt
                 alone = self.tokenizer.sink(before, skip_special_tokens=skip)
                 alone.push(token)
                 length = min(length, len(alone.take(final=True)))
-            choice.text_length, choice.has_begun = offset + length, True
+            choice.text_length, choice.has_text = offset + length, True
         return offset

@@ -21,26 +21,24 @@ from espalier.server.answers import TextAnswer
 from espalier.server.batch_api import batch_endpoints
 from espalier.server.batches import Batches
 from espalier.server.chat_answers import ChatAnswer, ResponsesAnswer
-from espalier.server.errors import ApiError, as_json, refusal
+from espalier.server.errors import ApiError, bad_request, json_response
 from espalier.server.front import Front
 from espalier.server.gate import Gate
 from espalier.server.logs import request_id
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, Message, TokenizeRequest
-from espalier.server.responses import NAMES, ResponsesRequest, naming_fields
+from espalier.server.responses import RESPONSES_FIELD_NAMES, ResponsesRequest, renaming_error_fields
 from espalier.server.routes import JSON, Endpoint, Server, make_router, page_endpoints
-from espalier.text import Tokenizer
 from espalier.tool_calls.definitions import Tools
 from espalier.tool_calls.formats import Formats
 from espalier.tool_calls.plan import ChatPlan
 
-# The response header that lists the request's fields that have no effect.
-IGNORED = "x-espalier-no-effect"
+NO_EFFECT_HEADER = "x-espalier-no-effect"
 # The schema of a stream's event.  The event's data is a chunk as JSON, or [DONE].
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-STREAMED = {200: {**JSON, "text/event-stream": {"schema": EVENT}}}
-ALWAYS = (401, 500)
-READS_A_BODY = (400, 404, 408, 413, 503, *ALWAYS)
-GENERATES = (*READS_A_BODY, 429, 504)
+STREAMING_RESPONSES = {200: {**JSON, "text/event-stream": {"schema": EVENT}}}
+COMMON_ERRORS = (401, 500)
+BODY_ERRORS = (400, 404, 408, 413, 503, *COMMON_ERRORS)
+GENERATION_ERRORS = (*BODY_ERRORS, 429, 504)
 # Matches an origin as a browser sends it: no path, and no slash at the end.
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
@@ -54,42 +52,37 @@ class Conversation:
     params: ResolvedParams
     plan: ChatPlan
 
-    @property
-    def answer_arguments(self) -> tuple[ResolvedParams, list[list[int]], Tokenizer | None, ChatPlan]:
-        """Returns the last arguments of ChatAnswer or ResponsesAnswer."""
-        return self.params, [self.prompt], self.plan.tokenizer, self.plan
-
 
 @contextmanager
-def refusing() -> Iterator[None]:
+def as_api_errors() -> Iterator[None]:
     """Turns an EspalierError that leaves the block into an ApiError."""
     try:
         yield
     except EspalierError as error:
-        raise refusal(error) from None
+        raise bad_request(error) from None
 
 
-async def converse(front: Front, body: ChatRequest) -> Conversation:
+async def prepare_chat(front: Front, body: ChatRequest) -> Conversation:
     """Check a conversation and make its prompt.  Raises ApiError."""
-    with refusing():
+    with as_api_errors():
         body.check()
         asked = body.params()
         params = front.resolve(asked)
         plan = ChatPlan(front.inputs.tokenizer, front.formats, body.tool_use())
-    unread = [name for name in ("reasoning_effort", "tools") if getattr(body, name) and not plan.shows(name)]
-    front.check_effect(ignored := body.without_effect() + unread)
+    unread = [name for name in ("reasoning_effort", "tools") if getattr(body, name) and not plan.template_reads(name)]
+    front.report_no_effect(ignored := body.fields_without_effect() + unread)
     if body.prediction is not None:
         guessed = body.prediction.text
         asked_for = InputProcessor.predicted, params, guessed
         params = await front.lanes.run(*asked_for, size=len(guessed), field="prediction")
     if "reasoning_effort" in unread:
         body = body.model_copy(update={"reasoning_effort": None})
-    with front.entering(params.n):
+    with front.reserve_capacity(params.n):
         check = front.require_tokenizable
         size = num_characters([body.messages, body.tools, body.chat_template_kwargs])
-        prompt = await front.rendered(_prompt, body, plan, check, size=size)
-    with refusing():
-        front.inputs.require_room(prompt, asked, body.limit_name)
+        prompt = await front.conversation_tokens(_prompt, body, plan, check, size=size)
+    with as_api_errors():
+        front.inputs.require_room(prompt, asked, body.output_limit_field)
         params = front.inputs.planned(plan, params, prompt)
     return Conversation(ignored, prompt, params, plan)
 
@@ -110,7 +103,7 @@ def chat_steps(
     plan: ChatPlan,
 ) -> Steps:
     """Turns messages into token ids, one step for each rendering (see chat.Steps).  Raises EspalierError."""
-    return inputs.chat_steps(plan.messages([message.turn() for message in messages]), check=check, **options)
+    return inputs.chat_steps(plan.messages([message.for_template() for message in messages]), check=check, **options)
 
 
 def num_characters(value: Any) -> int:
@@ -133,9 +126,9 @@ def num_characters(value: Any) -> int:
 class ApiOptions:
     """Settings of the HTTP API.
 
-    api_key: None if clients need no key.  more_keys: further valid keys, one for each further client.  cors_origins:
-    origins whose pages may call the server.  body_timeout_s: limit for reading the headers, and for reading the body;
-    None for no limit.  max_file_bytes: limit for one uploaded file.
+    api_key: None if clients need no key.  additional_keys: further valid keys, one for each further client.
+    cors_origins: origins whose pages may call the server.  body_timeout_s: limit for reading the headers, and for
+    reading the body; None for no limit.  max_file_bytes: limit for one uploaded file.
     """
 
     api_key: str | None = None
@@ -143,7 +136,7 @@ class ApiOptions:
     max_body_bytes: int = 4 * 2**20
     body_timeout_s: float | None = 60.0
     max_file_bytes: int = 200 * 2**20
-    more_keys: Sequence[str] = ()
+    additional_keys: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         """Refuse an origin that no browser sends.  Raises EspalierError."""
@@ -158,9 +151,9 @@ class ApiOptions:
 def make_app(server: Server, options: ApiOptions, batches: Batches | None = None) -> tuple[ASGIApp, Gate]:
     """Returns the application, and the gate that counts open requests.  batches: None for a server without batches."""
     endpoints = [
-        *_generation(server),
-        *_tokens(server),
-        *_state(server),
+        *_generation_endpoints(server),
+        *_tokenizer_endpoints(server),
+        *_status_endpoints(server),
         *([] if batches is None else batch_endpoints(batches)),
     ]
     endpoints += page_endpoints(server, endpoints, options.api_key is not None)
@@ -168,10 +161,10 @@ def make_app(server: Server, options: ApiOptions, batches: Batches | None = None
         make_router(server, endpoints),
         options.api_key,
         options.max_body_bytes,
-        lambda path, status: _count(server, path, status),
+        lambda path, status: server.metrics.responses.labels(path, str(status)).inc(),
         options.body_timeout_s,
         None if batches is None else options.max_file_bytes,
-        options.more_keys,
+        options.additional_keys,
     )
     if not options.cors_origins:
         return gate, gate
@@ -180,24 +173,20 @@ def make_app(server: Server, options: ApiOptions, batches: Batches | None = None
         allow_origins=list(options.cors_origins),
         allow_methods=["*"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after", IGNORED],
+        expose_headers=["x-request-id", "retry-after", NO_EFFECT_HEADER],
     ), gate
 
 
-def _count(server: Server, path: str, status: int) -> None:
-    server.metrics.answers.labels(path, str(status)).inc()
-
-
-def _generation(server: Server) -> list[Endpoint]:
+def _generation_endpoints(server: Server) -> list[Endpoint]:
     async def complete(http: Request, body: CompletionRequest) -> Response:
-        front = server.of(body.model)
-        with refusing():
+        front = server.front_of(body.model)
+        with as_api_errors():
             body.check()
             asked = body.params()
             params = front.resolve(asked)
             sent_prompts = body.prompts()
-        front.check_effect(ignored := body.without_effect())
-        with front.entering(len(sent_prompts) * params.n):
+        front.report_no_effect(ignored := body.fields_without_effect())
+        with front.reserve_capacity(len(sent_prompts) * params.n):
             size, check = sum(map(len, sent_prompts)), front.require_tokenizable
             prompts = await front.lanes.run(_prompts, body, sent_prompts, asked, check, size=size, field="prompt")
             echo: list[str] = []
@@ -209,33 +198,33 @@ def _generation(server: Server) -> list[Endpoint]:
         def answer() -> TextAnswer:
             return TextAnswer(f"cmpl-{request_id.get()}", body, params, prompts, front.inputs.tokenizer, echo)
 
-        return _naming(ignored, await front.respond(http, body, prompts, params, answer))
+        return _with_no_effect_header(ignored, await front.respond(http, body, prompts, params, answer))
 
     async def chat(http: Request, body: ChatRequest) -> Response:
-        front = server.of(body.model)
-        talk = await converse(front, body)
+        front = server.front_of(body.model)
+        talk = await prepare_chat(front, body)
 
         def answer() -> ChatAnswer:
-            return ChatAnswer(f"chatcmpl-{request_id.get()}", body, *talk.answer_arguments)
+            return ChatAnswer(f"chatcmpl-{request_id.get()}", body, talk.params, talk.prompt, talk.plan)
 
-        return _naming(talk.ignored, await front.respond(http, body, [talk.prompt], talk.params, answer))
+        return _with_no_effect_header(talk.ignored, await front.respond(http, body, [talk.prompt], talk.params, answer))
 
     async def respond(http: Request, body: ResponsesRequest) -> Response:
-        front = server.of(body.model)
-        front.check_effect(ignored := body.without_effect())
-        with naming_fields(), refusing():
+        front = server.front_of(body.model)
+        front.report_no_effect(ignored := body.fields_without_effect())
+        with renaming_error_fields(), as_api_errors():
             chat = body.as_chat()
-            talk = await converse(front, chat)
+            talk = await prepare_chat(front, chat)
 
         def answer() -> ResponsesAnswer:
-            return ResponsesAnswer(body, chat, request_id.get(), *talk.answer_arguments)
+            return ResponsesAnswer(body, request_id.get(), chat, talk.params, talk.prompt, talk.plan)
 
-        ignored += [NAMES.get(name, name) for name in talk.ignored]
-        return _naming(ignored, await front.respond(http, chat, [talk.prompt], talk.params, answer))
+        ignored += [RESPONSES_FIELD_NAMES.get(name, name) for name in talk.ignored]
+        return _with_no_effect_header(ignored, await front.respond(http, chat, [talk.prompt], talk.params, answer))
 
     as_response = "Answer a conversation, in the form of OpenAI's Responses API"
     return [
-        Endpoint("POST", path, handle, about, body, GENERATES, STREAMED)
+        Endpoint("POST", path, handle, about, body, GENERATION_ERRORS, STREAMING_RESPONSES)
         for path, handle, about, body in (
             ("/v1/completions", complete, "Continue a text", CompletionRequest),
             ("/v1/chat/completions", chat, "Answer a conversation", ChatRequest),
@@ -244,10 +233,10 @@ def _generation(server: Server) -> list[Endpoint]:
     ]
 
 
-def _naming(ignored: Sequence[str], answer: Response) -> Response:
+def _with_no_effect_header(ignored: Sequence[str], answer: Response) -> Response:
     """Returns the response with a header that lists the fields without effect."""
     if ignored:
-        answer.headers[IGNORED] = ", ".join(ignored)
+        answer.headers[NO_EFFECT_HEADER] = ", ".join(ignored)
     return answer
 
 
@@ -267,24 +256,21 @@ def _prompts(
         if keep is not None and isinstance(prompt, str):
             check(prompt)
         found.append(inputs.tokens(prompt, body.add_special_tokens is not False, keep))
-        inputs.require_room(found[-1], asked, body.limit_name)
+        inputs.require_room(found[-1], asked, body.output_limit_field)
     return found
 
 
 def _echo(inputs: InputProcessor, prompts: Sequence[str | list[int]], skip_special_tokens: bool) -> list[str]:
     """Returns the text of each prompt.  Raises EspalierError."""
     return [
-        prompt if isinstance(prompt, str) else _text(inputs, "echo", prompt, skip_special_tokens) for prompt in prompts
+        prompt if isinstance(prompt, str) else inputs.text_of("echo").decode(prompt, skip_special_tokens)
+        for prompt in prompts
     ]
 
 
-def _text(inputs: InputProcessor, what: str, tokens: list[int], skip_special_tokens: bool = True) -> str:
-    return inputs.text_of(what).decode(tokens, skip_special_tokens)
-
-
-def _tokens(server: Server) -> list[Endpoint]:
+def _tokenizer_endpoints(server: Server) -> list[Endpoint]:
     async def tokenize(http: Request, body: TokenizeRequest) -> Response:
-        front = server.of(body.model)
+        front = server.front_of(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "send either prompt or messages", "prompt")
         size = num_characters([body.prompt, body.messages, body.chat_template_kwargs])
@@ -294,24 +280,24 @@ def _tokens(server: Server) -> list[Endpoint]:
                     raise ApiError(400, f"{name} needs messages; send messages, or leave it out", name)
         limit = front.inputs.facts.max_context
         if body.messages is None:
-            tokens = await front.lanes.run(_tokenized, body, front.require_tokenizable, size=size, field="prompt")
+            tokens = await front.lanes.run(_tokenize_text, body, front.require_tokenizable, size=size, field="prompt")
         else:
             work = body, front.formats, front.require_tokenizable
-            tokens = await front.rendered(_conversation_tokenized, *work, size=size)
-        return as_json({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
+            tokens = await front.conversation_tokens(_tokenize_conversation, *work, size=size)
+        return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
 
     async def detokenize(http: Request, body: DetokenizeRequest) -> Response:
-        front = server.of(body.model)
-        return await front.lanes.run(_detokenized, body.tokens, size=len(body.tokens))
+        front = server.front_of(body.model)
+        return await front.lanes.run(_detokenize, body.tokens, size=len(body.tokens))
 
     to_tokens, to_text = "The tokens of a text or a conversation", "The text of tokens"
     return [
-        Endpoint("POST", "/tokenize", tokenize, to_tokens, TokenizeRequest, READS_A_BODY),
-        Endpoint("POST", "/detokenize", detokenize, to_text, DetokenizeRequest, READS_A_BODY),
+        Endpoint("POST", "/tokenize", tokenize, to_tokens, TokenizeRequest, BODY_ERRORS),
+        Endpoint("POST", "/detokenize", detokenize, to_text, DetokenizeRequest, BODY_ERRORS),
     ]
 
 
-def _tokenized(inputs: InputProcessor, body: TokenizeRequest, check: Callable[[str], None]) -> list[int]:
+def _tokenize_text(inputs: InputProcessor, body: TokenizeRequest, check: Callable[[str], None]) -> list[int]:
     """Returns the token ids of a text, for /tokenize."""
     assert body.prompt is not None
     tokenizer = inputs.text_of("/tokenize")
@@ -319,7 +305,7 @@ def _tokenized(inputs: InputProcessor, body: TokenizeRequest, check: Callable[[s
     return tokenizer.encode(body.prompt, body.add_special_tokens is not False)
 
 
-def _conversation_tokenized(
+def _tokenize_conversation(
     inputs: InputProcessor, body: TokenizeRequest, formats: Formats, check: Callable[[str], None]
 ) -> Steps:
     """Turns a conversation into token ids, one step for each rendering (see chat.Steps), for /tokenize."""
@@ -328,44 +314,46 @@ def _conversation_tokenized(
     return chat_steps(inputs, body.messages, options, check, ChatPlan(inputs.tokenizer, formats, Tools()))
 
 
-def _detokenized(inputs: InputProcessor, tokens: list[int]) -> Response:
+def _detokenize(inputs: InputProcessor, tokens: list[int]) -> Response:
     """Returns the response of /detokenize."""
     vocab_size = inputs.facts.vocab_size
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         wrong = next(token for token in tokens if not 0 <= token < vocab_size)
         raise EspalierError(f"tokens entry={wrong} is not supported; use 0 to {vocab_size - 1}")
-    return as_json({"prompt": _text(inputs, "/detokenize", tokens)})
+    return json_response({"prompt": inputs.text_of("/detokenize").decode(tokens)})
 
 
-def _state(server: Server) -> list[Endpoint]:
-    created = int(server.metrics.began)
+def _status_endpoints(server: Server) -> list[Endpoint]:
+    created = int(server.metrics.started_at)
 
     def card(name: str) -> dict[str, Any]:
-        max_context = server.of(name).inputs.facts.max_context
+        max_context = server.front_of(name).inputs.facts.max_context
         return {"id": name, "object": "model", "created": created, "owned_by": "espalier", "max_model_len": max_context}
 
     async def models(http: Request) -> Response:
-        return as_json({"object": "list", "data": [card(name) for name in server.names]})
+        return json_response({"object": "list", "data": [card(name) for name in server.names]})
 
     async def model(http: Request) -> Response:
         if not (name := http.path_params["name"]):
             raise ApiError(404, "/v1/models/ is not served; use /v1/models, without the slash at the end")
-        return as_json(card(name))
+        return json_response(card(name))
 
     async def health(http: Request) -> Response:
-        return as_json({"status": server.status, "why": server.why}, 200 if server.status == "ok" else 503)
+        return json_response(
+            {"status": server.status, "why": server.unavailable_reason}, 200 if server.status == "ok" else 503
+        )
 
     async def version(http: Request) -> Response:
-        return as_json({"version": __version__})
+        return json_response({"version": __version__})
 
     async def metrics(http: Request) -> Response:
         return Response(server.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     healthy, text = "Whether the server accepts requests", {200: {"text/plain": {"schema": {"type": "string"}}}}
     return [
-        Endpoint("GET", "/v1/models", models, "The served models", errors=ALWAYS),
-        Endpoint("GET", "/v1/models/{name:path}", model, "One served model", errors=(404, *ALWAYS)),
+        Endpoint("GET", "/v1/models", models, "The served models", errors=COMMON_ERRORS),
+        Endpoint("GET", "/v1/models/{name:path}", model, "One served model", errors=(404, *COMMON_ERRORS)),
         Endpoint("GET", "/health", health, healthy, errors=(500,), answers={200: JSON, 503: JSON}),
-        Endpoint("GET", "/version", version, "The version of Espalier", errors=ALWAYS),
+        Endpoint("GET", "/version", version, "The version of Espalier", errors=COMMON_ERRORS),
         Endpoint("GET", "/metrics", metrics, "Figures for Prometheus", errors=(500,), answers=text),
     ]

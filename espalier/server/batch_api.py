@@ -18,15 +18,15 @@ from espalier.errors import shown
 from espalier.server.batches import Batches
 from espalier.server.bodies import require_utf8
 from espalier.server.connections import MAX_TRANSFERS
-from espalier.server.errors import ApiError, as_json, full
-from espalier.server.gate import FILES
+from espalier.server.errors import ApiError, json_response, queue_full
+from espalier.server.gate import FILES_PATH
 from espalier.server.routes import Endpoint
-from espalier.server.stored import INPUT, Batch, BatchRequest, StoredFile
+from espalier.server.stored import INPUT_PURPOSE, Batch, BatchRequest, StoredFile
 
 T = TypeVar("T", StoredFile, Batch)
-BATCHES = "/v1/batches"
-MAX_LISTED = {FILES: 10_000, BATCHES: 100}
-DEFAULT_LISTED = {FILES: 10_000, BATCHES: 20}
+BATCHES_PATH = "/v1/batches"
+MAX_LISTED = {FILES_PATH: 10_000, BATCHES_PATH: 100}
+DEFAULT_LISTED = {FILES_PATH: 10_000, BATCHES_PATH: 20}
 JSONL = "application/jsonl"
 REFUSED_RANGE = {
     400: "the range is not supported; use bytes=FIRST-LAST, bytes=FIRST- or bytes=-COUNT",
@@ -43,10 +43,10 @@ class Transfers:
         self.num_open = 0
 
     @contextmanager
-    def one(self) -> Iterator[None]:
+    def reserve(self) -> Iterator[None]:
         """Counts a transfer for the length of a block.  Raises ApiError if too many are in progress."""
         if self.num_open >= self.most:
-            raise full(f"{self.most} files are being sent or received already")
+            raise queue_full(f"{self.most} files are being sent or received already")
         self.num_open += 1
         try:
             yield
@@ -66,18 +66,17 @@ class Download(FileResponse):
 
         async def checked(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] in REFUSED_RANGE:
-                error = ApiError(message["status"], REFUSED_RANGE[message["status"]], "range")
-                if (size := Headers(raw=message["headers"]).get("content-range")) is not None:
-                    error.headers = {"content-range": size}
-                raise error
+                size = Headers(raw=message["headers"]).get("content-range")
+                headers = {} if size is None else {"content-range": size}
+                raise ApiError(message["status"], REFUSED_RANGE[message["status"]], "range", headers=headers)
             await send(message)
 
-        with self.transfers.one():
+        with self.transfers.reserve():
             await super().__call__(scope, receive, checked)
 
 
 @contextmanager
-def _storing() -> Iterator[None]:
+def _disk_errors_as_api_errors() -> Iterator[None]:
     """Turns an OSError of the block into an ApiError: the disk cannot be written."""
     try:
         yield
@@ -98,15 +97,15 @@ def _require_plain(file: UploadFile) -> None:
 
 
 def batch_endpoints(batches: Batches) -> list[Endpoint]:
-    return [*_files(batches), *_batches(batches)]
+    return [*_file_endpoints(batches), *_batch_endpoints(batches)]
 
 
-def _files(batches: Batches) -> list[Endpoint]:
+def _file_endpoints(batches: Batches) -> list[Endpoint]:
     store, transfers = batches.store, Transfers()
 
     def found(http: Request) -> StoredFile:
         if (id := http.path_params["id"]) not in store.files:
-            raise ApiError(404, f"there is no file {shown(id)}; GET {FILES} lists them", "file_id")
+            raise ApiError(404, f"there is no file {shown(id)}; GET {FILES_PATH} lists them", "file_id")
         return store.files[id]
 
     async def upload(http: Request) -> Response:
@@ -115,7 +114,7 @@ def _files(batches: Batches) -> list[Endpoint]:
             require_utf8(content_type)
             if not content_type.lower().startswith("multipart/form-data"):
                 raise ApiError(415, f"content-type {shown(content_type)} is not supported; send multipart/form-data")
-            with transfers.one(), _storing():
+            with transfers.reserve(), _disk_errors_as_api_errors():
                 return await stored(http)
         except (ApiError, MultiPartException) as error:
             # Read the rest, or a client that sends all before it reads would find its connection closed.
@@ -129,75 +128,77 @@ def _files(batches: Batches) -> list[Endpoint]:
             file, purpose = form.get("file"), form.get("purpose")
             if unknown := [name for name in form if name not in ("file", "purpose")]:
                 raise ApiError(400, f"{unknown[0]} is not supported: files stay until they are deleted", unknown[0])
-            if purpose != INPUT:
-                raise ApiError(400, f"purpose={shown(purpose)} is not supported; use {INPUT!r}", "purpose")
+            if purpose != INPUT_PURPOSE:
+                raise ApiError(400, f"purpose={shown(purpose)} is not supported; use {INPUT_PURPOSE!r}", "purpose")
             if not isinstance(file, UploadFile):
                 raise ApiError(400, "file is missing; send it as a part of multipart/form-data", "file")
             _require_plain(file)
             name = file.filename or "batch.jsonl"
-            return as_json(await asyncio.to_thread(store.add, file.file, name, INPUT))
+            return json_response(await asyncio.to_thread(store.add, file.file, name, INPUT_PURPOSE))
 
     async def files(http: Request) -> Response:
         query = _query(http, "purpose", "order")
         chosen = [each for each in store.list_files() if query.get("purpose", each.purpose) == each.purpose]
-        return _page(FILES, chosen, query)
+        return _page(FILES_PATH, chosen, query)
 
     async def file(http: Request) -> Response:
-        return as_json(found(http))
+        return json_response(found(http))
 
     async def content(http: Request) -> Response:
-        path = store.content(found(http).id)
+        path = store.content_path(found(http).id)
         if not path.is_file():
             raise ApiError(404, f"the content of {http.path_params['id']} is gone from the server's disk", "file_id")
         return Download(path, transfers)
 
     async def delete(http: Request) -> Response:
-        if (reader := batches.reader_of(id := found(http).id)) is not None:
+        if (reader := batches.unfinished_batch_of(id := found(http).id)) is not None:
             raise ApiError(400, f"the file is the input of {reader}, which has not ended; cancel it first", "file_id")
         store.remove(id)
-        return as_json({"id": id, "object": "file", "deleted": True})
+        return json_response({"id": id, "object": "file", "deleted": True})
 
     return [
-        Endpoint("POST", FILES, upload),
-        Endpoint("GET", FILES, files),
-        Endpoint("GET", FILES + "/{id}", file),
-        Endpoint("DELETE", FILES + "/{id}", delete),
-        Endpoint("GET", FILES + "/{id}/content", content),
+        Endpoint("POST", FILES_PATH, upload),
+        Endpoint("GET", FILES_PATH, files),
+        Endpoint("GET", FILES_PATH + "/{id}", file),
+        Endpoint("DELETE", FILES_PATH + "/{id}", delete),
+        Endpoint("GET", FILES_PATH + "/{id}/content", content),
     ]
 
 
-def _batches(batches: Batches) -> list[Endpoint]:
+def _batch_endpoints(batches: Batches) -> list[Endpoint]:
     store = batches.store
 
     def found(http: Request) -> Batch:
         if (id := http.path_params["id"]) not in store.batches:
-            raise ApiError(404, f"there is no batch {shown(id)}; GET {BATCHES} lists them", "batch_id")
-        return batches.counted(store.batches[id])
+            raise ApiError(404, f"there is no batch {shown(id)}; GET {BATCHES_PATH} lists them", "batch_id")
+        return batches.with_current_counts(store.batches[id])
 
     async def create(http: Request, body: BatchRequest) -> Response:
         file = store.files.get(body.input_file_id)
-        if file is None or file.purpose != INPUT:
-            message = f"input_file_id={shown(body.input_file_id)} is no file with purpose {INPUT!r}; upload one first"
+        if file is None or file.purpose != INPUT_PURPOSE:
+            message = (
+                f"input_file_id={shown(body.input_file_id)} is no file with purpose {INPUT_PURPOSE!r}; upload one first"
+            )
             raise ApiError(400, message, "input_file_id")
-        with _storing():
-            return as_json(batches.create(body))
+        with _disk_errors_as_api_errors():
+            return json_response(batches.create(body))
 
     async def listed(http: Request) -> Response:
-        return _page(BATCHES, [batches.counted(each) for each in store.batches.values()], _query(http))
+        return _page(BATCHES_PATH, [batches.with_current_counts(each) for each in store.batches.values()], _query(http))
 
     async def batch(http: Request) -> Response:
-        return as_json(found(http))
+        return json_response(found(http))
 
     async def cancel(http: Request) -> Response:
-        with _storing():
+        with _disk_errors_as_api_errors():
             batches.cancel(found(http))
-        return as_json(found(http))
+        return json_response(found(http))
 
     return [
-        Endpoint("POST", BATCHES, create, body=BatchRequest),
-        Endpoint("GET", BATCHES, listed),
-        Endpoint("GET", BATCHES + "/{id}", batch),
-        Endpoint("POST", BATCHES + "/{id}/cancel", cancel),
+        Endpoint("POST", BATCHES_PATH, create, body=BatchRequest),
+        Endpoint("GET", BATCHES_PATH, listed),
+        Endpoint("GET", BATCHES_PATH + "/{id}", batch),
+        Endpoint("POST", BATCHES_PATH + "/{id}/cancel", cancel),
     ]
 
 
@@ -229,4 +230,4 @@ def _page(path: str, items: Sequence[T], query: Mapping[str, str]) -> Response:
         ordered = ordered[places[0] + 1 :]
     page = ordered[: int(limit)]
     ends = {"first_id": page[0].id if page else None, "last_id": page[-1].id if page else None}
-    return as_json({"object": "list", "data": page, **ends, "has_more": len(ordered) > len(page)})
+    return json_response({"object": "list", "data": page, **ends, "has_more": len(ordered) > len(page)})

@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from espalier.batch_jobs.files import InputScan, Journal, LineError, custom_id_of, scan_input
-from espalier.batch_jobs.sender import App, Sender, app_client, run
+from espalier.batch_jobs.sender import App, Sender, app_client, run_batch
 from espalier.errors import EspalierError
 from espalier.server.front import without_timeout
 from espalier.server.stored import (
-    ENDED,
-    OUTPUT,
-    WINDOW_S,
+    COMPLETION_WINDOW_S,
+    ENDED_STATUSES,
+    OUTPUT_PURPOSE,
     Batch,
+    BatchError,
+    BatchErrors,
     BatchRequest,
     Counts,
-    Fault,
-    Faults,
     Store,
     new_id,
-    split,
+    split_answers,
 )
 
 log = logging.getLogger("espalier.server")
@@ -36,18 +36,18 @@ log = logging.getLogger("espalier.server")
 PRIORITY = 2**20
 # How many batches may have their input read at the same time.
 MAX_SCANS = 2
-ON_LINE = re.compile(r", line (\d+): ")
-NOT_RUN = {
+LINE_NUMBER = re.compile(r", line (\d+): ")
+UNANSWERED_ERRORS = {
     "cancelled": ("batch_cancelled", "the batch was cancelled before this line was answered"),
     "expired": ("batch_expired", "the batch's completion_window ended before this line was answered"),
 }
 
 
-class Life:
-    """The state of one batch that has not ended.  turn: set when all batches before it have ended."""
+class LiveBatch:
+    """The state of one batch that has not ended.  earlier_ended: set when all batches before it have ended."""
 
     def __init__(self) -> None:
-        self.turn = asyncio.Event()
+        self.earlier_ended = asyncio.Event()
         self.cancelled = asyncio.Event()
         self.task: asyncio.Task[None]
 
@@ -62,11 +62,10 @@ class Batches:
         self.store = store
         self.concurrency = concurrency
         # By batch id, in the order of their turns.
-        self._lives: dict[str, Life] = {}
+        self._live_batches: dict[str, LiveBatch] = {}
         self._journals: dict[str, Journal] = {}
         self._scanning = asyncio.Semaphore(MAX_SCANS)
-        # Held while a batch ends before its turn.
-        self._ending_early = asyncio.Lock()
+        self._early_end_lock = asyncio.Lock()
 
     def start(self, app: App, api_key: str | None) -> None:
         """Continue the batches that have not ended.  app: answers their requests.
@@ -75,94 +74,99 @@ class Batches:
         """
         self._client = app_client(without_timeout(app), api_key)
         for batch in self.store.batches.values():
-            if batch.status not in ENDED:
-                self._begin(batch)
+            if batch.status not in ENDED_STATUSES:
+                self._start_batch(batch)
 
     def create(self, body: BatchRequest) -> Batch:
         now = int(time.time())
         id = new_id("batch_")
-        batch = Batch(id, body.endpoint, body.input_file_id, now, now + WINDOW_S, body.metadata)
+        batch = Batch(id, body.endpoint, body.input_file_id, now, now + COMPLETION_WINDOW_S, body.metadata)
         self.store.save(batch)
-        self._begin(batch)
+        self._start_batch(batch)
         return batch
 
     def cancel(self, batch: Batch) -> None:
         """Stop a batch.  The answers so far become its output."""
-        if batch.status not in (*ENDED, "cancelling"):
+        if batch.status not in (*ENDED_STATUSES, "cancelling"):
             batch.status, batch.cancelling_at = "cancelling", int(time.time())
             self.store.save(batch)
-            if batch.id not in self._lives:
-                self._begin(batch)
-            self._lives[batch.id].cancelled.set()
+            if batch.id not in self._live_batches:
+                self._start_batch(batch)
+            self._live_batches[batch.id].cancelled.set()
 
-    def counted(self, batch: Batch) -> Batch:
+    def with_current_counts(self, batch: Batch) -> Batch:
         """Returns the batch with its current counts."""
         journal = self._journals.get(batch.id)
         if journal is not None:
-            _count(batch, journal)
+            _update_counts(batch, journal)
         return batch
 
-    def reader_of(self, file_id: str) -> str | None:
+    def unfinished_batch_of(self, file_id: str) -> str | None:
         """Returns the id of a batch that has not ended and whose input is this file; None if there is none."""
         batches = self.store.batches.values()
-        return next((each.id for each in batches if each.input_file_id == file_id and each.status not in ENDED), None)
+        return next(
+            (each.id for each in batches if each.input_file_id == file_id and each.status not in ENDED_STATUSES), None
+        )
 
     def stop(self) -> None:
         """Stop all work and leave the batches as they are, for the server's next start."""
-        for life in self._lives.values():
-            life.task.cancel()
+        for live in self._live_batches.values():
+            live.task.cancel()
 
     async def close(self) -> None:
         self.stop()
-        await asyncio.gather(*(life.task for life in self._lives.values()), return_exceptions=True)
+        await asyncio.gather(*(live.task for live in self._live_batches.values()), return_exceptions=True)
         await self._client.aclose()
         self.store.close()
 
-    def _begin(self, batch: Batch) -> None:
-        life = self._lives[batch.id] = Life()
+    def _start_batch(self, batch: Batch) -> None:
+        live = self._live_batches[batch.id] = LiveBatch()
         if batch.status == "cancelling":
-            life.cancelled.set()
-        self._call_next()
-        life.task = asyncio.create_task(self._live(batch, life))
-        life.task.add_done_callback(lambda _: self._forget(batch.id))
+            live.cancelled.set()
+        self._admit_oldest()
+        live.task = asyncio.create_task(self._run_and_log(batch, live))
+        live.task.add_done_callback(lambda _: self._remove_live(batch.id))
 
-    def _forget(self, id: str) -> None:
-        del self._lives[id]
-        self._call_next()
+    def _remove_live(self, id: str) -> None:
+        del self._live_batches[id]
+        self._admit_oldest()
 
-    def _call_next(self) -> None:
-        for life in self._lives.values():
-            life.turn.set()
-            return
+    def _admit_oldest(self) -> None:
+        if (oldest := next(iter(self._live_batches.values()), None)) is not None:
+            oldest.earlier_ended.set()
 
-    async def _live(self, batch: Batch, life: Life) -> None:
+    async def _run_and_log(self, batch: Batch, live: LiveBatch) -> None:
         try:
-            await self._advance(batch, life)
+            await self._run_to_end(batch, live)
         except EspalierError as error:
             log.error("%s goes on when the server starts again: %s", batch.id, error)
         except Exception:
             log.exception("%s goes on when the server starts again", batch.id)
 
-    async def _advance(self, batch: Batch, life: Life) -> None:
+    async def _run_to_end(self, batch: Batch, live: LiveBatch) -> None:
         """Run a batch to its end.  Raises EspalierError or OSError if that is not possible now."""
         try:
             async with self._scanning:
-                found = await asyncio.to_thread(scan_input, self.store.content(batch.input_file_id))
+                found = await asyncio.to_thread(scan_input, self.store.content_path(batch.input_file_id))
         except EspalierError as error:
             self._fail(batch, error)
             return
         batch.request_counts.total = found.num_lines
-        end = "cancelled" if life.cancelled.is_set() else await self._end_of(batch, life, life.turn.wait())
+        end = (
+            "cancelled"
+            if live.cancelled.is_set()
+            else await self._run_unless_ended(batch, live, live.earlier_ended.wait())
+        )
         if end is None:
-            await self._work(batch, life, found)
+            await self._answer_and_make_files(batch, live, found)
         else:
-            async with self._ending_early:
-                await self._work(batch, life, found, end)
+            async with self._early_end_lock:
+                await self._answer_and_make_files(batch, live, found, end)
 
-    async def _end_of(self, batch: Batch, life: Life, work: Coroutine[Any, Any, Any]) -> str | None:
+    async def _run_unless_ended(self, batch: Batch, live: LiveBatch, work: Coroutine[Any, Any, Any]) -> str | None:
         """Await the work.  Returns "cancelled" or "expired" if the batch ends first; None otherwise."""
         running = asyncio.create_task(work)
-        cancelled = asyncio.create_task(life.cancelled.wait())
+        cancelled = asyncio.create_task(live.cancelled.wait())
         try:
             left_s = batch.expires_at - time.time()
             await asyncio.wait({running, cancelled}, timeout=max(left_s, 0), return_when=asyncio.FIRST_COMPLETED)
@@ -177,7 +181,7 @@ class Batches:
                 await running
 
     @staticmethod
-    async def _opened(path: Path, found: InputScan) -> Journal:
+    async def _open_journal(path: Path, found: InputScan) -> Journal:
         opening = asyncio.create_task(asyncio.to_thread(Journal, path, found))
         try:
             return await asyncio.shield(opening)
@@ -187,15 +191,17 @@ class Batches:
                 (await opening).close()
             raise
 
-    async def _work(self, batch: Batch, life: Life, found: InputScan, end: str | None = None) -> None:
+    async def _answer_and_make_files(
+        self, batch: Batch, live: LiveBatch, found: InputScan, end: str | None = None
+    ) -> None:
         """Answer a batch's lines and make its output files.  Raises EspalierError if the engine is gone.
 
         end: "cancelled" or "expired" if the batch ends before its turn.
         """
-        journal = self._journals[batch.id] = await self._opened(self.store.answers(batch.id), found)
+        journal = self._journals[batch.id] = await self._open_journal(self.store.answers_path(batch.id), found)
         try:
             if journal.num_left and end is None:
-                end = await self._end_of(batch, life, self._answer(batch, journal))
+                end = await self._run_unless_ended(batch, live, self._answer(batch, journal))
             # With all answers the batch is completed, even if it expired meanwhile.
             end = "completed" if end is None or (end == "expired" and not journal.num_left) else end
             if end == "completed":
@@ -203,14 +209,14 @@ class Batches:
                 self.store.save(batch)
             await asyncio.to_thread(_answer_rest, journal, end)
         finally:
-            _count(batch, journal)
+            _update_counts(batch, journal)
             del self._journals[batch.id]
             journal.close()
         await asyncio.to_thread(self._make_files, batch)
         batch.status = end
         setattr(batch, f"{end}_at", int(time.time()))
         self.store.save(batch)
-        self.store.answers(batch.id).unlink()  # its lines are in the files now, which the user may delete
+        self.store.answers_path(batch.id).unlink()  # its lines are in the files now, which the user may delete
         log.info("%s: %s, %d of %d lines answered", batch.id, end, batch.request_counts.completed, found.num_lines)
 
     async def _answer(self, batch: Batch, journal: Journal) -> None:
@@ -219,19 +225,19 @@ class Batches:
             batch.status, batch.in_progress_at = "in_progress", int(time.time())
             self.store.save(batch)
         sender = Sender([self._client], priority=PRIORITY)
-        await run(journal, sender, self.concurrency, urls=(batch.endpoint,))
+        await run_batch(journal, sender, self.concurrency, urls=(batch.endpoint,))
 
     def _make_files(self, batch: Batch) -> None:
         """Store the answers as the batch's output file and error file.  A file without lines is not made."""
         made: dict[str, str | None] = {"output": None, "error": None}
-        parts = split(self.store.answers(batch.id), self.store.folder / "batches")
+        parts = split_answers(self.store.answers_path(batch.id), self.store.folder / "batches")
         try:
             for (path, num_lines), kind in zip(parts, made, strict=True):
                 if num_lines:
                     # The id is always the same: after a crash here, the next start makes the files again.
                     id = f"file-{batch.id.removeprefix('batch_')}-{kind}"
                     with path.open("rb") as lines:
-                        made[kind] = self.store.add(lines, f"{batch.id}_{kind}.jsonl", OUTPUT, id).id
+                        made[kind] = self.store.add(lines, f"{batch.id}_{kind}.jsonl", OUTPUT_PURPOSE, id).id
         finally:
             for path, _ in parts:
                 path.unlink(missing_ok=True)
@@ -239,14 +245,14 @@ class Batches:
 
     def _fail(self, batch: Batch, error: EspalierError) -> None:
         batch.status, batch.failed_at = "failed", int(time.time())
-        message = str(error).replace(str(self.store.content(batch.input_file_id)), "the file")
-        line = ON_LINE.search(message)
-        fault = Fault("invalid_input_file", message, None if line is None else int(line[1]))
-        batch.errors = Faults([fault])
+        message = str(error).replace(str(self.store.content_path(batch.input_file_id)), "the file")
+        line = LINE_NUMBER.search(message)
+        fault = BatchError("invalid_input_file", message, None if line is None else int(line[1]))
+        batch.errors = BatchErrors([fault])
         self.store.save(batch)
 
 
-def _count(batch: Batch, journal: Journal) -> None:
+def _update_counts(batch: Batch, journal: Journal) -> None:
     num_ok = journal.num_answered - journal.num_failed
     batch.request_counts = Counts(journal.input.num_lines, num_ok, journal.num_failed)
 
@@ -254,6 +260,6 @@ def _count(batch: Batch, journal: Journal) -> None:
 def _answer_rest(journal: Journal, end: str) -> None:
     """Give an error to each line without an answer, if the batch was cancelled or expired."""
     for number, data in journal.unanswered():
-        code, message = NOT_RUN[end]
+        code, message = UNANSWERED_ERRORS[end]
         journal.append(number, custom_id_of(data), LineError(code, message))
     journal.sync()

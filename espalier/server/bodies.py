@@ -8,10 +8,8 @@ pickle.  Pickle is safe here: only the front has the other ends of the pipes.
 import json
 import pickle
 import sys
-from collections.abc import Mapping
 from email.message import Message as Headers
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -21,26 +19,11 @@ from starlette.requests import Request
 
 from espalier.errors import EspalierError, once_each, shown
 from espalier.request import check_prompt
-from espalier.server.aside import Aside, AsideFailed, serve_frames
-from espalier.server.errors import FAILED, ApiError, of_validation, refusal
-from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from espalier.server.responses import ResponsesRequest
-from espalier.server.stored import BatchRequest
+from espalier.server.errors import INTERNAL_ERROR, ApiError, bad_request, validation_error
+from espalier.server.helper_process import HelperProcess, HelperProcessFailed, serve_frames
+from espalier.server.openai import CompletionRequest
 
-MODELS: Mapping[str, type[BaseModel]] = MappingProxyType(
-    {
-        each.__name__: each
-        for each in (
-            CompletionRequest,
-            ChatRequest,
-            ResponsesRequest,
-            TokenizeRequest,
-            DetokenizeRequest,
-            BatchRequest,
-        )
-    }
-)
-UNREADABLE = (
+UNREADABLE_JSON = (
     "the body cannot be read as JSON: it is not UTF-8, it is nested too deeply, or a number has thousands of digits; "
     "send a JSON object with content-type application/json"
 )
@@ -70,19 +53,18 @@ class BodyLimits(msgspec.Struct, frozen=True):
     max_position: int | None = None
 
 
-def read_body(name: str, content_type: str, data: bytes, limits: BodyLimits) -> Any:
-    """Returns the body as a record of MODELS[name].  The text parts of each message are joined.  Raises ApiError."""
-    model = MODELS[name]
-    value = _parsed(content_type, data)
+def read_body(model: type[BaseModel], content_type: str, data: bytes, limits: BodyLimits) -> Any:
+    """Returns the body as a record of `model`.  The text parts of each message are joined.  Raises ApiError."""
+    value = _parse_json(content_type, data)
     if not isinstance(value, dict):
-        raise _no_object()
+        raise _not_an_object_error()
     _check_counts(value, limits)
     try:
         body = model.model_validate(value)
     except ValidationError as error:
         if model is CompletionRequest:
             _refuse_several_kinds(value.get("prompt"))
-        raise of_validation(error.errors(include_url=False, include_input=False), model) from None
+        raise validation_error(error.errors(include_url=False, include_input=False), model) from None
     if isinstance(body, CompletionRequest):
         _check_prompts(body, limits)
     for message in getattr(body, "messages", None) or ():
@@ -103,9 +85,9 @@ def require_utf8(content_type: str) -> None:
         raise ApiError(415, f"charset={shown(charset)} is not supported; send UTF-8")
 
 
-def _parsed(content_type: str, data: bytes) -> Any:
+def _parse_json(content_type: str, data: bytes) -> Any:
     if not data:
-        raise _no_object()
+        raise _not_an_object_error()
     require_utf8(content_type)
     if not _is_json(content_type):
         why = f"content-type {content_type} is not supported" if content_type else "the body has no content-type"
@@ -114,15 +96,15 @@ def _parsed(content_type: str, data: bytes) -> Any:
         return json.loads(data, object_pairs_hook=once_each)
     except json.JSONDecodeError as error:
         detail = {"type": "json_invalid", "loc": (error.pos,), "msg": "", "ctx": {"error": error.msg}}
-        raise of_validation([detail], None) from None
+        raise validation_error([detail], None) from None
     except EspalierError as error:
-        raise refusal(error) from None
+        raise bad_request(error) from None
     except (ValueError, RecursionError):
-        raise ApiError(400, UNREADABLE) from None
+        raise ApiError(400, UNREADABLE_JSON) from None
 
 
-def _no_object() -> ApiError:
-    return of_validation([{"type": "missing", "loc": (), "msg": ""}], None)
+def _not_an_object_error() -> ApiError:
+    return validation_error([{"type": "missing", "loc": (), "msg": ""}], None)
 
 
 @lru_cache(maxsize=64)
@@ -182,20 +164,20 @@ def _check_prompts(body: CompletionRequest, limits: BodyLimits) -> None:
                 kept = prompt if keep is None else prompt[-keep:]
                 check_prompt(kept, limits.vocab_size, limits.max_context, limits.max_position)
     except EspalierError as error:
-        raise refusal(error, "prompt") from None
+        raise bad_request(error, "prompt") from None
 
 
 class BodyReader:
     """Reads bodies, and starts the body process with the first large body.
 
-    num_aside: how many bodies a body process has read so far.
+    num_read_in_helper: how many bodies a body process has read so far.
     """
 
     def __init__(self, limits: BodyLimits):
         self.limits = limits
-        self.num_aside = 0
+        self.num_read_in_helper = 0
         program = "espalier.server.bodies", msgspec.json.encode(limits).decode()
-        self.aside = Aside("body", MAX_WAITING, "large bodies are already waiting to be read", *program)
+        self.helper = HelperProcess("body", MAX_WAITING, "large bodies are already waiting to be read", *program)
 
     async def read(self, http: Request, model: type[BaseModel]) -> Any:
         """Returns the body as a record of `model`.  Raises ApiError or ClientDisconnect."""
@@ -204,33 +186,30 @@ class BodyReader:
         if (encoding := http.headers.get("content-encoding", IDENTITY)) != IDENTITY:
             raise ApiError(400, f"content-encoding {encoding} is not supported; send the body as plain JSON")
         if len(data) <= SMALL_BYTES:
-            return read_body(model.__name__, content_type, data, self.limits)
+            return read_body(model, content_type, data, self.limits)
         try:
-            body, refused = pickle.loads(await self.aside.exchange(pickled((model.__name__, content_type, data))))
-        except AsideFailed:
-            raise ApiError(500, FAILED) from None
-        self.num_aside += 1
+            body, refused = pickle.loads(await self.helper.exchange(pickled((model, content_type, data))))
+        except HelperProcessFailed:
+            raise ApiError(500, INTERNAL_ERROR) from None
+        self.num_read_in_helper += 1
         if refused is not None:
             raise ApiError(*refused)
         return body
-
-    async def close(self) -> None:
-        await self.aside.close()
 
 
 def pickled(value: Any) -> bytes:
     return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def answer(frame: bytes, limits: BodyLimits) -> bytes:
-    """Reads (model name, content type, bytes); returns (body, None), or (None, arguments of the ApiError)."""
-    name, content_type, data = pickle.loads(frame)
+def answer_frame(frame: bytes, limits: BodyLimits) -> bytes:
+    """Reads (model, content type, bytes); returns (body, None), or (None, arguments of the ApiError)."""
+    model, content_type, data = pickle.loads(frame)
     try:
-        return pickled((read_body(name, content_type, data, limits), None))
+        return pickled((read_body(model, content_type, data, limits), None))
     except ApiError as error:
         return pickled((None, (error.status_code, error.detail, error.param, error.code)))
 
 
 if __name__ == "__main__":
     limits = msgspec.json.decode(sys.argv[1], type=BodyLimits)
-    serve_frames(lambda frame: answer(frame, limits))
+    serve_frames(lambda frame: answer_frame(frame, limits))

@@ -13,8 +13,8 @@ from espalier.inputs import message_stream
 from espalier.logprobs import TokenLogprob
 from espalier.request import OutputChunk, ResolvedParams
 from espalier.server.answers import Answer, Choice, to_json
-from espalier.server.errors import refusal
-from espalier.server.openai import ChatRequest, Generating
+from espalier.server.errors import bad_request
+from espalier.server.openai import ChatRequest
 from espalier.server.protocol import Part
 from espalier.server.responses import ResponsesRequest
 from espalier.text import Tokenizer
@@ -30,13 +30,13 @@ Event = dict[str, Any]
 class ChatChoice(Choice):
     """A choice whose tokens are read as a message.
 
-    make_stream: returns the stream that reads the tokens, None if all text is content.  parts: the deltas of the last
-    chunk.  deltas: all deltas so far, if the response is whole.  calls: indices of the unbroken calls so far.
+    make_stream: returns the stream that reads the tokens, None if all text is content.  new_deltas: the deltas of the
+    last chunk.  deltas: all deltas so far, if the response is whole.  calls: indices of the unbroken calls so far.
     """
 
     make_stream: Callable[[], MessageStream] | None = None
     is_whole: bool = True
-    parts: list[base.Delta] = field(default_factory=list)
+    new_deltas: list[base.Delta] = field(default_factory=list)
     deltas: list[base.Delta] = field(default_factory=list)
     calls: set[int] = field(default_factory=set)
 
@@ -47,78 +47,72 @@ class ChatChoice(Choice):
         return self.make_stream()
 
     @property
-    def num_reasoning(self) -> int:
+    def num_reasoning_tokens(self) -> int:
         """The number of reasoning tokens."""
-        return 0 if self.make_stream is None else self.stream.num_reasoning
+        return 0 if self.make_stream is None else self.stream.num_reasoning_tokens
 
     def new_text(self, output: OutputChunk) -> str:
         """Returns the text of a chunk, "" if the chunk is read as parts."""
         if self.make_stream is None:
             return super().new_text(output)
-        self.parts = self.stream.read(output)
-        for part in self.parts:
+        self.new_deltas = self.stream.read(output)
+        for part in self.new_deltas:
             if part.kind == "call":
                 self.calls.add(part.index)
             elif part.kind == "broken":
                 self.calls.discard(part.index)
         if self.is_whole:
-            self.deltas += self.parts
+            self.deltas += self.new_deltas
         return ""
 
-    def ends(self, output: OutputChunk) -> tuple[str | None, int | str | None]:
-        return super().ends(output) if self.make_stream is None else self.stream.ends(output)
+    def finish_reasons(self, output: OutputChunk) -> tuple[str | None, int | str | None]:
+        return super().finish_reasons(output) if self.make_stream is None else self.stream.finish_reasons(output)
 
-    def ending(self, reason: str | None) -> str | None:
+    def finish_reason_with_calls(self, reason: str | None) -> str | None:
         """Returns the finish_reason: "tool_calls" for an output that ended by itself and has calls."""
         return "tool_calls" if reason == "stop" and self.calls else reason
 
 
 class ChatAnswer(Answer):
-    """Builds the answer of /v1/chat/completions.  plan: None if all of the text is content."""
+    """Builds the answer of /v1/chat/completions."""
 
-    object_whole = "chat.completion"
-    object_chunk = "chat.completion.chunk"
+    response_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
 
-    def __init__(
-        self,
-        id: str,
-        body: Generating,
-        params: ResolvedParams,
-        prompts: Sequence[list[int]],
-        tokenizer: Tokenizer | None,
-        plan: ChatPlan | None = None,
-    ):
+    def __init__(self, id: str, body: ChatRequest, params: ResolvedParams, prompt: list[int], plan: ChatPlan):
         self.plan = plan
-        super().__init__(id, body, params, prompts, tokenizer)
-        self.shows_reasoning = getattr(body, "include_reasoning", None) is not False
-        self.text_only = self.text_only and not (plan is not None and plan.has_parser)
+        super().__init__(id, body, params, [prompt], plan.tokenizer)
+        self.shows_reasoning = body.include_reasoning is not False
+        self.events_differ_only_in_text = self.events_differ_only_in_text and not plan.has_parser
 
     def _choice(self, index: int, prompt: list[int]) -> Choice:
-        choice = ChatChoice(index, prompt, partial(self._sink, prompt), self.params.include_stop_str_in_output)
-        if self.plan is not None and self.plan.has_parser and self.tokenizer is not None:
-            choice.make_stream = partial(self._stream, self.tokenizer, self.plan, prompt)
+        choice = ChatChoice(
+            index, prompt, partial(self._make_text_stream, prompt), self.params.include_stop_str_in_output
+        )
+        if self.plan.has_parser and self.tokenizer is not None:
+            choice.make_stream = partial(self._stream, self.tokenizer, prompt)
         choice.is_whole = not self.body.stream
         return choice
 
-    def _stream(self, tokenizer: Tokenizer, plan: ChatPlan, prompt: list[int]) -> MessageStream:
-        parser = plan.parser(prompt)
+    def _stream(self, tokenizer: Tokenizer, prompt: list[int]) -> MessageStream:
+        parser = self.plan.parser(prompt)
         assert parser is not None
         return message_stream(tokenizer, prompt, self.params, parser)
 
-    def take(self, prompt_index: int, part: Part) -> tuple[Choice, OutputChunk]:
-        choice, output = super().take(prompt_index, part)
+    def add_part(self, prompt_index: int, part: Part) -> tuple[Choice, OutputChunk]:
+        choice, output = super().add_part(prompt_index, part)
         if isinstance(choice, ChatChoice) and choice.make_stream is not None:
-            text = "".join(part.text for part in choice.parts if self._is_shown(part))
-            output = replace(output, text=text, finish_reason=choice.ending(output.finish_reason))
+            text = "".join(part.text for part in choice.new_deltas if self._is_shown(part))
+            output = replace(output, text=text, finish_reason=choice.finish_reason_with_calls(output.finish_reason))
         return choice, output
 
     def _is_shown(self, part: base.Delta) -> bool:
         """Whether a chunk of the stream shows a part."""
         return part.kind != "called" and (part.kind != "reasoning" or self.shows_reasoning)
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening_chunks(self) -> list[dict[str, Any]]:
         first_delta = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        first_delta |= self._beyond_openai(OutputChunk(""))
+        first_delta |= self._extra_fields(OutputChunk(""))
         return [self._chunk([{"index": choice.index, **first_delta}]) for choice in self.choices]
 
     def _chunk_choice(self, choice: Choice, output: OutputChunk) -> dict[str, Any]:
@@ -126,11 +120,11 @@ class ChatAnswer(Answer):
         has_parser = choice.make_stream is not None
         chunk = {
             "index": choice.index,
-            "delta": self._parts(choice.parts) if has_parser else {"content": output.text} if output.text else {},
+            "delta": self._parts(choice.new_deltas) if has_parser else {"content": output.text} if output.text else {},
             "logprobs": self._logprobs(output.logprobs),
             "finish_reason": output.finish_reason,
         }
-        errors = [{"index": part.index, "message": part.text} for part in choice.parts if part.kind == "broken"]
+        errors = [{"index": part.index, "message": part.text} for part in choice.new_deltas if part.kind == "broken"]
         return {**chunk, "tool_call_errors": errors} if errors else chunk
 
     def _parts(self, parts: Sequence[base.Delta]) -> dict[str, Any]:
@@ -154,9 +148,9 @@ class ChatAnswer(Answer):
         assert isinstance(choice, ChatChoice)
         whole = {
             "index": choice.index,
-            "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},
-            "logprobs": self._logprobs(choice.logprobs),
-            "finish_reason": choice.ending(choice.finish_reason),
+            "message": {"role": "assistant", "content": choice.output.text, "refusal": None},
+            "logprobs": self._logprobs(choice.output.logprobs),
+            "finish_reason": choice.finish_reason_with_calls(choice.output.finish_reason),
         }
         if choice.make_stream is None:
             return whole
@@ -170,19 +164,19 @@ class ChatAnswer(Answer):
             whole["tool_call_errors"] = [{"message": error} for error in message.errors]
         return whole
 
-    def whole(self) -> dict[str, Any]:
-        return {**super().whole(), **self._of_prompt(self.choices[0])}
+    def whole_response(self) -> dict[str, Any]:
+        return {**super().whole_response(), **self._prompt_logprobs_field(self.choices[0])}
 
     @property
-    def num_reasoning(self) -> int:
+    def num_reasoning_tokens(self) -> int:
         """The number of reasoning tokens in all choices."""
-        return sum(choice.num_reasoning for choice in self.choices if isinstance(choice, ChatChoice))
+        return sum(choice.num_reasoning_tokens for choice in self.choices if isinstance(choice, ChatChoice))
 
     def completion_details(self) -> dict[str, int]:
         details = super().completion_details()
-        if self.plan is None or self.plan.formats.reasoning is None:
+        if self.plan.formats.reasoning is None:
             return details
-        return {**details, "reasoning_tokens": self.num_reasoning}
+        return {**details, "reasoning_tokens": self.num_reasoning_tokens}
 
     def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> Any:
         if entries is None:
@@ -210,7 +204,7 @@ class OutputItems:
         # The pieces of the open item's text.
         self._texts: list[str] = []
 
-    def take(self) -> list[Event]:
+    def pop_events(self) -> list[Event]:
         events, self.events = self.events, []
         return events
 
@@ -222,10 +216,10 @@ class OutputItems:
         """Add a delta to the open item, or to a new item.  logprobs: the tokens' log-probabilities, for content."""
         if delta.kind == "content":
             self._open_text("message", {"role": "assistant"}, _output_text)
-            self._grow(delta.text, logprobs)
+            self._append_text(delta.text, logprobs)
         elif delta.kind == "reasoning":
             self._open_text("reasoning", {"summary": []}, _reasoning_text)
-            self._grow(delta.text, None)
+            self._append_text(delta.text, None)
         elif delta.kind == "call":
             call = {"call_id": delta.id, "name": delta.text, "arguments": ""}
             self._open("function_call", call)
@@ -272,7 +266,7 @@ class OutputItems:
         self.items[-1]["content"].append(new_part())
         self._item_event("content_part.added", content_index=0, part=new_part())
 
-    def _grow(self, text: str, logprobs: list[dict[str, Any]] | None) -> None:
+    def _append_text(self, text: str, logprobs: list[dict[str, Any]] | None) -> None:
         self._texts.append(text)
         if logprobs is None:
             self._item_event("reasoning_text.delta", content_index=0, delta=text)
@@ -298,39 +292,30 @@ def _copied(item: dict[str, Any]) -> dict[str, Any]:
 
 
 class ResponsesAnswer(ChatAnswer):
-    """Builds the answer of /v1/responses.  request: as it was sent; chat: the same request as a chat completion."""
+    """Builds the answer of /v1/responses.  request: as it was sent.  Other arguments: of ChatAnswer."""
 
-    end_mark = b""
+    end_event = b""
 
-    def __init__(
-        self,
-        request: ResponsesRequest,
-        chat: ChatRequest,
-        id: str,
-        params: ResolvedParams,
-        prompts: Sequence[list[int]],
-        tokenizer: Tokenizer | None,
-        plan: ChatPlan,
-    ):
-        super().__init__(f"resp_{id}", chat, params, prompts, tokenizer, plan)
-        if chat.logprobs and plan.has_parser:
+    def __init__(self, request: ResponsesRequest, id: str, chat: ChatRequest, *of_chat: Any):
+        super().__init__(f"resp_{id}", chat, *of_chat)
+        if chat.logprobs and self.plan.has_parser:
             reason = "include message.output_text.logprobs is not supported where reasoning or tool calls are read"
-            raise refusal(EspalierError(f"{reason}; use /v1/chat/completions, or leave it out"), "include")
+            raise bad_request(EspalierError(f"{reason}; use /v1/chat/completions, or leave it out"), "include")
         self.request = request
-        self.text_only = False
+        self.events_differ_only_in_text = False
         self.items = OutputItems(id)
         self.finish_reason: str | None = None
         # The reasons why calls were broken.
         self.errors: list[str] = []
 
-    def take(self, prompt_index: int, part: Part) -> tuple[Choice, OutputChunk]:
-        choice, output = super().take(prompt_index, part)
+    def add_part(self, prompt_index: int, part: Part) -> tuple[Choice, OutputChunk]:
+        choice, output = super().add_part(prompt_index, part)
         assert isinstance(choice, ChatChoice)
         logprobs = [] if output.logprobs is None else self._logprobs(output.logprobs)["content"]
         if choice.make_stream is not None:
-            for each in choice.parts:
+            for each in choice.new_deltas:
                 self.items.add(each, [])
-            self.errors += [each.text for each in choice.parts if each.kind == "broken"]
+            self.errors += [each.text for each in choice.new_deltas if each.kind == "broken"]
         elif output.text or logprobs:
             self.items.add(base.Delta("content", output.text), logprobs)
         if output.finish_reason is not None:
@@ -339,28 +324,28 @@ class ResponsesAnswer(ChatAnswer):
         return choice, output
 
     def event(self, prompt_index: int, part: Part) -> bytes:
-        self.take(prompt_index, part)
-        return b"".join(map(self.encode, self.items.take()))
+        self.add_part(prompt_index, part)
+        return b"".join(map(self.encode, self.items.pop_events()))
 
     def encode(self, chunk: dict[str, Any]) -> bytes:
         return f"event: {chunk['type']}\n".encode() + b"data: " + to_json(chunk) + b"\n\n"
 
-    def failure(self, error: dict[str, Any]) -> bytes:
+    def error_event(self, error: dict[str, Any]) -> bytes:
         """Returns OpenAI's event, with the whole error added: OpenAI's clients look for that error in any stream."""
         fields = {name: error["error"][name] for name in ("code", "message", "param")}
         return self.encode({"type": "error", "sequence_number": self.items.num_events, **fields, **error})
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening_chunks(self) -> list[dict[str, Any]]:
         for kind in ("created", "in_progress"):
             self.items.event(kind, response=self._response("in_progress"))
-        return self.items.take()
+        return self.items.pop_events()
 
-    def closing(self) -> list[dict[str, Any]]:
-        response = self.whole()
+    def closing_chunks(self) -> list[dict[str, Any]]:
+        response = self.whole_response()
         self.items.event(response["status"], response=response)
-        return self.items.take()
+        return self.items.pop_events()
 
-    def whole(self) -> dict[str, Any]:
+    def whole_response(self) -> dict[str, Any]:
         is_cut = self.finish_reason == "length"
         whole = self._response("incomplete" if is_cut else "completed") | {"usage": self.usage()}
         if self.errors:
@@ -370,10 +355,10 @@ class ResponsesAnswer(ChatAnswer):
     def _response(self, status: str) -> dict[str, Any]:
         request, chat = self.request, self.body
         return {
-            "id": self.head["id"],
+            "id": self.common_fields["id"],
             "object": "response",
-            "created_at": self.head["created"],
-            "model": self.head["model"],
+            "created_at": self.common_fields["created"],
+            "model": self.common_fields["model"],
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
@@ -400,7 +385,7 @@ class ResponsesAnswer(ChatAnswer):
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self.num_reasoning},
+            "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
             "total_tokens": usage["total_tokens"],
             "speculation": usage["speculation"],
         }

@@ -1,7 +1,7 @@
 """The front's client of the engine process: starts it, submits prompts, distributes its output, notices its end.
 
-All code runs on one event loop.  If the process exits or sends nothing for timeout_s, every generation in flight fails
-with EngineGone.  With `restart`, a new process is then started, until several in a row cannot load.
+All code runs on one event loop.  If the process exits or sends nothing for engine_timeout_s, every generation in flight
+fails with EngineGone.  With `restart`, a new process is then started, until several in a row cannot load.
 """
 
 import asyncio
@@ -26,37 +26,19 @@ from espalier.child_process import environment
 from espalier.errors import EspalierError
 from espalier.inputs import ModelFacts
 from espalier.server import logs, protocol
-from espalier.server.protocol import (
-    SHUTTING_DOWN,
-    Abort,
-    EngineGone,
-    Failed,
-    Figures,
-    Generation,
-    Harvest,
-    Part,
-    Ready,
-    Refused,
-    Report,
-    Shutdown,
-    Start,
-    Submit,
-    Submits,
-    error_of,
-)
+from espalier.server.protocol import SHUTTING_DOWN, EngineFigures, EngineGone, Generation, Part, Report, Submit
 
 # After this many turns of the event loop without a new prompt, the waiting prompts are sent.  A request on a new
 # connection needs five turns: accept, make its transport, watch it, read, handle.
-QUIET_TURNS = 6
+MAX_QUIET_TURNS = 6
 MAX_WAIT_S = 0.01
 log = logging.getLogger("espalier.server")
 MODEL_WORKER = "espalier.server.worker"
-SHUTDOWN_S = 10.0
+SHUTDOWN_TIMEOUT_S = 10.0
 # After this many failed starts in a row, no further process is started.  Each pause is twice the pause before.
 MAX_FAILED_STARTS = 5
 FIRST_PAUSE_S = 1.0
-# Seconds between the log lines that report that the model is still loading.
-LOADING_S = 30.0
+LOADING_LOG_INTERVAL_S = 30.0
 
 
 class Outbox:
@@ -64,36 +46,36 @@ class Outbox:
 
     The prompts are sent when no other request waits to be read, when they fill a prefill pass, or after MAX_WAIT_S.
 
-    send: sends prompts in one message.  full_rows: how many tokens fill a prefill pass.
+    send: sends prompts in one message.  tokens_per_prefill: how many tokens fill a prefill pass.
     """
 
     def __init__(self, send: Callable[[list[Submit]], None]):
         self.send = send
-        self.full_rows = 0
+        self.tokens_per_prefill = 0
         self._waiting: list[Submit] = []
-        self._num_rows = 0
+        self._num_tokens = 0
         self._send_at = 0.0
         self._num_quiet = 0
         self._turn: asyncio.Handle | None = None
         # Set once the waiting prompts are sent.  None until the first prompt comes.
-        self._left: asyncio.Event | None = None
+        self._flushed: asyncio.Event | None = None
 
     def add(self, submit: Submit) -> None:
         loop = asyncio.get_running_loop()
         if not self._waiting:
-            self._send_at, self._left = loop.time() + MAX_WAIT_S, asyncio.Event()
+            self._send_at, self._flushed = loop.time() + MAX_WAIT_S, asyncio.Event()
         self._waiting.append(submit)
-        self._num_rows += len(submit.prompt)
+        self._num_tokens += len(submit.prompt)
         self._num_quiet = 0
-        if self._num_rows >= self.full_rows or loop.time() >= self._send_at:
+        if self._num_tokens >= self.tokens_per_prefill or loop.time() >= self._send_at:
             self.flush()
         elif self._turn is None:
-            self._turn = loop.call_soon(self._look_in)
+            self._turn = loop.call_soon(self._flush_if_quiet)
 
-    async def sent(self) -> None:
+    async def wait_sent(self) -> None:
         """Return when the waiting prompts are sent, after at least one turn of the event loop."""
-        if self._waiting and self._left is not None:
-            await self._left.wait()
+        if self._waiting and self._flushed is not None:
+            await self._flushed.wait()
         else:
             await asyncio.sleep(0)
 
@@ -107,33 +89,33 @@ class Outbox:
         if self._turn is not None:
             self._turn.cancel()
             self._turn = None
-        if self._left is not None:
-            self._left.set()
-        waiting, self._waiting, self._num_rows = self._waiting, [], 0
+        if self._flushed is not None:
+            self._flushed.set()
+        waiting, self._waiting, self._num_tokens = self._waiting, [], 0
         return waiting
 
-    def _look_in(self) -> None:
+    def _flush_if_quiet(self) -> None:
         """Send the waiting prompts if no more come, or look again in the next turn of the event loop."""
         loop = asyncio.get_running_loop()
-        if self._num_quiet == QUIET_TURNS or loop.time() >= self._send_at:
+        if self._num_quiet == MAX_QUIET_TURNS or loop.time() >= self._send_at:
             self.flush()
             return
         self._num_quiet += 1
-        self._turn = loop.call_soon(self._look_in)
+        self._turn = loop.call_soon(self._flush_if_quiet)
 
 
 @dataclass(frozen=True)
 class ClientOptions:
     """Settings of an EngineClient.
 
-    heartbeat_s: seconds between messages of an idle engine.  timeout_s: after this many seconds without a message, once
-    the model is loaded, the engine is ended.  load_timeout_s: limit for loading the model, None for no limit.  worker:
-    the module that the engine process runs.  learn: see protocol.Start.
+    heartbeat_s: seconds between messages of an idle engine.  engine_timeout_s: after this many seconds without a
+    message, once the model is loaded, the engine is ended.  load_timeout_s: limit for loading the model, None for no
+    limit.  worker: the module that the engine process runs.  learn: see protocol.Start.
     """
 
     restart: bool = False
     heartbeat_s: float = 1.0
-    timeout_s: float = 120.0
+    engine_timeout_s: float = 120.0
     load_timeout_s: float | None = 1800.0
     log_level: str = "info"
     log_json: bool = False
@@ -144,15 +126,15 @@ class ClientOptions:
 class EngineClient:
     """Runs one engine process, or with `restart` one after another.  settings: what its worker loads, as plain values.
 
-    state: "starting", "ready", "gone" or "closed".  why: the reason for a state other than "ready".  abort_steps: how
-    many aborts took each number of engine steps.
+    state: "starting", "ready", "gone" or "closed".  unavailable_reason: the reason for a state other than "ready".
+    abort_steps: how many aborts took each number of engine steps.
     """
 
     def __init__(self, settings: Mapping[str, Any], options: ClientOptions):
         self.settings = dict(settings)
         self.options = options
         self.state = "starting"
-        self.why = "the model is being loaded"
+        self.unavailable_reason = "the model is being loaded"
         self.facts: ModelFacts | None = None
         self.config: dict[str, Any] = {}
         self.report = Report()
@@ -162,11 +144,10 @@ class EngineClient:
         self._generations: dict[str, Generation] = {}
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
-        self._outbox = Outbox(lambda prompts: self._send(Submits(prompts)))
+        self._outbox = Outbox(lambda prompts: self._send(protocol.SubmitMany(prompts)))
         # The folder of the sockets, readable by this user alone.  None before `start`.
         self._folder: Path | None = None
-        self._heard = 0.0
-        self._num_starts = 0
+        self._last_message_at = 0.0
         self._num_submitted = 0
         self._supervisor: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -183,8 +164,8 @@ class EngineClient:
     def max_slots(self) -> int:
         return self.num_slots
 
-    def figures(self) -> list[Figures]:
-        return [Figures({}, self.state == "ready", self.num_restarts, self.report, self.abort_steps)]
+    def figures(self) -> list[EngineFigures]:
+        return [EngineFigures({}, self.state == "ready", self.num_restarts, self.report, self.abort_steps)]
 
     async def start(self) -> None:
         """Start the process and wait until its model is loaded.  Raises EspalierError if that fails."""
@@ -202,39 +183,39 @@ class EngineClient:
 
     def require_up(self) -> None:
         if self.state != "ready":
-            raise EngineGone(self.why)
+            raise EngineGone(self.unavailable_reason)
 
-    def submit(self, prompts: Sequence[list[int]], asked: Submit) -> Generation:
+    def submit(self, prompts: Sequence[list[int]], template: Submit) -> Generation:
         self.require_up()
-        submits = asked.each_of(prompts, self._num_submitted)
+        submits = template.for_prompts(prompts, self._num_submitted)
         self._num_submitted += len(prompts)
-        generation = Generation(self, [each.name for each in submits], asked.params.n)
+        generation = Generation(self, [each.name for each in submits], template.params.n)
         for each in submits:
             self._generations[each.name] = generation
             self._outbox.add(each)
         return generation
 
-    async def sent(self) -> None:
-        await self._outbox.sent()
+    async def wait_sent(self) -> None:
+        await self._outbox.wait_sent()
 
-    def forget(self, generation: Generation) -> None:
+    def abort(self, generation: Generation) -> None:
         """Abort the samples that still run, and drop their output."""
         for name in generation.num_running:
             if self._generations.pop(name, None) is not None and self.state == "ready":
                 self._outbox.flush()
-                self._send(Abort(name))
+                self._send(protocol.Abort(name))
 
     async def ended(self) -> str | None:
         """Wait until there will be no further engine process.  Returns the reason, None after `close`."""
         assert self._supervisor is not None
         await asyncio.wait({self._supervisor})
-        return None if self.state == "closed" else self.why
+        return None if self.state == "closed" else self.unavailable_reason
 
     async def close(self) -> None:
         """End the process; kill it if it does not exit.  Later calls wait for the first call."""
         if self._closing is None:
-            self.state, self.why = "closed", SHUTTING_DOWN
-            self._fail(SHUTTING_DOWN)
+            self.state, self.unavailable_reason = "closed", SHUTTING_DOWN
+            self._fail_all(SHUTTING_DOWN)
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
 
@@ -257,8 +238,7 @@ class EngineClient:
     # The process
 
     async def _start(self) -> None:
-        self._num_starts += 1
-        address = f"ipc://{self._folder}/{self._num_starts}"
+        address = f"ipc://{self._folder}/{self.num_restarts}"
         socket: zmq.asyncio.Socket = self._context.socket(zmq.PAIR)
         socket.set_hwm(0)
         socket.linger = 0
@@ -275,14 +255,18 @@ class EngineClient:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         options = self.options
-        self._send(Start(self.settings, options.heartbeat_s, options.log_level, options.log_json, options.learn))
+        self._send(
+            protocol.Start(self.settings, options.heartbeat_s, options.log_level, options.log_json, options.learn)
+        )
         first = await self._first_message(socket, self.process)
-        if not isinstance(first, Ready):
-            raise EspalierError(first.error if isinstance(first, Failed) else "the engine process broke the protocol")
+        if not isinstance(first, protocol.Ready):
+            raise EspalierError(
+                first.error if isinstance(first, protocol.Failed) else "the engine process broke the protocol"
+            )
         self.facts, self.config, self.report = first.facts, first.config, Report()
-        self._outbox.full_rows = int(self.config["chunk_size"])
-        self._heard = asyncio.get_running_loop().time()
-        self.state, self.why = "ready", ""
+        self._outbox.tokens_per_prefill = int(self.config["chunk_size"])
+        self._last_message_at = asyncio.get_running_loop().time()
+        self.state, self.unavailable_reason = "ready", ""
 
     async def _first_message(self, socket: zmq.asyncio.Socket, process: asyncio.subprocess.Process) -> Any:
         """Returns the first message, Ready or Failed.  Raises EspalierError if the process exits or times out first."""
@@ -298,15 +282,15 @@ class EngineClient:
                         f"the engine process (pid {process.pid}) did not load its model within {limit:g} s and was "
                         "ended; if the model was still being read or downloaded, raise --load-timeout"
                     )
-                if seconds >= LOADING_S:
+                if seconds >= LOADING_LOG_INTERVAL_S:
                     log.info("the engine process (pid %d) is still loading, %.0f s so far", process.pid, seconds)
-                wait = LOADING_S if limit is None else min(LOADING_S, limit - seconds)
+                wait = LOADING_LOG_INTERVAL_S if limit is None else min(LOADING_LOG_INTERVAL_S, limit - seconds)
                 await asyncio.wait({message, exited}, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
             if not message.done():
                 # The last message may still be in transit.
                 await asyncio.wait({message}, timeout=1.0)
             if not message.done():
-                raise EspalierError(f"the engine process {_end_of(process)} while it was loading")
+                raise EspalierError(f"the engine process {_exit_text(process)} while it was loading")
             return protocol.decode_from_engine(message.result())
         finally:
             message.cancel()
@@ -317,7 +301,7 @@ class EngineClient:
         num_failed = 0
         while True:
             if self.state == "ready":
-                self._fail(await self._gone())
+                self._fail_all(await self._wait_until_gone())
                 num_failed = 0
             await self._end_process()
             self._close_socket()
@@ -329,12 +313,12 @@ class EngineClient:
                 log.warning("the engine process was restarted")
             except (EspalierError, OSError, msgspec.MsgspecError) as error:
                 num_failed += 1
-                self.why = f"the engine process cannot be restarted: {error}"
-                log.error("%s; this was try %d of %d", self.why, num_failed, MAX_FAILED_STARTS)
+                self.unavailable_reason = f"the engine process cannot be restarted: {error}"
+                log.error("%s; this was try %d of %d", self.unavailable_reason, num_failed, MAX_FAILED_STARTS)
                 if num_failed < MAX_FAILED_STARTS:
                     await asyncio.sleep(FIRST_PAUSE_S * 2 ** (num_failed - 1))
 
-    async def _gone(self) -> str:
+    async def _wait_until_gone(self) -> str:
         """Read messages until the process is gone.  Returns the reason."""
         assert self.process is not None
         reading = asyncio.create_task(self._read())
@@ -348,9 +332,9 @@ class EngineClient:
                 if reading.done():
                     return _reason_of(reading)
                 if exited.done():
-                    return f"the engine process {_end_of(self.process)}"
-                silence = asyncio.get_running_loop().time() - self._heard
-                if silence > self.options.timeout_s:
+                    return f"the engine process {_exit_text(self.process)}"
+                silence = asyncio.get_running_loop().time() - self._last_message_at
+                if silence > self.options.engine_timeout_s:
                     return f"the engine process sent nothing for {silence:.0f} s and was ended"
         finally:
             reading.cancel()
@@ -361,41 +345,41 @@ class EngineClient:
         assert self._socket is not None
         while True:
             message = protocol.decode_from_engine(await self._socket.recv())
-            self._heard = asyncio.get_running_loop().time()
-            if isinstance(message, Harvest):
+            self._last_message_at = asyncio.get_running_loop().time()
+            if isinstance(message, protocol.Harvest):
                 if message.report is not None:
                     self.report = message.report
                     self.abort_steps.update(message.report.abort_steps)
                 for part in message.parts:
-                    self._hand_out(part)
-            elif isinstance(message, Refused):
-                self._end(message.name, error_of(message))
-            elif isinstance(message, Failed):
+                    self._deliver(part)
+            elif isinstance(message, protocol.Refused):
+                self._fail_request(message.name, protocol.refusal_error(message))
+            elif isinstance(message, protocol.Failed):
                 return f"the engine stopped: {message.error}"
 
-    def _hand_out(self, part: Part) -> None:
+    def _deliver(self, part: Part) -> None:
         generation = self._generations.get(part.name)
         if generation is None:  # the front has closed it
             return
-        generation.take(part)
+        generation.add(part)
         if generation.num_running[part.name] == 0:
             del self._generations[part.name]
 
-    def _end(self, name: str, error: Exception) -> None:
+    def _fail_request(self, name: str, error: Exception) -> None:
         generation = self._generations.pop(name, None)
         if generation is not None:
-            self.forget(generation)
+            self.abort(generation)
             generation.fail(error)
 
-    def _fail(self, why: str) -> None:
+    def _fail_all(self, why: str) -> None:
         """Fail every generation in flight with EngineGone."""
         self._outbox.clear()
         if self.state == "ready":
-            self.state, self.why = "gone", why
+            self.state, self.unavailable_reason = "gone", why
             log.error("%s; %d requests in flight", why, len(self._generations))
         for name in list(self._generations):
-            log.error("ended: %s", why, extra=logs.about(name))
-            self._end(name, EngineGone(why))
+            log.error("ended: %s", why, extra=logs.log_extra(name))
+            self._fail_request(name, EngineGone(why))
 
     async def _end_process(self) -> None:
         process = self.process
@@ -403,9 +387,9 @@ class EngineClient:
             return
         try:
             if self.state == "closed" and self._socket is not None:
-                self._send(Shutdown())
+                self._send(protocol.Shutdown())
                 with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(process.wait(), SHUTDOWN_S)
+                    await asyncio.wait_for(process.wait(), SHUTDOWN_TIMEOUT_S)
         finally:
             # This also runs if the wait is cancelled.
             if process.returncode is None:
@@ -432,7 +416,7 @@ def _reason_of(reading: asyncio.Task[str]) -> str:
     return f"the engine process sent an unreadable message ({type(error).__name__}: {error}) and was ended"
 
 
-def _end_of(process: asyncio.subprocess.Process) -> str:
+def _exit_text(process: asyncio.subprocess.Process) -> str:
     code = process.returncode
     if code is not None and code < 0:
         return f"(pid {process.pid}) was killed by signal {-code}"

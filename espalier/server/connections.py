@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from espalier.errors import EspalierError
-from espalier.server.logs import NO_REQUEST, Seldom, about
+from espalier.server.logs import NO_REQUEST, LogLimiter, log_extra
 from espalier.server.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ FILES_PER_TRANSFER = 3
 # Descriptors for journals and their inputs, the next engine process with its socket, and the processes that read bodies
 # and templates.
 FILES_OF_SERVER = 40
-RESERVED = MAX_ACCEPTED * TURNS_TO_CLOSE + MAX_TRANSFERS * FILES_PER_TRANSFER + FILES_OF_SERVER
+RESERVED_DESCRIPTORS = MAX_ACCEPTED * TURNS_TO_CLOSE + MAX_TRANSFERS * FILES_PER_TRANSFER + FILES_OF_SERVER
 MIN_CONNECTIONS = 16
-FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Connections:
@@ -50,7 +50,7 @@ class Connections:
 
     send_timeout_s: how long a client may read no byte of pending output.  body_timeout_s: how long a connection may
     have no request in progress once anything came, None for no limit.  A request whose body is still being read is in
-    progress; gate.Upload limits that time.
+    progress; gate.LimitedReceive limits that time.
     """
 
     def __init__(self, metrics: Metrics, limit: int | None, send_timeout_s: float | None, body_timeout_s: float | None):
@@ -62,7 +62,7 @@ class Connections:
         self._open: dict[Connection, None] = {}
         # For connections with pending output: bytes that the system has taken so far, and since when it took no more.
         self._progress: dict[Connection, tuple[int, float]] = {}
-        self._seldom = Seldom()
+        self._log_limiter = LogLimiter()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -70,7 +70,7 @@ class Connections:
     def __iter__(self) -> Iterator["Connection"]:
         return iter(list(self._open))
 
-    def enter(self, connection: "Connection", now: float) -> None:
+    def add(self, connection: "Connection", now: float) -> None:
         """Count a new connection.  now: in seconds."""
         self._open[connection] = None
         if self.limit is None or len(self._open) <= self.limit:
@@ -81,22 +81,22 @@ class Connections:
         waiting = (each for each in before if each.waits_for_client)
         chosen = next(quiet, None) or next(waiting, connection)
         del self._open[chosen]
-        if count := self._seldom.due(now):
+        if count := self._log_limiter.num_to_report(now):
             message = "more than %d connections (ulimit -n): those idle longest are closed, %d since the last such line"
             log.warning(message, self.limit, count)
         chosen.transport.abort()
 
-    def renew(self, connection: "Connection") -> None:
+    def mark_idle(self, connection: "Connection") -> None:
         """Move a connection to the end of the order, because its request has ended."""
         if connection in self._open:
             del self._open[connection]
             self._open[connection] = None
 
-    def leave(self, connection: "Connection") -> None:
+    def remove(self, connection: "Connection") -> None:
         self._open.pop(connection, None)
         self._progress.pop(connection, None)
 
-    def sweep(self, now: float, at_most_s: float | None = None) -> None:
+    def close_stalled(self, now: float, at_most_s: float | None = None) -> None:
         """Close connections with a stalled client.  now: in seconds.  at_most_s: a limit beside send_timeout_s."""
         limits = [each for each in (self.send_timeout_s, at_most_s) if each is not None]
         for connection in self:
@@ -137,7 +137,7 @@ def _pending(connection: "Connection") -> int:
 
 def _abort(connection: "Connection", message: str, *values: Any) -> None:
     scope = {} if connection.exchange is None else connection.exchange.scope
-    log.warning(message, *values, extra=about(scope.get("state", {}).get("request_id", NO_REQUEST)))
+    log.warning(message, *values, extra=log_extra(scope.get("state", {}).get("request_id", NO_REQUEST)))
     # close() would wait for the client.
     connection.transport.abort()
 
@@ -149,31 +149,31 @@ def address_of(transport: Any) -> str:
 
 
 def max_connections() -> int | None:
-    """Returns how many connections may be open, beside RESERVED and the descriptors open now; None without a limit.
+    """Returns how many connections may be open; None without a limit.
 
-
+    RESERVED_DESCRIPTORS and the descriptors that are open now are left out.
     Raises EspalierError if the limit leaves room for too few.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
         return None
     used = len(os.listdir("/dev/fd"))
-    room = limit - used - RESERVED
+    room = limit - used - RESERVED_DESCRIPTORS
     if room < MIN_CONNECTIONS:
-        least = used + RESERVED + MIN_CONNECTIONS
+        least = used + RESERVED_DESCRIPTORS + MIN_CONNECTIONS
         raise EspalierError(f"the limit of {limit} open files is too low; set it to {least} or more (ulimit -n)")
     return room
 
 
-def report_full_rarely(loop: asyncio.AbstractEventLoop) -> None:
+def log_failed_accepts_rarely(loop: asyncio.AbstractEventLoop) -> None:
     """Logs once a minute, without tracebacks, that accepts fail because descriptors or memory are missing."""
-    seldom = Seldom()
+    log_limiter = LogLimiter()
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        if not (isinstance(error, OSError) and error.errno in FULL):
+        if not (isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES):
             loop.default_exception_handler(context)
-        elif count := seldom.due(loop.time()):
+        elif count := log_limiter.num_to_report(loop.time()):
             log.error("a connection cannot be accepted (%s), %d times since the last such line", error.strerror, count)
 
     loop.set_exception_handler(handle)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
 import msgspec
@@ -15,7 +15,7 @@ from espalier.errors import ContextOverflow, EspalierError, unknown_name
 from espalier.server.logs import request_id
 from espalier.server.openai import ChatRequest, CompletionRequest, Refused
 
-KINDS = {
+ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     # OpenAI sends this type with the code model_not_found, and clients check type and code.
@@ -29,9 +29,9 @@ KINDS = {
     504: "timeout_error",
 }
 ENDPOINTS: dict[str, type[BaseModel]] = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
-FAILED = "internal server error; the server's log has the details under this request_id"
+INTERNAL_ERROR = "internal server error; the server's log has the details under this request_id"
 RETRY_AFTER_S = 1
-FIELD_FIRST = re.compile(r"^([a-z_]+)(?:\[|=| entry=| token=| (?:and|are|excludes|is|needs|with) )")
+LEADING_FIELD = re.compile(r"^([a-z_]+)(?:\[|=| entry=| token=| (?:and|are|excludes|is|needs|with) )")
 # A message quotes the client's value, which may be as long as a body.
 MAX_MESSAGE_CHARS = 1000
 MAX_PARAM_CHARS = 100
@@ -52,23 +52,24 @@ class ApiError(HTTPException):
         code: str | None = None,
         retry_after_s: int | None = None,
         retry: bool = True,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ):
-        headers = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
-        headers = headers if retry else headers | {"x-should-retry": "false"}
-        super().__init__(status, _shortened(message, MAX_MESSAGE_CHARS), headers)
+        retrying = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
+        retrying |= {} if retry else {"x-should-retry": "false"}
+        super().__init__(status, _shortened(message, MAX_MESSAGE_CHARS), {**headers, **retrying})
         self.param = None if param is None else _shortened(param, MAX_PARAM_CHARS)
         self.code = code
 
     def body(self) -> dict[str, Any]:
-        kind = KINDS.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
+        kind = ERROR_TYPES.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
         error = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
         return {"error": {**error, "request_id": request_id.get()}}
 
     def response(self) -> Response:
-        return as_json(self.body(), self.status_code, self.headers)
+        return json_response(self.body(), self.status_code, self.headers)
 
 
-def full(message: str) -> ApiError:
+def queue_full(message: str) -> ApiError:
     """Returns the error for a full queue."""
     code = "rate_limit_exceeded"
     return ApiError(429, f"{message}; retry later", code=code, retry_after_s=RETRY_AFTER_S)
@@ -79,7 +80,7 @@ def _shortened(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
 
 
-def as_json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(value), status, headers, "application/json")
 
 
@@ -97,20 +98,20 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-def refusal(error: EspalierError, field: str | None = None) -> ApiError:
+def bad_request(error: EspalierError, field: str | None = None) -> ApiError:
     """Returns the 400 response for an EspalierError.  param: the field that the message begins with, else `field`."""
-    match = FIELD_FIRST.match(str(error))
+    match = LEADING_FIELD.match(str(error))
     code = "context_length_exceeded" if isinstance(error, ContextOverflow) else None
     return ApiError(400, str(error), param=match.group(1) if match else field, code=code)
 
 
-def of_validation(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | None) -> ApiError:
+def validation_error(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | None) -> ApiError:
     """Returns the 400 response for a body that pydantic refused.  It reports one error, in one line."""
     first = errors[0]
     if first["type"] == "missing":
         # An unknown field tells more than other errors: the client meant another endpoint, or misspelt the name.
-        first = next((e for e in errors if e["type"] == "extra_forbidden" and len(_where(e)) == 1), first)
-    where = _where(first)
+        first = next((e for e in errors if e["type"] == "extra_forbidden" and len(_location(e)) == 1), first)
+    where = _location(first)
     if first["type"] == "json_invalid":
         why = f"{first['ctx']['error']}: character {where[0]}"
         return ApiError(400, f"the body is not JSON ({why}); send a JSON object with content-type application/json")
@@ -124,16 +125,16 @@ def of_validation(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | 
     # For a field with several types, pydantic reports an error for each type.  The client meant the type whose error is
     # nested deepest.
     path = _place(model, where).path
-    places = [(each, _place(model, _where(each))) for each in errors]
+    places = [(each, _place(model, _location(each))) for each in errors]
     first, place = max(
         ((each, place) for each, place in places if place.path[: len(path)] == path), key=lambda pair: len(pair[1].path)
     )
     refused = _refused(place.owner, place.name)
     if refused is not None:
-        why = f"{place.name} is not supported with this value: {refused.why}"
+        why = f"{place.name} is not supported with this value: {refused.reason}"
         return ApiError(400, why, param=place.name, code="unsupported")
     if first["type"] == "extra_forbidden":
-        known = _fields_around(model, _where(first))
+        known = _fields_around(model, _location(first))
         unknown = unknown_name(".".join(place.path[:-1]), place.path[-1], known, python=False)
         return ApiError(400, str(unknown), param=str(where[0]))
     of_field = place.owner.model_fields.get(place.name)
@@ -160,7 +161,7 @@ def _fields_around(model: type[BaseModel], where: Sequence[Any]) -> list[str]:
     return list(dict.fromkeys(f.alias or name for m in typed or inner for name, f in m.model_fields.items()))
 
 
-def _where(error: Mapping[str, Any]) -> list[Any]:
+def _location(error: Mapping[str, Any]) -> list[Any]:
     return [part for part in error["loc"] if part != "body"]
 
 

@@ -25,7 +25,7 @@ _ROUTING = "the server chooses the engine"
 # Fields of other servers and clients that are accepted without effect and named in a response header.  A field belongs
 # here if the response is the same without it.  A field does not belong here, and is refused by name, if it changes
 # tokens, adds something to the response, or separates users (such as vLLM's cache_salt).
-HINTS: Mapping[str, str] = {
+NO_EFFECT_HINTS: Mapping[str, str] = {
     # OpenAI
     "user": _SENDER,
     "safety_identifier": _SENDER,
@@ -58,27 +58,27 @@ HINTS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Refused:
-    """Marks a field that is refused.  why: the end of the error message, which tells what to do."""
+    """Marks a field that is refused.  reason: the end of the error message, which tells what to do."""
 
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
 class NoEffect:
     """Marks a field without effect.  neutral: a value that requests nothing; the answer's header does not name it."""
 
-    why: str
+    reason: str
     neutral: Any = None
 
 
-Nothing = Annotated[list[Any], Field(max_length=0)]
+EmptyList = Annotated[list[Any], Field(max_length=0)]
 # Checking stops at the first wrong entry: to report an error for each of a million entries would block the server.
-FIRST: Any = Field(fail_fast=True)
+FAIL_FAST: Any = Field(fail_fast=True)
 NUMBERS = frozenset((int, float))
 PLAIN = frozenset((int, float, bool, type(None)))
 
 
-def at_most(most: int) -> BeforeValidator:
+def max_entries(most: int) -> BeforeValidator:
     """Returns a check that refuses too many entries of an object at once: pydantic has no fail_fast for objects."""
 
     def count(value: Any) -> Any:
@@ -102,7 +102,7 @@ NOT_STORED = NoEffect(
 VERBOSITY = NoEffect("ask for short or long answers in the messages")
 
 
-def _whole_text(value: Any) -> None:
+def _refuse_lone_surrogates(value: Any) -> None:
     """Refuse a lone surrogate anywhere in a value: JSON can hold one, but UTF-8 cannot encode it."""
     if isinstance(value, str):
         try:
@@ -113,24 +113,28 @@ def _whole_text(value: Any) -> None:
         for name, inner in value.items():
             # A logit_bias that was parsed before has token ids, which are ints, as names.
             if not (isinstance(name, int) or name.isascii()):
-                _whole_text(name)
+                _refuse_lone_surrogates(name)
             if type(inner) not in PLAIN:
-                _whole_text(inner)
+                _refuse_lone_surrogates(inner)
     elif isinstance(value, list) and not {*map(type, value)} <= NUMBERS:
         for inner in value:
-            _whole_text(inner)
+            _refuse_lone_surrogates(inner)
 
 
-class Body(BaseModel):
+class _Strict(BaseModel):
     """Types are strict ("1" is not a number), and unknown fields are errors."""
 
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+
+
+class Body(_Strict):
+    """A body, or an object in a body."""
 
     @model_validator(mode="before")
     @classmethod
     def _check_text(cls, value: Any) -> Any:
         try:
-            _whole_text(value)
+            _refuse_lone_surrogates(value)
         except RecursionError:
             raise ValueError("the body is nested too deeply; use fewer levels") from None
         if not isinstance(value, dict):
@@ -142,7 +146,7 @@ class Body(BaseModel):
         # One unknown field is enough for the error.
         return {name: each for name, each in value.items() if name in known or name == unknown[0]}
 
-    def without_effect(self) -> list[str]:
+    def fields_without_effect(self) -> list[str]:
         """Returns the names of the fields that were sent and have no effect, in the order of the model."""
         given = self.model_fields_set
         return [
@@ -152,9 +156,11 @@ class Body(BaseModel):
         ]
 
 
-def inside(name: str, bodies: Iterable[Body]) -> list[str]:
+def no_effect_inside(name: str, bodies: Iterable[Body]) -> list[str]:
     """Returns the names of fields without effect in the bodies that field `name` holds, each name once."""
-    return [f"{name}.{each}" for each in dict.fromkeys(each for body in bodies for each in body.without_effect())]
+    return [
+        f"{name}.{each}" for each in dict.fromkeys(each for body in bodies for each in body.fields_without_effect())
+    ]
 
 
 @cache
@@ -166,10 +172,6 @@ def _neutral_values(model: type[BaseModel]) -> dict[str, Any]:
         for note in info.metadata
         if isinstance(note, NoEffect)
     }
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
 
 class TextFormat(_Strict):
@@ -227,22 +229,14 @@ class StructuredOutputs(_Strict):
     json_object: bool | None = None
     structural_tag: str | None = None
 
-    def asked_grammar(self) -> Grammar:
-        values: dict[Kind, Any] = {
-            "json_schema": self.json_,
-            "regex": self.regex,
-            "choice": self.choice,
-            "ebnf": self.grammar,
-            "json_object": "" if self.json_object else None,
-            "structural_tag": self.structural_tag,
-        }
-        found = [_grammar_of(kind, value) for kind, value in values.items() if value is not None]
+    def requested_grammar(self) -> Grammar:
+        found = [name for name in type(self).model_fields if getattr(self, name) not in (None, False)]
         if len(found) != 1:
             raise EspalierError("structured_outputs needs exactly one form, such as json or regex; send one")
-        return found[0]
+        return _grammar_of(found[0], "" if found[0] == "json_object" else getattr(self, found[0]))
 
 
-class Constrained(_Strict):
+class GrammarFields(_Strict):
     """The fields that ask for a form.  At most one may be sent."""
 
     response_format: Format | None = Field(
@@ -262,36 +256,30 @@ class Constrained(_Strict):
     ebnf: str | None = Field(None, description="SGLang's form: a grammar in EBNF")
     structural_tag: str | None = Field(None, description="SGLang's form: a structural tag, as JSON text")
 
-    def asked_grammar(self) -> Grammar | None:
+    def requested_grammar(self) -> Grammar | None:
         """Returns the form that the body asks for.  Raises EspalierError if it asks for two."""
-        found = list(self._asked())
+        found = list(self._requested_grammars())
         if len(found) > 1:
             names = " and ".join(name for name, _ in found)
             raise EspalierError(f"{names} both ask for a form of the output; send only one")
         return found[0][1] if found else None
 
-    def _asked(self) -> Iterator[tuple[str, Grammar]]:
+    def _requested_grammars(self) -> Iterator[tuple[str, Grammar]]:
         if self.response_format is not None and (grammar := self.response_format.grammar()) is not None:
             yield "response_format", grammar
         if (outputs := self.structured_outputs) is not None:
-            yield "structured_outputs", outputs.asked_grammar()
-        for name, kind in KIND_OF_FIELD.items():
-            if (value := getattr(self, name)) is not None:
-                yield name, _grammar_of(kind, value)
+            yield "structured_outputs", outputs.requested_grammar()
+        for name in GrammarFields.model_fields:
+            value = getattr(self, name)
+            if value is not None and name not in ("response_format", "structured_outputs"):
+                yield name, _grammar_of(name, value)
 
 
-# The kind of Grammar of each field that holds one value.  These JSON schemas are not strict: no field `strict` says so.
-KIND_OF_FIELD: Mapping[str, Kind] = {
-    "guided_json": "json_schema",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "ebnf",
-    "json_schema": "json_schema",
-    "regex": "regex",
-    "ebnf": "ebnf",
-    "structural_tag": "structural_tag",
-}
+# The kinds of Grammar that vLLM's fields name differently.
+KINDS_AT_VLLM: Mapping[str, Kind] = {"json": "json_schema", "grammar": "ebnf"}
 
 
-def _grammar_of(kind: Kind, value: Any) -> Grammar:
-    return Grammar(kind, value if isinstance(value, str) else json.dumps(value), strict=False)
+def _grammar_of(field: str, value: Any) -> Grammar:
+    """Returns the grammar of a field that holds one value.  A JSON schema is not strict: no field `strict` says so."""
+    name: Any = field.removeprefix("guided_").removesuffix("_")
+    return Grammar(KINDS_AT_VLLM.get(name, name), value if isinstance(value, str) else json.dumps(value), strict=False)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -20,15 +21,15 @@ from espalier.chat import Steps, finish
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
 from espalier.request import ResolvedParams, SamplingParams
-from espalier.server.answers import Answer, makes_text_there
+from espalier.server.answers import Answer, engine_detokenizes
 from espalier.server.bodies import BodyLimits, BodyReader
-from espalier.server.errors import RETRY_AFTER_S, ApiError, full
+from espalier.server.errors import RETRY_AFTER_S, ApiError, queue_full
 from espalier.server.lanes import Lanes
-from espalier.server.logs import client, request_id
+from espalier.server.logs import client_name, request_id
 from espalier.server.metrics import Metrics
-from espalier.server.openai import Generating
+from espalier.server.openai import GenerationRequest
 from espalier.server.protocol import SHUTTING_DOWN, EngineGone, Engines, Generation, Submit
-from espalier.server.request_runs import EventStream, Run
+from espalier.server.request_runs import EventStream, RequestRun
 from espalier.server.templates import Templates
 from espalier.text import load_tokenizer
 from espalier.tool_calls.formats import AUTO, find_formats
@@ -40,7 +41,7 @@ MAX_TEXT_CHARS = 2**20
 CHARS_PER_TOKEN = 8
 # Limit in token ids for /detokenize: the larger of this and max_context.
 MAX_DETOKENIZED = 2**18
-MAX_RESOLVED = 256
+MAX_CACHED_PARAMS = 256
 
 
 @dataclass(frozen=True)
@@ -65,17 +66,18 @@ class FrontOptions:
     def __post_init__(self) -> None:
         if not all(name.strip() for name in self.names):
             raise EspalierError("--served-model-name is empty; give a name, or leave the flag out")
+        find_formats("", self.tool_format, self.reasoning_format)
 
 
 # The client's name of requests of the server's own batches.
-BATCHES = "batches"
-# Beside the queue, a PARTS-th of its length is reserved for clients that hold no more than that many samples.
-PARTS = 4
+BATCH_CLIENT = "batches"
+# Beside the queue, a SHARE_DIVISOR-th of its length is reserved for clients that hold no more than that many samples.
+SHARE_DIVISOR = 4
 # A key in the state of a request's scope.  It means that the request has no time limit.
-UNLIMITED = "unlimited"
+NO_TIMEOUT = "unlimited"
 
 
-class Shares:
+class ClientShares:
     """Counts the samples that each client has in the server."""
 
     def __init__(self) -> None:
@@ -90,21 +92,21 @@ class Shares:
         """
         if num_held + num_samples <= capacity:
             return True
-        share, name = -(-max_queue // PARTS), client.get()
-        is_small = self.held_by(name) + num_samples <= share
-        return is_small and name != BATCHES and num_held + num_samples <= capacity + share
+        share, name = -(-max_queue // SHARE_DIVISOR), client_name.get()
+        is_small = self.num_samples_of(name) + num_samples <= share
+        return is_small and name != BATCH_CLIENT and num_held + num_samples <= capacity + share
 
-    def held_by(self, name: str) -> int:
+    def num_samples_of(self, name: str) -> int:
         """Returns how many samples of a client are being tokenized, wait or run."""
         running = sum(sum(each.num_running.values()) for each in self._generations.get(name, ()))
         return running + self._entering[name]
 
-    def enter(self, num_samples: int) -> None:
-        self._entering[client.get()] += num_samples
+    def add_entering(self, num_samples: int) -> None:
+        self._entering[client_name.get()] += num_samples
 
-    def entered(self, num_samples: int) -> None:
-        """Undo `enter`, once the samples are submitted or refused."""
-        name = client.get()
+    def remove_entering(self, num_samples: int) -> None:
+        """Undo `add_entering`, once the samples are submitted or refused."""
+        name = client_name.get()
         self._entering[name] -= num_samples
         if not self._entering[name]:
             del self._entering[name]
@@ -127,12 +129,12 @@ def without_timeout(app: ASGIApp) -> ASGIApp:
     """Wraps the app for callers whose requests have no --request-timeout."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
-        await app({**scope, "state": {UNLIMITED: True}}, receive, send)
+        await app({**scope, "state": {NO_TIMEOUT: True}}, receive, send)
 
     return call
 
 
-def no_model(name: str, served: Sequence[str]) -> ApiError:
+def unknown_model(name: str, served: Sequence[str]) -> ApiError:
     """Returns the error for a model that is not served."""
     message = f"this server has no model {name!r}; use {', '.join(served)}"
     return ApiError(404, message, "model", "model_not_found")
@@ -147,8 +149,7 @@ class Front:
 
     def __init__(self, engines: Engines, options: FrontOptions, metrics: Metrics | None = None):
         facts = engines.facts
-        if facts is None:
-            raise ValueError("start the engines first")
+        assert facts is not None, "start the engines first"
         self.engines = engines
         self.options = options
         self.names = options.names or (Path(facts.model).name,)
@@ -167,21 +168,21 @@ class Front:
         limits = BodyLimits(facts.vocab_size, facts.max_context, capacity, self.max_detokenized, facts.max_position)
         self.bodies = BodyReader(limits)
         self.templates: Templates | None = None
-        self.shares = Shares()
+        self.shares = ClientShares()
         self._logged_fields: set[str] = set()
         self._resolved: dict[int, tuple[SamplingParams, ResolvedParams]] = {}
 
-    def render_aside(self) -> None:
+    def render_in_helper_process(self) -> None:
         """From now on, render chat templates in a separate process.  Otherwise the lanes render them."""
         hf = None if self.inputs.tokenizer is None else self.inputs.tokenizer.hf
         if getattr(hf, "chat_template", None):
             self.templates = Templates(hf)
 
-    async def rendered(self, work: Callable[..., Steps], *values: Any, size: int) -> list[int]:
-        """Returns the token ids of a conversation.  See Lanes.finish.  Raises ApiError."""
+    async def conversation_tokens(self, work: Callable[..., Steps], *values: Any, size: int) -> list[int]:
+        """Returns the token ids of a conversation.  See Lanes.run_steps.  Raises ApiError."""
         if self.templates is not None:
             render = self.templates.render
-            return await self.lanes.finish(work, *values, render=render, size=size, field="messages")
+            return await self.lanes.run_steps(work, *values, render=render, size=size, field="messages")
 
         def whole(inputs: InputProcessor) -> list[int]:
             return finish(work(inputs, *values), inputs.text_of("a conversation").render)
@@ -199,19 +200,19 @@ class Front:
         return "draining" if self.draining else "ok" if self.engines.state == "ready" else self.engines.state
 
     @property
-    def why(self) -> str:
+    def unavailable_reason(self) -> str:
         """The reason for a status that is not "ok", else ""."""
         if self.draining:
             return f"{SHUTTING_DOWN}, and finishes the requests that run"
-        return "" if self.engines.state == "ready" else self.engines.why
+        return "" if self.engines.state == "ready" else self.engines.unavailable_reason
 
-    def of(self, model: str | None) -> "Front":
+    def front_of(self, model: str | None) -> "Front":
         """Returns this front if it serves `model`.  Raises ApiError if it does not."""
         if model is not None and model not in self.names:
-            raise no_model(model, self.names)
+            raise unknown_model(model, self.names)
         return self
 
-    def check_effect(self, names: Sequence[str]) -> None:
+    def report_no_effect(self, names: Sequence[str]) -> None:
         """Log each field without effect once.  With strict_fields, refuse them: raises ApiError."""
         if names and self.options.strict_fields:
             why = f"{names[0]} has no effect, and this server runs with --strict-fields; leave it out"
@@ -226,7 +227,7 @@ class Front:
         known, resolved = self._resolved.get(id(params), (None, None))
         if resolved is None or known is not params:
             resolved = self.inputs.resolve(params)
-            if len(self._resolved) >= MAX_RESOLVED:
+            if len(self._resolved) >= MAX_CACHED_PARAMS:
                 self._resolved.clear()
             self._resolved[id(params)] = params, resolved
         return resolved
@@ -240,25 +241,25 @@ class Front:
     async def respond(
         self,
         http: Request,
-        body: Generating,
+        body: GenerationRequest,
         prompts: Sequence[list[int]],
         params: ResolvedParams,
         make_answer: Callable[[], Answer],
     ) -> Response:
-        """Run a request.  Raises ApiError or ClientDisconnect; for a stream only before its first event.
+        """RequestRun a request.  Raises ApiError or ClientDisconnect; for a stream only before its first event.
 
         make_answer: called once the prompts are sent to the engine.
         """
         loop = asyncio.get_running_loop()
-        limit = None if UNLIMITED in http.scope["state"] else self.options.request_timeout_s
+        limit = None if NO_TIMEOUT in http.scope["state"] else self.options.request_timeout_s
         generation = self._submit(body, prompts, params)
-        run = Run(self, make_answer, generation, None if limit is None else loop.time() + limit)
+        run = RequestRun(self, make_answer, generation, None if limit is None else loop.time() + limit)
         try:
             # The answer is made while the engine computes.
-            await self.engines.sent()
+            await self.engines.wait_sent()
             run.watch(http)
             if not body.stream:
-                return await run.whole()
+                return await run.whole_response()
             events = run.events()
             # The status is sent before the first event, so wait until the request has started or is refused.
             first = await anext(events)
@@ -268,14 +269,14 @@ class Front:
         return EventStream(run, first, events)
 
     @contextmanager
-    def entering(self, num_samples: int) -> Iterator[None]:
+    def reserve_capacity(self, num_samples: int) -> Iterator[None]:
         """Count samples against the queue while their prompts are tokenized.  Raises ApiError if the queue is full."""
         self._require_capacity(num_samples)
-        self.shares.enter(num_samples)
+        self.shares.add_entering(num_samples)
         try:
             yield
         finally:
-            self.shares.entered(num_samples)
+            self.shares.remove_entering(num_samples)
 
     def _require_capacity(self, num_samples: int) -> None:
         """Refuse samples that do not fit into the slots and the queue.  Raises ApiError."""
@@ -285,32 +286,32 @@ class Front:
         try:
             self.engines.require_up()
         except EngineGone as error:
-            raise _gone(error) from None
+            raise _engine_gone_error(error) from None
         capacity = self.engines.num_slots + self.options.max_queue
         if num_samples > capacity:
             message = f"the request has {num_samples} samples and the server holds {capacity} at most; send fewer"
             raise ApiError(400, message, "n")
         num_held = self.engines.open_samples + self.shares.num_entering
         if not self.shares.admits(num_samples, num_held, capacity, self.options.max_queue):
-            raise full(f"the queue is full ({num_held} of {capacity} samples are running or waiting)")
+            raise queue_full(f"the queue is full ({num_held} of {capacity} samples are running or waiting)")
 
-    def _submit(self, body: Generating, prompts: Sequence[list[int]], params: ResolvedParams) -> Generation:
+    def _submit(self, body: GenerationRequest, prompts: Sequence[list[int]], params: ResolvedParams) -> Generation:
         self._require_capacity(len(prompts) * params.n)
-        waits = body.priority or 0, makes_text_there(params), client.get(), bool(body.stream)
+        waits = body.priority or 0, engine_detokenizes(params), client_name.get(), bool(body.stream)
         private = getattr(body, "store", None) is False
         try:
             return self.engines.submit(prompts, Submit(request_id.get(), [], params, *waits, private))
         except EngineGone as error:
-            raise _gone(error) from None
+            raise _engine_gone_error(error) from None
 
     async def close(self) -> None:
         self.lanes.close()
         if self.templates is not None:
-            await self.templates.close()
-        await self.bodies.close()
+            await self.templates.helper.close()
+        await self.bodies.helper.close()
 
 
-def _gone(error: EngineGone) -> ApiError:
+def _engine_gone_error(error: EngineGone) -> ApiError:
     return ApiError(503, f"{error}; retry later", code="engine_gone", retry_after_s=RETRY_AFTER_S)
 
 
@@ -329,24 +330,18 @@ class Fronts:
         if twice := [name for name in self._by_name if self.names.count(name) > 1]:
             raise EspalierError(f"two models are served as {twice[0]!r}; give them different names (served_model_name)")
         limits = [front.bodies.limits for front in fronts]
-        self.bodies = BodyReader(
-            BodyLimits(
-                max(each.vocab_size for each in limits),
-                max(each.max_context for each in limits),
-                max(each.prompts for each in limits),
-                max(each.tokens for each in limits),
-                max(limits, key=lambda each: each.max_context).max_position,
-            )
-        )
+        largest = {name: max(getattr(each, name) for each in limits) for name in ("vocab_size", "prompts", "tokens")}
+        longest = max(limits, key=lambda each: each.max_context)
+        self.bodies = BodyReader(msgspec.structs.replace(longest, **largest))
 
-    def of(self, model: str | None) -> Front:
+    def front_of(self, model: str | None) -> Front:
         """Returns the front of a request's model.  Raises ApiError."""
         if model is None and len(self.fronts) > 1:
             raise ApiError(400, f"model is missing; use one of {', '.join(self.names)}", "model")
         if model is None:
             return self.fronts[0]
         if model not in self._by_name:
-            raise no_model(model, self.names)
+            raise unknown_model(model, self.names)
         return self._by_name[model]
 
     @property
@@ -355,10 +350,10 @@ class Fronts:
         return next((front.status for front in self.fronts if front.status != "ok"), "ok")
 
     @property
-    def why(self) -> str:
-        return next((front.why for front in self.fronts if front.why), "")
+    def unavailable_reason(self) -> str:
+        return next((front.unavailable_reason for front in self.fronts if front.unavailable_reason), "")
 
     async def close(self) -> None:
         for front in self.fronts:
             await front.close()
-        await self.bodies.close()
+        await self.bodies.helper.close()

@@ -9,59 +9,54 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from espalier.server.errors import FAILED, RETRY_AFTER_S, ApiError
-from espalier.server.front import BATCHES, UNLIMITED
-from espalier.server.logs import client, new_request_id, request_id
+from espalier.server.errors import INTERNAL_ERROR, RETRY_AFTER_S, ApiError
+from espalier.server.front import BATCH_CLIENT, NO_TIMEOUT
+from espalier.server.logs import client_name, new_request_id, request_id
 from espalier.server.protocol import SHUTTING_DOWN
 
 log = logging.getLogger("espalier.server")
 CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 # nginx's status for a client that disconnected.  It appears only in the log; no client receives it.
-CLIENT_LEFT = 499
+STATUS_CLIENT_LEFT = 499
 # The largest length, 2**63, has this many digits.
 MAX_LENGTH_DIGITS = 19
 # A too large body is read and dropped up to this multiple of max_body_bytes.
 MAX_DROPPED = 4
 # Uploads to this path have their own size limit.
-FILES = "/v1/files"
+FILES_PATH = "/v1/files"
 # Load balancers and Prometheus read these paths without a key.  So do browsers, which cannot send a key (routes.py).
 OPEN_PATHS = ("/health", "/metrics", "/", "/docs")
 
 
+@dataclass(eq=False)
 class Gate:
     """Wraps an app with the checks and the log of every request.
 
-    answered(path, status): called at the end of each response.  body_timeout_s: limit for reading one body, None for no
-    limit.  max_file_bytes: limit for one uploaded file, None for a server that takes no files.  more_keys: keys that
-    are valid beside api_key.  If there are several keys, a client is identified by its key.  num_open: how many
-    requests are in progress.
+    on_response_end(path, status): called at the end of each response.  body_timeout_s: limit for reading one body, None
+    for no limit.  max_file_bytes: limit for one uploaded file, None for a server that takes no files.  additional_keys:
+    keys that are valid beside api_key.  If there are several keys, a client is identified by its key.  num_open: how
+    many requests are in progress.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        api_key: str | None,
-        max_body_bytes: int,
-        answered: Callable[[str, int], None],
-        body_timeout_s: float | None = None,
-        max_file_bytes: int | None = None,
-        more_keys: Sequence[str] = (),
-    ):
-        self.app = app
-        self.keys = [key.encode() for key in (api_key, *more_keys) if key is not None]
-        self.max_body_bytes = max_body_bytes
-        self.answered = answered
-        self.body_timeout_s = body_timeout_s
-        self.max_file_bytes = max_file_bytes
-        self.num_open = 0
-        self.draining = False
-        # The timeouts of bodies that are being received.
-        self.body_timeouts: set[asyncio.Timeout] = set()
+    app: ASGIApp
+    api_key: str | None
+    max_body_bytes: int
+    on_response_end: Callable[[str, int], None]
+    body_timeout_s: float | None = None
+    max_file_bytes: int | None = None
+    additional_keys: Sequence[str] = ()
+    num_open: int = 0
+    draining: bool = False
+    body_timeouts: set[asyncio.Timeout] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.keys = [key.encode() for key in (self.api_key, *self.additional_keys) if key is not None]
 
     def drain(self) -> None:
         """From now on, refuse requests whose body has not arrived whole."""
@@ -80,9 +75,13 @@ class Gate:
         request_id.set(client_id if CLIENT_ID.fullmatch(client_id) else new_request_id())
         # connections.py reads the id from the scope.
         scope.setdefault("state", {})["request_id"] = request_id.get()
-        client.set(BATCHES if UNLIMITED in scope["state"] else (scope.get("client") or ("",))[0])
+        client_name.set(BATCH_CLIENT if NO_TIMEOUT in scope["state"] else (scope.get("client") or ("",))[0])
         refused: ApiError | None = None
-        began, answer, upload = time.perf_counter(), Answering(send), Upload(self, receive, scope["path"])
+        began, answer, upload = (
+            time.perf_counter(),
+            SendWithRequestId(send),
+            LimitedReceive(self, receive, scope["path"]),
+        )
         scope["state"]["upload"] = upload
         self.num_open += 1
         try:
@@ -93,19 +92,19 @@ class Gate:
             except ApiError as error:
                 refused = error
             except Exception:
-                log.exception("%s %s failed", method, _shown(scope))
-                refused = ApiError(500, FAILED)
+                log.exception("%s %s failed", method, _quoted_path(scope))
+                refused = ApiError(500, INTERNAL_ERROR)
             if refused is not None and not answer.status:
                 await refused.response()(scope, receive, answer)
         finally:
             self.num_open -= 1
             seconds = time.perf_counter() - began
             # No status was sent if the client left, or if the batch was stopped.
-            status = answer.status or CLIENT_LEFT
+            status = answer.status or STATUS_CLIENT_LEFT
             # At level INFO, probes would fill the log.
             level = logging.DEBUG if scope["path"] in OPEN_PATHS and answer.status == 200 else logging.INFO
-            log.log(level, "%s %s %d %.3f s%s", method, _shown(scope), status, seconds, _reason(refused))
-            self.answered(scope["state"].get("route", "other"), status)
+            log.log(level, "%s %s %d %.3f s%s", method, _quoted_path(scope), status, seconds, _reason(refused))
+            self.on_response_end(scope["state"].get("route", "other"), status)
 
     def _check_key(self, path: str, headers: Headers) -> None:
         if self.keys and path not in OPEN_PATHS:
@@ -114,14 +113,12 @@ class Gate:
             matches = [hmac.compare_digest(key.encode("latin-1"), each) for each in self.keys]
             if scheme.lower() != "bearer" or not any(matches):
                 message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
-                error = ApiError(401, message, code="invalid_api_key")
-                error.headers = {"www-authenticate": "Bearer"}
-                raise error
-            if len(self.keys) > 1 and client.get() != BATCHES:
-                client.set(f"key {matches.index(True)}")
+                raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+            if len(self.keys) > 1 and client_name.get() != BATCH_CLIENT:
+                client_name.set(f"key {matches.index(True)}")
 
 
-def _shown(scope: Scope) -> str:
+def _quoted_path(scope: Scope) -> str:
     """Returns the path in a log line, quoted, so that a line break in the path cannot forge another line."""
     return quote(scope["path"])
 
@@ -134,7 +131,7 @@ def _reason(refused: ApiError | None) -> str:
     return f": {message}" if refused.param is None else f": {message} [field {refused.param!r}]"
 
 
-class Upload:
+class LimitedReceive:
     """An ASGI receive that limits the size and the time of one request's body.
 
     Raises ApiError if the body is too large or too slow.
@@ -143,9 +140,9 @@ class Upload:
     def __init__(self, gate: Gate, receive: Receive, path: str):
         self.gate = gate
         self.receive = receive
-        self.max_bytes, self.flag = gate.max_body_bytes, "--max-body-bytes"
-        if path == FILES and gate.max_file_bytes is not None:
-            self.max_bytes, self.flag = gate.max_file_bytes, "--max-file-bytes"
+        self.max_bytes, self.limit_flag = gate.max_body_bytes, "--max-body-bytes"
+        if path == FILES_PATH and gate.max_file_bytes is not None:
+            self.max_bytes, self.limit_flag = gate.max_file_bytes, "--max-file-bytes"
         self.num_received = 0
         self.complete = False
         limit = gate.body_timeout_s
@@ -154,7 +151,7 @@ class Upload:
     async def __call__(self) -> Message:
         message = await self._next()
         if self.num_received > self.max_bytes:
-            await self._drop()
+            await self._refuse_too_large()
         return message
 
     async def check_length(self, headers: Headers) -> None:
@@ -162,19 +159,19 @@ class Upload:
         length = headers.get("content-length", "0")
         # Python refuses to read a number of thousands of digits.
         if length.isdecimal() and (number := int(length.lstrip("0")[:MAX_LENGTH_DIGITS] or "0")) > self.max_bytes:
-            await self._drop(number)
+            await self._refuse_too_large(number)
 
     async def finish(self) -> None:
         """Read the rest of the body and drop it: a client does not read while it sends.  Raises ApiError."""
         while not self.complete:
             await self()
 
-    async def _drop(self, length: int = 0) -> None:
+    async def _refuse_too_large(self, length: int = 0) -> None:
         """Refuse a too large body, after reading a moderately large one: a client does not read while it sends."""
         limit = self.max_bytes
         while not self.complete and max(self.num_received, length) <= MAX_DROPPED * limit:
             await self._next()
-        raise ApiError(413, f"the body is larger than {limit} bytes; send less, or raise {self.flag}")
+        raise ApiError(413, f"the body is larger than {limit} bytes; send less, or raise {self.limit_flag}")
 
     async def _next(self) -> Message:
         if self.complete:  # the next message reports the client's disconnect, and may come at any time
@@ -195,24 +192,23 @@ class Upload:
         return message
 
     def _body_too_slow_error(self) -> ApiError:
+        # The rest of the body may still arrive on this connection, so no further request can be read from it.
+        headers = {"connection": "close"}
         if self.gate.draining:
             message = f"{SHUTTING_DOWN} and the body had not arrived; retry on another server"
-            error = ApiError(503, message, retry_after_s=RETRY_AFTER_S)
-        else:
-            limit = self.gate.body_timeout_s
-            message = f"the body did not arrive within {limit:g} s; send it faster, or raise --body-timeout"
-            error = ApiError(408, message, retry=False)
-        # The rest of the body may still arrive on this connection, so no further request can be read from it.
-        error.headers = {**(error.headers or {}), "connection": "close"}
-        return error
+            return ApiError(503, message, retry_after_s=RETRY_AFTER_S, headers=headers)
+        message = (
+            f"the body did not arrive within {self.gate.body_timeout_s:g} s; send it faster, or raise --body-timeout"
+        )
+        return ApiError(408, message, retry=False, headers=headers)
 
 
-class Answering:
+@dataclass
+class SendWithRequestId:
     """An ASGI send that adds the request's id and keeps the status.  status: 0 if nothing was sent."""
 
-    def __init__(self, send: Send):
-        self.send = send
-        self.status = 0
+    send: Send
+    status: int = 0
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -24,49 +24,48 @@ from espalier.server.logs import new_request_id, request_id
 
 MAX_HEAD_BYTES = 65536
 MAX_HEAD_LINES = 256
-UNREADABLE = (
+MALFORMED_HTTP = (
     "malformed HTTP: the request line, a header or the framing of the body is invalid; "
     "send plain HTTP/1.1 (http://, not https://)"
 )
-END = b"\r\n\r\n"
+HEAD_END = b"\r\n\r\n"
 # Matches the beginning of a request, as much of it as has arrived.
-START = re.compile(rb"[A-Z-]{0,24}(?:\Z| (?:\Z|[^ \r\n]+(?:\Z| (?:HTTP/1\.[01]\r\n|[HTP/1.0\r]{0,9}\Z))))")
+REQUEST_START = re.compile(rb"[A-Z-]{0,24}(?:\Z| (?:\Z|[^ \r\n]+(?:\Z| (?:HTTP/1\.[01]\r\n|[HTP/1.0\r]{0,9}\Z))))")
 # Matches a line feed alone, or a line that continues the line before.
 BAD_LINE = re.compile(rb"(?<!\r)\n|\r\n[ \t]")
 log = logging.getLogger("espalier.server")
 # Limit for the first line of a chunk, and for the trailers.  Chunked bodies are passed to h11 in pieces of this size.
 MAX_LINE_BYTES = 4096
 # If a body has more chunks, they must have MIN_CHUNK_BYTES on average: each costs the event loop 0.01 ms.
-FEW_CHUNKS = 4096
+MAX_SMALL_CHUNKS = 4096
 MIN_CHUNK_BYTES = 32
 # Limit for one body.  More bytes wait in the socket until the application has read some.
 MAX_UNREAD_BYTES = 65536
 STATUS_LINES = MappingProxyType(
     {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() for each in HTTPStatus}
 )
-# The bytes that end a chunked body.
 LAST_CHUNK = b"0\r\n\r\n"
-INTERIM = STATUS_LINES[100] + b"\r\n"
-# A half-closed connection is checked every CHECK_S.  Check FIRST_PROBE, and every CHECKS_PER_PROBE after it, sends an
-# interim response.
-CHECK_S = 0.1
+CONTINUE_RESPONSE = STATUS_LINES[100] + b"\r\n"
+# A half-closed connection is checked every HALF_CLOSED_CHECK_S.  Check FIRST_PROBE, and every CHECKS_PER_PROBE after
+# it, sends an interim response.
+HALF_CLOSED_CHECK_S = 0.1
 FIRST_PROBE = 3
 CHECKS_PER_PROBE = 100
 LINGER_S = 2.0
 # The key of the ASGI extension that holds the HttpExchange.  With it the application may write response parts at once.
-EXCHANGE = "espalier.exchange"
+EXCHANGE_EXTENSION = "espalier.exchange"
 
 
 def check_head(data: bytes) -> int | None:
     """Returns the length of the head at the start of the data, None if the head is not whole.  Raises ApiError."""
-    end = data.find(END)
-    head = data if end < 0 else data[: end + len(END)]
+    end = data.find(HEAD_END)
+    head = data if end < 0 else data[: end + len(HEAD_END)]
     if len(head) > MAX_HEAD_BYTES:
         raise ApiError(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes; send fewer headers")
     if head.count(b"\n") > MAX_HEAD_LINES:
         raise ApiError(431, f"the request's head has more than {MAX_HEAD_LINES} lines; send fewer headers")
-    if not START.match(head) or (end >= 0 and BAD_LINE.search(head)):
-        raise ApiError(400, UNREADABLE)
+    if not REQUEST_START.match(head) or (end >= 0 and BAD_LINE.search(head)):
+        raise ApiError(400, MALFORMED_HTTP)
     if end < 0:
         return None
     if head.startswith(b"CONNECT "):
@@ -124,10 +123,10 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
-        self.connections.enter(self, self.loop.time())
+        self.connections.add(self, self.loop.time())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.connections.leave(self)
+        self.connections.remove(self)
         self.writable.set()
         self._disconnect()
 
@@ -140,7 +139,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self.is_silent:
             self.is_silent, self.idle_since = False, self.loop.time()
-        self._take(data)
+        self._receive(data)
 
     def eof_received(self) -> bool:
         """Returns whether the connection stays open."""
@@ -153,12 +152,12 @@ class Connection(asyncio.Protocol):
             and not http.trailing_data[0]
         )
         if self.is_half_closed:
-            self.loop.call_later(CHECK_S, self._check, 0)
+            self.loop.call_later(HALF_CLOSED_CHECK_S, self._check_half_closed, 0)
         return self.is_half_closed
 
     # Reading
 
-    def _take(self, data: bytes) -> None:
+    def _receive(self, data: bytes) -> None:
         """Read data that has come.  Send an error if it is not HTTP."""
         try:
             if not self.is_refused:
@@ -168,7 +167,7 @@ class Connection(asyncio.Protocol):
         except h11.RemoteProtocolError as error:
             too_large = error.error_status_hint == 431
             why = f"a chunk's line or the trailers are larger than {MAX_LINE_BYTES} bytes; send less"
-            self._refuse(ApiError(431, why) if too_large else ApiError(400, UNREADABLE))
+            self._refuse(ApiError(431, why) if too_large else ApiError(400, MALFORMED_HTTP))
 
     def _feed(self, data: bytes) -> None:
         """Pass data to h11.  h11 limits only a line whose end has not arrived, so chunked data is passed in pieces."""
@@ -187,7 +186,7 @@ class Connection(asyncio.Protocol):
     def _read(self) -> None:
         """Handle the requests and body parts that have arrived.  Raises ApiError, or h11's errors."""
         while not (self.is_refused or self.transport.is_closing()):
-            if self.http is None and not self._begin():
+            if self.http is None and not self._begin_request():
                 return
             assert self.http is not None
             event = self.http.next_event()
@@ -197,14 +196,14 @@ class Connection(asyncio.Protocol):
                 self.transport.pause_reading()
                 return
             if self.exchange is not None and isinstance(event, h11.Data):
-                self.exchange.take(event)
+                self.exchange.add_body_part(event)
             elif self.exchange is not None and isinstance(event, h11.EndOfMessage):
                 self.exchange.more_body = False
-                self.exchange.news.set()
+                self.exchange.state_changed.set()
                 if self.exchange.is_ended:
-                    self._next()
+                    self._reset_for_next_request()
 
-    def _begin(self) -> bool:
+    def _begin_request(self) -> bool:
         """Start a request if its whole head has arrived.  Returns whether it has.  Raises ApiError."""
         self.head = self.head.lstrip(b"\r\n")
         end = check_head(self.head)
@@ -229,7 +228,7 @@ class Connection(asyncio.Protocol):
         if not exchange.is_ended:
             self.transport.close()
 
-    def _next(self) -> None:
+    def _reset_for_next_request(self) -> None:
         """Prepare for the next request, after a whole request and its whole response."""
         assert self.http is not None
         self.head, self.http = self.http.trailing_data[0], None
@@ -247,7 +246,7 @@ class Connection(asyncio.Protocol):
         """Tell the application that the client will read nothing more of its response."""
         if self.exchange is not None and not self.exchange.is_ended:
             self.exchange.is_disconnected = True
-            self.exchange.news.set()
+            self.exchange.state_changed.set()
 
     # Writing
 
@@ -257,15 +256,15 @@ class Connection(asyncio.Protocol):
 
     def response_ended(self, exchange: "HttpExchange") -> None:
         self.idle_since, self.is_silent = self.loop.time(), True
-        self.connections.renew(self)
+        self.connections.mark_idle(self)
         # After FIN the client sends no further request.
         if self.is_ending or self.is_half_closed or not exchange.keeps_alive:
             self.transport.close()
             return
         self.transport.resume_reading()
         if not exchange.more_body:
-            self._next()
-            self._take(b"")
+            self._reset_for_next_request()
+            self._receive(b"")
 
     def end(self) -> None:
         """Close the connection after the response in progress, or now if there is none."""
@@ -273,7 +272,7 @@ class Connection(asyncio.Protocol):
         if self.is_idle:
             self.transport.close()
 
-    def _check(self, count: int) -> None:
+    def _check_half_closed(self, count: int) -> None:
         exchange = self.exchange
         assert exchange is not None
         if self.transport.is_closing() or exchange.is_ended:
@@ -283,8 +282,8 @@ class Connection(asyncio.Protocol):
             return
         if not exchange.is_started and count % CHECKS_PER_PROBE == FIRST_PROBE:
             # RFC 9110, section 15.2: a client ignores interim responses that it did not ask for, whatever their number.
-            self.write(INTERIM)
-        self.loop.call_later(CHECK_S, self._check, count + 1)
+            self.write(CONTINUE_RESPONSE)
+        self.loop.call_later(HALF_CLOSED_CHECK_S, self._check_half_closed, count + 1)
 
     def _refuse(self, error: ApiError) -> None:
         """Send an error and close, unless a response to an unfinished request has started on this connection.
@@ -293,7 +292,7 @@ class Connection(asyncio.Protocol):
         """
         exchange = self.exchange
         if exchange is None or not exchange.is_started or (exchange.is_ended and not exchange.more_body):
-            self.write(_refusal(error, self.transport))
+            self.write(_error_bytes(error, self.transport))
             self._linger()
         else:
             self.transport.close()
@@ -318,50 +317,50 @@ class HttpExchange:
         headers = dict(request.headers)
         if b"content-length" in headers and b"transfer-encoding" in headers:
             # The two headers may disagree: a proxy may find the body's end by the other one.
-            raise ApiError(400, UNREADABLE)
+            raise ApiError(400, MALFORMED_HTTP)
         self.connection = connection
         self.scope = _scope_of(request, connection.transport)
-        self.scope["extensions"] = {EXCHANGE: self}
+        self.scope["extensions"] = {EXCHANGE_EXTENSION: self}
         self.is_chunked = b"transfer-encoding" in headers
         self.is_1_1 = request.http_version == b"1.1"
         self.keeps_alive = self.is_1_1 and b"close" not in headers.get(b"connection", b"").lower()
-        self.is_waiting = self.is_1_1 and headers.get(b"expect", b"").lower() == b"100-continue"
+        self.awaits_continue = self.is_1_1 and headers.get(b"expect", b"").lower() == b"100-continue"
         self.body = bytearray()
-        self.more_body, self.is_body_given = True, False
+        self.more_body, self.is_body_delivered = True, False
         self.is_started = self.is_ended = self.is_disconnected = False
-        self.news = asyncio.Event()
+        self.state_changed = asyncio.Event()
         self.num_chunks = self.num_body_bytes = 0
         self.head = b""
-        self.has_body, self.in_chunks = request.method != b"HEAD", False
+        self.sends_body, self.sends_chunked = request.method != b"HEAD", False
 
-    def take(self, data: h11.Data) -> None:
+    def add_body_part(self, data: h11.Data) -> None:
         """Add a part of the body.  Raises ApiError."""
         self.num_chunks += data.chunk_start
         self.num_body_bytes += len(data.data)
-        self.is_waiting = False
-        if self.num_chunks > FEW_CHUNKS and self.num_body_bytes < MIN_CHUNK_BYTES * self.num_chunks:
-            raise ApiError(400, f"{FEW_CHUNKS} chunks of less than {MIN_CHUNK_BYTES} bytes; send larger ones")
+        self.awaits_continue = False
+        if self.num_chunks > MAX_SMALL_CHUNKS and self.num_body_bytes < MIN_CHUNK_BYTES * self.num_chunks:
+            raise ApiError(400, f"{MAX_SMALL_CHUNKS} chunks of less than {MIN_CHUNK_BYTES} bytes; send larger ones")
         # The rest of a body that was refused is read and dropped.
         if not self.is_ended:
             self.body += data.data
-            self.news.set()
+            self.state_changed.set()
             if len(self.body) > MAX_UNREAD_BYTES:
                 self.connection.transport.pause_reading()
 
     async def receive(self) -> Message:
         """Returns the next message of the request, as ASGI defines."""
-        if self.is_waiting and not self.is_started:
-            self.is_waiting = False
-            self.connection.write(INTERIM)
+        if self.awaits_continue and not self.is_started:
+            self.awaits_continue = False
+            self.connection.write(CONTINUE_RESPONSE)
         while not (self.is_disconnected or self.is_ended):
-            if self.body or not (self.more_body or self.is_body_given):
+            if self.body or not (self.more_body or self.is_body_delivered):
                 data, self.body = bytes(self.body), bytearray()
-                self.is_body_given = not self.more_body
+                self.is_body_delivered = not self.more_body
                 if self.more_body:
                     self.connection.transport.resume_reading()
                 return {"type": "http.request", "body": data, "more_body": self.more_body}
-            self.news.clear()
-            await self.news.wait()
+            self.state_changed.clear()
+            await self.state_changed.wait()
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
@@ -375,25 +374,25 @@ class HttpExchange:
             return
         data, self.head = self.head + self._framed(message.get("body", b"")), b""
         self.is_ended = not message.get("more_body", False)
-        self.connection.write(data + LAST_CHUNK if self.is_ended and self.in_chunks else data)
+        self.connection.write(data + LAST_CHUNK if self.is_ended and self.sends_chunked else data)
         if self.is_ended:
-            self.news.set()
+            self.state_changed.set()
             self.connection.response_ended(self)
 
     def _head_of(self, message: Message) -> bytes:
         status, headers = message["status"], [(b"date", formatdate(usegmt=True).encode()), *message["headers"]]
         given = dict(headers)
-        if self.has_body and b"content-length" not in given and status not in (204, 304):
-            self.in_chunks = self.is_1_1
+        if self.sends_body and b"content-length" not in given and status not in (204, 304):
+            self.sends_chunked = self.is_1_1
             self.keeps_alive &= self.is_1_1
-            headers += [(b"transfer-encoding", b"chunked")] * self.in_chunks
+            headers += [(b"transfer-encoding", b"chunked")] * self.sends_chunked
         self.keeps_alive &= given.get(b"connection") != b"close"
         if not self.keeps_alive and b"connection" not in given:
             headers.append((b"connection", b"close"))
-        return _head(status, headers)
+        return _head_bytes(status, headers)
 
     @property
-    def is_read(self) -> bool:
+    def client_keeps_up(self) -> bool:
         """Whether data that is written now leaves at once, or soon."""
         connection = self.connection
         return not self.is_disconnected and connection.writable.is_set() and not connection.transport.is_closing()
@@ -403,9 +402,9 @@ class HttpExchange:
         self.connection.write(self._framed(data))
 
     def _framed(self, data: bytes) -> bytes:
-        if not (data and self.has_body):
+        if not (data and self.sends_body):
             return b""
-        return b"%x\r\n%b\r\n" % (len(data), data) if self.in_chunks else data
+        return b"%x\r\n%b\r\n" % (len(data), data) if self.sends_chunked else data
 
 
 def _scope_of(request: h11.Request, transport: asyncio.Transport) -> Scope:
@@ -437,14 +436,14 @@ def _address(name: Any) -> tuple[str, int] | None:
     return (name[0], name[1]) if isinstance(name, tuple) else None
 
 
-def _head(status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+def _head_bytes(status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     return b"".join([STATUS_LINES[status], *(b"%b: %b\r\n" % header for header in headers), b"\r\n"])
 
 
-def _refusal(error: ApiError, transport: asyncio.Transport) -> bytes:
+def _error_bytes(error: ApiError, transport: asyncio.Transport) -> bytes:
     """Returns the whole response, with a new request id.  Restores the id of a request that ends in this context."""
     before = request_id.set(new_request_id())
     log.info("refused HTTP from %s: %d: %s", address_of(transport), error.status_code, error.detail)
     response, own = error.response(), [(b"x-request-id", request_id.get().encode()), (b"connection", b"close")]
     request_id.reset(before)
-    return _head(error.status_code, [*response.raw_headers, *own]) + bytes(response.body)
+    return _head_bytes(error.status_code, [*response.raw_headers, *own]) + bytes(response.body)

@@ -7,12 +7,13 @@ the GIL, so a long prompt does not block the event loop.
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from espalier.chat import Rendering, Steps
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
-from espalier.server.errors import full, refusal
+from espalier.server.errors import bad_request, queue_full
 
 T = TypeVar("T")
 # The most characters or tokens for the short lane: a few milliseconds of work.
@@ -22,16 +23,16 @@ MAX_WAITING = 32
 MAX_INLINE = 2048
 
 
+@dataclass
 class Lane:
     """One thread with its tokenizer.
 
     num_open: pieces of work that wait or run.  Cancelled requests count too: a thread cannot be stopped.
     """
 
-    def __init__(self, inputs: InputProcessor, thread: ThreadPoolExecutor):
-        self.inputs = inputs
-        self.thread = thread
-        self.num_open = 0
+    inputs: InputProcessor
+    thread: ThreadPoolExecutor
+    num_open: int = 0
 
     async def run(self, work: Callable[..., T], *values: Any) -> T:
         running = asyncio.get_running_loop().run_in_executor(self.thread, work, self.inputs, *values)
@@ -63,12 +64,12 @@ class Lanes:
             if size <= MAX_SHORT:
                 return await self._short.run(work, *values)
             if self._long.num_open > MAX_WAITING:
-                raise full(f"{MAX_WAITING} long prompts are already waiting to be tokenized")
+                raise queue_full(f"{MAX_WAITING} long prompts are already waiting to be tokenized")
             return await self._long.run(work, *values)
         except EspalierError as error:
-            raise refusal(error, field) from None
+            raise bad_request(error, field) from None
 
-    async def finish(
+    async def run_steps(
         self,
         work: Callable[..., Steps],
         *values: Any,
@@ -80,32 +81,26 @@ class Lanes:
 
         Other arguments and errors: see `run`.
         """
-        steps, rendering, tokens = await self.run(_begin, work, *values, size=size, field=field)
-        while rendering is not None:
+        steps: Steps | None = None
+
+        def advance(inputs: InputProcessor, text: Any) -> tuple[Rendering | None, list[int]]:
+            nonlocal steps
+            steps = steps or work(inputs, *values)
+            try:
+                return steps.send(text), []
+            except StopIteration as end:
+                return None, list(end.value)
+
+        text = None
+        while True:
+            rendering, tokens = await self.run(advance, text, size=size, field=field)
+            if rendering is None:
+                return tokens
             try:
                 text = await render(rendering)
             except EspalierError as error:
-                raise refusal(error, field) from None
-            rendering, tokens = await self.run(_go_on, steps, text, size=size, field=field)
-        return list(tokens)
+                raise bad_request(error, field) from None
 
     def close(self) -> None:
         for lane in (self._short, self._long):
             lane.thread.shutdown(wait=False)
-
-
-def _begin(inputs: InputProcessor, work: Callable[..., Steps], *values: Any) -> tuple[Any, ...]:
-    """Returns (the steps, what to render, None), or (the steps, None, the token ids)."""
-    steps = work(inputs, *values)
-    try:
-        return steps, next(steps), None
-    except StopIteration as end:
-        return steps, None, end.value
-
-
-def _go_on(inputs: InputProcessor, steps: Steps, text: str) -> tuple[Any, ...]:
-    """Returns (what to render, None), or (None, the token ids)."""
-    try:
-        return steps.send(text), None
-    except StopIteration as end:
-        return None, end.value

@@ -8,11 +8,10 @@ from contextvars import ContextVar
 
 LEVELS = ("debug", "info", "warning", "error")
 NO_REQUEST = "-"
-# The id of the request in this context.
 request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST)
 # The client's API key if the server has several keys, else the client's address.  A key that nobody checks is not used
-# as a name: a client that sends many keys would have many shares of the queue (front.Shares).
-client: ContextVar[str] = ContextVar("client", default="")
+# as a name: a client that sends many keys would have many shares of the queue (front.ClientShares).
+client_name: ContextVar[str] = ContextVar("client_name", default="")
 
 
 def new_request_id() -> str:
@@ -20,11 +19,10 @@ def new_request_id() -> str:
     return f"req-{random.getrandbits(128):032x}"
 
 
-class _WithRequestId(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        if not hasattr(record, "request_id"):
-            record.request_id = request_id.get()
-        return True
+def _add_request_id(record: logging.LogRecord) -> bool:
+    if not hasattr(record, "request_id"):
+        record.request_id = request_id.get()
+    return True
 
 
 class _Json(logging.Formatter):
@@ -46,7 +44,7 @@ def set_up(level: str, as_json: bool) -> None:
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s [%(request_id)s] %(message)s")
     handler.setFormatter(_Json() if as_json else text)
-    handler.addFilter(_WithRequestId())
+    handler.addFilter(_add_request_id)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # httpx would log a line for each request to the model hub.
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -54,23 +52,22 @@ def set_up(level: str, as_json: bool) -> None:
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
 
 
-def about(name: str) -> dict[str, str]:
+def log_extra(name: str) -> dict[str, str]:
     """Returns the `extra` argument of a log call outside a request's context."""
     return {"request_id": name}
 
 
-class Seldom:
-    """Limits the log lines of an event that may come thousands of times a second.  every_s: seconds between lines."""
+class LogLimiter:
+    """Limits the log lines of an event that may come thousands of times a second to one a minute."""
 
-    def __init__(self, every_s: float = 60.0):
-        self.every_s = every_s
+    def __init__(self) -> None:
         self._next_at = float("-inf")
         self._count = 0
 
-    def due(self, now: float) -> int:
+    def num_to_report(self, now: float) -> int:
         """Count one event.  Returns the number of events since the last line if a line is due now, else 0."""
         self._count += 1
         if now < self._next_at:
             return 0
-        count, self._count, self._next_at = self._count, 0, now + self.every_s
+        count, self._count, self._next_at = self._count, 0, now + 60.0
         return count

@@ -3,20 +3,21 @@
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from espalier.server.protocol import Engines, Figures
+from espalier.server.protocol import EngineFigures, Engines
 from espalier.stats import LearnFigures, SpeculationStats
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+Family = CounterMetricFamily | GaugeMetricFamily
+LabelledValue = tuple[object, float]
 ABORT_STEPS = (1, 2, 3, 4, 8)
-Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 
 
 class Metrics:
@@ -26,10 +27,10 @@ class Metrics:
     """
 
     def __init__(self, engines: Sequence[Engines]):
-        self.began = time.time()
+        self.started_at = time.time()
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engines))
-        self.answers = self._counter("http_requests", "HTTP requests answered", "path", "status")
+        self.responses = self._counter("http_requests", "HTTP requests answered", "path", "status")
         self.disconnects = self._counter("disconnects", "requests whose client disconnected before the end")
         self.timeouts = self._counter("timeouts", "requests that took longer than --request-timeout")
         self.stalled_readers = self._counter("stalled_readers", "connections closed because the client did not read")
@@ -39,16 +40,16 @@ class Metrics:
         self.cached_tokens = self._counter(
             "prompt_cached_tokens", "prompt tokens of requests that ended, found in the prefix cache"
         )
-        self.generated = PlainCounter("generated_tokens", "output tokens")
-        self.registry.register(self.generated)
-        self.finished = self._counter("finished_samples", "samples that ended, by finish_reason", "reason")
-        self.first_token = self._histogram(
+        self.generated_tokens = SingleThreadCounter("generated_tokens", "output tokens")
+        self.registry.register(self.generated_tokens)
+        self.finished_samples = self._counter("finished_samples", "samples that ended, by finish_reason", "reason")
+        self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "from arrival to a prompt's first token", SECONDS
         )
-        self.between_tokens = WeightedHistogram(
+        self.inter_token_time = WeightedHistogram(
             "inter_token_seconds", "time between tokens; the tokens of one round share its time equally", TOKEN_SECONDS
         )
-        self.registry.register(self.between_tokens)
+        self.registry.register(self.inter_token_time)
         self.duration = self._histogram("request_seconds", "from arrival to the end of a generating request", SECONDS)
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
@@ -62,13 +63,13 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class PlainCounter(Collector):
+@dataclass(eq=False)
+class SingleThreadCounter(Collector):
     """A counter for one thread.  The counter of prometheus_client takes a lock at each call."""
 
-    def __init__(self, name: str, about: str):
-        self.name = name
-        self.about = about
-        self.count = 0
+    name: str
+    about: str
+    count: int = 0
 
     def collect(self) -> Iterator[Metric]:
         yield _counter(self.name, self.about, self.count)
@@ -96,80 +97,77 @@ class WeightedHistogram(Collector):
         yield _histogram(self.name, self.about, self.limits, self.counts, self.total)
 
 
+@dataclass(eq=False)
 class EngineCollector(Collector):
     """Reads the engines' last reports at each scrape.  The counters restart at 0 with a new engine process."""
 
-    def __init__(self, engines: Sequence[Engines]):
-        self.engines = engines
+    engines: Sequence[Engines]
 
     def collect(self) -> Iterator[Metric]:
         open_samples = sum(each.open_samples for each in self.engines)
         yield _gauge("open_samples", "samples that are queued or running, counted in the front", open_samples)
         families: dict[str, Metric] = {}
         for figures in (each for engines in self.engines for each in engines.figures()):
-            for metric in _of_engine(figures):
+            for metric in _engine_metrics(figures):
                 family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
                 family.samples += [s._replace(labels={**figures.labels, **s.labels}) for s in metric.samples]
         yield from families.values()
 
 
-def _of_engine(figures: Figures) -> Iterator[Metric]:
+def _engine_metrics(figures: EngineFigures) -> Iterator[Metric]:
     report = figures.report
     pages = (("free", report.pages_free), ("cached", report.pages_cached), ("owned", report.pages_owned))
     yield _gauge("engine_up", "1 while the engine process is ready", figures.up)
     yield _counter("engine_restarts", "engine processes started after the first", figures.num_restarts)
     yield _gauge("waiting_requests", "samples queued in the engine", report.waiting)
     yield _gauge("running_requests", "samples in a slot", report.running)
-    yield _labelled(GaugeMetricFamily("espalier_pages", "pages of the cache", labels=["state"]), pages)
+    yield _labelled(GaugeMetricFamily, "pages", "pages of the cache", "state", pages)
     yield _counter("preemptions", "samples put back into the queue because pages ran out", report.preempted)
     yield _counter("harvests", "engine steps", report.harvests)
-    yield from _of_speculation(report.totals)
+    yield from _speculation_metrics(report.totals)
     yield _gauge("acceptance_alarm", "1 if almost no draft token is accepted: check the draft", report.low_acceptance)
     rounds = CounterMetricFamily("espalier_rounds", "rounds by batch bucket", labels=["bucket", "run"])
     for bucket, graph, count in report.rounds:
         rounds.add_metric([str(bucket), "graph" if graph else "eager"], count)
     yield rounds
-    trees = CounterMetricFamily(
-        "espalier_rounds_by_tree", "rounds by tree: steps,topk,num_draft_tokens", labels=["tree"]
-    )
-    yield _labelled(trees, report.trees)
+    about = "rounds by tree: steps,topk,num_draft_tokens"
+    yield _labelled(CounterMetricFamily, "rounds_by_tree", about, "tree", report.trees)
     yield _counter("tree_changes", "times that another tree was chosen", report.tree_changes)
-    yield from _of_sources(report.by_source)
+    yield from _source_metrics(report.by_source)
     yield _abort_steps(figures.abort_steps)
     if report.learning is not None:
-        yield from _of_learning(report.learning)
+        yield from _learning_metrics(report.learning)
 
 
-def _of_speculation(totals: SpeculationStats) -> Iterator[Metric]:
+def _speculation_metrics(totals: SpeculationStats) -> Iterator[Metric]:
     yield _gauge("accept_length", "mean accept length since the start; 1.0 is plain decoding", totals.accept_length)
     yield _counter("drafted_tokens", "draft tokens verified", totals.drafted)
     yield _counter("accepted_tokens", "draft tokens accepted", totals.accepted)
-    lengths = CounterMetricFamily("espalier_rounds_by_accept_length", "rounds by accept length", labels=["length"])
-    yield _labelled(lengths, enumerate(totals.histogram))
-    tried = CounterMetricFamily("espalier_depth_tried", "rounds in which a depth was tried", labels=["depth"])
-    yield _labelled(tried, enumerate(totals.reached, 1))
-    taken = CounterMetricFamily("espalier_depth_accepted", "rounds in which a depth was accepted", labels=["depth"])
-    yield _labelled(taken, enumerate(totals.taken, 1))
+    for name, about, label, counts in (
+        ("rounds_by_accept_length", "rounds by accept length", "length", enumerate(totals.histogram)),
+        ("depth_tried", "rounds in which a depth was tried", "depth", enumerate(totals.reached, 1)),
+        ("depth_accepted", "rounds in which a depth was accepted", "depth", enumerate(totals.taken, 1)),
+    ):
+        yield _labelled(CounterMetricFamily, name, about, label, counts)
 
 
-def _of_learning(figures: LearnFigures) -> Iterator[Metric]:
+def _learning_metrics(figures: LearnFigures) -> Iterator[Metric]:
     yield _counter("learn_swaps", "drafts swapped in", figures.swaps)
     yield _counter("learn_trainings", "trainings of the draft that ended", figures.trainings)
     yield _counter("learn_failures", "trainings that failed, and failures to write", figures.failures)
-    lengths = GaugeMetricFamily(
-        "espalier_learn_accept_length", "accept length on held-back traffic, at the last training", labels=["draft"]
-    )
-    yield _labelled(lengths, (("given", figures.given), ("served", figures.before), ("trained", figures.after)))
+    lengths = ("given", figures.given), ("served", figures.before), ("trained", figures.after)
+    about = "accept length on held-back traffic, at the last training"
+    yield _labelled(GaugeMetricFamily, "learn_accept_length", about, "draft", lengths)
     yield _counter("learn_texts", "texts kept", figures.texts)
     yield _gauge("learn_bytes", "size of the kept sample", figures.bytes)
 
 
-def _of_sources(by_source: Mapping[str, Sequence[float]]) -> Iterator[Metric]:
+def _source_metrics(by_source: Mapping[str, Sequence[float]]) -> Iterator[Metric]:
     about = ("draft tokens verified", "of these, accepted by their scores", "of these, accepted")
     for place, (name, what) in enumerate(zip(("rows", "rows_expected", "rows_accepted"), about, strict=True)):
+        rows = [(source, counts[place]) for source, counts in by_source.items()]
         what = f"{what}, where scores are compared"
-        family = CounterMetricFamily(f"espalier_{name}_by_source", what, labels=["source"])
-        yield _labelled(family, [(source, counts[place]) for source, counts in by_source.items()])
+        yield _labelled(CounterMetricFamily, f"{name}_by_source", what, "source", rows)
 
 
 def _gauge(name: str, about: str, value: float) -> Metric:
@@ -180,9 +178,10 @@ def _counter(name: str, about: str, value: float) -> Metric:
     return CounterMetricFamily(f"espalier_{name}", about, value=value)
 
 
-def _labelled(family: Family, values: Iterable[tuple[object, float]]) -> Family:
-    for label, value in values:
-        family.add_metric([str(label)], value)
+def _labelled(kind: type[Family], name: str, about: str, label: str, values: Iterable[LabelledValue]) -> Metric:
+    family = kind(f"espalier_{name}", about, labels=[label])
+    for each, value in values:
+        family.add_metric([str(each)], value)
     return family
 
 

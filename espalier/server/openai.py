@@ -17,31 +17,31 @@ from espalier.request import SPELLED_ALIKE, SamplingParams
 from espalier.server.fields import (
     CACHE,
     CACHE_MARKS,
-    FIRST,
+    FAIL_FAST,
     FUNCTIONS,
-    HINTS,
+    NO_EFFECT_HINTS,
     NOT_STORED,
     PLAIN,
     TEXT_ONLY,
     VERBOSITY,
     Body,
-    Constrained,
+    EmptyList,
+    GrammarFields,
     NoEffect,
-    Nothing,
     Refused,
-    at_most,
-    inside,
+    max_entries,
+    no_effect_inside,
 )
 from espalier.tool_calls.definitions import MAX_TOOLS, Tools, checked_tools
 
 CACHE_CONTROL: Any = Annotated[Any, NoEffect(CACHE)]
-COPIED = NoEffect("the text of the reasoning is read from reasoning_content")
-Tokens = Annotated[list[int], FIRST]
+COPIED_REASONING = NoEffect("the text of the reasoning is read from reasoning_content")
+Tokens = Annotated[list[int], FAIL_FAST]
 MAX_METADATA = 16
-MOST_TEMPLATE_KWARGS = 64
-TemplateKwargs = Annotated[dict[str, Any], at_most(MOST_TEMPLATE_KWARGS)]
+MAX_TEMPLATE_KWARGS = 64
+TemplateKwargs = Annotated[dict[str, Any], max_entries(MAX_TEMPLATE_KWARGS)]
 # JSON keys are strings, so the key's type is not strict.
-Bias = Annotated[dict[Annotated[int, Field(strict=False)], float], at_most(MAX_BIAS)]
+Bias = Annotated[dict[Annotated[int, Field(strict=False)], float], max_entries(MAX_BIAS)]
 
 
 class TextPart(Body):
@@ -49,6 +49,10 @@ class TextPart(Body):
     text: str
     cache_control: CACHE_CONTROL = None
     prompt_cache_breakpoint: CACHE_CONTROL = None
+
+
+def _joined(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class FunctionCall(Body):
@@ -66,7 +70,7 @@ class ToolCall(Body):
     function: FunctionCall
     index: Annotated[int | None, NoEffect("the order of the list is used")] = None
 
-    def turn(self) -> dict[str, Any]:
+    def for_template(self) -> dict[str, Any]:
         return {"id": self.id, "type": self.type, "function": self.function.model_dump()}
 
 
@@ -76,11 +80,11 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
         description="developer is passed to the chat template as system; tool needs a template that supports it"
     )
-    content: str | Annotated[list[TextPart], FIRST] | None = Field(
+    content: str | Annotated[list[TextPart], FAIL_FAST] | None = Field(
         None, description="text, or a list of text parts, which are joined; null is empty text"
     )
     name: str | None = Field(None, description="passed to the chat template")
-    tool_calls: Annotated[list[ToolCall], FIRST, Field(max_length=MAX_TOOLS)] | None = Field(
+    tool_calls: Annotated[list[ToolCall], FAIL_FAST, Field(max_length=MAX_TOOLS)] | None = Field(
         None, description="the assistant's tool calls, passed to the chat template"
     )
     tool_call_id: str | None = Field(
@@ -93,12 +97,12 @@ class Message(Body):
     refusal: str | None = Field(None, description="an earlier refusal; the text of a message without content")
     cache_control: CACHE_CONTROL = None
     prompt_cache_breakpoint: CACHE_CONTROL = None
-    reasoning_details: Annotated[Any, COPIED] = None
-    thinking_blocks: Annotated[Any, COPIED] = None
+    reasoning_details: Annotated[Any, COPIED_REASONING] = None
+    thinking_blocks: Annotated[Any, COPIED_REASONING] = None
     provider_specific_fields: Annotated[Any, NoEffect("describes the answer of another server")] = None
     function_call: Annotated[None, FUNCTIONS] = None
     audio: Annotated[None, TEXT_ONLY] = None
-    annotations: Annotated[Nothing | None, TEXT_ONLY] = None
+    annotations: Annotated[EmptyList | None, TEXT_ONLY] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -116,8 +120,7 @@ class Message(Body):
 
     @property
     def text(self) -> str:
-        parts = self.content or self.refusal or ""
-        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        return _joined(self.content or self.refusal or "")
 
     def join_parts(self) -> None:
         """Replace the parts of the content by their text."""
@@ -128,17 +131,14 @@ class Message(Body):
                     setattr(self, name, marks[0])
             self.content = self.text
 
-    def turn(self) -> dict[str, Any]:
+    def for_template(self) -> dict[str, Any]:
         """Returns the message in the form that chat templates read.  Arguments of calls are text."""
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.tool_calls:
-            turn["tool_calls"] = [call.turn() for call in self.tool_calls]
-        optional = {
-            "name": self.name,
-            "tool_call_id": self.tool_call_id,
-            "reasoning_content": self.reasoning_content or self.reasoning,
-        }
-        return turn | {name: value for name, value in optional.items() if value is not None}
+            turn["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        turn |= self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
+        reasoning = self.reasoning_content or self.reasoning
+        return turn if reasoning is None else {**turn, "reasoning_content": reasoning}
 
 
 def _json_type(annotation: Any) -> Any:
@@ -146,7 +146,7 @@ def _json_type(annotation: Any) -> Any:
     if get_origin(annotation) in (Union, types.UnionType):
         return Union[tuple(_json_type(part) for part in get_args(annotation))]  # noqa: UP007
     if get_origin(annotation) is Sequence:
-        return Annotated[list[get_args(annotation)[0]], FIRST]  # type: ignore[misc]
+        return Annotated[list[get_args(annotation)[0]], FAIL_FAST]  # type: ignore[misc]
     return Bias if get_origin(annotation) is Mapping else annotation
 
 
@@ -155,8 +155,8 @@ SAMPLING_FIELDS: Mapping[str, Any] = {
     f.name: (_json_type(f.type), Field(None, description=f.metadata["help"])) for f in SPELLED_ALIKE
 }
 Sampling: Any = create_model("Sampling", __base__=Body, **SAMPLING_FIELDS)
-HINT_FIELDS: Mapping[str, Any] = {name: (Annotated[Any, NoEffect(why)], None) for name, why in HINTS.items()}
-Hinted: Any = create_model("Hinted", __base__=Sampling, **HINT_FIELDS)
+HINT_FIELDS: Mapping[str, Any] = {name: (Annotated[Any, NoEffect(why)], None) for name, why in NO_EFFECT_HINTS.items()}
+SamplingAndHints: Any = create_model("SamplingAndHints", __base__=Sampling, **HINT_FIELDS)
 
 
 @lru_cache(maxsize=256)
@@ -176,11 +176,34 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[Literal[False] | None, Refused("chunks are never padded; leave it out")] = None
 
 
-class Generating(Hinted, Constrained):
-    """The fields that completions and chat completions share."""
+class CommonFields(Body):
+    """The fields that all endpoints share which generate."""
 
     model: str = Field(description="a name from /v1/models")
     stream: bool | None = Field(None, description="send tokens as server-sent events while they are generated")
+    priority: int | None = Field(
+        None,
+        ge=-(2**31),
+        lt=2**31,
+        description="a lower value starts first (default 0); running requests are not preempted for it",
+    )
+
+
+class ToolFields(Body):
+    """The fields of tools, in chat completions and responses."""
+
+    tools: Annotated[list[dict[str, Any]], FAIL_FAST, Field(max_length=MAX_TOOLS)] | None = Field(
+        None, description="functions that the model may call, passed to the chat template"
+    )
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = Field(
+        None, description="whether the answer may be a call, must be one, or must be one of the function that it names"
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call in an answer")
+
+
+class GenerationRequest(SamplingAndHints, GrammarFields, CommonFields):
+    """The fields that completions and chat completions share."""
+
     stream_options: StreamOptions | None = Field(
         None, description="include_usage and continuous_usage_stats; needs stream=true"
     )
@@ -193,22 +216,16 @@ class Generating(Hinted, Constrained):
     truncate_prompt_tokens: int | None = Field(
         None, ge=1, description="keep only this number of tokens, from the prompt's end"
     )
-    priority: int | None = Field(
-        None,
-        ge=-(2**31),
-        lt=2**31,
-        description="a lower value starts first (default 0); running requests are not preempted for it",
-    )
     from_draft: bool | None = Field(None, description="return, for each token, whether it came from the draft")
     return_token_ids: bool | None = Field(None, description="return the token ids of each choice")
 
     metadata: Annotated[
-        Annotated[dict[str, Any], at_most(MAX_METADATA)] | None,
+        Annotated[dict[str, Any], max_entries(MAX_METADATA)] | None,
         NoEffect("the server stores no responses, so there is nothing to look up by it"),
     ] = None
 
     @property
-    def limit_name(self) -> str:
+    def output_limit_field(self) -> str:
         """The name of the output limit that the client sent."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
@@ -218,7 +235,7 @@ class Generating(Hinted, Constrained):
         if self.max_completion_tokens is not None:
             given["max_tokens"] = self.max_completion_tokens
         given |= values
-        grammar = self.asked_grammar()
+        grammar = self.requested_grammar()
         if grammar is None and all(type(value) in PLAIN for value in given.values()):
             return _params_of(frozenset(given.items()))
         return SamplingParams(**given, grammar=grammar)
@@ -235,10 +252,10 @@ class Generating(Hinted, Constrained):
             raise EspalierError("max_tokens and max_completion_tokens are the same limit but differ; send only one")
 
 
-class CompletionRequest(Generating):
+class CompletionRequest(GenerationRequest):
     """POST /v1/completions"""
 
-    prompt: str | Tokens | Annotated[list[str], FIRST] | Annotated[list[Tokens], FIRST] = Field(
+    prompt: str | Tokens | Annotated[list[str], FAIL_FAST] | Annotated[list[Tokens], FAIL_FAST] = Field(
         description="text or token ids, one or several"
     )
     echo: bool | None = Field(
@@ -270,7 +287,7 @@ class CompletionRequest(Generating):
         return list(self.prompt)  # type: ignore[arg-type]
 
 
-class Conversing(Body):
+class ChatTemplateFields(Body):
     """The fields of ChatOptions that say how a conversation becomes a prompt."""
 
     chat_template_kwargs: TemplateKwargs | None = Field(
@@ -286,44 +303,34 @@ class Conversing(Body):
     continue_final_message: bool | None = Field(None, description="continue the last message")
 
     def options(self) -> ChatOptions:
-        return {
-            "chat_template_kwargs": self.chat_template_kwargs,
-            "add_generation_prompt": self.add_generation_prompt,
-            "continue_final_message": self.continue_final_message,
-        }
+        options: Any = {name: getattr(self, name) for name in ChatTemplateFields.model_fields}
+        return options
 
 
 class Prediction(Body):
     """A client's guess of the answer."""
 
     type: Literal["content"]
-    content: str | Annotated[list[TextPart], FIRST] = Field(description="text, or a list of text parts, joined")
+    content: str | Annotated[list[TextPart], FAIL_FAST] = Field(description="text, or a list of text parts, joined")
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return _joined(self.content)
 
-    def without_effect(self) -> list[str]:
-        return [] if isinstance(self.content, str) else inside("content", self.content)
+    def fields_without_effect(self) -> list[str]:
+        return [] if isinstance(self.content, str) else no_effect_inside("content", self.content)
 
 
-class ChatRequest(Conversing, Generating):
+class ChatRequest(ToolFields, ChatTemplateFields, GenerationRequest):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[Message], FIRST] = Field(min_length=1, description="the conversation so far")
+    messages: Annotated[list[Message], FAIL_FAST] = Field(min_length=1, description="the conversation so far")
     logprobs: bool | None = Field(
         None, description="true: return log-probabilities of the output tokens; top_logprobs adds the likeliest ones"
     )
     top_logprobs: int | None = Field(
         None, description="number of likeliest tokens to return at each position; needs logprobs"
     )
-    tools: Annotated[list[dict[str, Any]], FIRST, Field(max_length=MAX_TOOLS)] | None = Field(
-        None, description="functions that the model may call, passed to the chat template"
-    )
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = Field(
-        None, description="whether the answer may be a call, must be one, or must be one of the function that it names"
-    )
-    parallel_tool_calls: bool | None = Field(None, description="false: at most one call in an answer")
     include_reasoning: bool | None = Field(None, description="false: leave reasoning_content out of the answer")
     reasoning_effort: str | None = Field(
         None, description="passed to the chat template; no effect if it does not read this variable"
@@ -333,22 +340,22 @@ class ChatRequest(Conversing, Generating):
         description="the likely answer, such as the file that is edited: while answer and prediction agree, more "
         "tokens are verified at once; needs the engine's source prediction, as on a CPU by default",
     )
-    functions: Annotated[Nothing | None, FUNCTIONS] = None
+    functions: Annotated[EmptyList | None, FUNCTIONS] = None
     function_call: Annotated[Literal["none", "auto"] | None, FUNCTIONS] = None
-    modalities: Annotated[Annotated[list[Literal["text"]], FIRST] | None, TEXT_ONLY] = None
+    modalities: Annotated[Annotated[list[Literal["text"]], FAIL_FAST] | None, TEXT_ONLY] = None
     audio: Annotated[None, TEXT_ONLY] = None
     verbosity: Annotated[str | None, VERBOSITY] = None
     web_search_options: Annotated[None, Refused("the server has no web search; leave it out")] = None
     store: Annotated[bool | None, NOT_STORED] = None
-    _tool_marks: list[str] = PrivateAttr(default=[])
+    _removed_marks: list[str] = PrivateAttr(default=[])
 
     @model_validator(mode="after")
-    def _unmark_tools(self) -> "ChatRequest":
+    def _remove_cache_marks(self) -> "ChatRequest":
         """Remove cache marks from the tools, because the chat template would show them."""
         tools = self.tools or []
-        self._tool_marks = [name for name in CACHE_MARKS if any(_is_marked(tool, name) for tool in tools)]
-        if self._tool_marks:
-            self.tools = [_unmarked(tool) for tool in tools]
+        self._removed_marks = [name for name in CACHE_MARKS if any(_has_cache_mark(tool, name) for tool in tools)]
+        if self._removed_marks:
+            self.tools = [_without_cache_marks(tool) for tool in tools]
         return self
 
     def check(self) -> None:
@@ -372,32 +379,32 @@ class ChatRequest(Conversing, Generating):
         """Returns the tools that the model may call.  Raises EspalierError."""
         return checked_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
 
-    def without_effect(self) -> list[str]:
-        marks = [f"tools.{name}" for name in self._tool_marks]
-        predicted = [] if self.prediction is None else inside("prediction", [self.prediction])
-        return super().without_effect() + inside("messages", self.messages) + marks + predicted
+    def fields_without_effect(self) -> list[str]:
+        marks = [f"tools.{name}" for name in self._removed_marks]
+        predicted = [] if self.prediction is None else no_effect_inside("prediction", [self.prediction])
+        return super().fields_without_effect() + no_effect_inside("messages", self.messages) + marks + predicted
 
 
-def _is_marked(tool: dict[str, Any], mark: str) -> bool:
+def _has_cache_mark(tool: dict[str, Any], mark: str) -> bool:
     return mark in tool or (isinstance(tool.get("function"), dict) and mark in tool["function"])
 
 
-def _unmarked(tool: dict[str, Any]) -> dict[str, Any]:
+def _without_cache_marks(tool: dict[str, Any]) -> dict[str, Any]:
     """Returns a copy of a tool without cache marks, which may stand beside its function or inside it."""
     return {
-        name: _unmarked(value) if name == "function" and isinstance(value, dict) else value
+        name: _without_cache_marks(value) if name == "function" and isinstance(value, dict) else value
         for name, value in tool.items()
         if name not in CACHE_MARKS
     }
 
 
-class TokenizeRequest(Conversing):
+class TokenizeRequest(ChatTemplateFields):
     """POST /tokenize: tokenizes a prompt like /v1/completions, or messages like /v1/chat/completions."""
 
     model: str | None = Field(None, description="a name from /v1/models")
     prompt: str | None = Field(None, description="text; give this or messages")
     add_special_tokens: bool | None = Field(None, description="as for completions and chats")
-    messages: Annotated[list[Message], FIRST] | None = Field(
+    messages: Annotated[list[Message], FAIL_FAST] | None = Field(
         None, min_length=1, description="a conversation; give this or a prompt"
     )
 

@@ -56,13 +56,13 @@ class Submit(msgspec.Struct):
     streamed: bool = False
     private: bool = False
 
-    def each_of(self, prompts: Sequence[list[int]], first: int) -> "list[Submit]":
+    def for_prompts(self, prompts: Sequence[list[int]], first: int) -> "list[Submit]":
         """Returns a copy for each prompt.  Its name ends with the prompt's number, counted from `first`."""
         named = ((f"{self.name}-{number}", prompt) for number, prompt in enumerate(prompts, first))
         return [msgspec.structs.replace(self, name=name, prompt=prompt) for name, prompt in named]
 
 
-class Submits(msgspec.Struct, tag=True):
+class SubmitMany(msgspec.Struct, tag=True):
     """Prompts that arrived together."""
 
     prompts: list[Submit]
@@ -78,7 +78,7 @@ class Shutdown(msgspec.Struct, tag=True):
     """Makes the engine process exit at once.  The front has drained before, or does not wait."""
 
 
-ToEngine = Start | Submits | Abort | Shutdown
+ToEngine = Start | SubmitMany | Abort | Shutdown
 
 
 class Ready(msgspec.Struct, tag=True):
@@ -158,7 +158,7 @@ class Failed(msgspec.Struct, tag=True):
 FromEngine = Ready | Refused | Harvest | Failed
 
 
-def _plain(value: Any) -> Any:
+def _encode_logprobs(value: Any) -> Any:
     """Returns log-probabilities as bytes: the front builds the objects, not the engine process."""
     if isinstance(value, TokenLogprobs):
         rows = value.joined()
@@ -166,14 +166,14 @@ def _plain(value: Any) -> Any:
     raise NotImplementedError(f"{type(value).__name__} has no plain form")
 
 
-def _from_plain(kind: Any, value: Any) -> Any:
+def _decode_logprobs(kind: Any, value: Any) -> Any:
     of_prompt, width, data = value
     return TokenLogprobs((np.frombuffer(data, np.int64).reshape(-1, width),), of_prompt)
 
 
-encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+encode = msgspec.msgpack.Encoder(enc_hook=_encode_logprobs).encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
-decode_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_from_plain).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_decode_logprobs).decode
 
 
 class EngineGone(Exception):
@@ -184,12 +184,12 @@ class EngineBusy(EspalierError):
     """An engine does not take a prompt now.  It may take the same prompt later."""
 
 
-def error_of(refused: Refused) -> EspalierError:
+def refusal_error(refused: Refused) -> EspalierError:
     return EngineBusy(refused.error) if refused.busy else EspalierError(refused.error)
 
 
 @dataclass
-class Figures:
+class EngineFigures:
     """The figures of one engine for /metrics.
 
     labels: distinguish the engine from other engines; {} if there is one.  up: whether the engine is ready.
@@ -206,9 +206,10 @@ class Figures:
 class Engines(Protocol):
     """The engines of one model.
 
-    facts: None until `start` has returned.  state: "ready", or one word that tells why no engine is ready.  why: the
-    same as a sentence, "" if an engine is ready.  num_slots: how many samples all engines together can run now.
-    max_slots: the same for the largest number of engines.  open_samples: queued or running, as the front knows.
+    facts: None until `start` has returned.  state: "ready", or one word that tells why no engine is ready.
+    unavailable_reason: the same as a sentence, "" if an engine is ready.  num_slots: how many samples all engines
+    together can run now.  max_slots: the same for the largest number of engines.  open_samples: queued or running, as
+    the front knows.
     """
 
     @property
@@ -216,7 +217,7 @@ class Engines(Protocol):
     @property
     def state(self) -> str: ...
     @property
-    def why(self) -> str: ...
+    def unavailable_reason(self) -> str: ...
     @property
     def num_slots(self) -> int: ...
     @property
@@ -227,16 +228,16 @@ class Engines(Protocol):
     def require_up(self) -> None:
         """Raises EngineGone if a prompt submitted now could not run."""
 
-    def submit(self, prompts: Sequence[list[int]], asked: Submit) -> "Generation":
-        """Queue prompts.  asked: settings of all prompts; its name begins each prompt's name.  Raises EngineGone."""
+    def submit(self, prompts: Sequence[list[int]], template: Submit) -> "Generation":
+        """Queue prompts.  template: settings of all prompts; its name begins each prompt's name.  Raises EngineGone."""
 
-    async def sent(self) -> None:
+    async def wait_sent(self) -> None:
         """Return when all prompts queued so far are sent, after at least one turn of the event loop."""
 
-    def forget(self, generation: "Generation") -> None:
+    def abort(self, generation: "Generation") -> None:
         """Abort the samples that still run, and drop their output."""
 
-    def figures(self) -> list[Figures]: ...
+    def figures(self) -> list[EngineFigures]: ...
 
     async def close(self) -> None:
         """End all requests with EngineGone, and release the engines."""
@@ -260,7 +261,7 @@ class Generation:
         self.num_running = dict.fromkeys(names, samples)
         self.unread: list[Part] = []
         self.error: Exception | None = None
-        self.news = asyncio.Event()
+        self.new_parts = asyncio.Event()
         self.listener: Callable[[list[Part]], bool] | None = None
         self._is_waiting = False
 
@@ -281,10 +282,10 @@ class Generation:
             while not ended:
                 self._is_waiting = True
                 try:
-                    await self.news.wait()
+                    await self.new_parts.wait()
                 finally:
                     self._is_waiting = False
-                self.news.clear()
+                self.new_parts.clear()
                 parts, ended = self.unread, self.done
                 self.unread = []
                 if parts:
@@ -299,7 +300,7 @@ class Generation:
         if self.error is None and not self.done:
             self.fail(TimeoutError())
 
-    def take(self, part: Part) -> None:
+    def add(self, part: Part) -> None:
         if part.output.finish_reason is not None:
             self.num_running[part.name] -= 1
         if self.error is not None:
@@ -307,12 +308,12 @@ class Generation:
             return
         self.unread.append(part)
         if self.listener is None or self.done:
-            self.news.set()
+            self.new_parts.set()
         elif len(self.unread) == 1:
             # Parts of one message arrive in one turn of the event loop.  The next turn offers them together.
-            asyncio.get_running_loop().call_soon(self._offer, self.listener)
+            asyncio.get_running_loop().call_soon(self._offer_to_listener, self.listener)
 
-    def _offer(self, listener: Callable[[list[Part]], bool]) -> None:
+    def _offer_to_listener(self, listener: Callable[[list[Part]], bool]) -> None:
         """Give the unread parts to the listener, or wake the reader."""
         parts, self.unread = self.unread, []
         try:
@@ -323,12 +324,12 @@ class Generation:
         if not is_taken:
             self.unread = parts
         if self.unread or self.done:
-            self.news.set()
+            self.new_parts.set()
 
     def fail(self, error: Exception) -> None:
         """End the reading with an error.  The samples run until `close`, so num_running still counts them."""
         self.error = error
-        self.news.set()
+        self.new_parts.set()
 
     def close(self) -> None:
-        self.engines.forget(self)
+        self.engines.abort(self)

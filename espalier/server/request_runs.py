@@ -16,9 +16,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from espalier.errors import EspalierError
 from espalier.server.answers import Answer
-from espalier.server.errors import FAILED, RETRY_AFTER_S, ApiError, as_json, refusal
-from espalier.server.http1 import EXCHANGE, HttpExchange
-from espalier.server.logs import client
+from espalier.server.errors import INTERNAL_ERROR, RETRY_AFTER_S, ApiError, bad_request, json_response
+from espalier.server.http1 import EXCHANGE_EXTENSION, HttpExchange
+from espalier.server.logs import client_name
 from espalier.server.protocol import EngineBusy, EngineGone, Generation, Part
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ log = logging.getLogger("espalier.server")
 SEND_GRACE_S = 10.0
 
 
-class Run:
+class RequestRun:
     """One request in progress.  deadline: a time on the event loop's clock."""
 
     def __init__(
@@ -39,14 +39,14 @@ class Run:
         self.timeout_s = front.options.request_timeout_s
         self.make_answer = make_answer
         self.generation = generation
-        self.shares, self.client = front.shares, client.get()
+        self.shares, self.client = front.shares, client_name.get()
         self.shares.add(self.client, generation)
         self.deadline = deadline
         self.prompt_index = {name: i for i, name in enumerate(generation.num_running)}
-        self.began = asyncio.get_running_loop().time()
+        self.started_at = asyncio.get_running_loop().time()
         self.last_token_at: dict[tuple[str, int], float] = {}
-        self.leaving: asyncio.Task[None] | None = None
-        self._opening = b""
+        self.disconnect_watch: asyncio.Task[None] | None = None
+        self._unsent_opening = b""
 
     @cached_property
     def answer(self) -> Answer:
@@ -54,27 +54,27 @@ class Run:
 
     def watch(self, http: Request) -> None:
         """From now on, the client's disconnect ends the request with ClientDisconnect."""
-        self.leaving = asyncio.create_task(_wait_for_disconnect(http))
-        self.leaving.add_done_callback(self._fail_if_client_left)
+        self.disconnect_watch = asyncio.create_task(_wait_for_disconnect(http))
+        self.disconnect_watch.add_done_callback(self._fail_if_client_left)
 
-    def _fail_if_client_left(self, leaving: asyncio.Task[None]) -> None:
-        if not leaving.cancelled():
+    def _fail_if_client_left(self, disconnect_watch: asyncio.Task[None]) -> None:
+        if not disconnect_watch.cancelled():
             self.generation.fail(ClientDisconnect())
 
-    async def whole(self) -> Response:
+    async def whole_response(self) -> Response:
         """Returns the whole response.  Raises ApiError or ClientDisconnect."""
-        with self._errors():
+        with self._as_api_errors():
             async for parts in self.generation.parts(self.deadline):
-                self._measure(parts)
+                self._record_metrics(parts)
                 for part in parts:
-                    self.answer.take(self.prompt_index[part.name], part)
+                    self.answer.add_part(self.prompt_index[part.name], part)
         self.close()
-        return as_json(self.answer.whole())
+        return json_response(self.answer.whole_response())
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yields the response as server-sent events.  Raises ApiError or ClientDisconnect."""
-        self._opening = b"".join(map(self.answer.encode, self.answer.opening()))
-        with self._errors():
+        self._unsent_opening = b"".join(map(self.answer.encode, self.answer.opening_chunks()))
+        with self._as_api_errors():
             async for parts in self.generation.parts(self.deadline):
                 if events := self._events_of(parts):
                     yield events
@@ -86,19 +86,21 @@ class Run:
 
     def _events_of(self, parts: list[Part]) -> bytes:
         """Returns the events of the next parts.  Raises ApiError."""
-        self._measure(parts)
-        events = self._opening + b"".join([self.answer.event(self.prompt_index[part.name], part) for part in parts])
-        self._opening = b""
+        self._record_metrics(parts)
+        events = self._unsent_opening + b"".join(
+            [self.answer.event(self.prompt_index[part.name], part) for part in parts]
+        )
+        self._unsent_opening = b""
         if self.has_ended:
             # The end is sent with the last tokens: a message to the client costs as much as many tokens.
-            events += b"".join([*map(self.answer.encode, self.answer.closing()), self.answer.end_mark])
+            events += b"".join([*map(self.answer.encode, self.answer.closing_chunks()), self.answer.end_event])
         return events
 
-    def write_to(self, exchange: HttpExchange) -> None:
+    def write_directly_to(self, exchange: HttpExchange) -> None:
         """From now on, write events to the client as soon as they exist, as long as the client reads."""
 
         def write(parts: list[Part]) -> bool:
-            if not exchange.is_read:
+            if not exchange.client_keeps_up:
                 return False
             if events := self._events_of(parts):
                 exchange.write(events)
@@ -107,7 +109,7 @@ class Run:
         self.generation.listener = write
 
     @contextmanager
-    def _errors(self) -> Iterator[None]:
+    def _as_api_errors(self) -> Iterator[None]:
         """Turns an error that ended the generation into an ApiError."""
         try:
             yield
@@ -121,24 +123,24 @@ class Run:
             code = "rate_limit_exceeded"
             raise ApiError(429, str(error), code=code, retry_after_s=RETRY_AFTER_S) from None
         except EspalierError as error:
-            raise refusal(error) from None
+            raise bad_request(error) from None
 
-    def _measure(self, parts: list[Part]) -> None:
+    def _record_metrics(self, parts: list[Part]) -> None:
         """Measure the parts for /metrics.  Raises ApiError if a part has an error."""
         metrics, now = self.metrics, asyncio.get_running_loop().time()
         for part in parts:
             output = part.output
             if count := len(output.token_ids):
-                metrics.generated.count += count
+                metrics.generated_tokens.count += count
                 key = part.name, output.index
                 last = self.last_token_at.get(key)
                 if last is None:
-                    metrics.first_token.observe(now - self.began)
+                    metrics.time_to_first_token.observe(now - self.started_at)
                 else:
-                    metrics.between_tokens.observe((now - last) / count, count)
+                    metrics.inter_token_time.observe((now - last) / count, count)
                 self.last_token_at[key] = now
             if part.usage is not None:
-                metrics.finished.labels(output.finish_reason).inc()
+                metrics.finished_samples.labels(output.finish_reason).inc()
                 metrics.prompt_tokens.inc(part.usage.prompt_tokens)
                 metrics.cached_tokens.inc(part.usage.cached_tokens)
             if output.error is not None:
@@ -146,11 +148,11 @@ class Run:
 
     def close(self) -> None:
         """End the request: abort the samples that still run."""
-        if self.leaving is not None:
-            self.leaving.cancel()
+        if self.disconnect_watch is not None:
+            self.disconnect_watch.cancel()
         self.generation.close()
         self.shares.remove(self.client, self.generation)
-        self.metrics.duration.observe(asyncio.get_running_loop().time() - self.began)
+        self.metrics.duration.observe(asyncio.get_running_loop().time() - self.started_at)
 
 
 async def _wait_for_disconnect(http: Request) -> None:
@@ -162,10 +164,10 @@ class EventStream(StreamingResponse):
     """The response of a run as server-sent events.  The first event exists already.  A later error is sent as an event.
 
     Waking this task for each event costs as much as the event.  So after the first event, the run writes events as soon
-    as they exist, if the HTTP server supports it (http1.EXCHANGE) and the client reads.
+    as they exist, if the HTTP server supports it (http1.EXCHANGE_EXTENSION) and the client reads.
     """
 
-    def __init__(self, run: Run, first: bytes, rest: AsyncIterator[bytes]):
+    def __init__(self, run: RequestRun, first: bytes, rest: AsyncIterator[bytes]):
         super().__init__(rest, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         self.run = run
         self.first = first
@@ -175,40 +177,40 @@ class EventStream(StreamingResponse):
     async def _send_all(self, send: Send, exchange: HttpExchange | None) -> None:
         """Send the response.  If the client leaves, the rest is dropped."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send(_body(self.first))
+        await send(_body_message(self.first))
         if exchange is not None:
-            self.run.write_to(exchange)
+            self.run.write_directly_to(exchange)
         is_last = False
         try:
             async for events in self.rest:
                 # The last events and the end of the response are one message.
                 is_last = self.run.has_ended
-                await send(_body(events, not is_last))
+                await send(_body_message(events, not is_last))
         except ClientDisconnect:
             return
         except ApiError as error:
             log.warning("the stream ended early: %s", error.detail)
-            await send(_body(self._failed(error)))
+            await send(_body_message(self._failed(error)))
         except Exception:
             # Status 200 is already sent: without an error event, the client would think that the text is complete.
             log.exception("the stream failed")
-            await send(_body(self._failed(ApiError(500, FAILED))))
+            await send(_body_message(self._failed(ApiError(500, INTERNAL_ERROR))))
         self.ended = True
         if not is_last:
-            await send(_body(b"", False))
+            await send(_body_message(b"", False))
         # If several streams end together, all of them end before the first one is logged and counted.
         await asyncio.sleep(0)
 
     def _failed(self, error: ApiError) -> bytes:
         body = error.body()
         self.run.metrics.stream_errors.labels(body["error"]["type"]).inc()
-        return self.run.answer.failure(body)
+        return self.run.answer.error_event(body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         limit = None if self.run.deadline is None else self.run.deadline + SEND_GRACE_S
         try:
             async with asyncio.timeout_at(limit):
-                await self._send_all(send, scope.get("extensions", {}).get(EXCHANGE))
+                await self._send_all(send, scope.get("extensions", {}).get(EXCHANGE_EXTENSION))
         except TimeoutError:
             log.warning("the client did not read the stream before its deadline: the connection is closed")
         finally:
@@ -217,5 +219,5 @@ class EventStream(StreamingResponse):
             self.run.close()
 
 
-def _body(events: bytes, more: bool = True) -> Message:
+def _body_message(events: bytes, more: bool = True) -> Message:
     return {"type": "http.response.body", "body": events, "more_body": more}

@@ -7,32 +7,33 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, create_model
 
 from espalier.errors import EspalierError, shown, unknown_name
-from espalier.server.errors import ApiError, of_validation
+from espalier.server.errors import ApiError, validation_error
 from espalier.server.fields import (
     CACHE_MARKS,
-    FIRST,
+    FAIL_FAST,
     NOT_STORED,
     STATELESS,
     TEXT_ONLY,
     VERBOSITY,
     Body,
-    Nothing,
+    EmptyList,
     Refused,
-    at_most,
-    inside,
+    max_entries,
+    no_effect_inside,
 )
-from espalier.server.openai import HINT_FIELDS, MAX_METADATA, SAMPLING_FIELDS, ChatRequest
-from espalier.tool_calls.definitions import MAX_TOOLS
+from espalier.server.openai import HINT_FIELDS, MAX_METADATA, SAMPLING_FIELDS, ChatRequest, CommonFields, ToolFields
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 # Fields of SamplingParams that this endpoint names differently, or does not have.
-NOT_SHARED = ("n", "max_tokens", "logprobs", "prompt_logprobs")
-_sampling = {name: each for name, each in SAMPLING_FIELDS.items() if name not in NOT_SHARED}
+NOT_SHARED_FIELDS = ("n", "max_tokens", "logprobs", "prompt_logprobs")
+_sampling = {name: each for name, each in SAMPLING_FIELDS.items() if name not in NOT_SHARED_FIELDS}
 _Sampling: Any = create_model("ResponsesSampling", __base__=Body, **_sampling, **HINT_FIELDS)
-# Fields that a chat completion has under the same name.
-SHARED = (*_sampling, "model", "stream", "parallel_tool_calls", "priority", "chat_template_kwargs", "top_logprobs")
+SHARED_FIELDS = (
+    *(*_sampling, *CommonFields.model_fields, "chat_template_kwargs", "top_logprobs"),
+    *("tool_choice", "parallel_tool_calls"),
+)
 # Fields of a chat completion that this endpoint names differently.
-NAMES: Mapping[str, str] = {
+RESPONSES_FIELD_NAMES: Mapping[str, str] = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
@@ -41,15 +42,17 @@ NAMES: Mapping[str, str] = {
 
 
 @contextmanager
-def naming_fields() -> Iterator[None]:
+def renaming_error_fields() -> Iterator[None]:
     """Makes errors of the chat completion name the fields as the client sent them to this endpoint."""
     try:
         yield
     except ApiError as error:
-        if (theirs := error.param) is not None and theirs in NAMES:
+        if (theirs := error.param) is not None and theirs in RESPONSES_FIELD_NAMES:
             if error.detail.startswith(theirs):
-                error.detail = NAMES[theirs] + error.detail.removeprefix(theirs).removeprefix(".json_schema")
-            error.param = NAMES[theirs].partition(".")[0]
+                error.detail = RESPONSES_FIELD_NAMES[theirs] + error.detail.removeprefix(theirs).removeprefix(
+                    ".json_schema"
+                )
+            error.param = RESPONSES_FIELD_NAMES[theirs].partition(".")[0]
         raise
 
 
@@ -67,34 +70,24 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[Literal[False] | None, Refused("events are never padded; leave it out")] = None
 
 
-class ResponsesRequest(_Sampling):
+class ResponsesRequest(_Sampling, ToolFields, CommonFields):
     """POST /v1/responses"""
 
-    model: str = Field(description="a name from /v1/models")
-    input: str | Annotated[list[dict[str, Any]], FIRST] = Field(
+    input: str | Annotated[list[dict[str, Any]], FAIL_FAST] = Field(
         description="text, or messages, function_call, function_call_output and reasoning items"
     )
     instructions: str | None = Field(None, description="a system message before the input")
-    stream: bool | None = Field(None, description="send events while the answer is generated")
     stream_options: StreamOptions | None = Field(None, description="include_obfuscation=false")
     max_output_tokens: int | None = Field(None, description="tokens to generate at most")
-    tools: Annotated[list[dict[str, Any]], FIRST, Field(max_length=MAX_TOOLS)] | None = Field(
-        None, description="functions that the model may call"
-    )
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = Field(
-        None, description="as for chat completions"
-    )
-    parallel_tool_calls: bool | None = Field(None, description="false: at most one call in an answer")
     reasoning: Reasoning | None = Field(None, description="effort, for the chat template")
     text: TextOptions | None = Field(None, description="format: the form of the answer")
     top_logprobs: int | None = Field(
         None, description=f"number of likeliest tokens to return; needs include {LOGPROBS}"
     )
-    include: Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], FIRST] | None = (
-        Field(None, description=f"{LOGPROBS}; {ENCRYPTED} is accepted, and reasoning items have their text")
-    )
-    metadata: Annotated[dict[str, Any], at_most(MAX_METADATA)] | None = Field(None, description="returned as it is")
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="a lower value starts first (default 0)")
+    include: (
+        Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], FAIL_FAST] | None
+    ) = Field(None, description=f"{LOGPROBS}; {ENCRYPTED} is accepted, and reasoning items have their text")
+    metadata: Annotated[dict[str, Any], max_entries(MAX_METADATA)] | None = Field(None, description="returned as it is")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
     truncation: Annotated[Literal["disabled"] | None, Refused("send a shorter input, or leave it out")] = None
     store: Annotated[bool | None, NOT_STORED] = None
@@ -106,27 +99,25 @@ class ResponsesRequest(_Sampling):
     max_tokens: Annotated[None, Refused("use max_output_tokens")] = None
     messages: Annotated[None, Refused("use input")] = None
     response_format: Annotated[None, Refused("use text.format")] = None
-    modalities: Annotated[Nothing | None, TEXT_ONLY] = None
+    modalities: Annotated[EmptyList | None, TEXT_ONLY] = None
 
-    def without_effect(self) -> list[str]:
-        in_text = inside("text", [self.text] if self.text else [])
-        return super().without_effect() + in_text + [f"input.{name}" for name in _marks_of(self.input)]
+    def fields_without_effect(self) -> list[str]:
+        in_text = no_effect_inside("text", [self.text] if self.text else [])
+        return super().fields_without_effect() + in_text + [f"input.{name}" for name in _no_effect_names(self.input)]
 
     def as_chat(self) -> ChatRequest:
         """Returns the same request as a chat completion.  Raises EspalierError or ApiError."""
-        fields = {name: value for name in SHARED if (value := getattr(self, name)) is not None}
+        fields = {name: value for name in SHARED_FIELDS if (value := getattr(self, name)) is not None}
         fields["messages"] = messages_of(self.input, self.instructions)
         fields["max_completion_tokens"] = self.max_output_tokens
         if self.store is False:  # this body's own field already reports that true has no effect
             fields["store"] = False
         if self.tools is not None:
             fields["tools"] = [_chat_tool(f"tools[{i}]", tool) for i, tool in enumerate(self.tools)]
-        if self.tool_choice is not None:
-            fields["tool_choice"] = self.tool_choice
-        if self.reasoning is not None and self.reasoning.effort is not None:
-            fields["reasoning_effort"] = self.reasoning.effort
-        if self.text is not None and self.text.format is not None:
-            fields["response_format"] = _chat_format(self.text.format)
+        fields["reasoning_effort"] = None if self.reasoning is None else self.reasoning.effort
+        if self.text is not None and (form := self.text.format) is not None:
+            is_schema = form.get("type") == "json_schema"
+            fields["response_format"] = {"type": "json_schema", "json_schema": _untyped(form)} if is_schema else form
         if LOGPROBS in (self.include or ()):
             fields["logprobs"] = True
         elif self.top_logprobs:
@@ -134,20 +125,18 @@ class ResponsesRequest(_Sampling):
         try:
             return ChatRequest.model_validate(fields)
         except ValidationError as error:
-            raise of_validation(error.errors(include_url=False, include_input=False), ChatRequest) from None
+            raise validation_error(error.errors(include_url=False, include_input=False), ChatRequest) from None
 
 
 def _chat_tool(place: str, tool: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a tool in the form of chat completions, where the tool's fields are inside `function`."""
     if tool.get("type") != "function":
         raise EspalierError(f"{place}.type={shown(tool.get('type'))} is not supported; use 'function'")
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+    return {"type": "function", "function": _untyped(tool)}
 
 
-def _chat_format(form: Mapping[str, Any]) -> dict[str, Any]:
-    if form.get("type") != "json_schema":
-        return dict(form)
-    return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
+def _untyped(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: each for name, each in value.items() if name != "type"}
 
 
 # For each type of item: its required fields and its optional fields.
@@ -163,7 +152,7 @@ ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
-def _marks_of(given: str | Sequence[Mapping[str, Any]]) -> list[str]:
+def _no_effect_names(given: str | Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the names of the fields without effect in items or their parts."""
     items = [] if isinstance(given, str) else given
     parts = [part for item in items for part in _parts_of(item)]
@@ -193,7 +182,7 @@ def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | No
         else:
             if kind == "function_call":
                 names[item["call_id"]] = item["name"]
-            if not _is_repeated(item, f"input[{i + 1}]", given[i + 1 : i + 2]):
+            if not _is_repeated_by_next(item, f"input[{i + 1}]", given[i + 1 : i + 2]):
                 _add_to_answer(messages, place, kind, item)
     return messages
 
@@ -232,7 +221,7 @@ def _add_to_answer(messages: list[dict[str, Any]], place: str, kind: str, item: 
         last.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
 
 
-def _is_repeated(item: Mapping[str, Any], place: str, following: Sequence[Mapping[str, Any]]) -> bool:
+def _is_repeated_by_next(item: Mapping[str, Any], place: str, following: Sequence[Mapping[str, Any]]) -> bool:
     """Whether an item is a call that was cut off and the next item has its text.  place: where the item is."""
     if item.get("type") != "function_call" or item.get("status") != "incomplete":
         return False

@@ -23,10 +23,9 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from espalier import __version__
-from espalier.server.errors import ApiError, ErrorBody, as_json
+from espalier.server.errors import ApiError, ErrorBody, json_response
 from espalier.server.front import Front, Fronts
 
-# One model, or several.
 Server = Front | Fronts
 _TEXT_ONLY = "this server only generates text"
 _STATELESS = "the server stores nothing between requests"
@@ -57,7 +56,7 @@ JSON: Mapping[str, Any] = {"application/json": {"schema": OBJECT}}
 TEMPLATES = "server/html"
 # Forbids the browser to fetch anything, whatever a page contains.
 HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"}
-KEY = '-H "authorization: Bearer $ESPALIER_API_KEY"'
+KEY_ARGUMENT = '-H "authorization: Bearer $ESPALIER_API_KEY"'
 MAX_TOKENS = 64
 PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 
@@ -87,20 +86,20 @@ def make_router(server: Server, endpoints: Sequence[Endpoint]) -> Router:
         by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint
 
     async def default(scope: Scope, receive: Receive, send: Send) -> None:
-        raise not_served(scope["path"], by_path)
+        raise path_not_served(scope["path"], by_path)
 
     # No redirects for a trailing slash: behind a proxy their http:// URL with this host would be wrong.
-    routes = [Route(path, Path(server, path, by_method)) for path, by_method in by_path.items()]
+    routes = [Route(path, PathEndpoints(server, path, by_method)) for path, by_method in by_path.items()]
     return Router(routes, redirect_slashes=False, default=default)
 
 
-class Path:
+@dataclass(frozen=True)
+class PathEndpoints:
     """The endpoints of one path, as an ASGI application."""
 
-    def __init__(self, server: Server, path: str, by_method: Mapping[str, Endpoint]):
-        self.server = server
-        self.path = path
-        self.by_method = by_method
+    server: Server
+    path: str
+    by_method: Mapping[str, Endpoint]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request by its method.  Raises ApiError."""
@@ -121,12 +120,11 @@ class Path:
     def _wrong_method(self, scope: Scope) -> ApiError:
         # The gate serves HEAD as GET.
         allowed = ", ".join("GET, HEAD" if each == "GET" else each for each in self.by_method)
-        error = ApiError(405, f"{scope['method']} {scope['path']} is not served; use {allowed}")
-        error.headers = {"allow": allowed}
-        return error
+        message = f"{scope['method']} {scope['path']} is not served; use {allowed}"
+        return ApiError(405, message, headers={"allow": allowed})
 
 
-def not_served(path: str, served: Collection[str]) -> ApiError:
+def path_not_served(path: str, served: Collection[str]) -> ApiError:
     """Returns the error for a path that is not served.  served: the paths that are."""
     if (meant := path.rstrip("/")) != path and meant in served:
         return ApiError(404, f"{path} is not served; use {meant}, without the slash at the end")
@@ -180,17 +178,17 @@ def page_endpoints(server: Server, endpoints: Sequence[Endpoint], needs_key: boo
         return page("docs.html", operations=operations_of(described()), schemas=schemas_of(described()))
 
     async def describe(http: Request) -> Response:
-        return as_json(described())
+        return json_response(described())
 
     async def docs(http: Request) -> Response:
         return fields()
 
     async def start(http: Request) -> Response:
         names = () if needs_key else server.names
-        models = [(name, server.of(name).inputs.facts.max_context) for name in names]
+        models = [(name, server.front_of(name).inputs.facts.max_context) for name in names]
         # The address is as the browser wrote it.  Characters that no host has are escaped, because a shell reads them.
         origin = f"http://{quote(http.headers.get('host', 'localhost'), safe='.:[]-_')}"
-        asks = list(asks_of(server, needs_key))
+        asks = list(example_requests(server, needs_key))
         return page("start.html", models=models, operations=operations_of(described()), origin=origin, asks=asks)
 
     handles = {"/": start, "/docs": docs, "/openapi.json": describe}
@@ -232,12 +230,12 @@ def openapi(endpoints: Sequence[Endpoint], names: Sequence[str]) -> dict[str, An
     return {"openapi": "3.1.0", "info": about, "paths": paths, "components": {"schemas": schemas}}
 
 
-def asks_of(server: Server, needs_key: bool) -> Iterator[tuple[str, str]]:
+def example_requests(server: Server, needs_key: bool) -> Iterator[tuple[str, str]]:
     """Yields (path, the rest of a curl command), which works unchanged in a shell whose environment has the key."""
-    yield "/v1/models", KEY if needs_key else ""
+    yield "/v1/models", KEY_ARGUMENT if needs_key else ""
     if needs_key:  # a generation request names its model, and this page must not
         return
-    front = server.of(server.names[0])
+    front = server.front_of(server.names[0])
     path, asked = "/v1/completions", dict[str, Any](prompt="Hello")
     if front.inputs.tokenizer is None:
         asked = {"prompt": [1]}
@@ -248,7 +246,6 @@ def asks_of(server: Server, needs_key: bool) -> Iterator[tuple[str, str]]:
 
 
 def operations_of(described: dict[str, Any]) -> Iterator[Operation]:
-    """Yields the operations of an OpenAPI description."""
     for path, methods in described["paths"].items():
         for method, operation in methods.items():
             content = operation.get("requestBody", {}).get("content", {})

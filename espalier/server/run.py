@@ -11,7 +11,9 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from operator import le
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +25,7 @@ from espalier.limits import true_or_false
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.batches import Batches
 from espalier.server.client import ClientOptions, EngineClient
-from espalier.server.connections import MAX_ACCEPTED, Connections, max_connections, report_full_rarely
+from espalier.server.connections import MAX_ACCEPTED, Connections, log_failed_accepts_rarely, max_connections
 from espalier.server.front import Front, FrontOptions
 from espalier.server.gate import Gate
 from espalier.server.http1 import Connection
@@ -33,12 +35,11 @@ from espalier.tokenizer_files import tokenizer_class
 
 log = logging.getLogger("espalier.server")
 # Limit, in seconds, for sending pending output to clients at shutdown.
-CLOSE_S = 5
+CLOSE_TIMEOUT_S = 5
 # A client that reads nothing for this many seconds loses its connection, at shutdown and while draining.
 STALLED_AT_CLOSE_S = 1.0
 STALLED_AT_DRAIN_S = 5.0
-# Number of new objects after which Python collects the youngest generation.
-COLLECT_AFTER = 20_000
+GC_THRESHOLD = 20_000
 # Whether the template process starts before the first conversation.
 STARTS_TEMPLATES = True
 # Bytes that the system may buffer for a client that has not read them.
@@ -47,24 +48,11 @@ MAX_UNSENT_BYTES = 65536
 BACKLOG = 2048
 
 
-# The smallest allowed value of each numeric option.
-LEAST = MappingProxyType(
-    {
-        "port": 0,
-        "max_queue": 0,
-        "request_timeout": 0,
-        "body_timeout": 0,
-        "send_timeout": 0,
-        "load_timeout": 0,
-        "drain_timeout": 0,
-        "engine_timeout": 1,
-        "max_body_bytes": 1,
-        "max_file_bytes": 1,
-        "tokens_per_replica": 1,
-        "fronts": 1,
-    }
+MIN_OPTION_VALUES: Mapping[str, int] = MappingProxyType(
+    dict.fromkeys("port max_queue request_timeout body_timeout send_timeout load_timeout drain_timeout".split(), 0)
+    | dict.fromkeys("engine_timeout max_body_bytes max_file_bytes tokens_per_replica fronts".split(), 1)
 )
-SWITCHES = ("strict_fields", "allow_special_tokens_in_messages", "log_json")
+BOOLEAN_OPTIONS = ("strict_fields", "allow_special_tokens_in_messages", "log_json")
 
 
 @dataclass(frozen=True)
@@ -85,48 +73,38 @@ class ServeOptions:
     batch_dir: Path | None = None
 
 
-def check_options(options: Mapping[str, Any], spelled: Callable[[str], str] = str) -> None:
+def check_options(options: Mapping[str, Any], name_in_errors: Callable[[str], str] = str) -> None:
     """Refuse options with wrong values.  Raises EspalierError.
 
-    options: values by the name of the flag; None for a flag that was not given.  spelled: returns what errors call it.
+    options: values by the name of the flag; None for a flag that was not given.  name_in_errors: returns what errors
+    call it.
     """
-    for name, low in LEAST.items():
+    for name, low in MIN_OPTION_VALUES.items():
         if name.endswith("_timeout"):
-            _check_seconds(spelled(name), options.get(name), low)
+            wanted = f"seconds, {low} or more"
+            require_number(name_in_errors(name), options.get(name), partial(le, low), wanted, optional=True)
         else:
-            require_int(spelled(name), options.get(name), low, optional=True)
-    for name in SWITCHES:
+            require_int(name_in_errors(name), options.get(name), low, optional=True)
+    for name in BOOLEAN_OPTIONS:
         if (value := options.get(name)) is not None:
-            true_or_false(spelled(name), value)
+            true_or_false(name_in_errors(name), value)
 
 
-def _check_seconds(name: str, value: Any, low: int) -> None:
-    require_number(name, value, lambda seconds: seconds >= low, f"seconds, {low} or more", optional=True)
-
-
+@dataclass(eq=False)
 class Server:
     """Accepts connections until a signal.  The module's docstring describes the shutdown."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        front: Front,
-        gate: Gate,
-        connections: Connections,
-        drain_timeout_s: float,
-        batches: Batches | None = None,
-    ):
-        self.app = app
-        self.front = front
-        self.gate = gate
-        self.connections = connections
-        self.drain_timeout_s = drain_timeout_s
-        self.batches = batches
-        self.loop = asyncio.get_running_loop()
-        self.should_exit = asyncio.Event()
-        self.ending: asyncio.Task[None] | None = None
+    app: ASGIApp
+    front: Front
+    gate: Gate
+    connections: Connections
+    drain_timeout_s: float
+    batches: Batches | None = None
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    should_exit: asyncio.Event = field(default_factory=asyncio.Event)
+    ending: asyncio.Task[None] | None = None
 
-    def leave(self, at_once: bool) -> None:
+    def begin_shutdown(self, at_once: bool) -> None:
         again, self.front.draining = self.front.draining, True
         if not again:
             self.gate.drain()
@@ -152,13 +130,14 @@ class Server:
 
     async def serve(self, listener: socket.socket) -> None:
         """Accept connections and answer their requests until a signal, and then until all output is sent."""
-        report_full_rarely(self.loop)
+        log_failed_accepts_rarely(self.loop)
         for number in (signal.SIGTERM, signal.SIGINT):
-            self.loop.add_signal_handler(number, self.leave, number == signal.SIGINT)
+            self.loop.add_signal_handler(number, self.begin_shutdown, number == signal.SIGINT)
+        connect = partial(Connection, self.app, self.connections)
         # asyncio accepts MAX_ACCEPTED connections in one turn of the event loop.  `listener` lets more of them wait.
-        accepting = await self.loop.create_server(self._connect, sock=listener, backlog=MAX_ACCEPTED)
+        accepting = await self.loop.create_server(connect, sock=listener, backlog=MAX_ACCEPTED)
         listener.listen(BACKLOG)
-        sweeping = self.loop.create_task(self._sweep_often())
+        sweeping = self.loop.create_task(self._close_stalled_often())
         try:
             await self.should_exit.wait()
         finally:
@@ -168,22 +147,19 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.remove_signal_handler(number)
 
-    def _connect(self) -> Connection:
-        return Connection(self.app, self.connections)
-
-    async def _sweep_often(self) -> None:
+    async def _close_stalled_often(self) -> None:
         while True:
             await asyncio.sleep(1.0)
-            self.connections.sweep(self.loop.time(), STALLED_AT_DRAIN_S if self.front.draining else None)
+            self.connections.close_stalled(self.loop.time(), STALLED_AT_DRAIN_S if self.front.draining else None)
 
     async def _close_connections(self) -> None:
-        """Send pending output, for at most CLOSE_S, and close connections whose client does not read."""
+        """Send pending output, for at most CLOSE_TIMEOUT_S, and close connections whose client does not read."""
         for connection in self.connections:
             connection.end()
         with suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_S):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 while self.connections:
-                    self.connections.sweep(self.loop.time(), STALLED_AT_CLOSE_S)
+                    self.connections.close_stalled(self.loop.time(), STALLED_AT_CLOSE_S)
                     await asyncio.sleep(0.05)
         for connection in self.connections:
             connection.transport.abort()
@@ -199,7 +175,7 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
 
     settings: keywords of EngineConfig.  Raises EspalierError before anything is served.
     """
-    listener = _bound(options.host, options.port)
+    listener = bound_listener(options.host, options.port)
     store = None if options.batch_dir is None else Store(options.batch_dir)
     client = EngineClient(settings, options.client)
     loading = asyncio.current_task()
@@ -211,9 +187,10 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
         await asyncio.gather(client.start(), asyncio.to_thread(_import_tokenizer, settings.get("model")))
         front = await asyncio.to_thread(Front, client, options.front)
         loop.remove_signal_handler(signal.SIGTERM)
-        front.render_aside()
+        front.render_in_helper_process()
         if STARTS_TEMPLATES and front.templates is not None:
-            await front.templates.start()
+            # Before the first conversation needs it: its imports take a second or two.
+            await front.templates.helper.start()
         batches = None if store is None else Batches(store, _batch_concurrency(front))
         app, gate = make_app(front, options.api, batches)
         limits = max_connections(), options.send_timeout_s, options.api.body_timeout_s
@@ -224,7 +201,7 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
         gc.collect()
         gc.freeze()
         # The default threshold, 700 objects, is a few requests: many requests at once would wait for collections.
-        gc.set_threshold(COLLECT_AFTER)
+        gc.set_threshold(GC_THRESHOLD)
         if batches is not None:
             batches.start(gate, options.api.api_key)
         _allow_reuse(listener)
@@ -265,7 +242,7 @@ async def _leave_without_engine(client: EngineClient, server: Server) -> str | N
     why = await client.ended()
     if why is not None:
         log.error("the server ends without an engine: %s", why)
-        server.leave(at_once=True)
+        server.begin_shutdown(at_once=True)
     return why
 
 
@@ -288,7 +265,7 @@ def _import_tokenizer(model: str | None) -> None:
         tokenizer_class(BUNDLED_FILES / "target" if model == BUNDLED else Path(model).expanduser())
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def bound_listener(host: str, port: int) -> socket.socket:
     """Returns the listening socket.  It is bound before the model is loaded, so that a used port fails at once."""
     # The first try is without SO_REUSEADDR: with it, two servers that load at the same time could both bind.  The
     # second try is with it: the connections of a server that has ended keep its port for a minute.

@@ -20,24 +20,23 @@ from pydantic import Field
 
 from espalier.batch_jobs.files import sync_folder
 from espalier.errors import EspalierError
-from espalier.server.openai import MAX_METADATA, Body, Refused, at_most
+from espalier.server.openai import MAX_METADATA, Body, Refused, max_entries
 
 log = logging.getLogger("espalier.server")
-# The suffix of a file that is being written.
-UNFINISHED = ".new"
-WINDOW_S = 24 * 3600
-INPUT, OUTPUT = "batch", "batch_output"
+UNFINISHED_SUFFIX = ".new"
+COMPLETION_WINDOW_S = 24 * 3600
+INPUT_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
 # A batch with one of these statuses never changes again.
-ENDED = ("failed", "completed", "expired", "cancelled")
+ENDED_STATUSES = ("failed", "completed", "expired", "cancelled")
 
 
 Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], at_most(MAX_METADATA)
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], max_entries(MAX_METADATA)
 ]
 
 
 class StoredFile(msgspec.Struct):
-    """OpenAI's object of a file.  purpose: INPUT or OUTPUT.  created_at: in seconds since 1970."""
+    """OpenAI's object of a file.  purpose: INPUT_PURPOSE or OUTPUT_PURPOSE.  created_at: in seconds since 1970."""
 
     id: str
     bytes: int
@@ -57,7 +56,7 @@ class Counts(msgspec.Struct):
     failed: int = 0
 
 
-class Fault(msgspec.Struct):
+class BatchError(msgspec.Struct):
     """Why a batch failed before its start."""
 
     code: str
@@ -66,8 +65,8 @@ class Fault(msgspec.Struct):
     param: str | None = None
 
 
-class Faults(msgspec.Struct):
-    data: list[Fault]
+class BatchErrors(msgspec.Struct):
+    data: list[BatchError]
     object: str = "list"
 
 
@@ -83,7 +82,7 @@ class Batch(msgspec.Struct):
     object: str = "batch"
     status: str = "validating"
     completion_window: str = "24h"
-    errors: Faults | None = None
+    errors: BatchErrors | None = None
     output_file_id: str | None = None
     error_file_id: str | None = None
     in_progress_at: int | None = None
@@ -132,7 +131,7 @@ class Store:
             sync_folder(folder)
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for unfinished in folder.glob(f"*/*{UNFINISHED}"):
+            for unfinished in folder.glob(f"*/*{UNFINISHED_SUFFIX}"):
                 unfinished.unlink()
         except BlockingIOError:
             raise EspalierError(f"--batch-dir {folder} is used by another server; name another directory") from None
@@ -163,10 +162,10 @@ class Store:
         """Returns the files.  The list is copied in one step, since a thread may add a file."""
         return list(self.files.values())
 
-    def content(self, id: str) -> Path:
+    def content_path(self, id: str) -> Path:
         return self.folder / "files" / id
 
-    def answers(self, id: str) -> Path:
+    def answers_path(self, id: str) -> Path:
         return self.folder / "batches" / f"{id}.jsonl"
 
     def add(self, source: BinaryIO, filename: str, purpose: str, id: str | None = None) -> StoredFile:
@@ -175,15 +174,15 @@ class Store:
         id: None for a new id; the id of an existing file replaces that file.  Raises OSError.
         """
         id = id or new_id("file-")
-        with _whole_file(self.content(id)) as copy:
+        with _atomic_file(self.content_path(id)) as copy:
             shutil.copyfileobj(source, copy)
             size = copy.tell()
         try:
             file = StoredFile(id, size, int(time.time()), filename, purpose)
-            _write(self.folder / "files" / f"{id}.json", msgspec.json.encode(file))
+            _write_atomically(self.folder / "files" / f"{id}.json", msgspec.json.encode(file))
         except BaseException:
             if id not in self.files:
-                self.content(id).unlink()
+                self.content_path(id).unlink()
             raise
         self.files[id] = file
         return file
@@ -192,28 +191,28 @@ class Store:
         """Delete a file.  Its description is deleted first: `_remove_orphans` removes contents without one."""
         del self.files[id]
         (self.folder / "files" / f"{id}.json").unlink()
-        self.content(id).unlink()
+        self.content_path(id).unlink()
 
     def save(self, batch: Batch) -> None:
-        _write(self.folder / "batches" / f"{batch.id}.json", msgspec.json.encode(batch))
+        _write_atomically(self.folder / "batches" / f"{batch.id}.json", msgspec.json.encode(batch))
         self.batches[batch.id] = batch
 
     def close(self) -> None:
         os.close(self._lock)
 
 
-def _write(path: Path, data: bytes) -> None:
-    with _whole_file(path) as file:
+def _write_atomically(path: Path, data: bytes) -> None:
+    with _atomic_file(path) as file:
         file.write(data)
 
 
 @contextmanager
-def _whole_file(path: Path) -> Iterator[BinaryIO]:
+def _atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Opens a file that becomes `path` at the end of the block.  The file is then on the disk.
 
     If the block fails, `path` stays as it was.
     """
-    unfinished = path.with_name(path.name + UNFINISHED)
+    unfinished = path.with_name(path.name + UNFINISHED_SUFFIX)
     try:
         with unfinished.open("wb") as file:
             yield file
@@ -226,7 +225,7 @@ def _whole_file(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def split(answers: Path, folder: Path) -> list[tuple[Path, int]]:
+def split_answers(answers: Path, folder: Path) -> list[tuple[Path, int]]:
     """Copy a batch's answers into two new files: status 200, and all others.  Returns (file, line count) of each."""
     names = [folder / f"{answers.stem}.{kind}" for kind in ("ok", "failed")]
     counts = [0, 0]

@@ -17,13 +17,14 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from espalier.chat import ChatTemplate, Rendering
 from espalier.errors import EspalierError
-from espalier.server.aside import Aside, AsideFailed, serve_frames
+from espalier.server.helper_process import HelperProcess, HelperProcessFailed, serve_frames
 
-# Limit on the CPU time of one rendering, in seconds.
-MAX_S = 1.0
+MAX_CPU_S = 1.0
 MAX_MEMORY = 2**30
 MAX_CHARS = 2**24
-BEYOND = "the chat template is not finished within {} for these messages; send fewer or shorter ones, or correct it"
+LIMIT_REACHED = (
+    "the chat template is not finished within {} for these messages; send fewer or shorter ones, or correct it"
+)
 # Limit on the wall time of one rendering, in seconds.  The process limits its own CPU time, except for work that Python
 # cannot interrupt.
 MAX_WALL_S = 30.0
@@ -36,32 +37,25 @@ class Templates:
     def __init__(self, hf: Any):
         self.source = hf.chat_template, dict(hf.special_tokens_map)
         waiting = "conversations are already waiting for the chat template"
-        self._aside = Aside("template", MAX_WAITING, waiting, "espalier.server.templates")
-
-    async def start(self) -> None:
-        """Start the process before the first conversation needs it: its imports take a second or two."""
-        await self._aside.start()
+        self.helper = HelperProcess("template", MAX_WAITING, waiting, "espalier.server.templates")
 
     async def render(self, rendering: Rendering) -> str:
         """Returns the text.  Raises EspalierError if the template fails or does not end, ApiError if too many wait."""
         data = json.dumps({"source": self.source, "rendering": rendering}).encode()
         try:
-            answer = json.loads(await self._aside.exchange(data, MAX_WALL_S))
-        except AsideFailed:
-            raise EspalierError(BEYOND.format(f"{MAX_WALL_S:g} s and the memory that it may take")) from None
+            answer = json.loads(await self.helper.exchange(data, MAX_WALL_S))
+        except HelperProcessFailed:
+            raise EspalierError(LIMIT_REACHED.format(f"{MAX_WALL_S:g} s and the memory that it may take")) from None
         if "error" in answer:
             raise EspalierError(answer["error"])
         return str(answer["text"])
 
-    async def close(self) -> None:
-        await self._aside.close()
 
-
-class OutOfTime(BaseException):
+class CpuTimeExceeded(BaseException):
     """The time limit was reached.  It is no Exception, so that no handler in between catches it as its own error."""
 
 
-class OnlyTemplate(PreTrainedTokenizerBase):
+class TemplateOnlyTokenizer(PreTrainedTokenizerBase):
     """A tokenizer with nothing but a chat template."""
 
     def __init__(self, chat_template: Any, special_tokens: dict[str, Any]):
@@ -73,23 +67,23 @@ class OnlyTemplate(PreTrainedTokenizerBase):
         return self._special
 
 
-def rendered(template: ChatTemplate, rendering: Rendering) -> str:
+def render_within_limits(template: ChatTemplate, rendering: Rendering) -> str:
     """Returns the rendered text.  Raises EspalierError, also if a limit is reached."""
     try:
         with _limited_time():
             text = template.render(rendering)
-    except OutOfTime:
-        raise EspalierError(BEYOND.format(f"{MAX_S:g} s of CPU time")) from None
+    except CpuTimeExceeded:
+        raise EspalierError(LIMIT_REACHED.format(f"{MAX_CPU_S:g} s of CPU time")) from None
     except MemoryError:
-        raise EspalierError(BEYOND.format(f"{MAX_MEMORY >> 20} MB of memory")) from None
+        raise EspalierError(LIMIT_REACHED.format(f"{MAX_MEMORY >> 20} MB of memory")) from None
     if len(text) > MAX_CHARS:
-        raise EspalierError(BEYOND.format(f"{MAX_CHARS} characters"))
+        raise EspalierError(LIMIT_REACHED.format(f"{MAX_CHARS} characters"))
     return text
 
 
 @contextmanager
 def _limited_time() -> Iterator[None]:
-    signal.setitimer(signal.ITIMER_PROF, MAX_S)
+    signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
     try:
         yield
     finally:
@@ -97,7 +91,7 @@ def _limited_time() -> Iterator[None]:
 
 
 def _expire(number: int, frame: FrameType | None) -> None:
-    raise OutOfTime
+    raise CpuTimeExceeded
 
 
 class Renderer:
@@ -111,9 +105,9 @@ class Renderer:
         sent = json.loads(frame)
         if self._template is None or sent["source"] != self._source:
             self._source = sent["source"]
-            self._template = ChatTemplate(OnlyTemplate(*sent["source"]))
+            self._template = ChatTemplate(TemplateOnlyTokenizer(*sent["source"]))
         try:
-            found = {"text": rendered(self._template, Rendering(*sent["rendering"]))}
+            found = {"text": render_within_limits(self._template, Rendering(*sent["rendering"]))}
         except EspalierError as error:
             found = {"error": str(error)}
         return json.dumps(found).encode()

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from espalier.llm import LLM, low_acceptance, prepare
 from espalier.masking.compile import CompiledGrammar, CompilerBusy
 from espalier.request import OutputChunk, Request
 from espalier.server import logs, protocol
-from espalier.server.protocol import Abort, Failed, Harvest, Part, Ready, Refused, Report, Start, Submit, Submits
+from espalier.server.protocol import Abort, Failed, Harvest, Part, Ready, Refused, Report, Start, Submit, SubmitMany
 from espalier.slots import ALL_SOURCES
 
 if TYPE_CHECKING:
@@ -37,17 +37,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("espalier.server")
 WAIT_FOR_START_MS = 60_000
-# The interval of the checks that the front is alive, while this process waits for Start.
-LOOK_MS = 500
+FRONT_CHECK_MS = 500
 # Seconds between the reports of a busy engine.  A report with each step would cost as much as the step's output.
 REPORT_S = 0.1
-# The interval of the checks for compiled grammars, while nothing runs.
-COMPILING_MS = 5
-DONE, REFUSED, BROKEN = 0, 2, 1
+GRAMMAR_CHECK_MS = 5
+EXIT_DONE, EXIT_REFUSED, EXIT_FAILED = 0, 2, 1
 
 
 @dataclass
-class Running:
+class RunningPrompt:
     """The samples of one submitted prompt.
 
     private: nothing of the prompt or output is kept; num_left: requests that still run; abort_step: the number of
@@ -55,12 +53,9 @@ class Running:
     """
 
     requests: list[Request]
-    private: bool = False
-    num_left: int = field(init=False)
+    num_left: int
+    private: bool
     abort_step: int | None = None
-
-    def __post_init__(self) -> None:
-        self.num_left = len(self.requests)
 
 
 class Worker:
@@ -76,7 +71,7 @@ class Worker:
         self.heartbeat_ms = int(1000 * start.heartbeat_s)
         self.front_pid = front_pid
         self.learner = learner
-        self.running: dict[str, Running] = {}
+        self.running: dict[str, RunningPrompt] = {}
         # Prompts that wait for their grammars, which compile in threads.
         self.compiling: dict[str, tuple[Submit, Future[CompiledGrammar]]] = {}
         self.steps = 0
@@ -86,7 +81,7 @@ class Worker:
 
     def run(self) -> None:
         """Serve until Shutdown.  If the engine raises, send each request's last part and raise the error again."""
-        while os.getppid() == self.front_pid and self._take_in():
+        while os.getppid() == self.front_pid and self._receive_messages():
             if self.learner is not None:
                 self.learner.between_steps(self.llm.engine)
             chunks: list[OutputChunk] = []
@@ -100,26 +95,22 @@ class Worker:
                 raise
             self._send(chunks)
 
-    def _take_in(self) -> bool:
+    def _receive_messages(self) -> bool:
         """Handle all messages that have arrived.  If nothing runs, wait for one.  Returns False at Shutdown."""
-        wait = self._wait_ms()
-        while self.socket.poll(wait):
+        wait_ms = min(self.heartbeat_ms, GRAMMAR_CHECK_MS) if self.compiling else self.heartbeat_ms
+        wait_ms = 0 if self.llm.engine.has_work else wait_ms
+        while self.socket.poll(wait_ms):
             message = protocol.decode_to_engine(self.socket.recv())
-            if isinstance(message, Submits):
+            if isinstance(message, SubmitMany):
                 for submit in message.prompts:
                     self._submit(submit)
             elif isinstance(message, Abort):
                 self._abort(message.name)
             else:
                 return False
-            wait = 0
+            wait_ms = 0
         self._start_compiled()
         return True
-
-    def _wait_ms(self) -> int:
-        if self.llm.engine.has_work:
-            return 0
-        return min(self.heartbeat_ms, COMPILING_MS) if self.compiling else self.heartbeat_ms
 
     def _submit(self, submit: Submit) -> None:
         compiling = self.llm.compiling(submit.params.grammar)
@@ -151,7 +142,7 @@ class Worker:
             # The samples of a prompt are alike: if any is refused, the first is refused, and none has been added.
             self.socket.send(protocol.encode(Refused(submit.name, str(error))))
             return
-        self.running[submit.name] = Running(group, submit.private)
+        self.running[submit.name] = RunningPrompt(group, len(group), submit.private)
 
     def _abort(self, name: str) -> None:
         self.compiling.pop(name, None)
@@ -162,10 +153,8 @@ class Worker:
 
     def _send(self, chunks: list[OutputChunk]) -> None:
         parts = [self._part(chunk) for chunk in chunks]
-        self.socket.send(protocol.encode(Harvest(parts, self._report() if self._is_report_due() else None)))
-
-    def _is_report_due(self) -> bool:
-        return bool(self.abort_steps) or not self.llm.engine.has_work or time.monotonic() >= self.next_report_at
+        is_due = self.abort_steps or not self.llm.engine.has_work or time.monotonic() >= self.next_report_at
+        self.socket.send(protocol.encode(Harvest(parts, self._report() if is_due else None)))
 
     def _part(self, chunk: OutputChunk) -> Part:
         name = chunk.request_id.rpartition(".")[0]
@@ -174,7 +163,7 @@ class Worker:
         entry = self.running[name]
         request = entry.requests[chunk.index]
         if chunk.error is not None:
-            log.error("%s", chunk.error, extra=logs.about(chunk.request_id))
+            log.error("%s", chunk.error, extra=logs.log_extra(chunk.request_id))
         if self.learner is not None and not entry.private:
             self.learner.keep(request)
         entry.num_left -= 1
@@ -223,7 +212,6 @@ def settings_of(sent: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_model(settings: dict[str, Any]) -> LLM:
-    """Load the model of Start.settings."""
     return LLM(**settings_of(settings))
 
 
@@ -262,7 +250,7 @@ def main(address: str, front_pid: int, load: Load = load_model) -> int:
         try:
             start = wait_for_start(socket, front_pid)
             if start is None:
-                return BROKEN
+                return EXIT_FAILED
             logs.set_up(start.log_level, start.log_json)
             _serve(socket, start, front_pid, load, Path(address.removeprefix("ipc://")))
         except Exception as error:
@@ -270,11 +258,11 @@ def main(address: str, front_pid: int, load: Load = load_model) -> int:
             if not refused:
                 log.exception("the engine stopped")
             socket.send(protocol.encode(Failed(f"{error}" if refused else f"{type(error).__name__}: {error}", refused)))
-            return REFUSED if refused else BROKEN
+            return EXIT_REFUSED if refused else EXIT_FAILED
         finally:
             if os.getppid() != front_pid:
                 _remove_socket(Path(address.removeprefix("ipc://")))
-    return DONE
+    return EXIT_DONE
 
 
 def wait_for_start(socket: zmq.Socket, front_pid: int) -> Start | None:
@@ -282,8 +270,8 @@ def wait_for_start(socket: zmq.Socket, front_pid: int) -> Start | None:
 
     None if the front has ended, is silent for WAIT_FOR_START_MS, or sends another message than Start.
     """
-    for _ in range(WAIT_FOR_START_MS // LOOK_MS):
-        if socket.poll(LOOK_MS):
+    for _ in range(WAIT_FOR_START_MS // FRONT_CHECK_MS):
+        if socket.poll(FRONT_CHECK_MS):
             start = protocol.decode_to_engine(socket.recv())
             return start if isinstance(start, Start) else None
         if os.getppid() != front_pid:
@@ -299,15 +287,15 @@ def _remove_socket(path: Path) -> None:
 
 
 @contextmanager
-def _ending_with_front(front_pid: int, address: Path) -> Iterator[None]:
+def _exit_with_front(front_pid: int, address: Path) -> Iterator[None]:
     """End this process as soon as the front has ended, even during a load, which may take many minutes."""
     is_over = threading.Event()
 
     def watch() -> None:
-        while not is_over.wait(LOOK_MS / 1000):
+        while not is_over.wait(FRONT_CHECK_MS / 1000):
             if os.getppid() != front_pid:
                 _remove_socket(address)
-                os._exit(BROKEN)
+                os._exit(EXIT_FAILED)
 
     threading.Thread(target=watch, daemon=True).start()
     try:
@@ -320,7 +308,7 @@ def _serve(socket: zmq.Socket, start: Start, front_pid: int, load: Load, address
     began = time.perf_counter()
     with ExitStack() as stack:
         learner = None
-        with _ending_with_front(front_pid, address):
+        with _exit_with_front(front_pid, address):
             if start.learn is None:
                 llm = stack.enter_context(load(start.settings))
             else:

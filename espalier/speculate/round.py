@@ -356,9 +356,9 @@ def logprobs_of_prompt(
 
     The last of these tokens may be the first token of the next pass.
     """
-    following = rows.of(slots.history_at(positions + 1))
+    following = rows.select(slots.history_at(positions + 1))
     max_rows = logit_rows(runner.target.config.vocab_size)
-    return prompt_logprobs(runner.target.logits, rows.of(hidden), following, max_rows, rows.count)
+    return prompt_logprobs(runner.target.logits, rows.select(hidden), following, max_rows, rows.count)
 
 
 def num_offered(tree: Tree, max_accept_depth: Tensor) -> int:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from espalier.kernels.ops.drafts import Candidates
 from espalier.kernels.tree.edges import DepthRows, LowRankEdges, rank_depth
-from espalier.sampling.logit_processors import Above, SamplingNeeds, SamplingRows, process_logits
-from espalier.sampling.mask import DraftGuide, force, masked, unpack_mask
+from espalier.sampling.logit_processors import DraftedAncestors, SamplingNeeds, SamplingRows, process_logits
+from espalier.sampling.mask import DraftGuide, force_only_children, masked, unpack_mask
 from espalier.sampling.pick import SampledTokens, coupled_scores, gumbel, over_temperature, pick
 from espalier.slots import BatchState
 from espalier.speculate.tree import VOID, Tree, ordered_topk
@@ -42,7 +42,7 @@ class DraftRows(NamedTuple):
     d2t: Tensor | None
     offset: int
     scores: Tensor
-    above: Above | None = None
+    above: DraftedAncestors | None = None
     stride: int = 0
 
     @property
@@ -82,11 +82,11 @@ class Sampler(ABC):
         """Returns the topk best children of each row: target token ids [B, Q, K] and path scores [B, Q, K] float32."""
         only, mask = None, None
         if self.guide is not None:
-            levels = self.guide.of_levels(rows.offset + 1, rows.num_rows) if rows.stride else None
-            only, mask = levels or self.guide.of_rows(rows.offset + 1, *(rows.above or (None, None)))
+            levels = self.guide.for_levels(rows.offset + 1, rows.num_rows) if rows.stride else None
+            only, mask = levels or self.guide.for_children(rows.offset + 1, *(rows.above or (None, None)))
             mask = mask.expand(-1, rows.num_rows, -1)
         found = self._best_children(rows, topk, mask)
-        return found if only is None else force(only, *found, rows.scores)
+        return found if only is None else force_only_children(only, *found, rows.scores)
 
     @abstractmethod
     def _best_children(self, rows: DraftRows, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -121,14 +121,14 @@ class TorchSampler(Sampler):
         self, logits: Tensor, tree: Tree, mask: Tensor | None = None, nodes: slice = ALL_NODES
     ) -> SampledTokens:
         drafted = tree.tokens.masked_fill(tree.depths == 0, VOID)
-        counted = Above(drafted, tree.ancestors[:, nodes]) if self.needs.penalised else None
+        counted = DraftedAncestors(drafted, tree.ancestors[:, nodes]) if self.needs.penalised else None
         mask = None if mask is None else mask[:, nodes]
         return self._pick(masked(logits, mask), noise_offsets(tree)[:, nodes], counted)
 
     def pick_last(self, logits: Tensor, mask: Tensor | None = None) -> SampledTokens:
         return self._pick(masked(logits, mask), torch.zeros_like(self.first[:, None]), None)
 
-    def _pick(self, logits: Tensor, offsets: Tensor, above: Above | None) -> SampledTokens:
+    def _pick(self, logits: Tensor, offsets: Tensor, above: DraftedAncestors | None) -> SampledTokens:
         return pick(logits, self.rows, self.needs, self.first[:, None] + offsets, self._noise(offsets), above)
 
     def _best_children(self, rows: DraftRows, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -189,14 +189,16 @@ class KernelSampler(Sampler):
         self, logits: Tensor, tree: Tree, mask: Tensor | None = None, nodes: slice = ALL_NODES
     ) -> SampledTokens:
         # Penalties count tokens below the root only, because the slot has already counted the root (node 0).
-        above = Above(tree.tokens, tree.ancestors[:, nodes])
+        above = DraftedAncestors(tree.tokens, tree.ancestors[:, nodes])
         mask = None if mask is None else mask[:, nodes]
         return self._pick(logits, noise_offsets(tree)[:, nodes], mask, above)
 
     def pick_last(self, logits: Tensor, mask: Tensor | None = None) -> SampledTokens:
         return self._pick(logits, torch.zeros_like(self.first[:, None]), mask, None)
 
-    def _pick(self, logits: Tensor, offsets: Tensor, mask: Tensor | None, above: Above | None) -> SampledTokens:
+    def _pick(
+        self, logits: Tensor, offsets: Tensor, mask: Tensor | None, above: DraftedAncestors | None
+    ) -> SampledTokens:
         from espalier.kernels.sampling.pick import pick_triton
 
         first_above = 0 if above is None else 1
@@ -219,7 +221,7 @@ class KernelSampler(Sampler):
 
         # Without a projection, the kernel reads the factors from the table itself.
         made = None if edges.projection is None else edge_factors_triton(edges, depth, rows)
-        only, mask = (None, None) if self.guide is None else self.guide.of_rows(depth + 1, None, None)
+        only, mask = (None, None) if self.guide is None else self.guide.for_children(depth + 1, None, None)
         return edge_topk_triton(
             edges, depth, rows, made, d2t, self.slot_rows, self.first, out, self.coupled, mask, only
         )

@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from espalier.tool_calls.base import CallWriter
-from espalier.tool_calls.reader import BROKEN_OFF, Broken, Markers, Reader, Steps, decoded, is_text
+from espalier.tool_calls.reader import CUT_OFF_REASON, BrokenCall, Markers, Reader, Steps, decode_json, is_utf8
 
 # Constants as Python writes them, as some models do, and as JSON writes them.
 PYTHON = {"True": "true", "False": "false", "None": "null"}
@@ -21,7 +22,7 @@ TYPES: Mapping[type, str] = {
 
 
 # Schema keywords that a text may fail because of white space around it.
-LIMITS = frozenset(("enum", "const", "pattern", "format", "maxLength"))
+LIMITING_KEYWORDS = frozenset(("enum", "const", "pattern", "format", "maxLength"))
 MAX_DEPTH = 16
 Schema = Mapping[str, Any]
 
@@ -65,10 +66,10 @@ def _types(schema: Schema) -> set[str]:
 
 
 def _limits(schemas: Sequence[Schema]) -> set[str]:
-    return {name for schema in schemas for name in schema if name in LIMITS}
+    return {name for schema in schemas for name in schema if name in LIMITING_KEYWORDS}
 
 
-def _within(text: str, schemas: Sequence[Schema]) -> str:
+def _trim_to_limits(text: str, schemas: Sequence[Schema]) -> str:
     """Returns a text as its schemas limit it: white space around it belongs to the tags, unless a length allows it."""
     limits = _limits(schemas)
     lengths = [most for schema in schemas if isinstance(most := schema.get("maxLength"), int)]
@@ -76,15 +77,15 @@ def _within(text: str, schemas: Sequence[Schema]) -> str:
     return text if fits or not limits else text.strip()
 
 
+@dataclass
 class XmlArguments:
     """Writes a call's arguments as a JSON object, one value after another."""
 
-    def __init__(self, call: CallWriter):
-        self.call = call
-        self.num_values = 0
+    call: CallWriter
+    num_values: int = 0
 
     def read(self, reader: Reader, name: str, end: str, trim: str = "") -> Steps[None]:
-        """Read a value up to its closing tag.  A text is written as it comes.  Raises Broken.
+        """Read a value up to its closing tag.  A text is written as it comes.  Raises BrokenCall.
 
         trim: characters that belong to the tags if they are next to the value, at most one on each side.
         """
@@ -97,13 +98,15 @@ class XmlArguments:
             yield from reader.literal(trim)
         if types == {"string"} and not _limits(schemas):
             self.call.arguments('"')
-            yield from self._until(reader, end, trim, lambda text: self.call.arguments(_escaped(text)))
+            yield from self._until(
+                reader, end, trim, lambda text: self.call.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+            )
             self.call.arguments('"')
             return
         parts: list[str] = []
         yield from self._until(reader, end, trim, parts.append)
         text = "".join(parts)
-        self.call.arguments(_value(name, _within(text, schemas), types))
+        self.call.arguments(_value(name, _trim_to_limits(text, schemas), types))
 
     def _until(self, reader: Reader, end: str, trim: str, put: Any) -> Steps[None]:
         held = ""
@@ -117,29 +120,25 @@ class XmlArguments:
                 put(text)
 
         if (yield from reader.until(Markers(end), pass_on)) is None:
-            raise Broken("the output ends inside the tool call")
+            raise BrokenCall("the output ends inside the tool call")
 
     def end(self) -> None:
         self.call.arguments("}" if self.num_values else "{}")
 
 
-def _escaped(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
 def _value(name: str, text: str, types: set[str]) -> str:
-    """Returns the JSON text of a value.  Raises Broken if the value has no type that the schema allows."""
+    """Returns the JSON text of a value.  Raises BrokenCall if the value has no type that the schema allows."""
     written = PYTHON.get(text.strip(), text.strip())
     try:
-        value = decoded(written)
-    except Broken:
+        value = decode_json(written)
+    except BrokenCall:
         value = None
         written = "" if written != "null" else written
     if written and (not types or _is_one_of(value, types)):
         return written
     if not types or "string" in types:
         return json.dumps(text, ensure_ascii=False)
-    raise Broken(f"the argument {name!r} of the tool call is not of type {' or '.join(sorted(types))}")
+    raise BrokenCall(f"the argument {name!r} of the tool call is not of type {' or '.join(sorted(types))}")
 
 
 def _is_one_of(value: Any, types: set[str]) -> bool:
@@ -155,7 +154,7 @@ ARGUMENTS = ("arguments", "parameters")
 def read_call_object(reader: Reader, call: CallWriter) -> Steps[None]:
     """Read a call that is one JSON object.  Arguments that are an object are written as they come.
 
-    Other keys are read and not used.  Raises Broken.
+    Other keys are read and not used.  Raises BrokenCall.
     """
     yield from reader.expect("{")
     yield from reader.space()
@@ -180,30 +179,30 @@ def read_call_object(reader: Reader, call: CallWriter) -> Steps[None]:
 
 
 def read_arguments(reader: Reader, call: CallWriter, *ends: str) -> Steps[None]:
-    """Read arguments: a JSON object, or a JSON object as a string, which some models write.  Raises Broken.
+    """Read arguments: a JSON object, or a JSON object as a string, which some models write.  Raises BrokenCall.
 
     ends: marks that end the call.  If a mark or the output's end comes before any argument, the call has no arguments.
     """
     if call.has_arguments:
-        raise Broken("the tool call has arguments twice")
-    if ends and ((yield from is_absent(reader, *ends)) or (yield from reader.literal("null"))):
+        raise BrokenCall("the tool call has arguments twice")
+    if ends and ((yield from call_ends_here(reader, *ends)) or (yield from reader.literal("null"))):
         return
     if (yield from reader.peek()) == "{":
         yield from reader.json_value(call.arguments)
         return
     value = yield from reader.json_of()
     if isinstance(value, str):
-        value = decoded(value) if value.strip() else None
+        value = decode_json(value) if value.strip() else None
     if value is not None:
         text = json.dumps(value, ensure_ascii=False)
         # Text cannot hold half of a surrogate pair, so JSON's escape is written.
-        call.arguments(text if is_text(text) else json.dumps(value))
+        call.arguments(text if is_utf8(text) else json.dumps(value))
 
 
-def is_absent(reader: Reader, *ends: str) -> Steps[bool]:
-    """Whether a call ends here, before its arguments.  Raises Broken if the output is cut off here."""
+def call_ends_here(reader: Reader, *ends: str) -> Steps[bool]:
+    """Whether a call ends here, before its arguments.  Raises BrokenCall if the output is cut off here."""
     if (yield from reader.peek()):
-        return (yield from reader.sees(*ends)) is not None
+        return (yield from reader.peek_literal(*ends)) is not None
     if reader.is_cut:
-        raise Broken(BROKEN_OFF)
+        raise BrokenCall(CUT_OFF_REASON)
     return True

@@ -4,10 +4,10 @@ the reader of reasoning between two marks."""
 import secrets
 import string
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from espalier.tool_calls.reader import Broken, Markers, Reader, Steps, decoded
+from espalier.tool_calls.reader import BrokenCall, Markers, Reader, Steps, decode_json
 
 # The kinds of deltas: text of the answer; text of the reasoning; the name of a new call; text of the call's arguments;
 # the call's end; the reason why a call is broken.  The whole text of a broken call follows as content.
@@ -37,27 +37,23 @@ def short_id() -> str:
     return "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
 
 
+@dataclass
 class Writer:
     """Collects the deltas that a parser makes.
 
     schemas: for each tool that may be called, the parameters' JSON schema.  in_reasoning, may_reason: the parser's.
     """
 
-    def __init__(self, schemas: Mapping[str, Mapping[str, Any]], make_id: Callable[[], str]):
-        self.schemas = schemas
-        self.make_id = make_id
-        self.in_reasoning = False
-        self.may_reason = True
-        self.num_calls = 0
-        self._deltas: list[Delta] = []
+    schemas: Mapping[str, Mapping[str, Any]]
+    make_id: Callable[[], str]
+    in_reasoning: bool = False
+    may_reason: bool = True
+    num_calls: int = 0
+    _deltas: list[Delta] = field(default_factory=list)
 
     def add(self, kind: Kind, text: str = "", index: int = -1, id: str = "") -> None:
-        last = self._deltas[-1] if self._deltas else None
-        if (
-            last is not None
-            and kind in ("content", "reasoning", "arguments")
-            and (last.kind, last.index) == (kind, index)
-        ):
+        last = self._deltas[-1] if self._deltas and kind in ("content", "reasoning", "arguments") else None
+        if last is not None and (last.kind, last.index) == (kind, index):
             self._deltas[-1] = Delta(kind, last.text + text, index)
         else:
             self._deltas.append(Delta(kind, text, index, id))
@@ -75,7 +71,7 @@ class Writer:
             return
         self._deltas = [delta for delta in deltas if delta.index == open_call >= 0]
 
-    def take(self) -> list[Delta]:
+    def pop_deltas(self) -> list[Delta]:
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -93,12 +89,12 @@ class CallWriter:
         return self.writer.schemas[self._name]
 
     def name(self, name: Any) -> None:
-        """Write the name of the call.  Raises Broken if there is no such tool."""
+        """Write the name of the call.  Raises BrokenCall if there is no such tool."""
         if self.index >= 0:
-            raise Broken("the tool call has two names")
+            raise BrokenCall("the tool call has two names")
         if not isinstance(name, str) or name not in self.writer.schemas:
             shown = name if isinstance(name, str) else "something that is no text"
-            raise Broken(f"the tool call names {shown[:80]!r}, which is not in tools")
+            raise BrokenCall(f"the tool call names {shown[:80]!r}, which is not in tools")
         self._name = name
         self.index = self.writer.num_calls
         self.writer.num_calls += 1
@@ -116,13 +112,13 @@ class CallWriter:
         return bool(self._parts)
 
     def end(self) -> None:
-        """End the call.  Raises Broken if the name is missing, or if the arguments are not a JSON object."""
+        """End the call.  Raises BrokenCall if the name is missing, or if the arguments are not a JSON object."""
         if self.index < 0:
-            raise Broken("the tool call has no name")
+            raise BrokenCall("the tool call has no name")
         if not self._parts:
             self.arguments("{}")
-        if not isinstance(decoded("".join(self._parts)), dict):
-            raise Broken("the tool call's arguments are not a JSON object")
+        if not isinstance(decode_json("".join(self._parts)), dict):
+            raise BrokenCall("the tool call's arguments are not a JSON object")
         self.writer.add("called", "", self.index)
 
 
@@ -131,16 +127,16 @@ def read_call(reader: Reader, writer: Writer, opening: str, read: Callable[[Call
 
     opening: the text of the call that was already read.  read: reads the rest.
     """
-    reader.keep(opening)
+    reader.start_recording(opening)
     call = CallWriter(writer)
     try:
         yield from read(call)
         call.end()
-    except Broken as broken:
+    except BrokenCall as broken:
         writer.add("broken", str(broken), call.index)
-        writer.content(reader.kept())
+        writer.content(reader.stop_recording())
         return False
-    reader.kept()
+    reader.stop_recording()
     return True
 
 
@@ -168,20 +164,20 @@ class CallSyntax:
 class ToolFormat:
     """How a family of models writes tool calls.
 
-    signs: texts that all stand in a chat template of this family.  special_tokens: the special tokens that the parser
-    reads; they appear in its text if the tokenizer has them.  parse: reads an answer to its end.  one_call: a call ends
-    the output.  make_id: returns the id of a new call.  takes_text: the chat template takes the arguments of earlier
-    calls as text, not as an object.
+    template_signs: texts that all stand in a chat template of this family.  special_tokens: the special tokens that the
+    parser reads; they appear in its text if the tokenizer has them.  parse: reads an answer to its end.
+    call_ends_output: a call ends the output.  make_id: returns the id of a new call.  arguments_as_text: the chat
+    template takes the arguments of earlier calls as text, not as an object.
     """
 
     name: str
-    signs: tuple[str, ...]
+    template_signs: tuple[str, ...]
     special_tokens: tuple[str, ...]
     parse: Parse
     syntax: CallSyntax
-    one_call: bool = False
+    call_ends_output: bool = False
     make_id: Callable[[], str] = call_id
-    takes_text: bool = False
+    arguments_as_text: bool = False
 
 
 @dataclass(frozen=True)
@@ -189,32 +185,32 @@ class ReasoningFormat:
     """How a family of models separates its reasoning.
 
     begin, end: the marks around the reasoning.  answer: text between the reasoning and an answer that is no call.
-    switches: variables of a chat template.  A model whose template reads one of them reasons even if its prompt does
-    not open the reasoning.  whole: the tool format of this name also reads the reasoning, and such a model may always
-    reason.  turn: the text with which each message of such a model begins.
+    template_switches: variables of a chat template.  A model whose template reads one of them reasons even if its
+    prompt does not open the reasoning.  includes_calls: the tool format of this name also reads the reasoning, and such
+    a model may always reason.  message_start: the text with which each message of such a model begins.
     """
 
     name: str
-    signs: tuple[str, ...]
+    template_signs: tuple[str, ...]
     special_tokens: tuple[str, ...]
     begin: str
     end: str
     answer: str = ""
-    switches: tuple[str, ...] = ()
-    whole: bool = False
-    turn: str = ""
+    template_switches: tuple[str, ...] = ()
+    includes_calls: bool = False
+    message_start: str = ""
 
 
 NEWLINES = "\n"
 
 
-def split(reader: Reader, writer: Writer, format: ReasoningFormat) -> Steps[None]:
+def parse_reasoning(reader: Reader, writer: Writer, format: ReasoningFormat) -> Steps[None]:
     """Read the reasoning, if there is any, up to its end, and again if more follows directly.
 
     Newlines beside the marks belong to the marks.  A begin mark inside reasoning, or an end mark outside, is left out.
     """
     marks = Markers(format.end, format.begin, strip_before=NEWLINES)
-    while (marker := (yield from _first(reader, format))) is not None:
+    while (marker := (yield from _first_marker(reader, format))) is not None:
         writer.in_reasoning = marker == format.begin
         while marker == format.begin:
             yield from reader.space(NEWLINES)
@@ -224,7 +220,7 @@ def split(reader: Reader, writer: Writer, format: ReasoningFormat) -> Steps[None
             yield from reader.space(NEWLINES)
 
 
-def _first(reader: Reader, format: ReasoningFormat) -> Steps[str | None]:
+def _first_marker(reader: Reader, format: ReasoningFormat) -> Steps[str | None]:
     """Read the white space and the reasoning mark that come next.  Returns the mark, None if no mark comes next."""
     space = yield from reader.space()
     marker = yield from reader.literal(format.begin, format.end)
@@ -233,17 +229,17 @@ def _first(reader: Reader, format: ReasoningFormat) -> Steps[str | None]:
     return marker
 
 
-THINK = ReasoningFormat(
+THINK_REASONING = ReasoningFormat(
     name="think",
-    signs=("think>",),
+    template_signs=("think>",),
     special_tokens=("<think>", "</think>"),
     begin="<think>",
     end="</think>",
-    switches=("enable_thinking", "thinking"),
+    template_switches=("enable_thinking", "thinking"),
 )
-MISTRAL = ReasoningFormat(
+MISTRAL_REASONING = ReasoningFormat(
     name="mistral",
-    signs=("[THINK]",),
+    template_signs=("[THINK]",),
     special_tokens=("[THINK]", "[/THINK]"),
     begin="[THINK]",
     end="[/THINK]",

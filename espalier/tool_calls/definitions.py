@@ -31,7 +31,7 @@ class Tools:
     parallel: bool = True
 
     @property
-    def callable(self) -> list[Mapping[str, Any]]:
+    def callable_functions(self) -> list[Mapping[str, Any]]:
         """The definitions of the functions that may be called."""
         functions = [each["function"] for each in self.definitions]
         if self.is_named:
@@ -45,7 +45,7 @@ class Tools:
 
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
-        return {each["name"]: each.get("parameters") or ANY_OBJECT for each in self.callable}
+        return {each["name"]: each.get("parameters") or ANY_OBJECT for each in self.callable_functions}
 
 
 def checked_tools(tools: Any, choice: Any = None, parallel: bool | None = None) -> Tools:
@@ -56,7 +56,7 @@ def checked_tools(tools: Any, choice: Any = None, parallel: bool | None = None) 
     if not isinstance(parallel, bool | None):
         raise EspalierError(f"parallel_tool_calls={shown(parallel)} is not supported; use True or False")
     definitions = _checked_definitions(tools)
-    name = _named(choice)
+    name = _named_tool(choice)
     if name is None:
         choice = ("auto" if definitions else "none") if choice is None else choice
         if choice not in CHOICES:
@@ -72,7 +72,7 @@ def checked_tools(tools: Any, choice: Any = None, parallel: bool | None = None) 
     return Tools(definitions, name, True, parallel is not False)
 
 
-def _named(choice: Any) -> str | None:
+def _named_tool(choice: Any) -> str | None:
     """Returns the tool that a tool_choice names, None if it names none.  Raises EspalierError."""
     if not isinstance(choice, Mapping):
         return None

@@ -18,7 +18,8 @@ from espalier.tool_calls.plan import ChatPlan
 class MessageStream:
     """A request.TextSink that finds stop strings only in the content.  Its text is what the model wrote.
 
-    text: makes text from tokens, and looks for no stop string.  num_reasoning: the number of reasoning tokens so far.
+    text: makes text from tokens, and looks for no stop string.  num_reasoning_tokens: the number of reasoning tokens so
+    far.
     """
 
     def __init__(self, text: TextStream, parser: OutputParser, params: ResolvedParams):
@@ -27,7 +28,7 @@ class MessageStream:
         self.finder = StopFinder(params.stop, params.include_stop_str_in_output)
         self.min_tokens = params.min_tokens
         self.keep_stop = params.include_stop_str_in_output
-        self.num_reasoning = 0
+        self.num_reasoning_tokens = 0
         self._texts: list[str] = []
         self._deltas: list[Delta] = []
 
@@ -36,7 +37,7 @@ class MessageStream:
         was_reasoning = self.parser.in_reasoning
         self.text.push(token_id)
         self._read(final=False)
-        self.num_reasoning += was_reasoning or self.parser.in_reasoning
+        self.num_reasoning_tokens += was_reasoning or self.parser.in_reasoning
         return self.finder.stopped
 
     def take(self, final: bool) -> str:
@@ -53,7 +54,7 @@ class MessageStream:
         if self.finder.stop or self.parser.may_reason:
             for token in tokens:
                 self.push(token)
-            self.num_reasoning += len(output.token_ids[len(tokens) :]) * self.parser.in_reasoning
+            self.num_reasoning_tokens += len(output.token_ids[len(tokens) :]) * self.parser.in_reasoning
         else:
             self.text.push_all(tokens)
         self._read(is_last)
@@ -63,7 +64,7 @@ class MessageStream:
         deltas, self._texts, self._deltas = self._deltas, [], []
         return deltas
 
-    def ends(self, output: OutputChunk | Output) -> tuple[str | None, int | str | None]:
+    def finish_reasons(self, output: OutputChunk | Output) -> tuple[str | None, int | str | None]:
         """Returns (finish_reason, stop_reason) of an output that was read.
 
         The text of a broken call becomes content, and may have a stop string that the output's own reasons lack.
@@ -98,9 +99,9 @@ class MessageStream:
             self._deltas.append(Delta("content", content))
 
 
-def parser_of(form: OutputForm) -> OutputParser:
+def parser_for_form(form: OutputForm) -> OutputParser:
     formats = Formats(TOOL_FORMATS.get(form.tool_format), REASONING_FORMATS.get(form.reasoning_format))
-    return OutputParser(formats, form.schemas, form.begun)
+    return OutputParser(formats, form.schemas, form.answer_start)
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def chat_output(
     if new_stream is not None:
         stream = new_stream()
         message = message_of(stream.read(output))
-        values["finish_reason"], values["stop_reason"] = stream.ends(output)
+        values["finish_reason"], values["stop_reason"] = stream.finish_reasons(output)
     elif parser is not None:
         message = message_of(parser.feed(output.text) + parser.finish(is_cut=output.finish_reason != "stop"))
     if message.tool_calls and values["finish_reason"] == "stop":

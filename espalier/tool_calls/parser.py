@@ -1,10 +1,10 @@
 """Reads the output of one sample: takes text and returns deltas of a message."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from espalier.tool_calls.base import Delta, Writer, call_id, split
+from espalier.tool_calls.base import Delta, Writer, call_id, parse_reasoning
 from espalier.tool_calls.formats import Formats, harmony
 from espalier.tool_calls.reader import Reader, Steps
 
@@ -12,26 +12,24 @@ from espalier.tool_calls.reader import Reader, Steps
 class OutputParser:
     """Parses the text of one output.  The joined deltas do not depend on how the text was cut into parts.
 
-    schemas: by the name of each tool that may be called.  begun: the start of the answer that is in the prompt.
+    schemas: by the name of each tool that may be called.  answer_start: the start of the answer that is in the prompt.
     """
 
     def __init__(
         self,
         formats: Formats,
         schemas: Mapping[str, Mapping[str, Any]],
-        begun: str = "",
-        make_id: Callable[[], str] | None = None,
+        answer_start: str = "",
     ):
         self._reader = Reader()
-        ids = formats.tools.make_id if formats.tools is not None else call_id
-        self._writer = Writer(schemas, make_id or ids)
+        self._writer = Writer(schemas, formats.tools.make_id if formats.tools is not None else call_id)
         self._steps = _parse(self._reader, self._writer, formats)
         # The end of the prompt's text, which may begin a mark.
-        self._held = ""
+        self._prompt_text_held = ""
         self._read()
-        if begun:
-            self._writer.resume(self.feed(begun))
-            self._held = self._reader.buffer
+        if answer_start:
+            self._writer.resume(self.feed(answer_start))
+            self._prompt_text_held = self._reader.buffer
 
     @property
     def in_reasoning(self) -> bool:
@@ -57,27 +55,27 @@ class OutputParser:
 
     def _read(self) -> list[Delta]:
         next(self._steps, None)
-        deltas = self._writer.take()
-        return self._without_held(deltas) if self._held and deltas else deltas
+        deltas = self._writer.pop_deltas()
+        return self._without_held(deltas) if self._prompt_text_held and deltas else deltas
 
     def _without_held(self, deltas: list[Delta]) -> list[Delta]:
         """Returns the deltas without the prompt's text at their beginning."""
         first = deltas[0]
-        size = min(len(self._held), len(first.text))
-        if first.kind not in ("content", "reasoning") or first.text[:size] != self._held[:size]:
-            self._held = ""
+        size = min(len(self._prompt_text_held), len(first.text))
+        if first.kind not in ("content", "reasoning") or first.text[:size] != self._prompt_text_held[:size]:
+            self._prompt_text_held = ""
             return deltas
-        self._held, rest = self._held[size:], first.text[size:]
+        self._prompt_text_held, rest = self._prompt_text_held[size:], first.text[size:]
         return [Delta(first.kind, rest), *deltas[1:]] if rest else deltas[1:]
 
 
 def _parse(reader: Reader, writer: Writer, formats: Formats) -> Steps[None]:
     reasoning, tools = formats.reasoning, formats.tools
-    if reasoning is not None and reasoning.whole:
+    if reasoning is not None and reasoning.includes_calls:
         yield from harmony.parse(reader, writer)
         return
     if reasoning is not None:
-        yield from split(reader, writer, reasoning)
+        yield from parse_reasoning(reader, writer, reasoning)
     writer.may_reason = False
     if tools is not None and writer.schemas:
         yield from tools.parse(reader, writer)

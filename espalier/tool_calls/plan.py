@@ -17,9 +17,9 @@ from espalier.tool_calls.base import ReasoningFormat, ToolFormat
 from espalier.tool_calls.definitions import ANY_OBJECT, Tools
 from espalier.tool_calls.formats import TOOL_FORMATS, Formats
 from espalier.tool_calls.parser import OutputParser
-from espalier.tool_calls.reader import Broken, decoded
+from espalier.tool_calls.reader import BrokenCall, decode_json
 
-Node = dict[str, Any]
+GrammarNode = dict[str, Any]
 
 
 def output_grammar(
@@ -34,74 +34,72 @@ def output_grammar(
     answer: the form of an answer without calls.  reasoning: reasoning that may come first, for a model that decides
     itself whether to reason.  after: the text after which the grammar begins.  Raises EspalierError.
     """
-    node = None if answer is None else _answer(answer, reasoning)
-    if format is not None and tools.callable:
+    node = None if answer is None else _answer_node(answer, reasoning)
+    if format is not None and tools.callable_functions:
         # A named tool is called exactly once.
-        is_single = tools.is_named or not tools.parallel or format.one_call
+        is_single = tools.is_named or not tools.parallel or format.call_ends_output
         if tools.is_forced and answer is not None:
             raise EspalierError("tool_choice with response_format or another grammar is not supported; use one of them")
         if tools.is_forced:
-            node = _calls(tools, format, is_single)
+            node = _calls_node(tools, format, is_single)
         elif node is not None:
-            node = {"type": "or", "elements": [_calls(tools, format, is_single), node]}
-        elif _has_strict(tools) or not (tools.parallel or format.one_call):
+            node = {"type": "or", "elements": [_calls_node(tools, format, is_single), node]}
+        elif any(each.get("strict") for each in tools.callable_functions) or not (
+            tools.parallel or format.call_ends_output
+        ):
             # In such a format, the free text may be reasoning.
-            return _tag(_triggered(tools, format, is_single), True, after)
+            return _structural_tag(_free_text_with_calls(tools, format, is_single), True, after)
     if node is None:
         return None
     if reasoning is not None:
         thoughts = {"type": "tag", "begin": reasoning.begin, "content": {"type": "any_text"}, "end": reasoning.end}
         node = {"type": "sequence", "elements": [{"type": "optional", "content": thoughts}, node]}
-    return _tag(node, True if answer is None else answer.strict, after)
+    return _structural_tag(node, True if answer is None else answer.strict, after)
 
 
-def _answer(grammar: Grammar, reasoning: ReasoningFormat | None) -> Node:
+def _answer_node(grammar: Grammar, reasoning: ReasoningFormat | None) -> GrammarNode:
     node = _node_of(grammar)
     if reasoning is None or not reasoning.answer:
         return node
     return {"type": "sequence", "elements": [{"type": "const_string", "value": reasoning.answer}, node]}
 
 
-def _has_strict(tools: Tools) -> bool:
-    return any(each.get("strict") for each in tools.callable)
-
-
-def _tag(node: Node, strict: bool, after: str | None) -> Grammar:
+def _structural_tag(node: GrammarNode, strict: bool, after: str | None) -> Grammar:
     text = json.dumps({"type": "structural_tag", "format": node}, ensure_ascii=False)
     return Grammar("structural_tag", text, strict=strict, after=after)
 
 
-def _tags(tools: Tools, format: ToolFormat) -> list[Node]:
+def _call_tags(tools: Tools, format: ToolFormat) -> list[GrammarNode]:
     syntax = format.syntax
     return [
         {
             "type": "tag",
             "begin": f"{syntax.before_name}{function['name']}{syntax.after_name}",
-            "content": _arguments(_schema(tools, function), syntax.style),
+            "content": _arguments_node(_arguments_schema(tools, function), syntax.style),
             "end": syntax.end,
         }
-        for function in tools.callable
+        for function in tools.callable_functions
     ]
 
 
-def _arguments(schema: Mapping[str, Any], style: str) -> Node:
+def _arguments_node(schema: Mapping[str, Any], style: str) -> GrammarNode:
     node = {"type": "json_schema", "json_schema": schema, "style": style}
     # xgrammar allows any white space between tags, and a model may write white space without end.
     return node if style == "json" else {**node, "max_whitespace_cnt": 2}
 
 
-def _schema(tools: Tools, function: Mapping[str, Any]) -> Mapping[str, Any]:
+def _arguments_schema(tools: Tools, function: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the schema of a call's arguments.  If the call is not forced, only a strict tool's schema is enforced."""
     is_enforced = function.get("strict") is not False if tools.is_forced else function.get("strict")
     return function.get("parameters") or ANY_OBJECT if is_enforced else ANY_OBJECT
 
 
-def _calls(tools: Tools, format: ToolFormat, is_single: bool) -> Node:
+def _calls_node(tools: Tools, format: ToolFormat, is_single: bool) -> GrammarNode:
     """Returns a grammar node for one call or several, and nothing else."""
     syntax = format.syntax
     calls = {
         "type": "tags_with_separator",
-        "tags": _tags(tools, format),
+        "tags": _call_tags(tools, format),
         "separator": syntax.separator,
         "at_least_one": True,
         "stop_after_first": is_single,
@@ -112,12 +110,12 @@ def _calls(tools: Tools, format: ToolFormat, is_single: bool) -> Node:
     return {"type": "sequence", "elements": [texts[0], calls, texts[1]]}
 
 
-def _triggered(tools: Tools, format: ToolFormat, is_single: bool) -> Node:
+def _free_text_with_calls(tools: Tools, format: ToolFormat, is_single: bool) -> GrammarNode:
     """Returns a grammar node for free text in which each call has its form."""
     syntax = format.syntax
-    tags = _tags(tools, format)
+    tags = _call_tags(tools, format)
     if syntax.opening:
-        calls = {**_calls(tools, format, is_single)["elements"][1]}
+        calls = {**_calls_node(tools, format, is_single)["elements"][1]}
         tags = [{"type": "tag", "begin": syntax.opening, "content": calls, "end": syntax.closing}]
     return {
         "type": "triggered_tags",
@@ -127,7 +125,7 @@ def _triggered(tools: Tools, format: ToolFormat, is_single: bool) -> Node:
     }
 
 
-def _node_of(grammar: Grammar) -> Node:
+def _node_of(grammar: Grammar) -> GrammarNode:
     """Returns a checked grammar as a node of a structural tag."""
     spec = grammar.spec
     if grammar.kind == "regex":
@@ -141,7 +139,7 @@ def _node_of(grammar: Grammar) -> Node:
     return {"type": "json_schema", "json_schema": json.loads(spec) if spec else ANY_OBJECT}
 
 
-def with_calls(message: Mapping[str, Any], takes_text: bool) -> dict[str, Any]:
+def with_decoded_arguments(message: Mapping[str, Any], arguments_as_text: bool) -> dict[str, Any]:
     """Returns a message whose tool_calls have arguments as objects, or as JSON text if the template takes text.
 
     If a call's arguments are no JSON object, because the call was cut off, the call becomes content, as it was in the
@@ -149,13 +147,13 @@ def with_calls(message: Mapping[str, Any], takes_text: bool) -> dict[str, Any]:
     """
     calls, texts, content = [], [], message.get("content") or ""
     for call in message["tool_calls"]:
-        function = _function(call)
+        function = _called_function(call)
         arguments = function.get("arguments")
-        value = _object(arguments)
+        value = _decoded_object(arguments)
         if value is not None:
             is_sent = isinstance(arguments, str) and arguments.strip()
             text = arguments if is_sent else json.dumps(value, ensure_ascii=False)
-            calls.append({**call, "function": {**function, "arguments": text if takes_text else value}})
+            calls.append({**call, "function": {**function, "arguments": text if arguments_as_text else value}})
         elif str(arguments) not in str(content):
             texts.append(f"{function['name']} {arguments}")
     changed = {**message, "tool_calls": calls}
@@ -166,7 +164,7 @@ def with_calls(message: Mapping[str, Any], takes_text: bool) -> dict[str, Any]:
     return {**changed, "content": [*content, *({"type": "text", "text": text} for text in texts)]}
 
 
-def _function(call: Any) -> Mapping[str, Any]:
+def _called_function(call: Any) -> Mapping[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise EspalierError(
@@ -176,12 +174,12 @@ def _function(call: Any) -> Mapping[str, Any]:
     return function
 
 
-def _object(arguments: Any) -> Mapping[str, Any] | None:
+def _decoded_object(arguments: Any) -> Mapping[str, Any] | None:
     """Returns the arguments of a call, which may be JSON text; None if they are no object."""
     if isinstance(arguments, str):
         try:
-            arguments = decoded(arguments) if arguments.strip() else None
-        except Broken:
+            arguments = decode_json(arguments) if arguments.strip() else None
+        except BrokenCall:
             return None
     if arguments is None:
         return {}
@@ -189,7 +187,7 @@ def _object(arguments: Any) -> Mapping[str, Any] | None:
 
 
 # How many tokens at the prompt's end are searched for an open reasoning mark.
-TAIL = 16
+NUM_TAIL_TOKENS = 16
 
 
 class ChatPlan:
@@ -200,9 +198,9 @@ class ChatPlan:
         self.tools = tools
         # The prompt of the last call of _last_turn, and the turn that was found.
         self._turn: tuple[Sequence[int], str] | None = None
-        self._takes_text = formats.tools is not None and formats.tools.takes_text
-        calls = bool(tools.callable)
-        if calls and not self.shows("tools"):
+        self._arguments_as_text = formats.tools is not None and formats.tools.arguments_as_text
+        calls = bool(tools.callable_functions)
+        if calls and not self.template_reads("tools"):
             raise EspalierError(
                 "tools needs a chat template that reads them, and this model's does not; give one with "
                 '--chat-template, or send tool_choice="none"'
@@ -219,7 +217,7 @@ class ChatPlan:
         """Whether the output has parts that are not content."""
         return self.formats.tools is not None or self.formats.reasoning is not None
 
-    def shows(self, variable: str) -> bool:
+    def template_reads(self, variable: str) -> bool:
         """Whether the chat template reads a variable."""
         return self.tokenizer is not None and self.tokenizer.shows(variable)
 
@@ -229,15 +227,10 @@ class ChatPlan:
 
     def _message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         if message.get("tool_calls"):
-            message = with_calls(message, self._takes_text)
-        reasoning = self.formats.reasoning
-        if (
-            reasoning is not None
-            and reasoning.whole
-            and message.get("reasoning_content")
-            and not message.get("content")
-        ):
-            return {**message, "thinking": message["reasoning_content"]}
+            message = with_decoded_arguments(message, self._arguments_as_text)
+        reasoning, thoughts = self.formats.reasoning, message.get("reasoning_content")
+        if reasoning is not None and reasoning.includes_calls and thoughts and not message.get("content"):
+            return {**message, "thinking": thoughts}
         return message
 
     def params(self, params: ResolvedParams, prompt: Sequence[int]) -> ResolvedParams:
@@ -247,55 +240,53 @@ class ChatPlan:
         """
         if not self.has_parser or self.tokenizer is None:
             return params
-        names = {name for each in (self.formats.tools, self.formats.reasoning) if each for name in each.special_tokens}
+        formats = self.formats.tools, self.formats.reasoning
+        tools, reasoning = (each.name if each else "" for each in formats)
+        special_tokens = {token for each in formats if each for token in each.special_tokens}
         return replace(
             params,
             grammar=self._grammar(params, prompt),
-            shown_special_tokens=self.tokenizer.special_ids(names),
-            form=self._form(prompt) if params.stop else None,
+            shown_special_tokens=self.tokenizer.special_ids(special_tokens),
+            form=OutputForm(tools, reasoning, self.tools.schemas, self.answer_start(prompt)) if params.stop else None,
         )
-
-    def _form(self, prompt: Sequence[int]) -> OutputForm:
-        tools, reasoning = (each.name if each else "" for each in (self.formats.tools, self.formats.reasoning))
-        return OutputForm(tools, reasoning, self.tools.schemas, self.begun(prompt))
 
     def _grammar(self, params: ResolvedParams, prompt: Sequence[int]) -> Any:
         reasoning, tools, answer = self.formats.reasoning, self.formats.tools, params.grammar
         # If the user's grammar names the text after which it begins, it begins there.
         after = None if answer is None else answer.after
-        reasons = reasoning is not None and after is None and self._reasons(prompt)
-        if reasoning is not None and reasons and self._is_open(prompt):
-            # In a `whole` format, another reasoning message may come before the answer.
-            after, reasons = reasoning.end, reasoning.whole
+        reasons = reasoning is not None and after is None and self._will_reason(prompt)
+        if reasoning is not None and reasons and self._is_in_reasoning(prompt):
+            # In a format with includes_calls, another reasoning message may come before the answer.
+            after, reasons = reasoning.end, reasoning.includes_calls
         if tools is None and not reasons:
             return None if answer is None else replace(answer, after=after)
         return output_grammar(self.tools, tools, answer, reasoning if reasons else None, after)
 
-    def _reasons(self, prompt: Sequence[int]) -> bool:
+    def _will_reason(self, prompt: Sequence[int]) -> bool:
         """Whether the model is expected to reason before its answer."""
         reasoning = self.formats.reasoning
         if reasoning is None or self.tokenizer is None:
             return False
-        if self._is_open(prompt):
+        if self._is_in_reasoning(prompt):
             return True
-        if reasoning.whole:
-            return not self.begun(prompt)
+        if reasoning.includes_calls:
+            return not self.answer_start(prompt)
         is_closed = reasoning.end in self._last_turn(prompt)
-        return not is_closed and any(map(self.tokenizer.shows, reasoning.switches))
+        return not is_closed and any(map(self.tokenizer.shows, reasoning.template_switches))
 
-    def _is_open(self, prompt: Sequence[int]) -> bool:
+    def _is_in_reasoning(self, prompt: Sequence[int]) -> bool:
         """Whether the prompt ends inside the reasoning."""
         parser = self.parser(prompt)
         return parser is not None and parser.in_reasoning
 
-    def begun(self, prompt: Sequence[int]) -> str:
-        """Returns the start of the answer that is in the prompt: open reasoning, or a message of a `whole` format."""
+    def answer_start(self, prompt: Sequence[int]) -> str:
+        """Returns the answer's start in the prompt: open reasoning, or a message of a format with includes_calls."""
         reasoning = self.formats.reasoning
         if reasoning is None or not reasoning.begin or self.tokenizer is None:
             return ""
         turn = self._last_turn(prompt)
-        if reasoning.whole:
-            return turn.removeprefix(reasoning.turn) if turn.startswith(reasoning.turn) else ""
+        if reasoning.includes_calls:
+            return turn.removeprefix(reasoning.message_start) if turn.startswith(reasoning.message_start) else ""
         start = turn.rfind(reasoning.begin)
         return "" if start < 0 or reasoning.end in turn[start:] else turn[start:]
 
@@ -313,13 +304,13 @@ class ChatPlan:
         reasoning, tokenizer = self.formats.reasoning, self.tokenizer
         assert reasoning is not None and tokenizer is not None
         marks = {*reasoning.special_tokens, *(self.formats.tools.special_tokens if self.formats.tools else ())}
-        found = tokenizer.last_turn(prompt, {mark for mark in marks if not reasoning.turn.startswith(mark)})
+        found = tokenizer.last_turn(prompt, {mark for mark in marks if not reasoning.message_start.startswith(mark)})
         if found is not None:
             return found
-        tail = tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False)
+        tail = tokenizer.decode(prompt[-NUM_TAIL_TOKENS:], skip_special_tokens=False)
         at_end = (mark for mark in (reasoning.begin, reasoning.end) if tail.rstrip().endswith(mark))
         return next((tail[tail.rindex(mark) :] for mark in at_end), "")
 
     def parser(self, prompt: Sequence[int]) -> OutputParser | None:
         """Returns a parser for one output, None if all of the output is content."""
-        return OutputParser(self.formats, self.tools.schemas, self.begun(prompt)) if self.has_parser else None
+        return OutputParser(self.formats, self.tools.schemas, self.answer_start(prompt)) if self.has_parser else None

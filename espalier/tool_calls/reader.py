@@ -7,21 +7,24 @@ only on the text, never on where the text was cut.
 import json
 import re
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from espalier.grammar.spec import refuse_constant
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-Put = Callable[[str], None]
+TextCallback = Callable[[str], None]
 SPACE = " \t\r\n"
 # The most characters of a name.
 MAX_WORD = 256
 
 
-class Broken(Exception):
+class BrokenCall(Exception):
     """A tool call that is broken off or misspelled.  Its message is the reason, for the user."""
 
 
-BROKEN_OFF = "the output ends inside the tool call"
+CUT_OFF_REASON = "the output ends inside the tool call"
 
 
 class Markers:
@@ -49,36 +52,36 @@ class Markers:
         return len(text) - len(text[: len(text) - held].rstrip(self.strip_before))
 
 
+@dataclass
 class Reader:
     """The text that a parser reads.
 
     buffer: text that has arrived and is not read yet.  is_cut: the output did not end by itself.
     """
 
-    def __init__(self) -> None:
-        self.buffer = ""
-        self.ended = False
-        self.is_cut = False
-        self._kept: list[str] | None = None
+    buffer: str = ""
+    ended: bool = False
+    is_cut: bool = False
+    _recorded: list[str] | None = None
 
-    def keep(self, text: str) -> None:
-        """From now on, keep the text that is read, for `kept`.  text: the text that was read just before."""
-        self._kept = [text]
+    def start_recording(self, text: str) -> None:
+        """From now on, keep the text that is read, for `stop_recording`.  text: the text that was read just before."""
+        self._recorded = [text]
 
-    def kept(self) -> str:
-        """Returns the text that was read since `keep`, and stops keeping text."""
-        kept, self._kept = self._kept or [], None
+    def stop_recording(self) -> str:
+        """Returns the text that was read since `start_recording`, and stops keeping text."""
+        kept, self._recorded = self._recorded or [], None
         return "".join(kept)
 
     def take(self, size: int) -> str:
         """Read and return `size` characters of the buffer."""
         text, self.buffer = self.buffer[:size], self.buffer[size:]
-        if self._kept is not None:
-            self._kept.append(text)
+        if self._recorded is not None:
+            self._recorded.append(text)
         return text
 
     def put_back(self, text: str) -> None:
-        """Undo a `take`.  Must not be called while text is kept."""
+        """Undo a `take`.  Must not be called while text is recorded."""
         self.buffer = text + self.buffer
 
     def more(self) -> Steps[bool]:
@@ -88,7 +91,7 @@ class Reader:
             yield
         return len(self.buffer) > size
 
-    def until(self, markers: Markers, put: Put) -> Steps[str | None]:
+    def until(self, markers: Markers, put: TextCallback) -> Steps[str | None]:
         """Read up to the first marker and past it.  Returns the marker, None at the end of the text.
 
         put: called with the text before the marker, as soon as that text is known to be no part of a marker.
@@ -111,27 +114,27 @@ class Reader:
                     put(rest)
                 return None
 
-    def before(self, *markers: str) -> Steps[tuple[str, str]]:
-        """Returns (text, marker): a short text and the marker that ends it.  Raises Broken if no marker comes."""
+    def text_before(self, *markers: str) -> Steps[tuple[str, str]]:
+        """Returns (text, marker): a short text and the marker that ends it.  Raises BrokenCall if no marker comes."""
         parts: list[str] = []
 
         def put(text: str) -> None:
             parts.append(text)
             if sum(map(len, parts)) > MAX_WORD:
-                raise Broken(f"{' or '.join(markers)} is missing in the tool call")
+                raise BrokenCall(f"{' or '.join(markers)} is missing in the tool call")
 
         marker = yield from self.until(Markers(*markers), put)
         if marker is None:
-            raise Broken(BROKEN_OFF)
+            raise BrokenCall(CUT_OFF_REASON)
         return "".join(parts), marker
 
     def word(self, stops: str) -> Steps[str]:
-        """Returns a short text up to one of the characters `stops`, or to the end.  Raises Broken if it is long."""
+        """Returns a short text up to one of the characters `stops`, or to the end.  Raises BrokenCall if it is long."""
         parts: list[str] = []
         while (char := (yield from self.peek())) and char not in stops:
             parts.append(self.take(1))
             if len(parts) > MAX_WORD:
-                raise Broken(f"{' or '.join(stops)} is missing in the tool call")
+                raise BrokenCall(f"{' or '.join(stops)} is missing in the tool call")
         return "".join(parts)
 
     def peek(self) -> Steps[str]:
@@ -147,7 +150,7 @@ class Reader:
             parts.append(self.take(len(self.buffer) - len(self.buffer.lstrip(characters))))
         return "".join(parts)
 
-    def sees(self, *texts: str) -> Steps[str | None]:
+    def peek_literal(self, *texts: str) -> Steps[str | None]:
         """Returns which of the texts comes next, without reading it.  No text may begin with another one."""
         while True:
             for text in texts:
@@ -158,45 +161,45 @@ class Reader:
 
     def literal(self, *texts: str) -> Steps[str | None]:
         """Read one of the texts, if it comes next, and return it.  No text may begin with another one."""
-        found = yield from self.sees(*texts)
+        found = yield from self.peek_literal(*texts)
         return None if found is None else self.take(len(found))
 
     def expect(self, text: str) -> Steps[None]:
-        """Read this text.  Raises Broken if other text comes next."""
+        """Read this text.  Raises BrokenCall if other text comes next."""
         if (yield from self.literal(text)) is None:
             at_end = self.ended and text.startswith(self.buffer)
-            raise Broken(BROKEN_OFF if at_end else f"{text} is missing in the tool call")
+            raise BrokenCall(CUT_OFF_REASON if at_end else f"{text} is missing in the tool call")
 
-    def json_value(self, put: Put) -> Steps[None]:
-        """Read one JSON value.  put: called with the parts of its text.  Raises Broken if the output ends inside it.
+    def json_value(self, put: TextCallback) -> Steps[None]:
+        """Read one JSON value.  put: called with the parts of its text.  Raises BrokenCall if the value is cut off.
 
         Only brackets and strings are checked.
         """
-        end = _ValueEnd()
+        end = _JsonEndFinder()
         while True:
             if size := end.scan(self.buffer):
                 put(self.take(size))
             if end.found:
                 return
             if not (yield from self.more()):
-                raise Broken(BROKEN_OFF)
+                raise BrokenCall(CUT_OFF_REASON)
 
     def json_of(self) -> Steps[Any]:
-        """Read one JSON value and decode it.  Raises Broken."""
+        """Read one JSON value and decode it.  Raises BrokenCall."""
         parts: list[str] = []
         yield from self.json_value(parts.append)
-        return decoded("".join(parts))
+        return decode_json("".join(parts))
 
 
-def decoded(text: str) -> Any:
-    """Returns the value of a JSON text.  Raises Broken."""
+def decode_json(text: str) -> Any:
+    """Returns the value of a JSON text.  Raises BrokenCall."""
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
-        raise Broken("the tool call is not valid JSON") from None
+        raise BrokenCall("the tool call is not valid JSON") from None
 
 
-def is_text(text: str) -> bool:
+def is_utf8(text: str) -> bool:
     """Whether UTF-8 can hold the text: it cannot hold half of a surrogate pair."""
     try:
         text.encode()
@@ -205,25 +208,22 @@ def is_text(text: str) -> bool:
     return True
 
 
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-class _ValueEnd:
+@dataclass
+class _JsonEndFinder:
     """Finds the end of a JSON value in a text that arrives in parts."""
 
-    def __init__(self) -> None:
-        self.found = False
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
-        self._in_scalar = False
+    found: bool = False
+    _depth: int = 0
+    _in_string: bool = False
+    _escaped: bool = False
+    _in_scalar: bool = False
 
     def scan(self, text: str) -> int:
         """Returns how many characters of this part belong to the value."""
         for i, char in enumerate(text):
             if self._in_string:
-                self._scan_string(char)
+                self._in_string = self._escaped or char != '"'
+                self._escaped = char == "\\" and not self._escaped
             elif self._in_scalar and char in ",]}" + SPACE:
                 self.found = True
                 return i
@@ -239,11 +239,3 @@ class _ValueEnd:
                 self.found = True
                 return i + 1
         return len(text)
-
-    def _scan_string(self, char: str) -> None:
-        if self._escaped:
-            self._escaped = False
-        elif char == "\\":
-            self._escaped = True
-        elif char == '"':
-            self._in_string = False

@@ -10,7 +10,7 @@ import pytest
 
 from espalier.batch_jobs import sender as sender_module
 from espalier.batch_jobs.files import Journal, scan_input
-from espalier.batch_jobs.sender import MAX_LOST, Sender, http_client, require_reachable, run
+from espalier.batch_jobs.sender import MAX_TIMES_LOST, Sender, http_client, require_reachable, run_batch
 from espalier.errors import EspalierError
 from tests.batch_jobs.sample import line, outcomes, write
 
@@ -36,7 +36,7 @@ def batch(tmp_path, lines, answer, concurrency=4, **options):
     async def main():
         journal = Journal(path, scan_input(write(tmp_path / "in.jsonl", lines)))
         try:
-            await run(journal, Sender([server(i) for i in range(num_servers)], **options), concurrency)
+            await run_batch(journal, Sender([server(i) for i in range(num_servers)], **options), concurrency)
         finally:
             journal.close()
 
@@ -116,7 +116,7 @@ def test_a_line_that_ends_the_server_each_time_does_not_end_the_batch(tmp_path):
 
     lines = [line(1), line(2, body={"prompt": "poison"}), line(3)]
     assert batch(tmp_path, lines, answer) == {1: 200, 2: "no_answer", 3: 200}
-    assert tries["poison"] == MAX_LOST
+    assert tries["poison"] == MAX_TIMES_LOST
 
 
 @pytest.mark.parametrize(

@@ -56,9 +56,9 @@ def stuck_at(question: str, number: int, go_on: threading.Event) -> Callable[[Gr
             self._wait("root_mask")
             return super().root_mask()
 
-        def known_next(self, most):
-            self._wait("known_next")
-            return super().known_next(most)
+        def forced_tokens(self, most):
+            self._wait("forced_tokens")
+            return super().forced_tokens(most)
 
         def mask_after(self, path):
             self._wait("mask_after")
@@ -89,8 +89,8 @@ def engine_of(setup: Setup, where: str, monkeypatch: pytest.MonkeyPatch) -> Engi
     [
         pytest.param("root_mask", 1, "cpu", False, marks=pytest.mark.full),
         ("root_mask", 1, "graphs", True),
-        pytest.param("known_next", 2, "cpu", True, marks=pytest.mark.full),
-        pytest.param("known_next", 1, "graphs", True, marks=pytest.mark.full),
+        pytest.param("forced_tokens", 2, "cpu", True, marks=pytest.mark.full),
+        pytest.param("forced_tokens", 1, "graphs", True, marks=pytest.mark.full),
         pytest.param("mask_after", 3, "cpu", True, marks=pytest.mark.full),
         pytest.param("mask_after", 1, "graphs", True, marks=pytest.mark.full),
         ("mask_after", 2, "eager", False),
@@ -202,13 +202,13 @@ def test_others_help_where_the_first_piece_of_work_does_not_end_soon(monkeypatch
 AT_EXIT = """
 import hashlib, threading, time
 from espalier.engine.mask_threads import TOO_SLOW, MaskThreads
-from espalier.masking.compile import THREAD
+from espalier.masking.compile import THREAD_NAME
 
 def work(place):
     hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
     print("mask")
 
-threading.Thread(target=lambda: (time.sleep(0.2), print("grammar")), name=THREAD, daemon=True).start()
+threading.Thread(target=lambda: (time.sleep(0.2), print("grammar")), name=THREAD_NAME, daemon=True).start()
 assert MaskThreads(0.02).run(work, 1) == [TOO_SLOW]
 """
 

@@ -84,7 +84,7 @@ def test_strings_that_come_again_have_the_masks_that_they_have_alone(compiler, m
         grammar = object_of(rng.choices(FIELDS, k=5))
         shared = compile_form(made, grammar)
         with monkeypatch.context() as patch:
-            patch.setattr(of_schema, "_share_strings", lambda made: None)
+            patch.setattr(of_schema, "_deduplicate_patterns", lambda made: None)
             alone = compile_form(made, grammar)
         matchers = [xgrammar.GrammarMatcher(each) for each in (shared, alone)]
         masks = np.zeros((2, mask_words(compiler.vocab_size)), dtype=np.int32)
@@ -353,7 +353,7 @@ def test_a_call_that_is_slow_once_refuses_no_grammar(monkeypatch, slow):
         in_a_row = next((i for i, name in enumerate(reversed(before)) if name != call.__name__), len(before))
         return 1.0 if in_a_row <= slow else 0.0
 
-    monkeypatch.setattr(of_trial, "_time_of", time_of)
+    monkeypatch.setattr(of_trial, "_cpu_seconds_of", time_of)
     info = xgrammar.TokenizerInfo([b"", b"a", b"b"], xgrammar.VocabType.RAW, stop_token_ids=[])
     form = compile_form(xgrammar.GrammarCompiler(info, max_threads=1), Grammar("regex", "[ab]{9}"))
     if slow == 1:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.grammar.token_masker import KnownNext
+from espalier.grammar.token_masker import ForcedTokens
 from espalier.request import SamplingParams
 from tests.harness import VOCAB, Setup, prompts, request
 from tests.masks import pack_mask
@@ -34,9 +34,9 @@ class Chain:
     def mask_after(self, path) -> np.ndarray:
         return self.at(len(path))
 
-    def known_next(self, most: int) -> KnownNext:
+    def forced_tokens(self, most: int) -> ForcedTokens:
         left = self.forced[self.pushed :][:most]
-        return KnownNext(left, self.at(len(left)))
+        return ForcedTokens(left, self.at(len(left)))
 
     def node_masks(self, tokens, parents, out) -> None:
         depths = [0]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from espalier.engine.masks import MaskBuilder, RowMasks
 from espalier.grammar import Grammar
-from espalier.grammar.token_masker import KnownNext
+from espalier.grammar.token_masker import ForcedTokens
 from espalier.masking.compile import compile_form
 from espalier.masking.masker import GrammarMasker
 from espalier.request import Request, SamplingParams
@@ -75,10 +75,10 @@ def masker_of(grammar: Grammar) -> GrammarMasker:
 class Liar(GrammarMasker):
     """Its masks are right, and what it tells the draft is not."""
 
-    def known_next(self, most: int) -> KnownNext:
+    def forced_tokens(self, most: int) -> ForcedTokens:
         rng = random.Random(self.matcher.is_completed() + 2 * most)
         forced = [rng.randrange(VOCAB) for _ in range(rng.randrange(most + 1))]
-        return KnownNext(forced, np.array([rng.getrandbits(16)], dtype=np.int32) if len(forced) < most else None)
+        return ForcedTokens(forced, np.array([rng.getrandbits(16)], dtype=np.int32) if len(forced) < most else None)
 
 
 def setup_of(algorithm: str, topk: int, page: int, **other) -> Setup:
@@ -106,8 +106,8 @@ def in_grammar(grammar: Grammar, output: Sequence[int], finish_reason: str | Non
     masker = masker_of(grammar)
     for token in output:
         masker.push(token)
-    if masker.is_lost or finish_reason != "stop":
-        return not masker.is_lost
+    if masker.has_rejected or finish_reason != "stop":
+        return not masker.has_rejected
     text = "".join(TEXTS[token] for token in output)
     return masker.matcher.is_terminated() and (
         grammar.kind != "json_schema"

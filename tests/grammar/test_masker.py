@@ -94,13 +94,13 @@ def test_each_nodes_mask_follows_its_own_path(grammar):
 
 
 def test_masks_of_the_siblings_path_are_seen(monkeypatch):
-    walk_of = GrammarMasker._walk
+    walk_of = GrammarMasker._fill_masks
 
     def planted(self, nodes, tokens, parents, out):
         # Every node hangs from its elder sibling's place.
         walk_of(self, nodes, tokens, [max(parent - 1, 0) for parent in parents], out)
 
-    monkeypatch.setattr(GrammarMasker, "_walk", planted)
+    monkeypatch.setattr(GrammarMasker, "_fill_masks", planted)
     assert sum(differences(GRAMMARS[0], seed) for seed in range(8))
 
 
@@ -125,7 +125,7 @@ def test_a_path_over_the_marker_leaves_no_trace():
     for path in ([ord("e")], [ord("e"), ord("t")], [ord("e"), ord("x")], [ord("x"), ord("r")]):
         behind = masker_of(GRAMMARS[2], [ord("r"), *path], after="re")
         mask = masker.mask_after(path)
-        assert (mask is None) == behind.is_lost and (mask is None or np.array_equal(mask, behind.root_mask()))
+        assert (mask is None) == behind.has_rejected and (mask is None or np.array_equal(mask, behind.root_mask()))
     # The marker is still to come: its second letter completes it.
     masker.push(ord("e"))
     assert {VOCABULARY[token][:1] for token in tokens_in(masker.root_mask())} == {b"t", b"r"}
@@ -147,7 +147,7 @@ def test_known_next_is_what_plain_decoding_must_take(grammar):
     num_forced = 0
     for length in range(12):
         pushed = walk(grammar, length, rng)
-        known = masker_of(grammar, pushed).known_next(5)
+        known = masker_of(grammar, pushed).forced_tokens(5)
         num_forced += len(known.forced)
         for i, token in enumerate(known.forced):
             mask = masker_of(grammar, [*pushed, *known.forced[:i]]).root_mask()
@@ -160,7 +160,7 @@ def test_known_next_is_what_plain_decoding_must_take(grammar):
 
 def test_a_token_that_is_not_allowed_leaves_none():
     masker = masker_of(GRAMMARS[2], [ord("x")])
-    assert masker.is_stuck and masker.known_next(3).forced == []
+    assert masker.is_stuck and masker.forced_tokens(3).forced == []
     assert of_masker.allowed_tokens(masker.root_mask()).size == 0
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from espalier.errors import EspalierError
 from espalier.grammar import Grammar, regex_tree
-from espalier.grammar.regex import OTHER_ESCAPES, pattern_node
+from espalier.grammar.regex import REFUSED_ESCAPES, pattern_node
 from espalier.grammar.regex_tree import MAX_IN_BLOCKS, MAX_UNROLLED, Chars, regex_of, repeat
 from espalier.grammar.tag import check_grammar
 from tests.grammar.vocabulary import TooLong, accepts, compiled, random_text
@@ -329,7 +329,7 @@ def test_every_letter_behind_a_backslash_is_read_as_python_does_or_refused():
             form = compiled(Grammar("regex", "\\" + letter))
         except EspalierError as error:
             assert f"\\{letter}" in str(error).replace("\\\\", "\\")
-            assert letter in OTHER_ESCAPES or letter in "xuUyYijlmqTVCFIJLMO123456789", letter
+            assert letter in REFUSED_ESCAPES or letter in "xuUyYijlmqTVCFIJLMO123456789", letter
             continue
         for code in range(1, 127):
             if not 0x1C <= code <= 0x1F:

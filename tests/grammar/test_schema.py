@@ -209,7 +209,7 @@ def test_what_is_not_enforced_is_refused_by_name(schema, named):
 
 def test_a_grammar_is_checked_once(monkeypatch):
     checked = []
-    monkeypatch.setitem(tag._CHECKS, "choice", checked.append)
+    monkeypatch.setitem(tag.ENFORCEABLE, "choice", checked.append)
     for _ in range(2):
         check_grammar(Grammar.of_choices(["checked", "once"]))
     assert len(checked) == 1

@@ -57,14 +57,15 @@ def compiled(code: str, group: int, rows: int, zeros: bool, even: bool) -> dict:
 
 def compiled_hopper(function: JITFunction, code: str, rows: int, zeros: bool, even: bool) -> dict:
     """Of a kernel for few rows."""
-    constants = {"MXFP4": code == "mxfp4", "ROWS": rows, "STAGES": 3, "EVEN_IN": even, "DEPENDENT": True}
+    constants = {"CODE": code, "ROWS": rows, "STAGES": 3, "EVEN_IN": even, "DEPENDENT": True}
     constants |= {} if zeros else {"zeros_ptr": None}
     if function is hopper_linear_kernel:
         constants |= {"GATED": True, "bias_ptr": None}
     else:
         of_experts = {"KIND": "silu", "ALPHA": 1.702, "UP_OFFSET": 1.0, "LIMIT": 7.0, "SORTED": True, "LIVE": True}
         constants |= {name: value for name, value in of_experts.items() if name in function.arg_names}
-    kinds = KINDS | TILE_KINDS | {"words_ptr": "*i32", "scales_ptr": "*i32" if code == "mxfp4" else "*bf16"}
+    kinds = KINDS | TILE_KINDS | {"words_ptr": "*i32", "scales_ptr": "*bf16" if code == "int4" else "*i32"}
+    kinds["zeros_ptr"] = "*fp64" if code == "nvfp4" else "*u8"
     source = GluonASTSource(
         fn=function,
         signature={name: "constexpr" if name in constants else kinds.get(name, "i32") for name in function.arg_names},
@@ -115,12 +116,17 @@ CASES = [
 HOPPER = [
     (hopper_linear_kernel, "int4", 16, True, False),
     (hopper_linear_kernel, "mxfp4", 8, False, True),
+    (hopper_linear_kernel, "nvfp4", 8, True, False),
     (hopper_experts._gated_kernel, "mxfp4", 8, False, False),
     (hopper_experts._down_kernel, "int4", 16, True, True),
 ]
 # Other products of the same values, for the marker `full`.
 MORE_CASES = [("int4", 128, 16, False, True), ("mxfp4", 32, 64, False, True), ("nvfp4", 16, 64, True, True)]
-MORE_HOPPER = [(hopper_linear_kernel, "int4", 8, False, True), (hopper_linear_kernel, "mxfp4", 16, False, False)]
+MORE_HOPPER = [
+    (hopper_linear_kernel, "int4", 8, False, True),
+    (hopper_linear_kernel, "mxfp4", 16, False, False),
+    (hopper_experts._down_kernel, "nvfp4", 16, True, True),
+]
 
 
 if __name__ == "__main__":

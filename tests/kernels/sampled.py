@@ -9,7 +9,7 @@ from espalier.kernels.ops.state import gather_slots
 from espalier.kernels.sampling.logit_processors import SlotRows
 from espalier.layout import RoundLayout
 from espalier.request import ResolvedParams
-from espalier.sampling.logit_processors import Above, SamplingNeeds, SamplingRows
+from espalier.sampling.logit_processors import DraftedAncestors, SamplingNeeds, SamplingRows
 from espalier.sampling.pick import gumbel
 from espalier.slots import BatchState, SlotTable
 
@@ -76,12 +76,14 @@ def noise_at(slots: BatchState, positions: torch.Tensor, vocab: int, dtype: torc
     return gumbel(slots.table.seed[slots.index], positions, vocab, torch.promote_types(dtype, torch.float32))
 
 
-def random_above(batch: int, queries: int, extra: int, vocab: int, device: torch.device, seed: int = 0) -> Above:
+def random_above(
+    batch: int, queries: int, extra: int, vocab: int, device: torch.device, seed: int = 0
+) -> DraftedAncestors:
     """Drafted tokens, some void, above a row at random."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(-1, vocab, (batch, extra), generator=generator)
     on_path = torch.rand(batch, queries, extra, generator=generator) < 0.4
-    return Above(tokens.to(device), pack_bits(on_path).to(device))
+    return DraftedAncestors(tokens.to(device), pack_bits(on_path).to(device))
 
 
 def random_logits(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

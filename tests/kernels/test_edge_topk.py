@@ -118,7 +118,7 @@ def check(device, asked, rows, topk, columns, vocab, rank, dtype=torch.float32, 
     d2t = torch.randperm(vocab, generator=random(5))[:columns].sort().values if mapped else None
     slots = slots_of(table_of(asked, vocab, device), range(1, len(asked) + 1))
     guide = how.pop("guide", None)
-    only, mask = (None, None) if guide is None else (x.to(device) for x in guide.of_rows(DEPTH + 1, None, None))
+    only, mask = (None, None) if guide is None else (x.to(device) for x in guide.for_children(DEPTH + 1, None, None))
     made, next_rows = by_kernel(edges, given, d2t, slots, first_of(asked, device), topk, mask, only, **how)
     expected, follows = by_reference(edges, given, d2t, asked, vocab, topk, guide, **how)
     tolerance = TOLERANCE + (0 if dtype == torch.float64 else rank**2 * 2.0**-24)

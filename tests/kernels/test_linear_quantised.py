@@ -11,7 +11,6 @@ from espalier.kernels.layers import quantised_plans
 from espalier.kernels.layers.linear_plans import DENSE, TritonPlan, TuningSchema
 from espalier.kernels.layers.linear_quantised import _launch, prefetched_lines
 from espalier.kernels.layers.quantised import (
-    E2M1_BIT_MOVES,
     FP8,
     InputScales,
     QuantisedMatrix,
@@ -203,19 +202,17 @@ def test_the_place_of_each_nibble():
     assert torch.equal(deinterleave_nibbles(codes), pack_nibbles(nibbles))
 
 
-def test_the_place_of_each_bit_of_mxfp4():
-    """As interleave_nibbles says: a rotation brings the bits of a pair to the places of bfloat16's."""
+def test_the_place_of_each_bit_of_e2m1():
+    """As interleave_nibbles says: shifts bring the bits of a pair to the places of bfloat16's."""
     nibbles = torch.randint(0, 16, (5, 64), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
-    matrix = nibble_matrix("mxfp4", pack_nibbles(nibbles), torch.full((5, 2), 127, dtype=torch.uint8), 32)
-    words = matrix.codes.view(torch.int32).long() & 0xFFFFFFFF
+    codes = interleave_nibbles(pack_nibbles(nibbles), spreads=True)
+    words = codes.view(torch.int32).long() & 0xFFFFFFFF
+    pairs = [words, words << 4, words << 10 | words >> 22, words >> 2 ^ words << 6]
     for column in range(64):
         block, p, t, h = column // 32, column % 32 // 8, column % 8 // 2, column % 2
-        word = words[:, 4 * block + t]
-        turns = (0, 4, 10, 14)[p]
-        places = {15: turns, 8: turns, 7: turns, 6: 6 if p == 3 else turns}
-        sign, high, low, mantissa = (word >> (bit + 16 * h - down) % 32 & 1 for bit, down in places.items())
+        sign, high, low, mantissa = (pairs[p][:, 4 * block + t] >> bit + 16 * h & 1 for bit in (15, 8, 7, 6))
         assert torch.equal(sign << 3 | high << 2 | low << 1 | mantissa, nibbles[:, column].long()), column
-    assert torch.equal(deinterleave_nibbles(matrix.codes, E2M1_BIT_MOVES), pack_nibbles(nibbles))
+    assert torch.equal(deinterleave_nibbles(codes, spreads=True), pack_nibbles(nibbles))
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])

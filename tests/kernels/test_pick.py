@@ -8,7 +8,7 @@ from espalier.kernels.attention.ancestor_bits import pack_bits
 from espalier.kernels.runtime.launch import Chip, split_size
 from espalier.kernels.sampling import pick as kernel_of_pick
 from espalier.kernels.sampling.pick import block_sizes, pick_triton
-from espalier.sampling.logit_processors import Above
+from espalier.sampling.logit_processors import DraftedAncestors
 from espalier.sampling.pick import SampledTokens, pick
 from tests.kernels.sampled import (
     ALL_SAMPLING,
@@ -46,7 +46,7 @@ def pick_both(logits, slots, first, offsets, above=None, first_above=0, top_p_by
     noise = noise_at(slots, positions, logits.shape[-1], logits.dtype)
     counted = above
     if above is not None and first_above:
-        counted = Above(above.tokens.clone(), above.ancestor_bits)
+        counted = DraftedAncestors(above.tokens.clone(), above.ancestor_bits)
         counted.tokens[:, :first_above] = -1
     expected = pick(logits, rows, ALL_SAMPLING, positions, noise, counted)
     hanging = None if above is None else (above.tokens, above.ancestor_bits)

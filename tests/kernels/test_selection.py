@@ -12,16 +12,20 @@ from espalier.kernels.attention.ancestor_bits import pack_bits
 from espalier.kernels.ops import selection
 from espalier.kernels.ops.rope import Rotation
 from espalier.kernels.ops.selection import (
+    GROUP,
     MAX_TOPK,
     IndexKeys,
     IndexNorm,
     IndexQueries,
     IndexRows,
+    IndexScores,
+    highest_of_groups,
     index_scores,
     rotate_and_store_index,
     select_rows,
     top_rows,
 )
+from espalier.kernels.runtime.launch import Chip, power_of_two
 from tests.pairwise import fewer
 
 # Relative to the largest value: products of the dtype's values, summed in float32.
@@ -83,7 +87,7 @@ def test_scores(kernel_device, shape, dtype):
     keys = IndexKeys(plane, table, length, page_size, first, drawn(batch, staged, 1, size))
     asking = IndexQueries(drawn(batch, queries, heads, size), drawn(batch, queries, heads).float())
     bits = pack_bits(torch.rand(batch, queries, staged, generator=generator) < 0.6).to(kernel_device)
-    expected, made = index_scores.reference(asking, keys, bits), index_scores.triton(asking, keys, bits)
+    (expected, _), (made, groups) = index_scores.reference(asking, keys, bits), index_scores.triton(asking, keys, bits)
     capacity = columns * page_size
     column = torch.arange(capacity + staged, device=kernel_device)
     defined = (column < length[:, None]) | (column >= capacity)
@@ -91,6 +95,46 @@ def test_scores(kernel_device, shape, dtype):
         assert torch.equal(scores[:, kept] == -torch.inf, exact[:, kept] == -torch.inf)
         limit = SCORE_TOLERANCE * exact[exact.isfinite()].abs().max().item()
         torch.testing.assert_close(scores[:, kept], exact[:, kept], rtol=0, atol=limit)
+    highest = highest_of_groups(made.masked_fill(~defined[:, None], -torch.inf), capacity)
+    first = torch.arange(-(-capacity // GROUP), device=kernel_device) * GROUP
+    is_group = torch.nn.functional.pad(first < length[:, None], (0, groups.shape[2] - len(first)), value=True)
+    for have, exact, kept in zip(groups, highest, is_group, strict=True):
+        assert torch.equal(have[:, kept], exact[:, kept])
+
+
+def test_a_score_has_the_same_bits_alone_and_together(kernel_device):
+    """Whatever queries a program holds, in whatever batch: plain decoding chooses the rows that a tree chooses."""
+    generator = torch.Generator().manual_seed(7)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(kernel_device, torch.float16)
+
+    length = torch.tensor([500, 130], device=kernel_device)
+    table = random_table(2, 32, generator).to(kernel_device)
+    keys = IndexKeys(drawn(65 * 16, 1, 128), table, length, 16, 0, drawn(2, 9, 1, 128))
+    asking = IndexQueries(drawn(2, 9, 64, 128), drawn(2, 9, 64).float())
+    bits = torch.full((2, 9, 1), 2**9 - 1, device=kernel_device)
+    whole = index_scores.triton(asking, keys, bits).rows
+    for request, some in ((0, slice(0, 1)), (0, slice(5, 8)), (1, slice(8, 9)), (slice(0, 2), slice(1, 3))):
+        batch = slice(request, request + 1) if isinstance(request, int) else request
+        of_batch = keys.page_table[batch], keys.length[batch], keys.page_size, keys.first, keys.staged[batch]
+        part = IndexQueries(*(values[batch, some] for values in asking))
+        made = index_scores.triton(part, IndexKeys(keys.committed, *of_batch), bits[batch, some]).rows
+        for have, want, rows in zip(made, whole[batch, some], keys.length[batch].tolist(), strict=True):
+            seen = list(range(rows)) + list(range(512, 521))
+            assert torch.equal(have[:, seen], want[:, seen])
+
+
+def test_what_a_program_holds_fits_the_chip():
+    """Of two-byte values: in float32 there are no tensor cores, which read shared memory."""
+    from espalier.kernels.attention.index_scores import BLOCK_N, _held
+
+    for room, queries, heads, size in product((99, 163, 227), (1, 5, 2048), (4, 64), (12, 128, 256)):
+        on = Chip(1024 * room, 132, (9, 0))
+        held = _held(on, queries, heads, size, 2)
+        assert (held.queries * held.block_h + held.stages * BLOCK_N) * 2 * power_of_two(size) < on.shared_memory
+    # DeepSeek-V3.2 on Hopper: two programs fit.
+    assert _held(on, 16, 64, 128, 2) == (4, 64, 3)
 
 
 def test_the_reference_scores_in_chunks_of_queries(monkeypatch):
@@ -108,7 +152,7 @@ def in_plain_words(scores: Tensor, topk: int) -> list[int]:
     return sorted(column for _, column in ranked[-topk:])
 
 
-# Scores of every sign; few, equal ones, with both zeros; equal but for a bit.
+# Scores of every sign; few, equal ones, with both zeros; equal but for a bit; far below the highest; in few groups.
 DRAWN: dict[str, Any] = {
     "spread": lambda *shape, generator: torch.randn(shape, generator=generator) * 1e3,
     "equal": lambda *shape, generator: (
@@ -116,22 +160,33 @@ DRAWN: dict[str, Any] = {
         * torch.tensor([-1.0, 1.0])[torch.randint(0, 2, shape, generator=generator)]
     ),
     "close": lambda *shape, generator: 1 + torch.randint(0, 40, shape, generator=generator) * 2.0**-23,
+    "wide": lambda *shape, generator: (
+        torch.exp2(torch.rand(shape, generator=generator) * 200 - 100)
+        * (torch.randint(0, 8, shape, generator=generator) - 0.5).sign()
+    ),
+    "few": lambda *shape, generator: torch.randn(shape, generator=generator).masked_fill(
+        torch.arange(shape[-1]) < 9 * shape[-1] // 10, -torch.inf
+    ),
 }
 
 
 @pytest.mark.parametrize("drawn", DRAWN)
-@pytest.mark.parametrize("topk", fewer([1, 5, 64], lambda topk: topk == 5))
-def test_selections(kernel_device, topk, drawn):
-    """Lengths around chunks and around topk; what lies past a length is never chosen."""
-    for page_size, columns, staged in ((1, 70, 1), (16, 5, 70), (256, 17, 66)):
+@pytest.mark.parametrize("topk", fewer([1, 5, 100], lambda topk: topk != 1))
+def test_selections(kernel_device, topk, drawn, monkeypatch):
+    """Groups and rows in several chunks, and lengths around topk; what lies past a length is never chosen."""
+    monkeypatch.setattr("espalier.kernels.attention.select_rows.CHUNK", 512)
+    for page_size, columns, staged in ((1, 70, 1), (16, 13, 70), (256, 17, 66)):
         generator, capacity = torch.Generator().manual_seed(topk), page_size * columns
         length = torch.tensor([0, min(topk, capacity), capacity // 2 + 1, capacity], device=kernel_device)
         scores = DRAWN[drawn](4, 2, capacity + staged, generator=generator)
         scores[torch.rand(scores.shape, generator=generator) < 0.2] = -torch.inf
         scores = scores.to(kernel_device)
         table = random_table(4, columns, generator).to(kernel_device)
-        made = select_rows.triton(scores, length, table, page_size, topk)
-        expected = select_rows.reference(scores.clone(), length, table, page_size, topk)
+        past = torch.arange(capacity + staged, device=kernel_device) >= length[:, None]
+        past[:, capacity:] = False
+        groups = highest_of_groups(scores.masked_fill(past[:, None], -torch.inf), capacity)
+        made = select_rows.triton(IndexScores(scores, groups), length, table, page_size, topk)
+        expected = select_rows.reference(IndexScores(scores, groups), length, table, page_size, topk)
         assert torch.equal(made.counts, expected.counts) and torch.equal(made.bits, expected.bits)
         for request, query in product(range(4), range(2)):
             count = int(made.counts[request, query])
@@ -147,6 +202,23 @@ def test_selections(kernel_device, topk, drawn):
                 assert count == 0
 
 
+def test_a_threshold_at_the_end_of_its_bin(kernel_device):
+    """With lower scores behind it, which the search must not count."""
+    distance = [0, 1, 2, 3, 4, 95, 95, 95, 95]
+    bits = torch.full((14 * 8,), 0x3F000000, dtype=torch.int32)
+    bits[0] = highest = 0x41800000
+    for group, below in enumerate(distance, 1):
+        # The first search ends at a bin of 2^22 patterns, the second at bins of 2^20, 2^15, 2^10, 2^5 and 1.
+        bits[8 * group] = highest - 7 * 2**22 - below
+        bits[8 * group + 1] = highest - 7 * 2**22 - 200 - group
+    rows = bits.view(torch.float32).to(kernel_device)[None, None]
+    scores = IndexScores(torch.cat((rows, rows[..., :1] - 16), -1), torch.empty(0))
+    scores = scores._replace(groups=highest_of_groups(scores.rows, 14 * 8))
+    length, table = torch.tensor([14 * 8], device=kernel_device), torch.tensor([[0]], device=kernel_device).int()
+    made = select_rows.triton(scores, length, table, 14 * 8, 8)
+    assert made.rows[0, 0].tolist() == [0, 8, 16, 24, 32, 40, 64, 72]
+
+
 def test_of_equal_scores_the_last_are_taken():
     scores = torch.tensor([[2.0, 1.0, 1.0, -torch.inf, 1.0, 0.0]])
     assert top_rows(scores, 3)[0].nonzero().flatten().tolist() == [0, 2, 4]
@@ -155,7 +227,8 @@ def test_of_equal_scores_the_last_are_taken():
 
 
 def test_what_the_kernels_do_not_take_is_refused():
-    scores, length, table = torch.zeros(1, 1, 65), torch.tensor([3]), torch.ones(1, 1, dtype=torch.int32)
+    length, table = torch.tensor([3]), torch.ones(1, 1, dtype=torch.int32)
+    scores = IndexScores(torch.zeros(1, 1, 65), torch.zeros(1, 1, 9))
     with pytest.raises(EspalierError, match=f"select {MAX_TOPK} rows at most, and {MAX_TOPK + 1} are asked for"):
         select_rows.triton(scores, length, table, 64, MAX_TOPK + 1)
     with pytest.raises(EspalierError, match="length needs shape"):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from espalier.engine.engine import Engine
 from espalier.models.draft import DraftOutput
-from espalier.sampling.logit_processors import Above
+from espalier.sampling.logit_processors import DraftedAncestors
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
 from tests.oracles.reference_round import Reference
 
@@ -39,7 +39,7 @@ def agree(engine: Engine, reference: Reference) -> None:
     begin, forward = drafter.begin, drafter._forward
     under: list[list[int]] = []
 
-    def answer(above: Above | None) -> None:
+    def answer(above: DraftedAncestors | None) -> None:
         draft.answer = torch.stack([target_logits(reference, known, b, above) for b, known in enumerate(under)])
 
     def beginning(slots):
@@ -50,7 +50,7 @@ def agree(engine: Engine, reference: Reference) -> None:
         return begin(slots)
 
     def agreeing(out, rows, level):
-        answer(Above(rows.tokens[:, : drafter.layout.beams_above(level)], rows.levels[-1].ancestor_bits))
+        answer(DraftedAncestors(rows.tokens[:, : drafter.layout.beams_above(level)], rows.levels[-1].ancestor_bits))
         return forward(out, rows, level)
 
     drafter.draft = draft  # type: ignore[assignment]
@@ -58,7 +58,7 @@ def agree(engine: Engine, reference: Reference) -> None:
     drafter._forward = agreeing  # type: ignore[method-assign]
 
 
-def target_logits(reference: Reference, known: list[int], b: int, above: Above | None) -> Tensor:
+def target_logits(reference: Reference, known: list[int], b: int, above: DraftedAncestors | None) -> Tensor:
     """[rows, V] after `known` and each beam's own path; `above` is None at the root."""
     paths = [[]] if above is None else [above.tokens[b][path].tolist() for path in above.mask()[b]]
     tokens = [[*known, *path] for path in paths]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.grammar.token_masker import KnownNext
+from espalier.grammar.token_masker import ForcedTokens
 from espalier.kernels.sampling.pick import pick_triton
 from espalier.request import SamplingParams
 from espalier.sampling.mask import DraftGuide, mask_words, masked, unpack_mask
@@ -39,8 +39,8 @@ class Turns:
             depths.append(depths[parent] + 1 if i else 0)
             out[i] = pack_mask(self.allowed(tokens[i], depths[i])).numpy()
 
-    def known_next(self, most: int) -> KnownNext:
-        return KnownNext([], self.root_mask())
+    def forced_tokens(self, most: int) -> ForcedTokens:
+        return ForcedTokens([], self.root_mask())
 
     def mask_after(self, path: Sequence[int]) -> np.ndarray:
         return pack_mask(self.allowed(path[-1], len(path))).numpy()
@@ -103,8 +103,8 @@ def test_rows_of_several_levels_are_guided_as_those_of_each_level():
     """A block draft has one row for each level, an autoregressive draft one pass."""
     forced = torch.tensor([[3, 5, -1, -1], [-1, -1, -1, -1], [2, 2, 2, -1]])
     guide = DraftGuide(forced, torch.tensor([[6], [9], [1]], dtype=torch.int32), torch.tensor([3, 1, 0]))
-    only, masks = guide.of_levels(1, 4)
+    only, masks = guide.for_levels(1, 4)
     for level in range(1, 5):
-        only_there, mask_there = guide.of_rows(level, None, None)
+        only_there, mask_there = guide.for_children(level, None, None)
         assert torch.equal(only[:, level - 1, None], only_there)
         assert torch.equal(masks[:, level - 1, None], mask_there)

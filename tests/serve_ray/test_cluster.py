@@ -8,7 +8,7 @@ import pytest
 
 from espalier.errors import EspalierError
 from espalier.serve_ray.build import resources_of, service_of
-from espalier.serve_ray.cluster import _join, _require_gpus
+from espalier.serve_ray.cluster import _connect, _require_gpus
 
 
 @pytest.mark.parametrize("address", [None, "local"])
@@ -29,9 +29,9 @@ def test_a_port_in_use_is_refused_before_a_cluster_is_started(address, monkeypat
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(EspalierError, match=f"--port {port} cannot be used .*; choose another"):
-            _join(SimpleNamespace(init=init), "127.0.0.1", port)
+            _connect(SimpleNamespace(init=init), "127.0.0.1", port)
     assert "local" not in asked
-    assert _join(SimpleNamespace(init=init), "127.0.0.1", port) and asked[-1] == "local"
+    assert _connect(SimpleNamespace(init=init), "127.0.0.1", port) and asked[-1] == "local"
 
 
 def cluster(monkeypatch, *gpus):

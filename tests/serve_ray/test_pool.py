@@ -10,10 +10,20 @@ from espalier.inputs import ModelFacts
 from espalier.request import OutputChunk, ResolvedParams
 from espalier.serve_ray import pool as pools
 from espalier.serve_ray.pool import MAX_TRIES, NO_REPLICA, EnginePool
-from espalier.serve_ray.replica import ReplicaFigures
 from espalier.server import protocol
 from espalier.server.metrics import Metrics
-from espalier.server.protocol import SHUTTING_DOWN, EngineGone, Failed, Harvest, Part, Ready, Refused, Report, Submit
+from espalier.server.protocol import (
+    SHUTTING_DOWN,
+    EngineFigures,
+    EngineGone,
+    Failed,
+    Harvest,
+    Part,
+    Ready,
+    Refused,
+    Report,
+    Submit,
+)
 from espalier.stats import Usage
 from tests.serve_ray.handles import Handle, Lost
 
@@ -33,7 +43,7 @@ class Scripted:
         return protocol.encode(Ready(ModelFacts("m", 100, 64), {"max_batch": self.slots, "page_size": 16}))
 
     async def figures(self):
-        return msgspec.msgpack.encode(ReplicaFigures(self.name, True, Report(waiting=3), {1: 2}))
+        return msgspec.msgpack.encode(EngineFigures({"replica": self.name}, True, 0, Report(waiting=3), {1: 2}))
 
     async def generate(self, message, route):
         submit = msgspec.msgpack.decode(message, type=Submit)
@@ -229,7 +239,7 @@ def test_the_replicas_are_known_by_their_figures(monkeypatch):
 
     async def run():
         pool = await started(Scripted("a"), Scripted("b"), share=0.5)
-        assert (pool.state, pool.why, pool.num_slots, pool.max_slots) == ("ready", "", 4, 16)
+        assert (pool.state, pool.unavailable_reason, pool.num_slots, pool.max_slots) == ("ready", "", 4, 16)
         lines = Metrics([pool]).text().decode().splitlines()
         assert 'espalier_waiting_requests{model="m",replica="b"} 3.0' in lines
         assert 'espalier_abort_steps_count{model="m",replica="a"} 2.0' in lines
@@ -237,13 +247,13 @@ def test_the_replicas_are_known_by_their_figures(monkeypatch):
         replicas, pool.handle.replicas = pool.handle.replicas, {}
         await asyncio.sleep(0.05)
         # Requests wait for a replica; the health check says that there is none.
-        assert (pool.state, pool.why, pool.num_slots) == ("starting", NO_REPLICA, 2)
+        assert (pool.state, pool.unavailable_reason, pool.num_slots) == ("starting", NO_REPLICA, 2)
         pool.require_up()
         pool.handle.replicas = replicas
         await asyncio.sleep(0.05)
         assert pool.state == "ready"
         await pool.close()
-        assert (pool.state, pool.why) == ("closed", SHUTTING_DOWN)
+        assert (pool.state, pool.unavailable_reason) == ("closed", SHUTTING_DOWN)
         with pytest.raises(EngineGone, match="shutting down"):
             pool.submit([PROMPT], Submit("req", [], ResolvedParams(), 0, False))
 

@@ -45,7 +45,7 @@ def test_a_prompt_goes_where_the_longest_start_of_it_went():
         chooser.record_ended(shorter, "r2")
         assert chooser.ranked(KEYS, REPLICAS)[:2] == [longer, shorter]
         # The replica with most of it is gone.
-        chooser.forget_all_but({"a", shorter})
+        chooser.keep_only({"a", shorter})
         assert chooser.ranked(KEYS, ("a", shorter)) == [shorter, "a"]
 
 
@@ -108,7 +108,7 @@ def test_the_books_balance(steps):
                 open_samples[key].pop()
         else:
             there = {replica}
-            chooser.forget_all_but(there)
+            chooser.keep_only(there)
             open_samples = {key: each for key, each in open_samples.items() if key[0] in there}
         wanted = {each: sum(sum(v) for k, v in open_samples.items() if k[0] == each) for each in REPLICAS}
         assert {each: chooser.load[each] for each in REPLICAS} == wanted

@@ -6,8 +6,8 @@ import pytest
 
 import espalier.chat
 from espalier.errors import EspalierError
-from espalier.serve_ray.build import OF_MODEL, OF_SERVICE, Replicas, _deployment_name, replicas_of, service_of
-from espalier.serve_ray.replica_chooser import OpenTokens
+from espalier.serve_ray.build import MODEL_OPTIONS, SERVICE_OPTIONS, Replicas, _deployment_name, replicas_of, service_of
+from espalier.serve_ray.replica_chooser import OpenTokensPolicy
 
 
 def test_the_names_are_the_flags_of_the_server():
@@ -33,12 +33,12 @@ def test_the_names_are_the_flags_of_the_server():
     assert model.settings == {"model": "bundled", "max_batch": 4, "speculation": {"steps": 3}}
     assert model.replicas == Replicas(1, 4, 99) and model.replicas.is_autoscaled
     assert model.front.names == ("code",) and model.front.max_queue == 7 and model.front.request_timeout_s is None
-    assert model.client.timeout_s == 9 and model.client.log_level == "debug"
+    assert model.client.engine_timeout_s == 9 and model.client.log_level == "debug"
     assert (service.api.api_key, service.api.cors_origins, service.api.body_timeout_s) == ("k", ("http://x",), 5)
     assert service.num_fronts == 2
 
 
-@pytest.mark.parametrize("name", [*OF_SERVICE, *OF_MODEL])
+@pytest.mark.parametrize("name", [*SERVICE_OPTIONS, *MODEL_OPTIONS])
 def test_an_option_that_is_null_is_not_given(name):
     args = {"model": "bundled"}
     assert service_of({**args, name: None}) == service_of(args)
@@ -94,7 +94,7 @@ def test_replicas_follow_the_open_tokens():
     def context(**queued):
         return SimpleNamespace(target_num_replicas=3, aggregated_metrics={"open_tokens": queued} if queued else {})
 
-    policy = OpenTokens(tokens_per_replica=200)
+    policy = OpenTokensPolicy(tokens_per_replica=200)
     assert policy(context(a=100.0, b=300.0)) == (2.0, {})
     assert policy(context(a=0.0)) == (0.0, {})
     # Nothing is known yet: stay.

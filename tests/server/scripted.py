@@ -21,7 +21,7 @@ from espalier.server.client import ClientOptions, EngineClient
 from espalier.server.connections import Connections
 from espalier.server.front import Front, FrontOptions
 from espalier.server.http1 import Connection
-from espalier.server.protocol import Part, Submit, Submits
+from espalier.server.protocol import Part, Submit, SubmitMany
 from espalier.stats import SpeculationStats, Usage
 from espalier.text import Tokenizer
 from tests.server.serving import Served
@@ -42,7 +42,7 @@ class ScriptedClient(EngineClient):
         self.config, self.state = {"max_batch": 8}, "ready"
 
     def _send(self, message: protocol.ToEngine) -> None:
-        for submit in message.prompts if isinstance(message, Submits) else ():
+        for submit in message.prompts if isinstance(message, SubmitMany) else ():
             self.submitted.append(submit.params)
             asyncio.get_running_loop().create_task(self._answer(submit))
 
@@ -77,11 +77,11 @@ class ScriptedClient(EngineClient):
                     stop_reason=stopped,
                 )
                 if reason is None:
-                    self._hand_out(Part(submit.name, piece))
+                    self._deliver(Part(submit.name, piece))
                     await asyncio.sleep(0)
                     continue
                 usage = Usage(len(submit.prompt), start + len(part), 0)
-                self._hand_out(Part(submit.name, piece, usage, SpeculationStats()))
+                self._deliver(Part(submit.name, piece, usage, SpeculationStats()))
                 break
 
 

@@ -14,6 +14,9 @@ from espalier.server.chat_answers import ChatAnswer
 from espalier.server.openai import ChatRequest, CompletionRequest
 from espalier.server.protocol import Part
 from espalier.text import Tokenizer
+from espalier.tool_calls.definitions import Tools
+from espalier.tool_calls.formats import Formats
+from espalier.tool_calls.plan import ChatPlan
 from tests.pairwise import pairwise_params
 
 TEXT = "na\u00efve \u65e5\u672c \U0001f642 x"
@@ -36,16 +39,22 @@ def sentencepiece():
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>"))
 
 
+def new_answer(kind, body, params, prompt, tokenizer):
+    if kind is ChatAnswer:
+        return kind("id", body, params, prompt, ChatPlan(tokenizer, Formats(), Tools()))
+    return kind("id", body, params, [prompt], tokenizer)
+
+
 def answered(kind, body, tokenizer, entries, finish_reason="stop", prompt=(), **params):
-    whole, answer = (kind("id", body, ResolvedParams(**params), [list(prompt)], tokenizer) for _ in range(2))
+    whole, answer = (new_answer(kind, body, ResolvedParams(**params), list(prompt), tokenizer) for _ in range(2))
     tokens = [entry.token_id for entry in entries]
     chunks = []
     for i, (token, entry) in enumerate(zip(tokens, entries, strict=True)):
         last = finish_reason if i == len(tokens) - 1 else None
         piece = OutputChunk("x.0", token_ids=[token], from_draft=[False], logprobs=[entry], finish_reason=last)
-        chunks.append(answer.chunk(*answer.take(0, Part("x", piece))))
-        whole.take(0, Part("x", piece))
-    return whole.whole()["choices"][0], [chunk["choices"][0] for chunk in chunks]
+        chunks.append(answer.chunk(*answer.add_part(0, Part("x", piece))))
+        whole.add_part(0, Part("x", piece))
+    return whole.whole_response()["choices"][0], [chunk["choices"][0] for chunk in chunks]
 
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece])
@@ -143,9 +152,9 @@ def test_offsets_of_an_echo_are_places_of_the_prompts_text_too(make, text):
         known = [None, *(TokenLogprob(token, -2.0, [], 1) for token in prompt[1:])]
         own = [TokenLogprob(token, -1.0, [], 1) for token in said]
         whole = OutputChunk("x.0", token_ids=said, logprobs=own, prompt_logprobs=known, finish_reason="length")
-        chunk = streamed.chunk(*streamed.take(0, Part("x", whole)))["choices"][0]
-        answer.take(0, Part("x", whole))
-        [found] = answer.whole()["choices"]
+        chunk = streamed.chunk(*streamed.add_part(0, Part("x", whole)))["choices"][0]
+        answer.add_part(0, Part("x", whole))
+        [found] = answer.whole_response()["choices"]
         assert (chunk["text"], chunk["logprobs"]) == (found["text"], found["logprobs"])
         assert found["logprobs"]["token_logprobs"] == [None, *[-2.0] * (cut - 1), *[-1.0] * len(said)]
         # A character that is not whole has a mark in the text; its tokens have its place.
@@ -196,12 +205,12 @@ def test_events_are_the_general_encoders_bytes(kind, options):
     fields = {"model": PLACEHOLDER, "stream": True, "stream_options": options}
     body = CompletionRequest(prompt="", **fields) if kind is TextAnswer else ChatRequest(messages=MESSAGES, **fields)
     # With a stop string the text comes from the engine process, so any text can be given.
-    answer, general = (kind("id", body, ResolvedParams(stop=("never",), n=2), [[1]], None) for _ in range(2))
-    general.head = answer.head
+    answer, general = (new_answer(kind, body, ResolvedParams(stop=("never",), n=2), [1], None) for _ in range(2))
+    general.common_fields = answer.common_fields
     for index in (1, 0):
         for i, text in enumerate((*ODD_TEXTS, "", "end")):
             ends = i == len(ODD_TEXTS) + 1
             piece = OutputChunk("x.0", index, [i, i], text, [False, True], finish_reason="stop" if ends else None)
-            chunk = general.chunk(*general.take(0, Part("x", piece)))
+            chunk = general.chunk(*general.add_part(0, Part("x", piece)))
             assert answer.event(0, Part("x", piece)) == (b"" if chunk is None else event(chunk)), text
             assert (chunk is None) == (text == "")

@@ -18,7 +18,7 @@ from espalier import SpeculationConfig
 from espalier.batch_jobs.files import MAX_LINE_BYTES, URLS, Journal, scan_input
 from espalier.cli.main import main
 from espalier.server.batches import Batches
-from espalier.server.routes import not_served
+from espalier.server.routes import path_not_served
 from espalier.server.run import _batch_concurrency
 from espalier.server.stored import BatchRequest, Store
 from tests import warm
@@ -304,7 +304,7 @@ def test_a_journal_that_opens_while_the_server_ends_is_closed(tmp_path, monkeypa
         await batches.close()
         while not made:
             await asyncio.sleep(0.001)
-        Journal(batches.store.answers(batch.id), scan_input(given)).close()
+        Journal(batches.store.answers_path(batch.id), scan_input(given)).close()
 
     asyncio.run(asyncio.wait_for(end_while_it_opens(), 60))
 
@@ -322,7 +322,7 @@ def test_batches_outlive_the_server(tmp_path):
         both = [batches.create(body).id for _ in range(2)]
         while engine.num_answers or len(engine.bodies) < 15:
             await asyncio.sleep(0.001)
-        assert batches.counted(batches.store.batches[both[0]]).request_counts.completed == 12
+        assert batches.with_current_counts(batches.store.batches[both[0]]).request_counts.completed == 12
         await batches.close()
         assert {body["priority"] for body in engine.bodies} == {2**20}
         return both
@@ -336,9 +336,9 @@ def test_batches_outlive_the_server(tmp_path):
         assert len(engine.bodies) == 30 - 12 + 30
         for id in both:
             batch = batches.store.batches[id]
-            assert outcomes(batches.store.content(batch.output_file_id)) == dict.fromkeys(range(1, 31), 200)
+            assert outcomes(batches.store.content_path(batch.output_file_id)) == dict.fromkeys(range(1, 31), 200)
             assert batch.error_file_id is None and batch.request_counts.completed == 30
-            assert not batches.store.answers(id).exists(), "its lines are in the output file"
+            assert not batches.store.answers_path(id).exists(), "its lines are in the output file"
         await batches.close()
 
     both = asyncio.run(asyncio.wait_for(first(), 60))
@@ -363,7 +363,7 @@ def test_lines_left_at_the_windows_end_have_an_error(tmp_path):
         batch.expires_at = int(time.time())
         while batch.status != "expired":
             await asyncio.sleep(0.001)
-        assert outcomes(batches.store.content(batch.error_file_id)) == dict.fromkeys(range(1, 6), "batch_expired")
+        assert outcomes(batches.store.content_path(batch.error_file_id)) == dict.fromkeys(range(1, 6), "batch_expired")
         await batches.close()
 
     asyncio.run(asyncio.wait_for(expire(), 60))
@@ -371,14 +371,14 @@ def test_lines_left_at_the_windows_end_have_an_error(tmp_path):
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/files/x", "/v1/batches"])
 def test_a_server_without_a_place_for_batches_says_how_to_have_one(path):
-    refused = not_served(path, [])
+    refused = path_not_served(path, [])
     assert refused.code == "unsupported" and "start it with --batch-dir DIR" in refused.detail
-    assert "--batch-dir" not in not_served(path, ["/v1/files", "/v1/batches"]).detail
+    assert "--batch-dir" not in path_not_served(path, ["/v1/files", "/v1/batches"]).detail
 
 
 def test_a_wrong_path_is_told_the_paths_of_batches_where_they_are_served():
-    assert "/v1/batches" not in not_served("/nowhere", []).detail
-    served = not_served("/nowhere", ["/v1/files", "/v1/batches"])
+    assert "/v1/batches" not in path_not_served("/nowhere", []).detail
+    served = path_not_served("/nowhere", ["/v1/files", "/v1/batches"])
     assert "/v1/responses, /v1/files, /v1/batches, /tokenize" in served.detail
 
 

@@ -17,11 +17,11 @@ from espalier.server.api import ApiOptions, make_app
 from espalier.server.bodies import BodyLimits, BodyReader
 from espalier.server.client import MAX_FAILED_STARTS, ClientOptions, EngineClient
 from espalier.server.errors import ApiError
-from espalier.server.front import Front, Shares
+from espalier.server.front import ClientShares, Front
 from espalier.server.gate import Gate
 from espalier.server.metrics import Metrics
 from espalier.server.protocol import Abort, EngineGone, Generation, Part, Refused, Submit
-from espalier.server.request_runs import Run
+from espalier.server.request_runs import RequestRun
 from tests.folders import new_folder
 
 
@@ -94,7 +94,7 @@ def test_a_refusal_that_a_retry_may_change_says_so(busy, status):
         client = ready(False, protocol.encode(Refused("x-0", "the grammar waits", busy)))
         generation = client.submit([[1]], Submit("x", [], ResolvedParams(), 0, False))
         reading = asyncio.create_task(client._read())
-        with pytest.raises(ApiError, match="the grammar waits") as caught, Run._errors(SimpleNamespace()):
+        with pytest.raises(ApiError, match="the grammar waits") as caught, RequestRun._as_api_errors(SimpleNamespace()):
             async for _ in generation.parts(asyncio.get_running_loop().time() + 5):
                 pass
         assert (caught.value.status_code, "retry-after" in caught.value.headers) == (status, busy)
@@ -107,14 +107,14 @@ def test_a_refusal_that_a_retry_may_change_says_so(busy, status):
 
 def test_a_part_behind_the_failure_of_its_request_does_not_hide_the_sample_from_the_abort(monkeypatch):
     """The client leaves.  Before its request is closed, the engine sends another part."""
-    monkeypatch.setattr("espalier.server.client.SHUTDOWN_S", 0.01)
+    monkeypatch.setattr("espalier.server.client.SHUTDOWN_TIMEOUT_S", 0.01)
 
     async def run():
         client = ready(False)
         generation = client.submit([[1]], Submit("x", [], ResolvedParams(), 0, False))
         [name] = generation.num_running
         generation.fail(ClientDisconnect())
-        client._hand_out(Part(name, OutputChunk(f"{name}.0", 0, [7])))
+        client._deliver(Part(name, OutputChunk(f"{name}.0", 0, [7])))
         generation.close()
         assert client._socket.sent[-1] == Abort(name)
         assert client.open_samples == 0
@@ -154,12 +154,12 @@ def test_health_says_why_whenever_it_is_not_ok(state):
     async def run():
         client = ready(False) if state != "starting" else EngineClient({}, ClientOptions())
         if state == "gone":
-            client._fail("the engine process was killed")
+            client._fail_all("the engine process was killed")
         if state == "closed":
             client.process.kill()
             await client.close()
         front = SimpleNamespace(engines=client, draining=state == "draining")
-        status, why = Front.status.fget(front), Front.why.fget(front)
+        status, why = Front.status.fget(front), Front.unavailable_reason.fget(front)
         assert status == ("ok" if state == "ready" else state) and bool(why) == (status != "ok")
 
     asyncio.run(run())
@@ -180,7 +180,7 @@ def test_who_closes_again_waits_for_the_same_end(monkeypatch):
         await asyncio.wait({first})
 
     for seconds, cut_short in ((0.05, False), (600, True)):
-        monkeypatch.setattr("espalier.server.client.SHUTDOWN_S", seconds)
+        monkeypatch.setattr("espalier.server.client.SHUTDOWN_TIMEOUT_S", seconds)
         asyncio.run(asyncio.wait_for(run(cut_short), 20))
 
 
@@ -220,18 +220,18 @@ def test_an_echo_is_read_beside_the_loop_by_the_length_of_all_its_prompts(monkey
         resolve = inputs.resolve
         lanes = lanes.Lanes(inputs)
         bodies = BodyReader(BodyLimits(10, 8, 4, 4))
-        metrics = SimpleNamespace(began=0, answers=SimpleNamespace(labels=lambda *of: SimpleNamespace(inc=list)))
+        metrics = SimpleNamespace(started_at=0, responses=SimpleNamespace(labels=lambda *of: SimpleNamespace(inc=list)))
 
-        def of(self, name):
+        def front_of(self, name):
             return self
 
-        def check_effect(self, names):
+        def report_no_effect(self, names):
             pass
 
         def require_tokenizable(self, text):
             pass
 
-        def entering(self, wanted):
+        def reserve_capacity(self, wanted):
             return nullcontext()
 
         async def respond(self, http, body, prompts, params, make_answer):
@@ -250,17 +250,17 @@ def test_an_echo_is_read_beside_the_loop_by_the_length_of_all_its_prompts(monkey
 def test_prompts_that_are_being_read_take_room():
     front = Front.__new__(Front)
     front.engines = SimpleNamespace(require_up=lambda: None, num_slots=2, open_samples=1)
-    front.options, front.draining, front.shares = SimpleNamespace(max_queue=2), False, Shares()
-    with front.entering(2):
+    front.options, front.draining, front.shares = SimpleNamespace(max_queue=2), False, ClientShares()
+    with front.reserve_capacity(2):
         with (
             pytest.raises(ApiError, match=r"3 of 4 samples") as caught,
-            front.entering(2),
+            front.reserve_capacity(2),
         ):
             pass
         assert caught.value.status_code == 429
-        with front.entering(1):
+        with front.reserve_capacity(1):
             pass
-    with front.entering(3):
+    with front.reserve_capacity(3):
         pass
 
 
@@ -282,10 +282,10 @@ def test_an_answer_is_made_once_the_prompts_have_left():
         await asyncio.sleep(60)
 
     front = Front.__new__(Front)
-    ending = {"sent": sent, "forget": lambda _: order.append("forgotten")}
+    ending = {"wait_sent": sent, "abort": lambda _: order.append("forgotten")}
     front.engines = SimpleNamespace(require_up=lambda: None, num_slots=2, open_samples=0, submit=submit, **ending)
     front.options = SimpleNamespace(max_queue=2, request_timeout_s=None)
-    front.draining, front.shares, front.metrics = False, Shares(), Metrics([])
+    front.draining, front.shares, front.metrics = False, ClientShares(), Metrics([])
     http = SimpleNamespace(receive=receive, scope={"state": {}})
     asked = http, SimpleNamespace(stream=True, priority=None), [[1]], ResolvedParams()
     with pytest.raises(RuntimeError, match="enough"):

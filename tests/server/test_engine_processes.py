@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from espalier.server.worker import BROKEN
+from espalier.server.worker import EXIT_FAILED
 from tests import warm
 from tests.server.serving import exists
 
@@ -33,7 +33,7 @@ def test_it_takes_what_the_front_gives_and_ends_without_a_front(tmp_path):
         said.seek(0)
         lines = said.read()
     # A traceback has this status too.
-    assert ends == dict.fromkeys(ends, BROKEN), lines
+    assert ends == dict.fromkeys(ends, EXIT_FAILED), lines
     assert "Traceback" not in lines, lines
 
 

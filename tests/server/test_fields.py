@@ -10,7 +10,7 @@ import pytest
 import espalier
 from espalier.cli.main import parse
 from espalier.cli.serve import front_options
-from espalier.server.fields import HINTS
+from espalier.server.fields import NO_EFFECT_HINTS
 from espalier.server.front import MAX_TEXT_CHARS
 from espalier.server.openai import ChatRequest, Message
 from espalier.server.responses import ResponsesRequest, messages_of
@@ -86,8 +86,8 @@ def test_each_chunk_has_the_usage_so_far(served, beside):
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_hints_are_accepted_named_and_change_nothing(served, path):
     body = {**(TEXT if path == "/v1/completions" else CHAT), "temperature": 0}
-    plain, hinted = (served.request(path, body | beside) for beside in ({}, dict.fromkeys(HINTS, "x")))
-    assert NO_EFFECT not in plain[1] and set(hinted[1][NO_EFFECT].split(", ")) == set(HINTS)
+    plain, hinted = (served.request(path, body | beside) for beside in ({}, dict.fromkeys(NO_EFFECT_HINTS, "x")))
+    assert NO_EFFECT not in plain[1] and set(hinted[1][NO_EFFECT].split(", ")) == set(NO_EFFECT_HINTS)
     assert hinted[2]["choices"] == plain[2]["choices"]
     streamed = served.request(path, {**body, "stream": True, "metadata": {"a": "b"}, "user": None})
     assert streamed[1][NO_EFFECT] == "metadata"
@@ -131,7 +131,7 @@ def test_a_mark_of_a_tool_is_not_shown_to_the_model(other):
     marked = {**tool, "cache_control": MARK, "function": {**tool["function"], "cache_control": MARK}}
     bodies = [ChatRequest.model_validate({**CHAT, "tools": [each]}) for each in (tool, marked)]
     assert bodies[0].options() == bodies[1].options()
-    assert [body.without_effect() for body in bodies] == [[], ["tools.cache_control"]]
+    assert [body.fields_without_effect() for body in bodies] == [[], ["tools.cache_control"]]
 
 
 @pytest.mark.parametrize("mark", ["cache_control", "prompt_cache_breakpoint"])
@@ -149,13 +149,13 @@ def test_a_mark_of_an_item_or_its_part_is_named_and_changes_nothing(item, mark):
     parts = next((name for name in ("content", "output", "summary") if isinstance(item.get(name), list)), None)
     marked = [{**item, mark: MARK}] + ([{**item, parts: [{**item[parts][0], mark: MARK}]}] if parts else [])
     for each in marked:
-        assert ResponsesRequest(model="m", input=[item, each]).without_effect() == [f"input.{mark}"]
+        assert ResponsesRequest(model="m", input=[item, each]).fields_without_effect() == [f"input.{mark}"]
         assert messages_of([item, each], None) == messages_of([item, item], None)
 
 
 def test_the_phase_of_a_message_is_named():
     item = {"type": "message", "role": "assistant", "content": "hi", "phase": "final_answer"}
-    assert ResponsesRequest(model="m", input=[item]).without_effect() == ["input.phase"]
+    assert ResponsesRequest(model="m", input=[item]).fields_without_effect() == ["input.phase"]
 
 
 def test_a_response_takes_what_plain_code_of_openai_sends(served):
@@ -166,8 +166,8 @@ def test_a_response_takes_what_plain_code_of_openai_sends(served):
 
 def test_reasoning_of_a_message_has_two_names():
     messages = [Message(role="assistant", content="x", **{name: "r"}) for name in ("reasoning", "reasoning_content")]
-    assert messages[0].turn() == messages[1].turn()
-    assert Message(role="assistant", content=None, refusal="no").turn()["content"] == "no"
+    assert messages[0].for_template() == messages[1].for_template()
+    assert Message(role="assistant", content=None, refusal="no").for_template()["content"] == "no"
 
 
 def test_flags_of_fields_become_options(tmp_path):

@@ -40,11 +40,11 @@ def test_each_model_has_its_front(fronts):
     unnamed = client.post("/tokenize", json={"prompt": "x"})
     assert unnamed.status_code == 400 and unnamed.json()["error"]["param"] == "model"
     assert client.get("/health").json() == {"status": "ok", "why": ""}
-    fronts[1].engines.state, fronts[1].engines.why = "gone", "it is dead"
+    fronts[1].engines.state, fronts[1].engines.unavailable_reason = "gone", "it is dead"
     try:
         health = client.get("/health")
     finally:
-        fronts[1].engines.state, fronts[1].engines.why = "ready", ""
+        fronts[1].engines.state, fronts[1].engines.unavailable_reason = "ready", ""
     assert (health.status_code, health.json()) == (503, {"status": "gone", "why": "it is dead"})
 
 

@@ -14,7 +14,7 @@ from espalier import Grammar, SamplingParams
 from espalier.masking import compile as of_compile
 from espalier.request import Output
 from espalier.server import protocol
-from espalier.server.protocol import Abort, Harvest, Refused, Start, Submit, Submits
+from espalier.server.protocol import Abort, Harvest, Refused, Start, Submit, SubmitMany
 from espalier.server.worker import Worker
 
 SCHEMA = {
@@ -146,7 +146,7 @@ def test_a_grammar_that_compiles_blocks_nobody(llm, monkeypatch):
         def submit(name, grammar=None):
             params = SamplingParams(temperature=0.0, max_tokens=8, grammar=grammar)
             resolved = params.resolve({}, llm.inputs.facts.eos_token_ids)
-            front.send(protocol.encode(Submits([Submit(name, [1, 2, 3], resolved, 0, True)])))
+            front.send(protocol.encode(SubmitMany([Submit(name, [1, 2, 3], resolved, 0, True)])))
 
         def ended():
             """Names that have ended, as far as the front has been told."""
@@ -162,7 +162,7 @@ def test_a_grammar_that_compiles_blocks_nobody(llm, monkeypatch):
         def turn_until(*names):
             left = set(names)
             while left:
-                worker._take_in()
+                worker._receive_messages()
                 worker._send(llm.step() if llm.engine.has_work else [])
                 left -= (told := set(ended()))
                 assert told <= set(names)

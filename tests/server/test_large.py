@@ -15,7 +15,7 @@ import espalier
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor, ModelFacts, TextLimit
 from espalier.server import bodies, lanes
-from espalier.server.api import ApiOptions, converse, make_app
+from espalier.server.api import ApiOptions, make_app, prepare_chat
 from espalier.server.bodies import MAX_ENTRIES, MAX_MESSAGES, SMALL_BYTES, BodyLimits, BodyReader, read_body
 from espalier.server.errors import ApiError
 from espalier.server.lanes import MAX_INLINE, MAX_SHORT, Lanes
@@ -63,8 +63,8 @@ def read_in_turn(*posted):
                 found.append(await reader.read(Posted(body), model))
             except ApiError as error:
                 found.append(error)
-        await reader.close()
-        return found, reader.num_aside
+        await reader.helper.close()
+        return found, reader.num_read_in_helper
 
     return asyncio.run(read())
 
@@ -86,14 +86,16 @@ LARGE = [
 
 
 def test_large_bodies_are_read_in_another_process_and_mean_the_same(monkeypatch):
-    here = [read_body(model.__name__, "application/json", json.dumps(body).encode(), LIMITS) for model, body in LARGE]
+    here = [read_body(model, "application/json", json.dumps(body).encode(), LIMITS) for model, body in LARGE]
     monkeypatch.setattr(bodies, "read_body", None)
     assert read_in_turn(*LARGE) == (here, len(LARGE))
 
 
 def test_a_small_body_is_read_at_once():
-    found, num_aside = read_in_turn((CompletionRequest, text("a")), (ChatRequest, chat([PART, PART])))
-    assert num_aside == 0 and [each.turn() for each in found[1].messages] == [{"role": "user", "content": "abab"}]
+    found, num_read_in_helper = read_in_turn((CompletionRequest, text("a")), (ChatRequest, chat([PART, PART])))
+    assert num_read_in_helper == 0 and [each.for_template() for each in found[1].messages] == [
+        {"role": "user", "content": "abab"}
+    ]
 
 
 REFUSED = {
@@ -119,8 +121,8 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def refused():
     """The errors of all refused bodies, by name: one process reads them in turn."""
-    errors, num_aside = read_in_turn(*((model, body) for model, body, _, _ in REFUSED.values()))
-    assert num_aside == len(REFUSED)
+    errors, num_read_in_helper = read_in_turn(*((model, body) for model, body, _, _ in REFUSED.values()))
+    assert num_read_in_helper == len(REFUSED)
     return dict(zip(REFUSED, errors, strict=True))
 
 
@@ -129,7 +131,7 @@ def test_what_is_wrong_with_a_large_body_is_told_as_for_any(name, refused):
     model, body, param, message = REFUSED[name]
     error = refused[name]
     with pytest.raises(ApiError) as here:
-        read_body(model.__name__, "application/json", json.dumps(body).encode(), LIMITS)
+        read_body(model, "application/json", json.dumps(body).encode(), LIMITS)
     assert (error.status_code, error.detail, error.code) == (400, here.value.detail, here.value.code)
     assert message in error.detail
     assert error.param == here.value.param == param
@@ -145,13 +147,13 @@ def test_a_body_process_that_dies_takes_one_body_with_it():
         reader = BodyReader(LIMITS)
         read = lambda: reader.read(Posted(text("a" * SMALL_BYTES)), CompletionRequest)  # noqa: E731
         first = await read()
-        dead = await reader.aside.start()
+        dead = await reader.helper.start()
         dead.kill()
         with pytest.raises(ApiError, match="500: internal server error"):
             await read()
         assert await read() == first
-        assert (await reader.aside.start()).pid != dead.pid
-        await reader.close()
+        assert (await reader.helper.start()).pid != dead.pid
+        await reader.helper.close()
 
     asyncio.run(run())
 
@@ -163,7 +165,7 @@ def test_only_so_many_large_bodies_wait(monkeypatch):
         reader = BodyReader(LIMITS)
         reads = (reader.read(Posted(text("a" * SMALL_BYTES)), CompletionRequest) for _ in range(5))
         found = await asyncio.gather(*reads, return_exceptions=True)
-        await reader.close()
+        await reader.helper.close()
         return [getattr(each, "status_code", 200) for each in found]
 
     # One is read, two wait.
@@ -175,7 +177,7 @@ def test_the_framework_reads_no_body_itself():
 
     class Refusing:
         names = ("m",)
-        metrics = SimpleNamespace(began=0, answers=SimpleNamespace(labels=lambda *of: SimpleNamespace(inc=list)))
+        metrics = SimpleNamespace(started_at=0, responses=SimpleNamespace(labels=lambda *of: SimpleNamespace(inc=list)))
 
         class bodies:
             async def read(http, model):
@@ -238,12 +240,12 @@ def test_a_conversation_is_as_long_as_all_its_texts():
         raise ApiError(400, "messages")
 
     front = SimpleNamespace(
-        resolve=lambda params: SimpleNamespace(n=1), check_effect=lambda names: None, formats=Formats()
+        resolve=lambda params: SimpleNamespace(n=1), report_no_effect=lambda names: None, formats=Formats()
     )
-    front.inputs, front.rendered = SimpleNamespace(tokenizer=None), rendered
-    front.entering, front.require_tokenizable = lambda samples: nullcontext(), None
+    front.inputs, front.conversation_tokens = SimpleNamespace(tokenizer=None), rendered
+    front.reserve_capacity, front.require_tokenizable = lambda samples: nullcontext(), None
     with pytest.raises(ApiError, match="messages"):
-        asyncio.run(converse(front, ChatRequest.model_validate(chat)))
+        asyncio.run(prepare_chat(front, ChatRequest.model_validate(chat)))
     assert 8000 < sizes[0] < 8200
 
 

@@ -11,7 +11,7 @@ from espalier.cli.serve import serve_worker
 from espalier.errors import EspalierError
 from espalier.request import ResolvedParams
 from espalier.server import protocol
-from espalier.server.protocol import Start, Submit, Submits
+from espalier.server.protocol import Start, Submit, SubmitMany
 from espalier.server.worker import Worker
 from tests.learn.test_learner import served as one_engine
 from tests.server.serving import exists, serving
@@ -43,9 +43,9 @@ def test_private_requests_are_not_kept(learns):
         front.bind("inproc://learning")
         socket.connect("inproc://learning")
         worker = Worker(socket, one_engine(), Start({}, 0.05, "info", False), os.getppid(), learner)
-        front.send(protocol.encode(Submits([submitted("a", n=2), submitted("b", private=True), submitted("c")])))
+        front.send(protocol.encode(SubmitMany([submitted("a", n=2), submitted("b", private=True), submitted("c")])))
         front.send(protocol.encode(protocol.Shutdown()))
-        worker._take_in()
+        worker._receive_messages()
         while worker.llm.engine.has_work:
             worker._send(worker.llm.step())
     assert learner is None or sorted(learner.kept) == ["a.0", "a.1", "c.0"]

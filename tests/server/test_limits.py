@@ -22,10 +22,10 @@ from espalier.server.answers import event
 from espalier.server.client import ClientOptions, EngineClient
 from espalier.server.connections import Connections
 from espalier.server.errors import ApiError
-from espalier.server.gate import Gate, Upload
+from espalier.server.gate import Gate, LimitedReceive
 from espalier.server.http1 import Connection
 from espalier.server.request_runs import EventStream
-from espalier.server.run import _bound
+from espalier.server.run import bound_listener
 from tests import warm
 from tests.server.connected import Counted
 from tests.server.serving import (
@@ -126,7 +126,7 @@ def test_a_body_may_run_out_of_time_as_the_drain_begins():
             await asyncio.sleep(60)
 
         with pytest.raises(ApiError, match="503: the server is shutting down"):
-            await Upload(gate, receive, "/v1/completions")()
+            await LimitedReceive(gate, receive, "/v1/completions")()
         assert gate.draining and errors == []
 
     asyncio.run(end())
@@ -155,12 +155,12 @@ class Made:
 def swept(made, send_timeout_s=None, body_timeout_s=None):
     """A function that checks the connection at a time."""
     connections = Connections(counted := Counted(), None, send_timeout_s, body_timeout_s)
-    connections.enter(made, 0.0)
+    connections.add(made, 0.0)
 
     def sweep(now):
         made.now = now
         if not made.closed:
-            connections.sweep(now)
+            connections.close_stalled(now)
         return counted.count
 
     return sweep
@@ -226,7 +226,7 @@ def test_a_slow_reader_keeps_its_connection_and_one_that_stops_loses_it():
             await send({"type": "http.response.body", "body": b" " * 2**23})
 
         connections = Connections(Counted(), None, 1.0, None)
-        with _bound("127.0.0.1", 0) as listener, socket.socket() as client:
+        with bound_listener("127.0.0.1", 0) as listener, socket.socket() as client:
             loop = asyncio.get_running_loop()
             server = await loop.create_server(lambda: Connection(app, connections), sock=listener)
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
@@ -237,10 +237,10 @@ def test_a_slow_reader_keeps_its_connection_and_one_that_stops_loses_it():
             for turn in range(30):
                 await loop.sock_recv(client, 2**16)
                 await asyncio.sleep(0.01)
-                connections.sweep(turn / 10)
+                connections.close_stalled(turn / 10)
             assert len(connections) == 1 and connections.metrics.count == 0
             for turn in range(30, 60):
-                connections.sweep(turn / 10)
+                connections.close_stalled(turn / 10)
                 await asyncio.sleep(0.01)
             assert len(connections) == 0 and connections.metrics.count == 1
             server.close()
@@ -389,7 +389,7 @@ def test_sigterm_while_the_model_loads_leaves_nothing(tmp_path):
 def test_what_is_raised_in_a_streams_midst_ends_it_with_an_error_event(raised, kind, message, caplog):
     counter = Counter("stream_errors", "", ["type"], registry=None)
     run = SimpleNamespace(metrics=SimpleNamespace(stream_errors=counter), deadline=None, close=lambda: None)
-    run.answer, run.has_ended = SimpleNamespace(failure=event), False
+    run.answer, run.has_ended = SimpleNamespace(error_event=event), False
 
     async def rest():
         yield b"second"

@@ -6,6 +6,7 @@ import pytest
 
 from espalier.server.bodies import BodyLimits, read_body
 from espalier.server.errors import ApiError
+from espalier.server.openai import ChatRequest, CompletionRequest
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 
@@ -33,17 +34,17 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 )
 def test_a_wrong_field_is_named_as_the_client_wrote_it(fields, said):
     with pytest.raises(ApiError) as refused:
-        read_body("ChatRequest", "application/json", json.dumps(CHAT | fields).encode(), BodyLimits(16, 64, 1, 64))
+        read_body(ChatRequest, "application/json", json.dumps(CHAT | fields).encode(), BodyLimits(16, 64, 1, 64))
     assert refused.value.detail.startswith(said)
 
 
 @pytest.mark.parametrize(
     ("model", "name", "advice"),
     [
-        ("CompletionRequest", "messages", "send it to /v1/chat/completions"),
-        ("ChatRequest", "prompt", "send it to /v1/completions"),
-        ("ChatRequest", "length_penalty", "/openapi.json lists its fields"),
-        ("ChatRequest", "chat_template", "use espalier serve --chat-template"),
+        (CompletionRequest, "messages", "send it to /v1/chat/completions"),
+        (ChatRequest, "prompt", "send it to /v1/completions"),
+        (ChatRequest, "length_penalty", "/openapi.json lists its fields"),
+        (ChatRequest, "chat_template", "use espalier serve --chat-template"),
     ],
 )
 def test_a_field_of_another_endpoint_names_it(model, name, advice):

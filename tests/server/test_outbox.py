@@ -9,7 +9,7 @@ import pytest
 from espalier.request import ResolvedParams
 from espalier.server import client as module
 from espalier.server.client import ClientOptions, EngineClient, Outbox
-from espalier.server.protocol import Abort, Submit, Submits
+from espalier.server.protocol import Abort, Submit, SubmitMany
 
 
 def prompt(name, num_tokens=10):
@@ -22,13 +22,13 @@ def never_late(monkeypatch):
     monkeypatch.setattr(module, "MAX_WAIT_S", 60.0)
 
 
-def sent_by(work, full_rows=1000):
+def sent_by(work, tokens_per_prefill=1000):
     """The names in each message, after `work(outbox)` and until nothing waits."""
     messages = []
 
     async def run():
         box = Outbox(lambda submits: messages.append([submit.name for submit in submits]))
-        box.full_rows = full_rows
+        box.tokens_per_prefill = tokens_per_prefill
         await work(box)
         while box._waiting:
             await asyncio.sleep(0)
@@ -65,7 +65,7 @@ def test_a_full_prefill_pass_leaves_at_once():
             box.add(prompt(i))
         assert len(box._waiting) == 1
 
-    assert sent_by(work, full_rows=20) == [["0", "1"], ["2", "3"], ["4"]]
+    assert sent_by(work, tokens_per_prefill=20) == [["0", "1"], ["2", "3"], ["4"]]
 
 
 def test_prompts_leave_when_they_have_waited_long_enough(monkeypatch):
@@ -85,7 +85,7 @@ def test_the_rest_of_a_request_comes_after_all_prompts_have_left():
         for _ in range(turns):
             await asyncio.sleep(0)
         box.add(prompt(name))
-        await box.sent()
+        await box.wait_sent()
         order.append(name)
 
     async def work(box):
@@ -95,14 +95,14 @@ def test_the_rest_of_a_request_comes_after_all_prompts_have_left():
         handled = asyncio.gather(handle(box, 0, 0), handle(box, 1, 2), handle(box, 2, 4), handle(box, 3, 4))
         await asyncio.wait_for(handled, 10)
 
-    assert sent_by(work, full_rows=40) == [["0", "1", "2", "3"]]
+    assert sent_by(work, tokens_per_prefill=40) == [["0", "1", "2", "3"]]
     assert order[0] == "sent" and sorted(order[1:]) == [0, 1, 2, 3]
 
 
 def test_nobody_waits_for_prompts_that_never_leave():
     async def work(box):
         box.add(prompt("x"))
-        waiting = asyncio.create_task(box.sent())
+        waiting = asyncio.create_task(box.wait_sent())
         await asyncio.sleep(0)
         assert [submit.name for submit in box.clear()] == ["x"]
         await asyncio.wait_for(waiting, 10)
@@ -114,15 +114,15 @@ def test_an_abort_follows_its_prompt(monkeypatch):
     async def run():
         client, sent = EngineClient({}, ClientOptions()), []
         monkeypatch.setattr(client, "_send", sent.append)
-        client.state, client._outbox.full_rows = "ready", 1000
+        client.state, client._outbox.tokens_per_prefill = "ready", 1000
         generation = client.submit([[1], [2]], Submit("x", [], ResolvedParams(), 0, False))
         assert sent == []
         generation.close()
-        assert [type(message) for message in sent] == [Submits, Abort, Abort]
+        assert [type(message) for message in sent] == [SubmitMany, Abort, Abort]
         assert [submit.name for submit in sent[0].prompts] == [message.name for message in sent[1:]]
         # Nothing of an engine that is gone reaches the next one.
         client.submit([[1]], Submit("y", [], ResolvedParams(), 0, False))
-        client._fail("it is gone")
+        client._fail_all("it is gone")
         client.state = "closed"
         await asyncio.sleep(0.01)
         assert len(sent) == 3 and client._outbox._waiting == []

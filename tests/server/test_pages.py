@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from espalier.server.api import ApiOptions, make_app
-from espalier.server.routes import asks_of
+from espalier.server.routes import example_requests
 
 FETCHES = re.compile(r"<(?:link|img|iframe|object)\b|\ssrc=|@import|url\(|fetch\(|href=\"(?!#|docs\")")
 NAMES = ("m", "org/name", 'it\'s <b>&amp; "x" $HOME')
@@ -21,9 +21,9 @@ def fronted(*names, template="{{ messages }}"):
     tokenizer = None if template is None else SimpleNamespace(template_text=template)
     inputs = SimpleNamespace(tokenizer=tokenizer, facts=SimpleNamespace(max_context=4096))
     front = SimpleNamespace(
-        names=names, inputs=inputs, metrics=SimpleNamespace(began=0, answers=Answers()), bodies=None
+        names=names, inputs=inputs, metrics=SimpleNamespace(started_at=0, responses=Answers()), bodies=None
     )
-    front.of = lambda model: front
+    front.front_of = lambda model: front
     return front
 
 
@@ -98,7 +98,7 @@ def test_pages_fetch_nothing_and_name_models_only_where_no_key_is_needed(key):
 @pytest.mark.parametrize("template", ["{{ messages }}", "", None], ids=["chat", "text", "ids"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_shell_reads_a_command_as_it_is_meant(name, template):
-    [*_, (path, rest)] = asks_of(fronted(name, template=template), needs_key=False)
+    [*_, (path, rest)] = example_requests(fronted(name, template=template), needs_key=False)
     *_, body = shlex.split(rest)
     assert json.loads(body)["model"] == name
     assert ("chat" in path, "prompt" in body) == (bool(template), not template)

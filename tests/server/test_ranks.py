@@ -38,7 +38,10 @@ def test_an_engine_whose_rank_dies_is_replaced_and_nothing_is_left():
             [rank] = ranks_of(first)
             os.kill(rank, signal.SIGKILL)
             await until(lambda: client.state != "ready")
-            assert "RankFailed: rank 1" in client.why and "has ended by SIGKILL" in client.why
+            assert (
+                "RankFailed: rank 1" in client.unavailable_reason
+                and "has ended by SIGKILL" in client.unavailable_reason
+            )
             await until(lambda: client.state == "ready")
             assert client.num_restarts == 1 and client.config["tensor_parallel"] == 2
             second = client.process.pid

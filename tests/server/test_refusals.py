@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from espalier.server.bodies import BodyLimits, read_body
 from espalier.server.errors import ApiError
 from espalier.server.http1 import MAX_HEAD_BYTES, MAX_LINE_BYTES
-from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest
+from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from espalier.server.responses import ResponsesRequest
 from scripts.make_server_fields import PAGE, field_rows, with_tables
 from tests.properties.summary import ASKED
@@ -247,7 +247,7 @@ def test_bad_values_are_refused_in_one_line(served, path, body, words):
 def test_a_larger_max_context_is_advised_only_where_the_model_has_more_positions(positions, said):
     data = json.dumps({"model": "m", "prompt": [1] * 64}).encode()
     with pytest.raises(ApiError) as refused:
-        read_body("CompletionRequest", "application/json", data, BodyLimits(16, 64, 1, 64, positions))
+        read_body(CompletionRequest, "application/json", data, BodyLimits(16, 64, 1, 64, positions))
     assert refused.value.detail.endswith(said)
 
 
@@ -318,7 +318,7 @@ def test_a_body_that_is_no_object_is_told_what_to_send(served, kind, body):
 )
 def test_json_of_another_content_type_is_told_so(kind, said):
     with pytest.raises(ApiError) as refused:
-        read_body("TokenizeRequest", kind, b'{"prompt": "x"}', BodyLimits(16, 64, 1, 64))
+        read_body(TokenizeRequest, kind, b'{"prompt": "x"}', BodyLimits(16, 64, 1, 64))
     assert refused.value.detail == f"{said}send a JSON object with content-type application/json"
 
 
@@ -333,7 +333,7 @@ AS_JSON_READS = {
 
 @pytest.mark.parametrize("data", AS_JSON_READS.values(), ids=AS_JSON_READS)
 def test_a_body_is_what_json_reads_in_it(data):
-    body = read_body("TokenizeRequest", "application/json", data, BodyLimits(16, 64, 1, 64))
+    body = read_body(TokenizeRequest, "application/json", data, BodyLimits(16, 64, 1, 64))
     expected = json.loads(data)
     assert body.model_fields_set == expected.keys()
     # repr tells -0 from -0.0, and a NaN equals itself.
@@ -342,7 +342,7 @@ def test_a_body_is_what_json_reads_in_it(data):
 
 def test_a_lone_surrogate_is_refused_by_name():
     with pytest.raises(ApiError, match="lone surrogate"):
-        read_body("TokenizeRequest", "application/json", rb'{"prompt": "\ud800"}', BodyLimits(16, 64, 1, 64))
+        read_body(TokenizeRequest, "application/json", rb'{"prompt": "\ud800"}', BodyLimits(16, 64, 1, 64))
 
 
 @pytest.mark.parametrize(
@@ -359,13 +359,13 @@ def test_a_name_that_comes_twice_in_an_object_is_refused(extra):
     """Which of the two is meant?"""
     with pytest.raises(ApiError, match="'seed' comes twice in one object") as refused:
         data = f'{{"model": "m", "prompt": "x", "seed": 1, {extra}}}'
-        read_body("CompletionRequest", "application/json", data.encode(), BodyLimits(16, 64, 1, 64))
+        read_body(CompletionRequest, "application/json", data.encode(), BodyLimits(16, 64, 1, 64))
     assert refused.value.status_code == 400
 
 
 def test_a_name_may_come_again_in_another_object_or_in_a_text():
     data = b'{"model": "m", "prompt": "\\"seed\\": 1", "seed": 1, "stream_options": {"include_usage": true}}'
-    assert read_body("CompletionRequest", "application/json", data, BodyLimits(16, 64, 1, 64)).seed == 1
+    assert read_body(CompletionRequest, "application/json", data, BodyLimits(16, 64, 1, 64)).seed == 1
 
 
 def test_a_compressed_body_is_told_so(served):

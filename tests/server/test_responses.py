@@ -4,7 +4,7 @@ import pytest
 
 from espalier.errors import EspalierError
 from espalier.server.openai import SAMPLING_FIELDS
-from espalier.server.responses import SHARED, ResponsesRequest, messages_of
+from espalier.server.responses import SHARED_FIELDS, ResponsesRequest, messages_of
 from tests.server.test_openai import FIELDS
 
 
@@ -129,9 +129,9 @@ def test_a_response_asks_for_what_a_chat_asks_for():
 
 
 def test_every_sampling_parameter_that_both_have_is_the_chats():
-    values = {name: value for name, value, _ in FIELDS if name in SHARED} | {"logit_bias": {"5": 1.0}}
+    values = {name: value for name, value, _ in FIELDS if name in SHARED_FIELDS} | {"logit_bias": {"5": 1.0}}
     values |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
-    assert set(values) == set(SHARED) & set(SAMPLING_FIELDS)
+    assert set(values) == set(SHARED_FIELDS) & set(SAMPLING_FIELDS)
     for name, value in values.items():
         params = ResponsesRequest(model="m", input="hi", **{name: value}).as_chat().params()
         assert getattr(params, name) == ({5: 1.0} if name == "logit_bias" else value)

@@ -35,7 +35,7 @@ def test_the_oldest_that_nobody_waits_for_is_closed(states, limit, data):
     room, held, aborted = Connections(None, limit, None, None), [], []
     for number, state in enumerate(states):
         before, made = list(held), Made(state, aborted)
-        room.enter(made, float(number))
+        room.add(made, float(number))
         held.append(made)
         if len(held) > limit:
             quiet = [each for each in before if each.state == QUIET]
@@ -48,11 +48,11 @@ def test_the_oldest_that_nobody_waits_for_is_closed(states, limit, data):
         aborted.clear()
         if held and data.draw(st.booleans()):
             ended = data.draw(st.sampled_from(held))
-            room.renew(ended)
+            room.mark_idle(ended)
             held.remove(ended)
             held.append(ended)
         if held and data.draw(st.booleans()):
-            room.leave(left := data.draw(st.sampled_from(held)))
+            room.remove(left := data.draw(st.sampled_from(held)))
             held.remove(left)
 
 
@@ -102,7 +102,7 @@ def test_the_limit_of_connections_follows_from_that_of_open_files(monkeypatch):
     monkeypatch.setattr(connections.os, "listdir", lambda _: range(30))
     limit = 256
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, 10**6))
-    assert connections.max_connections() == 256 - 30 - connections.RESERVED
+    assert connections.max_connections() == 256 - 30 - connections.RESERVED_DESCRIPTORS
     limit = resource.RLIM_INFINITY
     assert connections.max_connections() is None
     limit = 64
@@ -114,7 +114,7 @@ def test_accepts_that_fail_are_logged_once_a_minute_without_a_traceback(caplog):
     seconds, passed = iter((0.0, *map(float, range(1, 70)))), []
     loop = SimpleNamespace(time=lambda: next(seconds), default_exception_handler=passed.append)
     loop.set_exception_handler = lambda handle: setattr(loop, "handle", handle)
-    connections.report_full_rarely(loop)
+    connections.log_failed_accepts_rarely(loop)
     for _ in range(70):
         loop.handle(loop, {"exception": OSError(errno.EMFILE, "Too many open files")})
     lines = [(record.getMessage(), record.exc_info) for record in caplog.records]

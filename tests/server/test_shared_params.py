@@ -6,7 +6,7 @@ import pytest
 
 from espalier.errors import EspalierError
 from espalier.request import ResolvedParams, SamplingParams
-from espalier.server.front import MAX_RESOLVED, Front
+from espalier.server.front import MAX_CACHED_PARAMS, Front
 from espalier.server.openai import CompletionRequest
 
 
@@ -36,4 +36,4 @@ def test_an_object_that_many_bodies_share_is_resolved_once(monkeypatch):
     # The memory has an end, and an object whose place in memory is used again is another one.
     for seed in range(1000):
         assert front.resolve(SamplingParams(seed=seed)).seed == seed
-    assert len(front._resolved) <= MAX_RESOLVED
+    assert len(front._resolved) <= MAX_CACHED_PARAMS

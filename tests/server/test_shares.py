@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.server.front import BATCHES, PARTS, Shares, without_timeout
+from espalier.server.front import BATCH_CLIENT, SHARE_DIVISOR, ClientShares, without_timeout
 from espalier.server.gate import Gate
-from espalier.server.logs import client
+from espalier.server.logs import client_name
 
-NAMES = ("a", "b", "c", BATCHES)
+NAMES = ("a", "b", "c", BATCH_CLIENT)
 
 
 def generation(num_samples):
@@ -21,10 +21,10 @@ def generation(num_samples):
 @given(st.lists(st.tuples(st.sampled_from(NAMES), st.integers(-2, 4)), max_size=80), st.integers(0, 9))
 def test_what_all_have_is_bounded_and_a_small_client_enters(calls, max_queue):
     """num_samples below 1: an open request of the client ends."""
-    shares, num_slots, share = Shares(), 2, -(-max_queue // PARTS)
+    shares, num_slots, share = ClientShares(), 2, -(-max_queue // SHARE_DIVISOR)
     capacity, open_, held = num_slots + max_queue, [], 0
     for name, num_samples in calls:
-        client.set(name)
+        client_name.set(name)
         if num_samples < 1:
             if mine := [each for each in open_ if each[0] == name]:
                 open_.remove(mine[0])
@@ -33,15 +33,15 @@ def test_what_all_have_is_bounded_and_a_small_client_enters(calls, max_queue):
             continue
         own = sum(each.num_running["x"] for owner, each in open_ if owner == name)
         admitted = shares.admits(num_samples, held, capacity, max_queue)
-        shares.enter(num_samples)
-        assert (shares.num_entering, shares.held_by(name)) == (num_samples, own + num_samples)
-        shares.entered(num_samples)
-        assert shares.held_by(name) == own
+        shares.add_entering(num_samples)
+        assert (shares.num_entering, shares.num_samples_of(name)) == (num_samples, own + num_samples)
+        shares.remove_entering(num_samples)
+        assert shares.num_samples_of(name) == own
         if held + num_samples <= capacity:
             assert admitted
         elif own == held:
             assert not admitted, "alone it has the whole queue, and no more"
-        elif name != BATCHES and own + num_samples <= share and held + num_samples <= capacity + share:
+        elif name != BATCH_CLIENT and own + num_samples <= share and held + num_samples <= capacity + share:
             assert admitted
         else:
             assert not admitted
@@ -50,7 +50,7 @@ def test_what_all_have_is_bounded_and_a_small_client_enters(calls, max_queue):
             shares.add(*open_[-1])
             held += num_samples
         assert held <= capacity + share
-    client.set("")
+    client_name.set("")
 
 
 @pytest.mark.parametrize(
@@ -68,13 +68,13 @@ def test_a_client_is_its_key_where_there_are_several_and_else_its_address(keys, 
     names, statuses = [], []
 
     async def app(scope, receive, send):
-        names.append(client.get())
+        names.append(client_name.get())
 
     async def send(message):
         statuses.append(message.get("status"))
 
     async def ask():
-        gate = Gate(app, keys[0] if keys else None, 100, lambda *_: None, more_keys=keys[1:])
+        gate = Gate(app, keys[0] if keys else None, 100, lambda *_: None, additional_keys=keys[1:])
         headers = [(b"authorization", b"Bearer " + sent.encode())]
         scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": headers}
         scope["client"] = None if address is None else (address, 1)
@@ -82,5 +82,5 @@ def test_a_client_is_its_key_where_there_are_several_and_else_its_address(keys, 
             await each({**scope, "state": {}}, None, send)
 
     asyncio.run(ask())
-    assert names == ([] if name is None else [name, BATCHES])
+    assert names == ([] if name is None else [name, BATCH_CLIENT])
     assert (401 in statuses) == (name is None)

@@ -51,7 +51,7 @@ def test_a_file_that_cannot_be_copied_whole_leaves_nothing(tmp_path):
         store.add(BytesIO(b"torn"), "\ud800", "batch")
     assert list(store.files) == ["file-1"]
     assert names(store) == ["file-1", "file-1.json"]
-    assert store.content("file-1").read_bytes() == b"whole", "a file is replaced whole"
+    assert store.content_path("file-1").read_bytes() == b"whole", "a file is replaced whole"
     store.close()
 
 
@@ -59,7 +59,7 @@ def test_what_a_killed_server_had_not_finished_is_removed(tmp_path):
     store = Store(tmp_path)
     file = store.add(BytesIO(b"whole"), "a.jsonl", "batch")
     store.save(Batch("batch_1", "/v1/completions", file.id, 0, 0))
-    store.answers("batch_1").write_bytes(b"{}")
+    store.answers_path("batch_1").write_bytes(b"{}")
     store.close()
     kept = set(tmp_path.rglob("*"))
     left = ["files/file-1.new", "files/file-2", "batches/batch_1.new", "batches/batch_1.ok", "batches/batch_2.jsonl"]
@@ -76,6 +76,6 @@ def test_what_was_acknowledged_outlives_a_loss_of_power(tmp_path, on_disk):
     file = store.add(BytesIO(b"whole"), "a.jsonl", "batch")
     store.save(Batch("batch_1", "/v1/completions", file.id, 0, 0))
     kept = {tmp_path / name for name in ("files", "batches")}
-    kept |= {store.content(file.id), tmp_path / "files" / f"{file.id}.json", tmp_path / "batches" / "batch_1.json"}
+    kept |= {store.content_path(file.id), tmp_path / "files" / f"{file.id}.json", tmp_path / "batches" / "batch_1.json"}
     assert kept <= on_disk
     store.close()

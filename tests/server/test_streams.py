@@ -66,7 +66,7 @@ def named_events(body):
 
 
 def through_asgi(monkeypatch):
-    monkeypatch.setattr(request_runs, "EXCHANGE", "none")
+    monkeypatch.setattr(request_runs, "EXCHANGE_EXTENSION", "none")
 
 
 @pytest.mark.parametrize("pauses", [False, True], ids=["reads", "pauses"])
@@ -95,8 +95,8 @@ def test_the_run_writes_one_chunk_for_the_parts_that_came_together(ask, monkeypa
 
 @pytest.mark.parametrize("what", BODIES)
 def test_the_last_events_and_the_end_of_the_response_are_one_message(ask, monkeypatch, what):
-    messages, make = [], request_runs._body
-    monkeypatch.setattr(request_runs, "_body", lambda *about: messages.append(make(*about)) or messages[-1])
+    messages, make = [], request_runs._body_message
+    monkeypatch.setattr(request_runs, "_body_message", lambda *about: messages.append(make(*about)) or messages[-1])
     body = ask(*BODIES[what]).body()
     assert [message["more_body"] for message in messages] == [True, False]
     assert messages[1]["body"] and body.endswith(messages[1]["body"])
@@ -118,8 +118,8 @@ def test_a_defect_while_the_run_writes_ends_the_stream_with_an_error_event(ask, 
 
 
 def test_an_error_amid_the_events_of_a_response_is_one_of_them(ask, monkeypatch):
-    takes = iter((chat_answers.ResponsesAnswer.take,))
-    monkeypatch.setattr(chat_answers.ResponsesAnswer, "take", lambda *part: next(takes)(*part))
+    takes = iter((chat_answers.ResponsesAnswer.add_part,))
+    monkeypatch.setattr(chat_answers.ResponsesAnswer, "add_part", lambda *part: next(takes)(*part))
     events = [(kind, json.loads(data)) for kind, data in named_events(ask(*BODIES["response"]).body())]
     assert [kind for kind, _ in events[:2]] == ["response.created", "response.in_progress"]
     assert events[-1][0] == "error" and events[-2][0].endswith("delta")
@@ -139,15 +139,15 @@ def test_while_the_reader_sends_the_run_writes_nothing():
 
         reading = asyncio.create_task(reader())
         first, second, third = (Part("x", OutputChunk("x.0", 0, [token])) for token in range(3))
-        generation.take(first)
+        generation.add(first)
         await asyncio.sleep(0.01)
         generation.listener = lambda parts: bool(listened.extend(parts)) or True
-        generation.take(second)
+        generation.add(second)
         await asyncio.sleep(0.01)
         assert (read, listened) == ([first], [])
         go_on.set()
         await asyncio.sleep(0.01)
-        generation.take(third)
+        generation.add(third)
         await asyncio.sleep(0.01)
         assert (read, listened) == ([first, second], [third])
         reading.cancel()

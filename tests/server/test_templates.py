@@ -37,7 +37,7 @@ def test_it_is_the_same_text_and_a_template_without_end_is_an_error(monkeypatch)
     async def run():
         aside, errors = Templates(of(PLAIN)), {}
         assert await aside.render(Rendering(SAID, None, VARIABLES)) == "<s>user: hé\\ud800"
-        process = await aside._aside.start()
+        process = await aside.helper.start()
         for template in HOSTILE:
             aside.source = template, {}
             with pytest.raises(EspalierError) as refused:
@@ -50,7 +50,7 @@ def test_it_is_the_same_text_and_a_template_without_end_is_an_error(monkeypatch)
             for given in (None, tools):
                 asked = Rendering([{"role": "user", "content": "é"}], given, VARIABLES)
                 assert await aside.render(asked) == ChatTemplate(hf).render(asked)
-        assert await aside._aside.start() is process, "it outlives all of them"
+        assert await aside.helper.start() is process, "it outlives all of them"
         # What Python cannot interrupt.
         os.kill(process.pid, signal.SIGSTOP)
         monkeypatch.setattr(templates, "MAX_WALL_S", 0.2)
@@ -58,7 +58,7 @@ def test_it_is_the_same_text_and_a_template_without_end_is_an_error(monkeypatch)
             await aside.render(asked)
         monkeypatch.setattr(templates, "MAX_WALL_S", 60.0)
         assert await aside.render(asked)
-        await aside.close()
+        await aside.helper.close()
         return errors
 
     errors = asyncio.run(asyncio.wait_for(run(), 120))

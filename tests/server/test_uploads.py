@@ -15,6 +15,7 @@ from espalier.server.batches import Batches
 from espalier.server.bodies import MAX_CONTENT_TYPE, BodyLimits, BodyReader, read_body, require_utf8
 from espalier.server.errors import ApiError
 from espalier.server.gate import Gate
+from espalier.server.openai import TokenizeRequest
 from espalier.server.routes import make_router
 from espalier.server.stored import Store
 
@@ -64,7 +65,7 @@ def test_every_charset_but_utf8_is_refused_by_name_before_it_is_decoded(form):
             continue
         for refuse in (
             lambda: require_utf8(f"multipart/form-data; boundary=B; {options}"),  # noqa: B023
-            lambda: read_body("TokenizeRequest", f"application/json;{options}", b"{", LIMITS),  # noqa: B023
+            lambda: read_body(TokenizeRequest, f"application/json;{options}", b"{", LIMITS),  # noqa: B023
         ):
             with pytest.raises(ApiError, match="send UTF-8") as refused:
                 refuse()
@@ -147,7 +148,7 @@ def test_a_range_that_is_none_is_an_error_as_documented(client, kept, asked):
 
 def test_content_that_is_gone_is_said_to_be(client, kept):
     id = upload(client).json()["id"]
-    kept.content(id).unlink()
+    kept.content_path(id).unlink()
     answer = client.get(f"/v1/files/{id}/content")
     assert answer.status_code == 404 and "gone" in answer.json()["error"]["message"]
     kept.files.pop(id)
@@ -173,8 +174,8 @@ def test_metadata_of_a_batch_has_openais_limits(client, metadata, says):
 
 def test_one_transfer_too_many_is_refused():
     transfers = Transfers(2)
-    with transfers.one(), transfers.one(), pytest.raises(ApiError, match="2 files are being") as refused:
-        transfers.one().__enter__()
+    with transfers.reserve(), transfers.reserve(), pytest.raises(ApiError, match="2 files are being") as refused:
+        transfers.reserve().__enter__()
     assert refused.value.status_code == 429
-    with transfers.one():
+    with transfers.reserve():
         assert transfers.num_open == 1

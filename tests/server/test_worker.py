@@ -13,7 +13,7 @@ from espalier.errors import EspalierError
 from espalier.masking.compile import CompilerBusy
 from espalier.request import ResolvedParams
 from espalier.server import protocol
-from espalier.server.protocol import Abort, Harvest, Refused, Shutdown, Start, Submit, Submits
+from espalier.server.protocol import Abort, Harvest, Refused, Shutdown, Start, Submit, SubmitMany
 from espalier.server.worker import Worker, settings_of, wait_for_start
 from tests.harness import directories
 
@@ -39,13 +39,13 @@ def engine():
 
 
 def submit(front, name, params=PARAMS, priority=0, prompt=(1, 2, 3)):
-    front.send(protocol.encode(Submits([Submit(name, list(prompt), params, priority, False)])))
+    front.send(protocol.encode(SubmitMany([Submit(name, list(prompt), params, priority, False)])))
 
 
 def run(worker, front):
     """Everything that is said until nothing runs."""
     front.send(protocol.encode(Shutdown()))
-    while worker.llm.engine.has_work or worker._take_in():
+    while worker.llm.engine.has_work or worker._receive_messages():
         worker._send(worker.llm.step() if worker.llm.engine.has_work else [])
         worker.steps += 1
     return said(front)
@@ -67,7 +67,7 @@ def test_samples_are_the_offline_llms_and_their_last_part_has_their_usage(engine
     params = SamplingParams(temperature=0.0, max_tokens=8)
     [expected] = worker.llm.generate([[1, 2, 3]], params)
     submit(front, "a")
-    worker._take_in()
+    worker._receive_messages()
     found = parts(run(worker, front))
     assert [token for part in found for token in part.output.token_ids] == expected.token_ids
     assert [part.usage is not None for part in found] == [part.output.finish_reason is not None for part in found]
@@ -79,7 +79,7 @@ def test_a_lower_priority_number_goes_first(engine):
     worker, front = engine
     for name, priority in (("first", 0), ("late", 5), ("urgent", -1)):
         submit(front, name, priority=priority)
-    worker._take_in()
+    worker._receive_messages()
     ended = [part.name for part in parts(run(worker, front)) if part.output.finish_reason]
     assert ended == ["urgent", "first", "late"]
 
@@ -88,7 +88,7 @@ def test_what_can_never_run_is_refused_and_nothing_of_it_stays(engine):
     worker, front = engine
     submit(front, "never", replace(PARAMS, min_tokens=200, max_tokens=None))
     submit(front, "good")
-    worker._take_in()
+    worker._receive_messages()
     messages = run(worker, front)
     [refused] = [message for message in messages if isinstance(message, Refused)]
     assert refused.name == "never" and "min_tokens=200" in refused.error
@@ -106,7 +106,7 @@ def test_a_prompt_whose_requests_cannot_be_made_is_refused_alone(engine, monkeyp
     monkeypatch.setattr(worker.llm, "group", group)
     submit(front, "never")
     submit(front, "good")
-    worker._take_in()
+    worker._receive_messages()
     messages = run(worker, front)
     assert [message.error for message in messages if isinstance(message, Refused)] == ["never"]
     assert {part.name for part in parts(messages)} == {"good"}
@@ -119,7 +119,7 @@ def test_a_refusal_says_whether_a_retry_may_succeed(engine, monkeypatch, error):
     compiling.set_exception(error)
     monkeypatch.setattr(worker.llm, "compiling", lambda grammar: compiling)
     submit(front, "a")
-    worker._take_in()
+    worker._receive_messages()
     [refused] = [message for message in run(worker, front) if isinstance(message, Refused)]
     assert (refused.error, refused.busy) == (str(error), isinstance(error, CompilerBusy))
 
@@ -128,7 +128,7 @@ def test_rounds_of_a_captured_bucket_are_graphs_with_log_probabilities_too(engin
     worker, front = engine
     worker.buckets = (1, 2)
     submit(front, "a", replace(PARAMS, logprobs=1))
-    worker._take_in()
+    worker._receive_messages()
     reports = [message.report for message in run(worker, front) if message.report is not None]
     [(bucket, is_graph, count)] = reports[-1].rounds
     assert (bucket, is_graph, count) == (1, True, reports[-1].totals.rounds)
@@ -137,11 +137,11 @@ def test_rounds_of_a_captured_bucket_are_graphs_with_log_probabilities_too(engin
 def test_an_abort_is_carried_out_in_one_step_and_reported(engine):
     worker, front = engine
     submit(front, "a", replace(PARAMS, max_tokens=40, n=2))
-    worker._take_in()
+    worker._receive_messages()
     worker._send(worker.llm.step())
     front.send(protocol.encode(Abort("a")))
     front.send(protocol.encode(Abort("unknown")))
-    worker._take_in()
+    worker._receive_messages()
     worker.steps += 1
     worker._send(worker.llm.step())
     reports = [message.report for message in said(front)]
@@ -182,7 +182,7 @@ def test_a_worker_whose_front_is_gone_before_the_first_message_does_not_wait_for
 
 def test_messages_come_back_as_they_went():
     params = ResolvedParams(logit_bias={3: -1.5}, stop=("x",), stop_token_ids=(1, 2), seed=2**63 - 1, logprobs=2)
-    sent = Submits([Submit("a", [1, 2], params, -3, True), Submit("b", [3], params, 0, False)])
+    sent = SubmitMany([Submit("a", [1, 2], params, -3, True), Submit("b", [3], params, 0, False)])
     assert protocol.decode_to_engine(protocol.encode(sent)) == sent
     tree = settings_of({"speculation": {"steps": 2, "topk": 1}, "model": "x"})["speculation"]
     assert tree == SpeculationConfig(steps=2, topk=1)

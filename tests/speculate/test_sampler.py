@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack_bits
-from espalier.sampling.logit_processors import Above
+from espalier.sampling.logit_processors import DraftedAncestors
 from espalier.speculate import sampler as draws_module
 from espalier.speculate.sampler import DraftRows, KernelSampler, kernel_sampler, make_sampler
 from espalier.speculate.tree import Tree
@@ -70,7 +70,9 @@ def test_children_and_their_scores(kernel_device, draft_vocab, level):
         None if d2t is None else d2t.to(kernel_device),
         level - 1,
         scores.to(kernel_device),
-        None if above is None else Above(above.tokens.to(kernel_device), above.ancestor_bits.to(kernel_device)),
+        None
+        if above is None
+        else DraftedAncestors(above.tokens.to(kernel_device), above.ancestor_bits.to(kernel_device)),
     )
     ids, best = by_kernels.children(rows, 3)
     possible = expected > -torch.inf
@@ -112,7 +114,7 @@ def test_a_captured_launch_reads_what_the_table_holds_at_replay(kernel_device):
     tree = moved(tree_of(len(ASKED)), kernel_device)
     logits = random_logits(1, len(ASKED), NODES, VOCAB).to(kernel_device)
     scores = torch.zeros(len(ASKED), NODES, device=kernel_device)
-    above = Above(tree.tokens, tree.ancestors)
+    above = DraftedAncestors(tree.tokens, tree.ancestors)
 
     def launch():
         sampler = make_sampler(slots, ALL_SAMPLING, first, WIDTH, VOCAB, torch.float32)

@@ -72,7 +72,7 @@ def test_a_wrong_choice_is_named(tools, choice, said):
 def test_what_is_chosen_may_be_called():
     g = function(name="g")
     names = [
-        [each["name"] for each in checked_tools([F, g], choice).callable]
+        [each["name"] for each in checked_tools([F, g], choice).callable_functions]
         for choice in (None, "auto", "required", "none", {"type": "function", "function": {"name": "g"}})
     ]
     assert names == [["f", "g"], ["f", "g"], ["f", "g"], [], ["g"]]
@@ -81,5 +81,5 @@ def test_what_is_chosen_may_be_called():
     assert [checked_tools([F], each).is_forced for each in (None, "auto", "none", "required")] == [False] * 3 + [True]
     # A tool may have the name of a choice.
     auto = checked_tools([function(name="auto"), g], {"type": "function", "function": {"name": "auto"}})
-    assert auto.is_forced and [each["name"] for each in auto.callable] == ["auto"]
-    assert checked_tools(None).callable == checked_tools([], "auto").callable == []
+    assert auto.is_forced and [each["name"] for each in auto.callable_functions] == ["auto"]
+    assert checked_tools(None).callable_functions == checked_tools([], "auto").callable_functions == []

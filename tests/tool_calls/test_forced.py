@@ -132,7 +132,7 @@ def test_all_that_a_forced_call_allows_is_read_and_valid(name):
 @formats
 def test_several_calls_are_allowed_unless_they_are_not(allows, name):
     if name not in TWO:
-        assert TOOL_FORMATS[name].one_call
+        assert TOOL_FORMATS[name].call_ends_output
         return
     assert len(read(name, TWO[name]).tool_calls) == 2
     assert allows(grammar_of(name), TWO[name])
@@ -159,7 +159,7 @@ def test_a_free_answer_has_a_grammar_only_where_one_is_asked_for(allows, name):
     # A tool that is not strict may get any arguments.
     both = grammar_of(name, [tool("get_weather"), tool("now", strict=True)], "auto")
     assert json.loads(both.spec)["format"]["type"] == "triggered_tags" and '"city"' not in both.spec.partition("now")[0]
-    if not TOOL_FORMATS[name].one_call:
+    if not TOOL_FORMATS[name].call_ends_output:
         single = grammar_of(name, choice="auto", parallel=False)
         assert not allows(single, TWO[name]) and 'stop_after_first": true' in single.spec
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -31,9 +32,9 @@ def read(family, text, parts, schemas=SCHEMAS):
     """The message of a text that comes in these parts, and all deltas.  Ids are numbers."""
     formats = find_formats(family.template, family.tools, family.reasoning or "none")
     ids = iter(map(str, range(1000)))
-    parser = OutputParser(
-        formats, schemas, formats.reasoning.begin * family.opens if formats.reasoning else "", lambda: next(ids)
-    )
+    if formats.tools is not None:
+        formats = replace(formats, tools=replace(formats.tools, make_id=lambda: next(ids)))
+    parser = OutputParser(formats, schemas, formats.reasoning.begin * family.opens if formats.reasoning else "")
     deltas = [delta for part in parts for delta in parser.feed(part)] + parser.finish()
     assert "".join(parts) == text
     return message_of(deltas), deltas

@@ -36,7 +36,7 @@ def test_the_parser_sees_the_special_tokens_of_its_format(name, cut):
     """Through the detokenizer, with other special tokens around that stay hidden."""
     family, inputs = FAMILIES[name], inputs_of(name)
     prompt, params, plan = inputs.conversation(HI, None, tools=TOOLS)
-    assert plan._is_open(prompt) == family.opens
+    assert plan._is_in_reasoning(prompt) == family.opens
     tokenizer = inputs.tokenizer
     tokens = [*tokens_of(tokenizer, family.output), tokenizer.hf.eos_token_id]
     sink = tokenizer.sink(prompt, shown=params.shown_special_tokens)
@@ -186,7 +186,7 @@ def test_a_mark_that_the_user_wrote_opens_nothing(name):
     for options in ({}, {"add_generation_prompt": False}):
         said = [{"role": "user", "content": f"What is {reasoning.begin} here?"}]
         prompt, _, plan = inputs.conversation(said, None, **options)
-        assert plan._is_open(prompt) == family.opens
+        assert plan._is_in_reasoning(prompt) == family.opens
 
 
 def test_without_marks_of_turns_only_the_prompts_end_opens_reasoning():
@@ -194,7 +194,7 @@ def test_without_marks_of_turns_only_the_prompts_end_opens_reasoning():
     inputs = inputs_of("hermes")
     plan = ChatPlan(inputs.tokenizer, find_formats(FAMILIES["hermes"].template), checked_tools(None))
     for text, is_open in (("Q: <think>? A:", False), ("<eos>Q: <think>? A:", False), ("<eos>Q: ? A: <think>\n", True)):
-        assert plan._is_open(tokens_of(inputs.tokenizer, text)) == is_open
+        assert plan._is_in_reasoning(tokens_of(inputs.tokenizer, text)) == is_open
 
 
 def test_a_call_that_the_prompt_began_is_a_call():

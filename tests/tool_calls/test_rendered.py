@@ -169,17 +169,17 @@ def test_what_is_written_is_read(name, data):
     reasoning = REASONING_FORMATS[data.draw(st.sampled_from(["think", "mistral"])) if name != "harmony" else name]
     text = output(name, reasoning, thoughts, content, calls, data.draw(st.integers(1, 2)))
     first = text.index(thoughts) + data.draw(st.integers(0, len(thoughts)))
-    begun = text[:first] if data.draw(st.booleans()) else ""
-    repeated = "" if name == "harmony" or not begun else data.draw(st.sampled_from(["", reasoning.begin]))
-    written = repeated + text[len(begun) :]
-    parser = OutputParser(Formats(TOOL_FORMATS[name], reasoning), SCHEMAS, begun)
+    answer_start = text[:first] if data.draw(st.booleans()) else ""
+    repeated = "" if name == "harmony" or not answer_start else data.draw(st.sampled_from(["", reasoning.begin]))
+    written = repeated + text[len(answer_start) :]
+    parser = OutputParser(Formats(TOOL_FORMATS[name], reasoning), SCHEMAS, answer_start)
     places = sorted(data.draw(st.sets(st.integers(0, len(written)), max_size=6)))
     parts = [written[a:b] for a, b in zip([0, *places], [*places, len(written)], strict=True)]
     message = message_of([delta for part in parts for delta in parser.feed(part)] + parser.finish())
     expected = [(call, {} if isinstance(arguments, str) else arguments) for call, arguments in calls]
     assert [(call.name, json.loads(call.arguments)) for call in message.tool_calls] == expected, written
     assert (message.content, message.errors) == (content, []), written
-    rest = thoughts[first - text.index(thoughts) :] if begun else thoughts
+    rest = thoughts[first - text.index(thoughts) :] if answer_start else thoughts
     assert message.reasoning.strip("\n") == rest.strip("\n")
     assert not any(mark in message.content for mark in MARKS)
 

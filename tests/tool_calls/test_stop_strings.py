@@ -44,7 +44,7 @@ def read(name, prompt, params, output, places=()):
     parts = [OutputChunk("", 0, chunk) for chunk in chunks[:-1]]
     parts.append(OutputChunk("", 0, chunks[-1], finish_reason=finish, stop_reason=stopped))
     deltas = [delta for part in parts for delta in stream.read(part)]
-    return said(deltas), stream.ends(parts[-1]), stream.num_reasoning
+    return said(deltas), stream.finish_reasons(parts[-1]), stream.num_reasoning_tokens
 
 
 def said(deltas):
@@ -84,7 +84,7 @@ def test_a_stop_string_ends_the_content_and_nothing_else(name, data):
     free, _, _ = read(name, prompt, unended, (tokens, "length", None))
     plan, prompt, params = planned(name, (stop,), include_stop_str_in_output=data.draw(st.booleans()))
     output = ended(name, prompt, params, tokens)
-    (content, reasoning, calls, errors), ends, num_reasoning = read(name, prompt, params, output)
+    (content, reasoning, calls, errors), ends, num_reasoning_tokens = read(name, prompt, params, output)
     expected, found = "", ""
     for piece in pieces(name, prompt, unended, tokens):
         before, found, _ = piece.partition(stop)
@@ -97,7 +97,11 @@ def test_a_stop_string_ends_the_content_and_nothing_else(name, data):
     assert calls == free[2][: len(calls)]
     # However the tokens come, and offline.
     places = sorted(data.draw(st.sets(st.integers(0, len(output[0])), max_size=5)))
-    assert read(name, prompt, params, output, places) == ((content, reasoning, calls, errors), ends, num_reasoning)
+    assert read(name, prompt, params, output, places) == (
+        (content, reasoning, calls, errors),
+        ends,
+        num_reasoning_tokens,
+    )
     offline = chat_output(plan, prompt, Output("", *output), partial(text_sink, TOKENIZERS[name], prompt, params))
     assert (offline.message.content, offline.message.reasoning) == (content, reasoning)
 

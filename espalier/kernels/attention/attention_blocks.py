@@ -129,33 +129,31 @@ def lse_of(max_score, sum_weights, scale, dtype: tl.constexpr):
 
 
 @kernel
-def _load_page_ids(table, first_position, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The pages of BLOCK_N positions from first_position on, a multiple of BLOCK_N; a scalar if one page holds them."""
+def page_of_block(table, at, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The pages of positions at .. at + BLOCK_N - 1; a scalar if one page holds the block.  BLOCK_N divides `at`."""
     if PAGE_SIZE % BLOCK_N == 0:
-        page = tl.load(table + first_position // PAGE_SIZE, mask=first_position < end, other=0)
+        page = tl.load(table + at // PAGE_SIZE, mask=at < end, other=0)
     elif BLOCK_N % PAGE_SIZE == 0:
         offset = tl.arange(0, BLOCK_N)
-        page = tl.load(
-            table + first_position // PAGE_SIZE + offset // PAGE_SIZE, mask=first_position + offset < end, other=0
-        )
+        page = tl.load(table + at // PAGE_SIZE + offset // PAGE_SIZE, mask=at + offset < end, other=0)
     else:
-        key_position = first_position + tl.arange(0, BLOCK_N)
+        key_position = at + tl.arange(0, BLOCK_N)
         page = tl.load(table + key_position // PAGE_SIZE, mask=key_position < end, other=0)
     return page
 
 
 @kernel
-def _pool_rows(page, first_position, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_N] int64: pool rows of the positions from first_position on."""
+def rows_of_block(page, at, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_N] int64: pool rows of the positions at .. at + BLOCK_N - 1."""
     offset = tl.arange(0, BLOCK_N)
     # Rows fit in int32: the launcher checks the pool.  They become int64 here and not when the page is loaded, because
     # Triton 3.6 pipelines only loops that carry nothing but the load.
     if PAGE_SIZE % BLOCK_N == 0:
-        row = page * PAGE_SIZE + first_position % PAGE_SIZE + offset
+        row = page * PAGE_SIZE + at % PAGE_SIZE + offset
     else:
         # Never write offset % PAGE_SIZE alone: Triton 3.6 concludes that each row is a multiple of the page size, and
         # then loads rows of 22 values 16 bytes at a time, misaligned.
-        row = page * PAGE_SIZE + (first_position + offset) % PAGE_SIZE
+        row = page * PAGE_SIZE + (at + offset) % PAGE_SIZE
     return row.to(tl.int64)
 
 
@@ -194,10 +192,10 @@ def _attend_unmasked_blocks(q, table, tiles, low, high, scale, max_score, sum_we
     """Attend to positions low .. high, in whole blocks of BLOCK_N.  Every query sees all of these rows: no mask."""
     PAGE_SIZE: tl.constexpr = CONSTANTS.PAGE_SIZE
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
-    page = _load_page_ids(table, low, high, PAGE_SIZE, BLOCK_N)
+    page = page_of_block(table, low, high, PAGE_SIZE, BLOCK_N)
     for at in tl.range(low, high, BLOCK_N, num_stages=CONSTANTS.STAGES):
-        row = _pool_rows(page, at, PAGE_SIZE, BLOCK_N)
-        page = _load_page_ids(table, at + BLOCK_N, high, PAGE_SIZE, BLOCK_N)
+        row = rows_of_block(page, at, PAGE_SIZE, BLOCK_N)
+        page = page_of_block(table, at + BLOCK_N, high, PAGE_SIZE, BLOCK_N)
         k, v = _load_tiles(tiles, row, 0, False, CONSTANTS)
         max_score, sum_weights, acc = _attend_block(
             q, None, k, v, 0, scale, max_score, sum_weights, acc, False, CONSTANTS
@@ -216,13 +214,13 @@ def attend_blocks(
     """
     PAGE_SIZE: tl.constexpr = CONSTANTS.PAGE_SIZE
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
-    page = _load_page_ids(table, begin + block_index(low, num_lower, num_unmasked) * BLOCK_N, end, PAGE_SIZE, BLOCK_N)
+    page = page_of_block(table, begin + block_index(low, num_lower, num_unmasked) * BLOCK_N, end, PAGE_SIZE, BLOCK_N)
     for t in tl.range(low, high, num_stages=CONSTANTS.STAGES):
         at = begin + block_index(t, num_lower, num_unmasked) * BLOCK_N
         at_next = begin + block_index(t + 1, num_lower, num_unmasked) * BLOCK_N
         key_position = at + tl.arange(0, BLOCK_N)
-        row = _pool_rows(page, at, PAGE_SIZE, BLOCK_N)
-        page = _load_page_ids(table, at_next, end, PAGE_SIZE, BLOCK_N)
+        row = rows_of_block(page, at, PAGE_SIZE, BLOCK_N)
+        page = page_of_block(table, at_next, end, PAGE_SIZE, BLOCK_N)
         exists = (key_position >= first) & (key_position < end)
         first_tile, second_tile = _load_tiles(tiles, row, exists, MASKED, CONSTANTS)
         seen = exists[None, :]

@@ -1,8 +1,8 @@
 """Computes index scores, the sum over index heads of weight · max(q · k, 0), for rows in pages and staged rows.
 
-There are few queries and many rows.  So a block of keys is loaded once and multiplied with the heads of one query after
-another.  The programs of a request take its blocks in turns, so a captured launch does no work for rows that do not
-exist.  The last block holds the staged rows; a query sees its ancestors among them.
+There are few queries and many rows.  A program holds the heads of a few queries, and multiplies block after block of
+keys with all of them.  The programs of a request take its blocks in turns, so a captured launch does no work for rows
+that do not exist.  The last blocks hold the staged rows; a query sees its ancestors among them.
 
 With 64 heads of 128 values, one query computes 16,384 flops for each key of 256 bytes.  So from 4 queries on, products
 take longer than reading the keys.
@@ -12,95 +12,145 @@ Tolerance: products and sums are in float32, over values of the dtype, in anothe
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import require_ancestor_bits
+from espalier.kernels.attention.attention_blocks import page_of_block, rows_of_block
 from espalier.kernels.ops.attention import DTYPES
-from espalier.kernels.ops.selection import MAX_INDEX_SIZE, IndexKeys, IndexQueries
+from espalier.kernels.ops.selection import GROUP, MAX_INDEX_SIZE, IndexKeys, IndexQueries, IndexScores
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, power_of_two, require
+from espalier.kernels.runtime.launch import Chip, chip, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-BLOCK_N = 128
-# Programs per multiprocessor: one loads keys while another multiplies.
+# Keys that are multiplied at once, and blocks of keys in flight.
+BLOCK_N, STAGES = 64, 3
+# Programs per multiprocessor: one adds up products while another multiplies.
 PROGRAMS_A_PROCESSOR = 2
 NUM_WARPS = 4
-# Queries per program, because pieces of prompts have many queries.
-QUERY_STEP = 64
-# The most heads that are multiplied at once.
-MAX_BLOCK_H = 64
+# The most heads, of all queries of a program, that are multiplied at once.  In float32 there are no tensor cores.
+MAX_COLUMNS, MAX_FLOAT32_COLUMNS = 256, 64
+
+
+# Bytes of shared memory through which threads exchange scores.
+EXCHANGE = 4096
+
+
+class Held(NamedTuple):
+    """What a program holds in shared memory.
+
+    queries: a power of two.  block_h: heads of a query, padded.  stages: blocks of keys.
+    """
+
+    queries: int
+    block_h: int
+    stages: int
 
 
 @kernel
-def _score_block(
-    keys, q_ptr, weight_ptr, query, q_q, q_h, weight_q,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+def _score_block(keys, q, weight, seen, QUERIES: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr):
+    """[BLOCK_N, QUERIES] float32: the scores of keys [BLOCK_N, SIZE] for queries q [SIZE, QUERIES · BLOCK_H].
+
+    A score of a pair (key, query) that is not `seen` is -inf.
+    """
+    products = tl.maximum(tl.dot(keys, q, input_precision=PRECISION), 0.0) * weight[None, :]
+    score = tl.sum(tl.reshape(products, [keys.shape[0], QUERIES, BLOCK_H]), 2)
+    return tl.where(seen, score, float("-inf"))
+
+
+@kernel
+def _store_block(
+    score, out, highest, block, end, column, group, query, query_exists, out_q, highest_q, GROUP: tl.constexpr
 ):  # fmt: skip
-    """[BLOCK_N] float32: the scores of keys [BLOCK_N, SIZE] for one query."""
-    value = tl.arange(0, BLOCK_SIZE)
-    score = tl.zeros([BLOCK_N], tl.float32)
-    for first in tl.static_range(0, HEADS, BLOCK_H):
-        head = first + tl.arange(0, BLOCK_H)
-        q = tl.load(
-            q_ptr + query.to(tl.int64) * q_q + head[:, None] * q_h + value[None, :],
-            mask=(head[:, None] < HEADS) & (value[None, :] < SIZE), other=0.0,
-        )  # fmt: skip
-        weight = tl.load(weight_ptr + query.to(tl.int64) * weight_q + head, mask=head < HEADS, other=0.0)
-        products = tl.dot(keys, tl.trans(q), input_precision=PRECISION)
-        score += tl.sum(tl.maximum(products, 0.0) * weight[None, :], 1)
-    return score
+    """Store scores [BLOCK_N, QUERIES] of rows below `end`, and the highest of each group.
+
+    column: where the row 0 stands in `out`; group: where its group stands in `highest`.
+    """
+    BLOCK_N: tl.constexpr = score.shape[0]
+    QUERIES: tl.constexpr = score.shape[1]
+    row = block * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    tl.store(out + query * out_q + (column + row), score, mask=(row < end) & query_exists)
+    top = tl.max(tl.reshape(tl.where(row < end, score, float("-inf")), [BLOCK_N // GROUP, GROUP, QUERIES]), 1)
+    at = block * (BLOCK_N // GROUP) + tl.arange(0, BLOCK_N // GROUP)[:, None]
+    tl.store(highest + query * highest_q + (group + at), top, mask=(at * GROUP < end) & query_exists)
 
 
 @kernel
 def _index_scores_kernel(
-    q_ptr, weight_ptr, key_ptr, staged_ptr, table_ptr, length_ptr, bits_ptr, out_ptr,
+    q_ptr, weight_ptr, key_ptr, staged_ptr, table_ptr, length_ptr, bits_ptr, out_ptr, highest_ptr,
     queries, rows, capacity, first,
-    q_b, q_q, q_h, weight_b, weight_q, key_row, staged_b, staged_r, table_b, length_b, bits_b, bits_q, out_b, out_q,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUERY_STEP: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    q_b, q_q, weight_b, weight_q, key_row, staged_b, staged_r, table_b, length_b, bits_b, bits_q, out_b, out_q,
+    highest_b, highest_q,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
+    QUERIES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """Grid: (blocks of QUERIES queries, programs that share a request's keys, B).  So programs with the same keys run
+    at the same time, and the keys come from memory once."""
     pdl_trigger_and_wait(DEPENDENT)
-    first_query = tl.program_id(2) * QUERY_STEP
-    program, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    q_ptr += request * q_b
-    weight_ptr += request * weight_b
-    out_ptr += request * out_b
+    program, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    value, offset = tl.arange(0, BLOCK_SIZE), tl.arange(0, BLOCK_N)
+    query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+    of_head = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES * BLOCK_H) // BLOCK_H
+    head = tl.arange(0, QUERIES * BLOCK_H) % BLOCK_H
+    is_head = (of_head < queries) & (head < HEADS)
+    weight = tl.load(weight_ptr + request * weight_b + of_head * weight_q + head, mask=is_head, other=0.0)
+    q = tl.load(
+        q_ptr + request * q_b + (of_head.to(tl.int64) * q_q + head * SIZE)[:, None] + value[None, :],
+        mask=is_head[:, None] & (value < SIZE)[None, :], other=0.0,
+    )  # fmt: skip
+    q = tl.trans(q)
+    out = out_ptr + request * out_b
+    highest = highest_ptr + request * highest_b
+    query = query.to(tl.int64)[None, :]
+    query_exists = query < queries
     length = tl.load(length_ptr + request * length_b).to(tl.int32)
     committed_blocks = (length + BLOCK_N - 1) // BLOCK_N
-    num_blocks = committed_blocks + (rows + BLOCK_N - 1) // BLOCK_N
-    value, offset = tl.arange(0, BLOCK_SIZE), tl.arange(0, BLOCK_N)
-    for block in range(program, num_blocks, tl.num_programs(0)):
-        is_staged = block >= committed_blocks
-        at = (block - tl.where(is_staged, committed_blocks, 0)) * BLOCK_N + offset
-        exists = at < tl.where(is_staged, rows, length)
-        if is_staged:
-            from_ptr = staged_ptr + request * staged_b + at.to(tl.int64) * staged_r
-        else:
-            page = tl.load(table_ptr + request * table_b + at // PAGE_SIZE, mask=exists, other=0).to(tl.int64)
-            from_ptr = key_ptr + (page * PAGE_SIZE + at % PAGE_SIZE) * key_row
+    table = table_ptr + request * table_b
+    page = page_of_block(table, program * BLOCK_N, length, PAGE_SIZE, BLOCK_N)
+    for block in tl.range(program, committed_blocks, tl.num_programs(1), num_stages=STAGES):
+        row = rows_of_block(page, block * BLOCK_N, PAGE_SIZE, BLOCK_N)
+        page = page_of_block(table, (block + tl.num_programs(1)) * BLOCK_N, length, PAGE_SIZE, BLOCK_N)
+        at = (block * BLOCK_N + offset)[:, None]
         keys = tl.load(
-            from_ptr[:, None] + value[None, :], mask=exists[:, None] & (value[None, :] < SIZE), other=0.0
+            key_ptr + (row * key_row)[:, None] + value[None, :], mask=(at < length) & (value < SIZE)[None, :], other=0.0
         )  # fmt: skip
-        for query in range(first_query, tl.minimum(first_query + QUERY_STEP, queries)):
-            score = _score_block(
-                keys, q_ptr, weight_ptr, query, q_q, q_h, weight_q,
-                HEADS, SIZE, PRECISION, BLOCK_N, BLOCK_H, BLOCK_SIZE,
-            )  # fmt: skip
-            seen = at >= first
-            if is_staged:
-                word = tl.load(bits_ptr + request * bits_b + query * bits_q + at // 64, mask=exists, other=0)
-                seen = ((word >> (at % 64).to(tl.int64)) & 1) != 0
-            score = tl.where(seen, score, float("-inf"))
-            column = tl.where(is_staged, capacity, 0) + at
-            tl.store(out_ptr + tl.cast(query, tl.int64) * out_q + column, score, mask=exists)
+        score = _score_block(keys, q, weight, at >= first, QUERIES, BLOCK_H, PRECISION)
+        _store_block(score, out, highest, block, length, 0, 0, query, query_exists, out_q, highest_q, GROUP)
+    # From the last program on, which may have had one block less.
+    first_staged, staged_blocks = tl.num_programs(1) - 1 - program, (rows + BLOCK_N - 1) // BLOCK_N
+    for block in tl.range(first_staged, staged_blocks, tl.num_programs(1), num_stages=1):
+        at = (block * BLOCK_N + offset)[:, None]
+        keys = tl.load(
+            staged_ptr + request * staged_b + at.to(tl.int64) * staged_r + value[None, :],
+            mask=(at < rows) & (value < SIZE)[None, :], other=0.0,
+        )  # fmt: skip
+        word = tl.load(
+            bits_ptr + request * bits_b + query * bits_q + at // 64, mask=(at < rows) & query_exists, other=0
+        )  # fmt: skip
+        seen = ((word >> (at % 64).to(tl.int64)) & 1) != 0
+        score = _score_block(keys, q, weight, seen, QUERIES, BLOCK_H, PRECISION)
+        group = (capacity + GROUP - 1) // GROUP
+        _store_block(score, out, highest, block, rows, capacity, group, query, query_exists, out_q, highest_q, GROUP)
 
 
-def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) -> Tensor:
+def _held(on: Chip, queries: int, heads: int, size: int, itemsize: int) -> Held:
+    """A score's bits do not depend on it: each query's heads are added alone."""
+    block_h, row_bytes = max(power_of_two(heads), 16), max(power_of_two(size), 16) * itemsize
+    columns = MAX_COLUMNS if itemsize == 2 else MAX_FLOAT32_COLUMNS
+    room = (on.shared_memory_per_program(PROGRAMS_A_PROCESSOR) - STAGES * BLOCK_N * row_bytes) // row_bytes
+    held = power_of_two(queries)
+    while held > 1 and held * block_h > min(columns, room):
+        held //= 2
+    blocks = (on.shared_memory - EXCHANGE - held * block_h * row_bytes) // (BLOCK_N * row_bytes)
+    return Held(held, block_h, min(max(blocks, 1), STAGES))
+
+
+def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) -> IndexScores:
     """See ops/selection.py.  Raises EspalierError for sizes that do not agree, dtypes not in DTYPES, and wide keys."""
     q, weights = queries
     batch, num_queries, heads, size = q.shape
@@ -116,26 +166,34 @@ def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) 
     require("index scores: page_table", keys.page_table, (batch, -1), torch.int32, q)
     require("index scores: length", keys.length, (batch,), torch.int64, q)
     require_ancestor_bits("index scores: ancestor_bits", ancestor_bits, rows, q)
-    q, weights = q.contiguous(), weights.contiguous()
-    scores = torch.empty(batch, num_queries, capacity + rows, dtype=torch.float32, device=q.device)
-    if not scores.numel():
+    if q.stride()[2:] != (size, 1) or weights.stride(2) != 1:
+        q, weights = q.contiguous(), weights.contiguous()
+    scores = IndexScores.empty(batch, num_queries, capacity, rows, q.device)
+    if not scores.rows.numel():
         return scores
-    most_blocks = -(-capacity // BLOCK_N) + -(-rows // BLOCK_N)
-    programs = min(most_blocks, -(-chip(q).processors * PROGRAMS_A_PROCESSOR // batch))
-    _index_scores_kernel[(programs, batch, -(-num_queries // QUERY_STEP))](
-        *(q, weights, keys.committed, keys.staged, keys.page_table, keys.length, ancestor_bits, scores),
+    held = _held(chip(q), num_queries, heads, size, q.itemsize)
+    blocks = -(-num_queries // held.queries)
+    most = max(chip(q).processors * PROGRAMS_A_PROCESSOR // (batch * blocks), 1)
+    programs = min(-(-capacity // BLOCK_N) + -(-rows // BLOCK_N), most)
+    _index_scores_kernel[(blocks, programs, batch)](
+        *(q, weights, keys.committed, keys.staged, keys.page_table, keys.length, ancestor_bits, *scores),
         *(num_queries, rows, capacity, keys.first),
-        *(*q.stride()[:3], *weights.stride()[:2], keys.committed.stride(0), *keys.staged.stride()[:2]),
-        *(keys.page_table.stride(0), keys.length.stride(0), *ancestor_bits.stride()[:2], *scores.stride()[:2]),
+        *(*q.stride()[:2], *weights.stride()[:2], keys.committed.stride(0), *keys.staged.stride()[:2]),
+        *(keys.page_table.stride(0), keys.length.stride(0), *ancestor_bits.stride()[:2]),
+        *(*scores.rows.stride()[:2], *scores.groups.stride()[:2]),
         HEADS=heads,
         SIZE=size,
         PAGE_SIZE=keys.page_size,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        GROUP=GROUP,
+        QUERIES=held.queries,
         BLOCK_N=BLOCK_N,
-        BLOCK_H=min(max(power_of_two(heads), 16), MAX_BLOCK_H),
+        BLOCK_H=held.block_h,
         BLOCK_SIZE=max(power_of_two(size), 16),
-        QUERY_STEP=QUERY_STEP,
+        STAGES=held.stages,
         num_warps=NUM_WARPS,
+        # With fusion, the compiler could round one query of a program differently from the next.
+        enable_fp_fusion=False,
         **pdl_arguments(chip(q)),
     )
     return scores

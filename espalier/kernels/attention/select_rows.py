@@ -1,37 +1,42 @@
 """Selects, exactly, each query's rows with the topk largest (score, position), in order of position.
 
-With its sign turned, a score's bit pattern is in the order of scores.  For each group of eight bits one launch counts
-the scores per bin.  Together the counts give the threshold: the lowest chosen score, whatever the scores are.  A
-further launch counts, per chunk of positions, the scores above the threshold and at it.  The last launch writes the
-chosen rows.  From the counts a chunk knows where its rows begin, and how many equal scores in later chunks are taken.
-Programs of chunks past a request's length end at once, so a captured launch does only the work of the actual length.
+One program selects the rows of one query.  It first lists the topk groups with the highest scores, or a few more.  They
+hold all chosen rows: a row of any other group has topk rows above it, the highest of each listed group.  Then it
+selects among the rows of these groups that are not below all of these highest scores.
+
+Both steps search for a threshold.  With its sign turned, a score's bit pattern is in the order of scores.  Each turn of
+the search divides the patterns between which the threshold lies into 32 bins, and counts the scores per bin.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.ops.selection import MAX_TOPK, SelectedRows
+from espalier.kernels.ops.selection import GROUP, MAX_TOPK, IndexScores, SelectedRows
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.layout import ANCESTOR_BITS
 
+# Scores that a program holds at once.
 CHUNK = 4096
-# Each level counts eight bits of a score, from the highest on.  The time of tl.histogram grows with the number of bins:
-# for 128 queries of 32k scores, three levels of 2,048 bins took 0.5 ms.
-LEVELS = 4
-BINS = 256
-NUM_WARPS = 8
+# The time of tl.histogram grows with the number of bins, and it needs one for each thread of a warp.
+BINS = 32
+NUM_WARPS = 16
+# Groups that are listed beyond topk, as a part of topk.  A few more groups take less time than a longer search.
+SPARE = 4
+# Bits of a bin of patterns in the first turn, if any score may be the threshold.  It is seldom far below the highest
+# score.  So two bins hold the scores between a power of two and the next, and the last bin holds all lower scores.
+FIRST_BITS = tl.constexpr(22)
+# The pattern of the lowest score of a row that is seen: unseen rows have -inf.
+LEAST = tl.constexpr(0x00800000)
 
 
 @kernel
-def _ordered(score):
+def _pattern(score):
     """uint32 numbers in the order of float32 scores.  Both zeros are equal."""
     score = tl.where(score == 0.0, 0.0, score)
     bits = score.to(tl.uint32, bitcast=True)
@@ -39,195 +44,260 @@ def _ordered(score):
 
 
 @kernel
-def _chunk_of(score_ptr, chunk, length, capacity, rows, CHUNK: tl.constexpr):
-    """(columns, whether they exist, ordered scores) of a chunk.
+def _load(values, columns, chunk, count, split, skipped, CHUNK: tl.constexpr):
+    """(columns, whether they hold a seen score, patterns) of a chunk of `count` values.
 
-    Chunks of committed rows come before chunks of staged rows.
+    columns: a list of columns.  None: the columns before `split`, and after it those `skipped` further on.
     """
-    num_committed = (capacity + CHUNK - 1) // CHUNK
-    is_staged = chunk >= num_committed
-    at = (chunk - tl.where(is_staged, num_committed, 0)) * CHUNK + tl.arange(0, CHUNK)
-    exists = at < tl.where(is_staged, rows, length)
-    ordered = _ordered(tl.load(score_ptr + tl.where(is_staged, capacity, 0) + at, mask=exists, other=float("-inf")))
-    # Scores of -inf are not counted.
-    return at, exists & (ordered > 0x007FFFFF), ordered
+    i = chunk * CHUNK + tl.arange(0, CHUNK)
+    exists = i < count
+    if columns is None:
+        column = i + tl.where(i >= split, skipped, 0)
+    else:
+        column = tl.load(columns + i, mask=exists, other=0)
+    pattern = _pattern(tl.load(values + column, mask=exists, other=float("-inf")))
+    return column, exists & (pattern >= LEAST), pattern
 
 
 @kernel
-def _find_bin(bin_ptr, wanted, BINS: tl.constexpr):
-    """(bin of the `wanted`-th largest score, how many scores of this bin are wanted); bin 0 if there are too few."""
+def _num_bits(x):
+    """The number of bits of a uint32, without leading zeros."""
+    bits = tl.zeros([], tl.uint32)
+    for i in tl.static_range(5):
+        has_more = x >> (16 >> i) > 0
+        bits += tl.where(has_more, 16 >> i, 0).to(tl.uint32)
+        x = tl.where(has_more, x >> (16 >> i), x)
+    return bits + tl.where(x > 0, 1, 0).to(tl.uint32)
+
+
+@kernel
+def _highest(values, count, split, skipped, CHUNK: tl.constexpr):
+    """The highest pattern of `count` values, at least LEAST."""
+    high = tl.full([], LEAST, tl.uint32)
+    for chunk in range((count + CHUNK - 1) // CHUNK):
+        _column, seen, pattern = _load(values, None, chunk, count, split, skipped, CHUNK)
+        high = tl.maximum(high, tl.max(tl.where(seen, pattern, LEAST).to(tl.uint32), 0))
+    return high
+
+
+@kernel
+def _threshold(
+    values, columns, count, split, skipped, low, high, topk, spare, first_bits,
+    CHUNK: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """Search for the threshold of the topk highest of `count` values (`_load`).  No pattern is below low or above high.
+
+    first_bits: the most bits of a bin of the first turn.  Returns (high, span, left_out).  Patterns above the new
+    `high` are chosen.  Of the values at the threshold, which have patterns from high - span to high, all but the first
+    `left_out` are chosen.  So topk values are chosen, or all if there are fewer, or up to `spare` more.
+    """
+    span, equal, wanted, most_bits = high - low, count, tl.minimum(topk, count), tl.full([], first_bits, tl.uint32)
     place = tl.arange(0, BINS)
-    count = tl.load(bin_ptr + place)
-    upto = tl.cumsum(count, 0, reverse=True)
-    is_it = (upto >= wanted) & (upto - count < wanted)
-    found = tl.sum(tl.where(is_it, place, 0), 0)
-    return found, wanted - tl.sum(tl.where(is_it, upto - count, 0), 0)
+    while (equal - wanted > spare) & (span > 0):
+        bits = tl.minimum(_num_bits(span // BINS), most_bits)
+        most_bits = tl.full([], 32, tl.uint32)
+        counts = tl.zeros([BINS], tl.int32)
+        for chunk in range((count + CHUNK - 1) // CHUNK):
+            _column, seen, pattern = _load(values, columns, chunk, count, split, skipped, CHUNK)
+            is_between = seen & (pattern <= high) & (high - pattern <= span)
+            bin_of = tl.minimum((high - pattern) >> bits, BINS - 1)
+            counts += tl.histogram(bin_of.to(tl.int32), BINS, mask=is_between)
+        upto = tl.cumsum(counts, 0)
+        # Fewer than `wanted` in the first turn only, where `count` includes values that are not seen.
+        wanted = tl.minimum(wanted, tl.max(upto, 0))
+        is_it = (upto >= wanted) & (upto - counts < wanted)
+        wanted -= tl.sum(tl.where(is_it, upto - counts, 0), 0)
+        equal = tl.sum(tl.where(is_it, counts, 0), 0)
+        found = tl.sum(tl.where(is_it, place, 0), 0)
+        skipped_span = found.to(tl.uint32) << bits
+        high -= skipped_span
+        span = tl.where(found == BINS - 1, span - skipped_span, (tl.full([], 1, tl.uint32) << bits) - 1)
+    return high, span, tl.where(equal - wanted > spare, equal - wanted, 0)
 
 
 @kernel
-def _threshold(bin_ptr, wanted, LEVEL: tl.constexpr, BINS: tl.constexpr):
-    """(leading bits of the threshold after LEVEL levels, how many scores with these leading bits are wanted)."""
-    found = tl.zeros([], tl.uint32)
-    for level in tl.static_range(LEVEL):
-        place, wanted = _find_bin(bin_ptr + level * BINS, wanted, BINS)
-        found = (found << 8) | place.to(tl.uint32)
-    return found, wanted
+def _places(seen, pattern, high, span, left_out, above_before, equal_before):
+    """(taken, places, scores above the threshold, scores at it) of a chunk (see `_threshold`).
 
-
-@kernel
-def _count_bins_kernel(
-    score_ptr, length_ptr, bin_ptr, queries, capacity, rows, topk, score_b, score_q, length_b,
-    LEVEL: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """Count the scores per bin of one level.  Grid: (chunks, B · Q).  bin_ptr: [B · Q, LEVELS, BINS]."""
-    pdl_trigger_and_wait(DEPENDENT)
-    chunk, query = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    request = query // queries
-    length = tl.load(length_ptr + request * length_b).to(tl.int32)
-    num_committed = (capacity + CHUNK - 1) // CHUNK
-    if (chunk * CHUNK < length) | (chunk >= num_committed):
-        scores = score_ptr + request * score_b + query % queries * score_q
-        _at, exists, ordered = _chunk_of(scores, chunk, length, capacity, rows, CHUNK)
-        bins = bin_ptr + query * LEVELS * BINS
-        if LEVEL > 0:
-            found, _wanted = _threshold(bins, topk, LEVEL, BINS)
-            exists = exists & (ordered >> (32 - 8 * LEVEL) == found)
-        place = (ordered >> (24 - 8 * LEVEL)) & 0xFF
-        counts = tl.histogram(place.to(tl.int32), BINS, mask=exists)
-        tl.atomic_add(bins + LEVEL * BINS + tl.arange(0, BINS), counts, mask=counts > 0, sem="relaxed")
-
-
-@kernel
-def _count_chunks_kernel(
-    score_ptr, length_ptr, bin_ptr, count_ptr, queries, capacity, rows, topk, score_b, score_q, length_b,
-    LEVELS: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """Count each chunk's scores.  Grid: (chunks, B · Q).  count_ptr: [B · Q, chunks, 2], above and at the threshold."""
-    pdl_trigger_and_wait(DEPENDENT)
-    chunk, query = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    request = query // queries
-    length = tl.load(length_ptr + request * length_b).to(tl.int32)
-    scores = score_ptr + request * score_b + query % queries * score_q
-    above, equal = 0, 0
-    if (chunk * CHUNK < length) | (chunk >= (capacity + CHUNK - 1) // CHUNK):
-        least, _wanted = _threshold(bin_ptr + query * LEVELS * BINS, topk, LEVELS, BINS)
-        _at, exists, ordered = _chunk_of(scores, chunk, length, capacity, rows, CHUNK)
-        above = tl.sum((exists & (ordered > least)).to(tl.int32), 0)
-        equal = tl.sum((exists & (ordered == least)).to(tl.int32), 0)
-    to = count_ptr + (query * tl.num_programs(0) + chunk) * 2
-    tl.store(to, above)
-    tl.store(to + 1, equal)
-
-
-@kernel
-def _write_chunk(
-    scores, table, row_ptr, chunk, length, capacity, rows, width, least, wanted, before, above_before, equal_behind,
-    PAGE_SIZE: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Write the chosen rows of a committed chunk.
-
-    before: scores equal to the threshold in earlier chunks; equal_behind: in later chunks; above_before: scores above
-    the threshold in earlier chunks.
+    above_before, equal_before: in earlier chunks.
     """
-    at, exists, ordered = _chunk_of(scores, chunk, length, capacity, rows, CHUNK)
-    is_equal = (exists & (ordered == least)).to(tl.int32)
-    # Among scores equal to the threshold, the last rows are taken.
-    behind = equal_behind + tl.cumsum(is_equal, 0, reverse=True)
-    taken = (exists & (ordered > least)) | ((is_equal > 0) & (behind <= wanted))
-    taken_before = tl.minimum(tl.maximum(wanted - equal_behind - tl.sum(is_equal, 0), 0), before)
-    place = above_before + taken_before + tl.cumsum(taken.to(tl.int32), 0) - 1
-    page = tl.load(table + at // PAGE_SIZE, mask=taken, other=0)
-    tl.store(row_ptr + place, page * PAGE_SIZE + at % PAGE_SIZE, mask=taken & (place < width))
+    above = seen & (pattern > high)
+    equal = seen & (pattern <= high) & (high - pattern <= span)
+    # Both are counted at once: a chunk has fewer than 2^16 scores.
+    both = above.to(tl.int32) | (equal.to(tl.int32) << 16)
+    upto, total = tl.cumsum(both, 0), tl.sum(both, 0)
+    equal_upto = equal_before + (upto >> 16)
+    taken = above | (equal & (equal_upto > left_out))
+    place = above_before + (upto & 0xFFFF) + tl.maximum(equal_upto - left_out, 0) - 1
+    return taken, place, total & 0xFFFF, total >> 16
 
 
 @kernel
-def _write_bits(scores, words, rows, least, wanted, WORDS: tl.constexpr, WORD: tl.constexpr):
-    """Write the bits of the chosen staged rows.  Returns the number of staged rows at the threshold."""
+def _list_groups(groups, list_ptr, count, split, skipped, topk, spare, CHUNK: tl.constexpr, BINS: tl.constexpr):
+    """List the columns of the topk highest groups, and of up to `spare` more.
+
+    Returns (their number, a pattern below which no row is chosen, the highest pattern).
+    """
+    highest = _highest(groups, count, split, skipped, CHUNK)
+    high, span, left_out = _threshold(
+        groups,
+        None,
+        count,
+        split,
+        skipped,
+        tl.full([], LEAST, tl.uint32),
+        highest,
+        topk,
+        spare,
+        FIRST_BITS,
+        CHUNK,
+        BINS,
+    )
+    above_before, equal_before = 0, 0
+    for chunk in range((count + CHUNK - 1) // CHUNK):
+        column, seen, pattern = _load(groups, None, chunk, count, split, skipped, CHUNK)
+        taken, place, above, equals = _places(seen, pattern, high, span, left_out, above_before, equal_before)
+        tl.store(list_ptr + place, column, mask=taken)
+        above_before += above
+        equal_before += equals
+    listed = above_before + equal_before - left_out
+    # With fewer groups than topk, the rows of each are chosen, whatever their scores.
+    return listed, tl.where(listed >= topk, high - span, LEAST).to(tl.uint32), highest
+
+
+@kernel
+def _list_rows(
+    scores, group_list, row_list, listed, least, length, capacity, rows, GROUP: tl.constexpr, CHUNK: tl.constexpr
+):
+    """List the columns of the rows of the listed groups, without those below `least`.  Returns their number."""
+    GROUPS: tl.constexpr = CHUNK // GROUP
+    of_capacity = (capacity + GROUP - 1) // GROUP
+    count = 0
+    for chunk in range((listed + GROUPS - 1) // GROUPS):
+        i = chunk * GROUPS + tl.arange(0, GROUPS)
+        group = tl.load(group_list + i, mask=i < listed, other=0)
+        is_staged = group >= of_capacity
+        at = ((group - tl.where(is_staged, of_capacity, 0)) * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
+        exists = at < tl.where(i < listed, tl.where(is_staged, rows, length), 0)[:, None]
+        column = at + tl.where(is_staged, capacity, 0)[:, None]
+        kept = exists & (_pattern(tl.load(scores + column, mask=exists, other=float("-inf"))) >= least)
+        upto, of_group = tl.cumsum(kept.to(tl.int32), 1), tl.sum(kept.to(tl.int32), 1)
+        before = count + tl.cumsum(of_group, 0) - of_group
+        tl.store(row_list + (before[:, None] + upto - 1), column, mask=kept)
+        count += tl.sum(of_group, 0)
+    return count
+
+
+@kernel
+def _write_rows(
+    scores, row_list, table, to, count, capacity, high, span, left_out, PAGE_SIZE: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Write the chosen committed rows.  Returns (their number, how many of all rows at the threshold are chosen)."""
+    above_before, equal_before, written = 0, 0, tl.zeros([], tl.int32)
+    for chunk in range((count + CHUNK - 1) // CHUNK):
+        column, seen, pattern = _load(scores, row_list, chunk, count, 0, 0, CHUNK)
+        taken, place, above, equals = _places(seen, pattern, high, span, left_out, above_before, equal_before)
+        taken = taken & (column < capacity)
+        page = tl.load(table + column // PAGE_SIZE, mask=taken, other=0)
+        tl.store(to + place, page * PAGE_SIZE + column % PAGE_SIZE, mask=taken)
+        written += tl.sum(taken.to(tl.int32), 0)
+        above_before += above
+        equal_before += equals
+    return written, equal_before - left_out
+
+
+@kernel
+def _write_bits(scores, words, rows, high, span, wanted, WORDS: tl.constexpr, WORD: tl.constexpr):
+    """Write the bits of the chosen staged rows.  They come last, so the last `wanted` of them at the threshold are."""
     at = tl.arange(0, WORDS * WORD)
     exists = at < rows
-    ordered = _ordered(tl.load(scores + at, mask=exists, other=float("-inf")))
-    exists = exists & (ordered > 0x007FFFFF)
-    is_equal = (exists & (ordered == least)).to(tl.int32)
-    taken = (exists & (ordered > least)) | ((is_equal > 0) & (tl.cumsum(is_equal, 0, reverse=True) <= wanted))
+    pattern = _pattern(tl.load(scores + at, mask=exists, other=float("-inf")))
+    above = exists & (pattern > high)
+    equal = exists & (pattern <= high) & (high - pattern <= span)
+    taken = above | (equal & (tl.cumsum(equal.to(tl.int32), 0, reverse=True) <= wanted))
     bits = tl.reshape(taken.to(tl.int64) << (at % WORD).to(tl.int64), [WORDS, WORD])
     word = tl.arange(0, WORDS)
     tl.store(words + word, tl.sum(bits, 1), mask=word < (rows + WORD - 1) // WORD)
-    return tl.sum(is_equal, 0)
 
 
 @kernel
-def _write_rows_kernel(
-    score_ptr, length_ptr, bin_ptr, count_ptr, table_ptr, row_ptr, chosen_ptr, word_ptr,
-    queries, capacity, rows, topk, width, chunks, score_b, score_q, length_b, table_b,
-    PAGE_SIZE: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr,
-    WORDS: tl.constexpr, WORD: tl.constexpr, DEPENDENT: tl.constexpr,
+def _select_rows_kernel(
+    score_ptr, group_ptr, length_ptr, table_ptr, row_ptr, count_ptr, word_ptr, group_list_ptr, row_list_ptr,
+    queries, capacity, rows, topk, spare, width, score_b, score_q, group_b, group_q, length_b, table_b, group_list_q,
+    row_list_q,
+    GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, WORDS: tl.constexpr, WORD: tl.constexpr, CHUNK: tl.constexpr,
+    BINS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Write chosen rows.  Grid: (committed chunks + 1, B · Q).  A query's last program writes its bits and count."""
+    """Grid: (B · Q).  The lists are memory that a query's program alone uses."""
     pdl_trigger_and_wait(DEPENDENT)
-    chunk, query = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    query = tl.program_id(0).to(tl.int64)
     request = query // queries
     length = tl.load(length_ptr + request * length_b).to(tl.int32)
-    num_committed = tl.num_programs(0) - 1
     scores = score_ptr + request * score_b + query % queries * score_q
-    is_long = length + rows > topk
-    if (chunk == num_committed) | (is_long & (chunk * CHUNK < length)):
-        least, wanted = _threshold(bin_ptr + query * LEVELS * BINS, topk, LEVELS, BINS)
-        other = tl.arange(0, CHUNKS)
-        counts = count_ptr + (query * chunks + other) * 2
-        above = tl.load(counts, mask=other < chunks, other=0)
-        equal = tl.load(counts + 1, mask=other < chunks, other=0)
-        above_before = tl.sum(tl.where(other < chunk, above, 0), 0)
-        equal_before = tl.sum(tl.where(other < chunk, equal, 0), 0)
-        if chunk < num_committed:
-            equal_behind = tl.sum(tl.where(other > chunk, equal, 0), 0)
-            _write_chunk(
-                scores, table_ptr + request * table_b, row_ptr + query * width, chunk, length, capacity, rows, width,
-                least, wanted, equal_before, above_before, equal_behind, PAGE_SIZE, CHUNK,
-            )  # fmt: skip
-        else:
-            words = word_ptr + query * ((rows + WORD - 1) // WORD)
-            equal_staged = _write_bits(scores + capacity, words, rows, least, wanted, WORDS, WORD)
-            count = above_before + tl.minimum(tl.maximum(wanted - equal_staged, 0), equal_before)
-            tl.store(chosen_ptr + query, tl.where(is_long, count, 0).to(tl.int64))
+    table, to = table_ptr + request * table_b, row_ptr + query * width
+    # A request with at most topk rows has no chosen rows, and all staged rows that its queries see.
+    high, span = tl.full([], LEAST - 1, tl.uint32), tl.zeros([], tl.uint32)
+    written, wanted = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    if length + rows > topk:
+        groups = group_ptr + request * group_b + query % queries * group_q
+        group_list, row_list = group_list_ptr + query * group_list_q, row_list_ptr + query * row_list_q
+        split = (length + GROUP - 1) // GROUP
+        skipped = (capacity + GROUP - 1) // GROUP - split
+        listed, least, highest = _list_groups(
+            groups, group_list, split + (rows + GROUP - 1) // GROUP, split, skipped, topk, spare, CHUNK, BINS
+        )
+        # A list is read by other threads than those that write it.
+        tl.debug_barrier()
+        count = _list_rows(scores, group_list, row_list, listed, least, length, capacity, rows, GROUP, CHUNK)
+        tl.debug_barrier()
+        high, span, left_out = _threshold(scores, row_list, count, 0, 0, least, highest, topk, 0, 32, CHUNK, BINS)
+        written, wanted = _write_rows(
+            scores, row_list, table, to, count, capacity, high, span, left_out, PAGE_SIZE, CHUNK
+        )
+    tl.store(count_ptr + query, written.to(tl.int64))
+    for chunk in range(written // CHUNK, (width + CHUNK - 1) // CHUNK):
+        place = chunk * CHUNK + tl.arange(0, CHUNK)
+        tl.store(to + place, tl.zeros([CHUNK], tl.int32), mask=(place >= written) & (place < width))
+    words = word_ptr + query * ((rows + WORD - 1) // WORD)
+    _write_bits(scores + capacity, words, rows, high, span, wanted, WORDS, WORD)
 
 
-def select_rows(scores: Tensor, length: Tensor, page_table: Tensor, page_size: int, topk: int) -> SelectedRows:
+def select_rows(scores: IndexScores, length: Tensor, page_table: Tensor, page_size: int, topk: int) -> SelectedRows:
     """See ops/selection.py.  Raises EspalierError for sizes that do not agree, and for a topk over MAX_TOPK."""
-    (batch, queries, columns), capacity = scores.shape, page_table.shape[1] * page_size
-    rows, device = columns - capacity, scores.device
-    require("selected rows: scores", scores, (batch, queries, columns), torch.float32, scores)
-    require("selected rows: length", length, (batch,), torch.int64, scores)
-    require("selected rows: page_table", page_table, (batch, -1), torch.int32, scores)
-    if topk > MAX_TOPK or rows < 1 or scores.stride(2) != 1:
+    (of_rows, of_groups), capacity = scores, page_table.shape[1] * page_size
+    (batch, queries, columns), device = of_rows.shape, of_rows.device
+    rows, groups = columns - capacity, -(-capacity // GROUP) + -(-(columns - capacity) // GROUP)
+    require("selected rows: scores", of_rows, (batch, queries, columns), torch.float32, of_rows)
+    require("selected rows: groups of scores", of_groups, (batch, queries, groups), torch.float32, of_rows)
+    require("selected rows: length", length, (batch,), torch.int64, of_rows)
+    require("selected rows: page_table", page_table, (batch, -1), torch.int32, of_rows)
+    if topk > MAX_TOPK or rows < 1 or of_rows.stride(2) != 1 or of_groups.stride(2) != 1:
         raise EspalierError(
             f"the kernels select {MAX_TOPK} rows at most, and {topk} are asked for, of {rows} staged rows, which must "
             "be 1 or more: use attention='reference'"
         )
     width, num_words = min(topk, capacity), -(-rows // ANCESTOR_BITS)
-    chosen = torch.zeros(batch, queries, width, dtype=torch.int32, device=device)
+    chosen = torch.empty(batch, queries, width, dtype=torch.int32, device=device)
     count = torch.empty(batch, queries, dtype=torch.int64, device=device)
     bits = torch.empty(batch, queries, num_words, dtype=torch.int64, device=device)
     if not batch * queries:
         return SelectedRows(chosen, count, bits)
-    num_committed = -(-capacity // CHUNK)
-    chunks = num_committed + -(-rows // CHUNK)
-    bins = torch.zeros(batch * queries, LEVELS, BINS, dtype=torch.int32, device=device)
-    counts = torch.empty(batch * queries, chunks, 2, dtype=torch.int32, device=device)
-    strides = *scores.stride()[:2], length.stride(0)
-    sizes = queries, capacity, rows, topk
-    constants = {"LEVELS": LEVELS, "CHUNK": CHUNK, "BINS": BINS}
-    how: dict[str, Any] = {**constants, "num_warps": NUM_WARPS, **pdl_arguments(chip(scores))}
-    grid = chunks, batch * queries
-    for level in range(LEVELS):
-        _count_bins_kernel[grid](scores, length, bins, *sizes, *strides, LEVEL=level, **how)
-    _count_chunks_kernel[grid](scores, length, bins, counts, *sizes, *strides, **how)
-    _write_rows_kernel[(num_committed + 1, batch * queries)](
-        *(scores, length, bins, counts, page_table, chosen, count, bits),
-        *(*sizes, width, chunks, *strides, page_table.stride(0)),
+    spare = topk // SPARE
+    group_list, row_list = (
+        torch.empty(batch * queries, most, dtype=torch.int32, device=device)
+        for most in (min(topk + spare, groups), min((topk + spare) * GROUP, columns))
+    )
+    _select_rows_kernel[(batch * queries,)](
+        *(of_rows, of_groups, length, page_table, chosen, count, bits, group_list, row_list),
+        *(queries, capacity, rows, topk, spare, width, *of_rows.stride()[:2], *of_groups.stride()[:2]),
+        *(length.stride(0), page_table.stride(0), group_list.stride(0), row_list.stride(0)),
+        GROUP=GROUP,
         PAGE_SIZE=page_size,
-        CHUNKS=power_of_two(chunks),
         WORDS=power_of_two(num_words),
         WORD=ANCESTOR_BITS,
-        **how,
+        CHUNK=CHUNK,
+        BINS=BINS,
+        num_warps=NUM_WARPS,
+        **pdl_arguments(chip(of_rows)),
     )
     return SelectedRows(chosen, count, bits)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from triton import constexpr_function
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
@@ -19,7 +20,7 @@ from espalier.kernels.runtime.pdl import pdl_wait
 
 
 class Nibbles(NamedTuple):
-    """Pointers to a matrix: words of 8 nibbles; scales (for MXFP4 words of 4 exponents); zero points or None."""
+    """Pointers to a matrix: words of 8 nibbles; scales (for E2M1 words of 4); zero points, rows' factors or None."""
 
     words: Any
     scales: Any
@@ -27,11 +28,17 @@ class Nibbles(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory of a program, [STAGES, ...] each: words of nibbles, words of exponents, inputs."""
+    """Shared memory of a program, [STAGES, ...] each: words of nibbles, words of E2M1's scales, inputs."""
 
     words: Any
-    exponents: Any
+    scales: Any
     x: Any
+
+
+@constexpr_function
+def _scale_words(code: str) -> int:
+    """The words of E2M1's scales of a step of 256 columns."""
+    return 2 if code == "mxfp4" else 4
 
 
 # Arguments are grouped by meaning; one argument per line would hide the groups.
@@ -49,9 +56,9 @@ def rows_of_block(block, num_out, GATED: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon_kernel
-def scales_of_row(num_in, MXFP4: gl.constexpr):
-    """The number of scales per weight row: words of exponents for MXFP4, else groups."""
-    return gl.cdiv(num_in, 256) * 2 if MXFP4 else gl.cdiv(num_in, 128)
+def scales_of_row(num_in, CODE: gl.constexpr):
+    """The number of scales per weight row: words for E2M1, else groups."""
+    return gl.cdiv(num_in, 128) if CODE == "int4" else gl.cdiv(num_in, 256) * _scale_words(CODE)
 
 
 @gluon_kernel
@@ -83,7 +90,7 @@ def _pair(bits, factor, offset, FACTOR: gl.constexpr):
 
 @gluon_kernel
 def _in_columns(first, second, third, fourth, A: gl.constexpr):
-    """Put the pairs of each word in the order of the columns, see quantised_nibbles.py:_to_column_order.
+    """Put the pairs of each word in the order of the columns, see quantised_nibbles.py:_in_columns.
 
     No value moves between threads.
     """
@@ -93,7 +100,7 @@ def _in_columns(first, second, third, fourth, A: gl.constexpr):
 
 @gluon_kernel
 def _int4(w, offset, A: gl.constexpr):
-    """Decode 64 columns of int4, see quantised_nibbles.py:_decode_int4."""
+    """Decode 64 columns of int4, see quantised_nibbles.py:_int4."""
     of_low, of_high, shifted = w & 0 | 0x7F007F00, w & 0 | 0x7D007D00, w >> 8
     first = _pair(w & 0x000F000F, of_low, offset, "both")
     second = _pair(w & 0x00F000F0, of_high, offset, "both")
@@ -103,32 +110,45 @@ def _int4(w, offset, A: gl.constexpr):
 
 
 @gluon_kernel
-def _e2m1(w, factor, HALF: gl.constexpr, A: gl.constexpr):
-    """Decode 64 columns of E2M1, see quantised_nibbles.py:_decode_e2m1.  HALF: the half of `factor` that is read."""
+def _e2m1(w, factors, LEFT: gl.constexpr, RIGHT: gl.constexpr, A: gl.constexpr):
+    """Decode 64 columns of E2M1, see quantised_nibbles.py:_e2m1.
+
+    LEFT, RIGHT: the half of `factors` that holds the factor of a word's first and last 16 columns.
+    """
     zero = w & 0 | 0x80008000
-    third, fourth = (w << 10) | (w >> 22), (w << 14) | (w >> 18)
-    first = _pair(w & 0x81C081C0, factor, zero, HALF)
-    second = _pair((w << 4) & 0x81C081C0, factor, zero, HALF)
-    third = _pair(third & 0x81C081C0, factor, zero, HALF)
-    fourth = _pair((fourth & 0x81808180) | ((w << 6) & 0x00400040), factor, zero, HALF)
+    first = _pair(w & 0x81C081C0, factors, zero, LEFT)
+    second = _pair((w << 4) & 0x81C081C0, factors, zero, LEFT)
+    third = _pair(((w << 10) | (w >> 22)) & 0x81C081C0, factors, zero, RIGHT)
+    fourth = _pair(((w >> 2) ^ (w << 6)) & 0x81C081C0, factors, zero, RIGHT)
     return _in_columns(first, second, third, fourth, A)
 
 
 @gluon_kernel
-def _factors(exponents, PIECE: gl.constexpr):
-    """Words of 4 exponents [64] -> factors [64, 8] for words of 64 columns, see quantised_nibbles.py:_mxfp4_factor.
+def _bytes(words, SELECTED: gl.constexpr):
+    """Each byte of the result is a byte of the words, or 0 where the hexadecimal digit of SELECTED is 4."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, 0, " + SELECTED + ";", "=r,r", [words], gl.uint32, is_pure=True, pack=1,
+    )
 
-    The low halves are for the first two exponents, the high halves for the last two.
+
+@gluon_kernel
+def _factors(words, CODE: gl.constexpr, PIECE: gl.constexpr):
+    """Turn words of 4 scales [64] into factors [64, 8] for words of 64 columns, see quantised_nibbles.py.
+
+    MXFP4's 4 exponents are for two pieces of 64 columns: the low halves of the factors are for the first piece, the
+    high halves for the second.  NVFP4's are for one: a half for each 16 of 32 columns.
     """
     WORD: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0, 0], [0, 1, 0]], [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
         [[16, 0, 0], [32, 0, 0]], [], [64, 2, 4],
     )
-    # Bytes 0 and 2 share one uint32, and bytes 1 and 3 another, each byte in a half.
-    odd = gl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x4341;", "=r,r", [exponents], gl.uint32, is_pure=True, pack=1)
-    both = gl.convert_layout(gl.join(exponents & 0x00FF00FF, odd), gl.SliceLayout(2, WORD), assert_trivial=True)
-    # 0x1F00 is 62 · 0x80.
-    factors = gl.expand_dims(both * 0x80 + 0x1F001F00, 2) + gl.full([64, 2, 4], 0, gl.uint32, layout=WORD)
+    if CODE == "mxfp4":
+        # 0x1F00 is 62 · 0x80.
+        both = gl.join(words & 0x00FF00FF, _bytes(words, "0x4341")) * 0x80 + 0x1F001F00
+    else:
+        both = gl.join(_bytes(words, "0x4140"), _bytes(words, "0x4342")) * 0x10 + 0x60006000
+    both = gl.convert_layout(both, gl.SliceLayout(2, WORD), assert_trivial=True)
+    factors = gl.expand_dims(both, 2) + gl.full([64, 2, 4], 0, gl.uint32, layout=WORD)
     return gl.convert_layout(factors.reshape(64, 8), PIECE, assert_trivial=True)
 
 
@@ -140,12 +160,12 @@ def _places(block, num_out, row_size, COLUMNS: gl.constexpr, GATED: gl.constexpr
 
 
 @gluon_kernel
-def _copy_codes(shared, stage, matrix, places, k, row_words, MXFP4: gl.constexpr, EVEN_IN: gl.constexpr):
-    """Start the copies of the words and exponents of columns k .. k + 255.
+def _copy_codes(shared, stage, matrix, places, k, row_words, CODE: gl.constexpr, EVEN_IN: gl.constexpr):
+    """Start the copies of the words, and of E2M1's scales, of columns k .. k + 255.
 
-    places: (offsets of words, offsets of exponents) for columns 0 .. 255.
+    places: (offsets of words, offsets of scales) for columns 0 .. 255.
     """
-    words, exponents = places
+    words, scales = places
     if EVEN_IN:
         hopper.async_copy.async_copy_global_to_shared(shared.words.index(stage), matrix.words + k // 8 + words)
     else:
@@ -153,9 +173,9 @@ def _copy_codes(shared, stage, matrix, places, k, row_words, MXFP4: gl.constexpr
         hopper.async_copy.async_copy_global_to_shared(
             shared.words.index(stage), matrix.words + k // 8 + words, mask=column < row_words,
         )
-    if MXFP4:
+    if CODE != "int4":
         hopper.async_copy.async_copy_global_to_shared(
-            shared.exponents.index(stage), matrix.scales + k // 128 + exponents,
+            shared.scales.index(stage), matrix.scales + k // 256 * _scale_words(CODE) + scales,
         )
 
 
@@ -198,23 +218,37 @@ def _multiply(a, x, piece: gl.constexpr, part):
 
 
 @gluon_kernel
-def _step_of_mxfp4(acc, shared, stage):
+def _step_of_e2m1(acc, shared, stage, CODE: gl.constexpr):
     """Add the products of one step to acc."""
     ACC: gl.constexpr = acc.type.layout
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    EXPONENTS: gl.constexpr = gl.DistributedLinearLayout(
+    OF_TWO: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0], [0, 1]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 2],
+    )
+    OF_FOUR: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0], [0, 1], [0, 2]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4],
     )
     pieces = _pieces(shared, stage)
     PIECE: gl.constexpr = pieces[0].type.layout
-    exponents = _halves(shared.exponents.index(stage).load(EXPONENTS))
     x = shared.x.index(stage).permute((1, 0))
     part = gl.zeros([64, acc.shape[1]], gl.float32, layout=ACC)
-    for p in gl.static_range(4):
-        factors = _factors(exponents[p // 2].reshape(64), PIECE)
-        part = _multiply(_e2m1(pieces[p], factors, "low" if p % 2 == 0 else "high", A), x, p, part)
-    # 2^64 is missing in the factors.
-    return acc + part * 18446744073709551616.0
+    if CODE == "mxfp4":
+        scales = _halves(shared.scales.index(stage).load(OF_TWO))
+        for p in gl.static_range(4):
+            factors = _factors(scales[p // 2].reshape(64), CODE, PIECE)
+            if p % 2 == 0:
+                part = _multiply(_e2m1(pieces[p], factors, "low", "low", A), x, p, part)
+            else:
+                part = _multiply(_e2m1(pieces[p], factors, "high", "high", A), x, p, part)
+    else:
+        left, right = _halves(shared.scales.index(stage).load(OF_FOUR))
+        scales = _halves(left) + _halves(right)
+        for p in gl.static_range(4):
+            factors = _factors(scales[p].reshape(64), CODE, PIECE)
+            part = _multiply(_e2m1(pieces[p], factors, "low", "high", A), x, p, part)
+    # 2^64 or 2^39 is missing in the factors.
+    UNIT: gl.constexpr = 18446744073709551616.0 if CODE == "mxfp4" else 549755813888.0
+    return acc + part * UNIT
 
 
 @gluon_kernel
@@ -243,7 +277,7 @@ def _step_of_int4(acc, shared, stage, scales, zeros, k, num_groups):
 @gluon_kernel
 def nibble_product(
     matrix, block, x_ptr, x_places, inside, num_out, num_in, k_begin, k_end,
-    MXFP4: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, EVEN_IN: gl.constexpr, DEPENDENT: gl.constexpr,
+    CODE: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, EVEN_IN: gl.constexpr, DEPENDENT: gl.constexpr,
     ACC: gl.constexpr,
 ):
     """[64, ROWS] float32 in layout ACC: the product of a block's rows with x, see quantised_nibbles.py:nibble_dot.
@@ -254,52 +288,57 @@ def nibble_product(
     The copies of the first steps' codes start before the wait for the previous kernel.
     """
     ROWS: gl.constexpr = x_places.shape[0]
-    # A thread copies 16 bytes of codes at a time, and 4 of exponents.
+    # A thread copies 16 bytes of codes at a time, and 4 or 8 of scales.
     COPIED: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    COPIED_EXPONENTS: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [4, 1], [1, 0])
+    SCALE_WORDS: gl.constexpr = _scale_words(CODE)
+    SCALES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    COPIED_SCALES: gl.constexpr = gl.BlockedLayout([1, SCALE_WORDS // 2], [16, 2], [4, 1], [1, 0])
     shared = Shared(
         gl.allocate_shared_memory(gl.uint32, [STAGES, 64, 32], gl.SwizzledSharedLayout(4, 1, 8, [1, 0])),
-        gl.allocate_shared_memory(gl.uint32, [STAGES, 64, 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
+        gl.allocate_shared_memory(gl.uint32, [STAGES, 64, SCALE_WORDS], SCALES),
         gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, 256], gl.NVMMASharedLayout(128, 16, 2)),
     )
     row_words = num_in // 32 * 4
-    row_scales = scales_of_row(num_in, MXFP4)
+    row_scales = scales_of_row(num_in, CODE)
     places = (
         _places(block, num_out, row_words, 32, GATED, COPIED),
-        _places(block, num_out, row_scales, 2, GATED, COPIED_EXPONENTS),
+        _places(block, num_out, row_scales, SCALE_WORDS, GATED, COPIED_SCALES),
     )
     for s in gl.static_range(STAGES - 1):
         if k_begin + s * 256 < k_end:
-            _copy_codes(shared, s, matrix, places, k_begin + s * 256, row_words, MXFP4, EVEN_IN)
+            _copy_codes(shared, s, matrix, places, k_begin + s * 256, row_words, CODE, EVEN_IN)
     pdl_wait(DEPENDENT)
     for s in gl.static_range(STAGES - 1):
         if k_begin + s * 256 < k_end:
             _copy_inputs(shared, s, x_ptr, x_places, inside, k_begin + s * 256, num_in, EVEN_IN)
         hopper.async_copy.commit_group()
     acc = gl.zeros([64, ROWS], gl.float32, layout=ACC)
-    own_groups = rows_of_block(block, num_out, GATED, gl.SliceLayout(1, ACC)) * row_scales
-    zeros = None
-    if matrix.zeros is not None:
-        zeros = matrix.zeros + own_groups
-    if not MXFP4:
+    own_rows = rows_of_block(block, num_out, GATED, gl.SliceLayout(1, ACC))
+    own_groups = own_rows * row_scales
+    if CODE == "int4":
+        zeros = None if matrix.zeros is None else matrix.zeros + own_groups
         # Scales are loaded one step ahead, so that no step waits for its scales.
         scales = _of_two_groups(matrix.scales + own_groups, k_begin, row_scales)
+    if CODE == "nvfp4":
+        row_factors = gl.load(matrix.zeros + own_rows).to(gl.float32)
     stage, empty = 0, STAGES - 1
     for k in range(k_begin, k_end, 256):
         hopper.async_copy.wait_group(STAGES - 2)
-        if MXFP4:
-            acc = _step_of_mxfp4(acc, shared, stage)
-        else:
+        ahead = k + (STAGES - 1) * 256
+        if ahead < k_end:
+            _copy_codes(shared, empty, matrix, places, ahead, row_words, CODE, EVEN_IN)
+            _copy_inputs(shared, empty, x_ptr, x_places, inside, ahead, num_in, EVEN_IN)
+        hopper.async_copy.commit_group()
+        if CODE == "int4":
             next_scales = _of_two_groups(matrix.scales + own_groups, k + 256, row_scales)
             acc = _step_of_int4(acc, shared, stage, scales, zeros, k, row_scales)
             scales = next_scales
-        ahead = k + (STAGES - 1) * 256
-        if ahead < k_end:
-            _copy_codes(shared, empty, matrix, places, ahead, row_words, MXFP4, EVEN_IN)
-            _copy_inputs(shared, empty, x_ptr, x_places, inside, ahead, num_in, EVEN_IN)
-        hopper.async_copy.commit_group()
+        else:
+            acc = _step_of_e2m1(acc, shared, stage, CODE)
         stage = stage + 1 if stage + 1 < STAGES else 0
         empty = empty + 1 if empty + 1 < STAGES else 0
+    if CODE == "nvfp4":
+        acc *= gl.expand_dims(row_factors, 1)
     return acc
 
 

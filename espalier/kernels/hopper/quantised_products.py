@@ -13,7 +13,7 @@ from espalier.kernels.hopper.plans import BLOCK_IN, FEW_ROWS, MAX_ROWS, WARPS, i
 from espalier.kernels.layers.activation import apply_activation, silu_times
 from espalier.kernels.layers.experts_plan import ProductPlan
 from espalier.kernels.layers.experts_tiles import ExpertTiles, tile_and_expert
-from espalier.kernels.layers.quantised import QuantisedMatrix
+from espalier.kernels.layers.quantised import E2M1_CODES, QuantisedMatrix
 from espalier.kernels.ops.activation import Activation
 from espalier.kernels.runtime.jit import gluon_kernel
 from espalier.kernels.runtime.launch import Chip
@@ -32,18 +32,18 @@ def launch_linear(
 
 
 def pointers_of(weight: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(words of codes, scales (for MXFP4 words of exponents), zero points or None)."""
-    scales = weight.scales.view(torch.int32) if weight.code == "mxfp4" else weight.scales
-    return weight.codes.view(torch.int32), scales, weight.zeros
+    """(words of codes, scales (for E2M1 words of four), zero points, for NVFP4 the rows' factors, or None)."""
+    scales = weight.scales.view(torch.int32) if weight.code in E2M1_CODES else weight.scales
+    return weight.codes.view(torch.int32), scales, weight.row_scales if weight.code == "nvfp4" else weight.zeros
 
 
 def options_of(weight: QuantisedMatrix, rows: int, grid: tuple[int, int], gpu: Chip) -> dict[str, Any]:
     """The constexpr arguments and launch options.  rows: rows of inputs per tile."""
     tile = FEW_ROWS if rows <= FEW_ROWS else MAX_ROWS
     return {
-        "MXFP4": weight.code == "mxfp4",
+        "CODE": weight.code,
         "ROWS": tile,
-        "STAGES": stages(tile, grid[0] * grid[1], gpu),
+        "STAGES": stages(tile, weight.code, grid[0] * grid[1], gpu),
         "EVEN_IN": weight.shape[-1] % BLOCK_IN == 0,
         "num_warps": WARPS,
         **pdl_arguments(gpu),
@@ -62,7 +62,7 @@ def gate_and_up_of(tile):
 @gluon_kernel
 def hopper_linear_kernel(
     x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, num_out, num_in, x_stride,
-    MXFP4: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, EVEN_IN: gl.constexpr,
+    CODE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, EVEN_IN: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
     """A quantised linear layer.  Grid: (blocks of weight rows, splits).  Arguments: see _linear_quantised_kernel."""
@@ -77,7 +77,7 @@ def hopper_linear_kernel(
     block = gl.program_id(0)
     acc = nibble_product(
         Nibbles(words_ptr, scales_ptr, zeros_ptr), block, x_ptr, x_places, rows < num_rows, num_out, num_in,
-        k_begin, k_end, MXFP4, STAGES, GATED, EVEN_IN, DEPENDENT, ACC,
+        k_begin, k_end, CODE, STAGES, GATED, EVEN_IN, DEPENDENT, ACC,
     )
     if bias_ptr is not None:
         # Only the first split adds the bias.
@@ -172,7 +172,7 @@ def _gated_kernel(
     x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr,
     order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
     num_out, num_in, x_stride, top_k, num_experts,
-    MXFP4: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, UP_OFFSET: gl.constexpr, LIMIT: gl.constexpr,
+    CODE: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, UP_OFFSET: gl.constexpr, LIMIT: gl.constexpr,
     SORTED: gl.constexpr, LIVE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, EVEN_IN: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
@@ -194,13 +194,13 @@ def _gated_kernel(
     if bias_ptr is not None:
         first_bias = bias_ptr + expert * 2 * num_out
         bias = gl.load(first_bias + rows_of_block(block, num_out, True, gl.SliceLayout(1, ACC)))
-    first, row_words, row_scales = expert * 2 * num_out, num_in // 32 * 4, scales_of_row(num_in, MXFP4)
+    first, row_words, row_scales = expert * 2 * num_out, num_in // 32 * 4, scales_of_row(num_in, CODE)
     if zeros_ptr is not None:
-        zeros_ptr += first * row_scales
+        zeros_ptr += first if CODE == "nvfp4" else first * row_scales
     acc = nibble_product(
         Nibbles(words_ptr + first * row_words, scales_ptr + first * row_scales, zeros_ptr), block, x_ptr, x_places,
         gl.expand_dims(inside, 1), num_out, num_in, 0, num_in,
-        MXFP4, STAGES, True, EVEN_IN, False, ACC,
+        CODE, STAGES, True, EVEN_IN, False, ACC,
     )
     if bias_ptr is not None:
         acc += gl.expand_dims(bias.to(gl.float32), 1)
@@ -221,7 +221,7 @@ def _down_kernel(
     x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, weights_ptr,
     order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
     num_out, num_in, num_rows, top_k, num_experts,
-    MXFP4: gl.constexpr, SORTED: gl.constexpr, LIVE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    CODE: gl.constexpr, SORTED: gl.constexpr, LIVE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     EVEN_IN: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """The weighted results of all pairs, see experts.py:_down_kernel.  There are no shared experts."""
@@ -242,13 +242,14 @@ def _down_kernel(
     if bias_ptr is not None:
         bias = gl.load(bias_ptr + own * num_out + rows_of_block(block, num_out, False, gl.SliceLayout(1, ACC)))
     # Rows without an expert take no steps, because _gated_kernel writes nothing to their x.
-    first, row_words, row_scales = own * num_out, num_in // 32 * 4, scales_of_row(num_in, MXFP4)
+    first, row_words, row_scales = own * num_out, num_in // 32 * 4, scales_of_row(num_in, CODE)
     if zeros_ptr is not None:
-        zeros_ptr += first * row_scales
+        zeros_ptr += first if CODE == "nvfp4" else first * row_scales
     acc = nibble_product(
         Nibbles(words_ptr + first * row_words, scales_ptr + first * row_scales, zeros_ptr), block, x_ptr, x_places,
-        gl.expand_dims(inside, 1), num_out, num_in, 0, gl.where(expert == num_experts, 0, num_in),
-        MXFP4, STAGES, False, EVEN_IN, DEPENDENT, ACC,
+        gl.expand_dims(inside, 1), num_out, num_in, 0,
+        gl.where(expert == num_experts, 0, num_in),
+        CODE, STAGES, False, EVEN_IN, DEPENDENT, ACC,
     )
     if bias_ptr is not None:
         acc += gl.expand_dims(bias.to(gl.float32), 1)

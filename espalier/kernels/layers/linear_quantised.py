@@ -4,7 +4,7 @@ Up to 64 rows it streams the weight once, as linear.py does, with the same grid 
 tiles, each a program of its own: a matrix product on tensor cores whose weight tiles become numbers in registers.  Up
 to 256 rows it also splits the columns, as there are fewer tiles than multiprocessors.  No weight is ever dequantised
 in memory.  quantised_tile.py has the inner loop.  For up to 16 rows and 4 bits, Hopper has a kernel of its own
-(hopper/products.py), with the same bits.
+(hopper/quantised_products.py), with the same bits.
 
 Inputs that the format rounds to FP8 are rounded by the norm before (norm.py) or by a launch (quantise_rows.py).  Many
 rows of such inputs are multiplied by the library (scaled_product.py).

@@ -28,9 +28,14 @@ INTERLEAVED = 32
 INTERLEAVED_BYTES = INTERLEAVED // 2
 # How the bits of E2M1 move within the int32 words of `interleave_nibbles`: (bits, shift to the left).
 E2M1_BIT_MOVES = (
-    *((0x00000700, 20), (0x00086008, 12), (0x00070007, 6), (0x00800080, 4), (0x00700070, -2), (0x08000800, -6)),
-    *((0x17001000, -12), (0x80008000, -14), (0x60000000, -20)),
+    *((0x00000700, 20), (0x00080008, 12), (0x00070007, 6), (0x00800080, 4), (0x00700070, -2), (0x40004000, -4)),
+    *((0x88008800, -6), (0x37003000, -12)),
 )
+# Then the first of these bits change those at their shifted places (exclusive or), then the second, and so on.
+FOLDS = ((0x01000100, -8), (0x00040004, 8), (0x02000000, -8), (0x00020000, -8), (0x00000200, -8))
+# NVFP4's scales are stored as bits 14 to 7 of float16, of the scale times this factor.  So E4M3's subnormal numbers
+# have exponents like the others.
+SCALE_UNIT, SCALE_SHIFT = 2.0**7, 7
 # Values that the reference dequantises at once: 16 MiB of float32.
 DEQUANTISED_VALUES_PER_STEP = 2**22
 
@@ -81,9 +86,9 @@ class QuantisedMatrix:
     """A matrix [out, in] or a stack of experts [E, out, in].  Its values are (codes - zeros) · scales.
 
     codes: "fp8": float8_e4m3fn [..., out, in].  Other codes: uint8 [..., out, in / 2], two columns per byte, in the
-    order of `interleave_nibbles`; E2M1_BIT_MOVES moves the bits of E2M1 ("mxfp4", "nvfp4").
-    scales: [..., ceil(out / row_block), ceil(in / group)], floating point.  "mxfp4": uint8 exponents; "nvfp4":
-    float8_e4m3fn, not negative; both padded to whole steps of E2M1_SCALE_PADDING columns.
+    order of `interleave_nibbles`; E2M1_BIT_MOVES moves the bits of E2M1.
+    scales: [..., ceil(out / row_block), ceil(in / group)], floating point.  "mxfp4": uint8 exponents; "nvfp4": uint8,
+    see SCALE_UNIT; both padded to steps of E2M1_SCALE_PADDING columns.  Where a scale of "nvfp4" is 0, codes are 0.
     row_scales: "nvfp4": float64 [..., out], a factor of each row besides its scales.  A float32 factor or divisor in a
     file has an inverse in float64 that gives the float32 quotients of the format to the bit.
     zeros: "int4": uint8 [..., out, in / group]; None: 8 everywhere.
@@ -124,20 +129,20 @@ class QuantisedMatrix:
 
     def __getitem__(self, expert: int) -> "QuantisedMatrix":
         """One expert of a stack."""
-        return self._map_rows(lambda tensor: tensor[expert])
+        return self._each(lambda tensor: tensor[expert])
 
     def experts(self, count: int) -> "QuantisedMatrix":
         """The matrix [count · out, in] as a stack [count, out, in].  row_block must divide out."""
-        return self._map_rows(lambda tensor: tensor.unflatten(0, (count, -1)))
+        return self._each(lambda tensor: tensor.unflatten(0, (count, -1)))
 
-    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> "QuantisedMatrix":
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "QuantisedMatrix":
         """Apply `change` to each tensor whose rows are those of the matrix."""
         zeros, factors = (None if each is None else change(each) for each in (self.zeros, self.row_scales))
         return replace(self, codes=change(self.codes), scales=change(self.scales), zeros=zeros, row_scales=factors)
 
     def rows_from(self, first: int) -> "QuantisedMatrix":
         """Return rows first .. out-1 of a matrix [out, in] as views.  row_block must divide `first`."""
-        cut = self._map_rows(lambda tensor: tensor[first:])
+        cut = self._each(lambda tensor: tensor[first:])
         return replace(cut, scales=self.scales[first // self.row_block :])
 
     def permute_rows_in_place(self, rows: Tensor) -> "QuantisedMatrix":
@@ -160,12 +165,34 @@ def nibble_matrix(
     order: Tensor | None = None,
     row_scales: Tensor | None = None,
 ) -> QuantisedMatrix:
-    """Make a matrix of nibbles in column order: packed uint8 [..., out, in / 2], low nibbles first."""
+    """Make a matrix of nibbles in column order: packed uint8 [..., out, in / 2], low nibbles first.
+
+    scales: as in QuantisedMatrix but for the padding; "nvfp4": float8_e4m3fn, not negative.
+    """
+    if code == "nvfp4":
+        packed, scales = _without_zero_scales(packed, scales, group), _stored_scales(scales)
     if code in E2M1_CODES:
         padded = F.pad(scales.view(torch.uint8), (0, -scales.shape[-1] % (E2M1_SCALE_PADDING // group)))
         scales = padded.view(scales.dtype)
-    codes = interleave_nibbles(packed, E2M1_BIT_MOVES if code in E2M1_CODES else ())
+    codes = interleave_nibbles(packed, code in E2M1_CODES)
     return QuantisedMatrix(code, codes, scales, group, zeros=zeros, order=order, row_scales=row_scales)
+
+
+def _without_zero_scales(packed: Tensor, scales: Tensor, group: int) -> Tensor:
+    """Make numbers of groups with a scale of 0 zeros of the same sign, as no kernel has a factor of 0."""
+    is_zero = scales.view(torch.uint8) == 0
+    if not is_zero.any():
+        return packed
+    return torch.where(is_zero.repeat_interleave(group // 2, -1)[..., : packed.shape[-1]], packed & 0x88, packed)
+
+
+def _stored_scales(scales: Tensor) -> Tensor:
+    return ((scales.half() * SCALE_UNIT).view(torch.int16) >> SCALE_SHIFT).to(torch.uint8)
+
+
+def _true_scales(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of _stored_scales."""
+    return (stored.to(torch.int16) << SCALE_SHIFT).view(torch.float16).to(dtype) / SCALE_UNIT
 
 
 def dequantise(matrix: QuantisedMatrix, dtype: torch.dtype, begin: int = 0, end: int | None = None) -> Tensor:
@@ -187,6 +214,8 @@ def dequantise(matrix: QuantisedMatrix, dtype: torch.dtype, begin: int = 0, end:
         scales = scales[:, : grouped.shape[1]]
     if matrix.code == "mxfp4":
         scales = torch.ldexp(torch.ones_like(scales, dtype=exact), scales.int() - E8M0_BIAS)
+    if matrix.code == "nvfp4":
+        scales = _true_scales(scales, exact)
     if matrix.row_scales is not None:
         scales = scales.double() * matrix.row_scales[rows, None]
     grouped *= scales.to(exact).repeat_interleave(matrix.row_block, 0)[:num_rows, :, None]
@@ -212,7 +241,7 @@ def _fp8_pairs(dtype: torch.dtype) -> Tensor:
 
 
 def _nibble_values(matrix: QuantisedMatrix, codes: Tensor, dtype: torch.dtype) -> Tensor:
-    packed = deinterleave_nibbles(codes, E2M1_BIT_MOVES if matrix.code in E2M1_CODES else ())
+    packed = deinterleave_nibbles(codes, matrix.code in E2M1_CODES)
     if matrix.code == "int4":
         return unpack_nibbles(packed, dtype)
     table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], dtype=dtype, device=packed.device)
@@ -231,18 +260,17 @@ def pack_nibbles(nibbles: Tensor) -> Tensor:
     return nibbles[..., ::2] | nibbles[..., 1::2] << 4
 
 
-def interleave_nibbles(packed: Tensor, moves: BitMoves = ()) -> Tensor:
+def interleave_nibbles(packed: Tensor, spreads: bool = False) -> Tensor:
     """Reorder nibbles from column order to the order in which a kernel unpacks them; uint8 [..., in / 2] both.
 
     Of 32 columns, column 8·p + 2·t + h becomes nibble p + 4·h of the t-th int32 (counted from the low bits).  So one
     shift and one mask give the neighbours h = 0 and 1 in the halves of a word.  Four threads share a row in a tensor
     core, and thread t of them finds all of its columns in its own words.  The last in % 32 columns stay in order.
 
-    moves: how bits move in these words.  E2M1_BIT_MOVES moves each pair of E2M1 nibbles so that one mask, after at most
-    one shift, leaves the bits of two bfloat16 numbers: the sign in bit 15, exponent and mantissa in bits 8 to 6.  The
-    bits of the first pair are in place.  Those of the second, third and fourth pair are 4, 10 and 14 places lower,
-    except for the mantissa of the fourth pair: 6 places lower.  Bits that fall below bit 0 of the word are at its upper
-    end.
+    spreads: E2M1_BIT_MOVES and FOLDS also move the bits of E2M1 in these words w, so that one mask leaves the bits of
+    two bfloat16 numbers: the sign in bit 15, exponent and mantissa in bits 8 to 6.  The mask is for w, w << 4, w
+    rotated by 10 to the left, and (w >> 2) ^ (w << 6) (p = 0 to 3).  No three shifts of these bits are disjoint from them and
+    from each other; the fourth pair's overlap, hence the exclusive or.
     """
     codes = packed.clone(memory_format=torch.contiguous_format)
     rows = codes.view(-1, packed.shape[-1])
@@ -253,31 +281,49 @@ def interleave_nibbles(packed: Tensor, moves: BitMoves = ()) -> Tensor:
         pairs = whole.unflatten(1, (-1, 2, 2, 4))
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         halves = torch.stack([first & 15 | second << 4, first >> 4 | second & 0xF0], -1)
-        whole.copy_(_move_bits(halves.transpose(-3, -2).transpose(-2, -1).flatten(1), moves))
+        reordered = halves.transpose(-3, -2).transpose(-2, -1).flatten(1)
+        whole.copy_(_folded(_move_bits(reordered, E2M1_BIT_MOVES), FOLDS) if spreads else reordered)
     return codes
 
 
-def deinterleave_nibbles(codes: Tensor, moves: BitMoves = ()) -> Tensor:
+def deinterleave_nibbles(codes: Tensor, spreads: bool = False) -> Tensor:
     """The inverse of interleave_nibbles."""
-    end = _interleaved_bytes(codes)
-    back = [(bits << places if places > 0 else bits >> -places, -places) for bits, places in moves]
-    halves = _move_bits(codes[..., :end], back).unflatten(-1, (-1, 4, 2, 2)).transpose(-2, -1).transpose(-3, -2)
+    end, whole = _interleaved_bytes(codes), codes[..., : _interleaved_bytes(codes)]
+    if spreads:
+        back = [(_shifted(bits, places), -places) for bits, places in E2M1_BIT_MOVES]
+        whole = _move_bits(_folded(whole.clone(memory_format=torch.contiguous_format), FOLDS[::-1]), back)
+    halves = whole.unflatten(-1, (-1, 4, 2, 2)).transpose(-2, -1).transpose(-3, -2)
     low, high = halves[..., 0], halves[..., 1]
     pairs = torch.stack([low & 15 | high << 4, low >> 4 | high & 0xF0], -2)
     return torch.cat([pairs.flatten(-4), codes[..., end:]], -1)
 
 
 def _move_bits(codes: Tensor, moves: BitMoves) -> Tensor:
-    """Move the bits of the codes' int32 words.  Returns the codes themselves if there are no moves."""
-    if not moves:
-        return codes
+    """Move the bits of the codes' int32 words."""
     words = codes.contiguous().view(torch.int32)
     moved = torch.zeros_like(words)
     for bits, places in moves:
-        # A right shift repeats the highest bit; the mask below removes the copies.
-        shifted = words << places if places > 0 else words >> -places
-        moved |= shifted.bitwise_and_(_to_int32(bits << places if places > 0 else bits >> -places))
+        moved |= _bits_of(words, bits, places)
     return moved.view(torch.uint8)
+
+
+def _folded(codes: Tensor, folds: BitMoves) -> Tensor:
+    """Change bits of the codes' int32 words by others, in place; FOLDS in the other order change them back."""
+    words = codes.view(torch.int32)
+    for bits, places in folds:
+        words ^= _bits_of(words, bits, places)
+    return codes
+
+
+def _bits_of(words: Tensor, bits: int, places: int) -> Tensor:
+    """These bits of int32 words, at their shifted places."""
+    # A right shift repeats the highest bit; the mask removes the copies.
+    shifted = words << places if places > 0 else words >> -places
+    return shifted.bitwise_and_(_to_int32(_shifted(bits, places)))
+
+
+def _shifted(bits: int, places: int) -> int:
+    return bits << places if places > 0 else bits >> -places
 
 
 def _to_int32(bits: int) -> int:

@@ -33,9 +33,12 @@ def nibble_dot(
     STEP: tl.constexpr = GROUP if CODE == 1 and GROUP > 0 and GROUP < BLOCK_IN else BLOCK_IN
     WORDS: tl.constexpr = STEP // 8
     DTYPE: tl.constexpr = x_ptrs.dtype.element_ty
-    # The factor that sums lack, because decoded numbers are too small by it (_decode_int4, _mxfp4_factor).
+    # The factor that sums lack, because decoded numbers are too small by it (_int4, _factor).
     IS_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
-    UNIT: tl.constexpr = (2.0**6 if IS_BFLOAT16 else 2.0**9) if CODE == 1 else (2.0**64 if IS_BFLOAT16 else 2.0**10)
+    UNITS: tl.constexpr = (2.0**6, 2.0**64, 2.0**39) if IS_BFLOAT16 else (2.0**9, 2.0**10, 2.0**7)
+    UNIT: tl.constexpr = UNITS[CODE - 1]
+    # One sum over all steps, in the tensor cores: a large tile then decodes while it multiplies.
+    IN_ONE: tl.constexpr = CODE > 1 and ROWS >= 64
     ks = k_begin + tl.arange(0, STEP)
     # Written in this form so that the compiler sees that rows begin at multiples of 16 bytes.
     row_words = num_in // 32 * 4
@@ -60,23 +63,19 @@ def nibble_dot(
                 x = tl.load(x_ptrs[:, None] + ks[None, :], mask=inside[:, None] & (ks[None, :] < num_in), other=0.0)
             w = w.to(tl.uint32, bitcast=True)
             if CODE == 1:
-                if zeros_ptr is None:
-                    # -8 · 2^-6 (-8 · 2^-9 in float16) in both halves.
-                    offset = tl.full((BLOCK_OUT, WORDS), 0xBE00BE00 if IS_BFLOAT16 else 0xA400A400, tl.uint32)
-                else:
-                    # Not loaded ahead: registers would then be distributed among threads unlike those of the words.
-                    zero = tl.load(zeros_ptr + w_rows * num_groups + _group_of(first, num_groups, GROUP))
-                    offset = tl.broadcast_to(_zero_point_offset(zero, DTYPE)[:, None], (BLOCK_OUT, WORDS))
-                part = tl.dot(_decode_int4(w, offset, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))
+                # Not loaded ahead: registers would then be distributed among threads unlike those of the words.
+                group = w_rows * num_groups + _group_of(first, num_groups, GROUP)
+                offset = _offsets(zeros_ptr, group, DTYPE, BLOCK_OUT, WORDS)
+                part = tl.dot(_int4(w, offset, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))
             else:
                 # One exponent, or two scales, per 32 columns.
                 scales = tl.load(scale_ptrs[:, None] + (first // 32 + tl.arange(0, STEP // 32))[None, :])
-                left, right = _factors(scales, CODE, DTYPE)
-                left = _repeat_per_word(left, BLOCK_OUT, WORDS)
-                right = _repeat_per_word(right, BLOCK_OUT, WORDS) if CODE == 3 else left
-                part = tl.dot(_decode_e2m1(w, left, right, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))
+                w = _e2m1(w, _factors(scales, CODE, DTYPE, BLOCK_OUT, WORDS), DTYPE, BLOCK_OUT, WORDS)
+                part = tl.dot(w, tl.trans(x), acc if IN_ONE else None)
             if CODE == 1 and GROUP > 0:
                 acc += part * (scale.to(tl.float32) * UNIT)[:, None]
+            elif IN_ONE:
+                acc = part
             else:
                 acc += part * UNIT
             if CODE == 1:
@@ -86,6 +85,8 @@ def nibble_dot(
             ks += STEP
     if CODE == 1 and GROUP == 0:
         acc *= scale.to(tl.float32)[:, None]
+    elif IN_ONE:
+        acc *= UNIT
     return acc
 
 
@@ -120,15 +121,24 @@ def _num_groups(num_in, CODE: tl.constexpr, GROUP: tl.constexpr):
 
 
 @kernel
-def _zero_point_offset(zero, DTYPE: tl.constexpr):
-    """The offset that _decode_int4 adds: minus the zero points of a group, per row, in both halves of a uint32."""
+def _offsets(zeros_ptr, group, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+    """The offsets that _int4 adds: minus the zero points of each row's group, in both halves of a uint32.
+
+    zeros_ptr: None: all zero points are 8.
+    """
     STEP: tl.constexpr = 2.0**-6 if tl.bfloat16 == DTYPE else 2.0**-9
-    offset = (zero.to(tl.float32) * -STEP).to(DTYPE)
-    return offset.to(tl.uint16, bitcast=True).to(tl.uint32) * 0x10001
+    if zeros_ptr is None:
+        # -8 · 2^-6 (-8 · 2^-9 in float16) in both halves.
+        offsets = tl.full((BLOCK_OUT, WORDS), 0xBE00BE00 if tl.bfloat16 == DTYPE else 0xA400A400, tl.uint32)
+    else:
+        offset = (tl.load(zeros_ptr + group).to(tl.float32) * -STEP).to(DTYPE)
+        both = offset.to(tl.uint16, bitcast=True).to(tl.uint32) * 0x10001
+        offsets = tl.broadcast_to(both[:, None], (BLOCK_OUT, WORDS))
+    return offsets
 
 
 @kernel
-def _decode_int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+def _int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
     """(nibbles - zero points) · 2^-6 in bfloat16, · 2^-9 in float16: [BLOCK_OUT, 8 · WORDS].
 
     As bits, a nibble n is the subnormal number n · 2^-133 (float16: n · 2^-24).  Times the dtype's largest power of
@@ -142,20 +152,22 @@ def _decode_int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS:
     SIXTEENTH: tl.constexpr = 0x7D007D00 if tl.bfloat16 == DTYPE else 0x68006800
     of_low, of_high = tl.full((BLOCK_OUT, WORDS), FACTOR, tl.uint32), tl.full((BLOCK_OUT, WORDS), SIXTEENTH, tl.uint32)
     shifted = w >> 8
-    first, second = (
-        _multiply_add_pair(w & LOW, of_low, offset, DTYPE),
-        _multiply_add_pair(w & HIGH, of_high, offset, DTYPE),
-    )
-    third, fourth = (
-        _multiply_add_pair(shifted & LOW, of_low, offset, DTYPE),
-        _multiply_add_pair(shifted & HIGH, of_high, offset, DTYPE),
-    )
-    return _to_column_order(first, second, third, fourth, BLOCK_OUT, WORDS)
+    first, second = _pair(w & LOW, of_low, offset, "both", DTYPE), _pair(w & HIGH, of_high, offset, "both", DTYPE)
+    third = _pair(shifted & LOW, of_low, offset, "both", DTYPE)
+    fourth = _pair(shifted & HIGH, of_high, offset, "both", DTYPE)
+    return _in_columns(first, second, third, fourth, BLOCK_OUT, WORDS)
 
 
 @kernel
-def _mxfp4_factor(exponents, DTYPE: tl.constexpr):
-    """The factor by which _decode_e2m1 multiplies, per exponent, in both halves of a uint32.
+def _factors(scales, CODE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+    """The factors of _e2m1 for words [BLOCK_OUT, WORDS], of scales for their blocks of 32 columns [.., WORDS / 4]."""
+    factors = _factors_of_exponents(scales, DTYPE) if CODE == 2 else _factors_of_pairs(scales, DTYPE)
+    return tl.reshape(tl.broadcast_to(factors[:, :, None], (BLOCK_OUT, WORDS // 4, 4)), (BLOCK_OUT, WORDS))
+
+
+@kernel
+def _factors_of_exponents(exponents, DTYPE: tl.constexpr):
+    """The factor by which _e2m1 multiplies, per exponent, in both halves of a uint32.
 
     It is 2^(exponent - 127), times 2^126 (float16: 2^14) for the bits of E2M1, times 2^-64 (2^-10) to stay in range.
     Values are exact for exponents from 66 to MAX_EXPONENT (quantised_plans.py); smaller exponents mean less than 2^-58.
@@ -168,67 +180,46 @@ def _mxfp4_factor(exponents, DTYPE: tl.constexpr):
 
 
 @kernel
-def _factors(scales, CODE: tl.constexpr, DTYPE: tl.constexpr):
-    """(left, right) of _decode_e2m1: factors of the first and the last 16 of 32 columns, in both halves of a uint32."""
-    if CODE == 2:
-        left = _mxfp4_factor(scales, DTYPE)
-        right = left
-    else:
-        left, right = _nvfp4_factors(scales, DTYPE)
-    return left, right
+def _factors_of_pairs(pairs, DTYPE: tl.constexpr):
+    """The factors of NVFP4's two scales in an int16, in the halves of a uint32: times 2^87 (float16: 2^7).
 
-
-@kernel
-def _nvfp4_factors(pairs, DTYPE: tl.constexpr):
-    """The factors of two E4M3 scales in an int16: the scales times 2^62 (float16: 2^4).  See _mxfp4_factor.
-
-    Scales have no sign.  Without the sign, the bits of E4M3 are those of a number of the dtype whose exponents begin
-    120 (8) lower.  So subnormal scales are subnormal numbers, and two products bring all scales into range, exactly.
+    The stored bits (quantised.py) are those of a bfloat16 whose exponents begin 192 lower, or of a float16.
     """
     bits = pairs.to(tl.uint16, bitcast=True).to(tl.uint32)
-    # The first scale goes to the low half, the second to the high half.
-    IS_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
-    spread = (bits & 0xFF) * 16 | (bits & 0xFF00) * 4096 if IS_BFLOAT16 else (bits & 0xFF) * 128 | (bits >> 8) << 23
-    step = bits & 0 | (0x6D006D00 if IS_BFLOAT16 else 0x54005400)
-    both = _multiply_pair(_multiply_pair(spread, step, DTYPE), step, DTYPE)
-    return (both & 0xFFFF) * 0x10001, (both >> 16) * 0x10001
+    if tl.bfloat16 == DTYPE:
+        factors = ((bits & 0xFF) * 16 | (bits & 0xFF00) * 4096) + 0x60006000
+    else:
+        factors = (bits & 0xFF) * 128 | (bits >> 8) << 23
+    return factors
 
 
 @kernel
-def _repeat_per_word(factor, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
-    """Repeat factors of 32 columns for their words: [BLOCK_OUT, WORDS / 4] -> [BLOCK_OUT, WORDS]."""
-    return tl.reshape(tl.broadcast_to(factor[:, :, None], (BLOCK_OUT, WORDS // 4, 4)), (BLOCK_OUT, WORDS))
-
-
-@kernel
-def _decode_e2m1(w, left, right, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+def _e2m1(w, factors, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
     """Decode E2M1 numbers, times 2^-126 (float16: 2^-14) and their factor: [BLOCK_OUT, 8 · WORDS].
 
-    left, right: the factors of the first and of the last 16 of 32 columns.  A word has two pairs of each.
-    SPREAD (quantised.py) has moved the bits.  A mask puts the sign, the two exponent bits and the mantissa bit where
-    the dtype has its sign, its lowest exponent bits and its highest mantissa bit.  So an exponent of 0 means a
-    subnormal number in E2M1 and in the dtype.  The product is exact.
+    factors: per word, the low half for its first and the high half for its last 16 of 32 columns, two pairs each.
+    interleave_nibbles (quantised.py) has moved the bits.  A mask puts the sign, the two exponent bits and the mantissa
+    bit where the dtype has its sign, its lowest exponent bits and its highest mantissa bit.  So an exponent of 0 means
+    a subnormal number in E2M1 and in the dtype.  The product is exact.
     """
-    BITS: tl.constexpr = 0x81C081C0
-    # Rotations, because some bits are in the other half.
-    third, fourth = (w << 10) | (w >> 22), (w << 14) | (w >> 18)
-    first = _decode_e2m1_pair(w & BITS, left, DTYPE)
-    second = _decode_e2m1_pair((w << 4) & BITS, left, DTYPE)
-    third = _decode_e2m1_pair(third & BITS, right, DTYPE)
-    fourth = _decode_e2m1_pair((fourth & 0x81808180) | ((w << 6) & 0x00400040), right, DTYPE)
-    return _to_column_order(first, second, third, fourth, BLOCK_OUT, WORDS)
+    # A rotation, because some bits are in the other half.
+    third, fourth = (w << 10) | (w >> 22), (w >> 2) ^ (w << 6)
+    first, second = _e2m1_pair(w, factors, "low", DTYPE), _e2m1_pair(w << 4, factors, "low", DTYPE)
+    third, fourth = _e2m1_pair(third, factors, "high", DTYPE), _e2m1_pair(fourth, factors, "high", DTYPE)
+    return _in_columns(first, second, third, fourth, BLOCK_OUT, WORDS)
 
 
 @kernel
-def _decode_e2m1_pair(bits, factor, DTYPE: tl.constexpr):
-    """Multiply a pair of E2M1 numbers by its factor.  bits: as those of two bfloat16 numbers."""
+def _e2m1_pair(bits, factors, HALF: tl.constexpr, DTYPE: tl.constexpr):
+    """Multiply a pair of E2M1 numbers by its factor.  bits: under the mask, those of two bfloat16 numbers."""
+    bits = bits & 0x81C081C0
     if tl.bfloat16 != DTYPE:
         bits = (bits & 0x80008000) | ((bits & 0x01C001C0) << 3)
-    return _multiply_add_pair(bits, factor, bits & 0 | 0x80008000, DTYPE)
+    return _pair(bits, factors, bits & 0 | 0x80008000, HALF, DTYPE)
 
 
 @kernel
-def _to_column_order(first, second, third, fourth, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+def _in_columns(first, second, third, fourth, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
     """Put the four pairs of each word in column order, see interleave_nibbles."""
     pairs = tl.join(tl.join(first, third), tl.join(second, fourth))
     # [rows, blocks of 32, t, h, p // 2, p % 2] -> [rows, blocks of 32, p // 2, p % 2, t, h]
@@ -237,39 +228,29 @@ def _to_column_order(first, second, third, fourth, BLOCK_OUT: tl.constexpr, WORD
 
 
 @kernel
-def _multiply_add_pair(bits, factor, offset, DTYPE: tl.constexpr):
+def _pair(bits, factors, offset, HALF: tl.constexpr, DTYPE: tl.constexpr):
     """Return number · factor + offset for the numbers in both halves of each uint32: DTYPE [..., 2].
 
-    It is written in assembly (_fma), because Triton splits a product of pairs into two products.
+    HALF: "both": each number has the factor in its own half; "low" or "high": both numbers have that one.
+    It is written in assembly, because Triton splits a product of pairs into two products.
     """
     if INTERPRETED:
-        low = _low_half(bits, DTYPE) * _low_half(factor, DTYPE) + _low_half(offset, DTYPE)
-        high = _low_half(bits >> 16, DTYPE) * _low_half(factor >> 16, DTYPE) + _low_half(offset >> 16, DTYPE)
+        of_low, of_high = factors >> (16 if HALF == "high" else 0), factors >> (0 if HALF == "low" else 16)
+        low = _low(bits, DTYPE) * _low(of_low, DTYPE) + _low(offset, DTYPE)
+        high = _low(bits >> 16, DTYPE) * _low(of_high, DTYPE) + _low(offset >> 16, DTYPE)
     else:
-        both = _fma(bits, factor, offset, DTYPE)
-        low, high = _low_half(both, DTYPE), _low_half(both >> 16, DTYPE)
+        PAIR: tl.constexpr = "low, high" if HALF == "both" else HALF + ", " + HALF
+        OF: tl.constexpr = "bf16x2" if tl.bfloat16 == DTYPE else "f16x2"
+        ASSEMBLY: tl.constexpr = (
+            "{ .reg .b16 low, high; .reg .b32 f; mov.b32 {low, high}, $2; mov.b32 f, {" + PAIR + "};"
+            "fma.rn." + OF + " $0, $1, f, $3; }"
+        )
+        both = tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r", [bits, factors, offset], tl.uint32, is_pure=True, pack=1)
+        low, high = _low(both, DTYPE), _low(both >> 16, DTYPE)
     return tl.join(low, high)
 
 
 @kernel
-def _multiply_pair(bits, factor, DTYPE: tl.constexpr):
-    """Return number · factor for the numbers in both halves of each uint32, again as halves of uint32."""
-    if INTERPRETED:
-        low = (_low_half(bits, DTYPE) * _low_half(factor, DTYPE)).to(tl.uint16, bitcast=True)
-        high = (_low_half(bits >> 16, DTYPE) * _low_half(factor >> 16, DTYPE)).to(tl.uint16, bitcast=True)
-        both = low.to(tl.uint32) | high.to(tl.uint32) << 16
-    else:
-        both = _fma(bits, factor, bits & 0 | 0x80008000, DTYPE)
-    return both
-
-
-@kernel
-def _fma(bits, factor, offset, DTYPE: tl.constexpr):
-    ASSEMBLY: tl.constexpr = "fma.rn.bf16x2 $0, $1, $2, $3;" if tl.bfloat16 == DTYPE else "fma.rn.f16x2 $0, $1, $2, $3;"
-    return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r", [bits, factor, offset], tl.uint32, is_pure=True, pack=1)
-
-
-@kernel
-def _low_half(words, DTYPE: tl.constexpr):
+def _low(words, DTYPE: tl.constexpr):
     """The low halves of uint32, as numbers of DTYPE."""
     return (words & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)

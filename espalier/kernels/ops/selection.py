@@ -25,6 +25,8 @@ MAX_PRODUCTS = 2**25
 # Limits of the kernels: the values of a key, and the number of chosen rows.
 MAX_INDEX_SIZE = 256
 MAX_TOPK = 8192
+# Adjacent rows whose highest score the scores hold, so that a selection reads few of the others.
+GROUP = 8
 # Splits start at multiples of this number.  No kernel has a larger BLOCK_N.
 SPLIT_STEP = 64
 # The least rows of a split: a shorter split costs more to merge than it saves.  MIN_SHORT_SPLIT_ROWS holds for up to
@@ -68,8 +70,8 @@ class IndexNorm(NamedTuple):
 class IndexRows(NamedTuple):
     """The indexer's values for new rows.
 
-    q: [N, heads, size].  k: [N, size], not normed.  weights: [N, heads] float32 (float64 for float64), with the scale
-    of scores multiplied in.  rotation: the rotation of the first values of q and k.
+    q: [N, heads, size].  k: [N, size], not normed.  weights: [N, heads] float32 (float64 for float64).
+    rotation: the rotation of the first values of q and k.
     interleaved: whether the two values of a rotated pair are adjacent in q and k; see LatentForm.interleaved.
     """
 
@@ -102,6 +104,29 @@ class IndexKeys:
     page_size: int
     first: int
     staged: Tensor
+
+
+class IndexScores(NamedTuple):
+    """Scores of C positions and R staged rows.
+
+    rows: [B, Q, C + R] float32, the scores of the page table's positions, then those of the staged rows.
+    groups: [B, Q, ceil(C / GROUP) + ceil(R / GROUP)] float32, the highest of each GROUP positions, then of each GROUP
+    staged rows.
+    Scores of positions past a request's length, and of groups that begin there, are undefined.
+    """
+
+    rows: Tensor
+    groups: Tensor
+
+    @classmethod
+    def empty(cls, batch: int, queries: int, capacity: int, staged: int, device: torch.device) -> IndexScores:
+        """Undefined scores, at strides that let a kernel load four of them at once."""
+        sizes = capacity + staged, -(-capacity // GROUP) + -(-staged // GROUP)
+        kept = (
+            torch.empty(batch, queries, -(-size // 16) * 16, dtype=torch.float32, device=device)[..., :size]
+            for size in sizes
+        )
+        return cls(*kept)
 
 
 class SelectedRows(NamedTuple):
@@ -166,11 +191,11 @@ def _rotated(x: Tensor, rotation: Rotation, rotary: int, interleaved: bool) -> T
 
 
 @op("espalier.kernels.attention.index_scores", on="queries.q")
-def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) -> Tensor:
-    """Returns [B, Q, C + R] float32: the scores of the page table's C positions, then those of the R staged rows.
+def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) -> IndexScores:
+    """Returns the scores of all rows for each query.
 
-    Scores of positions past a request's length are undefined.  The score is -inf for the other rows that a query does
-    not see: positions below `first`, and staged rows whose bit is not set in ancestor_bits [B, Q, W].
+    The score is -inf for rows that exist but that a query does not see: positions below `first`, and staged rows whose
+    bit is not set in ancestor_bits [B, Q, W].
     """
     batch, num_staged = keys.staged.shape[:2]
     capacity = keys.page_table.shape[1] * keys.page_size
@@ -181,29 +206,38 @@ def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) 
     bits = torch.arange(num_staged, device=scores.device)
     seen = (ancestor_bits[..., bits // 64] >> bits % 64 & 1).bool()
     seen = torch.cat((exists[:, None].expand(-1, seen.shape[1], -1), seen), 2)
-    return scores.masked_fill_(~seen, -torch.inf)
+    scores.masked_fill_(~seen, -torch.inf)
+    return IndexScores(scores, highest_of_groups(scores, capacity))
 
 
-@op("espalier.kernels.attention.select_rows")
-def select_rows(scores: Tensor, length: Tensor, page_table: Tensor, page_size: int, topk: int) -> SelectedRows:
+def highest_of_groups(rows: Tensor, capacity: int) -> Tensor:
+    """IndexScores.groups, of rows [..., C + R] for C = capacity."""
+    parts = [rows[..., :capacity], rows[..., capacity:]]
+    padded = [F.pad(part, (0, -part.shape[-1] % GROUP), value=-torch.inf) for part in parts]
+    return torch.cat(padded, -1).unflatten(-1, (-1, GROUP)).amax(-1)
+
+
+@op("espalier.kernels.attention.select_rows", on="scores.rows")
+def select_rows(scores: IndexScores, length: Tensor, page_table: Tensor, page_size: int, topk: int) -> SelectedRows:
     """Chooses the rows with the topk highest scores.  Exact.
 
-    scores: [B, Q, C + R], the result of index_scores.  length: [B] int64, the number of committed rows.
+    scores: the result of index_scores.  length: [B] int64, the number of committed rows.
     page_table: [B, T] int32, for C = T · page_size positions.
     """
     capacity = page_table.shape[1] * page_size
-    num_staged = scores.shape[2] - capacity
-    past = torch.arange(scores.shape[2], device=scores.device).expand(len(length), -1)
+    rows = scores.rows
+    num_staged = rows.shape[2] - capacity
+    past = torch.arange(rows.shape[2], device=rows.device).expand(len(length), -1)
     past = (past >= length[:, None]) & (past < capacity)
-    chosen = top_rows(scores.masked_fill(past[:, None], -torch.inf), topk)
+    chosen = top_rows(rows.masked_fill(past[:, None], -torch.inf), topk)
     committed, staged = chosen.split((capacity, num_staged), 2)
     width = min(topk, capacity)
     count = committed.sum(2).where((length + num_staged > topk)[:, None], 0)
     # `order` lists the chosen positions in ascending order, then the others.
     order = committed.logical_not().to(torch.uint8).argsort(dim=2, stable=True)[..., :width]
-    keep = torch.arange(width, device=scores.device) < count[..., None]
-    rows = page_rows(page_table, order.flatten(1), page_size, keep.flatten(1)).view(order.shape)
-    return SelectedRows(rows.int(), count, pack_bits(staged))
+    keep = torch.arange(width, device=rows.device) < count[..., None]
+    of_pages = page_rows(page_table, order.flatten(1), page_size, keep.flatten(1)).view(order.shape)
+    return SelectedRows(of_pages.int(), count, pack_bits(staged))
 
 
 @dataclass(frozen=True)

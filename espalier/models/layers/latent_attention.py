@@ -73,10 +73,10 @@ class Indexer:
 
     def __call__(self, rows: IndexedRows, q_latent: Tensor, rotation: Rotation) -> IndexRows:
         """Returns the indexer's values for new rows.  q_latent: [N, q_rank]."""
-        heads, size = len(self.weights), self.k.shape[0]
         parts = router_logits(rows.x, self.weights)
-        weights = sum_parts(parts, parts.dtype) * (heads * size) ** -0.5
-        q = self.q(q_latent).unflatten(1, (heads, size))
+        # The published scale of scores is left out: it changes no choice.
+        weights = sum_parts(parts, parts.dtype)
+        q = self.q(q_latent).unflatten(1, (len(self.weights), self.k.shape[0]))
         return IndexRows(q, self.k(rows.of_products), weights, self.norm, rotation, self.interleaved)
 
 

@@ -20,7 +20,7 @@ from espalier.kernels.attention.ancestor_bits import self_bits
 from espalier.kernels.ops.state import TokenChain, load_carried, read_chain, store_carried
 from espalier.kernels.ops.tree import SelectedBeams, select_beams
 from espalier.models.draft import DraftModel, DraftModule, DraftOutput
-from espalier.sampling.logit_processors import Above
+from espalier.sampling.logit_processors import DraftedAncestors
 from espalier.slots import BatchState
 from espalier.speculate.drafters.base import Grow
 from espalier.speculate.drafters.feeds import Feed, ModuleRows, feed_name, feeds_of, module_rows
@@ -86,7 +86,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
     def _grow(self, rows: TreeRows, out: DraftOutput, logits: Tensor, sampler: Sampler) -> Tree:
         """Grow the tree level by level.  out, logits: the output and the logits of level 1."""
         pool, path_scores = Pool(self.layout.topk), self.root_trees.scores[: logits.shape[0]]
-        above: Above | None = None
+        above: DraftedAncestors | None = None
         for level in range(1, self.layout.steps + 1):
             tokens, scores = sampler.children(
                 DraftRows(logits, self.draft.d2t, level - 1, path_scores, above), self.layout.topk
@@ -98,7 +98,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
                 beams = select_beams(tokens, scores, bits, rows.tokens, first, self.layout.beam_words)
                 pool.keep(beams.places)
                 rows.levels.append(beams)
-                path_scores, above = beams.scores, Above(rows.tokens[:, :end], beams.ancestor_bits)
+                path_scores, above = beams.scores, DraftedAncestors(rows.tokens[:, :end], beams.ancestor_bits)
                 out = self._forward(out, rows, level + 1)
                 logits = self._logits(out, level + 1)
         return pool.select(rows.slots.root, self.layout.num_draft_tokens)

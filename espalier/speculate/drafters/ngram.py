@@ -10,7 +10,7 @@ from torch import Tensor
 
 from espalier.kernels.ops.drafts import find_matches
 from espalier.models.draft import DraftSpec
-from espalier.sampling.mask import DraftGuide, allows, force
+from espalier.sampling.mask import DraftGuide, allows, force_only_children
 from espalier.slots import BatchState
 from espalier.speculate.drafters.base import DrafterWithoutFiles
 from espalier.speculate.sampler import Sampler
@@ -66,7 +66,7 @@ class NgramDrafter(DrafterWithoutFiles):
                 scores = torch.where(is_first, beginning, scores)
             sure = scores.new_full(scores.shape[:2], -torch.inf)
             sure[:, 0] = 0
-            pool.add(*force(forced[:, level - 1, None], tokens, scores, sure))
+            pool.add(*force_only_children(forced[:, level - 1, None], tokens, scores, sure))
         return pool.select(slots.root, self.layout.num_draft_tokens)
 
 

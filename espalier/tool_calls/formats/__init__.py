@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from espalier.errors import EspalierError
-from espalier.tool_calls.base import MISTRAL, THINK, ReasoningFormat, ToolFormat
+from espalier.tool_calls.base import MISTRAL_REASONING, THINK_REASONING, ReasoningFormat, ToolFormat
 from espalier.tool_calls.formats import deepseek, harmony, llama, mistral, tagged
 
 # In this order, the signs of each format are searched in a template.  A format whose signs include another format's
@@ -22,7 +22,7 @@ _TOOLS = (
     mistral.LIST,
     llama.FORMAT,
 )
-_REASONING = (harmony.REASONING, MISTRAL, THINK)
+_REASONING = (harmony.REASONING, MISTRAL_REASONING, THINK_REASONING)
 TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType({each.name: each for each in _TOOLS})
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType({each.name: each for each in _REASONING})
 AUTO, NONE = "auto", "none"
@@ -49,9 +49,9 @@ def find_formats(template: str, tool_format: str = AUTO, reasoning_format: str =
         tool_format = harmony.FORMAT.name
     tools = _find("tool_format", tool_format, TOOL_FORMATS, template)
     reasoning = _find("reasoning_format", reasoning_format, REASONING_FORMATS, template)
-    if tools is not None and tools.name == harmony.FORMAT.name and (reasoning is None or not reasoning.whole):
+    if tools is not None and tools.name == harmony.FORMAT.name and (reasoning is None or not reasoning.includes_calls):
         raise EspalierError("tool_format='harmony' needs reasoning_format='harmony': its calls stand in channels too")
-    if reasoning is not None and reasoning.whole and tools is not None and tools.name != reasoning.name:
+    if reasoning is not None and reasoning.includes_calls and tools is not None and tools.name != reasoning.name:
         raise EspalierError(
             f"reasoning_format={reasoning.name!r} with tool_format={tools.name!r} is not supported; use "
             f"{reasoning.name!r} or 'none' for tools"
@@ -61,7 +61,7 @@ def find_formats(template: str, tool_format: str = AUTO, reasoning_format: str =
 
 def _find(flag: str, name: str, formats: Mapping[str, F], template: str) -> F | None:
     if name == AUTO:
-        return next((each for each in formats.values() if all(sign in template for sign in each.signs)), None)
+        return next((each for each in formats.values() if all(sign in template for sign in each.template_signs)), None)
     if name == NONE:
         return None
     if name not in formats:

@@ -2,9 +2,9 @@
 
 from functools import partial
 
-from espalier.tool_calls.arguments import is_absent, read_arguments
+from espalier.tool_calls.arguments import call_ends_here, read_arguments
 from espalier.tool_calls.base import CallSyntax, CallWriter, ToolFormat, Writer, read_call
-from espalier.tool_calls.reader import Broken, Markers, Reader, Steps
+from espalier.tool_calls.reader import BrokenCall, Markers, Reader, Steps
 
 OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -28,17 +28,17 @@ def parse(reader: Reader, writer: Writer, fenced: bool) -> Steps[None]:
 
 def _calls(reader: Reader, writer: Writer, opening: str, fenced: bool) -> Steps[None]:
     def read(call: CallWriter) -> Steps[None]:
-        kind, mark = yield from reader.before(SEPARATOR, END)
+        kind, mark = yield from reader.text_before(SEPARATOR, END)
         name = kind
         if fenced and mark == SEPARATOR:
             if kind.strip() != "function":
-                raise Broken(f"the tool call is of type {kind.strip()[:80]!r}; only function is supported")
-            name, mark = yield from reader.before("\n", END)
+                raise BrokenCall(f"the tool call is of type {kind.strip()[:80]!r}; only function is supported")
+            name, mark = yield from reader.text_before("\n", END)
         call.name(name.strip())
         if mark == END:
             return
         yield from reader.space()
-        if not (yield from is_absent(reader, END)):
+        if not (yield from call_ends_here(reader, END)):
             yield from (_block(reader, call) if fenced else read_arguments(reader, call, END))
         yield from reader.space()
         if (yield from reader.peek()):
@@ -63,19 +63,19 @@ def _block(reader: Reader, call: CallWriter) -> Steps[None]:
 SPECIAL = (OPEN, CLOSE, CALL, SEPARATOR, END)
 V3 = ToolFormat(
     name="deepseek-v3",
-    signs=(OPEN, "```json"),
+    template_signs=(OPEN, "```json"),
     special_tokens=SPECIAL,
     parse=partial(parse, fenced=True),
     syntax=CallSyntax(
         f"{CALL}function{SEPARATOR}", f"\n{FENCE}", f"{FENCE_END}{END}", separator="\n", opening=OPEN, closing=CLOSE
     ),
-    takes_text=True,
+    arguments_as_text=True,
 )
 FORMAT = ToolFormat(
     name="deepseek-v3.1",
-    signs=(OPEN,),
+    template_signs=(OPEN,),
     special_tokens=SPECIAL,
     parse=partial(parse, fenced=False),
     syntax=CallSyntax(CALL, SEPARATOR, END, opening=OPEN, closing=CLOSE),
-    takes_text=True,
+    arguments_as_text=True,
 )

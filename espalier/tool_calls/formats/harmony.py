@@ -8,9 +8,9 @@ openai-harmony is not used, because it reads the ids of its own vocabulary, whic
 
 import re
 
-from espalier.tool_calls.arguments import is_absent, read_arguments
+from espalier.tool_calls.arguments import call_ends_here, read_arguments
 from espalier.tool_calls.base import CallSyntax, CallWriter, ReasoningFormat, ToolFormat, Writer, read_call
-from espalier.tool_calls.reader import Broken, Markers, Reader, Steps
+from espalier.tool_calls.reader import BrokenCall, Markers, Reader, Steps
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END, CALL, RETURN, CONSTRAIN = "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"
@@ -69,14 +69,14 @@ def _call(reader: Reader, writer: Writer, header: str, marker: str | None, recip
     def read(call: CallWriter) -> Steps[None]:
         call.name(recipient.removeprefix(FUNCTIONS))
         if marker is None:
-            yield from is_absent(reader)
+            yield from call_ends_here(reader)
         if marker != MESSAGE:
             return
         yield from reader.space()
         yield from read_arguments(reader, call, *ENDS.texts)
         yield from reader.space()
         if (yield from reader.peek()) not in ("", "<"):
-            raise Broken("the tool call goes on after its arguments")
+            raise BrokenCall("the tool call goes on after its arguments")
 
     if not (yield from read_call(reader, writer, header + (marker or ""), read)):
         return None
@@ -85,19 +85,19 @@ def _call(reader: Reader, writer: Writer, header: str, marker: str | None, recip
 
 FORMAT = ToolFormat(
     name="harmony",
-    signs=(CHANNEL, START),
+    template_signs=(CHANNEL, START),
     special_tokens=SPECIAL,
     parse=parse,
     syntax=CallSyntax(f"{CHANNEL}commentary to={FUNCTIONS}", f" {CONSTRAIN}json{MESSAGE}", ""),
-    one_call=True,
+    call_ends_output=True,
 )
 REASONING = ReasoningFormat(
     name="harmony",
-    signs=(CHANNEL, START),
+    template_signs=(CHANNEL, START),
     special_tokens=SPECIAL,
     begin=f"{CHANNEL}analysis{MESSAGE}",
     end=f"{END}{START}assistant",
     answer=f"{CHANNEL}final{MESSAGE}",
-    whole=True,
-    turn=f"{START}assistant",
+    includes_calls=True,
+    message_start=f"{START}assistant",
 )

@@ -38,7 +38,7 @@ def _calls(reader: Reader, writer: Writer, opening: str) -> Steps[None]:
 
 FORMAT = ToolFormat(
     name="llama",
-    signs=("<|start_header_id|>", "parameters"),
+    template_signs=("<|start_header_id|>", "parameters"),
     special_tokens=(TAG,),
     parse=parse,
     syntax=CallSyntax('{"name": "', '", "parameters": ', "}", separator="; "),

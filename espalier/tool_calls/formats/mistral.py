@@ -3,7 +3,7 @@
 
 from espalier.tool_calls.arguments import read_arguments, read_call_object
 from espalier.tool_calls.base import CallSyntax, CallWriter, ToolFormat, Writer, read_call, short_id
-from espalier.tool_calls.reader import Broken, Markers, Reader, Steps
+from espalier.tool_calls.reader import BrokenCall, Markers, Reader, Steps
 
 OPEN, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 CALL = Markers(OPEN)
@@ -26,7 +26,7 @@ def _list(reader: Reader, writer: Writer, opening: str) -> Steps[None]:
         yield from read_call_object(reader, call)
         yield from reader.space()
         if (yield from reader.peek()) not in ("", ",", "]"):
-            raise Broken("] is missing after the tool calls")
+            raise BrokenCall("] is missing after the tool calls")
 
     while (yield from read_call(reader, writer, opening, read)):
         opening = (yield from reader.literal(",", "]")) or ""
@@ -47,7 +47,7 @@ def _named(reader: Reader, writer: Writer, opening: str) -> Steps[None]:
         yield from reader.literal(ARGS)
         yield from reader.space()
         if (yield from reader.peek()) not in ("", "{", "[", '"', "n"):
-            raise Broken("the tool call has no arguments")
+            raise BrokenCall("the tool call has no arguments")
         yield from read_arguments(reader, call, OPEN)
 
     if (yield from read_call(reader, writer, opening, read)):
@@ -56,7 +56,7 @@ def _named(reader: Reader, writer: Writer, opening: str) -> Steps[None]:
 
 LIST = ToolFormat(
     name="mistral-list",
-    signs=(OPEN,),
+    template_signs=(OPEN,),
     special_tokens=(OPEN, ID, ARGS),
     parse=parse,
     syntax=CallSyntax('{"name": "', '", "arguments": ', "}", separator=", ", opening=f"{OPEN} [", closing="]"),
@@ -64,7 +64,7 @@ LIST = ToolFormat(
 )
 FORMAT = ToolFormat(
     name="mistral",
-    signs=(OPEN, ARGS),
+    template_signs=(OPEN, ARGS),
     special_tokens=(OPEN, ID, ARGS),
     parse=parse,
     syntax=CallSyntax(OPEN, ARGS, ""),

@@ -5,9 +5,11 @@ GLM-4.5 to 4.7: name<arg_key>key</arg_key><arg_value>value</arg_value>.
 Qwen3-Coder and Qwen3.5: <function=name><parameter=key>value</parameter></function>.
 """
 
+from collections.abc import Callable
+
 from espalier.tool_calls.arguments import XmlArguments, read_call_object
 from espalier.tool_calls.base import CallSyntax, CallWriter, ToolFormat, Writer, read_call
-from espalier.tool_calls.reader import Broken, Markers, Reader, Steps
+from espalier.tool_calls.reader import BrokenCall, Markers, Reader, Steps
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 CALL = Markers(OPEN, strip_before="\n")
@@ -21,6 +23,13 @@ PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 CALL_OR_FUNCTION = Markers(OPEN, FUNCTION, strip_before="\n")
 
 
+def _read_calls(reader: Reader, writer: Writer, read: Callable[[CallWriter], Steps[None]]) -> Steps[None]:
+    """Read an answer to its end.  read: reads a call after its opening tag."""
+    while (yield from reader.until(CALL, writer.content)) is not None:
+        if (yield from read_call(reader, writer, OPEN, read)):
+            yield from reader.space()
+
+
 def parse_hermes(reader: Reader, writer: Writer) -> Steps[None]:
     def read(call: CallWriter) -> Steps[None]:
         yield from reader.space()
@@ -30,14 +39,12 @@ def parse_hermes(reader: Reader, writer: Writer) -> Steps[None]:
         if (yield from reader.peek()):
             yield from reader.expect(CLOSE)
 
-    while (yield from reader.until(CALL, writer.content)) is not None:
-        if (yield from read_call(reader, writer, OPEN, read)):
-            yield from reader.space()
+    yield from _read_calls(reader, writer, read)
 
 
 HERMES = ToolFormat(
     name="hermes",
-    signs=(OPEN, "arguments"),
+    template_signs=(OPEN, "arguments"),
     special_tokens=(OPEN, CLOSE),
     parse=parse_hermes,
     syntax=CallSyntax(f'{OPEN}\n{{"name": "', '", "arguments": ', f"}}\n{CLOSE}", separator="\n"),
@@ -46,28 +53,26 @@ HERMES = ToolFormat(
 
 def parse_glm(reader: Reader, writer: Writer) -> Steps[None]:
     def read(call: CallWriter) -> Steps[None]:
-        name, found = yield from reader.before(KEY, CLOSE)
+        name, found = yield from reader.text_before(KEY, CLOSE)
         call.name(name.strip())
         arguments = XmlArguments(call)
         while found == KEY:
-            key, _ = yield from reader.before(KEY_END)
+            key, _ = yield from reader.text_before(KEY_END)
             yield from reader.space()
             yield from reader.expect(VALUE)
             yield from arguments.read(reader, key.strip(), VALUE_END)
             yield from reader.space()
             found = (yield from reader.literal(KEY, CLOSE)) or ""
         if found != CLOSE:
-            raise Broken(f"{CLOSE} is missing in the tool call")
+            raise BrokenCall(f"{CLOSE} is missing in the tool call")
         arguments.end()
 
-    while (yield from reader.until(CALL, writer.content)) is not None:
-        if (yield from read_call(reader, writer, OPEN, read)):
-            yield from reader.space()
+    yield from _read_calls(reader, writer, read)
 
 
 GLM = ToolFormat(
     name="glm",
-    signs=(OPEN, KEY),
+    template_signs=(OPEN, KEY),
     special_tokens=(OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END),
     parse=parse_glm,
     syntax=CallSyntax(OPEN, "\n", CLOSE, separator="\n", style="glm_xml"),
@@ -81,7 +86,7 @@ def parse_qwen_coder(reader: Reader, writer: Writer) -> Steps[None]:
             if opening == OPEN:
                 yield from reader.space()
                 yield from reader.expect(FUNCTION)
-            name, _ = yield from reader.before(">")
+            name, _ = yield from reader.text_before(">")
             call.name(name.strip())
             yield from _parameters(reader, call)
             yield from reader.space()
@@ -98,17 +103,17 @@ def _parameters(reader: Reader, call: CallWriter) -> Steps[None]:
         yield from reader.space()
         found = yield from reader.literal(PARAMETER, FUNCTION_END)
         # Some outputs lack this tag before the closing tag.
-        if found == FUNCTION_END or (yield from reader.sees(CLOSE)):
+        if found == FUNCTION_END or (yield from reader.peek_literal(CLOSE)):
             return arguments.end()
         if found is None:
-            raise Broken(f"{FUNCTION_END} is missing in the tool call")
-        name, _ = yield from reader.before(">")
+            raise BrokenCall(f"{FUNCTION_END} is missing in the tool call")
+        name, _ = yield from reader.text_before(">")
         yield from arguments.read(reader, name.strip(), PARAMETER_END, trim="\n")
 
 
 QWEN_CODER = ToolFormat(
     name="qwen-coder",
-    signs=(OPEN, FUNCTION),
+    template_signs=(OPEN, FUNCTION),
     special_tokens=(OPEN, CLOSE),
     parse=parse_qwen_coder,
     syntax=CallSyntax(f"{OPEN}\n{FUNCTION}", ">\n", f"\n{FUNCTION_END}\n{CLOSE}", separator="\n", style="qwen_xml"),

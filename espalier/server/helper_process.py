@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 
 from espalier.child_process import environment
-from espalier.server.errors import full
+from espalier.server.errors import queue_full
 
 log = logging.getLogger("espalier.server")
 LENGTH = struct.Struct("<I")
@@ -21,39 +21,39 @@ def framed(data: bytes) -> bytes:
     return LENGTH.pack(len(data)) + data
 
 
-class AsideFailed(Exception):
+class HelperProcessFailed(Exception):
     """The process ended or did not answer in time.  The next frame starts another process."""
 
 
-class Aside:
+class HelperProcess:
     """Sends frames to a process beside the front, one at a time.
 
-    what: the process's name in the log.  max_waiting: how many frames may wait; further ones are refused with `waiting`
-    as the reason.  program: a module that calls serve_frames, and its arguments.
+    process_name: its name in the log.  max_waiting: how many frames may wait; further ones are refused with
+    `refusal_reason`.  program: a module that calls serve_frames, and its arguments.
     """
 
-    def __init__(self, what: str, max_waiting: int, waiting: str, *program: str):
-        self.what = what
+    def __init__(self, process_name: str, max_waiting: int, refusal_reason: str, *program: str):
+        self.process_name = process_name
         self.max_waiting = max_waiting
-        self.waiting = waiting
+        self.refusal_reason = refusal_reason
         self.program = program
         self._num_open = 0
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
 
     async def exchange(self, data: bytes, limit_s: float | None = None) -> bytes:
-        """Send a frame and receive its answer.  Raises AsideFailed, or ApiError if too many wait."""
+        """Send a frame and receive its answer.  Raises HelperProcessFailed, or ApiError if too many wait."""
         if self._num_open > self.max_waiting:
-            raise full(f"{self.max_waiting} {self.waiting}")
+            raise queue_full(f"{self.max_waiting} {self.refusal_reason}")
         self._num_open += 1
         try:
-            async with self._turn:
+            async with self._lock:
                 return await self._exchange(data, limit_s)
         finally:
             self._num_open -= 1
 
     async def _exchange(self, data: bytes, limit_s: float | None) -> bytes:
-        """Exchange one frame.  The caller holds `_turn`.  A failure ends the process."""
+        """Exchange one frame.  The caller holds `_lock`.  A failure ends the process."""
         try:
             async with asyncio.timeout(limit_s):
                 process = await self.start()
@@ -63,9 +63,9 @@ class Aside:
                 (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
                 return await process.stdout.readexactly(length)
         except (OSError, EOFError, TimeoutError) as error:
-            log.error("the %s process ended or is ended: %r", self.what, error)
+            log.error("the %s process ended or is ended: %r", self.process_name, error)
             self._end()
-            raise AsideFailed from error
+            raise HelperProcessFailed from error
         except BaseException:
             self._end()
             raise
@@ -80,7 +80,7 @@ class Aside:
                 sys.executable, "-m", *self.program, stdin=pipe, stdout=pipe, limit=2**22, env=environment()
             )
             self._process = process
-            log.info("the %s process has pid %d", self.what, process.pid)
+            log.info("the %s process has pid %d", self.process_name, process.pid)
         return process
 
     async def close(self) -> None:
@@ -96,7 +96,7 @@ class Aside:
 
 
 def serve_frames(answer: Callable[[bytes], bytes]) -> None:
-    """Answers frames from stdin until the front is gone.  The program of an Aside calls this function."""
+    """Answers frames from stdin until the front is gone.  The program of an HelperProcess calls this function."""
     # Ctrl-C reaches the whole process group, but the front decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     frames, answers = sys.stdin.buffer, sys.stdout.buffer
