@@ -269,8 +269,8 @@ def interleave_nibbles(packed: Tensor, spreads: bool = False) -> Tensor:
 
     spreads: E2M1_BIT_MOVES and FOLDS also move the bits of E2M1 in these words w, so that one mask leaves the bits of
     two bfloat16 numbers: the sign in bit 15, exponent and mantissa in bits 8 to 6.  The mask is for w, w << 4, w
-    rotated by 10 to the left, and (w >> 2) ^ (w << 6) (p = 0 to 3).  No three shifts of these bits are disjoint from them and
-    from each other; the fourth pair's overlap, hence the exclusive or.
+    rotated by 10 to the left, and (w >> 2) ^ (w << 6) (p = 0 to 3).  No three shifts of these bits are disjoint from
+    them and from each other; the fourth pair's overlap, hence the exclusive or.
     """
     codes = packed.clone(memory_format=torch.contiguous_format)
     rows = codes.view(-1, packed.shape[-1])
