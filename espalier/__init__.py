@@ -4,7 +4,7 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from espalier.cores import bound_spinning
+from espalier.cores import limit_spinning
 
 if TYPE_CHECKING:
     from espalier.config import EngineConfig, SpeculationConfig
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-bound_spinning()
+limit_spinning()
 
 MODULES = {
     "LLM": "llm",

@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypedDict
 
-from espalier.errors import EspalierError, one_line, tokenizing
+from espalier.errors import EspalierError, one_line, tokenizer_errors
 
 # Some tokenizers do not declare their turn tokens as special; their names match this pattern.
 CONTROL = re.compile(r"<[|｜].*[|｜]>")
@@ -79,11 +79,6 @@ class ChatTemplate:
     @cached_property
     def special(self) -> "SpecialTokens":
         return SpecialTokens(self.hf)
-
-    @property
-    def special_names(self) -> set[str]:
-        """Returns the special tokens, and added tokens that look like turn tokens."""
-        return self.special.names
 
     @property
     def text(self) -> str:
@@ -157,7 +152,7 @@ class ChatTemplate:
         return text.encode(errors="backslashreplace").decode()
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        with tokenizing():
+        with tokenizer_errors():
             return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
 
     def _check_template_kwargs(self, kwargs: Mapping[str, Any]) -> None:
@@ -265,7 +260,7 @@ class SpecialTokens:
             done = end
         text = "".join([*parts, prompt.text[done:]])
         # Unlike `encode`, encode_batch releases the GIL.
-        with tokenizing():
+        with tokenizer_errors():
             [encoded] = renamed.backend.encode_batch([text], add_special_tokens=add_special_tokens)
         return list(encoded.ids)
 

@@ -147,18 +147,18 @@ class EngineConfig:
 class RoundCosts(Protocol):
     """Predicts the times of rounds.  It is a plain value, so it can be sent to another process.
 
-    by_clock: whether a clock corrects the prediction.  Then the prediction must be in seconds.
+    uses_clock: whether a clock corrects the prediction.  Then the prediction must be in seconds.
     """
 
     @property
-    def by_clock(self) -> bool: ...
+    def uses_clock(self) -> bool: ...
 
     def seconds(self, tree: TreeShape, batch: int, context: float) -> float:
         """The predicted time of a round.  context: the mean number of tokens of a request."""
         ...
 
-    def of_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
-        """The time of a round that verified `rows` rows in all.  Called only if `by_clock` is False."""
+    def seconds_for_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
+        """The time of a round that verified `rows` rows in all.  Called only if `uses_clock` is False."""
         ...
 
 

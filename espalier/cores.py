@@ -26,14 +26,14 @@ WAIT_POLICY = "OMP_WAIT_POLICY"
 SPINS = "1000"
 
 
-def bound_spinning() -> None:
+def limit_spinning() -> None:
     """Make waiting threads of PyTorch sleep soon, unless the user chose how they wait or PyTorch is loaded already."""
-    if "torch" not in sys.modules and not waits_shortly():
+    if "torch" not in sys.modules and not spins_briefly():
         os.environ[SPIN_COUNT] = SPINS
 
 
-def waits_shortly() -> bool:
-    """Whether the environment sets how threads wait.  The user or `bound_spinning` may have set it."""
+def spins_briefly() -> bool:
+    """Whether the environment sets how threads wait.  The user or `limit_spinning` may have set it."""
     return SPIN_COUNT in os.environ or WAIT_POLICY in os.environ
 
 

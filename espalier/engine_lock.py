@@ -17,12 +17,11 @@ class EngineLock:
 
     lock: the `with` statement takes and releases this lock in C.  In a method written in Python, Ctrl-C could come
     after the lock is taken or before it is released, and every other thread would wait forever.
-    or before it is released, and every other thread would wait forever.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._in_whole = False
+        self._is_uninterrupted = False
         self._postponed: deque[Callable[[], None]] = deque()
 
     @contextmanager
@@ -34,18 +33,19 @@ class EngineLock:
             self._run_postponed()
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def uninterrupted(self) -> Iterator[None]:
         """A turn that nothing interrupts; Ctrl-C takes effect after it.  Must not be nested."""
         with self.postponing(), self.lock, _interrupt_deferred():
-            assert not self._in_whole
-            self._in_whole = True
+            assert not self._is_uninterrupted
+            self._is_uninterrupted = True
             try:
                 yield
             finally:
-                self._in_whole = False
+                self._is_uninterrupted = False
 
     def run(self, action: Callable[[], None]) -> None:
-        """Run `action` in a turn: now, or once this thread's `whole` or another thread's turn is over.  Never waits."""
+        """Run `action` in a turn: now, or once this thread's `uninterrupted` or another thread's turn is over.  Never
+        waits."""
         self._postponed.append(action)
         self._run_postponed()
 
@@ -56,7 +56,7 @@ class EngineLock:
                 if not self.lock.acquire(blocking=False):
                     return
                 try:
-                    if self._in_whole:
+                    if self._is_uninterrupted:
                         return
                     # Another thread may have run the last action, and a third may have added a new one meanwhile.
                     if self._postponed:

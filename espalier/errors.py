@@ -22,18 +22,13 @@ MAX_SHOWN = 160
 # A name less similar than this is another setting: presence_penalty is not length_penalty.
 MIN_SIMILARITY = 0.8
 
-NOT_FINITE = (
-    "the target's logits are not finite (NaN) for this request or for a token drafted for it; its tokens so far are "
-    "valid and other requests continue: check the checkpoint, or use a wider dtype"
-)
-
 
 class EspalierError(ValueError):
     """Bad input or an unsupported combination.  Raised before any work is lost."""
 
 
 @contextmanager
-def frames_cleared() -> Iterator[None]:
+def clearing_frames() -> Iterator[None]:
     """Clears the frames of an EspalierError that leaves this block, so that it keeps no local variables alive.
 
     These variables may be models on a GPU.  Whoever handles the error needs their memory for the next try.
@@ -74,7 +69,7 @@ def prompt_too_long(size: str, max_context: int, max_position: int | None = None
     )
 
 
-def too_little_room(
+def output_too_long(
     name: str, value: int, prompt_tokens: int, max_context: int, max_position: int | None = None
 ) -> ContextOverflow:
     """Returns the error for max_tokens or min_tokens, called `name`, that does not fit behind the prompt.
@@ -101,7 +96,7 @@ def _limit(max_context: int, max_position: int | None) -> tuple[str, str]:
     return f"{length} (the engine's max_context)", f", or raise max_context{positions}"
 
 
-def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A json object_pairs_hook that raises EspalierError for two equal names.  json itself would keep the last one."""
     value = dict(pairs)
     if len(value) < len(pairs):
@@ -111,7 +106,7 @@ def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 @contextmanager
-def tokenizing() -> Iterator[None]:
+def tokenizer_errors() -> Iterator[None]:
     """Turns the panic of the tokenizers library when a match takes too long, no Exception, into an EspalierError."""
     try:
         yield

@@ -13,7 +13,7 @@ from typing import Any, Unpack
 from tokenizers import pre_tokenizers
 
 from espalier.chat import ChatOptions, Steps, finish
-from espalier.errors import EspalierError, prompt_too_long, require_text, shown, too_little_room, unknown_name
+from espalier.errors import EspalierError, output_too_long, prompt_too_long, require_text, shown, unknown_name
 from espalier.grammar.tag import check_grammar
 from espalier.request import ResolvedParams, SamplingParams, check_prompt
 from espalier.text import TextStream, Tokenizer
@@ -26,10 +26,10 @@ from espalier.tool_calls.plan import ChatPlan
 Step = Mapping[str, Any]
 # The largest ratio of characters before a normalization step to those after it.  A canonical decomposition has 1 to 4
 # characters for each original one (Unicode Standard Annex 15), so NFC leaves at least a quarter.
-SHRINKS: Mapping[str, int] = MappingProxyType({"NFC": 4, "NFD": 1, "Prepend": 1, "ByteLevel": 1})
-KEEPS = frozenset({"ByteLevel", "Metaspace", "Digits"})
+SHRINKING_STEPS: Mapping[str, int] = MappingProxyType({"NFC": 4, "NFD": 1, "Prepend": 1, "ByteLevel": 1})
+KEEPING_STEPS = frozenset({"ByteLevel", "Metaspace", "Digits"})
 # These steps keep all characters unless their behavior is "Removed".
-SPLITS = frozenset({"Split", "Punctuation"})
+SPLITTING_STEPS = frozenset({"Split", "Punctuation"})
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, str]]
 
@@ -37,34 +37,34 @@ Messages = Sequence[Mapping[str, str]]
 class TextLimit:
     """An upper bound on how many characters one token covers, to refuse a long text before it is tokenized.
 
-    characters_a_token: the bound, None if unknown.  swallowing: added tokens that also match any number of adjacent
+    characters_a_token: the bound, None if unknown.  drops_text: added tokens that also match any number of adjacent
     spaces.  A text with one of them has no bound.
     """
 
     def __init__(self, backend: Any):
         """backend: a tokenizer of the tokenizers library, None for any other tokenizer."""
         self.characters_a_token: int | None = None
-        self.swallowing: tuple[str, ...] = ()
+        self.drops_text: tuple[str, ...] = ()
         if backend is None:
             return
         normalizer, pre_tokenizer = (_steps_of(step) for step in (backend.normalizer, backend.pre_tokenizer))
         added = list(backend.get_added_tokens_decoder().values())
-        swallowing = [token for token in added if token.lstrip or token.rstrip]
+        drops_text = [token for token in added if token.lstrip or token.rstrip]
         # Added tokens that are matched after normalization may match a text that does not contain them literally.
-        hidden = bool(normalizer) and any(token.normalized for token in swallowing)
+        hidden = bool(normalizer) and any(token.normalized for token in drops_text)
         shrink = _shrink(normalizer)
         if shrink is None or hidden or not _keeps(pre_tokenizer) or not _knows_all(backend, normalizer + pre_tokenizer):
             return
         normalized = backend.normalizer.normalize_str if normalizer else str
         pieces = [*backend.get_vocab(with_added_tokens=True), *(normalized(token.content) for token in added)]
         self.characters_a_token = shrink * max(map(len, pieces), default=1)
-        self.swallowing = tuple(token.content for token in swallowing)
+        self.drops_text = tuple(token.content for token in drops_text)
 
     def exceeds(self, text: str, num_tokens: int) -> bool:
         """Whether a text certainly has more than num_tokens tokens."""
         if self.characters_a_token is None or len(text) <= num_tokens * self.characters_a_token:
             return False
-        return not any(token in text for token in self.swallowing)
+        return not any(token in text for token in self.drops_text)
 
 
 def _steps_of(component: Any) -> list[Step]:
@@ -90,16 +90,17 @@ def _shrink(normalizer: Sequence[Step]) -> int | None:
             pattern = step["pattern"].get("String")
             if pattern is None or len(step["content"]) < len(pattern):
                 return None
-        elif step["type"] not in SHRINKS:
+        elif step["type"] not in SHRINKING_STEPS:
             return None
         else:
-            shrink *= SHRINKS[step["type"]]
+            shrink *= SHRINKING_STEPS[step["type"]]
     return shrink
 
 
 def _keeps(pre_tokenizer: Sequence[Step]) -> bool:
     return all(
-        step["type"] in KEEPS or (step["type"] in SPLITS and step["behavior"] != "Removed") for step in pre_tokenizer
+        step["type"] in KEEPING_STEPS or (step["type"] in SPLITTING_STEPS and step["behavior"] != "Removed")
+        for step in pre_tokenizer
     )
 
 
@@ -172,7 +173,7 @@ class InputProcessor:
         """
         if isinstance(prompt, str):
             require_text("the prompt", prompt)
-            tokenizer = self.text_of("a text prompt")
+            tokenizer = self.require_tokenizer("a text prompt")
             if keep_last is None:
                 self.require_fit(prompt)
             tokens = tokenizer.encode(prompt, add_special_tokens)
@@ -189,7 +190,7 @@ class InputProcessor:
 
     def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
         """Returns the token ids of a conversation.  options: see chat.ChatOptions.  Raises EspalierError."""
-        return finish(self.chat_steps(messages, **options), self.text_of("a conversation").render)
+        return finish(self.chat_steps(messages, **options), self.require_tokenizer("a conversation").template.render)
 
     def chat_steps(
         self, messages: Messages, check: Callable[[str], None] | None = None, **options: Unpack[ChatOptions]
@@ -201,24 +202,24 @@ class InputProcessor:
         _check_messages(messages)
         if options.get("allow_special_tokens_in_messages") is None:
             options["allow_special_tokens_in_messages"] = self.allow_special_tokens_in_messages
-        return self.text_of("a conversation").chat_steps(messages, check=check, **options)
+        return self.require_tokenizer("a conversation").template.steps(messages, options, check)
 
     def conversation(
         self, messages: Messages, params: SamplingParams | None, **options: Unpack[ConversationOptions]
     ) -> tuple[list[int], ResolvedParams, ChatPlan]:
         """Returns a conversation's (prompt, parameters, plan of the output).  Raises EspalierError."""
-        tokenizer = self.text_of("a conversation")
+        tokenizer = self.require_tokenizer("a conversation")
         _check_messages(messages)
         for name in options:
             if name not in ConversationOptions.__annotations__:
                 raise unknown_name("LLM.chat", name, list(ConversationOptions.__annotations__))
         tools = checked_tools(options.get("tools"), options.get("tool_choice"), options.get("parallel_tool_calls"))
         names = options.get("tool_format", AUTO), options.get("reasoning_format", AUTO)
-        plan = ChatPlan(tokenizer, find_formats(tokenizer.template_text, *names), tools)
+        plan = ChatPlan(tokenizer, find_formats(tokenizer.template.text, *names), tools)
         of_template: Any = {name: each for name, each in options.items() if name in ChatOptions.__annotations__}
         prompt = self.tokens(self.chat(plan.messages(messages), **of_template))
         self.require_room(prompt, params)
-        return prompt, self.planned(plan, self.resolve(params or SamplingParams()), prompt), plan
+        return prompt, self.apply_plan(plan, self.resolve(params or SamplingParams()), prompt), plan
 
     def require_room(self, prompt: Sequence[int], params: SamplingParams | None, name: str = "max_tokens") -> None:
         """Refuse a max_tokens that does not fit behind the prompt.  Raises EspalierError.
@@ -228,9 +229,9 @@ class InputProcessor:
         """
         limit = None if params is None or isinstance(params, ResolvedParams) else params.max_tokens
         if limit is not None and len(prompt) + limit > self.facts.max_context:
-            raise too_little_room(name, limit, len(prompt), self.facts.max_context, self.facts.max_position)
+            raise output_too_long(name, limit, len(prompt), self.facts.max_context, self.facts.max_position)
 
-    def planned(self, plan: ChatPlan, params: ResolvedParams, prompt: Sequence[int]) -> ResolvedParams:
+    def apply_plan(self, plan: ChatPlan, params: ResolvedParams, prompt: Sequence[int]) -> ResolvedParams:
         """Returns the parameters with the plan's grammar and shown tokens, checked.  Raises EspalierError."""
         return self.checked(plan.params(params, prompt))
 
@@ -242,9 +243,9 @@ class InputProcessor:
         if isinstance(params, ResolvedParams):
             return params
         resolved = self.checked(params.resolve(self.facts.generation_config, self.facts.eos_token_ids))
-        return self.predicted(resolved, params.prediction) if params.prediction else resolved
+        return self.with_prediction(resolved, params.prediction) if params.prediction else resolved
 
-    def predicted(self, params: ResolvedParams, guessed: str | Sequence[int]) -> ResolvedParams:
+    def with_prediction(self, params: ResolvedParams, guessed: str | Sequence[int]) -> ResolvedParams:
         """Returns the parameters with the prediction `guessed`.
 
         Raises EspalierError if the engine takes no prediction, or if the prediction is too long.
@@ -256,7 +257,7 @@ class InputProcessor:
             )
         most = self.facts.max_context
         if isinstance(guessed, str):
-            tokenizer = self.text_of("a prediction")
+            tokenizer = self.require_tokenizer("a prediction")
             is_long = self.bound.exceeds(guessed, most)
             size, guessed = f"{len(guessed)} characters", [] if is_long else tokenizer.encode(guessed, False)
         else:
@@ -272,7 +273,7 @@ class InputProcessor:
             check_grammar(params.grammar)
         return params
 
-    def text_of(self, what: str) -> Tokenizer:
+    def require_tokenizer(self, what: str) -> Tokenizer:
         """Returns the tokenizer.  what: the use of the tokenizer, for the EspalierError raised if there is none."""
         if self.tokenizer is None:
             raise EspalierError(

@@ -223,7 +223,7 @@ class RoundLayout:
         return TARGET_ALONE if self.has_draft_model else PLAIN
 
     @property
-    def calibrates(self) -> bool:
+    def calibrates_scores(self) -> bool:
         """Whether nodes' scores are compared with those of other sources or requests, so must be calibrated."""
         shapes = (self.tree, *(shape for _, of_bucket in self.choices for shape in of_bucket))
         return bool(self.text_paths or self.sent_paths) or any(shape.shared_rows for shape in shapes)
@@ -237,28 +237,28 @@ class RoundLayout:
         self.tree.require(shape)
         return replace(self, **asdict(shape), trees=(), choices=())
 
-    def at(self, batch: int) -> "RoundLayout":
+    def for_batch(self, batch: int) -> "RoundLayout":
         """The layout of a round with `batch` requests, padding included."""
         shape = next((shape for least, shape in reversed(self.trees) if least <= batch), self.tree)
         return self if shape == self.tree else self.with_tree(shape)
 
-    def choices_at(self, batch: int) -> tuple[TreeShape, ...]:
+    def choices_for(self, batch: int) -> tuple[TreeShape, ...]:
         """The trees that a round of `batch` requests may choose from; empty if the engine does not choose."""
         return next((shapes for least, shapes in reversed(self.choices) if least <= batch), ())
 
     def round_forms(self, buckets: Sequence[int]) -> list[LaunchForm]:
         """The forms of rounds in these buckets, in descending order of their rows."""
         alone = (self.without_draft,) if self.steps else ()
-        trees = {batch: dict.fromkeys((*(self.choices_at(batch) or (None,)), *alone)) for batch in buckets}
+        trees = {batch: dict.fromkeys((*(self.choices_for(batch) or (None,)), *alone)) for batch in buckets}
         forms = [LaunchForm(batch, tree=tree) for batch in buckets for tree in trees[batch]]
-        rows = {form: form.batch * (form.tree or self.at(form.batch).tree).rows for form in forms}
+        rows = {form: form.batch * (form.tree or self.for_batch(form.batch).tree).rows for form in forms}
         return sorted(forms, key=lambda form: (rows[form], form.batch), reverse=True)
 
     @property
-    def fullest(self) -> tuple[tuple[int, "RoundLayout"], ...]:
+    def largest_rounds(self) -> tuple[tuple[int, "RoundLayout"], ...]:
         """For each tree, the largest batch that uses it and the layout of its rounds."""
         largest = [*(least - 1 for least, _ in self.trees if least <= self.max_batch), self.max_batch]
-        of_trees = [(batch, self.at(batch)) for batch in largest if batch]
+        of_trees = [(batch, self.for_batch(batch)) for batch in largest if batch]
         ends = [*(least - 1 for least, _ in self.choices[1:]), self.max_batch]
         chosen = {
             shape: min(end, self.max_batch)
@@ -299,7 +299,7 @@ class RoundLayout:
     @property
     def verify_rows(self) -> int:
         """The most nodes verified in one round."""
-        return max(batch * layout.num_draft_tokens for batch, layout in self.fullest)
+        return max(batch * layout.num_draft_tokens for batch, layout in self.largest_rounds)
 
     @property
     def target_rows(self) -> int:
@@ -310,7 +310,8 @@ class RoundLayout:
     def draft_rows(self) -> int:
         """Staging rows of the draft, for the beams of a round, or for its extend after a round or a prefill pass."""
         round_rows = max(
-            batch * max(self.block_rows or layout.beam_rows, layout.extend_width) for batch, layout in self.fullest
+            batch * max(self.block_rows or layout.beam_rows, layout.extend_width)
+            for batch, layout in self.largest_rounds
         )
         return max(round_rows, self.chunk_size)
 
@@ -407,12 +408,12 @@ class RoundLayout:
         return self.history_width + max(self.steps, self.chunk_size, self.block_rows)
 
     @property
-    def least_pages(self) -> int:
+    def min_pages(self) -> int:
         """The smallest usable pool, in pages: one request of max_context, and the dummy page."""
         return 1 + self.table_width
 
     @property
-    def most_pages(self) -> int:
+    def max_pages(self) -> int:
         """The largest useful pool, in pages: a full batch of max_context requests, and the dummy page."""
         return 1 + self.max_batch * self.table_width
 

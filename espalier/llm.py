@@ -15,7 +15,7 @@ from espalier.config import EngineConfig, ResolvedConfig
 from espalier.engine.engine import Engine
 from espalier.engine.mask_threads import MAX_ABANDONED
 from espalier.engine_lock import EngineLock
-from espalier.errors import EspalierError, frames_cleared, refuses_unknown_keywords, require_fields, shown
+from espalier.errors import EspalierError, clearing_frames, refuses_unknown_keywords, require_fields, shown
 from espalier.grammar.spec import Grammar
 from espalier.grammar.token_masker import TokenMasker
 from espalier.inputs import ConversationOptions, InputProcessor, Messages, ModelFacts, Prompt, text_sink
@@ -23,7 +23,7 @@ from espalier.masking.compile import CompiledGrammar, CompilerBusy, GrammarCompi
 from espalier.request import Output, OutputChunk, Request, ResolvedParams, SamplingParams, sample_seed
 from espalier.speculate.drafters.registry import what_to_check
 from espalier.startup.generation_config import end_tokens, generation_config
-from espalier.startup.load import Checkpoint, build_engine, find, resolve_config, warn_of_cpu_costs
+from espalier.startup.load import Checkpoint, build_engine, find_checkpoint, resolve_config, warn_of_cpu_costs
 from espalier.stats import SpeculationStats
 from espalier.text import load_tokenizer
 from espalier.tool_calls.message_stream import ChatOutput, chat_output
@@ -45,7 +45,7 @@ class LLM:
         self._load(prepare(EngineConfig(model=model, **settings)))
 
     @classmethod
-    def of(cls, prepared: "Prepared") -> "LLM":
+    def from_prepared(cls, prepared: "Prepared") -> "LLM":
         """Returns an LLM from prepare(...), for callers that check requests before the weights are loaded."""
         llm = cls.__new__(cls)
         llm._load(prepared)
@@ -64,7 +64,7 @@ class LLM:
     def _load(self, prepared: "Prepared") -> None:
         num_pages = prepared.config.num_pages if isinstance(prepared.config.num_pages, int) else None
         warn_of_cpu_costs(prepared.config, prepared.resolved, prepared.checkpoint)
-        with frames_cleared():
+        with clearing_frames():
             self._use(*build_engine(prepared.resolved, prepared.checkpoint, num_pages), prepared.inputs)
 
     def _use(self, engine: Engine, config: ResolvedConfig, inputs: InputProcessor) -> None:
@@ -78,7 +78,7 @@ class LLM:
         self._unread: dict[str, deque[OutputChunk]] = {}
         # A thread holds this lock while it uses the engine and the tokenizer: `generate` holds it for the whole call, a
         # stream for one step.
-        self._turn = EngineLock()
+        self._engine_lock = EngineLock()
         self._num_requests = 0
         self._warned = False
         self._closed = False
@@ -98,7 +98,7 @@ class LLM:
         """
         if on_chunk is not None and not callable(on_chunk):
             raise EspalierError(f"on_chunk={shown(on_chunk)} is not supported; use a function that takes a chunk")
-        with self._turn.postponing(), self._turn.lock:
+        with self._engine_lock.postponing(), self._engine_lock.lock:
             groups = self._requests(_as_list(prompts), params, streamed=on_chunk is not None)
             requests = [request for group in groups for request in group]
             texts: dict[str, list[str]] = {request.id: [] for request in requests}
@@ -119,7 +119,7 @@ class LLM:
         _require_prompt("the prompt", prompt)
         if not isinstance(prompt, str) and any(isinstance(part, str | list) for part in prompt):
             raise EspalierError("LLM.stream takes one prompt; for several use LLM.generate, or a stream for each")
-        with self._turn.postponing(), self._turn.lock:
+        with self._engine_lock.postponing(), self._engine_lock.lock:
             [group] = self._requests([prompt], params, streamed=True)
         return self._run(group)
 
@@ -135,21 +135,21 @@ class LLM:
         messages: {"role", "content"} mappings.  The text of a special token inside a message stays text.  options:
         tools, tool_choice and others (espalier/inputs.py:ConversationOptions, espalier/chat.py:ChatOptions).
         """
-        with self._turn.postponing(), self._turn.lock:
+        with self._engine_lock.postponing(), self._engine_lock.lock:
             prompt, resolved, plan = self.inputs.conversation(messages, params, **options)
         output = self.generate([prompt], resolved, on_chunk)[0]
-        with self._turn.postponing(), self._turn.lock:
+        with self._engine_lock.postponing(), self._engine_lock.lock:
             new_stream: Any = None if resolved.form is None else partial(text_sink, self.tokenizer, prompt, resolved)
             return chat_output(plan, prompt, output, new_stream)
 
     def chat_prompt(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
         """Returns the token ids of a conversation.  options: see chat.ChatOptions.  Raises EspalierError."""
-        with self._turn.postponing(), self._turn.lock:
+        with self._engine_lock.postponing(), self._engine_lock.lock:
             return self.inputs.chat(messages, **options)
 
     def close(self) -> None:
         """Free the engine's memory, once the calls of other threads have ended.  A second call does nothing."""
-        with self._turn.postponing(), self._turn.lock:
+        with self._engine_lock.postponing(), self._engine_lock.lock:
             if not self._closed:
                 self._closed = True
                 self.engine.close()
@@ -180,7 +180,7 @@ class LLM:
     ) -> list[list[Request]]:
         """Returns each prompt's n requests, checked but not queued.  streamed: the user reads tokens as they come."""
         self._require_open()
-        each = _one_each(params, len(prompts))
+        each = _params_per_prompt(params, len(prompts))
         checked: list[tuple[list[int], ResolvedParams]] = []
         for i, (prompt, prompt_params) in enumerate(zip(prompts, each, strict=True)):
             with naming(i, len(prompts)):
@@ -188,15 +188,15 @@ class LLM:
                 self.inputs.require_room(tokens, prompt_params)
                 checked.append((tokens, self.inputs.resolve(prompt_params)))
         # All grammars compile at the same time.
-        compiling = [self.compiling(resolved.grammar) for _, resolved in checked]
+        compiling = [self.start_compile(resolved.grammar) for _, resolved in checked]
         groups = []
         for i, ((tokens, resolved), grammar) in enumerate(zip(checked, compiling, strict=True)):
             with naming(i, len(prompts)):
                 compiled = None if grammar is None else grammar.result()
-                groups.append(self.group(tokens, resolved, grammar=compiled, streamed=streamed))
+                groups.append(self.new_requests(tokens, resolved, grammar=compiled, streamed=streamed))
         return groups
 
-    def compiling(self, grammar: Grammar | None) -> Future[CompiledGrammar] | None:
+    def start_compile(self, grammar: Grammar | None) -> Future[CompiledGrammar] | None:
         """Compiles the grammar, if any, in a thread.  The future's error is an EspalierError."""
         if grammar is None:
             return None
@@ -207,7 +207,7 @@ class LLM:
             return refused
         return self.grammars.submit(grammar)
 
-    def group(
+    def new_requests(
         self,
         prompt: list[int],
         params: ResolvedParams,
@@ -256,14 +256,14 @@ class LLM:
         prompts = requests[-1].arrival - requests[0].arrival + 1 if requests else 0
         for request in requests:
             self._unread[request.id] = unread
-            with naming(request.arrival - requests[0].arrival, prompts), self._turn.whole():
+            with naming(request.arrival - requests[0].arrival, prompts), self._engine_lock.uninterrupted():
                 self.engine.add(request)
 
     def _run(self, requests: list[Request]) -> Generator[OutputChunk, None, None]:
         """Queue the requests and yield their chunks until all have ended.  An early close aborts the requests left."""
         unread: deque[OutputChunk] = deque()
         try:
-            with self._turn.postponing(), self._turn.lock:
+            with self._engine_lock.postponing(), self._engine_lock.lock:
                 self._add(requests, unread)
             # Count last chunks, not request.done: another stream's step may end a request whose chunks are unread.
             num_left = len(requests)
@@ -275,14 +275,14 @@ class LLM:
                     num_left -= chunk.finish_reason is not None
                     yield chunk
         finally:
-            self._turn.run(partial(self._leave, requests))
+            self._engine_lock.run(partial(self._abort_unfinished, requests))
 
     def _step(self, unread: Sequence[OutputChunk] = ()) -> None:
         """Run one engine step.  No step runs if another thread's step has filled `unread` before this thread's turn.
 
         Ctrl-C waits until the end of the step: a result that is half read would be lost.
         """
-        with self._turn.whole():
+        with self._engine_lock.uninterrupted():
             if unread:
                 return
             self._require_open()
@@ -297,7 +297,7 @@ class LLM:
         self._warn_of_low_acceptance()
         return chunks
 
-    def _leave(self, requests: list[Request]) -> None:
+    def _abort_unfinished(self, requests: list[Request]) -> None:
         """Abort the requests that the engine has not ended, and drop their unread chunks."""
         for request in requests:
             self.engine.abort(request.id)
@@ -335,7 +335,7 @@ class Prepared:
 
 def prepare(config: EngineConfig) -> Prepared:
     """Find the model's files and resolve the configuration, without loading weights.  Raises EspalierError."""
-    checkpoint = find(config)
+    checkpoint = find_checkpoint(config)
     resolved = resolve_config(config, checkpoint)
     path, target = checkpoint.target_path, checkpoint.target
     facts = ModelFacts(
@@ -387,7 +387,7 @@ def _require_prompt(name: str, prompt: Any) -> None:
         raise EspalierError(f"{name} is {shown(prompt)}; use text or a list of token ids")
 
 
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def _params_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None:
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):

@@ -150,7 +150,7 @@ def _too_deep(path: Path) -> EspalierError:
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Where a tensor is in a file.
 
     shape: values along the last dimension are neighbours.  type: GGUF's number of the type.  begin: offset in bytes.
@@ -171,7 +171,7 @@ class GGUF:
 
     path: Path
     metadata: Mapping[str, Any]
-    tensors: Mapping[str, Place]
+    tensors: Mapping[str, TensorPlace]
 
 
 def is_gguf(path: Path) -> bool:
@@ -205,7 +205,7 @@ def read_gguf(path: Path) -> GGUF:
         raise EspalierError(
             f"{path} is one of {shown(count)} files of a model; give the first, named as ...-00001-of-{len(files):05}"
         )
-    tensors: dict[str, Place] = {}
+    tensors: dict[str, TensorPlace] = {}
     for header in headers:
         if twice := next((name for name in header.tensors if name in tensors), None):
             raise EspalierError(f"tensor {shown(twice)} is in two files of {path}; {DOWNLOAD}")
@@ -263,7 +263,7 @@ class _Reader:
             metadata[name] = self._value(name, kind)
         return GGUF(self.path, metadata, self._tensors(num_tensors, metadata.get("general.alignment", ALIGNMENT)))
 
-    def _tensors(self, count: int, alignment: Any) -> dict[str, Place]:
+    def _tensors(self, count: int, alignment: Any) -> dict[str, TensorPlace]:
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise EspalierError(f"{self.path}: general.alignment = {shown(alignment)}; a power of two is needed")
         found: dict[str, tuple[tuple[int, ...], int, int]] = {}
@@ -280,7 +280,7 @@ class _Reader:
             type, begin = self._numbers("IQ")
             found[name] = shape[::-1], type, begin
         data = -(-self.at // alignment) * alignment
-        return {name: Place(self.path, shape, type, data + begin) for name, (shape, type, begin) in found.items()}
+        return {name: TensorPlace(self.path, shape, type, data + begin) for name, (shape, type, begin) in found.items()}
 
     def _value(self, name: str, kind: int) -> Any:
         if kind in VALUES:

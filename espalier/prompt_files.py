@@ -36,7 +36,7 @@ def records(flag: str, path: Path) -> Iterator[Record]:
     """Yields (place, record) in the file's order; the place begins with the flag.  Raises EspalierError."""
     for place, value in _values(flag, path):
         if not isinstance(value, dict):
-            raise wrong(place, "not an object")
+            raise unexpected(place, "not an object")
         yield place, value
 
 
@@ -47,7 +47,7 @@ def _values(flag: str, path: Path) -> Iterator[tuple[str, Any]]:
     except OSError as error:
         raise EspalierError(f"{flag} {path} cannot be read ({error.strerror}); use a file of prompts") from None
     if is_parquet:
-        yield from _of_parquet(flag, path)
+        yield from _parquet_values(flag, path)
         return
     text = read_text(flag, path)
     if text.lstrip().startswith("["):
@@ -60,7 +60,7 @@ def _values(flag: str, path: Path) -> Iterator[tuple[str, Any]]:
             yield f"{flag} {path}:{i}", _parsed(flag, path, i, line)
 
 
-def _of_parquet(flag: str, path: Path) -> Iterator[tuple[str, Any]]:
+def _parquet_values(flag: str, path: Path) -> Iterator[tuple[str, Any]]:
     try:
         parquet = import_module("pyarrow.parquet")
     except ImportError:
@@ -76,18 +76,18 @@ def _parsed(flag: str, path: Path, line: int, text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise wrong(f"{flag} {path}:{line + error.lineno - 1}", f"not JSON ({error.msg})") from None
+        raise unexpected(f"{flag} {path}:{line + error.lineno - 1}", f"not JSON ({error.msg})") from None
     except (ValueError, RecursionError):
-        raise wrong(f"{flag} {path}:{line}", "not JSON that can be read") from None
+        raise unexpected(f"{flag} {path}:{line}", "not JSON that can be read") from None
 
 
 def kind_of(place: str, record: Mapping[str, Any]) -> str:
     """The field that decides how a record is read.  Raises EspalierError if it has none."""
     kind = next((name for name in ("turns", *FIELDS, "token_ids", *TEXTS) if name in record), None)
     if kind is None:
-        raise wrong(place, "an object without a prompt")
+        raise unexpected(place, "an object without a prompt")
     if kind not in TEXTS and not isinstance(record[kind], list):
-        raise wrong(place, f'"{kind}" that is no list')
+        raise unexpected(place, f'"{kind}" that is no list')
     return kind
 
 
@@ -102,7 +102,7 @@ def messages_of(place: str, record: Mapping[str, Any]) -> list[dict[str, Any]]:
     for message in record[kind]:
         role = ROLES.get(speaker) if isinstance(speaker := _get(message, who), str) else None
         if role is None:
-            raise wrong(place, f'a message whose "{who}" is none of {", ".join(ROLES)}')
+            raise unexpected(place, f'a message whose "{who}" is none of {", ".join(ROLES)}')
         content = message.get(what)
         if role != "assistant" and not (kind == "conversations" and content == ""):
             require_text(place, content)
@@ -117,17 +117,17 @@ def _get(message: Any, name: str) -> Any:
 def require_text(place: str, text: Any) -> str:
     """Returns the text of a message.  Raises EspalierError if it is no valid text, is empty or is a placeholder."""
     if not isinstance(text, str) or not text.strip():
-        raise wrong(place, "a text that is empty or none")
+        raise unexpected(place, "a text that is empty or none")
     if PLACEHOLDER in text:
         raise EspalierError(
             f"{place} has no text but where to fetch it; prepare the file with SPEED-Bench's prepare_data.py"
         )
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise wrong(place, "half of a UTF-16 pair, which is no text")
+        raise unexpected(place, "half of a UTF-16 pair, which is no text")
     return text
 
 
-def wrong(place: str, found: str) -> EspalierError:
+def unexpected(place: str, found: str) -> EspalierError:
     return EspalierError(f"{place}: expected {EXPECTED}, but found {found}")
 
 
@@ -142,12 +142,12 @@ def token_ids(
     kind = kind_of(place, record)
     if kind in TEXTS:
         text = record[kind]
-        return inputs().text_of("a text").encode(text if text == "" else require_text(place, text))
+        return inputs().require_tokenizer("a text").encode(text if text == "" else require_text(place, text))
     if kind != "token_ids":
-        return _asked(place, record, kind, inputs())
+        return _conversation_tokens(place, record, kind, inputs())
     given: list[Any] = record[kind]
     if not all(type(token) is int for token in given):
-        raise wrong(place, '"token_ids" that are no list of whole numbers')
+        raise unexpected(place, '"token_ids" that are no list of whole numbers')
     if outside := [token for token in given if not 0 <= token < vocab_size]:
         raise EspalierError(
             f"{place}: token id {outside[0]}, and the target has {vocab_size}; give ids of its own tokenizer"
@@ -155,7 +155,7 @@ def token_ids(
     return given
 
 
-def _asked(place: str, record: Mapping[str, Any], kind: str, inputs: InputProcessor) -> list[int]:
+def _conversation_tokens(place: str, record: Mapping[str, Any], kind: str, inputs: InputProcessor) -> list[int]:
     messages: Any = record[kind] if kind == "messages" else messages_of(place, record)
     messages = messages[:1] if kind == "turns" else messages
     if messages and _get(messages[-1], "role") == "assistant":

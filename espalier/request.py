@@ -158,7 +158,7 @@ class SamplingParams:
         if isinstance(top_k, int) and top_k == -1:
             values["top_k"] = 0
         values["stop"] = limits.texts_of(values.get("stop", ()))
-        # A prediction that is text is encoded later, by InputProcessor.predicted, which has the tokenizer.
+        # A prediction that is text is encoded later, by InputProcessor.with_prediction, which has the tokenizer.
         values["prediction"] = () if isinstance(self.prediction, str) else tuple(self.prediction or ())
         eos = values["eos_token_ids"] = () if values.get("ignore_eos") else tuple(eos_token_ids)
         own = tuple(values.get("stop_token_ids", ()))
@@ -230,14 +230,14 @@ class ResolvedParams(SamplingParams):
     @cached_property
     def has_filters(self) -> bool:
         """Whether top-k, top-p or min-p is in force.  Greedy requests have no filters."""
-        return self.temperature > 0 and self._differs("filters")
+        return self.temperature > 0 and self._is_not_neutral("filters")
 
     @cached_property
     def has_penalties(self) -> bool:
         """Whether a penalty is in force, so that the tokens seen so far must be counted."""
-        return self._differs("penalties")
+        return self._is_not_neutral("penalties")
 
-    def _differs(self, part: str) -> bool:
+    def _is_not_neutral(self, part: str) -> bool:
         return any(getattr(self, f.name) != f.default for f in SLOT_PARAMS if f.metadata["part_of"] == part)
 
     def slot_values(self) -> dict[str, float | int]:

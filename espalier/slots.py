@@ -37,17 +37,17 @@ INTS = (
 FLOATS = tuple(f.name for f in SLOT_PARAMS if f.type is float)
 
 # The sources of paths beside a draft.  A path's kind is its source and its strength.  The strength is how well the path
-# matches the text, from 1 to STRENGTHS.  Kind 0 is no path.  A node of a path that the draft does not propose too is
-# right less often, so it has its own kind, higher by ALONE.
+# matches the text, from 1 to MATCH_STRENGTHS.  Kind 0 is no path.  A node of a path that the draft does not propose too
+# is right less often, so it has its own kind, higher by ALONE_OFFSET.
 SOURCES = ("text", "prediction", "index")
 ALL_SOURCES = (*SOURCES, "draft")
-STRENGTHS = 4
-ALONE = len(SOURCES) * STRENGTHS
-PATH_KINDS = 1 + 2 * ALONE
+MATCH_STRENGTHS = 4
+ALONE_OFFSET = len(SOURCES) * MATCH_STRENGTHS
+PATH_KINDS = 1 + 2 * ALONE_OFFSET
 # The kinds of a draft's nodes follow the kinds of paths.  They differ by whether tokens are sampled, by rank among
 # siblings (the last rank stands for all later ranks), and by level: how sure the draft was of the node's last step.
 RANKS, LEVELS = 3, 8
-KINDS = PATH_KINDS + 2 * RANKS * LEVELS
+NODE_KINDS = PATH_KINDS + 2 * RANKS * LEVELS
 # The columns of a guess before its tokens: start and kind.
 GUESS_HEAD = 2
 # Stands for a missing token of a guess.
@@ -149,8 +149,8 @@ class SlotTable:
     Numbers are columns of `ints` (int64, INTS) and `floats` (float32, FLOATS).  Each column is also an attribute, a
     view [num_slots].  Page tables are int32; row numbers of pages are computed in int64.  carried: what the drafter
     hands from round to round, by name, shaped per slot.  guesses: [num_slots, P, GUESS_HEAD + W], the host's guesses.
-    survival: [KINDS, S], over all requests: the log-probability that a node of a kind at a depth is right if its parent
-    is.  skill: [num_slots, 1], added to this logarithm for the draft's nodes of one request.  said:
+    survival: [NODE_KINDS, S], over all requests: the log-probability that a node of a kind at a depth is right if its
+    parent is.  skill: [num_slots, 1], added to this logarithm for the draft's nodes of one request.  own_paths:
     [num_slots, P, 1 + S], kind and tokens of the paths that the last round found in the request's own text.
     candidates: [num_slots, D], the nodes of the request's tree before rows were shared out
     (speculate/sources/calibrate.py).
@@ -185,10 +185,10 @@ class SlotTable:
         self.bias_values = zeros(MAX_BIAS, dtype=torch.float32)
         self.stop_ids = zeros(MAX_STOP_IDS)
         self.guesses = zeros(layout.sent_paths, GUESS_HEAD + guess_width(layout))
-        self.said = zeros(layout.text_paths, 1 + layout.steps)
-        self.candidates = zeros(layout.num_draft_tokens if layout.calibrates else 0)
+        self.own_paths = zeros(layout.text_paths, 1 + layout.steps)
+        self.candidates = zeros(layout.num_draft_tokens if layout.calibrates_scores else 0)
         self.skill = zeros(1, dtype=torch.float32)
-        self.survival = torch.zeros(KINDS, layout.steps, dtype=torch.float32, device=device)
+        self.survival = torch.zeros(NODE_KINDS, layout.steps, dtype=torch.float32, device=device)
         self.counts = zeros(vocab_size, dtype=torch.int32)
         self.seen = zeros(vocab_size, dtype=torch.bool)
 

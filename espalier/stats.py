@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 
@@ -89,13 +90,9 @@ class SpeculationStats:
     def merge(self, other: "SpeculationStats") -> None:
         """Add the counts of `other`."""
         self.drafted += other.drafted
-        for mine, theirs in (
-            (self.histogram, other.histogram),
-            (self.reached, other.reached),
-            (self.taken, other.taken),
-        ):
-            mine += [0] * (len(theirs) - len(mine))
-            mine[: len(theirs)] = [a + b for a, b in zip(mine, theirs, strict=False)]
+        for name in ("histogram", "reached", "taken"):
+            pairs = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
+            setattr(self, name, [mine + theirs for mine, theirs in pairs])
 
     def as_dict(self) -> dict[str, Any]:
         """The counts and the values derived from them, for JSON."""

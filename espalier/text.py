@@ -13,13 +13,13 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
-from espalier.chat import ChatOptions, ChatTemplate, Rendering, Steps, finish
-from espalier.errors import tokenizing
+from espalier.chat import ChatTemplate
+from espalier.errors import tokenizer_errors
 from espalier.model_files import is_gguf, read_gguf
 from espalier.tokenizer_files import hugging_face_tokenizer
 
@@ -91,7 +91,7 @@ class TokenBytes(NamedTuple):
 
 
 class Tokenizer:
-    """Wraps a Hugging Face tokenizer with the functions that the engine uses."""
+    """Wraps a Hugging Face tokenizer with the functions that the engine uses.  template: its chat template."""
 
     def __init__(self, tokenizer: Any):
         self.hf = tokenizer
@@ -103,7 +103,7 @@ class Tokenizer:
         self._has_byte_pieces = self._decodes_by("ByteFallback")
         self._has_space_pieces = self._has_byte_pieces or self._decodes_by("Metaspace")
         self._bytes: dict[int, TokenBytes] = {}
-        self._template = ChatTemplate(tokenizer)
+        self.template = ChatTemplate(tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out the cache.  A copy gets its own: the thread that decodes may be writing to this cache."""
@@ -111,7 +111,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of a text.  add_special_tokens: add the tokenizer's special tokens, such as BOS."""
-        with tokenizing():
+        with tokenizer_errors():
             return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -156,35 +156,6 @@ class Tokenizer:
         decoder = json.loads(self.backend.decoder.__getstate__())
         return [decoder["type"], *(step["type"] for step in decoder.get("decoders", ()))]
 
-    @property
-    def template_text(self) -> str:
-        """Returns the chat template for a conversation with tools, "" if the tokenizer has no template."""
-        return self._template.text
-
-    def shows(self, variable: str) -> bool:
-        """Whether the chat template reads a variable."""
-        return self._template.reads(variable)
-
-    def chat_steps(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        check: Callable[[str], None] | None = None,
-        **options: Unpack[ChatOptions],
-    ) -> Steps:
-        """Runs the chat template and tokenizes its text, one step for each rendering (see chat.Steps).
-
-        check: called with the rendered text.  options: see chat.ChatOptions.  Raises EspalierError during a step.
-        """
-        return self._template.steps(messages, options, check)
-
-    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> list[int]:
-        """Returns the token ids of a conversation.  options: see chat.ChatOptions.  Raises EspalierError."""
-        return finish(self.chat_steps(messages, **options), self.render)
-
-    def render(self, rendering: Rendering) -> str:
-        """Returns the text that the chat template makes of `rendering`.  Raises EspalierError."""
-        return self._template.render(rendering)
-
     def sink(
         self,
         prompt: Sequence[int],
@@ -211,7 +182,7 @@ class Tokenizer:
         Returns None if the prompt has no special token, or only special tokens that begin or end a text.
         marks: special tokens that do not count.
         """
-        names = self._template.special_names
+        names = self.template.special.names
         ids = {id for id, each in self._added.items() if each.content in names and each.content not in marks}
         at = next((i for i in range(len(prompt) - 1, -1, -1) if prompt[i] in ids), None)
         if at is None or prompt[at] in (self.hf.bos_token_id, self.hf.eos_token_id):
@@ -327,7 +298,7 @@ class ByteDetokenizer:
         self.bytes_of = bytes_of
         self.shown = frozenset(shown)
         self.utf8 = Utf8Decoder("replace")
-        self.untaken: list[int] = []
+        self._pending_tokens: list[int] = []
 
     @property
     def is_between_characters(self) -> bool:
@@ -335,15 +306,19 @@ class ByteDetokenizer:
         return not self.utf8.getstate()[0]
 
     def push(self, token_id: int) -> None:
-        self.untaken.append(token_id)
+        self._pending_tokens.append(token_id)
 
     def push_all(self, token_ids: Sequence[int]) -> None:
-        self.untaken.extend(token_ids)
+        self._pending_tokens.extend(token_ids)
 
     def take(self, final: bool) -> str:
         """Returns the text of the tokens since the last take; unless final, only up to the last complete character."""
-        parts = [part.bytes for token in self.untaken if (part := self.bytes_of(token)).is_text or token in self.shown]
-        self.untaken.clear()
+        parts = [
+            part.bytes
+            for token in self._pending_tokens
+            if (part := self.bytes_of(token)).is_text or token in self.shown
+        ]
+        self._pending_tokens.clear()
         return self.utf8.decode(b"".join(parts), final)
 
     def ahead(self) -> str:

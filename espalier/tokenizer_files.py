@@ -86,12 +86,12 @@ def _loaded(path: Path, load: Callable[..., Any]) -> Any:
             "restore its files, or remove them and use token ids as prompts"
         ) from None
     backend = getattr(hf, "backend_tokenizer", None)
-    if most_growth(backend) > MAX_GROWTH:
+    if max_growth(backend) > MAX_GROWTH:
         raise EspalierError(
             f"the tokenizer in {path} makes more than {MAX_GROWTH} characters of one; "
             "use another model, or token ids as prompts without its files"
         )
-    if pattern := endless_pattern(backend):
+    if pattern := unbounded_pattern(backend):
         raise EspalierError(
             f"the tokenizer in {path} reads text by the pattern {shown(pattern)}, whose time may grow exponentially "
             "with the text; use another model, or token ids as prompts without its files"
@@ -154,7 +154,7 @@ def _fields(path: Path) -> dict[str, Any]:
         return {}
 
 
-def endless_pattern(backend: Any) -> str | None:
+def unbounded_pattern(backend: Any) -> str | None:
     """The first pattern of a tokenizer that may take exponential time; None if there is none.  backend: a tokenizer of
     the tokenizers library.
 
@@ -164,7 +164,7 @@ def endless_pattern(backend: Any) -> str | None:
     return next((pattern for pattern in patterns if isinstance(pattern, str) and may_not_end(pattern)), None)
 
 
-def most_growth(backend: Any) -> int:
+def max_growth(backend: Any) -> int:
     """The most characters that long replacements can make of one, since each may apply to the text of those before."""
     parts = (part for name in STEPS for part in _parts(getattr(backend, name, None)))
     sizes = [len(str(part[name])) for part in parts for name in WRITTEN if name in part]

@@ -3,7 +3,7 @@
     python scripts/frames.py
 
 A CPU engine of the bundled model runs one round in lock-step.  Counted is the first product of its verify pass.  Beside
-it: the places that construct a pass and those that construct a residual stream (`Stream`).
+it: the places that construct a pass and those that construct a residual stream (`Residual`).
 """
 
 import ast
@@ -72,7 +72,7 @@ def main() -> None:
     sdpa.scaled_dot_product_attention = watched
     with LLM("bundled", device="cpu", overlap=False) as llm:
         llm.generate("def f(", SamplingParams(max_tokens=4, temperature=0))
-    for name in ("Pass", "Stream"):
+    for name in ("Pass", "Residual"):
         places = places_that_construct(name)
         print(f"{name} is constructed in {len(places)} places: {', '.join(places)}")
 

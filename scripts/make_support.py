@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from espalier.attention import BACKENDS
-from espalier.attention.support import matrix
+from espalier.attention.support import support_matrix
 from espalier.cache.layer_spec import KVHeads, LatentKV
 from espalier.grammar import KINDS
 from espalier.grammar.formats import ANNOTATING, INTEGERS
@@ -19,12 +19,12 @@ from espalier.grammar.schema_values import MAX_MULTIPLE, MAX_VALUES
 from espalier.kernels.layers.blocks import BLOCK_TYPES
 from espalier.layout import MAX_PAGE_SIZE
 from espalier.models.block import EDGE_KINDS
-from espalier.models.config import NEUTRAL, Family
+from espalier.models.config import NEUTRAL_VALUES, Family
 from espalier.models.draft import MAX_MODULES
 from espalier.models.families import FAMILIES
 from espalier.models.gguf_config import ARCHITECTURES
 from espalier.models.loading import KV_SCALES
-from espalier.models.rope import TYPES as ROPE_TYPES
+from espalier.models.rope import ROPE_TYPES as ROPE_TYPES
 from espalier.models.weight_formats import FORMATS, QUANTISATION_FIELDS
 from espalier.models.weight_formats.e2m1 import STRATEGIES
 from espalier.request import SamplingParams
@@ -55,7 +55,7 @@ def table(head: list[str], rows: Iterable[list[str]]) -> str:
 
 def backends() -> str:
     supports = [made.support for made in BACKENDS.values()]
-    head, rows = matrix(supports)
+    head, rows = support_matrix(supports)
     limited = [[f"`{each.name}`", key, why] for each in supports for key, why in each.limits.items()]
     of_libraries = table(["backend", "limit of", "the library"], limited)
     return f"{table([codes([name]) if name else '' for name in head], rows)}\n\n{BY_LIBRARIES}\n\n{of_libraries}"
@@ -69,10 +69,10 @@ def targets() -> str:
             f"`{f.model_type}`",
             keeps,
             f"by `{f.qk_norm}`" if isinstance(f.qk_norm, str) else yes(f.qk_norm),
-            yes(f.in_drafts),
+            yes(f.usable_in_drafts),
             yes(f.mtp is not None),
             codes(f.multimodal) or "-",
-            codes(f.honours) or "-",
+            codes(f.supported_fields) or "-",
         ]
 
     head = ["architecture", "model_type", "layers keep", "q and k norms", "in drafts", "own MTP layers"]
@@ -133,7 +133,11 @@ def kv_scale_names() -> str:
 
 def drafters() -> str:
     def row(d: DraftFormat) -> list[str]:
-        marked = f"; with {' or '.join(f'`{name}`' for name in d.marks)}: {codes(d.marked)}" if d.marked else ""
+        marked = (
+            f"; with {' or '.join(f'`{name}`' for name in d.marker_fields)}: {codes(d.marked_architectures)}"
+            if d.marked_architectures
+            else ""
+        )
         return [f"`{d.algorithm}`", d.title, codes(d.architectures) + marked, codes(d.speculators_types) or "-"]
 
     others = [[f"`{name}`", NO_FILES[name], "needs no files", "-"] for name in WITHOUT_FILES]
@@ -171,7 +175,7 @@ def neutral() -> str:
         distinct = [value for i, value in enumerate(values) if value not in values[:i]]  # 0 and 0.0 are one
         return [f"`{name}`", ", ".join(map(plain, distinct))]
 
-    supported = {**dict.fromkeys(QUANTISATION_FIELDS, tuple(FORMATS)), **NEUTRAL}
+    supported = {**dict.fromkeys(QUANTISATION_FIELDS, tuple(FORMATS)), **NEUTRAL_VALUES}
     return table(["field", "supported"], map(row, supported))
 
 

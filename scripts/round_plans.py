@@ -23,7 +23,7 @@ import torch
 from espalier.bench.flags import DRAFT_WEIGHTS, SHAPE_WEIGHTS, tree_shape
 from espalier.bench.timing import Matrix
 from espalier.engine.cuda import CudaExecutor, Graph
-from espalier.engine.launch_input import of_dummies
+from espalier.engine.launch_input import dummy_launch
 from espalier.errors import EspalierError
 from espalier.kernels.hopper.plans import takes_format
 from espalier.kernels.layers import linear_quantised, quantised_plans
@@ -114,7 +114,7 @@ def neighbours(product: Met, rows: int, gpu: Chip) -> list[LinearPlan]:
 
 def rounds_of(executor: CudaExecutor, variants: Mapping[str, Plans], batch: int, rows: int) -> dict[str, Graph]:
     """A captured round of each variant."""
-    dummies, pool, graphs = of_dummies(batch), torch.cuda.graph_pool_handle(), {}
+    dummies, pool, graphs = dummy_launch(batch), torch.cuda.graph_pool_handle(), {}
     with torch.inference_mode(), precompile():
         for plans in variants.values():
             with chosen(plans, rows):
@@ -162,7 +162,7 @@ def taken_together(ms: Mapping[str, float], variants: Mapping[str, Plans]) -> di
 def compare(executor: CudaExecutor, batch: int, rows: int, seconds: float) -> None:
     met: dict[Product, Met] = {}
     with torch.inference_mode(), chosen({}, rows, met):
-        executor.run_eagerly(of_dummies(batch))
+        executor.run_eagerly(dummy_launch(batch))
         executor.stream.synchronize()
     variants: dict[str, Plans] = {ENGINES: {}, "the same again": {}}
     gpu = chip(torch.empty(0, device=executor.device))

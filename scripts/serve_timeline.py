@@ -174,7 +174,7 @@ class NotedLLM:
 
     def group(self, prompt: list[int], params: Any, name: str, *rest: Any) -> list[Request]:
         self.note("received", name.rpartition("-")[0])
-        return self.llm.group(prompt, params, name, *rest)
+        return self.llm.new_requests(prompt, params, name, *rest)
 
     def step(self) -> list[OutputChunk]:
         pieces = self.llm.step()

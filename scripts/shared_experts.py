@@ -100,7 +100,7 @@ def chain(blocks: Sequence[MixtureMLP], variant: Variant, norm: RMSNorm, x: Tens
         with variant.chosen():
             for call in range(CALLS):
                 block = blocks[call % len(blocks)]
-                delta = block(block.read(norm, delta, x)[1])
+                delta = block(block.norm_input(norm, delta, x)[1])
         return delta
 
     return body

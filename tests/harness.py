@@ -15,7 +15,7 @@ from espalier.layout import RoundLayout, TreeShape, max_draft_tokens
 from espalier.models import CausalLM, DraftModel, load_target, read_config
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters.registry import drafter_without_files, load_draft, read_draft
-from espalier.startup.build import Loaded, assemble, config_of_layout
+from espalier.startup.build import LoadedModels, assemble, config_of_layout
 from espalier.stats import SpeculationStats
 from tests.builders import add_kv_scales, make_eagle3, make_target
 from tests.folders import new_folder
@@ -172,7 +172,7 @@ class Setup:
 
     def engine(self) -> Engine:
         # As many positions as the layout says and no more, so that one too many is an error here.
-        return assemble(Loaded(self.config(), *self.models(self.layout.position_rows)))
+        return assemble(LoadedModels(self.config(), *self.models(self.layout.position_rows)))
 
     def config(self, dtype: torch.dtype = DTYPE, device: torch.device = CPU, **chosen: Any) -> ResolvedConfig:
         """chosen: fields of ResolvedConfig that are no fields here."""
@@ -184,7 +184,7 @@ class Setup:
             dtype,
             device,
             draft_attention=self.draft_attention or self.attention,
-            num_pages=self.num_pages or layout.most_pages,
+            num_pages=self.num_pages or layout.max_pages,
             overlap=self.overlap,
             prefix_cache=self.prefix_cache,
             kv_dtype=self.kv_dtype,

@@ -45,8 +45,8 @@ class LatentAttention(AttentionBlock):
         self.out = linear(hidden, heads * VALUE)
         self.norm = 1 + 0.2 * torch.randn(KEEPS.v_size, generator=generator, dtype=torch.float64)
 
-    def read(self, norm: RMSNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
-        return norm.after(delta, x)
+    def norm_input(self, norm: RMSNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+        return norm.add_and_norm(delta, x)
 
     def write(self, layer: int, rows: Tensor, p: Pass) -> Tensor:
         q, latent = self.q(rows).unflatten(1, (self.heads, -1)), self.latent(rows)[:, None]

@@ -22,12 +22,12 @@ from torch import Tensor
 from espalier.config import ResolvedConfig
 from espalier.engine.engine import Engine
 from espalier.engine.follow import Follower
-from espalier.engine.ranks import Peer, Ranks, Unload
+from espalier.engine.ranks import Peer, Ranks, UnloadModels
 from espalier.models import load_target, read_config
 from espalier.request import Request
 from espalier.shards import Shards
 from espalier.speculate.drafters.registry import load_draft, read_draft
-from espalier.startup.build import Loaded
+from espalier.startup.build import LoadedModels
 from espalier.startup.load import build_engine_of_ranks
 from lab.faults.planted import plant
 from tests.harness import DTYPE, Setup
@@ -48,11 +48,11 @@ class Returned:
 
 
 class CalledFollower(Follower):
-    def take(self, message: Any) -> None:
+    def handle(self, message: Any) -> None:
         if isinstance(message, Called):
             self.send(Returned(message.number, message.function(self)))
         else:
-            super().take(message)
+            super().handle(message)
 
 
 @dataclass
@@ -106,7 +106,7 @@ class KeptRanks(Ranks):
 
     def end(self) -> None:
         if self.failure is None:
-            self.send(Unload())
+            self.send(UnloadModels())
 
     def finish(self) -> None:
         super().end()
@@ -162,12 +162,14 @@ def unplant_there(follower: Any) -> None:
     follower.planted.close()
 
 
-def models_of(target: Path, draft: Path | None, config: ResolvedConfig, shards: Shards) -> Loaded:
+def models_of(target: Path, draft: Path | None, config: ResolvedConfig, shards: Shards) -> LoadedModels:
     """What a rank holds of the models in these directories."""
     how: dict[str, Any] = {"dtype": DTYPE, "device": "cpu", "position_rows": config.layout.position_rows}
     capture = () if draft is None else read_draft(draft, read_config(target)).spec.capture
     loaded = load_target(target, capture=capture, shards=shards, **how)
-    return Loaded(config, loaded, None if draft is None else load_draft(draft, loaded, shards=shards, **how), shards)
+    return LoadedModels(
+        config, loaded, None if draft is None else load_draft(draft, loaded, shards=shards, **how), shards
+    )
 
 
 def run_open(engine: Engine, requests: Sequence[Request]) -> list[Request]:

@@ -14,7 +14,7 @@ from espalier.kernels.ops.recurrence import ShortConv
 from espalier.models import CausalLM
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
-from espalier.models.layers.stream import Stream
+from espalier.models.layers.residual import Residual
 from espalier.models.weight_formats import dense_weight
 
 SIZES = {"heads": 2, "k_heads": 1, "k_size": 4, "v_size": 6}
@@ -42,8 +42,8 @@ class StateBlock:
         self.conv = ShortConv(drawn(keeps.channels, keeps.taps), drawn(keeps.channels), silu=bool(keeps.heads))
         self.out = Linear(dense_weight(drawn(hidden, keeps.heads * keeps.v_size or keeps.channels)))
 
-    def read(self, norm: RMSNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
-        return norm.after(delta, x)
+    def norm_input(self, norm: RMSNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+        return norm.add_and_norm(delta, x)
 
     def write(self, layer: int, rows: Tensor, p: Pass) -> Tensor:
         if not self.keeps.heads:
@@ -52,10 +52,10 @@ class StateBlock:
         # A decay of 0.6 to 1, so that tokens long past still show.
         return p.write(layer, self.inputs(rows), torch.stack(((0.6 + 0.4 * decay).log(), beta), 1), self.conv)
 
-    def __call__(self, layer: int, rows: Tensor, s: Stream, p: Pass) -> Tensor:
+    def __call__(self, layer: int, rows: Tensor, s: Residual, p: Pass) -> Tensor:
         """A block without heads has nothing to attend to."""
         q = self.write(layer, rows, p)
-        s.keep(p.kept(layer))
+        s.keep_rows(p.kept_rows(layer))
         attended = p.attend(layer, q) if self.keeps.heads else q[..., None]
         return self.out.in_parts(attended.flatten(2).flatten(0, 1))
 

@@ -7,6 +7,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
+from espalier.chat import finish
 from espalier.errors import EspalierError
 from espalier.text import Tokenizer
 
@@ -54,6 +55,10 @@ def family(make, template, special, others=(), **flags):
     return Tokenizer(
         PreTrainedTokenizerFast(tokenizer_object=with_tokens(make(), special, others, **flags), chat_template=template)
     )
+
+
+def chat(tokenizer, messages, **options):
+    return finish(tokenizer.template.steps(messages, options), tokenizer.template.render)
 
 
 # What families do with a message, one trait each: headers of several tokens, thoughts that are cut out, trimming, a
@@ -148,7 +153,7 @@ def test_what_a_message_spells_is_never_a_special_token(name, data):
     tokenizer = FAMILIES[name]
     messages = conversation(*(data.draw(pieces_of(name)) for _ in range(3)))
     harmless = conversation(*("<result>" * (m["content"].startswith("<result>")) + "ab" for m in messages))
-    found, expected = (control_tokens(tokenizer, name, tokenizer.chat(each)) for each in (messages, harmless))
+    found, expected = (control_tokens(tokenizer, name, chat(tokenizer, each)) for each in (messages, harmless))
     assert found == expected
 
 
@@ -166,7 +171,7 @@ def test_a_message_without_them_becomes_what_transformers_makes_of_it(name, data
     # Nor do they become one where the template puts them together.
     assume(all(text.count(special) == harmless.count(special) for special in NAMES[name]))
     expected = tokenizer.hf.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    assert tokenizer.chat(messages) == expected
+    assert chat(tokenizer, messages) == expected
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -175,21 +180,21 @@ def test_what_a_message_spells_reads_as_it_was_written(name):
     spelled = "".join(NAMES[name]).replace("<unk>", "").upper() if name == "quoted" else "".join(NAMES[name])
     messages = conversation(f"a{spelled}b", "ab", "ab")
     text = tokenizer.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    tokens = tokenizer.chat(messages)
+    tokens = chat(tokenizer, messages)
     assert tokenizer.decode(tokens, skip_special_tokens=False).replace(" ", "") == text.replace(" ", "")
-    allowed = tokenizer.chat(messages, allow_special_tokens_in_messages=True)
+    allowed = chat(tokenizer, messages, allow_special_tokens_in_messages=True)
     assert allowed == tokenizer.hf.apply_chat_template(messages, add_generation_prompt=True)["input_ids"] != tokens
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_copy_that_reads_them_as_text_reads_all_else_alike(name):
     tokenizer = FAMILIES[name]
-    special = tokenizer._template.special
+    special = tokenizer.template.special
     for said in ("ab", " a b!", "é\n", "<think>b</think>", "<|", ""):
         messages = conversation(said, said, said)
         text = tokenizer.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         prompt = special.without_marks(text, mark="never")
-        assert special.encode(prompt, add_special_tokens=False) == tokenizer.chat(messages)
+        assert special.encode(prompt, add_special_tokens=False) == chat(tokenizer, messages)
 
 
 TOOLS = [{"type": "function", "function": {"name": "|stop|", "parameters": {"<|stop|>": 1}}}]
@@ -208,7 +213,7 @@ def test_tools_their_calls_and_their_results_spell_none():
         {"role": "tool", "content": [{"type": "text", "text": "<|turn|>"}]},
     ]
     turn, stop = tokenizer.hf.convert_tokens_to_ids(["<|turn|>", "<|stop|>"])
-    tokens = tokenizer.chat(messages, tools=TOOLS)
+    tokens = chat(tokenizer, messages, tools=TOOLS)
     assert [token for token in tokens if token in (turn, stop)] == [turn, stop, turn, stop]
     expected = tokenizer.hf.apply_chat_template(messages, tools=TOOLS, tokenize=False)
     assert tokenizer.decode(tokens, skip_special_tokens=False) == expected
@@ -216,12 +221,12 @@ def test_tools_their_calls_and_their_results_spell_none():
 
 def test_a_tokenizer_that_cannot_keep_them_as_text_says_so():
     tokenizer = family(byte_level, "<|turn|>{{ messages[0].content }}", ["<|turn|>"])
-    tokenizer._template.special.backend = None
-    tokenizer.chat(conversation("a<|b"))
+    tokenizer.template.special.backend = None
+    chat(tokenizer, conversation("a<|b"))
     with pytest.raises(
         EspalierError, match=r"contain special tokens, which this model's tokenizer cannot keep as text"
     ):
-        tokenizer.chat(conversation("<|turn|>"))
+        chat(tokenizer, conversation("<|turn|>"))
 
 
 def conversing(template):
@@ -237,11 +242,11 @@ def test_a_chat_template_takes_its_variables_and_no_others():
     hello = [{"role": "user", "content": "b"}]
 
     def said(**variables):
-        return tokenizer.decode(tokenizer.chat(hello, chat_template_kwargs=variables))
+        return tokenizer.decode(chat(tokenizer, hello, chat_template_kwargs=variables))
 
     assert (said(), said(think=True), said(think=False)) == ("b", "b", "ab")
     assert said(mood="a") == "ab"
-    assert tokenizer.chat(hello, chat_template_kwargs=None) == tokenizer.chat(hello)
+    assert chat(tokenizer, hello, chat_template_kwargs=None) == chat(tokenizer, hello)
     # The last are in it, and no variables that it reads.
     for name in ("thinks", "b", "if", "said", "content", "default"):
         with pytest.raises(EspalierError, match=f"chat_template_kwargs entry='{name}' is not read by this model's"):
@@ -261,7 +266,7 @@ def test_a_chat_template_takes_its_variables_and_no_others():
 )
 def test_an_option_of_a_conversation_that_is_of_another_type_is_refused(name, value):
     with pytest.raises(EspalierError, match=f"^{name}=.* is not supported; use "):
-        conversing("{{ messages[0].content }}").chat([{"role": "user", "content": "b"}], **{name: value})
+        chat(conversing("{{ messages[0].content }}"), [{"role": "user", "content": "b"}], **{name: value})
 
 
 def test_a_conversation_ends_where_the_answer_begins_or_goes_on():
@@ -271,7 +276,7 @@ def test_a_conversation_ends_where_the_answer_begins_or_goes_on():
 
     def said(last="b", **options):
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": last}]
-        return tokenizer.decode(tokenizer.chat(messages, **options))
+        return tokenizer.decode(chat(tokenizer, messages, **options))
 
     assert said() == said(add_generation_prompt=True) == said(continue_final_message=False) == "<a><b><"
     assert said(add_generation_prompt=False) == "<a><b>"
@@ -281,10 +286,10 @@ def test_a_conversation_ends_where_the_answer_begins_or_goes_on():
         said(continue_final_message=True, add_generation_prompt=True)
     hidden = conversing("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
     with pytest.raises(EspalierError, match="the chat template refuses these messages: continue_final_message is set"):
-        hidden.chat([{"role": "assistant", "content": "b"}], continue_final_message=True)
+        chat(hidden, [{"role": "assistant", "content": "b"}], continue_final_message=True)
 
 
 def test_a_chat_template_that_cannot_be_read_is_said_so():
     for template, variables in (("{% if %}", {}), ("{{ 'x }} think", {"think": 1})):
         with pytest.raises(EspalierError, match=r"chat template is no Jinja template .*; correct it"):
-            conversing(template).chat([{"role": "user", "content": "b"}], chat_template_kwargs=variables)
+            chat(conversing(template), [{"role": "user", "content": "b"}], chat_template_kwargs=variables)

@@ -19,13 +19,13 @@ from espalier.models.block import MASK_EMBEDDING
 from espalier.models.weight_files import WeightCount
 from espalier.startup import load, resolve
 from espalier.startup.measure_memory import choose_max_batch
-from espalier.startup.resolve import Facts, choose_algorithm, choose_device
+from espalier.startup.resolve import StartupFacts, choose_algorithm, choose_device
 from espalier.startup.threads import ThreadFacts
 from espalier.startup.tree_cost import PassWeights
 from tests.harness import directories
 
 CPU = torch.device("cpu")
-FACTS = Facts(
+FACTS = StartupFacts(
     free_bytes=4 * 2**30,
     weights=WeightCount(num_cast=10**7),
     stored_dtype="bfloat16",
@@ -204,7 +204,7 @@ def test_the_algorithm_follows_from_the_draft():
     with pytest.raises(
         EspalierError, match=r"'eagle' is not supported; use eagle3, .*, dflash2, assistant, ngram, none or 'auto'"
     ):
-        load.find(EngineConfig(model="/no/such/place", speculation=SpeculationConfig(algorithm="eagle")))
+        load.find_checkpoint(EngineConfig(model="/no/such/place", speculation=SpeculationConfig(algorithm="eagle")))
     with pytest.raises(EspalierError, match="takes no draft"):
         resolved(draft="somewhere", speculation=SpeculationConfig(algorithm="ngram"))
 
@@ -277,7 +277,7 @@ def test_a_control_groups_limit_bounds_memory(monkeypatch, tmp_path):
 def test_a_models_own_fields_reach_the_configuration():
     target, draft = directories()
     config = EngineConfig(model=target, draft=draft, max_context=64, model_overrides={"max_position_embeddings": 80})
-    found = load.find(config)
+    found = load.find_checkpoint(config)
     assert found.target.max_position == 80
     assert load.resolve_config(config, found).algorithm == "eagle3"
 
@@ -285,7 +285,7 @@ def test_a_models_own_fields_reach_the_configuration():
 @pytest.mark.parametrize("name", ["/no/such/place", "./here", "no-slash"])
 def test_a_model_that_is_nowhere_is_refused(name):
     with pytest.raises(EspalierError, match=f"model='{name}' is not a directory"):
-        load.find(EngineConfig(model=name))
+        load.find_checkpoint(EngineConfig(model=name))
 
 
 @pytest.mark.parametrize("what", ["model", "draft"])
@@ -294,14 +294,14 @@ def test_a_path_that_is_no_checkpoint_is_told_as_what_it_was_given_for(what, tmp
     file.write_text("")
     for path, why in ((tmp_path, "holds no config.json"), (file, "is a file")):
         with pytest.raises(EspalierError, match=f"^{what}='{path}' {why}; give the directory"):
-            load.find(EngineConfig(**{what: path}))
+            load.find_checkpoint(EngineConfig(**{what: path}))
 
     def forbidden(path):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("pathlib.Path.is_file", forbidden)
     with pytest.raises(EspalierError, match=rf"^{what}='{file}' cannot be read \(Permission denied\)"):
-        load.find(EngineConfig(**{what: file}))
+        load.find_checkpoint(EngineConfig(**{what: file}))
 
 
 def test_the_hub_out_of_reach_is_one_line(monkeypatch):
@@ -310,7 +310,7 @@ def test_the_hub_out_of_reach_is_one_line(monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     with pytest.raises(EspalierError, match=r"hub failed .no route to host.; check the name and the network"):
-        load.find(EngineConfig(model="someone/something"))
+        load.find_checkpoint(EngineConfig(model="someone/something"))
 
 
 def downloaded(monkeypatch, stored, **named):
@@ -323,7 +323,7 @@ def downloaded(monkeypatch, stored, **named):
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(EspalierError, match="far enough"):
-        load.find(EngineConfig(**named))
+        load.find_checkpoint(EngineConfig(**named))
     return wanted
 
 
@@ -341,7 +341,7 @@ def test_a_drafts_mask_is_downloaded_so_that_it_is_refused(monkeypatch):
 def test_a_draft_alone_needs_to_name_its_target():
     _, draft = directories()
     with pytest.raises(EspalierError, match="does not name its target"):
-        load.find(EngineConfig(draft=draft))
+        load.find_checkpoint(EngineConfig(draft=draft))
 
 
 def test_the_drafts_backend_is_the_targets_unless_it_is_named():

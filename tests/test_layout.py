@@ -131,10 +131,14 @@ def test_each_batch_has_the_tree_of_the_greatest_number_up_to_its_own():
 def test_staging_holds_the_fullest_batch_of_any_tree():
     trees = ((8, TreeShape(3, 2, 8)), (64, PLAIN))
     made = layout(max_batch=64, trees=trees)
-    assert [(batch, each.tree) for batch, each in made.fullest] == [(7, made.tree), (63, trees[0][1]), (64, PLAIN)]
+    assert [(batch, each.tree) for batch, each in made.largest_rounds] == [
+        (7, made.tree),
+        (63, trees[0][1]),
+        (64, PLAIN),
+    ]
     assert (made.verify_rows, made.draft_rows) == (63 * 8, 512)
     assert replace(made, chunk_size=16).draft_rows == 63 * 4
-    assert layout(max_batch=6, trees=trees).fullest == ((6, layout(max_batch=6, trees=trees)),)
+    assert layout(max_batch=6, trees=trees).largest_rounds == ((6, layout(max_batch=6, trees=trees)),)
     assert layout(trees=((1, PLAIN),)).verify_rows == 4
     assert made.history_width == layout().history_width
 

@@ -77,7 +77,7 @@ def test_a_stream_that_python_drops_in_the_middle_of_a_step_changes_no_token(llm
 def test_what_comes_in_the_middle_of_a_step_runs_behind_it():
     turn, events = EngineLock(), []
     with turn.postponing(), turn.lock:
-        with turn.whole():
+        with turn.uninterrupted():
             turn.run(lambda: events.append("later"))
             events.append("step")
         assert events == ["step", "later"]
@@ -138,7 +138,7 @@ def interrupt(turn: EngineLock, moment: int) -> bool:
 
     sys.settrace(press)
     try:
-        with turn.postponing(), turn.lock, turn.whole():
+        with turn.postponing(), turn.lock, turn.uninterrupted():
             turn.run(list)
     except KeyboardInterrupt:
         pass

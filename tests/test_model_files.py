@@ -19,7 +19,7 @@ from espalier.errors import EspalierError
 from espalier.llm import LLM
 from espalier.model_files import MAX_CONFIG_BYTES, MAX_DEPTH, read_json, require_files
 from espalier.models import load_target, read_config
-from espalier.models.weight_files import INDEX, shards_of
+from espalier.models.weight_files import INDEX_FILE, safetensors_files
 from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.startup.checkpoints import find_target
 from tests.block import block_directories
@@ -48,7 +48,7 @@ KINDS: dict[str, Callable[[Path], object]] = {
     "a device": lambda path: path.symlink_to("/dev/zero"),
 }
 READ = (
-    *("config.json", "generation_config.json", "hf_quant_config.json", INDEX, "model.safetensors"),
+    *("config.json", "generation_config.json", "hf_quant_config.json", INDEX_FILE, "model.safetensors"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt"),
     *("tokenizer.model", "chat_template.jinja", "additional_chat_templates/one.jinja"),
 )
@@ -84,7 +84,7 @@ def test_a_repository_without_config_is_refused(tmp_path: Path, monkeypatch: pyt
     assert "no config.json on the Hugging Face hub, as repositories of GGUF" in refusal(lambda: find_target("own/er"))
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", INDEX, "model.safetensors"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", INDEX_FILE, "model.safetensors"])
 def test_the_readers_themselves_open_only_regular_files(name: str, tmp_path: Path) -> None:
     """Not every caller looks through the directory first."""
     path = make_target(tmp_path)
@@ -131,8 +131,8 @@ def test_a_file_that_a_library_would_read_whole_is_bounded(tmp_path: Path) -> No
 def test_an_index_names_files_of_its_directory(name: object, tmp_path: Path) -> None:
     path = make_target(tmp_path / "inside")
     shutil.copy(path / "model.safetensors", tmp_path)
-    (path / INDEX).write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": name}}))
-    assert f"{INDEX} names {name!r}" in refusal(lambda: shards_of(path))
+    (path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": name}}))
+    assert f"{INDEX_FILE} names {name!r}" in refusal(lambda: safetensors_files(path))
 
 
 def test_links_out_of_the_directory_are_followed(tmp_path: Path) -> None:

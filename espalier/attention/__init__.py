@@ -11,10 +11,10 @@ from espalier.attention.forward import ChosenRows, ModelCache, Pass
 from espalier.attention.library import require_our_kernels
 from espalier.attention.reference import ReferenceBackend
 from espalier.attention.sdpa import SdpaBackend
-from espalier.attention.support import By, Library, Support
+from espalier.attention.support import Library, Provider, Support
 from espalier.attention.triton import TritonBackend
 from espalier.attention.trtllm import TrtllmBackend
-from espalier.cache.layer_spec import Keeps, LayerSpec, groups_of, with_rows
+from espalier.cache.layer_spec import Keeps, LayerSpec, groups_of, layers_with_rows
 from espalier.errors import EspalierError
 from espalier.kernels.ops.attention import Nodes, Prefix
 
@@ -49,7 +49,9 @@ def default_backend(device: str, dtype: torch.dtype | None = None, keeps: Keeps 
     installed = [made.support for made in BACKENDS.values() if made.support.is_installed]
     on_device = [support for support in installed if device in support.devices]
     suitable = [
-        support for support in on_device if dtype in (None, *support.dtypes) and (keeps is None or support.takes(keeps))
+        support
+        for support in on_device
+        if dtype in (None, *support.dtypes) and (keeps is None or support.supports(keeps))
     ]
     return (suitable or on_device)[0].name
 
@@ -61,7 +63,7 @@ def choose_backends(
 
     configured: the name that the user set, None for auto.  Layers that keep a state need no backend.
     """
-    groups = groups_of(specs, with_rows(specs, layers)) or (None,)
+    groups = groups_of(specs, layers_with_rows(specs, layers)) or (None,)
     names = [configured or default_backend(device, dtype, keeps) for keeps in groups]
     return names[0] if len(set(names)) == 1 else SEPARATOR.join(names)
 
@@ -80,7 +82,7 @@ def grouped_backend(
 
     Raises EspalierError if a backend cannot run its layers.
     """
-    groups = groups_of(specs, with_rows(specs, layers))
+    groups = groups_of(specs, layers_with_rows(specs, layers))
     group_names = names.split(SEPARATOR)
     group_names *= len(groups) if len(group_names) == 1 else 1
     if len(group_names) != len(groups):
@@ -104,7 +106,6 @@ __all__ = [
     "BACKENDS",
     "Attention",
     "AttentionBackend",
-    "By",
     "ChosenRows",
     "CommittedLengths",
     "GroupedBackend",
@@ -113,6 +114,7 @@ __all__ = [
     "Nodes",
     "Pass",
     "Prefix",
+    "Provider",
     "Support",
     "backend",
     "choose_backends",

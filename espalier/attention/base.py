@@ -45,7 +45,7 @@ class CommittedLengths:
         """With padding requests up to `batch`."""
         return replace(self, at_most=self.at_most + (0,) * (batch - len(self.at_most)))
 
-    def longer(self, rows: int) -> "CommittedLengths":
+    def with_more_rows(self, rows: int) -> "CommittedLengths":
         """With `rows` more rows for each request."""
         return replace(self, at_most=tuple(length + rows for length in self.at_most))
 
@@ -61,7 +61,7 @@ class SelectedMask(NamedTuple):
 Selection = SelectedMask | SelectedRows
 
 
-def narrowed(selection: Selection, kept: Tensor) -> Selection:
+def narrow_selection(selection: Selection, kept: Tensor) -> Selection:
     """The selection [B, 1, ...] of the rows `kept` [B] of the B · Q rows."""
     return type(selection)(*(values.flatten(0, 1)[kept][:, None] for values in selection))
 

@@ -21,19 +21,21 @@ from espalier.cache.layer_spec import LatentKV
 
 # A pass with this many output values or more does not split requests: it has enough programs, and each split writes a
 # float32 output of its own.
-UNDIVIDED_VALUES = 2**23
+MAX_VALUES_TO_SPLIT = 2**23
 
 
 @cache
 def flash_attn_with_kvcache() -> Callable[..., tuple[Tensor, ...]]:
     """Return the library's function.  The import happens on first use."""
-    assert SUPPORT.library is not None and SUPPORT.library.found is not None
-    function: Callable[..., tuple[Tensor, ...]] = import_module(SUPPORT.library.found).flash_attn_with_kvcache
+    assert SUPPORT.library is not None and SUPPORT.library.installed_module is not None
+    function: Callable[..., tuple[Tensor, ...]] = import_module(
+        SUPPORT.library.installed_module
+    ).flash_attn_with_kvcache
     return function
 
 
 class FA3Attention(LibraryAttention):
-    def over_rest(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def attend_rest(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec = self.specs[layer]
         k, v = self.paged(layer)
         of_latent = {}
@@ -50,7 +52,7 @@ class FA3Attention(LibraryAttention):
             page_table=self.rest.page_table,
             softmax_scale=spec.softmax_scale,
             causal=False,
-            num_splits=0 if values < UNDIVIDED_VALUES else 1,
+            num_splits=0 if values < MAX_VALUES_TO_SPLIT else 1,
             return_softmax_lse=True,
             **of_latent,
         )
@@ -63,7 +65,7 @@ SUPPORT = library_support(
     latents=(LatentKV(576, 512),),
     majors=(9,),
     library=Library(("flash_attn_interface", "sgl_kernel.flash_attn"), "fa3"),
-    ran_on=("H200",),
+    tested_on=("H200",),
     limits={
         "dtype": "flash_attn_with_kvcache computes in two-byte types",
         "head_size": "flash_attn_with_kvcache needs a multiple of 8, at most 256",

@@ -35,7 +35,7 @@ FA3_QUERIES = 256
 WORKSPACE_BYTES, MAX_WORKSPACE_BYTES = 2**27, 2**29
 # The most plans that are kept for eager passes.  A prefill pass needs two for the target: one for all rows, and one for
 # its last layer, which has one query per piece of a prompt.  A draft needs one or two more.
-KEPT_PLANS = 12
+MAX_EAGER_PLANS = 12
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ class Plan:
         self.starts, self.pages, self.last = (torch.zeros(n, dtype=torch.int32, device=device) for n in sizes)
         self.queries = torch.arange(shape.batch + 1, dtype=torch.int32) * shape.queries
         # The library stages a plan in pinned memory.  The host must not overwrite it before the copy has ended.
-        self.copied = torch.cuda.Event() if device.type == "cuda" else None
+        self.copy_event = torch.cuda.Event() if device.type == "cuda" else None
         self.lengths: CommittedLengths | None = None
-        self.located: Prefix | None = None
+        self.located_prefix: Prefix | None = None
         self.wrapper = self._wrapper(workspace, (self.queries.to(device), self.starts, self.pages, self.last))
 
     def make(self, lengths: CommittedLengths) -> None:
@@ -103,20 +103,20 @@ class Plan:
         rows = torch.tensor(lengths.at_most, dtype=torch.int32) - self.shape.skipped * self.shape.page_size
         self._plan(rows.clamp(min=0))
         self.lengths = lengths
-        if self.copied is not None:
-            self.copied.record()
+        if self.copy_event is not None:
+            self.copy_event.record()
 
     def wait(self) -> None:
         """Wait until the last plan has been copied to the device."""
-        if self.copied is not None:
-            self.copied.synchronize()
+        if self.copy_event is not None:
+            self.copy_event.synchronize()
 
     def locate(self, rest: Prefix) -> None:
         """Write the pages of all requests, request after request, for the lengths on the device."""
-        if self.located is rest:
+        if self.located_prefix is rest:
             return
-        self.located = rest
-        ends = pages_of(rest.length, self.shape.page_size).cumsum(0)
+        self.located_prefix = rest
+        ends = num_pages(rest.length, self.shape.page_size).cumsum(0)
         self.starts[1:].copy_(ends)
         self.last.copy_(self._last(rest.length))
         place = torch.arange(self.pages.shape[0], device=ends.device)
@@ -139,7 +139,7 @@ class Plan:
     def _plan(self, rows: Tensor) -> None:
         """Plan the wrapper.  rows: [B] int32 on the host, the rows of each request."""
         shape, kept = self.shape, self.shape.spec.keeps
-        starts = pad(pages_of(rows, shape.page_size).cumsum(0), (1, 0)).int()
+        starts = pad(num_pages(rows, shape.page_size).cumsum(0), (1, 0)).int()
         self.wrapper.plan(
             *(self.queries, starts, self.pages[:0], self._last(rows)),
             *(shape.spec.heads, *self._sizes(kept), shape.page_size),
@@ -156,7 +156,7 @@ class Plan:
 
     def _last(self, rows: Tensor) -> Tensor:
         """Rows in each request's last page; 0 for a request without rows."""
-        return rows - (pages_of(rows, self.shape.page_size) - 1).clamp(min=0) * self.shape.page_size
+        return rows - (num_pages(rows, self.shape.page_size) - 1).clamp(min=0) * self.shape.page_size
 
     def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Attend; returns out and the log-sum-exps in base 2.
@@ -194,10 +194,10 @@ class FlashInferAttention(LibraryAttention):
         super().__init__(*pass_arguments)
         self.backend = backend
 
-    def over_rest(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def attend_rest(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec, (batch, width) = self.specs[layer], self.rest.page_table.shape
         place = self.skipped, width, self.pages.page_size, self.pages.dtype, self.backend.lengths.exact
-        plan = self.backend.plan_of(PassShape(batch, q.shape[1], spec, *place, *machine(q.device)), q.device)
+        plan = self.backend.plan_of(PassShape(batch, q.shape[1], spec, *place, *device_facts(q.device)), q.device)
         plan.locate(self.rest)
         out, lse = plan.run(q.flatten(0, 1), *self.paged(layer))
         return out.view(*q.shape[:3], -1), lse.view(q.shape[:3]) * LN_2
@@ -211,7 +211,7 @@ class FlashInferBackend(AttentionBackend):
         needs_exact_lengths=(LatentKV,),
         majors=range(8, 13),
         library=Library(("flashinfer",), "flashinfer"),
-        ran_on=("H200",),
+        tested_on=("H200",),
         limits={
             "dtype": "its kernels compute in two-byte types",
             "head_size": "BatchPrefillWithPagedKVCacheWrapper has kernels for these, of K and V alike",
@@ -243,7 +243,7 @@ class FlashInferBackend(AttentionBackend):
         assert len(self.lengths.at_most) == shape.batch, "a launch of other requests than were announced"
         plans = self.captured.setdefault(shape.batch, {}) if self.lengths.in_graph else self.kept
         if shape not in plans:
-            if plans is self.kept and len(plans) == KEPT_PLANS:
+            if plans is self.kept and len(plans) == MAX_EAGER_PLANS:
                 self.kept.pop(next(iter(self.kept))).wait()
             plan_class = LatentPlan if isinstance(shape.spec.keeps, LatentKV) else Plan
             plans[shape] = plan_class(shape, self._workspace(shape, device))
@@ -258,11 +258,11 @@ class FlashInferBackend(AttentionBackend):
         return self.workspace
 
 
-def machine(device: torch.device) -> tuple[int, bool]:
+def device_facts(device: torch.device) -> tuple[int, bool]:
     """(programs that fill the device: two per multiprocessor; whether the device has FA3)."""
     facts = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return (264, True) if facts is None else (2 * facts.multi_processor_count, facts.major == 9)
 
 
-def pages_of(rows: Tensor, page_size: int) -> Tensor:
+def num_pages(rows: Tensor, page_size: int) -> Tensor:
     return (rows + page_size - 1) // page_size

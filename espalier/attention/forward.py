@@ -11,14 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from espalier.attention.base import Attention, GroupedBackend, Selection, narrowed
+from espalier.attention.base import Attention, GroupedBackend, Selection, narrow_selection
 from espalier.cache.kv import PagedKV, StagedKV
 from espalier.cache.layer_spec import LatentKV, LayerSpec, RecurrentState
 from espalier.cache.states import PassStates, StateAccess, StateTable
 from espalier.kernels.ops.attention import Nodes, Prefix
 from espalier.kernels.ops.rope import Rotation
 from espalier.kernels.ops.selection import IndexQueries, IndexRows
-from espalier.kernels.ops.states import GateInputs
 from espalier.kernels.ops.tree import gather_rows
 
 
@@ -53,10 +52,10 @@ class ModelCache:
         positions: Tensor | None = None,
         *,
         width: int | None = None,
-        at: int = 0,
+        first_staged: int = 0,
         layers: range | None = None,
         page_rows: Tensor | None = None,
-        by_layer: bool = False,
+        commits_by_layer: bool = False,
         needed: Tensor | None = None,
         access: StateAccess | None = None,
         chosen: "ChosenRows | None" = None,
@@ -65,11 +64,11 @@ class ModelCache:
 
         nodes: what the rows see, or one Nodes for each layer where layers see different rows.
         tokens, positions: as in Pass; positions: by default those of the nodes.
-        width: staged rows of each request, by default those of this pass, which writes rows at .. at+Q-1.
+        width: staged rows of each request, by default those of this pass; first_staged: its first row among them.
         layers: those that run, by default all of this model.
         page_rows: [B · Q], where `Pass.commit` copies each row, 0 for padding; None: the caller commits, or nobody.
-        by_layer: each layer commits before it attends, because pieces read one another through the pages, or because
-        draft modules fill different rows.
+        commits_by_layer: each layer commits before it attends, because pieces read one another through the pages, or
+        because draft modules fill different rows.
         access: the states that the layers read; None: no layer of the pass keeps one.
         chosen: the rows that run; None: all B · Q.  tokens and positions are [B, Q] all the same.
         """
@@ -79,13 +78,13 @@ class ModelCache:
             cache=self,
             prefix=prefix,
             nodes=nodes,
-            tokens=tokens if chosen is None else chosen.of(tokens),
-            positions=positions if chosen is None else chosen.of(positions),
+            tokens=tokens if chosen is None else chosen.select(tokens),
+            positions=positions if chosen is None else chosen.select(positions),
             width=of_each if width is None else width,
-            at=at,
+            first_staged=first_staged,
             layers=self.layers if layers is None else layers,
             page_rows=page_rows,
-            by_layer=by_layer,
+            commits_by_layer=commits_by_layer,
             needed=needed,
             access=access,
             chosen=chosen,
@@ -125,17 +124,17 @@ class ChosenRows:
     rows: Tensor
 
     @classmethod
-    def at(cls, places: Tensor, batch: int, width: int) -> "ChosenRows":
+    def from_places(cls, places: Tensor, batch: int, width: int) -> "ChosenRows":
         """places: [R], as above, of batch · width rows."""
         order = torch.arange(len(places), device=places.device)
         rows = torch.full((batch * width,), -1, device=places.device).scatter(0, places, order).view(batch, width)
         return cls(places, torch.where(rows < 0, rows[:, :1], rows))
 
-    def of(self, values: Tensor) -> Tensor:
+    def select(self, values: Tensor) -> Tensor:
         """[1, R, ...] of values [B, Q, ...]."""
         return values.flatten(0, 1)[self.places][None]
 
-    def spread(self, values: Tensor) -> Tensor:
+    def to_tree_rows(self, values: Tensor) -> Tensor:
         """[B, Q, ...] of values [1, R, ...]."""
         return values[0][self.rows]
 
@@ -163,10 +162,10 @@ class Pass:
     tokens: Tensor
     positions: Tensor
     width: int
-    at: int
+    first_staged: int
     layers: range
     page_rows: Tensor | None
-    by_layer: bool
+    commits_by_layer: bool
     needed: Tensor | None
     access: StateAccess | None = None
     chosen: ChosenRows | None = None
@@ -175,7 +174,7 @@ class Pass:
         self._looked_up: dict[Hashable, Any] = {}
         self._plans: dict[tuple[int, int], Attention] = {}
         # The queries of a layer that chooses rows, until it attends, and what the last such layer chose.
-        self._choosing: IndexQueries | None = None
+        self._index_queries: IndexQueries | None = None
         self._selection: Selection | None = None
 
     def write(self, layer: int, *values: Any, index: IndexRows | None = None) -> Tensor:
@@ -192,19 +191,21 @@ class Pass:
         place, pages, staging = self.layers[layer], self.cache.pages, self.cache.staging
         spec = self.cache.specs[place]
         if self.cache.states is not None and isinstance(spec.keeps, RecurrentState):
-            return self._write_state(layer, *values)
-        shares = spec.shares is not None
+            q = self._states.write(place, self.tokens.shape[1], *values)
+            # Without gates, q is the convolution's output.
+            return q if values[1] is not None else self._select_kept(layer, q)
+        shares = spec.shares_with is not None
         # A layer that shares rows writes no heads.
         planes = tuple(plane[:, :0] for plane in pages.layers[place]) if shares else staging.layers[place]
         q = spec.rows.write(self.rows, planes, pages.scales.get(place), *values)
         if index is not None:
             assert isinstance(spec.keeps, LatentKV)
-            self._choosing = spec.keeps.write_index(self.rows, planes, index)
+            self._index_queries = spec.keeps.write_index(self.rows, planes, index)
         if self.chosen is not None:
             self.chosen.fill(planes)
-        if self.by_layer and self.page_rows is not None and not shares:
+        if self.commits_by_layer and self.page_rows is not None and not shares:
             pages.commit_layer(staging, place, self.rows, self.page_rows)
-        kept = None if self.needed is None else self.kept(layer)
+        kept = None if self.needed is None else self.kept_rows(layer)
         return q.view(*self.tokens.shape, *q.shape[1:]) if kept is None else q[kept][:, None]
 
     def attend(self, layer: int, q: Tensor, sink: Tensor | None = None) -> Tensor:
@@ -216,46 +217,43 @@ class Pass:
         index = self.layers[layer]
         batch, queries = self.tokens.shape if self.chosen is None else self.chosen.rows.shape
         if self.cache.states is not None and isinstance(self.cache.specs[index].keeps, RecurrentState):
-            return self._of_kept(layer, self._states.read(index, q, sink))
+            return self._select_kept(layer, self._states.read(index, q, sink))
         if index not in self.cache.staging.layers:
             # A draft's layer that reads a target's rows: no row of the pass has any.
             return self._plan(layer).over_committed(index, q)
         spec, plan = self.cache.specs[index], self._plan(layer)
-        planes = self.cache.staging.rows_of(index, batch, queries, self.width, self.at)
+        planes = self.cache.staging.staged_planes(index, batch, queries, self.width, self.first_staged)
         k, v = spec.rows.read(planes)
         if self.chosen is not None:
-            return self.chosen.of(plan.attend(index, self.chosen.spread(q), k, v, sink))
+            return self.chosen.select(plan.attend(index, self.chosen.to_tree_rows(q), k, v, sink))
         selection = None if spec.topk is None else self._selected(layer, plan, planes)
         return plan.attend(index, q, k, v, sink, selection)
 
     def _selected(self, layer: int, plan: Attention, planes: tuple[Tensor, ...]) -> Selection | None:
         """The rows that the layer's queries attend to, chosen by this layer or by the last layer that chose; None: all
         rows."""
-        kept = self.kept(layer)
-        if self._choosing is not None:
-            q, weights = (self._of_kept(layer, values.unflatten(0, self.tokens.shape)) for values in self._choosing)
+        kept = self.kept_rows(layer)
+        if self._index_queries is not None:
+            q, weights = (
+                self._select_kept(layer, values.unflatten(0, self.tokens.shape)) for values in self._index_queries
+            )
             self._selection = plan.select(self.layers[layer], IndexQueries(q, weights), planes[1])
-            self._choosing = None
+            self._index_queries = None
         elif kept is not None and self._selection is not None:
-            self._selection = narrowed(self._selection, kept)
+            self._selection = narrow_selection(self._selection, kept)
         return self._selection
 
-    def _write_state(self, layer: int, inputs: Tensor, gates: Tensor | GateInputs | None, *how: Any) -> Tensor:
-        """As PassStates.write."""
-        q = self._states.write(self.layers[layer], self.tokens.shape[1], inputs, gates, *how)
-        return q if gates is not None else self._of_kept(layer, q)
-
-    def _of_kept(self, layer: int, values: Tensor) -> Tensor:
+    def _select_kept(self, layer: int, values: Tensor) -> Tensor:
         """The rows of values [B, Q, ...] that the layer computes."""
-        kept = self.kept(layer)
+        kept = self.kept_rows(layer)
         return values if kept is None else values.flatten(0, 1)[kept][:, None]
 
     def commit(self) -> None:
         """After the last layer: copy the new rows to pages, unless each layer did."""
-        if self.page_rows is not None and not self.by_layer:
+        if self.page_rows is not None and not self.commits_by_layer:
             self.cache.commit(self.rows, self.page_rows)
 
-    def kept(self, layer: int) -> Tensor | None:
+    def kept_rows(self, layer: int) -> Tensor | None:
         """[B]: of the B · Q rows, those that the layer computes after its write; None: all."""
         return self._needed_rows if self.needed is not None and layer == len(self.layers) - 1 else None
 
@@ -268,7 +266,7 @@ class Pass:
     def rotation(self, rope: Rope) -> Rotation:
         """cos and sin of the rows' positions, looked up once a pass."""
         if rope not in self._looked_up:
-            self.looked_up(rope, rope.rows(self.positions))
+            self.keep_rotation(rope, rope.rows(self.positions))
         return self._looked_up[rope]
 
     def at_positions(self, layer: int, table: Tensor) -> Tensor:
@@ -278,10 +276,10 @@ class Pass:
         """
         if table not in self._looked_up:
             self._looked_up[table] = gather_rows(self.positions.reshape(1, -1), table[None, :, None])
-        found, kept = self._looked_up[table].view(-1), self.kept(layer)
+        found, kept = self._looked_up[table].view(-1), self.kept_rows(layer)
         return (found if kept is None else found[kept]).view(len(self.tokens), -1, 1, 1)
 
-    def looked_up(self, rope: Rope, rotation: Rotation) -> None:
+    def keep_rotation(self, rope: Rope, rotation: Rotation) -> None:
         """Keep what a launch for another purpose has looked up (espalier/models/layers/linear.py)."""
         self._looked_up[rope] = rotation
 
@@ -290,7 +288,7 @@ class Pass:
         """[B · Q]: the staging rows of this pass, the same for all layers."""
         if self.chosen is not None:
             return self.chosen.places
-        return self.cache.staging.places(self.tokens, self.width, self.at)
+        return self.cache.staging.staging_rows(self.tokens, self.width, self.first_staged)
 
     @cached_property
     def _states(self) -> PassStates:
@@ -312,7 +310,7 @@ class Pass:
 
     def _plan(self, layer: int) -> Attention:
         """The backend's plan, shared by the layers of a group whose queries see the same rows."""
-        if self.needed is not None and self.kept(layer) is not None:
+        if self.needed is not None and self.kept_rows(layer) is not None:
             nodes = self._needed_nodes
         else:
             nodes = self.nodes if isinstance(self.nodes, Nodes) else self.nodes[layer]

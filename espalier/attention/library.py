@@ -15,7 +15,7 @@ from torch import Tensor
 
 from espalier.attention.base import Attention
 from espalier.attention.reference import ReferenceAttention
-from espalier.attention.support import By, Support
+from espalier.attention.support import Provider, Support
 from espalier.attention.triton import TritonAttention, TritonBackend
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
@@ -30,25 +30,26 @@ library_support = partial(
     devices=("cuda",),
     dtypes=(torch.bfloat16, torch.float16),
     keeps=(KVHeads, LatentKV),
-    window_on_chain=By.OUR_KERNELS,
-    window_on_tree=By.OUR_KERNELS,
-    left_bound=By.OUR_KERNELS,
+    window_on_chain=Provider.OUR_KERNELS,
+    window_on_tree=Provider.OUR_KERNELS,
+    left_bound=Provider.OUR_KERNELS,
 )
 
 
 class LibraryAttention(Attention):
-    """Attention of one pass, by a library and our kernels.  Subclasses implement over_rest.
+    """Attention of one pass, by a library and our kernels.  Subclasses implement attend_rest.
 
     rest: the pages that the library attends to.
     """
 
     def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
         super().__init__(pages, specs, prefix, nodes)
-        self.skipped = pages_before_rest(prefix.first, pages.page_size)
-        self.rest = prefix.cached("rest", self._rest) if self.skipped else prefix
-        self.ours: dict[str, Attention] = {}
+        # The number of pages that hold rows below `first`.
+        self.skipped = -(-prefix.first // pages.page_size)
+        self.rest = prefix.cached("rest", self._rest_prefix) if self.skipped else prefix
+        self.our_plans: dict[str, Attention] = {}
 
-    def over_rest(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def attend_rest(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Attend with q [B, Q, heads, k_size] to all rows of `rest`, in every one of its requests.
 
         Returns out [B, Q, heads, v_size] and lse [B, Q, heads], natural log.  For a request without rows, out must be
@@ -61,7 +62,7 @@ class LibraryAttention(Attention):
         if spec.window is not None:
             return self._our_plan("all").over_prefix(q, layer)
         if q.shape[0] and self.rest.page_table.shape[1]:
-            out, lse = self.over_rest(q, layer)
+            out, lse = self.attend_rest(q, layer)
             rest = out, torch.where(self.rest.length[:, None, None] > 0, lse, -torch.inf)
         else:
             exact = torch.promote_types(q.dtype, torch.float32)
@@ -80,26 +81,21 @@ class LibraryAttention(Attention):
         """[B] int32: each request's rows in `rest`.  They are computed once per prefix."""
         return self.prefix.cached("lengths", self.rest.length.int)
 
-    def _rest(self) -> Prefix:
+    def _rest_prefix(self) -> Prefix:
         rows = self.skipped * self.pages.page_size
         return Prefix(self.prefix.page_table[:, self.skipped :], (self.prefix.length - rows).clamp(min=0))
 
-    def _head(self) -> Prefix:
+    def _head_prefix(self) -> Prefix:
         rows = self.skipped * self.pages.page_size
         return Prefix(self.prefix.page_table[:, : self.skipped], self.prefix.length.clamp(max=rows), self.prefix.first)
 
     def _our_plan(self, part: str) -> Attention:
         """The attention of our kernels over a part of the prefix: "all", or "head", the pages before `rest`."""
-        if part not in self.ours:
-            prefix = self.prefix.cached("head", self._head) if part == "head" else self.prefix
-            ours = TritonAttention if prefix.length.is_cuda else ReferenceAttention
-            self.ours[part] = ours(self.pages, self.specs, prefix, self.nodes)
-        return self.ours[part]
-
-
-def pages_before_rest(first: int, page_size: int) -> int:
-    """The number of pages that hold rows below `first`.  A library attends to the pages after them."""
-    return -(-first // page_size)
+        if part not in self.our_plans:
+            prefix = self.prefix.cached("head", self._head_prefix) if part == "head" else self.prefix
+            our_plans = TritonAttention if prefix.length.is_cuda else ReferenceAttention
+            self.our_plans[part] = our_plans(self.pages, self.specs, prefix, self.nodes)
+        return self.our_plans[part]
 
 
 def require_our_kernels(

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from espalier.attention.base import Attention, AttentionBackend, SelectedMask, Selection
-from espalier.attention.support import By, Support
+from espalier.attention.support import Provider, Support
 from espalier.cache.layer_spec import KVHeads, LatentKV
 from espalier.kernels.ops.attention import masked_attention, merge
 from espalier.kernels.ops.selection import IndexQueries
@@ -17,7 +17,7 @@ class ReferenceAttention(Attention):
         mask = exists[:, None, :].expand(-1, q.shape[1], -1)
         if spec.window is not None:
             mask = mask & (self.nodes.positions[:, :, None] - positions[:, None, :] < spec.window)
-        return self._over(q, layer, mask)
+        return self._attend_masked(q, layer, mask)
 
     def select(self, layer: int, queries: IndexQueries, keys: Tensor) -> SelectedMask:
         _, exists, rows = self._held_rows()
@@ -32,9 +32,9 @@ class ReferenceAttention(Attention):
         spec = self.specs[layer]
         committed, staged = selected.mask.split((selected.mask.shape[2] - k.shape[1], k.shape[1]), 2)
         over_staged = masked_attention(q, k, v, staged, spec.softmax_scale, self.scales(layer))
-        return merge.reference(self._over(q, layer, committed), over_staged)
+        return merge.reference(self._attend_masked(q, layer, committed), over_staged)
 
-    def _over(self, q: Tensor, layer: int, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def _attend_masked(self, q: Tensor, layer: int, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Attention over the committed rows where mask [B, Q, P] is true."""
         spec = self.specs[layer]
         k, v = (buffer[self._held_rows()[2]] for buffer in self.committed(layer))
@@ -58,12 +58,12 @@ class ReferenceBackend(AttentionBackend):
         devices=("cpu", "cuda"),
         dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
         keeps=(KVHeads, LatentKV),
-        window_on_chain=By.ITSELF,
-        window_on_tree=By.ITSELF,
-        fp8=By.ITSELF,
-        softcap=By.ITSELF,
-        selection=By.ITSELF,
+        window_on_chain=Provider.ITSELF,
+        window_on_tree=Provider.ITSELF,
+        fp8=Provider.ITSELF,
+        softcap=Provider.ITSELF,
+        selection=Provider.ITSELF,
         different_v_size=True,
-        ran_on=("CPU", "H100", "H200"),
+        tested_on=("CPU", "H100", "H200"),
     )
     attention = ReferenceAttention

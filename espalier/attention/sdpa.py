@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from espalier.attention.base import Attention, AttentionBackend, CommittedLengths, SelectedMask, Selection
-from espalier.attention.support import By, Support
+from espalier.attention.support import Provider, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.kernels.ops.attention import Nodes, Prefix, soft_capped
@@ -27,26 +27,26 @@ class CommittedRows:
     positions: [B, longest]; held: [B, longest], whether a row exists there; rows: [B, longest], rows of the pages.
     gathered: the layer that was gathered last, and its planes [B, longest + R, heads, size].  Only the first `longest`
     rows of each are read again: by a draft with one layer, for every level.  The others are staged rows of one pass.
-    with_room: [B · (longest + R)], by R: `rows` and, for each request, R rows of the dummy page.
+    rows_with_room: [B · (longest + R)], by R: `rows` and, for each request, R rows of the dummy page.
     """
 
     positions: Tensor
     held: Tensor
     rows: Tensor
     gathered: tuple[int, Sequence[Tensor]] | None = None
-    with_room: dict[int, Tensor] = field(default_factory=dict)
+    rows_with_room: dict[int, Tensor] = field(default_factory=dict)
 
-    def before(self, staged: Sequence[Tensor], layer: int, planes: Sequence[Tensor]) -> Sequence[Tensor]:
+    def gather_with(self, staged: Sequence[Tensor], layer: int, planes: Sequence[Tensor]) -> Sequence[Tensor]:
         """The rows of each plane of a layer, [B, longest + R, heads, size], with `staged` [B, R, heads, size] last."""
         batch, longest = self.rows.shape
         if self.gathered is not None and self.gathered[0] == layer:
             committed = (plane[:, :longest] for plane in self.gathered[1])
             return [torch.cat(pair, 1) for pair in zip(committed, staged, strict=True)]
         new = staged[0].shape[1]
-        if new not in self.with_room:
-            self.with_room[new] = F.pad(self.rows, (0, new)).flatten()
+        if new not in self.rows_with_room:
+            self.rows_with_room[new] = F.pad(self.rows, (0, new)).flatten()
         # Gathered with room for the staged rows, which are written over it: nothing is copied twice.
-        rows, taken = self.with_room[new], []
+        rows, taken = self.rows_with_room[new], []
         for plane, values in zip(planes, staged, strict=True):
             read = plane.index_select(0, rows).view(batch, longest + new, *plane.shape[1:])
             read[:, longest:] = values
@@ -85,7 +85,7 @@ class SdpaAttention(Attention):
         if self.longest:
             # Of a latent row V is a part of K, which is the whole row.
             planes = self.pages.layers[layer][: spec.rows.attended]
-            k, v = spec.rows.read(self.committed_rows.before((k, v)[: len(planes)], layer, planes))
+            k, v = spec.rows.read(self.committed_rows.gather_with((k, v)[: len(planes)], layer, planes))
         scales = self.scales(layer)
         if scales is not None:
             q, k, v = times_k_scale(q, scales), k.to(q.dtype), v.to(q.dtype)
@@ -111,7 +111,7 @@ class SdpaAttention(Attention):
         if not self.longest:
             return q.new_zeros(*q.shape[:3], self.specs[layer].rows.v_size)
         planes = [plane[:0].expand(len(q), -1, -1, -1) for plane in self.pages.layers[layer]]
-        seen = self._seen(self.specs[layer].window).any(-1)
+        seen = self._visible_rows(self.specs[layer].window).any(-1)
         out = self.attend(layer, q, *self.specs[layer].rows.read(planes))
         return out.masked_fill(~seen[:, :, None, None], 0.0)
 
@@ -119,11 +119,11 @@ class SdpaAttention(Attention):
         """Additive mask [B, 1, groups * Q, longest + R], made once per pass, window and group size."""
         key = (window, groups)
         if key not in self.bias:
-            seen = torch.cat((self._seen(window), self.nodes.visible(window)), 2)
+            seen = torch.cat((self._visible_rows(window), self.nodes.visible(window)), 2)
             self.bias[key] = _additive_mask(seen, groups, dtype)
         return self.bias[key]
 
-    def _seen(self, window: int | None) -> Tensor:
+    def _visible_rows(self, window: int | None) -> Tensor:
         """[B, Q, longest] bool: the committed rows that each query sees."""
         rows = self.committed_rows
         seen = rows.held[:, None].expand(-1, self.nodes.positions.shape[1], -1)
@@ -154,14 +154,14 @@ class SdpaBackend(AttentionBackend):
         devices=("cpu",),
         dtypes=(torch.float64, torch.float32, torch.bfloat16),
         keeps=(KVHeads, LatentKV),
-        window_on_chain=By.ITSELF,
-        window_on_tree=By.ITSELF,
-        sinks=By.ITSELF,
-        fp8=By.ITSELF,
-        softcap=By.ITSELF,
-        selection=By.ITSELF,
+        window_on_chain=Provider.ITSELF,
+        window_on_tree=Provider.ITSELF,
+        sinks=Provider.ITSELF,
+        fp8=Provider.ITSELF,
+        softcap=Provider.ITSELF,
+        selection=Provider.ITSELF,
         different_v_size=True,
-        ran_on=("CPU",),
+        tested_on=("CPU",),
     )
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from espalier.kernels.ops.attention import MAX_LATENT_HEAD_SIZE
 from espalier.layout import MAX_PAGE_SIZE
 
 
-class By(StrEnum):
+class Provider(StrEnum):
     """Who does a part of the work: the backend itself, our kernels beside it (attention/library.py), or nothing."""
 
     ITSELF = "yes"
@@ -34,7 +34,7 @@ class Library:
     extra: str
 
     @property
-    def found(self) -> str | None:
+    def installed_module(self) -> str | None:
         """The name of the first installed module; None if none is installed."""
         return next((module for module in self.modules if find_spec(module.split(".")[0]) is not None), None)
 
@@ -51,7 +51,7 @@ class Support:
     selection: who runs layers that attend to chosen rows (LayerSpec.topk); most_selected: the most chosen rows;
     largest_index: the most values of an index key; None: any number.
     needs_exact_lengths: the `keeps` of layers for which `prepare` must announce exact lengths; prefill_graph: whether
-    prefill passes are captured, as rounds are; majors: supported major compute capabilities, None for any; ran_on:
+    prefill passes are captured, as rounds are; majors: supported major compute capabilities, None for any; tested_on:
     hardware that its tests have passed on; limits: the library's reason for a limit, by the property's name.
     """
 
@@ -60,13 +60,13 @@ class Support:
     dtypes: tuple[torch.dtype, ...]
     keeps: tuple[type[Keeps], ...] = (KVHeads,)
     different_v_size: bool = False
-    window_on_chain: By = By.NOTHING
-    window_on_tree: By = By.NOTHING
-    left_bound: By = By.ITSELF
-    sinks: By = By.OUR_KERNELS
-    fp8: By = By.NOTHING
-    softcap: By = By.NOTHING
-    selection: By = By.NOTHING
+    window_on_chain: Provider = Provider.NOTHING
+    window_on_tree: Provider = Provider.NOTHING
+    left_bound: Provider = Provider.ITSELF
+    sinks: Provider = Provider.OUR_KERNELS
+    fp8: Provider = Provider.NOTHING
+    softcap: Provider = Provider.NOTHING
+    selection: Provider = Provider.NOTHING
     most_selected: int | None = None
     largest_index: int | None = None
     page_sizes: Sequence[int] = range(1, MAX_PAGE_SIZE + 1)
@@ -78,12 +78,12 @@ class Support:
     prefill_graph: bool = False
     majors: Sequence[int] | None = None
     library: Library | None = None
-    ran_on: tuple[str, ...] = ()
+    tested_on: tuple[str, ...] = ()
     limits: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_installed(self) -> bool:
-        return self.library is None or self.library.found is not None
+        return self.library is None or self.library.installed_module is not None
 
     def require(
         self,
@@ -108,7 +108,7 @@ class Support:
         refusals = [
             *self._machine_refusals(device, dtype, in_fp8),
             (
-                left_bound and self.left_bound is By.NOTHING,
+                left_bound and self.left_bound is Provider.NOTHING,
                 "a prefix whose first rows do not exist",
                 "whole prefixes",
                 "",
@@ -123,20 +123,21 @@ class Support:
                     "choose another backend"
                 )
 
-    def takes(self, keeps: Keeps) -> bool:
+    def supports(self, keeps: Keeps) -> bool:
         """Whether the backend supports layers with this `keeps`."""
         if not isinstance(keeps, self.keeps):
             return False
-        return not self._unsupported_sizes(keeps) and (keeps.dtype != FP8 or self.fp8 is not By.NOTHING)
+        return not self._unsupported_sizes(keeps) and (keeps.dtype != FP8 or self.fp8 is not Provider.NOTHING)
 
     def _machine_refusals(self, device: str, dtype: torch.dtype, in_fp8: bool) -> Iterator["Refusal"]:
         yield device not in self.devices, f"device={device}", f"devices {', '.join(self.devices)}", "device"
-        yield dtype not in self.dtypes, f"dtype={plain(dtype)}", f"dtypes {', '.join(map(plain, self.dtypes))}", "dtype"
-        yield in_fp8 and self.fp8 is By.NOTHING, "kv_dtype=fp8_e4m3", "K and V in the model's dtype", "fp8"
+        dtypes = ", ".join(map(dtype_name, self.dtypes))
+        yield dtype not in self.dtypes, f"dtype={dtype_name(dtype)}", f"dtypes {dtypes}", "dtype"
+        yield in_fp8 and self.fp8 is Provider.NOTHING, "kv_dtype=fp8_e4m3", "K and V in the model's dtype", "fp8"
         if (in_fp8 or self.majors is not None) and device == "cuda" and torch.cuda.is_available():
             major, minor = torch.cuda.get_device_capability()
             have, first = f"compute capability {major}.{minor}", ".".join(map(str, FP8_CAPABILITY))
-            yield self.majors is not None and major not in self.majors, have, self.plain_capability, "capability"
+            yield self.majors is not None and major not in self.majors, have, self.capability_text, "capability"
             too_old = in_fp8 and (major, minor) < FP8_CAPABILITY
             yield too_old, f"kv_dtype=fp8_e4m3 on {have}", f"it from compute capability {first} on", "fp8"
 
@@ -157,20 +158,21 @@ class Support:
             kinds = ", ".join(kind.kind for kind in self.keeps)
             yield True, f"layers that keep {keeps.kind}", f"layers that keep {kinds}", "keeps"
             return
-        sizes = self.pages_of(type(keeps))
-        yield page_size not in sizes, f"page_size={page_size}", f"page_size {plain_sizes(sizes)}", "page_size"
+        sizes = self.page_sizes_for(type(keeps))
+        yield page_size not in sizes, f"page_size={page_size}", f"page_size {sizes_text(sizes)}", "page_size"
         windows = {"chain": self.window_on_chain, "tree": self.window_on_tree}
-        lacking = [shape for shape, by in windows.items() if by is By.NOTHING]
+        lacking = [shape for shape, by in windows.items() if by is Provider.NOTHING]
         where = "" if len(lacking) == 2 else f" on a {lacking[0]}" if lacking else ""
         yield bool(spec.window and lacking), f"a sliding window{where}", "layers without a window", "window"
         is_latent = isinstance(keeps, LatentKV)
         wide = is_latent and self.head_sizes is not None and keeps.k_size > MAX_LATENT_HEAD_SIZE
         yield bool(wide and spec.window), "a sliding window over wide latent rows", "such layers without a window", ""
         capped = spec.softcap is not None
-        yield capped and self.softcap is By.NOTHING, "a soft-cap of attention logits", "layers without one", "softcap"
+        no_cap = self.softcap is Provider.NOTHING
+        yield capped and no_cap, "a soft-cap of attention logits", "layers without one", "softcap"
         yield bool(wide and capped), "a soft-cap over wide latent rows", "such layers without one", ""
         chooses = spec.topk is not None
-        no_selection = self.selection is By.NOTHING
+        no_selection = self.selection is Provider.NOTHING
         yield chooses and no_selection, "layers that attend to chosen rows (index_topk)", "layers without an index", ""
         most = self.most_selected
         too_many = most is not None and spec.topk is not None and spec.topk > most
@@ -182,20 +184,20 @@ class Support:
         yield differ and not self.different_v_size, "k and v heads of different sizes", "equal sizes", "head_size"
         wrong = self._unsupported_sizes(keeps)
         of_size = "latent" if is_latent else "head_size"
-        yield bool(wrong), f"heads of size {max(wrong, default=0)}", f"sizes {self.plain_heads}", of_size
+        yield bool(wrong), f"heads of size {max(wrong, default=0)}", f"sizes {self.head_sizes_text}", of_size
         is_inexact = not exact_lengths and isinstance(keeps, self.needs_exact_lengths)
         inexact = f"rounds whose lengths are not known exactly, of layers that keep {keeps.kind}"
         yield is_inexact, inexact, "overlap=False, with at most one MTP layer", "lengths"
 
-    def pages_of(self, kind: type[Keeps]) -> Sequence[int]:
+    def page_sizes_for(self, kind: type[Keeps]) -> Sequence[int]:
         """The page sizes for layers whose `keeps` has this class."""
         is_apart = issubclass(kind, LatentKV) and self.latent_page_sizes is not None
         return self.latent_page_sizes or () if is_apart else self.page_sizes
 
     @property
-    def plain_heads(self) -> str:
+    def head_sizes_text(self) -> str:
         """The supported head sizes as text."""
-        text, latent = plain_sizes(self.head_sizes), self.largest_latent
+        text, latent = sizes_text(self.head_sizes), self.largest_latent
         if self.latents:
             return f"{text}; latent rows of " + ", ".join(
                 f"{row.size} ({row.v_size} of them V)" for row in self.latents
@@ -203,7 +205,7 @@ class Support:
         return text if latent is None else f"{text}; latent rows up to {latent.size}, {latent.v_size} of them V"
 
     @property
-    def plain_capability(self) -> str:
+    def capability_text(self) -> str:
         """The supported compute capabilities as text."""
         if self.majors is None:
             return "any"
@@ -214,7 +216,7 @@ class Support:
 Refusal = tuple[bool, str, str, str]
 
 
-def plain_sizes(sizes: Sequence[int] | None) -> str:
+def sizes_text(sizes: Sequence[int] | None) -> str:
     """page_sizes or head_sizes as text."""
     if sizes is None:
         return "any"
@@ -223,31 +225,31 @@ def plain_sizes(sizes: Sequence[int] | None) -> str:
     return ", ".join(map(str, sizes))
 
 
-def plain(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """The name of a dtype, without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
 def _pages(support: Support) -> str:
-    text = plain_sizes(support.page_sizes)
+    text = sizes_text(support.page_sizes)
     latent = support.latent_page_sizes
-    return text if latent is None else f"{text}; latent rows: {plain_sizes(latent)}"
+    return text if latent is None else f"{text}; latent rows: {sizes_text(latent)}"
 
 
 def _overlap(support: Support) -> str:
     refused = ", ".join(kind.kind for kind in support.needs_exact_lengths)
-    return f"not for layers that keep {refused}" if refused else By.ITSELF
+    return f"not for layers that keep {refused}" if refused else Provider.ITSELF
 
 
 PROPERTIES: dict[str, Callable[[Support], str]] = {
     "devices": lambda s: ", ".join(s.devices),
-    "compute capability": lambda s: s.plain_capability.removeprefix("compute capability "),
+    "compute capability": lambda s: s.capability_text.removeprefix("compute capability "),
     "library": lambda s: "none" if s.library is None else install_command(s.library.extra),
-    "dtypes": lambda s: ", ".join(map(plain, s.dtypes)),
+    "dtypes": lambda s: ", ".join(map(dtype_name, s.dtypes)),
     "page_size": _pages,
     "layers that keep": lambda s: ", ".join(kind.kind for kind in s.keeps),
-    "head sizes": lambda s: s.plain_heads,
-    "k and v of different sizes": lambda s: By.ITSELF if s.different_v_size else By.NOTHING,
+    "head sizes": lambda s: s.head_sizes_text,
+    "k and v of different sizes": lambda s: Provider.ITSELF if s.different_v_size else Provider.NOTHING,
     "window on a chain": lambda s: s.window_on_chain,
     "window on a tree": lambda s: s.window_on_tree,
     "sinks": lambda s: s.sinks,
@@ -256,12 +258,12 @@ PROPERTIES: dict[str, Callable[[Support], str]] = {
     "rows chosen by an indexer": lambda s: s.selection,
     "draft's left bound": lambda s: s.left_bound,
     "overlap": _overlap,
-    "CUDA graph": lambda s: By.ITSELF if "cuda" in s.devices else By.NOTHING,
-    "tests have run on": lambda s: ", ".join(s.ran_on) or "not run on hardware",
+    "CUDA graph": lambda s: Provider.ITSELF if "cuda" in s.devices else Provider.NOTHING,
+    "tests have run on": lambda s: ", ".join(s.tested_on) or "not run on hardware",
 }
 
 
-def matrix(supports: Sequence[Support]) -> tuple[list[str], list[list[str]]]:
+def support_matrix(supports: Sequence[Support]) -> tuple[list[str], list[list[str]]]:
     """(head, rows) of the support matrix.  A row has a property's name and each backend's value."""
     head = ["", *(support.name for support in supports)]
     return head, [[name, *map(value, supports)] for name, value in PROPERTIES.items()]

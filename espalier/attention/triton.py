@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from espalier.attention.base import Attention, AttentionBackend, Selection
-from espalier.attention.support import By, Support
+from espalier.attention.support import Provider, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError
@@ -78,12 +78,14 @@ class TritonAttention(Attention):
         assert isinstance(selected, SelectedRows)
         policy = self._policy(spec)
         batch, queries, width = selected.rows.shape
-        rest = self.prefix.cached((spec.topk, k.shape[1], policy), partial(self._rest, spec, policy, k.shape[1]))
+        rest = self.prefix.cached(
+            (spec.topk, k.shape[1], policy), partial(self._short_prefixes, spec, policy, k.shape[1])
+        )
         inputs = self.inputs(layer, q, (k, v), *rest)
         of_choice = self._policy_of(spec, batch * queries, 1, width)
         return _attend_chosen(partial(self._run, spec), inputs, selected, of_choice)
 
-    def _rest(self, spec: LayerSpec, policy: KVSplitPolicy, staged: int) -> tuple[Prefix, KVSplits]:
+    def _short_prefixes(self, spec: LayerSpec, policy: KVSplitPolicy, staged: int) -> tuple[Prefix, KVSplits]:
         """The prefixes, which are empty for requests with more than topk rows (committed and staged together)."""
         assert spec.topk is not None
         prefix = self.prefix
@@ -129,10 +131,10 @@ class TritonAttention(Attention):
         """Counts of contiguous blocks, kept in the prefix; None where the kernel does not use them."""
         key = (spec, inputs.staged is None)
         if key not in self.contiguous_of:
-            self.contiguous_of[key] = self._counted(inputs) if needs_contiguous_counts(inputs) else None
+            self.contiguous_of[key] = self._count_contiguous(inputs) if needs_contiguous_counts(inputs) else None
         return self.contiguous_of[key]
 
-    def _counted(self, inputs: AttentionInputs) -> Tensor:
+    def _count_contiguous(self, inputs: AttentionInputs) -> Tensor:
         pages = inputs.prefix.page_table, inputs.page_size, inputs.prefix.first
         key = (inputs.splits.policy, count_contiguous_blocks)
         return self.prefix.cached(key, partial(count_contiguous_blocks, inputs.splits, *pages))
@@ -159,7 +161,7 @@ def _select(
     if columns <= spec.topk:
         return None
     committed = IndexKeys(pages.layers[layer][1], table, prefix.length, pages.page_size, prefix.first, keys)
-    bits = _bits_of(nodes)
+    bits = _ancestor_bits(nodes)
     step = max(MAX_SCORES // (max(batch, 1) * columns), 1)
     parts = []
     for begin in range(0, max(queries.q.shape[1], 1), step):
@@ -170,7 +172,7 @@ def _select(
     return parts[0] if len(parts) == 1 else SelectedRows(*(torch.cat(each, 1) for each in zip(*parts, strict=True)))
 
 
-def _bits_of(nodes: Nodes) -> Tensor:
+def _ancestor_bits(nodes: Nodes) -> Tensor:
     """[B, Q, W] int64: the staged rows that each query sees."""
     if nodes.ancestor_bits is not None:
         return nodes.ancestor_bits
@@ -210,18 +212,18 @@ class TritonBackend(AttentionBackend):
         devices=("cuda",),
         dtypes=DTYPES,
         keeps=(KVHeads, LatentKV),
-        window_on_chain=By.ITSELF,
-        window_on_tree=By.ITSELF,
-        sinks=By.ITSELF,
-        fp8=By.ITSELF,
-        softcap=By.ITSELF,
-        selection=By.ITSELF,
+        window_on_chain=Provider.ITSELF,
+        window_on_tree=Provider.ITSELF,
+        sinks=Provider.ITSELF,
+        fp8=Provider.ITSELF,
+        softcap=Provider.ITSELF,
+        selection=Provider.ITSELF,
         most_selected=MAX_TOPK,
         largest_index=MAX_INDEX_SIZE,
         different_v_size=True,
         head_sizes=range(1, MAX_HEAD_SIZE + 1),
         largest_latent=LatentKV(MAX_ROW_SIZE, MAX_V_SIZE),
         prefill_graph=True,
-        ran_on=("H100", "H200"),
+        tested_on=("H100", "H200"),
     )
     attention = TritonAttention

@@ -30,13 +30,13 @@ class TrtllmAttention(LibraryAttention):
         self.workspace = workspace
         self.queries = nodes.positions.shape[1]
 
-    def over_rest(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def attend_rest(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec, flat = self.specs[layer], q.flatten(0, 1)
-        run = self._over_latent if isinstance(spec.keeps, LatentKV) else self._over_heads
+        run = self._attend_latent if isinstance(spec.keeps, LatentKV) else self._attend_heads
         out, lse = run(flat, layer, spec)
         return out.view(*q.shape[:3], spec.keeps.v_size), lse.view(q.shape[:3]) * LN_2
 
-    def _over_heads(self, q: Tensor, layer: int, spec: LayerSpec) -> tuple[Tensor, Tensor]:
+    def _attend_heads(self, q: Tensor, layer: int, spec: LayerSpec) -> tuple[Tensor, Tensor]:
         batch = self.rest.length.shape[0]
         out: tuple[Tensor, Tensor] = _flashinfer().prefill.trtllm_batch_context_with_kv_cache(
             q.contiguous(),
@@ -57,7 +57,7 @@ class TrtllmAttention(LibraryAttention):
         )
         return out
 
-    def _over_latent(self, q: Tensor, layer: int, spec: LayerSpec) -> tuple[Tensor, Tensor]:
+    def _attend_latent(self, q: Tensor, layer: int, spec: LayerSpec) -> tuple[Tensor, Tensor]:
         latent, _ = self.paged(layer)
         v_size = spec.keeps.v_size
         table = self.prefix.cached(

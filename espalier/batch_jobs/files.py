@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 import numpy as np
 
-from espalier.errors import EspalierError, once_each, shown
+from espalier.errors import EspalierError, shown, without_duplicate_keys
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 LINE_FIELDS = ("custom_id", "method", "url", "body")
@@ -109,7 +109,7 @@ def _require_once_each(data: bytes, custom_id: str | None) -> None:
     def read(pairs: list[tuple[str, Any]]) -> None:
         custom_ids[:] = (value for name, value in pairs if name == "custom_id")  # the line's own object comes last
         try:
-            once_each(pairs)
+            without_duplicate_keys(pairs)
         except EspalierError as error:
             errors.append(error)
 

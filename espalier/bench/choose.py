@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.text import Text
 
-from espalier.bench.drive import BenchEngine, BenchEngines, OfModel, drive, full_steps, require_positions
+from espalier.bench.drive import BenchEngine, BenchEngines, ModelEngines, drive, full_steps, require_positions
 from espalier.config import SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
@@ -59,7 +59,7 @@ def run(args: Namespace) -> int:
     """Run `espalier bench choose`."""
     fill_in(args)
     print_header()
-    choose(args, engine_settings(args), OfModel)
+    choose(args, engine_settings(args), ModelEngines)
     return 0
 
 
@@ -104,13 +104,13 @@ def choose(
         source = "measured" if lengths is None else f"predicted from {lengths[configured]:g} of {configured}"
         stdout().print(Text(f"{config.algorithm}, {config.dtype}, context {context}; accept lengths {source}", QUIET))
         given = None if getattr(args, "dataset", None) is None else _prompts_of(args.dataset, bench, context)
-        runs = Runs.of(bench, args.batch or (), context, args.tokens, args.repeats, given)
+        runs = TimedRuns.of(bench, args.batch or (), context, args.tokens, args.repeats, given)
         with progress("measuring", len(shapes) * len(runs.prompts)) as advance:
             timed = measure(bench.engine, config.graph_batch, runs, shapes, lengths, advance)
     by_batch = table(timed)
     # Write before printing: printing fails if the reader of stdout has closed it.
     if args.out is not None:
-        tree_policy.write(args.out, by_batch)
+        tree_policy.write_trees(args.out, by_batch)
     figures = {"config": config.as_dict(), "cells": [one.as_dict() for one in timed]}
     write_json(args.json, figures | {"by_batch": {least: shape.sizes for least, shape in by_batch.items()}})
     print_table(_rows(timed))
@@ -169,7 +169,7 @@ def _prompts_of(path: Path, bench: BenchEngine, context: int) -> list[list[int]]
 
 
 @dataclass(frozen=True)
-class Runs:
+class TimedRuns:
     """The prompts of each batch size, used in turn.
 
     A run continues a batch of prompts by num_tokens greedy tokens.  One run warms up, then `repeats` runs are timed.
@@ -188,8 +188,8 @@ class Runs:
         num_tokens: int,
         repeats: int,
         given: Sequence[Sequence[int]] | None = None,
-    ) -> "Runs":
-        """Runs for these batch sizes, or for every bucket if `batches` is empty.  Prompts are drawn with
+    ) -> "TimedRuns":
+        """The runs for these batch sizes, or for every bucket if `batches` is empty.  Prompts are drawn with
         `context` tokens, unless they are given.  A CPU uses the buckets of a GPU.
 
         Raises EspalierError for a batch size that is no bucket.
@@ -211,7 +211,7 @@ class Runs:
 def measure(
     engine: Engine,
     graph_batch: int,
-    runs: Runs,
+    runs: TimedRuns,
     shapes: Sequence[TreeShape],
     accept_lengths: Mapping[TreeShape, float] | None,
     advance: Callable[[], None],
@@ -241,7 +241,7 @@ def measure(
     return timed
 
 
-def _round_ms(engine: Engine, batch: int, runs: Runs, stats: SpeculationStats) -> float:
+def _round_ms(engine: Engine, batch: int, runs: TimedRuns, stats: SpeculationStats) -> float:
     """The median ms of the rounds that ran the whole batch.  The runs' statistics are added to `stats`."""
     params = SamplingParams(temperature=0.0, max_tokens=runs.num_tokens)
     driven = [drive(engine, prompts, params) for prompts in runs.batches(batch)][1:]

@@ -164,7 +164,7 @@ def request_of(path: str, body: Mapping[str, Any], headers: Mapping[str, str] | 
 
 
 @dataclass
-class Asked:
+class SentRequest:
     """One request and its result.  error: why the answer is incomplete, "" if it is whole; text: of the answer."""
 
     timeline: Timeline
@@ -191,9 +191,9 @@ class Target:
     timeout_s: float
     think_s: float
 
-    async def ask(self, body: Mapping[str, Any], due: float) -> Asked:
+    async def ask(self, body: Mapping[str, Any], due: float) -> SentRequest:
         """Send a request now.  due: the planned time of sending, on perf_counter's clock."""
-        asked = Asked(Timeline(due))
+        asked = SentRequest(Timeline(due))
         request = request_of(self.address.prefix + PATHS[self.endpoint], body, self.headers)
         try:
             async with asyncio.timeout(self.timeout_s):
@@ -208,9 +208,9 @@ class Target:
             asked.error = one_line(error)
         return asked
 
-    async def converse(self, talk: Conversation, due: float) -> list[Asked]:
+    async def converse(self, talk: Conversation, due: float) -> list[SentRequest]:
         """Send the turns of a conversation, the first at `due`.  The conversation ends at a turn without an answer."""
-        results: list[Asked] = []
+        results: list[SentRequest] = []
         answers: list[str] = []
         for body in bodies(talk, self.endpoint, answers, self.same):
             await asyncio.sleep(due - perf_counter())
@@ -223,7 +223,7 @@ class Target:
         return results
 
 
-def take(exchange: Exchange, asked: Asked) -> None:
+def take(exchange: Exchange, asked: SentRequest) -> None:
     """Parse a response into `asked`.
 
     A chunk counts as many tokens as it has token ids, or one token without ids.  The last chunk counts the tokens that

@@ -13,7 +13,7 @@ from typing import Any
 from espalier.bench.flags import OF_DATASET, OF_DRAWN
 from espalier.bench.traffic import Conversation, Turn
 from espalier.errors import EspalierError, require_number
-from espalier.prompt_files import EXPECTED, kind_of, messages_of, records, wrong
+from espalier.prompt_files import EXPECTED, kind_of, messages_of, records, unexpected
 from espalier.terminal.console import stdout
 from espalier.terminal.flags import flag_of, require_at_least_one
 
@@ -22,7 +22,7 @@ OUTPUTS = (256, 256)
 MAX_TEMPERATURE = 2.0
 
 
-def asked_for(args: Namespace) -> list[Conversation] | None:
+def dataset_of_flags(args: Namespace) -> list[Conversation] | None:
     """The conversations of --dataset; None without it.  Sets the defaults of its flags.  Raises EspalierError."""
     names = OF_DATASET if getattr(args, "dataset", None) is None else OF_DRAWN
     if given := [name for name in names if getattr(args, name, None) is not None]:
@@ -79,10 +79,10 @@ def _sampled(path: Path, records: Sequence[Any], limit: int, chance: random.Rand
 def _said(place: str, record: Mapping[str, Any]) -> tuple[str, str, list[str]]:
     """(category, system message, messages of the user) of a record."""
     if kind_of(place, record) == "token_ids":
-        raise wrong(place, "token ids, which are no text")
+        raise unexpected(place, "token ids, which are no text")
     said = messages_of(place, record)
     system, texts = ([each["content"] for each in said if each["role"] == who] for who in ("system", "user"))
     category = record.get("category") or ""
     if not isinstance(category, str):
-        raise wrong(place, '"category" that is no text')
+        raise unexpected(place, '"category" that is no text')
     return category, "\n\n".join(system), [text for text in texts if text]

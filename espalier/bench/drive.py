@@ -18,7 +18,7 @@ from espalier.llm import LLM, prepare
 from espalier.request import Request, SamplingParams
 from espalier.startup.build import engine_of
 from espalier.startup.checkpoints import BUNDLED_FILES
-from espalier.startup.load import find
+from espalier.startup.load import find_checkpoint
 from espalier.stats import SpeculationStats
 from espalier.terminal.console import print_header, require_writable
 from espalier.terminal.flags import engine_settings, with_minimum
@@ -26,9 +26,9 @@ from espalier.terminal.flags import engine_settings, with_minimum
 # The number of random texts for a model without a tokenizer.  Longer prompts repeat these texts.
 RANDOM_TEXTS = 64
 # A way to decode, given by the settings of LLM that it changes.
-Way = Mapping[str, Any]
-AS_SET: Way = {}
-PLAIN_WAY: Way = {"speculation": None}
+EngineVariant = Mapping[str, Any]
+AS_CONFIGURED: EngineVariant = {}
+PLAIN_DECODING: EngineVariant = {"speculation": None}
 
 
 class Timer(Protocol):
@@ -38,7 +38,7 @@ class Timer(Protocol):
 
 
 @dataclass
-class Driven:
+class DriveResult:
     """The measurements of one batch, from arrival to end.
 
     full_steps: seconds of each step that harvested a round of every request; forward_seconds: the time that the models'
@@ -81,10 +81,10 @@ def drive(
     timers: Sequence[Timer] = (),
     roots: Sequence[int] = (),
     after_step: Callable[[], None] | None = None,
-) -> Driven:
+) -> DriveResult:
     """Run prompts as one batch.  roots: the first token of each output, if it is given instead of sampled."""
     requests = _requests(prompts, params, roots)
-    driven = Driven(requests, 0.0, traces={request.id: [] for request in requests})
+    driven = DriveResult(requests, 0.0, traces={request.id: [] for request in requests})
     harvested: list[RoundTrace] = []
     engine.scheduler.on_round = harvested.append
     for request in requests:
@@ -113,7 +113,7 @@ def empty_prefix_cache(engine: Engine) -> None:
         engine.prefixes.evict(engine.pool.num_pages)
 
 
-def full_steps(runs: Sequence[Driven]) -> list[float]:
+def full_steps(runs: Sequence[DriveResult]) -> list[float]:
     """The full_steps of all runs of one batch, in seconds.  Raises EspalierError if there are none."""
     steps = [seconds for run in runs for seconds in run.full_steps]
     if not steps:
@@ -215,11 +215,11 @@ class BenchEngines(Protocol):
     @property
     def positions(self) -> int: ...
 
-    def config(self, way: Way = AS_SET) -> ResolvedConfig:
+    def config(self, way: EngineVariant = AS_CONFIGURED) -> ResolvedConfig:
         """The configuration that `open(way)` would have, before anything is loaded.  num_pages is an estimate."""
         ...
 
-    def open(self, way: Way = AS_SET) -> AbstractContextManager[BenchEngine]:
+    def open(self, way: EngineVariant = AS_CONFIGURED) -> AbstractContextManager[BenchEngine]:
         """An engine that decodes this way.  It closes at the end of the block.
 
         Its memory becomes free only when the caller has dropped the BenchEngine too.
@@ -227,7 +227,7 @@ class BenchEngines(Protocol):
         ...
 
 
-class OfModel:
+class ModelEngines:
     """The BenchEngines of a model with files.  settings: of LLM."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -235,13 +235,13 @@ class OfModel:
 
     @property
     def positions(self) -> int:
-        return find(EngineConfig(**self.settings)).target.max_position
+        return find_checkpoint(EngineConfig(**self.settings)).target.max_position
 
-    def config(self, way: Way = AS_SET) -> ResolvedConfig:
+    def config(self, way: EngineVariant = AS_CONFIGURED) -> ResolvedConfig:
         return prepare(EngineConfig(**{**self.settings, **way})).resolved
 
     @contextmanager
-    def open(self, way: Way = AS_SET) -> Iterator[BenchEngine]:
+    def open(self, way: EngineVariant = AS_CONFIGURED) -> Iterator[BenchEngine]:
         with LLM(**{**self.settings, **way}) as llm:
 
             def prompts(lengths: Sequence[int]) -> list[list[int]]:
@@ -251,9 +251,9 @@ class OfModel:
             yield BenchEngine(llm, prompts)
 
 
-def compared_ways(made: BenchEngines) -> dict[str, Way]:
+def compared_ways(made: BenchEngines) -> dict[str, EngineVariant]:
     """The ways to decode that are compared, by name.  Without a tree, plain decoding is the only one."""
-    return {"tree": AS_SET, "plain": PLAIN_WAY} if made.config().layout.steps else {"plain": PLAIN_WAY}
+    return {"tree": AS_CONFIGURED, "plain": PLAIN_DECODING} if made.config().layout.steps else {"plain": PLAIN_DECODING}
 
 
 def require_positions(positions: int, needed: int, *asked: str) -> None:
@@ -275,6 +275,6 @@ def engines_of(args: Namespace, defaults: Mapping[str, Any], **least: int) -> Be
     Raises EspalierError for a size that is too small.
     """
     require_writable("--json", args.json)
-    made = OfModel(with_minimum(engine_settings(args), defaults, **least))
+    made = ModelEngines(with_minimum(engine_settings(args), defaults, **least))
     print_header()
     return made

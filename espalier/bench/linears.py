@@ -7,12 +7,12 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from espalier.bench.shapes import find_shape
-from espalier.cache.layer_spec import INDEX_PLANE, NOTHING, LayerSpec, RecurrentState
+from espalier.cache.layer_spec import INDEX_PLANE, NO_MIXING, LayerSpec, RecurrentState
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.linear_plans import DENSE
 from espalier.kernels.ops.activation import SILU, Activation
-from espalier.models.block import EDGE_PARTS, BlockConfig, EdgeKind
+from espalier.models.block import EDGE_PROJECTION_SIZES, BlockConfig, EdgeKind
 from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig
 from espalier.models.latent_config import LatentConfig
@@ -26,7 +26,7 @@ UNCOUNTED = ("hidden_size_per_layer_input", "use_double_wide_mlp", "gating")
 
 
 @dataclass(frozen=True)
-class Run:
+class ProductRun:
     """`count` weights [out, in] of a pass, each multiplied with `rows` rows.
 
     heads: if above 1, each weight is [heads, out, in], and one batched product multiplies each head with its own rows.
@@ -90,7 +90,7 @@ class ExpertSizes:
 class RoutedExperts:
     """The experts behind a router.
 
-    weights: how the experts are stored, as in Run.  touched: how many experts of a layer get rows, the mean over
+    weights: how the experts are stored, as in ProductRun.  touched: how many experts of a layer get rows, the mean over
     layers; None: as many as with uniform routing.
     """
 
@@ -132,18 +132,18 @@ class BlockSizes:
     edge_rank: int = 0
     edge_kind: EdgeKind = "vanilla"
 
-    def edge_products(self, batch: int, steps: int, topk: int, draft_vocab: int) -> "tuple[Run, ...]":
+    def edge_products(self, batch: int, steps: int, topk: int, draft_vocab: int) -> "tuple[ProductRun, ...]":
         """The products of a block draft's edges: one for the block's hidden states, then one for each depth, of the
         root and then of topk rows.  All depths read the same weights."""
-        rank, (parts, inputs) = self.edge_rank, EDGE_PARTS[self.edge_kind]
-        runs = [Run("draft edge hidden", (parts * rank, self.layers.hidden), 1, batch * steps)]
+        rank, (parts, inputs) = self.edge_rank, EDGE_PROJECTION_SIZES[self.edge_kind]
+        runs = [ProductRun("draft edge hidden", (parts * rank, self.layers.hidden), 1, batch * steps)]
         # The first depth reads no state.
         for count, read in [(batch, min(inputs, 1)), *[(batch * topk, inputs)] * (steps - 1)]:
-            runs.append(Run("draft edge factors", (parts * rank, read * rank), 1, count))
-            runs.append(Run("draft edges", (draft_vocab, rank), 1, count))
+            runs.append(ProductRun("draft edge factors", (parts * rank, read * rank), 1, count))
+            runs.append(ProductRun("draft edges", (draft_vocab, rank), 1, count))
         return tuple(run for run in runs if run.weight_bytes)
 
-    def context(self, rows: int) -> "tuple[Run, ...]":
+    def context(self, rows: int) -> "tuple[ProductRun, ...]":
         """The K and V projections of `rows` context rows."""
         layers = self.layers
         columns = layers.specs[0].keeps.values_per_token
@@ -158,7 +158,8 @@ class ModelShape:
     experts: of the last layers; None for a dense model.
     draft_vocab: rows of the draft's lm_head.  captured: number of target features that the draft fuses.
     draft: sizes of an EAGLE head's layer; None if it is like the target's.  mtp, block: None for an EAGLE head.
-    weights: how the matrices of layers are stored, as in Run.  A draft's sizes have their own value, for its head too.
+    weights: how the matrices of layers are stored, as in ProductRun.  A draft's sizes have their own value, for its
+    head too.
     is_draft: whether these are the sizes of a draft's layers.
     gated: whether attention also has a gate, as wide as its queries.
     one_block: whether each layer is one block, a mixer or experts; layers of experts keep no K/V (Nemotron-H).
@@ -199,16 +200,16 @@ class ModelShape:
         dense = min(max(self.dense_layers - first, 0), len(specs))
         return replace(self, specs=specs, experts=self.experts and replace(self.experts, layers=len(specs) - dense))
 
-    def target_pass(self, rows: int, head_rows: int | None = None) -> tuple[Run, ...]:
+    def target_pass(self, rows: int, head_rows: int | None = None) -> tuple[ProductRun, ...]:
         """The products of a verify pass: every layer over `rows` rows, and the lm_head over `head_rows` (None: all).
 
-        Routed experts have no Run of their own: the Run of their router names them.
+        Routed experts have no run of their own: the run of their router names them.
         """
         return (*self._layers("", self.hidden, rows), self._head("lm_head", self.vocab, rows, head_rows))
 
     def draft_pass(
         self, rows: int, head_rows: int | None = None, fused_rows: int = 0, module: int = 1
-    ) -> tuple[Run, ...]:
+    ) -> tuple[ProductRun, ...]:
         """The products of one module (from 1) over `rows` rows, and of its head over `head_rows` (None: all).
 
         fused_rows: rows of captured features that an EAGLE head fuses before the pass; MTP modules fuse none.
@@ -223,14 +224,14 @@ class ModelShape:
         fuse = (self._fuse(draft, fused_rows),) if fused_rows else ()
         return (*fuse, *draft.part(0, 1)._layers("draft ", 2 * draft.hidden, rows), *head)
 
-    def block_pass(self, batch: int, steps: int, topk: int) -> tuple[Run, ...]:
+    def block_pass(self, batch: int, steps: int, topk: int) -> tuple[ProductRun, ...]:
         """The products of a block draft's one pass: layers over the block, the head over one row a depth, and edges."""
         block = self.block
         assert block is not None
         layers = block.layers._layers("draft ", block.layers.hidden, batch * block.rows)
         return (*layers, self._own_head(batch * steps), *block.edge_products(batch, steps, topk, self.draft_vocab))
 
-    def extend_passes(self, rows: int) -> tuple[Run, ...]:
+    def extend_passes(self, rows: int) -> tuple[ProductRun, ...]:
         """The products of the draft's extend: every module over `rows` rows, no heads, or a block draft's context."""
         if self.block is not None:
             return (self._fuse(self.block.layers, rows), *self.block.context(rows))
@@ -262,24 +263,24 @@ class ModelShape:
         runs = (run for run in (*self.target_pass(1), *draft) if run.name != "draft edge factors")
         return tuple(dict.fromkeys(run.shape for run in runs if run.heads == 1 and run.weights == weights))
 
-    def _layers(self, prefix: str, wide: int, rows: int) -> tuple[Run, ...]:
-        """The products of all layers, dense layers first; equal layers share a Run.
+    def _layers(self, prefix: str, wide: int, rows: int) -> tuple[ProductRun, ...]:
+        """The products of all layers, dense layers first; equal layers share a run.
 
         wide: the first product's inputs.
         """
         # A window changes no product.
         kinds = Counter((at < self.dense_layers, replace(spec, window=None)) for at, spec in enumerate(self.specs))
-        runs, taken = list[Run](), Counter[tuple[str, Shape]]()
+        runs, taken = list[ProductRun](), Counter[tuple[str, Shape]]()
         for (is_dense, spec), count in kinds.items():
             mlp = self._mlp(prefix, self.intermediate, count, rows) if is_dense else self._routed(prefix, count, rows)
-            if self.one_block and spec.keeps != NOTHING:
+            if self.one_block and spec.keeps != NO_MIXING:
                 mlp = ()
             for run in (*self._attention(prefix, wide, spec, count, rows), *mlp):
                 runs.append(replace(run, first=taken[run.name, run.shape]))
                 taken[run.name, run.shape] += count
         return tuple(runs)
 
-    def _attention(self, prefix: str, wide: int, spec: LayerSpec, count: int, rows: int) -> tuple[Run, ...]:
+    def _attention(self, prefix: str, wide: int, spec: LayerSpec, count: int, rows: int) -> tuple[ProductRun, ...]:
         if self.latent is not None:
             own = self._latent_attention(prefix, self.latent, spec.heads, count, rows)
             return (*self._indexer(prefix, self.latent, spec, count, rows), *own)
@@ -292,15 +293,15 @@ class ModelShape:
             self._run(f"{prefix}o", (self.hidden, spec.heads * size), count, rows),
         )
 
-    def _recurrence(self, prefix: str, keeps: RecurrentState, count: int, rows: int) -> tuple[Run, ...]:
+    def _recurrence(self, prefix: str, keeps: RecurrentState, count: int, rows: int) -> tuple[ProductRun, ...]:
         """The products of a recurrent layer: the inputs with their gate, the inputs of decays and betas, the output."""
-        if keeps == NOTHING:
+        if keeps == NO_MIXING:
             return ()
         inner = keeps.heads * keeps.v_size or keeps.channels
         columns = keeps.channels + inner if keeps.heads else 3 * keeps.channels
-        gates: tuple[Run, ...] = ()
+        gates: tuple[ProductRun, ...] = ()
         if keeps.heads and keeps.delta:
-            gates = (Run(f"{prefix}gates", (2 * keeps.heads, self.hidden), count, rows),)
+            gates = (ProductRun(f"{prefix}gates", (2 * keeps.heads, self.hidden), count, rows),)
         else:
             columns += keeps.heads
         inputs = self._run(f"{prefix}inputs", (columns, self.hidden), count, rows)
@@ -308,19 +309,21 @@ class ModelShape:
 
     def _latent_attention(
         self, prefix: str, latent: LatentConfig, heads: int, count: int, rows: int
-    ) -> tuple[Run, ...]:
+    ) -> tuple[ProductRun, ...]:
         queries = heads * latent.head_size
         rows_of_down = (latent.q_rank or queries) + latent.row_size
         up = () if latent.q_rank is None else (self._run(f"{prefix}q up", (queries, latent.q_rank), count, rows),)
         return (
             self._run(f"{prefix}q and kv", (rows_of_down, self.hidden), count, rows),
             *up,
-            Run(f"{prefix}k up", (latent.kv_rank, latent.nope_size), count, rows, heads),
-            Run(f"{prefix}v up", (latent.v_size, latent.kv_rank), count, rows, heads),
+            ProductRun(f"{prefix}k up", (latent.kv_rank, latent.nope_size), count, rows, heads),
+            ProductRun(f"{prefix}v up", (latent.v_size, latent.kv_rank), count, rows, heads),
             self._run(f"{prefix}o", (self.hidden, heads * latent.v_size), count, rows),
         )
 
-    def _indexer(self, prefix: str, latent: LatentConfig, spec: LayerSpec, count: int, rows: int) -> tuple[Run, ...]:
+    def _indexer(
+        self, prefix: str, latent: LatentConfig, spec: LayerSpec, count: int, rows: int
+    ) -> tuple[ProductRun, ...]:
         """The products of indexers, for layers that keep index keys."""
         index = latent.index
         if index is None or latent.q_rank is None or not spec.keeps.planes.get(INDEX_PLANE):
@@ -328,47 +331,48 @@ class ModelShape:
         return (
             self._run(f"{prefix}index up", (index.heads * index.size, latent.q_rank), count, rows),
             self._run(f"{prefix}index key", (index.size, self.hidden), count, rows),
-            Run(f"{prefix}index weights", (index.heads, self.hidden), count, rows),
+            ProductRun(f"{prefix}index weights", (index.heads, self.hidden), count, rows),
         )
 
-    def _mlp(self, prefix: str, inner: int, count: int, rows: int, halves: int = 2) -> tuple[Run, ...]:
+    def _mlp(self, prefix: str, inner: int, count: int, rows: int, halves: int = 2) -> tuple[ProductRun, ...]:
         return (
             self._run(f"{prefix}gate_up", (halves * inner, self.hidden), count, rows),
             self._run(f"{prefix}down", (self.hidden, inner), count, rows),
         )
 
-    def _run(self, name: str, shape: Shape, count: int, rows: int) -> Run:
-        """A Run with quantised weights if the format takes a matrix of this name and these sizes, else with dense."""
-        return Run(name, shape, count, rows, weights=self.weights if self._quantises(name, shape[1]) else DENSE)
+    def _run(self, name: str, shape: Shape, count: int, rows: int) -> ProductRun:
+        """A run with quantised weights if the format takes a matrix of this name and these sizes, else with
+        dense."""
+        return ProductRun(name, shape, count, rows, weights=self.weights if self._quantises(name, shape[1]) else DENSE)
 
     def _quantises(self, name: str, columns: int) -> bool:
-        """Whether the format takes a matrix.  name: of a Run; the last word is the matrix's name."""
+        """Whether the format takes a matrix.  name: of a run; the last word is the matrix's name."""
         if self.weights == DENSE:
             return False
         quantiser = QUANTISERS[self.weights]
-        return quantiser.of(self.is_draft).takes(name.split()[-1], columns)
+        return quantiser.for_draft(self.is_draft).quantises(name.split()[-1], columns)
 
-    def _routed(self, prefix: str, count: int, rows: int) -> tuple[Run, ...]:
+    def _routed(self, prefix: str, count: int, rows: int) -> tuple[ProductRun, ...]:
         """The router with its routed experts, and then the linear layers beside the experts."""
         experts = self.experts
         if experts is None:
             return ()
         routed = RoutedExperts(experts, self.weights)
-        router = Run(f"{prefix}router", (experts.shape.num_experts, self.hidden), count, rows, experts=routed)
-        gate = (Run(f"{prefix}shared gate", (1, self.hidden), count, rows),) if experts.shared_gate else ()
+        router = ProductRun(f"{prefix}router", (experts.shape.num_experts, self.hidden), count, rows, experts=routed)
+        gate = (ProductRun(f"{prefix}shared gate", (1, self.hidden), count, rows),) if experts.shared_gate else ()
         halves = experts.activation.halves
         shared = self._mlp(f"{prefix}shared ", experts.shared, count, rows, halves) if experts.shared else ()
         return router, *gate, *shared
 
-    def _fuse(self, draft: "ModelShape", rows: int) -> Run:
+    def _fuse(self, draft: "ModelShape", rows: int) -> ProductRun:
         return draft._run("draft fc", (draft.hidden, self.captured * self.hidden), 1, rows)
 
-    def _own_head(self, rows: int) -> Run:
+    def _own_head(self, rows: int) -> ProductRun:
         """The product of the head of an EAGLE head or of a block draft."""
         draft = self.draft_sizes
         return draft._run("draft lm_head", (self.draft_vocab, draft.hidden), 1, rows)
 
-    def _draft_head(self, module: int, rows: int) -> Run:
+    def _draft_head(self, module: int, rows: int) -> ProductRun:
         if self.mtp is None:
             return self._own_head(rows)
         if self.mtp.own_heads:
@@ -376,8 +380,8 @@ class ModelShape:
         # A shared head has the same name as the target's head, so a chain of passes uses the same weight.
         return self._head("lm_head", self.vocab, rows, None)
 
-    def _head(self, name: str, vocab: int, rows: int, head_rows: int | None) -> Run:
-        return Run(name, (vocab, self.hidden), 1, rows if head_rows is None else head_rows)
+    def _head(self, name: str, vocab: int, rows: int, head_rows: int | None) -> ProductRun:
+        return ProductRun(name, (vocab, self.hidden), 1, rows if head_rows is None else head_rows)
 
 
 def model_sizes(config: ModelConfig) -> ModelShape:
@@ -410,7 +414,7 @@ def model_sizes(config: ModelConfig) -> ModelShape:
         latent=config.latent,
         experts=experts,
         gated="linear_num_value_heads" in config.raw,
-        one_block=any(spec.keeps == NOTHING for spec in specs),
+        one_block=any(spec.keeps == NO_MIXING for spec in specs),
     )
 
 
@@ -426,7 +430,7 @@ def module_sizes(config: MTPConfig) -> ModelShape:
 
 
 def with_draft(target: ModelShape, draft: DraftConfig, weights: str = DENSE) -> ModelShape:
-    """The sizes of the target, with those of its draft.  weights: how the draft's weights are stored, as in Run."""
+    """The sizes of the target, with those of its draft.  weights: how the draft's weights are stored (ProductRun)."""
     spec = draft.spec
     if isinstance(draft, MTPConfig):
         return replace(target, mtp=MTPSizes(spec.modules, replace(module_sizes(draft), weights=weights, is_draft=True)))

@@ -138,7 +138,7 @@ class Timeline:
         return self.chunks[-1][0] - self.due
 
 
-class Spent:
+class LaunchTimes:
     """Counts how the time of a load is spent, as the engine's observer.  It also calls the engine's former observer.
 
     seconds: by "prefill", "rounds" and "idle"; the time of a launch ends when its result is read.
@@ -160,7 +160,7 @@ class Spent:
             self.rows += launch_input.form(self.captured_passes).pass_rows
         else:
             batch = len(launch_input.slots)
-            self.rows += batch * (launch_input.tree or self.layout.at(batch).tree).num_draft_tokens
+            self.rows += batch * (launch_input.tree or self.layout.for_batch(batch).tree).num_draft_tokens
         if self.other is not None:
             self.other.on_launch(launch_input)
 
@@ -176,7 +176,7 @@ class Spent:
         self._kind = None
 
 
-class Answered(NamedTuple):
+class AnsweredRequest(NamedTuple):
     """An answer.  tokens: their number; rounds: None if their number is not known."""
 
     category: str
@@ -185,19 +185,19 @@ class Answered(NamedTuple):
     rounds: float | None
 
 
-def by_category(answers: Sequence[Answered]) -> dict[str, dict[str, Any]]:
+def by_category(answers: Sequence[AnsweredRequest]) -> dict[str, dict[str, Any]]:
     """The figures of each category.
 
     step_ms: the time from one round of a request to its next round.  tokens_per_second: of one request after its first
     token, which is accept_length over step_ms.
     """
-    groups: dict[str, list[Answered]] = {}
+    groups: dict[str, list[AnsweredRequest]] = {}
     for each in answers:
         groups.setdefault(each.category, []).append(each)
     return {category: _of_category(each) for category, each in groups.items()}
 
 
-def _of_category(answers: Sequence[Answered]) -> dict[str, Any]:
+def _of_category(answers: Sequence[AnsweredRequest]) -> dict[str, Any]:
     later = [each for each in answers if len(each.timeline.chunks) > 1]
     seconds = sum(each.timeline.chunks[-1][0] - each.timeline.chunks[0][0] for each in later)
     tokens = sum(each.tokens - each.timeline.chunks[0][1] for each in later)
@@ -213,13 +213,13 @@ def _of_category(answers: Sequence[Answered]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Served:
+class LoadResult:
     """The results of a load.  seconds: from the first arrival to the last token; categories: of its requests."""
 
     seconds: float
     requests: list[Request]
     timelines: list[Timeline]
-    spent: Spent
+    spent: LaunchTimes
     categories: list[str]
 
     @property
@@ -228,10 +228,10 @@ class Served:
         return sum(request.stats.emitted for request in self.requests) / rounds if rounds else 0.0
 
     @property
-    def answers(self) -> list[Answered]:
+    def answers(self) -> list[AnsweredRequest]:
         rows = zip(self.categories, self.timelines, self.requests, strict=True)
         return [
-            Answered(category, timeline, len(request.output), request.stats.rounds)
+            AnsweredRequest(category, timeline, len(request.output), request.stats.rounds)
             for category, timeline, request in rows
         ]
 
@@ -308,7 +308,7 @@ class Talks(Protocol):
 
 
 @dataclass(frozen=True)
-class OfLengths:
+class RandomTalks:
     """The conversations of a Load: greedy, with answers of full length.  texts: from Load.texts."""
 
     load: Load
@@ -337,14 +337,14 @@ class OfLengths:
         return greedy_request(str(place), place, [*said, *self.texts[number][begin:end]], own.outputs[turn])
 
 
-def serve(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, arrivals: Arrivals) -> Served:
+def serve(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, arrivals: Arrivals) -> LoadResult:
     """Run a load: greedy, each request to its full output length.  prompts: of load.lengths tokens."""
-    return serve_talks(engine, OfLengths(load, load.texts(prompts)), arrivals)
+    return serve_talks(engine, RandomTalks(load, load.texts(prompts)), arrivals)
 
 
-def serve_talks(engine: Engine, talks: Talks, arrivals: Arrivals) -> Served:
+def serve_talks(engine: Engine, talks: Talks, arrivals: Arrivals) -> LoadResult:
     """Run conversations to their end."""
-    spent, begun = Spent(engine), perf_counter()
+    spent, begun = LaunchTimes(engine), perf_counter()
     due = [begun + at for at in arrivals.due(talks.count)]
     timelines: list[Timeline] = []
     requests: list[Request] = []
@@ -386,4 +386,4 @@ def serve_talks(engine: Engine, talks: Talks, arrivals: Arrivals) -> Served:
                     heapq.heappush(waiting, (perf_counter() + talks.think, number))
         spend()
     engine.observer = spent.other
-    return Served(perf_counter() - timelines[0].due, requests, timelines, spent, categories)
+    return LoadResult(perf_counter() - timelines[0].due, requests, timelines, spent, categories)

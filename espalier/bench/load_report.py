@@ -18,18 +18,16 @@ from espalier.bench.drive import (
 )
 from espalier.bench.flags import INPUTS, OF_DATASET, OF_SERVERS, OUTPUTS, REQUESTS
 from espalier.bench.load import (
-    TIMES,
     Arrivals,
     Load,
-    OfLengths,
-    Served,
+    LoadResult,
+    RandomTalks,
     Talks,
     mixed,
     serve,
     serve_talks,
-    title_of,
 )
-from espalier.bench.report import category_table, command_line, shown, write_markdown
+from espalier.bench.report import category_table, command_line, rows_of_times, shown, write_markdown
 from espalier.bench.traffic import SWITCHES, Conversation, messages, plain_prompt
 from espalier.config import ResolvedConfig
 from espalier.errors import EspalierError, require_number
@@ -52,7 +50,7 @@ FORMATS = (
 )
 
 
-class Spoken:
+class DatasetTalks:
     """The conversations of a dataset, as load.py:Talks.
 
     thinking: the switch of the chat template; None: its default.
@@ -66,8 +64,8 @@ class Spoken:
             raise EspalierError("--dataset is text, and this model has no tokenizer; leave --dataset out")
         self.llm, self.tokenizer, self.talks = llm, llm.tokenizer, talks
         self.temperature, self.think = temperature, think
-        self.has_template = bool(llm.tokenizer.template_text)
-        shown = [name for name in SWITCHES if llm.tokenizer.shows(name)]
+        self.has_template = bool(llm.tokenizer.template.text)
+        shown = [name for name in SWITCHES if llm.tokenizer.template.reads(name)]
         if thinking is not None and not shown:
             raise EspalierError(
                 f"--thinking: this model's chat template reads none of {', '.join(SWITCHES)}; leave it out"
@@ -92,7 +90,7 @@ class Spoken:
         params = SamplingParams(
             temperature=self.temperature, max_tokens=talk.turns[turn].max_tokens, seed=1000 * number + turn
         )
-        [request] = self.llm.group(prompt, self.llm.inputs.resolve(params), detokenize=False)
+        [request] = self.llm.new_requests(prompt, self.llm.inputs.resolve(params), detokenize=False)
         return request
 
     def _prompt(self, talk: Conversation, answers: Sequence[str]) -> list[int]:
@@ -120,7 +118,7 @@ def run(args: Namespace, engines_of: Callable[..., BenchEngines] = engines_of) -
         return open_loop.run(args)
     if given := [name for name in OF_SERVERS if getattr(args, name) is not None]:
         raise EspalierError(f"{flag_of(given[0])} is for a running server; give its --url too")
-    talks = datasets.asked_for(args)
+    talks = datasets.dataset_of_flags(args)
     load = _load(args) if talks is None else None
     require_writable("--markdown", args.markdown)
     served, config = {}, None
@@ -189,12 +187,12 @@ def _each_way(
 
             def conversations(temperature: float, bench: BenchEngine = bench) -> Talks:
                 if load is not None:
-                    return OfLengths(load, load.texts(bench.prompts(load.lengths)))
-                return Spoken(bench.llm, talks or (), temperature, args.thinking, think)
+                    return RandomTalks(load, load.texts(bench.prompts(load.lengths)))
+                return DatasetTalks(bench.llm, talks or (), temperature, args.thinking, think)
 
             asked_by = {temperature: conversations(temperature) for temperature in args.temperature}
             _warm_up(bench, load, args.concurrency or next(iter(asked_by.values())).count)
-            cells: list[tuple[Served, ResolvedConfig]] = []
+            cells: list[tuple[LoadResult, ResolvedConfig]] = []
             for rate, temperature in _cells(args):
                 empty_prefix_cache(bench.engine)
                 arrivals = open_loop.arrivals_of(args, rate)
@@ -218,8 +216,4 @@ def _table(title: str, figures: Mapping[str, Mapping[str, Any]]) -> list[list[st
     kinds = next(iter(figures.values()))["time_shares"]
     shares = [" / ".join(f"{share:.0%}" for share in each["time_shares"].values()) for each in figures.values()]
     rows.append([f"time in {', '.join(kinds)}", *shares])
-    for name in TIMES:
-        # For few requests, p90 and p99 are the slowest request.
-        cells = [" / ".join(f"{ms:.1f}" for ms in (each[name] or {}).values()) or "-" for each in figures.values()]
-        rows.append([f"{title_of(name)}, p50 / p90 / p99 ms", *cells])
-    return rows
+    return rows + rows_of_times(figures.values())

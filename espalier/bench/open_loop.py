@@ -16,16 +16,17 @@ from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
-from espalier.bench.clients import Asked, Target, address_of, first_model, require_reachable, rounds_by_length
-from espalier.bench.datasets import asked_for
+from espalier.bench.clients import SentRequest, Target, address_of, first_model, require_reachable, rounds_by_length
+from espalier.bench.datasets import dataset_of_flags
 from espalier.bench.flags import BURSTS, CHAT, COMPLETIONS, FIXED, OF_DATASET, POISSON
-from espalier.bench.load import TIMES, Answered, Arrivals, Timeline, by_category, latency_of, title_of
+from espalier.bench.load import TIMES, AnsweredRequest, Arrivals, Timeline, by_category, latency_of
 from espalier.bench.report import (
     LoadPoint,
     category_table,
     command_line,
     plot_load,
     require_plot,
+    rows_of_times,
     shown,
     write_markdown,
 )
@@ -65,7 +66,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Measured:
+class OpenLoopResult:
     """The results of one server at one rate, or with a number of requests at the same time (rate: None).
 
     seconds: from the first arrival to the last answer; rounds: how many the server ran meanwhile, by accept length;
@@ -76,12 +77,12 @@ class Measured:
     rate: float | None
     temperature: float
     seconds: float
-    asked: list[Asked] = field(repr=False)
+    asked: list[SentRequest] = field(repr=False)
     limits: Limits
     rounds: Counter[int] | None
 
     @property
-    def answered(self) -> list[Asked]:
+    def answered(self) -> list[SentRequest]:
         return [each for each in self.asked if not each.error]
 
     @property
@@ -94,7 +95,7 @@ class Measured:
         # The server's accept length is a mean over all its requests, so it says nothing of a single category.
         of_each = length if len({each.category for each in self.asked}) == 1 else None
         answers = [
-            Answered(each.category, each.timeline, each.num_output, of_each and each.later / of_each)
+            AnsweredRequest(each.category, each.timeline, each.num_output, of_each and each.later / of_each)
             for each in self.answered
         ]
         good = sum(self.limits.hold(each.timeline) for each in self.answered)
@@ -121,7 +122,7 @@ class Measured:
 
 def run(args: Namespace) -> int:
     """Run the command.  Raises EspalierError if a server does not answer the first request."""
-    read = asked_for(args)
+    read = dataset_of_flags(args)
     _check(args)
     traffic = Traffic(args.input, args.output, args.turns, args.prefixes, args.prefix_length, args.token_ids)
     limits = Limits(args.ttft_limit, args.itl_limit)
@@ -139,7 +140,7 @@ def run(args: Namespace) -> int:
                 seconds, asked = asyncio.run(_measure(at, sent, arrivals_of(args, rate), advance))
                 after = asyncio.run(rounds_by_length(at.address, at.headers))
                 rounds = None if before is None or after is None else after - before
-                measured.append(Measured(str(at.address), rate, temperature, seconds, asked, limits, rounds))
+                measured.append(OpenLoopResult(str(at.address), rate, temperature, seconds, asked, limits, rounds))
     figures = [each.figures() for each in measured]
     named = (*DEFAULTS, "concurrency", "token_ids", "extra_body", "dataset", *OF_DATASET)
     about = {name: shown(getattr(args, name)) for name in named} | asdict(limits)
@@ -223,12 +224,12 @@ async def _target(args: Namespace, url: str) -> Target:
 
 async def _measure(
     target: Target, talks: Sequence[Conversation], arrivals: Arrivals, advance: Any
-) -> tuple[float, list[Asked]]:
+) -> tuple[float, list[SentRequest]]:
     """(seconds, requests) of all conversations.  Each begins when it is due, or when another has ended."""
     begun, due = perf_counter(), arrivals.due(len(talks))
     free = asyncio.Semaphore(arrivals.concurrency or len(talks))
 
-    async def one(talk: Conversation) -> list[Asked]:
+    async def one(talk: Conversation) -> list[SentRequest]:
         async with free:
             asked = await target.converse(talk, begun + due[talk.number] if arrivals.rate else perf_counter())
         advance()
@@ -250,9 +251,7 @@ def _table(figures: Sequence[Mapping[str, Any]], limits: Limits) -> list[list[st
         ["output tokens/s", *(f"{each['tokens_out_per_second']:.0f}" for each in figures)],
         ["accept length", *("-" if (x := each["accept_length"]) is None else f"{x:.2f}" for each in figures)],
     ]
-    for name in TIMES:
-        cells = [" / ".join(f"{value:.1f}" for value in (each[name] or {}).values()) or "-" for each in figures]
-        rows.append([f"{title_of(name)}, p50 / p90 / p99 ms", *cells])
+    rows += rows_of_times(figures)
     within = f"goodput, requests/s within {' and '.join(held)}" if held else "goodput, requests/s (no limit is set)"
     rows.append([within, *(f"{each['goodput_per_second']:.2f} ({each['good_share']:.0%})" for each in figures)])
     return rows

@@ -205,12 +205,18 @@ def _hidden_states(llm: LLM, recorder: HiddenRecorder, tokens: list[int]) -> Ten
 
 
 def _accept_length(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> float:
-    greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, top_k=0, top_p=1.0)
-    most = llm.config.layout.max_context - 1 - num_tokens
-    return drive(llm.engine, [prompt[:most] for prompt in prompts], greedy).stats.accept_length
+    prompts, greedy = _fitting(llm, prompts, num_tokens)
+    return drive(llm.engine, prompts, greedy).stats.accept_length
 
 
 def _own_texts(llm: LLM, count: int) -> Texts:
-    prompts = [prompt for prompt, _ in texts(llm, count)]
-    greedy = SamplingParams(temperature=0.0, max_tokens=OWN_TOKENS, top_k=0, top_p=1.0)
+    prompts, greedy = _fitting(llm, [prompt for prompt, _ in texts(llm, count)], OWN_TOKENS)
     return [(prompt, output.token_ids) for prompt, output in zip(prompts, llm.generate(prompts, greedy), strict=True)]
+
+
+def _fitting(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> tuple[list[list[int]], SamplingParams]:
+    """Prompts and greedy parameters for `num_tokens` tokens.  In a short context both are cut, each to half of it."""
+    context = llm.config.layout.max_context - 1
+    num = min(num_tokens, context // 2)
+    greedy = SamplingParams(temperature=0.0, max_tokens=num, top_k=0, top_p=1.0)
+    return [prompt[: context - num] for prompt in prompts], greedy

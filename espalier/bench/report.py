@@ -2,13 +2,13 @@
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from espalier.bench.load import title_of
+from espalier.bench.load import TIMES, title_of
 from espalier.errors import EspalierError, install_command
 from espalier.terminal.console import header
 
@@ -43,6 +43,18 @@ def category_table(title: str, categories: Mapping[str, Mapping[str, Any]]) -> l
 
 
 WAITS = ("ttft_ms", "between_pieces_ms")
+
+
+def rows_of_times(figures: Iterable[Mapping[str, Any]]) -> list[list[str]]:
+    """A line of a table for each of TIMES.  figures: of each column.  For few requests, p90 and p99 are the slowest."""
+    columns = list(figures)
+    return [
+        [
+            f"{title_of(name)}, p50 / p90 / p99 ms",
+            *(" / ".join(f"{ms:.1f}" for ms in (each[name] or {}).values()) or "-" for each in columns),
+        ]
+        for name in TIMES
+    ]
 
 
 def write_markdown(path: Path | None, tables: Sequence[Sequence[Sequence[str]]]) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from espalier.bench.linears import Run, Shape
+from espalier.bench.linears import ProductRun, Shape
 from espalier.kernels.layers.linear_plans import DENSE, LINEAR_TUNING, dense_plans_for
 from espalier.kernels.layers.quantised import InputRows, InputScales, QuantisedMatrix, RoundedRows
 from espalier.kernels.layers.scaled_product import max_kernel_rows
@@ -87,18 +87,14 @@ class Stopwatch:
 
 def timed(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, seconds: float) -> list[float]:
     """The median ms of each graph, as in `Stopwatch.ms`."""
-    num_replays = [_num_replays(times[-1]) for times in _replay_times(graphs, 2, [1] * len(graphs))]
+    first_ms = [times[-1] for times in _replay_times(graphs, 2, [1] * len(graphs))]
+    num_replays = [max(1, min(MAX_REPLAYS, int(MIN_MS / max(ms, 1e-3)))) for ms in first_ms]
     times_of: list[list[float]] = [[] for _ in graphs]
     begun = time.perf_counter()
     while not times_of[0] or time.perf_counter() - begun < seconds:
         for times, new in zip(times_of, _replay_times(graphs, turns, num_replays), strict=True):
             times += new
     return [statistics.median(times[len(times) // 2 :]) for times in times_of]
-
-
-def _num_replays(ms: float) -> int:
-    """How many times a body of `ms` is replayed between two events."""
-    return max(1, min(MAX_REPLAYS, int(MIN_MS / max(ms, 1e-3))))
 
 
 def _replay_times(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, num_replays: Sequence[int]) -> list[list[float]]:
@@ -126,7 +122,7 @@ class Weights:
         self.dtype, self.device = dtype, device
         self._made: dict[tuple[str, Shape], list[Matrix]] = {}
 
-    def of(self, run: Run) -> list[Matrix]:
+    def of(self, run: ProductRun) -> list[Matrix]:
         made = self._made.setdefault((run.name, run.shape), [])
         copies = max(MIN_COPIES, math.ceil(MIN_BYTES * run.count / run.weight_bytes))
         while len(made) < min(run.first + run.count, copies):
@@ -138,13 +134,13 @@ class Weights:
         dense = torch.empty(shape, dtype=self.dtype, device=self.device).normal_(std=shape[-1] ** -0.5)
         return dense if weights == DENSE else QUANTISERS[weights].matrix(dense)
 
-    def chain(self, runs: Sequence[Run], multiply: Multiply) -> Callable[[], None]:
+    def chain(self, runs: Sequence[ProductRun], multiply: Multiply) -> Callable[[], None]:
         """A function that runs all products of a pass, layer by layer, and then the products outside of layers."""
         inputs: Inputs = {}
         steps = [(run, layer) for group in by_layer(runs) for layer in range(group[0].count) for run in group]
         return in_turn([self.product(run, layer, inputs, multiply) for run, layer in steps])
 
-    def product(self, run: Run, layer: int, inputs: Inputs, multiply: Multiply) -> Product:
+    def product(self, run: ProductRun, layer: int, inputs: Inputs, multiply: Multiply) -> Product:
         """The product with weight `layer` of a run.  inputs: of the chain; runs of the same size share an input."""
         key = run.heads, run.rows, run.shape[1]
         if key not in inputs:
@@ -161,7 +157,7 @@ def in_turn(products: Sequence[Product]) -> Callable[[], None]:
     return body
 
 
-def _product(run: Run, x: Tensor, weight: Matrix, multiply: Multiply) -> Product:
+def _product(run: ProductRun, x: Tensor, weight: Matrix, multiply: Multiply) -> Product:
     if isinstance(weight, Tensor):
         return partial(torch.bmm, x, weight.transpose(1, 2)) if weight.ndim == 3 else partial(multiply, x, weight)
     rounding = rounding_in_norm(weight, x)
@@ -170,9 +166,9 @@ def _product(run: Run, x: Tensor, weight: Matrix, multiply: Multiply) -> Product
     return partial(multiply, x, weight)
 
 
-def by_layer(runs: Sequence[Run]) -> list[list[Run]]:
+def by_layer(runs: Sequence[ProductRun]) -> list[list[ProductRun]]:
     """The runs in groups of neighbours with the same count."""
-    groups: list[list[Run]] = []
+    groups: list[list[ProductRun]] = []
     for run in runs:
         if groups and groups[-1][0].count == run.count:
             groups[-1].append(run)

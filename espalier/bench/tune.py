@@ -22,7 +22,7 @@ from torch import Tensor
 
 from espalier.bench import tune_experts
 from espalier.bench.flags import EXPERTS
-from espalier.bench.linears import ModelShape, Run, Shape, model_sizes, shape_named, with_draft
+from espalier.bench.linears import ModelShape, ProductRun, Shape, model_sizes, shape_named, with_draft
 from espalier.bench.timing import Matrix, Multiply, Stopwatch, Weights, as_engine
 from espalier.bench.tune_experts import versions
 from espalier.config import EngineConfig, is_open
@@ -57,7 +57,7 @@ from espalier.kernels.runtime.precompile import precompile
 from espalier.models.mtp import MTPConfig
 from espalier.models.quantisers import QUANTISERS
 from espalier.models.weight_formats import FormatOf
-from espalier.startup.load import Checkpoint, find
+from espalier.startup.load import Checkpoint, find_checkpoint
 from espalier.startup.resolve import choose_device
 from espalier.terminal.console import print_header, print_table, progress, require_gpu, require_writable, stdout
 from espalier.terminal.flags import flag_of, given_flags
@@ -100,7 +100,7 @@ PlanTable = dict[Cell, LinearPlan]
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredPlans:
     """One shape and bucket, measured alone: µs of OTHER and of our fastest plan; ours: our plans, the fastest first."""
 
     shape: Shape
@@ -137,7 +137,7 @@ def run(args: Namespace, config: EngineConfig) -> int:
 
 
 def _run(args: Namespace, config: EngineConfig) -> int:
-    checkpoint = None if args.shapes else find(config)
+    checkpoint = None if args.shapes else find_checkpoint(config)
     dtype = _dtype(config, checkpoint)
     weights = _weights_of(args)
     if checkpoint is None:
@@ -158,7 +158,7 @@ def _run(args: Namespace, config: EngineConfig) -> int:
     shapes = tuple(dict.fromkeys(shape for model in models for shape in _shapes(model, weights)))
     tuner = Tuner(DTYPES[dtype], weights, inf if args.seconds is None else args.seconds)
     print_header()
-    alone: dict[Cell, Measured] = {}
+    alone: dict[Cell, MeasuredPlans] = {}
     table: PlanTable = {}
 
     def keep(found: PlanTable) -> None:
@@ -247,7 +247,7 @@ def _refuse_quantised(path: Path | None, flag: str, formats: FormatOf, names: Se
 class Tuner:
     """Measures plans on the GPU of this machine, in one dtype.
 
-    weights, of_format: how the weights are stored, a name as in Run.weights.
+    weights, of_format: how the weights are stored, a name as in ProductRun.weights.
     seconds: after this time no further measurement starts.
     """
 
@@ -271,7 +271,7 @@ class Tuner:
         assert isinstance(any_matrix, QuantisedMatrix)
         return quantised_plans.tuning_name(any_matrix)
 
-    def alone(self, shapes: Sequence[Shape], rows: int) -> dict[Cell, Measured]:
+    def alone(self, shapes: Sequence[Shape], rows: int) -> dict[Cell, MeasuredPlans]:
         """Measure the shapes in a bucket, each alone.  Shapes for which no time is left are missing from the result."""
         if perf_counter() > self.end_alone:
             return {}
@@ -282,7 +282,7 @@ class Tuner:
                 for shape, x in inputs.items():
                     for plan in (None, *plans[shape]):
                         _chain(x, self.copies(shape), plan, 1)()
-        found: dict[Cell, Measured] = {}
+        found: dict[Cell, MeasuredPlans] = {}
         buckets = len(ROWS_BUCKETS) - ROWS_BUCKETS.index(rows)
         for i, (shape, x) in enumerate(inputs.items()):
             now = perf_counter()
@@ -311,7 +311,7 @@ class Tuner:
 
     def _measure_bucket(
         self, shape: Shape, x: Tensor, plans: Sequence[TritonPlan | LibraryPlan], end: float = inf
-    ) -> Measured:
+    ) -> MeasuredPlans:
         """Measure the plans until `end`, and then the fastest plans again."""
         weights, rows = self.copies(shape), len(x)
         ends = (x[:FEWEST_ROWS], x) if rows == ROWS_BUCKETS[0] else (x,)
@@ -324,7 +324,7 @@ class Tuner:
         times = [self._us(few, weights, [None, *finalists], 12) for few in ends]
         cublas, *ours = (sum(each) / len(ends) for each in zip(*times, strict=True))
         order = sorted(range(len(ours)), key=lambda i: ours[i])
-        return Measured(shape, rows, cublas, min(ours, default=inf), tuple(finalists[i] for i in order))
+        return MeasuredPlans(shape, rows, cublas, min(ours, default=inf), tuple(finalists[i] for i in order))
 
     def _us(self, x: Tensor, weights: Sequence[Matrix], contenders: Sequence[LinearPlan], turns: int) -> list[float]:
         """The µs of a call of each contender.  The contenders take turns."""
@@ -332,7 +332,7 @@ class Tuner:
         bodies = [_chain(x, weights, plan, calls) for plan in contenders]
         return [1e3 * ms / calls for ms in self.stopwatch.ms(bodies, turns)]
 
-    def among_neighbours(self, model: ModelShape, alone: Mapping[Cell, Measured], table: PlanTable) -> None:
+    def among_neighbours(self, model: ModelShape, alone: Mapping[Cell, MeasuredPlans], table: PlanTable) -> None:
         """Add to `table`, shape by shape, the plans with the fastest passes of the model.  Plans already in it stay."""
         model = model.part(0, LAYERS)
         weights = Weights(self.weights.dtype, self.device)
@@ -354,11 +354,13 @@ class Tuner:
                     table[measured.shape, rows] = self._fastest_among(runs, weights, measured, table)
 
     def _pass(
-        self, runs: Sequence[Run], weights: Weights, measured: Measured, plan: LinearPlan, table: PlanTable
+        self, runs: Sequence[ProductRun], weights: Weights, measured: MeasuredPlans, plan: LinearPlan, table: PlanTable
     ) -> Callable[[], None]:
         return weights.chain(runs, _by_table(runs, {**table, (measured.shape, measured.rows): plan}, measured.rows))
 
-    def _fastest_among(self, runs: Sequence[Run], weights: Weights, measured: Measured, table: PlanTable) -> LinearPlan:
+    def _fastest_among(
+        self, runs: Sequence[ProductRun], weights: Weights, measured: MeasuredPlans, table: PlanTable
+    ) -> LinearPlan:
         key = (measured.shape, measured.rows)
         others = [plan for plan in (None, *measured.ours[:CONTENDERS]) if plan != table[key]]
         contenders = [table[key], *others]
@@ -391,7 +393,7 @@ def _chain(x: Tensor, weights: Sequence[Matrix], plan: LinearPlan, calls: int) -
     return body
 
 
-def _by_table(runs: Sequence[Run], table: PlanTable, rows: int) -> Multiply:
+def _by_table(runs: Sequence[ProductRun], table: PlanTable, rows: int) -> Multiply:
     """A function that multiplies as a model runs its layers.
 
     After a layer of IN_PARTS an add and norm adds up the parts.  After qkv this stands in for the rotation.  A gate
@@ -428,7 +430,7 @@ def plans_by_shape(table: PlanTable, kept: Mapping[Shape, LinearPlans]) -> dict[
     }
 
 
-def _rows(measured: Iterable[Measured], table: PlanTable, other: str) -> list[list[str]]:
+def _rows(measured: Iterable[MeasuredPlans], table: PlanTable, other: str) -> list[list[str]]:
     """The lines of the printed table.  other: the text in the place of a plan where F.linear or the rule is fastest."""
     rows = [["weight", "rows", f"{other}, µs", "ours, µs", "taken among its neighbours"]]
     for bucket in sorted(measured, key=lambda each: (each.shape, each.rows)):

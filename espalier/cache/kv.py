@@ -31,7 +31,7 @@ class LayerStack:
     stacked: tuple[Tensor, ...]
 
 
-def stacks(
+def allocate_stacks(
     specs: Sequence[LayerSpec], layers: range, rows: int, dtype: torch.dtype, device: torch.device
 ) -> list[LayerStack]:
     """Allocate one zeroed stack for each group of `layers` that keeps rows.  So one launch commits a whole group.
@@ -39,7 +39,7 @@ def stacks(
     Layers that share another layer's rows have no stack.  dtype: the model's.
     """
     result = []
-    for keeps, members in groups_of(specs, [layer for layer in layers if specs[layer].shares is None]).items():
+    for keeps, members in groups_of(specs, [layer for layer in layers if specs[layer].shares_with is None]).items():
         if keeps.planes:
             stacked = tuple(
                 torch.zeros(len(members), rows, *row, dtype=plane_dtype(keeps, name, dtype), device=device)
@@ -49,10 +49,10 @@ def stacks(
     return result
 
 
-def by_layer(stacks: list[LayerStack], specs: Sequence[LayerSpec]) -> dict[int, tuple[Tensor, ...]]:
+def planes_by_layer(stacks: list[LayerStack], specs: Sequence[LayerSpec]) -> dict[int, tuple[Tensor, ...]]:
     """Views of each layer's planes [rows, heads, size].  A layer that shares rows has the planes of the other layer."""
     own = {layer: tuple(each[i] for each in s.stacked) for s in stacks for i, layer in enumerate(s.layers)}
-    return own | {layer: own[spec.shares] for layer, spec in enumerate(specs) if spec.shares in own}
+    return own | {layer: own[spec.shares_with] for layer, spec in enumerate(specs) if spec.shares_with in own}
 
 
 class StagedKV:
@@ -62,15 +62,15 @@ class StagedKV:
     """
 
     def __init__(self, specs: Sequence[LayerSpec], layers: range, rows: int, dtype: torch.dtype, device: torch.device):
-        self.stacks = stacks(specs, layers, rows, dtype, device)
-        self.layers = by_layer(self.stacks, specs)
+        self.stacks = allocate_stacks(specs, layers, rows, dtype, device)
+        self.layers = planes_by_layer(self.stacks, specs)
         self.rows = rows
         self.row_indices = torch.arange(rows, device=device)
-        # Only each layer's last sizes and views of `rows_of` are kept, because prompts have many lengths.  On a CPU,
-        # making views in each round would take 3% of a small model's round.
+        # Only each layer's last sizes and views of `staged_planes` are kept, because prompts have many lengths.  On a
+        # CPU, making views in each round would take 3% of a small model's round.
         self._views: dict[int, tuple[tuple[int, int, int], tuple[Tensor, ...]]] = {}
 
-    def places(self, positions: Tensor, width: int, first: int) -> Tensor:
+    def staging_rows(self, positions: Tensor, width: int, first: int) -> Tensor:
         """[B · Q]: the staging rows of a pass with `positions` [B, Q].
 
         Each request has `width` rows; the pass writes its rows first .. first+Q-1.
@@ -80,7 +80,7 @@ class StagedKV:
         self._require_room(batch, queries, width, first)
         return self.row_indices[: batch * width].view(batch, width)[:, first : first + queries].flatten()
 
-    def rows_of(self, layer: int, batch: int, queries: int, width: int, first: int) -> tuple[Tensor, ...]:
+    def staged_planes(self, layer: int, batch: int, queries: int, width: int, first: int) -> tuple[Tensor, ...]:
         """A layer's staged rows up to this pass: for each plane [B, first+Q, heads, size].
 
         Raises EspalierError if the buffer is too small.
@@ -125,15 +125,17 @@ class PagedKV:
         self.dtype = dtype
         self.device = device
         rows = layout.tokens_in(num_pages)
-        self.target = stacks(specs, range(num_target_layers), rows, dtype, device)
-        self.draft = stacks(specs, range(num_target_layers, len(specs)), rows, dtype, device)
-        self.layers = by_layer([*self.target, *self.draft], specs)
+        self.target = allocate_stacks(specs, range(num_target_layers), rows, dtype, device)
+        self.draft = allocate_stacks(specs, range(num_target_layers, len(specs)), rows, dtype, device)
+        self.layers = planes_by_layer([*self.target, *self.draft], specs)
         own = {
             layer: (scales or {}).get(layer) or KVScales.ones(spec.keeps.kv_heads, dtype, device)
             for layer, spec in enumerate(specs)
-            if spec.keeps.dtype == FP8 and spec.shares is None
+            if spec.keeps.dtype == FP8 and spec.shares_with is None
         }
-        self.scales = own | {layer: own[spec.shares] for layer, spec in enumerate(specs) if spec.shares in own}
+        self.scales = own | {
+            layer: own[spec.shares_with] for layer, spec in enumerate(specs) if spec.shares_with in own
+        }
 
     def rows(self, page_table: Tensor, positions: Tensor, keep: Tensor | None = None) -> Tensor:
         """[B, P]: the page rows of `positions` [B, P] in a page table [B, T]; row 0 where `keep` is False."""

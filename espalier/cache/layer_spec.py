@@ -61,7 +61,7 @@ class KVHeads:
 
     @property
     def values_per_token(self) -> int:
-        return _values(self.planes)
+        return _num_values(self.planes)
 
     def read(self, planes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """K and V, [..., kv_heads, size] each, from the layer's planes."""
@@ -120,7 +120,7 @@ class LatentKV:
 
     @property
     def values_per_token(self) -> int:
-        return _values(self.planes)
+        return _num_values(self.planes)
 
     def read(self, planes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """K and V, [..., 1, size] each: views of the same plane."""
@@ -194,7 +194,7 @@ class RecurrentState:
 
 Keeps = KVHeads | LatentKV | RecurrentState
 # A layer that mixes no rows: it has neither heads nor a convolution.
-NOTHING = RecurrentState(taps=1)
+NO_MIXING = RecurrentState(taps=1)
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class LayerSpec:
     window: a query at position p attends to positions > p - window; None: to all positions.
     scale: factor of q·k; None means k_size ** -0.5.
     softcap: a logit s of attention, scale included, becomes softcap · tanh(s / softcap); None: it stays.
-    shares: the earlier layer whose rows this layer reads instead of its own rows.  Both layers have the same `keeps`.
+    shares_with: the earlier layer whose rows this layer reads instead of own rows.  Both have the same `keeps`.
     topk: the most rows that a query attends to, None for all rows.  The rows are those with the highest index scores.
     The index keys are the layer's own, or else of the last layer before it that has index keys.
     v_is_k: whether V is made from K's projection.
@@ -216,13 +216,15 @@ class LayerSpec:
     window: int | None = None
     scale: float | None = None
     softcap: float | None = None
-    shares: int | None = None
+    shares_with: int | None = None
     topk: int | None = None
     v_is_k: bool = False
 
     def __post_init__(self) -> None:
-        if self.shares is not None and not isinstance(self.keeps, KVHeads):
-            raise EspalierError(f"a layer that keeps {self.keeps.kind} cannot read the rows of layer {self.shares}")
+        if self.shares_with is not None and not isinstance(self.keeps, KVHeads):
+            raise EspalierError(
+                f"a layer that keeps {self.keeps.kind} cannot read the rows of layer {self.shares_with}"
+            )
 
     @cached_property
     def rows(self) -> KVHeads | LatentKV:
@@ -233,7 +235,7 @@ class LayerSpec:
     @property
     def projected_heads(self) -> int:
         """Heads of the layer's qkv projection."""
-        of_rows = 0 if self.shares is not None else 1 if self.v_is_k else 2
+        of_rows = 0 if self.shares_with is not None else 1 if self.v_is_k else 2
         return self.heads + of_rows * self.rows.kv_heads
 
     @cached_property
@@ -243,12 +245,14 @@ class LayerSpec:
     @property
     def values_per_token(self) -> int:
         """Number of values that one token takes in pages."""
-        return self.keeps.values_per_token if self.shares is None else 0
+        return self.keeps.values_per_token if self.shares_with is None else 0
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes that one token takes in pages.  dtype: the model's."""
-        planes = {} if self.shares is not None else self.keeps.planes
-        return sum(_values({name: row}) * plane_dtype(self.keeps, name, dtype).itemsize for name, row in planes.items())
+        planes = {} if self.shares_with is not None else self.keeps.planes
+        return sum(
+            _num_values({name: row}) * plane_dtype(self.keeps, name, dtype).itemsize for name, row in planes.items()
+        )
 
 
 def groups_of(specs: Sequence[LayerSpec], layers: Sequence[int]) -> dict[Keeps, tuple[int, ...]]:
@@ -260,7 +264,7 @@ def groups_of(specs: Sequence[LayerSpec], layers: Sequence[int]) -> dict[Keeps, 
     return groups
 
 
-def stored_as(specs: Sequence[LayerSpec], dtype: torch.dtype | None) -> tuple[LayerSpec, ...]:
+def with_row_dtype(specs: Sequence[LayerSpec], dtype: torch.dtype | None) -> tuple[LayerSpec, ...]:
     """Return the specs with rows of this dtype; None: the model's dtype.  Specs of states stay as they are."""
     return tuple(
         spec if isinstance(spec.keeps, RecurrentState) else replace(spec, keeps=replace(spec.keeps, dtype=dtype))
@@ -268,12 +272,12 @@ def stored_as(specs: Sequence[LayerSpec], dtype: torch.dtype | None) -> tuple[La
     )
 
 
-def with_rows(specs: Sequence[LayerSpec], layers: Sequence[int]) -> list[int]:
+def layers_with_rows(specs: Sequence[LayerSpec], layers: Sequence[int]) -> list[int]:
     """Return those of `layers` that keep rows.  These layers need an attention backend."""
     return [layer for layer in layers if not isinstance(specs[layer].keeps, RecurrentState)]
 
 
-def of_rank(specs: Sequence[LayerSpec], shards: Shards) -> tuple[LayerSpec, ...]:
+def specs_of_rank(specs: Sequence[LayerSpec], shards: Shards) -> tuple[LayerSpec, ...]:
     """Return the specs of one rank: a part of the heads, but whole latent rows.  Raises EspalierError."""
 
     def own(keeps: Keeps) -> Keeps:
@@ -294,5 +298,5 @@ def plane_dtype(keeps: Keeps, plane: str, dtype: torch.dtype) -> torch.dtype:
     return dtype if plane == INDEX_PLANE else keeps.dtype or dtype
 
 
-def _values(planes: Mapping[str, RowShape]) -> int:
+def _num_values(planes: Mapping[str, RowShape]) -> int:
     return sum(heads * size for heads, size in planes.values())

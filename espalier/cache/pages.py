@@ -123,51 +123,51 @@ class Snapshots:
         self._rows = tuple(rows)
         self._free = list(self._rows)[::-1]
         # Table row by page.  The least recently used page comes first.
-        self._filed: OrderedDict[int, int] = OrderedDict()
+        self._row_of_page: OrderedDict[int, int] = OrderedDict()
 
     def allocate(self) -> int | None:
         """Take a free row, or the least recently used snapshot's.  None if running requests hold all rows."""
         if self._free:
             return self._free.pop()
-        return self._filed.popitem(last=False)[1] if self._filed else None
+        return self._row_of_page.popitem(last=False)[1] if self._row_of_page else None
 
     def release(self, row: int) -> None:
         """Give a held row back to the free rows."""
         self._free.append(row)
 
-    def file(self, page: int, row: int) -> None:
+    def attach(self, page: int, row: int) -> None:
         """Give a held row to a page of the tree.  If the page has a snapshot already, the row is freed."""
-        if page in self._filed:
+        if page in self._row_of_page:
             self.release(row)
         else:
-            self._filed[page] = row
+            self._row_of_page[page] = row
 
-    def last_of(self, pages: Sequence[int]) -> int | None:
+    def last_with_snapshot(self, pages: Sequence[int]) -> int | None:
         """The index in `pages` of the last page with a snapshot; None if no page has one."""
-        return next((i for i in reversed(range(len(pages))) if pages[i] in self._filed), None)
+        return next((i for i in reversed(range(len(pages))) if pages[i] in self._row_of_page), None)
 
-    def use(self, page: int) -> int:
+    def mark_used(self, page: int) -> int:
         """Return the row of a page's snapshot, and mark the snapshot as the most recently used."""
-        self._filed.move_to_end(page)
-        return self._filed[page]
+        self._row_of_page.move_to_end(page)
+        return self._row_of_page[page]
 
-    def drop(self, page: int) -> None:
+    def detach(self, page: int) -> None:
         """Free the snapshot of a page that leaves the tree, if it has one."""
-        row = self._filed.pop(page, None)
+        row = self._row_of_page.pop(page, None)
         if row is not None:
             self.release(row)
 
     def __len__(self) -> int:
         """The number of all snapshots that are attached to pages."""
-        return len(self._filed)
+        return len(self._row_of_page)
 
     def check(self, held: Iterable[int], cached: Iterable[int]) -> None:
         """Check that every row is exactly one of free, held or a page's snapshot, and that these pages are cached.
 
         held: rows of running requests; cached: pages of the tree.  Raises PageDefect.
         """
-        found = sorted((*held, *self._free, *self._filed.values()))
+        found = sorted((*held, *self._free, *self._row_of_page.values()))
         if found != sorted(self._rows):
             raise PageDefect(f"rows of snapshots are {list(self._rows)}; free, held and filed are {found}")
-        if lost := set(self._filed) - set(cached):
+        if lost := set(self._row_of_page) - set(cached):
             raise PageDefect(f"pages {sorted(lost)} have snapshots and are not in the prefix tree")

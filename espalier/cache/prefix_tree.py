@@ -58,7 +58,7 @@ class PrefixTree:
         pool.on_shared = self._page_shared
 
     def match(self, tokens: Sequence[int], needs_draft_rows: bool = False) -> list[int]:
-        """The cached pages of the longest cached prefix of `tokens`, in order.  Marks them as used now.
+        """The cached pages of the longest cached prefix of `tokens`, in order.  SnapshotTargets them as used now.
 
         needs_draft_rows: only pages that have them.
         Takes no reference: the caller shares the pages before anything can evict them.
@@ -76,7 +76,7 @@ class PrefixTree:
         return pages
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int], has_draft_rows: bool = True) -> None:
-        """Add `pages`, which hold tokens[: len(pages) * page_size].  Marks them as used now.
+        """Add `pages`, which hold tokens[: len(pages) * page_size].  SnapshotTargets them as used now.
 
         has_draft_rows: whether a draft ran over all of these tokens.
         The tree takes a reference to each page that is new to it.  If another page with equal tokens is cached already,
@@ -145,10 +145,10 @@ class PrefixTree:
 
     def _add(self, parent: Node, key: Hashable, page: int) -> Node:
         node = parent.children[key] = Node(page, key, parent)
-        self._hold(node, page)
+        self._attach_page(node, page)
         return node
 
-    def _hold(self, node: Node, page: int) -> None:
+    def _attach_page(self, node: Node, page: int) -> None:
         if page in self._nodes:
             raise PageDefect(f"page {page} is cached already with other tokens")
         self.pool.share([page])
@@ -156,7 +156,7 @@ class PrefixTree:
         if self.pool.references(page) > 1:
             self._page_shared(page, True)
 
-    def _let_go(self, page: int) -> None:
+    def _release_page(self, page: int) -> None:
         del self._nodes[page]
         self.on_removed(page)
         self.pool.release([page])
@@ -165,8 +165,8 @@ class PrefixTree:
         old = node.page
         if self.pool.references(old) > 1:
             self._page_shared(old, False)
-        self._hold(node, page)
-        self._let_go(old)
+        self._attach_page(node, page)
+        self._release_page(old)
 
     def _page_shared(self, page: int, shared: bool) -> None:
         """Update `evictable`: a first request now holds a page of the tree (shared), or no request holds it any more.
@@ -186,7 +186,7 @@ class PrefixTree:
         parent = leaf.parent
         assert parent is not None
         del parent.children[leaf.key]
-        self._let_go(leaf.page)
+        self._release_page(leaf.page)
         if parent is not self._root and not parent.children:
             self._queue(parent)
 
@@ -210,20 +210,20 @@ class PrefixTree:
 
 
 @dataclass(frozen=True)
-class Room:
+class PageBudget:
     """Free pages, and the pages that the prefix tree can give up.  prefixes: None without a prefix cache."""
 
     pool: PagePool
     prefixes: PrefixTree | None
 
-    def make(self, count: int) -> bool:
+    def free_up_to(self, count: int) -> bool:
         """Evict cached pages that no running request uses until `count` pages are free.  False if too few are free."""
         missing = count - self.pool.free
         if missing > 0 and self.prefixes is not None:
             self.prefixes.evict(missing)
         return self.pool.free >= count
 
-    def could_be(self, count: int) -> bool:
+    def could_free(self, count: int) -> bool:
         """Whether `count` pages could be free after eviction.  Nothing is evicted."""
         missing = count - self.pool.free
         return missing <= 0 or (self.prefixes is not None and missing <= self.prefixes.evictable)

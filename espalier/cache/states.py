@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from espalier.cache.layer_spec import NOTHING, LayerSpec, RecurrentState, groups_of
+from espalier.cache.layer_spec import NO_MIXING, LayerSpec, RecurrentState, groups_of
 from espalier.kernels.ops.linear import sum_parts
 from espalier.kernels.ops.recurrence import ShortConv, StateRows
 from espalier.kernels.ops.states import (
@@ -34,7 +34,7 @@ from espalier.layout import RoundLayout
 ZERO_ROW = 0
 
 
-class Marks(NamedTuple):
+class SnapshotTargets(NamedTuple):
     """The snapshots that a launch writes.  at: [B], the number of tokens after which the state is copied; row: [B], the
     table row that gets the copy, 0 for no snapshot.  A request gets a snapshot only if this launch takes it from fewer
     than `at` tokens to `at` or more."""
@@ -48,43 +48,47 @@ class StateAccess:
     """Which states a pass reads, and how many of its rows change them.
 
     slots: [B]; length: [B], rows that exist; None for a tree, whose path is committed later.
-    prefix_len: [B], tokens before the first row; marks: None for no snapshots.
+    prefix_len: [B], tokens before the first row; snapshots: None for no snapshots.
     is_split: whether several rows of the batch may hold consecutive pieces of one request (speculate/pieces.py).
     """
 
     slots: Tensor
     prefix_len: Tensor
     length: Tensor | None = None
-    marks: Marks | None = None
+    snapshots: SnapshotTargets | None = None
     is_split: bool = False
 
     @cached_property
-    def marked(self) -> Tensor | None:
+    def rows_before_snapshot(self) -> Tensor | None:
         """[B]: how many rows of this pass come before the snapshot; 0 if this pass does not reach it."""
-        if self.marks is None or self.length is None:
+        if self.snapshots is None or self.length is None:
             return None
-        rows = self.marks.at - self.prefix_len
-        return rows.where((rows > 0) & (rows <= self.length) & (self.marks.row > 0), 0)
+        rows = self.snapshots.at - self.prefix_len
+        return rows.where((rows > 0) & (rows <= self.length) & (self.snapshots.row > 0), 0)
 
     @cached_property
-    def follows(self) -> Tensor:
+    def continues_previous(self) -> Tensor:
         """[B] bool: whether the previous row of the batch holds earlier tokens of the same request."""
         same = self.slots[1:] == self.slots[:-1]
         return torch.cat((same[:0].new_zeros(min(len(self.slots), 1)), same & self.is_split))
 
     @cached_property
-    def ends(self) -> Tensor:
+    def is_last_row(self) -> Tensor:
         """[B] bool: whether this row of the batch is its request's last, so that its state becomes the slot's state."""
         assert self.length is not None
         has_rows = self.length > 0
-        return has_rows & ~torch.cat((self.follows[1:] & has_rows[1:], has_rows.new_zeros(min(len(has_rows), 1))))
+        return has_rows & ~torch.cat(
+            (self.continues_previous[1:] & has_rows[1:], has_rows.new_zeros(min(len(has_rows), 1)))
+        )
 
     def path(self, source: Tensor | None, width: int, spare: int) -> PathRows:
         """The PathRows (kernels/ops/states.py) of this pass."""
         assert self.length is not None
-        follows, ends = (self.follows, self.ends) if self.is_split else (None, None)
-        mark_row = None if self.marks is None else self.marks.row
-        return PathRows(self.slots, source, self.length, self.marked, mark_row, follows, ends, width, spare)
+        continues_previous, ends = (self.continues_previous, self.is_last_row) if self.is_split else (None, None)
+        mark_row = None if self.snapshots is None else self.snapshots.row
+        return PathRows(
+            self.slots, source, self.length, self.rows_before_snapshot, mark_row, continues_previous, ends, width, spare
+        )
 
 
 @dataclass
@@ -124,23 +128,23 @@ class StateTable:
         device: torch.device,
     ):
         self.num_rows = table_rows(layout, num_snapshots)
-        self.first_snapshot, self.spare = layout.num_slots, self.num_rows - 1
+        self.first_snapshot, self.spare_row = layout.num_slots, self.num_rows - 1
         keeping = [
             layer
             for layer, spec in enumerate(specs)
-            if isinstance(spec.keeps, RecurrentState) and spec.keeps != NOTHING
+            if isinstance(spec.keeps, RecurrentState) and spec.keeps != NO_MIXING
         ]
         self.stacks: list[LayerStates] = []
         self.states: dict[int, LayerStates] = {}
         for keeps, layers in groups_of(specs, keeping).items():
             assert isinstance(keeps, RecurrentState)
-            stack = _allocated(keeps, len(layers), self.num_rows, layout.verify_rows, dtype, device)
+            stack = _allocate_states(keeps, len(layers), self.num_rows, layout.verify_rows, dtype, device)
             self.stacks.append(stack)
             self.states |= {layer: stack.of_layer(index) for index, layer in enumerate(layers)}
 
     @property
     def snapshot_rows(self) -> range:
-        return range(self.first_snapshot, self.spare)
+        return range(self.first_snapshot, self.spare_row)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy state rows one pair after another.  pairs: (source row, destination row)."""
@@ -151,7 +155,7 @@ class StateTable:
 
     def commit(self, access: StateAccess, source: Tensor) -> None:
         """Apply the staged rows `source` [B, W] of accepted paths.  Only the first `access.length` [B] count."""
-        path = access.path(source.contiguous(), source.shape[1], self.spare)
+        path = access.path(source.contiguous(), source.shape[1], self.spare_row)
         for stack in self.stacks:
             commit_tails(stack.tail, stack.inputs, path, stack.keeps.columns)
             if stack.recurrent is not None and stack.rows is not None:
@@ -188,10 +192,11 @@ class PassStates:
         # A tail is made of whole inputs.
         inputs = inputs if is_tree else sum_parts(inputs, states.tail.dtype)
         out = _buffers_for(states, inputs.shape[-2], is_tree)
-        rows = RowInputs(states.tail, self.access.slots, self.parents, self._follows, width)
+        follows = self.access.continues_previous if self.access.is_split else None
+        rows = RowInputs(states.tail, self.access.slots, self.parents, follows, width)
         prepare(inputs, gates if isinstance(gates, GateInputs) else None, conv, columns, rows, out)
         if not is_tree:
-            path = self.access.path(None, width, self.table.spare)
+            path = self.access.path(None, width, self.table.spare_row)
             commit_tails(states.tail[None], inputs[None], path, columns)
         if out.q is None or out.k is None or out.gates is None:
             return out.v.unflatten(0, (-1, width))
@@ -211,12 +216,8 @@ class PassStates:
         if self.access.length is None:
             assert self.bits is not None
             return tree_outputs(q, rows, state, self.bits, skip, states.keeps.delta)
-        path = self.access.path(None, q.shape[1], self.table.spare)
+        path = self.access.path(None, q.shape[1], self.table.spare_row)
         return chain_outputs(q, rows, state, path, skip, states.keeps.delta)
-
-    @property
-    def _follows(self) -> Tensor | None:
-        return self.access.follows if self.access.is_split else None
 
 
 def table_rows(layout: RoundLayout, num_snapshots: int) -> int:
@@ -226,26 +227,25 @@ def table_rows(layout: RoundLayout, num_snapshots: int) -> int:
 
 def bytes_per_state(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
     """Bytes of one row of the state table, for all layers together.  dtype: the model's."""
-    exact = torch.promote_types(dtype, torch.float32).itemsize
-    kept = (spec.keeps for spec in specs if isinstance(spec.keeps, RecurrentState))
-    return sum(
-        keeps.heads * keeps.k_size * keeps.v_size * exact + (keeps.taps - 1) * keeps.channels * dtype.itemsize
-        for keeps in kept
-    )
+    return sum(_num_bytes(states.recurrent, states.tail) for states in _single_rows(specs, dtype))
 
 
 def bytes_of_staged_node(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
     """Bytes that one node of a tree takes in staging, for all layers together.  dtype: the model's."""
-    exact = torch.promote_types(dtype, torch.float32).itemsize
-    kept = (spec.keeps for spec in specs if isinstance(spec.keeps, RecurrentState))
-    return sum(
-        (keeps.k_heads * keeps.k_size + 2 * keeps.heads) * exact
-        + (keeps.heads * keeps.v_size + keeps.channels) * dtype.itemsize
-        for keeps in kept
-    )
+    return sum(_num_bytes(states.inputs, *(states.rows or ())) for states in _single_rows(specs, dtype))
 
 
-def _allocated(
+def _single_rows(specs: Sequence[LayerSpec], dtype: torch.dtype) -> list[LayerStates]:
+    """The states of each layer without data: one row of the table, and one staged node."""
+    kept = [spec.keeps for spec in specs if isinstance(spec.keeps, RecurrentState)]
+    return [_allocate_states(keeps, 1, 1, 1, dtype, torch.device("meta")) for keeps in kept]
+
+
+def _num_bytes(*tensors: Tensor | None) -> int:
+    return sum(0 if tensor is None else tensor.nbytes for tensor in tensors)
+
+
+def _allocate_states(
     keeps: RecurrentState, layers: int, num_rows: int, staged: int, dtype: torch.dtype, device: torch.device
 ) -> LayerStates:
     exact = torch.promote_types(dtype, torch.float32)

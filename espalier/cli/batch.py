@@ -7,7 +7,7 @@ import asyncio
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
@@ -143,15 +143,11 @@ def _check(args: Namespace) -> None:
 async def _answer(args: Namespace, journal: "Journal") -> None:
     from espalier.batch_jobs.sender import run_batch as run_batch
 
-    async with _sender(args) as (sender, concurrency):
+    # A sender, and the number of lines to send at once.
+    async with _to_engine(args) if args.url is None else _to_servers(args) as (sender, concurrency):
         with progress("answering", journal.input.num_lines) as advance:
             advance(journal.num_answered)
             await run_batch(journal, sender, concurrency, advance)
-
-
-def _sender(args: Namespace) -> AbstractAsyncContextManager[tuple["Sender", int]]:
-    """Yields a sender to the servers or the engine that the flags name, and the number of lines to send at once."""
-    return _to_engine(args) if args.url is None else _to_servers(args)
 
 
 @asynccontextmanager

@@ -9,17 +9,17 @@ import torch
 from rich.text import Text
 
 from espalier.attention import BACKENDS
-from espalier.attention.support import matrix
+from espalier.attention.support import support_matrix
 from espalier.bench import tune
-from espalier.cache.layer_spec import of_rank
+from espalier.cache.layer_spec import specs_of_rank
 from espalier.config import EngineConfig, is_open
 from espalier.errors import EspalierError
 from espalier.models.layer_loading import layer_specs_of
-from espalier.models.shard_sizes import numbers_of_ranks
+from espalier.models.shard_sizes import possible_rank_counts
 from espalier.shards import Shards
 from espalier.speculate.drafters.registry import draft_shards
 from espalier.startup.build import cache_size, cache_specs
-from espalier.startup.load import Checkpoint, find, resolve_config, weights_of
+from espalier.startup.load import Checkpoint, find_checkpoint, resolve_config, weights_of
 from espalier.terminal.console import QUIET, describe, installed, stdout
 from espalier.terminal.flags import engine_settings, flag_of, given_flags
 
@@ -45,7 +45,7 @@ def run(args: Namespace) -> int:
     about = describe() | {package: installed(package) for package in OPTIONAL}
     for name, value in about.items():
         console.print(Text(f"  {name:<18} {value}"))
-    checkpoint = find(config)
+    checkpoint = find_checkpoint(config)
     resolved = resolve_config(config, checkpoint)
     console.print(Text("resolved configuration", "bold"))
     console.print(Text(resolved.block()))
@@ -54,8 +54,10 @@ def run(args: Namespace) -> int:
     target = checkpoint.target
     layout = resolved.layout
     shards = Shards(0, resolved.tensor_parallel)
-    drafts = of_rank(checkpoint.spec.layers, draft_shards(resolved.algorithm, shards))
-    specs = cache_specs(of_rank(layer_specs_of(target), shards), drafts, resolved.kv_dtype, resolved.draft_kv_dtype)
+    drafts = specs_of_rank(checkpoint.spec.layers, draft_shards(resolved.algorithm, shards))
+    specs = cache_specs(
+        specs_of_rank(layer_specs_of(target), shards), drafts, resolved.kv_dtype, resolved.draft_kv_dtype
+    )
     held = cache_size(resolved, specs, getattr(torch, resolved.dtype))
     longest = (resolved.num_pages - 1) // layout.table_width
     most = f"{min(longest, layout.max_batch)} of {layout.max_batch}"
@@ -81,16 +83,16 @@ def run(args: Namespace) -> int:
 
 def _by_ranks(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
     """A line with the numbers of ranks that divide the models, and the weights that each rank then holds."""
-    counts = numbers_of_ranks(checkpoint.target, MOST_RANKS)
+    counts = possible_rank_counts(checkpoint.target, MOST_RANKS)
     if checkpoint.draft is not None and draft_shards(checkpoint.spec.algorithm, Shards(0, 2)).count > 1:
-        counts = [count for count in counts if count in numbers_of_ranks(checkpoint.draft.layer, MOST_RANKS)]
+        counts = [count for count in counts if count in possible_rank_counts(checkpoint.draft.layer, MOST_RANKS)]
     held = (f"{count}: {weights_of(checkpoint, count).nbytes(dtype) / 2**30:.2f} GiB" for count in counts)
     return f"  weights of each rank, by the number of ranks that divide these models: {', '.join(held)}"
 
 
 def _matrix() -> int:
     """Print one line for each property of each backend, because a table of sixteen columns fits no terminal."""
-    console, (head, rows) = stdout(), matrix([made.support for made in BACKENDS.values()])
+    console, (head, rows) = stdout(), support_matrix([made.support for made in BACKENDS.values()])
     for column, name in enumerate(head[1:], start=1):
         support = BACKENDS[name].support
         console.print(Text(name, "bold") + Text("" if support.is_installed else "  not installed", QUIET))

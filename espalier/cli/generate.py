@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from espalier.config import EngineConfig
-from espalier.errors import EspalierError, once_each
+from espalier.errors import EspalierError, without_duplicate_keys
 from espalier.inputs import InputProcessor
 from espalier.request import Output, OutputChunk, SamplingParams
 from espalier.terminal.console import FROM_DRAFT, FROM_TARGET, QUIET, progress, read_text, stderr, stdout, waiting
@@ -63,7 +63,7 @@ def run(args: Namespace) -> int:
     checked = [_checked(inputs, i, prompts, params, args.chat) for i in range(len(prompts))]
     token_lists, each_params = [tokens for tokens, _ in checked], [limited for _, limited in checked]
     with waiting("loading the model"):
-        llm = LLM.of(prepared)
+        llm = LLM.from_prepared(prepared)
     with llm:
         if len(token_lists) == 1 and not args.json and params.n in (None, 1):
             return _stream(llm, token_lists[0], each_params[0])
@@ -121,7 +121,7 @@ def _read_file(path: Path) -> list[Any]:
         if not line.strip():
             continue
         try:
-            value = json.loads(line, object_pairs_hook=once_each)
+            value = json.loads(line, object_pairs_hook=without_duplicate_keys)
             prompt = value if isinstance(value, str) else value["prompt"]
         except EspalierError as error:
             raise EspalierError(f"--file {path}, line {number}: {error}") from None

@@ -16,7 +16,7 @@ from espalier.errors import EspalierError
 from espalier.llm import prepare
 from espalier.models.draft import draft_verifier
 from espalier.models.quantisers import GROUPS, QuantiseReport, quantise
-from espalier.models.weight_files import shards_of
+from espalier.models.weight_files import safetensors_files
 from espalier.speculate.drafters.registry import is_draft
 from espalier.startup.checkpoints import find_target
 from espalier.startup.resolve import choose_device
@@ -57,7 +57,7 @@ def run(args: Namespace) -> int:
     # The copy may take an hour, so settings that the comparison would refuse are refused before it.
     compare = _of_draft(args, path, settings) if of_draft else _of_target(args, settings)
     begin = perf_counter()
-    with progress("quantising", len(shards_of(path))) as advance:
+    with progress("quantising", len(safetensors_files(path))) as advance:
         written = quantise(path, args.out, args.to, device, advance, of_draft)
     seconds = perf_counter() - begin
     results: dict[str, Any] = {"seconds": seconds, **asdict(written)}

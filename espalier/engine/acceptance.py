@@ -3,7 +3,7 @@
 Trees of every form (TreeShape) show how often the first child is accepted at each depth, along paths of first children.
 These rates predict the gain of a form: its tokens beyond the first.  A form that ran also has a factor, its real gain
 over the predicted gain.  For the other children of a node, two things are assumed: they are accepted in proportion to
-the first child (FIRST_CHILD), and ACCEPT_LENGTHS says how much they add.
+the first child (FIRST_CHILD_RATES), and ACCEPT_LENGTHS says how much they add.
 """
 
 import math
@@ -16,41 +16,41 @@ from typing import NamedTuple
 
 from espalier.layout import TreeShape
 
-# (nodes, accept length), measured with the draft ACCEPTED_BY.
+# (nodes, accept length), measured with the draft MEASURED_DRAFT.
 ACCEPT_LENGTHS = ((1, 1.0), (2, 1.76), (4, 2.55), (8, 2.85), (16, 3.5), (64, 4.0))
-ACCEPTED_BY = "an EAGLE-3 head of llama-3.1-8b"
+MEASURED_DRAFT = "an EAGLE-3 head of llama-3.1-8b"
 # How often that head's first child is accepted if its parent is, by depth.  The last value holds for all deeper levels.
-FIRST_CHILD = (0.76, 0.64, 0.63)
+FIRST_CHILD_RATES = (0.76, 0.64, 0.63)
 # The highest estimate of a rate: even if every guess at a depth was accepted, later guesses may fail.
-MOST = 0.98
+MAX_RATE = 0.98
 # The gain of a tree whose rows are shared over the batch, over that of a tree with as many rows for each request
 # (`python -m lab sharing`).
-SHARING = 1.07
-# Assumptions count as samples until rounds replace them: FIRST_CHILD as PRIOR samples (one request in one round), and a
-# form's factor of 1 as FORM_PRIOR tokens.
-PRIOR, FORM_PRIOR = 3.0, 12.0
-# Each round multiplies the weight of the prior by FADING.
-FADING = 0.9
-# The text has changed if the gain of the last RECENT samples differs from the expected one by SURPRISE standard
-# deviations.  The variance is SPREAD for each expected token.
-RECENT, SURPRISE, SPREAD = 32, 4.0, 1.5
+SHARED_ROWS_GAIN = 1.07
+# Assumptions count as samples until rounds replace them: FIRST_CHILD_RATES as PRIOR_SAMPLES samples (one request in one
+# round), and a form's factor of 1 as FORM_PRIOR_TOKENS tokens.
+PRIOR_SAMPLES, FORM_PRIOR_TOKENS = 3.0, 12.0
+# Each round multiplies the weight of the prior by PRIOR_DECAY.
+PRIOR_DECAY = 0.9
+# The text has changed if the gain of the last RECENT_SAMPLES samples differs from the expected one by MAX_DEVIATIONS
+# standard deviations.  The variance is VARIANCE_PER_TOKEN for each expected token.
+RECENT_SAMPLES, MAX_DEVIATIONS, VARIANCE_PER_TOKEN = 32, 4.0, 1.5
 
 
-class Sample(NamedTuple):
+class AcceptSample(NamedTuple):
     """The result of one request in one round, or the result that the round would have had without a draft.
 
-    allowed: the greatest depth at which the request may accept nodes; ranks: for each accepted node its rank among its
-    siblings, 0 for the most probable; is_leaf: whether the last accepted node has no child in the tree; is_short:
+    max_depth: the greatest depth at which the request may accept nodes; ranks: for each accepted node its rank among
+    its siblings, 0 for the most probable; is_leaf: whether the last accepted node has no child in the tree; is_short:
     whether the draft had fewer guesses than the tree has room for.
     """
 
-    allowed: int
+    max_depth: int
     ranks: tuple[int, ...]
     is_leaf: bool
     is_short: bool
 
 
-def accept_length(tree: TreeShape) -> float:
+def assumed_accept_length(tree: TreeShape) -> float:
     """The assumed accept length of a tree: ACCEPT_LENGTHS, interpolated over the logarithm of the number of nodes."""
     nodes = min(tree.rows, ACCEPT_LENGTHS[-1][0])
     low, high = next((low, high) for low, high in pairwise(ACCEPT_LENGTHS) if nodes <= high[0])
@@ -58,9 +58,9 @@ def accept_length(tree: TreeShape) -> float:
     return min(low[1] + share * (high[1] - low[1]), tree.steps + 1)
 
 
-def assumed(depth: int) -> float:
-    """The value of FIRST_CHILD for a depth, from 1 on."""
-    return FIRST_CHILD[min(depth, len(FIRST_CHILD)) - 1]
+def assumed_rate(depth: int) -> float:
+    """The value of FIRST_CHILD_RATES for a depth, from 1 on."""
+    return FIRST_CHILD_RATES[min(depth, len(FIRST_CHILD_RATES)) - 1]
 
 
 def depth_of(tree: TreeShape) -> int:
@@ -76,14 +76,14 @@ def gains(tree: TreeShape, first_child: Sequence[float]) -> list[float]:
     reached, summed = 1.0, [0.0]
     for depth in range(1, depth_of(tree) + 1):
         first = first_child[depth - 1]
-        reached *= first + (1 - first) * min(others * first / assumed(depth), 1.0)
+        reached *= first + (1 - first) * min(others * first / assumed_rate(depth), 1.0)
         summed.append(summed[-1] + reached)
-    return [SHARING * gain for gain in summed] if tree.shared_rows else summed
+    return [SHARED_ROWS_GAIN * gain for gain in summed] if tree.shared_rows else summed
 
 
 @cache
 def _other_child_rate(tree: TreeShape) -> float:
-    """How often another child is accepted if the first child is not: the rate that gives `accept_length`."""
+    """How often another child is accepted if the first child is not: the rate that gives `assumed_accept_length`."""
     if tree.topk == 1:
         return 0.0
     low, high = 0.0, 1.0
@@ -91,60 +91,60 @@ def _other_child_rate(tree: TreeShape) -> float:
         middle = (low + high) / 2
         reached, length = 1.0, 1.0
         for depth in range(1, depth_of(tree) + 1):
-            reached *= assumed(depth) + (1 - assumed(depth)) * middle
+            reached *= assumed_rate(depth) + (1 - assumed_rate(depth)) * middle
             length += reached
-        low, high = (middle, high) if length < accept_length(tree) else (low, middle)
+        low, high = (middle, high) if length < assumed_accept_length(tree) else (low, middle)
     return low
 
 
-def at_level(level: float, steps: int) -> list[float]:
-    """How often first children are accepted, by depth: FIRST_CHILD, scaled so that depth 1 has the rate `level`."""
-    return [min(level * assumed(depth) / assumed(1), MOST) for depth in range(1, steps + 1)]
+def scaled_first_child_rates(level: float, steps: int) -> list[float]:
+    """How often first children are accepted, by depth: FIRST_CHILD_RATES, scaled to the rate `level` at depth 1."""
+    return [min(level * assumed_rate(depth) / assumed_rate(1), MAX_RATE) for depth in range(1, steps + 1)]
 
 
 @dataclass
-class Count:
-    """A rate from counts: how often something was tried, and how often it succeeded.  Older tries count less."""
+class DecayingRate:
+    """A rate from counts: the number of trials and of successes.  Older trials count less."""
 
-    tried: float = 0.0
-    found: float = 0.0
+    trials: float = 0.0
+    successes: float = 0.0
 
     def fade(self, factor: float) -> None:
-        self.tried *= factor
-        self.found *= factor
+        self.trials *= factor
+        self.successes *= factor
 
-    def share(self, prior: float, weight: float) -> float:
-        return (self.found + weight * prior) / (self.tried + weight)
+    def rate(self, prior: float, weight: float) -> float:
+        return (self.successes + weight * prior) / (self.trials + weight)
 
 
 @dataclass
 class Acceptance:
-    """What the rounds so far say of acceptance.
+    """Estimates acceptance from the rounds so far.
 
-    steps: depth of the deepest tree; least_rounds, least_samples: an estimate remembers so many rounds and so many
-    samples, whichever takes longer; least_prior: the least weight of the assumptions.
+    steps: depth of the deepest tree; min_rounds, min_samples: an estimate remembers so many rounds and so many
+    samples, whichever takes longer; min_prior: the least weight of the assumptions.
     """
 
     steps: int
-    least_rounds: int
-    least_samples: int
-    least_prior: float = PRIOR
-    depths: list[Count] = field(init=False)
-    forms: dict[TreeShape, Count] = field(default_factory=dict)
-    recent: Count = field(default_factory=Count)
-    prior: float = PRIOR
+    min_rounds: int
+    min_samples: int
+    min_prior: float = PRIOR_SAMPLES
+    depths: list[DecayingRate] = field(init=False)
+    forms: dict[TreeShape, DecayingRate] = field(default_factory=dict)
+    recent: DecayingRate = field(default_factory=DecayingRate)
+    prior: float = PRIOR_SAMPLES
 
     def __post_init__(self) -> None:
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        self.depths = [Count() for _ in range(self.steps)]
-        self.forms, self.recent, self.prior = {}, Count(), PRIOR
+    def reset(self) -> None:
+        self.depths = [DecayingRate() for _ in range(self.steps)]
+        self.forms, self.recent, self.prior = {}, DecayingRate(), PRIOR_SAMPLES
 
-    def doubt(self, samples: float) -> None:
+    def cap_weight(self, samples: float) -> None:
         """Reduce the weight of all rounds so far to at most this many samples."""
-        if self.steps and self.depths[0].tried > samples:
-            factor = samples / self.depths[0].tried
+        if self.steps and self.depths[0].trials > samples:
+            factor = samples / self.depths[0].trials
             for each in (*self.depths, *self.forms.values()):
                 each.fade(factor)
 
@@ -157,58 +157,58 @@ class Acceptance:
         found: list[float] = []
         follows = 1.0
         for depth, count in enumerate(self.depths, 1):
-            found.append(min(count.share(min(assumed(depth) * follows, MOST), self.prior), MOST))
-            follows = found[-1] / assumed(depth)
+            found.append(min(count.rate(min(assumed_rate(depth) * follows, MAX_RATE), self.prior), MAX_RATE))
+            follows = found[-1] / assumed_rate(depth)
         return found
 
-    def length(self, tree: TreeShape) -> float:
+    def accept_length(self, tree: TreeShape) -> float:
         """The expected tokens of a round of this tree, for a request that may accept nodes at any depth."""
         return 1 + gains(tree, self.first_child)[-1] * self._form_factor(tree)
 
     def _form_factor(self, tree: TreeShape) -> float:
         """The real gain of the form, divided by the predicted gain."""
         count = self.forms.get(tree)
-        return 1.0 if count is None else (count.found + FORM_PRIOR) / (count.tried + FORM_PRIOR)
+        return 1.0 if count is None else (count.successes + FORM_PRIOR_TOKENS) / (count.trials + FORM_PRIOR_TOKENS)
 
-    def add(self, tree: TreeShape, samples: Sequence[Sample]) -> None:
+    def add(self, tree: TreeShape, samples: Sequence[AcceptSample]) -> None:
         """Count a round of this tree."""
         depth = depth_of(tree)
         if not samples or not depth:
             return
-        factor = 1 - 1 / max(self.least_rounds, self.least_samples / len(samples))
-        form = self.forms.setdefault(tree, Count())
+        factor = 1 - 1 / max(self.min_rounds, self.min_samples / len(samples))
+        form = self.forms.setdefault(tree, DecayingRate())
         expected = gains(tree, self.first_child)
-        predicted = sum(expected[min(sample.allowed, depth)] for sample in samples)
-        self._doubt_if_surprised(predicted * self._form_factor(tree), samples)
-        self.prior = max(FADING * self.prior, self.least_prior)
+        predicted = sum(expected[min(sample.max_depth, depth)] for sample in samples)
+        self._cap_weight_if_text_changed(predicted * self._form_factor(tree), samples)
+        self.prior = max(PRIOR_DECAY * self.prior, self.min_prior)
         for count in (*self.depths, *self.forms.values()):
             count.fade(factor)
         # In a large batch, many samples are equal.
         for sample, weight in Counter(samples).items():
-            self._count_first_children(sample, min(sample.allowed, depth), weight)
-            form.tried += weight * expected[min(sample.allowed, depth)]
-            form.found += weight * len(sample.ranks)
+            self._count_first_children(sample, min(sample.max_depth, depth), weight)
+            form.trials += weight * expected[min(sample.max_depth, depth)]
+            form.successes += weight * len(sample.ranks)
 
-    def _doubt_if_surprised(self, expected: float, samples: Sequence[Sample]) -> None:
-        """Doubt the older rounds if the latest ones gain much more or less than expected."""
-        self.recent.fade(1 - 1 / max(2, RECENT / len(samples)))
-        self.recent.tried += expected
-        self.recent.found += sum(len(sample.ranks) for sample in samples)
-        tried, found = self.recent.tried, self.recent.found
-        if abs(found - tried) > SURPRISE * math.sqrt(SPREAD * tried + 1):
-            self.doubt(max(RECENT / 4, len(samples)))
-            self.recent = Count()
+    def _cap_weight_if_text_changed(self, expected: float, samples: Sequence[AcceptSample]) -> None:
+        """Reduce the weight of older rounds if the latest rounds gain much more or less than expected."""
+        self.recent.fade(1 - 1 / max(2, RECENT_SAMPLES / len(samples)))
+        self.recent.trials += expected
+        self.recent.successes += sum(len(sample.ranks) for sample in samples)
+        expected, gained = self.recent.trials, self.recent.successes
+        if abs(gained - expected) > MAX_DEVIATIONS * math.sqrt(VARIANCE_PER_TOKEN * expected + 1):
+            self.cap_weight(max(RECENT_SAMPLES / 4, len(samples)))
+            self.recent = DecayingRate()
 
-    def _count_first_children(self, sample: Sample, allowed: int, weight: int) -> None:
+    def _count_first_children(self, sample: AcceptSample, max_depth: int, weight: int) -> None:
         """Count at each depth whether the first child was accepted, as long as the path follows first children."""
         ranks = sample.ranks
-        for depth in range(min(allowed, len(ranks) + 1)):
+        for depth in range(min(max_depth, len(ranks) + 1)):
             count = self.depths[depth]
             if depth == len(ranks):
                 # A leaf may have no child because other nodes were more probable.  Then the count learns nothing.
-                count.tried += weight * (not sample.is_leaf or sample.is_short)
+                count.trials += weight * (not sample.is_leaf or sample.is_short)
                 return
-            count.tried += weight
+            count.trials += weight
             if ranks[depth]:
                 return
-            count.found += weight
+            count.successes += weight

@@ -25,13 +25,13 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from espalier.engine.cuda_stages import OF_THIS_THREAD, EagerStages, StageMemory, Stages, no_garbage_collection
+from espalier.engine.cuda_stages import CAPTURE_ERROR_MODE, EagerStages, StageMemory, Stages, no_garbage_collection
 from espalier.engine.cuda_streams import give_streams_back, take_streams
 from espalier.engine.executor import Handle, execute
 from espalier.engine.launch_buffer import LaunchBuffer, pack_launch
-from espalier.engine.launch_input import ALL_SAMPLING, LaunchInput, RequestResult, of_dummies
-from espalier.engine.masks import AskRows, GuideRows, RowMasks, Trees
-from espalier.engine.results import Results, read, read_trees
+from espalier.engine.launch_input import ALL_SAMPLING, LaunchInput, RequestResult, dummy_launch
+from espalier.engine.masks import AskBeamMasks, GuideRows, RowMasks, Trees
+from espalier.engine.results import ResultsRing, read_results, read_trees
 from espalier.errors import EspalierError
 from espalier.kernels.ops.sampling import logprob_rows
 from espalier.kernels.runtime.precompile import precompile
@@ -39,7 +39,7 @@ from espalier.layout import ROUNDS_IN_FLIGHT, LaunchForm, bucket_of
 from espalier.speculate.round import ModelRunner, RoundOutput
 
 # One entry more than the most unread launches, so that a launch never waits for the copy of the previous launch.
-RING = ROUNDS_IN_FLIGHT + 1
+RING_ENTRIES = ROUNDS_IN_FLIGHT + 1
 
 log = logging.getLogger(__name__)
 
@@ -70,9 +70,9 @@ class HostEntry:
 
 @dataclass(frozen=True)
 class CudaHandle:
-    """A launch in flight.  prompt_logprobs: as in `read`, in pinned memory, valid after the event `host.copied`."""
+    """A launch in flight.  prompt_logprobs: see read_results; pinned, valid after the event `host.copied`."""
 
-    results: Results
+    results: ResultsRing
     host: HostEntry
     launch_input: LaunchInput
     prompt_logprobs: Tensor | None
@@ -83,7 +83,7 @@ class CudaHandle:
     def result(self) -> list[RequestResult]:
         self.wait()
         entry = self.host.results[: len(self.launch_input.slots)].numpy()
-        return read(self.results.fields, entry, self.prompt_logprobs, self.launch_input)
+        return read_results(self.results.columns, entry, self.prompt_logprobs, self.launch_input)
 
 
 @dataclass
@@ -100,7 +100,7 @@ class CudaStagedHandle:
     settled: CudaHandle | None = None
 
     @torch.inference_mode()
-    def resume(self, guide: GuideRows | None, ask: AskRows) -> None:
+    def resume(self, guide: GuideRows | None, ask: AskBeamMasks) -> None:
         """Runs propose, then runs verify while the trees are copied to the host.
 
         The draft asks the host only if at least half of the requests have a grammar, because all wait for the answers.
@@ -116,7 +116,7 @@ class CudaStagedHandle:
 
     def trees(self) -> Trees:
         self.host.copied.synchronize()
-        return read_trees(self.executor.results.fields, self.host.results[: len(self.launch_input.slots)].numpy())
+        return read_trees(self.executor.results.columns, self.host.results[: len(self.launch_input.slots)].numpy())
 
     @torch.inference_mode()
     def settle(self, masks: RowMasks) -> None:
@@ -167,17 +167,18 @@ class CudaExecutor:
         self.capture_stages = capture_stages
         self.replay_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
         layout, self.device = runner.layout, runner.pages.device
-        self.results = Results(layout, runner.target.config.vocab_size, RING, self.device)
+        self.results = ResultsRing(layout, runner.target.config.vocab_size, RING_ENTRIES, self.device)
         self.captured_buckets = layout.batch_buckets(graph_batch)
         larger = (batch for batch in layout.batch_buckets(layout.max_batch) if batch > graph_batch)
         self.buckets = (*self.captured_buckets, *larger)
-        self.stream, self.copies = streams = take_streams(self.device)
+        self.stream, self.copy_stream = streams = take_streams(self.device)
         self._give_streams_back = weakref.finalize(self, give_streams_back, self.device, streams)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         self.captured_passes = layout.captured_passes if graph_batch and runner.captures_prefill else ()
-        widest = len(self._pack(of_dummies(layout.max_batch), 0, LaunchForm(layout.max_batch)).vector)
+        widest = len(self._pack(dummy_launch(layout.max_batch), 0, LaunchForm(layout.max_batch)).vector)
         pinned = partial(torch.zeros, dtype=torch.int64, pin_memory=True)
-        self.ring = [HostEntry(entry, pinned(widest), pinned(self.results.ring.shape[1:])) for entry in range(RING)]
+        results_shape = self.results.ring.shape[1:]
+        self.ring = [HostEntry(entry, pinned(widest), pinned(results_shape)) for entry in range(RING_ENTRIES)]
         self.num_launched = 0
         self.graphs: dict[LaunchForm, Graph] = {}
         self.stage_graphs: dict[int, Stages] = {}
@@ -188,7 +189,7 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def launch(self, launch_input: LaunchInput) -> Handle:
-        host, form, packed = self._packed(launch_input)
+        host, form, packed = self._pack_into_ring(launch_input)
         graph = self.graph_of(launch_input)
         output = None
         with torch.cuda.stream(self.stream):
@@ -220,18 +221,18 @@ class CudaExecutor:
         end.record()
         self.replay_events.append((start, end))
 
-    def _packed(self, launch_input: LaunchInput) -> tuple[HostEntry, LaunchForm, LaunchBuffer]:
+    def _pack_into_ring(self, launch_input: LaunchInput) -> tuple[HostEntry, LaunchForm, LaunchBuffer]:
         """Waits for the next buffers of the ring.  Returns these buffers, the padded form and the packed launch."""
-        host = self.ring[self.num_launched % RING]
+        host = self.ring[self.num_launched % RING_ENTRIES]
         self.num_launched += 1
         host.copied.synchronize()
         form = self.form(launch_input)
         return host, form, self._pack(launch_input, host.entry, form)
 
     def _pack(self, launch_input: LaunchInput, entry: int, form: LaunchForm) -> LaunchBuffer:
-        """Packs a launch (see pack_launch).  A graph of layers that keep a state reads marks in every launch."""
-        has_marks = self.runner.cache.states is not None
-        return pack_launch(self.runner.table, launch_input, entry, form, has_marks)
+        """Packs a launch (see pack_launch).  A graph of layers that keep a state reads snapshots in every launch."""
+        has_snapshots = self.runner.cache.states is not None
+        return pack_launch(self.runner.table, launch_input, entry, form, has_snapshots)
 
     def _prepare(self, launch_input: LaunchInput, form: LaunchForm, in_graph: bool) -> None:
         """Gives the launch's lengths to the backends, clears its pages, copies its states.  Called on its stream."""
@@ -246,7 +247,7 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def launch_staged(self, launch_input: LaunchInput) -> CudaStagedHandle:
-        host, form, packed = self._packed(launch_input)
+        host, form, packed = self._pack_into_ring(launch_input)
         captured = self.stage_graphs.get(form.batch)
         with torch.cuda.stream(self.stream):
             self._prepare(launch_input, form, captured is not None)
@@ -267,11 +268,11 @@ class CudaExecutor:
         Returns a pinned copy of prompt_logprobs.  Both copies are complete after the event `host.copied`.
         """
         host.written.record(self.stream)
-        self.copies.wait_event(host.written)
-        with torch.cuda.stream(self.copies):
+        self.copy_stream.wait_event(host.written)
+        with torch.cuda.stream(self.copy_stream):
             on_host = None if prompt_logprobs is None else self._to_host(prompt_logprobs)
             host.results[:batch].copy_(self.results.ring[host.entry, :batch], non_blocking=True)
-            host.copied.record(self.copies)
+            host.copied.record(self.copy_stream)
         return on_host
 
     @torch.inference_mode()
@@ -335,7 +336,7 @@ class CudaExecutor:
         masks = None
         if launch_input.masks is not None:
             masks = torch.from_numpy(launch_input.masks).pin_memory().to(self.device, non_blocking=True)
-        runner, device_launch = self.runner.of_tree(form.tree), self._to_device(packed)
+        runner, device_launch = self.runner.for_tree(form.tree), self._to_device(packed)
         known = (launch_input.width, ALL_SAMPLING, launch_input.prompt_rows, masks)
         return execute(runner, self.results, device_launch, *known)
 
@@ -356,7 +357,7 @@ class CudaExecutor:
         return CudaHandle(self.results, host, launch_input, on_host)
 
     def _to_host(self, value: Tensor) -> Tensor:
-        value.record_stream(self.copies)
+        value.record_stream(self.copy_stream)
         on_host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
         return on_host.copy_(value, non_blocking=True)
 
@@ -369,7 +370,7 @@ class CudaExecutor:
         forms = [*self.runner.layout.round_forms(self.captured_buckets), *passes]
         what = "a launch that compiles kernels"
         try:
-            self.compile([*self.dummy_rounds, *(of_dummies(*form) for form in passes)])
+            self.compile([*self.dummy_rounds, *(dummy_launch(*form) for form in passes)])
             for form in track(forms, "capturing CUDA graphs", console=Console(stderr=True), transient=True):
                 what = f"the CUDA graph of {form.name}"
                 self.graphs[form] = self.captured(form, pool)
@@ -377,18 +378,18 @@ class CudaExecutor:
             raise EspalierError(
                 f"{what} does not fit into the memory of {self.device}; lower num_pages, graph_batch or max_batch"
             ) from None
-        self._say_captured(f"{len(passes)} prefill passes and {len(forms) - len(passes)} rounds", began, before)
+        self._log_captured(f"{len(passes)} prefill passes and {len(forms) - len(passes)} rounds", began, before)
         if self.capture_stages:
             self._capture_stages(pool)
 
     @property
     def dummy_rounds(self) -> list[LaunchInput]:
         """Rounds of dummies, one for each form, the largest first."""
-        rounds = [of_dummies(*form) for form in self.runner.layout.round_forms(self.buckets)]
+        rounds = [dummy_launch(*form) for form in self.runner.layout.round_forms(self.buckets)]
         staged = self.buckets[::-1] if self.capture_stages else ()
-        return [*rounds, *(replace(of_dummies(batch), is_staged=True) for batch in staged)]
+        return [*rounds, *(replace(dummy_launch(batch), is_staged=True) for batch in staged)]
 
-    def _say_captured(self, what: str, began: float, reserved: int) -> None:
+    def _log_captured(self, what: str, began: float, reserved: int) -> None:
         mib = (torch.cuda.memory_reserved(self.device) - reserved) / 2**20
         seconds, batches = time.perf_counter() - began, list(self.captured_buckets)
         log.info("captured CUDA graphs of %s, batches %s: %.1f s, %.0f MiB", what, batches, seconds, mib)
@@ -396,7 +397,7 @@ class CudaExecutor:
     @torch.inference_mode()
     def captured(self, form: LaunchForm, pool: Any) -> Graph:
         """Captures the launches of a form with dummy slots, and returns the graph.  pool: the graph's memory."""
-        dummies, runner = of_dummies(*form), self.runner.of_tree(form.tree)
+        dummies, runner = dummy_launch(*form), self.runner.for_tree(form.tree)
         packed = self._pack(dummies, 0, form)
         with torch.cuda.stream(self.stream):
             self._prepare_capture(dummies, form)
@@ -406,7 +407,7 @@ class CudaExecutor:
             execute(runner, self.results, device_launch, form.width, ALL_SAMPLING)
             self.stream.synchronize()
         graph = torch.cuda.CUDAGraph(keep_graph=self.keep_graphs)
-        with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode=OF_THIS_THREAD):
+        with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode=CAPTURE_ERROR_MODE):
             execute(runner, self.results, device_launch, form.width, ALL_SAMPLING)
         if self.keep_graphs:  # else PyTorch instantiated the graph when the capture ended
             graph.instantiate()
@@ -415,18 +416,17 @@ class CudaExecutor:
     def _capture_stages(self, pool: Any) -> None:
         """Captures each bucket's stages, in the memory of the rounds' graphs.  Stages that do not fit run eagerly."""
         began, before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
-        for batch in track(
-            self.captured_buckets[::-1], "capturing staged rounds", console=Console(stderr=True), transient=True
-        ):
+        buckets = self.captured_buckets[::-1]
+        for batch in track(buckets, "capturing staged rounds", console=Console(stderr=True), transient=True):
             try:
                 self.stage_graphs[batch] = self._captured_stages(batch, pool)
             except torch.OutOfMemoryError:
                 log.warning("staged rounds of %d requests run without CUDA graphs, which do not fit into memory", batch)
-        self._say_captured("staged rounds", began, before)
+        self._log_captured("staged rounds", began, before)
 
     @torch.inference_mode()
     def _captured_stages(self, batch: int, pool: Any) -> Stages:
-        dummies, form = of_dummies(batch), LaunchForm(batch)
+        dummies, form = dummy_launch(batch), LaunchForm(batch)
         packed = self._pack(dummies, 0, form)
         with torch.cuda.stream(self.stream):
             self._prepare_capture(dummies, form)

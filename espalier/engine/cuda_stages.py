@@ -23,14 +23,14 @@ from torch import Tensor
 
 from espalier.engine.executor import StagedRound
 from espalier.engine.launch_buffer import LaunchBuffer
-from espalier.engine.masks import AskRows, GuideRows, RowMasks
-from espalier.engine.results import Results
+from espalier.engine.masks import AskBeamMasks, GuideRows, RowMasks
+from espalier.engine.results import ResultsRing
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.mask import ALL_ALLOWED, DraftGuide, mask_words
 from espalier.speculate.round import ModelRunner
 
 # With this mode, CUDA calls of other threads do not end a capture.  NCCL's threads query events all the time.
-OF_THIS_THREAD = "thread_local"
+CAPTURE_ERROR_MODE = "thread_local"
 
 
 @contextmanager
@@ -100,7 +100,7 @@ class GrammarRows:
         if own is None or not rows:
             return
         self.pinned.numpy()[: len(rows)] = own
-        for begin, end in adjacent(rows):
+        for begin, end in runs_of_rows(rows):
             first = rows[begin]
             self.values[first : first + end - begin].copy_(self.pinned[begin:end], non_blocking=True)
 
@@ -111,17 +111,17 @@ class StageMemory:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.parts: dict[str, RowMemory] = {}
+        self.memories: dict[str, RowMemory] = {}
 
     def rows(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, free: Tensor | int) -> GrammarRows:
-        memory, count = self.parts.get(name), prod(shape)
+        memory, count = self.memories.get(name), prod(shape)
         if memory is None or len(memory.values) < count:
             pinned = torch.empty(count, dtype=dtype, pin_memory=self.device.type == "cuda")
-            memory = self.parts[name] = RowMemory(torch.empty(count, dtype=dtype, device=self.device), pinned)
+            memory = self.memories[name] = RowMemory(torch.empty(count, dtype=dtype, device=self.device), pinned)
         return GrammarRows(memory, shape, free)
 
 
-def adjacent(rows: tuple[int, ...]) -> list[tuple[int, int]]:
+def runs_of_rows(rows: tuple[int, ...]) -> list[tuple[int, int]]:
     """Returns (begin, end) for each run of consecutive numbers in `rows`, which ascend.  Both are indices in `rows`."""
     cuts = [place for place in range(1, len(rows)) if rows[place] != rows[place - 1] + 1]
     return list(pairwise([0, *cuts, len(rows)])) if rows else []
@@ -146,7 +146,7 @@ def unpack(packed: Tensor, num_values: int, num_words: int) -> tuple[Tensor, Ten
 
 
 @dataclass
-class Question:
+class BeamQuestion:
     """The draft's question at one level and its answer, on the device.
 
     packed: [B, E + Q * W] int64, tokens and ancestor bits (sampling.mask.HostQuery) side by side, so that one copy
@@ -160,7 +160,7 @@ class Question:
     answer: GrammarRows
 
     @classmethod
-    def of(cls, packed: Tensor, beams: int, num_tokens: int, num_words: int, memory: StageMemory) -> "Question":
+    def of(cls, packed: Tensor, beams: int, num_tokens: int, num_words: int, memory: StageMemory) -> "BeamQuestion":
         """Returns a question without an answer yet: every token may follow."""
         # -1 in an answer says both: several tokens may follow, and the mask allows all.
         shape = (len(packed), beams, 1 + packed_words(num_words))
@@ -169,20 +169,20 @@ class Question:
         return cls(packed, num_tokens, num_words, answer)
 
     @property
-    def told(self) -> tuple[Tensor, Tensor]:
+    def answer_tensors(self) -> tuple[Tensor, Tensor]:
         """The answer in HostQuery's form: forced tokens [B, Q] and masks [B, Q, words]."""
         only, masks = unpack(self.answer.values, 1, self.num_words)
         return only[..., 0], masks
 
-    def ask_host(self, ask: AskRows | None) -> None:
+    def ask_host(self, ask: AskBeamMasks | None) -> None:
         """Waits for the device, asks the host, and writes its answer to the device.  ask: None if every token may
         follow."""
         if ask is None:
             self.answer.set((), None)
             return
         tokens, bits = self.packed.cpu().split((self.num_tokens, self.packed.shape[1] - self.num_tokens), 1)
-        told = ask(tokens, bits.unflatten(1, (self.answer.values.shape[1], -1)))
-        self.answer.set(told.rows, pack(told.forced[..., None], told.masks))
+        answer = ask(tokens, bits.unflatten(1, (self.answer.values.shape[1], -1)))
+        self.answer.set(answer.rows, pack(answer.forced[..., None], answer.masks))
 
 
 def packed_question(tokens: Tensor, ancestor_bits: Tensor) -> Tensor:
@@ -200,11 +200,11 @@ class ProposeGraphs:
         self.num_words = num_words
         self.memory = memory
         self.graphs: list[torch.cuda.CUDAGraph] = []
-        self.questions: list[Question] = []
+        self.questions: list[BeamQuestion] = []
 
     def begin(self) -> None:
         self.graphs.append(torch.cuda.CUDAGraph())
-        self.graphs[-1].capture_begin(pool=self.pool, capture_error_mode=OF_THIS_THREAD)
+        self.graphs[-1].capture_begin(pool=self.pool, capture_error_mode=CAPTURE_ERROR_MODE)
 
     def end(self) -> None:
         self.graphs[-1].capture_end()
@@ -213,19 +213,19 @@ class ProposeGraphs:
         """Ends this graph and begins the next one, which reads the answer.  See sampling.mask.HostQuery."""
         packed = packed_question(tokens, ancestor_bits)
         self.end()
-        question = Question.of(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_words, self.memory)
+        question = BeamQuestion.of(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_words, self.memory)
         self.questions.append(question)
         self.begin()
-        return question.told
+        return question.answer_tensors
 
-    def replay(self, ask: AskRows | None) -> None:
+    def replay(self, ask: AskBeamMasks | None) -> None:
         for graph, question in zip(self.graphs, self.questions, strict=False):
             graph.replay()
             question.ask_host(ask)
         self.graphs[-1].replay()
 
 
-class DeviceAsk:
+class BeamQuestionAsker:
     """The function DraftGuide.ask on a GPU.
 
     host: gives the answers in an eager run; capture: the graphs that are being captured, None in an eager run.
@@ -234,16 +234,16 @@ class DeviceAsk:
     def __init__(self, num_words: int, memory: StageMemory):
         self.num_words = num_words
         self.memory = memory
-        self.host: AskRows | None = None
+        self.host: AskBeamMasks | None = None
         self.capture: ProposeGraphs | None = None
 
     def __call__(self, tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
         if self.capture is not None:
             return self.capture.split(tokens, ancestor_bits)
         packed = packed_question(tokens, ancestor_bits)
-        question = Question.of(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_words, self.memory)
+        question = BeamQuestion.of(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_words, self.memory)
         question.ask_host(self.host)
-        return question.told
+        return question.answer_tensors
 
 
 @dataclass
@@ -259,7 +259,7 @@ class Stages:
     guide: GrammarRows
     masks: GrammarRows
     begin: Callable[[], None]
-    propose: Callable[[AskRows | None], None]
+    propose: Callable[[AskBeamMasks | None], None]
     verify: Callable[[], None]
     settle: Callable[[], None]
 
@@ -283,7 +283,7 @@ class EagerStages:
     def __init__(
         self,
         runner: ModelRunner,
-        results: Results,
+        results: ResultsRing,
         packed: LaunchBuffer,
         needs: SamplingNeeds,
         batch: int,
@@ -292,15 +292,15 @@ class EagerStages:
         device = memory.device
         self.vector = torch.from_numpy(packed.vector).pin_memory().to(device, non_blocking=True)
         words, steps = mask_words(runner.target.config.vocab_size), runner.layout.steps
-        self.ask = DeviceAsk(words, memory)
-        nothing = torch.full((steps + 1 + packed_words(words),), ALL_ALLOWED, dtype=torch.int64)
+        self.ask = BeamQuestionAsker(words, memory)
+        unmasked = torch.full((steps + 1 + packed_words(words),), ALL_ALLOWED, dtype=torch.int64)
         # No level is known yet.
-        nothing[steps] = 0
-        free = nothing.pin_memory().to(device, non_blocking=True)
-        self.guide_rows = memory.rows("guide", (batch, len(nothing)), nothing.dtype, free)
-        told, mask = unpack(self.guide_rows.values, steps + 1, words)
-        self.guide = DraftGuide(told[:, :steps], mask, told[:, steps], self.ask)
-        nodes = runner.layout.at(batch).num_draft_tokens
+        unmasked[steps] = 0
+        free = unmasked.pin_memory().to(device, non_blocking=True)
+        self.guide_rows = memory.rows("guide", (batch, len(unmasked)), unmasked.dtype, free)
+        forced_and_level, mask = unpack(self.guide_rows.values, steps + 1, words)
+        self.guide = DraftGuide(forced_and_level[:, :steps], mask, forced_and_level[:, steps], self.ask)
+        nodes = runner.layout.for_batch(batch).num_draft_tokens
         self.masks = memory.rows("masks", (batch, nodes, words), torch.int32, ALL_ALLOWED)
         self.staged = StagedRound(runner, results, packed.on(self.vector), needs)
 
@@ -311,7 +311,7 @@ class EagerStages:
         buffers = self.vector, self.guide_rows, self.masks
         return Stages(*buffers, self.staged.begin, self._propose, self.staged.verify, self._settle)
 
-    def _propose(self, ask: AskRows | None) -> None:
+    def _propose(self, ask: AskBeamMasks | None) -> None:
         self.ask.host = ask
         self.staged.propose(self.guide)
 
@@ -360,6 +360,6 @@ class EagerStages:
 def _captured(stage: Callable[[], None], pool: Any, stream: torch.cuda.Stream) -> Callable[[], None]:
     """Captures a stage as a CUDA graph.  Returns the function that replays the graph."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=OF_THIS_THREAD):
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=CAPTURE_ERROR_MODE):
         stage()
     return graph.replay

@@ -13,25 +13,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
 from espalier.engine.executor import ClosedExecutor, Executor, Handle, LaunchObserver, StagedHandle
-from espalier.engine.guesses import Guesses
+from espalier.engine.guesses import GuessSources
 from espalier.engine.launch_input import Launch
 from espalier.engine.masks import Maskers
 from espalier.engine.round_trees import RoundTrees
 from espalier.engine.scheduler import Scheduler
-from espalier.engine.state_keeper import make_keeper
+from espalier.engine.state_keeper import make_state_keeper
 from espalier.engine.tree_choice import TreeChooser
-from espalier.errors import EspalierError, too_little_room
+from espalier.errors import EspalierError, output_too_long
 from espalier.request import OutputChunk, Request, check_prompt
 from espalier.speculate.sources.base import HostSource
 from espalier.stats import SpeculationStats
 
 
 @dataclass
-class Started:
+class StartedLaunch:
     """A launch in flight.
 
     stages: the handle of a round that runs in stages; None for other launches.  maskers: the grammars of such a round;
@@ -54,10 +55,10 @@ class InFlight:
     """
 
     overlap: bool
-    unread: Started | None = None
-    unsettled: Started | None = None
+    unread: StartedLaunch | None = None
+    unsettled: StartedLaunch | None = None
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self.unread = self.unsettled = None
 
 
@@ -95,9 +96,9 @@ class Engine:
             rounds_in_flight=2 if overlap else 1,
             vocab_size=self.vocab_size,
             captured_passes=executor.captured_passes,
-            states=make_keeper(self.layout, self.prefixes, runner.cache.snapshot_rows),
+            states=make_state_keeper(self.layout, self.prefixes, runner.cache.snapshot_rows),
             trees=RoundTrees(self.layout, chooser, executor.runs_any_tree),
-            guesses=Guesses(self.layout, sources),
+            guesses=GuessSources(self.layout, sources),
         )
         self.requests: dict[str, Request] = {}
         self.stopped: str | None = None
@@ -107,17 +108,17 @@ class Engine:
         """Starts the next launch and reads the result of a launch.  Returns the output chunks of this step."""
         with self._stop_on_error():
             # A round that is not settled shares buffers with every later launch, so it must be settled first.
-            self._settle()
+            self._settle_round()
             launch = self.scheduler.next_launch()  # a prefill pass, a round, or None
-            started = self._start(launch) if launch else None
+            started = self._start_launch(launch) if launch else None
             if self.in_flight.overlap:
                 previous, self.in_flight.unread = self.in_flight.unread, started
-                self._read(previous)
-                self._resume(started)
+                self._read_result(previous)
+                self._resume_round(started)
             else:
-                self._resume(started)
-                self._settle()
-                self._read(started)
+                self._resume_round(started)
+                self._settle_round()
+                self._read_result(started)
             return self._forget_finished(self.scheduler.take_chunks())
 
     def drain(self) -> None:
@@ -126,46 +127,46 @@ class Engine:
         The next step returns the output chunks of this launch.  Requests continue where they are.
         """
         with self._stop_on_error():
-            self._settle()
+            self._settle_round()
             previous, self.in_flight.unread = self.in_flight.unread, None
-            self._read(previous)
+            self._read_result(previous)
 
-    def require_ranks(self) -> None:
+    def raise_rank_failure(self) -> None:
         """Raises the error of another rank that has failed, as `step` would, also while no request runs."""
         if self.executor.failure is not None:
             with self._stop_on_error():
                 raise self.executor.failure
 
-    def _start(self, launch: Launch) -> Started:
+    def _start_launch(self, launch: Launch) -> StartedLaunch:
         if self.observer is not None:
             self.observer.on_launch(launch.launch_input)
         if not launch.launch_input.is_staged:
-            return Started(launch, self.executor.launch(launch.launch_input))
+            return StartedLaunch(launch, self.executor.launch(launch.launch_input))
         handle = self.executor.launch_staged(launch.launch_input)
-        return Started(launch, handle, handle)
+        return StartedLaunch(launch, handle, handle)
 
-    def _read(self, started: Started | None) -> None:
+    def _read_result(self, started: StartedLaunch | None) -> None:
         if started is None:
             return
         if self.observer is not None:
             self.observer.before_result(started.handle)
         self.scheduler.harvest(started.launch, started.handle.result())
 
-    def _resume(self, started: Started | None) -> None:
+    def _resume_round(self, started: StartedLaunch | None) -> None:
         """Starts the propose and verify stages of a round.  All earlier launches must have been read, so that the
         grammars' states are known."""
         if started is None or started.stages is None:
             return
         masks, started.maskers = self.scheduler.masks, self.scheduler.maskers_of(started.launch)
-        started.stages.resume(masks.guide(started.maskers), partial(masks.of_beams, started.maskers))
+        started.stages.resume(masks.guide(started.maskers), partial(masks.beam_masks, started.maskers))
         self.in_flight.unsettled = started
 
-    def _settle(self) -> None:
+    def _settle_round(self) -> None:
         started, self.in_flight.unsettled = self.in_flight.unsettled, None
         if started is not None and started.stages is not None:
             trees = started.stages.trees()
             # The host makes the masks while the device verifies the trees.
-            started.stages.settle(self.scheduler.masks.of_nodes(started.maskers, trees))
+            started.stages.settle(self.scheduler.masks.node_masks(started.maskers, trees))
 
     def add(self, request: Request) -> None:
         """Adds a request to the queue.  Raises EspalierError, and changes nothing, if the request can never run."""
@@ -176,7 +177,7 @@ class Engine:
         max_context, least = self.layout.max_context, request.params.min_tokens
         check_prompt(request.prompt, self.vocab_size, max_context, self.max_position)
         if len(request.prompt) + least > max_context:
-            raise too_little_room("min_tokens", least, len(request.prompt), max_context, self.max_position)
+            raise output_too_long("min_tokens", least, len(request.prompt), max_context, self.max_position)
         if not self.scheduler.fits(request):
             raise EspalierError(
                 f"a request of up to {request.end(max_context)} tokens (prompt: {len(request.prompt)}) can never fit "
@@ -200,7 +201,7 @@ class Engine:
             yield
         except BaseException as error:
             self.stopped = f"the engine stopped ({type(error).__name__}: {error}); make another LLM"
-            self.in_flight.forget()
+            self.in_flight.clear()
             self.scheduler.stop(self.stopped)
             raise
 
@@ -237,9 +238,10 @@ class Engine:
         """Frees models, pages and graphs, even if references to the engine remain.  Idempotent."""
         if self.stopped is None:
             self.stopped = "the engine is closed; make another LLM"
-        self.in_flight.forget()
+        self.in_flight.clear()
         try:
             self.executor.close()  # a launch in flight may still ask for masks
         finally:
             self.scheduler.masks.close()
-            self.executor = ClosedExecutor()
+            closed: Any = ClosedExecutor()
+            self.executor = closed

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from espalier.engine.launch_buffer import LaunchBuffer, pack_launch
 from espalier.engine.launch_input import LaunchInput, RequestResult
-from espalier.engine.masks import AskRows, GuideRows, RowMasks, Trees
-from espalier.engine.results import Results, read, read_trees
+from espalier.engine.masks import AskBeamMasks, GuideRows, RowMasks, Trees
+from espalier.engine.results import ResultsRing, read_results, read_trees
 from espalier.errors import EspalierError
 from espalier.kernels.ops.sampling import logprob_rows
 from espalier.layout import LaunchForm
@@ -25,10 +25,10 @@ from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.mask import DraftGuide
 from espalier.sampling.prompt import PromptRows
 from espalier.speculate.round import (
-    Begun,
+    BegunRound,
     ModelRunner,
     RoundOutput,
-    Verified,
+    VerifiedRound,
     begin,
     decode_round,
     prefill,
@@ -51,7 +51,7 @@ class Handle(Protocol):
 class StagedHandle(Handle, Protocol):
     """A round whose begin stage was started.  No other launch may be started before `settle`."""
 
-    def resume(self, guide: GuideRows | None, ask: AskRows) -> None:
+    def resume(self, guide: GuideRows | None, ask: AskBeamMasks) -> None:
         """Starts the propose and the verify stage.
 
         guide: the forced tokens and masks that grammars give to the draft; None without grammars.  ask: a function that
@@ -118,18 +118,9 @@ class Executor(Protocol):
 class ClosedExecutor:
     """Replaces the executor of a closed engine, so that the engine holds no device memory any more."""
 
-    captured_passes: tuple[LaunchForm, ...] = ()
-    runs_any_tree = False
     failure: Exception | None = None
 
-    @property
-    def runner(self) -> ModelRunner:
-        raise EspalierError("the engine is closed; make another LLM")
-
-    def launch(self, launch_input: LaunchInput) -> Handle:
-        raise EspalierError("the engine is closed; make another LLM")
-
-    def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
+    def __getattr__(self, name: str) -> Any:
         raise EspalierError("the engine is closed; make another LLM")
 
     def close(self) -> None:
@@ -138,7 +129,7 @@ class ClosedExecutor:
 
 def execute(
     runner: ModelRunner,
-    results: Results,
+    results: ResultsRing,
     device_launch: LaunchBuffer,
     width: int,
     needs: SamplingNeeds,
@@ -151,12 +142,12 @@ def execute(
     LaunchInput, on the device.
     """
     device_launch.apply(runner.table)
-    launch, marks = device_launch, device_launch.marks
+    launch, snapshots = device_launch, device_launch.snapshots
     if width:
         known = (launch.lengths, width, needs, launch.pieces, prompt_rows, masks)
-        output = prefill(runner, launch.slots, *known, marks)
+        output = prefill(runner, launch.slots, *known, snapshots)
     else:
-        output = decode_round(runner, launch.slots, needs, launch.appended, marks)
+        output = decode_round(runner, launch.slots, needs, launch.appended, snapshots)
     results.write(device_launch.entry, output)
     return output
 
@@ -168,18 +159,18 @@ class StagedRound:
     that one stage passes to the next.
     """
 
-    def __init__(self, runner: ModelRunner, results: Results, device_launch: LaunchBuffer, needs: SamplingNeeds):
+    def __init__(self, runner: ModelRunner, results: ResultsRing, device_launch: LaunchBuffer, needs: SamplingNeeds):
         self.runner = runner
         self.results = results
         self.device_launch = device_launch
         self.needs = needs
-        self.begun: Begun | None = None
-        self.verified: Verified | None = None
+        self.begun: BegunRound | None = None
+        self.verified: VerifiedRound | None = None
 
     def begin(self) -> None:
         self.device_launch.apply(self.runner.table)
         launch = self.device_launch
-        self.begun = begin(self.runner, launch.slots, self.needs, launch.appended, launch.marks)
+        self.begun = begin(self.runner, launch.slots, self.needs, launch.appended, launch.snapshots)
 
     def propose(self, guide: DraftGuide | None) -> None:
         # `begun` is dropped before the stage ends, because it holds the draft's first logits, which may be large.
@@ -196,12 +187,12 @@ class StagedRound:
         self.results.write(self.device_launch.entry, settle(self.verified, masks))
 
 
-def guide_of(rows: GuideRows, batch: int, ask: AskRows) -> DraftGuide:
+def draft_guide(rows: GuideRows, batch: int, ask: AskBeamMasks) -> DraftGuide:
     """Returns the draft's guide for a batch, with tensors on the host.  ask: answers about draft rows."""
-    forced, masks, levels = map(torch.from_numpy, rows.whole(batch))
+    forced, masks, levels = map(torch.from_numpy, rows.full_batch(batch))
 
     def ask_host(tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
-        only, masks = ask(tokens, ancestor_bits).whole(batch)
+        only, masks = ask(tokens, ancestor_bits).full_batch(batch)
         return torch.from_numpy(only), torch.from_numpy(masks)
 
     return DraftGuide(forced, masks, levels, ask_host)
@@ -214,7 +205,7 @@ class CpuExecutor:
 
     def __init__(self, runner: ModelRunner, overlap: bool):
         self.runner = runner
-        self.results = Results(runner.layout, runner.target.config.vocab_size, 1, runner.pages.device)
+        self.results = ResultsRing(runner.layout, runner.target.config.vocab_size, 1, runner.pages.device)
         threads = torch.get_num_threads()
         self.worker = ThreadPoolExecutor(1, "espalier-stream", torch.set_num_threads, (threads,)) if overlap else None
 
@@ -256,9 +247,9 @@ class CpuExecutor:
         return staged
 
     @torch.inference_mode()
-    def propose(self, staged: StagedRound, batch: int, guide: GuideRows | None, ask: AskRows) -> Trees:
-        staged.propose(None if guide is None else guide_of(guide, batch, ask))
-        return read_trees(self.results.fields, self.results.ring[0, :batch].numpy())
+    def propose(self, staged: StagedRound, batch: int, guide: GuideRows | None, ask: AskBeamMasks) -> Trees:
+        staged.propose(None if guide is None else draft_guide(guide, batch, ask))
+        return read_trees(self.results.columns, self.results.ring[0, :batch].numpy())
 
     @torch.inference_mode()
     def verify(self, staged: StagedRound) -> None:
@@ -267,11 +258,11 @@ class CpuExecutor:
     @torch.inference_mode()
     def settle(self, launch_input: LaunchInput, staged: StagedRound, masks: RowMasks) -> list[RequestResult]:
         nodes = staged.proposed.runner.layout.num_draft_tokens
-        staged.settle(torch.from_numpy(masks.whole(len(launch_input.slots))[:, :nodes]))
+        staged.settle(torch.from_numpy(masks.full_batch(len(launch_input.slots))[:, :nodes]))
         return self._read_rows(launch_input, None)
 
     def _runner_of(self, launch_input: LaunchInput) -> ModelRunner:
-        runner = self.runner.of_tree(launch_input.tree)
+        runner = self.runner.for_tree(launch_input.tree)
         return replace(runner, trims_trees=True) if runner.layout.steps else runner
 
     def _to_device(self, launch_input: LaunchInput) -> LaunchBuffer:
@@ -285,14 +276,14 @@ class CpuExecutor:
         batch = len(launch_input.slots)
         of_prompt = None if output is None else output.prompt_logprobs
         prompt_logprobs = None if of_prompt is None else logprob_rows(*of_prompt)
-        return read(self.results.fields, self.results.ring[0, :batch].numpy(), prompt_logprobs, launch_input)
+        return read_results(self.results.columns, self.results.ring[0, :batch].numpy(), prompt_logprobs, launch_input)
 
     def close(self) -> None:
         if self.worker is not None:
             self.worker.shutdown()
 
 
-@dataclass(frozen=True)
+@dataclass
 class CpuHandle:
     work: Future[list[RequestResult]]
 
@@ -303,7 +294,7 @@ class CpuHandle:
         return self.work.result()
 
 
-class CpuStagedHandle:
+class CpuStagedHandle(CpuHandle):
     """A staged round on a CPU.  With overlap the worker thread runs the stages, one after another, while the caller
     continues."""
 
@@ -312,7 +303,7 @@ class CpuStagedHandle:
         self.launch_input = launch_input
         self.begun: Future[StagedRound] = executor.submit(executor.begin, launch_input)
 
-    def resume(self, guide: GuideRows | None, ask: AskRows) -> None:
+    def resume(self, guide: GuideRows | None, ask: AskBeamMasks) -> None:
         self.proposed: Future[Trees] = self.executor.submit(self._propose, guide, ask)
         self.verified: Future[None] = self.executor.submit(self._verify)
 
@@ -320,11 +311,11 @@ class CpuStagedHandle:
         return self.proposed.result()
 
     def settle(self, masks: RowMasks) -> None:
-        self.work: Future[list[RequestResult]] = self.executor.submit(self._settle, masks)
+        self.work = self.executor.submit(self._settle, masks)
 
     # Tasks run in order.  So inside a task, `result` of an earlier task returns at once, or raises that task's error.
 
-    def _propose(self, guide: GuideRows | None, ask: AskRows) -> Trees:
+    def _propose(self, guide: GuideRows | None, ask: AskBeamMasks) -> Trees:
         return self.executor.propose(self.begun.result(), len(self.launch_input.slots), guide, ask)
 
     def _verify(self) -> None:
@@ -334,9 +325,3 @@ class CpuStagedHandle:
     def _settle(self, masks: RowMasks) -> list[RequestResult]:
         self.verified.result()
         return self.executor.settle(self.launch_input, self.begun.result(), masks)
-
-    def wait(self) -> None:
-        wait_for((self.work,))
-
-    def result(self) -> list[RequestResult]:
-        return self.work.result()

@@ -8,7 +8,7 @@ import queue
 import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,31 +16,23 @@ from torch import Tensor
 from espalier.engine.executor import Executor, Handle, StagedHandle
 from espalier.engine.masks import BeamRows
 from espalier.engine.ranks import (
-    BEAT_S,
-    Answered,
-    Beat,
-    Decided,
-    Failed,
-    Launched,
-    Load,
-    Loaded,
-    Resumed,
-    Settled,
-    Unload,
-    Wanted,
+    HEARTBEAT_S,
+    BeamAnswer,
+    Decisions,
+    FailureReport,
+    Heartbeat,
+    LoadModels,
+    ModelsLoaded,
+    ResumeRound,
+    SendDecisions,
+    SettleRound,
+    StartLaunch,
+    UnloadModels,
     decisions_of,
 )
 from espalier.errors import EspalierError
 
 FAILED = 1
-
-
-class Source(Protocol):
-    """Loads the models of a rank.  It is pickled."""
-
-    def load(self, rank: int) -> Executor:
-        """Returns the executor of this rank."""
-        ...
 
 
 class Follower:
@@ -52,67 +44,67 @@ class Follower:
         self.executor: Executor | None = None
         self.handles: dict[int, Handle] = {}
         self.staged: StagedHandle | None = None
-        self.taken = self.num_loaded = 0
+        self.last_launch = self.num_loaded = 0
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[BeamRows] = queue.SimpleQueue()
-        self._sending = threading.Lock()
-        for work in (self._receive, self._beat):
+        self._send_lock = threading.Lock()
+        for work in (self._receive, self._send_heartbeats):
             threading.Thread(target=work, daemon=True).start()
 
     def run(self) -> int:
         """Handles the messages of rank 0 until an error occurs.  Returns the exit code."""
         try:
-            self.send(Loaded(0))
+            self.send(ModelsLoaded(0))
             while True:
-                self.take(self._messages.get())
+                self.handle(self._messages.get())
         except Exception as error:
             refused = isinstance(error, EspalierError)
             is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
             text = f"{error}" if refused else f"{type(error).__name__}: {error}"
             with suppress(OSError):
-                self.send(Failed(f"out of memory: {text}" if is_memory else text, refused, is_memory))
+                self.send(FailureReport(f"out of memory: {text}" if is_memory else text, refused, is_memory))
             return FAILED
 
-    def take(self, message: Any) -> None:
+    def handle(self, message: Any) -> None:
         """Handles one message."""
         match message:
             case Exception():
                 raise message
-            case Load(source):
+            case LoadModels(source):
                 self._unload()
                 self.num_loaded += 1
                 self.executor = source.load(self.rank)
-                self.send(Loaded(self.num_loaded))
-            case Launched():
+                self.send(ModelsLoaded(self.num_loaded))
+            case StartLaunch():
                 self._launch(message)
-            case Resumed(guide):
+            case ResumeRound(guide):
                 assert self.staged is not None
-                self.staged.resume(guide, self._ask)
-            case Settled(masks):
+                self.staged.resume(guide, self._wait_for_answer)
+            case SettleRound(masks):
                 assert self.staged is not None
                 self.staged.trees()
                 self.staged.settle(masks)
                 self.staged = None
-            case Wanted(number):
-                self.send(Decided(number, decisions_of(self.handles.pop(number).result())))
-            case Unload():
+            case SendDecisions(number):
+                self.send(Decisions(number, decisions_of(self.handles.pop(number).result())))
+            case UnloadModels():
                 self._unload()
 
     def send(self, message: Any) -> None:
-        with self._sending:
+        with self._send_lock:
             self.connection.send(message)
 
-    def _launch(self, message: Launched) -> None:
-        if message.number != self.taken + 1:
-            raise RuntimeError(f"it has taken up launch {self.taken}, and then got launch {message.number}")
+    def _launch(self, message: StartLaunch) -> None:
+        if message.number != self.last_launch + 1:
+            raise RuntimeError(f"it has taken up launch {self.last_launch}, and then got launch {message.number}")
         assert self.executor is not None
-        self.taken = message.number
+        self.last_launch = message.number
         if message.launch_input.is_staged:
-            self.staged = self.handles[self.taken] = self.executor.launch_staged(message.launch_input)
+            self.staged = self.handles[self.last_launch] = self.executor.launch_staged(message.launch_input)
         else:
-            self.handles[self.taken] = self.executor.launch(message.launch_input)
+            self.handles[self.last_launch] = self.executor.launch(message.launch_input)
 
-    def _ask(self, tokens: Tensor, ancestor_bits: Tensor) -> BeamRows:
+    def _wait_for_answer(self, tokens: Tensor, ancestor_bits: Tensor) -> BeamRows:
         """Returns the answer to the draft's question.  Rank 0 asks the same question and sends the answer."""
         return self._answers.get()
 
@@ -126,7 +118,7 @@ class Follower:
         try:
             while True:
                 message = self.connection.recv()
-                if isinstance(message, Answered):
+                if isinstance(message, BeamAnswer):
                     self._answers.put(message.beams)
                 else:
                     self._messages.put(message)
@@ -136,9 +128,9 @@ class Follower:
         except Exception as error:  # of unpickling, which may import anything
             self._messages.put(error)
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         ended = threading.Event()
         with suppress(OSError):
             while True:
-                self.send(Beat(self.taken))
-                ended.wait(BEAT_S)
+                self.send(Heartbeat(self.last_launch))
+                ended.wait(HEARTBEAT_S)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from espalier.engine.launch_input import Launch, RequestResult
-from espalier.engine.tree_choice import LookedUp
+from espalier.engine.tree_choice import LookupGain
 from espalier.layout import RoundLayout, TreeShape
 from espalier.request import Request
 from espalier.slots import ALL_SOURCES, Guess, guess_width
@@ -19,49 +19,49 @@ from espalier.speculate.sources.survival import Survival
 
 # In a round with a draft, a guess is sent if its first token is right at least this often.  Other guesses seldom add to
 # the tree.
-LEAST_BESIDE = 0.6
+MIN_REACH_BESIDE_DRAFT = 0.6
 # In a round without a draft, a token is sent if it is reached at least this often.  A row costs about this share of the
 # time of a token.
-LEAST_REACH = 0.06
+MIN_REACH = 0.06
 # Counts are logged after this many rounds, and each time that the number of rounds has doubled.
-LEAST_LOGGED = 256
+FIRST_LOGGED_ROUND = 256
 log = logging.getLogger("espalier")
 
-OfSlots = tuple[tuple[int, tuple[Guess, ...]], ...]
+GuessesBySlot = tuple[tuple[int, tuple[Guess, ...]], ...]
 
 
-class OfRound(NamedTuple):
+class RoundGuesses(NamedTuple):
     """The fields of a round's LaunchInput that come from guesses, under the same names."""
 
-    guesses: OfSlots = ()
+    guesses: GuessesBySlot = ()
     survival: np.ndarray | None = None
     skill: tuple[float, ...] = ()
 
 
-class Asked(NamedTuple):
-    """The guesses of the sources before a round.  looked_up: as in TreeChooser."""
+class SourceGuesses(NamedTuple):
+    """The guesses of the sources before a round.  lookup_gain: as in TreeChooser."""
 
-    guesses: OfSlots = ()
-    looked_up: LookedUp | None = None
+    by_slot: GuessesBySlot = ()
+    lookup_gain: LookupGain | None = None
 
 
 # The value for a prefill pass, which carries no guesses.
-NOTHING = Asked()
+NO_GUESSES = SourceGuesses()
 
 
-class Guesses:
+class GuessSources:
     """The sources of guesses and their counts.
 
     sources: in order of preference; a round that cannot carry all guesses carries those of the first sources.
-    by_source: [ALL_SOURCES, 3], the sums of RequestResult.by_source over `num_read` rounds.
+    by_source: [ALL_SOURCES, 3], the sums of RequestResult.by_source over `num_counted_rounds` rounds.
     """
 
     def __init__(self, layout: RoundLayout, sources: Sequence[HostSource]):
         self.layout = layout
         self.sources = sources
-        self.survival = Survival(layout.steps) if layout.calibrates else None
+        self.survival = Survival(layout.steps) if layout.calibrates_scores else None
         self.by_source = np.zeros((len(ALL_SOURCES), 3))
-        self.num_read = 0
+        self.num_counted_rounds = 0
 
     def enter(self, request: Request) -> None:
         for source in self.sources:
@@ -76,15 +76,15 @@ class Guesses:
         for source in self.sources:
             source.leave(request)
         if self.survival is not None:
-            self.survival.own.pop(request.id, None)
+            self.survival.counts_of_request.pop(request.id, None)
 
-    def ask(self, batch: Sequence[Request]) -> Asked:
+    def ask(self, batch: Sequence[Request]) -> SourceGuesses:
         """Ask the sources for guesses for the next round of these requests."""
         if self.survival is None or not self.sources:
-            return Asked()
+            return SourceGuesses()
         found = ((request.slot, self._guesses_of(request)) for request in batch if request.slot is not None)
         guesses = tuple((slot, of_slot) for slot, of_slot in found if of_slot)
-        return Asked(guesses, self._looked_up(batch, guesses))
+        return SourceGuesses(guesses, self._lookup_gain(batch, guesses))
 
     def _guesses_of(self, request: Request) -> tuple[Guess, ...]:
         if not request.params.depth_limit(self.layout.steps):
@@ -96,7 +96,7 @@ class Guesses:
             by_token.setdefault(guess.tokens[0], guess)
         return tuple(by_token.values())[: self.layout.sent_paths]
 
-    def _looked_up(self, batch: Sequence[Request], guesses: OfSlots) -> LookedUp | None:
+    def _lookup_gain(self, batch: Sequence[Request], guesses: GuessesBySlot) -> LookupGain | None:
         """The expected gain of these guesses alone in the next round.
 
         None if the host does not know the gain: a round is in flight, or the device has a source too.
@@ -108,35 +108,37 @@ class Guesses:
         for slot, of_slot in guesses:
             others = 1.0
             for guess in of_slot:
-                reach = self._worth_sending(guess, samples[slot])
+                reach = self._reach_worth_sending(guess, samples[slot])
                 gained += others * sum(reach)
                 others *= 1 - reach[0] if reach else 1.0
                 rows += len(reach)
-        return LookedUp(gained / len(batch), rows)
+        return LookupGain(gained / len(batch), rows)
 
-    def _worth_sending(self, guess: Guess, is_sampled: bool) -> list[float]:
+    def _reach_worth_sending(self, guess: Guess, is_sampled: bool) -> list[float]:
         """The probability that each token of a guess is reached, for the tokens that are worth a row."""
         assert self.survival is not None
-        reached = self.survival.reach(guess.kind, is_sampled)[: len(guess.tokens)]
-        return [reach for reach in reached if reach >= LEAST_REACH]
+        reached = self.survival.path_probabilities(guess.kind, is_sampled)[: len(guess.tokens)]
+        return [reach for reach in reached if reach >= MIN_REACH]
 
-    def of_round(self, batch: Sequence[Request], asked: Asked, tree: TreeShape | None) -> OfRound:
-        """The part of a LaunchInput for a round with this tree.  If `looked_up` chose the tree, only guesses that are
+    def of_round(self, batch: Sequence[Request], asked: SourceGuesses, tree: TreeShape | None) -> RoundGuesses:
+        """The part of a LaunchInput for a round with this tree.  If `lookup_gain` chose the tree, only guesses that are
         worth their rows are sent."""
-        if self.survival is None or asked is NOTHING or (tree is not None and not tree.steps):
-            return OfRound()
-        guesses = asked.guesses
-        if asked.looked_up is not None and tree is not None:
+        if self.survival is None or asked is NO_GUESSES or (tree is not None and not tree.steps):
+            return RoundGuesses()
+        guesses = asked.by_slot
+        if asked.lookup_gain is not None and tree is not None:
             samples = {request.slot: request.params.temperature > 0 for request in batch}
-            kept = ((slot, self._paying(of_slot, tree, samples[slot])) for slot, of_slot in guesses)
+            kept = ((slot, self._guesses_worth_sending(of_slot, tree, samples[slot])) for slot, of_slot in guesses)
             guesses = tuple((slot, of_slot) for slot, of_slot in kept if of_slot)
-        return OfRound(guesses, self.survival.to_send(), tuple(self.survival.skill(request.id) for request in batch))
+        return RoundGuesses(
+            guesses, self.survival.changed_table(), tuple(self.survival.skill(request.id) for request in batch)
+        )
 
-    def _paying(self, guesses: Sequence[Guess], tree: TreeShape, is_sampled: bool) -> tuple[Guess, ...]:
+    def _guesses_worth_sending(self, guesses: Sequence[Guess], tree: TreeShape, is_sampled: bool) -> tuple[Guess, ...]:
         made = []
         for guess in guesses:
-            reach = self._worth_sending(guess, is_sampled)
-            if reach and (not tree.drafts or reach[0] >= LEAST_BESIDE):
+            reach = self._reach_worth_sending(guess, is_sampled)
+            if reach and (not tree.drafts or reach[0] >= MIN_REACH_BESIDE_DRAFT):
                 made.append(replace(guess, tokens=guess.tokens[: len(reach)]))
         return tuple(made)
 
@@ -170,33 +172,34 @@ class Guesses:
         return followed
 
     def _log_if_due(self) -> None:
-        self.num_read += 1
-        if self.num_read < LEAST_LOGGED or self.num_read & (self.num_read - 1):
+        self.num_counted_rounds += 1
+        if self.num_counted_rounds < FIRST_LOGGED_ROUND or self.num_counted_rounds & (self.num_counted_rounds - 1):
             return
         said = (
             f"{name} {rows:.0f} rows, {found:.0f} accepted of {expected:.0f} expected"
             for name, (rows, expected, found) in zip(ALL_SOURCES, self.by_source, strict=True)
             if rows
         )
-        log.info("guesses of %d rounds: %s", self.num_read, "; ".join(said))
+        log.info("guesses of %d rounds: %s", self.num_counted_rounds, "; ".join(said))
 
     def _count(self, guesses: Sequence[Guess], request: Request, row: RequestResult) -> int:
         assert self.survival is not None
-        drafted = None if row.candidates is None else Candidates.of(row.candidates).lineage
-        paths = list(row.said)
+        drafted = None if row.candidates is None else Candidates.unpack(row.candidates).draft_sequences
+        paths = list(row.own_paths)
         for guess in guesses:
             known = tuple(request.output[guess.start + 1 - len(request.prompt) :])
             if guess.tokens[: len(known)] == known:
                 paths.append((guess.kind, guess.tokens[len(known) :]))
         samples = request.params.temperature > 0
         followed = [
-            self.survival.add(kind, tokens, row.tokens, _num_shared(tokens, drafted), samples) for kind, tokens in paths
+            self.survival.add(kind, tokens, row.tokens, _shared_length(tokens, drafted), samples)
+            for kind, tokens in paths
         ]
         return max(followed, default=0)
 
 
-def _num_shared(path: Sequence[int], drafted: set[tuple[int, ...]] | None) -> int | None:
-    """How many tokens at the start of a path the draft proposed too.  drafted: Candidates.lineage."""
+def _shared_length(path: Sequence[int], drafted: set[tuple[int, ...]] | None) -> int | None:
+    """How many tokens at the start of a path the draft proposed too.  drafted: Candidates.draft_sequences."""
     if not drafted:
         return None
     return next((at for at in range(len(path)) if tuple(path[: at + 1]) not in drafted), len(path))

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from espalier.cache.states import Marks
+from espalier.cache.states import SnapshotTargets
 from espalier.engine.launch_input import LaunchInput
 from espalier.errors import EspalierError
 from espalier.layout import LaunchForm, RoundLayout
-from espalier.slots import KINDS, ScatterUpdate, SlotTable, float_bits, guess_cells
+from espalier.slots import NODE_KINDS, ScatterUpdate, SlotTable, float_bits, guess_cells
 from espalier.speculate.pieces import Pieces
 
 Parts = tuple[tuple[str, int], ...]
@@ -48,9 +48,9 @@ class LaunchBuffer:
 
         entry: [1], the entry of the results ring to write; slots: [B], padded with slot 0; lengths: [B], tokens that a
         prefill pass enters, empty for a round; piece_request, piece_offset: [P], and piece_last: [B], as in
-        speculate/pieces.py, empty in a form without pieces; mark_at, mark_row: [B], as in cache/states.py:Marks, empty
-        without marks; cleared: slots that get a new request; FIELD.at, FIELD.values: the indices and the new values in
-        a field of the slot table.
+        speculate/pieces.py, empty in a form without pieces; snapshot_at, snapshot_row: [B], as in
+        cache/states.py:SnapshotTargets, empty without snapshots; cleared: slots that get a new request; FIELD.at,
+        FIELD.values: the indices and the new values in a field of the slot table.
         """
         parts = self.vector.split([_aligned(size) for _, size in self.sizes])
         return {name: part[:size] for (name, size), part in zip(self.sizes, parts, strict=True)}
@@ -74,9 +74,9 @@ class LaunchBuffer:
         return made if made.request.shape[0] else None
 
     @property
-    def marks(self) -> Marks | None:
-        """The snapshots of states that the launch takes; None in a launch without marks."""
-        made = Marks(self.parts["mark_at"], self.parts["mark_row"])
+    def snapshots(self) -> SnapshotTargets | None:
+        """The snapshots of states that the launch takes; None in a launch without snapshots."""
+        made = SnapshotTargets(self.parts["snapshot_at"], self.parts["snapshot_row"])
         return made if made.at.shape[0] else None
 
     @property
@@ -98,12 +98,12 @@ class LaunchBuffer:
 
 
 def pack_launch(
-    table: SlotTable, launch_input: LaunchInput, entry: int, form: LaunchForm, has_marks: bool = False
+    table: SlotTable, launch_input: LaunchInput, entry: int, form: LaunchForm, has_snapshots: bool = False
 ) -> LaunchBuffer:
     """Packs a launch input.  entry: entry of the results ring; form: the launch's form, padding included.
 
-    has_marks: whether the vector has marks even if the launch has none, because a graph of layers that keep a state
-    reads them.
+    has_snapshots: whether the vector has snapshots even if the launch has none, because a graph of layers that keep a
+    state reads them.
 
     Padding requests have slot 0 and no tokens.  Padding pieces have no tokens and belong to the last request.
     Raises EspalierError if the slot table or the vector is too small.
@@ -120,14 +120,15 @@ def pack_launch(
         "slots": launch_input.slots,
         "lengths": launch_input.lengths,
         **_pieces(launch_input, form),
-        "mark_at": [at for at, _ in launch_input.marks],
-        "mark_row": [row for _, row in launch_input.marks],
+        "snapshot_at": [at for at, _ in launch_input.snapshots],
+        "snapshot_row": [row for _, row in launch_input.snapshots],
         "cleared": [slot_init.slot for slot_init in launch_input.slot_inits],
     }
     for name, (at, values) in updates.items():
         parts |= {f"{name}.at": at, f"{name}.values": values}
     sizes = {name: len(part) for name, part in parts.items()} | _padded_sizes(table.layout, launch_input, form)
-    sizes |= dict.fromkeys(("mark_at", "mark_row"), form.batch if has_marks or launch_input.marks else 0)
+    num_snapshots = form.batch if has_snapshots or launch_input.snapshots else 0
+    sizes |= {"snapshot_at": num_snapshots, "snapshot_row": num_snapshots}
     # The vector is filled in place.  A round has few numbers, and one more array would take as long as writing them
     # all.
     begins = list(accumulate(map(_aligned, sizes.values()), initial=0))
@@ -153,8 +154,12 @@ def _padded_sizes(layout: RoundLayout, launch_input: LaunchInput, form: LaunchFo
             f"follow from {layout}: reserve pages with layout.reserve"
         )
     sizes = {"page_table": capacity}
-    if layout.calibrates:
-        sizes |= {"guesses": form.batch * guess_cells(layout), "survival": KINDS * layout.steps, "skill": form.batch}
+    if layout.calibrates_scores:
+        sizes |= {
+            "guesses": form.batch * guess_cells(layout),
+            "survival": NODE_KINDS * layout.steps,
+            "skill": form.batch,
+        }
     return {"slots": form.batch} | {f"{name}.{part}": size for name, size in sizes.items() for part in ("at", "values")}
 
 
@@ -163,7 +168,7 @@ def _of_sources(table: SlotTable, launch_input: LaunchInput) -> dict[str, Scatte
 
     A padding zero in `survival` is written to kind 0, which no guess has; in `skill` it is written to the dummy slot.
     """
-    if not table.layout.calibrates:
+    if not table.layout.calibrates_scores:
         return {}
     survival = np.zeros(0, dtype=np.float32) if launch_input.survival is None else launch_input.survival.reshape(-1)
     skill = np.array(launch_input.skill, dtype=np.float32)

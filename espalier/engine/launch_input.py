@@ -41,17 +41,17 @@ class LaunchInput:
     slot_inits: requests that get a slot; only in a prefill pass, because a round's launch input has a fixed form.
     appended_pages: (slot, column, page) for requests that already have their slot.
     cleared_pages: free pages of requests whose logits were not finite: their rows become zero before the launch.
-    traced: whether results carry the trees.
+    reports_trees: whether results carry the trees.
     prompt_rows: rows of a prefill pass whose log-probabilities are wanted; None if no row's are.
     tree: the tree of a round; None for the tree of the layout.  For a prefill pass of requests that never speculate it
     is RoundLayout.without_draft.
     is_staged: whether the launch is a round that runs in stages, because one of its requests has a grammar.
     masks: [B, 1, words] int32, the tokens that a prefill pass may pick; None if it may pick all.
     state_copies: (source, destination) rows of the states, which are copied in this order before the launch.
-    marks: by slot, (number of tokens, row of the states) of the snapshot that the launch takes of the request's state
-    (cache/states.py:Marks); row 0 for no snapshot; empty if the launch takes none.
+    snapshots: by slot, (number of tokens, row of the states) of the snapshot that the launch takes of the request's
+    state (cache/states.py:SnapshotTargets); row 0 for no snapshot; empty if the launch takes none.
     guesses: (slot, guesses of the host's sources) for requests of a round (speculate/sources).
-    survival: [KINDS, S], as in SlotTable; None if it has not changed.
+    survival: [NODE_KINDS, S], as in SlotTable; None if it has not changed.
     skill: by slot, as in SlotTable, for a round of an engine with sources.
     committed: upper bounds of the committed lengths, in tokens: by slot for a round, by piece for a prefill pass; empty
     for dummy slots.
@@ -66,13 +66,13 @@ class LaunchInput:
     slot_inits: tuple[SlotInit, ...] = ()
     appended_pages: tuple[tuple[int, int, int], ...] = ()
     cleared_pages: tuple[int, ...] = ()
-    traced: bool = False
+    reports_trees: bool = False
     prompt_rows: PromptRows | None = None
     tree: TreeShape | None = None
     is_staged: bool = False
     masks: np.ndarray | None = None
     state_copies: tuple[tuple[int, int], ...] = ()
-    marks: tuple[tuple[int, int], ...] = ()
+    snapshots: tuple[tuple[int, int], ...] = ()
     guesses: tuple[tuple[int, tuple[Guess, ...]], ...] = ()
     survival: np.ndarray | None = None
     skill: tuple[float, ...] = ()
@@ -166,8 +166,8 @@ class RequestResult:
     prompt_logprobs: for each row of LaunchInput.prompt_rows, the log-probabilities of the next prompt token; None if no
     request of the launch wants them.
     tree_sum: a number that almost surely differs if trees differ.
-    ranks, is_leaf: as in acceptance.py:Sample, if LaunchInput.tree is set.
-    said: (kind, tokens) of the paths from the request's own text.
+    ranks, is_leaf: as in acceptance.py:AcceptSample, if LaunchInput.tree is set.
+    own_paths: (kind, tokens) of the paths from the request's own text.
     candidates: [D] int64, as in SlotTable; None if there are none.
     by_source: [ALL_SOURCES, 3]: for each source, how many of its nodes were verified, how many of these should have
     been accepted by their scores, and how many were accepted; None if there are no candidates.
@@ -182,12 +182,12 @@ class RequestResult:
     tree_sum: int = field(default=0, compare=False)
     ranks: tuple[int, ...] = ()
     is_leaf: bool = True
-    said: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    own_paths: tuple[tuple[int, tuple[int, ...]], ...] = ()
     candidates: np.ndarray | None = field(default=None, compare=False)
     by_source: np.ndarray | None = field(default=None, compare=False)
 
 
-def of_dummies(batch: int, width: int = 0, pieces: int = 0, tree: TreeShape | None = None) -> LaunchInput:
+def dummy_launch(batch: int, width: int = 0, pieces: int = 0, tree: TreeShape | None = None) -> LaunchInput:
     """Returns a launch of dummy slots in the form LaunchForm(batch, width, pieces, tree).  It changes no request.
 
     The pieces are spread evenly over the dummy requests.
@@ -209,7 +209,7 @@ def sampling_needs_of(requests: list[Request]) -> SamplingNeeds:
     )
 
 
-def prompt_rows_of(batch: list[Request], made: PrefillPass) -> PromptRows | None:
+def prompt_rows_of(batch: list[Request], prefill: PrefillPass) -> PromptRows | None:
     """Returns the rows of a prefill pass whose prompt log-probabilities are still missing; None if there are none.
 
     made: the pass; batch: its requests.  A row is included if the next token belongs to the prompt and its
@@ -217,8 +217,8 @@ def prompt_rows_of(batch: list[Request], made: PrefillPass) -> PromptRows | None
     read before the preemption are kept and not computed again.
     """
     spans, counts, first_row = [], [], 0
-    for request, length in zip(batch, made.lengths, strict=True):
-        row, first_row = first_row, first_row + -(-length // made.width) * made.width
+    for request, length in zip(batch, prefill.lengths, strict=True):
+        row, first_row = first_row, first_row + -(-length // prefill.width) * prefill.width
         begin = max(request.num_prefilled, len(request.prompt_logprobs))
         end = min(request.num_prefilled + length, len(request.prompt) - 1)
         wanted = request.num_prompt_logprobs if request.lacks_prompt_logprobs and begin < end else None

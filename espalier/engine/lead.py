@@ -8,8 +8,8 @@ from torch import Tensor
 
 from espalier.engine.executor import Executor, Handle, StagedHandle
 from espalier.engine.launch_input import LaunchInput, RequestResult
-from espalier.engine.masks import AskRows, BeamRows, GuideRows, RowMasks, Trees
-from espalier.engine.ranks import Answered, RankFailed, Ranks, Resumed, Settled, Wanted
+from espalier.engine.masks import AskBeamMasks, BeamRows, GuideRows, RowMasks, Trees
+from espalier.engine.ranks import BeamAnswer, RankFailed, Ranks, ResumeRound, SendDecisions, SettleRound
 from espalier.layout import LaunchForm
 from espalier.speculate.round import ModelRunner
 
@@ -41,12 +41,12 @@ class LeadExecutor:
         return self.ranks.failure
 
     def launch(self, launch_input: LaunchInput) -> Handle:
-        with explaining(self.ranks):
+        with raising_rank_failure(self.ranks):
             number = self.ranks.launch(launch_input)
             return LeadHandle(self.ranks, number, self.own.launch(launch_input))
 
     def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
-        with explaining(self.ranks):
+        with raising_rank_failure(self.ranks):
             number = self.ranks.launch(launch_input)
             return LeadStagedHandle(self.ranks, number, self.own.launch_staged(launch_input))
 
@@ -71,12 +71,12 @@ class LeadHandle:
         self.own = own
 
     def wait(self) -> None:
-        with explaining(self.ranks):
+        with raising_rank_failure(self.ranks):
             self.own.wait()
 
     def result(self) -> list[RequestResult]:
-        with explaining(self.ranks):
-            self.ranks.send(Wanted(self.number))
+        with raising_rank_failure(self.ranks):
+            self.ranks.send(SendDecisions(self.number))
             results = self.own.result()
             self.ranks.require_equal(self.number, results)
             return results
@@ -85,32 +85,32 @@ class LeadHandle:
 class LeadStagedHandle(LeadHandle):
     own: Any  # a StagedHandle
 
-    def resume(self, guide: GuideRows | None, ask: AskRows) -> None:
+    def resume(self, guide: GuideRows | None, ask: AskBeamMasks) -> None:
         def ask_for_all(tokens: Tensor, ancestor_bits: Tensor) -> BeamRows:
             answer = ask(tokens, ancestor_bits)
-            self.ranks.send(Answered(answer))
+            self.ranks.send(BeamAnswer(answer))
             return answer
 
-        with explaining(self.ranks):
-            self.ranks.send(Resumed(guide))
+        with raising_rank_failure(self.ranks):
+            self.ranks.send(ResumeRound(guide))
             self.own.resume(guide, ask_for_all)
 
     def trees(self) -> Trees:
-        with explaining(self.ranks):
+        with raising_rank_failure(self.ranks):
             return self.own.trees()
 
     def settle(self, masks: RowMasks) -> None:
-        with explaining(self.ranks):
-            self.ranks.send(Settled(masks))
+        with raising_rank_failure(self.ranks):
+            self.ranks.send(SettleRound(masks))
             self.own.settle(masks)
 
 
 @contextmanager
-def explaining(ranks: Ranks) -> Iterator[None]:
+def raising_rank_failure(ranks: Ranks) -> Iterator[None]:
     """Replaces an error inside the block by the failure of another rank, if that failure caused the error."""
     try:
         yield
     except RankFailed:
         raise
     except Exception as error:
-        raise ranks.explained(error) from error
+        raise ranks.failure_behind(error) from error

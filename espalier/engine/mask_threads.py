@@ -22,7 +22,7 @@ from espalier.cores import available_cores, lower_priority, wait_at_exit
 # round counts too.  After that the engine goes on without the grammars that took more than their share.  Ordinary
 # grammars take less than a fiftieth of this.  Another request may wait for two such rounds: the round that runs when
 # the request arrives, and its own.
-GRAMMAR_S = 0.125
+GRAMMAR_LIMIT_S = 0.125
 # Half of the time is divided among the grammars.  A share is never less than 1 / MAX_SHARES of that half.
 MAX_SHARES = 8
 # While this many abandoned threads run, requests with a grammar are refused.
@@ -39,7 +39,7 @@ class MaskThreads:
     """A pool of threads that can be abandoned.  limit_s: the processor time that the work of one round may take, in
     seconds."""
 
-    def __init__(self, limit_s: float = GRAMMAR_S):
+    def __init__(self, limit_s: float = GRAMMAR_LIMIT_S):
         self.limit_s = limit_s
         self.threads: set[_MaskThread] = set()
         self.queue = _Queue()
@@ -55,24 +55,24 @@ class MaskThreads:
         work: Work,
         count: int,
         *,
-        at_once: bool = False,
+        all_threads: bool = False,
         used_s: list[float] | None = None,
-        spent_s: Callable[[float], float] = lambda share_s: 0.0,
+        overrun_s: Callable[[float], float] = lambda share_s: 0.0,
     ) -> list[Any]:
         """Runs work(0) to work(count - 1) and returns their results; TOO_SLOW for work that was abandoned.
 
         Raises the error of a piece of work.
         used_s: for each piece, the processor seconds that it has used earlier in this round; this call adds its own.
-        spent_s: returns the seconds that other work of this round has used beyond its shares, given the share in
+        overrun_s: returns the seconds that other work of this round has used beyond its shares, given the share in
         seconds.
-        at_once: whether several threads begin at once.  Else one thread begins, and others help if it does not end
+        all_threads: whether several threads begin at once.  Else one thread begins, and others help if it does not end
         soon.
         """
         share_s = self.limit_s / 2 / min(max(count, 1), MAX_SHARES)
-        call = _Call(work, count, share_s, [0.0] * count if used_s is None else used_s, has_help=at_once)
-        self._send(call, min(count, available_cores()) if at_once else min(count, 1))
-        while call.left and not call.ended.acquire(timeout=self.limit_s / 2 / MAX_SHARES):
-            self._look(call, spent_s)
+        call = _Call(work, count, share_s, [0.0] * count if used_s is None else used_s, has_help=all_threads)
+        self._send(call, min(count, available_cores()) if all_threads else min(count, 1))
+        while call.num_unfinished and not call.all_done.acquire(timeout=self.limit_s / 2 / MAX_SHARES):
+            self._handle_slow(call, overrun_s)
         if call.error is not None:
             raise call.error
         return call.results
@@ -85,24 +85,24 @@ class MaskThreads:
             self.threads.add(thread)
             thread.start()
 
-    def _look(self, call: "_Call", spent_s: Callable[[float], float]) -> None:
+    def _handle_slow(self, call: "_Call", overrun_s: Callable[[float], float]) -> None:
         """Starts other threads beside slow threads.  Abandons the slow threads if they have used up the limit."""
         with call.lock:
             running = [(each, each.job) for each in self.threads if each.job is not None and each.job.call is call]
             slow = [(thread, job) for thread, job in running if job.used_s(thread) > call.share_s]
             beyond_s = sum(job.used_s(thread) - call.share_s for thread, job in slow)
-            beyond_s += sum(max(0.0, used - call.share_s) for used in call.ended_s) + spent_s(call.share_s)
+            beyond_s += sum(max(0.0, used - call.share_s) for used in call.finished_s) + overrun_s(call.share_s)
             if beyond_s > self.limit_s / 2:
                 for thread, job in slow:
-                    call.used_s[job.place] = job.used_s(thread)
-                    call.ended_s.append(call.used_s[job.place])
+                    call.used_s[job.index] = job.used_s(thread)
+                    call.finished_s.append(call.used_s[job.index])
                     self._abandon(thread)
-                    call.left -= 1
+                    call.num_unfinished -= 1
             elif call.has_help and all(job.is_slow for _, job in slow):
                 return
             for _, job in slow:
                 job.is_slow = True
-        self._send(call, call.left if slow else min(call.left, available_cores()))
+        self._send(call, call.num_unfinished if slow else min(call.num_unfinished, available_cores()))
         call.has_help = True
 
     def _abandon(self, thread: "_MaskThread") -> None:
@@ -181,9 +181,10 @@ class _Queue:
 class _Call:
     """One call of MaskThreads.run.
 
-    places: the numbers of pieces of work that no thread has taken; left: how many pieces have no result; lock: protects
-    the fields that threads write; ended: released when all pieces have results; ended_s: seconds that each ended or
-    abandoned piece has used in this round; has_help: whether several threads were started for this call.
+    indices: the numbers of pieces of work that no thread has taken; num_unfinished: how many pieces have no result;
+    lock: protects the fields that threads write; all_done: released when all pieces have results; finished_s: seconds
+    that each ended or abandoned piece has used in this round; has_help: whether several threads were started for this
+    call.
     """
 
     def __init__(self, work: Work, count: int, share_s: float, used_s: list[float], has_help: bool):
@@ -191,32 +192,32 @@ class _Call:
         self.has_help = has_help
         self.share_s = share_s
         self.used_s = used_s
-        self.ended_s: list[float] = []
-        self.places = itertools.count()
+        self.finished_s: list[float] = []
+        self.indices = itertools.count()
         self.count = count
-        self.left = count
+        self.num_unfinished = count
         self.results: list[Any] = [TOO_SLOW] * count
         self.error: BaseException | None = None
         self.lock = threading.Lock()
-        self.ended = threading.Lock()
-        self.ended.acquire()
+        self.all_done = threading.Lock()
+        self.all_done.acquire()
 
 
 @dataclass(slots=True)
 class _Job:
     """A piece of work that a thread is doing.
 
-    begun_s: the thread's processor time at its begin; is_slow: whether another thread was started because of it.
+    start_s: the thread's processor time at its begin; is_slow: whether another thread was started because of it.
     """
 
     call: _Call
-    place: int
-    begun_s: float
+    index: int
+    start_s: float
     is_slow: bool = False
 
     def used_s(self, thread: "_MaskThread") -> float:
         """Returns the processor seconds that this piece of work has used in this round, with earlier calls."""
-        return self.call.used_s[self.place] + _thread_time(thread) - self.begun_s
+        return self.call.used_s[self.index] + _thread_time(thread) - self.start_s
 
 
 class _MaskThread(threading.Thread):
@@ -239,8 +240,8 @@ class _MaskThread(threading.Thread):
         while call is not None:
             # The time is read once for each piece of work, because reading it is a system call.
             now_s = _thread_time(self)
-            while not self.is_abandoned and (place := next(call.places)) < call.count:
-                now_s = self._do(_Job(call, place, now_s))
+            while not self.is_abandoned and (index := next(call.indices)) < call.count:
+                now_s = self._do(_Job(call, index, now_s))
             if self.is_abandoned:
                 self.queue.forget()
                 return
@@ -251,10 +252,10 @@ class _MaskThread(threading.Thread):
 
     def _do(self, job: _Job) -> float:
         """Does a piece of work.  Returns the thread's processor time after it, in seconds."""
-        call, place, result, error = job.call, job.place, None, None
+        call, index, result, error = job.call, job.index, None, None
         self.job = job
         try:
-            result = call.work(place)
+            result = call.work(index)
         except BaseException as raised:
             error = raised
         now_s = _thread_time(self)
@@ -262,12 +263,12 @@ class _MaskThread(threading.Thread):
             self.job = None
             if self.is_abandoned:
                 return now_s
-            call.used_s[place] += now_s - job.begun_s
-            call.ended_s.append(call.used_s[place])
-            call.results[place], call.error = result, call.error or error
-            call.left -= 1
-            if not call.left:
-                call.ended.release()
+            call.used_s[index] += now_s - job.start_s
+            call.finished_s.append(call.used_s[index])
+            call.results[index], call.error = result, call.error or error
+            call.num_unfinished -= 1
+            if not call.num_unfinished:
+                call.all_done.release()
         return now_s
 
 

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 from torch import Tensor
 
-from espalier.engine.mask_threads import GRAMMAR_S, TOO_SLOW, MaskThreads
+from espalier.engine.mask_threads import GRAMMAR_LIMIT_S, TOO_SLOW, MaskThreads
 from espalier.grammar.token_masker import ForcedTokens, TokenMasker
 from espalier.layout import ANCESTOR_BITS
 from espalier.request import Request
@@ -26,10 +26,10 @@ NO_TOKEN_LEFT = (
     "change the grammar"
 )
 TOOK_TOO_LONG = (
-    f"the grammar took more than its share of {GRAMMAR_S:g} s to find the tokens that may follow the output so far; "
-    "write it so that each text can be read in one way only, or make it smaller"
+    f"the grammar took more than its share of {GRAMMAR_LIMIT_S:g} s to find the tokens that may follow the output so "
+    "far; write it so that each text can be read in one way only, or make it smaller"
 )
-NOTHING_KNOWN = ForcedTokens([], None)
+NO_KNOWN_TOKENS = ForcedTokens([], None)
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,9 @@ class RowMasks:
     rows: tuple[int, ...]
     masks: np.ndarray
 
-    def whole(self, batch: int) -> np.ndarray:
+    def full_batch(self, batch: int) -> np.ndarray:
         """Returns the masks of the whole batch, [batch, D, words]."""
-        whole = np.full((batch, *self.masks.shape[1:]), ALL_ALLOWED, dtype=np.int32)
-        whole[list(self.rows)] = self.masks
-        return whole
+        return _full_batch(self.rows, self.masks, batch, ALL_ALLOWED)
 
 
 @dataclass(frozen=True)
@@ -62,14 +60,11 @@ class GuideRows:
     masks: np.ndarray
     levels: np.ndarray
 
-    def whole(self, batch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def full_batch(self, batch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns forced [batch, S], masks [batch, words] and levels [batch].  A row without a grammar has no
         limits."""
-        forced = np.full((batch, self.forced.shape[1]), -1, dtype=np.int64)
-        masks = np.full((batch, self.masks.shape[1]), ALL_ALLOWED, dtype=np.int32)
-        levels = np.zeros(batch, dtype=np.int64)
-        places = list(self.rows)
-        forced[places], masks[places], levels[places] = self.forced, self.masks, self.levels
+        fields = (self.forced, -1), (self.masks, ALL_ALLOWED), (self.levels, 0)
+        forced, masks, levels = (_full_batch(self.rows, values, batch, fill) for values, fill in fields)
         return forced, masks, levels
 
 
@@ -84,28 +79,27 @@ class BeamRows:
     forced: np.ndarray
     masks: np.ndarray
 
-    def whole(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
+    def full_batch(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns forced [batch, K] and masks [batch, K, words]."""
-        forced = np.full((batch, self.forced.shape[1]), -1, dtype=np.int64)
-        forced[list(self.rows)] = self.forced
-        return forced, RowMasks(self.rows, self.masks).whole(batch)
+        forced = _full_batch(self.rows, self.forced, batch, -1)
+        return forced, _full_batch(self.rows, self.masks, batch, ALL_ALLOWED)
 
 
 # Returns the tokens that may follow draft rows.  Arguments: the rows' (tokens, ancestor_bits), on the host.
-AskRows = Callable[[Tensor, Tensor], BeamRows]
+AskBeamMasks = Callable[[Tensor, Tensor], BeamRows]
 
 
 class MaskBuilder:
     """Calls the requests' maskers (TokenMasker) in threads, because a call may never return.
 
     steps: levels of the largest tree.
-    tells_forced, tells_mask: whether the draft gets the forced tokens, and the allowed tokens; tells_deeper: whether it
-    gets both at deeper levels too (of_beams).  False serves to measure the gain of each.
+    guides_forced, guides_mask: whether the draft gets the forced tokens, and the allowed tokens; guides_all_levels:
+    whether it gets both at deeper levels too (beam_masks).  False serves to measure the gain of each.
     too_slow: maskers that took too long.  They are never called again.
     """
 
     def __init__(self, vocab_size: int, steps: int):
-        self.tells_forced = self.tells_mask = self.tells_deeper = True
+        self.guides_forced = self.guides_mask = self.guides_all_levels = True
         self.num_words = mask_words(vocab_size)
         self.steps = steps
         self.threads = MaskThreads()
@@ -113,15 +107,15 @@ class MaskBuilder:
         # Seconds of processor time: those of this round, and half of the value before this round.
         self._used_s: WeakKeyDictionary[TokenMasker, float] = WeakKeyDictionary()
 
-    def of_nodes(self, maskers: Maskers, trees: Trees) -> RowMasks:
+    def node_masks(self, maskers: Maskers, trees: Trees) -> RowMasks:
         """Returns the tokens that may follow each node of each tree."""
-        rows = _masked(maskers)
+        rows = _rows_with_masker(maskers)
         masks = np.full((len(rows), len(trees[0][0]), self.num_words), ALL_ALLOWED, dtype=np.int32)
 
         def fill(place: int, masker: TokenMasker) -> None:
             masker.node_masks(*trees[rows[place]], masks[place])
 
-        answers = self._ask_each([maskers[row] for row in rows], fill, at_once=True)
+        answers = self._call_each([maskers[row] for row in rows], fill, all_threads=True)
         slow = [place for place, answer in enumerate(answers) if answer is TOO_SLOW]
         if slow:
             # A copy, because an abandoned thread may still write.
@@ -129,43 +123,44 @@ class MaskBuilder:
             masks[slow] = 0
         return RowMasks(rows, masks)
 
-    def of_prompts(self, batch: Sequence[Request]) -> np.ndarray | None:
+    def prompt_masks(self, batch: Sequence[Request]) -> np.ndarray | None:
         """Returns [B, 1, words] int32: the tokens that may follow each prompt; None if any token may.
 
         Only prompts that have been launched to their end get a mask, because only there a token is picked.
         """
         picking = [r.masker if r.num_prefilled >= r.prefill_len and not r.output else None for r in batch]
-        rows = _masked(picking)
+        rows = _rows_with_masker(picking)
         if not rows:
             return None
-        answers = self._ask_each([picking[row] for row in rows], lambda _, masker: masker.root_mask(), at_once=True)
+        maskers = [picking[row] for row in rows]
+        answers = self._call_each(maskers, lambda _, masker: masker.root_mask(), all_threads=True)
         masks = [np.zeros(self.num_words, np.int32) if mask is TOO_SLOW else mask for mask in answers]
-        return RowMasks(rows, np.stack(masks)[:, None]).whole(len(batch))
+        return RowMasks(rows, np.stack(masks)[:, None]).full_batch(len(batch))
 
     def guide(self, maskers: Maskers) -> GuideRows | None:
         """Returns the draft's guide before a tree is drafted; None without a tree or a grammar."""
-        rows = _masked(maskers)
-        self._begin_round()
+        rows = _rows_with_masker(maskers)
+        self._halve_used_time()
         if not rows or not self.steps:
             return None
         forced = np.full((len(rows), self.steps), -1, dtype=np.int64)
         masks = np.full((len(rows), self.num_words), ALL_ALLOWED, dtype=np.int32)
         levels = np.zeros(len(rows), dtype=np.int64)
-        most = self.steps if self.tells_forced else 0
-        answers = self._ask_each([maskers[row] for row in rows], lambda _, masker: masker.forced_tokens(most))
+        most = self.steps if self.guides_forced else 0
+        answers = self._call_each([maskers[row] for row in rows], lambda _, masker: masker.forced_tokens(most))
         for place, answer in enumerate(answers):
-            known = NOTHING_KNOWN if answer is TOO_SLOW else answer
+            known = NO_KNOWN_TOKENS if answer is TOO_SLOW else answer
             forced[place, : len(known.forced)] = known.forced
-            if known.mask is not None and self.tells_mask:
+            if known.mask is not None and self.guides_mask:
                 masks[place], levels[place] = known.mask, len(known.forced) + 1
         return GuideRows(rows, forced, masks, levels)
 
-    def of_beams(self, maskers: Maskers, tokens: Tensor, ancestor_bits: Tensor) -> BeamRows:
+    def beam_masks(self, maskers: Maskers, tokens: Tensor, ancestor_bits: Tensor) -> BeamRows:
         """Returns the tokens that may follow the beams of a level.
 
         tokens, ancestor_bits: as in sampling.mask.HostQuery, on the host.
         """
-        rows, beams = _masked(maskers), ancestor_bits.shape[1]
+        rows, beams = _rows_with_masker(maskers), ancestor_bits.shape[1]
         found = BeamRows(
             rows,
             np.full((len(rows), beams), -1, dtype=np.int64),
@@ -176,35 +171,35 @@ class MaskBuilder:
             drafted, bits = tokens[rows[place]].tolist(), ancestor_bits[rows[place]].tolist()
             return [masker.mask_after([t for e, t in enumerate(drafted) if _has_bit(words, e)]) for words in bits]
 
-        if self.tells_deeper:
-            for place, answer in enumerate(self._ask_each([maskers[row] for row in rows], masks_of)):
+        if self.guides_all_levels:
+            for place, answer in enumerate(self._call_each([maskers[row] for row in rows], masks_of)):
                 for beam, mask in enumerate(() if answer is TOO_SLOW else answer):
-                    self._tell(found, place, beam, mask)
+                    self._write_beam(found, place, beam, mask)
         return found
 
-    def _tell(self, found: BeamRows, place: int, beam: int, mask: np.ndarray | None) -> None:
+    def _write_beam(self, found: BeamRows, place: int, beam: int, mask: np.ndarray | None) -> None:
         if mask is None:
             return
-        if self.tells_mask:
+        if self.guides_mask:
             found.masks[place, beam] = mask
-        only = only_token(mask) if self.tells_forced else None
+        only = only_token(mask) if self.guides_forced else None
         found.forced[place, beam] = -1 if only is None else only
 
     def why_no_token(self, masker: TokenMasker | None) -> str | None:
         """Returns the reason why the grammar allows no token; None if it allows one, or if there is no grammar."""
         if masker is None:
             return None
-        [is_stuck] = self._ask_each([masker], lambda _, masker: masker.is_stuck)
+        [is_stuck] = self._call_each([masker], lambda _, masker: masker.is_stuck)
         if is_stuck is TOO_SLOW:
             return TOOK_TOO_LONG
         return NO_TOKEN_LEFT if is_stuck else None
 
-    def _ask_each(
-        self, maskers: Maskers, question: Callable[[int, TokenMasker], Any], *, at_once: bool = False
+    def _call_each(
+        self, maskers: Maskers, question: Callable[[int, TokenMasker], Any], *, all_threads: bool = False
     ) -> list[Any]:
         """Returns question(place, masker) for each masker; TOO_SLOW for a masker that takes or took too long.
 
-        at_once: as in MaskThreads.run.
+        all_threads: as in MaskThreads.run.
         """
 
         def ask(place: int) -> Any:
@@ -212,18 +207,18 @@ class MaskBuilder:
             assert masker is not None
             return TOO_SLOW if masker in self.too_slow else question(place, masker)
 
-        def spent_s(share_s: float) -> float:
+        def overrun_s(share_s: float) -> float:
             others = (used for masker, used in self._used_s.items() if masker not in asked)
             return sum(max(0.0, used - share_s) for used in others)
 
         asked = [masker for masker in maskers if masker is not None]
         used_s = [self._used_s.get(masker, 0.0) for masker in asked]
-        answers = self.threads.run(ask, len(asked), at_once=at_once, used_s=used_s, spent_s=spent_s)
+        answers = self.threads.run(ask, len(asked), all_threads=all_threads, used_s=used_s, overrun_s=overrun_s)
         self._used_s.update(zip(asked, used_s, strict=True))
         self.too_slow.update(masker for masker, answer in zip(asked, answers, strict=True) if answer is TOO_SLOW)
         return answers
 
-    def _begin_round(self) -> None:
+    def _halve_used_time(self) -> None:
         for masker, used_s in list(self._used_s.items()):
             self._used_s[masker] = used_s / 2
 
@@ -232,7 +227,14 @@ class MaskBuilder:
         self.threads.close()
 
 
-def _masked(maskers: Maskers) -> tuple[int, ...]:
+def _full_batch(rows: Sequence[int], values: np.ndarray, batch: int, fill: int) -> np.ndarray:
+    """Returns [batch, ...]: `values` at these rows, and `fill` at all others."""
+    full = np.full((batch, *values.shape[1:]), fill, dtype=values.dtype)
+    full[list(rows)] = values
+    return full
+
+
+def _rows_with_masker(maskers: Maskers) -> tuple[int, ...]:
     return tuple(row for row, masker in enumerate(maskers) if masker is not None)
 
 

@@ -17,7 +17,7 @@ PASS_OVERHEAD_ROWS = 256
 EAGER_ROWS = 1024
 # The largest width that enters at least this share of the best width's tokens a second is used, because it makes few
 # pieces.
-NEAR_BEST = 0.98
+NEAR_BEST_RATE = 0.98
 
 
 class PrefillPass(NamedTuple):
@@ -39,30 +39,30 @@ class PrefillPass(NamedTuple):
 NO_PREFILL = PrefillPass((), 0)
 
 
-def enters_prompts(
+def is_prefill_next(
     layout: RoundLayout,
     prefilling: Sequence[Request],
     decoding: Sequence[Request],
-    is_read: bool,
+    is_streamed: bool,
     last_was_prefill: bool,
     idle_rows: float,
 ) -> bool:
     """Returns whether the next launch is a prefill pass.
 
-    If a decoding request is streamed (is_read), passes and rounds alternate.  Else prompts come first, because a full
-    batch makes a round most efficient.  But a small pass waits for more prompts, until the idle slots have cost as much
-    as a pass of its own.  idle_rows: that cost, the rows that these slots could have run since the last pass.
+    If a decoding request is streamed (is_streamed), passes and rounds alternate.  Else prompts come first, because a
+    full batch makes a round most efficient.  But a small pass waits for more prompts, until the idle slots have cost as
+    much as a pass of its own.  idle_rows: that cost, the rows that these slots could have run since the last pass.
     """
     if not prefilling or not decoding:
         return bool(prefilling)
-    if is_read:
+    if is_streamed:
         return not last_was_prefill
-    left = sum(r.prefill_len - r.num_prefilled for r in prefilling)
-    return left >= layout.chunk_size or idle_rows >= PASS_OVERHEAD_ROWS
+    tokens_left = sum(r.prefill_len - r.num_prefilled for r in prefilling)
+    return tokens_left >= layout.chunk_size or idle_rows >= PASS_OVERHEAD_ROWS
 
 
 def next_pass(
-    layout: RoundLayout, left: Sequence[int], max_rows: int, captured: Sequence[LaunchForm] = ()
+    layout: RoundLayout, tokens_left: Sequence[int], max_rows: int, captured: Sequence[LaunchForm] = ()
 ) -> PrefillPass:
     """Returns the pass that enters the most tokens a second, or the smallest captured pass that enters as many tokens.
 
@@ -73,39 +73,39 @@ def next_pass(
     left: for each request, in order of place, the number of tokens that it still has to enter; max_rows: the most rows
     of the pass, at most chunk_size; captured: forms of passes that are CUDA graphs (Executor.captured_passes).
     """
-    passes = [_pass_of(left, width, max_rows) for width in layout.chunk_widths if width <= max_rows]
-    fastest, rows = _fastest([(made, _padded_rows(made, captured)) for made in passes])
+    passes = [_pass_of(tokens_left, width, max_rows) for width in layout.chunk_widths if width <= max_rows]
+    fastest, rows = _fastest([(prefill, _padded_rows(prefill, captured)) for prefill in passes])
     fitting = [form for form in captured if form.pass_rows <= max_rows]
-    graphs = [(_pass_of(left, form.width, form.pass_rows), form.pass_rows) for form in fitting]
-    most_rows = (PASS_OVERHEAD_ROWS + max(rows, EAGER_ROWS)) / NEAR_BEST - PASS_OVERHEAD_ROWS
-    for made, graph_rows in graphs:
-        if graph_rows <= most_rows and sum(made.lengths) >= sum(fastest.lengths):
-            return made
+    graphs = [(_pass_of(tokens_left, form.width, form.pass_rows), form.pass_rows) for form in fitting]
+    most_rows = (PASS_OVERHEAD_ROWS + max(rows, EAGER_ROWS)) / NEAR_BEST_RATE - PASS_OVERHEAD_ROWS
+    for prefill, graph_rows in graphs:
+        if graph_rows <= most_rows and sum(prefill.lengths) >= sum(fastest.lengths):
+            return prefill
     if graphs and rows < EAGER_ROWS:
         return _fastest(graphs)[0]
     return fastest
 
 
-def _padded_rows(made: PrefillPass, captured: Sequence[LaunchForm]) -> int:
+def _padded_rows(prefill: PrefillPass, captured: Sequence[LaunchForm]) -> int:
     """Returns the rows of the captured form that the pass is padded to.  Without such a form, returns its own rows."""
-    form = captured_form(captured, made.width, made.rows // made.width)
-    return made.rows if form is None else form.pass_rows
+    form = captured_form(captured, prefill.width, prefill.rows // prefill.width)
+    return prefill.rows if form is None else form.pass_rows
 
 
 def _fastest(passes: Sequence[tuple[PrefillPass, int]]) -> tuple[PrefillPass, int]:
-    """Returns the widest of the passes that enter nearly the most tokens a second (NEAR_BEST), and its padded rows.
+    """Returns the widest of the passes that enter nearly the most tokens a second, and its padded rows.
 
     passes: (pass, the number of rows that it is padded to).
     """
-    rates = [sum(made.lengths) / (PASS_OVERHEAD_ROWS + rows) for made, rows in passes]
-    nearly = [each for each, rate in zip(passes, rates, strict=True) if rate >= NEAR_BEST * max(rates)]
+    rates = [sum(prefill.lengths) / (PASS_OVERHEAD_ROWS + rows) for prefill, rows in passes]
+    nearly = [each for each, rate in zip(passes, rates, strict=True) if rate >= NEAR_BEST_RATE * max(rates)]
     return max(nearly, key=lambda each: each[0].width)
 
 
-def _pass_of(left: Sequence[int], width: int, max_rows: int) -> PrefillPass:
+def _pass_of(tokens_left: Sequence[int], width: int, max_rows: int) -> PrefillPass:
     """Returns a pass of pieces of this width.  It takes whole pieces of each request in turn, as long as they fit."""
     lengths, pieces_left = [], max_rows // width
-    for tokens in left:
+    for tokens in tokens_left:
         if not pieces_left:
             break
         lengths.append(min(tokens, pieces_left * width))
@@ -113,10 +113,10 @@ def _pass_of(left: Sequence[int], width: int, max_rows: int) -> PrefillPass:
     return PrefillPass(tuple(lengths), width)
 
 
-def pieces_of(made: PrefillPass) -> tuple[tuple[int, int], ...]:
+def pieces_of(prefill: PrefillPass) -> tuple[tuple[int, int], ...]:
     """Returns (request, offset of its first token) for each piece, request after request.
 
     Empty if each request has one piece.
     """
-    pieces = tuple((r, at) for r, length in enumerate(made.lengths) for at in range(0, length, made.width))
-    return pieces if len(pieces) > len(made.lengths) else ()
+    pieces = tuple((r, at) for r, length in enumerate(prefill.lengths) for at in range(0, length, prefill.width))
+    return pieces if len(pieces) > len(prefill.lengths) else ()

@@ -5,8 +5,8 @@ Every rank runs the same launches and picks the same tokens, so rank 0 sends no 
 own decisions.  It is an error if they differ from rank 0's.
 
 A thread watches the other ranks.  If one of them fails, all are ended, and one reason is reported.  A rank has failed
-if - its process has ended, which is noticed at once; - it is stopped or hangs: it has sent no beat for SILENT_S; - it
-has not taken up the last launch for BEHIND_S.
+if - its process has ended, which is noticed at once; - it is stopped or hangs: it has sent no heartbeat for
+MAX_SILENCE_S; - it has not taken up the last launch for MAX_LAG_S.
 """
 
 import threading
@@ -24,13 +24,13 @@ from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.engine.masks import BeamRows, GuideRows, RowMasks
 from espalier.errors import EspalierError
 
-# A rank sends a beat each BEAT_S.
-BEAT_S, SILENT_S, BEHIND_S = 0.5, 10.0, 10.0
+# A rank sends a heartbeat each HEARTBEAT_S.
+HEARTBEAT_S, MAX_SILENCE_S, MAX_LAG_S = 0.5, 10.0, 10.0
 # One failure causes others.  The watch waits this long for further failures, and reports the first cause.
 GRACE_S = 0.5
-# START_S: the limit for the first beat, because a process first imports PyTorch.  END_S: the limit for ending a
-# process.
-START_S, END_S = 120.0, 5.0
+# STARTUP_S: the limit for the first heartbeat, because a process first imports PyTorch.  SHUTDOWN_S: the limit for
+# ending a process.
+STARTUP_S, SHUTDOWN_S = 120.0, 5.0
 
 
 class RankFailed(RuntimeError):
@@ -41,15 +41,15 @@ class RankFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Load:
-    """Load the models.  source: see espalier/engine/follow.py:Source."""
+class LoadModels:
+    """Load the models.  source: pickled; source.load(rank) loads the models and returns the rank's executor."""
 
     source: Any
 
 
 @dataclass(frozen=True)
-class Launched:
-    """Start a launch.  number: counts the launches from 1.  A staged launch waits for `Resumed` after its first
+class StartLaunch:
+    """Start a launch.  number: counts the launches from 1.  A staged launch waits for `ResumeRound` after its first
     stage."""
 
     number: int
@@ -57,31 +57,31 @@ class Launched:
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumeRound:
     guide: GuideRows | None
 
 
 @dataclass(frozen=True)
-class Answered:
+class BeamAnswer:
     """The answer to the draft's next question."""
 
     beams: BeamRows
 
 
 @dataclass(frozen=True)
-class Settled:
+class SettleRound:
     masks: RowMasks
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SendDecisions:
     """Send the decisions of this launch, because rank 0 reads its result."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class Unload:
+class UnloadModels:
     """Free the engine."""
 
 
@@ -89,21 +89,21 @@ class Unload:
 
 
 @dataclass(frozen=True)
-class Beat:
-    """A sign of life.  taken: the number of the last launch that the rank has taken up."""
+class Heartbeat:
+    """A sign of life.  last_launch: the number of the last launch that the rank has taken up."""
 
-    taken: int
+    last_launch: int
 
 
 @dataclass(frozen=True)
-class Loaded:
+class ModelsLoaded:
     """The rank has loaded.  number: counts the loads from 1; 0 means that the process has started."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class Decided:
+class Decisions:
     """The decisions of a launch.  decisions: the result of `decisions_of`."""
 
     number: int
@@ -111,7 +111,7 @@ class Decided:
 
 
 @dataclass(frozen=True)
-class Failed:
+class FailureReport:
     """The rank has failed.  refused: whether the error was an EspalierError; is_memory: whether memory ran out."""
 
     error: str
@@ -154,10 +154,10 @@ class Peer:
     answers: dict[tuple[type, int], Any] = field(default_factory=dict)
     silent_s: float = 0.0
     behind_s: float = 0.0
-    taken: int = 0
-    is_up: bool = False
-    failed: Failed | None = None
-    is_gone: bool = False
+    last_launch: int = 0
+    has_reported: bool = False
+    failed: FailureReport | None = None
+    is_disconnected: bool = False
 
     @property
     def name(self) -> str:
@@ -189,7 +189,7 @@ class Ranks:
         self.folder = TemporaryDirectory(prefix="espalier-ranks-")
         self._changed = threading.Condition()
         self._is_ending = threading.Event()
-        self._to_wake, self._wake = Pipe(duplex=False)
+        self._wake_receiver, self._wake_sender = Pipe(duplex=False)
         self._watcher = threading.Thread(target=self._watch, name="espalier-ranks", daemon=True)
         self._watcher.start()
 
@@ -199,51 +199,51 @@ class Ranks:
             try:
                 peer.connection.send(message)
             except OSError as error:
-                raise self.explained(error) from None
+                raise self.failure_behind(error) from None
 
     def load(self, source: Any) -> None:
         """Starts loading on every rank, and does not wait."""
         self.num_loaded += 1
-        self.send(Load(source))
+        self.send(LoadModels(source))
 
-    def join(self, meet: Callable[[], Any]) -> Any:
-        """Runs `meet`, which connects to the other ranks, in a thread.  Returns the collectives that `meet` returns.
+    def join(self, connect: Callable[[], Any]) -> Any:
+        """Runs `connect`, which connects to the other ranks, in a thread.  Returns the collectives that it returns.
 
-        Later failures of a rank abort these collectives.  Raises the error of `meet`, or the failure of a rank.  A
+        Later failures of a rank abort these collectives.  Raises the error of `connect`, or the failure of a rank.  A
         failure is raised at once, and the thread is abandoned, because it may wait for the failed rank forever.
         """
 
         def work() -> None:
             try:
-                met.append(meet())
+                connected.append(connect())
             except BaseException as error:
-                met.append(error)
+                connected.append(error)
             with self._changed:
                 self._changed.notify_all()
 
-        met: list[Any] = []
+        connected: list[Any] = []
         threading.Thread(target=work, name="espalier-join", daemon=True).start()
-        self._wait_for(lambda: bool(met))
-        if isinstance(met[0], BaseException):
-            raise met[0]
+        self._wait_for(lambda: bool(connected))
+        if isinstance(connected[0], BaseException):
+            raise connected[0]
         with self._changed:
-            self.collectives = met[0]
+            self.collectives = connected[0]
             if self.failure is None:
                 return self.collectives
         self._abort()
         raise self.failure
 
-    def loaded(self) -> None:
+    def wait_until_loaded(self) -> None:
         """Waits until every rank has loaded, or until every rank has started if no load was sent.  Raises the errors of
         `expect`."""
         if self.num_answered <= self.num_loaded:
-            self.expect(Loaded, self.num_loaded)
+            self.expect(ModelsLoaded, self.num_loaded)
             self.num_answered = self.num_loaded + 1
 
     def launch(self, launch_input: LaunchInput) -> int:
         """Sends a launch to every rank.  Returns the number of the launch."""
         self.num_launched += 1
-        self.send(Launched(self.num_launched, launch_input))
+        self.send(StartLaunch(self.num_launched, launch_input))
         return self.num_launched
 
     def expect(self, kind: type, number: int = 0) -> list[Any]:
@@ -265,13 +265,13 @@ class Ranks:
     def require_equal(self, number: int, results: Sequence[RequestResult]) -> None:
         """Compares the decisions of all ranks for a launch.  Raises RankFailed if a rank's differ from rank 0's."""
         own = decisions_of(results)
-        for peer, answer in zip(self.peers, self.expect(Decided, number), strict=True):
+        for peer, answer in zip(self.peers, self.expect(Decisions, number), strict=True):
             if answer.decisions != own:
                 self._fail(RankFailed(f"{peer.name} has decided otherwise than rank 0 in launch {number}"))
                 assert self.failure is not None
                 raise self.failure
 
-    def explained(self, error: BaseException) -> BaseException:
+    def failure_behind(self, error: BaseException) -> BaseException:
         """Returns the failure of another rank if that failure caused this error of rank 0; else returns the error.
 
         All ranks are ended in both cases.
@@ -288,17 +288,17 @@ class Ranks:
         if self._is_ending.is_set():
             return
         self._is_ending.set()
-        self._wake.send(None)
+        self._wake_sender.send(None)
         self._watcher.join()
         for peer in self.peers:
             # A rank's process ends when its connection is closed.
             with suppress(OSError):
                 peer.connection.close()
-        deadline = time.monotonic() + (END_S if self.failure is None else 0)
+        deadline = time.monotonic() + (SHUTDOWN_S if self.failure is None else 0)
         for peer in self.peers:
             if peer.exit_code(max(deadline - time.monotonic(), 0)) is None:
                 peer.kill()
-                peer.exit_code(END_S)
+                peer.exit_code(SHUTDOWN_S)
         if self.failure is None:
             self._abort()
         self.folder.cleanup()
@@ -308,51 +308,51 @@ class Ranks:
     def _watch(self) -> None:
         last = time.monotonic()
         while not self._is_ending.is_set() and self.failure is None:
-            self._read(BEAT_S)
+            self._read(HEARTBEAT_S)
             now = time.monotonic()
-            # If the machine or the job was suspended, only the time of two beats counts.
-            passed, last = min(now - last, 2 * BEAT_S), now
+            # If the machine or the job was suspended, only the time of two heartbeats counts.
+            passed, last = min(now - last, 2 * HEARTBEAT_S), now
             if not self._is_ending.is_set():
-                self._judge(passed)
+                self._check_peers(passed)
 
     def _read(self, seconds: float) -> None:
         """Processes the messages that arrive within this time."""
-        open_peers = {peer.connection: peer for peer in self.peers if not peer.is_gone}
-        for ready in wait([*open_peers, self._to_wake], seconds):
-            if ready is self._to_wake:
+        open_peers = {peer.connection: peer for peer in self.peers if not peer.is_disconnected}
+        for ready in wait([*open_peers, self._wake_receiver], seconds):
+            if ready is self._wake_receiver:
                 return
             peer = open_peers[ready]  # type: ignore[index]
             try:
-                self._take(peer, peer.connection.recv())
+                self._handle_message(peer, peer.connection.recv())
             except (EOFError, OSError):
-                peer.is_gone = True
+                peer.is_disconnected = True
 
-    def _take(self, peer: Peer, message: Any) -> None:
-        peer.silent_s, peer.is_up = 0.0, True
-        if isinstance(message, Beat):
-            peer.taken = message.taken
-        elif isinstance(message, Failed):
+    def _handle_message(self, peer: Peer, message: Any) -> None:
+        peer.silent_s, peer.has_reported = 0.0, True
+        if isinstance(message, Heartbeat):
+            peer.last_launch = message.last_launch
+        elif isinstance(message, FailureReport):
             peer.failed = message
         else:
             with self._changed:
                 peer.answers[type(message), message.number] = message
                 self._changed.notify_all()
 
-    def _judge(self, passed: float) -> None:
-        if any(peer.is_gone or peer.failed is not None for peer in self.peers):
+    def _check_peers(self, passed: float) -> None:
+        if any(peer.is_disconnected or peer.failed is not None for peer in self.peers):
             deadline = time.monotonic() + GRACE_S
-            while (left := deadline - time.monotonic()) > 0 and not all(peer.is_gone for peer in self.peers):
+            while (left := deadline - time.monotonic()) > 0 and not all(peer.is_disconnected for peer in self.peers):
                 self._read(left)
             if not self._is_ending.is_set():
                 self._fail(self._first_cause())
             return
         for peer in self.peers:
             peer.silent_s += passed
-            peer.behind_s = peer.behind_s + passed if peer.taken < self.num_launched else 0.0
-            limit = SILENT_S if peer.is_up else START_S
+            peer.behind_s = peer.behind_s + passed if peer.last_launch < self.num_launched else 0.0
+            limit = MAX_SILENCE_S if peer.has_reported else STARTUP_S
             if peer.silent_s > limit:
                 self._fail(RankFailed(f"{peer.name} does not answer for {limit:g} s: it is stopped, or hangs"))
-            elif peer.behind_s > BEHIND_S and peer.silent_s <= 3 * BEAT_S:
+            elif peer.behind_s > MAX_LAG_S and peer.silent_s <= 3 * HEARTBEAT_S:
                 self._fail(RankFailed(f"{peer.name} is behind: it has not taken up launch {self.num_launched}"))
 
     def _first_cause(self) -> Exception:
@@ -364,8 +364,8 @@ class Ranks:
                 place = 0 if peer.failed.refused else 1 if peer.failed.is_memory else 3
                 error = f"rank {peer.rank}: {peer.failed.error}"
                 causes.append((place, EspalierError(error) if peer.failed.refused else RankFailed(error)))
-            elif peer.is_gone:
-                causes.append((2, RankFailed(f"{peer.name} has ended{_how(peer.exit_code(GRACE_S))}")))
+            elif peer.is_disconnected:
+                causes.append((2, RankFailed(f"{peer.name} has ended{_exit_reason(peer.exit_code(GRACE_S))}")))
         return min(causes, key=lambda cause: cause[0])[1]
 
     def _fail(self, failure: Exception) -> None:
@@ -385,7 +385,7 @@ class Ranks:
                 self.collectives.abort()
 
 
-def _how(code: int | None) -> str:
+def _exit_reason(code: int | None) -> str:
     if code is None:
         return ""
     return f" with exit code {code}" if code >= 0 else f" by {Signals(-code).name}"

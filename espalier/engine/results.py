@@ -26,13 +26,13 @@ from espalier.speculate.tree import VOID, Tree
 
 
 @dataclass(frozen=True)
-class Fields:
+class ResultColumns:
     """The columns of a row of the ring: for each field a slice of [0, width).
 
     logprobs: for each emitted token a row as in espalier/logprobs.py.  The values are undefined if the request wants no
     log-probabilities.
-    said, candidates: as in RoundOutput.
-    most_likeliest: the most likeliest tokens in a row of log-probabilities; the vocabulary's size limits it too.
+    own_paths, candidates: as in RoundOutput.
+    max_top_logprobs: the most likeliest tokens in a row of log-probabilities; the vocabulary's size limits it too.
     weights: int64, the factors of tokens and parents in RequestResult.tree_sum.
     """
 
@@ -44,44 +44,44 @@ class Fields:
     parents: slice
     depths: slice
     scores: slice
-    said: slice
+    own_paths: slice
     candidates: slice
     logprobs: slice
     width: int
-    most_likeliest: int
+    max_top_logprobs: int
     weights: np.ndarray = field(compare=False)
 
     @classmethod
-    def of(cls, layout: RoundLayout, vocab_size: int) -> "Fields":
+    def of(cls, layout: RoundLayout, vocab_size: int) -> "ResultColumns":
         width, nodes = layout.extend_width, layout.num_draft_tokens
         sizes = {"length": 1, "num_finite": 1, "emitted": width, "path": width}
         sizes |= dict.fromkeys(("tokens", "parents", "depths", "scores"), nodes)
-        sizes |= {"said": layout.text_paths * (1 + layout.steps), "candidates": nodes * layout.calibrates}
+        sizes |= {"own_paths": layout.text_paths * (1 + layout.steps), "candidates": nodes * layout.calibrates_scores}
         # The log-probabilities are last, so that all other fields are one view.
         sizes["logprobs"] = width * words(MAX_LOGPROBS)
         ends = np.cumsum(list(sizes.values())).tolist()
         return cls(
             **{name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)},
             width=ends[-1],
-            most_likeliest=min(MAX_LOGPROBS, vocab_size),
+            max_top_logprobs=min(MAX_LOGPROBS, vocab_size),
             # Any large odd numbers; products and sums wrap around.
             weights=np.random.default_rng(0).integers(1, 2**62, 2 * nodes) | 1,
         )
 
 
-class Results:
+class ResultsRing:
     """The results ring.  ring: [entries, max_batch, width] int64 on the device.
 
-    decided: a view of all fields except log-probabilities.  logprobs: a view of the log-probabilities, [entries,
-    max_batch, W, words(MAX_LOGPROBS)].
+    without_logprobs: a view of all fields except log-probabilities.  logprobs: a view of the log-probabilities,
+    [entries, max_batch, W, words(MAX_LOGPROBS)].
     """
 
     def __init__(self, layout: RoundLayout, vocab_size: int, entries: int, device: torch.device):
         self.layout = layout
-        self.fields = Fields.of(layout, vocab_size)
-        self.ring = torch.zeros(entries, layout.max_batch, self.fields.width, dtype=torch.int64, device=device)
-        self.decided = self.ring[..., : self.fields.logprobs.start]
-        self.logprobs = self.ring[..., self.fields.logprobs].unflatten(-1, (-1, words(MAX_LOGPROBS)))
+        self.columns = ResultColumns.of(layout, vocab_size)
+        self.ring = torch.zeros(entries, layout.max_batch, self.columns.width, dtype=torch.int64, device=device)
+        self.without_logprobs = self.ring[..., : self.columns.logprobs.start]
+        self.logprobs = self.ring[..., self.columns.logprobs].unflatten(-1, (-1, words(MAX_LOGPROBS)))
 
     def write(self, entry: Tensor, output: RoundOutput) -> None:
         """Writes the output of a launch to ring entry `entry` [1]."""
@@ -92,7 +92,9 @@ class Results:
             parts |= {"path": path.rows, "tokens": tree.tokens, "parents": tree.parents}
             parts |= {"depths": tree.depths, "scores": tree.scores}
         parts |= {
-            name: part for name, part in (("said", output.said), ("candidates", output.candidates)) if part is not None
+            name: part
+            for name, part in (("own_paths", output.own_paths), ("candidates", output.candidates))
+            if part is not None
         }
         self._write_decided(entry, parts)
         picked = (output.logits, output.rows, path.tokens, path.length)
@@ -103,39 +105,40 @@ class Results:
         self._write_decided(entry, {"tokens": tree.tokens, "parents": tree.parents})
 
     def _write_decided(self, entry: Tensor, parts: dict[str, Tensor]) -> None:
-        write_results(self.decided, entry, {getattr(self.fields, name).start: part for name, part in parts.items()})
+        by_column = {getattr(self.columns, name).start: part for name, part in parts.items()}
+        write_results(self.without_logprobs, entry, by_column)
 
 
-def read(
-    fields: Fields, entry: np.ndarray, prompt_logprobs: Tensor | None, launch_input: LaunchInput
+def read_results(
+    columns: ResultColumns, entry: np.ndarray, prompt_logprobs: Tensor | None, launch_input: LaunchInput
 ) -> list[RequestResult]:
     """Reads a ring entry [B, width] on the host.  Returns one result for each slot of the launch input.
 
     prompt_logprobs: [N, words], for the rows of LaunchInput.prompt_rows; None if no request wants them.
     """
-    length, num_finite = entry[:, fields.length][:, 0].tolist(), entry[:, fields.num_finite][:, 0].tolist()
-    emitted = entry[:, fields.emitted].tolist()
-    is_node = entry[:, fields.tokens] != VOID
-    depths = entry[:, fields.depths] * is_node
-    sums = (entry[:, fields.tokens.start : fields.parents.stop] @ fields.weights).tolist()
-    logprobs = _logprobs(fields, entry, launch_input.num_logprobs, num_finite)
-    candidates, by_source = _candidates(fields, entry, is_node)
-    of_prompts = _of_prompts(prompt_logprobs, launch_input.prompt_rows, len(length))
+    length, num_finite = entry[:, columns.length][:, 0].tolist(), entry[:, columns.num_finite][:, 0].tolist()
+    emitted = entry[:, columns.emitted].tolist()
+    is_node = entry[:, columns.tokens] != VOID
+    depths = entry[:, columns.depths] * is_node
+    sums = (entry[:, columns.tokens.start : columns.parents.stop] @ columns.weights).tolist()
+    logprobs = _logprobs(columns, entry, launch_input.num_logprobs, num_finite)
+    candidates, by_source = _candidates(columns, entry, is_node)
+    of_prompts = _prompt_logprobs(prompt_logprobs, launch_input.prompt_rows, len(length))
     ranks, is_leaf = (
-        _ranks(fields, entry, is_node) if launch_input.tree and launch_input.tree.steps else ([], [True] * len(length))
+        _ranks(columns, entry, is_node) if launch_input.tree and launch_input.tree.steps else ([], [True] * len(length))
     )
     return [
         RequestResult(
             emitted[b][: num_finite[b]],
             num_finite[b] == length[b],
             TreeSize(tuple(np.bincount(depths[b])[1:].tolist())),
-            _tree(fields, entry[b], length[b]) if launch_input.traced and is_node[b].any() else None,
+            _tree(columns, entry[b], length[b]) if launch_input.reports_trees and is_node[b].any() else None,
             logprobs[b],
             of_prompts[b],
             sums[b],
             tuple(ranks[b][: length[b] - 1]) if ranks else (),
             is_leaf[b],
-            _said(entry[b, fields.said], fields.emitted.stop - fields.emitted.start),
+            _own_text_paths(entry[b, columns.own_paths], columns.emitted.stop - columns.emitted.start),
             candidates[b],
             by_source[b],
         )
@@ -143,60 +146,60 @@ def read(
     ]
 
 
-def _said(row: np.ndarray, width: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+def _own_text_paths(row: np.ndarray, width: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """Returns (kind, tokens) of the paths from a request's own text.  width: the number of int64 values of a path."""
     paths = row.reshape(-1, width).tolist() if row.size else []
     return tuple((kind, tuple(token for token in tokens if token != VOID)) for kind, *tokens in paths if kind > 0)
 
 
 def _candidates(
-    fields: Fields, entry: np.ndarray, is_node: np.ndarray
+    columns: ResultColumns, entry: np.ndarray, is_node: np.ndarray
 ) -> tuple[Sequence[np.ndarray | None], Sequence[np.ndarray | None]]:
     """Returns RequestResult.candidates and RequestResult.by_source of each request."""
     # A copy, because the next launch with this ring entry overwrites its buffer.
-    found = entry[:, fields.candidates].copy()
+    found = entry[:, columns.candidates].copy()
     if not found.size or (found == VOID).all():
         return ((None,) * len(entry),) * 2
     request, node = np.nonzero(is_node & (found != VOID))
-    chance = np.exp(entry[:, fields.scores].astype(np.int32).view(np.float32)[request, node])
-    level, path = np.arange(fields.path.stop - fields.path.start), entry[:, fields.path]
+    chance = np.exp(entry[:, columns.scores].astype(np.int32).view(np.float32)[request, node])
+    level, path = np.arange(columns.path.stop - columns.path.start), entry[:, columns.path]
     is_accepted = np.zeros(found.shape, dtype=bool)
-    rows, depths = np.nonzero((level > 0) & (level < entry[:, fields.length]))
+    rows, depths = np.nonzero((level > 0) & (level < entry[:, columns.length]))
     is_accepted[rows, path[rows, depths]] = True
     made = np.zeros((len(entry), len(ALL_SOURCES), 3))
     counted = np.stack((np.ones_like(chance), chance, is_accepted[request, node]), 1)
-    np.add.at(made, (request, Candidates.of(found[request, node]).sources), counted)
+    np.add.at(made, (request, Candidates.unpack(found[request, node]).sources), counted)
     return list(found), list(made)
 
 
-def _ranks(fields: Fields, entry: np.ndarray, is_node: np.ndarray) -> tuple[list[list[int]], list[bool]]:
+def _ranks(columns: ResultColumns, entry: np.ndarray, is_node: np.ndarray) -> tuple[list[list[int]], list[bool]]:
     """Returns two lists with an entry for each request.
 
     The first has, for each node of the path below the root, its rank among its siblings; numbers past the path's end
     have no meaning.  The second says whether the path's last node has no child.  Nodes are in the order of their
     scores, so a node's rank is the number of siblings before it.
     """
-    parents = np.where(is_node, entry[:, fields.parents], VOID)
+    parents = np.where(is_node, entry[:, columns.parents], VOID)
     parents[:, 0] = VOID  # the root is its own parent
-    path, request = entry[:, fields.path], np.arange(len(entry))
+    path, request = entry[:, columns.path], np.arange(len(entry))
     nodes = np.clip(path[:, 1:], 0, parents.shape[1] - 1)
     before = np.arange(parents.shape[1]) < nodes[..., None]
     siblings = parents[:, None] == np.take_along_axis(parents, nodes, 1)[..., None]
-    last = path[request, np.clip(entry[:, fields.length][:, 0] - 1, 0, path.shape[1] - 1)]
+    last = path[request, np.clip(entry[:, columns.length][:, 0] - 1, 0, path.shape[1] - 1)]
     return (before & siblings).sum(-1).tolist(), (parents != last[:, None]).all(1).tolist()
 
 
-def _tree(fields: Fields, row: np.ndarray, length: int) -> DraftTree:
-    tokens, parents, depths = (row[part].tolist() for part in (fields.tokens, fields.parents, fields.depths))
-    scores = row[fields.scores].astype(np.int32).view(np.float32)
+def _tree(columns: ResultColumns, row: np.ndarray, length: int) -> DraftTree:
+    tokens, parents, depths = (row[part].tolist() for part in (columns.tokens, columns.parents, columns.depths))
+    scores = row[columns.scores].astype(np.int32).view(np.float32)
     # The ring has columns for the largest tree.  Columns past this tree hold no score bits, so void nodes get -inf.
-    scores = np.where(row[fields.tokens] == VOID, -np.inf, scores).tolist()
-    return DraftTree(tokens, parents, depths, scores, row[fields.path][:length].tolist())
+    scores = np.where(row[columns.tokens] == VOID, -np.inf, scores).tolist()
+    return DraftTree(tokens, parents, depths, scores, row[columns.path][:length].tolist())
 
 
-def read_trees(fields: Fields, entry: np.ndarray) -> list[tuple[list[int], list[int]]]:
+def read_trees(columns: ResultColumns, entry: np.ndarray) -> list[tuple[list[int], list[int]]]:
     """Returns (tokens, parents) of each request's tree, from an entry [B, width] that `write_trees` wrote."""
-    return list(zip(entry[:, fields.tokens].tolist(), entry[:, fields.parents].tolist(), strict=True))
+    return list(zip(entry[:, columns.tokens].tolist(), entry[:, columns.parents].tolist(), strict=True))
 
 
 # The functions below copy rows.  A view would keep the rows of the whole batch alive, and the next launch with this
@@ -204,20 +207,20 @@ def read_trees(fields: Fields, entry: np.ndarray) -> list[tuple[list[int], list[
 
 
 def _logprobs(
-    fields: Fields, entry: np.ndarray, wanted: tuple[int | None, ...], num_emitted: list[int]
+    columns: ResultColumns, entry: np.ndarray, wanted: tuple[int | None, ...], num_emitted: list[int]
 ) -> Sequence[np.ndarray | None]:
     """Returns the log-probability rows of each request's emitted tokens, with as many likeliest tokens as the request
     wants; None if it wants none."""
     if wanted.count(None) == len(wanted):
         return (None,) * len(num_emitted)
-    rows = entry[:, fields.logprobs].reshape(len(entry), -1, words(MAX_LOGPROBS))
+    rows = entry[:, columns.logprobs].reshape(len(entry), -1, words(MAX_LOGPROBS))
     return [
-        None if most is None else rows[b, :emitted, : words(min(most, fields.most_likeliest))].copy()
+        None if most is None else rows[b, :emitted, : words(min(most, columns.max_top_logprobs))].copy()
         for b, (most, emitted) in enumerate(zip(wanted, num_emitted, strict=True))
     ]
 
 
-def _of_prompts(rows: Tensor | None, asked: PromptRows | None, batch: int) -> Sequence[np.ndarray | None]:
+def _prompt_logprobs(rows: Tensor | None, asked: PromptRows | None, batch: int) -> Sequence[np.ndarray | None]:
     """Returns the log-probability rows of each request's prompt tokens; None if it has none in this launch."""
     if rows is None or asked is None:
         return (None,) * batch

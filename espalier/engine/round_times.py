@@ -11,10 +11,10 @@ from statistics import fmean, median
 from espalier.config import RoundCosts
 from espalier.layout import TreeShape
 
-# The correction of a form is an average over its last MEMORY rounds.
-MEMORY = 9
+# The correction of a form is an average over its last CORRECTION_ROUNDS rounds.
+CORRECTION_ROUNDS = 9
 # Real times are at most this many times the predicted times (startup/tree_cost.py).
-LARGEST_ERROR = 1.15
+MAX_PREDICTION_ERROR = 1.15
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class CpuCosts:
     row: float = 0.03
     lookup: float = 0.05
     draft: float = 0.0
-    by_clock: bool = False
+    uses_clock: bool = False
 
     def seconds(self, tree: TreeShape, batch: int, context: float) -> float:
-        return self.of_rows(tree, batch, batch * tree.rows)
+        return self.seconds_for_rows(tree, batch, batch * tree.rows)
 
-    def of_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
+    def seconds_for_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
         # A draft also runs once over the decided tokens.
         passes = tree.extends + (tree.steps - 1 if tree.drafts and tree.steps else 0)
         return 1 + self.row * (rows - 1) + self.lookup * (tree.steps > 0) + self.draft * passes
@@ -58,9 +58,9 @@ class RoundTimes:
         near = [(max(batch / at, at / batch), found) for (at, form), found in self.corrections.items() if form == tree]
         if near:
             return predicted * min(near)[1]
-        return self._not_run(predicted, batch, context) if self.costs.by_clock else predicted
+        return self._seconds_of_new_form(predicted, batch, context) if self.costs.uses_clock else predicted
 
-    def _not_run(self, predicted: float, batch: int, context: float) -> float:
+    def _seconds_of_new_form(self, predicted: float, batch: int, context: float) -> float:
         """The expected time of a form that has not run.
 
         Where the forms that ran take longer than any error of a prediction explains, the host is slower than the GPU,
@@ -71,11 +71,11 @@ class RoundTimes:
             for (at, form), found in self.corrections.items()
         )
         _, found, seconds = min(ran, default=(0.0, 1.0, 0.0))
-        return predicted * min(found * LARGEST_ERROR, 1.0) + max(found - LARGEST_ERROR, 0.0) * seconds
+        return predicted * min(found * MAX_PREDICTION_ERROR, 1.0) + max(found - MAX_PREDICTION_ERROR, 0.0) * seconds
 
     def add(self, tree: TreeShape, batch: int, context: float, seconds: float) -> None:
         """Count the time of a round."""
-        latest = self.latest.setdefault((batch, tree), deque(maxlen=MEMORY))
+        latest = self.latest.setdefault((batch, tree), deque(maxlen=CORRECTION_ROUNDS))
         latest.append(seconds / self.costs.seconds(tree, batch, context))
         # A pause of the host makes a clocked round several times as long, so clocked rounds need the median.
-        self.corrections[batch, tree] = median(latest) if self.costs.by_clock else fmean(latest)
+        self.corrections[batch, tree] = median(latest) if self.costs.uses_clock else fmean(latest)

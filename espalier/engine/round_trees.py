@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from espalier.engine.acceptance import Sample
+from espalier.engine.acceptance import AcceptSample
 from espalier.engine.launch_input import LaunchInput, RequestResult
-from espalier.engine.tree_choice import FixedTrees, LookedUp, TreeChooser
+from espalier.engine.tree_choice import FixedTrees, LookupGain, TreeChooser
 from espalier.layout import RoundLayout, TreeShape
 from espalier.request import Request
 
@@ -23,15 +23,15 @@ class RoundTrees:
         self.runs_any_tree = runs_any_tree
         self.num_rounds: Counter[TreeShape] = Counter()
         # Whether rounds may run without a draft pass.
-        self.looks_up = any(not tree.drafts for _, trees in layout.choices for tree in trees)
+        self.has_lookup_trees = any(not tree.drafts for _, trees in layout.choices for tree in trees)
 
-    def next_tree(self, batch: Sequence[Request], looked_up: LookedUp | None = None) -> TreeShape | None:
-        """The tree of the next round of these requests; None for the layout's tree.  looked_up: as in TreeChooser."""
-        tree = self._chosen_tree(batch, looked_up)
-        self.num_rounds[tree or self.layout.at(len(batch)).tree] += 1
+    def next_tree(self, batch: Sequence[Request], lookup_gain: LookupGain | None = None) -> TreeShape | None:
+        """The tree of the next round of these requests; None for the layout's tree.  lookup_gain: as in TreeChooser."""
+        tree = self._chosen_tree(batch, lookup_gain)
+        self.num_rounds[tree or self.layout.for_batch(len(batch)).tree] += 1
         return tree
 
-    def _chosen_tree(self, batch: Sequence[Request], looked_up: LookedUp | None) -> TreeShape | None:
+    def _chosen_tree(self, batch: Sequence[Request], lookup_gain: LookupGain | None) -> TreeShape | None:
         if not self.layout.steps:
             return None
         if not self.runs_any_tree and any(request.masker for request in batch):
@@ -39,10 +39,10 @@ class RoundTrees:
             return None
         drafting = self._num_drafting(batch)
         context = sum(request.num_known for request in batch) / len(batch)
-        tree = self.chooser.pick(len(batch), drafting, context, looked_up)
+        tree = self.chooser.pick(len(batch), drafting, context, lookup_gain)
         return self.layout.without_draft if tree is None and not drafting else tree
 
-    def of_pass(self, batch: Sequence[Request]) -> TreeShape | None:
+    def tree_of_pass(self, batch: Sequence[Request]) -> TreeShape | None:
         """The value of LaunchInput.tree for a prefill pass of these requests."""
         return self.layout.without_draft if self.layout.steps and not self._num_drafting(batch) else None
 
@@ -55,19 +55,19 @@ class RoundTrees:
 
     def rows(self, tree: TreeShape | None, batch: int) -> int:
         """How many nodes a round of this tree verifies."""
-        return batch * (tree or self.layout.at(batch).tree).rows
+        return batch * (tree or self.layout.for_batch(batch).tree).rows
 
     def read(
         self,
         launch_input: LaunchInput,
         rows: Sequence[RequestResult],
-        allowed: Sequence[int],
+        max_depths: Sequence[int],
         followed: Sequence[int],
     ) -> None:
         """Count the results of a launch.
 
-        rows: the results; allowed: for each row, the greatest depth that the row could accept; followed: from
-        Guesses.count.
+        rows: the results; max_depths: for each row, the greatest depth that the row could accept; followed: from
+        GuessSources.count.
         """
         tree = launch_input.tree
         if launch_input.is_prefill:
@@ -80,21 +80,22 @@ class RoundTrees:
             verified < len(rows) * tree.rows if tree.shared_rows else found < tree.num_draft_tokens - 1
             for found in guesses
         ]
-        counted = [at for at, row in enumerate(rows) if allowed[at] > 0 and row.finite]
-        samples = [Sample(allowed[at], rows[at].ranks, rows[at].is_leaf, is_short[at]) for at in counted]
-        looked_up = [_without_draft(allowed[at], followed[at], len(rows[at].tokens)) for at in counted if self.looks_up]
-        self.chooser.read(samples, verified, looked_up)
+        counted = [at for at, row in enumerate(rows) if max_depths[at] > 0 and row.finite]
+        samples = [AcceptSample(max_depths[at], rows[at].ranks, rows[at].is_leaf, is_short[at]) for at in counted]
+        with_lookup = counted if self.has_lookup_trees else ()
+        lookup_samples = [_lookup_sample(max_depths[at], followed[at], len(rows[at].tokens)) for at in with_lookup]
+        self.chooser.read(samples, verified, lookup_samples)
 
 
-def label(tree: TreeShape) -> str:
+def tree_label(tree: TreeShape) -> str:
     """A short name of a tree, for metrics."""
     shared = f" sharing {tree.shared_rows}" if tree.shared_rows else ""
     return ",".join(map(str, tree.sizes.values())) + shared + ("" if tree.drafts and tree.extends else " without draft")
 
 
-def _without_draft(allowed: int, followed: int, emitted: int) -> Sample:
+def _lookup_sample(max_depth: int, followed: int, emitted: int) -> AcceptSample:
     """The sample that the guesses of the other sources alone would have given.
 
     If a guess agrees with all emitted tokens, how far it would have gone on is not known.
     """
-    return Sample(followed if followed == emitted else allowed, (0,) * min(allowed, followed), True, True)
+    return AcceptSample(followed if followed == emitted else max_depth, (0,) * min(max_depth, followed), True, True)

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from espalier.attention import CommittedLengths
 from espalier.cache.pages import PagePool
-from espalier.cache.prefix_tree import PrefixTree, Room
-from espalier.engine.guesses import NOTHING, Asked, Guesses
+from espalier.cache.prefix_tree import PageBudget, PrefixTree
+from espalier.engine.guesses import NO_GUESSES, GuessSources, SourceGuesses
 from espalier.engine.launch_input import (
     NOT_FINITE,
     Launch,
@@ -29,13 +29,13 @@ from espalier.engine.prefill_policy import (
     NO_PREFILL,
     PASS_OVERHEAD_ROWS,
     PrefillPass,
-    enters_prompts,
+    is_prefill_next,
     next_pass,
     pieces_of,
 )
 from espalier.engine.queue import WaitingQueue
 from espalier.engine.round_trees import RoundTrees
-from espalier.engine.state_keeper import Pairs, Stateless
+from espalier.engine.state_keeper import IntPairs, NoStates
 from espalier.layout import LaunchForm, RoundLayout, TreeShape
 from espalier.request import OutputChunk, Request
 from espalier.sampling.prompt import PromptRows
@@ -60,8 +60,8 @@ class Scheduler:
         vocab_size: int,
         captured_passes: tuple[LaunchForm, ...] = (),
         trees: RoundTrees | None = None,
-        states: Stateless | None = None,
-        guesses: Guesses | None = None,
+        states: NoStates | None = None,
+        guesses: GuessSources | None = None,
     ):
         self.layout = layout
         self.trees = trees or RoundTrees(layout)
@@ -69,9 +69,9 @@ class Scheduler:
         self.masks = MaskBuilder(vocab_size, layout.steps)
         self.pool = pool
         self.prefixes = prefixes
-        self._room = Room(pool, prefixes)
-        self.states = states or Stateless()
-        self.guesses = guesses or Guesses(layout, ())
+        self._page_budget = PageBudget(pool, prefixes)
+        self.states = states or NoStates()
+        self.guesses = guesses or GuessSources(layout, ())
         self.rounds_in_flight = rounds_in_flight
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
@@ -86,10 +86,10 @@ class Scheduler:
         self._idle_rows = 0.0
         self._chunks: list[OutputChunk] = []
         self._aborted: list[Request] = []
-        self._no_room: tuple[Request, int] | None = None
+        self._last_misfit: tuple[Request, int] | None = None
         self._slot_inits: list[SlotInit] = []
-        self._appended: list[tuple[int, int, int]] = []
-        self._to_clear: list[int] = []
+        self._appended_pages: list[tuple[int, int, int]] = []
+        self._pages_to_clear: list[int] = []
 
     def abort(self, request: Request) -> None:
         """Ends a request: at the next harvest of a launch that contains it, else before the next launch."""
@@ -107,9 +107,9 @@ class Scheduler:
         prefilling = [r for r in self.running if r.num_prefilled < r.prefill_len]
         prefilled = [r for r in self.running if r.num_prefilled >= r.prefill_len]
         decoding = [r for r in prefilled if not r.ends_in_flight(self.layout.max_context)]
-        is_read = any(request.streamed for request in decoding)
-        if enters_prompts(self.layout, prefilling, decoding, is_read, self._last_was_prefill, self._idle_rows):
-            return self._launch_prefill(prefilling, self.layout.max_pass_rows(is_read))
+        is_streamed = any(request.streamed for request in decoding)
+        if is_prefill_next(self.layout, prefilling, decoding, is_streamed, self._last_was_prefill, self._idle_rows):
+            return self._launch_prefill(prefilling, self.layout.max_pass_rows(is_streamed))
         batch = self._reserve(decoding)
         return self._launch_round(batch) if batch else None
 
@@ -176,7 +176,7 @@ class Scheduler:
 
     def _enter_slot(self, request: Request) -> bool:
         """Gives a waiting request a slot, and pages for its prompt and first rounds.  False if they do not fit."""
-        if self._no_room == (request, self.pool.num_released):
+        if self._last_misfit == (request, self.pool.num_released):
             # No page was released since the last try.
             return False
         tokens = request.tokens
@@ -188,9 +188,9 @@ class Scheduler:
         end = request.end(self.layout.max_context)
         need = self.layout.reserve(prefill_len, self.rounds_in_flight, end) - len(shared)
         # Evict only if eviction frees enough pages.  Else cached pages would be lost and the request would still wait.
-        if not (self._room.could_be(need) and self._room.make(need)):
+        if not (self._page_budget.could_free(need) and self._page_budget.free_up_to(need)):
             self.pool.release(shared)
-            self._no_room = request, self.pool.num_released
+            self._last_misfit = request, self.pool.num_released
             return False
         request.pages = shared + self.pool.allocate(need)
         request.slot = self.free_slots.pop()
@@ -234,52 +234,52 @@ class Scheduler:
         missing = self.layout.reserve(request.num_known, request.rounds_in_flight + 1, end) - len(request.pages)
         if missing <= 0:
             return True
-        if not self._room.make(missing):
+        if not self._page_budget.free_up_to(missing):
             return False
         assert request.slot is not None
         for page in self.pool.allocate(missing):
-            self._appended.append((request.slot, len(request.pages), page))
+            self._appended_pages.append((request.slot, len(request.pages), page))
             request.pages.append(page)
         return True
 
     # Launches
 
     def _launch_prefill(self, prefilling: list[Request], max_rows: int) -> Launch:
-        left = [*map(self.states.next_rows, prefilling)]
-        made = next_pass(self.layout, left, max_rows, self.captured_passes)
-        batch, pieces = prefilling[: len(made.lengths)], pieces_of(made)
+        tokens_left = [*map(self.states.max_prefill_tokens, prefilling)]
+        prefill = next_pass(self.layout, tokens_left, max_rows, self.captured_passes)
+        batch, pieces = prefilling[: len(prefill.lengths)], pieces_of(prefill)
         starts = pieces or [(r, 0) for r in range(len(batch))]
         committed = CommittedLengths(tuple(batch[r].num_prefilled + offset for r, offset in starts), exact=True)
-        prompt_rows, marks = prompt_rows_of(batch, made), self.states.marks_of_pass(batch, made.lengths)
-        for request, length in zip(batch, made.lengths, strict=True):
+        prompt_rows = prompt_rows_of(batch, prefill)
+        snapshots = self.states.snapshots_of_pass(batch, prefill.lengths)
+        for request, length in zip(batch, prefill.lengths, strict=True):
             request.num_prefilled += length
-        self._last_was_prefill = True
-        self._idle_rows = 0.0
-        return self._launch(batch, committed, marks, self.trees.of_pass(batch), made, pieces, prompt_rows)
+        self._last_was_prefill, self._idle_rows = True, 0.0
+        return self._launch(batch, committed, snapshots, self.trees.tree_of_pass(batch), prefill, pieces, prompt_rows)
 
     def _launch_round(self, batch: list[Request]) -> Launch:
-        at_most = tuple(self.layout.committed_at_most(r.num_known, r.rounds_in_flight) for r in batch)
-        committed = CommittedLengths(at_most, exact=not any(r.rounds_in_flight for r in batch))
-        marks, asked = self.states.marks_of_round(batch), self.guesses.ask(batch)
+        max_committed = tuple(self.layout.committed_at_most(r.num_known, r.rounds_in_flight) for r in batch)
+        committed = CommittedLengths(max_committed, exact=not any(r.rounds_in_flight for r in batch))
+        snapshots, guesses = self.states.snapshots_of_round(batch), self.guesses.ask(batch)
         for request in batch:
             request.rounds_in_flight += 1
         self._last_was_prefill = False
         waiting = sum(r.num_prefilled < r.prefill_len for r in self.running)
-        tree = self.trees.next_tree(batch, asked.looked_up)
+        tree = self.trees.next_tree(batch, guesses.lookup_gain)
         self._idle_rows += (PASS_OVERHEAD_ROWS + self.trees.rows(tree, len(batch))) * waiting / len(batch)
         self.num_rounds[len(batch)] += 1
-        return self._launch(batch, committed, marks, tree, asked=asked)
+        return self._launch(batch, committed, snapshots, tree, guesses=guesses)
 
     def _launch(
         self,
         batch: list[Request],
         committed: CommittedLengths,
-        marks: Pairs,
+        snapshots: IntPairs,
         tree: TreeShape | None,
         prefill: PrefillPass = NO_PREFILL,
-        pieces: Pairs = (),
+        pieces: IntPairs = (),
         prompt_rows: PromptRows | None = None,
-        asked: Asked = NOTHING,
+        guesses: SourceGuesses = NO_GUESSES,
     ) -> Launch:
         # Slot inits go with a prefill pass, which a request with a new slot needs first.  A round has a fixed form.
         slot_inits, self._slot_inits = (self._slot_inits, []) if prefill.width else ([], self._slot_inits)
@@ -291,21 +291,22 @@ class Scheduler:
             width=prefill.width,
             pieces=pieces,
             slot_inits=tuple(slot_inits),
-            appended_pages=tuple(self._appended),
-            cleared_pages=tuple(self._to_clear),
-            traced=self.on_round is not None,
+            appended_pages=tuple(self._appended_pages),
+            cleared_pages=tuple(self._pages_to_clear),
+            reports_trees=self.on_round is not None,
             prompt_rows=prompt_rows,
             tree=tree,
             is_staged=not prefill.width and any(r.masker for r in batch),
-            masks=self.masks.of_prompts(batch) if prefill.width else None,
+            masks=self.masks.prompt_masks(batch) if prefill.width else None,
             state_copies=self.states.take_copies(),
-            marks=marks,
-            **self.guesses.of_round(batch, asked, tree)._asdict(),
+            snapshots=snapshots,
+            **self.guesses.of_round(batch, guesses, tree)._asdict(),
             committed=committed,
         )
-        self._appended, self._to_clear = [], []
+        self._appended_pages, self._pages_to_clear = [], []
         self._in_flight += 1
-        return Launch(launch_input, [(r, r.generation, r.num_prefilled >= r.prefill_len) for r in batch], asked.guesses)
+        members = [(r, r.generation, r.num_prefilled >= r.prefill_len) for r in batch]
+        return Launch(launch_input, members, guesses.by_slot)
 
     # Harvest
 
@@ -318,7 +319,7 @@ class Scheduler:
 
     def _read_prompt(self, request: Request, row: RequestResult) -> None:
         if row.finite:
-            self._file_pages(request, request.prefill_len)
+            self._cache_pages(request, request.prefill_len)
             request.prompt_cached = True
             if request.params.max_tokens == 0:
                 self._finish(request, "length")
@@ -337,7 +338,7 @@ class Scheduler:
         num_accepted = len(row.tokens) - 1 if row.finite else len(row.tokens)
         kept = self._append(request, row, [at < num_accepted for at in range(len(row.tokens))])
         if not request.done:
-            self.states.decoded(request)
+            self.states.on_decoded(request)
         if not row.finite and not request.done:
             self._finish(request, "abort", self.masks.why_no_token(request.masker) or NOT_FINITE)
         max_accept_depth = self.layout.max_accept_depth(request.end(self.layout.max_context), before)
@@ -348,14 +349,12 @@ class Scheduler:
                 # The tree may have nodes deeper than this request allows, because the batch has one shape.
                 stats.add(kept, min(kept, num_accepted), row.tree_size.drafted(depth), depth)
         if self.on_round is not None and row.tree is not None:
-            trace = RoundTrace(request.id, row.tree, before, row.tokens, [*pages], self.layout.page_size)
-            self.on_round(trace)
+            self.on_round(RoundTrace(request.id, row.tree, before, row.tokens, [*pages], self.layout.page_size))
         return allowed
 
     def _append(self, request: Request, row: RequestResult, from_draft: list[bool]) -> int:
         """Appends decided tokens to the request until one ends it.  Returns the number of tokens appended."""
-        reason = None
-        kept = 0
+        reason, kept = None, 0
         prompt_logprobs = None if request.output else request.prompt_report
         for token in row.tokens:
             reason = self._push(request, token)
@@ -367,7 +366,7 @@ class Scheduler:
         logprobs = None if row.logprobs is None else request.logprobs.add(row.logprobs[:kept])
         text = request.text.take(final=reason is not None) if request.text else ""
         if reason:
-            self._leave(request, reason)
+            self._set_finished(request, reason)
         if kept:
             content = (row.tokens[:kept], text, from_draft[:kept], logprobs, prompt_logprobs)
             self._chunks.append(OutputChunk(request.id, request.index, *content, reason, request.stop_reason))
@@ -406,12 +405,12 @@ class Scheduler:
     def _finish(self, request: Request, reason: str, error: str | None = None) -> None:
         request.error = error
         text = request.text.take(final=True) if request.text else ""
-        self._leave(request, reason)
+        self._set_finished(request, reason)
         report = None if request.output else request.prompt_report
         chunk = OutputChunk(request.id, request.index, text=text, prompt_logprobs=report, finish_reason=reason)
         self._chunks.append(replace(chunk, error=error))
 
-    def _leave(self, request: Request, reason: str) -> None:
+    def _set_finished(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
         if request.slot is not None:
             self._release(request)
@@ -427,24 +426,24 @@ class Scheduler:
         assert request.slot is not None
         if request.error is None and request.num_known > request.prefill_len:
             # Rounds have added rows; the rows of the prefill were inserted when the prefill's result was read.
-            self._file_pages(request, min(request.num_known, request.num_tokens))
-        self.states.left(request)
+            self._cache_pages(request, min(request.num_known, request.num_tokens))
+        self.states.on_slot_released(request)
         self.pool.release(request.pages)
         if request.error == NOT_FINITE:
             # A library may multiply stale rows by zero, and NaN stays NaN.
-            self._to_clear += filter(self.pool.is_free, request.pages)
+            self._pages_to_clear += filter(self.pool.is_free, request.pages)
         # Updates that were not launched yet must not reach the next owner of the slot.
         self._slot_inits = [slot_init for slot_init in self._slot_inits if slot_init.slot != request.slot]
-        self._appended = [entry for entry in self._appended if entry[0] != request.slot]
+        self._appended_pages = [entry for entry in self._appended_pages if entry[0] != request.slot]
         self.free_slots.append(request.slot)
         self.running.remove(request)
         request.slot, request.pages = None, []
         request.generation += 1
 
-    def _file_pages(self, request: Request, rows: int) -> None:
+    def _cache_pages(self, request: Request, rows: int) -> None:
         """Inserts the full pages of the first `rows` rows into the prefix tree.  Later rows may be written still."""
         if self.prefixes is not None:
             num_full = self.layout.whole_pages(rows)
             tokens = request.tokens[: self.layout.tokens_in(num_full)]
             self.prefixes.insert(tokens, request.pages[:num_full], self.trees.has_draft_rows(request))
-            self.states.filed(request, len(tokens))
+            self.states.on_pages_cached(request, len(tokens))

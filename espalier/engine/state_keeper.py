@@ -1,8 +1,8 @@
 """Decides where requests of a model with recurrent states begin, and when snapshots of the states are taken.
 
-A snapshot of a page is the state before the page's last `back` tokens.  The device takes the snapshot in the launch in
-which the request reaches that number of tokens (LaunchInput.marks).  The host knows that it exists once that launch is
-harvested.
+A snapshot of a page is the state before the page's last `tokens_before_end` tokens.  The device takes the snapshot in
+the launch in which the request reaches that number of tokens (LaunchInput.snapshots).  The host knows that it exists
+once that launch is harvested.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from espalier.layout import RoundLayout
 from espalier.request import Request
 
 # Tokens between two snapshots: of a long prompt, and of a text that is being decoded.
-PROMPT_TOKENS, DECODE_TOKENS = 2048, 64
-# As in LaunchInput: (number of tokens, row) of marks, (source, destination) of copies.
-Pairs = tuple[tuple[int, int], ...]
-NO_MARK = (0, ZERO_ROW)
+PROMPT_INTERVAL, DECODE_INTERVAL = 2048, 64
+# As in LaunchInput: (number of tokens, row) of snapshots, (source, destination) of copies.
+IntPairs = tuple[tuple[int, int], ...]
+NO_SNAPSHOT = (0, ZERO_ROW)
 
 
-class Stateless:
+class NoStates:
     """The keeper of a model without states.  A request begins where its cached rows end."""
 
     def enter(self, request: Request, start: int, cached: int) -> tuple[int, int]:
@@ -31,30 +31,30 @@ class Stateless:
         """
         return start, cached
 
-    def next_rows(self, request: Request) -> int:
+    def max_prefill_tokens(self, request: Request) -> int:
         """Returns the most tokens of the request that the next pass may enter."""
         return request.prefill_len - request.num_prefilled
 
-    def marks_of_pass(self, batch: Sequence[Request], lengths: Sequence[int]) -> Pairs:
-        """Returns LaunchInput.marks of a pass.  lengths: for each request, the number of tokens that the pass
+    def snapshots_of_pass(self, batch: Sequence[Request], lengths: Sequence[int]) -> IntPairs:
+        """Returns LaunchInput.snapshots of a pass.  lengths: for each request, the number of tokens that the pass
         enters."""
         return ()
 
-    def marks_of_round(self, batch: Sequence[Request]) -> Pairs:
-        """Returns LaunchInput.marks of a round.  Must be called before the round is launched."""
+    def snapshots_of_round(self, batch: Sequence[Request]) -> IntPairs:
+        """Returns LaunchInput.snapshots of a round.  Must be called before the round is launched."""
         return ()
 
-    def take_copies(self) -> Pairs:
+    def take_copies(self) -> IntPairs:
         """Returns LaunchInput.state_copies of the next launch."""
         return ()
 
-    def decoded(self, request: Request) -> None:
+    def on_decoded(self, request: Request) -> None:
         """Called when the host has read tokens of a running request."""
 
-    def filed(self, request: Request, rows: int) -> None:
+    def on_pages_cached(self, request: Request, rows: int) -> None:
         """Called when the full pages of the first `rows` rows of a running request are in the prefix tree."""
 
-    def left(self, request: Request) -> None:
+    def on_slot_released(self, request: Request) -> None:
         """Called when a request has left its slot."""
 
     def check(self) -> None:
@@ -62,7 +62,7 @@ class Stateless:
 
 
 @dataclass
-class Held:
+class RequestSnapshots:
     """The snapshots of a running request, as (tokens up to the end of the page, row).
 
     planned: the page ends of the prompt that will get a snapshot, ascending, in tokens.  taken: snapshots that prefill
@@ -79,57 +79,58 @@ class Held:
         return [*self.taken, *(each for each in (self.last, self.pending) if each is not None)]
 
 
-class StateKeeper(Stateless):
+class StateKeeper(NoStates):
     """The keeper of a model with states.
 
     snapshots: the rows for snapshots.  prefixes: None without a prefix cache; then no snapshots are taken.
-    decode_tokens, prompt_tokens: DECODE_TOKENS and PROMPT_TOKENS; they are rounded up to whole pages.
+    decode_interval, prompt_interval: DECODE_INTERVAL and PROMPT_INTERVAL; they are rounded up to whole pages.
     """
 
     def __init__(self, layout: RoundLayout, prefixes: PrefixTree | None, snapshots: Snapshots):
         self.layout = layout
         self.prefixes = prefixes
         self.snapshots = snapshots
-        self.back = max(layout.reentry, 1)
-        self.decode_tokens, self.prompt_tokens = DECODE_TOKENS, PROMPT_TOKENS
-        self._held: dict[Request, Held] = {}
+        self.tokens_before_end = max(layout.reentry, 1)
+        self.decode_interval, self.prompt_interval = DECODE_INTERVAL, PROMPT_INTERVAL
+        self._held: dict[Request, RequestSnapshots] = {}
         self._copies: list[tuple[int, int]] = []
         if prefixes is not None:
-            prefixes.on_removed = snapshots.drop
+            prefixes.on_removed = snapshots.detach
 
     def enter(self, request: Request, start: int, cached: int) -> tuple[int, int]:
         assert request.slot is not None
         # The page ends whose snapshots are at or before `start`.
-        reached = self.layout.whole_pages(min(cached, start + self.back))
-        hit = self.snapshots.last_of(request.pages[:reached])
+        reached = self.layout.whole_pages(min(cached, start + self.tokens_before_end))
+        hit = self.snapshots.last_with_snapshot(request.pages[:reached])
         row, end = ZERO_ROW, 0
         if hit is not None:
-            row, end = self.snapshots.use(request.pages[hit]), self.layout.tokens_in(hit + 1)
+            row, end = self.snapshots.mark_used(request.pages[hit]), self.layout.tokens_in(hit + 1)
         self._copies.append((row, request.slot))
-        begin = max(0, end - self.back)
-        self._held[request] = Held(self._planned(request.prefill_len, begin, cached))
+        begin = max(0, end - self.tokens_before_end)
+        self._held[request] = RequestSnapshots(self._planned(request.prefill_len, begin, cached))
         return begin, end
 
     def _planned(self, prefill_len: int, begin: int, cached: int) -> list[int]:
         """Returns the page ends of a prompt that get a snapshot: where the prompt leaves the cached text, every
-        `prompt_tokens`, and the last page end."""
+        `prompt_interval`, and the last page end."""
         if self.prefixes is None:
             return []
-        every, last = self._whole(self.prompt_tokens), self.layout.tokens_in(self.layout.whole_pages(prefill_len))
+        every = self._rounded_to_pages(self.prompt_interval)
+        last = self.layout.tokens_in(self.layout.whole_pages(prefill_len))
         ends = {cached, last, *range(every, last, every)}
-        return sorted(end for end in ends if begin < end - self.back and end <= last)
+        return sorted(end for end in ends if begin < end - self.tokens_before_end and end <= last)
 
-    def next_rows(self, request: Request) -> int:
-        left, planned = super().next_rows(request), self._held[request].planned
+    def max_prefill_tokens(self, request: Request) -> int:
+        left, planned = super().max_prefill_tokens(request), self._held[request].planned
         # A pass takes at most one snapshot of a request.  So if several are planned, the pass ends at the first.
-        return left if len(planned) < 2 else min(left, planned[0] - self.back - request.num_prefilled)
+        return left if len(planned) < 2 else min(left, planned[0] - self.tokens_before_end - request.num_prefilled)
 
-    def marks_of_pass(self, batch: Sequence[Request], lengths: Sequence[int]) -> Pairs:
-        return self._marks([self._mark_of_pass(r, length) for r, length in zip(batch, lengths, strict=True)])
+    def snapshots_of_pass(self, batch: Sequence[Request], lengths: Sequence[int]) -> IntPairs:
+        return self._launch_snapshots([*map(self._snapshot_of_pass, batch, lengths)])
 
-    def _mark_of_pass(self, request: Request, length: int) -> tuple[int, int] | None:
+    def _snapshot_of_pass(self, request: Request, length: int) -> tuple[int, int] | None:
         held = self._held[request]
-        if not held.planned or held.planned[0] - self.back > request.num_prefilled + length:
+        if not held.planned or held.planned[0] - self.tokens_before_end > request.num_prefilled + length:
             return None
         end, row = held.planned.pop(0), self.snapshots.allocate()
         if row is None:
@@ -137,49 +138,49 @@ class StateKeeper(Stateless):
         held.taken.append((end, row))
         return end, row
 
-    def marks_of_round(self, batch: Sequence[Request]) -> Pairs:
-        return self._marks([self._mark_of_round(request) for request in batch])
+    def snapshots_of_round(self, batch: Sequence[Request]) -> IntPairs:
+        return self._launch_snapshots([*map(self._snapshot_of_round, batch)])
 
-    def _mark_of_round(self, request: Request) -> tuple[int, int] | None:
+    def _snapshot_of_round(self, request: Request) -> tuple[int, int] | None:
         held = self._held[request]
         if held.pending is None and self.prefixes is not None:
             # The next snapshot is past every length that the slot can have after the rounds in flight.
             at_most = self.layout.committed_at_most(request.num_known, request.rounds_in_flight)
-            every = self._whole(self.decode_tokens)
-            end = ((at_most + self.back) // every + 1) * every
-            if end - self.back <= at_most + self.layout.extend_width:
+            every = self._rounded_to_pages(self.decode_interval)
+            end = ((at_most + self.tokens_before_end) // every + 1) * every
+            if end - self.tokens_before_end <= at_most + self.layout.extend_width:
                 row = self.snapshots.allocate()
                 held.pending = None if row is None else (end, row)
         return held.pending
 
-    def _marks(self, marks: Sequence[tuple[int, int] | None]) -> Pairs:
-        if not any(marks):
+    def _launch_snapshots(self, snapshots: Sequence[tuple[int, int] | None]) -> IntPairs:
+        if not any(snapshots):
             return ()
-        return tuple(NO_MARK if mark is None else (mark[0] - self.back, mark[1]) for mark in marks)
+        return tuple(NO_SNAPSHOT if each is None else (each[0] - self.tokens_before_end, each[1]) for each in snapshots)
 
-    def take_copies(self) -> Pairs:
+    def take_copies(self) -> IntPairs:
         copies, self._copies = tuple(self._copies), []
         return copies
 
-    def decoded(self, request: Request) -> None:
+    def on_decoded(self, request: Request) -> None:
         held = self._held[request]
         if held.pending is not None and held.pending[0] <= min(request.num_known, request.num_tokens):
             if held.last is not None:
                 self.snapshots.release(held.last[1])
             held.last, held.pending = held.pending, None
 
-    def filed(self, request: Request, rows: int) -> None:
+    def on_pages_cached(self, request: Request, rows: int) -> None:
         held = self._held[request]
-        self.decoded(request)
+        self.on_decoded(request)
         taken, held.taken, held.last = [*held.taken, *([held.last] if held.last else [])], [], None
         for end, row in taken:
             pages = [] if self.prefixes is None or end > rows else self.prefixes.match(request.tokens[:end])
             if pages and self.layout.tokens_in(len(pages)) == end:
-                self.snapshots.file(pages[-1], row)
+                self.snapshots.attach(pages[-1], row)
             else:
                 self.snapshots.release(row)
 
-    def left(self, request: Request) -> None:
+    def on_slot_released(self, request: Request) -> None:
         for _, row in self._held.pop(request).all:
             self.snapshots.release(row)
 
@@ -187,11 +188,13 @@ class StateKeeper(Stateless):
         held = [row for each in self._held.values() for _, row in each.all]
         self.snapshots.check(held, () if self.prefixes is None else self.prefixes.pages())
 
-    def _whole(self, tokens: int) -> int:
+    def _rounded_to_pages(self, tokens: int) -> int:
         """Returns the number of tokens, rounded up to whole pages."""
         return self.layout.tokens_in(self.layout.pages_for(tokens))
 
 
-def make_keeper(layout: RoundLayout, prefixes: PrefixTree | None, snapshot_rows: Sequence[int] | None) -> Stateless:
+def make_state_keeper(
+    layout: RoundLayout, prefixes: PrefixTree | None, snapshot_rows: Sequence[int] | None
+) -> NoStates:
     """Returns the keeper for a model.  snapshot_rows: the state table's rows for snapshots; None without states."""
-    return Stateless() if snapshot_rows is None else StateKeeper(layout, prefixes, Snapshots(snapshot_rows))
+    return NoStates() if snapshot_rows is None else StateKeeper(layout, prefixes, Snapshots(snapshot_rows))

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from espalier.errors import EspalierError, once_each, refuses_unknown, require_text, shown
+from espalier.errors import EspalierError, refuses_unknown, require_text, shown, without_duplicate_keys
 
 Kind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -77,7 +77,11 @@ def read_json(what: str, text: str) -> Any:
     """
     try:
         value = json.loads(
-            text, parse_int=_whole, parse_float=_finite, parse_constant=refuse_constant, object_pairs_hook=once_each
+            text,
+            parse_int=_whole,
+            parse_float=_finite,
+            parse_constant=refuse_constant,
+            object_pairs_hook=without_duplicate_keys,
         )
         json.dumps(value, ensure_ascii=False).encode()
         return value

@@ -27,13 +27,14 @@ from espalier.engine.engine import Engine
 from espalier.errors import EspalierError, one_line
 from espalier.learn.folder import Folder, LearnConfig, Manifest, Sample, read_manifest, remove
 from espalier.learn.swap import Swap
-from espalier.learn.trainer import CONTINUED, GO, WAIT
+from espalier.learn.trainer import GO, WAIT
 from espalier.llm import LLM, Prepared
 from espalier.models.draft import DraftModel
 from espalier.request import Request
 from espalier.speculate.drafters.registry import load_draft
 from espalier.stats import LearnFigures
 from espalier.train.configs import MIN_CAPTURED_LAYERS, captured_layers, kind_in, read_target
+from espalier.train.kinds import DRAFT_KINDS
 from espalier.train.work import target_digest
 
 log = logging.getLogger("espalier")
@@ -79,10 +80,10 @@ def require_learnable(prepared: Prepared) -> str:
     if kind is None:
         raise EspalierError(
             f"--learn cannot train {found.draft_path} further: it is no draft of `espalier train` "
-            f"({', '.join(CONTINUED)})"
+            f"({', '.join(DRAFT_KINDS)})"
         )
-    read = read_target(found.target_path, MIN_CAPTURED_LAYERS if found.spec.reads == "captured" else 1)
-    if found.spec.reads == "captured" and found.spec.capture != (known := captured_layers(read)):
+    read = read_target(found.target_path, MIN_CAPTURED_LAYERS if found.spec.target_output == "captured" else 1)
+    if found.spec.target_output == "captured" and found.spec.capture != (known := captured_layers(read)):
         raise EspalierError(
             f"--learn cannot train {found.draft_path} further: it reads the target's layers {found.spec.capture}, and "
             f"the trainer's drafts read {known}"
@@ -96,7 +97,7 @@ def _require_trainer_form(kind: str, draft: Path) -> None:
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            CONTINUED[kind].load(draft)
+            DRAFT_KINDS[kind].load(draft)
     except (RuntimeError, KeyError, TypeError, OSError) as error:
         raise EspalierError(f"--learn cannot train {draft} further ({one_line(error)})") from None
 
@@ -161,7 +162,7 @@ class Learner:
         self._judged = self._starts = Counts.of(self.sample)
         self._may_start_at = 0.0
         self._process: subprocess.Popen[bytes] | None = None
-        self._said = b""
+        self._last_signal = b""
         self._is_busy = False
         # The learner's thread sets _candidate and takes _swapped; the engine's thread does the reverse.
         self._candidate: Candidate | None = None
@@ -277,17 +278,17 @@ class Learner:
                 stderr=subprocess.STDOUT,
                 env=environment(**self.machine.environment),
             )
-        self._trained_at, self._said = num_tokens, b""
+        self._trained_at, self._last_signal = num_tokens, b""
         self._tell(self._process)
         log.info("learning: process %d trains the draft further on %s", self._process.pid, self.machine.name)
 
     def _tell(self, process: subprocess.Popen[bytes]) -> None:
         """Tell the trainer whether it may compute.  The trainer ends when its stdin is closed."""
-        said = WAIT if self.machine.waits and self._is_busy else GO
-        if said != self._said and process.stdin is not None:
+        signal = WAIT if self.machine.waits and self._is_busy else GO
+        if signal != self._last_signal and process.stdin is not None:
             with suppress(BrokenPipeError):
-                process.stdin.write(said)
-            self._said = said
+                process.stdin.write(signal)
+            self._last_signal = signal
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         status = process.poll()

@@ -20,7 +20,7 @@ HOUSE = "espalier."
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """A tensor of a model, and the object or list that holds it under `key`.  path: for messages."""
 
     path: str
@@ -29,19 +29,19 @@ class Place:
     tensor: Tensor
 
 
-def places(value: Any, path: str = "draft") -> Iterator[Place]:
+def places(value: Any, path: str = "draft") -> Iterator[TensorPlace]:
     """Yields every tensor that a model's objects hold, in the order of their fields, each object once."""
     return _walk(value, path, set())
 
 
-def _walk(value: Any, path: str, seen: set[int]) -> Iterator[Place]:
+def _walk(value: Any, path: str, seen: set[int]) -> Iterator[TensorPlace]:
     if id(value) in seen:
         return
     seen.add(id(value))
     for key, part in _parts(value):
         inner = f"{path}.{key}"
         if isinstance(part, Tensor):
-            yield Place(inner, value, key, part)
+            yield TensorPlace(inner, value, key, part)
         else:
             yield from _walk(part, inner, seen)
 
@@ -86,7 +86,7 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _require_fitting(place: Place, tensor: Tensor) -> None:
+def _require_fitting(place: TensorPlace, tensor: Tensor) -> None:
     old = place.tensor
     same = (old.shape, old.dtype, old.is_mkldnn) == (tensor.shape, tensor.dtype, tensor.is_mkldnn)
     if not same or (old.is_mkldnn and isinstance(place.key, int)):

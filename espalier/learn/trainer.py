@@ -12,9 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -23,21 +21,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from espalier.errors import EspalierError, one_line
 from espalier.learn.folder import publish, remove, texts_of
-from espalier.train import block, eagle3, mtp
-from espalier.train.checkpoint import load_draft, save_draft
 from espalier.train.data import Data
-from espalier.train.draft_run import DraftRun, Loss, RunFiles, print_measure, run_steps, training_rows
-from espalier.train.evaluate import AcceptReport, measure
-from espalier.train.mtp_checkpoint import load_mtp, save_mtp
+from espalier.train.draft_run import DraftRun, RunFiles, print_measure, run_steps
+from espalier.train.evaluate import AcceptReport
+from espalier.train.kinds import DRAFT_KINDS, DraftKind, measure
 from espalier.train.own_text import OwnText
-from espalier.train.settings import BlockConfig, Eagle3Config, MtpConfig, TrainConfig
 from espalier.train.state import SavedState
-from espalier.train.target import Eagle3Target, FrozenTarget, training_device
+from espalier.train.target import FrozenTarget, training_device
 from espalier.train.windows import Texts
 
 GO, WAIT = b"1", b"0"
@@ -53,78 +47,22 @@ RATES = MappingProxyType({"matrix_lr": 1e-3, "other_lr": 5e-4})
 FAILED = 1
 # The process's niceness: it gets a tenth of a core while requests use all cores.
 NICE = 10
-Tree = tuple[int, int, int]
 
 
-@dataclass(frozen=True)
-class Kind:
-    """How a kind of draft is trained further.  "module" is the trainer's module of the draft.
-
-    config: (module, settings of every run) -> config; loss: (module, target, config) -> the loss of a batch;
-    measure: (module, target, texts, firsts, (steps, topk, num_draft_tokens)) -> accept lengths;
-    save: (module, target, the target's directory, out); depth: (module, tree) -> tokens of its longest path.
-    """
-
-    load: Callable[[Path], Any]
-    target: Callable[[Path, torch.device], FrozenTarget]
-    config: Callable[[Any, dict[str, Any]], TrainConfig]
-    loss: Callable[[Any, Any, Any], Loss]
-    measure: Callable[[Any, Any, list[np.ndarray], list[int], Tree], AcceptReport]
-    save: Callable[[Any, Any, Path, Path], None]
-    rows_of: Callable[[FrozenTarget, Tensor], tuple[Tensor, Tensor, Tensor]] = training_rows
-    depth: Callable[[Any, Tree], int] = lambda draft, tree: tree[0]
-
-
-EAGLE3 = Kind(
-    load=load_draft,
-    target=Eagle3Target,
-    config=lambda draft, common: Eagle3Config(**common),
-    loss=eagle3.loss_of_batch,
-    measure=lambda draft, target, texts, firsts, tree: measure(draft, target, texts, firsts, *tree),
-    save=lambda draft, target, target_dir, out: save_draft(draft, out),
-)
-# MTP heads are measured as chains, because the trainer grows no trees for them.
-MTP = Kind(
-    load=load_mtp,
-    target=FrozenTarget,
-    config=lambda head, common: MtpConfig(
-        layers=(layers := head.shape.num_hidden_layers), form=head.form, ttt_steps=max(3, layers), **common
-    ),
-    loss=mtp.loss_of_batch,
-    measure=lambda head, target, texts, firsts, tree: mtp.measure_mtp(head, target, texts, firsts, tree[0])[0],
-    save=lambda head, target, target_dir, out: save_mtp(head, target_dir, out),
-)
-BLOCK = Kind(
-    load=block.load_block,
-    target=Eagle3Target,
-    config=lambda head, common: BlockConfig(
-        block_size=(size := head.shape.block_size), anchors=min(64, common["length"] - size + 1), **common
-    ),
-    loss=block.loss_of_batch,
-    measure=lambda head, target, texts, firsts, tree: block.measure_block(
-        head, target, texts, firsts, {"tree": tree[1:]}
-    )["tree"],
-    save=block.save_block,
-    rows_of=block.token_rows,
-    depth=lambda head, tree: head.shape.block_size,
-)
-CONTINUED = MappingProxyType({"eagle3": EAGLE3, "mtp": MTP, "block": BLOCK})
-
-
-class Turn:
+class TrainSignal:
     """Listens to the server on stdin, for GO or WAIT.  The end of stdin ends this process, even during a step."""
 
     def __init__(self, stdin: Any) -> None:
-        self._may = threading.Event()
+        self._allowed = threading.Event()
         threading.Thread(target=self._listen, args=(stdin,), daemon=True).start()
 
     def _listen(self, stdin: Any) -> None:
-        while said := os.read(stdin.fileno(), 1):
-            self._may.set() if said == GO else self._may.clear()
+        while signal := os.read(stdin.fileno(), 1):
+            self._allowed.set() if signal == GO else self._allowed.clear()
         os._exit(FAILED)
 
     def wait(self) -> None:
-        self._may.wait()
+        self._allowed.wait()
 
 
 def texts_in(folder: Path, kind: str, num_texts: int, before: int, behind: int | None = None) -> Texts:
@@ -147,17 +85,17 @@ def settings_of(num_tokens: int, length: int, device: torch.device, max_seconds:
     return {**common, **RATES, "save_every": 10**9, "max_seconds": max_seconds, "seed": seed}
 
 
-def train_once(folder: Path, turn: Turn) -> Path:
+def train_once(folder: Path, train_signal: TrainSignal) -> Path:
     """Train a draft further: the served or the given draft, whichever accepts more of the newest held-back traffic.
 
     run.json names both drafts.  Returns the new draft's directory, with its manifest.  If it raises EspalierError or
     OSError, no directory has the new draft's name.
     """
     begun, run = time.monotonic(), json.loads((folder / "run.json").read_text())
-    kind, out, unfinished = CONTINUED[run["kind"]], Path(run["out"]), folder / "drafts" / "unfinished"
+    kind, out, unfinished = DRAFT_KINDS[run["kind"]], Path(run["out"]), folder / "drafts" / "unfinished"
     remove(unfinished)
     served = run_of(kind, folder / "sample", run, unfinished, int(out.name))
-    served.target.model.get_decoder().register_forward_pre_hook(lambda *_: turn.wait())
+    served.target.model.get_decoder().register_forward_pre_hook(lambda *_: train_signal.wait())
     before = given = accept_length(served)
     training = served
     if run["given"] != run["draft"]:
@@ -176,7 +114,7 @@ def accept_length(run: DraftRun) -> float:
     return found["tree"].every_root
 
 
-def run_of(kind: Kind, sample: Path, run: dict[str, Any], out: Path, seed: int) -> DraftRun:
+def run_of(kind: DraftKind, sample: Path, run: dict[str, Any], out: Path, seed: int) -> DraftRun:
     """A run that trains the served draft on the newest texts and as many before these, prompts and outputs."""
     target_dir, device = Path(run["target"]), training_device()
     target = kind.target(target_dir, device)
@@ -195,7 +133,7 @@ def length_of(target: FrozenTarget) -> int:
 
 
 def of_draft(
-    kind: Kind, directory: Path, target: FrozenTarget, files: RunFiles, run: dict[str, Any], seed: int
+    kind: DraftKind, directory: Path, target: FrozenTarget, files: RunFiles, run: dict[str, Any], seed: int
 ) -> DraftRun:
     draft, tree = kind.load(directory).to(target.device), tuple(run["tree"])
     num_tokens = len(files.own.texts.tokens)
@@ -203,10 +141,10 @@ def of_draft(
 
     def measured(texts: list[np.ndarray], firsts: list[int]) -> dict[str, AcceptReport]:
         written = deepcopy(draft).bfloat16().to(target.head.dtype)
-        return {"tree": kind.measure(written, target, texts, firsts, tree)}
+        return {"tree": measure(kind, written, target, texts, firsts, tree)}
 
     save = partial(kind.save, draft, target, files.target, files.out)
-    parts = draft, target, kind.loss(draft, target, config), save, measured
+    parts = draft, target, kind.loss_of_batch(draft, target, config, kind.loss), save, measured
     return DraftRun(*parts, files, config, kind.rows_of, kind.depth(draft, tree))
 
 
@@ -216,7 +154,7 @@ def main(folder: Path) -> int:
     if training_device().type == "cpu":
         torch.set_num_threads(1)
     try:
-        train_once(folder, Turn(sys.stdin.buffer))
+        train_once(folder, TrainSignal(sys.stdin.buffer))
     except (OSError, ValueError, RuntimeError) as error:
         print(one_line(error), flush=True)
         return FAILED

@@ -15,17 +15,17 @@ from espalier.cache.layer_spec import LayerSpec
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.models.config import ModelConfig
 from espalier.models.layers.linear import Embedding, Linear
-from espalier.models.layers.stream import Stream
+from espalier.models.layers.residual import Residual
 
 
 class Layer(Protocol):
     """A layer of a decoder (espalier/models/layers/decoder.py:DecoderLayer).  A family may bring its own."""
 
-    def __call__(self, s: Stream, p: Pass) -> None:
-        """Run the layer over the stream of the pass's rows.
+    def __call__(self, s: Residual, p: Pass) -> None:
+        """Run the layer over the residual of the pass's rows.
 
-        The layer calls `p.write` once, goes on with the rows `p.kept`, then calls `p.attend` once.  A layer that keeps
-        only a convolution does not call `p.attend`.  A layer does not write to the residual tensor that it gets,
+        The layer calls `p.write` once, goes on with the rows `p.kept_rows`, then calls `p.attend` once.  A layer that
+        keeps only a convolution does not call `p.attend`.  A layer does not write to the residual tensor that it gets,
         because that tensor may have been captured.
         """
         ...

@@ -14,13 +14,12 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from espalier.attention import Pass
-from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.tree.edges import FactorProjection, LowRankEdges, split_projection_columns
 from espalier.models.base import CausalLM
-from espalier.models.config import ModelConfig, Raw, architecture_of, parse
+from espalier.models.config import Json, ModelConfig, architecture_of, parse
 from espalier.models.draft import DraftSpec, Edges, refuse_sizes
-from espalier.models.draft_parts import Fields, draft_embedding, draft_head, draft_to_target
+from espalier.models.draft_parts import DraftFields, draft_embedding, draft_head, draft_to_target
 from espalier.models.families.qwen import QWEN3
 from espalier.models.layer_loading import layer_specs_of, load_layer
 from espalier.models.layers.attention import Attention
@@ -31,8 +30,8 @@ from espalier.models.rope import RopeTables
 from espalier.models.weight_formats.dense import dense_weight
 from espalier.models.weights import Weights
 
-Z_LAB, DEEP_SPEC = "DFlashDraftModel", "Qwen3DSparkModel"
-ARCHITECTURES = (Z_LAB, DEEP_SPEC)
+Z_LAB_ARCHITECTURE, DEEP_SPEC_ARCHITECTURE = "DFlashDraftModel", "Qwen3DSparkModel"
+ARCHITECTURES = (Z_LAB_ARCHITECTURE, DEEP_SPEC_ARCHITECTURE)
 SPECULATORS_TYPES = ("dflash", "dspark")
 # An edge scores a token given its parent in the tree.  The edges come from DSpark's Markov head, of one of three types
 # with more and more inputs.  vanilla: the parent token; gated: also the block's hidden state at this depth; rnn: also
@@ -40,7 +39,7 @@ SPECULATORS_TYPES = ("dflash", "dspark")
 EdgeKind = Literal["vanilla", "gated", "rnn"]
 EDGE_KINDS: tuple[EdgeKind, ...] = get_args(EdgeKind)
 # The size of each type's projection: its rows, and its columns without the hidden state's, as multiples of the rank.
-EDGE_PARTS: Mapping[EdgeKind, tuple[int, int]] = {"vanilla": (0, 0), "gated": (1, 1), "rnn": (3, 2)}
+EDGE_PROJECTION_SIZES: Mapping[EdgeKind, tuple[int, int]] = {"vanilla": (0, 0), "gated": (1, 1), "rnn": (3, 2)}
 # The fields of dflash_config that are read.
 DFLASH_FIELDS = ("target_layer_ids", "mask_token_id", "block_size", "causal_head", "target_hidden_size", "draft_shift")
 # The file of z-lab's drafts whose mask is not a token of the vocabulary.
@@ -63,7 +62,7 @@ class BlockConfig:
 
 
 def block_spec(
-    given: Fields, layer: ModelConfig, first_proposing: int, windows_from_root: bool = True, **fields: Any
+    given: DraftFields, layer: ModelConfig, first_proposing: int, windows_from_root: bool = True, **fields: Any
 ) -> DraftSpec:
     """Returns the spec of a block draft.
 
@@ -71,80 +70,78 @@ def block_spec(
     algorithm and vocab_size set here.
     """
     rows, layers = given.count("block_size"), layer_specs_of(layer)
+    if windows_from_root:
+        # Counted from the root's position, a window holds the root and the W rows before it.
+        layers = tuple(spec if spec.window is None else replace(spec, window=spec.window + 1) for spec in layers)
     return DraftSpec(
         **{"algorithm": "block", "vocab_size": layer.vocab_size, **fields},
-        layers=tuple(map(_from_root, layers)) if windows_from_root else layers,
+        layers=layers,
         block_rows=rows,
         max_steps=rows - first_proposing,
         mask_token=given.mask_token(layer.vocab_size),
         first_proposing=first_proposing,
         windows_from_root=windows_from_root,
-        reads="captured",
+        target_output="captured",
         hidden_size=layer.hidden_size,
     )
 
 
-def _from_root(spec: LayerSpec) -> LayerSpec:
-    """The spec with a window that holds, counted from the root's position, the root and the W rows before it."""
-    return spec if spec.window is None else replace(spec, window=spec.window + 1)
-
-
-def read_block(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
+def read_block(path: Path, raw: Json, target: ModelConfig) -> BlockConfig:
     """Read the config.json `raw` of the draft at `path` and check it against its target's config.  Loads no weights.
 
     Raises EspalierError if the draft does not fit this target, or has a form that is not supported.
     """
     read = _read_published if raw.get("speculators_model_type") is None else read_speculators
-    config = read(Fields(raw, path), target)
+    config = read(DraftFields(raw, path), target)
     refuse_misfit(config, target, path)
     return config
 
 
-def _read_published(given: Fields, target: ModelConfig) -> BlockConfig:
+def _read_published(given: DraftFields, target: ModelConfig) -> BlockConfig:
     """The config of a draft in z-lab's or DeepSpec's form.  The caller checks it against the target."""
-    is_deep_spec = architecture_of(dict(given.raw)) == DEEP_SPEC
-    own = own_fields(given, DFLASH_FIELDS)
-    layer = layer_of(given, target, own.get("target_hidden_size"))
+    is_deep_spec = architecture_of(dict(given.raw)) == DEEP_SPEC_ARCHITECTURE
+    own = read_dflash_fields(given, DFLASH_FIELDS)
+    layer = read_layer_config(given, target, own.get("target_hidden_size"))
     if any(layer.windows):
         raise given.error(
             "sliding windows are supported for block drafts in speculators' form only, because public code "
             "disagrees about them in this one; use a draft with full attention, or convert it with speculators"
         )
-    causal = own.flag("causal_head")
+    causal = own.is_set("causal_head")
     for name in ("is_causal", "causal"):
         if given.get(name) and not causal:
             raise given.error(
                 f"{name} = {given.get(name)!r} is not supported in this form, because public code disagrees about "
                 "it; use a draft without it, or convert it with speculators"
             )
-    every = given.over(own.raw)
+    every = given.with_defaults(own.raw)
     if not is_deep_spec:
-        ids = own.get("target_layer_ids") or _default_ids(target.num_layers, layer.num_layers)
-        every = Fields({**every.raw, "target_layer_ids": ids}, given.path)
+        ids = own.get("target_layer_ids") or _default_target_layers(target.num_layers, layer.num_layers)
+        every = DraftFields({**every.raw, "target_layer_ids": ids}, given.path)
     spec = block_spec(
         *(every, layer),
-        capture=tuple(k + 1 for k in every.layers("target_layer_ids")),
+        capture=tuple(k + 1 for k in every.target_layers("target_layer_ids")),
         first_proposing=0 if is_deep_spec else 1,
         causal=(causal,) * layer.num_layers,
     )
-    return BlockConfig(layer, spec, *(_edge_fields(given) if is_deep_spec else ()))
+    return BlockConfig(layer, spec, *(_read_edge_fields(given) if is_deep_spec else ()))
 
 
-def read_speculators(given: Fields, target: ModelConfig) -> BlockConfig:
+def read_speculators(given: DraftFields, target: ModelConfig) -> BlockConfig:
     """The config of a draft in speculators' form.  The caller checks it against the target."""
-    layer = layer_of(Fields(given.layer(), given.path), target, given.get("target_hidden_size"))
+    layer = read_layer_config(DraftFields(given.layer_config(), given.path), target, given.get("target_hidden_size"))
     is_dspark = given.get("speculators_model_type") == "dspark"
-    slides_causally = not given.flag("sliding_window_non_causal")
+    slides_causally = not given.is_set("sliding_window_non_causal")
     spec = block_spec(
         *(given, layer),
-        capture=given.layers("aux_hidden_state_layer_ids"),
-        first_proposing=0 if given.flag("sample_from_anchor", is_dspark) else 1,
+        capture=given.target_layers("aux_hidden_state_layer_ids"),
+        first_proposing=0 if given.is_set("sample_from_anchor", is_dspark) else 1,
         causal=tuple(window is not None and slides_causally for window in layer.windows),
         vocab_size=given.draft_vocab(layer.vocab_size),
     )
     if not is_dspark:
         return BlockConfig(layer, spec)
-    rank, kind = _edge_fields(given.over({"markov_rank": 256}))
+    rank, kind = _read_edge_fields(given.with_defaults({"markov_rank": 256}))
     if rank and kind == "rnn" and spec.first_proposing:
         # The package's training pass feeds the root to the state twice: at its own row, then at depth 1.
         raise given.error(
@@ -154,7 +151,7 @@ def read_speculators(given: Fields, target: ModelConfig) -> BlockConfig:
     return BlockConfig(layer, spec, rank, kind)
 
 
-def layer_of(given: Fields, target: ModelConfig, target_hidden: int | None = None) -> ModelConfig:
+def read_layer_config(given: DraftFields, target: ModelConfig, target_hidden: int | None = None) -> ModelConfig:
     """Returns the config of the draft's decoder layers, which must be Qwen3 layers of the target's hidden size.
     target_hidden: the target's hidden size as the draft's config states it, if it does.  Raises EspalierError."""
     declared, supported = given.get("model_type"), QWEN3.model_type
@@ -171,7 +168,7 @@ def layer_of(given: Fields, target: ModelConfig, target_hidden: int | None = Non
     return layer
 
 
-def _default_ids(num_target_layers: int, num_layers: int) -> list[int]:
+def _default_target_layers(num_target_layers: int, num_layers: int) -> list[int]:
     """The target layers that z-lab's drafts read by default: evenly spaced from layer 1 to layer L - 3 of L."""
     if num_layers == 1:
         return [num_target_layers // 2]
@@ -179,7 +176,7 @@ def _default_ids(num_target_layers: int, num_layers: int) -> list[int]:
     return [round(1 + i * (last - 1) / (num_layers - 1)) for i in range(num_layers)]
 
 
-def _edge_fields(given: Fields) -> tuple[int, EdgeKind]:
+def _read_edge_fields(given: DraftFields) -> tuple[int, EdgeKind]:
     """Returns the rank and the type of the Markov head; rank 0 without a head."""
     rank = given.count("markov_rank", least=0) if given.get("markov_rank") else 0
     if not rank:
@@ -188,7 +185,7 @@ def _edge_fields(given: Fields) -> tuple[int, EdgeKind]:
     return rank, given.choice("markov_head_type", EDGE_KINDS, remedy)
 
 
-def own_fields(given: Fields, supported: Sequence[str]) -> Fields:
+def read_dflash_fields(given: DraftFields, supported: Sequence[str]) -> DraftFields:
     """Returns the fields of dflash_config, z-lab's own object.
     Raises EspalierError for a field that is not in `supported`, because such a field may change the results."""
     own, path = given.object("dflash_config"), given.path
@@ -222,20 +219,20 @@ class MarkovEdges:
     """DSpark's Markov head: scores of a token given its parent, as a product of low rank.
 
     before: [V, rank], the vectors of parent tokens; after: [draft vocabulary, rank], the vectors of tokens.
-    hidden_part: the columns of the head's gate, or of its recurrent projection, that read the block's hidden states.
-    of_rows: the other columns (FactorProjection.weight).  Both are None for a head that reads only the parent token.
+    hidden_projection: the columns of the head's gate, or of its recurrent projection, that read hidden states.
+    row_projection: the other columns (FactorProjection.weight).  Both are None if only the parent token is read.
     """
 
     before: Tensor
     after: Tensor
-    hidden_part: Linear | None = None
-    of_rows: Tensor | None = None
+    hidden_projection: Linear | None = None
+    row_projection: Tensor | None = None
     is_recurrent: bool = False
 
-    def of_block(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
+    def block_edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
         projection = None
-        if self.hidden_part is not None and self.of_rows is not None:
-            projection = FactorProjection(self.hidden_part(hidden), self.of_rows, self.is_recurrent)
+        if self.hidden_projection is not None and self.row_projection is not None:
+            projection = FactorProjection(self.hidden_projection(hidden), self.row_projection, self.is_recurrent)
         return LowRankEdges(logits, self.before, self.after, projection=projection)
 
 
@@ -272,7 +269,7 @@ class BlockDraft:
         s = self.embed(p, self.rope)
         for layer in self.layers:
             layer(s, p)
-        return s.end(self.norm, p.out_shape)[1]
+        return s.final_norm(self.norm, p.out_shape)[1]
 
     def block_logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)
@@ -297,12 +294,12 @@ def make_block(weights: Weights, config: BlockConfig, target: CausalLM, position
 
     Raises EspalierError naming a weight that does not fit or is not used.
     """
-    draft = BlockDraft(**block_parts(weights, config, target, position_rows), edges=_edges(weights, config))
-    weights.finish()
+    draft = BlockDraft(**load_block_fields(weights, config, target, position_rows), edges=_edges(weights, config))
+    weights.require_all_used()
     return draft
 
 
-def block_parts(weights: Weights, config: BlockConfig, target: CausalLM, position_rows: int) -> dict[str, Any]:
+def load_block_fields(weights: Weights, config: BlockConfig, target: CausalLM, position_rows: int) -> dict[str, Any]:
     """Returns the fields of a BlockDraft, without `edges`."""
     layer, spec, eps = config.layer, config.spec, config.layer.rms_norm_eps
     hidden = layer.hidden_size
@@ -310,7 +307,7 @@ def block_parts(weights: Weights, config: BlockConfig, target: CausalLM, positio
     if weights.has_matrix("confidence_head.proj"):
         # The confidence head would set a threshold.  A tree ranks its paths by probability and needs none.
         log.info("draft %s: its confidence head is not used", weights.path)
-        weights.ignore_under(("confidence_head.",))
+        weights.ignore_prefixes(("confidence_head.",))
     weights.ignore(["t2d"])
     rope = RopeTables(layer.rope, position_rows, weights.dtype, weights.device)
     return {
@@ -336,10 +333,16 @@ def _edges(weights: Weights, config: BlockConfig) -> MarkovEdges | None:
         return MarkovEdges(before, after)
     is_recurrent = kind == "rnn"
     name = "markov_head.joint_proj" if is_recurrent else "markov_head.gate_proj"
-    parts, read = EDGE_PARTS[kind]
+    parts, read = EDGE_PROJECTION_SIZES[kind]
     whole = weights.take_matrix(name, parts * rank, hidden + read * rank)
     bias = weights.take(f"{name}.bias", parts * rank)
-    hidden_part, of_rows = split_projection_columns(whole, hidden, is_recurrent)
+    hidden_projection, row_projection = split_projection_columns(whole, hidden, is_recurrent)
     return MarkovEdges(
-        *(before, after, Linear(dense_weight(hidden_part.contiguous()), bias), of_rows.contiguous(), is_recurrent)
+        *(
+            before,
+            after,
+            Linear(dense_weight(hidden_projection.contiguous()), bias),
+            row_projection.contiguous(),
+            is_recurrent,
+        )
     )

@@ -7,27 +7,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
 from espalier.model_files import MAX_SIZE
 from espalier.models.config_values import (
-    cap_of,
-    count_of,
     eos_ids,
-    heads_and_size,
-    require_kinds,
+    kv_heads_and_head_size,
+    naming_path,
+    positive_integer,
+    require_field_types,
     rotated_size,
     with_overrides,
 )
 from espalier.models.latent_config import LatentConfig, read_latent
-from espalier.models.rope import OF_ATTENTION, SPELLINGS, RopeConfig, RopeTables, read_rope
+from espalier.models.rope import ATTENTION_FIELDS, ROPE_FIELDS, Json, RopeConfig, RopeTables, read_rope
 from espalier.models.stored_names import (
-    AS_OWN,
-    PLAIN_NAMES,
-    PLAIN_NORMS,
+    DEFAULT_LAYER_NAMES,
+    DEFAULT_LAYER_NORMS,
+    SAME_NAMES,
     Experts,
     LayerNames,
     LayerNorms,
@@ -37,11 +37,9 @@ from espalier.models.stored_names import (
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declared_kv_dtype, read_formats
 
 if TYPE_CHECKING:
-    from espalier.models.from_transformers.probe import Probed
+    from espalier.models.from_transformers.probe import ProbeResult
 
-Raw = dict[str, Any]
-Windows = tuple[int | None, ...]
-Read = TypeVar("Read")
+LayerWindows = tuple[int | None, ...]
 # (weights, config, prefix of the layer's names, layer number, RoPE tables) -> a models/base.py:Layer.  In a family with
 # MTP layers the function also takes the layer's index in the pass, by default the layer number.
 LoadLayer = Callable[..., Any]
@@ -49,10 +47,10 @@ LoadLayer = Callable[..., Any]
 LoadMixer = Callable[[Any, "ModelConfig", str, int, RopeTables], Any]
 # (weights, config, the factor of the embedding's values) -> a models/layers/linear.py:Embedding.
 LoadEmbedding = Callable[[Any, "ModelConfig", float], Any]
-MakeSpecs = Callable[["ModelConfig"], tuple[LayerSpec, ...]]
+MakeLayerSpecs = Callable[["ModelConfig"], tuple[LayerSpec, ...]]
 
 # Fields that change the computation in a way that is not supported, each with the values that have no effect.
-NEUTRAL: Mapping[str, tuple[object, ...]] = {
+NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "swish"),
     "attn_logit_softcapping": (None, 0, 0.0),
     "final_logit_softcapping": (None, 0, 0.0),
@@ -94,10 +92,10 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "attn_output_gate": (None, False),
     "index_topk": (None,),
 }
-# The activations of a family that honours hidden_act, or names another field (Family.activation_field).
+# The activations of a family that supports hidden_act, or names another field (Family.activation_field).
 ACTIVATIONS: Mapping[str, Activation] = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
 # Fields without effect on the forward pass.  An override of such a field is accepted, not refused as misspelled.
-INERT = (
+INERT_FIELDS = (
     "architectures",
     "bos_token_id",
     "eos_token_id",
@@ -140,16 +138,16 @@ class Family:
     layer_specs: from the ModelConfig, what each layer keeps; None: K and V heads (layer_loading.py:layer_specs_of).
     latent: whether layers have latent attention (MLA), whose sizes espalier/models/latent_config.py reads.
     indexed: whether layers attend to the rows that an indexer chooses (espalier/models/latent_config.py).
-    honours: the fields of NEUTRAL whose other values this family supports, because `experts` reads them or because they
-    do not change the output.
+    supported_fields: the fields of NEUTRAL_VALUES whose other values this family supports, because `experts` reads them
+    or because they do not change the output.
     multimodal: architectures of multimodal checkpoints whose text part may be of this family.
     mtp: the multi-token prediction layers of the family's checkpoints; None if they have none.
     mlp_size_field: the field that holds the intermediate size of dense MLPs.
     activation_field: the field that names the activation of dense MLPs, one of ACTIVATIONS.
-    in_drafts: whether an EAGLE-3 head, or MTP layers with a config of their own, may have this family's layers.  A
-    draft builds its first layer itself, so such layers have a norm before each block, attention and a gated MLP.
-    fields: takes config.json as it is stored, and returns its fields under the names that families share.
-    layer_kinds: further names that `layer_types` may hold.
+    usable_in_drafts: whether an EAGLE-3 head, or MTP layers with a config of their own, may have this family's layers.
+    A draft builds its first layer itself, so such layers have a norm before each block, attention and a gated MLP.
+    normalise_fields: takes config.json as it is stored, and returns its fields under the names that families share.
+    extra_layer_types: further names that `layer_types` may hold.
     stored: how a checkpoint of the family names the weights.  unread: weights that are not part of the text model: the
     beginning of their names, and what they are.  final_norm: the name of the last norm.
     """
@@ -157,36 +155,36 @@ class Family:
     architecture: str
     model_type: str
     defaults: Mapping[str, Any]
-    qkv_bias: Callable[[Raw], bool] = lambda full: bool(full["attention_bias"])
-    out_bias: Callable[[Raw], bool] = lambda full: bool(full["attention_bias"])
-    windows: Callable[[Raw], Windows] = lambda full: full_attention(full)
+    qkv_bias: Callable[[Json], bool] = lambda full: bool(full["attention_bias"])
+    out_bias: Callable[[Json], bool] = lambda full: bool(full["attention_bias"])
+    windows: Callable[[Json], LayerWindows] = lambda full: full_attention(full)
     qk_norm: bool | str = False
     wide_qk_norm: bool = False
-    layer_norms: LayerNorms = PLAIN_NORMS
-    names: LayerNames = PLAIN_NAMES
+    layer_norms: LayerNorms = DEFAULT_LAYER_NORMS
+    names: LayerNames = DEFAULT_LAYER_NAMES
     norm_offset: float = 0.0
     sinks: bool = False
-    experts: Callable[[Raw], Experts | None] = lambda full: None
-    embedding_scale: Callable[[Raw], float] = lambda full: 1.0
-    softmax_scale: Callable[[Raw], float | None] = lambda full: None
-    residual_scale: Callable[[Raw], float] = lambda full: 1.0
-    logit_scale: Callable[[Raw], float] = lambda full: 1.0
-    ropes: Callable[[Raw], Sequence[Raw | None]] | None = None
+    experts: Callable[[Json], Experts | None] = lambda full: None
+    embedding_scale: Callable[[Json], float] = lambda full: 1.0
+    softmax_scale: Callable[[Json], float | None] = lambda full: None
+    residual_scale: Callable[[Json], float] = lambda full: 1.0
+    logit_scale: Callable[[Json], float] = lambda full: 1.0
+    ropes: Callable[[Json], Sequence[Json | None]] | None = None
     load_embedding: "LoadEmbedding | None" = None
     load_layer: "LoadLayer | None" = None
     load_mixer: "LoadMixer | None" = None
-    layer_specs: "MakeSpecs | None" = None
+    layer_specs: "MakeLayerSpecs | None" = None
     latent: bool = False
     indexed: bool = False
-    honours: tuple[str, ...] = ()
+    supported_fields: tuple[str, ...] = ()
     mtp: MTPFamily | None = None
     mlp_size_field: str = "intermediate_size"
     activation_field: str = "hidden_act"
-    in_drafts: bool = False
+    usable_in_drafts: bool = False
     multimodal: tuple[str, ...] = ()
-    fields: Callable[[Raw], Raw] = lambda raw: raw
-    layer_kinds: tuple[str, ...] = ()
-    stored: StoredNames = AS_OWN
+    normalise_fields: Callable[[Json], Json] = lambda raw: raw
+    extra_layer_types: tuple[str, ...] = ()
+    stored: StoredNames = SAME_NAMES
     unread: Mapping[str, str] = field(default_factory=dict)
     final_norm: str = "model.norm"
 
@@ -229,7 +227,7 @@ class ModelConfig:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    windows: Windows
+    windows: LayerWindows
     experts: Experts | None
     embedding_scale: float
     softmax_scale: float | None
@@ -242,10 +240,10 @@ class ModelConfig:
     latent: LatentConfig | None
     formats: FormatOf = field(repr=False)
     stored: StoredNames
-    raw: Raw = field(repr=False)
+    raw: Json = field(repr=False)
     path: Path = field(repr=False, compare=False)
     text_part_of: str | None = None
-    probed: "Probed | None" = field(default=None, repr=False)
+    probed: "ProbeResult | None" = field(default=None, repr=False)
 
     @property
     def declared_kv_dtype(self) -> str | None:
@@ -253,7 +251,7 @@ class ModelConfig:
         return declared_kv_dtype(self.raw)
 
 
-def architecture_of(raw: Raw) -> str | None:
+def architecture_of(raw: Json) -> str | None:
     """The first name in `architectures`, or model_type if that field is missing; None if the value is no string."""
     names = raw.get("architectures") or [raw.get("model_type")]
     name = names[0] if isinstance(names, list) else None
@@ -261,26 +259,31 @@ def architecture_of(raw: Raw) -> str | None:
 
 
 def parse(
-    raw: Raw, family: Family, path: Path, overrides: Mapping[str, Any] | None = None, generation: Raw | None = None
+    raw: Json, family: Family, path: Path, overrides: Mapping[str, Any] | None = None, generation: Json | None = None
 ) -> ModelConfig:
     """Returns a ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported."""
-    raw = _declared(family.fields, raw, path)
+    with naming_path(path):
+        return _parse(raw, family, path, overrides or {}, generation or {})
+
+
+def _parse(raw: Json, family: Family, path: Path, overrides: Mapping[str, Any], generation: Json) -> ModelConfig:
+    raw = family.normalise_fields(raw)
     defaults = {"tie_word_embeddings": False, **family.defaults}
-    known = {*raw, *defaults, *NEUTRAL, *INERT, *QUANTISATION_FIELDS, "rope_theta", *SPELLINGS}
-    given = with_overrides(raw, overrides or {}, known)
+    known = {*raw, *defaults, *NEUTRAL_VALUES, *INERT_FIELDS, *QUANTISATION_FIELDS, "rope_theta", *ROPE_FIELDS}
+    given = with_overrides(raw, overrides, known)
     # As in transformers, the family's default rope_parameters are not used if the config has a rope_scaling.
     replaced = ("rope_parameters",) if given.get("rope_scaling") else ()
     full = {**{name: value for name, value in defaults.items() if name not in replaced}, **given}
-    require_kinds(full, path)
-    full = _lifted(full)
-    refuse_unsupported(full, path, family.honours)
-    count = partial(count_of, full, path)
+    require_field_types(full)
+    full = _with_attention_fields(full)
+    refuse_unsupported(full, family.supported_fields)
+    count = partial(positive_integer, full)
     heads, layers, hidden = count("num_attention_heads"), count("num_hidden_layers"), count("hidden_size")
-    latent = read_latent(full, count, path, family.indexed) if family.latent else None
-    kv_heads, head_size = (1, latent.head_size) if latent else heads_and_size(full, path, heads, hidden)
+    latent = read_latent(full, count, family.indexed) if family.latent else None
+    kv_heads, head_size = (1, latent.head_size) if latent else kv_heads_and_head_size(full, heads, hidden)
     longest = count("max_position_embeddings")
-    windows = _read_windows(full, family, layers, path)
-    ropes, max_position = _read_ropes(full, family, latent, head_size, longest, path)
+    windows = _read_windows(full, family, layers)
+    ropes, max_position = _read_ropes(full, family, latent, head_size, longest)
     return ModelConfig(
         family=family,
         architecture=family.architecture,
@@ -301,76 +304,74 @@ def parse(
         mlp_bias=bool(full.get("mlp_bias", False)),
         qk_norm=family.qk_norm if isinstance(family.qk_norm, bool) else bool(full[family.qk_norm]),
         windows=windows,
-        experts=_read_experts(full, family, path),
-        embedding_scale=_declared(family.embedding_scale, full, path),
-        softmax_scale=_declared(family.softmax_scale, full, path),
-        residual_scale=_declared(family.residual_scale, full, path),
-        logit_scale=_declared(family.logit_scale, full, path),
-        softcap=cap_of(full, "attn_logit_softcapping", path),
-        logit_cap=cap_of(full, "final_logit_softcapping", path),
-        activation=_read_activation(full, family.activation_field, path),
+        experts=_read_experts(full, family),
+        embedding_scale=family.embedding_scale(full),
+        softmax_scale=family.softmax_scale(full),
+        residual_scale=family.residual_scale(full),
+        logit_scale=family.logit_scale(full),
+        softcap=float(full.get("attn_logit_softcapping") or 0) or None,
+        logit_cap=float(full.get("final_logit_softcapping") or 0) or None,
+        activation=_read_activation(full, family.activation_field),
         # An override also replaces the ids of generation_config.json.
-        eos_token_ids=eos_ids(full, {} if "eos_token_id" in (overrides or {}) else generation or {}, path),
+        eos_token_ids=eos_ids(full, {} if "eos_token_id" in overrides else generation),
         latent=latent,
-        formats=read_formats(full, path),
+        formats=read_formats(full),
         stored=family.stored,
         raw=full,
         path=path,
     )
 
 
-def refuse_unsupported(full: Raw, path: Path, honoured: tuple[str, ...]) -> None:
+def refuse_unsupported(full: Json, supported_fields: tuple[str, ...]) -> None:
     """Refuse a config with a field that needs a computation which is not implemented.  Raises EspalierError.
 
-    honoured: the fields of NEUTRAL that the model's family supports.
+    supported_fields: the fields of NEUTRAL_VALUES that the model's family supports.
     """
-    for name, neutral in NEUTRAL.items():
-        if name in full and name not in honoured and full[name] not in neutral:
+    for name, neutral in NEUTRAL_VALUES.items():
+        if name in full and name not in supported_fields and full[name] not in neutral:
             value = full[name]
             supported = " or ".join(repr(v) for v in neutral)
-            raise EspalierError(
-                f"{path}: {name} = {shown(value)} is not supported, only {supported}; use another model"
-            )
+            raise EspalierError(f"{name} = {shown(value)} is not supported, only {supported}; use another model")
 
 
-def _read_activation(full: Raw, field: str, path: Path) -> Activation:
+def _read_activation(full: Json, field: str) -> Activation:
     """The activation that `field` names.  Raises EspalierError for an activation that no kernel computes."""
     name = full.get(field, "silu")
     if not isinstance(name, str) or name not in ACTIVATIONS:
         supported = " or ".join(map(repr, ACTIVATIONS))
-        raise EspalierError(f"{path}: {field} = {shown(name)} is not supported, only {supported}; use another model")
+        raise EspalierError(f"{field} = {shown(name)} is not supported, only {supported}; use another model")
     return ACTIVATIONS[name]
 
 
-def _lifted(full: Raw) -> Raw:
+def _with_attention_fields(full: Json) -> Json:
     """The config with the attention's fields at the top level.  Transformers 5 writes them into rope_parameters."""
-    ropes = [full.get(field) or {} for field in reversed(SPELLINGS)]
-    return full | {name: rope[name] for rope in ropes for name in OF_ATTENTION if name in rope}
+    ropes = [full.get(field) or {} for field in reversed(ROPE_FIELDS)]
+    return full | {name: rope[name] for rope in ropes for name in ATTENTION_FIELDS if name in rope}
 
 
 def _read_ropes(
-    full: Raw, family: Family, latent: LatentConfig | None, head_size: int, longest: int, path: Path
+    full: Json, family: Family, latent: LatentConfig | None, head_size: int, longest: int
 ) -> tuple[tuple[RopeConfig, ...], int]:
     """Returns the RoPE of each layer, and the longest context, in tokens, that all of them support."""
-    own = [{}] * full["num_hidden_layers"] if family.ropes is None else _declared(family.ropes, full, path)
+    own = [{}] * full["num_hidden_layers"] if family.ropes is None else family.ropes(full)
     read = []
     for each in own:
         if each is None:
             read.append((RopeConfig(head_size, 1.0, "none"), longest))
             continue
-        fields = _lifted({**full, **each})
-        refuse_unsupported(fields, path, family.honours)
+        fields = _with_attention_fields({**full, **each})
+        refuse_unsupported(fields, family.supported_fields)
         size = each.get("head_dim", head_size)
-        rotated = latent.rope_size if latent else rotated_size(fields, size, path)
-        read.append(read_rope(fields, rotated, longest, path))
+        rotated = latent.rope_size if latent else rotated_size(fields, size)
+        read.append(read_rope(fields, rotated, longest))
     return tuple(rope for rope, _ in read), min(context for _, context in read)
 
 
-def full_attention(full: Raw) -> Windows:
+def full_attention(full: Json) -> LayerWindows:
     return (None,) * int(full["num_hidden_layers"])
 
 
-def windows_by_layer_type(full: Raw, default: Callable[[int], bool]) -> Windows:
+def windows_by_layer_type(full: Json, default: Callable[[int], bool]) -> LayerWindows:
     """The window of each layer: None, or `sliding_window` if `layer_types` (without it, `default`) says sliding."""
     window, types = full.get("sliding_window"), full.get("layer_types")
     if window is None:
@@ -380,18 +381,18 @@ def windows_by_layer_type(full: Raw, default: Callable[[int], bool]) -> Windows:
     return tuple(int(window) if slides[i] else None for i in layers)
 
 
-def windows_in_every_second(full: Raw) -> Windows:
+def windows_in_every_second(full: Json) -> LayerWindows:
     """The window of each layer (windows_by_layer_type).  Without `layer_types`, layers 0, 2, 4, ... are sliding."""
     return windows_by_layer_type(full, lambda layer: layer % 2 == 0)
 
 
-def windows_if_used(full: Raw, default: Callable[[int], bool]) -> Windows:
+def windows_if_used(full: Json, default: Callable[[int], bool]) -> LayerWindows:
     """The window of each layer (windows_by_layer_type); None for all if `use_sliding_window` is false."""
     window = full["sliding_window"] if full["use_sliding_window"] else None
     return windows_by_layer_type({**full, "sliding_window": window}, default)
 
 
-def attention_in_some_layer(full: Raw) -> Windows:
+def attention_in_some_layer(full: Json) -> LayerWindows:
     """Returns None for each layer: no windows.  Raises EspalierError if no layer has attention."""
     if "full_attention" not in (full["layer_types"] or ()):
         raise EspalierError(
@@ -400,50 +401,42 @@ def attention_in_some_layer(full: Raw) -> Windows:
     return full_attention(full)
 
 
-def _declared(read: Callable[[Raw], Read], full: Raw, path: Path) -> Read:
-    """Returns the result of a family's function `read` for the completed config.  Adds the path to its errors."""
-    try:
-        return read(full)
-    except EspalierError as error:
-        raise EspalierError(f"{path}: {error}") from None
-
-
-def _read_windows(full: Raw, family: Family, layers: int, path: Path) -> Windows:
+def _read_windows(full: Json, family: Family, layers: int) -> LayerWindows:
     types = full.get("layer_types")
     if types is not None:
-        known = {"full_attention", "sliding_attention", *family.layer_kinds}
+        known = {"full_attention", "sliding_attention", *family.extra_layer_types}
         unknown = sorted({str(t) for t in types} - known)
         if unknown:
             raise EspalierError(
-                f"{path}: layer_types names {unknown[0]!r}; supported are 'full_attention' and 'sliding_attention'; "
+                f"layer_types names {unknown[0]!r}; supported are 'full_attention' and 'sliding_attention'; "
                 "use another model"
             )
         if len(types) != layers:
             raise EspalierError(
-                f"{path}: layer_types has {len(types)} entries for num_hidden_layers = {layers}; make them agree"
+                f"layer_types has {len(types)} entries for num_hidden_layers = {layers}; make them agree"
             )
     # Some configs that do not use a window have sliding_window = 0.
     window = full.get("sliding_window") if full.get("use_sliding_window", True) else None
     if window is not None and (not isinstance(window, int) or window < 1):
-        raise EspalierError(f"{path}: sliding_window = {window!r}; a positive integer or null is needed; correct it")
-    windows = _declared(family.windows, full, path)
+        raise EspalierError(f"sliding_window = {window!r}; a positive integer or null is needed; correct it")
+    windows = family.windows(full)
     for layer, kind in enumerate(types or ()):
         if kind == "sliding_attention" and windows[layer] is None:
             raise EspalierError(
-                f"{path}: layer_types calls layer {layer} 'sliding_attention', but the layer has no window "
+                f"layer_types calls layer {layer} 'sliding_attention', but the layer has no window "
                 f"({family.architecture}, sliding_window = {full.get('sliding_window')!r}, use_sliding_window = "
                 f"{full.get('use_sliding_window')!r}); correct layer_types, or set the window with model_overrides"
             )
     return windows
 
 
-def _read_experts(full: Raw, family: Family, path: Path) -> Experts | None:
-    experts = _declared(family.experts, full, path)
+def _read_experts(full: Json, family: Family) -> Experts | None:
+    experts = family.experts(full)
     if experts is not None:
         for name, value, least in (("size", experts.size, 1), ("shared size", experts.shared_size, 0)):
             if not isinstance(value, int) or not least <= value <= MAX_SIZE:
                 raise EspalierError(
-                    f"{path}: experts of {name} {shown(value)}; an integer, {least} to {MAX_SIZE}, is needed; correct "
+                    f"experts of {name} {shown(value)}; an integer, {least} to {MAX_SIZE}, is needed; correct "
                     "the config"
                 )
     return experts

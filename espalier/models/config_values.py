@@ -2,110 +2,102 @@
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from espalier.errors import EspalierError, shown
 from espalier.model_files import MAX_HEAD_SIZE, MAX_LAYERS, MAX_NUMBER, MAX_SIZE
-from espalier.models.rope import SPELLINGS, rope_overrides, type_of_rope, with_rope_type
+from espalier.models.rope import ROPE_FIELDS, Json, rope_overrides, type_of_rope, with_rope_type
 
-Raw = dict[str, Any]
 # The largest allowed values of sizes that take memory before any weight is read: the number of layers, and the columns
 # of the rotary tables.
-HEAD_SIZES = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-MOST: Mapping[str, int] = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(HEAD_SIZES, MAX_HEAD_SIZE)}
-# Fields that are not counts: (name, type, in words).
-KINDS: tuple[tuple[str, Any, str], ...] = (
-    ("rms_norm_eps", int | float, "a positive number"),
-    ("rope_theta", int | float, "a positive number or null"),
-    ("original_max_position_embeddings", int, "a positive number or null"),
-    ("rope_scaling", Mapping, "an object or null"),
-    ("rope_parameters", Mapping, "an object or null"),
-    ("layer_types", list, "a list or null"),
-    ("mlp_layer_types", list, "a list or null"),
-    ("mlp_only_layers", list, "a list or null"),
-)
-
-NUMBERS = tuple(
+HEAD_SIZE_FIELDS = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+LARGEST_VALUES: Mapping[str, int] = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(HEAD_SIZE_FIELDS, MAX_HEAD_SIZE)}
+NUMBER_FIELDS = tuple(
     "attn_logit_softcapping final_logit_softcapping partial_rotary_factor rotary_pct embedding_multiplier "
     "residual_multiplier attention_multiplier logits_scaling logit_scale query_pre_attn_scalar routed_scaling_factor "
     "clip_qkv swiglu_limit swiglu_alpha llama_4_scaling_beta qk_scale_factor output_multiplier "
     "moe_router_logit_softcapping".split()
 )
-COUNTS = tuple(
+COUNT_FIELDS = tuple(
     "num_experts num_local_experts n_routed_experts n_shared_experts shared_expert_intermediate_size "
-    "first_k_dense_replace num_nextn_predict_layers shared_intermediate_size".split()
+    "first_k_dense_replace shared_intermediate_size".split()
 )
-TEXTS = ("scoring_func", "topk_method", "position_embedding_type")
+
+
+@contextmanager
+def naming_path(path: Path) -> Iterator[None]:
+    """Put the path of a model before the text of an EspalierError."""
+    try:
+        yield
+    except EspalierError as error:
+        raise EspalierError(f"{path}: {error}") from None
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_NUMBER
 
 
-def _is_count(value: Any, most: int) -> bool:
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and value > 0
+
+
+def _is_count(value: Any, most: int = MAX_SIZE) -> bool:
     return type(value) is int and 0 <= value <= most
 
 
-def _optional() -> Iterator[tuple[str, tuple[Callable[[Any], bool], str]]]:
-    for name in NUMBERS:
-        yield name, (_is_number, "a number of at least 0")
-    for name in COUNTS:
-        most = MAX_LAYERS if "layers" in name else MAX_SIZE
-        yield name, (partial(_is_count, most=most), f"0 to {most}")
-    for name in TEXTS:
-        yield name, (lambda value: isinstance(value, str), "text")
+def _is(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kind)
 
 
-# Fields that only some families honour, or that are supported with few values: a check of the value's type, and the
-# type in words.
-OPTIONAL: Mapping[str, tuple[Callable[[Any], bool], str]] = dict(_optional())
+# The fields whose values are checked by type: a check, and the type in words.  Each may be null if the words say so.
+FIELD_TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "rms_norm_eps": (_is_positive, "a positive number"),
+    "rope_theta": (_is_positive, "a positive number or null"),
+    "original_max_position_embeddings": (
+        lambda value: type(value) is int and _is_positive(value),
+        "a positive number or null",
+    ),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), (_is(Mapping), "an object or null")),
+    **dict.fromkeys(("layer_types", "mlp_layer_types", "mlp_only_layers"), (_is(list), "a list or null")),
+    **dict.fromkeys(NUMBER_FIELDS, (_is_number, "a number of at least 0 or null")),
+    **dict.fromkeys(COUNT_FIELDS, (_is_count, f"0 to {MAX_SIZE} or null")),
+    "num_nextn_predict_layers": (partial(_is_count, most=MAX_LAYERS), f"0 to {MAX_LAYERS} or null"),
+    **dict.fromkeys(("scoring_func", "topk_method", "position_embedding_type"), (_is(str), "text or null")),
+}
 
 
-def require_kinds(full: Raw, path: Path) -> None:
+def require_field_types(full: Json) -> None:
     """Check the types of all known fields.  Raises EspalierError naming a field whose value has a wrong type."""
-    for name, kind, words in KINDS:
+    for name, (is_right, words) in FIELD_TYPES.items():
         value = full.get(name)
-        is_missing = value is None and words.endswith("null")
-        is_right = isinstance(value, kind) and not isinstance(value, bool)
-        if is_right and isinstance(value, int | float):
-            is_right = 0 < value <= MAX_NUMBER
-        if not is_missing and not is_right:
-            raise EspalierError(
-                f"{path}: {name} = {shown(value)}; {words} is needed; correct it or pass model_overrides"
-            )
-    for name, (is_right_kind, words) in OPTIONAL.items():
-        value = full.get(name)
-        if value is not None and not is_right_kind(value):
-            raise EspalierError(f"{path}: {name} = {shown(value)}; {words} or null is needed; correct it")
+        if not (value is None and words.endswith("null")) and not is_right(value):
+            raise EspalierError(f"{name} = {shown(value)}; {words} is needed; correct it or pass model_overrides")
 
 
-def positive(full: Raw, name: str) -> float:
-    """Returns the value of a field, a positive number.  Raises EspalierError, without the path, for any other value."""
+def positive_number(full: Json, name: str) -> float:
+    """Returns the value of a field, a positive number.  Raises EspalierError for any other value."""
     value = full.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_NUMBER:
         raise EspalierError(f"{name} = {shown(value)}; a positive number is needed; correct the config")
     return float(value)
 
 
-def require_counts(full: Raw, names: Iterable[str], most: int = MAX_SIZE) -> None:
-    """Check that fields are integers from 1 to `most`.  Raises EspalierError, without the path, naming a field."""
+def require_counts(full: Json, names: Iterable[str], most: int = MAX_SIZE) -> None:
+    """Check that fields are integers from 1 to `most`.  Raises EspalierError naming a field."""
     for name in names:
-        value = full.get(name)
-        if type(value) is not int or not 1 <= value <= most:
-            raise EspalierError(
-                f"{name} = {shown(value)}; a positive integer is needed, {most} at most; correct the config"
-            )
+        positive_integer(full, name, most)
 
 
-def require_multiple(full: Raw, name: str, of: str) -> None:
-    """Check that field `name` is a multiple of field `of`.  Raises EspalierError, without the path."""
+def require_multiple(full: Json, name: str, of: str) -> None:
+    """Check that field `name` is a multiple of field `of`.  Raises EspalierError."""
     if full[name] % full[of]:
         raise EspalierError(f"{name} = {full[name]} is no multiple of {of} = {full[of]}; correct the config")
 
 
-def rotated_size(full: Raw, head_size: int, path: Path) -> int:
+def rotated_size(full: Json, head_size: int) -> int:
     """How many of a head's values are rotated: the first ones.  Raises EspalierError for a wrong factor.
 
     For a proportional RoPE the result is all values: those that it does not rotate have frequency 0.
@@ -116,64 +108,55 @@ def rotated_size(full: Raw, head_size: int, path: Path) -> int:
     size = head_size if share is None else int(head_size * share) if _is_number(share) else 0
     if size % 2 or not 0 < size <= head_size:
         raise EspalierError(
-            f"{path}: partial_rotary_factor = {share!r} of heads of {head_size} values is not supported; the rotated "
+            f"partial_rotary_factor = {share!r} of heads of {head_size} values is not supported; the rotated "
             f"part must have an even number of values, from 2 to {head_size}; correct the config"
         )
     return size
 
 
-def count_of(full: Raw, path: Path, name: str) -> int:
+def positive_integer(full: Json, name: str, most: int | None = None) -> int:
     """Returns the value of a field, a positive integer.  Raises EspalierError naming the field for any other value."""
-    value, most = full.get(name), MOST.get(name, MAX_SIZE)
+    value, most = full.get(name), most or LARGEST_VALUES.get(name, MAX_SIZE)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise EspalierError(
-            f"{path}: {name} = {shown(value)}; a positive integer is needed, {most} at most; correct it or pass "
-            "model_overrides"
+            f"{name} = {shown(value)}; a positive integer is needed, {most} at most; correct it or pass model_overrides"
         )
     return value
 
 
-def cap_of(full: Raw, field: str, path: Path) -> float | None:
-    """The bound that a field sets; None if the value is None or 0.  Raises EspalierError for any other non-number."""
-    cap = full.get(field)
-    if cap is not None and not (isinstance(cap, int | float) and not isinstance(cap, bool) and 0 <= cap <= MAX_NUMBER):
-        raise EspalierError(f"{path}: {field} = {shown(cap)}; a positive number or null is needed; correct it")
-    return float(cap) if cap else None
-
-
-def heads_and_size(full: Raw, path: Path, heads: int, hidden: int) -> tuple[int, int]:
+def kv_heads_and_head_size(full: Json, heads: int, hidden: int) -> tuple[int, int]:
     """Returns (number of key-value heads, size of a head) of layers that keep K and V heads."""
-    head_size = hidden // heads if full.get("head_dim") is None else count_of(full, path, "head_dim")
+    head_size = hidden // heads if full.get("head_dim") is None else positive_integer(full, "head_dim")
     name = "num_key_value_heads"
-    kv_heads = heads if full.get(name) is None else count_of(full, path, name)
+    kv_heads = heads if full.get(name) is None else positive_integer(full, name)
     if heads % kv_heads or head_size % 2 or not 0 < head_size <= MAX_HEAD_SIZE:
         raise EspalierError(
-            f"{path}: {heads} heads over {kv_heads} key-value heads of size {head_size}; heads must be a multiple "
+            f"{heads} heads over {kv_heads} key-value heads of size {head_size}; heads must be a multiple "
             f"of key-value heads, and the size even, 2 to {MAX_HEAD_SIZE}; correct the config or override the fields"
         )
     return kv_heads, head_size
 
 
-def eos_ids(full: Raw, generation: Raw, path: Path) -> tuple[int, ...]:
+def eos_ids(full: Json, generation: Json) -> tuple[int, ...]:
     ids: list[int] = []
     for source in (generation.get("eos_token_id"), full.get("eos_token_id")):
         ids += source if isinstance(source, list) else [] if source is None else [source]
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool):
-            raise EspalierError(f"{path}: eos_token_id = {token!r}; a token id or a list of them is needed; correct it")
+            raise EspalierError(f"eos_token_id = {token!r}; a token id or a list of them is needed; correct it")
     return tuple(dict.fromkeys(ids))
 
 
 # Fields that choose the family.  They are read before overrides apply.
-OF_FAMILY = ("architectures", "model_type")
+FAMILY_FIELDS = ("architectures", "model_type")
 
 
-def with_overrides(raw: Raw, overrides: Mapping[str, Any], known: set[str]) -> Raw:
+def with_overrides(raw: Json, overrides: Mapping[str, Any], known: set[str]) -> Json:
     """Returns `raw` with the overridden fields replaced.  Nested objects are merged key by key.
     Raises EspalierError for a name that is not in `known`."""
     merged, overrides = with_rope_type(raw), rope_overrides(raw, overrides)
     for name, value in overrides.items():
-        if name in OF_FAMILY and value != raw.get(name):
+        if name in FAMILY_FIELDS and value != raw.get(name):
             raise EspalierError(
                 f"model_overrides: {name} says which family the model is of, and cannot be replaced; edit config.json"
             )
@@ -183,7 +166,7 @@ def with_overrides(raw: Raw, overrides: Mapping[str, Any], known: set[str]) -> R
             raise EspalierError(f"model_overrides: no field {name!r} in this model's config; {remedy}")
         old = merged.get(name)
         merged[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, Mapping) else value
-    for name in SPELLINGS:
+    for name in ROPE_FIELDS:
         if "rope_theta" in overrides and "rope_theta" in (merged.get(name) or {}):
             merged[name] = {**merged[name], "rope_theta": overrides["rope_theta"]}
     return merged

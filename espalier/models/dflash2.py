@@ -19,22 +19,22 @@ from espalier.models.base import CausalLM
 from espalier.models.block import (
     BlockConfig,
     BlockDraft,
-    block_parts,
     block_spec,
-    layer_of,
-    own_fields,
+    load_block_fields,
+    read_dflash_fields,
+    read_layer_config,
     read_speculators,
     refuse_misfit,
 )
-from espalier.models.config import ModelConfig, Raw
-from espalier.models.draft_parts import Fields
+from espalier.models.config import Json, ModelConfig
+from espalier.models.draft_parts import DraftFields
 from espalier.models.layers.attention import Attention
-from espalier.models.layers.decoder import DecoderLayer, Unread, capped
+from espalier.models.layers.decoder import DecoderLayer, PlainNorm, capped
 from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import AnyNorm, RMSNorm
-from espalier.models.layers.stream import Stream
-from espalier.models.weight_formats.sharded import over_ranks
+from espalier.models.layers.residual import Residual
+from espalier.models.weight_formats.sharded import sum_over_ranks
 from espalier.models.weights import Weights
 
 ARCHITECTURES = ("DFlash2DraftModel",)
@@ -64,17 +64,13 @@ class DFlash2Config(BlockConfig):
     logit_scale: float = 1.0
     logit_cap: float | None = None
 
-    @property
-    def conv_groups(self) -> int:
-        return self.layer.hidden_size // self.conv_group
 
-
-def read_dflash2(path: Path, raw: Raw, target: ModelConfig) -> DFlash2Config:
+def read_dflash2(path: Path, raw: Json, target: ModelConfig) -> DFlash2Config:
     """Read the config.json `raw` of the draft at `path` and check it against its target's config.  Loads no weights.
 
     Raises EspalierError if the draft does not fit this target, or has a form that is not supported.
     """
-    given = Fields(raw, path)
+    given = DraftFields(raw, path)
     is_speculators = given.get("speculators_model_type") is not None
     config = (_read_speculators if is_speculators else _read_z_lab)(given, target)
     refuse_misfit(config, target, path)
@@ -82,14 +78,14 @@ def read_dflash2(path: Path, raw: Raw, target: ModelConfig) -> DFlash2Config:
     return config
 
 
-def _read_z_lab(top: Fields, target: ModelConfig) -> DFlash2Config:
-    given = own_fields(top, DFLASH_FIELDS).over({"block_size": DEFAULT_BLOCK_SIZE, **top.raw})
+def _read_z_lab(top: DraftFields, target: ModelConfig) -> DFlash2Config:
+    given = read_dflash_fields(top, DFLASH_FIELDS).with_defaults({"block_size": DEFAULT_BLOCK_SIZE, **top.raw})
     of_layer = {name: value for name, value in top.raw.items() if name not in SCALES}
-    layer, is_causal = layer_of(Fields(of_layer, top.path), target), top.get("is_causal")
+    layer, is_causal = read_layer_config(DraftFields(of_layer, top.path), target), top.get("is_causal")
     causal = tuple(window is not None if is_causal is None else bool(is_causal) for window in layer.windows)
     spec = block_spec(
         *(given, layer),
-        capture=tuple(k + 1 for k in given.layers("target_layer_ids")),
+        capture=tuple(k + 1 for k in given.target_layers("target_layer_ids")),
         first_proposing=1,
         causal=causal,
         algorithm="dflash2",
@@ -108,21 +104,23 @@ def _read_z_lab(top: Fields, target: ModelConfig) -> DFlash2Config:
         embedding_scale=1.0 if embedding_scale is None else embedding_scale,
         logit_scale=1.0 if scale is None else scale,
         logit_cap=cap if cap is not None and cap > 0 else None,
-        **_sizes(given),
+        **_size_fields(given),
     )
 
 
-def _read_speculators(given: Fields, target: ModelConfig) -> DFlash2Config:
-    base = read_speculators(given.over({"sliding_window_non_causal": True}), target)
-    return DFlash2Config(layer=base.layer, spec=replace(base.spec, algorithm="dflash2"), **_sizes(given.over(SIZES)))
+def _read_speculators(given: DraftFields, target: ModelConfig) -> DFlash2Config:
+    base = read_speculators(given.with_defaults({"sliding_window_non_causal": True}), target)
+    return DFlash2Config(
+        layer=base.layer, spec=replace(base.spec, algorithm="dflash2"), **_size_fields(given.with_defaults(SIZES))
+    )
 
 
-def _sizes(given: Fields) -> dict[str, Any]:
+def _size_fields(given: DraftFields) -> dict[str, Any]:
     taps, group, rank, topk = (given.count(name, least=1) for name in SIZES)
     return {"conv_taps": taps, "conv_group": group, "selector_rank": rank, "selector_topk": topk}
 
 
-def _refuse_sizes(config: DFlash2Config, given: Fields) -> None:
+def _refuse_sizes(config: DFlash2Config, given: DraftFields) -> None:
     """Refuse a config whose sizes do not fit one another.  Raises EspalierError."""
     hidden, vocab = config.layer.hidden_size, config.layer.vocab_size
     wrong = {
@@ -151,21 +149,21 @@ class BlockConv:
     base: Tensor
     weight: Tensor
 
-    def of_input(self, normed: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    def convolve_input(self, normed: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """normed [N, H], in blocks of `width` rows -> (the convolved input [N, H], the output's coefficients)."""
         return block_conv(normed, self.weight, self.base[0], width)
 
 
 class Convolved(NamedTuple):
-    """A sublayer's output (as RMSNorm.after takes it).  One launch convolves it and adds it to the stream."""
+    """A sublayer's output (as RMSNorm.add_and_norm takes it).  One launch convolves it and adds it to the residual."""
 
     output: Tensor
     coefficients: Tensor
     base: Tensor
     width: int
 
-    def after(self, norm: AnyNorm, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (x + the convolved output, the norm of that sum).  See stream.py:Pending."""
+    def add_and_norm(self, norm: AnyNorm, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (x + the convolved output, the norm of that sum).  See residual.py:PendingAdd."""
         assert isinstance(norm, RMSNorm)
         return block_conv_norm(self.output, self.coefficients, self.base, x, norm.weight, norm.eps, self.width)
 
@@ -183,14 +181,14 @@ class ConvolvedLayer(DecoderLayer):
         self.attention_conv = attention_conv
         self.mlp_conv = mlp_conv
 
-    def __call__(self, s: Stream, p: Pass) -> None:
+    def __call__(self, s: Residual, p: Pass) -> None:
         width = p.tokens.shape[1]
-        given, coefficients = self.attention_conv.of_input(s.normed(self.attention_norm, Unread), width)
+        given, coefficients = self.attention_conv.convolve_input(s.add_and_norm(self.attention_norm, PlainNorm), width)
         q = self.attention.write(self.index, given, p)
         output = self.attention.project(p.attend(self.index, q, self.attention.sink))
-        s.add(Convolved(over_ranks(output), coefficients, self.attention_conv.base[1], width))
-        given, coefficients = self.mlp_conv.of_input(s.normed(self.mlp_norm, Unread), width)
-        s.add(Convolved(over_ranks(self.mlp(given)), coefficients, self.mlp_conv.base[1], width))
+        s.add(Convolved(sum_over_ranks(output), coefficients, self.attention_conv.base[1], width))
+        given, coefficients = self.mlp_conv.convolve_input(s.add_and_norm(self.mlp_norm, PlainNorm), width)
+        s.add(Convolved(sum_over_ranks(self.mlp(given)), coefficients, self.mlp_conv.base[1], width))
 
 
 @dataclass(frozen=True)
@@ -202,7 +200,7 @@ class Selector:
     project: Linear
     topk: int
 
-    def of_block(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
+    def block_edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
         # Any choice among ties is correct, because it decides only which tokens are drafted.
         ids = logits.topk(self.topk, -1).indices.sort(-1).values
         after = self.after[ids] * self.project(hidden)[:, :, None]
@@ -222,7 +220,7 @@ class DFlash2Draft(BlockDraft):
 def make_dflash2(weights: Weights, config: DFlash2Config, target: CausalLM, position_rows: int) -> DFlash2Draft:
     """Build the draft from its weights; see block.py:make_block for shared tensors and errors."""
     hidden, vocab, rank = config.layer.hidden_size, config.layer.vocab_size, config.selector_rank
-    rows = 2 * config.conv_taps * config.conv_groups
+    rows = 2 * config.conv_taps * (hidden // config.conv_group)
 
     def conv(prefix: str) -> BlockConv:
         base = weights.take(f"{prefix}.base_kernel", 2, config.conv_taps, hidden)
@@ -233,12 +231,12 @@ def make_dflash2(weights: Weights, config: DFlash2Config, target: CausalLM, posi
     )
     project = weights.linear("", ("candidate_selector.hidden_projection",), (rank,), hidden, bias=False)
     selector = Selector(before, after, project, config.selector_topk)
-    parts = block_parts(weights, config, target, position_rows)
+    parts = load_block_fields(weights, config, target, position_rows)
     parts["embed"] = Embedding(parts["embed"].weight, config.embedding_scale)
     parts["layers"] = [
         ConvolvedLayer(layer, *(conv(f"layers.{layer.index}.{name}_conv") for name in ("attention", "mlp")))
         for layer in parts["layers"]
     ]
     draft = DFlash2Draft(**parts, edges=selector)
-    weights.finish()
+    weights.require_all_used()
     return draft

@@ -20,7 +20,7 @@ from espalier.model_files import naming_config, read_json
 from espalier.models.config import ModelConfig
 
 # The type of DraftSpec.form.
-Form = Literal["chain", "target"]
+FeedForm = Literal["chain", "target"]
 # The modules of a piece of a prompt read tokens of the piece before it, so a piece has at least as many tokens as there
 # are modules.
 MAX_MODULES = MIN_CHUNK_WIDTH
@@ -46,8 +46,8 @@ class DraftSpec:
     form: the hidden state that module k (from 1) reads at token q.  "chain": the output of module k - 1 at token q - 1,
     where module 0 is the target; "target": the target's hidden state at token q - k.  With one module, both are the
     same.
-    reads: the field of the target's ModelOutput that the draft reads.  "captured": the inputs of the layers `capture`,
-    concatenated; "hidden": the last hidden state after the final norm; None: no field.
+    target_output: the field of the target's ModelOutput that the draft reads.  "captured": the inputs of the layers
+    `capture`, concatenated; "hidden": the last hidden state after the final norm; None: no field.
     capture: target layers whose inputs are read; num_layers means the input of the final norm.
     hidden_size: H, the size of the hidden states that modules read and return.
     vocab_size: the size of the draft's vocabulary; below the target's if the draft has a map (DraftModel.d2t).
@@ -64,8 +64,8 @@ class DraftSpec:
     first_proposing: int = 0
     causal: tuple[bool, ...] = ()
     windows_from_root: bool = True
-    form: Form = "chain"
-    reads: Literal["captured", "hidden"] | None = None
+    form: FeedForm = "chain"
+    target_output: Literal["captured", "hidden"] | None = None
     capture: tuple[int, ...] = ()
     hidden_size: int = 0
     vocab_size: int = 0
@@ -132,7 +132,7 @@ class DraftOutput:
     hidden: Tensor
     normed: Tensor
 
-    def last(self, rows: int) -> "DraftOutput":
+    def last_rows(self, rows: int) -> "DraftOutput":
         """The last `rows` rows of each request, or all if there are fewer."""
         if self.hidden.shape[1] <= rows:
             return self
@@ -150,7 +150,7 @@ class DraftModule(Protocol):
         """
         ...
 
-    def output_of(self, hidden: Tensor) -> DraftOutput:
+    def output_from_hidden(self, hidden: Tensor) -> DraftOutput:
         """Returns the whole output of rows, from their `hidden` [..., H] alone."""
         ...
 
@@ -179,14 +179,14 @@ class DraftModel(Protocol):
 
     @property
     def fuse(self) -> Callable[[Tensor], Tensor]:
-        """The target's features [..., F] (`spec.reads`) -> hidden states [..., H] that rows read."""
+        """The target's features [..., F] (`spec.target_output`) -> hidden states [..., H] that rows read."""
         ...
 
 
 class Edges(Protocol):
     """The part of a block draft that scores a token given its parent (DSpark's Markov head, DFlash 2's selector)."""
 
-    def of_block(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
+    def block_edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
         """Returns the edges of one block.
 
         logits: [B, S, draft vocabulary], which do not depend on the parent token.  hidden: [B, S, H], the inputs of the
@@ -217,7 +217,7 @@ class BlockModel(DraftModel, Protocol):
     def write_context(self, features: Tensor, p: Pass) -> None:
         """Write the context rows of a pass, in every layer.
 
-        features: [B, W, F], the target's features (`spec.reads`) at the tokens of the pass.
+        features: [B, W, F], the target's features (`spec.target_output`) at the tokens of the pass.
         """
         ...
 

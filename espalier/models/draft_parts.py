@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 def draft_embedding(weights: Weights, shape: Sequence[int], target: CausalLM, name: str = "embed_tokens") -> Embedding:
     """Returns the draft's embedding, or the target's if the draft has none.
     Raises EspalierError if the target's does not fit."""
-    if is_borrowed(weights, name, "model.embed_tokens", shape, target.embed.shape):
+    if borrows_matrix(weights, name, "model.embed_tokens", shape, target.embed.shape):
         embed = whole_embedding(target)
         # The embedding gets no scale: if the draft used one, its own config would name it.
         return Embedding(embed.weight)
@@ -38,7 +38,7 @@ def draft_embedding(weights: Weights, shape: Sequence[int], target: CausalLM, na
 def whole_embedding(target: CausalLM) -> Embedding:
     """Returns the target's embedding, made whole on every rank.  A tied head then shares the new memory."""
     shards = target.embed.shards
-    target.embed.make_whole()
+    target.embed.gather_all_rows()
     if shards.count > 1 and target.config.tie_word_embeddings:
         target.head = tied_head(target.embed, shards)
     return target.embed
@@ -55,11 +55,13 @@ def draft_head(weights: Weights, layer: ModelConfig, draft_vocab: int, target: C
     if layer.tie_word_embeddings and tuple(embed.weight.shape) == shape:
         log.info("draft %s: %s is the draft's embedding (tie_word_embeddings)", weights.path, name)
         return Linear(dense_weight(embed.weight))
-    is_borrowed(weights, name, name, shape, target.head.shape)
+    borrows_matrix(weights, name, name, shape, target.head.shape)
     return target.head
 
 
-def is_borrowed(weights: Weights, name: str, original: str, shape: Sequence[int], target_shape: Sequence[int]) -> bool:
+def borrows_matrix(
+    weights: Weights, name: str, original: str, shape: Sequence[int], target_shape: Sequence[int]
+) -> bool:
     """Whether the draft uses the target's matrix: it has no matrix `name`, or `name` is a copy of `original`.
 
     original: the name under which `weights` holds the target's matrix, if it does.  A quantised matrix counts as the
@@ -112,7 +114,7 @@ Choice = TypeVar("Choice", bound=str)
 
 
 @dataclass(frozen=True)
-class Fields:
+class DraftFields:
     """The fields of an object in a draft's config.json.  Methods raise EspalierError for a field with a wrong value."""
 
     raw: Mapping[str, Any]
@@ -122,25 +124,25 @@ class Fields:
         """Returns an error whose text is the draft's path and this message."""
         return EspalierError(f"{self.path}: {message}")
 
-    def over(self, defaults: Mapping[str, Any]) -> "Fields":
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "DraftFields":
         """These fields, with the values of `defaults` for missing ones."""
-        return Fields({**defaults, **self.raw}, self.path)
+        return DraftFields({**defaults, **self.raw}, self.path)
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of a field, unchecked."""
         return self.raw.get(name, default)
 
-    def flag(self, name: str, default: bool = False) -> bool:
+    def is_set(self, name: str, default: bool = False) -> bool:
         return bool(self.raw.get(name, default))
 
-    def object(self, name: str) -> "Fields":
+    def object(self, name: str) -> "DraftFields":
         """The fields of the object `name`; no fields if it is null or missing."""
         value = self.raw.get(name) or {}
         if not isinstance(value, Mapping):
             raise self.error(f"{name} = {value!r}; an object is needed; correct the config")
-        return Fields(value, self.path)
+        return DraftFields(value, self.path)
 
-    def layer(self) -> dict[str, Any]:
+    def layer_config(self) -> dict[str, Any]:
         """The config of the draft's layers in speculators' form.
         It is the object transformer_layer_config, with the fields beside it that describe quantised weights."""
         return {**self.object("transformer_layer_config").raw, **quantisation_of(self.raw)}
@@ -168,7 +170,7 @@ class Fields:
             raise self.error(f"{name} = {value!r} is not supported; use {remedy}")
         return found
 
-    def layers(self, name: str) -> tuple[int, ...]:
+    def target_layers(self, name: str) -> tuple[int, ...]:
         """The value of a field that lists target layers."""
         ids = self.raw.get(name)
         if not ids or not isinstance(ids, list | tuple) or not all(type(layer) is int for layer in ids):

@@ -21,9 +21,9 @@ from espalier.attention import Pass
 from espalier.errors import EspalierError
 from espalier.kernels.ops.drafts import DraftHidden
 from espalier.models.base import CausalLM
-from espalier.models.config import Family, ModelConfig, Raw, architecture_of, parse
+from espalier.models.config import Family, Json, ModelConfig, architecture_of, parse
 from espalier.models.draft import DraftOutput, DraftSpec, refuse_sizes
-from espalier.models.draft_parts import Fields, draft_embedding, draft_head, draft_to_target
+from espalier.models.draft_parts import DraftFields, draft_embedding, draft_head, draft_to_target
 from espalier.models.families import FAMILIES
 from espalier.models.families.deepseek import V2, V3
 from espalier.models.layer_loading import layer_specs_of, load_attention, load_layer
@@ -43,9 +43,9 @@ ARCHITECTURES = (
     *LATENT_ARCHITECTURES,
 )
 # Values of model_type that name the head's format, not the family of its layer.  The layer is then a Llama layer.
-WRAPPERS = ("eagle", "eagle3", "speculators", "speculator_model")
+FORMAT_MODEL_TYPES = ("eagle", "eagle3", "speculators", "speculator_model")
 # Targets whose heads list the captured layers in eagle_config by input, not by output (_captured_layers).
-EAGLE3_IDS_BY_INPUT = (V2.architecture, V3.architecture)
+TARGETS_WITH_INPUT_IDS = (V2.architecture, V3.architecture)
 EAGLE_1_2 = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "EagleSpeculator")
 LEGACY_FC_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 
@@ -69,14 +69,14 @@ class Eagle3Config:
     fc_norm: bool
 
 
-def read_eagle3(path: Path, raw: Raw, target: ModelConfig) -> Eagle3Config:
+def read_eagle3(path: Path, raw: Json, target: ModelConfig) -> Eagle3Config:
     """Read the config.json `raw` of the head at `path` and check it against its target's config.  Loads no weights.
 
     Raises EspalierError if the head does not fit this target.
     """
-    config = read_head(path, raw, target, EAGLE3_IDS_BY_INPUT)
+    config = read_head(path, raw, target, TARGETS_WITH_INPUT_IDS)
     if config.layer.num_layers != 1:
-        raise Fields(raw, path).error(
+        raise DraftFields(raw, path).error(
             f"num_hidden_layers = {config.layer.num_layers}; only EAGLE-3 heads with one layer are supported; use such "
             "a draft"
         )
@@ -84,23 +84,23 @@ def read_eagle3(path: Path, raw: Raw, target: ModelConfig) -> Eagle3Config:
     return config
 
 
-def read_head(path: Path, raw: Raw, target: ModelConfig, by_input: Sequence[str] | None) -> Eagle3Config:
+def read_head(path: Path, raw: Json, target: ModelConfig, targets_with_input_ids: Sequence[str] | None) -> Eagle3Config:
     """Returns the config of an EAGLE-3 or P-EAGLE head.  The caller checks it against the target.
 
-    by_input: the target architectures for which ids in eagle_config name layers by their input; None: all.
+    targets_with_input_ids: the target architectures for which ids in eagle_config name layers by input; None: all.
     """
-    given = Fields(raw, path)
-    flat = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position, **raw, **given.layer()}
+    given = DraftFields(raw, path)
+    flat = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position, **raw, **given.layer_config()}
     eagle = given.object("eagle_config")
-    family = _layer_family(Fields(flat, path))
+    family = _layer_family(DraftFields(flat, path))
     # A latent head's layer has a dense MLP, even if the head's config repeats the target's experts.
     layer = parse({**flat, "n_routed_experts": None} if family.latent else flat, family, path)
     spec = DraftSpec(
         algorithm="eagle3",
         layers=layer_specs_of(layer),
         modules=1,
-        reads="captured",
-        capture=_captured_layers(given, eagle, target, by_input),
+        target_output="captured",
+        capture=_captured_layers(given, eagle, target, targets_with_input_ids),
         hidden_size=layer.hidden_size,
         vocab_size=given.draft_vocab(layer.vocab_size),
     )
@@ -108,11 +108,11 @@ def read_head(path: Path, raw: Raw, target: ModelConfig, by_input: Sequence[str]
         layer,
         spec,
         target_hidden=given.get("target_hidden_size") or layer.hidden_size,
-        fc_bias=given.flag("bias"),
-        norm_before_residual=given.flag("norm_before_residual"),
-        norm_output=given.flag("norm_output"),
-        norm_before_fc=given.flag("norm_before_fc", eagle.flag("norm_before_fc")),
-        fc_norm=given.flag("fc_norm"),
+        fc_bias=given.is_set("bias"),
+        norm_before_residual=given.is_set("norm_before_residual"),
+        norm_output=given.is_set("norm_output"),
+        norm_before_fc=given.is_set("norm_before_fc", eagle.is_set("norm_before_fc")),
+        fc_norm=given.is_set("fc_norm"),
     )
 
 
@@ -129,7 +129,7 @@ def looks_like_eagle3(weights: Weights) -> bool:
     return "midlayer.hidden_norm.weight" in weights or "layers.0.hidden_norm.weight" in weights
 
 
-def _layer_family(flat: Fields) -> Family:
+def _layer_family(flat: DraftFields) -> Family:
     """The family of the draft's layer: Llama, unless model_type names another supported family.
 
     A latent head has DeepSeek-V3's attention, unless model_type names another latent family.  Raises EspalierError for
@@ -137,10 +137,10 @@ def _layer_family(flat: Fields) -> Family:
     """
     named_latent = architecture_of(dict(flat.raw)) in LATENT_ARCHITECTURES
     is_latent = bool(flat.get("kv_lora_rank")) or named_latent
-    able = (family for family in FAMILIES.values() if family.latent == is_latent and family.in_drafts)
+    able = (family for family in FAMILIES.values() if family.latent == is_latent and family.usable_in_drafts)
     by_type = {family.model_type: family for family in able}
     declared = flat.get("model_type", "llama")
-    if declared not in (*by_type, *WRAPPERS) and not named_latent:
+    if declared not in (*by_type, *FORMAT_MODEL_TYPES) and not named_latent:
         raise flat.error(f"a draft layer of model_type {declared!r} is not supported; supported: {', '.join(by_type)}")
     if is_latent:
         return by_type.get(declared, V3)
@@ -150,7 +150,7 @@ def _layer_family(flat: Fields) -> Family:
 
 
 def _captured_layers(
-    given: Fields, eagle: Fields, target: ModelConfig, by_input: Sequence[str] | None
+    given: DraftFields, eagle: DraftFields, target: ModelConfig, targets_with_input_ids: Sequence[str] | None
 ) -> tuple[int, ...]:
     """Returns the target layers whose inputs the head fuses.
 
@@ -166,10 +166,10 @@ def _captured_layers(
     if eagle.get("use_aux_hidden_state", True) is False:
         raise given.error("use_aux_hidden_state = False is not supported; use a head that fuses target layers")
     if given.get(name):
-        ids = given.layers(name)
+        ids = given.target_layers(name)
     elif eagle.get(name):
-        ids = eagle.layers(name)
-        is_input = by_input is None or (target.architecture in by_input and ids[0] != 1)
+        ids = eagle.target_layers(name)
+        is_input = targets_with_input_ids is None or (target.architecture in targets_with_input_ids and ids[0] != 1)
         ids = ids if is_input else tuple(i + 1 for i in ids)
     else:
         ids = (2, num_layers // 2, num_layers - 3)
@@ -233,10 +233,10 @@ class Eagle3Draft:
         s = self.embed(p, self.rope, DraftHidden(hidden, parents, *norms, self.config.norm_before_residual))
         for layer in self.layers:
             layer(s, p)
-        x, normed = s.end(self.norm, p.out_shape)
+        x, normed = s.final_norm(self.norm, p.out_shape)
         return DraftOutput(normed if self.config.norm_output else x, normed)
 
-    def output_of(self, hidden: Tensor) -> DraftOutput:
+    def output_from_hidden(self, hidden: Tensor) -> DraftOutput:
         return DraftOutput(hidden, hidden if self.config.norm_output else self.norm(hidden))
 
     def logits(self, out: DraftOutput) -> Tensor:
@@ -265,14 +265,14 @@ def make_eagle3(weights: Weights, config: Eagle3Config, target: CausalLM, positi
 
     Raises EspalierError naming a weight that does not fit or is not used.
     """
-    draft = Eagle3Draft(**head_parts(weights, config, target, position_rows))
-    weights.finish()
+    draft = Eagle3Draft(**load_head_fields(weights, config, target, position_rows))
+    weights.require_all_used()
     return draft
 
 
-def head_parts(weights: Weights, config: Eagle3Config, target: CausalLM, position_rows: int) -> dict[str, Any]:
+def load_head_fields(weights: Weights, config: Eagle3Config, target: CausalLM, position_rows: int) -> dict[str, Any]:
     """Returns the fields of an Eagle3Draft."""
-    _refuse_other_heads(weights, config)
+    _refuse_eagle1_and_2(weights, config)
     prefix = "midlayer." if "midlayer.hidden_norm.weight" in weights else "layers.0."
     spec, hidden, eps = config.spec, config.layer.hidden_size, config.layer.rms_norm_eps
     layer = replace(config.layer, qk_norm=f"{prefix}self_attn.q_norm.weight" in weights)
@@ -301,7 +301,7 @@ def head_parts(weights: Weights, config: Eagle3Config, target: CausalLM, positio
     }
 
 
-def _refuse_other_heads(weights: Weights, config: Eagle3Config) -> None:
+def _refuse_eagle1_and_2(weights: Weights, config: Eagle3Config) -> None:
     """Refuse an EAGLE-1/2 head whose config says EAGLE-3.  Raises EspalierError."""
     if looks_like_eagle3(weights):
         return
@@ -316,7 +316,7 @@ def _refuse_other_heads(weights: Weights, config: Eagle3Config) -> None:
 def _fuser(weights: Weights, config: Eagle3Config, target_layers: int) -> Fuser:
     hidden, eps, count = config.layer.hidden_size, config.layer.rms_norm_eps, len(config.spec.capture)
     wide = count * config.target_hidden
-    _refuse_wrong_count(weights, config, target_layers)
+    _refuse_wrong_fc_width(weights, config, target_layers)
     fc = weights.linear("", ("fc",), (hidden,), wide, config.fc_bias)
     whole = weights.norm("input_norm", wide, eps) if config.norm_before_fc else None
     legacy = f"{LEGACY_FC_NORMS[0]}.weight" in weights
@@ -325,7 +325,7 @@ def _fuser(weights: Weights, config: Eagle3Config, target_layers: int) -> Fuser:
     return Fuser(fc, whole, parts)
 
 
-def _refuse_wrong_count(weights: Weights, config: Eagle3Config, target_layers: int) -> None:
+def _refuse_wrong_fc_width(weights: Weights, config: Eagle3Config, target_layers: int) -> None:
     """Check the number of captured layers against the width of fc.  Raises EspalierError."""
     # The input of every layer and the input of the final norm can be captured.
     counts = (len(config.spec.capture), *range(1, target_layers + 2))
@@ -349,7 +349,7 @@ class PEagleDraft(Eagle3Draft):
         super().__post_init__()
         self.mask_hidden = self.fuse(self.mask_features)
 
-    def of_masks(self, p: Pass) -> DraftOutput:
+    def run_mask_rows(self, p: Pass) -> DraftOutput:
         """Run over a pass whose rows are all mask tokens."""
         return self(p, self.mask_hidden.expand(len(p.tokens), -1, -1), torch.zeros_like(p.tokens))
 
@@ -366,32 +366,32 @@ def make_peagle(weights: Weights, config: Eagle3Config, target: CausalLM, positi
             f"{config.target_hidden} are captured {config.spec.capture}; correct eagle_aux_hidden_state_layer_ids"
         )
     features = weights.take(name, *shape).view(1, 1, size)
-    draft = PEagleDraft(**head_parts(weights, config, target, position_rows), mask_features=features)
-    weights.finish()
+    draft = PEagleDraft(**load_head_fields(weights, config, target, position_rows), mask_features=features)
+    weights.require_all_used()
     return draft
 
 
 PEAGLE_ARCHITECTURES = ("PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM", "PEagleSpeculator")
 # Architectures of EAGLE-3 heads that are P-EAGLE heads if the config names a mask token.
 EAGLE3_ARCHITECTURES = (*ARCHITECTURES, "Eagle3Qwen3ForCausalLM")
-MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
+MASK_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")
 # The number of depths for heads whose config does not say for how many they were trained.
-MAX_STEPS = 16
+DEFAULT_STEPS = 16
 
 
-def read_peagle(path: Path, raw: Raw, target: ModelConfig) -> Eagle3Config:
+def read_peagle(path: Path, raw: Json, target: ModelConfig) -> Eagle3Config:
     """Read the config.json `raw` of the head at `path` and check it against its target's config.  Loads no weights.
 
     Raises EspalierError if the head does not fit this target.
     """
-    head = read_head(path, raw, target, by_input=None)
+    head = read_head(path, raw, target, targets_with_input_ids=None)
     # The number of tokens that speculators trained the head to propose.
-    given = Fields(raw, path)
+    given = DraftFields(raw, path)
     methods = given.object("speculators_config").get("proposal_methods") or [{}]
     if not isinstance(methods, list) or not isinstance(methods[0], dict):
         raise given.error(f"proposal_methods = {methods!r}; a list of objects is needed; correct the config")
-    steps = Fields({"speculative_tokens": MAX_STEPS, **methods[0]}, path).count("speculative_tokens")
-    mask_token = given.mask_token(head.layer.vocab_size, MASKS)
+    steps = DraftFields({"speculative_tokens": DEFAULT_STEPS, **methods[0]}, path).count("speculative_tokens")
+    mask_token = given.mask_token(head.layer.vocab_size, MASK_FIELDS)
     spec = replace(head.spec, algorithm="peagle", block_rows=steps - 1, max_steps=steps, mask_token=mask_token)
     config = replace(head, spec=spec)
     if config.layer.latent is not None:

@@ -15,59 +15,61 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.attention import Pass
-from espalier.cache.layer_spec import LayerSpec, of_rank
+from espalier.cache.layer_spec import LayerSpec, specs_of_rank
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.tree import gather_rows
 from espalier.models.base import CausalLM, Layer
-from espalier.models.config import ModelConfig, Raw, parse
+from espalier.models.config import Json, ModelConfig, parse
 from espalier.models.draft import DraftOutput, DraftSpec, refuse_sizes
-from espalier.models.draft_parts import Fields, whole_embedding
+from espalier.models.draft_parts import DraftFields, whole_embedding
 from espalier.models.families.gemma4 import FAMILY, UNIFIED
 from espalier.models.layer_loading import layer_specs_of
 from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.norm import RMSNorm
-from espalier.models.layers.stream import Stream
+from espalier.models.layers.residual import Residual
 from espalier.models.rope import RopeTables
 from espalier.models.weight_formats import dense_weight, quantisation_of
 from espalier.models.weights import Weights
-from espalier.shards import WHOLE, Shards, on_every_rank
+from espalier.shards import WHOLE, Shards, whole_part
 
 ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 # Fields that must be off in an assistant's config.  Transformers requires the same.
-WITHOUT = ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp")
+DISABLED_FIELDS = ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp")
 
 
 @dataclass(frozen=True)
 class AssistantConfig:
     """An assistant's config.json, checked against its target's.
 
-    layer: the config of the draft's layers.  clusters: the number of clusters of its vocabulary; 0 without clusters.
-    read: how many clusters a row scores.
+    layer: the config of the draft's layers.  num_clusters: how many clusters its vocabulary has; 0 without clusters.
+    num_scored_clusters: how many clusters a row scores.
     """
 
     layer: ModelConfig
     spec: DraftSpec
-    clusters: int = 0
-    read: int = 0
+    num_clusters: int = 0
+    num_scored_clusters: int = 0
 
 
-def read_assistant(path: Path, raw: Raw, target: ModelConfig) -> AssistantConfig:
+def read_assistant(path: Path, raw: Json, target: ModelConfig) -> AssistantConfig:
     """Read the config.json `raw` of the draft at `path`.  Raises EspalierError if it does not fit this target."""
-    given = Fields(raw, path)
+    given = DraftFields(raw, path)
     text = given.object("text_config").raw
     family = next((each for each in (FAMILY, UNIFIED) if each.model_type == text.get("model_type")), FAMILY)
-    tied = given.flag("tie_word_embeddings", True)
+    tied = given.is_set("tie_word_embeddings", True)
     without = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "tie_word_embeddings": tied}
-    if named := [name for name in WITHOUT if text.get(name)]:
+    if named := [name for name in DISABLED_FIELDS if text.get(name)]:
         raise given.error(f"{named[0]} = {shown(text[named[0]])} is not supported in an assistant; use 0")
     layer = parse({**text, **without, **quantisation_of(raw)}, family, path)
     hidden = given.count("backbone_hidden_size")
     refuse_sizes(path, target, hidden, layer.vocab_size)
     of_target = layer_specs_of(target)
     specs = tuple(_spec_reading_target(spec, of_target, path) for spec in layer_specs_of(layer))
-    spec = DraftSpec("assistant", specs, modules=1, reads="hidden", hidden_size=hidden, vocab_size=layer.vocab_size)
+    spec = DraftSpec(
+        "assistant", specs, modules=1, target_output="hidden", hidden_size=hidden, vocab_size=layer.vocab_size
+    )
     layer = replace(layer, family=replace(layer.family, layer_specs=lambda config: specs))
-    if not given.flag("use_ordered_embeddings"):
+    if not given.is_set("use_ordered_embeddings"):
         return AssistantConfig(layer, spec)
     clusters = given.count("num_centroids", least=1, most=layer.vocab_size)
     if layer.vocab_size % clusters:
@@ -81,7 +83,11 @@ def _spec_reading_target(spec: LayerSpec, target: Sequence[LayerSpec], path: Pat
     The target layer is the last one with rows of its own that, like `spec`, has a window or has none.
     Raises EspalierError if the target has no such layer.
     """
-    own = [i for i, each in enumerate(target) if each.shares is None and (each.window is None) == (spec.window is None)]
+    own = [
+        i
+        for i, each in enumerate(target)
+        if each.shares_with is None and (each.window is None) == (spec.window is None)
+    ]
     if not own or target[own[-1]].keeps != spec.keeps:
         keeps = target[own[-1]].keeps if own else "no such layer"
         raise EspalierError(
@@ -89,7 +95,7 @@ def _spec_reading_target(spec: LayerSpec, target: Sequence[LayerSpec], path: Pat
             "trained for it"
         )
     # The layer attends to the last committed row, at the position before the root, and to `window` rows before that.
-    return replace(spec, shares=own[-1], window=None if spec.window is None else spec.window + 2)
+    return replace(spec, shares_with=own[-1], window=None if spec.window is None else spec.window + 2)
 
 
 @dataclass(frozen=True)
@@ -97,17 +103,17 @@ class Clusters:
     """A head that scores only the tokens of the likeliest clusters.
 
     head: [V, H].  centroids: scores the clusters.  tokens: [clusters, size], the tokens of each cluster.
-    read: how many clusters a row scores.
+    num_scored_clusters: how many clusters a row scores.
     """
 
     head: Tensor
     centroids: Linear
     tokens: Tensor
-    read: int
+    num_scored_clusters: int
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [B, Q, H] -> scores [B, Q, V].  Tokens of clusters that are not read get a score below all others."""
-        tokens = self.tokens[self.centroids(x).topk(self.read).indices].flatten(2)
+        tokens = self.tokens[self.centroids(x).topk(self.num_scored_clusters).indices].flatten(2)
         scores = (self.head[tokens] @ x[..., None])[..., 0]
         below = scores.amin(-1, keepdim=True) - 1
         return below.repeat(1, 1, len(self.head)).scatter_(2, tokens, scores)
@@ -135,7 +141,7 @@ class Assistant:
 
     def __post_init__(self) -> None:
         self.spec = self.config.spec
-        self.layer_specs = of_rank(self.spec.layers, self.shards)
+        self.layer_specs = specs_of_rank(self.spec.layers, self.shards)
 
     @property
     def modules(self) -> tuple["Assistant"]:
@@ -148,13 +154,13 @@ class Assistant:
     def __call__(self, p: Pass, hidden: Tensor, parents: Tensor | None = None) -> DraftOutput:
         rows = hidden if parents is None else gather_rows(parents, hidden)
         tokens = F.embedding(p.tokens.clamp(min=0), self.embed.weight) * self.embed.scale
-        s = Stream(self.project(torch.cat((tokens, rows), -1).flatten(0, 1)))
+        s = Residual(self.project(torch.cat((tokens, rows), -1).flatten(0, 1)))
         for layer in self.layers:
             layer(s, p)
-        _, normed = s.end(self.norm, p.out_shape)
+        _, normed = s.final_norm(self.norm, p.out_shape)
         return DraftOutput(self.back(normed), normed)
 
-    def output_of(self, hidden: Tensor) -> DraftOutput:
+    def output_from_hidden(self, hidden: Tensor) -> DraftOutput:
         raise NotImplementedError("a hidden state is a row's input here: AssistantDrafter runs the root's row")
 
     def logits(self, out: DraftOutput) -> Tensor:
@@ -175,14 +181,14 @@ def make_assistant(weights: Weights, config: AssistantConfig, target: CausalLM, 
     draft = Assistant(
         config,
         embed=whole_embedding(target),
-        project=weights.linear("", ("pre_projection",), (on_every_rank(hidden),), 2 * wide, bias=False),
+        project=weights.linear("", ("pre_projection",), (whole_part(hidden),), 2 * wide, bias=False),
         layers=[load(weights, layer, f"model.layers.{i}.", i, tables[rope]) for i, rope in enumerate(layer.ropes)],
         norm=weights.norm("model.norm", hidden, layer.rms_norm_eps),
-        back=weights.linear("", ("post_projection",), (on_every_rank(wide),), hidden, bias=False),
-        score=_clusters(weights, config, head) if config.clusters else Linear(dense_weight(head)),
+        back=weights.linear("", ("post_projection",), (whole_part(wide),), hidden, bias=False),
+        score=_clusters(weights, config, head) if config.num_clusters else Linear(dense_weight(head)),
         shards=weights.shards,
     )
-    weights.finish()
+    weights.require_all_used()
     return draft
 
 
@@ -192,6 +198,6 @@ def _clusters(weights: Weights, config: AssistantConfig, head: Tensor) -> Cluste
     if not torch.equal(order.sort().values, torch.arange(vocab, device=order.device)):
         raise EspalierError(f"{weights.path}: token_ordering does not name each token once; download the draft again")
     centroids = weights.linear(
-        prefix, ("centroids",), (on_every_rank(config.clusters),), config.layer.hidden_size, bias=False
+        prefix, ("centroids",), (whole_part(config.num_clusters),), config.layer.hidden_size, bias=False
     )
-    return Clusters(head, centroids, order.view(config.clusters, -1), config.read)
+    return Clusters(head, centroids, order.view(config.num_clusters, -1), config.num_scored_clusters)

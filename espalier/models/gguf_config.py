@@ -15,10 +15,10 @@ import numpy as np
 from espalier.errors import EspalierError, shown
 from espalier.kernels.layers.blocks import BLOCK_TYPES
 from espalier.model_files import GGUF, read_gguf
+from espalier.models.rope import Json
 
-Raw = dict[str, Any]
 # GGUF's names of a layer's parts, the same in every architecture.
-PARTS = {
+LAYER_MODULES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -36,10 +36,10 @@ FOUR_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-OF_MODEL = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
+MODEL_MODULES = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
 EMBEDDING, HEAD, FREQUENCIES = "token_embd.weight", "output.weight", "rope_freqs.weight"
 # GGUF's fields, without the architecture's name that precedes them -> the fields of config.json with the same meaning.
-FIELDS = {
+CONFIG_FIELDS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
@@ -51,13 +51,13 @@ FIELDS = {
     "rope.freq_base": "rope_theta",
 }
 # Fields that a file may leave out.  They then have GGUF's defaults, not the family's.
-OPTIONAL = ("attention.head_count_kv", "attention.key_length", "rope.freq_base")
+OPTIONAL_FIELDS = ("attention.head_count_kv", "attention.key_length", "rope.freq_base")
 # Fields that other code reads, or whose value does not change the computation.
-READ_APART = (
+FIELDS_READ_ELSEWHERE = (
     *("attention.value_length", "rope.dimension_count", "vocab_size", "rope.scaling.type", "rope.scaling.factor"),
     *("rope.scaling.original_context_length", "rope.scaling.finetuned"),
 )
-NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "expert_count": (0,),
         "expert_used_count": (0,),
@@ -67,12 +67,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     }
 )
 # The types of plain tensors, by GGUF's number.
-PLAIN = {0: "F32", 1: "F16", 30: "BF16"}
-BY_NUMBER = {type.gguf_type: type for type in BLOCK_TYPES.values()}
-
-
-def no_more(gguf: GGUF, field: Callable[[str], Any]) -> Raw:
-    return {}
+PLAIN_TYPES = {0: "F32", 1: "F16", 30: "BF16"}
+BLOCK_TYPES_BY_NUMBER = {type.gguf_type: type for type in BLOCK_TYPES.values()}
 
 
 @dataclass(frozen=True)
@@ -82,8 +78,8 @@ class Architecture:
     family, model_type: the values for config.json.  norms: the names of a layer's norms besides `attn_norm`.
     permuted: whether rows of q and k are stored in the order of pairs of rotated values.
     norm_offset: a number that the converter added to the weights of norms.
-    more: makes further fields, from the file and a function that reads one field of the architecture.
-    fields: the names of the fields that `more` reads.
+    further_fields: makes further fields, from the file and a function that reads one field of the architecture.
+    fields: the names of the fields that `further_fields` reads.
     """
 
     family: str
@@ -91,22 +87,18 @@ class Architecture:
     norms: Mapping[str, str]
     permuted: bool = False
     norm_offset: float = 0.0
-    more: Callable[[GGUF, Callable[[str], Any]], Raw] = no_more
+    further_fields: Callable[[GGUF, Callable[[str], Any]], Json] = lambda gguf, field: {}
     fields: tuple[str, ...] = ()
 
     def name(self, stored: str) -> str:
         """The name in a Hugging Face checkpoint of the tensor `stored`; `stored` itself if it is unknown."""
         module, _, kind = stored.rpartition(".")
-        if module in OF_MODEL:
-            return f"{OF_MODEL[module]}.{kind}"
+        if module in MODEL_MODULES:
+            return f"{MODEL_MODULES[module]}.{kind}"
         block, _, rest = module.partition(".")
         layer, _, part = rest.partition(".")
-        known = {**PARTS, **self.norms}
+        known = {**LAYER_MODULES, **self.norms}
         return f"model.layers.{layer}.{known[part]}.{kind}" if block == "blk" and part in known else stored
-
-
-def _llama(gguf: GGUF, field: Callable[[str], Any]) -> Raw:
-    return {"attention_bias": "blk.0.attn_q.bias" in gguf.tensors}
 
 
 # Fields of Gemma 2 and 3 in GGUF, and their names in config.json.
@@ -117,13 +109,13 @@ GEMMA = {
 }
 GEMMA3 = {"attention.sliding_window_pattern": "sliding_window_pattern", "rope.freq_base_swa": "rope_local_base_freq"}
 # How many layers the largest model has.  It scales queries by another size than that of their heads.
-LARGEST = {"gemma2": 46, "gemma3": 62}
+LARGEST_NUM_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 
-def _gemma(gguf: GGUF, field: Callable[[str], Any]) -> Raw:
+def _gemma(gguf: GGUF, field: Callable[[str], Any]) -> Json:
     heads, hidden = field("attention.head_count"), field("embedding_length")
     # The file does not say how queries are scaled.
-    is_largest = field("block_count") == LARGEST[gguf.metadata["general.architecture"]]
+    is_largest = field("block_count") == LARGEST_NUM_LAYERS[gguf.metadata["general.architecture"]]
     is_known = type(heads) is int and type(hidden) is int and heads > 0
     scalar = hidden // heads if is_largest and is_known else field("attention.key_length")
     found = {theirs: field(ours) for ours, theirs in (GEMMA | GEMMA3).items()}
@@ -133,14 +125,21 @@ def _gemma(gguf: GGUF, field: Callable[[str], Any]) -> Raw:
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         # Files of Mistral's models also say "llama".
-        "llama": Architecture("LlamaForCausalLM", "llama", TWO_NORMS, permuted=True, more=_llama),
+        "llama": Architecture(
+            *("LlamaForCausalLM", "llama", TWO_NORMS),
+            permuted=True,
+            further_fields=lambda gguf, field: {"attention_bias": "blk.0.attn_q.bias" in gguf.tensors},
+        ),
         "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", TWO_NORMS),
         "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", TWO_NORMS),
         "gemma2": Architecture(
-            *("Gemma2ForCausalLM", "gemma2", FOUR_NORMS), norm_offset=1.0, more=_gemma, fields=tuple(GEMMA)
+            *("Gemma2ForCausalLM", "gemma2", FOUR_NORMS), norm_offset=1.0, further_fields=_gemma, fields=tuple(GEMMA)
         ),
         "gemma3": Architecture(
-            *("Gemma3ForCausalLM", "gemma3_text", FOUR_NORMS), norm_offset=1.0, more=_gemma, fields=(*GEMMA, *GEMMA3)
+            *("Gemma3ForCausalLM", "gemma3_text", FOUR_NORMS),
+            norm_offset=1.0,
+            further_fields=_gemma,
+            fields=(*GEMMA, *GEMMA3),
         ),
     }
 )
@@ -157,53 +156,53 @@ def architecture_of_gguf(gguf: GGUF) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def gguf_config(path: Path) -> Raw:
+def gguf_config(path: Path) -> Json:
     """Returns a config.json with the same meaning as the file's metadata.
     Raises EspalierError naming a field that is not supported."""
     gguf = read_gguf(path)
     architecture, name = architecture_of_gguf(gguf), gguf.metadata["general.architecture"]
     own = {key.removeprefix(f"{name}."): value for key, value in gguf.metadata.items() if key.startswith(f"{name}.")}
     _refuse_unknown(own, architecture, path, name)
-    config: Raw = {
+    config: Json = {
         "architectures": [architecture.family],
         "model_type": architecture.model_type,
-        **_defaults(own),
-        **{theirs: own[ours] for ours, theirs in FIELDS.items() if ours in own},
-        **_sizes(gguf, own),
-        **_rope(gguf, own),
-        **_tokens(gguf.metadata),
+        **_default_fields(own),
+        **{theirs: own[ours] for ours, theirs in CONFIG_FIELDS.items() if ours in own},
+        **_size_fields(gguf, own),
+        **_rope_fields(gguf, own),
+        **_special_tokens(gguf.metadata),
         "dtype": _dtype(gguf),
-        **architecture.more(gguf, own.get),
-        "quantization_config": {"quant_method": "gguf", "types": _types(gguf, architecture)},
+        **architecture.further_fields(gguf, own.get),
+        "quantization_config": {"quant_method": "gguf", "types": _block_types(gguf, architecture)},
     }
     # An embedding in blocks is not tied: it is read once as a table, and once more, as blocks, for the head.
-    config["tie_word_embeddings"] = HEAD not in gguf.tensors and gguf.tensors[EMBEDDING].type in PLAIN
+    config["tie_word_embeddings"] = HEAD not in gguf.tensors and gguf.tensors[EMBEDDING].type in PLAIN_TYPES
     return config
 
 
-def _defaults(own: Raw) -> Raw:
+def _default_fields(own: Json) -> Json:
     heads, hidden = own["attention.head_count"], own["embedding_length"]
     size = hidden // heads if type(heads) is type(hidden) is int and heads > 0 else None
     return {"num_key_value_heads": heads, "head_dim": size, "rope_theta": 10000.0}
 
 
-def _refuse_unknown(own: Raw, architecture: Architecture, path: Path, name: str) -> None:
-    if missing := next((field for field in FIELDS if field not in own and field not in OPTIONAL), None):
+def _refuse_unknown(own: Json, architecture: Architecture, path: Path, name: str) -> None:
+    if missing := next((field for field in CONFIG_FIELDS if field not in own and field not in OPTIONAL_FIELDS), None):
         raise EspalierError(f"{path} has no field {f'{name}.{missing}'!r}; download the file again")
-    known = (*FIELDS, *READ_APART, *architecture.fields)
+    known = (*CONFIG_FIELDS, *FIELDS_READ_ELSEWHERE, *architecture.fields)
     for field, value in own.items():
-        if field not in known and value not in NEUTRAL.get(field, ()):
+        if field not in known and value not in NEUTRAL_VALUES.get(field, ()):
             raise EspalierError(
                 f"{path}: field {shown(f'{name}.{field}')} = {shown(value)} is not supported; give the Hugging Face "
                 "directory of the model"
             )
 
 
-def _sizes(gguf: GGUF, own: Raw) -> Raw:
+def _size_fields(gguf: GGUF, own: Json) -> Json:
     """The fields for the size of the vocabulary, and for the part of a head that is rotated."""
     if EMBEDDING not in gguf.tensors:
         raise EspalierError(f"{gguf.path} has no tensor {EMBEDDING!r}; download the file again")
-    sizes: Raw = {"vocab_size": gguf.tensors[EMBEDDING].shape[0]}
+    sizes: Json = {"vocab_size": gguf.tensors[EMBEDDING].shape[0]}
     key, value, rotated = (
         own.get(f) for f in ("attention.key_length", "attention.value_length", "rope.dimension_count")
     )
@@ -218,10 +217,10 @@ def _sizes(gguf: GGUF, own: Raw) -> Raw:
     return sizes
 
 
-def _rope(gguf: GGUF, own: Raw) -> Raw:
+def _rope_fields(gguf: GGUF, own: Json) -> Json:
     """The field rope_scaling, from the type that the file names or from the divisors of frequencies that it holds."""
     kind, factor = own.get("rope.scaling.type", "none"), own.get("rope.scaling.factor")
-    scaling: Raw | None = None
+    scaling: Json | None = None
     if kind in ("linear", "yarn"):
         original = own.get("rope.scaling.original_context_length")
         scaling = {"rope_type": kind, "factor": factor}
@@ -255,25 +254,25 @@ def _frequencies(gguf: GGUF) -> list[float]:
     return np.frombuffer(content, "<f4").tolist()
 
 
-def _tokens(metadata: Mapping[str, Any]) -> Raw:
+def _special_tokens(metadata: Mapping[str, Any]) -> Json:
     """The fields for special tokens.  llama.cpp stops at the end of a text and at the end of a turn."""
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    found: Raw = {"eos_token_id": [end for end in ends if end is not None]}
+    found: Json = {"eos_token_id": [end for end in ends if end is not None]}
     for name, field in (("bos_token_id", "bos_token_id"), ("pad_token_id", "padding_token_id")):
         if (token := metadata.get(f"tokenizer.ggml.{field}")) is not None:
             found[name] = token
     return found
 
 
-def _types(gguf: GGUF, architecture: Architecture) -> dict[str, str]:
+def _block_types(gguf: GGUF, architecture: Architecture) -> dict[str, str]:
     """The block format of each matrix that is stored in blocks, by the matrix's name."""
     types = {}
     for stored, place in gguf.tensors.items():
-        if place.type in PLAIN:
+        if place.type in PLAIN_TYPES:
             continue
-        type = BY_NUMBER.get(place.type)
+        type = BLOCK_TYPES_BY_NUMBER.get(place.type)
         if type is None:
-            supported = ", ".join((*PLAIN.values(), *BLOCK_TYPES))
+            supported = ", ".join((*PLAIN_TYPES.values(), *BLOCK_TYPES))
             raise EspalierError(
                 f"{gguf.path}: tensor {shown(stored)} is of block type {place.type}, which is not supported; supported "
                 f"are {supported}: use another quantisation of the model"

@@ -2,14 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from espalier.errors import EspalierError, shown
 
-FULL, SHARED = "full", "shared"
-LETTERS = {"F": FULL, "S": SHARED, FULL: FULL, SHARED: SHARED}
-TYPES, PATTERN, FREQ, OFFSET = "indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"
+FULL_INDEXER, SHARED_INDEXER = "full", "shared"
+INDEXER_TYPES = {"F": FULL_INDEXER, "S": SHARED_INDEXER, FULL_INDEXER: FULL_INDEXER, SHARED_INDEXER: SHARED_INDEXER}
+TYPES_FIELD, PATTERN_FIELD, FREQ_FIELD, OFFSET_FIELD = (
+    "indexer_types",
+    "index_topk_pattern",
+    "index_topk_freq",
+    "index_skip_topk_offset",
+)
 # The value of index_skip_topk_offset if a config does not have the field.
 DEFAULT_OFFSET = 2
 # The defaults of families with an indexer.  index_share_for_mtp_iteration is accepted and not used: here each row of an
@@ -19,7 +23,7 @@ INDEX_FIELDS: dict[str, Any] = {
     "index_head_dim": 128,
     "index_n_heads": 64,
     "index_share_for_mtp_iteration": False,
-    **dict.fromkeys((TYPES, PATTERN, FREQ, OFFSET)),
+    **dict.fromkeys((TYPES_FIELD, PATTERN_FIELD, FREQ_FIELD, OFFSET_FIELD)),
 }
 
 
@@ -29,7 +33,7 @@ class IndexConfig:
 
     topk: the largest number of rows that a query attends to.  heads: the number of index heads.  size: how many values
     an index key and a head of an index query have.  interleaved: see espalier/kernels/ops/selection.py:IndexRows.
-    types: FULL (the layer has an indexer) or SHARED (it uses an earlier layer's choice) for each layer.
+    types: FULL_INDEXER (the layer has an indexer) or SHARED_INDEXER (it uses an earlier layer's choice) for each layer.
     """
 
     topk: int
@@ -39,21 +43,18 @@ class IndexConfig:
     types: tuple[str, ...]
 
     def is_full(self, layer: int) -> bool:
-        return self.types[layer] == FULL
+        return self.types[layer] == FULL_INDEXER
 
 
-def read_index(full: dict[str, Any], count: Callable[[str], int], path: Path) -> IndexConfig:
+def read_index(full: dict[str, Any], count: Callable[[str], int]) -> IndexConfig:
     """Returns the sizes of the indexers.  count: a function that reads a field as a positive integer.
 
     Raises EspalierError naming a field that is missing or wrong.
     """
-    try:
-        types = indexer_types(full)
-    except EspalierError as error:
-        raise EspalierError(f"{path}: {error}") from None
+    types = indexer_types(full)
     if full.get("q_lora_rank") is None:
         raise EspalierError(
-            f"{path}: q_lora_rank is null, but index queries are made from the queries' latent; use another model"
+            "q_lora_rank is null, but index queries are made from the queries' latent; use another model"
         )
     index = IndexConfig(
         topk=count("index_topk"),
@@ -64,55 +65,56 @@ def read_index(full: dict[str, Any], count: Callable[[str], int], path: Path) ->
     )
     if index.size < full["qk_rope_head_dim"]:
         raise EspalierError(
-            f"{path}: index_head_dim = {index.size} is less than qk_rope_head_dim = {full['qk_rope_head_dim']}, the "
+            f"index_head_dim = {index.size} is less than qk_rope_head_dim = {full['qk_rope_head_dim']}, the "
             "values of it that are rotated; correct the config or pass model_overrides"
         )
     return index
 
 
 def indexer_types(full: dict[str, Any]) -> tuple[str, ...]:
-    """FULL or SHARED for each layer.  Raises EspalierError for fields that are wrong, or that contradict each other."""
+    """FULL_INDEXER or SHARED_INDEXER for each layer.  Raises EspalierError for wrong or contradicting fields."""
     layers = full["num_hidden_layers"]
-    declared, pattern, freq = (full.get(name) for name in (TYPES, PATTERN, FREQ))
+    names = (TYPES_FIELD, PATTERN_FIELD, FREQ_FIELD, OFFSET_FIELD)
+    declared, pattern, freq, offset = (full.get(name) for name in names)
     read = [
-        _types_of_list(name, value, layers)
-        for name, value in ((TYPES, declared), (PATTERN, pattern))
+        _listed_indexer_types(name, value, layers)
+        for name, value in ((TYPES_FIELD, declared), (PATTERN_FIELD, pattern))
         if value is not None
     ]
     if pattern is None and (freq is not None or not read):
-        read.append(_types_of_schedule(full, layers))
+        read.append(_scheduled_indexer_types(full, layers))
     for other in read[1:]:
         if other != read[0]:
             layer = next(i for i, (a, b) in enumerate(zip(read[0], other, strict=True)) if a != b)
-            given = PATTERN if pattern is not None else f"{FREQ} = {freq!r} and {OFFSET} = {full.get(OFFSET)!r}"
+            given = PATTERN_FIELD if pattern is not None else f"{FREQ_FIELD} = {freq!r} and {OFFSET_FIELD} = {offset!r}"
             raise EspalierError(
-                f"{TYPES} and {given} say different things of layer {layer} ({read[0][layer]} and {other[layer]}); "
-                f"correct one, or pass model_overrides with {TYPES}=null to go by the other"
+                f"{TYPES_FIELD} and {given} say different things of layer {layer} ({read[0][layer]} and {other[layer]}"
+                f"); correct one, or pass model_overrides with {TYPES_FIELD}=null to go by the other"
             )
-    if layers and read[0][0] != FULL:
-        raise EspalierError(f"layer 0 is {SHARED!r}, but no layer before it chooses rows; make it {FULL!r}")
+    if layers and read[0][0] != FULL_INDEXER:
+        raise EspalierError("layer 0 is 'shared', but no layer before it chooses rows; make it 'full'")
     return read[0]
 
 
-def _types_of_list(name: str, value: Any, layers: int) -> tuple[str, ...]:
+def _listed_indexer_types(name: str, value: Any, layers: int) -> tuple[str, ...]:
     if not isinstance(value, list | tuple | str):
         raise EspalierError(f"{name} = {shown(value)}; a list or null is needed; correct it")
-    unknown = [each for each in value if not isinstance(each, str) or each not in LETTERS]
+    unknown = [each for each in value if not isinstance(each, str) or each not in INDEXER_TYPES]
     if unknown:
-        raise EspalierError(f"{name} names {shown(unknown[0])}; supported are {FULL!r} and {SHARED!r}; correct it")
+        raise EspalierError(f"{name} names {shown(unknown[0])}; supported are 'full' and 'shared'; correct it")
     if len(value) != layers:
         raise EspalierError(f"{name} has {len(value)} entries for num_hidden_layers = {layers}; make them agree")
-    return tuple(LETTERS[each] for each in value)
+    return tuple(INDEXER_TYPES[each] for each in value)
 
 
-def _types_of_schedule(full: dict[str, Any], layers: int) -> tuple[str, ...]:
-    freq, offset = full.get(FREQ), full.get(OFFSET)
+def _scheduled_indexer_types(full: dict[str, Any], layers: int) -> tuple[str, ...]:
+    freq, offset = full.get(FREQ_FIELD), full.get(OFFSET_FIELD)
     freq, offset = 1 if freq is None else freq, DEFAULT_OFFSET if offset is None else offset
-    for name, value in ((FREQ, freq), (OFFSET, offset)):
+    for name, value in ((FREQ_FIELD, freq), (OFFSET_FIELD, offset)):
         if type(value) is not int or value < 0:
             raise EspalierError(f"{name} = {shown(value)}; an integer of at least 0 or null is needed; correct it")
     every = max(freq, 1)
-    return tuple(SHARED if max(layer - offset + 1, 0) % every else FULL for layer in range(layers))
+    return tuple(SHARED_INDEXER if max(layer - offset + 1, 0) % every else FULL_INDEXER for layer in range(layers))
 
 
 @dataclass(frozen=True)
@@ -146,9 +148,7 @@ class LatentConfig:
         return self.kv_rank + self.rope_size
 
 
-def read_latent(
-    full: dict[str, Any], count: Callable[[str], int], path: Path, is_indexed: bool = False
-) -> LatentConfig:
+def read_latent(full: dict[str, Any], count: Callable[[str], int], is_indexed: bool = False) -> LatentConfig:
     """Returns the sizes of latent attention.  count: a function that reads a field as a positive integer.
     Raises EspalierError naming a field that is missing or wrong."""
     latent = LatentConfig(
@@ -161,7 +161,7 @@ def read_latent(
     )
     if latent.rope_size % 2:
         raise EspalierError(
-            f"{path}: qk_rope_head_dim = {latent.rope_size}, but values are rotated in pairs; it must be even: correct "
+            f"qk_rope_head_dim = {latent.rope_size}, but values are rotated in pairs; it must be even: correct "
             "the config or pass model_overrides"
         )
-    return replace(latent, index=read_index(full, count, path)) if is_indexed else latent
+    return replace(latent, index=read_index(full, count)) if is_indexed else latent

@@ -17,34 +17,34 @@ from espalier.kernels.ops.rope import HeadNorms, LatentFormat
 from espalier.kernels.ops.selection import IndexNorm
 from espalier.models.config import Experts, ModelConfig
 from espalier.models.latent_config import IndexConfig, LatentConfig
-from espalier.models.layers.attention import Attention, WideNorms
+from espalier.models.layers.attention import AllHeadsNorms, Attention
 from espalier.models.layers.decoder import DecoderLayer, Mixer
 from espalier.models.layers.latent_attention import INDEX_EPS, NORM_EPS, Indexer, LatentAttention
 from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.mlp import GatedMLP, MixtureMLP
-from espalier.models.layers.norm import AnyNorm, RMSNorm, Unnormed
+from espalier.models.layers.norm import AnyNorm, NoNorm, RMSNorm
 from espalier.models.layers.recurrent import Mamba2
 from espalier.models.rope import RopeTables
-from espalier.models.stored_names import as_stored
+from espalier.models.stored_names import stored_parts
 from espalier.models.weight_formats import dense_weight
 from espalier.models.weight_formats.sharded import GatheredWeight
 from espalier.models.weights import Weights
-from espalier.shards import Part, Shards, on_every_rank, part_of
+from espalier.shards import Part, Shards, part_of, whole_part
 
 # The matrices of a layer's experts: (gate_up, down, biases).
-Matrices = tuple[ExpertMatrix, ExpertMatrix, ExpertBiases | None]
-HEADS = "number of attention heads"
-FULL = "full_attention"
+ExpertMatrices = tuple[ExpertMatrix, ExpertMatrix, ExpertBiases | None]
+HEADS_TEXT = "number of attention heads"
+FULL_ATTENTION = "full_attention"
 
 
 def load_experts(
-    weights: Weights, experts: Experts, prefix: str, hidden: int, of_shared: Activation = SILU
+    weights: Weights, experts: Experts, prefix: str, hidden: int, shared_activation: Activation = SILU
 ) -> MixtureMLP:
-    """Loads the mixture-of-experts block under `prefix`.  of_shared: the activation of shared experts."""
+    """Loads the mixture-of-experts block under `prefix`.  shared_activation: the activation of shared experts."""
     routing = experts.routing
     # The router is read first, because its shape shows a wrong number of experts before the experts are read.
     router = weights.take(f"{prefix}{experts.router_name}.weight", routing.num_experts, hidden)
-    read = {"apart": _apart, "stacked": _stacked, "joined": _joined}[experts.stored]
+    read = {"apart": _load_separate, "stacked": _load_stacked, "joined": _load_joined}[experts.stored]
     gate_up, down, biases = read(weights, experts, prefix, hidden)
     scale = bias = shared = shared_gate = None
     if routing.correction_bias or routing.logit_bias:
@@ -53,12 +53,12 @@ def load_experts(
     if experts.scale_name is not None:
         scale = weights.take_exact(f"{prefix}{experts.scale_name}", routing.num_experts)
     if experts.shared_size:
-        under = prefix if experts.shared_under is None else prefix.removesuffix(experts.under) + experts.shared_under
+        under = prefix if experts.shared_prefix is None else prefix.removesuffix(experts.prefix) + experts.shared_prefix
         sizes, name = (hidden, experts.shared_size), f"{under}{experts.shared_name}."
         # The mixture sums the shared expert with the routed experts, so it is not summed over the ranks here.
-        shared = weights.mlp(name, *sizes, experts.shared_bias, of_shared, False, experts.shared_names)
+        shared = weights.mlp(name, *sizes, experts.shared_bias, shared_activation, False, experts.shared_names)
     if experts.shared_gate is not None:
-        shared_gate = weights.linear(prefix, (experts.shared_gate,), (on_every_rank(1),), hidden, bias=False)
+        shared_gate = weights.linear(prefix, (experts.shared_gate,), (whole_part(1),), hidden, bias=False)
     return MixtureMLP(
         routing,
         router,
@@ -74,13 +74,13 @@ def load_experts(
     )
 
 
-def _joined(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matrices:
+def _load_joined(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
     gate_up, down = (f"{prefix}{name}" for name in experts.joined_names)
     count, size = experts.routing.num_experts, experts.size
     if gate_up not in weights:
-        return _apart(weights, experts, prefix, hidden)
-    own = _own_size(weights, experts)
-    _, halves = as_stored([gate_up], (own, own))
+        return _load_separate(weights, experts, prefix, hidden)
+    own = _rank_part_of_size(weights, experts)
+    _, halves = stored_parts([gate_up], (own, own))
     if weights.formats(gate_up).name != DENSE and not weights.is_plain(gate_up):
         return (
             weights.stacked_matrix(gate_up, "", count, halves, hidden),
@@ -94,66 +94,68 @@ def _joined(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Mat
     )
 
 
-def _apart(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matrices:
+def _load_separate(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
     if experts.biases:
         raise EspalierError("experts that are stored apart are supported only without biases; use another model")
-    count, size = experts.routing.num_experts, _own_size(weights, experts)
+    count, size = experts.routing.num_experts, _rank_part_of_size(weights, experts)
     names = [f"{prefix}experts.{expert}." for expert in range(count)]
     halves = [f"{name}{half}" for name in names for half in experts.names.gate_up]
     gate_up = weights.matrix(halves, [size] * len(halves), hidden)
     down = weights.matrix([f"{name}{experts.names.down}" for name in names], [hidden] * count, size)
-    return _of_experts(gate_up, count), _of_experts(down, count), None
+    return _unstack_experts(gate_up, count), _unstack_experts(down, count), None
 
 
-def _of_experts(matrix: ExpertMatrix, count: int) -> ExpertMatrix:
+def _unstack_experts(matrix: ExpertMatrix, count: int) -> ExpertMatrix:
     """[count · out, in] -> [count, out, in]"""
     return matrix.unflatten(0, (count, -1)) if isinstance(matrix, Tensor) else matrix.experts(count)
 
 
-def _stacked(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matrices:
-    count, own, name = experts.routing.num_experts, _own_size(weights, experts), f"{prefix}experts."
+def _load_stacked(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
+    count, own, name = experts.routing.num_experts, _rank_part_of_size(weights, experts), f"{prefix}experts."
     size = own.size
     if weights.formats(f"{prefix}experts").name != DENSE:
-        quantised = _stacked_quantised(weights, experts, f"{prefix}experts", hidden)
-        return *quantised, _stacked_biases(weights, experts, name, hidden)
+        quantised = _load_stacked_quantised(weights, experts, f"{prefix}experts", hidden)
+        return *quantised, _load_stacked_biases(weights, experts, name, hidden)
     weights.require_shape(f"{name}gate_up_proj", (count, hidden, 2 * size))
     weights.require_shape(f"{name}down_proj", (count, size, hidden))
     gate_up, down = weights.empty(count, 2 * len(own), hidden), weights.empty(count, hidden, len(own))
-    for expert, stored in enumerate(weights.take_each(f"{name}gate_up_proj", count, hidden, 2 * size)):
-        gate_up[expert].view(2, len(own), hidden).copy_(_halves(stored[:, own.times(2).slice]).permute(1, 2, 0))
-    for expert, stored in enumerate(weights.take_each(f"{name}down_proj", count, size, hidden)):
+    for expert, stored in enumerate(weights.take_entries(f"{name}gate_up_proj", count, hidden, 2 * size)):
+        gate_up[expert].view(2, len(own), hidden).copy_(
+            _split_gate_and_up(stored[:, own.scaled(2).slice]).permute(1, 2, 0)
+        )
+    for expert, stored in enumerate(weights.take_entries(f"{name}down_proj", count, size, hidden)):
         down[expert].copy_(stored[own.slice].T)
-    return gate_up, down, _stacked_biases(weights, experts, name, hidden)
+    return gate_up, down, _load_stacked_biases(weights, experts, name, hidden)
 
 
-def _stacked_biases(weights: Weights, experts: Experts, name: str, hidden: int) -> ExpertBiases | None:
+def _load_stacked_biases(weights: Weights, experts: Experts, name: str, hidden: int) -> ExpertBiases | None:
     if not experts.biases:
         return None
-    count, own = experts.routing.num_experts, _own_size(weights, experts)
+    count, own = experts.routing.num_experts, _rank_part_of_size(weights, experts)
     stored = weights.take(f"{name}gate_up_proj_bias", count, 2 * own.size)
-    gate_up_bias = _halves(stored[:, own.times(2).slice]).flatten(1)
-    down_bias = weights.once(weights.take(f"{name}down_proj_bias", count, hidden))
+    gate_up_bias = _split_gate_and_up(stored[:, own.scaled(2).slice]).flatten(1)
+    down_bias = weights.bias_on_first_rank(weights.take(f"{name}down_proj_bias", count, hidden))
     assert down_bias is not None
     return ExpertBiases(gate_up_bias, down_bias)
 
 
-def _stacked_quantised(
+def _load_stacked_quantised(
     weights: Weights, experts: Experts, name: str, hidden: int
 ) -> tuple[QuantisedMatrix, QuantisedMatrix]:
     """Loads the quantised matrices (gate_up, down) of stacked experts.
     Rows of gate and of up alternate, as the columns of stacked dense experts do."""
-    count, own = experts.routing.num_experts, _own_size(weights, experts)
-    gate_up = weights.stacked_matrix(name, ".gate_up_proj", count, [own.times(2)], hidden)
+    count, own = experts.routing.num_experts, _rank_part_of_size(weights, experts)
+    gate_up = weights.stacked_matrix(name, ".gate_up_proj", count, [own.scaled(2)], hidden)
     down = weights.stacked_matrix(name, ".down_proj", count, [hidden], own)
     return gate_up.permute_rows_in_place(torch.arange(2 * len(own)).view(-1, 2).T.flatten()), down
 
 
-def _own_size(weights: Weights, experts: Experts) -> Part:
+def _rank_part_of_size(weights: Weights, experts: Experts) -> Part:
     """The part of each expert's intermediate size that this rank holds."""
     return weights.shards.part(experts.size, "intermediate size of experts")
 
 
-def _halves(interleaved: Tensor) -> Tensor:
+def _split_gate_and_up(interleaved: Tensor) -> Tensor:
     """[N, 2·I] with columns gate, up, gate, up, ... -> [N, 2, I], gate first."""
     return interleaved.unflatten(1, (-1, 2)).transpose(1, 2)
 
@@ -162,7 +164,7 @@ def specs_by_type(config: ModelConfig, others: Mapping[str, LayerSpec]) -> tuple
     """Returns the spec of each layer, by its entry in `layer_types`.
     Layers with full attention keep K and V heads.  others: the specs of the other types."""
     keeps = KVHeads(config.kv_heads, config.head_size, config.head_size)
-    of_type = {FULL: LayerSpec(config.heads, keeps, scale=config.softmax_scale), **others}
+    of_type = {FULL_ATTENTION: LayerSpec(config.heads, keeps, scale=config.softmax_scale), **others}
     return tuple(of_type[kind] for kind in config.raw["layer_types"])
 
 
@@ -211,28 +213,30 @@ def load_attention(
     if config.latent is not None:
         return _load_latent_attention(weights, config, config.latent, prefix, columns, rope, layer)
     size, shards, names = config.head_size, weights.shards, config.family.names
-    heads, kv_heads = shards.part(config.heads, HEADS), shards.kv_heads(config.kv_heads)
-    q_rows, kv_rows = heads.times(size), kv_heads.times(size)
-    stored = as_stored(names.qkv, (q_rows, kv_rows, kv_rows))
+    heads, kv_heads = shards.part(config.heads, HEADS_TEXT), shards.kv_heads(config.kv_heads)
+    q_rows, kv_rows = heads.scaled(size), kv_heads.scaled(size)
+    stored = stored_parts(names.qkv, (q_rows, kv_rows, kv_rows))
     qkv = weights.linear(prefix, *stored, columns, config.attention_bias)
     out = weights.linear(prefix, (names.out,), (config.hidden_size,), q_rows, config.out_bias)
-    norms = wide_norms = sink = None
+    norms = all_heads_norms = sink = None
     if config.qk_norm and config.family.wide_qk_norm:
-        wide_norms = _wide_norms(weights, config, prefix, q_rows, kv_rows)
+        all_heads_norms = _load_all_heads_norms(weights, config, prefix, q_rows, kv_rows)
     elif config.qk_norm:
         norms = load_head_norms(weights, config, prefix)
     if config.family.sinks:
         sink = weights.take_exact(f"{prefix}sinks", config.heads)[heads.slice]
-    return Attention(qkv, out, len(heads) + 2 * len(kv_heads), rope, norms, sink, wide_norms)
+    return Attention(qkv, out, len(heads) + 2 * len(kv_heads), rope, norms, sink, all_heads_norms)
 
 
-def _wide_norms(weights: Weights, config: ModelConfig, prefix: str, q_rows: Part, kv_rows: Part) -> WideNorms:
+def _load_all_heads_norms(
+    weights: Weights, config: ModelConfig, prefix: str, q_rows: Part, kv_rows: Part
+) -> AllHeadsNorms:
     """Loads the norms of q and k that use the length over all heads.  Each rank holds the weights of its heads."""
     q, k = (
         RMSNorm(weights.take_parts(f"{prefix}{name}_norm.weight", (rows.size,), 0, [rows]), config.rms_norm_eps)
         for name, rows in (("q", q_rows), ("k", kv_rows))
     )
-    return WideNorms(q, k, weights.shards)
+    return AllHeadsNorms(q, k, weights.shards)
 
 
 def load_head_norms(weights: Weights, config: ModelConfig, prefix: str) -> HeadNorms:
@@ -252,9 +256,9 @@ def _load_latent_attention(
     layer: int,
 ) -> LatentAttention:
     """Loads the latent attention block under `prefix`.  columns, layer: as in load_attention."""
-    hidden, heads, rank = config.hidden_size, weights.shards.part(config.heads, HEADS), latent.q_rank
-    q_rows, bias = heads.times(latent.head_size), config.attention_bias
-    rows = q_rows if rank is None else on_every_rank(rank)
+    hidden, heads, rank = config.hidden_size, weights.shards.part(config.heads, HEADS_TEXT), latent.q_rank
+    q_rows, bias = heads.scaled(latent.head_size), config.attention_bias
+    rows = q_rows if rank is None else whole_part(rank)
     names, row = ("q_proj" if rank is None else "q_a_proj", "kv_a_proj_with_mqa"), latent.row_size
     down = weights.linear(prefix, names, (rows, row), columns, bias=bias and rank is not None)
     q_norm = q = None
@@ -264,7 +268,7 @@ def _load_latent_attention(
     elif bias:
         # Of the two stacked projections, only the one of the row to keep has a bias.
         down.bias = torch.cat((weights.empty(len(q_rows)).zero_(), weights.take(f"{prefix}{names[1]}.bias", row)))
-    kv_rows = heads.times(latent.nope_size + latent.v_size)
+    kv_rows = heads.scaled(latent.nope_size + latent.v_size)
     kv_up = weights.take_matrix(f"{prefix}kv_b_proj", kv_rows, latent.kv_rank)
     k_up, v_up = kv_up.unflatten(0, (len(heads), -1)).split((latent.nope_size, latent.v_size), 1)
     return LatentAttention(
@@ -274,7 +278,7 @@ def _load_latent_attention(
         form=LatentFormat(weights.take(f"{prefix}kv_a_layernorm.weight", latent.kv_rank), NORM_EPS, latent.interleaved),
         k_up=k_up,
         v_up=v_up,
-        out=weights.linear(prefix, ("o_proj",), (hidden,), heads.times(latent.v_size), config.out_bias),
+        out=weights.linear(prefix, ("o_proj",), (hidden,), heads.scaled(latent.v_size), config.out_bias),
         row_size=row,
         rope=rope,
         indexer=_load_indexer(weights, latent.index, prefix, rank, columns, layer),
@@ -290,17 +294,17 @@ def _load_indexer(
     under = f"{prefix}indexer."
     if not index.is_full(layer):
         # The checkpoint holds such weights if an override lets more layers share a choice.
-        weights.ignore_under((under,))
+        weights.ignore_prefixes((under,))
         return None
     return Indexer(
-        q=weights.linear(under, ("wq_b",), (on_every_rank(index.heads * index.size),), rank, bias=False),
-        k=weights.linear(under, ("wk",), (on_every_rank(index.size),), columns, bias=False),
+        q=weights.linear(under, ("wq_b",), (whole_part(index.heads * index.size),), rank, bias=False),
+        k=weights.linear(under, ("wk",), (whole_part(index.size),), columns, bias=False),
         norm=IndexNorm(
             weights.take(f"{under}k_norm.weight", index.size),
             weights.take(f"{under}k_norm.bias", index.size),
             INDEX_EPS,
         ),
-        weights=weights.take_matrix(f"{under}weights_proj", on_every_rank(index.heads), columns),
+        weights=weights.take_matrix(f"{under}weights_proj", whole_part(index.heads), columns),
         interleaved=index.interleaved,
     )
 
@@ -317,7 +321,7 @@ def load_layer(
     hidden, norms = config.hidden_size, config.family.layer_norms
 
     def before(name: str | None) -> AnyNorm:
-        return Unnormed() if name is None else norm(name)
+        return NoNorm() if name is None else norm(name)
 
     def mixer() -> Mixer:
         if config.family.load_mixer is not None:
@@ -336,10 +340,10 @@ def load_layer(
         mlp=(
             load_mlp(weights, config, prefix)
             if experts is None
-            else load_experts(weights, experts, f"{prefix}{experts.under}", hidden, config.activation)
+            else load_experts(weights, experts, f"{prefix}{experts.prefix}", hidden, config.activation)
         ),
-        post_attention_norm=norm(norms.behind_attention) if norms.behind_attention else None,
-        post_mlp_norm=norm(norms.behind_mlp) if norms.behind_mlp else None,
+        post_attention_norm=norm(norms.after_attention) if norms.after_attention else None,
+        post_mlp_norm=norm(norms.after_mlp) if norms.after_mlp else None,
         residual_scale=config.residual_scale,
     )
 
@@ -347,7 +351,7 @@ def load_layer(
 def load_mlp(weights: Weights, config: ModelConfig, prefix: str) -> GatedMLP:
     """Loads the dense MLP of the layer under `prefix`."""
     sizes, names = (config.hidden_size, config.intermediate_size), config.family.names
-    return weights.mlp(f"{prefix}{names.under_mlp}", *sizes, config.mlp_bias, config.activation, names=names.mlp)
+    return weights.mlp(f"{prefix}{names.mlp_prefix}", *sizes, config.mlp_bias, config.activation, names=names.mlp)
 
 
 def load_mamba2(

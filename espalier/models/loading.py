@@ -15,21 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.cache.layer_spec import Keeps, LatentKV, of_rank, with_rows
+from espalier.cache.layer_spec import Keeps, LatentKV, layers_with_rows, specs_of_rank
 from espalier.errors import EspalierError, shown
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.model_files import is_gguf, naming_config, read_json
 from espalier.models.base import CausalLM
-from espalier.models.config import Family, ModelConfig, Raw, architecture_of, parse
+from espalier.models.config import Family, Json, ModelConfig, architecture_of, parse
 from espalier.models.families import FAMILIES
-from espalier.models.from_transformers.load import is_known, load_by_transformers, read_by_transformers
+from espalier.models.from_transformers.load import has_causal_class, load_by_transformers, read_by_transformers
 from espalier.models.gguf_config import gguf_config
 from espalier.models.layer_loading import layer_specs_of, load_embedding, load_layer, tied_head
 from espalier.models.layers.decoder import Decoder
 from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.rope import RopeTables
 from espalier.models.shard_sizes import require_shards
-from espalier.models.stored_names import TEXT_PART
+from espalier.models.stored_names import TEXT_PART_NAMES
 from espalier.models.weight_formats import QUANTISATION_FIELDS
 from espalier.models.weight_formats.e2m1 import read_hf_quant_config
 from espalier.models.weight_formats.sharded import GatheredWeight
@@ -41,19 +41,14 @@ RECURRENT = re.compile("mamba|rwkv|jamba|bamba|recurrent|zamba|retnet|deltanet|l
 SHARED = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config", "compression_config")
 
 
-def has_family(raw: Raw, families: Mapping[str, Family]) -> bool:
-    """Whether a config.json belongs to one of the families."""
-    return _family_of(raw, families) is not None
-
-
-def _family_of(raw: Raw, families: Mapping[str, Family]) -> Family | None:
+def _family_of(raw: Json, families: Mapping[str, Family]) -> Family | None:
     """The family of a config.json, by `architectures` or, without that field, by `model_type`; None if unknown."""
     name = architecture_of(raw)
     by_type = {} if raw.get("architectures") else {family.model_type: family for family in families.values()}
     return families.get(str(name)) or by_type.get(str(name))
 
 
-def find_family(raw: Raw, families: Mapping[str, Family], path: Path) -> Family:
+def find_family(raw: Json, families: Mapping[str, Family], path: Path) -> Family:
     """The family of a config.json.  Raises EspalierError if there is none."""
     if (family := _family_of(raw, families)) is not None:
         return family
@@ -70,12 +65,12 @@ def find_family(raw: Raw, families: Mapping[str, Family], path: Path) -> Family:
     raise EspalierError(f"{path}: architecture {name!r} {reason} supported are {supported}")
 
 
-def is_multimodal(raw: Raw, families: Iterable[Family]) -> bool:
+def is_multimodal(raw: Json, families: Iterable[Family]) -> bool:
     """Whether a config.json belongs to a multimodal checkpoint whose text part may be of one of the families."""
     return any(architecture_of(raw) in family.multimodal for family in families)
 
 
-def text_config(raw: Raw, families: Iterable[Family], path: Path) -> Raw:
+def text_config(raw: Json, families: Iterable[Family], path: Path) -> Json:
     """Returns the config of a multimodal checkpoint's text part, in the form of a text model's config.
 
     Raises EspalierError if the text part is of another family.
@@ -151,13 +146,13 @@ def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None, mo
         has_parts = is_multimodal(raw, FAMILIES.values())
         text = text_config(raw, FAMILIES.values(), path) if has_parts else raw
         config = parse(text, find_family({**text, **(overrides or {})}, FAMILIES, path), path, overrides, generation)
-        return replace(config, text_part_of=architecture_of(raw), stored=TEXT_PART) if has_parts else config
+        return replace(config, text_part_of=architecture_of(raw), stored=TEXT_PART_NAMES) if has_parts else config
 
 
-def _runs_by_transformers(raw: Raw, model_impl: str) -> bool:
+def _runs_by_transformers(raw: Json, model_impl: str) -> bool:
     if model_impl != "auto":
         return model_impl == "transformers"
-    return not (has_family(raw, FAMILIES) or is_multimodal(raw, FAMILIES.values())) and is_known(raw)
+    return not (_family_of(raw, FAMILIES) or is_multimodal(raw, FAMILIES.values())) and has_causal_class(raw)
 
 
 def read_raw(path: Path) -> dict[str, Any]:
@@ -206,7 +201,7 @@ def load_target(
         others = ", ".join(sorted(weights.other_parts)) or "none"
         log.info("%s: only the text part of %s is loaded (other parts: %s)", path, config.text_part_of, others)
     for unread, what in config.family.unread.items():
-        if weights.holds_under(unread):
+        if weights.has_prefix(unread):
             log.info("%s holds %s (%s*), which are not loaded", path, what, unread)
     return make_target(weights, config, capture, position_rows, max_context)
 
@@ -230,16 +225,16 @@ def make_target(
     _log_longrope(config, max_context or position_rows)
     load = config.family.load_layer or load_layer
     layers = [load(weights, config, f"model.layers.{i}.", i, tables[rope]) for i, rope in enumerate(config.ropes)]
-    own_rows = [i for i in with_rows(layer_specs, range(len(layer_specs))) if layer_specs[i].shares is None]
+    own_rows = [i for i in layers_with_rows(layer_specs, range(len(layer_specs))) if layer_specs[i].shares_with is None]
     kv_scales = tuple(
         load_kv_scales(weights, f"model.layers.{i}.self_attn.", spec.keeps) if i in own_rows else None
         for i, spec in enumerate(layer_specs)
     )
     norm = weights.norm(config.family.final_norm, config.hidden_size, config.rms_norm_eps, config.family.norm_offset)
     head = _head(weights, config, embed)
-    weights.ignore_under(unread_prefixes(config))
-    weights.finish()
-    own_specs = of_rank(layer_specs, weights.shards)
+    weights.ignore_prefixes(unread_prefixes(config))
+    weights.require_all_used()
+    own_specs = specs_of_rank(layer_specs, weights.shards)
     return Decoder(config, own_specs, tuple(capture), tables[config.ropes[0]], embed, layers, norm, head, kv_scales)
 
 
@@ -257,8 +252,8 @@ def unread_prefixes(config: ModelConfig) -> tuple[str, ...]:
     """The prefixes of stored weights that the target does not need.
     They are the weights of its own MTP layers, which are a draft (mtp.py), and those that the family does not read."""
     count = int(config.raw.get("num_nextn_predict_layers") or 0)
-    mtp = () if config.family.mtp is None else (config.family.mtp.owned(i, config.num_layers) for i in range(count))
-    return (*config.family.unread, *mtp)
+    mtp, layers = config.family.mtp, range(count)
+    return *config.family.unread, *(() if mtp is None else (mtp.weights_prefix(i, config.num_layers) for i in layers))
 
 
 def _head(weights: Weights, config: ModelConfig, embed: Embedding) -> Linear:

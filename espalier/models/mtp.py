@@ -19,30 +19,30 @@ import torch
 from torch import Tensor
 
 from espalier.attention import Pass
-from espalier.cache.layer_spec import of_rank
+from espalier.cache.layer_spec import specs_of_rank
 from espalier.kernels.ops.drafts import DraftHidden
 from espalier.models.base import CausalLM, Layer
-from espalier.models.config import Family, ModelConfig, Raw, architecture_of, parse
-from espalier.models.draft import MAX_MODULES, DraftOutput, DraftSpec, Form, refuse_sizes
-from espalier.models.draft_parts import Fields, draft_embedding, is_borrowed
+from espalier.models.config import Family, Json, ModelConfig, architecture_of, parse
+from espalier.models.draft import MAX_MODULES, DraftOutput, DraftSpec, FeedForm, refuse_sizes
+from espalier.models.draft_parts import DraftFields, borrows_matrix, draft_embedding
 from espalier.models.families import FAMILIES
-from espalier.models.latent_config import FREQ, FULL, PATTERN, TYPES, indexer_types
+from espalier.models.latent_config import FREQ_FIELD, FULL_INDEXER, PATTERN_FIELD, TYPES_FIELD, indexer_types
 from espalier.models.layer_loading import layer_specs_of, load_layer
 from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.norm import RMSNorm
-from espalier.models.layers.stream import Stream
+from espalier.models.layers.residual import Residual
 from espalier.models.rope import RopeTables
 from espalier.models.stored_names import SPECULATORS, MTPFamily
 from espalier.models.weight_formats import QUANTISATION_FIELDS, dense_weight, quantisation_of
 from espalier.models.weights import Weights
-from espalier.shards import WHOLE, Shards, on_every_rank
+from espalier.shards import WHOLE, Shards, whole_part
 
 # Targets whose own MTP layers are supported.
 OWN = tuple(family.architecture for family in FAMILIES.values() if family.mtp is not None)
 HEADS = ("MTPDraftModel",)
 ARCHITECTURES = (*HEADS, *OWN)
 COUNT, FORM = "num_nextn_predict_layers", "mtp_form"
-FORMS: tuple[Form, ...] = get_args(Form)
+FORMS: tuple[FeedForm, ...] = get_args(FeedForm)
 # The per-layer lists of a config.  The entries of MTP layers are appended to them.
 BY_LAYER = ("layer_types", "mlp_layer_types")
 
@@ -64,14 +64,14 @@ class MTPConfig:
 
     def prefix(self, module: int) -> str:
         """The prefix of the names of a module's layer weights.  module: counted from 0."""
-        return self.family.prefix_of(module, self.num_layers)
+        return self.family.layer_prefix(module, self.num_layers)
 
-    def owned(self, module: int) -> str:
-        """The prefix of the names of all weights of a module (MTPFamily.owned).  module: counted from 0."""
-        return self.family.owned(module, self.num_layers)
+    def weights_prefix(self, module: int) -> str:
+        """The prefix of the names of all weights of a module (MTPFamily.weights_prefix).  module: counted from 0."""
+        return self.family.weights_prefix(module, self.num_layers)
 
 
-def read_mtp(path: Path, raw: Raw, target: ModelConfig) -> MTPConfig:
+def read_mtp(path: Path, raw: Json, target: ModelConfig) -> MTPConfig:
     """Read the config.json `raw` of the layers at `path` and check it against the target's.  Loads no weights.
 
     If the config names the target's architecture, the layers are the target's own, and the target's overrides apply.
@@ -79,17 +79,17 @@ def read_mtp(path: Path, raw: Raw, target: ModelConfig) -> MTPConfig:
     """
     is_head = raw.get("speculators_model_type") is not None or architecture_of(raw) in HEADS
     if is_head:
-        base = {"max_position_embeddings": target.max_position, **Fields(raw, path).layer()}
-        mtp, family = SPECULATORS, _family_of(Fields(base, path))
+        base = {"max_position_embeddings": target.max_position, **DraftFields(raw, path).layer_config()}
+        mtp, family = SPECULATORS, _family_of(DraftFields(base, path))
     else:
         same = raw.get("architectures") == target.raw.get("architectures")
-        base = (target.raw if path == target.path else _stored_as(target.raw, raw)) if same else raw
+        base = (target.raw if path == target.path else _with_storage_fields(target.raw, raw)) if same else raw
         family = FAMILIES[raw["architectures"][0]]
         assert family.mtp is not None
         mtp = family.mtp
-    modules = Fields({**base, **raw}, path).count(COUNT, 1, MAX_MODULES)
-    form = Fields(raw, path).choice(FORM, FORMS, " or ".join(map(repr, FORMS)))
-    layer = parse(_continued(base, modules, mtp.layer_type), family, path)
+    modules = DraftFields({**base, **raw}, path).count(COUNT, 1, MAX_MODULES)
+    form = DraftFields(raw, path).choice(FORM, FORMS, " or ".join(map(repr, FORMS)))
+    layer = parse(_with_mtp_layers(base, modules, mtp.layer_type), family, path)
     refuse_sizes(path, target, layer.hidden_size, layer.vocab_size)
     num_layers = layer.num_layers - modules
     spec = DraftSpec(
@@ -97,14 +97,14 @@ def read_mtp(path: Path, raw: Raw, target: ModelConfig) -> MTPConfig:
         layers=layer_specs_of(layer)[num_layers:],
         modules=modules,
         form=form,
-        reads="hidden",
+        target_output="hidden",
         hidden_size=layer.hidden_size,
         vocab_size=layer.vocab_size,
     )
     return MTPConfig(layer, mtp, spec)
 
 
-def _stored_as(target: Raw, raw: Raw) -> Raw:
+def _with_storage_fields(target: Json, raw: Json) -> Json:
     """Returns the target's config for MTP layers in a separate directory, with the storage fields of their `raw`."""
     return {name: target[name] for name in target if name not in QUANTISATION_FIELDS} | quantisation_of(raw)
 
@@ -115,12 +115,13 @@ def stores_mtp(path: Path, target: ModelConfig) -> bool:
     if mtp is None or not isinstance(count, int) or count < 1:
         return False
     weights = Weights(path, torch.float32, "cpu", stored=target.stored)
-    return all(weights.has_matrix(f"{mtp.owned(layer, target.num_layers)}{mtp.project}") for layer in range(count))
+    prefixes = (mtp.weights_prefix(layer, target.num_layers) for layer in range(count))
+    return all(weights.has_matrix(f"{prefix}{mtp.project}") for prefix in prefixes)
 
 
-def _family_of(base: Fields) -> Family:
+def _family_of(base: DraftFields) -> Family:
     """The family of the layers of an MTP head, by model_type.  Raises EspalierError for any other model_type."""
-    by_type = {family.model_type: family for family in FAMILIES.values() if family.in_drafts}
+    by_type = {family.model_type: family for family in FAMILIES.values() if family.usable_in_drafts}
     declared = base.get("model_type")
     if declared not in by_type:
         raise base.error(
@@ -130,15 +131,19 @@ def _family_of(base: Fields) -> Family:
     return by_type[declared]
 
 
-def _continued(base: Mapping[str, Any], modules: int, layer_type: str | None) -> Raw:
+def _with_mtp_layers(base: Mapping[str, Any], modules: int, layer_type: str | None) -> Json:
     """The config of a model whose last layers are the MTP layers.
     layer_type: the type of each MTP layer; None: the type of the target's last layer."""
-    longer: Raw = {name: [*base[name], *base[name][-1:] * modules] for name in BY_LAYER if base.get(name)}
+    longer: Json = {name: [*base[name], *base[name][-1:] * modules] for name in BY_LAYER if base.get(name)}
     if layer_type is not None and base.get("layer_types"):
         longer["layer_types"][-modules:] = [layer_type] * modules
     if base.get("index_topk") is not None:
         # Every MTP layer has its own indexer, whatever the target's pattern of full and shared layers.
-        longer |= {TYPES: [*indexer_types({**base}), *[FULL] * modules], PATTERN: None, FREQ: None}
+        longer |= {
+            TYPES_FIELD: [*indexer_types({**base}), *[FULL_INDEXER] * modules],
+            PATTERN_FIELD: None,
+            FREQ_FIELD: None,
+        }
     return {**base, **longer, "num_hidden_layers": base["num_hidden_layers"] + modules}
 
 
@@ -159,12 +164,12 @@ class MTPModule:
     def __call__(self, p: Pass, hidden: Tensor, parents: Tensor | None = None) -> DraftOutput:
         norms = (self.embed_norm.weight, self.embed_norm.eps, self.hidden_norm.weight, self.hidden_norm.eps)
         joined = self.embed(p, self.rope, DraftHidden(hidden, parents, *norms, normed_residual=False))
-        assert joined.given is not None
-        s = Stream(self.project(joined.given), joined.live)
+        assert joined.first_input is not None
+        s = Residual(self.project(joined.first_input), joined.live)
         self.layer(s, p)
-        return handed_on(*s.end(self.norm, p.out_shape))
+        return handed_on(*s.final_norm(self.norm, p.out_shape))
 
-    def output_of(self, hidden: Tensor) -> DraftOutput:
+    def output_from_hidden(self, hidden: Tensor) -> DraftOutput:
         return DraftOutput(hidden, hidden)
 
     def logits(self, out: DraftOutput) -> Tensor:
@@ -184,7 +189,7 @@ class MTPDraft:
 
     def __init__(self, config: MTPConfig, modules: tuple[MTPModule, ...], shards: Shards = WHOLE) -> None:
         self.spec = config.spec
-        self.layer_specs = of_rank(config.spec.layers, shards)
+        self.layer_specs = specs_of_rank(config.spec.layers, shards)
         self.modules = modules
         self.has_experts = any(module.has_experts for module in modules)
 
@@ -206,8 +211,8 @@ def make_mtp(weights: Weights, config: MTPConfig, target: CausalLM, position_row
         _load_module(weights, config, rope, embed_of, head_of, module) for module in range(config.spec.modules)
     )
     if config.family is not SPECULATORS:
-        weights.ignore_outside(tuple(config.owned(module) for module in range(config.spec.modules)))
-    weights.finish()
+        weights.ignore_all_but_prefixes(tuple(config.weights_prefix(module) for module in range(config.spec.modules)))
+    weights.require_all_used()
     return MTPDraft(config, modules, weights.shards)
 
 
@@ -220,7 +225,7 @@ def _load_module(
     module: int,
 ) -> MTPModule:
     """Loads one module.  embed_of, head_of: return an embedding or a head by its name.  module: counted from 0."""
-    layer, family, prefix = config.layer, config.family, config.owned(module)
+    layer, family, prefix = config.layer, config.family, config.weights_prefix(module)
     hidden, index, own = layer.hidden_size, config.num_layers + module, family.index(module, config.num_layers)
     eps_and_offset = layer.rms_norm_eps, layer.family.norm_offset
     load = layer.family.load_layer or load_layer
@@ -240,14 +245,14 @@ def _load_module(
 def _projection(weights: Weights, name: str, family: MTPFamily, hidden: int) -> Linear:
     """Loads the projection [H, 2·H] of embedding and hidden state, with the embedding's columns first."""
     if not family.hidden_first:
-        return weights.linear("", (name,), (on_every_rank(hidden),), 2 * hidden, bias=False)
-    matrix = weights.take_matrix(name, on_every_rank(hidden), 2 * hidden)
+        return weights.linear("", (name,), (whole_part(hidden),), 2 * hidden, bias=False)
+    matrix = weights.take_matrix(name, whole_part(hidden), 2 * hidden)
     return Linear(dense_weight(matrix.roll(hidden, 1).contiguous()))
 
 
 def _head(weights: Weights, target: CausalLM, name: str) -> Linear:
     """Returns the draft's own head `name` in its stored format, or the target's head if the draft has none."""
-    if is_borrowed(weights, name, "lm_head", target.head.shape, target.head.shape):
+    if borrows_matrix(weights, name, "lm_head", target.head.shape, target.head.shape):
         return target.head
     rows, columns = target.head.shape
-    return weights.linear("", (name,), (on_every_rank(rows),), columns, bias=False)
+    return weights.linear("", (name,), (whole_part(rows),), columns, bias=False)

@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -28,7 +29,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import E2M1_VALUES, E8M0_BIAS, FP8, FP8_MAX, QuantisedMatrix, pack_nibbles
 from espalier.models.loading import read_config, read_raw
-from espalier.models.weight_files import INDEX, shards_of, write_weights
+from espalier.models.weight_files import INDEX_FILE, safetensors_files, write_weights
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, read_formats
 from espalier.models.weights import PLAIN_DTYPES
 
@@ -40,7 +41,7 @@ BLOCK = 128
 MX_BLOCK = 32
 NV_GROUP = 16
 # The factors that are tried for a group's scale.  Factor 1 maps the group's largest magnitude to 7.5.
-SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+SCALE_FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 # The number of values that are quantised at once.
 BLOCK_VALUES = 2**24
 NUMBER = re.compile("[0-9]+")
@@ -56,8 +57,8 @@ KEPT_DENSE = (
 # A draft's own head is quantised, because the target decides every token.
 KEPT_IN_TARGETS = (*KEPT_DENSE, HEAD)
 # Block drafts read these matrices, and kernel_projection, as plain tensors.
-OF_EDGES = ("markov_w1", "markov_w2", "markov_head.gate_proj", "markov_head.joint_proj")
-KEPT_IN_DRAFTS = (*KEPT_DENSE, *OF_EDGES, "kernel_projection")
+EDGE_MATRICES = ("markov_w1", "markov_w2", "markov_head.gate_proj", "markov_head.joint_proj")
+KEPT_IN_DRAFTS = (*KEPT_DENSE, *EDGE_MATRICES, "kernel_projection")
 # The exponent of the largest value of E2M1, 6 = 1.5 · 2^2.
 E2M1_EXPONENT = 2
 
@@ -87,7 +88,7 @@ class Quantiser:
     experts: bool = False
     kept: str = _pattern(KEPT_IN_TARGETS)
 
-    def of(self, is_draft: bool) -> "Quantiser":
+    def for_draft(self, is_draft: bool) -> "Quantiser":
         """The same format for a target or for a draft, whose head is quantised too."""
         return replace(self, kept=_pattern(KEPT_IN_DRAFTS)) if is_draft else self
 
@@ -99,7 +100,7 @@ class Quantiser:
             if names := [name for name, found in groups.items() if found == group]:
                 first = full["config_groups"]["group_0"]
                 of_group = {
-                    "targets": _of_all_layers(names, groups),
+                    "targets": _patterns_of_layers(names, groups),
                     "weights": first["weights"] | {"group_size": group},
                 }
                 full["config_groups"] = {**full["config_groups"], f"group_{group}": first | of_group}
@@ -113,13 +114,13 @@ class Quantiser:
         """How many columns share a scale in a matrix of `columns` columns; None for a matrix that stays dense."""
         return None if self.experts else next((group for group in self.groups if columns % group == 0), None)
 
-    def takes(self, name: str, columns: int) -> bool:
+    def quantises(self, name: str, columns: int) -> bool:
         """Whether a matrix of this name, without `.weight`, is quantised."""
         return self.group_of(columns) is not None and not self.keeps(name)
 
     def formats(self, columns: Mapping[str, int]) -> FormatOf:
         """The storage format of each matrix that `config` describes.  columns: as `config` takes them."""
-        return read_formats({"quantization_config": self.config(columns)}, Path("synthetic checkpoint"))
+        return read_formats({"quantization_config": self.config(columns)})
 
     def matrix(self, dense: Tensor) -> QuantisedMatrix:
         """Quantises a matrix [out, in].  Returns what loading its stored tensors would return."""
@@ -139,16 +140,16 @@ class Quantiser:
         return self.formats({})("mlp.experts").expert_matrix(self.stored(dense, dense.device))
 
 
-def _of_all_layers(names: Sequence[str], groups: Mapping[str, int | None]) -> list[str]:
+def _patterns_of_layers(names: Sequence[str], groups: Mapping[str, int | None]) -> list[str]:
     """Returns patterns of these names for any layer and expert; whole names where a pattern would match others too."""
     patterns: dict[str, list[str]] = {}
     for name in names:
-        patterns.setdefault(_numbered(name), []).append(name)
-    others = {_numbered(name) for name in groups.keys() - set(names)}
+        patterns.setdefault(_any_number_pattern(name), []).append(name)
+    others = {_any_number_pattern(name) for name in groups.keys() - set(names)}
     return [each for pattern, alike in patterns.items() for each in (alike if pattern in others else [pattern])]
 
 
-def _numbered(name: str) -> str:
+def _any_number_pattern(name: str) -> str:
     """The pattern of a matrix's name, in which every number matches any number."""
     return f"re:{NUMBER.sub('[0-9]+', re.escape(name))}$"
 
@@ -164,9 +165,9 @@ def to_fp8(matrix: Tensor, device: torch.device) -> Stored:
     codes, scales = [], []
     for block in _row_blocks(matrix, device):
         scale = _fp8_scale(block.abs().amax(1, keepdim=True))
-        codes.append(_fp8(block / scale).to(matrix.device))
+        codes.append(_encode_fp8(block / scale).to(matrix.device))
         scales.append(scale.to(matrix.device))
-    return {".weight": _joined(codes), ".weight_scale": torch.cat(scales)}
+    return {".weight": _join_codes(codes), ".weight_scale": torch.cat(scales)}
 
 
 def to_fp8_block(matrix: Tensor, device: torch.device) -> Stored:
@@ -178,21 +179,21 @@ def to_fp8_block(matrix: Tensor, device: torch.device) -> Stored:
         tiles = tiles.unflatten(0, (-1, BLOCK))
         scale = _fp8_scale(tiles.abs().amax((1, 3)))
         whole = (tiles / scale[:, None, :, None]).flatten(2).flatten(0, 1)
-        codes.append(_fp8(whole[: len(block), :columns]).to(matrix.device))
+        codes.append(_encode_fp8(whole[: len(block), :columns]).to(matrix.device))
         scales.append(scale.to(matrix.device))
-    return {".weight": _joined(codes), ".weight_scale_inv": torch.cat(scales)}
+    return {".weight": _join_codes(codes), ".weight_scale_inv": torch.cat(scales)}
 
 
 def _fp8_scale(largest: Tensor) -> Tensor:
     return torch.where(largest == 0, 1.0, largest / FP8_MAX)
 
 
-def _joined(codes: Sequence[Tensor]) -> Tensor:
+def _join_codes(codes: Sequence[Tensor]) -> Tensor:
     """The concatenated codes.  They are joined as bytes, because torch.cat may not support FP8 on every device."""
     return torch.cat([part.view(torch.uint8) for part in codes]).view(FP8)
 
 
-def _fp8(values: Tensor) -> Tensor:
+def _encode_fp8(values: Tensor) -> Tensor:
     return values.clamp(-FP8_MAX, FP8_MAX).to(FP8).contiguous()
 
 
@@ -214,11 +215,11 @@ def to_int4(matrix: Tensor, device: torch.device) -> Stored:
 
 
 def _best_scales(groups: Tensor, dtype: torch.dtype) -> Tensor:
-    """groups [rows, n, group] -> scales [rows, n, 1]: of the scales that SHRINK makes, those with the least error."""
+    """groups [rows, n, group] -> scales [rows, n, 1]: those of SCALE_FACTORS' with the least error."""
     largest = groups.abs().amax(2, keepdim=True)
     widest = torch.where(largest == 0, 1.0, largest / 7.5)
     best, least = widest.to(dtype), torch.full_like(largest, torch.inf)
-    for shrink in SHRINK:
+    for shrink in SCALE_FACTORS:
         scale = (widest * shrink).to(dtype)
         exact = scale.float()
         error = ((groups / exact).round().clamp(-8, 7) * exact - groups).square().sum(2, keepdim=True)
@@ -239,7 +240,7 @@ def to_mxfp4(experts: Tensor, device: torch.device) -> Stored:
         exponent = torch.frexp(largest)[1] - 1 - E2M1_EXPONENT
         exponent = torch.where(largest == 0, 0, exponent).clamp(-E8M0_BIAS, E8M0_BIAS)
         scaled = torch.ldexp(values, -exponent[:, :, None])
-        codes.append(pack_nibbles(_e2m1(scaled)).to(experts.device))
+        codes.append(pack_nibbles(_encode_e2m1(scaled)).to(experts.device))
         scales.append((exponent + E8M0_BIAS).to(torch.uint8).to(experts.device))
     return {"_blocks": torch.stack(codes), "_scales": torch.stack(scales)}
 
@@ -251,17 +252,17 @@ def to_nvfp4(matrix: Tensor, device: torch.device) -> Stored:
     codes, scales = [], []
     for block in _row_blocks(matrix, device):
         groups = block.unflatten(1, (-1, NV_GROUP))
-        scale = _fp8(groups.abs().amax(2) / E2M1_VALUES[-1] * divisor)
+        scale = _encode_fp8(groups.abs().amax(2) / E2M1_VALUES[-1] * divisor)
         exact = scale.float() / divisor
         scaled = groups / torch.where(exact == 0, 1.0, exact)[:, :, None]
-        codes.append(_e2m1(scaled).flatten(1).to(matrix.device))
+        codes.append(_encode_e2m1(scaled).flatten(1).to(matrix.device))
         scales.append(scale.to(matrix.device))
     packed = pack_nibbles(torch.cat(codes))
     factor = divisor.reshape(1).to(matrix.device)
-    return {".weight_packed": packed, ".weight_scale": _joined(scales), ".weight_global_scale": factor}
+    return {".weight_packed": packed, ".weight_scale": _join_codes(scales), ".weight_global_scale": factor}
 
 
-def _e2m1(scaled: Tensor) -> Tensor:
+def _encode_e2m1(scaled: Tensor) -> Tensor:
     """Returns the 4-bit codes of the E2M1 values nearest to `scaled`.  Magnitudes above 6 get the code of 6."""
     middles = torch.tensor([(low + high) / 2 for low, high in pairwise(E2M1_VALUES)], device=scaled.device)
     magnitudes = torch.bucketize(scaled.abs().contiguous(), middles).to(torch.uint8)
@@ -269,36 +270,26 @@ def _e2m1(scaled: Tensor) -> Tensor:
 
 
 def _compressed_tensors(
-    stored: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, kept: str, dense: Sequence[str]
+    scheme: tuple[str, str, int, str, int | None], kept: str, dense: Sequence[str]
 ) -> dict[str, Any]:
-    """Returns quantization_config as compressed-tensors writes it."""
-    common = {"symmetric": True, "dynamic": False, "block_structure": None, "actorder": None}
-    inputs = None if inputs is None else {**common, **inputs}
-    group = {"targets": ["Linear"], "weights": {**common, **weights}, "input_activations": inputs}
+    """Returns quantization_config as compressed-tensors writes it.  With scales by row, inputs are rounded.
+
+    scheme: the format, the type and the bits of weights, the strategy of scales, the columns of a group.
+    """
+    stored, kind, bits, strategy, group = scheme
+    common: dict[str, Any] = {"symmetric": True, "dynamic": False, "block_structure": None, "actorder": None}
+    common |= {"num_bits": bits, "type": kind}
+    inputs = {**common, "strategy": "token", "dynamic": True} if strategy == "channel" else None
+    weights = {**common, "strategy": strategy, "group_size": group}
+    group_0 = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
         "format": stored,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": {**group, "output_activations": None, "format": stored}},
+        "config_groups": {"group_0": {**group_0, "format": stored}},
         "ignore": [f"re:{kept}", *dense],
         "kv_cache_scheme": None,
     }
-
-
-def _fp8_config(kept: str, dense: Sequence[str]) -> dict[str, Any]:
-    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None}
-    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
-    return _compressed_tensors("float-quantized", weights, inputs, kept, dense)
-
-
-def _int4_config(kept: str, dense: Sequence[str]) -> dict[str, Any]:
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
-    return _compressed_tensors("pack-quantized", weights, None, kept, dense)
-
-
-def _nvfp4_config(kept: str, dense: Sequence[str]) -> dict[str, Any]:
-    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": NV_GROUP}
-    return _compressed_tensors("nvfp4-pack-quantized", weights, None, kept, dense)
 
 
 def _fp8_block_config(kept: str, dense: Sequence[str]) -> dict[str, Any]:
@@ -314,17 +305,23 @@ def _fp8_block_config(kept: str, dense: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _mxfp4_config(kept: str, dense: Sequence[str]) -> dict[str, Any]:
-    return {"quant_method": "mxfp4", "modules_to_not_convert": list(dense)}
-
-
+COMPRESSED_TENSORS: Mapping[str, Callable[[str, Sequence[str]], Mapping[str, Any]]] = {
+    "fp8": partial(_compressed_tensors, ("float-quantized", "float", 8, "channel", None)),
+    "int4": partial(_compressed_tensors, ("pack-quantized", "int", 4, "group", GROUP)),
+    "nvfp4": partial(_compressed_tensors, ("nvfp4-pack-quantized", "float", 4, "tensor_group", NV_GROUP)),
+}
 QUANTISERS: Mapping[str, Quantiser] = MappingProxyType(
     {
-        "fp8": Quantiser(to_fp8, _fp8_config),
+        "fp8": Quantiser(to_fp8, COMPRESSED_TENSORS["fp8"]),
         "fp8-block": Quantiser(to_fp8_block, _fp8_block_config),
-        "int4": Quantiser(to_int4, _int4_config, groups=GROUPS),
-        "nvfp4": Quantiser(to_nvfp4, _nvfp4_config, groups=(NV_GROUP,)),
-        "mxfp4": Quantiser(to_mxfp4, _mxfp4_config, groups=(MX_BLOCK,), experts=True),
+        "int4": Quantiser(to_int4, COMPRESSED_TENSORS["int4"], groups=GROUPS),
+        "nvfp4": Quantiser(to_nvfp4, COMPRESSED_TENSORS["nvfp4"], groups=(NV_GROUP,)),
+        "mxfp4": Quantiser(
+            to_mxfp4,
+            lambda kept, dense: {"quant_method": "mxfp4", "modules_to_not_convert": list(dense)},
+            groups=(MX_BLOCK,),
+            experts=True,
+        ),
     }
 )
 
@@ -358,7 +355,7 @@ def quantise(
     _refuse(path, out, config, is_draft)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        return _write(path, out, quantiser.of(is_draft), device, config, advance)
+        return _write(path, out, quantiser.for_draft(is_draft), device, config, advance)
     except BaseException as error:
         for file in out.iterdir() if out.is_dir() else ():
             file.unlink()
@@ -377,17 +374,17 @@ def _write(
 ) -> QuantiseReport:
     """Write the files of the copy; see quantise.  config.json is last: a directory without it is no model."""
     written, places, columns = QuantiseReport(), dict[str, str](), dict[str, int]()
-    for file in shards_of(path):
+    for file in safetensors_files(path):
         tensors = dict(_quantised(file, quantiser, device, written, columns))
         write_weights(out / file.name, tensors)
         places |= dict.fromkeys(tensors, file.name)
         written.written_bytes += sum(tensor.nbytes for tensor in tensors.values())
         advance()
-    if (path / INDEX).exists():
+    if (path / INDEX_FILE).exists():
         index = {"metadata": {"total_size": written.written_bytes}, "weight_map": places}
-        (out / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+        (out / INDEX_FILE).write_text(json.dumps(index, indent=1), encoding="utf-8")
     for other in sorted(path.iterdir()):
-        is_weights = other.suffix in (".safetensors", ".bin") or other.name == INDEX
+        is_weights = other.suffix in (".safetensors", ".bin") or other.name == INDEX_FILE
         if other.is_file() and not is_weights and other.name != "config.json":
             shutil.copyfile(other, out / other.name)
     full = {**config, "quantization_config": quantiser.config(columns)}
@@ -408,13 +405,13 @@ def _refuse(path: Path, out: Path, config: Mapping[str, Any], is_draft: bool) ->
         raise EspalierError(f"{path} stores its experts stacked, which quantize does not support; use another model")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise EspalierError(f"--out={out} exists and is not an empty directory; give a new one")
-    if not shards_of(path):
+    if not safetensors_files(path):
         raise EspalierError(f"{path} holds no *.safetensors; save it with safe_serialization=True")
 
 
 def _stacks_experts(path: Path) -> bool:
     """Whether a draft's tensors are stacked experts.  A draft's config.json says so only beside its target's."""
-    for file in shards_of(path):
+    for file in safetensors_files(path):
         with safe_open(file, framework="pt") as stored:
             names = [name for name in stored.keys() if ".experts." in name]  # noqa: SIM118
             if any(len(stored.get_slice(name).get_shape()) > 2 for name in names):

@@ -9,7 +9,6 @@ bitwise equal to the frequencies that the checkpoints were trained with.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,22 +19,23 @@ from espalier.kernels.ops.rope import Rotation
 from espalier.kernels.ops.tree import gather_rows
 from espalier.model_files import MAX_NUMBER
 
-Raw = dict[str, Any]
+# A JSON object, such as a config.json.
+Json = dict[str, Any]
 
-TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 # Types that need a factor.
-SCALED = ("linear", "dynamic", "llama3", "yarn")
-RAMP = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate")
-POSITIVE = (
+TYPES_WITH_FACTOR = ("linear", "dynamic", "llama3", "yarn")
+RAMP_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate")
+POSITIVE_FIELDS = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     *("beta_fast", "beta_slow"),
 )
-BOOLS = ("truncate", "finetuned")
+BOOL_FIELDS = ("truncate", "finetuned")
 # LongRoPE's divisors of the frequencies: for texts of at most the original length, and for longer texts.
-DIVISORS = ("short_factor", "long_factor")
-NOT_NUMBERS = ("rope_type", *BOOLS, *DIVISORS)
-FIELDS = (
-    *RAMP,
+DIVISOR_FIELDS = ("short_factor", "long_factor")
+NON_NUMBER_FIELDS = ("rope_type", *BOOL_FIELDS, *DIVISOR_FIELDS)
+ROPE_PARAMETERS = (
+    *RAMP_FIELDS,
     "rope_type",
     "rope_theta",
     "original_max_position_embeddings",
@@ -46,11 +46,11 @@ FIELDS = (
     "llama_4_scaling_beta",
     "max_position_embeddings",
     "finetuned",
-    *DIVISORS,
+    *DIVISOR_FIELDS,
 )
 # Fields of the attention that a RoPE's configuration may hold.  config.py moves them to the top level of the config.
-OF_ATTENTION = ("partial_rotary_factor", "llama_4_scaling_beta")
-SPELLINGS = ("rope_parameters", "rope_scaling")
+ATTENTION_FIELDS = ("partial_rotary_factor", "llama_4_scaling_beta")
+ROPE_FIELDS = ("rope_parameters", "rope_scaling")
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class RopeConfig:
     """The RoPE of one layer.
 
     dim: how many channels of a head are rotated.  In latent attention, they are the rope part of a head.
-    type: one of TYPES, or "none" for a layer without RoPE: its frequencies are 0, so rotation changes no bit.
+    type: one of ROPE_TYPES, or "none" for a layer without RoPE: its frequencies are 0, so rotation changes no bit.
     A model with a dynamic RoPE has unscaled frequencies up to its trained length.  `ModelConfig.max_position` limits
     the model to that length, because beyond it every new token would change the rotation of all cached keys.
-    rotated: for a proportional RoPE, the share of the channels that is rotated; the lowest frequencies are not.
+    rotated_share: for a proportional RoPE, the share of the channels that is rotated; the lowest frequencies are not.
     latent_mscale: YaRN's factor of q and of k for mscale_all_dim.  Latent attention multiplies its softmax scale by the
     square of this factor; other attention ignores it.
     divisors: LongRoPE's divisors, one for each frequency: for contexts up to original_max_position, and for longer
@@ -81,7 +81,7 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
-    rotated: float = 1.0
+    rotated_share: float = 1.0
     latent_mscale: float = 1.0
     query_beta: float = 0.0
     divisors: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
@@ -94,7 +94,7 @@ class RopeConfig:
             case "linear":
                 return plain / self.factor
             case "proportional":
-                turning = torch.arange(self.dim // 2) < int(self.rotated * self.dim // 2)
+                turning = torch.arange(self.dim // 2) < int(self.rotated_share * self.dim // 2)
                 return torch.where(turning, plain / self.factor, 0.0)
             case "llama3":
                 return self._llama3(plain)
@@ -128,7 +128,7 @@ class RopeConfig:
 
         The ramp runs from the frequency with beta_slow turns over the original length to the one with beta_fast turns.
         """
-        low, high = self._dimension_of(self.beta_fast), self._dimension_of(self.beta_slow)
+        low, high = self._frequency_index(self.beta_fast), self._frequency_index(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.dim - 1)
@@ -137,7 +137,7 @@ class RopeConfig:
         periods = self._periods()
         return 1.0 / (self.factor * periods) * (1 - keep) + 1.0 / periods * keep
 
-    def _dimension_of(self, turns: float) -> float:
+    def _frequency_index(self, turns: float) -> float:
         """The (fractional) index of the frequency that makes `turns` turns over the original length."""
         return self.dim * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
@@ -178,10 +178,10 @@ class RopeTables:
         return Rotation(*found.chunk(2, -1))
 
 
-def with_rope_type(fields: Mapping[str, Any]) -> Raw:
+def with_rope_type(fields: Mapping[str, Any]) -> Json:
     """Returns the fields of a config.json with the type of every RoPE under "rope_type".  The old name is "type"."""
     named = dict(fields)
-    for field in SPELLINGS:
+    for field in ROPE_FIELDS:
         rope = fields.get(field)
         if isinstance(rope, Mapping) and "type" in rope:
             rest = {name: value for name, value in rope.items() if name != "type"}
@@ -189,13 +189,13 @@ def with_rope_type(fields: Mapping[str, Any]) -> Raw:
     return named
 
 
-def rope_overrides(raw: Raw, overrides: Mapping[str, Any]) -> Raw:
-    """Returns the overrides with RoPE's parameters in the field that config.json uses: one of SPELLINGS.
+def rope_overrides(raw: Json, overrides: Mapping[str, Any]) -> Json:
+    """Returns the overrides with RoPE's parameters in the field that config.json uses: one of ROPE_FIELDS.
 
     Raises EspalierError for an override that would change nothing.
     """
     moved = with_rope_type(overrides)
-    for field, other in (SPELLINGS, SPELLINGS[::-1]):
+    for field, other in (ROPE_FIELDS, ROPE_FIELDS[::-1]):
         if field not in moved or not raw.get(other) or raw.get(field):
             continue
         rope = moved.pop(field)
@@ -210,49 +210,49 @@ def rope_overrides(raw: Raw, overrides: Mapping[str, Any]) -> Raw:
 
 def type_of_rope(fields: Mapping[str, Any]) -> str:
     """The type of RoPE that a config's fields name."""
-    new, old = (with_rope_type(fields).get(field) or {} for field in SPELLINGS)
+    new, old = (with_rope_type(fields).get(field) or {} for field in ROPE_FIELDS)
     return {**new, **old}.get("rope_type") or "default"
 
 
-def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeConfig, int]:
+def read_rope(full: Json, rotated: int, longest: int) -> tuple[RopeConfig, int]:
     """Returns the RoPE configuration, and the longest context, in tokens, that it supports.
 
     rotated: how many values of a head are rotated.  longest: max_position_embeddings.  Two formats are read: rope_theta
     with rope_scaling, and rope_parameters of transformers 5, which holds all values.  Raises EspalierError for a type
     or parameter that is not supported.
     """
-    new, old = (with_rope_type(full).get(field) or {} for field in SPELLINGS)
+    new, old = (with_rope_type(full).get(field) or {} for field in ROPE_FIELDS)
     for name in new:
         # No contradiction: users add rope_scaling to a config whose rope_parameters have the type "default".
         if old.get(name, new[name]) != new[name] and (name, new[name]) != ("rope_type", "default"):
             raise EspalierError(
-                f"{path}: {name} is {new[name]!r} in rope_parameters and {old[name]!r} in rope_scaling; remove one of "
+                f"{name} is {new[name]!r} in rope_parameters and {old[name]!r} in rope_scaling; remove one of "
                 "the two fields"
             )
-    parameters: Raw = {**new, **old}
+    parameters: Json = {**new, **old}
     kind = parameters.get("rope_type") or "default"
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise EspalierError(
-            f"{path}: rope_parameters differ by layer type; only one set for all layers is supported; use another model"
+            "rope_parameters differ by layer type; only one set for all layers is supported; use another model"
         )
-    _require_values(parameters, kind, longest, path)
+    _require_values(parameters, kind, longest)
     theta = parameters.get("rope_theta") or full.get("rope_theta") or 10000.0
     if theta <= 1:
-        raise EspalierError(f"{path}: rope_theta = {theta!r}; a number above 1 is needed; correct it")
+        raise EspalierError(f"rope_theta = {theta!r}; a number above 1 is needed; correct it")
     # As in transformers, the field at the config's top level has priority.
     name = "original_max_position_embeddings"
     original = int(full.get(name) or parameters.get(name) or longest)
-    scaled = kind in SCALED
+    scaled = kind in TYPES_WITH_FACTOR
     if kind == "default" and parameters.get("factor") not in (None, 1):
         raise EspalierError(
-            f"{path}: rope parameter factor = {parameters['factor']!r} has no effect with rope_type 'default'; set the "
+            f"rope parameter factor = {parameters['factor']!r} has no effect with rope_type 'default'; set the "
             "rope_type that the model was trained with, or remove factor"
         )
     if scaled and not isinstance(parameters.get("factor"), int | float):
-        raise EspalierError(f"{path}: rope type {kind!r} needs a number 'factor', not {parameters.get('factor')!r}")
+        raise EspalierError(f"rope type {kind!r} needs a number 'factor', not {parameters.get('factor')!r}")
     for name in ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ():
         if not isinstance(parameters.get(name), int | float):
-            raise EspalierError(f"{path}: rope type 'llama3' needs a number {name!r}, not {parameters.get(name)!r}")
+            raise EspalierError(f"rope type 'llama3' needs a number {name!r}, not {parameters.get(name)!r}")
     rope = RopeConfig(
         dim=rotated,
         theta=float(theta),
@@ -261,43 +261,43 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
         attention_factor=_attention_factor(parameters, kind, original, longest),
         query_beta=float(full.get("llama_4_scaling_beta") or 0),
         latent_mscale=_yarn_mscale(parameters["factor"], parameters.get("mscale_all_dim") or 0) if scaled else 1.0,
-        divisors=_divisors(parameters, rotated, path) if kind == "longrope" else ((), ()),
-        rotated=_rotated_share(parameters, path) if kind == "proportional" else 1.0,
-        **{name: parameters[name] for name in RAMP if parameters.get(name) is not None},
+        divisors=_divisors(parameters, rotated) if kind == "longrope" else ((), ()),
+        rotated_share=_rotated_share(parameters) if kind == "proportional" else 1.0,
+        **{name: parameters[name] for name in RAMP_FIELDS if parameters.get(name) is not None},
     )
     extended = int(original * rope.factor) if kind == "yarn" else longest
     return rope, max(longest, extended)
 
 
-def _require_values(parameters: Raw, kind: object, longest: int, path: Path) -> None:
+def _require_values(parameters: Json, kind: object, longest: int) -> None:
     """Check the type and the parameters of a RoPE.
     Raises EspalierError for a type or a parameter that is not supported, and for a value of a wrong type."""
-    unknown = [name for name in parameters if name not in FIELDS]
-    if kind not in TYPES or unknown:
-        what = f"rope type {kind!r}" if kind not in TYPES else f"rope parameter {unknown[0]!r}"
-        raise EspalierError(f"{path}: {what} is not supported; supported types are {', '.join(TYPES)}")
+    unknown = [name for name in parameters if name not in ROPE_PARAMETERS]
+    if kind not in ROPE_TYPES or unknown:
+        what = f"rope type {kind!r}" if kind not in ROPE_TYPES else f"rope parameter {unknown[0]!r}"
+        raise EspalierError(f"{what} is not supported; supported types are {', '.join(ROPE_TYPES)}")
     for name, value in parameters.items():
         is_number = (
             isinstance(value, int | float)
             and not isinstance(value, bool)
             and abs(value) <= MAX_NUMBER
-            and (name not in POSITIVE or value > 0)
+            and (name not in POSITIVE_FIELDS or value > 0)
         )
-        if name not in NOT_NUMBERS and value is not None and not is_number:
-            words = "a positive number" if name in POSITIVE else "a number"
-            raise EspalierError(f"{path}: rope parameter {name} = {value!r}; {words} is needed; correct it")
-        if name in BOOLS and not isinstance(value, bool | None):
-            raise EspalierError(f"{path}: rope parameter {name} = {value!r}; true or false is needed; correct it")
+        if name not in NON_NUMBER_FIELDS and value is not None and not is_number:
+            words = "a positive number" if name in POSITIVE_FIELDS else "a number"
+            raise EspalierError(f"rope parameter {name} = {value!r}; {words} is needed; correct it")
+        if name in BOOL_FIELDS and not isinstance(value, bool | None):
+            raise EspalierError(f"rope parameter {name} = {value!r}; true or false is needed; correct it")
     if parameters.get("max_position_embeddings") not in (None, longest):
         raise EspalierError(
-            f"{path}: rope parameter max_position_embeddings = {parameters['max_position_embeddings']!r}, but the "
+            f"rope parameter max_position_embeddings = {parameters['max_position_embeddings']!r}, but the "
             f"model has max_position_embeddings = {longest}; remove the rope parameter"
         )
 
 
-def _divisors(parameters: Raw, rotated: int, path: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _divisors(parameters: Json, rotated: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Returns LongRoPE's divisors.  Raises EspalierError if there is not one for each frequency."""
-    for name in DIVISORS:
+    for name in DIVISOR_FIELDS:
         values = parameters.get(name)
         if (
             not isinstance(values, list)
@@ -305,14 +305,14 @@ def _divisors(parameters: Raw, rotated: int, path: Path) -> tuple[tuple[float, .
             or not all(isinstance(value, int | float) and 0 < value <= MAX_NUMBER for value in values)
         ):
             raise EspalierError(
-                f"{path}: rope parameter {name} = {shown(values)}; a list of {rotated // 2} positive numbers is "
+                f"rope parameter {name} = {shown(values)}; a list of {rotated // 2} positive numbers is "
                 "needed, half as many as a head has rotated values; correct it"
             )
-    short, long = (tuple(map(float, parameters[name])) for name in DIVISORS)
+    short, long = (tuple(map(float, parameters[name])) for name in DIVISOR_FIELDS)
     return short, long
 
 
-def _attention_factor(parameters: Raw, kind: str, original: int, longest: int) -> float:
+def _attention_factor(parameters: Json, kind: str, original: int, longest: int) -> float:
     """The factor by which cos and sin are multiplied."""
     if kind == "longrope" and parameters.get("attention_factor") is None:
         factor = float(parameters.get("factor") or longest / original)
@@ -320,16 +320,14 @@ def _attention_factor(parameters: Raw, kind: str, original: int, longest: int) -
     return _yarn_attention_factor(parameters) if kind in ("yarn", "longrope") else 1.0
 
 
-def _rotated_share(parameters: Raw, path: Path) -> float:
+def _rotated_share(parameters: Json) -> float:
     share = parameters.get("partial_rotary_factor")
     if share is not None and not 0 < share <= 1:
-        raise EspalierError(
-            f"{path}: partial_rotary_factor = {share!r}; a share above 0, 1 at most, is needed; correct it"
-        )
+        raise EspalierError(f"partial_rotary_factor = {share!r}; a share above 0, 1 at most, is needed; correct it")
     return 1.0 if share is None else float(share)
 
 
-def _yarn_attention_factor(parameters: Raw) -> float:
+def _yarn_attention_factor(parameters: Json) -> float:
     """The factor of cos and sin: attention_factor if it is set, else the value of YaRN's formula."""
     attention_factor = parameters.get("attention_factor")
     if attention_factor is not None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from espalier.cache.layer_spec import of_rank
+from espalier.cache.layer_spec import specs_of_rank
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import QuantisedMatrix
 from espalier.models.config import ModelConfig
@@ -19,14 +19,25 @@ from espalier.models.rope import RopeTables
 from espalier.models.weight_formats import StoredTensor, Weight, WeightFormat, quantisation_of
 from espalier.models.weight_formats.dense import DENSE_FORMAT, DenseWeight
 from espalier.models.weights import Weights
-from espalier.shards import Part, Shards, Size, part_of
+from espalier.shards import Indivisible, Part, Shards, Size, part_of
 
 # The device on which tensors have shapes but no data.
-NOWHERE = torch.device("meta")
+META = torch.device("meta")
+# The largest number of ranks that an error names.
+MOST_NAMED = 16
 
 
 def require_shards(config: ModelConfig, count: int) -> None:
-    """Refuse a model that `count` ranks cannot divide.  Raises EspalierError naming a size that is not divisible."""
+    """Refuse a model that `count` ranks cannot divide.
+    Raises EspalierError naming a size that is not divisible, and the numbers of ranks that divide all sizes."""
+    try:
+        _require_sizes(config, count)
+    except Indivisible as error:
+        numbers = possible_rank_counts(config, MOST_NAMED)
+        raise EspalierError(f"{error}; use {' or '.join(map(str, numbers))}") from None
+
+
+def _require_sizes(config: ModelConfig, count: int) -> None:
     if count == 1:
         return
     if config.probed is not None:
@@ -40,9 +51,9 @@ def require_shards(config: ModelConfig, count: int) -> None:
         )
     # All parts are equal, so it is enough to check the first rank's.
     declared = DeclaredWeights(config, Shards(0, count))
-    of_rank(layer_specs_of(config), declared.shards)
+    specs_of_rank(layer_specs_of(config), declared.shards)
     load = config.family.load_layer or load_layer
-    ropes = {rope: RopeTables(rope, 1, declared.dtype, NOWHERE) for rope in dict.fromkeys(config.ropes)}
+    ropes = {rope: RopeTables(rope, 1, declared.dtype, META) for rope in dict.fromkeys(config.ropes)}
     for layer, rope in enumerate(config.ropes):
         load(declared, config, f"model.layers.{layer}.", layer, ropes[rope])
     (config.family.load_embedding or load_embedding)(declared, config, 1.0)
@@ -50,14 +61,14 @@ def require_shards(config: ModelConfig, count: int) -> None:
         declared.weight(["lm_head"], [declared.shards.tokens(config.vocab_size)], config.hidden_size)
 
 
-def numbers_of_ranks(config: ModelConfig, most: int) -> list[int]:
+def possible_rank_counts(config: ModelConfig, most: int) -> list[int]:
     """The numbers of ranks from 1 to `most` that can divide this model."""
-    return [count for count in range(1, most + 1) if _divides(config, count)]
+    return [count for count in range(1, most + 1) if _can_divide(config, count)]
 
 
-def _divides(config: ModelConfig, count: int) -> bool:
+def _can_divide(config: ModelConfig, count: int) -> bool:
     try:
-        require_shards(config, count)
+        _require_sizes(config, count)
     except EspalierError:
         return False
     return True
@@ -69,8 +80,8 @@ class DeclaredWeights(Weights):
     dtype = torch.float32
 
     def __init__(self, config: ModelConfig, shards: Shards) -> None:
-        self.path, self.device, self.formats, self.shards = config.path, NOWHERE, config.formats, shards
-        self._not_taken = set()
+        self.path, self.device, self.formats, self.shards = config.path, META, config.formats, shards
+        self._unused = set()
 
     def __contains__(self, name: str) -> bool:
         """Whether the weight `name` is stored as a plain tensor, by its format."""
@@ -85,7 +96,7 @@ class DeclaredWeights(Weights):
     def value(self, name: str) -> float:
         return 1.0
 
-    def take_each(self, name: str, count: int, *shape: int) -> Iterator[Tensor]:
+    def take_entries(self, name: str, count: int, *shape: int) -> Iterator[Tensor]:
         """Returns no entries: there is nothing to copy."""
         return iter(())
 
@@ -116,9 +127,9 @@ class DeclaredWeights(Weights):
         for stored in format.tensors(rows.size, columns.size):
             stored.cut(rows, columns)
 
-    def _checked(self, name: str, stored: StoredTensor) -> Tensor:
+    def _read_checked(self, name: str, stored: StoredTensor) -> Tensor:
         dtype = stored.dtype[0] if isinstance(stored.dtype, tuple) else stored.dtype
-        return torch.empty(stored.shape, dtype=dtype or self.dtype, device=NOWHERE)
+        return torch.empty(stored.shape, dtype=dtype or self.dtype, device=META)
 
     @contextmanager
     def _naming_matrices(self, names: Sequence[str]) -> Iterator[None]:

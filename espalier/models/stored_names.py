@@ -11,7 +11,7 @@ from typing import Literal
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.experts import Routing
 from espalier.models.weight_formats import FormatOf, WeightFormat
-from espalier.shards import Part, Size, on_every_rank, part_of
+from espalier.shards import Part, Size, part_of, whole_part
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ class LayerNames:
 
     qkv: three names; one name if q, k and v are stored as one matrix, in this order.  out: the output projection.
     head_norms: the norms of the heads of q and of k.
-    under_mlp: the prefix of the MLP's weights.  mlp: the names of the MLP's weights.
+    mlp_prefix: the prefix of the MLP's weights.  mlp: the names of the MLP's weights.
     """
 
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     out: str = "o_proj"
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
-    under_mlp: str = "mlp."
+    mlp_prefix: str = "mlp."
     mlp: MLPNames = GATE_UP_DOWN
 
 
-PLAIN_NAMES = LayerNames()
+DEFAULT_LAYER_NAMES = LayerNames()
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,16 @@ class LayerNorms:
 
     before_attention: str | None = "input_layernorm"
     before_mlp: str | None = "post_attention_layernorm"
-    behind_attention: str | None = None
-    behind_mlp: str | None = None
+    after_attention: str | None = None
+    after_mlp: str | None = None
 
 
-PLAIN_NORMS = LayerNorms()
+DEFAULT_LAYER_NORMS = LayerNorms()
 # The norms of Gemma's layers.
 FOUR_NORMS = LayerNorms(
     before_mlp="pre_feedforward_layernorm",
-    behind_attention="post_attention_layernorm",
-    behind_mlp="post_feedforward_layernorm",
+    after_attention="post_attention_layernorm",
+    after_mlp="post_feedforward_layernorm",
 )
 
 
@@ -76,9 +76,9 @@ class Experts:
     scale_name: the name of a tensor [E], a factor of each expert's weight; None without it.
     stored: how the checkpoint stores the experts (espalier/models/layer_loading.py).
     biases: whether gate, up and down have biases.
-    under: the prefix of the block's weights in a layer.
+    prefix: the prefix of the block's weights in a layer.
     names: the matrices of an expert, for stored = "apart".  joined_names: the two stacks, for stored = "joined".
-    shared_under: the prefix of shared_name in a layer; None: `under`.  shared_names: the shared expert's matrices.
+    shared_prefix: the prefix of shared_name in a layer; None: `under`.  shared_names: the shared expert's matrices.
     correction_name: the name of the router's bias if routing.correction_bias is set.
     """
 
@@ -94,15 +94,15 @@ class Experts:
     stored: Literal["apart", "stacked", "joined"] = "apart"
     biases: bool = False
     activation: Activation = SILU
-    under: str = "mlp."
+    prefix: str = "mlp."
     names: MLPNames = GATE_UP_DOWN
     joined_names: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
-    shared_under: str | None = None
+    shared_prefix: str | None = None
     shared_names: MLPNames = GATE_UP_DOWN
     correction_name: str = "gate.e_score_correction_bias"
 
 
-def as_stored(names: Sequence[str], rows: Sequence[Size]) -> tuple[Sequence[str], Sequence[Size]]:
+def stored_parts(names: Sequence[str], rows: Sequence[Size]) -> tuple[Sequence[str], Sequence[Size]]:
     """Returns the names and rows to read for matrices [rows, ...].
 
     The matrices are stored apart, or stacked one over the other in one matrix.  If ranks divide a stacked matrix, the
@@ -113,7 +113,7 @@ def as_stored(names: Sequence[str], rows: Sequence[Size]) -> tuple[Sequence[str]
     parts = [part_of(size) for size in rows]
     total, begins = sum(part.size for part in parts), accumulate((part.size for part in parts), initial=0)
     if all(part.is_whole for part in parts):
-        return names, (on_every_rank(total),)
+        return names, (whole_part(total),)
     own = [Part(begin + part.begin, begin + part.end, total) for begin, part in zip(begins, parts, strict=False)]
     return tuple(names) * len(parts), own
 
@@ -129,7 +129,7 @@ class StoredNames:
     prefixes: tuple[tuple[str, str], ...] = ()
     has_parts: bool = False
 
-    def own(self, stored: str) -> str | None:
+    def own_name(self, stored: str) -> str | None:
         """The own name of a stored name; None for a weight of another part."""
         for prefix, own in self.prefixes:
             if stored.startswith(prefix):
@@ -149,9 +149,9 @@ class StoredNames:
         return of
 
 
-AS_OWN = StoredNames()
+SAME_NAMES = StoredNames()
 # Published checkpoints have the first two prefixes.  Transformers 5 uses the third in memory.  MTP layers have `mtp.`.
-TEXT_PART = StoredNames(
+TEXT_PART_NAMES = StoredNames(
     (
         ("language_model.model.", "model."),
         ("language_model.lm_head.", "lm_head."),
@@ -192,12 +192,12 @@ class MTPFamily:
         """The number that MTP layer `layer` has in names.  num_layers: how many layers the target has."""
         return num_layers + layer if self.after_target else layer
 
-    def prefix_of(self, layer: int, num_layers: int) -> str:
+    def layer_prefix(self, layer: int, num_layers: int) -> str:
         return self.prefix.format(self.index(layer, num_layers))
 
-    def owned(self, layer: int, num_layers: int) -> str:
+    def weights_prefix(self, layer: int, num_layers: int) -> str:
         """The prefix of the names of all weights of an MTP layer, except its embedding and head."""
-        return self.prefix_of(layer, num_layers) if self.shared is None else self.shared
+        return self.layer_prefix(layer, num_layers) if self.shared is None else self.shared
 
 
 # The MTP layers of DeepSeek-V3 and GLM.

@@ -18,17 +18,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from espalier.errors import EspalierError, one_line, shown
-from espalier.model_files import MAX_BYTES, Place, file_named, is_gguf, read_gguf, read_json, require_regular
+from espalier.model_files import MAX_BYTES, TensorPlace, file_named, is_gguf, read_gguf, read_json, require_regular
 from espalier.models.gguf_config import (
-    BY_NUMBER,
+    BLOCK_TYPES_BY_NUMBER,
     EMBEDDING,
     FREQUENCIES,
     HEAD,
-    PLAIN,
+    PLAIN_TYPES,
     architecture_of_gguf,
     gguf_config,
 )
-from espalier.models.stored_names import AS_OWN, StoredNames
+from espalier.models.stored_names import SAME_NAMES, StoredNames
 from espalier.models.weight_formats import FormatOf
 
 DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
@@ -48,7 +48,7 @@ class GGUFTensors(Mapping[str, Tensor]):
         if HEAD not in stored and not config["tie_word_embeddings"]:
             stored[HEAD] = stored[EMBEDDING]
         self.places = {self.architecture.name(name): place for name, place in stored.items()}
-        self._content = cache(_mapped)
+        self._content = cache(_map_file)
         for name, place in self.places.items():
             if place.begin + _nbytes(place) > place.file.stat().st_size:
                 raise EspalierError(f"{place.file} is cut short in tensor {shown(name)}; download the file again")
@@ -63,14 +63,14 @@ class GGUFTensors(Mapping[str, Tensor]):
         place = self.places[name]
         content = self._content(place.file)
         raw = torch.frombuffer(content, dtype=torch.uint8, count=_nbytes(place), offset=place.begin)
-        if place.type in PLAIN:
+        if place.type in PLAIN_TYPES:
             # The bytes are copied, because a tensor's offset in the file need not be a multiple of its item size.
             tensor = raw.clone().view(DTYPES[place.type]).reshape(place.shape)
         else:
-            tensor = raw.reshape(*place.shape[:-1], -1, BY_NUMBER[place.type].nbytes)
-        return self._changed_back(name, tensor)
+            tensor = raw.reshape(*place.shape[:-1], -1, BLOCK_TYPES_BY_NUMBER[place.type].nbytes)
+        return self._undo_conversion(name, tensor)
 
-    def _changed_back(self, name: str, tensor: Tensor) -> Tensor:
+    def _undo_conversion(self, name: str, tensor: Tensor) -> Tensor:
         module = name.rpartition(".")[0].rpartition(".")[2]
         if self.architecture.norm_offset and module.endswith("norm"):
             return tensor - self.architecture.norm_offset
@@ -90,25 +90,25 @@ def rows_in_halves(tensor: Tensor, heads: int) -> Tensor:
     return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
 
 
-def _nbytes(place: Place) -> int:
-    if place.type in PLAIN:
+def _nbytes(place: TensorPlace) -> int:
+    if place.type in PLAIN_TYPES:
         return prod(place.shape) * DTYPES[place.type].itemsize
-    return prod(place.shape[:-1]) * BY_NUMBER[place.type].row_bytes(place.shape[-1])
+    return prod(place.shape[:-1]) * BLOCK_TYPES_BY_NUMBER[place.type].row_bytes(place.shape[-1])
 
 
-def _mapped(file: Path) -> mmap.mmap:
+def _map_file(file: Path) -> mmap.mmap:
     # Copy on write, because PyTorch requires writable memory.
     with file.open("rb") as opened:
         return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
-INDEX = "model.safetensors.index.json"
-BIN = "pytorch_model.bin"
+INDEX_FILE = "model.safetensors.index.json"
+BIN_FILE = "pytorch_model.bin"
 
 
-def shards_of(path: Path) -> list[Path]:
+def safetensors_files(path: Path) -> list[Path]:
     """The model's safetensors files: those in the index, else model.safetensors, else all in the directory."""
-    index = path / INDEX
+    index = path / INDEX_FILE
     if index.exists():
         files = read_json(index, MAX_BYTES).get("weight_map")
         if not isinstance(files, dict):
@@ -119,9 +119,9 @@ def shards_of(path: Path) -> list[Path]:
 
 
 def read_bin(path: Path, allowed: bool) -> Mapping[str, Tensor]:
-    file = path / BIN
+    file = path / BIN_FILE
     if not file.exists():
-        kinds = f"*.safetensors or {BIN}" if allowed else "*.safetensors"
+        kinds = f"*.safetensors or {BIN_FILE}" if allowed else "*.safetensors"
         raise EspalierError(f"{path} holds no weights; {kinds} is needed: download the checkpoint again")
     if not allowed:
         raise EspalierError(f"{file}: a target is read from safetensors only; save it with safe_serialization=True")
@@ -147,7 +147,7 @@ def write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 # The own name (stored_names.py) of a GGUF file's embedding.
-TABLE = "model.embed_tokens.weight"
+EMBEDDING_NAME = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class WeightCount:
 
 
 def stored_weights(
-    path: Path, formats: FormatOf, unread: tuple[str, ...] = (), stored: StoredNames = AS_OWN
+    path: Path, formats: FormatOf, unread: tuple[str, ...] = (), stored: StoredNames = SAME_NAMES
 ) -> WeightCount:
     """The size of the weights that `Weights` reads from a directory, without those whose names begin with `unread`.
 
@@ -180,16 +180,16 @@ def stored_weights(
     or pytorch_model.bin.
     """
     if is_gguf(path):
-        return _of_blocks(path)
-    count, shards = WeightCount(), shards_of(path)
-    if not shards and (path / BIN).exists():
+        return _count_gguf(path)
+    count, shards = WeightCount(), safetensors_files(path)
+    if not shards and (path / BIN_FILE).exists():
         count = sum((_count(name, tensor, formats) for name, tensor in read_bin(path, True).items()), count)
     for file in shards:
         try:
             require_regular(file)
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118
-                    own = stored.own(name)
+                    own = stored.own_name(name)
                     if own is None or own.startswith(unread):
                         continue
                     # get_tensor maps the file into memory; it reads no data.
@@ -199,12 +199,12 @@ def stored_weights(
     return count
 
 
-def _of_blocks(path: Path) -> WeightCount:
+def _count_gguf(path: Path) -> WeightCount:
     """The size of the weights of a GGUF file.
     Blocks keep their bytes, except that an embedding in blocks becomes a table in the model's dtype."""
     tensors, count = GGUFTensors(path), WeightCount()
     for name, place in tensors.places.items():
-        if name == TABLE or place.type in PLAIN:
+        if name == EMBEDDING_NAME or place.type in PLAIN_TYPES:
             count += WeightCount(prod(place.shape), 0)
         else:
             count += WeightCount(0, tensors[name].nbytes)

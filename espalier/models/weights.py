@@ -24,8 +24,8 @@ from espalier.model_files import is_gguf, require_regular
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
-from espalier.models.stored_names import AS_OWN, GATE_UP_DOWN, MLPNames, StoredNames, as_stored
-from espalier.models.weight_files import GGUFTensors, read_bin, shards_of
+from espalier.models.stored_names import GATE_UP_DOWN, SAME_NAMES, MLPNames, StoredNames, stored_parts
+from espalier.models.weight_files import GGUFTensors, read_bin, safetensors_files
 from espalier.models.weight_formats import FormatOf, StoredTensor, Weight, WeightFormat, all_dense
 from espalier.models.weight_formats.base import StackedWeights
 from espalier.models.weight_formats.dense import DENSE_FORMAT
@@ -35,21 +35,21 @@ from espalier.shards import WHOLE, Part, Shards, Size, part_of
 
 # Stored tensors that may stay unused.  Some are buffers that old exporters stored and that the models here compute.
 # The others are scales of queries, which are never quantised, and scales of K and V in drafts.
-HARMLESS = re.compile(
+IGNORABLE_NAMES = re.compile(
     r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|self_attn\.(bias|masked_bias)"
     r"|self_attn\.((k_proj\.)?k_scale|(v_proj\.)?v_scale|(q_proj\.)?q_scale|kv_scale))$"
 )
 # A slice for each dimension of a stored tensor.
-Cut = tuple[slice, ...]
+Slices = tuple[slice, ...]
 # Dtypes that may be cast to the model's dtype.  Narrower dtypes may not: they need the scales of their format.
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # The names of these dtypes in safetensors files.
-PLAIN_NAMES = ("F64", "F32", "BF16", "F16")
+PLAIN_DTYPE_NAMES = ("F64", "F32", "BF16", "F16")
 log = logging.getLogger(__name__)
 
 
 class Weights:
-    """The stored tensors of one directory, or of a GGUF file, by name.  `finish` refuses weights that were not taken.
+    """The stored tensors of one directory, or of a GGUF file, by name.  `require_all_used` refuses unused weights.
 
     formats: the storage format of each matrix; all other weights are plain tensors.  A matrix that is stored as a plain
     tensor is dense, whatever `formats` says: some checkpoints have dense layers that their config.json does not name.
@@ -68,7 +68,7 @@ class Weights:
         device: torch.device | str,
         formats: FormatOf = all_dense,
         allow_bin: bool = False,
-        stored: StoredNames = AS_OWN,
+        stored: StoredNames = SAME_NAMES,
         shards: Shards = WHOLE,
     ) -> None:
         self.shards = shards
@@ -80,23 +80,23 @@ class Weights:
         self._loaded: Mapping[str, Tensor] = {}
         # Own name -> (the open file, the name in the file).
         self._files: dict[str, tuple[safe_open, str]] = {}
-        files = [] if is_gguf(path) else shards_of(path)
+        files = [] if is_gguf(path) else safetensors_files(path)
         for file in files:
             self._open(file)
         if not files:
             self._loaded = GGUFTensors(path) if is_gguf(path) else read_bin(path, allow_bin)
         self.formats = stored.formats(formats, [name for _, name in self._files.values()])
         self._names = frozenset((*self._files, *self._loaded))
-        self._not_taken = set(self._names)
+        self._unused = set(self._names)
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
     def has_matrix(self, name: str) -> bool:
         """Whether any tensor of the matrix `name` is stored, such as its `.weight` or its `.weight_packed`."""
-        return self.holds_under(f"{name}.")
+        return self.has_prefix(f"{name}.")
 
-    def holds_under(self, prefix: str) -> bool:
+    def has_prefix(self, prefix: str) -> bool:
         """Whether the name of any stored tensor begins with `prefix`."""
         return any(stored.startswith(prefix) for stored in self._names)
 
@@ -136,14 +136,14 @@ class Weights:
     def take_exact(self, name: str, *shape: int) -> Tensor:
         """Returns a plain tensor, cast to float32 (float64 for a float64 model), on the device."""
         exact = torch.promote_types(self.dtype, torch.float32)
-        return self._checked(name, StoredTensor("", shape)).to(self.device, exact)
+        return self._read_checked(name, StoredTensor("", shape)).to(self.device, exact)
 
-    def take_each(self, name: str, count: int, *shape: int) -> Iterator[Tensor]:
+    def take_entries(self, name: str, count: int, *shape: int) -> Iterator[Tensor]:
         """Yields the entries of a plain tensor [count, *shape], cast to the model's dtype, on the device.
 
         Raises EspalierError as `take_raw`.
         """
-        for entry in self._checked(name, StoredTensor("", (count, *shape))):
+        for entry in self._read_checked(name, StoredTensor("", (count, *shape))):
             yield entry.to(self.device, self.dtype)
 
     def empty(self, *shape: int) -> Tensor:
@@ -153,7 +153,7 @@ class Weights:
     def take_raw(self, name: str, *shape: int) -> Tensor:
         """Returns a weight as it is stored, on the CPU.  Raises EspalierError if it is missing or has another shape."""
         self.require_shape(name, shape)
-        self._not_taken.discard(name)
+        self._unused.discard(name)
         tensor = self._loaded[name] if name in self._loaded else self._read(name)
         return tensor.reshape(shape)
 
@@ -194,9 +194,9 @@ class Weights:
             return Linear(weight, biases)
         if summed:
             return Linear(SummedWeight(weight, self.shards, weight.shape[0]), biases)
-        return Linear(weight, self.once(biases))
+        return Linear(weight, self.bias_on_first_rank(biases))
 
-    def once(self, bias: Tensor | None) -> Tensor | None:
+    def bias_on_first_rank(self, bias: Tensor | None) -> Tensor | None:
         """Returns the bias on rank 0 and zeros on all other ranks, so that a sum over the ranks adds the bias once."""
         return bias if bias is None or self.shards.rank == 0 else torch.zeros_like(bias)
 
@@ -208,7 +208,7 @@ class Weights:
         parts = []
         for format, alike in groupby(zip(names, rows, strict=True), lambda each: self.format_of(each[0])):
             own_names, own_rows = zip(*alike, strict=True)
-            stored = self._stored(format, own_names, own_rows, columns)
+            stored = self._read_parts(format, own_names, own_rows, columns)
             with self._naming_matrices(own_names):
                 parts.append(format.build(*stored))
                 parts[-1].require_kernels(self.dtype)
@@ -223,13 +223,13 @@ class Weights:
 
     def format_of(self, name: str) -> WeightFormat:
         """The storage format of a matrix."""
-        declared = self.formats(name).spelled(lambda suffix: f"{name}{suffix}" in self)
-        if declared == DENSE_FORMAT or name in self._with_scales or not self.is_plain(f"{name}.weight"):
+        declared = self.formats(name).with_stored_suffixes(lambda suffix: f"{name}{suffix}" in self)
+        if declared == DENSE_FORMAT or name in self._modules_with_scales or not self.is_plain(f"{name}.weight"):
             return declared
         return DENSE_FORMAT
 
     @functools.cached_property
-    def _with_scales(self) -> frozenset[str]:
+    def _modules_with_scales(self) -> frozenset[str]:
         """The modules that have more tensors than a weight and a bias."""
         parts = (name.rpartition(".") for name in self._names)
         return frozenset(module for module, _, kind in parts if kind not in ("weight", "bias"))
@@ -239,12 +239,12 @@ class Weights:
         if name in self._loaded:
             return self._loaded[name].dtype in PLAIN_DTYPES
         file, stored = self._files.get(name, (None, name))
-        return file is not None and file.get_slice(stored).get_dtype() in PLAIN_NAMES
+        return file is not None and file.get_slice(stored).get_dtype() in PLAIN_DTYPE_NAMES
 
     def matrix(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Tensor | QuantisedMatrix:
         """Returns the stacked matrices as one dense or quantised matrix, not as a Weight.  See `weight`."""
-        format = self._format_of_all(names)
-        stored = self._stored(format, names, rows, columns)
+        format = self._common_format(names)
+        stored = self._read_parts(format, names, rows, columns)
         with self._naming_matrices(names):
             matrix = format.matrix(*stored)
             if not isinstance(matrix, Tensor):
@@ -263,7 +263,7 @@ class Weights:
         with self._naming_matrices([f"{name}{matrix}"]):
             tensors = {}
             for stored in format.expert_tensors(count, parts[0].size, own.size):
-                whole = self._checked(f"{name}{matrix}{stored.suffix}", stored)
+                whole = self._read_checked(f"{name}{matrix}{stored.suffix}", stored)
                 cuts = [whole[stored.cut(part, own)] for part in parts]
                 one = cuts[0] if len(cuts) == 1 else torch.cat(cuts, stored.row_dim or 0)
                 tensors[stored.suffix] = one.to(self.device)
@@ -273,7 +273,7 @@ class Weights:
 
     def table(self, name: str, rows: Part, columns: int) -> Tensor:
         """Returns `rows` of an embedding [.., columns], in the model's dtype."""
-        if not self.format_of(name).embeds:
+        if not self.format_of(name).can_store_embedding:
             return self.take_parts(f"{name}.weight", (rows.size, columns), 0, [rows])
         weight, table = self.weight([name], [rows], columns), self.empty(len(rows), columns)
         assert isinstance(weight, BlockWeight)
@@ -285,7 +285,7 @@ class Weights:
         matrix = self.matrix([name], [rows], columns)
         return matrix if isinstance(matrix, Tensor) else dequantise(matrix, self.dtype)
 
-    def _format_of_all(self, names: Sequence[str]) -> WeightFormat:
+    def _common_format(self, names: Sequence[str]) -> WeightFormat:
         """The storage format that all matrices `names` have.  Raises EspalierError if their formats differ."""
         format = self.format_of(names[0])
         if other := next((name for name in names if self.format_of(name) != format), None):
@@ -295,7 +295,7 @@ class Weights:
             )
         return format
 
-    def _stored(
+    def _read_parts(
         self, format: WeightFormat, names: Sequence[str], rows: Sequence[Size], columns: Size
     ) -> tuple[Mapping[str, Tensor], list[int], int]:
         """Returns the arguments of WeightFormat.build for stacked matrices: tensors by suffix, rows and columns."""
@@ -310,7 +310,7 @@ class Weights:
             tensors = {**tensors, suffix: self._stack([f"{name}{suffix}" for name in names], stored, own)}
         if not all(part.is_whole for part in (*parts, of_columns)):
             with self._naming_matrices(names):
-                tensors = format.of_part(tensors, parts, of_columns)
+                tensors = format.tensors_of_part(tensors, parts, of_columns)
         return tensors, [len(part) for part in parts], len(of_columns)
 
     @contextmanager
@@ -322,7 +322,7 @@ class Weights:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise EspalierError(f"{names[0]!r}{more} in {self.path}: {error}") from None
 
-    def _stack(self, names: Sequence[str], stored: Sequence[StoredTensor], cuts: Sequence[Cut] = ()) -> Tensor:
+    def _stack(self, names: Sequence[str], stored: Sequence[StoredTensor], cuts: Sequence[Slices] = ()) -> Tensor:
         """Returns stored tensors, or these `cuts` of them, concatenated along row_dim, or stacked if that is None.
 
         Each cut is copied directly to its place in the result, and nothing else of the file is read.
@@ -334,7 +334,7 @@ class Weights:
             self.require_shape(name, tensor.shape)
         first, dtype = stored[0], stored[0].dtype or self.dtype
         if isinstance(dtype, tuple):
-            found = {self._checked(name, tensor).dtype for name, tensor in zip(names, stored, strict=True)}
+            found = {self._read_checked(name, tensor).dtype for name, tensor in zip(names, stored, strict=True)}
             dtype = functools.reduce(torch.promote_types, found)
         if first.row_dim is None:
             stacked = torch.empty(len(names), *shapes[0], dtype=dtype, device=self.device)
@@ -345,10 +345,10 @@ class Weights:
             stacked = torch.empty(shape, dtype=dtype, device=self.device)
             parts = stacked.split(lengths, dim)
         for part, name, tensor, cut in zip(parts, names, stored, cuts, strict=True):
-            part.copy_(self._checked(name, tensor)[cut])
+            part.copy_(self._read_checked(name, tensor)[cut])
         return stacked
 
-    def _checked(self, name: str, stored: StoredTensor) -> Tensor:
+    def _read_checked(self, name: str, stored: StoredTensor) -> Tensor:
         tensor = self.take_raw(name, *stored.shape)
         dtypes = PLAIN_DTYPES if stored.dtype is None else stored.dtype
         expected = dtypes if isinstance(dtypes, tuple) else (dtypes,)
@@ -379,43 +379,40 @@ class Weights:
     ) -> GatedMLP:
         """Returns the dense MLP under `prefix`.  inner: the intermediate size.  summed: as in `linear`."""
         own = self.shards.part(inner, "intermediate size")
-        gate_up = self.linear(prefix, *as_stored(names.gate_up, (own,) * activation.halves), hidden, bias)
+        gate_up = self.linear(prefix, *stored_parts(names.gate_up, (own,) * activation.halves), hidden, bias)
         return GatedMLP(gate_up, self.linear(prefix, (names.down,), (hidden,), own, bias, summed), activation)
 
     def ignore(self, names: Iterable[str]) -> None:
         """Allow these weights to stay unused."""
-        self._not_taken.difference_update(names)
+        self._unused.difference_update(names)
 
-    def ignore_under(self, prefixes: tuple[str, ...]) -> None:
+    def ignore_prefixes(self, prefixes: tuple[str, ...]) -> None:
         """Allow all weights whose names begin with one of the prefixes to stay unused."""
-        self.ignore([name for name in self._not_taken if name.startswith(prefixes)])
+        self.ignore([name for name in self._unused if name.startswith(prefixes)])
 
-    def ignore_outside(self, prefixes: tuple[str, ...]) -> None:
+    def ignore_all_but_prefixes(self, prefixes: tuple[str, ...]) -> None:
         """Allow all weights whose names begin with none of the prefixes to stay unused."""
-        self.ignore([name for name in self._not_taken if not name.startswith(prefixes)])
+        self.ignore([name for name in self._unused if not name.startswith(prefixes)])
 
-    def finish(self) -> None:
+    def require_all_used(self) -> None:
         """Raises EspalierError for a weight that was not taken, because leaving a weight out would change the model."""
-        unused = sorted(
-            name for name in tuple(self._not_taken) if not HARMLESS.search(name) and not self._is_zero_bias(name)
-        )
+        unused = sorted(name for name in self._unused if not IGNORABLE_NAMES.search(name))
+        # Old GPTQ exporters stored a bias of zeros for every layer.
+        biases = {name: StoredTensor("", self.shape(name)) for name in unused if name.endswith(".bias")}
+        unused = [name for name in unused if name not in biases or self._read_checked(name, biases[name]).any()]
         if unused:
             more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
             raise EspalierError(
                 f"weight {unused[0]!r}{more} in {self.path} belongs to no parameter of this architecture; config.json "
                 "is of another model, or needs a feature that is not supported: check its architectures field"
             )
-        self._say_notes()
+        self._log_warnings()
 
-    def _say_notes(self) -> None:
-        """Log the properties of the matrices' formats that are not followed (WeightFormat.note)."""
+    def _log_warnings(self) -> None:
+        """Log the properties of the matrices' formats that are not followed (WeightFormat.load_warning)."""
         matrices = {name.rpartition(".")[0] for name in self._names}
-        for note in sorted({format.note or "" for format in map(self.formats, matrices)} - {""}):
+        for note in sorted({format.load_warning or "" for format in map(self.formats, matrices)} - {""}):
             log.warning("%s %s", self.path, note)
-
-    def _is_zero_bias(self, name: str) -> bool:
-        """Whether a tensor is a bias of zeros.  Old GPTQ exporters stored one for every layer."""
-        return name.endswith(".bias") and not self._checked(name, StoredTensor("", self.shape(name))).any()
 
     def _open(self, shard: Path) -> None:
         try:
@@ -429,7 +426,7 @@ class Weights:
                 f"{shard} is truncated or corrupt ({one_line(error)}); download the file again"
             ) from None
         for stored in names:
-            name = self.stored.own(stored)
+            name = self.stored.own_name(stored)
             if name is None:
                 self.other_parts.add(stored.removeprefix("model.").partition(".")[0])
             elif name in self._files:

@@ -73,7 +73,7 @@ async def prepare_chat(front: Front, body: ChatRequest) -> Conversation:
     front.report_no_effect(ignored := body.fields_without_effect() + unread)
     if body.prediction is not None:
         guessed = body.prediction.text
-        asked_for = InputProcessor.predicted, params, guessed
+        asked_for = InputProcessor.with_prediction, params, guessed
         params = await front.lanes.run(*asked_for, size=len(guessed), field="prediction")
     if "reasoning_effort" in unread:
         body = body.model_copy(update={"reasoning_effort": None})
@@ -83,7 +83,7 @@ async def prepare_chat(front: Front, body: ChatRequest) -> Conversation:
         prompt = await front.conversation_tokens(_prompt, body, plan, check, size=size)
     with as_api_errors():
         front.inputs.require_room(prompt, asked, body.output_limit_field)
-        params = front.inputs.planned(plan, params, prompt)
+        params = front.inputs.apply_plan(plan, params, prompt)
     return Conversation(ignored, prompt, params, plan)
 
 
@@ -263,7 +263,7 @@ def _prompts(
 def _echo(inputs: InputProcessor, prompts: Sequence[str | list[int]], skip_special_tokens: bool) -> list[str]:
     """Returns the text of each prompt.  Raises EspalierError."""
     return [
-        prompt if isinstance(prompt, str) else inputs.text_of("echo").decode(prompt, skip_special_tokens)
+        prompt if isinstance(prompt, str) else inputs.require_tokenizer("echo").decode(prompt, skip_special_tokens)
         for prompt in prompts
     ]
 
@@ -300,7 +300,7 @@ def _tokenizer_endpoints(server: Server) -> list[Endpoint]:
 def _tokenize_text(inputs: InputProcessor, body: TokenizeRequest, check: Callable[[str], None]) -> list[int]:
     """Returns the token ids of a text, for /tokenize."""
     assert body.prompt is not None
-    tokenizer = inputs.text_of("/tokenize")
+    tokenizer = inputs.require_tokenizer("/tokenize")
     check(body.prompt)
     return tokenizer.encode(body.prompt, body.add_special_tokens is not False)
 
@@ -320,7 +320,7 @@ def _detokenize(inputs: InputProcessor, tokens: list[int]) -> Response:
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         wrong = next(token for token in tokens if not 0 <= token < vocab_size)
         raise EspalierError(f"tokens entry={wrong} is not supported; use 0 to {vocab_size - 1}")
-    return json_response({"prompt": inputs.text_of("/detokenize").decode(tokens)})
+    return json_response({"prompt": inputs.require_tokenizer("/detokenize").decode(tokens)})
 
 
 def _status_endpoints(server: Server) -> list[Endpoint]:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
-from espalier.errors import EspalierError, once_each, shown
+from espalier.errors import EspalierError, shown, without_duplicate_keys
 from espalier.request import check_prompt
 from espalier.server.errors import INTERNAL_ERROR, ApiError, bad_request, validation_error
 from espalier.server.helper_process import HelperProcess, HelperProcessFailed, serve_frames
@@ -93,7 +93,7 @@ def _parse_json(content_type: str, data: bytes) -> Any:
         why = f"content-type {content_type} is not supported" if content_type else "the body has no content-type"
         raise ApiError(400, f"{why}; send a JSON object with content-type application/json")
     try:
-        return json.loads(data, object_pairs_hook=once_each)
+        return json.loads(data, object_pairs_hook=without_duplicate_keys)
     except json.JSONDecodeError as error:
         detail = {"type": "json_invalid", "loc": (error.pos,), "msg": "", "ctx": {"error": error.msg}}
         raise validation_error([detail], None) from None

@@ -158,8 +158,8 @@ class Front:
         tokenizer = load_tokenizer(Path(facts.model), facts.vocab_size)
         self.inputs = InputProcessor(facts, tokenizer, options.allow_special_tokens_in_messages)
         if options.chat_template is not None:
-            self.inputs.text_of("--chat-template").hf.chat_template = options.chat_template
-        template = "" if tokenizer is None else tokenizer.template_text
+            self.inputs.require_tokenizer("--chat-template").hf.chat_template = options.chat_template
+        template = "" if tokenizer is None else tokenizer.template.text
         self.formats = find_formats(template, options.tool_format, options.reasoning_format)
         names = [each.name if each is not None else "none" for each in (self.formats.tools, self.formats.reasoning)]
         log.info("format of tool calls: %s; format of reasoning: %s", *names)
@@ -185,7 +185,7 @@ class Front:
             return await self.lanes.run_steps(work, *values, render=render, size=size, field="messages")
 
         def whole(inputs: InputProcessor) -> list[int]:
-            return finish(work(inputs, *values), inputs.text_of("a conversation").render)
+            return finish(work(inputs, *values), inputs.require_tokenizer("a conversation").template.render)
 
         return await self.lanes.run(whole, size=size, field="messages")
 

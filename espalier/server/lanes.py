@@ -48,8 +48,8 @@ class Lanes:
     """Runs work in the short or the long lane.  inputs: used by the short lane; the long lane uses a copy."""
 
     def __init__(self, inputs: InputProcessor):
-        self._short = Lane(inputs, ThreadPoolExecutor(1, "tokenizing-short"))
-        self._long = Lane(inputs.for_another_thread(), ThreadPoolExecutor(1, "tokenizing-long"))
+        self._short = Lane(inputs, ThreadPoolExecutor(1, "tokenizer_errors-short"))
+        self._long = Lane(inputs.for_another_thread(), ThreadPoolExecutor(1, "tokenizer_errors-long"))
 
     async def run(self, work: Callable[..., T], *values: Any, size: int, field: str | None = None) -> T:
         """Run work(InputProcessor, *values) in a lane.

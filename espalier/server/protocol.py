@@ -113,9 +113,9 @@ class Report(msgspec.Struct):
 
     harvests: engine steps so far.  pages_owned: pages of running requests that are not in the prefix cache.  rounds:
     (bucket, whether a CUDA graph ran them, number of rounds).  trees: (sizes of a tree, number of rounds).
-    tree_changes: TreeChooser.num_changes.  by_source: rows of Guesses.by_source by name.  abort_steps: for each abort
-    that was completed since the last report, the engine steps from its arrival to the release of its pages.  learning:
-    None if the engine does not learn.
+    tree_changes: TreeChooser.num_changes.  by_source: rows of GuessSources.by_source by name.  abort_steps: for each
+    abort that was completed since the last report, the engine steps from its arrival to the release of its pages.
+    learning: None if the engine does not learn.
     """
 
     harvests: int = 0

@@ -239,7 +239,7 @@ def example_requests(server: Server, needs_key: bool) -> Iterator[tuple[str, str
     path, asked = "/v1/completions", dict[str, Any](prompt="Hello")
     if front.inputs.tokenizer is None:
         asked = {"prompt": [1]}
-    elif front.inputs.tokenizer.template_text:
+    elif front.inputs.tokenizer.template.text:
         path, asked = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}
     body = json.dumps({"model": server.names[0], **asked, "max_tokens": MAX_TOKENS}, ensure_ascii=False)
     yield path, f'-H "content-type: application/json" -d {shlex.quote(body)}'

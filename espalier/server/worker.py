@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from espalier.config import EngineConfig, SpeculationConfig
-from espalier.engine.round_trees import label
+from espalier.engine.round_trees import tree_label
 from espalier.errors import EspalierError
 from espalier.layout import bucket_of
 from espalier.llm import LLM, low_acceptance, prepare
@@ -86,7 +86,7 @@ class Worker:
                 self.learner.between_steps(self.llm.engine)
             chunks: list[OutputChunk] = []
             try:
-                self.llm.engine.require_ranks()
+                self.llm.engine.raise_rank_failure()
                 if self.llm.engine.has_work:
                     chunks = self.llm.step()
                     self.steps += 1
@@ -113,7 +113,7 @@ class Worker:
         return True
 
     def _submit(self, submit: Submit) -> None:
-        compiling = self.llm.compiling(submit.params.grammar)
+        compiling = self.llm.start_compile(submit.params.grammar)
         if compiling is None:
             self._start(submit, None)
         else:
@@ -135,7 +135,7 @@ class Worker:
     def _start(self, submit: Submit, grammar: CompiledGrammar | None) -> None:
         asked = (submit.prompt, submit.params, submit.name, submit.priority, submit.detokenize)
         try:
-            group = self.llm.group(*asked, grammar, submit.client, submit.streamed)
+            group = self.llm.new_requests(*asked, grammar, submit.client, submit.streamed)
             for request in group:
                 self.llm.engine.add(request)
         except EspalierError as error:
@@ -188,7 +188,7 @@ class Worker:
             pages_owned=pool.num_pages - 1 - pool.free - cached,
             preempted=scheduler.num_preempted,
             rounds=self._rounds(),
-            trees=[(label(tree), count) for tree, count in scheduler.trees.num_rounds.items()],
+            trees=[(tree_label(tree), count) for tree, count in scheduler.trees.num_rounds.items()],
             tree_changes=scheduler.trees.chooser.num_changes,
             by_source=dict(zip(ALL_SOURCES, scheduler.guesses.by_source.tolist(), strict=True)),
             totals=engine.totals,
@@ -224,7 +224,7 @@ def _load_learning(settings: dict[str, Any], learn: dict[str, Any], stack: ExitS
     prepared = prepare(EngineConfig(**settings_of(settings)))
     learner = Learner(LearnConfig(**learn), prepared)
     stack.callback(learner.close)
-    llm = stack.enter_context(LLM.of(prepared))
+    llm = stack.enter_context(LLM.from_prepared(prepared))
     # The learner is closed before the engine, because it uses the engine's thread.
     stack.callback(learner.close)
     learner.attach(llm)

@@ -4,7 +4,6 @@ A rank is a process that holds a part of every layer.  All ranks run the same la
 declares the rank's part: it passes a `Part` in place of a number of rows or columns.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,7 +32,7 @@ class Part:
     def slice(self) -> slice:
         return slice(self.begin, self.end)
 
-    def times(self, entries: int) -> "Part":
+    def scaled(self, entries: int) -> "Part":
         """The part of a tensor that has `entries` entries for each of these entries."""
         return Part(self.begin * entries, self.end * entries, self.size * entries)
 
@@ -54,7 +53,7 @@ class Part:
 Size = int | Part
 
 
-def on_every_rank(size: int) -> Part:
+def whole_part(size: int) -> Part:
     """All entries, declared as a Part: each of several ranks holds all of them."""
     return Part(0, size, size)
 
@@ -87,8 +86,8 @@ class Collectives(Protocol):
         """
         ...
 
-    def gather_columns(self, x: Tensor, each: int, size: int) -> Tensor:
-        """Join the ranks' x [N, columns] side by side: [N, size].  A rank has `each` columns, the last ranks fewer."""
+    def gather_columns(self, x: Tensor, columns_per_rank: int, size: int) -> Tensor:
+        """Join the ranks' x [N, columns] side by side: [N, size].  The last ranks may have fewer columns."""
         ...
 
     def abort(self) -> None:
@@ -96,10 +95,14 @@ class Collectives(Protocol):
         ...
 
 
-def joined_columns(collectives: Collectives, x: Tensor, each: int, size: int) -> Tensor:
+def gather_columns_by_all_gather(collectives: Collectives, x: Tensor, columns_per_rank: int, size: int) -> Tensor:
     """Do what Collectives.gather_columns does, by all_gather."""
-    padded = F.pad(x, (0, each - x.shape[1]))
+    padded = F.pad(x, (0, columns_per_rank - x.shape[1]))
     return collectives.all_gather(padded).transpose(0, 1).flatten(1)[:, :size].contiguous()
+
+
+class Indivisible(EspalierError):
+    """A number of ranks that does not divide a size.  models/shard_sizes.py adds the numbers that divide the model."""
 
 
 @dataclass(frozen=True)
@@ -116,16 +119,14 @@ class Shards:
     collectives: Collectives | None = None
 
     def part(self, size: int, what: str) -> Part:
-        """The rank's part of `size` entries.  what: the entries' name in errors.  Raises EspalierError."""
+        """The rank's part of `size` entries.  what: the entries' name in errors.  Raises Indivisible."""
         if size % self.count:
-            raise EspalierError(
-                f"tensor_parallel={self.count} does not divide this model's {what} ({size}); use {divisors(size)}"
-            )
+            raise Indivisible(f"tensor_parallel={self.count} does not divide this model's {what} ({size})")
         own = size // self.count
         return Part(self.rank * own, (self.rank + 1) * own, size)
 
     def kv_heads(self, count: int) -> Part:
-        """The rank's K/V heads: a part, or one head that several ranks share.  Raises EspalierError."""
+        """The rank's K/V heads: a part, or one head that several ranks share.  Raises Indivisible."""
         if self.count % count:
             return self.part(count, "number of K/V heads")
         head = self.rank * count // self.count
@@ -133,10 +134,12 @@ class Shards:
 
     def tokens(self, vocab_size: int) -> Part:
         """The rank's part of the vocabulary.  The parts of the last ranks may be shorter, or empty."""
-        begin, end = (min(rank * self.tokens_each(vocab_size), vocab_size) for rank in (self.rank, self.rank + 1))
+        begin, end = (
+            min(rank * self.max_tokens_per_rank(vocab_size), vocab_size) for rank in (self.rank, self.rank + 1)
+        )
         return Part(begin, end, vocab_size)
 
-    def tokens_each(self, vocab_size: int) -> int:
+    def max_tokens_per_rank(self, vocab_size: int) -> int:
         """The length of the longest part of the vocabulary."""
         return -(-vocab_size // self.count)
 
@@ -148,7 +151,7 @@ class Shards:
         """Join x [N, the rank's tokens] of all ranks: [N, vocab_size]."""
         if self.collectives is None:
             return x
-        return self.collectives.gather_columns(x, self.tokens_each(vocab_size), vocab_size)
+        return self.collectives.gather_columns(x, self.max_tokens_per_rank(vocab_size), vocab_size)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum x over the ranks, see Collectives.all_reduce."""
@@ -157,9 +160,3 @@ class Shards:
 
 # The shards of a single rank, which holds the whole model.
 WHOLE = Shards()
-
-
-def divisors(*sizes: int) -> str:
-    """The numbers of ranks that divide all of these sizes, as text."""
-    numbers: Sequence[int] = [n for n in range(1, min(sizes) + 1) if not any(size % n for size in sizes)]
-    return " or ".join(map(str, numbers[:8]))

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.distributed import FileStore, ProcessGroupGloo
 
-from espalier.shards.base import joined_columns
+from espalier.shards.base import gather_columns_by_all_gather
 
 # The most time for ranks to join, once all ranks are known to run.
-JOIN_LIMIT = timedelta(seconds=60)
+CONNECT_TIMEOUT = timedelta(seconds=60)
 # The most time of one operation.  The thread that watches the ranks ends it long before (engine/ranks.py).
-OPERATION_LIMIT = timedelta(days=1)
+OPERATION_TIMEOUT = timedelta(days=1)
 
 
 class GlooCollectives:
@@ -25,13 +25,13 @@ class GlooCollectives:
     def __init__(self, file: Path, rank: int, count: int) -> None:
         gloo: Any = ProcessGroupGloo  # whose stub lacks most of it
         options = gloo._Options()
-        options._timeout = JOIN_LIMIT
+        options._timeout = CONNECT_TIMEOUT
         # Only the loopback interface is used, with a free port.  The file tells the port to the other ranks.
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
         store = FileStore(str(file), count)
         self.count = count
         self.group = gloo(store, rank, count, options)
-        self.group._set_default_timeout(OPERATION_LIMIT)
+        self.group._set_default_timeout(OPERATION_TIMEOUT)
 
     def all_gather(self, x: Tensor) -> Tensor:
         gathered = x.new_empty(self.count, *x.shape)
@@ -51,8 +51,8 @@ class GlooCollectives:
     def all_reduce_add_norm(self, parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
         return None
 
-    def gather_columns(self, x: Tensor, each: int, size: int) -> Tensor:
-        return joined_columns(self, x, each, size)
+    def gather_columns(self, x: Tensor, columns_per_rank: int, size: int) -> Tensor:
+        return gather_columns_by_all_gather(self, x, columns_per_rank, size)
 
     def abort(self) -> None:
         """Do nothing: an operation ends with an error when another rank's process has ended."""

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.distributed import FileStore, ProcessGroupNCCL
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 
-from espalier.shards.base import joined_columns
-from espalier.shards.gloo import JOIN_LIMIT, OPERATION_LIMIT
+from espalier.shards.base import gather_columns_by_all_gather
+from espalier.shards.gloo import CONNECT_TIMEOUT, OPERATION_TIMEOUT
 
 # PyTorch's threads that watch NCCL would end the process on an error.  Here engine/ranks.py watches the ranks.
-UNWATCHED = MappingProxyType(
+NCCL_ENVIRONMENT = MappingProxyType(
     {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
@@ -35,20 +35,20 @@ class NcclCollectives:
     """
 
     def __init__(self, file: Path, rank: int, count: int, device: torch.device) -> None:
-        os.environ.update(UNWATCHED)
+        os.environ.update(NCCL_ENVIRONMENT)
         nccl: Any = ProcessGroupNCCL  # whose stub lacks most of it
         options = nccl.Options()
-        options._timeout = OPERATION_LIMIT
+        options._timeout = OPERATION_TIMEOUT
         self.store = FileStore(str(file), count)
-        self.store.set_timeout(JOIN_LIMIT)
+        self.store.set_timeout(CONNECT_TIMEOUT)
         self.count = count
         # NCCL would wait for missing ranks forever, so all ranks must be there first.
         self.store.set(f"rank {rank}", "is there")
         self.store.wait([f"rank {each}" for each in range(count)])
         self.group = nccl(self.store, rank, count, options)
         # Operations run on the caller's stream: otherwise that stream and another would have to wait for each other.
-        self.of_sum, self.of_gather = AllreduceOptions(), AllgatherOptions()
-        for each in (self.of_sum, self.of_gather):
+        self.sum_options, self.gather_options = AllreduceOptions(), AllgatherOptions()
+        for each in (self.sum_options, self.gather_options):
             each.asyncOp = False
         # The first operation joins the ranks.  It runs here, because a capture does not allow that.
         self.all_reduce(torch.zeros(1, device=device))
@@ -57,26 +57,26 @@ class NcclCollectives:
     def all_gather(self, x: Tensor) -> Tensor:
         gathered = x.new_empty(self.count * x.numel())
         if x.numel():
-            finish(self.group._allgather_base(gathered, x.reshape(-1), self.of_gather))
+            wait_on_stream(self.group._allgather_base(gathered, x.reshape(-1), self.gather_options))
         return gathered.view(self.count, *x.shape)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         total = x.contiguous()
         if x.numel():
-            finish(self.group.allreduce([total], self.of_sum))
+            wait_on_stream(self.group.allreduce([total], self.sum_options))
         return total
 
     def all_reduce_add_norm(self, parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
         return None
 
-    def gather_columns(self, x: Tensor, each: int, size: int) -> Tensor:
-        return joined_columns(self, x, each, size)
+    def gather_columns(self, x: Tensor, columns_per_rank: int, size: int) -> Tensor:
+        return gather_columns_by_all_gather(self, x, columns_per_rank, size)
 
     def abort(self) -> None:
         self.group.abort()
 
 
-def finish(work: Any) -> None:
+def wait_on_stream(work: Any) -> None:
     """Make the current stream wait for an operation.  None: the operation is on that stream."""
     if work is not None:
         work.wait()

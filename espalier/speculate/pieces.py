@@ -37,7 +37,7 @@ class LastTokens(NamedTuple):
     piece: Tensor | None
     slots: Tensor
 
-    def of_requests(self, values: Tensor) -> Tensor:
+    def of_last_pieces(self, values: Tensor) -> Tensor:
         """Returns the values of each request's last piece.  values: [P, ...]; result: [B, ...]."""
         return values if self.piece is None else values[self.piece]
 
@@ -56,7 +56,7 @@ class PieceRows:
     requests: Tensor
 
     @classmethod
-    def of(cls, slots: BatchState, length: Tensor, width: int, pieces: Pieces | None) -> "PieceRows":
+    def of_pass(cls, slots: BatchState, length: Tensor, width: int, pieces: Pieces | None) -> "PieceRows":
         """Makes the rows of a pass.  slots: the batch; length: [B], tokens that each request enters; width: rows of a
         piece; pieces: None if each request has one piece."""
         if pieces is None:

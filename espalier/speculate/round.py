@@ -19,7 +19,7 @@ from torch import Tensor
 
 from espalier.attention import ChosenRows, CommittedLengths, ModelCache, Nodes, Prefix
 from espalier.cache.kv import PagedKV
-from espalier.cache.states import Marks, StateAccess
+from espalier.cache.states import SnapshotTargets, StateAccess
 from espalier.kernels.ops.state import AcceptedNodes, advance, gather_slots, read_chain
 from espalier.kernels.ops.tree import Path, accept, gather_rows
 from espalier.layout import RoundLayout, TreeShape
@@ -29,7 +29,7 @@ from espalier.sampling.mask import DraftGuide
 from espalier.sampling.pick import Logprobs, SampledTokens
 from espalier.sampling.prompt import PromptRows, prompt_logprobs
 from espalier.slots import BatchState, ScatterUpdate, SlotTable
-from espalier.speculate.drafters.base import Drafter, Grow
+from espalier.speculate.drafters.base import Drafter, GrowTree
 from espalier.speculate.logit_slices import logit_rows, node_slices
 from espalier.speculate.pieces import PieceRows, Pieces
 from espalier.speculate.sampler import Sampler, make_sampler
@@ -55,13 +55,13 @@ class ModelRunner:
     coupled_scores: bool = True
     trims_trees: bool = False
 
-    def at(self, batch: int) -> "ModelRunner":
+    def for_batch(self, batch: int) -> "ModelRunner":
         """Returns the runner for rounds of `batch` requests, whose tree may be smaller.  Models and buffers are shared.
 
         Raises EspalierError if batch is above max_batch.
         """
         self.layout.require_batch(batch)
-        return self._of_layout(self.layout.at(batch))
+        return self._for_layout(self.layout.for_batch(batch))
 
     @property
     def pages(self) -> PagedKV:
@@ -71,16 +71,12 @@ class ModelRunner:
     def captures_prefill(self) -> bool:
         return self.cache.backend.captures_prefill and self.drafter.captures_prefill
 
-    def with_nodes(self, nodes: int) -> "ModelRunner":
-        """Returns the same runner for trees of fewer nodes.  The drafter still makes trees of the original size."""
-        return replace(self, layout=self.layout.with_tree(replace(self.layout.tree, num_draft_tokens=nodes)))
-
-    def of_tree(self, tree: TreeShape | None) -> "ModelRunner":
+    def for_tree(self, tree: TreeShape | None) -> "ModelRunner":
         """Returns the runner for rounds with this tree at every batch size; None for the layout's trees.  Models and
         buffers are shared."""
-        return self if tree is None else self._of_layout(self.layout.with_tree(tree))
+        return self if tree is None else self._for_layout(self.layout.with_tree(tree))
 
-    def _of_layout(self, layout: RoundLayout) -> "ModelRunner":
+    def _for_layout(self, layout: RoundLayout) -> "ModelRunner":
         return self if layout is self.layout else replace(self, layout=layout, drafter=self.drafter.for_layout(layout))
 
     def prepare(self, lengths: CommittedLengths) -> None:
@@ -89,12 +85,12 @@ class ModelRunner:
         lengths: the number of the target's committed rows.
         """
         self.cache.backend.prepare(lengths)
-        self.drafter.prepare(lengths.longer(self.drafter.spec.root_rows))
+        self.drafter.prepare(lengths.with_more_rows(self.drafter.spec.root_rows))
 
     @property
     def reads_all_hidden(self) -> bool:
         """Whether the draft reads the target's last hidden state, before or after the final norm, at every token."""
-        return self.drafter.spec.reads == "hidden" or self.target.config.num_layers in self.target.capture
+        return self.drafter.spec.target_output == "hidden" or self.target.config.num_layers in self.target.capture
 
     def shared_rows(self, batch: int) -> int:
         """Returns the number of rows of a verify pass that are shared out over the batch; 0 if they are not."""
@@ -103,7 +99,7 @@ class ModelRunner:
 
     def node_slices(self, batch: int) -> list[slice]:
         """Returns slices of each tree's nodes; the logits of one slice are computed at a time.  Call this on the runner
-        for this batch (`at`)."""
+        for this batch (`for_batch`)."""
         return node_slices(batch, self.layout.num_draft_tokens, self.target.config.vocab_size)
 
     def sampler(self, slots: BatchState, needs: SamplingNeeds, first: Tensor, width: int) -> Sampler:
@@ -120,8 +116,8 @@ class RoundOutput:
     rows: [B, W], the row of the logits that each emitted token was picked from.
     tree: the tree of a round; None for a prefill pass.
     prompt_logprobs: [N], for the prompt rows whose log-probabilities are wanted; None without such rows.
-    said: [B, P · (1 + S)], candidates: [B, D]: as in SlotTable, for a round with guesses in an engine with sources;
-    else None.
+    own_paths: [B, P · (1 + S)], candidates: [B, D]: as in SlotTable, for a round with guesses in an engine with
+    sources; else None.
     """
 
     path: Path
@@ -130,47 +126,47 @@ class RoundOutput:
     rows: Tensor
     tree: Tree | None = None
     prompt_logprobs: Logprobs | None = None
-    said: Tensor | None = None
+    own_paths: Tensor | None = None
     candidates: Tensor | None = None
 
 
 @dataclass(frozen=True)
-class Stage:
+class RoundStage:
     """The data that all stages of a round have.
 
     runner: the runner for this batch size, and after the propose stage for the size of the trees; slots: the batch;
-    marks: the snapshots of states that the commit takes.
+    snapshots: the snapshots of states that the commit takes.
     """
 
     runner: ModelRunner
     slots: BatchState
     sampler: Sampler
-    marks: Marks | None
+    snapshots: SnapshotTargets | None
 
 
 @dataclass(frozen=True)
-class Begun(Stage):
+class BegunRound(RoundStage):
     """The state after the begin stage.  grow: the function that does the rest of the proposal."""
 
-    grow: Grow
+    grow: GrowTree
 
 
 @dataclass(frozen=True)
-class Proposed(Stage):
+class ProposedRound(RoundStage):
     """The state after the propose stage.  tree: one for each slot."""
 
     tree: Tree
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifiedRound:
     """The state after the verify stage.
 
     out: the target's output; logits: [B, D, V], at every node; None if these are too many to hold at a time
     (`sample_nodes`).
     """
 
-    proposed: Proposed
+    proposed: ProposedRound
     out: ModelOutput
     logits: Tensor | None
 
@@ -180,14 +176,14 @@ def decode_round(
     index: Tensor,
     needs: SamplingNeeds,
     appended: ScatterUpdate | None = None,
-    marks: Marks | None = None,
+    snapshots: SnapshotTargets | None = None,
 ) -> RoundOutput:
     """Runs a whole round.
 
-    index: [B] int64, the slots of the batch; appended: new entries of the page table; marks: for each request, the
+    index: [B] int64, the slots of the batch; appended: new entries of the page table; snapshots: for each request, the
     snapshot of its state that the commit takes.
     """
-    return settle(verify(propose(begin(runner, index, needs, appended, marks))))
+    return settle(verify(propose(begin(runner, index, needs, appended, snapshots))))
 
 
 def begin(
@@ -195,19 +191,19 @@ def begin(
     index: Tensor,
     needs: SamplingNeeds,
     appended: ScatterUpdate | None = None,
-    marks: Marks | None = None,
-) -> Begun:
+    snapshots: SnapshotTargets | None = None,
+) -> BegunRound:
     """Runs the first stage: computes the draft's first logits for each slot.  Arguments: see `decode_round`."""
-    runner = runner.at(index.shape[0])
+    runner = runner.for_batch(index.shape[0])
     drafter = runner.drafter
     slots = gather_slots(runner.table, index, appended)
     sampler = runner.sampler(slots, needs, slots.num_tokens, runner.layout.extend_width)
     is_plain = runner.layout.num_draft_tokens == 1
     grow = (lambda sampler: drafter.root_trees(slots.root)) if is_plain else drafter.begin(slots)
-    return Begun(runner, slots, sampler, marks, grow)
+    return BegunRound(runner, slots, sampler, snapshots, grow)
 
 
-def propose(begun: Begun, guide: DraftGuide | None = None) -> Proposed:
+def propose(begun: BegunRound, guide: DraftGuide | None = None) -> ProposedRound:
     """Runs the second stage: drafts a tree for each slot.  guide: the forced and the allowed next tokens of grammars;
     None without grammars."""
     sampler = replace(begun.sampler, guide=guide)
@@ -219,13 +215,15 @@ def propose(begun: Begun, guide: DraftGuide | None = None) -> Proposed:
         tree = tree.limit_depth(begun.slots.max_accept_depth)
         tree = tree.keep_nodes(tree.best_nodes(runner.shared_rows(begun.slots.batch)))
     if runner.trims_trees:
-        nodes = num_offered(tree, begun.slots.max_accept_depth)
+        nodes = num_nodes_to_run(tree, begun.slots.max_accept_depth)
         if nodes < runner.layout.num_draft_tokens:
-            runner, tree = runner.with_nodes(nodes), tree.first_nodes(nodes)
-    return Proposed(runner, begun.slots, sampler, begun.marks, tree)
+            # The drafter still makes trees of the original size.
+            layout = runner.layout.with_tree(replace(runner.layout.tree, num_draft_tokens=nodes))
+            runner, tree = replace(runner, layout=layout), tree.first_nodes(nodes)
+    return ProposedRound(runner, begun.slots, sampler, begun.snapshots, tree)
 
 
-def verify(proposed: Proposed) -> Verified:
+def verify(proposed: ProposedRound) -> VerifiedRound:
     """Runs the third stage: runs the target over all nodes in one pass.  The nodes' K/V go to staging."""
     runner, slots, tree = proposed.runner, proposed.slots, proposed.tree
     positions = tree.positions(slots.prefix_len)
@@ -237,21 +235,21 @@ def verify(proposed: Proposed) -> Verified:
     out = runner.target(runner.cache.begin(prefix, nodes, tokens, access=access, chosen=chosen))
     logits = runner.target.logits(out.hidden) if len(runner.node_slices(slots.batch)) == 1 else None
     if chosen is not None:
-        out = ModelOutput(chosen.spread(out.hidden), tuple(map(chosen.spread, out.inputs)))
-        logits = None if logits is None else chosen.spread(logits)
-    return Verified(proposed, out, logits)
+        out = ModelOutput(chosen.to_tree_rows(out.hidden), tuple(map(chosen.to_tree_rows, out.inputs)))
+        logits = None if logits is None else chosen.to_tree_rows(logits)
+    return VerifiedRound(proposed, out, logits)
 
 
-def chosen_rows(proposed: Proposed) -> ChosenRows | None:
+def chosen_rows(proposed: ProposedRound) -> ChosenRows | None:
     """Returns the rows of the verify pass that are chosen over the whole batch; None if rows are not shared out."""
     batch, nodes = proposed.tree.tokens.shape
     rows = min(proposed.runner.shared_rows(batch), batch * nodes)
     if rows and proposed.runner.trims_trees:
         rows = min(rows, int((proposed.tree.scores > -torch.inf).sum()))
-    return ChosenRows.at(proposed.tree.best_nodes(rows), batch, nodes) if rows else None
+    return ChosenRows.from_places(proposed.tree.best_nodes(rows), batch, nodes) if rows else None
 
 
-def settle(verified: Verified, mask: Tensor | None = None) -> RoundOutput:
+def settle(verified: VerifiedRound, mask: Tensor | None = None) -> RoundOutput:
     """Runs the last stage: sample, accept, commit, extend.
 
     mask: [B, D, ceil(V / 32)] int32, with a bit for each token that says whether the token may follow the node
@@ -261,21 +259,23 @@ def settle(verified: Verified, mask: Tensor | None = None) -> RoundOutput:
     runner, slots, tree = proposed.runner, proposed.slots, proposed.tree
     sampled = sample_nodes(verified, mask)
     path = accept(tree, *sampled, slots.max_accept_depth, slots.real, runner.layout.steps)
-    commit(runner, slots, path, proposed.sampler.needs.penalised, proposed.marks)
+    commit(runner, slots, path, proposed.sampler.needs.penalised, proposed.snapshots)
     if runner.layout.extends:
-        runner.drafter.extend(slots, rows_of_path(runner.drafter, out, path), path.length)
-    told: dict[str, Any] = {}
-    if runner.table.layout.calibrates and runner.layout.num_draft_tokens > 1:
-        fields = {"said": slots.table.said, "candidates": slots.table.candidates}
-        told = {name: field.index_select(0, slots.index).flatten(1) for name, field in fields.items() if field.shape[1]}
+        runner.drafter.extend(slots, path_features(runner.drafter, out, path), path.length)
+    source_outputs: dict[str, Any] = {}
+    if runner.table.layout.calibrates_scores and runner.layout.num_draft_tokens > 1:
+        fields = {"own_paths": slots.table.own_paths, "candidates": slots.table.candidates}
+        source_outputs = {
+            name: field.index_select(0, slots.index).flatten(1) for name, field in fields.items() if field.shape[1]
+        }
     if verified.logits is not None:
-        return RoundOutput(path, verified.logits, slots.num_logprobs, path.rows, tree, **told)
+        return RoundOutput(path, verified.logits, slots.num_logprobs, path.rows, tree, **source_outputs)
     logits = runner.target.logits(gather_rows(path.rows, out.hidden))
     rows = torch.arange(path.rows.shape[1], device=path.rows.device).repeat(slots.batch, 1)
-    return RoundOutput(path, logits, slots.num_logprobs, rows, tree, **told)
+    return RoundOutput(path, logits, slots.num_logprobs, rows, tree, **source_outputs)
 
 
-def sample_nodes(verified: Verified, mask: Tensor | None) -> SampledTokens:
+def sample_nodes(verified: VerifiedRound, mask: Tensor | None) -> SampledTokens:
     """Samples the target's token at every node.  If `verified` has no logits, they are computed slice by slice."""
     proposed = verified.proposed
     if verified.logits is not None:
@@ -297,19 +297,19 @@ def prefill(
     pieces: Pieces | None = None,
     prompt_rows: PromptRows | None = None,
     mask: Tensor | None = None,
-    marks: Marks | None = None,
+    snapshots: SnapshotTargets | None = None,
 ) -> RoundOutput:
     """Enters `length` [B] known tokens of each slot of `index` [B], from the root on, in pieces of `width` rows.
 
     If a request's known tokens end in this pass, its next token is sampled and emitted.
     pieces: None if each request has one piece.  mask: [B, 1, ceil(V / 32)] int32, as in `settle`, for the sampled
     token.
-    prompt_rows: the rows whose log-probabilities are wanted.  marks: as in `decode_round`.
+    prompt_rows: the rows whose log-probabilities are wanted.  snapshots: as in `decode_round`.
     """
     slots = gather_slots(runner.table, index)
-    rows = PieceRows.of(slots, length, width, pieces)
-    if marks is not None and pieces is not None:
-        marks = Marks(*(values[pieces.request] for values in marks))
+    rows = PieceRows.of_pass(slots, length, width, pieces)
+    if snapshots is not None and pieces is not None:
+        snapshots = SnapshotTargets(*(values[pieces.request] for values in snapshots))
     runner.layout.require_chunk(rows.slots.batch, width)
     positions, tokens, page_rows = read_chain(rows.slots, 0, rows.length, width)
     exists = torch.arange(width, device=tokens.device) < rows.length[:, None]
@@ -320,17 +320,17 @@ def prefill(
         Nodes.chain(positions),
         void_padding(runner, tokens, exists),
         page_rows=page_rows.flatten(),
-        by_layer=pieces is not None,
+        commits_by_layer=pieces is not None,
         needed=None if reads_all else last.row,
-        access=StateAccess(rows.slots.index, rows.slots.prefix_len, rows.length, marks, pieces is not None),
+        access=StateAccess(rows.slots.index, rows.slots.prefix_len, rows.length, snapshots, pieces is not None),
     )
     out = runner.target(p)
     p.commit()
     logprobs = None
     if prompt_rows is not None:
-        logprobs = logprobs_of_prompt(runner, rows.slots, positions, out.hidden, prompt_rows)
+        logprobs = compute_prompt_logprobs(runner, rows.slots, positions, out.hidden, prompt_rows)
     hidden = gather_rows(last.row[:, None], out.hidden) if reads_all else out.hidden
-    logits = runner.target.logits(last.of_requests(hidden))
+    logits = runner.target.logits(last.of_last_pieces(hidden))
     sampled = runner.sampler(slots, needs, slots.prefix_len + length, 1).pick_last(logits, mask)
     num_emitted, _ = advance(slots, length, sampled.tokens, needs.penalised)
     if runner.layout.extends:
@@ -349,7 +349,7 @@ def void_padding(runner: ModelRunner, tokens: Tensor, exists: Tensor) -> Tensor:
     return torch.where(exists, tokens, -1)
 
 
-def logprobs_of_prompt(
+def compute_prompt_logprobs(
     runner: ModelRunner, slots: BatchState, positions: Tensor, hidden: Tensor, rows: PromptRows
 ) -> Logprobs:
     """Returns the log-probabilities of the prompt tokens that follow `rows`.
@@ -361,7 +361,7 @@ def logprobs_of_prompt(
     return prompt_logprobs(runner.target.logits, rows.select(hidden), following, max_rows, rows.count)
 
 
-def num_offered(tree: Tree, max_accept_depth: Tensor) -> int:
+def num_nodes_to_run(tree: Tree, max_accept_depth: Tensor) -> int:
     """Returns how many nodes of the trees must run: void nodes, and nodes too deep to be accepted, are cut off at the
     end of all trees."""
     is_offered = ((tree.tokens != VOID) & (tree.depths <= max_accept_depth[:, None])).any(0)
@@ -376,31 +376,33 @@ def check_tree(layout: RoundLayout, tree: Tree, batch: int) -> None:
     layout.require("tree.ancestors", tree.ancestors, batch, layout.num_draft_tokens, layout.ancestor_words)
 
 
-def commit(runner: ModelRunner, slots: BatchState, path: Path, count_tokens: bool, marks: Marks | None = None) -> None:
+def commit(
+    runner: ModelRunner, slots: BatchState, path: Path, count_tokens: bool, snapshots: SnapshotTargets | None = None
+) -> None:
     """Appends the path's tokens to the slots and copies the path's K/V to positions prefix_len .. prefix_len + length -
     1.
 
-    The last token of the path is the new root.  Recurrent states are advanced over the path, and snapshots are taken at
-    `marks`.
+    The last token of the path is the new root.  Recurrent states are advanced over the path, and snapshots are taken as
+    `snapshots` says.
     """
     nodes = AcceptedNodes(path.rows, runner.layout.num_draft_tokens)
     copies = advance(slots, path.length, path.tokens, count_tokens, nodes).copies
     assert copies is not None
-    access = StateAccess(slots.index, slots.prefix_len, path.length, marks)
+    access = StateAccess(slots.index, slots.prefix_len, path.length, snapshots)
     runner.cache.commit(copies.source.flatten(), copies.destination.flatten(), access)
 
 
 def draft_features(drafter: Drafter, out: ModelOutput) -> Tensor | None:
-    """Returns [B, Q, F]: the field of the target's output that the draft reads (`DraftSpec.reads`); None if the draft
+    """Returns [B, Q, F]: the field of the target's output that the draft reads (`DraftSpec.target_output`); None if it
     reads no field."""
-    return None if drafter.spec.reads is None else getattr(out, drafter.spec.reads)
+    return None if drafter.spec.target_output is None else getattr(out, drafter.spec.target_output)
 
 
-def rows_of_path(drafter: Drafter, out: ModelOutput, path: Path) -> Tensor | None:
+def path_features(drafter: Drafter, out: ModelOutput, path: Path) -> Tensor | None:
     """Returns [B, W, F]: `draft_features` at the nodes of the accepted path.
 
     Only the features of these nodes are concatenated.
     """
-    if drafter.spec.reads is None:
+    if drafter.spec.target_output is None:
         return None
-    return gather_rows(path.rows, *(out.inputs if drafter.spec.reads == "captured" else (out.hidden,)))
+    return gather_rows(path.rows, *(out.inputs if drafter.spec.target_output == "captured" else (out.hidden,)))

@@ -65,7 +65,6 @@ class Sampler(ABC):
     coupled: bool
     guide: DraftGuide | None
 
-    @abstractmethod
     def pick_nodes(
         self, logits: Tensor, tree: Tree, mask: Tensor | None = None, nodes: slice = ALL_NODES
     ) -> SampledTokens:
@@ -73,10 +72,23 @@ class Sampler(ABC):
 
         logits: [B, n, V], of these nodes; mask: [B, D, words], of all nodes (sampling/mask.py).
         """
+        mask = None if mask is None else mask[:, nodes]
+        return self._pick(
+            logits, noise_offsets(tree)[:, nodes], mask, DraftedAncestors(tree.tokens, tree.ancestors[:, nodes])
+        )
 
-    @abstractmethod
     def pick_last(self, logits: Tensor, mask: Tensor | None = None) -> SampledTokens:
         """Samples the token after the last token of a prefill pass.  logits: [B, 1, V]; mask: [B, 1, words]."""
+        return self._pick(logits, torch.zeros_like(self.first[:, None]), mask, None)
+
+    @abstractmethod
+    def _pick(
+        self, logits: Tensor, offsets: Tensor, mask: Tensor | None, above: DraftedAncestors | None
+    ) -> SampledTokens:
+        """Samples a token for each row of logits [B, n, V], at position `first` + offsets [B, n].
+
+        Penalties count the tokens of `above` except the root (node 0), which the slot has already counted.
+        """
 
     def children(self, rows: DraftRows, topk: int) -> tuple[Tensor, Tensor]:
         """Returns the topk best children of each row: target token ids [B, Q, K] and path scores [B, Q, K] float32."""
@@ -117,19 +129,15 @@ class TorchSampler(Sampler):
     rows: SamplingRows | None
     noise: Tensor | None
 
-    def pick_nodes(
-        self, logits: Tensor, tree: Tree, mask: Tensor | None = None, nodes: slice = ALL_NODES
+    def _pick(
+        self, logits: Tensor, offsets: Tensor, mask: Tensor | None, above: DraftedAncestors | None
     ) -> SampledTokens:
-        drafted = tree.tokens.masked_fill(tree.depths == 0, VOID)
-        counted = DraftedAncestors(drafted, tree.ancestors[:, nodes]) if self.needs.penalised else None
-        mask = None if mask is None else mask[:, nodes]
-        return self._pick(masked(logits, mask), noise_offsets(tree)[:, nodes], counted)
-
-    def pick_last(self, logits: Tensor, mask: Tensor | None = None) -> SampledTokens:
-        return self._pick(masked(logits, mask), torch.zeros_like(self.first[:, None]), None)
-
-    def _pick(self, logits: Tensor, offsets: Tensor, above: DraftedAncestors | None) -> SampledTokens:
-        return pick(logits, self.rows, self.needs, self.first[:, None] + offsets, self._noise(offsets), above)
+        if not self.needs.penalised:
+            above = None
+        elif above is not None:
+            above = above._replace(tokens=above.tokens.index_fill(1, above.tokens.new_zeros(1), VOID))
+        positions = self.first[:, None] + offsets
+        return pick(masked(logits, mask), self.rows, self.needs, positions, self._noise(offsets), above)
 
     def _best_children(self, rows: DraftRows, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         logp, ids = self._child_scores(rows, mask)
@@ -184,17 +192,6 @@ class KernelSampler(Sampler):
     """
 
     slot_rows: SlotRows
-
-    def pick_nodes(
-        self, logits: Tensor, tree: Tree, mask: Tensor | None = None, nodes: slice = ALL_NODES
-    ) -> SampledTokens:
-        # Penalties count tokens below the root only, because the slot has already counted the root (node 0).
-        above = DraftedAncestors(tree.tokens, tree.ancestors[:, nodes])
-        mask = None if mask is None else mask[:, nodes]
-        return self._pick(logits, noise_offsets(tree)[:, nodes], mask, above)
-
-    def pick_last(self, logits: Tensor, mask: Tensor | None = None) -> SampledTokens:
-        return self._pick(logits, torch.zeros_like(self.first[:, None]), mask, None)
 
     def _pick(
         self, logits: Tensor, offsets: Tensor, mask: Tensor | None, above: DraftedAncestors | None

@@ -8,7 +8,7 @@ import torch
 
 from espalier.attention import ModelCache, grouped_backend
 from espalier.cache.kv import PagedKV, StagedKV, bytes_per_token
-from espalier.cache.layer_spec import LayerSpec, stored_as, with_rows
+from espalier.cache.layer_spec import LayerSpec, layers_with_rows, with_row_dtype
 from espalier.cache.states import StateTable, bytes_per_state, table_rows
 from espalier.config import FP8_KV, ResolvedConfig
 from espalier.engine.cuda import CudaExecutor
@@ -34,7 +34,7 @@ from espalier.speculate.sources.prediction import PredictionSource
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModels:
     """The models of one engine, and the engine's configuration.
 
     draft: None for drafters without a model; shards: the part of the target that this rank holds.
@@ -54,7 +54,7 @@ class Loaded:
         """The dtype of the weights."""
         return getattr(torch, self.config.dtype)
 
-    def with_pages(self, num_pages: int) -> "Loaded":
+    def with_pages(self, num_pages: int) -> "LoadedModels":
         return replace(self, config=replace(self.config, num_pages=num_pages))
 
     @property
@@ -73,7 +73,7 @@ def config_of_layout(
     ResolvedConfig that differ from these defaults.
     """
     name = str(dtype).removeprefix("torch.")
-    of_rows = {"kv_dtype": name, "draft_kv_dtype": name, "draft_attention": attention, "num_pages": layout.most_pages}
+    of_rows = {"kv_dtype": name, "draft_kv_dtype": name, "draft_attention": attention, "num_pages": layout.max_pages}
     off: dict[str, Any] = {"overlap": False, "prefix_cache": False, "graph_batch": 0, "seed": 0}
     off |= {"model_impl": "native", "model_overrides": {}}
     off |= {"num_snapshots": 4 * layout.max_batch * bool(chosen.get("prefix_cache"))}
@@ -91,9 +91,11 @@ def cache_specs(
     kv_dtype, draft_kv_dtype: as in a ResolvedConfig.
     """
     stored, draft_stored = (FP8 if name == FP8_KV else None for name in (kv_dtype, draft_kv_dtype))
-    specs = (*stored_as(target, stored), *stored_as(draft, draft_stored))
+    specs = (*with_row_dtype(target, stored), *with_row_dtype(draft, draft_stored))
     # A layer that reads another layer's rows gets that layer's stored dtype.
-    return tuple(spec if spec.shares is None else replace(spec, keeps=specs[spec.shares].keeps) for spec in specs)
+    return tuple(
+        spec if spec.shares_with is None else replace(spec, keeps=specs[spec.shares_with].keeps) for spec in specs
+    )
 
 
 def cache_size(config: ResolvedConfig, specs: Sequence[LayerSpec], dtype: torch.dtype) -> str:
@@ -118,7 +120,7 @@ def kv_scales(target: CausalLM) -> dict[int, KVScales]:
     stored = {layer: scales for layer, scales in enumerate(target.kv_scales) if scales is not None}
     instead = "use a complete checkpoint, or set kv_dtype to the model's dtype"
     specs = target.layer_specs
-    own = [layer for layer in with_rows(specs, range(len(specs))) if specs[layer].shares is None]
+    own = [layer for layer in layers_with_rows(specs, range(len(specs))) if specs[layer].shares_with is None]
     missing = [layer for layer in own if layer not in stored]
     if (target.config.declared_kv_dtype or stored) and missing:
         raise EspalierError(
@@ -135,7 +137,7 @@ def kv_scales(target: CausalLM) -> dict[int, KVScales]:
     return stored
 
 
-def assemble(loaded: Loaded, keep_graphs: bool = False, capture_stages: bool = False) -> Engine:
+def assemble(loaded: LoadedModels, keep_graphs: bool = False, capture_stages: bool = False) -> Engine:
     """Builds an engine that runs these models.
 
     keep_graphs, capture_stages: see CudaExecutor.
@@ -191,7 +193,7 @@ def executor_of(
     return CpuExecutor(runner, overlap)
 
 
-def make_runner(loaded: Loaded) -> ModelRunner:
+def make_runner(loaded: LoadedModels) -> ModelRunner:
     """Allocates all buffers of the configuration, chooses backends, and returns the runner."""
     config, target, device, dtype = loaded.config, loaded.target, loaded.device, loaded.dtype
     layout, specs, exact_lengths = config.layout, loaded.specs, not config.overlap
@@ -214,7 +216,7 @@ def make_runner(loaded: Loaded) -> ModelRunner:
         )
     )
     drafter: Drafter = make_drafter(config.algorithm, loaded.draft, layout, draft_cache)
-    if layout.calibrates:
+    if layout.calibrates_scores:
         drafter = GraftedDrafter(drafter, layout)
     table = SlotTable(layout, target.config.vocab_size, drafter.spec.carried, dtype, device)
     return ModelRunner(layout, table, cache, target, drafter)

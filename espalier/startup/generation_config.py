@@ -11,7 +11,7 @@ from espalier.models.config import ModelConfig
 from espalier.request import CHECKS, GENERATION_CONFIG_NAMES
 
 # Fields of generation_config.json that transformers honours and Espalier does not, with their values without effect.
-NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
+UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "no_repeat_ngram_size": (None, 0),
     "bad_words_ids": (None, []),
@@ -53,7 +53,9 @@ def generation_config(path: Path) -> dict[str, Any]:
                 CHECKS[ours](theirs, value)
             except EspalierError as error:
                 raise EspalierError(f"{file}: {error}; correct the file, or remove this field from it") from None
-    dropped = [f"{name}={read[name]!r}" for name, neutral in NOT_HONOURED.items() if read.get(name) not in neutral]
+    dropped = [
+        f"{name}={read[name]!r}" for name, neutral in UNSUPPORTED_FIELDS.items() if read.get(name) not in neutral
+    ]
     if dropped:
         log.warning("%s sets %s, which is not supported and ignored", file, ", ".join(dropped))
     return read

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from espalier.cache.layer_spec import of_rank
+from espalier.cache.layer_spec import specs_of_rank
 from espalier.config import FP8_KV, EngineConfig, ResolvedConfig, is_open
 from espalier.engine.engine import Engine
-from espalier.engine.lead import LeadExecutor, explaining
+from espalier.engine.lead import LeadExecutor, raising_rank_failure
 from espalier.engine.ranks import Ranks
 from espalier.errors import EspalierError
 from espalier.models import (
@@ -33,18 +33,18 @@ from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.shards import WHOLE, Shards
 from espalier.speculate.drafters.registry import (
     draft_algorithm,
+    draft_of_target,
     draft_shards,
     drafter_without_files,
     load_draft,
-    own_draft,
     read_draft,
 )
-from espalier.startup.build import Loaded, assemble, cache_size, chooser_of
+from espalier.startup.build import LoadedModels, assemble, cache_size, chooser_of
 from espalier.startup.checkpoints import BUNDLED, BUNDLED_FILES, find_draft, find_target
 from espalier.startup.measure_memory import measure_pages
 from espalier.startup.ranks import Models, RankWork, starting_ranks
 from espalier.startup.resolve import (
-    Facts,
+    StartupFacts,
     choose_algorithm,
     choose_device,
     free_memory,
@@ -68,7 +68,7 @@ class Checkpoint:
     spec: DraftSpec
 
 
-def find(config: EngineConfig) -> Checkpoint:
+def find_checkpoint(config: EngineConfig) -> Checkpoint:
     """Finds the files of target and draft, and reads their configs.
 
     Raises EspalierError if files are missing, a model is not supported, or the draft does not fit the target.
@@ -80,7 +80,8 @@ def find(config: EngineConfig) -> Checkpoint:
     target = read_config(target_path, config.model_overrides, config.model_impl)
     used_draft = None
     if not drafter_without_files(requested):
-        used_draft = draft_path or _bundled_draft(model, requested) or own_draft(target_path, target, requested)
+        bundled = find_draft(BUNDLED, requested) if model == BUNDLED else None
+        used_draft = draft_path or bundled or draft_of_target(target_path, target, requested)
     algorithm = choose_algorithm(config, None if used_draft is None else draft_algorithm(used_draft))
     if used_draft is None:
         if draft_path is not None:
@@ -88,11 +89,6 @@ def find(config: EngineConfig) -> Checkpoint:
         return Checkpoint(target_path, target, None, None, DraftSpec(algorithm))
     draft = read_draft(used_draft, target)
     return Checkpoint(target_path, target, used_draft, draft, draft.spec)
-
-
-def _bundled_draft(model: str, algorithm: str) -> Path | None:
-    """Returns the draft of the bundled model; None for other models."""
-    return find_draft(BUNDLED, algorithm) if model == BUNDLED else None
 
 
 def _model_name(config: EngineConfig, draft_path: Path | None) -> str:
@@ -118,13 +114,16 @@ def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConf
     require_shards(checkpoint.target, shards.count)
     if checkpoint.draft is not None:
         require_shards(checkpoint.draft.layer, of_draft.count)
-    facts = Facts(
+    facts = StartupFacts(
         # The ranks on a CPU share its memory.
         free_bytes=free_memory(device) // (shards.count if device.type == "cpu" else 1),
         weights=weights_of(checkpoint, shards.count),
         stored_dtype=checkpoint.target.raw.get("dtype") or checkpoint.target.raw.get("torch_dtype"),
         max_position=checkpoint.target.max_position,
-        layer_specs=(*of_rank(layer_specs_of(checkpoint.target), shards), *of_rank(checkpoint.spec.layers, of_draft)),
+        layer_specs=(
+            *specs_of_rank(layer_specs_of(checkpoint.target), shards),
+            *specs_of_rank(checkpoint.spec.layers, of_draft),
+        ),
         hidden_size=checkpoint.target.hidden_size,
         num_layers=checkpoint.target.num_layers,
         chip=measure_chip(device) if device.type == "cuda" else None,
@@ -154,7 +153,7 @@ def build_engine(
         return build_engine_of_ranks(ranks, resolved, requested_pages)
 
 
-def load_models(resolved: ResolvedConfig, checkpoint: Checkpoint, shards: Shards = WHOLE) -> Loaded:
+def load_models(resolved: ResolvedConfig, checkpoint: Checkpoint, shards: Shards = WHOLE) -> LoadedModels:
     """Loads target and draft, or one rank's part of them."""
     device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
     if device.type == "cpu":
@@ -170,7 +169,7 @@ def load_models(resolved: ResolvedConfig, checkpoint: Checkpoint, shards: Shards
         **how,
     )
     draft = None if checkpoint.draft_path is None else load_draft(checkpoint.draft_path, target, shards=shards, **how)
-    return Loaded(resolved, target, draft, shards)
+    return LoadedModels(resolved, target, draft, shards)
 
 
 def build_engine_of_ranks(
@@ -181,20 +180,20 @@ def build_engine_of_ranks(
     models: the function that loads the models of a rank; by default from files.  Raises the errors of build_engine, and
     RankFailed.
     """
-    ranks.loaded()
+    ranks.wait_until_loaded()
     joined = Path(ranks.folder.name) / f"joined-{ranks.num_loaded}"
     work = RankWork(models or models_of_files, resolved, requested_pages, str(joined))
-    with explaining(ranks):
+    with raising_rank_failure(ranks):
         ranks.load(work)
         loaded = work.models_of(0, ranks.join)
         executor, loaded = work.executor_of(loaded)
-    ranks.loaded()
-    _say_resolved(loaded)
+    ranks.wait_until_loaded()
+    _log_resolved(loaded)
     config = loaded.config
     return Engine(LeadExecutor(executor, ranks), config.overlap, config.prefix_cache, chooser_of(config)), config
 
 
-def models_of_files(resolved: ResolvedConfig, shards: Shards) -> Loaded:
+def models_of_files(resolved: ResolvedConfig, shards: Shards) -> LoadedModels:
     """Loads one rank's part of the models, from the files that a resolved configuration names.  Runs in any process."""
     target_path = Path(resolved.model)
     target = read_config(target_path, resolved.model_overrides, resolved.model_impl)
@@ -205,18 +204,18 @@ def models_of_files(resolved: ResolvedConfig, shards: Shards) -> Loaded:
 
 
 def build_engine_of_models(
-    loaded: Loaded, requested_pages: int | None, keep_graphs: bool = False
+    loaded: LoadedModels, requested_pages: int | None, keep_graphs: bool = False
 ) -> tuple[Engine, ResolvedConfig]:
     """Builds an engine of models that are loaded already.  See build_engine.  keep_graphs: see CudaExecutor."""
     if loaded.config.tensor_parallel > 1:
         raise EspalierError("models that are loaded already are on one rank; use tensor_parallel=1")
     if loaded.device.type == "cuda":
         loaded = loaded.with_pages(measure_pages(loaded, requested_pages))
-    _say_resolved(loaded)
+    _log_resolved(loaded)
     return assemble(loaded, keep_graphs, capture_stages=True), loaded.config
 
 
-def _say_resolved(loaded: Loaded) -> None:
+def _log_resolved(loaded: LoadedModels) -> None:
     config = loaded.config
     log.info("resolved configuration\n%s", config.block())
     log.info("%s", cache_size(config, loaded.specs, loaded.dtype))
@@ -240,7 +239,7 @@ def weights_of(checkpoint: Checkpoint, ranks: int = 1) -> WeightCount:
 
 
 # A quantised model quantises at least one of these matrices.
-TYPICAL = ("self_attn.o_proj", "mlp.down_proj", "mlp.experts", "mlp.experts.0.down_proj")
+TYPICAL_WEIGHTS = ("self_attn.o_proj", "mlp.down_proj", "mlp.experts", "mlp.experts.0.down_proj")
 HALVES = ("bfloat16", "float16")
 
 
@@ -271,5 +270,5 @@ def warn_of_cpu_costs(config: EngineConfig, resolved: ResolvedConfig, checkpoint
 
 def _quantised_as(model: ModelConfig) -> str | None:
     """Returns the name of the format of a model's quantised weights; None if all weights are dense."""
-    formats = (model.formats(f"model.layers.0.{name}") for name in TYPICAL)
+    formats = (model.formats(f"model.layers.0.{name}") for name in TYPICAL_WEIGHTS)
     return next((each.name for each in formats if each != DENSE_FORMAT), None)

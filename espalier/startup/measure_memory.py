@@ -17,16 +17,16 @@ from espalier.cache.kv import bytes_beside_pages, bytes_per_token
 from espalier.cache.states import bytes_per_state
 from espalier.config import EngineConfig, is_open
 from espalier.engine.cuda import CudaExecutor
-from espalier.engine.launch_input import LaunchInput, of_dummies
+from espalier.engine.launch_input import LaunchInput, dummy_launch
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.limits import MAX_LOGPROBS
 from espalier.sampling.mask import mask_words
 from espalier.sampling.prompt import PromptRows
-from espalier.startup.build import Loaded, make_runner
+from espalier.startup.build import LoadedModels, make_runner
 
 if TYPE_CHECKING:
-    from espalier.startup.resolve import Facts
+    from espalier.startup.resolve import StartupFacts
 
 
 def fullest_pass(layout: RoundLayout, width: int) -> LaunchInput:
@@ -83,7 +83,7 @@ def dummy_pass(width: int, num_pieces: int, requests: int, reported: int) -> Lau
     width: rows of a piece; requests: their number.  reported: the number of rows whose log-probabilities are reported,
     counted from the first row of the pass.
     """
-    dummies = of_dummies(requests, width, num_pieces if num_pieces > requests else 0)
+    dummies = dummy_launch(requests, width, num_pieces if num_pieces > requests else 0)
     rows = None
     if reported:
         others = requests - 1
@@ -98,7 +98,7 @@ MARGIN = 0.02
 
 
 @dataclass(frozen=True)
-class Needs:
+class MemoryNeeds:
     """Measured memory in bytes.
 
     eager_bytes: the peak of the largest launch; graph_bytes: the peak of the largest launch that may be captured.
@@ -113,7 +113,7 @@ class Needs:
     total_bytes: int
 
 
-def measure_pages(loaded: Loaded, requested: int | None) -> int:
+def measure_pages(loaded: LoadedModels, requested: int | None) -> int:
     """Returns the number of pages, dummy page included, that fit beside models, buffers and the largest launches.
 
     requested: the number of pages that the user wants, or None.  If it is given, it is checked and returned.  Raises
@@ -131,19 +131,19 @@ def measure_pages(loaded: Loaded, requested: int | None) -> int:
     )
     if requested is not None and requested > affordable:
         raise EspalierError(f"num_pages={requested} do not fit, {reason}; lower it, or leave it to 'auto'")
-    if requested is None and affordable < layout.least_pages:
+    if requested is None and affordable < layout.min_pages:
         raise EspalierError(
-            f"max_context={layout.max_context} needs {layout.least_pages} pages of {layout.page_size} tokens, and "
+            f"max_context={layout.max_context} needs {layout.min_pages} pages of {layout.page_size} tokens, and "
             f"{reason}; lower max_context, or max_batch, num_draft_tokens and chunk_size, which make launches large"
         )
-    return min(affordable, layout.most_pages) if requested is None else requested
+    return min(affordable, layout.max_pages) if requested is None else requested
 
 
 def _gib(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-def _measure_needs(loaded: Loaded) -> Needs:
+def _measure_needs(loaded: LoadedModels) -> MemoryNeeds:
     """Measures the needs with a trial runner.  The runner's memory is freed before this function returns."""
     layout, device = loaded.config.layout, loaded.device
     try:
@@ -164,7 +164,7 @@ def _measure_needs(loaded: Loaded) -> Needs:
         torch.cuda.empty_cache()
 
 
-def measure(executor: CudaExecutor, layout: RoundLayout, device: torch.device, graph_batch: int) -> Needs:
+def measure(executor: CudaExecutor, layout: RoundLayout, device: torch.device, graph_batch: int) -> MemoryNeeds:
     """Runs the largest prefill pass of each width and the largest round of each tree, and returns the memory needed.
 
     The passes report all log-probabilities.  This function also compiles the kernels of all other prefill passes and of
@@ -173,16 +173,16 @@ def measure(executor: CudaExecutor, layout: RoundLayout, device: torch.device, g
     """
     passes = [fullest_pass(layout, width) for width in layout.chunk_widths]
     # Batches are in ascending order, so each tree keeps its largest batch.
-    staged = {layout.at(batch).tree: replace(of_dummies(batch), is_staged=True) for batch in executor.buckets}
+    staged = {layout.for_batch(batch).tree: replace(dummy_launch(batch), is_staged=True) for batch in executor.buckets}
     forms = sorted(layout.round_forms(executor.buckets), key=lambda form: form.batch)
-    largest = {form.tree or layout.at(form.batch).tree: of_dummies(*form) for form in forms}
+    largest = {form.tree or layout.for_batch(form.batch).tree: dummy_launch(*form) for form in forms}
     rounds = [*largest.values(), *staged.values()]
     compiled = executor.dummy_rounds if graph_batch < layout.max_batch else rounds
     executor.compile([*compiled, *passes, *smaller_passes(layout, executor.runner.target.config.vocab_size)])
-    captured = [*rounds, *(of_dummies(*layout.captured_passes[-1]),) * executor.runner.captures_prefill]
+    captured = [*rounds, *(dummy_launch(*layout.captured_passes[-1]),) * executor.runner.captures_prefill]
     graph_bytes = max(_peak_bytes(executor, launch_input, device) for launch_input in captured)
     pass_bytes = [_peak_bytes(executor, launch_input, device) for launch_input in passes]
-    return Needs(max(graph_bytes, *pass_bytes), graph_bytes, *torch.cuda.mem_get_info(device))
+    return MemoryNeeds(max(graph_bytes, *pass_bytes), graph_bytes, *torch.cuda.mem_get_info(device))
 
 
 def _peak_bytes(executor: CudaExecutor, launch_input: LaunchInput, device: torch.device) -> int:
@@ -205,7 +205,7 @@ STATES_SHARE = 4
 log = logging.getLogger(__name__)
 
 
-def choose_max_batch(config: EngineConfig, facts: "Facts", dtype: torch.dtype, most: int) -> int:
+def choose_max_batch(config: EngineConfig, facts: "StartupFacts", dtype: torch.dtype, most: int) -> int:
     """Returns the user's max_batch.  Without one, returns `most`, or fewer if the states of `most` slots would take too
     much memory (STATES_SHARE)."""
     if not is_open(config.max_batch):
@@ -226,7 +226,7 @@ def choose_max_batch(config: EngineConfig, facts: "Facts", dtype: torch.dtype, m
 def pages_and_snapshots(
     config: EngineConfig,
     layout: RoundLayout,
-    facts: "Facts",
+    facts: "StartupFacts",
     dtype: torch.dtype,
     memory_share: float,
     prefix_cache: bool,
@@ -268,12 +268,12 @@ def pages_and_snapshots(
             )
         return config.num_pages, num_snapshots
     affordable = int(available * memory_share) // page_bytes
-    if affordable < layout.least_pages:
+    if affordable < layout.min_pages:
         raise EspalierError(
-            f"max_context={layout.max_context} needs {layout.least_pages} pages of {layout.page_size} tokens and "
+            f"max_context={layout.max_context} needs {layout.min_pages} pages of {layout.page_size} tokens and "
             f"{free} holds {max(affordable, 0)}; lower max_context or max_batch, or set num_pages yourself"
         )
-    return min(affordable, layout.most_pages), num_snapshots
+    return min(affordable, layout.max_pages), num_snapshots
 
 
 def _num_snapshots(config: EngineConfig, layout: RoundLayout, state_bytes: int, share: int, prefix_cache: bool) -> int:

@@ -22,13 +22,13 @@ from espalier.engine.executor import Executor
 from espalier.engine.ranks import Peer, Ranks
 from espalier.shards import Collectives, Shards
 from espalier.shards.gloo import GlooCollectives
-from espalier.startup.build import Loaded, executor_of, make_runner
+from espalier.startup.build import LoadedModels, executor_of, make_runner
 from espalier.startup.measure_memory import measure_pages
 
 # Loads one rank's part of the models.  It is pickled, so it must be a function of a module, or a partial of one.
-Models = Callable[[ResolvedConfig, Shards], Loaded]
+Models = Callable[[ResolvedConfig, Shards], LoadedModels]
 # Calls a function that connects to the other ranks, and returns the function's result.
-Joining = Callable[[Callable[[], Collectives]], Collectives]
+Connector = Callable[[Callable[[], Collectives]], Collectives]
 
 
 @dataclass(frozen=True)
@@ -45,22 +45,22 @@ class RankWork:
     joined: str
 
     def load(self, rank: int) -> Executor:
-        """Loads the models and returns the rank's executor.  See espalier/engine/follow.py:Source."""
+        """Loads the models and returns the rank's executor (engine/ranks.py:LoadModels)."""
         return self.executor_of(self.models_of(rank))[0]
 
-    def models_of(self, rank: int, joining: Joining = lambda meet: meet()) -> Loaded:
+    def models_of(self, rank: int, connector: Connector = lambda meet: meet()) -> LoadedModels:
         """Connects to the other ranks and loads the models of a rank.  The models' shards have the collectives.
 
-        joining: calls the function that waits for the other ranks.
+        connector: calls the function that waits for the other ranks.
         """
         config, count = self.config, self.config.tensor_parallel
         if torch.device(config.device).type == "cuda":
             config = replace(config, device=f"cuda:{rank}")
             torch.cuda.set_device(rank)
-        joined = joining(lambda: join(torch.device(config.device), Path(self.joined), rank, count))
+        joined = connector(lambda: join(torch.device(config.device), Path(self.joined), rank, count))
         return self.models(config, Shards(rank, count, joined))
 
-    def executor_of(self, loaded: Loaded) -> tuple[Executor, Loaded]:
+    def executor_of(self, loaded: LoadedModels) -> tuple[Executor, LoadedModels]:
         """Returns the executor, and the models with the number of pages that fits on every rank."""
         if loaded.device.type == "cuda":
             pages = torch.tensor(measure_pages(loaded, self.requested_pages), device=loaded.device)

@@ -25,12 +25,12 @@ from espalier.startup.sources import INDEX_BYTES, choose_sources, shares_rows, s
 from espalier.startup.threads import ThreadFacts, choose_threads
 from espalier.startup.tree_cost import ChipFigures, PassWeights
 from espalier.startup.tree_policy import (
-    Machine,
-    as_deep_as,
+    PredictedCosts,
+    adaptive_tree_choices,
     busy_chunk_size,
     choose_trees,
-    choose_while_running,
-    names_tree,
+    has_tree_settings,
+    with_depth_of,
 )
 
 STEPS, TOPK, NUM_DRAFT_TOKENS = 5, 4, 16
@@ -73,8 +73,9 @@ DEFAULTS = {
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Facts about machine and models, known before weights are loaded.  With several ranks, they are those of one rank.
+class StartupFacts:
+    """Facts about machine and models, known before weights are loaded.  With several ranks, they are those of
+    one rank.
 
     free_bytes: free memory of the device; weights: counts for target and draft together; stored_dtype: dtype of the
     target's checkpoint; layer_specs: specs of the target's layers, then of the draft's; hidden_size, num_layers: sizes
@@ -218,11 +219,11 @@ def choose_algorithm(config: EngineConfig, draft_algorithm: str | None) -> str:
 
 
 def resolve(
-    config: EngineConfig, model: str, draft: str | None, spec: DraftSpec, device: torch.device, facts: Facts
+    config: EngineConfig, model: str, draft: str | None, spec: DraftSpec, device: torch.device, facts: StartupFacts
 ) -> ResolvedConfig:
     """Resolves each "auto" and checks all fields together.  Raises EspalierError for values that do not fit."""
     defaults = DEFAULTS[device.type]
-    dtype = _value_or(config.dtype, _dtype(device, facts))
+    dtype = _auto_or(config.dtype, _dtype(device, facts))
     kv_dtype, draft_kv_dtype = _kv_dtypes(config, dtype, facts)
     own, drafts = (
         facts.layer_specs[layers.start : layers.stop] for layers in (facts.target_layers, facts.draft_layers)
@@ -231,23 +232,23 @@ def resolve(
     attention, draft_attention = _attention(config, device, getattr(torch, dtype), facts)
     speculation = config.speculation if isinstance(config.speculation, SpeculationConfig) else SpeculationConfig()
     tree = _tree(speculation, spec)
-    machine = None if facts.chip is None else Machine(facts.chip, facts.pass_weights)
+    predicted = None if facts.chip is None else PredictedCosts(facts.pass_weights, facts.chip)
     max_batch = choose_max_batch(config, facts, getattr(torch, dtype), defaults.max_batch)
-    trees = choose_trees(speculation.by_batch, tree, machine, names_tree(speculation), max_batch)
-    chunk_size = _value_or(config.chunk_size, defaults.chunk_size)
-    overlap = _value_or(config.overlap, defaults.overlap)
+    trees = choose_trees(speculation.by_batch, tree, predicted, has_tree_settings(speculation), max_batch)
+    chunk_size = _auto_or(config.chunk_size, defaults.chunk_size)
+    overlap = _auto_or(config.overlap, defaults.overlap)
     sources = choose_sources(speculation, spec.algorithm, tree, device)
     of_engine = (spec.algorithm, shares_rows(facts.layer_specs, facts.model_impl, device), sources, facts.pass_weights)
-    costs, choices = choose_while_running(speculation, tree, machine, max_batch, *of_engine, spec.max_steps)
+    costs, choices = adaptive_tree_choices(speculation, tree, predicted, max_batch, *of_engine, spec.max_steps)
     layout = RoundLayout(
         max_batch=max_batch,
-        **asdict(as_deep_as(tree, choices)),
-        page_size=_value_or(config.page_size, PAGE_SIZE),
+        **asdict(with_depth_of(tree, choices)),
+        page_size=_auto_or(config.page_size, PAGE_SIZE),
         max_context=_max_context(config, facts, defaults),
         reentry=spec.reentry,
         block_rows=spec.block_rows,
         chunk_size=chunk_size,
-        busy_chunk_size=busy_chunk_size(config, chunk_size, defaults.busy_chunk_size, machine),
+        busy_chunk_size=busy_chunk_size(config, chunk_size, defaults.busy_chunk_size, predicted),
         trees=tuple(trees.items()),
         **source_sizes(sources, on_host=device.type == "cpu" and not overlap),
         choices=choices,
@@ -259,7 +260,7 @@ def resolve(
     if facts.draft_layers:
         exact, left_bound = not overlap and spec.reentry <= 1, spec.reentry > 0
         grouped_backend(draft_attention, *setting, facts.draft_layers, left_bound=left_bound, exact_lengths=exact)
-    prefix_cache = _value_or(config.prefix_cache, True)
+    prefix_cache = _auto_or(config.prefix_cache, True)
     in_dtype = getattr(torch, dtype)
     num_pages, num_snapshots = pages_and_snapshots(config, layout, facts, in_dtype, defaults.memory_share, prefix_cache)
     return ResolvedConfig(
@@ -281,21 +282,21 @@ def resolve(
         graph_batch=_graph_batch(config, layout, device),
         model_impl=facts.model_impl,
         model_overrides=dict(config.model_overrides),
-        seed=_value_or(config.seed, secrets.randbits(63)),
+        seed=_auto_or(config.seed, secrets.randbits(63)),
         round_costs=costs,
         sources=sources,
-        index_bytes=_value_or(speculation.index_bytes, INDEX_BYTES) * ("index" in sources),
+        index_bytes=_auto_or(speculation.index_bytes, INDEX_BYTES) * ("index" in sources),
         tensor_parallel=config.tensor_parallel,
     )
 
 
-def _threads(config: EngineConfig, device: torch.device, facts: Facts, dtype: torch.dtype) -> int:
+def _threads(config: EngineConfig, device: torch.device, facts: StartupFacts, dtype: torch.dtype) -> int:
     """Returns the number of threads of each rank.  On a CPU all ranks share the cores."""
     threads = choose_threads(config.threads, device.type, facts.weights.nbytes(dtype), facts.threads)
     return max(threads // config.tensor_parallel, 1) if is_open(config.threads) else threads
 
 
-def _attention(config: EngineConfig, device: torch.device, dtype: torch.dtype, facts: Facts) -> tuple[str, str]:
+def _attention(config: EngineConfig, device: torch.device, dtype: torch.dtype, facts: StartupFacts) -> tuple[str, str]:
     """Returns the attention backends of target and draft, by default the same.
 
     Raises EspalierError if draft_attention is set and the drafter has no layers.
@@ -312,33 +313,33 @@ def _attention(config: EngineConfig, device: torch.device, dtype: torch.dtype, f
     return target, choose_backends(draft_backend, device.type, dtype, facts.layer_specs, facts.draft_layers)
 
 
-def _kv_dtypes(config: EngineConfig, dtype: str, facts: Facts) -> tuple[str, str]:
+def _kv_dtypes(config: EngineConfig, dtype: str, facts: StartupFacts) -> tuple[str, str]:
     """Returns kv_dtype and draft_kv_dtype.  Raises EspalierError for a dtype that is neither FP8 nor the model's."""
-    kv_dtype = _value_or(config.kv_dtype, facts.declared_kv_dtype or dtype)
+    kv_dtype = _auto_or(config.kv_dtype, facts.declared_kv_dtype or dtype)
     if is_open(config.kv_dtype) and facts.declared_kv_dtype:
         log.info("kv_dtype=%s, as the checkpoint's kv_cache_scheme declares", kv_dtype)
     if not is_open(config.draft_kv_dtype) and not facts.draft_layers:
         raise EspalierError(
             f"draft_kv_dtype={config.draft_kv_dtype!r} is set, but the drafter has no layers; leave it out"
         )
-    draft_kv_dtype = _value_or(config.draft_kv_dtype, kv_dtype)
+    draft_kv_dtype = _auto_or(config.draft_kv_dtype, kv_dtype)
     for name, value in (("kv_dtype", kv_dtype), ("draft_kv_dtype", draft_kv_dtype)):
         if value not in (FP8_KV, dtype):
             raise EspalierError(f"{name}={value!r} differs from dtype={dtype!r}; use {dtype}, {FP8_KV} or 'auto'")
     return kv_dtype, draft_kv_dtype
 
 
-def _value_or(value: Any, default: Any) -> Any:
+def _auto_or(value: Any, default: Any) -> Any:
     return default if is_open(value) else value
 
 
-def _dtype(device: torch.device, facts: Facts) -> str:
+def _dtype(device: torch.device, facts: StartupFacts) -> str:
     if device.type == "cpu" or facts.stored_dtype not in DTYPES:
         return "float32"
     return facts.stored_dtype
 
 
-def _max_context(config: EngineConfig, facts: Facts, defaults: DeviceDefaults) -> int:
+def _max_context(config: EngineConfig, facts: StartupFacts, defaults: DeviceDefaults) -> int:
     if is_open(config.max_context):
         return min(facts.max_position, defaults.most_context)
     if int(config.max_context) > facts.max_position:
@@ -359,7 +360,7 @@ def _tree(speculation: SpeculationConfig, spec: DraftSpec) -> TreeShape:
         return PLAIN
     limit = BLOCK_STEPS if spec.max_steps is None else spec.max_steps
     default_steps, default_topk = (min(BLOCK_STEPS, limit), BLOCK_TOPK) if spec.block_rows else (STEPS, TOPK)
-    steps, topk = _value_or(speculation.steps, default_steps), _value_or(speculation.topk, default_topk)
+    steps, topk = _auto_or(speculation.steps, default_steps), _auto_or(speculation.topk, default_topk)
     if spec.max_steps is not None and steps > spec.max_steps:
         raise EspalierError(
             f"steps={steps} is above the {spec.max_steps} tokens that this draft proposes in a round; lower it"
@@ -367,7 +368,7 @@ def _tree(speculation: SpeculationConfig, spec: DraftSpec) -> TreeShape:
     if not steps:
         _refuse_tree(speculation, "steps=0")
     num_draft_tokens = min(NUM_DRAFT_TOKENS, max_draft_tokens(steps, topk))
-    return TreeShape(steps, topk, _value_or(speculation.num_draft_tokens, num_draft_tokens))
+    return TreeShape(steps, topk, _auto_or(speculation.num_draft_tokens, num_draft_tokens))
 
 
 def _refuse_tree(speculation: SpeculationConfig, cause: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from espalier.config import is_open
-from espalier.cores import SPIN_COUNT, SPINS, physical_cores, waits_shortly
+from espalier.cores import SPIN_COUNT, SPINS, physical_cores, spins_briefly
 from espalier.errors import EspalierError
 
 # There is one thread for each of these.  A thread reads them in about 20 ms.  The barriers of a pass take much less:
@@ -59,7 +59,7 @@ def choose_threads(requested: int | str, device: str, weight_bytes: int, facts: 
 def use_threads(threads: int) -> None:
     """Sets PyTorch's number of threads for the whole process, so for all models in it."""
     torch.set_num_threads(threads)
-    if threads > 1 and not waits_shortly():
+    if threads > 1 and not spins_briefly():
         log.warning(
             "CPU threads: %d, which are slow where other programs use the cores, as PyTorch was imported before "
             "espalier; import espalier first, set %s=%s, or use threads=1",

@@ -21,7 +21,7 @@ import torch
 
 from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.cache.states import bytes_per_state
-from espalier.engine.acceptance import accept_length
+from espalier.engine.acceptance import assumed_accept_length
 from espalier.kernels.layers.experts_plan import expected_active_experts
 from espalier.layout import PLAIN, TreeShape, next_bucket
 from espalier.models.config import ModelConfig
@@ -35,7 +35,7 @@ SMALLER_TREES = (TreeShape(5, 4, 16), TreeShape(3, 2, 8), TreeShape(3, 1, 4), Tr
 # overlap: with 1 they would add up, with infinity the longer one would hide the other.
 LAYER_OVERHEAD_S, PASS_OVERHEAD_S, CACHE_SHARE, OVERLAP = 1.3e-5, 1e-4, 0.8, 2.25
 # A tree replaces the tree of smaller batches if it is predicted to be this many times as fast.
-WORTH_A_CHANGE = 1.03
+MIN_SPEEDUP = 1.03
 # Committed tokens of a request.  A round reads their K/V once.
 CONTEXT = 1024
 
@@ -206,9 +206,9 @@ def trees_by_cost(
     chosen: dict[int, TreeShape] = {}
     current = configured
     for batch in _buckets(max_batch):
-        rates = {tree: accept_length(tree) / weights.round_seconds(tree, batch, chip) for tree in trees}
+        rates = {tree: assumed_accept_length(tree) / weights.round_seconds(tree, batch, chip) for tree in trees}
         best = max(trees, key=lambda tree: rates[tree])
-        if rates[best] > WORTH_A_CHANGE * rates[current]:
+        if rates[best] > MIN_SPEEDUP * rates[current]:
             chosen[batch] = current = best
     return chosen
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from espalier.config import EngineConfig, RoundCosts, SpeculationConfig, is_open
-from espalier.engine.acceptance import ACCEPTED_BY, FIRST_CHILD, at_level, gains
+from espalier.engine.acceptance import FIRST_CHILD_RATES, MEASURED_DRAFT, gains, scaled_first_child_rates
 from espalier.engine.round_times import CpuCosts
-from espalier.errors import EspalierError, once_each
+from espalier.errors import EspalierError, without_duplicate_keys
 from espalier.layout import MIN_CHUNK_WIDTH, PLAIN, TREE_FIELDS, TreeShape, next_bucket
 from espalier.startup.tree_cost import CONTEXT, ChipFigures, PassWeights, smaller_trees, trees_by_cost
 
@@ -30,27 +30,30 @@ MOST_TREES = 4
 SHARED_ROWS = 4
 # The depth of looked-up guesses in a round without a draft pass on a CPU.  A text that repeats itself often does so for
 # long, and a guess is cut where its rows do not pay.
-LOOKED_UP_STEPS = 12
+MAX_LOOKUP_STEPS = 12
 # The assumed drafts, each given by how often the first child is accepted at depth 1.
-LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+ACCEPTANCE_LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 # Any single tree may be this many times as fast as predicted.
-UNSURE = 1.1
+RATE_UNCERTAINTY = 1.1
 
 Choices = tuple[tuple[int, tuple[TreeShape, ...]], ...]
 
 
 @dataclass(frozen=True)
 class PredictedCosts:
-    """RoundCosts of a GPU, predicted from the sizes of the models and the chip's figures."""
+    """RoundCosts of a GPU, predicted from the sizes of the models and the chip's figures.
+
+    weights: of target and draft together.
+    """
 
     weights: PassWeights
     chip: ChipFigures
-    by_clock: bool = True
+    uses_clock: bool = True
 
     def seconds(self, tree: TreeShape, batch: int, context: float) -> float:
         return self.weights.round_seconds(tree, batch, self.chip, context)
 
-    def of_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
+    def seconds_for_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
         raise NotImplementedError
 
 
@@ -72,7 +75,7 @@ def tree_sets(
         fitting = [tree for tree in dict.fromkeys((halved, *trees)) if tree.num_draft_tokens <= halved.num_draft_tokens]
         trees_of_bucket = [tree for tree in fitting if tree != PLAIN]
         if shares and bucket > 1:
-            trees_of_bucket += [shared for tree in trees_of_bucket for shared in sharing(tree)]
+            trees_of_bucket += [shared for tree in trees_of_bucket for shared in with_shared_rows(tree)]
         shapes = best_set(trees_of_bucket, costs, bucket)
         if looks_up:
             shapes += (replace(halved, drafts=False),)
@@ -82,7 +85,7 @@ def tree_sets(
     return tuple(sets.items())
 
 
-def sharing(tree: TreeShape) -> list[TreeShape]:
+def with_shared_rows(tree: TreeShape) -> list[TreeShape]:
     """The tree with shared rows, if it has enough nodes for that."""
     return [replace(tree, shared_rows=SHARED_ROWS)] if tree.num_draft_tokens >= 2 * SHARED_ROWS else []
 
@@ -93,8 +96,8 @@ def best_set(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) -> t
     At most one of them shares its rows, because such trees differ little.
     """
     every = (*trees, PLAIN)
-    known, *supposed = (_rates(every, costs, batch, level) for level in (FIRST_CHILD[0], *LEVELS))
-    supposed += [{**rates, tree: rates[tree] * UNSURE} for rates in supposed for tree in trees]
+    known, *supposed = (_rates(every, costs, batch, level) for level in (FIRST_CHILD_RATES[0], *ACCEPTANCE_LEVELS))
+    supposed += [{**rates, tree: rates[tree] * RATE_UNCERTAINTY} for rates in supposed for tree in trees]
 
     def shares(kept: Sequence[TreeShape]) -> list[float]:
         return [max(rates[tree] for tree in (*kept, PLAIN)) / max(rates.values()) for rates in supposed]
@@ -111,7 +114,7 @@ def best_set(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) -> t
 
 def _rates(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int, level: float) -> dict[TreeShape, float]:
     """The tokens a second of a request, by tree.  level: how often the first child is accepted at depth 1."""
-    first_child = at_level(level, max(tree.steps for tree in trees))
+    first_child = scaled_first_child_rates(level, max(tree.steps for tree in trees))
     return {tree: (1 + gains(tree, first_child)[-1]) / costs.seconds(tree, batch, CONTEXT) for tree in trees}
 
 
@@ -124,52 +127,44 @@ log = logging.getLogger("espalier")
 Trees = dict[int, TreeShape]
 
 
-@dataclass(frozen=True)
-class Machine:
-    """The facts that trees are predicted from.  weights: of target and draft together."""
-
-    chip: ChipFigures
-    weights: PassWeights
-
-
 def choose_trees(
-    requested: Any, configured: TreeShape, machine: Machine | None, is_named: bool = False, max_batch: int = 1
+    requested: Any, configured: TreeShape, costs: PredictedCosts | None, is_named: bool = False, max_batch: int = 1
 ) -> Trees:
     """The trees that differ from the configured tree, as a table: least number of requests -> tree.
 
-    requested: a table, the path of a table, or "auto"; machine: None if nothing is predicted, as on a CPU.
+    requested: a table, the path of a table, or "auto"; costs: None if nothing is predicted, as on a CPU.
     is_named: whether the user set the configured tree; max_batch: the largest batch.
     Logs one line with the trees and the reason; the line is a warning if "auto" may replace the user's tree.
     Raises EspalierError, which names the fault of a table.  RoundLayout checks that trees fit the configured tree.
     """
     if isinstance(requested, Mapping):
-        chosen, why = parse(requested, "by_batch"), "set by by_batch"
+        chosen, why = parse_trees(requested, "by_batch"), "set by by_batch"
     elif requested != "auto":
-        chosen, why = read(Path(requested)), f"read from {requested}"
+        chosen, why = read_trees(Path(requested)), f"read from {requested}"
     elif configured == PLAIN:
         return {}
-    elif machine is None:
+    elif costs is None:
         chosen, why = {}, "trees of smaller batches are not predicted for this device"
     else:
-        chosen, why = _predicted_trees(configured, machine, max_batch)
+        chosen, why = _predicted_trees(configured, costs, max_batch)
     if requested == "auto":
-        chosen, why = _bounded(chosen, configured, max_batch), why
+        chosen = _limit_trees(chosen, configured, max_batch)
     listed = "; ".join(f"from {least} requests on {shape}" for least, shape in chosen.items())
-    replaces_named = requested == "auto" and is_named and machine is not None
+    replaces_named = requested == "auto" and is_named and costs is not None
     level = logging.WARNING if replaces_named else logging.INFO
     log.log(level, "trees by batch: %s%s (%s)", configured, f"; {listed}" if chosen else " at every batch", why)
     return chosen
 
 
-def names_tree(speculation: SpeculationConfig) -> bool:
+def has_tree_settings(speculation: SpeculationConfig) -> bool:
     """Whether the user set any size of the tree."""
     return any(not is_open(getattr(speculation, name)) for name in TREE_FIELDS)
 
 
-def choose_while_running(
+def adaptive_tree_choices(
     speculation: SpeculationConfig,
     configured: TreeShape,
-    machine: Machine | None,
+    costs: PredictedCosts | None,
     max_batch: int,
     algorithm: str,
     shares: bool,
@@ -189,36 +184,35 @@ def choose_while_running(
     if speculation.by_batch != "auto" or configured == PLAIN:
         return None, ()
     looks_up = algorithm != "ngram" and bool(sources)
-    if machine is not None:
-        costs = PredictedCosts(machine.weights, machine.chip)
+    if costs is not None:
         return costs, tree_sets(configured, costs, max_batch, MAX_VERIFY_ROWS, shares, looks_up)
     if algorithm == "ngram" and speculation == SpeculationConfig():
         return CpuCosts(), ((1, (configured, PLAIN)),)
-    if looks_up and {*sources} != {"prediction"} and not names_tree(speculation):
-        deepest = max(configured.steps, min(LOOKED_UP_STEPS, most_steps or LOOKED_UP_STEPS))
+    if looks_up and {*sources} != {"prediction"} and not has_tree_settings(speculation):
+        deepest = max(configured.steps, min(MAX_LOOKUP_STEPS, most_steps or MAX_LOOKUP_STEPS))
         lone = (configured, replace(configured, steps=deepest, drafts=False), PLAIN)
-        shared = tuple(sharing(configured)) if shares else ()
+        shared = tuple(with_shared_rows(configured)) if shares else ()
         return CpuCosts(draft=weights.draft / weights.dense), ((1, lone), (2, (*lone, *shared)))
     return None, ()
 
 
-def as_deep_as(tree: TreeShape, choices: Choices) -> TreeShape:
+def with_depth_of(tree: TreeShape, choices: Choices) -> TreeShape:
     """The tree with as many steps as the deepest choice, so that buffers of its size hold every choice."""
     return replace(tree, steps=max([tree.steps, *(shape.steps for _, shapes in choices for shape in shapes)]))
 
 
-def _predicted_trees(configured: TreeShape, machine: Machine, max_batch: int) -> tuple[Trees, str]:
+def _predicted_trees(configured: TreeShape, costs: PredictedCosts, max_batch: int) -> tuple[Trees, str]:
     """The trees that tree_cost.py predicts, and a sentence with the figures behind the prediction."""
-    chip, routing = machine.chip, "for uniform routing " if machine.weights.expert else ""
+    chip, routing = costs.chip, "for uniform routing " if costs.weights.expert else ""
     why = (
         f"predicted {routing}from {chip.bandwidth / 1e12:.1f} TB/s and {chip.peak / 1e12:.0f} TFLOP/s, as measured on "
-        f"{chip.gpu}, and from the accept lengths of {ACCEPTED_BY}, to begin with; others "
+        f"{chip.gpu}, and from the accept lengths of {MEASURED_DRAFT}, to begin with; others "
         "follow while the engine runs; by_batch={} keeps the tree"
     )
-    return trees_by_cost(configured, machine.weights, max_batch, chip), why
+    return trees_by_cost(configured, costs.weights, max_batch, chip), why
 
 
-def _bounded(trees: Trees, configured: TreeShape, max_batch: int) -> Trees:
+def _limit_trees(trees: Trees, configured: TreeShape, max_batch: int) -> Trees:
     """These trees, and for smaller batches trees with half the nodes, as often as rows would exceed MAX_VERIFY_ROWS."""
     halves: Trees = {}
     shape, end = configured, min([*trees, max_batch + 1])
@@ -228,7 +222,7 @@ def _bounded(trees: Trees, configured: TreeShape, max_batch: int) -> Trees:
     return halves | trees
 
 
-def parse(table: Mapping[Any, Any], where: str) -> Trees:
+def parse_trees(table: Mapping[Any, Any], where: str) -> Trees:
     """The trees of a table {requests: TreeShape or the fields of one}.  With steps 0 the other fields may be missing.
 
     Raises EspalierError, which names the bad entry.
@@ -269,12 +263,12 @@ def _shape(value: Any, where: str) -> TreeShape:
         raise EspalierError(f"{where}: {error}") from None
 
 
-def read(path: Path) -> Trees:
-    """Read a table that `write` wrote.  Raises EspalierError, which names the file."""
-    return parse(_read_object(path, "table of trees; `espalier bench choose` writes one"), str(path))
+def read_trees(path: Path) -> Trees:
+    """Read a table that `write_trees` wrote.  Raises EspalierError, which names the file."""
+    return parse_trees(_read_object(path, "table of trees; `espalier bench choose` writes one"), str(path))
 
 
-def write(path: Path, trees: Mapping[int, TreeShape]) -> None:
+def write_trees(path: Path, trees: Mapping[int, TreeShape]) -> None:
     """Write a table as JSON.  Raises EspalierError if the file cannot be written."""
     lines = [f"  {json.dumps(str(least))}: {json.dumps(shape.sizes)}" for least, shape in trees.items()]
     try:
@@ -287,7 +281,7 @@ def _read_object(path: Path, what: str) -> dict[str, Any]:
     if not os.path.isfile(path):
         raise EspalierError(f"{path} is not a file; name a {what}")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once_each)
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_duplicate_keys)
     except (OSError, ValueError) as error:
         raise EspalierError(f"{path} cannot be read ({error}); name a {what}") from None
     if not isinstance(content, dict):
@@ -302,7 +296,7 @@ PAUSE_MS = 20.0
 LEAST_RATE = 2.0
 
 
-def busy_chunk_size(config: EngineConfig, chunk_size: int, default: int, machine: Machine | None) -> int:
+def busy_chunk_size(config: EngineConfig, chunk_size: int, default: int, costs: PredictedCosts | None) -> int:
     """The most rows of a prefill pass while streams wait.
 
     chunk_size: the most rows of any pass; default: the value for a machine whose passes are not predicted.
@@ -316,34 +310,34 @@ def busy_chunk_size(config: EngineConfig, chunk_size: int, default: int, machine
                 "passes that streams wait for; remove one of them"
             )
         return int(config.busy_chunk_size)
-    if machine is None:
+    if costs is None:
         if not is_open(config.max_pause_ms):
             raise EspalierError(
                 f"max_pause_ms={config.max_pause_ms} needs the predicted time of a pass, and a CPU has none; set "
                 "busy_chunk_size, the rows of a pass, instead"
             )
         return min(default, chunk_size)
-    least = _pass_ms(machine, MIN_CHUNK_WIDTH)
+    least = _pass_ms(costs, MIN_CHUNK_WIDTH)
     bound_ms = max(PAUSE_MS, LEAST_RATE * least) if is_open(config.max_pause_ms) else float(config.max_pause_ms)
     if bound_ms < least:
         raise EspalierError(
             f"max_pause_ms={config.max_pause_ms} is below the {least:.1f} ms that the smallest prefill pass, of "
-            f"{MIN_CHUNK_WIDTH} rows, is predicted to take on {machine.chip.gpu}; raise it"
+            f"{MIN_CHUNK_WIDTH} rows, is predicted to take on {costs.chip.gpu}; raise it"
         )
     # The widths of passes are multiples of MIN_CHUNK_WIDTH.
     steps_down = range(chunk_size // MIN_CHUNK_WIDTH, 0, -1)
-    rows = next(step * MIN_CHUNK_WIDTH for step in steps_down if _pass_ms(machine, step * MIN_CHUNK_WIDTH) <= bound_ms)
+    rows = next(step * MIN_CHUNK_WIDTH for step in steps_down if _pass_ms(costs, step * MIN_CHUNK_WIDTH) <= bound_ms)
     log.info(
         "streams wait for prefill passes of at most %d rows, predicted to take %.1f ms (max_pause_ms=%.4g%s)",
         rows,
-        _pass_ms(machine, rows),
+        _pass_ms(costs, rows),
         bound_ms,
         "" if not is_open(config.max_pause_ms) else ", by default",
     )
     return rows
 
 
-def _pass_ms(machine: Machine, rows: int) -> float:
+def _pass_ms(costs: PredictedCosts, rows: int) -> float:
     """The predicted time of a prefill pass: a draft runs over its rows too."""
-    weights, chip = machine.weights, machine.chip
+    weights, chip = costs.weights, costs.chip
     return 1000 * (weights.target_seconds(rows, chip) + (weights.draft_seconds(rows, chip) if weights.draft else 0))

@@ -219,7 +219,7 @@ class ChatPlan:
 
     def template_reads(self, variable: str) -> bool:
         """Whether the chat template reads a variable."""
-        return self.tokenizer is not None and self.tokenizer.shows(variable)
+        return self.tokenizer is not None and self.tokenizer.template.reads(variable)
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Returns the messages in the form that this model's chat template takes."""
@@ -272,7 +272,7 @@ class ChatPlan:
         if reasoning.includes_calls:
             return not self.answer_start(prompt)
         is_closed = reasoning.end in self._last_turn(prompt)
-        return not is_closed and any(map(self.tokenizer.shows, reasoning.template_switches))
+        return not is_closed and any(map(self.tokenizer.template.reads, reasoning.template_switches))
 
     def _is_in_reasoning(self, prompt: Sequence[int]) -> bool:
         """Whether the prompt ends inside the reasoning."""

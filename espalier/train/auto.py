@@ -212,7 +212,7 @@ def ask_itself(target: Path, path: Path, device: str, seconds: float) -> Path:
     if path.exists():
         return path
     tokenizer = load_tokenizer(target, int(read_target(target)["vocab_size"]))
-    if tokenizer is None or not tokenizer.template_text:
+    if tokenizer is None or not tokenizer.template.text:
         raise EspalierError(f"--target {target} has no chat template, so it asks no questions; give --data")
     mark = "MARK-OF-THE-QUESTION"
     whole = tokenizer.hf.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)

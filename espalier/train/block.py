@@ -1,18 +1,16 @@
 """Trains a block draft for a frozen target, on given text and on the target's own text.
 
-`espalier train block` runs `train_block`.  `evaluate_block` measures a draft without the engine.  The file has the
+The file has the
 `dspark` form of vLLM's speculators, with a Markov head of rank `edge_rank` (0: none) and of one of three kinds.  It has
 no confidence head, and it leaves out the embedding and the lm_head, which are the target's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
@@ -23,12 +21,10 @@ from espalier.kernels.tree.edges import DepthRows, rank_depth
 from espalier.speculate.drafters.one_pass import with_edges, without_edges
 from espalier.train.block_head import BlockHead, BlockShape, block_loss
 from espalier.train.checkpoint import layer_fields, shape_in, write_checkpoint
-from espalier.train.configs import MIN_CAPTURED_LAYERS, read_config
-from espalier.train.data import Data
-from espalier.train.draft_run import DraftRun, Loss, prepare_run, train_draft
-from espalier.train.evaluate import AcceptReport, continued, print_reports, report, require_room
+from espalier.train.configs import read_config
+from espalier.train.draft_run import Loss
 from espalier.train.settings import BlockConfig
-from espalier.train.target import Eagle3Target, FrozenTarget, training_device
+from espalier.train.target import Eagle3Target, FrozenTarget
 
 # (topk, num_draft_tokens) of the trees to measure; the first is a chain.
 TREES = {"chain": (1, 0), "tree of 16": (8, 16), "tree of 64": (8, 64)}
@@ -50,17 +46,6 @@ def new_head(target: Eagle3Target, config: BlockConfig) -> BlockHead:
     head = BlockHead(shape).to(target.device)
     head.norm.weight.data.copy_(target.final_norm)
     return head
-
-
-def train_block(target_dir: Path, data: Data, out: Path, work: Path, config: BlockConfig) -> dict[str, float]:
-    """Train a draft, save it to `out`, and return the run's figures."""
-    files = prepare_run("block", target_dir, data, out, work, config, MIN_CAPTURED_LAYERS)
-    target = Eagle3Target(target_dir, training_device())
-    head = new_head(target, config)
-    loss = torch.compile(block_loss) if target.device.type == "cuda" else block_loss
-    parts = loss_of_batch(head, target, config, loss), partial(save_block, head, target, target_dir, out)
-    measured = partial(measure_block, head, target)
-    return train_draft(DraftRun(head, target, *parts, measured, files, config, token_rows, config.block_size))
 
 
 def loss_of_batch(
@@ -131,6 +116,12 @@ def load_block(directory: Path) -> BlockHead:
     return head
 
 
+def trees_of(head: BlockHead) -> dict[str, tuple[int, int, int]]:
+    """The trees to measure: (steps, topk, num_draft_tokens) by name."""
+    steps, vocab_size = head.shape.block_size, head.shape.vocab_size
+    return {name: (steps, min(topk, vocab_size), nodes or steps + 1) for name, (topk, nodes) in TREES.items()}
+
+
 @torch.no_grad()
 def accept_lengths(
     head: BlockHead, target: FrozenTarget, tokens: Tensor, first: int, topk: int, num_draft_tokens: int
@@ -168,35 +159,3 @@ def accept_lengths(
     for node in range(1, tree.tokens.shape[1]):
         on_path[:, node] &= on_path.gather(1, tree.parents[:, node : node + 1])[:, 0]
     return 1 + (tree.depths * on_path).amax(1)
-
-
-def measure_block(
-    head: BlockHead,
-    target: FrozenTarget,
-    texts: list[np.ndarray],
-    firsts: list[int],
-    trees: Mapping[str, tuple[int, int]] = TREES,
-) -> dict[str, AcceptReport]:
-    """The accept lengths of trees over greedy texts of the target, each with more than a block after its prompt."""
-    reports = {}
-    tokens = [torch.from_numpy(text.astype(np.int64)).to(target.device) for text in texts]
-    for name, (topk, nodes) in trees.items():
-        topk = min(topk, head.shape.vocab_size)
-        lengths = [accept_lengths(head, target, t, f, topk, nodes) for t, f in zip(tokens, firsts, strict=True)]
-        reports[name] = report(lengths, texts, firsts)
-    return reports
-
-
-def evaluate_block(
-    draft_dir: Path, target_dir: Path, prompts: list[list[int]], num_tokens: int
-) -> dict[str, AcceptReport]:
-    """Measure a draft with `TREES`; print and return the accept lengths."""
-    head = load_block(draft_dir)
-    steps = head.shape.block_size
-    require_room(num_tokens, steps)
-    texts, firsts = continued(target_dir, prompts, num_tokens, steps)
-    target = Eagle3Target(target_dir, training_device())
-    head = head.to(target.device, target.head.dtype).eval()
-    reports = measure_block(head, target, texts, firsts)
-    print_reports([(name, steps, TREES[name][0], TREES[name][1] or steps + 1, r) for name, r in reports.items()])
-    return reports

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, fields
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from espalier.config import supported
 from espalier.errors import EspalierError, one_line, require_int
@@ -17,7 +17,7 @@ from espalier.startup.checkpoints import find_draft, find_target, require_names
 from espalier.terminal.console import HelpText
 from espalier.terminal.flags import flag_of
 from espalier.train.configs import MIN_CAPTURED_LAYERS, kind_in, read_target
-from espalier.train.settings import BlockConfig, Eagle3Config, MtpConfig, OwnTextConfig, TrainConfig
+from espalier.train.settings import BlockConfig, Eagle3Config, MtpConfig, OwnTextConfig, TrainConfig, advice_on_room
 from espalier.train.work import require_folder
 
 BAD_INPUT = 2
@@ -33,52 +33,26 @@ DATA_HELP = (
 OUT_HELP = "where the draft goes; a finished draft of the same kind there is replaced, another model refused"
 
 
-@dataclass(frozen=True)
-class Trainer:
-    """The functions of a kind of draft.
-
-    train, evaluate: "module:function".  The modules import PyTorch, so they are imported only for a run.
-    train: (target's directory, Data, out, work, config) -> figures; evaluate: (draft's directory, target's
-    directory, prompts, tokens to continue each by); min_layers: the least layers of a target.
-    """
+class Trainer(NamedTuple):
+    """A kind of draft: the help of its command, its settings, and the least layers of a target."""
 
     help: str
     config: type[TrainConfig]
-    train: str
-    evaluate: str
     min_layers: int = 1
 
 
 TRAINERS = MappingProxyType(
     {
-        "eagle3": Trainer(
-            "train an EAGLE-3 draft for a target",
-            Eagle3Config,
-            "espalier.train.eagle3:train_eagle3",
-            "espalier.train.evaluate:evaluate_draft",
-            MIN_CAPTURED_LAYERS,
-        ),
-        "mtp": Trainer(
-            "train an MTP head of one or several layers for a target",
-            MtpConfig,
-            "espalier.train.mtp:train_mtp",
-            "espalier.train.mtp:evaluate_mtp",
-        ),
-        "block": Trainer(
-            "train a block draft (DSpark's form) for a target",
-            BlockConfig,
-            "espalier.train.block:train_block",
-            "espalier.train.block:evaluate_block",
-            MIN_CAPTURED_LAYERS,
-        ),
+        "eagle3": Trainer("train an EAGLE-3 draft for a target", Eagle3Config, MIN_CAPTURED_LAYERS),
+        "mtp": Trainer("train an MTP head of one or several layers for a target", MtpConfig),
+        "block": Trainer("train a block draft (DSpark's form) for a target", BlockConfig, MIN_CAPTURED_LAYERS),
     }
 )
-
-
 COMMANDS = (*TRAINERS, "own-text", "evaluate", "auto")
 
 
 def function(path: str) -> Callable[..., Any]:
+    """Imports "module:function".  The trainer's modules import PyTorch, so they are imported only for a run."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
@@ -211,7 +185,7 @@ def _train(arguments: argparse.Namespace) -> None:
     target = find_target(arguments.target, "--target")
     config.require_target(read_target(target, trainer.min_layers))
     data = function("espalier.train.data:read_data")(arguments.data, target)
-    function(trainer.train)(target, data, out, work, config)
+    function("espalier.train.kinds:train")(arguments.command, target, data, out, work, config)
 
 
 def _auto(arguments: argparse.Namespace) -> None:
@@ -256,10 +230,9 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     if longest + arguments.max_tokens > positions:
         raise EspalierError(
             f"--max-tokens={arguments.max_tokens} is too many: a prompt has {longest} tokens, and the target has "
-            f"{positions} positions; use at most {positions - longest}, or shorter prompts"
+            f"{positions} positions; {advice_on_room(longest, positions)}"
         )
-    function("espalier.train.evaluate:require_fitting")(draft, target)
-    function(TRAINERS[kind].evaluate)(draft, target, prompts, arguments.max_tokens)
+    function("espalier.train.kinds:evaluate")(kind, draft, target, prompts, arguments.max_tokens)
 
 
 def require_data(path: Path) -> None:

@@ -103,7 +103,7 @@ def _inputs(target: Path, config: dict[str, Any]) -> InputProcessor:
     vocab_size, positions = int(config["vocab_size"]), int(config["max_position_embeddings"])
     try:
         inputs = InputProcessor(ModelFacts(str(target), vocab_size, positions), load_tokenizer(target, vocab_size))
-        inputs.text_of("text")
+        inputs.require_tokenizer("text")
         return inputs
     except EspalierError as error:
         raise EspalierError(

@@ -1,25 +1,18 @@
-"""Trains an EAGLE-3 draft for a frozen target by training-time test, on given text and on the target's own text.
-
-`espalier train eagle3` runs `train_eagle3`.
-"""
+"""New EAGLE-3 drafts for a frozen target, and their loss by training-time test."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.train.checkpoint import draft_shape, save_draft
-from espalier.train.configs import MIN_CAPTURED_LAYERS
-from espalier.train.data import Data
+from espalier.train.checkpoint import draft_shape
 from espalier.train.draft import Eagle3Draft, training_loss
-from espalier.train.draft_run import DraftRun, Loss, prepare_run, train_draft
-from espalier.train.evaluate import SETTINGS, AcceptReport, measure
+from espalier.train.draft_run import Loss, RunFiles
 from espalier.train.settings import Eagle3Config
-from espalier.train.target import Eagle3Target, FrozenTarget, training_device
+from espalier.train.target import Eagle3Target, FrozenTarget
 
 
 def choose_vocabulary(stream: np.ndarray, greedy_counts: np.ndarray, size: int) -> tuple[np.ndarray, float]:
@@ -39,22 +32,15 @@ def new_draft(target: Eagle3Target, ids: np.ndarray, config: Eagle3Config) -> Ea
     return draft
 
 
-def train_eagle3(target_dir: Path, data: Data, out: Path, work: Path, config: Eagle3Config) -> dict[str, float]:
-    """Train a draft, save it to `out`, and return the run's figures."""
-    files = prepare_run("eagle3", target_dir, data, out, work, config, MIN_CAPTURED_LAYERS)
-    target, counts = Eagle3Target(target_dir, training_device()), files.own.greedy_counts
+def with_vocabulary(
+    target: Eagle3Target, files: RunFiles, config: Eagle3Config
+) -> tuple[Eagle3Draft, dict[str, float]]:
+    """(a new draft for the tokens that the target generates most often, the figure `coverage`)."""
+    counts = files.own.greedy_counts
     seen = files.data.stream if len(files.data.stream) else files.own.texts.tokens
     ids, coverage = choose_vocabulary(seen, counts, min(config.draft_vocab, len(counts)))
     print(f"draft vocabulary {len(ids)} of {len(counts)}: {coverage:.2%} of the target's greedy tokens")
-    draft = new_draft(target, ids, config)
-    loss = torch.compile(training_loss) if target.device.type == "cuda" else training_loss
-
-    def measured(texts: list[np.ndarray], firsts: list[int]) -> dict[str, AcceptReport]:
-        return {name: measure(draft, target, texts, firsts, *tree) for name, tree in SETTINGS.items()}
-
-    loss_of = loss_of_batch(draft, target, config, loss)
-    run = DraftRun(draft, target, loss_of, lambda: save_draft(draft, out), measured, files, config)
-    return train_draft(run, coverage=coverage)
+    return new_draft(target, ids, config), {"coverage": coverage}
 
 
 def loss_of_batch(

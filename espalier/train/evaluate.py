@@ -16,12 +16,9 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.models import read_config
-from espalier.speculate.drafters.registry import read_draft
 from espalier.terminal.console import print_table
-from espalier.train.checkpoint import load_draft
 from espalier.train.draft import Eagle3Draft
-from espalier.train.target import Eagle3Target, FrozenTarget, training_device
+from espalier.train.target import FrozenTarget
 from espalier.train.writer import Writer, repeated
 
 
@@ -142,31 +139,9 @@ def report(lengths: list[Tensor], texts: list[np.ndarray], firsts: list[int]) ->
     return AcceptReport(means[0], means[1], means[2], len(looping) / max(1, len(looping) + len(fresh)))
 
 
-def measure(
-    draft: Eagle3Draft,
-    target: FrozenTarget,
-    texts: list[np.ndarray],
-    firsts: list[int],
-    steps: int,
-    topk: int,
-    nodes: int,
-) -> AcceptReport:
-    """Measure a draft.  texts: prompts with the target's greedy continuations; firsts: the index where each begins."""
-    lengths = [
-        accept_lengths(draft, target, torch.from_numpy(t.astype(np.int64)).to(target.device), f, steps, topk, nodes)
-        for t, f in zip(texts, firsts, strict=True)
-    ]
-    return report(lengths, texts, firsts)
-
-
 # A continuation of at most this many tokens is not measured.
 SHORTEST = 8
 SETTINGS = {"tree": (5, 4, 16), "chain": (5, 1, 6), "wide tree": (6, 8, 64)}
-
-
-def require_fitting(draft: Path, target: Path) -> None:
-    """Raises EspalierError if the draft is for a target of other sizes, as the engine does."""
-    read_draft(draft, read_config(target))
 
 
 def require_room(num_tokens: int, steps: int) -> None:
@@ -208,16 +183,3 @@ def print_reports(reports: Sequence[tuple[str, int, int, int, AcceptReport]]) ->
     print("Mean accept length over the target's greedy text: of the rounds that decoding has, in new and in repeated")
     print("text, and of a round behind every position.  -: no such round.")
     print_table(rows)
-
-
-def evaluate_draft(
-    draft_dir: Path, target_dir: Path, prompts: list[list[int]], num_tokens: int
-) -> dict[str, AcceptReport]:
-    """Measure a draft with `SETTINGS` (steps, topk, num_draft_tokens); print and return the accept lengths."""
-    device, deepest = training_device(), max(steps for steps, _, _ in SETTINGS.values())
-    require_room(num_tokens, deepest)
-    texts, firsts = continued(target_dir, prompts, num_tokens, deepest)
-    target, draft = Eagle3Target(target_dir, device), load_draft(draft_dir).to(device)
-    reports = {name: measure(draft, target, texts, firsts, *setting) for name, setting in SETTINGS.items()}
-    print_reports([(name, *SETTINGS[name], found) for name, found in reports.items()])
-    return reports

@@ -1,12 +1,8 @@
-"""Trains an MTP head of one or several layers for a frozen target, on given text and on the target's own text.
-
-`espalier train mtp` runs `train_mtp`.  `evaluate_mtp` measures a head without the engine.
-"""
+"""New MTP heads of one or several layers for a frozen target, their loss, and what a text shows of a head."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,14 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.train.checkpoint import layer_fields
-from espalier.train.data import Data
-from espalier.train.draft_run import DraftRun, Loss, prepare_run, train_draft
-from espalier.train.evaluate import AcceptReport, continued, print_reports, report, require_room
+from espalier.train.draft_run import Loss
 from espalier.train.llama import LlamaShape
-from espalier.train.mtp_checkpoint import load_mtp, save_mtp
 from espalier.train.mtp_head import MtpHead, mtp_loss
 from espalier.train.settings import MtpConfig
-from espalier.train.target import FrozenTarget, training_device
+from espalier.train.target import FrozenTarget
 
 
 def new_head(target: FrozenTarget, config: MtpConfig) -> MtpHead:
@@ -32,21 +25,6 @@ def new_head(target: FrozenTarget, config: MtpConfig) -> MtpHead:
     for layer in head.layers:
         layer.final_layernorm.weight.data.copy_(target.final_norm)
     return head
-
-
-def train_mtp(target_dir: Path, data: Data, out: Path, work: Path, config: MtpConfig) -> dict[str, float]:
-    """Train a head, save it to `out`, and return the run's figures."""
-    files = prepare_run("mtp", target_dir, data, out, work, config)
-    target = FrozenTarget(target_dir, training_device())
-    head = new_head(target, config)
-    longest = config.layers + 2
-    loss = torch.compile(mtp_loss) if target.device.type == "cuda" else mtp_loss
-
-    def measured(texts: list[np.ndarray], firsts: list[int]) -> dict[str, AcceptReport]:
-        return {f"chain of {n}": measure_mtp(head, target, texts, firsts, n)[0] for n in (config.layers, longest)}
-
-    parts = loss_of_batch(head, target, config, loss), lambda: save_mtp(head, target_dir, out)
-    return train_draft(DraftRun(head, target, *parts, measured, files, config, depth=longest))
 
 
 def loss_of_batch(
@@ -73,28 +51,25 @@ def matches(head: MtpHead, target: FrozenTarget, tokens: Tensor, first: int, ste
     return torch.stack(found)
 
 
-def measure_mtp(
+def accept_lengths(head: MtpHead, target: FrozenTarget, tokens: Tensor, first: int, steps: int, *_: int) -> Tensor:
+    """The accept lengths of chains of `steps` tokens.  Other arguments: see `matches`."""
+    return 1 + matches(head, target, tokens, first, steps).cumprod(0).sum(0)
+
+
+def agreement_by_depth(
     head: MtpHead, target: FrozenTarget, texts: list[np.ndarray], firsts: list[int], steps: int
-) -> tuple[AcceptReport, list[float]]:
-    """(accept lengths of chains of `steps` tokens, top-1 agreement by depth), over the target's greedy texts."""
-    tokens = [torch.from_numpy(t.astype(np.int64)).to(target.device) for t in texts]
+) -> list[float]:
+    """How often the head's most likely token is the target's, by depth, over the target's greedy texts."""
+    tokens = [torch.from_numpy(text.astype(np.int64)).to(target.device) for text in texts]
     found = [matches(head, target, t, f, steps) for t, f in zip(tokens, firsts, strict=True)]
-    lengths = [1 + m.cumprod(0).sum(0) for m in found]
-    return report(lengths, texts, firsts), torch.cat(found, 1).float().mean(1).tolist()
+    return torch.cat(found, 1).float().mean(1).tolist()
 
 
-def evaluate_mtp(
-    draft_dir: Path, target_dir: Path, prompts: list[list[int]], num_tokens: int
-) -> dict[int, AcceptReport]:
-    """Measure chains with as many steps as the head has layers, and with two more.  Returns reports by steps."""
-    head = load_mtp(draft_dir)
-    layers = head.shape.num_hidden_layers
-    require_room(num_tokens, layers + 2)
-    texts, firsts = continued(target_dir, prompts, num_tokens, layers + 2)
-    target = FrozenTarget(target_dir, training_device())
-    head = head.to(target.device, target.head.dtype)
-    found = {steps: measure_mtp(head, target, texts, firsts, steps) for steps in (layers, layers + 2)}
-    print_reports([("chain", steps, 1, steps + 1, accept) for steps, (accept, _) in found.items()])
-    depths = " ".join(f"{agreement:.3f}" for agreement in found[layers + 2][1])
+def print_agreement(head: MtpHead, target: FrozenTarget, texts: list[np.ndarray], firsts: list[int]) -> None:
+    agreement = agreement_by_depth(head, target, texts, firsts, num_layers(head) + 2)
+    depths = " ".join(f"{share:.3f}" for share in agreement)
     print(f"share of the head's most likely tokens that are the target's, by depth: {depths}")
-    return {steps: accept for steps, (accept, _) in found.items()}
+
+
+def num_layers(head: MtpHead) -> int:
+    return head.shape.num_hidden_layers

@@ -24,7 +24,7 @@ import torch
 from espalier.errors import EspalierError, one_line
 from espalier.train.configs import read_target
 from espalier.train.data import Data
-from espalier.train.settings import OwnTextConfig, TrainConfig, fixed_settings
+from espalier.train.settings import OwnTextConfig, TrainConfig, advice_on_room, fixed_settings
 from espalier.train.target import training_device
 from espalier.train.unfinished_text import Batch, UnfinishedText
 from espalier.train.windows import Texts, Windows, require_windows
@@ -77,10 +77,10 @@ def require_prompts(data: Data, config: OwnTextConfig, target: Path) -> None:
     data, prompts = data.apart()
     positions = int(read_target(target)["max_position_embeddings"])
     if (longest := longest_text(data, config, prompts)) > positions:
+        prompt = longest - config.continuation_tokens
         raise EspalierError(
-            f"--continuation-tokens={config.continuation_tokens} is too long: a prompt has up to "
-            f"{longest - config.continuation_tokens} tokens, and the target {positions} positions; use at most "
-            f"{positions - longest + config.continuation_tokens}, or shorter prompts"
+            f"--continuation-tokens={config.continuation_tokens} is too long: a prompt has up to {prompt} tokens, and "
+            f"the target {positions} positions; {advice_on_room(prompt, positions)}"
         )
     if data.conversations:
         return

@@ -25,6 +25,13 @@ MAX_SEED = 10**8
 MAX_DEPTH = 256
 
 
+def advice_on_room(prompt: int, positions: int) -> str:
+    """What to do if a prompt of so many tokens leaves too few of the target's positions for the tokens asked for."""
+    if prompt >= positions:
+        return "use shorter prompts, or another target"
+    return f"use at most {positions - prompt}, or shorter prompts"
+
+
 @dataclass(frozen=True)
 class OwnTextConfig:
     """The settings of the target's own text.

@@ -21,8 +21,10 @@ def training_device() -> torch.device:
 class FrozenTarget:
     """A target of which a draft reads the last hidden state, after the final norm."""
 
-    def __init__(self, directory: Path, device: torch.device, min_layers: int = 1) -> None:
-        self.config = read_target(directory, min_layers)
+    min_layers = 1
+
+    def __init__(self, directory: Path, device: torch.device) -> None:
+        self.config = read_target(directory, self.min_layers)
         self.device = device
         self.model = _load(directory, device).eval().requires_grad_(False)
 
@@ -47,8 +49,10 @@ class FrozenTarget:
 class Eagle3Target(FrozenTarget):
     """A target of which a draft reads the inputs of layers 2, L / 2 and L - 3, concatenated: EAGLE-3's default."""
 
+    min_layers = MIN_CAPTURED_LAYERS
+
     def __init__(self, directory: Path, device: torch.device) -> None:
-        super().__init__(directory, device, MIN_CAPTURED_LAYERS)
+        super().__init__(directory, device)
         self.captured = captured_layers(self.config)
 
     @torch.no_grad()

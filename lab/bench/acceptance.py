@@ -12,7 +12,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from espalier.bench.drive import Driven, drive, rebuilt, texts
+from espalier.bench.drive import DriveResult, drive, rebuilt, texts
 from espalier.config import SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.engine.launch_input import RoundTrace
@@ -160,7 +160,7 @@ def _settings_of(variant: Variant, settings: dict[str, Any]) -> dict[str, Any]:
     return {**kept, "speculation": variant.speculation}
 
 
-def _generated(llm: LLM, engine: Engine, variant: Variant, num_prompts: int, num_tokens: int) -> Driven:
+def _generated(llm: LLM, engine: Engine, variant: Variant, num_prompts: int, num_tokens: int) -> DriveResult:
     """Continue every prompt by num_tokens tokens on this engine.  Raises EspalierError if the context is too small."""
     prompts = [prompt for prompt, _ in texts(llm, num_prompts)]
     longest, max_context = max(map(len, prompts)), llm.config.layout.max_context
@@ -192,7 +192,7 @@ def _teacher_forced(llm: LLM, name: str, num_prompts: int) -> Acceptance:
 
 def _summarise(
     name: str,
-    driven: Driven,
+    driven: DriveResult,
     traces: dict[str, list[RoundTrace]],
     same: int | None,
 ) -> Acceptance:

@@ -18,7 +18,7 @@ from espalier.errors import EspalierError
 from espalier.llm import LLM, Prepared, prepare
 from espalier.request import SamplingParams
 from espalier.shards import Shards
-from espalier.startup.build import Loaded
+from espalier.startup.build import LoadedModels
 from espalier.startup.load import build_engine_of_ranks, models_of_files
 from espalier.startup.ranks import starting_ranks
 from espalier.terminal.console import print_header, require_writable, stdout, write_json
@@ -57,7 +57,7 @@ class Counted:
     tokens: int
 
 
-def counted_models(config: ResolvedConfig, shards: Shards) -> Loaded:
+def counted_models(config: ResolvedConfig, shards: Shards) -> LoadedModels:
     """What one rank holds (espalier/startup/ranks.py:Models).  Its target's `bits` is a BitCounter."""
     loaded = models_of_files(config, shards)
     target: Any = loaded.target

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from espalier.bench.drive import AS_SET, PLAIN_WAY, BenchEngine, BenchEngines, OfModel, Way
+from espalier.bench.drive import AS_CONFIGURED, PLAIN_DECODING, BenchEngine, BenchEngines, EngineVariant, ModelEngines
 from espalier.bench.linears import ModelShape
-from espalier.cache.layer_spec import of_rank
+from espalier.cache.layer_spec import specs_of_rank
 from espalier.config import EngineConfig, ResolvedConfig, SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
@@ -24,7 +24,7 @@ from espalier.models.shard_sizes import require_shards
 from espalier.models.weight_files import WeightCount
 from espalier.shards import Shards
 from espalier.speculate.drafters.registry import draft_shards, drafter_without_files
-from espalier.startup.resolve import Facts, choose_algorithm, free_memory, resolve
+from espalier.startup.resolve import StartupFacts, choose_algorithm, free_memory, resolve
 from espalier.startup.threads import thread_facts
 from espalier.startup.tree_cost import measure_chip, pass_weights
 from espalier.terminal.console import print_header, require_gpu, require_writable
@@ -38,7 +38,7 @@ from lab.synthetic.checkpoint import Recipe, total_bytes
 # Fields of EngineConfig that --shape decides, or that only a model from files has.
 DECIDED = ("model", "draft", "device", "dtype", "model_overrides")
 
-WAYS = (AS_SET, PLAIN_WAY)
+WAYS = (AS_CONFIGURED, PLAIN_DECODING)
 
 
 def load_sizes(batch: int, context: int) -> dict[str, Any]:
@@ -46,9 +46,9 @@ def load_sizes(batch: int, context: int) -> dict[str, Any]:
     return {"max_batch": batch, "max_context": context, "prefix_cache": False}
 
 
-def way_with(tree: TreeShape) -> Way:
+def way_with(tree: TreeShape) -> EngineVariant:
     """Decoding with this tree at every batch, or plain."""
-    return PLAIN_WAY if tree == PLAIN else {"speculation": SpeculationConfig(**tree.sizes, by_batch={})}
+    return PLAIN_DECODING if tree == PLAIN else {"speculation": SpeculationConfig(**tree.sizes, by_batch={})}
 
 
 class OfShape:
@@ -62,7 +62,7 @@ class OfShape:
         recipe: Recipe,
         settings: Mapping[str, Any],
         device: torch.device,
-        ways: Iterable[Way] = WAYS,
+        ways: Iterable[EngineVariant] = WAYS,
     ) -> None:
         self.recipe, self.settings, self.device, self.ways = recipe, settings, device, tuple(ways)
 
@@ -79,7 +79,7 @@ class OfShape:
         return synthetic_models(self.recipe, self.settings, dtype_on(self.device), self.device, self.position_rows)
 
     @contextmanager
-    def open(self, way: Way = AS_SET) -> Iterator[BenchEngine]:
+    def open(self, way: EngineVariant = AS_CONFIGURED) -> Iterator[BenchEngine]:
         config = self.config(way)
         if (needed := config.layout.position_rows) > self.position_rows:
             raise ValueError(
@@ -88,7 +88,7 @@ class OfShape:
         with self.models.engine_of(config, requested_pages(self.settings)) as (engine, _):
             yield BenchEngine(_llm(engine, config), self.models.prompts)
 
-    def config(self, way: Way = AS_SET) -> ResolvedConfig:
+    def config(self, way: EngineVariant = AS_CONFIGURED) -> ResolvedConfig:
         return shape_config(self.recipe, {**self.settings, **way}, self.device)
 
 
@@ -113,14 +113,14 @@ def shape_config(recipe: Recipe, settings: Mapping[str, Any], device: torch.devi
     algorithm = choose_algorithm(config, spec.algorithm)
     if drafter_without_files(algorithm):
         spec = DraftSpec(algorithm)
-    facts = Facts(
+    facts = StartupFacts(
         free_bytes=free_memory(device) - unmade_bytes(recipe, dtype_on(device), config.tensor_parallel),
         weights=WeightCount(),  # the models are on the device already, or small compared with its free memory
         stored_dtype=dtype,
         max_position=shape.target.max_position,
         layer_specs=(
-            *of_rank(layer_specs_of(shape.target), shards),
-            *of_rank(spec.layers, draft_shards(spec.algorithm, shards)),
+            *specs_of_rank(layer_specs_of(shape.target), shards),
+            *specs_of_rank(spec.layers, draft_shards(spec.algorithm, shards)),
         ),
         hidden_size=shape.target.hidden_size,
         num_layers=shape.target.num_layers,
@@ -149,7 +149,9 @@ def _llm(engine: Engine, config: ResolvedConfig) -> LLM:
     return LLM.from_engine(engine, replace(config, num_pages=engine.pool.num_pages), InputProcessor(facts, None))
 
 
-def engines_of(args: Namespace, defaults: Mapping[str, Any], ways: Iterable[Way] = WAYS, **least: int) -> BenchEngines:
+def engines_of(
+    args: Namespace, defaults: Mapping[str, Any], ways: Iterable[EngineVariant] = WAYS, **least: int
+) -> BenchEngines:
     """Engines of the model or the --shape that the flags name.
 
     defaults: of settings whose flags were not given; ways: all that will be opened; least: the smallest value that each
@@ -165,10 +167,10 @@ def engines_of(args: Namespace, defaults: Mapping[str, Any], ways: Iterable[Way]
     return made
 
 
-def engines_with(args: Namespace, settings: Mapping[str, Any], ways: Iterable[Way] = WAYS) -> BenchEngines:
+def engines_with(args: Namespace, settings: Mapping[str, Any], ways: Iterable[EngineVariant] = WAYS) -> BenchEngines:
     """Engines of the model or the --shape, with settings of LLM.  Raises EspalierError for one that does not fit."""
     if args.shape is None:
-        return OfModel(settings)
+        return ModelEngines(settings)
     refuse_decided(settings)
     device = require_gpu(f"{args.command} --shape")
     recipe = recipe_of(**shape_settings(args, settings))

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from espalier.bench.linears import RoutedExperts, Run
+from espalier.bench.linears import ProductRun, RoutedExperts
 from espalier.bench.timing import Inputs, Matrix, Multiply, Product, Weights, by_layer, in_turn
 from espalier.bench.tune_experts import ChainInputs, random_experts
 from espalier.kernels.layers.experts_plan import ExpertsShape
@@ -72,13 +72,13 @@ class Step:
     shared: the two layers of the shared expert, if it is part of the product.
     """
 
-    run: Run
+    run: ProductRun
     layer: int
     is_experts: bool = False
-    shared: tuple[Run, ...] = ()
+    shared: tuple[ProductRun, ...] = ()
 
 
-def steps_of(runs: Sequence[Run], experts: bool) -> list[Step]:
+def steps_of(runs: Sequence[ProductRun], experts: bool) -> list[Step]:
     """The products in the order of a pass: layer by layer, then the rest.
 
     experts: with those behind routers, at the place where the engine launches them.
@@ -124,7 +124,7 @@ def num_copies(experts: RoutedExperts) -> int:
 class ExpertCalls:
     """The products with the experts behind a router, one for each layer, as MixtureMLP runs them."""
 
-    def __init__(self, router: Run, copies: Sequence[LayerExperts]) -> None:
+    def __init__(self, router: ProductRun, copies: Sequence[LayerExperts]) -> None:
         experts, rows, down = router.experts, router.rows, copies[0].down
         assert experts is not None
         self.copies, dtype = copies, copies[0].dtype
@@ -155,7 +155,7 @@ class ExpertWeights(Weights):
         super().__init__(dtype, device)
         self._experts: dict[str, list[LayerExperts]] = {}
 
-    def experts_of(self, router: Run) -> list[LayerExperts]:
+    def experts_of(self, router: ProductRun) -> list[LayerExperts]:
         """The copies of the experts behind a router."""
         experts = router.experts
         assert experts is not None
@@ -164,7 +164,7 @@ class ExpertWeights(Weights):
             self._experts[router.name] = [LayerExperts.drawn(experts, self.dtype, self.device) for _ in range(count)]
         return self._experts[router.name]
 
-    def chain(self, runs: Sequence[Run], multiply: Multiply, experts: bool = False) -> Callable[[], None]:
+    def chain(self, runs: Sequence[ProductRun], multiply: Multiply, experts: bool = False) -> Callable[[], None]:
         """A function that runs all products of `steps_of`.  Experts are multiplied as the engine does."""
         calls = {run: ExpertCalls(run, self.experts_of(run)) for run in runs if experts and run.experts is not None}
         inputs: Inputs = {}

@@ -22,7 +22,7 @@ class CountingExperts:
     """
 
     def __init__(self, mlp: MixtureMLP, counts: list[tuple[int, Tensor]]) -> None:
-        self.mlp, self.counts, self.read = mlp, counts, mlp.read
+        self.mlp, self.counts, self.norm_input = mlp, counts, mlp.norm_input
 
     def __call__(self, rows: RoutedRows, live: Tensor | None = None) -> Tensor | Unsummed:
         mlp, x = self.mlp, rows.x

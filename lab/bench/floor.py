@@ -19,7 +19,7 @@ from math import prod
 import torch
 from rich.text import Text
 
-from espalier.bench.linears import ModelShape, Run, shape_named
+from espalier.bench.linears import ModelShape, ProductRun, shape_named
 from espalier.bench.timing import SECONDS, TURNS, Stopwatch, as_engine, plain
 from espalier.cache.layer_spec import INDEX_PLANE, RecurrentState
 from espalier.config import FP8_KV, is_open
@@ -119,14 +119,14 @@ class RoundSize:
     touched: float | None = None
 
 
-def round_runs(shape: ModelShape, size: RoundSize) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+def round_runs(shape: ModelShape, size: RoundSize) -> tuple[tuple[ProductRun, ...], tuple[ProductRun, ...]]:
     """(the target's pass over the trees, the draft's passes) of a round."""
     batch, steps, topk = size.batch, size.tree.steps, size.tree.topk
     target = tuple(
         run if run.experts is None else replace(run, experts=replace(run.experts, touched=size.touched))
         for run in shape.target_pass(batch * size.tree.num_draft_tokens)
     )
-    draft: list[Run] = []
+    draft: list[ProductRun] = []
     if size.has_draft and shape.block is not None:
         draft += shape.block_pass(batch, steps, topk) if steps else ()
         return target, (*draft, *shape.extend_passes(batch * (steps + 1)))
@@ -188,16 +188,16 @@ class Floors:
         self.weights = ExpertWeights(dtype, self.device)
         self.stopwatch = Stopwatch()
         # Context and page size change no product.
-        self._products: dict[tuple[Run, ...], tuple[LinearTimes, ExpertTimes | None]] = {}
+        self._products: dict[tuple[ProductRun, ...], tuple[LinearTimes, ExpertTimes | None]] = {}
 
     def ceilings(self) -> Ceilings:
         return measured_ceilings(self.stopwatch, self.device)
 
-    def linears(self, runs: Sequence[Run], rows: int) -> LinearTimes:
+    def linears(self, runs: Sequence[ProductRun], rows: int) -> LinearTimes:
         """Time the linear layers as one CUDA graph, by F.linear and as the engine multiplies."""
         return self._timed(runs, rows, with_experts=(False,))[0]
 
-    def products(self, runs: tuple[Run, ...], rows: int) -> tuple[LinearTimes, ExpertTimes | None]:
+    def products(self, runs: tuple[ProductRun, ...], rows: int) -> tuple[LinearTimes, ExpertTimes | None]:
         """Time the linear layers alone, and together with the experts behind routers; None without experts.
 
         The same runs are timed once.
@@ -208,7 +208,7 @@ class Floors:
         return self._products[runs]
 
     def _timed(
-        self, runs: Sequence[Run], rows: int, with_experts: Sequence[bool]
+        self, runs: Sequence[ProductRun], rows: int, with_experts: Sequence[bool]
     ) -> tuple[LinearTimes, ExpertTimes | None]:
         if self.device.type == "cuda":
             # The memory of a closed engine first: new weights among its pages would keep these in PyTorch's cache.

@@ -42,7 +42,7 @@ def timed_engine(engine: Engine) -> tuple[Engine, list[ForwardTimer]]:
     if not isinstance(drafter, AutoregressiveDrafter):
         return rebuilt(engine, 0, target=target), [target]
     draft: Any = ForwardTimer(drafter.draft, ("fuse",))
-    draft.modules = [ForwardTimer(module, ("logits", "output_of")) for module in drafter.draft.modules]
+    draft.modules = [ForwardTimer(module, ("logits", "output_from_hidden")) for module in drafter.draft.modules]
     timed: Any = type(drafter)(draft, drafter.layout, drafter.cache)
     timed = timed if grafted is None else GraftedDrafter(timed, grafted.layout)
     return rebuilt(engine, 0, target=target, drafter=timed), [target, draft, *draft.modules]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from espalier.bench.drive import BenchEngines, Way, compared_ways, empty_prefix_cache, require_positions
+from espalier.bench.drive import BenchEngines, EngineVariant, compared_ways, empty_prefix_cache, require_positions
 from espalier.config import ResolvedConfig
 from espalier.engine.executor import Handle
 from espalier.engine.launch_input import LaunchInput
@@ -135,7 +135,7 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _ways_with(trees: Sequence[TreeShape]) -> list[Way]:
+def _ways_with(trees: Sequence[TreeShape]) -> list[EngineVariant]:
     """Each tree, then plain decoding.  Raises EspalierError if one would be measured twice."""
     named = trees if trees == [PLAIN] else [*trees, PLAIN]
     twice = [tree for place, tree in enumerate(named) if tree in named[:place]]
@@ -162,7 +162,7 @@ def _require_sizes(config: ResolvedConfig, positions: int, args: Namespace) -> N
 
 
 def _measure_all(
-    made: BenchEngines, way: Way, args: Namespace, advance: Callable[[], None]
+    made: BenchEngines, way: EngineVariant, args: Namespace, advance: Callable[[], None]
 ) -> tuple[list[Generated], ResolvedConfig]:
     """Measure every group of prompts.  A function of its own: the engine's memory is free when it returns."""
     measured = []
@@ -209,7 +209,7 @@ def measure(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int, repeats
         round_ms=1e3 * seconds,
         accept_length=accept_length,
         tokens_per_second=batch * accept_length / seconds,
-        tree=llm.engine.layout.at(batch).tree,
+        tree=llm.engine.layout.for_batch(batch).tree,
     )
 
 

@@ -129,7 +129,7 @@ def mask_ms(vocabulary: Vocabulary, form: Any, nodes: int, batch: int) -> float:
     builder, times = MaskBuilder(len(vocabulary.tokens), 1), []
     for _ in range(1 + REPEATS):
         begun = perf_counter()
-        builder.of_nodes(maskers, trees)
+        builder.node_masks(maskers, trees)
         times.append(perf_counter() - begun)
     return 1e3 * median(times[1:])
 
@@ -166,7 +166,7 @@ def _run(
     llm: LLM, prompts: Sequence[list[int]], num_tokens: int, maskers: Sequence[GrammarMasker], vocabulary: Vocabulary
 ) -> Timed:
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    requests = [llm.group(prompt, llm.inputs.resolve(params), detokenize=False)[0] for prompt in prompts]
+    requests = [llm.new_requests(prompt, llm.inputs.resolve(params), detokenize=False)[0] for prompt in prompts]
     for request, masker in zip(requests, maskers, strict=False):
         request.masker, request.stop_ids = masker, frozenset((vocabulary.end,))
     watched = {request.id for request in requests[len(maskers) :] or requests}
@@ -233,7 +233,7 @@ def run_schemas(llm: LLM, schemas: Sequence[Any], max_tokens: int = 400) -> dict
     with progress("generating", len(TOLD) + 1) as advance:
         for name, told in TOLD.items():
             masks = llm.engine.scheduler.masks
-            masks.tells_forced, masks.tells_mask, masks.tells_deeper = told
+            masks.guides_forced, masks.guides_mask, masks.guides_all_levels = told
             outputs[name] = _values_of(llm, schemas, max_tokens, speculation=True)
             advance()
         outputs["off"] = _values_of(llm, schemas, max_tokens, speculation=False)

@@ -19,7 +19,7 @@ from espalier.attention.triton import TritonAttention, TritonBackend
 from espalier.bench.timing import SECONDS, Stopwatch
 from espalier.bench.tune_experts import random_experts
 from espalier.cache.kv import PagedKV
-from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, stored_as
+from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, with_row_dtype
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import pack_bits
 from espalier.kernels.layers.experts_plan import ExpertsShape
@@ -102,7 +102,7 @@ SHAPES = (
     ),
     *(
         Shape(*sizes, spec=spec)
-        for spec in stored_as((SPEC, MANY_HEADS), FP8)
+        for spec in with_row_dtype((SPEC, MANY_HEADS), FP8)
         for sizes in ((1, 1, 65536), (1, 64, 32768), (64, 8, 4096))
     ),
 )

@@ -59,7 +59,7 @@ class Traffic:
 
     def answer(self, prompt: str, keep: bool = True) -> Request:
         tokens = self.llm.inputs.tokens(prompt)
-        [request] = self.llm.group(tokens, self.llm.inputs.resolve(PARAMS), detokenize=False)
+        [request] = self.llm.new_requests(tokens, self.llm.inputs.resolve(PARAMS), detokenize=False)
         self.llm.engine.add(request)
         while self.llm.engine.has_work:
             self.learner.between_steps(self.llm.engine)
@@ -94,7 +94,7 @@ def run(args: Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         prepared = prepare(EngineConfig("bundled", draft="bundled", **SIZES))
         learner = Learner(LearnConfig(folder, tokens=args.tokens, seconds=args.seconds), prepared, trainer)
-        llm = stack.enter_context(LLM.of(prepared))
+        llm = stack.enter_context(LLM.from_prepared(prepared))
         stack.callback(learner.close)
         learner.attach(llm)
         static = stack.enter_context(LLM("bundled", draft="bundled", **SIZES))

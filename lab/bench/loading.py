@@ -18,7 +18,7 @@ import torch
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
-from espalier.models.weight_files import shards_of, stored_weights
+from espalier.models.weight_files import safetensors_files, stored_weights
 from espalier.startup.checkpoints import find_target
 from espalier.startup.resolve import choose_device
 from espalier.terminal.console import print_header, print_table, require_writable, write_json
@@ -59,7 +59,7 @@ def run(args: Namespace) -> int:
 
 def measure(path: Path, dtype: torch.dtype, device: torch.device) -> Loading:
     """Raises EspalierError where the system does not show a process's memory."""
-    files = shards_of(path)
+    files = safetensors_files(path)
     forget(files)
     begun = perf_counter()
     _read(files)

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from espalier.engine.acceptance import Sample
+from espalier.engine.acceptance import AcceptSample
 from espalier.engine.engine import Engine
-from espalier.engine.round_trees import label
-from espalier.engine.tree_choice import LookedUp, TreeChoice, TreeChooser
+from espalier.engine.round_trees import tree_label
+from espalier.engine.tree_choice import LookupGain, TreeChoice, TreeChooser
 from espalier.layout import PLAIN, RoundLayout, TreeShape, bucket_of, next_bucket
 from espalier.startup.resolve import NUM_DRAFT_TOKENS, PAGE_SIZE, STEPS, TOPK
 from espalier.startup.tree_cost import measure_chip, pass_weights, smaller_trees
@@ -68,11 +68,11 @@ class OneTree:
     tree: TreeShape
     num_changes: int = 0
 
-    def pick(self, batch: int, drafting: int, context: float, looked_up: LookedUp | None = None) -> TreeShape | None:
-        has = self.layout.choices_at(bucket_of(batch, self.layout.batch_buckets(self.layout.max_batch)))
+    def pick(self, batch: int, drafting: int, context: float, lookup: LookupGain | None = None) -> TreeShape | None:
+        has = self.layout.choices_for(bucket_of(batch, self.layout.batch_buckets(self.layout.max_batch)))
         return self.tree if self.tree in has else PLAIN
 
-    def read(self, samples: Sequence[Sample], rows: int, looked_up: Sequence[Sample]) -> None:
+    def read(self, samples: Sequence[AcceptSample], rows: int, lookup_samples: Sequence[AcceptSample]) -> None:
         pass
 
     def restart(self) -> None:
@@ -148,13 +148,13 @@ def measure(
         for batch in order:
             for mix in MIXES if batch > 1 else ("all 0.8", "bursts"):
                 fixed: dict[str, TreeChooser] = {
-                    label(tree): OneTree(layout, tree) for tree in layout.choices_at(batch)
+                    tree_label(tree): OneTree(layout, tree) for tree in layout.choices_for(batch)
                 }
                 # A lone request shares rows with nobody.
                 choosers: dict[str, TreeChooser] = {
                     name: chooser for name, chooser in adaptive.items() if batch > 1 or name != SHARED
                 }
-                found = {}
+                found: dict[str, Timed] = {}
                 lengths = [sizes.context] * batch
                 for ways in (choosers, fixed):
                     prompts = prompts_of(models, MIXES[mix], lengths, sizes)
@@ -250,7 +250,7 @@ def figures(found: Mapping[str, Timed], fixed: Sequence[str], adaptive: Sequence
     """The figures of a cell.  fixed, adaptive: names in `found`.  The best fixed tree shares no rows out."""
     rates = {name: each.tokens_per_second for name, each in found.items()}
     unshared = [name for name in fixed if "sharing" not in name]
-    plain, best = rates[label(PLAIN)], max(unshared, key=lambda name: rates[name])
+    plain, best = rates[tree_label(PLAIN)], max(unshared, key=lambda name: rates[name])
     shared = [name for name in fixed if name not in unshared]
     return {
         "plain tokens/s": round(plain, 1),
@@ -260,7 +260,8 @@ def figures(found: Mapping[str, Timed], fixed: Sequence[str], adaptive: Sequence
         "over best": {name: round(rates[name] / rates[best], 3) for name in (*shared, *adaptive)},
         "accept length": {name: round(found[name].tokens, 2) for name in (best, *shared, *adaptive)},
         "trees": {
-            name: {label(tree): count for tree, count in found[name].trees.items()} for name in (*shared, *adaptive)
+            name: {tree_label(tree): count for tree, count in found[name].trees.items()}
+            for name in (*shared, *adaptive)
         },
         "tokens/s": {name: round(rate, 1) for name, rate in rates.items()},
         "same tokens": f"{min(each.follows for each in found.values())}",

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from espalier.bench.linears import ModelShape, Run
+from espalier.bench.linears import ModelShape, ProductRun
 from espalier.cache.layer_spec import INDEX_PLANE, LayerSpec, RecurrentState
 from espalier.kernels.ops.recurrence import CHUNK
 
@@ -15,7 +15,7 @@ UP_TO_ATTENTION = (
 )
 
 
-def prefill_pass(shape: ModelShape, rows: int, requests: int, drafts: bool = True) -> tuple[Run, ...]:
+def prefill_pass(shape: ModelShape, rows: int, requests: int, drafts: bool = True) -> tuple[ProductRun, ...]:
     """A prefill pass: the target over `rows` rows, its lm_head over a row of each request, and the draft's extend.
 
     A last layer whose output is read at the last tokens alone computes it there alone (speculate/round.py).
@@ -32,7 +32,7 @@ def prefill_pass(shape: ModelShape, rows: int, requests: int, drafts: bool = Tru
     return (*rest.target_pass(rows)[:-1], *of_last, whole[-1], *extend)
 
 
-def _read_at(rows: int, layer: Sequence[Run]) -> tuple[Run, ...]:
+def _read_at(rows: int, layer: Sequence[ProductRun]) -> tuple[ProductRun, ...]:
     """The runs of a layer whose output is read at `rows` rows: those behind attention compute no others."""
     return tuple(run if run.name.endswith(UP_TO_ATTENTION) else replace(run, rows=rows) for run in layer)
 

@@ -210,7 +210,7 @@ def _expert_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], floors: Fl
     )
     cases = {rows: expert_case((), sizes.shape, *layer, rows) for rows in all_rows}
     us_of_rows = {rows: one.us for rows, one in zip(cases, timed(cases.values(), floors.stopwatch, 1.0), strict=True)}
-    layers = len(mixed) - (bench.engine.executor.runner.drafter.spec.reads != "hidden")
+    layers = len(mixed) - (bench.engine.executor.runner.drafter.spec.target_output != "hidden")
     return layers * sum(us_of_rows[batch * width] for batch, width in passes) / 1e3
 
 

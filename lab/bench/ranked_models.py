@@ -10,7 +10,7 @@ import torch
 from espalier.config import ResolvedConfig
 from espalier.models.shard_sizes import require_shards
 from espalier.shards import Shards
-from espalier.startup.build import Loaded
+from espalier.startup.build import LoadedModels
 from espalier.startup.load import build_engine_of_ranks
 from espalier.startup.ranks import starting_ranks
 from lab.bench.synthetic_models import RunningEngine, SyntheticModels
@@ -43,11 +43,11 @@ def synthetic_models(
     return kind(recipe, dtype, device, position_rows)
 
 
-def models_of_recipe(recipe: Recipe, config: ResolvedConfig, shards: Shards) -> Loaded:
+def models_of_recipe(recipe: Recipe, config: ResolvedConfig, shards: Shards) -> LoadedModels:
     """What one rank holds (espalier/startup/ranks.py:Models)."""
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     target, draft = build(recipe, dtype, device, config.layout.position_rows, shards)
     if config.algorithm != draft.spec.algorithm:
         target.capture = ()
-        return Loaded(config, target, None, shards)
-    return Loaded(config, target, draft, shards)
+        return LoadedModels(config, target, None, shards)
+    return LoadedModels(config, target, draft, shards)

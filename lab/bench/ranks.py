@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.engine.lead import explaining
+from espalier.engine.lead import raising_rank_failure
 from espalier.errors import EspalierError
 from espalier.kernels.ops.norm import add_rms_norm
-from espalier.startup.ranks import Joining, starting_ranks
+from espalier.startup.ranks import Connector, starting_ranks
 from espalier.terminal.console import print_header, print_table, require_gpu, require_writable, stdout, write_json
 from lab.bench.cases import Case, Timed, table
 from lab.bench.checks import positive_numbers
@@ -35,7 +35,7 @@ HEADS = ("what", "rows x columns", "way")
 
 @dataclass(frozen=True)
 class JoinWork:
-    """What each rank does (espalier/engine/follow.py:Source).  joined: a file by which ranks meet."""
+    """What each rank does (espalier/engine/ranks.py:LoadModels).  joined: a file by which ranks meet."""
 
     count: int
     joined: str
@@ -46,12 +46,12 @@ class JoinWork:
     def load(self, rank: int) -> Any:
         self.run(rank)
 
-    def run(self, rank: int, joining: Joining = lambda meet: meet()) -> list[Timed]:
+    def run(self, rank: int, connector: Connector = lambda meet: meet()) -> list[Timed]:
         from espalier.kernels.ranks.collectives import PeerCollectives, connect_gpus
 
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-        ranks = joining(lambda: connect_gpus(Path(self.joined), rank, self.count, device, PEER_BYTES))
+        ranks = connector(lambda: connect_gpus(Path(self.joined), rank, self.count, device, PEER_BYTES))
         if not isinstance(ranks, PeerCollectives):
             raise EspalierError("the GPUs reach no memory in common, so there is nothing to compare with NCCL")
         with torch.inference_mode():
@@ -151,13 +151,13 @@ def run(args: Namespace) -> int:
         )
     print_header()
     with starting_ranks(args.ranks) as ranks:
-        ranks.loaded()
+        ranks.wait_until_loaded()
         joined = str(Path(ranks.folder.name) / "joined")
         work = JoinWork(args.ranks, joined, tuple(rows), args.hidden, args.vocab)
         ranks.load(work)
-        with explaining(ranks):
+        with raising_rank_failure(ranks):
             times = work.run(0, ranks.join)
-        ranks.loaded()
+        ranks.wait_until_loaded()
         ranks.end()
     stdout().print(f"{CHECKED} sums on {args.ranks} ranks: 0 values differ")
     write_json(args.json, {"ranks": args.ranks, "joins": [time.as_dict(HEADS) for time in times]})

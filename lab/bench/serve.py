@@ -90,7 +90,7 @@ def sharing_the_gpu(made: OfShape) -> OfShape:
     """With as many pages as a full batch needs: the server and the LLM must both fit."""
     if requested_pages(made.settings) is not None:
         return made
-    num_pages = made.config().layout.most_pages
+    num_pages = made.config().layout.max_pages
     return OfShape(made.recipe, {**made.settings, "num_pages": num_pages}, made.device, made.ways)
 
 

@@ -18,7 +18,7 @@ import torch
 
 from espalier.bench.drive import heldout
 from espalier.config import SpeculationConfig
-from espalier.engine.guesses import Guesses
+from espalier.engine.guesses import GuessSources
 from espalier.llm import LLM
 from espalier.request import SamplingParams
 from espalier.speculate.drafters.grafted import GraftedDrafter
@@ -37,11 +37,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 # What a round does for the sources beside the draft and for calibrated scores.
 CHOOSERS = (
     (GraftedDrafter, "_graft"),
-    (GraftedDrafter, "_guesses_alone"),
+    (GraftedDrafter, "_tree_of_guesses"),
     (Tree, "best_nodes"),
-    (Guesses, "ask"),
-    (Guesses, "of_round"),
-    (Guesses, "count"),
+    (GuessSources, "ask"),
+    (GuessSources, "of_round"),
+    (GuessSources, "count"),
 )
 EDITS = 10
 PROSE_CHARACTERS = 600

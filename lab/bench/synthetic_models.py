@@ -23,7 +23,7 @@ from espalier.kernels.ops.drafts import MAX_STEPS
 from espalier.layout import RoundLayout
 from espalier.models import CausalLM, DraftModel
 from espalier.models.draft import MAX_MODULES
-from espalier.startup.build import Loaded, assemble, config_of_layout
+from espalier.startup.build import LoadedModels, assemble, config_of_layout
 from espalier.startup.load import build_engine_of_models
 from lab.bench.instrument import count_kernels
 from lab.synthetic.checkpoint import Recipe, build, total_bytes
@@ -170,14 +170,14 @@ class SyntheticModels:
             graph_batch=layout.max_batch if self.device.type == "cuda" else 0,
             **{name: value for name, value in chosen.items() if not is_open(value)},
         )
-        return self._running(partial(assemble, Loaded(config, *self._models(algorithm)), keep_graphs=True))
+        return self._running(partial(assemble, LoadedModels(config, *self._models(algorithm)), keep_graphs=True))
 
     def engine_of(self, config: ResolvedConfig, num_pages: int | None) -> AbstractContextManager[RunningEngine]:
         """The engine that LLM builds of a configuration, with the device and the dtype of these models.
 
         num_pages: set by the user; None: on a GPU, as many as fit.
         """
-        loaded = Loaded(config, *self._models(config.algorithm))
+        loaded = LoadedModels(config, *self._models(config.algorithm))
         return self._running(lambda: build_engine_of_models(loaded, num_pages, keep_graphs=True)[0])
 
     def _models(self, algorithm: str) -> tuple[CausalLM, DraftModel | None]:

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from espalier.bench.drive import Driven, OfModel, contexts, drive, empty_prefix_cache, full_steps, require_positions
+from espalier.bench.drive import (
+    DriveResult,
+    ModelEngines,
+    contexts,
+    drive,
+    empty_prefix_cache,
+    full_steps,
+    require_positions,
+)
 from espalier.engine.engine import Engine
 from espalier.layout import TreeShape
 from espalier.llm import LLM
@@ -65,21 +73,21 @@ class RoundBench:
         """Medians over repeats, after one warm-up of each.  Plain decoding, the tree and transformers take turns."""
         prompts = contexts(self.tree, batch, context)
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens)
-        plain: list[Driven] = []
-        tree: list[Driven] = []
+        plain: list[DriveResult] = []
+        tree: list[DriveResult] = []
         others: list[float] = []
         for _ in range(repeats + 1):
             plain.append(self._run(self.plain.engine, prompts, params, []))
             tree.append(self._run(self.tree_engine, prompts, params, self.timers))
             if self.transformers is not None:
                 others.append(self.transformers(prompts, num_tokens))
-        shape = self.tree_engine.layout.at(batch).tree
+        shape = self.tree_engine.layout.for_batch(batch).tree
         return _cell(batch, context, shape, plain[1:], tree[1:], others[1:], batch * num_tokens)
 
     @staticmethod
     def _run(
         engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, timers: Sequence[ForwardTimer]
-    ) -> Driven:
+    ) -> DriveResult:
         """Run the prompts with an empty prefix cache."""
         empty_prefix_cache(engine)
         return drive(engine, prompts, params, timers)
@@ -94,8 +102,8 @@ def _cell(
     batch: int,
     context: int,
     shape: TreeShape,
-    plain: list[Driven],
-    tree: list[Driven],
+    plain: list[DriveResult],
+    tree: list[DriveResult],
     others: list[float],
     num_tokens: int,
 ) -> Cell:
@@ -158,7 +166,9 @@ def run(args: Namespace, settings: dict[str, Any]) -> None:
     settings = with_minimum(
         settings, {"max_batch": most, "max_context": longest + 1}, max_batch=most, max_context=longest
     )
-    require_positions(OfModel(settings).positions, longest, f"--context {max(args.context)}", f"--tokens {args.tokens}")
+    require_positions(
+        ModelEngines(settings).positions, longest, f"--context {max(args.context)}", f"--tokens {args.tokens}"
+    )
     cells: list[Cell] = []
     bench = RoundBench(settings, args.compare is not None)
     config = bench.tree.config

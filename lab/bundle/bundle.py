@@ -20,8 +20,7 @@ from tokenizers import Tokenizer
 
 from espalier.errors import EspalierError
 from espalier.train.data import Data
-from espalier.train.eagle3 import train_eagle3
-from espalier.train.evaluate import evaluate_draft
+from espalier.train.kinds import evaluate, train
 from espalier.train.llama import LlamaShape
 from espalier.train.settings import Eagle3Config
 from lab.bundle.base import PretrainConfig, pretrain
@@ -123,14 +122,14 @@ def make_ngram(folders: BundleFolders) -> None:
 
 def make_draft(folders: BundleFolders) -> None:
     stream, begun = np.load(folders.packed / "train.npy")[:DRAFT_TOKENS], time.perf_counter()
-    figures = train_eagle3(folders.target, Data(stream), folders.draft, folders.work, DRAFT)
+    figures = train("eagle3", folders.target, Data(stream), folders.draft, folders.work, DRAFT)
     folders.note(draft=figures, draft_seconds=time.perf_counter() - begun, draft_device=device_name())
 
 
 def measure_draft(folders: BundleFolders) -> None:
     tokenizer = folders.tokenizer()
     prompts = [tokenizer.encode(d["prompt"]).ids for d in read_documents(folders.out / "heldout.jsonl")]
-    accept = evaluate_draft(folders.draft, folders.target, prompts, num_tokens=200)
+    accept = evaluate("eagle3", folders.draft, folders.target, prompts, num_tokens=200)
     folders.note(accept=accept, num_prompts=len(prompts), accept_device=device_name())
 
 

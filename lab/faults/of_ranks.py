@@ -65,7 +65,7 @@ FAULTS_OF_RANKS = {
         Fault(
             "experts-one-part-off",
             "each rank but the last holds the next rank's part of the experts",
-            "espalier.models.layer_loading:_own_size",
+            "espalier.models.layer_loading:_rank_part_of_size",
             _next_part,
         ),
         Fault(

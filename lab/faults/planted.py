@@ -26,10 +26,10 @@ from lab.faults.state_faults import STATE_FAULTS
 def _sibling_committed(right):
     """Siblings have adjacent rows in the tree, the more likely one first."""
 
-    def commit(runner, slots, path, count_tokens, marks=None):
+    def commit(runner, slots, path, count_tokens, snapshots=None):
         last = runner.layout.num_draft_tokens - 1
         siblings = torch.where(path.rows > 0, (path.rows + 1).clamp(max=last), 0)
-        right(runner, slots, path._replace(rows=siblings), count_tokens, marks)
+        right(runner, slots, path._replace(rows=siblings), count_tokens, snapshots)
 
     return commit
 
@@ -239,7 +239,7 @@ FAULTS = {
         Fault(
             "rows-without-topk",
             "the row index of a beam lacks the factor topk, so branches read each other's rows",
-            "espalier.cache.kv:StagedKV.rows_of",
+            "espalier.cache.kv:StagedKV.staged_planes",
             _rows_without_topk,
             ("27460", "27338", "27428"),
         ),
@@ -266,13 +266,13 @@ FAULTS = {
         Fault(
             "chain-reads-target",
             "MTP layers that are trained as a chain all read the target's hidden states",
-            "espalier.speculate.drafters.autoregressive:feeds_of",
+            "espalier.speculate.drafters.autoregressive:feeds_class",
             _every_form("target"),
         ),
         Fault(
             "target-reads-chain",
             "MTP layers that are trained on the target's hidden states read those of the layer before",
-            "espalier.speculate.drafters.autoregressive:feeds_of",
+            "espalier.speculate.drafters.autoregressive:feeds_class",
             _every_form("chain"),
         ),
         Fault(
@@ -322,7 +322,7 @@ FAULTS = {
         Fault(
             "shared-expert-twice",
             "the shared expert is added twice where it runs beside the routed ones",
-            "espalier.models.layers.mlp:MixtureMLP._mixed",
+            "espalier.models.layers.mlp:MixtureMLP._sum_of_experts",
             _shared_twice,
         ),
         Fault(

@@ -42,7 +42,7 @@ def _of_sibling(right):
 
 def _one_off(right):
     def selected(p, layer, plan, planes):
-        chooses, before = p._choosing is not None, p._selection
+        chooses, before = p._index_queries is not None, p._selection
         if not chooses and getattr(p, "_earlier", None) is not None:
             p._selection = p._earlier
         chosen = right(p, layer, plan, planes)
@@ -58,7 +58,7 @@ def _index_rows_without_topk(right):
 
     def selected(p, layer, plan, planes):
         queries = p.tokens.shape[1]
-        if p._choosing is not None and queries != p.width:
+        if p._index_queries is not None and queries != p.width:
             rows = torch.arange(planes[1].shape[1])
             wrong_rows = torch.div(rows, max(queries, 1), rounding_mode="floor") + rows % max(queries, 1)
             planes = (planes[0], planes[1][:, wrong_rows])

@@ -34,13 +34,13 @@ SOURCE_FAULTS = (
     Fault(
         "rows-of-neighbour",
         "a request reads the shared rows of the request before it",
-        "espalier.attention.forward:ChosenRows.spread",
+        "espalier.attention.forward:ChosenRows.to_tree_rows",
         _of_request_before,
     ),
     Fault(
         "path-counted-twice",
         "what became of a path is counted twice",
-        "espalier.engine.guesses:Guesses._count",
+        "espalier.engine.guesses:GuessSources._count",
         _twice,
     ),
     Fault(

@@ -34,7 +34,7 @@ def _tail_kept(right):
         right(table, access, source)
         whole = torch.full_like(access.length, source.shape[1])
         for layer, states in table.states.items():
-            path = access.path(source, source.shape[1], table.spare)
+            path = access.path(source, source.shape[1], table.spare_row)
             path.store(states.tail, tail_after(tails[layer], states.inputs[source], whole))
 
     return commit
@@ -42,7 +42,7 @@ def _tail_kept(right):
 
 def _wrong_page(right):
     def use(snapshots, page):
-        others = [other for other in snapshots._filed if other != page]
+        others = [other for other in snapshots._row_of_page if other != page]
         return right(snapshots, others[-1] if others else page)
 
     return use
@@ -74,7 +74,7 @@ STATE_FAULTS = (
     Fault(
         "snapshot-of-wrong-page",
         "a request begins with the snapshot of another page",
-        "espalier.cache.pages:Snapshots.use",
+        "espalier.cache.pages:Snapshots.mark_used",
         _wrong_page,
     ),
     Fault(

@@ -22,9 +22,9 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.linear_plans import DENSE
 from espalier.models import CausalLM, DraftModel
 from espalier.models.draft import DraftConfig
-from espalier.models.from_transformers.load import made_by_transformers, read_by_transformers
+from espalier.models.from_transformers.load import build_by_transformers, read_by_transformers
 from espalier.models.loading import make_target
-from espalier.models.weight_files import INDEX, write_weights
+from espalier.models.weight_files import INDEX_FILE, write_weights
 from espalier.models.weight_formats import all_dense
 from espalier.models.weights import Weights
 from espalier.shards import WHOLE, Shards
@@ -218,7 +218,7 @@ def _write_model(path: Path, config: Mapping[str, Any], tensors: Tensors) -> Non
     if len(shards) > 1:
         places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
         total = total_bytes(tensors)
-        _write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+        _write_json(path / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": places})
 
 
 def _write_shard(file: Path, tensors: Tensors, shard: list[str]) -> None:
@@ -256,7 +256,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 def _by_transformers(recipe: Recipe, tensors: Tensors, capture: tuple[int, ...]) -> CausalLM:
     config = read_by_transformers(recipe.shape.config_json, Path("synthetic checkpoint"))
     state = {name: tensors.tensor(name) for name in tensors.shapes}
-    return made_by_transformers(config, tensors.dtype, tensors.device, capture, state)
+    return build_by_transformers(config, tensors.dtype, tensors.device, capture, state)
 
 
 class SyntheticWeights(Weights):
@@ -271,7 +271,7 @@ class SyntheticWeights(Weights):
         self.formats = tensors.formats if isinstance(tensors, QuantisedTensors) else all_dense
         self._loaded: Mapping[str, Tensor] = {}
         self._names = frozenset(tensors.shapes)
-        self._not_taken = set(self._names)
+        self._unused = set(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.tensors.shapes[name]

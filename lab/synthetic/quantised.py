@@ -48,7 +48,7 @@ class QuantisedTensors:
     def __init__(self, model: Tensors, weights: str, is_draft: bool = False) -> None:
         self.model, self.config, self.dtype, self.device = model, model.config, model.dtype, model.device
         quantiser = find_quantiser(weights)
-        self.quantiser = quantiser.of(is_draft)
+        self.quantiser = quantiser.for_draft(is_draft)
         require_stored(model.config, weights, "draft weights" if is_draft else "weights")
         # Codes are read once.  Scales are small and may be read twice.
         self._scales: dict[str, Tensor] = {}
@@ -85,7 +85,7 @@ class QuantisedTensors:
         if self.quantiser.experts and len(size) == 3:
             experts, num_in, num_out = size
             return self.formats(module.rpartition(".")[0]).expert_tensors(experts, num_out, num_in)
-        if _is_matrix(name, size) and self.quantiser.takes(module, size[1]):
+        if _is_matrix(name, size) and self.quantiser.quantises(module, size[1]):
             return self.formats(module).tensors(*size)
         return ()
 

@@ -1,6 +1,6 @@
 """The names and shapes of the tensors of hybrids' layers, as layer_tensors.py has those of other families."""
 
-from espalier.cache.layer_spec import NOTHING, RecurrentState
+from espalier.cache.layer_spec import NO_MIXING, RecurrentState
 from espalier.models.config import ModelConfig
 from espalier.models.layer_loading import layer_specs_of
 
@@ -50,7 +50,7 @@ def nemotron(config: ModelConfig, layer: int) -> Shapes:
         sizes = [(f"experts.{expert}", size) for expert in range(count)] + [("shared_experts", shared)]
         for name, inner in sizes:
             shapes |= {f"{name}.up_proj.weight": (inner, hidden), f"{name}.down_proj.weight": (hidden, inner)}
-    elif isinstance(keeps, RecurrentState) and keeps != NOTHING:
+    elif isinstance(keeps, RecurrentState) and keeps != NO_MIXING:
         inner = keeps.heads * keeps.v_size
         shapes = {
             "in_proj.weight": (inner + keeps.channels + keeps.heads, hidden),
@@ -60,7 +60,7 @@ def nemotron(config: ModelConfig, layer: int) -> Shapes:
             "norm.weight": (inner,),
             "out_proj.weight": (hidden, inner),
         }
-    elif keeps == NOTHING:
+    elif keeps == NO_MIXING:
         inner = config.intermediate_size
         shapes = {"up_proj.weight": (inner, hidden), "down_proj.weight": (hidden, inner)}
     else:

@@ -206,7 +206,7 @@ class TargetTensors:
     def _constant(self, name: str, part: str) -> float:
         """The value of a tensor of one dimension."""
         c = self.config
-        if part in (c.family.layer_norms.behind_attention, c.family.layer_norms.behind_mlp):
+        if part in (c.family.layer_norms.after_attention, c.family.layer_norms.after_mlp):
             return DISTURBANCE / math.sqrt(2 * c.num_layers)
         if name.endswith("router.scale"):
             # The model divides by it.
@@ -299,7 +299,7 @@ class TargetTensors:
         experts = self.config.experts
         if experts is None or ".experts." not in name:
             return step / GATED
-        if self.config.family.layer_norms.behind_mlp is not None:
+        if self.config.family.layer_norms.after_mlp is not None:
             return 1.0  # that norm scales what experts add
         # The weights of a row's experts sum up to this factor at most.
         return step / GATED / experts.routing.routed_scaling_factor

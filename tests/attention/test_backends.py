@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from espalier.attention import BACKENDS, Nodes, Prefix, backend, default_backend
-from espalier.attention.support import By, Support
+from espalier.attention.support import Provider, Support
 from espalier.cache.kv import PagedKV
-from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, stored_as
+from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, with_row_dtype
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import pack_bits
 from espalier.kernels.layers.quantised import FP8
@@ -21,7 +21,7 @@ GEOMETRY = (
     LayerSpec(4, KVHeads(4, 6, 3)),
     LayerSpec(3, KVHeads(1, 5, 7), window=4, scale=0.2),
     LayerSpec(4, LatentKV(6, 4)),
-    LayerSpec(4, KVHeads(2, 6, 6), window=9, scale=1.5, softcap=2.0, shares=0),
+    LayerSpec(4, KVHeads(2, 6, 6), window=9, scale=1.5, softcap=2.0, shares_with=0),
 )
 SINK = torch.tensor([1.5, -0.5, 3.0, -torch.inf], dtype=torch.float64)
 ON_CPU = [name for name, made in BACKENDS.items() if "cpu" in made.support.devices]
@@ -171,7 +171,7 @@ def test_an_unknown_backend_is_refused_by_name():
         backend("flash")
 
 
-NOTHING = Support("picky", ("cuda",), (torch.bfloat16,), left_bound=By.NOTHING, page_sizes=(16, 64))
+NOTHING = Support("picky", ("cuda",), (torch.bfloat16,), left_bound=Provider.NOTHING, page_sizes=(16, 64))
 
 
 WINDOWED = LayerSpec(4, KVHeads(2, 6, 6), window=4)
@@ -196,7 +196,7 @@ WINDOWED = LayerSpec(4, KVHeads(2, 6, 6), window=4)
             "cuda",
             torch.bfloat16,
             16,
-            stored_as(GEOMETRY[:1], FP8),
+            with_row_dtype(GEOMETRY[:1], FP8),
             "kv_dtype=fp8_e4m3; it supports K and V in the model's dtype",
         ),
     ],

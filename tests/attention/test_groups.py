@@ -71,10 +71,10 @@ def test_a_start_runs_its_passes_of_dummies_on_a_library(name, monkeypatch):
     """Some have more pieces than requests, and a library plans by piece."""
     fake_cuda(monkeypatch)
     setup = replace(SETUP, attention=name, page_size=16, max_batch=6, chunk_size=256, max_context=300)
-    fullest = (fullest_pass(setup.layout, width) for width in setup.layout.chunk_widths)
+    largest_rounds = (fullest_pass(setup.layout, width) for width in setup.layout.chunk_widths)
     with installed(head_sizes=None, latents=()):
         executor = CudaExecutor(setup.engine().executor.runner, graph_batch=0)
-        for made in (*fullest, *smaller_passes(setup.layout, 16)):
+        for made in (*largest_rounds, *smaller_passes(setup.layout, 16)):
             executor.run_dummies(made)
 
 

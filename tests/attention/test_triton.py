@@ -8,7 +8,7 @@ import torch
 
 from espalier.attention import Nodes, Prefix, backend, triton
 from espalier.cache.kv import PagedKV
-from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, stored_as
+from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, with_row_dtype
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import pack_bits
 from espalier.kernels.layers.quantised import FP8
@@ -27,7 +27,7 @@ GEOMETRY = (
     LayerSpec(4, KVHeads(2, 8, 8)),
     LayerSpec(3, KVHeads(1, 5, 7), window=150),
     LayerSpec(3, LatentKV(8, 5)),
-    LayerSpec(4, KVHeads(2, 8, 8), window=40, scale=1.0, softcap=2.0, shares=3),
+    LayerSpec(4, KVHeads(2, 8, 8), window=40, scale=1.0, softcap=2.0, shares_with=3),
     LayerSpec(3, LatentKV(272, 256)),
 )
 SINK = torch.tensor([1.5, -0.5, 3.0, -torch.inf])
@@ -49,7 +49,7 @@ def pages_in(
 ) -> tuple[PagedKV, torch.Tensor]:
     """Pages full of noise and a shuffled page table; the same values in every dtype of the model.  in_fp8: rounded."""
     layout = RoundLayout(4, 2, 2, 4, page_size, 400, 0, 16)
-    specs = stored_as(layers, FP8 if in_fp8 else None)
+    specs = with_row_dtype(layers, FP8 if in_fp8 else None)
     scales = {layer: scales_of(layer, spec.keeps, device) for layer, spec in enumerate(specs)}
     pages = PagedKV(layout, 1 + 4 * layout.table_width, specs, len(specs), dtype, device, scales)
     generator = torch.Generator().manual_seed(0)

@@ -62,7 +62,7 @@ def test_every_bucket_is_measured_with_every_candidate(tiny, tiny_heldout, paths
     target, draft = paths
     speculation = SpeculationConfig(steps=3, topk=2, num_draft_tokens=8, by_batch=out)
     with LLM(target, draft=draft, dtype="float64", max_context=64, speculation=speculation) as llm:
-        assert dict(llm.engine.layout.trees) == trees.read(out)
+        assert dict(llm.engine.layout.trees) == trees.read_trees(out)
 
 
 def test_only_the_named_batches_are_measured(tiny, tiny_heldout, capsys, tmp_path):  # noqa: F811
@@ -81,7 +81,7 @@ def test_only_the_named_batches_are_measured(tiny, tiny_heldout, capsys, tmp_pat
     ]
     assert run("bench", "choose", *flags, "--batch", "2,1", "--out", out, "--json", figures, *tiny) == 0
     assert [cell["batch"] for cell in json.loads(figures.read_text())["cells"]] == [1, 2]
-    assert trees.read(out)
+    assert trees.read_trees(out)
     assert run("bench", "choose", *flags, "--batch", "16,13", *tiny) == 2
     assert "--batch=13 is not measured, as rounds are padded; use some of" in capsys.readouterr().err
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.bench import open_loop
-from espalier.bench.clients import Address, Asked, Exchange, address_of, take
+from espalier.bench.clients import Address, Exchange, SentRequest, address_of, take
 from espalier.bench.load import Arrivals, Timeline
 from espalier.bench.open_loop import Limits
 from espalier.bench.traffic import CHAT, COMPLETIONS, Traffic, bodies
@@ -77,7 +77,7 @@ def asked(*events):
     for event in events:
         at += len(chunked(event)) - len(chunked())
         cuts.append(at)
-    result = Asked(Timeline(0.5))
+    result = SentRequest(Timeline(0.5))
     take(received(parts, cuts), result)
     return result
 

@@ -8,7 +8,7 @@ import torch
 
 from espalier.bench import tune
 from espalier.bench.linears import ModelShape
-from espalier.bench.tune import Measured, Tuner, plans_by_shape
+from espalier.bench.tune import MeasuredPlans, Tuner, plans_by_shape
 from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
@@ -53,7 +53,7 @@ def test_every_bucket_is_measured_and_the_fastest_is_first(tuner):
 
 
 def test_a_shape_that_no_candidate_fits_is_left_to_pytorch():
-    assert Measured((8, 8), 16, 1.0, torch.inf, ()).fastest is None
+    assert MeasuredPlans((8, 8), 16, 1.0, torch.inf, ()).fastest is None
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_shape_that_no_candidate_fits_is_left_to_pytorch():
 )
 def test_among_neighbours_the_fastest_pass_decides(tuner, times, taken):
     """In force is FIRST; contenders are F.linear and SECOND; a gain of half a thousandth is none."""
-    tuner.stopwatch, measured = Told(*times), Measured((64, 64), 16, 2.0, 1.0, (FIRST, SECOND))
+    tuner.stopwatch, measured = Told(*times), MeasuredPlans((64, 64), 16, 2.0, 1.0, (FIRST, SECOND))
     assert tuner._fastest_among((), tuner.weights, measured, {((64, 64), 16): FIRST}) == taken
 
 
@@ -90,7 +90,7 @@ def test_a_gate_belongs_to_the_time_of_what_is_in_front_of_it(tuner, monkeypatch
 @pytest.mark.parametrize("model", [TINY, LATENT], ids=["heads", "latent"])
 def test_every_shape_of_a_model_is_settled_once(tuner, model):
     tuner.stopwatch = Told(1.0)
-    alone = {(s, rows): Measured(s, rows, 2.0, 1.0, (FIRST,)) for s in model.shapes() for rows in ROWS_BUCKETS}
+    alone = {(s, rows): MeasuredPlans(s, rows, 2.0, 1.0, (FIRST,)) for s in model.shapes() for rows in ROWS_BUCKETS}
     table = {(model.shapes()[0], rows): SECOND for rows in ROWS_BUCKETS}
     tuner.among_neighbours(model, alone, table)
     found = plans_by_shape(table, {})

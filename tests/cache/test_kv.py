@@ -36,10 +36,10 @@ def stage(
     staging: StagedKV, layer: int, k: torch.Tensor, v: torch.Tensor, width: int, at: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Put k, v [B, Q, ...] where a pass puts them; all that is staged so far."""
-    places = staging.places(k[..., 0, 0], width, at)
+    places = staging.staging_rows(k[..., 0, 0], width, at)
     for value, buffer in zip((k, v), staging.layers[layer], strict=True):
         buffer[places] = value.flatten(0, 1)
-    return staging.rows_of(layer, *k.shape[:2], width, at)
+    return staging.staged_planes(layer, *k.shape[:2], width, at)
 
 
 def test_layers_of_one_shape_share_a_stack():
@@ -113,8 +113,8 @@ def test_staging_hands_back_all_rows_so_far():
 def test_a_pass_larger_than_staging_is_refused(batch, queries, width, at):
     _, _, staging = made(16)
     for ask in (
-        lambda: staging.places(torch.zeros(batch, queries), width, at),
-        lambda: staging.rows_of(0, batch, queries, width, at),
+        lambda: staging.staging_rows(torch.zeros(batch, queries), width, at),
+        lambda: staging.staged_planes(0, batch, queries, width, at),
     ):
         with pytest.raises(EspalierError, match="staging holds 16 rows"):
             ask()
@@ -133,8 +133,8 @@ def test_views_of_staging_are_kept_for_one_size_of_each_layer():
     _, _, staged = made(16)
     for width in (1, 2, 3, 2):
         for layer in staged.layers:
-            views = staged.rows_of(layer, 1, width, width, 0)
+            views = staged.staged_planes(layer, 1, width, width, 0)
             assert [view.shape[:2] for view in views] == [(1, width)] * len(views)
-            assert staged.rows_of(layer, 1, width, width, 0) is views
+            assert staged.staged_planes(layer, 1, width, width, 0) is views
             assert [view.data_ptr() for view in views] == [plane.data_ptr() for plane in staged.layers[layer]]
     assert len(staged._views) == len(staged.layers)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier.cache.kv import PagedKV, StagedKV, bytes_beside_pages, bytes_per_token
-from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, groups_of, stored_as
+from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, groups_of, with_row_dtype
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.state.kv_scales import KVScales
@@ -48,7 +48,7 @@ def test_pools_and_staging_follow_from_what_layers_keep():
 
 def test_rows_in_fp8_take_a_byte_a_value_and_are_copied_as_bytes():
     """Staged and committed alike; layers of another dtype are a group of their own; the other sizes do not change."""
-    specs = (*stored_as((HEADS, LATENT), FP8), HEADS)
+    specs = (*with_row_dtype((HEADS, LATENT), FP8), HEADS)
     pages = PagedKV(LAYOUT, 5, specs, len(specs), torch.float64, CPU)
     staged = StagedKV(specs, range(len(specs)), LAYOUT.target_rows, torch.float64, CPU)
     assert [stack.layers for stack in pages.target] == [(0,), (1,), (2,)]
@@ -71,11 +71,11 @@ def test_rows_in_fp8_take_a_byte_a_value_and_are_copied_as_bytes():
 @pytest.mark.parametrize("dtype", [None, FP8])
 def test_a_layer_that_shares_rows_has_those_of_the_other_layer(dtype):
     """In pages, in staging, with their scales, and also where one model's layer reads another's; it takes no bytes."""
-    own = stored_as((HEADS, HEADS), dtype)
+    own = with_row_dtype((HEADS, HEADS), dtype)
     specs = (
         *own,
-        *(replace(spec, window=3, shares=layer) for layer, spec in enumerate(own)),
-        replace(own[0], shares=1),
+        *(replace(spec, window=3, shares_with=layer) for layer, spec in enumerate(own)),
+        replace(own[0], shares_with=1),
     )
     given = KVScales.ones(2, torch.float32, CPU)
     pages = PagedKV(LAYOUT, 5, specs, 4, torch.float32, CPU, {1: given})
@@ -88,4 +88,4 @@ def test_a_layer_that_shares_rows_has_those_of_the_other_layer(dtype):
     if dtype == FP8:
         assert pages.scales[1] is pages.scales[3] is pages.scales[4] is given and pages.scales[2] is pages.scales[0]
     with pytest.raises(EspalierError, match="keeps a latent row cannot read the rows of layer 0"):
-        replace(LATENT, shares=0)
+        replace(LATENT, shares_with=0)

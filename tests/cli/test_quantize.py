@@ -22,6 +22,7 @@ from espalier.models.weight_formats.quantised import QuantisedWeight
 from espalier.request import SamplingParams
 from espalier.startup.checkpoints import BUNDLED_DRAFTS, BUNDLED_FILES
 from lab.synthetic.checkpoint import Recipe, write
+from tests.builders import make_eagle3, make_target
 from tests.lab.synthetic.test_checkpoint import tiny
 from tests.mtp import mtp_directories, without_target
 
@@ -135,6 +136,17 @@ def test_a_model_without_a_tokenizer_is_compared_on_its_own_text(tmp_path, capsy
     assert 1 < before < 5 and after < 1.2 * before
 
 
+@pytest.mark.parametrize("positions", [5, 200])
+def test_a_model_of_a_short_context_is_compared(tmp_path, positions):
+    """It has room for less than the usual prompts and answers."""
+    target = make_target(tmp_path / "target", max_position_embeddings=positions)
+    flags = ["--to", "fp8", "--out", str(tmp_path / "out"), "--texts", "1", "--json", str(tmp_path / "report.json")]
+    draft = make_eagle3(tmp_path / "draft", target)
+    assert main(["quantize", str(target), *flags, "--draft", str(draft), "--device", "cpu"]) == 0
+    accuracy = json.loads((tmp_path / "report.json").read_text())["accuracy"]
+    assert 0 < accuracy["positions"] < positions and min(accuracy["accept_length"]) >= 1
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("model", ["bundled", pytest.param(EAGLE3, marks=pytest.mark.full)], ids=["target", "draft"])
 def test_accept_lengths_are_those_of_the_tree_where_plain_decoding_is_as_fast(tmp_path, monkeypatch, model):
@@ -180,7 +192,7 @@ def test_mtp_layers_without_their_target_are_a_draft(tmp_path, capsys):
     assert "accept length" in capsys.readouterr().out
 
 
-def test_an_unknown_draft_is_refused_as_such(tmp_path, capsys):
+def test_an_unkndraft_of_target_is_refused_as_such(tmp_path, capsys):
     draft = shutil.copytree(EAGLE3, tmp_path / "draft")
     config = json.loads((draft / "config.json").read_text())
     flags = ["--to", "fp8", "--out", str(tmp_path / "out"), "--target", "bundled"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from espalier.engine.acceptance import Sample
+from espalier.engine.acceptance import AcceptSample
 from espalier.engine.engine import Engine
 from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.kernels.ops import drafts
@@ -52,14 +52,14 @@ class AnyTree:
     forms: Sequence[TreeShape]
     random: Random = field(default_factory=lambda: Random(5))
     picked: list[TreeShape] = field(default_factory=list)
-    samples: list[Sequence[Sample]] = field(default_factory=list)
+    samples: list[Sequence[AcceptSample]] = field(default_factory=list)
     num_changes: int = 0
 
-    def pick(self, batch: int, drafting: int, context: float, looked_up: Any = None) -> TreeShape:
+    def pick(self, batch: int, drafting: int, context: float, lookup: Any = None) -> TreeShape:
         self.picked.append(self.random.choice(self.forms))
         return self.picked[-1]
 
-    def read(self, samples: Sequence[Sample], rows: int, looked_up: Sequence[Sample]) -> None:
+    def read(self, samples: Sequence[AcceptSample], rows: int, lookup_samples: Sequence[AcceptSample]) -> None:
         self.samples.append(samples)
 
     def restart(self) -> None:
@@ -101,11 +101,11 @@ def test_any_tree_crosses_to_every_rank() -> None:
     setup = case.made()
     chooser = AnyTree((PLAIN, TreeShape(1, 1, 2), setup.layout.tree))
     requests = [mixed(4, max_tokens=8), mixed(4, max_tokens=8)]
-    for trees, asked_for in zip((None, chooser), requests, strict=True):
+    for trees, dataset_of_flags in zip((None, chooser), requests, strict=True):
         engine = group.engine(setup, case.files)
         engine.scheduler.trees.chooser = trees or engine.scheduler.trees.chooser
         # Ranks compare the sums of their trees.
-        run(engine, asked_for)
+        run(engine, dataset_of_flags)
     group.finish()
     assert [r.output for r in requests[0]] == [r.output for r in requests[1]]
     assert len(set(chooser.picked)) == 3
@@ -117,7 +117,7 @@ def test_on_a_gpu_every_tree_of_a_bucket_is_a_graph(monkeypatch: pytest.MonkeyPa
     wanted = [plainly(setup, r).tokens for r in requests]
     fake_cuda(monkeypatch)
     # What only a CPU's path reads, as in test_no_sync.py.
-    monkeypatch.setattr(grafted, "are_none", lambda paths: False)
+    monkeypatch.setattr(grafted, "have_no_paths", lambda paths: False)
     monkeypatch.setattr(drafts, "longest_history", lambda root: setup.layout.history_width)
     monkeypatch.setattr(Setup, "layout", replace(setup.layout, choices=sets))
     engine = engine_on_fake_cuda(setup, graph_batch=4)
@@ -127,8 +127,8 @@ def test_on_a_gpu_every_tree_of_a_bucket_is_a_graph(monkeypatch: pytest.MonkeyPa
     assert {form for form in graphs.graphs if not form.width} == rounds
 
     class OfBucket(AnyTree):
-        def pick(self, batch: int, drafting: int, context: float, looked_up: Any = None) -> TreeShape:
-            self.forms = engine.layout.choices_at(batch)
+        def pick(self, batch: int, drafting: int, context: float, lookup: Any = None) -> TreeShape:
+            self.forms = engine.layout.choices_for(batch)
             return super().pick(batch, drafting, context)
 
     chooser = OfBucket(())
@@ -170,7 +170,7 @@ def test_samples_are_what_the_trees_say() -> None:
 
     def traced(launch_input: LaunchInput) -> Any:
         nonlocal checked
-        handle = launch(replace(launch_input, traced=True))
+        handle = launch(replace(launch_input, reports_trees=True))
         for row in () if launch_input.is_prefill else handle.result():
             assert launch_input.tree is not None
             checked += check_row(row, launch_input.tree)

@@ -34,7 +34,7 @@ class Seen:
         launch = self.engine.executor.launch
 
         def seeing(launch_input: LaunchInput) -> Any:
-            handle = launch(replace(launch_input, traced=True))
+            handle = launch(replace(launch_input, reports_trees=True))
             if not launch_input.is_prefill:
                 rows = handle.result()
                 trees = [row.tree for row in rows if row.tree is not None]
@@ -61,11 +61,13 @@ def test_tokens_are_those_of_plain_decoding_and_of_one_tree(algorithm, overlap):
         assert r.output == one, r.id
     assert set(seen.shapes) == {1, 2, 3, 4, 5, 6}
     for batch, shapes in seen.shapes.items():
-        tree = setup.layout.at(batch).tree
+        tree = setup.layout.for_batch(batch).tree
         assert max(nodes for nodes, _ in shapes) <= tree.num_draft_tokens
         assert max(depth for _, depth in shapes) <= tree.steps
     if algorithm == "eagle3":
-        assert all(max(seen.shapes[batch])[0] == setup.layout.at(batch).num_draft_tokens for batch in range(1, 7))
+        assert all(
+            max(seen.shapes[batch])[0] == setup.layout.for_batch(batch).num_draft_tokens for batch in range(1, 7)
+        )
 
 
 @cache

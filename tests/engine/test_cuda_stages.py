@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from espalier.engine import cuda_stages
-from espalier.engine.cuda_stages import StageMemory, adjacent, no_garbage_collection, pack, unpack
-from espalier.engine.launch_input import of_dummies
+from espalier.engine.cuda_stages import StageMemory, no_garbage_collection, pack, runs_of_rows, unpack
+from espalier.engine.launch_input import dummy_launch
 from espalier.kernels.ops import drafts
 from espalier.request import Request
 from tests.engine.fake_cuda import FakeGraph, engine_on_fake_cuda, fake_cuda
@@ -80,7 +80,7 @@ def test_a_staged_round_is_freed_without_a_garbage_collection(monkeypatch):
     engine = engine_on_fake_cuda(setup, EAGER)
     gc.collect()
     with no_garbage_collection():
-        engine.executor.run_dummies(replace(of_dummies(2), is_staged=True))
+        engine.executor.run_dummies(replace(dummy_launch(2), is_staged=True))
         assert [each() for each in alive] == [None]
         run(engine, [each for each in asked(2, 0.0, count=5, max_tokens=9) if each.masker is not None])
         assert len(alive) > 5
@@ -88,10 +88,10 @@ def test_a_staged_round_is_freed_without_a_garbage_collection(monkeypatch):
 
 
 def test_adjacent_rows():
-    assert adjacent(()) == []
-    assert adjacent((3,)) == [(0, 1)]
-    assert adjacent((0, 1, 2)) == [(0, 3)]
-    assert adjacent((0, 2, 3, 7)) == [(0, 1), (1, 3), (3, 4)]
+    assert runs_of_rows(()) == []
+    assert runs_of_rows((3,)) == [(0, 1)]
+    assert runs_of_rows((0, 1, 2)) == [(0, 3)]
+    assert runs_of_rows((0, 2, 3, 7)) == [(0, 1), (1, 3), (3, 4)]
 
 
 @pytest.mark.parametrize("words", [1, 2, 3])

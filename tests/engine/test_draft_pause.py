@@ -12,11 +12,11 @@ from espalier.engine.round_times import CpuCosts
 from espalier.layout import PLAIN
 from espalier.request import SamplingParams
 from espalier.speculate import round as of_round
-from espalier.speculate.round import Proposed, Verified
+from espalier.speculate.round import ProposedRound, VerifiedRound
 from espalier.speculate.tree import VOID
 from espalier.startup.build import assemble
 from espalier.startup.checkpoints import BUNDLED_FILES
-from espalier.startup.load import Loaded, find, resolve_config
+from espalier.startup.load import LoadedModels, find_checkpoint, resolve_config
 from tests.engine.alone import plainly
 from tests.harness import Setup, prompts, request
 
@@ -25,12 +25,12 @@ EACH = pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
 
 
 @pytest.fixture
-def verified(monkeypatch: pytest.MonkeyPatch) -> list[Proposed]:
+def verified(monkeypatch: pytest.MonkeyPatch) -> list[ProposedRound]:
     """What is verified, round by round."""
-    found: list[Proposed] = []
+    found: list[ProposedRound] = []
     verify = of_round.verify
 
-    def watched(proposed: Proposed) -> Verified:
+    def watched(proposed: ProposedRound) -> VerifiedRound:
         found.append(proposed)
         return verify(proposed)
 
@@ -39,7 +39,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[Proposed]:
 
 
 @EACH
-def test_a_round_has_no_more_rows_than_guesses(algorithm: str, verified: list[Proposed]) -> None:
+def test_a_round_has_no_more_rows_than_guesses(algorithm: str, verified: list[ProposedRound]) -> None:
     setup = replace(SETUP, algorithm=algorithm, overlap=True)
     wishes = [{}, {"speculation": False}, {"max_draft_depth": 1}, {"temperature": 1.0}, {"max_tokens": 3}]
     requests = [
@@ -62,7 +62,7 @@ def test_a_round_has_no_more_rows_than_guesses(algorithm: str, verified: list[Pr
 
 
 @EACH
-def test_a_batch_in_which_nobody_speculates_drafts_nothing(algorithm: str, verified: list[Proposed]) -> None:
+def test_a_batch_in_which_nobody_speculates_drafts_nothing(algorithm: str, verified: list[ProposedRound]) -> None:
     setup = replace(SETUP, algorithm=algorithm)
     requests = [
         request(i, p, SamplingParams(max_tokens=8, speculation=False)) for i, p in enumerate(prompts(2, (5, 9)))
@@ -77,7 +77,7 @@ def test_a_batch_in_which_nobody_speculates_drafts_nothing(algorithm: str, verif
 
 
 @pytest.mark.parametrize("pauses", [False, True])
-def test_an_engine_pauses_guesses_that_do_not_pay(pauses: bool, verified: list[Proposed]) -> None:
+def test_an_engine_pauses_guesses_that_do_not_pay(pauses: bool, verified: list[ProposedRound]) -> None:
     """Noise, in which a vocabulary of 16 makes some guess true now and then.
 
     The tree has 16 nodes, whose guesses take half a round.  Fewer take so much less that what is assumed at first, as
@@ -86,7 +86,7 @@ def test_an_engine_pauses_guesses_that_do_not_pay(pauses: bool, verified: list[P
     setup = Setup(steps=5, topk=4, num_draft_tokens=16, algorithm="ngram", max_context=128)
     config = setup.config(round_costs=CpuCosts() if pauses else None)
     config = replace(config, layout=replace(config.layout, choices=((1, (config.layout.tree, PLAIN)),)))
-    engine = assemble(Loaded(config, *setup.models(setup.layout.position_rows)))
+    engine = assemble(LoadedModels(config, *setup.models(setup.layout.position_rows)))
     r = request(0, prompts(3, (40,))[0], SamplingParams(max_tokens=80, temperature=6.0))
     engine.add(r)
     while engine.has_work:
@@ -104,4 +104,4 @@ def test_a_tree_that_is_named_does_not_pause(speculation: Any, pauses: bool, tmp
     # A bundled model by another path has no draft.
     shutil.copytree(BUNDLED_FILES / "target", tmp_path / "target")
     config = EngineConfig(model=tmp_path / "target", speculation=speculation, device="cpu")
-    assert (resolve_config(config, find(config)).round_costs is not None) is pauses
+    assert (resolve_config(config, find_checkpoint(config)).round_costs is not None) is pauses

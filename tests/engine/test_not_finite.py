@@ -12,7 +12,7 @@ from espalier.engine.engine import Engine
 from espalier.models import CausalLM, DraftModel, load_target, read_config
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters.registry import load_draft, read_draft
-from espalier.startup.build import Loaded, assemble
+from espalier.startup.build import LoadedModels, assemble
 from tests.builders import make_eagle3, make_target
 from tests.engine.alone import replace_request
 from tests.folders import new_folder
@@ -53,7 +53,7 @@ def models(drafts_it: bool, algorithm: str) -> tuple[CausalLM, DraftModel | None
 
 
 def engine_of(setup: Setup, drafts_it: bool) -> Engine:
-    return assemble(Loaded(setup.config(), *models(drafts_it, setup.algorithm)))
+    return assemble(LoadedModels(setup.config(), *models(drafts_it, setup.algorithm)))
 
 
 @cache

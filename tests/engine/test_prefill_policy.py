@@ -5,7 +5,7 @@ from itertools import groupby
 
 import pytest
 
-from espalier.engine.launch_input import LaunchInput, of_dummies
+from espalier.engine.launch_input import LaunchInput, dummy_launch
 from espalier.engine.prefill_policy import PrefillPass, next_pass, pieces_of
 from espalier.layout import LaunchForm, RoundLayout
 from espalier.sampling.prompt import PromptRows
@@ -47,7 +47,7 @@ def test_a_small_pass_is_padded_to_a_captured_form(left, width, form):
     made = next_pass(LAYOUT, left, 2048, LAYOUT.captured_passes)
     assert made == PrefillPass(tuple(left), width)
     slots = tuple(range(1, len(left) + 1))
-    launch_input = LaunchInput(slots, of_dummies(1).needs, lengths=made.lengths, width=width, pieces=pieces_of(made))
+    launch_input = LaunchInput(slots, dummy_launch(1).needs, lengths=made.lengths, width=width, pieces=pieces_of(made))
     assert launch_input.form(LAYOUT.captured_passes) == LaunchForm(*form)
     reports = replace(launch_input, prompt_rows=PromptRows(((0, 1), *((0, 0),) * (len(left) - 1)), (0,) * len(left)))
     assert reports.form(LAYOUT.captured_passes) == launch_input.form()

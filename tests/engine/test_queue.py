@@ -40,9 +40,9 @@ def test_removed_entries_do_not_stay_behind_a_request_that_waits():
         added.arrival = number
         queue.add(added)
         queue.remove(added)
-    [turns] = queue._turns.values()
-    [line] = turns._lines.values()
-    assert len(line.heap) < 10 and queue.first() is first
+    [of_priority] = queue._by_priority.values()
+    [of_client] = of_priority._queues.values()
+    assert len(of_client.heap) < 10 and queue.first() is first
 
 
 # (verb, client, priority, whether it had a slot before)

@@ -74,9 +74,9 @@ def test_pages_of_a_launch_that_did_not_start_do_not_reach_the_next_owner_of_the
     )
     for r in (first, second, third):
         engine.add(r)
-    while not engine.scheduler._appended:
+    while not engine.scheduler._appended_pages:
         engine.step()
-    assert {slot for slot, _, _ in engine.scheduler._appended} == {first.slot}
+    assert {slot for slot, _, _ in engine.scheduler._appended_pages} == {first.slot}
     engine.abort(first.id)
     while engine.has_work:
         engine.step()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, TreeSize
-from espalier.engine.results import Results, read
+from espalier.engine.results import ResultsRing, read_results
 from espalier.kernels.ops.sampling import logprob_rows
 from espalier.kernels.ops.tree import Path
 from espalier.logprobs import TokenLogprob, TokenLogprobs, words
@@ -38,24 +38,24 @@ FIRST = torch.zeros(2, 1).long()
 PASS = RoundOutput(Path(FIRST, ONES, torch.tensor([[4], [3]]), ONES), LOGITS[:, :1], NOBODY, FIRST)
 
 
-def written(outcome: RoundOutput, entry: int) -> Results:
-    results = Results(LAYOUT, LOGITS.shape[2], 3, torch.device("cpu"))
+def written(outcome: RoundOutput, entry: int) -> ResultsRing:
+    results = ResultsRing(LAYOUT, LOGITS.shape[2], 3, torch.device("cpu"))
     results.write(torch.tensor([entry]), outcome)
     return results
 
 
 def rows_of(
-    results: Results,
+    results: ResultsRing,
     entry: int,
     batch: int,
     prompt: torch.Tensor | None = None,
-    traced: bool = True,
+    reports_trees: bool = True,
     spans: tuple[tuple[int, int], ...] | None = None,
     wanted: tuple[int | None, ...] = (),
 ):
     rows = None if spans is None else PromptRows(spans, (2,) * batch)
-    launch_input = LaunchInput((1,) * batch, SamplingNeeds(), wanted, traced=traced, prompt_rows=rows)
-    return read(results.fields, results.ring[entry, :batch].numpy(), prompt, launch_input)
+    launch_input = LaunchInput((1,) * batch, SamplingNeeds(), wanted, reports_trees=reports_trees, prompt_rows=rows)
+    return read_results(results.columns, results.ring[entry, :batch].numpy(), prompt, launch_input)
 
 
 def test_a_round():
@@ -80,12 +80,12 @@ def test_other_trees_have_other_sums():
     ]
     sums = [rows_of(written(replace(ROUND, tree=tree), 0), 0, 2)[0].tree_sum for tree in trees]
     assert len(set(sums)) == len(trees)
-    assert sums[0] == rows_of(written(ROUND, 1), 1, 2, traced=False)[0].tree_sum
+    assert sums[0] == rows_of(written(ROUND, 1), 1, 2, reports_trees=False)[0].tree_sum
 
 
 def test_a_smaller_tree_has_void_nodes_at_its_end():
     layout = Setup(steps=3, topk=2, num_draft_tokens=6, max_batch=3).layout
-    results = Results(layout, LOGITS.shape[2], 1, torch.device("cpu"))
+    results = ResultsRing(layout, LOGITS.shape[2], 1, torch.device("cpu"))
     results.write(torch.tensor([0]), ROUND)
     row = rows_of(results, 0, 2)[0]
     assert (row.tokens, row.tree_size) == ([6, 9], TreeSize((2, 1)))
@@ -95,7 +95,7 @@ def test_a_smaller_tree_has_void_nodes_at_its_end():
 
 
 def test_trees_come_to_the_host_only_where_somebody_looks():
-    assert [row.tree for row in rows_of(written(ROUND, 0), 0, 2, traced=False)] == [None, None]
+    assert [row.tree for row in rows_of(written(ROUND, 0), 0, 2, reports_trees=False)] == [None, None]
 
 
 def test_a_prefill_pass_has_no_tree():

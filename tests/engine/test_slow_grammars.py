@@ -139,7 +139,7 @@ def test_a_thread_is_abandoned_for_the_time_that_it_uses_and_not_for_the_time_th
             time.sleep(0.2)
         return place
 
-    assert threads.run(work, 4, at_once=True) == [0, TOO_SLOW, 2, 3]
+    assert threads.run(work, 4, all_threads=True) == [0, TOO_SLOW, 2, 3]
     assert began.is_set() and threads.num_abandoned == 1
     assert threads.run(work, 1) == [0], "another thread has taken its place"
     threads.close()
@@ -153,14 +153,14 @@ class TickingThreads(MaskThreads):
         super().__init__(32 * tick_s)
         self.tick_s, self.now_s = tick_s, 0.0
 
-    def _look(self, *args: Any) -> None:
+    def _handle_slow(self, *args: Any) -> None:
         self.now_s += self.tick_s
-        super()._look(*args)
+        super()._handle_slow(*args)
 
 
 @settings(max_examples=30)
 @given(st.integers(1, 24), st.integers(0, 6), st.booleans(), st.randoms(use_true_random=False))
-def test_all_slow_grammars_of_a_round_share_one_limit(num_slow, num_good, at_once, rng):
+def test_all_slow_grammars_of_a_round_share_one_limit(num_slow, num_good, all_threads, rng):
     """They use their shares, and together the other half of the limit once, however many wait for a thread."""
     threads, go_on, tick_s = TickingThreads(1e-3), threading.Event(), 1e-3
     kinds = [True] * num_slow + [False] * num_good
@@ -174,7 +174,7 @@ def test_all_slow_grammars_of_a_round_share_one_limit(num_slow, num_good, at_onc
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mask_threads, "_thread_time", lambda thread: threads.now_s)
-        assert threads.run(work, len(kinds), at_once=at_once, used_s=used_s) == right
+        assert threads.run(work, len(kinds), all_threads=all_threads, used_s=used_s) == right
         shares_s = num_slow * threads.limit_s / 2 / min(len(kinds), MAX_SHARES)
         # Each is seen at most one tick late.
         assert sum(used_s) < shares_s + threads.limit_s / 2 + (num_slow + 1) * tick_s
@@ -186,8 +186,8 @@ def test_all_slow_grammars_of_a_round_share_one_limit(num_slow, num_good, at_onc
 def test_what_others_took_in_a_round_counts_and_ends_slow_work_alone():
     threads = MaskThreads(0.4)
     work = [lambda: hashlib.pbkdf2_hmac("sha256", b"", b"", SECONDS_OF_HASHES // 2), lambda: 1]
-    used_s, spent_s = [5.0, 0.0], lambda share_s: 5.0
-    assert threads.run(lambda place: work[place](), 2, used_s=used_s, spent_s=spent_s) == [TOO_SLOW, 1]
+    used_s, overrun_s = [5.0, 0.0], lambda share_s: 5.0
+    assert threads.run(lambda place: work[place](), 2, used_s=used_s, overrun_s=overrun_s) == [TOO_SLOW, 1]
     threads.close()
 
 

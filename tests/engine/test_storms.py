@@ -57,7 +57,7 @@ def watch(engine: Engine) -> None:
                 waited = 0.0
             else:
                 assert waited < 256, "a prompt waits longer than a pass of its own would take"
-                nodes = len(members) * layout.at(len(members)).num_draft_tokens
+                nodes = len(members) * layout.for_batch(len(members)).num_draft_tokens
                 waited += (256 + nodes) * len(prompts) / len(members)
             for r in members:
                 rounds = scheduler.rounds_in_flight if launch.launch_input.is_prefill else max(r.rounds_in_flight, 1)

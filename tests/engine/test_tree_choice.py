@@ -9,16 +9,24 @@ from random import Random
 
 import pytest
 
-from espalier.engine.acceptance import FIRST_CHILD, Acceptance, Sample, accept_length, at_level, depth_of, gains
-from espalier.engine.round_times import MEMORY, CpuCosts, RoundTimes
-from espalier.engine.tree_choice import LONGEST, LookedUp, TreeChoice
+from espalier.engine.acceptance import (
+    FIRST_CHILD_RATES,
+    Acceptance,
+    AcceptSample,
+    assumed_accept_length,
+    depth_of,
+    gains,
+    scaled_first_child_rates,
+)
+from espalier.engine.round_times import CORRECTION_ROUNDS, CpuCosts, RoundTimes
+from espalier.engine.tree_choice import MAX_PAUSE, LookupGain, TreeChoice
 from espalier.layout import PLAIN, TARGET_ALONE, RoundLayout, TreeShape, next_bucket
 from espalier.startup.tree_cost import CONTEXT
-from espalier.startup.tree_policy import PredictedCosts, tree_sets
+from espalier.startup.tree_policy import tree_sets
 from tests.startup.test_tree_policy import BIG
 
 TREE = TreeShape(5, 4, 16)
-COSTS = PredictedCosts(BIG.weights, BIG.chip)
+COSTS = BIG
 BATCHES = (1, 3, 8, 31, 64, 96)
 
 
@@ -56,7 +64,7 @@ class World:
         others = self.others * self.level + self.shared * bool(tree.shared_rows)
         return self.level * (1 - 0.07 * min(depth - 1, 3)), others if tree.topk > 1 else 0.0
 
-    def length(self, tree: TreeShape) -> float:
+    def accept_length(self, tree: TreeShape) -> float:
         reached, length = 1.0, 1.0
         for depth in range(1, depth_of(tree) + 1):
             first, other = self.chances(tree, depth)
@@ -68,7 +76,7 @@ class World:
         factor = self.factors.setdefault(tree, self.random.uniform(0.87, 1.15))
         return max(COSTS.seconds(tree, next_bucket(batch), 1024) * factor * self.slowness, self.host)
 
-    def sample(self, tree: TreeShape) -> Sample:
+    def sample(self, tree: TreeShape) -> AcceptSample:
         ranks: list[int] = []
         for depth in range(1, depth_of(tree) + 1):
             first, other = self.chances(tree, depth)
@@ -78,12 +86,14 @@ class World:
                 ranks.append(1 + self.random.randrange(tree.topk - 1))
             else:
                 break
-        return Sample(depth_of(tree), tuple(ranks), len(ranks) == depth_of(tree), False)
+        return AcceptSample(depth_of(tree), tuple(ranks), len(ranks) == depth_of(tree), False)
 
-    def looked_up(self, tree: TreeShape, emitted: int) -> Sample:
+    def lookup_sample(self, tree: TreeShape, emitted: int) -> AcceptSample:
         found = len(self.sample(replace(tree, drafts=False)).ranks)
         depth = depth_of(tree)
-        return Sample(min(emitted, depth) if found >= emitted else depth, (0,) * min(found, emitted, depth), True, True)
+        return AcceptSample(
+            min(emitted, depth) if found >= emitted else depth, (0,) * min(found, emitted, depth), True, True
+        )
 
     def run(self, batch: int, rounds: int, drafting: int | None = None) -> float:
         """Tokens of a request a second, as of the mean accept lengths and times.  drafting: requests that speculate."""
@@ -91,12 +101,12 @@ class World:
         tokens = seconds = 0.0
         for number in range(rounds):
             tree = self.choice.pick(batch, drafting, 1024)
-            assert tree in self.choice.layout.choices_at(batch)
+            assert tree in self.choice.layout.choices_for(batch)
             taken = self.seconds(tree, batch)
             self.now += taken * self.random.uniform(0.98, 1.02) * (10 if self.random.random() < 0.03 else 1)
             samples = [self.sample(tree) for _ in range(drafting)] if tree != PLAIN else []
-            looked_up = [self.looked_up(tree, len(s.ranks) + 1) for s in samples if self.found is not None]
-            self.choice.read(samples, batch * tree.rows, looked_up)
+            lookup_samples = [self.lookup_sample(tree, len(s.ranks) + 1) for s in samples if self.found is not None]
+            self.choice.read(samples, batch * tree.rows, lookup_samples)
             if number % 50 == 49:
                 self.now += 0.1
                 self.choice.restart()
@@ -104,11 +114,11 @@ class World:
         return tokens / seconds
 
     def mean_length(self, tree: TreeShape, share: float) -> float:
-        return 1 + share * (self.length(tree) - 1)
+        return 1 + share * (self.accept_length(tree) - 1)
 
     def best(self, batch: int, drafting: int | None = None) -> float:
         share = 1.0 if drafting is None else drafting / batch
-        forms = self.choice.layout.choices_at(batch)
+        forms = self.choice.layout.choices_for(batch)
         return max(self.mean_length(tree, share) / self.seconds(tree, batch) for tree in forms)
 
 
@@ -169,13 +179,13 @@ def test_a_deep_tree_says_what_a_chain_would_accept() -> None:
     for _ in range(100):
         found.add(TREE, [world.sample(TREE) for _ in range(32)])
     for tree in (TREE, TreeShape(3, 1, 4), TreeShape(1, 1, 2)):
-        assert found.length(tree) == pytest.approx(world.length(tree), rel=0.03)
-    assert found.length(PLAIN) == 1
+        assert found.accept_length(tree) == pytest.approx(world.accept_length(tree), rel=0.03)
+    assert found.accept_length(PLAIN) == 1
 
 
 def test_what_is_assumed_is_the_table() -> None:
     for tree in (TREE, TreeShape(3, 2, 8), TreeShape(3, 1, 4), TreeShape(1, 1, 2), TreeShape(5, 8, 64), PLAIN):
-        assert Acceptance(5, 1, 1).length(tree) == pytest.approx(accept_length(tree), abs=0.01)
+        assert Acceptance(5, 1, 1).accept_length(tree) == pytest.approx(assumed_accept_length(tree), abs=0.01)
     assert gains(TREE, [0.0] * 5) == [0.0] * 6
 
 
@@ -187,7 +197,7 @@ def paced(accepts: bool, rounds: int, choice: TreeChoice) -> list[TreeShape]:
         assert tree is not None
         picked.append(tree)
         ranks = (0,) * depth_of(tree) if accepts else ()
-        samples = [Sample(depth_of(tree), ranks, accepts, False)] if tree != PLAIN else []
+        samples = [AcceptSample(depth_of(tree), ranks, accepts, False)] if tree != PLAIN else []
         choice.read(samples, tree.num_draft_tokens, samples)
     return picked
 
@@ -199,9 +209,9 @@ def test_on_a_cpu_guesses_that_find_nothing_are_tried_more_and_more_seldom() -> 
     # All of a trial's rows cost half a round.
     assert len(drafted) * 0.5 < 0.015 * 2000 and sum(tree != PLAIN for tree in picked[:128]) * 0.5 < 0.04 * 128
     pauses = [after - before for before, after in pairwise(drafted) if after - before > 1]
-    assert pauses == sorted(pauses) and LONGEST - 8 < max(pauses) <= LONGEST
+    assert pauses == sorted(pauses) and MAX_PAUSE - 8 < max(pauses) <= MAX_PAUSE
     assert paced(False, 2000, choices[1]) == picked, "equal requests run equal rounds"
-    assert set(paced(True, LONGEST + 30, choices[0])[-10:]) == {TREE}, "a text that repeats itself is noticed"
+    assert set(paced(True, MAX_PAUSE + 30, choices[0])[-10:]) == {TREE}, "a text that repeats itself is noticed"
     choices[0].restart()
     assert set(paced(True, 100, choices[0])) == {TREE}
     assert PLAIN in paced(False, 60, choices[0])
@@ -213,10 +223,10 @@ def by_guesses(choice: TreeChoice, rounds: int, tokens: Sequence[float], accepte
     picked = []
     for number in range(rounds):
         gained = tokens[number % len(tokens)]
-        tree = choice.pick(1, 1, 100, LookedUp(gained, 6 if gained else 1))
+        tree = choice.pick(1, 1, 100, LookupGain(gained, 6 if gained else 1))
         assert tree is not None
         picked.append(tree)
-        samples = [Sample(5, (0,) * accepted, accepted == 5, False)] if tree.drafts and tree != PLAIN else []
+        samples = [AcceptSample(5, (0,) * accepted, accepted == 5, False)] if tree.drafts and tree != PLAIN else []
         choice.read(samples, tree.num_draft_tokens, [])
     return picked
 
@@ -225,24 +235,24 @@ def test_a_round_whose_guesses_are_known_runs_without_a_draft_where_they_are_wor
     alone = TreeShape(5, 4, 16, drafts=False)
     choice = TreeChoice(layout_of(((1, (TREE, alone, PLAIN)),)), CpuCosts(draft=0.15), is_lookup=False)
     assert by_guesses(choice, 60, (4.0, 0.2), 3) == [alone, TREE] * 30
-    known = choice.acceptance.length(TREE)
+    known = choice.acceptance.accept_length(TREE)
     choice.restart()
-    assert choice.acceptance.length(TREE) == known and known > 3.5, "a new prompt forgets nothing"
+    assert choice.acceptance.accept_length(TREE) == known and known > 3.5, "a new prompt forgets nothing"
     # A draft that finds nothing ends.  Guesses that gain little go on, and do not keep it from being tried again.
     picked = by_guesses(choice, 300, (0.8, 0.0), 0)[-100:]
     assert picked.count(TREE) <= 16 and picked.count(alone) > 40
-    assert by_guesses(choice, LONGEST + 100, (0.8, 0.0), 4)[-50:].count(TREE) >= 45
+    assert by_guesses(choice, MAX_PAUSE + 100, (0.8, 0.0), 4)[-50:].count(TREE) >= 45
 
 
 def test_however_long_a_choice_lasts_others_are_tried() -> None:
     world, others = World(0, 0.9), []
-    for number in range(5 * LONGEST):
+    for number in range(5 * MAX_PAUSE):
         world.run(8, 1)
         bucket = world.choice.buckets[8]
-        if bucket.tried[bucket.current] != world.choice.rounds:
+        if bucket.last_round[bucket.current] != world.choice.rounds:
             others.append(number)
     pauses = [after - before for before, after in pairwise(others)]
-    assert bucket.switches <= 15 and LONGEST - 16 < max(pauses) <= LONGEST
+    assert bucket.switches <= 15 and MAX_PAUSE - 16 < max(pauses) <= MAX_PAUSE
 
 
 def test_where_few_can_use_guesses_the_others_do_not_wait_for_them() -> None:
@@ -266,7 +276,7 @@ def test_rounds_in_flight_are_read_in_order() -> None:
     choice = TreeChoice(layout_of(((1, (TREE,)), (2, (chain,)))), COSTS, is_lookup=False)
     assert [choice.pick(batch, batch, 1024) for batch in (1, 8)] == [TREE, chain]
     for known in ([TREE], [TREE, chain]):
-        choice.read([Sample(3, (0,), False, False)], 4, [])
+        choice.read([AcceptSample(3, (0,), False, False)], 4, [])
         assert [*choice.acceptance.forms] == known
 
 
@@ -290,14 +300,14 @@ def test_a_round_is_timed_from_the_end_of_the_one_before() -> None:
 def test_times_are_corrected_by_what_was_found_at_the_nearest_batch() -> None:
     times, chain = RoundTimes(COSTS), TreeShape(3, 1, 4)
     for batch, factor in ((4, 1.5), (64, 3.0)):
-        for _ in range(2 * MEMORY):
+        for _ in range(2 * CORRECTION_ROUNDS):
             times.add(TREE, batch, 1024, factor * COSTS.seconds(TREE, batch, 1024))
     times.add(TREE, 4, 1024, 90.0)
     for batch, factor in ((1, 1.5), (4, 1.5), (8, 1.5), (48, 3.0), (64, 3.0)):
         assert times.seconds(TREE, batch, 1024) == pytest.approx(factor * COSTS.seconds(TREE, batch, 1024))
         # What is beyond an error of a prediction, a form that has not run takes longer too.
         assert times.seconds(chain, batch, 1024) > 1.2 * COSTS.seconds(chain, batch, 1024)
-    for _ in range(MEMORY):
+    for _ in range(CORRECTION_ROUNDS):
         times.add(TREE, 4, 1024, 0.7 * COSTS.seconds(TREE, 4, 1024))
     assert times.seconds(TREE, 4, 1024) == pytest.approx(0.7 * COSTS.seconds(TREE, 4, 1024)), "old times are forgotten"
 
@@ -305,19 +315,19 @@ def test_times_are_corrected_by_what_was_found_at_the_nearest_batch() -> None:
 @pytest.mark.parametrize(
     ("sample", "counts"),
     [
-        (Sample(5, (0, 0), False, False), [(1, 1), (1, 1), (1, 0), (0, 0)]),
+        (AcceptSample(5, (0, 0), False, False), [(1, 1), (1, 1), (1, 0), (0, 0)]),
         # Behind another child than the first, paths of first children say nothing.
-        (Sample(5, (0, 2, 0), False, False), [(1, 1), (1, 0), (0, 0), (0, 0)]),
+        (AcceptSample(5, (0, 2, 0), False, False), [(1, 1), (1, 0), (0, 0), (0, 0)]),
         # Other nodes were more probable than a child of this one; or the draft guessed nothing here.
-        (Sample(5, (0,), True, False), [(1, 1), (0, 0), (0, 0), (0, 0)]),
-        (Sample(5, (0,), True, True), [(1, 1), (1, 0), (0, 0), (0, 0)]),
-        (Sample(2, (0, 0), False, False), [(1, 1), (1, 1), (0, 0), (0, 0)]),
+        (AcceptSample(5, (0,), True, False), [(1, 1), (0, 0), (0, 0), (0, 0)]),
+        (AcceptSample(5, (0,), True, True), [(1, 1), (1, 0), (0, 0), (0, 0)]),
+        (AcceptSample(2, (0, 0), False, False), [(1, 1), (1, 1), (0, 0), (0, 0)]),
     ],
 )
-def test_what_a_path_says_of_first_children(sample: Sample, counts: list[tuple[int, int]]) -> None:
+def test_what_a_path_says_of_first_children(sample: AcceptSample, counts: list[tuple[int, int]]) -> None:
     found = Acceptance(5, 1, 1)
     found.add(TREE, [sample])
-    assert [(count.tried, count.found) for count in found.depths[:4]] == counts
+    assert [(count.trials, count.successes) for count in found.depths[:4]] == counts
 
 
 def test_a_lasting_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -346,7 +356,7 @@ def test_sets_are_few_alike_in_a_bucket_and_fit() -> None:
             bucket = min(next_bucket(batch), 90)
             of_bucket = next(shapes for least, shapes in reversed(sets) if least <= bucket)
             assert shapes == tuple(shape for shape in of_bucket if shape.drafts)
-            first_child = at_level(FIRST_CHILD[0], configured.steps)
+            first_child = scaled_first_child_rates(FIRST_CHILD_RATES[0], configured.steps)
             rates = [
                 (1 + gains(shape, first_child)[-1]) / COSTS.seconds(shape, next_bucket(batch), CONTEXT)
                 for shape in shapes

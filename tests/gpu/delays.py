@@ -15,7 +15,7 @@ from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.engine.launch_buffer import LaunchBuffer
 from espalier.engine.launch_input import LaunchInput
-from espalier.engine.results import Results
+from espalier.engine.results import ResultsRing
 
 # Clock ticks of the GPU, some 0.1 ms, and 20 ms, which is longer than a round takes; seconds of the host.
 LONGEST_CYCLES = 200_000
@@ -23,11 +23,11 @@ VERY_LONG_CYCLES = 40_000_000
 LONGEST_SLEEP = 0.001
 
 SEGMENTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (rounds, ("begin", "propose", "verify", "settle", "accept", "commit", "advance", "rows_of_path")),
+    (rounds, ("begin", "propose", "verify", "settle", "accept", "commit", "advance", "path_features")),
     (executing, ("decode_round", "prefill", "begin", "propose", "verify", "settle")),
     (LaunchBuffer, ("apply",)),
     (autoregressive, ("store_carried",)),
-    (Results, ("write",)),
+    (ResultsRing, ("write",)),
 )
 
 

@@ -15,7 +15,7 @@ from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.models import CausalLM, DraftModel, load_target, read_config
 from espalier.speculate.drafters.registry import drafter_without_files, load_draft, read_draft
-from espalier.startup.build import Loaded, assemble
+from espalier.startup.build import LoadedModels, assemble
 from tests.folders import new_folder
 from tests.harness import MAX_POSITIONS, Setup, directories
 from tests.oracles.fp8_cache import ones
@@ -111,12 +111,12 @@ class DeviceSetup(Setup):
     def engine(self) -> Engine:
         return assemble(self.loaded(), capture_stages=self.capture_stages)
 
-    def loaded(self) -> Loaded:
+    def loaded(self) -> LoadedModels:
         most = self.layout.max_batch
         graph_batch = most if self.graph_batch is None else min(self.graph_batch, most)
         chosen = replace(self, attention=self.backend)
         config = chosen.config(self.dtype, self.device, graph_batch=graph_batch)
-        return Loaded(config, *self.models(self.layout.position_rows))
+        return LoadedModels(config, *self.models(self.layout.position_rows))
 
     @property
     def reference(self) -> Reference:

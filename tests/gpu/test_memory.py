@@ -53,14 +53,14 @@ def test_pages_that_were_measured_hold_a_full_batch_of_long_contexts(graph_batch
     settings["chunk_size"] = chunk_size
     with all_taken_but(margin() + 2 * GIB), LLM("bundled", device="cuda", **settings) as llm:
         layout, pages = llm.engine.layout, llm.config.num_pages
-        assert layout.least_pages <= pages < layout.most_pages
+        assert layout.min_pages <= pages < layout.max_pages
         left = torch.cuda.mem_get_info()[0]
         said = full(llm, prompt=2048 - 40, logprobs=logprobs)
         least = torch.cuda.mem_get_info()[0]
         put_on_record(
             FIGURES,
             f"pages measured, graph_batch={graph_batch}, logprobs={logprobs}: {pages} of {layout.page_size} tokens "
-            f"(a full batch would use {layout.most_pages}), {left / MIB:.0f} MiB left free, {least / MIB:.0f} MiB "
+            f"(a full batch would use {layout.max_pages}), {left / MIB:.0f} MiB left free, {least / MIB:.0f} MiB "
             f"after {sum(said)} tokens at the end of {len(said)} contexts of 2048, "
             f"{llm.engine.scheduler.num_preempted} preemptions; margin {margin() / MIB:.0f} MiB",
         )

@@ -14,7 +14,7 @@ from espalier.cache.kv import PagedKV
 from espalier.engine.cuda import CudaExecutor, CudaHandle, HostEntry
 from espalier.engine.engine import Engine
 from espalier.engine.launch_buffer import LaunchBuffer
-from espalier.engine.results import Results, read
+from espalier.engine.results import ResultsRing, read_results
 from espalier.layout import LaunchForm
 from espalier.request import Request
 from tests.gpu.delays import delay_segments, delay_streams
@@ -114,7 +114,7 @@ def copies_that_do_not_wait(patch: Patch, executor: CudaExecutor) -> None:
 def results_read_before_they_are_there(patch: Patch, executor: CudaExecutor) -> None:
     def result(self: CudaHandle) -> Any:
         entry = self.host.results[: len(self.launch_input.slots)].numpy()
-        return read(self.results.fields, entry, self.prompt_logprobs, self.launch_input)
+        return read_results(self.results.columns, entry, self.prompt_logprobs, self.launch_input)
 
     patch.setattr(CudaHandle, "result", result)
 
@@ -127,8 +127,8 @@ def a_ring_of_one(patch: Patch, executor: CudaExecutor) -> None:
 
 def results_in_another_entry(patch: Patch, executor: CudaExecutor) -> None:
     """What runs eagerly writes to the first entry, whatever the launch input says."""
-    right = Results.write
-    patch.setattr(Results, "write", lambda self, entry, outcome: right(self, torch.zeros_like(entry), outcome))
+    right = ResultsRing.write
+    patch.setattr(ResultsRing, "write", lambda self, entry, outcome: right(self, torch.zeros_like(entry), outcome))
 
 
 def graphs_of_other_batches(patch: Patch, executor: CudaExecutor) -> None:

@@ -36,7 +36,7 @@ class Twin:
         self.num_passes = self.num_eager = 0
 
     def launch(self, launch_input: LaunchInput) -> Handle:
-        launch_input = replace(launch_input, traced=True)
+        launch_input = replace(launch_input, reports_trees=True)
         if self.graphs.graph_of(launch_input) is None:
             self.num_eager += 1
         elif launch_input.is_prefill:

@@ -167,17 +167,17 @@ def test_a_forced_token_that_is_emitted_unverified_is_seen(monkeypatch):
 
 @pytest.mark.parametrize("fault", ["sibling", "late", "free"])
 def test_wrong_masks_are_seen(monkeypatch, fault):
-    of_nodes = MaskBuilder.of_nodes
+    node_masks = MaskBuilder.node_masks
 
     def planted(self, batch, trees):
         if fault == "sibling":
             trees = [(tokens, [max(parent - 1, 0) for parent in parents]) for tokens, parents in trees]
-        found = of_nodes(self, batch, trees)
+        found = node_masks(self, batch, trees)
         if fault == "late":
             return RowMasks(found.rows, np.concatenate([found.masks[:, :1], found.masks[:, :-1]], 1))
         return found if fault == "sibling" else RowMasks(found.rows, np.full_like(found.masks, ALL_ALLOWED))
 
-    monkeypatch.setattr(MaskBuilder, "of_nodes", planted)
+    monkeypatch.setattr(MaskBuilder, "node_masks", planted)
     with pytest.raises(AssertionError):
         for seed in range(4):
             setup = setup_of("eagle3", 4, 16)

@@ -139,9 +139,9 @@ def test_the_layer_equals_the_reference(dtype):
     weight = random_normal((24,), dtype, cpu, 3)
     layer = RMSNorm(weight, EPS)
     assert torch.equal(layer(x), rms_norm.reference(x, weight, EPS))
-    for out, expected in zip(layer.after(delta, x), add_rms_norm.reference(delta, x, weight, EPS), strict=True):
+    for out, expected in zip(layer.add_and_norm(delta, x), add_rms_norm.reference(delta, x, weight, EPS), strict=True):
         assert torch.equal(out, expected)
-    assert layer.after(None, x)[0] is x
+    assert layer.add_and_norm(None, x)[0] is x
 
 
 @pytest.mark.parametrize("make", [add_rms_norm.triton, add_rms_norm.reference])
@@ -191,11 +191,11 @@ def test_groups_that_no_norm_rounds(kernel_device):
     with pytest.raises(EspalierError, match="groups of a power of two, not 48"):
         rounded_norm.triton(None, x, weight, EPS, InputScales(48))
     norm = RMSNorm(weight, EPS)
-    assert isinstance(norm.rounded_after(None, x, InputScales(48))[1], torch.Tensor)
-    given = norm.rounded_after(None, x, InputScales())[1]
+    assert isinstance(norm.add_and_round(None, x, InputScales(48))[1], torch.Tensor)
+    given = norm.add_and_round(None, x, InputScales())[1]
     assert isinstance(given, RoundedRows if x.is_cuda else torch.Tensor)
     many = x.repeat(MAX_KERNEL_ROWS, 1)
-    assert isinstance(norm.rounded_after(None, many, InputScales())[1], torch.Tensor)
+    assert isinstance(norm.add_and_round(None, many, InputScales())[1], torch.Tensor)
     hopper, ada = Chip(232448, 132, (9, 0)), Chip(101376, 142, (8, 9))
     assert max_kernel_rows(InputScales(128), hopper) < max_kernel_rows(InputScales(), hopper) == MAX_KERNEL_ROWS
     # There the library does not take scales of blocks.

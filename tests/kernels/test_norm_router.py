@@ -106,10 +106,10 @@ def test_a_mixtures_block_is_the_norm_and_then_the_block(kernel_device, monkeypa
     )
     norm, live = RMSNorm(weight, eps), torch.arange(rows, device=kernel_device) != 1
     monkeypatch.setattr(layer, "supports_norm_router", lambda residual: False)
-    expected_total, routed = mlp.read(norm, delta, residual)
+    expected_total, routed = mlp.norm_input(norm, delta, residual)
     expected = mlp(routed, live)
     monkeypatch.setattr(layer, "supports_norm_router", lambda residual: True)
-    total, routed = mlp.read(norm, delta, residual)
+    total, routed = mlp.norm_input(norm, delta, residual)
     parts = mlp(routed, live)
     assert torch.equal(total, expected_total) and parts.any()
     torch.testing.assert_close(parts, expected, rtol=2e-2, atol=1e-3)
@@ -133,7 +133,7 @@ def test_fp8_experts_take_what_the_norm_rounds(kernel_device, monkeypatch, few):
     found = []
     for rounding in (None, inputs):
         monkeypatch.setattr(layer, "rounding_in_norm", lambda gate_up, x, rounding=rounding: rounding)
-        total, routed = mlp.read(norm, delta, residual)
+        total, routed = mlp.norm_input(norm, delta, residual)
         found.append((total, mlp(routed)))
     (expected_total, expected), (total, parts) = found
     assert torch.equal(total, expected_total) and torch.equal(parts, expected) and parts.any()
@@ -148,7 +148,7 @@ def test_a_delta_block_reads_the_same_in_fewer_launches(kernel_device, monkeypat
     for in_router, in_norm in ((False, False), (routes, rounds)):
         monkeypatch.setattr(recurrent, "supports_norm_router", lambda x, taken=in_router: taken)
         monkeypatch.setattr(recurrent, "is_rounded_before", lambda *_, taken=in_norm: taken)
-        total, (of_qkvz, of_ba) = recurrent.DeltaNet.read(block, norm, delta, residual)
+        total, (of_qkvz, of_ba) = recurrent.DeltaNet.norm_input(block, norm, delta, residual)
         assert isinstance(of_qkvz, RoundedRows) == in_norm
         found.append((total, qkvz(of_qkvz), of_ba))
     for one, other in zip(*found, strict=True):
@@ -169,7 +169,7 @@ def test_a_gated_shared_expert_takes_the_rows_of_the_others(kernel_device, monke
     monkeypatch.setattr(layer, "is_rounded_before", lambda *_: rounds)
     monkeypatch.setattr(layer, "grouped_experts", grouped_experts.triton)
     monkeypatch.setattr(layer, "scale_by_gate", scale_by_gate.triton)
-    _, routed = mlp.read(norm, delta, residual)
-    assert (layer._rows_of_shared(shared, mlp.gate_up, *routed[:2]) is routed.of_experts) == rounds
+    _, routed = mlp.norm_input(norm, delta, residual)
+    assert (layer._shared_mlp_rows(shared, mlp.gate_up, *routed[:2]) is routed.expert_rows) == rounds
     expected = shared(routed.x).double() * gate(routed.x).double().sigmoid()
     torch.testing.assert_close(mlp(routed)[-1].double(), expected, rtol=5e-3, atol=1e-3)

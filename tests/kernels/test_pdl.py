@@ -28,7 +28,7 @@ from espalier.models.layers.latent_attention import LatentAttention
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP, MixtureMLP
 from espalier.models.layers.norm import RMSNorm
-from espalier.models.layers.stream import Stream
+from espalier.models.layers.residual import Residual
 from espalier.models.rope import RopeConfig, RopeTables
 from espalier.models.weight_formats.dense import dense_weight
 
@@ -149,7 +149,7 @@ class Mixture:
         for block in self.blocks:
             x, routed = block.read(self.norm, delta, x)
             delta = block(routed)
-        return list(self.norm.after(delta, x))
+        return list(self.norm.add_and_norm(delta, x))
 
 
 class MixtureWithShared(Mixture):
@@ -198,10 +198,10 @@ class LatentLayers(MixtureWithShared):
     def __call__(self) -> list[torch.Tensor]:
         tokens = torch.zeros_like(self.nodes.positions)
         p = self.cache.begin(Prefix(self.page_table, self.length), self.nodes, tokens)
-        s = Stream(self.x)
+        s = Residual(self.x)
         for layer in self.layers:
             layer(s, p)
-        return list(s.end(self.norm, p.out_shape))
+        return list(s.final_norm(self.norm, p.out_shape))
 
 
 @pytest.mark.parametrize("layers", [Chain, Attended, AttendedOnSmallPages, Mixture, MixtureWithShared, LatentLayers])

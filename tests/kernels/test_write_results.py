@@ -14,7 +14,7 @@ ENTRIES, ROWS, WIDTH, OTHERS = 3, 6, 22, 2
 
 
 def drawn(batch, seed, all_of_them=True):
-    """Fields with columns between them that none covers; one of floats, infinite ones and a NaN among them."""
+    """ResultColumns with columns between them that none covers; one of floats, infinite ones and a NaN among them."""
     generator = random(seed)
 
     def integers(columns):

@@ -55,4 +55,4 @@ def prepared(seed: int = 1, **settings: object) -> Prepared:
 
 
 def engine(seed: int = 1, **settings: object) -> LLM:
-    return LLM.of(prepared(seed, **settings))
+    return LLM.from_prepared(prepared(seed, **settings))

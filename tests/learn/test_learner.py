@@ -20,11 +20,12 @@ from espalier.learn import learner as of_learner
 from espalier.learn import trainer as of_trainer
 from espalier.learn.folder import LearnConfig, Sample, publish, read_manifest
 from espalier.learn.learner import Learner
-from espalier.learn.trainer import CONTINUED, GO, WAIT, Turn, run_of, train_once
+from espalier.learn.trainer import GO, WAIT, TrainSignal, run_of, train_once
 from espalier.llm import LLM
 from espalier.request import SamplingParams
 from espalier.train import block, mtp
 from espalier.train.draft_run import mixed_batches
+from espalier.train.kinds import DRAFT_KINDS
 from espalier.train.mtp_checkpoint import save_mtp
 from espalier.train.settings import BlockConfig, MtpConfig
 from espalier.train.target import Eagle3Target, FrozenTarget
@@ -44,7 +45,7 @@ FAILS = "print('first'); print('the disk is full'); raise SystemExit(1)"
 
 @cache
 def served():
-    return LLM.of(prepared(1))
+    return LLM.from_prepared(prepared(1))
 
 
 @cache
@@ -84,7 +85,7 @@ class Learning:
         return self.learner.figures
 
     def answer(self, prompt):
-        [request] = self.llm.group(prompt, self.llm.inputs.resolve(PARAMS), detokenize=False)
+        [request] = self.llm.new_requests(prompt, self.llm.inputs.resolve(PARAMS), detokenize=False)
         self.llm.engine.add(request)
         while self.llm.engine.has_work:
             self.learner.between_steps(self.llm.engine)
@@ -221,7 +222,7 @@ def test_the_trainer_computes_only_in_its_turn_and_ends_with_the_server():
     ended = threading.Event()
     with os.fdopen(heard, "rb") as stdin, pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "_exit", lambda status: ended.set())
-        turn = Turn(stdin)
+        turn = TrainSignal(stdin)
         worked = threading.Event()
         threading.Thread(target=lambda: (turn.wait(), worked.set()), daemon=True).start()
         os.write(said, WAIT)
@@ -267,7 +268,7 @@ def other_kind(kind, directory):
     return directory
 
 
-@pytest.mark.parametrize("kind", CONTINUED)
+@pytest.mark.parametrize("kind", DRAFT_KINDS)
 def test_every_kind_learns_the_newest_texts_in_rows_that_begin_with_one(kind, tmp_path):
     sample = Sample(tmp_path / "sample", 2**20)
     for number in range(240):  # token 1 begins a prompt; the older half have outputs of token 8 alone
@@ -286,7 +287,7 @@ def test_every_kind_learns_the_newest_texts_in_rows_that_begin_with_one(kind, tm
         "seconds": 60,
         "texts": {"train": 50, "held-back": 10},
     }
-    training = run_of(CONTINUED[kind], tmp_path / "sample", run, tmp_path / "unused", 1)
+    training = run_of(DRAFT_KINDS[kind], tmp_path / "sample", run, tmp_path / "unused", 1)
     for tokens, learned in islice(mixed_batches(training, 0), 5):
         assert bool(learned.all()) and bool((tokens[:, 0] == 1).all()) and not bool((tokens == 8).any())
     (tmp_path / "run.json").write_text(json.dumps(run))

@@ -33,7 +33,7 @@ def swap(llm, directory):
 def run(llm, after=lambda step: None):
     """(tokens, statistics) of every prompt; `after` is called after every step."""
     groups = [
-        llm.group(p, params, detokenize=False)
+        llm.new_requests(p, params, detokenize=False)
         for p, params in zip(PROMPTS, map(llm.inputs.resolve, PARAMS), strict=True)
     ]
     requests = [request for group in groups for request in group]

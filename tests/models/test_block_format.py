@@ -68,7 +68,7 @@ def two_rounds(draft: BlockDraft, expected: dict[str, Tensor]) -> dict[str, Tens
         logits = draft.block_logits(hidden)
         made[f"logits.{number}"] = logits[0]
         if draft.edges is not None:
-            made[f"edged.{number}"] = along(draft.edges.of_block(logits, hidden), expected[f"before.{number}"])
+            made[f"edged.{number}"] = along(draft.edges.block_edges(logits, hidden), expected[f"before.{number}"])
     return made
 
 

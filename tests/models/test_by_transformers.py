@@ -15,7 +15,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
 from espalier.models.from_transformers.probe import tiny_config, tiny_model, try_tree
-from espalier.models.from_transformers.target import OurExperts, OurLinear, OurNorm, find_equal, register
+from espalier.models.from_transformers.target import OurExperts, OurLinear, OurNorm, find_replacements, register
 from scripts.any_model import Found, compare, make_model
 from scripts.any_model import main as any_model
 from tests.builders import make_target
@@ -96,6 +96,28 @@ def test_auto_prefers_a_native_family(tmp_path: Path) -> None:
     assert read_config(starcoder2).probed is not None
     with pytest.raises(EspalierError, match=r"'Starcoder2ForCausalLM' is not supported; supported are Llama"):
         read_config(starcoder2, model_impl="native")
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "kv_heads", "size"),
+    [
+        ("olmo", 1, 1, 8),
+        ("olmo", 2, 2, 20),
+        ("olmo", 3, 3, 10),
+        # A class that computes a head's size from the config's other sizes, and one that rotates half of a head.
+        ("helium", 5, 1, 6),
+        ("arcee", 5, 1, 10),
+        ("phi", 4, 2, 10),
+        ("biogpt", 5, 5, 10),
+    ],
+)
+def test_few_heads_and_small_ones_are_no_reason_to_refuse(kind: str, heads: int, kv_heads: int, size: int) -> None:
+    """What a class derives from several sizes fits in the small model too."""
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": heads * size}
+    config = CONFIG_MAPPING[kind](**sizes, **({"head_dim": size} if kind == "helium" else {}))
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    register()
+    try_tree(tiny_model(model_class, tiny_config(config)))
 
 
 @pytest.mark.parametrize("captures_last", [False, True])
@@ -217,7 +239,7 @@ def test_a_config_of_a_larger_model_takes_no_memory(tmp_path: Path) -> None:
 def test_a_capture_that_layers_do_not_allow(tmp_path: Path) -> None:
     """Gemma 3n's layers pass on four rows for each token; its last ones are given the K and V of earlier ones."""
     make_model(tmp_path, "gemma3n_text")
-    shares = [spec.shares for spec in load_target(tmp_path, **LOADING).layer_specs]
+    shares = [spec.shares_with for spec in load_target(tmp_path, **LOADING).layer_specs]
     assert shares == [None] * 10 + [8, 8]
     with pytest.raises(EspalierError, match="do not pass on one row for each token"):
         load_target(tmp_path, capture=(1,), **LOADING)
@@ -246,13 +268,13 @@ class OtherNorm(Phi3RMSNorm):
 
 def test_only_what_computes_the_same_is_replaced() -> None:
     tiny = Phi3ForCausalLM(tiny_config(Phi3Config()))
-    equal = find_equal(tiny)
+    equal = find_replacements(tiny)
     assert {kind.__name__ for kind in equal} == {"Linear", "Phi3RMSNorm"}
     assert isinstance(equal[nn.Linear](nn.Linear(4, 8)), OurLinear)
     assert isinstance(equal[Phi3RMSNorm](Phi3RMSNorm(4)), OurNorm)
     tiny.model.norm = OtherNorm(64)
     tiny.lm_head = nn.Bilinear(4, 4, 4)
-    assert OtherNorm not in find_equal(tiny) and nn.Bilinear not in find_equal(tiny)
+    assert OtherNorm not in find_replacements(tiny) and nn.Bilinear not in find_replacements(tiny)
 
 
 @pytest.mark.parametrize(("family", "expected"), [("llama", "eager"), ("mixtral", "grouped_mm")])

@@ -118,7 +118,7 @@ def test_a_norm_adds_the_parts_in_order(dtype: torch.dtype) -> None:
     in_order = parts[0].clone()
     for part in parts[1:]:
         in_order += part
-    total, normed = norm.after(parts, residual)
+    total, normed = norm.add_and_norm(parts, residual)
     assert torch.equal(total, residual + in_order.to(dtype)) and torch.equal(normed, norm(total))
 
 

@@ -502,7 +502,7 @@ def test_a_draft_has_layers_only_of_families_that_declare_it(tmp_path: Path) -> 
     target = make_target(tmp_path / "target")
     config = read_config(target)
     head = json.loads((make_eagle3(tmp_path / "head", target) / "config.json").read_text())
-    not_in_drafts = {family.model_type for family in FAMILIES.values() if not family.in_drafts}
+    not_in_drafts = {family.model_type for family in FAMILIES.values() if not family.usable_in_drafts}
     assert "gemma3_text" in not_in_drafts
     for kind in not_in_drafts:
         with pytest.raises(EspalierError, match=f"a draft layer of model_type '{kind}' is not supported"):
@@ -572,7 +572,7 @@ def test_gemma4_ignores_what_layers_that_share_rows_still_store(tmp_path: Path) 
         weights[f"model.layers.3.self_attn.{name}"] = weights[f"model.layers.1.self_attn.{name}"].clone()
     save_file(weights, path / "model.safetensors")
     loaded = load_target(path, dtype=torch.float64, device="cpu", position_rows=8)
-    assert [spec.shares for spec in loaded.layer_specs] == [None, None, 0, 1]
+    assert [spec.shares_with for spec in loaded.layer_specs] == [None, None, 0, 1]
 
 
 def test_mistrals_window_is_in_every_layer_or_the_config_is_refused(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from espalier.models.base import CausalLM
 from espalier.models.gemma4_assistant import Assistant
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters.registry import load_draft, read_draft
-from espalier.startup.build import Loaded, assemble, cache_specs
+from espalier.startup.build import LoadedModels, assemble, cache_specs
 from tests.builders import draw_weights, make_target
 from tests.harness import CPU, DTYPE, MAX_POSITIONS, VOCAB, Setup, new_folder, prompts, request, run
 from tests.models.reference import in_float64, load_reference
@@ -106,7 +106,7 @@ class Led:
 
 def an_engine(setup: Setup, family: str, ordered: bool = False) -> Engine:
     target, draft = loaded(family, ordered)
-    return assemble(Loaded(setup.config(), target, copy.copy(draft) if setup.steps else None))
+    return assemble(LoadedModels(setup.config(), target, copy.copy(draft) if setup.steps else None))
 
 
 @lru_cache
@@ -197,7 +197,7 @@ def test_a_tree_changes_no_token(family: str, steps: int, topk: int, nodes: int)
 def test_it_keeps_no_rows_and_reads_fp8_as_the_target_stores_it() -> None:
     target, draft = loaded("gemma4_e")
     specs = cache_specs(target.layer_specs, draft.layer_specs, FP8_KV, "float64")
-    own = [spec for spec in specs if spec.shares is None]
+    own = [spec for spec in specs if spec.shares_with is None]
     assert all(spec.values_per_token == 0 for spec in specs[len(target.layer_specs) :])
     assert {spec.keeps.dtype for spec in specs} == {FP8} and len(own) == 2
 

@@ -14,7 +14,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import QuantisedMatrix
 from espalier.models import load_target, read_config
 from espalier.models.loading import unread_prefixes
-from espalier.models.stored_names import TEXT_PART
+from espalier.models.stored_names import TEXT_PART_NAMES
 from espalier.models.weight_files import stored_weights
 from espalier.models.weights import Weights
 from espalier.startup import load
@@ -78,7 +78,7 @@ def test_layers_stay_unquantised_by_the_names_that_the_checkpoint_has(tmp_path):
         "modules_to_not_convert": left,
     }
     (path / "config.json").write_text(json.dumps(raw))
-    formats = Weights(path, torch.float64, "cpu", read_config(path).formats, stored=TEXT_PART).formats
+    formats = Weights(path, torch.float64, "cpu", read_config(path).formats, stored=TEXT_PART_NAMES).formats
     dense = [
         name for name in ("in_proj_a", "in_proj_qkv") if formats(f"model.layers.0.linear_attn.{name}").name == "dense"
     ]
@@ -141,7 +141,7 @@ def test_the_mtp_layer_is_the_draft_without_being_asked(named, tmp_path):
     del raw["num_nextn_predict_layers"], raw["mtp_form"]
     (tmp_path / "config.json").write_text(json.dumps(raw | ({} if named is None else {named: 1})))
     (tmp_path / "model.safetensors").symlink_to(target / "model.safetensors")
-    found = load.find(EngineConfig(model=tmp_path, device="cpu"))
+    found = load.find_checkpoint(EngineConfig(model=tmp_path, device="cpu"))
     assert (found.spec.algorithm, found.spec.reentry) == ("mtp", 1)
     assert [spec.keeps.kind for spec in found.spec.layers] == ["K and V heads"]
 
@@ -192,4 +192,4 @@ def test_memory_of_states_is_counted_and_divided(tmp_path):
 
 def resolve(path: Path, **fields: Any):
     config = EngineConfig(model=path, **fields)
-    return load.resolve_config(config, load.find(config))
+    return load.resolve_config(config, load.find_checkpoint(config))

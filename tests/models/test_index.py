@@ -10,17 +10,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from espalier.attention import BACKENDS, backend
-from espalier.attention.support import By
+from espalier.attention.support import Provider
 from espalier.cache.kv import bytes_per_token
-from espalier.cache.layer_spec import LatentKV, LayerSpec, stored_as
+from espalier.cache.layer_spec import LatentKV, LayerSpec, with_row_dtype
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import FP8, InputScales, dequantise
 from espalier.kernels.ops.selection import MAX_TOPK
 from espalier.models import ModelConfig, load_target, read_config
-from espalier.models.latent_config import FULL, SHARED, IndexConfig
+from espalier.models.latent_config import FULL_INDEXER, SHARED_INDEXER, IndexConfig
 from espalier.models.layer_loading import layer_specs_of
-from espalier.models.layers.latent_attention import rounding_of_both
+from espalier.models.layers.latent_attention import common_rounding
 from espalier.models.mtp import read_mtp
 from espalier.startup import load
 from tests.builders import make_target
@@ -46,7 +46,7 @@ GLM: dict[str, Any] = {
     "qk_rope_head_dim": 64, "rms_norm_eps": 1e-5, "rope_interleave": True,
     "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"}, "routed_scaling_factor": 2.5,
     "scoring_func": "sigmoid", "topk_group": 1, "topk_method": "noaux_tc", "v_head_dim": 256, "vocab_size": 154880,
-    "indexer_types": [FULL if max(i - 2, 0) % 4 == 0 else SHARED for i in range(78)],
+    "indexer_types": [FULL_INDEXER if max(i - 2, 0) % 4 == 0 else SHARED_INDEXER for i in range(78)],
 }
 # fmt: on
 # Published before layers shared: the fields are null.
@@ -70,11 +70,11 @@ def letters(config: ModelConfig) -> str:
 
 def test_published_configs(tmp_path: Path) -> None:
     config = read(tmp_path, V32)
-    assert index_of(config) == IndexConfig(2048, 64, 128, False, (FULL,) * 61)
+    assert index_of(config) == IndexConfig(2048, 64, 128, False, (FULL_INDEXER,) * 61)
     # The latent row and the index key of each layer, in bfloat16; and with the latent in FP8.
     specs = layer_specs_of(config)
     assert bytes_per_token(specs, torch.bfloat16) == 61 * 2 * (576 + 128)
-    assert bytes_per_token(stored_as(specs, FP8), torch.bfloat16) == 61 * (576 + 2 * 128)
+    assert bytes_per_token(with_row_dtype(specs, FP8), torch.bfloat16) == 61 * (576 + 2 * 128)
     assert letters(read(tmp_path, GLM_5)) == "f" * 78
     config = read(tmp_path, GLM)
     assert letters(config) == "fff" + "sssf" * 18 + "sss"
@@ -94,8 +94,8 @@ def test_published_configs(tmp_path: Path) -> None:
         ({"index_topk_freq": 0, "index_skip_topk_offset": 0}, "ffffff"),
         ({"index_topk_pattern": "FSSFFS"}, "fssffs"),
         # A pattern comes before a schedule.
-        ({"index_topk_pattern": [FULL, SHARED] * 3, "index_topk_freq": 4}, "fsfsfs"),
-        ({"indexer_types": [FULL, SHARED] * 3, "index_topk_pattern": "FSFSFS"}, "fsfsfs"),
+        ({"index_topk_pattern": [FULL_INDEXER, SHARED_INDEXER] * 3, "index_topk_freq": 4}, "fsfsfs"),
+        ({"indexer_types": [FULL_INDEXER, SHARED_INDEXER] * 3, "index_topk_pattern": "FSFSFS"}, "fsfsfs"),
     ],
 )
 @pytest.mark.parametrize("raw", [SMALL, {**V32, "num_hidden_layers": 6}], ids=["glm_moe_dsa", "deepseek_v32"])
@@ -125,15 +125,18 @@ def test_an_override_keeps_the_other_fields_of_the_indexer(tmp_path: Path) -> No
 
 REFUSED = [
     ({"index_topk_pattern": "FSS"}, r"index_topk_pattern has 3 entries for num_hidden_layers = 6; make them agree"),
-    ({"indexer_types": [FULL] * 7}, r"indexer_types has 7 entries for num_hidden_layers = 6; make them agree"),
-    ({"indexer_types": [FULL, "skipped"] * 3}, r"indexer_types names 'skipped'; supported are 'full' and 'shared'"),
+    ({"indexer_types": [FULL_INDEXER] * 7}, r"indexer_types has 7 entries for num_hidden_layers = 6; make them agree"),
+    (
+        {"indexer_types": [FULL_INDEXER, "skipped"] * 3},
+        r"indexer_types names 'skipped'; supported are 'full' and 'shared'",
+    ),
     ({"indexer_types": 3}, r"indexer_types = 3; a list or null is needed"),
-    ({"indexer_types": [SHARED] * 6}, r"layer 0 is 'shared', but no layer before it chooses rows"),
+    ({"indexer_types": [SHARED_INDEXER] * 6}, r"layer 0 is 'shared', but no layer before it chooses rows"),
     ({"index_topk_freq": 2, "index_skip_topk_offset": 0}, r"layer 0 is 'shared', but no layer before it chooses rows"),
     ({"index_topk_freq": -1}, r"index_topk_freq = -1; an integer of at least 0 or null is needed"),
     ({"index_skip_topk_offset": "2"}, r"index_skip_topk_offset = '2'; an integer of at least 0 or null is needed"),
     (
-        {"index_topk_pattern": "FFFFFF", "indexer_types": [FULL, SHARED] * 3},
+        {"index_topk_pattern": "FFFFFF", "indexer_types": [FULL_INDEXER, SHARED_INDEXER] * 3},
         r"indexer_types and index_topk_pattern say different things of layer 1 \(shared and full\)",
     ),
     ({"index_topk": 0}, r"index_topk = 0; a positive integer is needed"),
@@ -160,7 +163,7 @@ def test_another_family_does_not_drop_the_field(tmp_path: Path) -> None:
 def test_backends_without_chosen_rows_are_refused_by_name(tmp_path: Path) -> None:
     path = make_target(tmp_path, "glm_moe_dsa")
     specs = layer_specs_of(read_config(path))
-    without = [name for name, made in BACKENDS.items() if made.support.selection is By.NOTHING]
+    without = [name for name, made in BACKENDS.items() if made.support.selection is Provider.NOTHING]
     assert {"fa3", "flashinfer", "trtllm"} <= {*without}
     for name in without:
         support = backend(name).support
@@ -169,7 +172,7 @@ def test_backends_without_chosen_rows_are_refused_by_name(tmp_path: Path) -> Non
                 support.require(support.devices[0], support.dtypes[0], 64, specs)
     config = EngineConfig(model=path, device="cpu", dtype="float64", max_context=64, attention="triton")
     with pytest.raises(EspalierError, match="attention=triton"):
-        load.resolve_config(config, load.find(config))
+        load.resolve_config(config, load.find_checkpoint(config))
 
 
 def test_what_the_kernels_do_not_take_is_refused_by_name() -> None:
@@ -201,9 +204,9 @@ def test_indexers_of_an_fp8_checkpoint(tmp_path: Path) -> None:
 def test_a_norm_rounds_for_both_products_only_what_both_take_so() -> None:
     by_block, by_row = InputScales(128), InputScales()
     static = InputScales(static=torch.ones(1))
-    assert rounding_of_both(by_block, InputScales(128)) == by_block and rounding_of_both(by_row, by_row) == by_row
+    assert common_rounding(by_block, InputScales(128)) == by_block and common_rounding(by_row, by_row) == by_row
     for one, other in ((by_block, by_row), (by_block, None), (None, by_row), (static, static), (by_row, static)):
-        assert rounding_of_both(one, other) is None
+        assert common_rounding(one, other) is None
 
 
 def test_a_shared_layer_reads_no_indexer_and_leaves_one_that_is_stored(tmp_path: Path) -> None:

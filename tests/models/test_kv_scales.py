@@ -13,7 +13,7 @@ from espalier.errors import EspalierError
 from espalier.models import load_target
 from espalier.models.weight_formats import declared_kv_dtype
 from espalier.startup.build import kv_scales
-from espalier.startup.load import find, resolve_config
+from espalier.startup.load import find_checkpoint, resolve_config
 from tests.builders import make_target
 
 STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
@@ -119,10 +119,10 @@ def test_other_schemes_are_refused(tmp_path, wrong):
     target = with_scales(tmp_path, PAIR, {**STATIC, **wrong})
     config = EngineConfig(model=target, max_context=64, speculation=None)
     with pytest.raises(EspalierError, match=r"kv_cache_scheme .* is not supported, only static FP8"):
-        resolve_config(config, find(config))
+        resolve_config(config, find_checkpoint(config))
     # The way out that the message names.
     other = EngineConfig(model=target, max_context=64, speculation=None, kv_dtype="float32")
-    assert resolve_config(other, find(other)).kv_dtype == "float32"
+    assert resolve_config(other, find_checkpoint(other)).kv_dtype == "float32"
 
 
 @pytest.mark.parametrize(

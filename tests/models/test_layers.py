@@ -67,7 +67,7 @@ def test_norms_agree_with_the_library(dtype: torch.dtype, scale: float, exact: b
     x = scale * torch.randn(2, 5, 32, dtype=dtype)
     expected = F.rms_norm(x.double(), (32,), weight.double(), 1e-5)
     norm = RMSNorm(weight, 1e-5)
-    for ours in (norm(x), norm.after(torch.zeros_like(x), x)[1]):
+    for ours in (norm(x), norm.add_and_norm(torch.zeros_like(x), x)[1]):
         assert ours.dtype == dtype
         # A weight that is rounded to bfloat16, or a length, would be two roundings away.
         bound = 0.51 if dtype == torch.bfloat16 else 4
@@ -78,7 +78,7 @@ def test_norms_agree_with_the_library(dtype: torch.dtype, scale: float, exact: b
 def test_a_norm_after_an_addition_is_of_the_rounded_sum(dtype: torch.dtype) -> None:
     norm, delta, residual = RMSNorm(torch.randn(32, dtype=dtype), 1e-5), *torch.randn(2, 5, 32, dtype=dtype)
     kept = residual.clone()
-    total, normed = norm.after(delta, residual)
+    total, normed = norm.add_and_norm(delta, residual)
     assert torch.equal(total, residual + delta) and torch.equal(normed, norm(total)) and torch.equal(residual, kept)
-    total, normed = norm.after(None, residual)
+    total, normed = norm.add_and_norm(None, residual)
     assert total is residual and torch.equal(normed, norm(residual))

@@ -138,7 +138,7 @@ def outputs(target: Any, draft: Any) -> tuple[Tensor, Tensor]:
     """Logits of the target, and of the draft after it."""
     out, p = target(DensePass(TOKENS, target.layer_specs, POSITIONS)), DensePass(TOKENS, draft.layer_specs, POSITIONS)
     module = draft.modules[0]
-    read = draft.fuse(out.captured) if draft.spec.reads == "captured" else out.hidden
+    read = draft.fuse(out.captured) if draft.spec.target_output == "captured" else out.hidden
     return target.logits(out.hidden), module.logits(module(p, read))
 
 

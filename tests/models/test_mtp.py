@@ -147,7 +147,7 @@ def test_layers_of_another_target_are_refused() -> None:
 
 
 def found(target: Path, **fields: Any) -> load.Checkpoint:
-    return load.find(EngineConfig(model=target, device="cpu", **fields))
+    return load.find_checkpoint(EngineConfig(model=target, device="cpu", **fields))
 
 
 @pytest.mark.parametrize("family", OWN)
@@ -180,7 +180,9 @@ def test_own_layers_follow_the_overrides_of_their_target() -> None:
 
 def test_layers_that_are_not_the_draft_take_no_memory() -> None:
     path, _ = mtp_directories("deepseek_v3", 2)
-    own, none = (load.weights_of(load.find(EngineConfig(model=path, speculation=how))) for how in ("auto", None))
+    own, none = (
+        load.weights_of(load.find_checkpoint(EngineConfig(model=path, speculation=how))) for how in ("auto", None)
+    )
     stored = load_file(path / "model.safetensors")
     layers = [tensor for name, tensor in stored.items() if name.startswith(("model.layers.3.", "model.layers.4."))]
     assert layers and own.num_cast - none.num_cast == sum(tensor.numel() for tensor in layers)

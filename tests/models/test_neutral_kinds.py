@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from espalier.errors import EspalierError
-from espalier.models.config import NEUTRAL, Family, parse
+from espalier.models.config import NEUTRAL_VALUES, Family, parse
 from espalier.models.loading import FAMILIES
 
 SIZES = {
@@ -59,10 +59,10 @@ WRONG: tuple[Any, ...] = ("x", [1], True, {"a": 1}, 10**400, -1, float("inf"), f
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
 def test_a_value_of_a_wrong_kind_is_refused_by_name(family: Family) -> None:
-    right = SIZES | {name: value for name, value in HONOURED.items() if name in family.honours}
+    right = SIZES | {name: value for name, value in HONOURED.items() if name in family.supported_fields}
     right |= NEEDED.get(family.model_type, {})
     parse(right, family, Path("config.json"))
-    for name in NEUTRAL:
+    for name in NEUTRAL_VALUES:
         for value in WRONG:
             if (family.model_type, name, value) in RIGHT:
                 continue

@@ -46,18 +46,18 @@ def test_a_family_is_added_by_its_declaration(tmp_path, monkeypatch, act):
         expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)(tokens).logits
     rename(path)
     with pytest.raises(EspalierError, match="'HazelForCausalLM' is not supported; supported are LlamaForCausalLM"):
-        load.find(EngineConfig(model=path))
+        load.find_checkpoint(EngineConfig(model=path))
     monkeypatch.setitem(FAMILIES, FAMILY.architecture, FAMILY)
     if act != "silu":
         with pytest.raises(EspalierError, match="hidden_act = 'gelu_pytorch_tanh' is not supported, only 'silu'"):
-            load.find(EngineConfig(model=path))
-        honouring = replace(FAMILY, honours=("hidden_act",))
+            load.find_checkpoint(EngineConfig(model=path))
+        honouring = replace(FAMILY, supported_fields=("hidden_act",))
         monkeypatch.setitem(FAMILIES, FAMILY.architecture, honouring)
         with pytest.raises(
             EspalierError, match="hidden_act = 'relu2' is not supported, only 'silu' or 'swish' or 'gelu_py"
         ):
-            load.find(EngineConfig(model=path, model_overrides={"hidden_act": "relu2"}))
-    assert load.find(EngineConfig(model=path)).target.max_position == 64
+            load.find_checkpoint(EngineConfig(model=path, model_overrides={"hidden_act": "relu2"}))
+    assert load.find_checkpoint(EngineConfig(model=path)).target.max_position == 64
     target = load_target(path, dtype=torch.float64, device="cpu", position_rows=64)
     out = target(DensePass(tokens, target.layer_specs, torch.arange(12)[None]))
     assert (target.logits(out.hidden) - expected).abs().max() < 1e-5

@@ -46,7 +46,7 @@ def two_rounds(draft: PEagleDraft, expected: dict[str, Tensor]) -> dict[str, Ten
         ]
         done = root
         mask_tokens = torch.full((1, len(expected[f"logits.{number}"]) - 1), draft.spec.mask_token)
-        masks = draft.of_masks(
+        masks = draft.run_mask_rows(
             DensePass(mask_tokens, specs, root + torch.arange(mask_tokens.shape[1])[None], past=past)
         )
         normed = torch.cat((out.normed[:, -1:], masks.normed), 1)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
 from espalier.models.quantisers import QUANTISERS, quantise
-from espalier.models.weight_files import INDEX
+from espalier.models.weight_files import INDEX_FILE
 from espalier.models.weights import Weights
 from tests.builders import make_target
 
@@ -26,7 +26,7 @@ def sharded(path: Path, count: int = 2) -> Path:
     places = {name: f"model-{i % count}.safetensors" for i, name in enumerate(sorted(weights))}
     for file in set(places.values()):
         save_file({name: weights[name] for name, place in places.items() if place == file}, path / file)
-    (path / INDEX).write_text(json.dumps({"weight_map": places}))
+    (path / INDEX_FILE).write_text(json.dumps({"weight_map": places}))
     return path
 
 
@@ -73,7 +73,7 @@ def test_a_group_takes_the_best_of_several_scales(tmp_path, monkeypatch):
         return float((copy.take_matrix(name, 256, 128) - weights[f"{name}.weight"]).norm())
 
     searched = error(tmp_path / "searched")
-    monkeypatch.setattr("espalier.models.quantisers.SHRINK", (1.0,))
+    monkeypatch.setattr("espalier.models.quantisers.SCALE_FACTORS", (1.0,))
     assert searched < 0.97 * error(tmp_path / "one")
 
 

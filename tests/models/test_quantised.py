@@ -19,7 +19,7 @@ from espalier.models.layers.mlp import MixtureMLP
 from espalier.models.weight_files import stored_weights
 from espalier.models.weight_formats import gptq, quantised, read_formats
 from espalier.models.weight_formats.compressed_tensors import read_compressed_tensors
-from espalier.models.weight_formats.fp8 import SPELLINGS, Fp8Format
+from espalier.models.weight_formats.fp8 import SCALE_SUFFIXES, Fp8Format
 from espalier.models.weight_formats.gptq import read_gptq
 from espalier.models.weights import Weights
 from tests.builders import make_target
@@ -191,7 +191,7 @@ def _shift_scales(patch):
 # Each fault is one line of a format; the test of its meaning must notice it.
 FAULTS = {
     "scale off by one block": ("fp8-block", _shift_scales),
-    "offset of a zero point": ("gptq", lambda patch: patch.setattr(gptq, "ONE_EACH", 0)),
+    "offset of a zero point": ("gptq", lambda patch: patch.setattr(gptq, "ONE_PER_NIBBLE", 0)),
     "nibbles in the wrong order": (
         "packed-group",
         lambda patch: patch.setattr(
@@ -251,7 +251,7 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path, kind, suffix, tensor, say
         load_target(path, **LOADING)
 
 
-@pytest.mark.parametrize(("scale", "of_inputs"), SPELLINGS)
+@pytest.mark.parametrize(("scale", "of_inputs"), SCALE_SUFFIXES)
 def test_one_scale_has_one_of_three_names(tmp_path, scale, of_inputs):
     """Whatever config.json says of blocks; transformers names them so, and reads Mistral's own as the same."""
     path, _ = made(tmp_path, "fp8-tensor-static")
@@ -268,7 +268,7 @@ def test_one_scale_has_one_of_three_names(tmp_path, scale, of_inputs):
 
 def test_transformers_names_scales_and_means_them_as_we_do():
     layer = FP8Linear(32, 16, block_size=None, activation_scheme="static")
-    assert {f".{name}" for name, _ in layer.named_parameters()} == {".weight", *SPELLINGS[1]}
+    assert {f".{name}" for name, _ in layer.named_parameters()} == {".weight", *SCALE_SUFFIXES[1]}
     codes, scale = torch.randn(16, 32).to(FP8), torch.tensor(0.25)
     ours = Fp8Format((None, None)).stored_matrix({".weight": codes, ".weight_scale": scale.view(1, 1)}, [16], 32)
     assert torch.equal(dequantise(ours, torch.float32), _dequantize_fp8_weight(codes, scale, None, torch.float32))
@@ -348,7 +348,7 @@ def test_layers_that_are_left_dense(skipped, dense):
         read_compressed_tensors(ct(INT4, ignore=[*skipped, "lm_head", "re:.*eh_proj"])),
     ):
         assert all(formats(name).name == "dense" for name in dense)
-        left = [name for name in always if not any(quantised.matches(name, pattern) for pattern in skipped)]
+        left = [name for name in always if not any(quantised.matches_module(name, pattern) for pattern in skipped)]
         assert left and all(formats(name).name != "dense" for name in left)
 
 
@@ -444,6 +444,6 @@ def test_inputs_in_4_bits_that_are_not_computed_are_named(tmp_path, caplog, kind
 def test_modelopt_names_the_format_of_each_layer(tmp_path):
     layers = {f"{LAYER}mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16}, "lm_head": {"quant_algo": "FP8"}}
     quantisation = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-    formats = read_formats({"quantization_config": quantisation}, tmp_path)
+    formats = read_formats({"quantization_config": quantisation})
     names = (f"{LAYER}mlp.up_proj", f"{LAYER}mlp.gate_proj", "lm_head")
     assert [formats(name).name for name in names] == ["nvfp4", "dense", "fp8"]

@@ -270,13 +270,13 @@ def test_norms_round_for_the_layers_that_read_them(tmp_path, monkeypatch, algori
     """As in a target, where a layer's format rounds its inputs.  An EAGLE head's qkv reads two norms, which do not."""
     monkeypatch.setattr(quantised, "for_device", lambda matrix: matrix)
     draft, run, read = quantised_draft(algorithm, tmp_path)
-    asked, after = [], RMSNorm.after
+    asked, after = [], RMSNorm.add_and_norm
 
-    def rounded_after(norm: RMSNorm, delta: Any, residual: Tensor, rounding: Any) -> Any:
+    def add_and_round(norm: RMSNorm, delta: Any, residual: Tensor, rounding: Any) -> Any:
         asked.append((norm, rounding))
         return after(norm, delta, residual)
 
-    monkeypatch.setattr(RMSNorm, "rounded_after", rounded_after)
+    monkeypatch.setattr(RMSNorm, "add_and_round", add_and_round)
     run(DensePass(TOKENS, draft.layer_specs))
     assert asked == [(norm, layer.rounding) for norm, layer in read]
     assert all(rounding is not None for _, rounding in asked)

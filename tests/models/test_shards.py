@@ -1,6 +1,7 @@
 """Parts of matrices, in every weight format; products over them, in every form; and models that cannot be divided."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,10 +30,10 @@ from espalier.models.shard_sizes import require_shards
 from espalier.models.weight_formats import dense_weight, read_formats
 from espalier.models.weight_formats.dense import DenseFormat
 from espalier.models.weight_formats.quantised import QuantisedWeight
-from espalier.models.weight_formats.sharded import GatheredWeight, SummedWeight, over_ranks
+from espalier.models.weight_formats.sharded import GatheredWeight, SummedWeight, sum_over_ranks
 from espalier.models.weights import Weights
 from espalier.shards import Part, Shards
-from espalier.shards.base import joined_columns
+from espalier.shards.base import gather_columns_by_all_gather
 from tests.builders import make_target
 from tests.gguf import blocks_of
 from tests.quantised import KINDS, ORDERED
@@ -60,8 +61,8 @@ class ThreadCollectives:
     def all_reduce_add_norm(self, parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
         return None
 
-    def gather_columns(self, x: Tensor, each: int, size: int) -> Tensor:
-        return joined_columns(self, x, each, size)
+    def gather_columns(self, x: Tensor, columns_per_rank: int, size: int) -> Tensor:
+        return gather_columns_by_all_gather(self, x, columns_per_rank, size)
 
     def abort(self) -> None:
         pass
@@ -87,7 +88,7 @@ def stored(kind: str, folder: Path) -> tuple[Weights, Tensor]:
     parts, meant = ({"weight": weight}, weight) if kind == "dense" else KINDS[kind][1](weight)
     save_file({f"a.{suffix}": part for suffix, part in parts.items()}, folder / "model.safetensors")
     config = {} if kind == "dense" else {"quantization_config": KINDS[kind][0]}
-    return Weights(folder, torch.float64, "cpu", read_formats(config, folder)), meant
+    return Weights(folder, torch.float64, "cpu", read_formats(config)), meant
 
 
 def dense(matrix: Tensor | QuantisedMatrix) -> Tensor:
@@ -117,7 +118,7 @@ def test_the_parts_of_blocks_are_the_matrix(type, tmp_path):
     columns = 3 * kind.values
     blocks = blocks_of(type, rows, columns)
     save_file({"a.weight": blocks.view(rows, 3, kind.nbytes)}, tmp_path / "model.safetensors")
-    formats = read_formats({"quantization_config": {"quant_method": "gguf", "types": {"a": type}}}, tmp_path)
+    formats = read_formats({"quantization_config": {"quant_method": "gguf", "types": {"a": type}}})
     weights, x = Weights(tmp_path, torch.float64, "cpu", formats), torch.eye(columns, dtype=torch.float64)
     meant = dequantise_blocks(BlockMatrix(kind, blocks)).double()
     of_rows = [weights.weight(["a"], [Part(2 * i, 2 * i + 2, rows)], columns).apply(x, None).T for i in range(3)]
@@ -153,8 +154,8 @@ def test_only_the_part_of_a_file_is_copied(tmp_path, monkeypatch):
 def test_the_parts_of_a_vocabulary_are_the_vocabulary(count, vocab, unit):
     parts = [Shards(rank, count).tokens(vocab) for rank in range(count)]
     assert [token for part in parts for token in range(vocab)[part.slice]] == list(range(vocab))
-    assert all(len(part) <= Shards(0, count).tokens_each(vocab) for part in parts)
-    times = [part.times(unit) for part in parts]
+    assert all(len(part) <= Shards(0, count).max_tokens_per_rank(vocab) for part in parts)
+    times = [part.scaled(unit) for part in parts]
     assert [part.in_units(unit) for part in times] == parts
 
 
@@ -172,13 +173,13 @@ FORMS: dict[str, Callable[[Linear, Tensor], Tensor]] = {
     "call": lambda layer, x: layer(x),
     "call-3d": lambda layer, x: layer(x[None]),
     "in_parts": lambda layer, x: sum_parts.reference(layer.in_parts(x), x.dtype),
-    "for_stream": lambda layer, x: sum_parts.reference(over_ranks(layer.for_stream(x)), x.dtype),
+    "for_residual": lambda layer, x: sum_parts.reference(sum_over_ranks(layer.for_residual(x)), x.dtype),
     "gated": lambda layer, x: layer.gated(x),
     "write_parts": lambda layer, x: written(layer, x),
     "rows_from": lambda layer, x: layer.rows_from(2)(x),
     "rounded": lambda layer, x: layer(rounded(x)),
     "rounded-parts": lambda layer, x: layer.in_parts(rounded(x)),
-    "rounded-stream": lambda layer, x: sum_parts.reference(over_ranks(layer.for_stream(rounded(x))), x.dtype),
+    "rounded-stream": lambda layer, x: sum_parts.reference(sum_over_ranks(layer.for_residual(rounded(x))), x.dtype),
     "rounded-gated": lambda layer, x: layer.gated(rounded(x)),
 }
 INPUTS = InputScales(4)
@@ -232,16 +233,16 @@ def test_an_embedding_of_parts_gives_the_rows_of_the_whole(count, vocab, is_draf
     tokens = torch.tensor([[vocab - 1, -1, 0], [1, vocab // 2, -1]])
     hidden = torch.randn(2, 3, 6, dtype=torch.float64)
     beside = DraftHidden(hidden, None, torch.ones(6), 1e-6, torch.ones(6), 1e-6, False) if is_draft else None
-    passed = SimpleNamespace(tokens=tokens, positions=torch.zeros_like(tokens), looked_up=lambda *_: None)
+    passed = SimpleNamespace(tokens=tokens, positions=torch.zeros_like(tokens), keep_rotation=lambda *_: None)
 
     def of(embed: Embedding) -> tuple[Tensor, Tensor]:
         stream = embed(passed, rope, beside)
-        return stream.x if stream.given is None else stream.given, stream.live
+        return stream.x if stream.first_input is None else stream.first_input, stream.live
 
     def rows(shards: Shards) -> Any:
         embed = Embedding(weight[shards.tokens(vocab).slice], 1.0, None, vocab, shards)
         divided = of(embed)
-        embed.make_whole()
+        embed.gather_all_rows()
         return divided, of(embed), embed.weight, embed.shape
 
     expected, live = of(Embedding(weight))
@@ -259,7 +260,8 @@ def quantised(path: Path, config: dict[str, Any]) -> None:
 REFUSED = [
     ("llama", {}, None, 3, r"does not divide this model's number of attention heads \(4\); use 1 or 2"),
     ("llama", {"heads": 6, "hidden": 48}, None, 3, r"tensor_parallel=3 .* number of K/V heads \(2\); use 1 or 2"),
-    ("llama", {"intermediate_size": 65}, None, 2, r"tensor_parallel=2 .* intermediate size \(65\); use 1 or 5 or 13"),
+    ("llama", {"intermediate_size": 65}, None, 2, r"tensor_parallel=2 .* intermediate size \(65\); use 1$"),
+    ("llama", {"intermediate_size": 60, "heads": 8, "kv_heads": 8}, None, 5, r"heads \(8\); use 1 or 2 or 4$"),
     ("qwen3_moe", {"moe_intermediate_size": 25}, None, 2, r"intermediate size of experts \(25\)"),
     ("qwen2_moe", {"shared_expert_intermediate_size": 21}, None, 2, r"intermediate size \(21\)"),
     ("gpt_oss", {"intermediate_size": 32}, {"quant_method": "mxfp4"}, 2, "experts.*': entries 0 to 15 of 32 cannot"),
@@ -285,6 +287,8 @@ def test_a_model_that_ranks_cannot_divide_is_refused_before_its_weights_are_read
     with pytest.raises(EspalierError, match=says) as refused:
         prepare(EngineConfig(model=path, tensor_parallel=count, dtype="float32", speculation=None))
     assert "\n" not in str(refused.value)
+    for number in re.findall(r"\d+", str(refused.value).rpartition("; use ")[2]):
+        require_shards(read_config(path), int(number))
 
 
 def test_a_model_that_transformers_runs_is_refused(tmp_path):

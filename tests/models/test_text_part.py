@@ -26,7 +26,7 @@ from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
 from espalier.models.quantisers import quantise
-from espalier.models.stored_names import TEXT_PART
+from espalier.models.stored_names import TEXT_PART_NAMES
 from espalier.models.weight_files import stored_weights
 from espalier.models.weight_formats import all_dense
 from espalier.speculate.drafters.registry import is_draft
@@ -90,10 +90,12 @@ def test_its_text_part_computes_what_transformers_computes(family, as_in_memory,
     [said] = [record.getMessage() for record in caplog.records if "text part" in record.getMessage()]
     others = OTHERS.get(family, "multi_modal_projector, vision_tower")
     assert WHOLES[family][0].__name__ in said and f"(other parts: {others})" in said
-    assert load.find(EngineConfig(model=path)).target == model.config and not is_draft(path)
+    assert load.find_checkpoint(EngineConfig(model=path)).target == model.config and not is_draft(path)
     # Only what is read counts.
     counted = stored_weights(path, model.config.formats, stored=model.config.stored)
-    text_only = sum(x.numel() for name, x in load_file(path / "model.safetensors").items() if TEXT_PART.own(name))
+    text_only = sum(
+        x.numel() for name, x in load_file(path / "model.safetensors").items() if TEXT_PART_NAMES.own_name(name)
+    )
     assert counted.num_cast == text_only
     assert (text_only < stored_weights(path, model.config.formats).num_cast) == (others != "none")
 
@@ -105,12 +107,14 @@ def test_its_text_part_computes_what_transformers_computes(family, as_in_memory,
 def test_formats_are_asked_with_the_names_in_the_file(stored: str) -> None:
     """quantization_config names modules as the checkpoint does."""
     asked = []
-    formats = TEXT_PART.formats(lambda name: asked.append(name) or all_dense(name), [f"{stored}.weight", "vision.x"])
-    own = TEXT_PART.own(f"{stored}.weight")
+    formats = TEXT_PART_NAMES.formats(
+        lambda name: asked.append(name) or all_dense(name), [f"{stored}.weight", "vision.x"]
+    )
+    own = TEXT_PART_NAMES.own_name(f"{stored}.weight")
     assert own is not None
     formats(own.removesuffix(".weight"))
     assert asked == [stored]
-    assert TEXT_PART.own(f"vision_tower.{stored}.weight") is None
+    assert TEXT_PART_NAMES.own_name(f"vision_tower.{stored}.weight") is None
 
 
 def test_the_whole_says_what_its_text_part_leaves_out(tmp_path: Path) -> None:

@@ -63,11 +63,11 @@ class DensePass(Pass):
                 spec.keeps, inputs.unflatten(0, shape), of_rows, *conv
             )
             return out if spec.keeps.heads else self._computed(layer, out)
-        if spec.shares is not None:
+        if spec.shares_with is not None:
             ready = isinstance(values[0], ReadyHeads)
             q = self._by_request(values[0].q) if ready else queries_of(self._by_request(values[0]), *values[1:])
-            self.planes[layer] = self.planes[spec.shares]
-            return q if self.kept(layer) is None else q[torch.arange(len(q)), self.needed][:, None]
+            self.planes[layer] = self.planes[spec.shares_with]
+            return q if self.kept_rows(layer) is None else q[torch.arange(len(q)), self.needed][:, None]
         if isinstance(values[0], ReadyHeads):
             q, *made = map(self._by_request, values[0])
         elif isinstance(spec.keeps, KVHeads):
@@ -98,7 +98,7 @@ class DensePass(Pass):
         self.chosen = (rank >= scores.shape[2] - self.specs[layer].topk) & (scores > -torch.inf)
 
     def _computed(self, layer: int, rows: Tensor) -> Tensor:
-        return rows if self.kept(layer) is None else rows[torch.arange(len(rows)), self.needed][:, None]
+        return rows if self.kept_rows(layer) is None else rows[torch.arange(len(rows)), self.needed][:, None]
 
     def attend(self, layer: int, q: Tensor, sink: Tensor | None = None) -> Tensor:
         spec = self.specs[layer]
@@ -114,7 +114,7 @@ class DensePass(Pass):
         seen = self.seen(layer, self.tokens.shape[1], k.shape[1])
         if spec.topk is not None:
             seen = seen & self.chosen
-        if self.kept(layer) is not None:
+        if self.kept_rows(layer) is not None:
             seen = seen.expand(len(q), -1, -1)[torch.arange(len(q)), self.needed][:, None]
         weights = softmax_of(scores.masked_fill(~seen[:, None].to(scores.device), -torch.inf), sink)
         return torch.einsum("bhqk,bkhd->bqhd", weights, v)

@@ -12,7 +12,7 @@ from torch import Tensor
 from espalier.attention import Pass
 from espalier.models import CausalLM
 from espalier.models.draft import DraftOutput
-from espalier.models.layers.stream import Stream
+from espalier.models.layers.residual import Residual
 from espalier.models.mtp import MTPDraft, MTPModule
 from tests.mtp import LAYERS, NAMED, NEXTN, SHARED
 
@@ -44,14 +44,14 @@ class PlainModule:
 
     def __call__(self, p: Pass, hidden: Tensor, parents: Tensor | None = None) -> DraftOutput:
         assert parents is None
-        s = Stream(self.joined(p.tokens, hidden).flatten(0, 1))
+        s = Residual(self.joined(p.tokens, hidden).flatten(0, 1))
         self.module.layer(s, p)
         assert isinstance(s.delta, Tensor)
         x = s.x + (s.delta if s.delta.ndim == 2 else s.delta.sum(0))
         normed = self.norm(x, "norm").unflatten(0, p.tokens.shape)
         return DraftOutput(normed, normed)
 
-    def output_of(self, hidden: Tensor) -> DraftOutput:
+    def output_from_hidden(self, hidden: Tensor) -> DraftOutput:
         return DraftOutput(hidden, hidden)
 
     def logits(self, out: DraftOutput) -> Tensor:

@@ -107,7 +107,7 @@ class Reference:
         logits = self.target.logits(out.hidden)[0]
         if self.draft is None:
             return Scratch(tokens, layers, logits, torch.empty(0), [], [])
-        read = {"captured": out.captured, "hidden": out.hidden}[self.draft.spec.reads]
+        read = {"captured": out.captured, "hidden": out.hidden}[self.draft.spec.target_output]
         scratch = Scratch(tokens, layers, logits, self.features(read)[0], [], [])
         for module in range(1, len(self.modules) + 1):
             self._module_pass(scratch, module)
@@ -204,7 +204,7 @@ class Reference:
         assert self.draft is not None
         ids = range(self.draft.spec.vocab_size) if self.draft.d2t is None else self.draft.d2t.tolist()
         path, proposes = beam.node.path, self.modules[module - 1]
-        logits = proposes.logits(proposes.output_of(beam.out[None, None]))[0, 0]
+        logits = proposes.logits(proposes.output_from_hidden(beam.out[None, None]))[0, 0]
         scores = draft_scores(logits, ids, request, (*tokens, *path))
         best = sorted(scores, key=lambda token: (-scores[token], token))[:topk]
         return [Node((*path, token), beam.node.score + min(scores[token], np.float32(0))) for token in best]

@@ -314,7 +314,8 @@ def reference(
         scales = [
             scales_in(stored, layer, rows.kv_heads, rows.attended) if kv_scales else ones(rows.kv_heads, rows.attended)
             for layer, rows in (
-                (i if spec.shares is None else spec.shares, spec.keeps) for i, spec in enumerate(target.layer_specs)
+                (i if spec.shares_with is None else spec.shares_with, spec.keeps)
+                for i, spec in enumerate(target.layer_specs)
             )
         ]
     if draft_kv_dtype == FP8_KV and draft is not None:

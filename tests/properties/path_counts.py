@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from espalier.engine.launch_input import LaunchInput, RequestResult
-from espalier.slots import ALONE, PATH_KINDS
+from espalier.slots import ALONE_OFFSET, PATH_KINDS
 from espalier.speculate.sources.survival import HALF_LIFE, Survival
 
 # Sums of at most a hundred terms, none above 1.
@@ -31,7 +31,7 @@ class PathCounts:
         self.drafted.append(Counter(node for row in rows for node in _of_draft(row)))
         for slot, tokens, row in zip(launch.slots, before, rows, strict=True):
             said = {path for path, kind in _lineage(row).values() if kind >= PATH_KINDS}
-            for kind, path in row.said:
+            for kind, path in row.own_paths:
                 self._note(kind, path, row.tokens, said)
             for guess in sent.get(slot, ()):
                 since = tuple(tokens[guess.start + 1 :])
@@ -48,13 +48,13 @@ class PathCounts:
         if min(followed + 1, alone):
             self.by_kind[kind].append((0, min(followed, alone), min(followed + 1, alone)))
         if alone < min(followed + 1, compared):
-            self.by_kind[kind + ALONE].append((alone, followed, min(followed + 1, compared)))
+            self.by_kind[kind + ALONE_OFFSET].append((alone, followed, min(followed + 1, compared)))
 
     def check(self, survival: Survival | None) -> None:
         """In lock-step: a request that ends leaves no round in flight.  Raises AssertionError."""
-        for kind in () if survival is None else range(len(survival.tried)):
+        for kind in () if survival is None else range(len(survival.num_tried)):
             for depth in range(self.steps):
-                due, got = self._due(kind, depth), (survival.tried[kind, depth], survival.followed[kind, depth])
+                due, got = self._due(kind, depth), (survival.num_tried[kind, depth], survival.num_right[kind, depth])
                 assert max(abs(a - b) for a, b in zip(due, got, strict=True)) < EXACT, (
                     f"of the paths of kind {kind}, {got} were tried and followed at depth {depth + 1}, not {due}"
                 )

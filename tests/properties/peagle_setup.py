@@ -51,12 +51,12 @@ class PEagleReference(Reference):
         self, algorithm: str, request: Request, tokens: Sequence[int], steps: int, topk: int, nodes: int
     ) -> list[Node]:
         scratch, root = self.scratch(tokens), len(tokens) - 1
-        out = self.draft.output_of(scratch.out(1, root)[None, None])
+        out = self.draft.output_from_hidden(scratch.out(1, root)[None, None])
         # The root's row is at position root - 1.
         positions = root + torch.arange(max(steps - 1, 1))[None]
         past = [[plane[:root] for plane in layer] for layer in scratch.draft[0]] if root else None
         mask_tokens = torch.full_like(positions, self.draft.spec.mask_token)
-        masks = self.draft.of_masks(DensePass(mask_tokens, self.draft.layer_specs, positions, past=past))
+        masks = self.draft.run_mask_rows(DensePass(mask_tokens, self.draft.layer_specs, positions, past=past))
         normed = torch.cat((out.normed, masks.normed), 1)
         logits = self.draft.logits(DraftOutput(normed, normed))[0]
         ids = range(len(logits[0])) if self.draft.d2t is None else self.draft.d2t.tolist()

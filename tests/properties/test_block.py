@@ -135,7 +135,7 @@ def test_from_config_to_text(form):
     """Found, sized, loaded and run by what the directory declares; on = off, greedy."""
     target, draft = block_directories("llama", form, 5)
     config = EngineConfig(model=target, draft=draft, device="cpu", dtype="float64", max_context=64, num_pages=40)
-    found = load.find(config)
+    found = load.find_checkpoint(config)
     resolved = load.resolve_config(config, found)
     steps = 5 if form in KINDS else 4
     algorithm = "dflash2" if form == "dflash2" else "block"

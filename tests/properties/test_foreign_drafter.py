@@ -56,9 +56,9 @@ def test_an_installed_package_brings_one(monkeypatch):
     monkeypatch.setattr(EntryPoint, "load", lambda point: Installed)
     monkeypatch.setattr(registry, "entry_points", points.select)
     config = EngineConfig(model=directories()[0], speculation=SpeculationConfig(algorithm="installed"))
-    assert load.find(config).spec == Installed.spec
+    assert load.find_checkpoint(config).spec == Installed.spec
     with pytest.raises(EspalierError, match=r"algorithm='unheard' is not supported; use .*, none, installed or"):
-        load.find(EngineConfig(model=directories()[0], speculation=SpeculationConfig(algorithm="unheard")))
+        load.find_checkpoint(EngineConfig(model=directories()[0], speculation=SpeculationConfig(algorithm="unheard")))
 
 
 class Installed(DrafterWithoutFiles):

@@ -34,7 +34,7 @@ STYLES: dict[str, dict[str, Any]] = {
 USUAL = (("sampled", "eagle3"), ("filtered", "eagle3"), ("penalised", "ngram"))
 
 
-def asked_for(style: dict[str, Any]) -> SamplingParams:
+def dataset_of_flags(style: dict[str, Any]) -> SamplingParams:
     return SamplingParams(max_tokens=TOKENS, logit_bias=BIAS, **style)
 
 
@@ -47,7 +47,7 @@ def logits_after(path: tuple[int, ...]) -> torch.Tensor:
 
 def law(style: dict[str, Any]) -> dict[tuple[int, ...], float]:
     """The probability of every continuation, a token at a time."""
-    asked = request(0, PROMPT, asked_for(style))
+    asked = request(0, PROMPT, dataset_of_flags(style))
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(TOKENS):
         found = {
@@ -76,7 +76,7 @@ def chance(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], flo
 )
 def test_samples_follow_the_law(style, algorithm):
     setup = Setup(**{**TREE.__dict__, "algorithm": algorithm})
-    requests = [request(i, PROMPT, asked_for(STYLES[style]), seed=i * 2**33 + i) for i in range(SAMPLES)]
+    requests = [request(i, PROMPT, dataset_of_flags(STYLES[style]), seed=i * 2**33 + i) for i in range(SAMPLES)]
     ran = run(setup.engine(), requests, check=False)
     counts = Counter(tuple(tokens) for tokens in ran.tokens)
     assert ran.stats.accepted > SAMPLES / 100, "the tree took no part"

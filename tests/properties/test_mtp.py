@@ -160,7 +160,7 @@ def test_a_target_brings_its_own_layers(family):
     """From config.json to text: found, sized, loaded and run by what the directory declares."""
     target, _ = mtp_directories(family, 3)
     config = EngineConfig(model=target, device="cpu", dtype="float64", max_context=64, num_pages=40)
-    found = load.find(config)
+    found = load.find_checkpoint(config)
     resolved = load.resolve_config(config, found)
     assert (resolved.algorithm, resolved.layout.reentry, len(found.spec.layers)) == ("mtp", 3, 3)
     # Its layers are counted once, and only as the draft.

@@ -92,7 +92,7 @@ def test_from_config_to_text():
     """Found, sized, loaded and run by what the directory declares; on = off, greedy."""
     target, draft = peagle_directories("llama")
     config = EngineConfig(model=target, draft=draft, device="cpu", dtype="float64", max_context=64, num_pages=40)
-    found = load.find(config)
+    found = load.find_checkpoint(config)
     resolved = load.resolve_config(config, found)
     layout = resolved.layout
     assert (resolved.algorithm, layout.reentry, layout.block_rows, layout.steps) == ("peagle", 1, 15, 15)

@@ -6,15 +6,15 @@ from random import Random
 
 import pytest
 
-from espalier.engine.guesses import Guesses
+from espalier.engine.guesses import GuessSources
 from espalier.engine.round_times import CpuCosts
 from espalier.layout import PLAIN
 from espalier.request import Request, SamplingParams
-from espalier.slots import ALONE, Guess
+from espalier.slots import ALONE_OFFSET, Guess
 from espalier.speculate import round as of_round
 from espalier.speculate.sources.survival import Survival
 from espalier.startup.build import assemble
-from espalier.startup.load import Loaded
+from espalier.startup.load import LoadedModels
 from tests.harness import VOCAB, Ran, Setup, prompts, request, run
 from tests.properties.test_tokens import STYLES
 
@@ -45,7 +45,7 @@ class Told:
             true = [self.random.randrange(VOCAB) for _ in range(self.random.randint(1, width))]
         # Of a place that the host should have moved on from.
         start -= self.says == "late"
-        kind = self.random.randint(1, ALONE)
+        kind = self.random.randint(1, ALONE_OFFSET)
         return [Guess(max(start, 0), kind, tuple(true))] if true else []
 
 
@@ -59,7 +59,7 @@ def traffic(temperature: float | None) -> list[Request]:
 
 def told(setup: Setup, says: str, outputs: dict[str, list[int]], temperature: float | None) -> Ran:
     engine = setup.engine()
-    engine.scheduler.guesses = Guesses(setup.layout, [Told(outputs, says)])
+    engine.scheduler.guesses = GuessSources(setup.layout, [Told(outputs, says)])
     return run(engine, traffic(temperature))
 
 
@@ -100,7 +100,7 @@ def test_without_a_prediction_rounds_are_those_of_an_engine_without_sources(algo
         setup = replace(TREE, algorithm=algorithm, overlap=True, text_paths=0, sent_paths=2 * len(sources))
         config = setup.config(sources=sources, round_costs=CpuCosts() if algorithm == "ngram" else None)
         config = replace(config, layout=replace(config.layout, choices=((1, (config.layout.tree, PLAIN)),)))
-        engine, launches = assemble(Loaded(config, *setup.models(setup.layout.position_rows))), []
+        engine, launches = assemble(LoadedModels(config, *setup.models(setup.layout.position_rows))), []
         launch = engine.executor.launch
         engine.executor.launch = lambda sent, to=launch, noted=launches: (noted.append(sent), to(sent))[1]
         ran = run(engine, traffic(None)[::3])
@@ -119,7 +119,7 @@ def test_rounds_whose_form_follows_from_their_guesses_say_the_same(temperature):
     tree = config.layout.tree
     choices = ((1, (tree, replace(tree, drafts=False), PLAIN)),)
     engine = assemble(
-        Loaded(
+        LoadedModels(
             replace(config, layout=replace(config.layout, choices=choices)), *setup.models(setup.layout.position_rows)
         )
     )
@@ -148,20 +148,20 @@ def test_a_text_that_repeats_itself_is_grafted_onto_a_draft():
 def test_each_path_is_counted_once(overlap, monkeypatch):
     """What was sent with a round and what the device found for it, when its result is read."""
     counted, sent, found = [], [], []
-    add, ask, count = Survival.add, Guesses.ask, Guesses.count
+    add, ask, count = Survival.add, GuessSources.ask, GuessSources.count
 
     def noted_ask(guesses, batch):
         made = ask(guesses, batch)
-        sent.extend(guess.kind for _, of_slot in made.guesses for guess in of_slot)
+        sent.extend(guess.kind for _, of_slot in made.by_slot for guess in of_slot)
         return made
 
     def noted_count(guesses, launch, rows):
-        found.extend(kind for row in rows for kind, _ in row.said)
+        found.extend(kind for row in rows for kind, _ in row.own_paths)
         count(guesses, launch, rows)
 
     monkeypatch.setattr(Survival, "add", lambda to, kind, *of: (counted.append(kind), add(to, kind, *of)))
-    monkeypatch.setattr(Guesses, "ask", noted_ask)
-    monkeypatch.setattr(Guesses, "count", noted_count)
+    monkeypatch.setattr(GuessSources, "ask", noted_ask)
+    monkeypatch.setattr(GuessSources, "count", noted_count)
     plain = run(replace(TREE, text_paths=0, sent_paths=0).plain().engine(), traffic(0.0))
     counted.clear()
     told(replace(TREE, overlap=overlap), "true", {r.id: r.output for r in plain.requests}, 0.0)

@@ -20,11 +20,11 @@ from espalier.config import EngineConfig, SpeculationConfig
 from espalier.errors import EspalierError
 from espalier.layout import TreeShape
 from espalier.models import CausalLM, DraftModel, DraftOutput, DraftSpec, ModelConfig, load_target, read_config
-from espalier.models.config import Raw, parse
+from espalier.models.config import Json, parse
 from espalier.models.families import FAMILIES
 from espalier.models.layer_loading import layer_specs_of, load_layer
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.stream import Stream
+from espalier.models.layers.residual import Residual
 from espalier.models.rope import RopeTables
 from espalier.models.weight_formats import dense_weight
 from espalier.models.weights import Weights
@@ -52,14 +52,14 @@ class ToyConfig:
     spec: DraftSpec
 
 
-def read(path: Path, raw: Raw, target: ModelConfig) -> ToyConfig:
+def read(path: Path, raw: Json, target: ModelConfig) -> ToyConfig:
     layer = parse(raw, FAMILIES["LlamaForCausalLM"], path)
     first, second = layer_specs_of(layer)
     captures = {"captured": (0, 2), "before_norm": (target.num_layers,), "after_norm": ()}
     spec = DraftSpec(
         algorithm=NAME,
         layers=(first, replace(second, window=raw["second_window"])),
-        reads="hidden" if raw["reads"] == "after_norm" else "captured",
+        target_output="hidden" if raw["reads"] == "after_norm" else "captured",
         capture=captures[raw["reads"]],
         modules=1,
         hidden_size=layer.hidden_size,
@@ -86,17 +86,17 @@ class ToyDraft:
             self.head = Linear(dense_weight(weights.take("lm_head.weight", self.spec.vocab_size, size)))
             self.d2t = weights.take_raw("d2t", self.spec.vocab_size)
         self.modules = (self,)
-        weights.finish()
+        weights.require_all_used()
 
     def __call__(self, p: Pass, hidden: Tensor, parents: Tensor | None = None) -> DraftOutput:
         if parents is not None:
             hidden = hidden.gather(1, parents[..., None].expand(-1, -1, hidden.shape[2]))
-        s = Stream(self.join(torch.cat((self.embed(p, self.rope).x, hidden.flatten(0, 1)), 1)))
+        s = Residual(self.join(torch.cat((self.embed(p, self.rope).x, hidden.flatten(0, 1)), 1)))
         for block in self.layers:
             block(s, p)
-        return DraftOutput(*s.end(self.norm, p.out_shape))
+        return DraftOutput(*s.final_norm(self.norm, p.out_shape))
 
-    def output_of(self, hidden: Tensor) -> DraftOutput:
+    def output_from_hidden(self, hidden: Tensor) -> DraftOutput:
         return DraftOutput(hidden, self.norm(hidden))
 
     def logits(self, out: DraftOutput) -> Tensor:
@@ -265,7 +265,7 @@ def test_a_user_names_the_directory_alone():
     """From config.json to text: found, sized, loaded and run by what the draft declares."""
     target, draft = paths("llama", None, None, "captured")
     config = EngineConfig(model=target, draft=draft, device="cpu", dtype="float64", max_context=64, num_pages=40)
-    found = load.find(config)
+    found = load.find_checkpoint(config)
     resolved = load.resolve_config(config, found)
     assert (resolved.algorithm, resolved.layout.reentry, len(found.spec.layers)) == (NAME, 1, 2)
     engine, _ = load.build_engine(resolved, found, None)
@@ -278,9 +278,9 @@ def test_what_it_is_not_is_refused():
     target, draft = paths("llama", None, None, "captured")
     named = EngineConfig(model=target, draft=draft, speculation=SpeculationConfig(algorithm="eagle3"))
     with pytest.raises(EspalierError, match="algorithm='eagle3' is set, but the draft is for 'two-layer'"):
-        load.find(named)
+        load.find_checkpoint(named)
     with pytest.raises(EspalierError, match=r"is not a known draft.*; supported are EAGLE-3 .*; two-layer toys \(Two"):
-        load.find(EngineConfig(model=target, draft=target))
+        load.find_checkpoint(EngineConfig(model=target, draft=target))
 
 
 @pytest.mark.parametrize("change", [{"modules": 0}, {"modules": 3}, {"layers": ()}], ids=str)

@@ -223,13 +223,13 @@ class Watch:
         keeper, prefixes = self.engine.scheduler.states, self.engine.prefixes
         if not isinstance(keeper, StateKeeper) or prefixes is None:
             return
-        for page, row in keeper.snapshots._filed.items():
+        for page, row in keeper.snapshots._row_of_page.items():
             node, tokens = prefixes._nodes[page], ()
             while node.parent is not None:
                 node, tokens = node.parent, (*node.key, *tokens)
             scratch = self.reference.scratch(tokens)
             for layer in self.engine.executor.runner.cache.states.states:
-                self.check_state(layer, row, len(tokens) - keeper.back, scratch.target[layer])
+                self.check_state(layer, row, len(tokens) - keeper.tokens_before_end, scratch.target[layer])
 
     def check_ready(self, slot: int, decided: Decided, drafted: bool) -> None:
         """(b) The slot carries the root, and the draft's hidden there unless its request never speculates."""
@@ -356,7 +356,7 @@ class Watch:
         due, last = dict.fromkeys(sorted(layers), count), target.config.num_layers - 1
         modules = len(self.reference.modules)
         if launch_input.is_prefill:
-            reads_all = launch_input.prompt_rows is not None or runner.drafter.spec.reads == "hidden"
+            reads_all = launch_input.prompt_rows is not None or runner.drafter.spec.target_output == "hidden"
             if last in due and not reads_all and last + 1 not in target.capture:
                 due[last] = len(launch_input.pieces or launch_input.lengths)
             extended = len(launch_input.pieces or launch_input.lengths) if modules == 1 else extended

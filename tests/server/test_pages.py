@@ -18,7 +18,7 @@ NAMES = ("m", "org/name", 'it\'s <b>&amp; "x" $HOME')
 
 def fronted(*names, template="{{ messages }}"):
     """As much of a front as the pages ask for."""
-    tokenizer = None if template is None else SimpleNamespace(template_text=template)
+    tokenizer = None if template is None else SimpleNamespace(template=SimpleNamespace(text=template))
     inputs = SimpleNamespace(tokenizer=tokenizer, facts=SimpleNamespace(max_context=4096))
     front = SimpleNamespace(
         names=names, inputs=inputs, metrics=SimpleNamespace(started_at=0, responses=Answers()), bodies=None

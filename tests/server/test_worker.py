@@ -102,8 +102,8 @@ def test_a_prompt_whose_requests_cannot_be_made_is_refused_alone(engine, monkeyp
         return make(prompt, params, name, *more)
 
     worker, front = engine
-    make = worker.llm.group
-    monkeypatch.setattr(worker.llm, "group", group)
+    make = worker.llm.new_requests
+    monkeypatch.setattr(worker.llm, "new_requests", group)
     submit(front, "never")
     submit(front, "good")
     worker._receive_messages()
@@ -117,7 +117,7 @@ def test_a_refusal_says_whether_a_retry_may_succeed(engine, monkeypatch, error):
     worker, front = engine
     compiling = Future()
     compiling.set_exception(error)
-    monkeypatch.setattr(worker.llm, "compiling", lambda grammar: compiling)
+    monkeypatch.setattr(worker.llm, "start_compile", lambda grammar: compiling)
     submit(front, "a")
     worker._receive_messages()
     [refused] = [message for message in run(worker, front) if isinstance(message, Refused)]

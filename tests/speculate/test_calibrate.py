@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from espalier.kernels.ops.tree import VOID, Tree, select_tree
-from espalier.speculate.sources.calibrate import calibrated, kinds_of_draft, packed
+from espalier.speculate.sources.calibrate import calibrate_scores, draft_node_kinds, pack_nodes
 from espalier.speculate.sources.survival import Survival
 from tests.kernels.treeing import random_pool
 
@@ -38,11 +38,11 @@ class Rounds:
         tokens, scores, beams = (part.expand(self.batch, -1) for part in random_pool(1, TOPK, STEPS, self.rounds))
         pool = [[part.contiguous()] for part in (tokens, scores, beams)]
         tree = select_tree(torch.zeros(self.batch, dtype=torch.int64), *pool, TOPK, NODES)
-        kinds, skill = kinds_of_draft(tree, self.is_sampled), [[self.survival.skill(name)] for name in names]
+        kinds, skill = draft_node_kinds(tree, self.is_sampled), [[self.survival.skill(name)] for name in names]
         table = torch.tensor(np.log(self.survival.probabilities), dtype=torch.float32)
-        scored = calibrated(tree, kinds, table, torch.tensor(skill))
+        scored = calibrate_scores(tree, kinds, table, torch.tensor(skill))
         paths = [self.path(tree, row, chance) for row, chance in enumerate(chances)]
-        self.survival.add_draft(names, packed(scored, kinds).numpy(), [emitted for emitted, _ in paths])
+        self.survival.add_draft(names, pack_nodes(scored, kinds).numpy(), [emitted for emitted, _ in paths])
         chance_of_node = scored.scores.exp()
         chance_of_node[:, 0] = 0
         self.said += float(chance_of_node.sum())

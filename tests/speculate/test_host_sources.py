@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.request import Request, SamplingParams
-from espalier.slots import KINDS
+from espalier.slots import NODE_KINDS
 from espalier.speculate.sources import own_text
 from espalier.speculate.sources.index import BYTES_A_TOKEN, RUNS, IndexSource, salt_of
 from espalier.speculate.sources.prediction import REJOIN, PredictionSource
-from espalier.speculate.sources.survival import FIRST, Survival
+from espalier.speculate.sources.survival import INITIAL_SURVIVAL, Survival
 from tests.harness import request
 
 texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=5)
@@ -48,7 +48,7 @@ def test_the_index_says_what_followed_in_a_text_of_the_same_client(served, last,
 @given(st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=1, max_size=6), st.integers(1, 7))
 def test_the_host_finds_in_a_text_what_followed_its_last_tokens(pieces, width):
     """The latest place of each run, against searching the list; behind its end the text is repeated."""
-    text = own_text.Text(pieces[0])
+    text = own_text.IndexedText(pieces[0])
     for piece in pieces[1:]:
         text.push(piece)
     tokens = [token for piece in pieces for token in piece]
@@ -108,7 +108,7 @@ def test_a_prediction_is_followed_left_and_found_again():
     usage = asked.usage
     assert (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) == (14, 6)
     source.leave(asked)
-    assert source.followed == {}
+    assert source.progress == {}
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.lists(st.integers(0, 2), max_size=25))
@@ -119,7 +119,7 @@ def test_no_prediction_is_accepted_more_than_it_is_long(predicted, output):
     usage = asked.usage
     assert 0 <= usage.accepted_prediction_tokens <= len(predicted)
     assert usage.accepted_prediction_tokens + usage.rejected_prediction_tokens == len(predicted)
-    assert set(np.array(predicted)[[*map(bool, source.followed["r0"].appeared)]]) <= {*output}
+    assert set(np.array(predicted)[[*map(bool, source.progress["r0"].appeared)]]) <= {*output}
     for guess in source.guesses(asked, WIDTH):
         assert len(guess.tokens) <= WIDTH
 
@@ -127,16 +127,16 @@ def test_no_prediction_is_accepted_more_than_it_is_long(predicted, output):
 def test_survival_finds_the_rates_of_a_stream_and_follows_a_change():
     """Kind 3 follows with 0.9 a token, then with 0.2; others keep what was assumed."""
     survival, rng = Survival(steps=4), np.random.default_rng(0)
-    first = survival.to_send()
-    assert first is not None and first.shape == (KINDS, 4) and (first <= 0).all() and (first[0] == 0).all()
+    first = survival.changed_table()
+    assert first is not None and first.shape == (NODE_KINDS, 4) and (first <= 0).all() and (first[0] == 0).all()
     for rate in (0.9, 0.2):
         for _ in range(2000):
             path = [1, 1, 1, 1]
             length = next((at for at in range(4) if rng.random() >= rate), 4)
             survival.add(3, path, [*path[:length], 0])
         assert np.abs(survival.probabilities[3] - rate).max() < 0.08, survival.probabilities[3]
-        assert survival.to_send() is not None and survival.to_send() is None
-    assert np.allclose(survival.probabilities[1], FIRST["text"][0])
+        assert survival.changed_table() is not None and survival.changed_table() is None
+    assert np.allclose(survival.probabilities[1], INITIAL_SURVIVAL["text"][0])
 
 
 def test_how_far_a_path_reaches_does_not_depend_on_what_a_draft_proposed_beside_it():
@@ -144,11 +144,11 @@ def test_how_far_a_path_reaches_does_not_depend_on_what_a_draft_proposed_beside_
     for emitted in ([1, 1, 0], [1, 1, 1, 1, 0], [0]):
         alone.add(3, [1] * 4, emitted)
         beside.add(3, [1] * 4, emitted, shared=1)
-    prior = 4 * FIRST["text"][2]
+    prior = 4 * INITIAL_SURVIVAL["text"][2]
     first = (2 + prior) / (3 + 4)
-    assert alone.reach(3) == beside.reach(3) and 0.7 < first < 0.8
-    assert alone.reach(3)[0] == pytest.approx(first, abs=0.01)
-    assert alone.reach(3)[1] == pytest.approx(first * (2 + 4 * first) / (2 + 4), abs=0.01)
+    assert alone.path_probabilities(3) == beside.path_probabilities(3) and 0.7 < first < 0.8
+    assert alone.path_probabilities(3)[0] == pytest.approx(first, abs=0.01)
+    assert alone.path_probabilities(3)[1] == pytest.approx(first * (2 + 4 * first) / (2 + 4), abs=0.01)
 
 
 @given(st.lists(st.integers(0, 1), max_size=6), st.lists(st.integers(0, 1), min_size=1, max_size=6))
@@ -158,5 +158,5 @@ def test_a_path_counts_down_to_where_it_parts(path, emitted):
     agreed = next((at for at, (a, b) in enumerate(zip(path, emitted, strict=False)) if a != b), None)
     tried = min(len(path), len(emitted), 4) if agreed is None else min(agreed + 1, 4)
     followed = tried if agreed is None else min(agreed, 4)
-    assert survival.tried[2].tolist() == [1.0] * tried + [0.0] * (4 - tried)
-    assert survival.followed[2].tolist() == [1.0] * followed + [0.0] * (4 - followed)
+    assert survival.num_tried[2].tolist() == [1.0] * tried + [0.0] * (4 - tried)
+    assert survival.num_right[2].tolist() == [1.0] * followed + [0.0] * (4 - followed)

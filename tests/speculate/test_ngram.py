@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.kernels.ops.drafts import find_matches
-from espalier.speculate.drafters.ngram import continued_at
+from espalier.speculate.drafters.ngram import continuation_positions
 from tests.oracles.reference_round import Reference, matched
 
 VOCAB = 3
@@ -47,7 +47,7 @@ def test_a_match_goes_on_around_its_period(tokens, data):
     for level in range(1, 9):
         # What stood `period` back is said again, drafted tokens included.
         whole.append(whole[len(whole) - (len(tokens) - 1 - end)])
-        got = table.gather(1, continued_at(torch.tensor([[end]]), root, level))
+        got = table.gather(1, continuation_positions(torch.tensor([[end]]), root, level))
         assert got.tolist() == [[whole[len(tokens) - 1 + level]]]
 
 
@@ -60,4 +60,4 @@ def test_an_empty_batch_is_legal():
     table = torch.zeros(0, WIDTH, dtype=torch.int64)
     lengths, ends = best_matches(table, table[:, 0], 4)
     assert lengths.shape == ends.shape == (0, 4)
-    assert continued_at(ends, table[:, 0], 2).shape == (0, 4)
+    assert continuation_positions(ends, table[:, 0], 2).shape == (0, 4)

@@ -48,7 +48,7 @@ def proposed(form: str, device: torch.device, by_kernels: bool) -> tuple[Tree, l
     backend = grouped_backend(
         "triton" if device.type == "cuda" else "sdpa", device.type, torch.float32, 16, specs, [0, 1]
     )
-    pages = PagedKV(layout, layout.most_pages, specs, 0, torch.float32, device)
+    pages = PagedKV(layout, layout.max_pages, specs, 0, torch.float32, device)
     staging = StagedKV(specs, range(2), layout.draft_rows, torch.float32, device)
     drafter = OnePassDrafter(draft, layout, ModelCache(specs, range(2), pages, staging, backend))
     table = table_of(SLOTS, VOCAB, device)

@@ -7,7 +7,7 @@ import torch
 
 from espalier.attention import Nodes, Prefix
 from espalier.engine.launch_input import LaunchInput, RequestResult
-from espalier.engine.results import Results, read
+from espalier.engine.results import ResultsRing, read_results
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import grouped_experts
 from espalier.kernels.ops.state import gather_slots
@@ -26,7 +26,7 @@ from tests.properties.watch import Watch, run_watched
 SETUP = Setup(steps=3, topk=2, num_draft_tokens=8, page_size=3, max_batch=3)
 ALL_SAMPLING = SamplingNeeds(sampled=True, filtered=True, penalised=True, biased=True)
 NONE = torch.zeros(0, dtype=torch.int64)
-EMPTY = LaunchInput(slots=(), needs=SamplingNeeds(), traced=True)
+EMPTY = LaunchInput(slots=(), needs=SamplingNeeds(), reports_trees=True)
 algorithms = pytest.mark.parametrize("algorithm", ["eagle3", "ngram", "none"])
 
 
@@ -45,10 +45,10 @@ def test_an_empty_batch_is_legal(algorithm, attention, needs):
     r = round_of(algorithm, attention=attention)
     with torch.inference_mode():
         for outcome in (decode_round(r, NONE, needs), prefill(r, NONE, NONE, 16, needs)):
-            results = Results(r.layout, r.target.config.vocab_size, 1, r.pages.device)
+            results = ResultsRing(r.layout, r.target.config.vocab_size, 1, r.pages.device)
             results.write(NONE.new_zeros(1), outcome)
             assert not results.ring.any()
-            assert read(results.fields, results.ring[0, :0].numpy(), None, EMPTY) == []
+            assert read_results(results.columns, results.ring[0, :0].numpy(), None, EMPTY) == []
     assert not any(buffer.any() for pair in r.pages.layers.values() for buffer in pair)
 
 

@@ -28,9 +28,9 @@ from espalier.bench.shapes import find_shape
 from espalier.engine.cuda_stages import EagerStages, StageMemory
 from espalier.engine.executor import execute
 from espalier.engine.launch_buffer import pack_launch
-from espalier.engine.launch_input import ALL_SAMPLING, LaunchInput, of_dummies
+from espalier.engine.launch_input import ALL_SAMPLING, LaunchInput, dummy_launch
 from espalier.engine.prefill_policy import next_pass, pieces_of
-from espalier.engine.results import Results
+from espalier.engine.results import ResultsRing
 from espalier.kernels.layers.linear_plans import DENSE
 from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.runtime import launch
@@ -44,7 +44,7 @@ from espalier.sampling.mask import mask_words
 from espalier.sampling.prompt import PromptRows
 from espalier.speculate.drafters.registry import DRAFT_FORMATS
 from espalier.speculate.round import ModelRunner
-from espalier.startup.build import Loaded, config_of_layout, make_runner
+from espalier.startup.build import LoadedModels, config_of_layout, make_runner
 from espalier.startup.measure_memory import dummy_pass, fullest_pass, smaller_passes
 
 META = torch.device("meta")
@@ -70,7 +70,7 @@ class MetaWeights(Weights):
         self.quantiser = None if stored == DENSE else QUANTISERS[stored]
         self.formats = all_dense if self.quantiser is None else self.quantiser.formats({})
         self.fused = fused
-        self._loaded, self._files, self._not_taken = {}, {}, set()
+        self._loaded, self._files, self._unused = {}, {}, set()
         self._names = frozenset((FUSED, *DRAFT_WEIGHTS) if fused else ())
 
     def __contains__(self, name: str) -> bool:
@@ -89,7 +89,7 @@ class MetaWeights(Weights):
         dtype, module = self.dtype, name.removesuffix(".weight")
         if self.quantiser is not None and name.endswith(".weight_scale"):
             dtype = torch.float32
-        elif self.quantiser is not None and len(shape) == 2 and self.quantiser.takes(module, shape[1]):
+        elif self.quantiser is not None and len(shape) == 2 and self.quantiser.quantises(module, shape[1]):
             dtype = FP8
         return torch.empty(shape, dtype=dtype, device=META)
 
@@ -170,7 +170,7 @@ def runner_of(name: str, num_layers: int, layout: RoundLayout, stored: str = DEN
     algorithm = spec.algorithm if spec else "none"
     sizes = {"num_pages": 64, "overlap": True}
     return make_runner(
-        Loaded(config_of_layout(layout, algorithm, "triton", torch.bfloat16, META, **sizes), model, draft)
+        LoadedModels(config_of_layout(layout, algorithm, "triton", torch.bfloat16, META, **sizes), model, draft)
     )
 
 
@@ -203,7 +203,7 @@ class Simulation:
         launch._chip = lambda device: CHIPS[self.chip]  # type: ignore[assignment]
         runner, memory = runner_of(self.shape, self.layers, layout, inner=self.inner), StageMemory(META)
         vocab_size = runner.target.config.vocab_size
-        results = Results(layout, vocab_size, 3, META)
+        results = ResultsRing(layout, vocab_size, 3, META)
 
         arguments: dict[str, set[Arguments]] = {}
 
@@ -214,9 +214,9 @@ class Simulation:
                 run_without_data(runner, results, memory, launch_input)
             return keys.found
 
-        rounds = [of_dummies(batch) for batch in layout.batch_buckets(layout.max_batch)]
-        fullest = (fullest_pass(layout, width) for width in layout.chunk_widths)
-        before = keys_of((*rounds, *fullest))
+        rounds = [dummy_launch(batch) for batch in layout.batch_buckets(layout.max_batch)]
+        largest_rounds = (fullest_pass(layout, width) for width in layout.chunk_widths)
+        before = keys_of((*rounds, *largest_rounds))
         staged = keys_of(replace(each, is_staged=True) for each in rounds) - before
         smaller = keys_of(smaller_passes(layout, vocab_size))
         random = Random(7)
@@ -253,12 +253,12 @@ class Layer:
         runner = runner_of(self.shape, layers, layout, self.stored)
         launch_hook.set(lambda function, grid, *args, **kwargs: found.update([function.fn.__name__]))
         run_without_data(
-            runner, Results(layout, runner.target.config.vocab_size, 3, META), StageMemory(META), of_dummies(1)
+            runner, ResultsRing(layout, runner.target.config.vocab_size, 3, META), StageMemory(META), dummy_launch(1)
         )
         return found
 
 
-def run_without_data(runner: ModelRunner, results: Results, memory: StageMemory, launch_input: LaunchInput) -> None:
+def run_without_data(runner: ModelRunner, results: ResultsRing, memory: StageMemory, launch_input: LaunchInput) -> None:
     """As CudaExecutor runs a launch."""
     packed = pack_launch(runner.table, launch_input, 0, launch_input.form())
     if launch_input.is_staged:
@@ -281,7 +281,7 @@ def random_pass(layout: RoundLayout, vocab_size: int, random: Random) -> LaunchI
     left = [random.randint(1, longest) for _ in range(random.choice((1, 1, 2, 3, random.randint(1, layout.max_batch))))]
     made = next_pass(layout, left, layout.max_pass_rows(random.random() < 0.5))
     batch = len(made.lengths)
-    wanted = replace(of_dummies(batch, made.width), lengths=made.lengths, pieces=pieces_of(made))
+    wanted = replace(dummy_launch(batch, made.width), lengths=made.lengths, pieces=pieces_of(made))
     kind = random.random()
     if kind < 0.2:
         return replace(wanted, masks=np.zeros((batch, 1, mask_words(vocab_size)), np.int32))

@@ -18,7 +18,7 @@ SETUP = Setup(max_batch=6, trees=((4, TreeShape(1, 2, 3)),), attention="referenc
 FREE, TOTAL = 3_000, 10_000
 
 
-def asked_for(monkeypatch: pytest.MonkeyPatch, graph_batch: int) -> dict[str, set[Any]]:
+def dataset_of_flags(monkeypatch: pytest.MonkeyPatch, graph_batch: int) -> dict[str, set[Any]]:
     """(batch, whether it is staged) of the rounds that are compiled and that are run, and the widths of both; "ran
     forms": of passes that report nothing."""
     fake_cuda(monkeypatch)
@@ -49,13 +49,13 @@ def asked_for(monkeypatch: pytest.MonkeyPatch, graph_batch: int) -> dict[str, se
 
 
 def test_the_largest_rounds_of_each_tree_are_measured_with_grammars_and_without(monkeypatch):
-    found = asked_for(monkeypatch, graph_batch=6)
+    found = dataset_of_flags(monkeypatch, graph_batch=6)
     assert found["ran"] == found["compiled"] == {(3, False), (3, True), (6, False), (6, True)}
     assert found["ran widths"] == found["compiled widths"] == set(SETUP.layout.chunk_widths)
 
 
 def test_rounds_that_will_run_eagerly_are_compiled_in_every_bucket(monkeypatch):
-    found = asked_for(monkeypatch, graph_batch=2)
+    found = dataset_of_flags(monkeypatch, graph_batch=2)
     assert found["compiled"] == {(batch, is_staged) for batch in (1, 2, 3, 4, 6) for is_staged in (False, True)}
     assert found["ran"] == {(3, False), (3, True), (6, False), (6, True)}
 
@@ -63,5 +63,5 @@ def test_rounds_that_will_run_eagerly_are_compiled_in_every_bucket(monkeypatch):
 @pytest.mark.parametrize("captured", [False, True])
 def test_the_largest_pass_that_is_captured_is_measured(captured, monkeypatch):
     monkeypatch.setattr(GroupedBackend, "captures_prefill", captured)
-    found = asked_for(monkeypatch, graph_batch=6)
+    found = dataset_of_flags(monkeypatch, graph_batch=6)
     assert found["ran forms"] == ({SETUP.layout.captured_passes[-1]} if captured else set())

@@ -23,7 +23,7 @@ from espalier.engine.ranks import RankFailed, Ranks
 from espalier.errors import EspalierError
 from espalier.llm import LLM
 from espalier.request import SamplingParams
-from espalier.startup.build import Loaded
+from espalier.startup.build import LoadedModels
 from espalier.startup.load import build_engine_of_ranks
 from tests.builders import make_target
 from tests.folders import new_folder
@@ -45,7 +45,7 @@ def group() -> Iterator[Group]:
 @pytest.fixture(autouse=True)
 def short_beats(monkeypatch):
     """The bounds stay, but for the one that a test meets: on a busy machine, processes wait for a core."""
-    monkeypatch.setattr(watched, "BEAT_S", 0.05)
+    monkeypatch.setattr(watched, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(watched, "GRACE_S", 0.2)
 
 
@@ -84,20 +84,20 @@ def three_ways() -> Path:
 
 
 def drop_next_launch(follower: Follower) -> None:
-    right = follower.take
+    right = follower.handle
 
     def dropping(message: Any) -> None:
-        if isinstance(message, watched.Launched):
-            follower.take = right  # type: ignore[method-assign]
+        if isinstance(message, watched.StartLaunch):
+            follower.handle = right  # type: ignore[method-assign]
             return
         right(message)
 
-    follower.take = dropping  # type: ignore[method-assign]
+    follower.handle = dropping  # type: ignore[method-assign]
 
 
 def drop_all_launches(follower: Follower) -> None:
-    right = follower.take
-    follower.take = lambda message: None if isinstance(message, watched.Launched) else right(message)  # type: ignore
+    right = follower.handle
+    follower.handle = lambda message: None if isinstance(message, watched.StartLaunch) else right(message)  # type: ignore
 
 
 def run_out_of_memory(follower: Follower) -> None:
@@ -142,18 +142,18 @@ def test_a_rank_that_dies(group):
 
 def test_a_rank_that_is_stopped(group, monkeypatch):
     engine = start(group)
-    monkeypatch.setattr(watched, "SILENT_S", 0.6)
+    monkeypatch.setattr(watched, "MAX_SILENCE_S", 0.6)
     os.kill(group.ranks.peers[0].process.pid, signal.SIGSTOP)
     fails(engine, r"rank 1 \(process \d+\) does not answer for 0.6 s: it is stopped, or hangs", 1.6)
 
 
 def test_a_rank_that_dies_while_nothing_runs(group):
     engine = group.engine(SETUP, (directories()[0], None))
-    engine.require_ranks()
+    engine.raise_rank_failure()
     os.kill(group.ranks.peers[0].process.pid, signal.SIGKILL)
     with pytest.raises(RankFailed, match="has ended by SIGKILL"):
         while True:
-            engine.require_ranks()
+            engine.raise_rank_failure()
     assert engine.stopped is not None
 
 
@@ -170,7 +170,7 @@ def test_a_rank_that_dies_while_nothing_runs(group):
 )
 def test_a_rank_that(fault, says, within_s, group, monkeypatch):
     engine = start(group)
-    monkeypatch.setattr(watched, "BEHIND_S", 0.6)
+    monkeypatch.setattr(watched, "MAX_LAG_S", 0.6)
     group.ranks.call(fault)
     fails(engine, says, within_s)
 
@@ -185,7 +185,7 @@ def test_the_first_cause_is_named(group):
     fails(engine, r"rank 2 \(process \d+\) has ended by SIGKILL", 1.0)
 
 
-def refusing(error: Exception, config: Any, shards: Any) -> Loaded:
+def refusing(error: Exception, config: Any, shards: Any) -> LoadedModels:
     if shards.rank:
         raise error
     return models_of(directories()[0], None, config, shards)

@@ -16,11 +16,11 @@ from espalier.startup.tree_cost import (
     PASS_OVERHEAD_S,
     ChipFigures,
     PassWeights,
-    accept_length,
+    assumed_accept_length,
     pass_weights,
     trees_by_cost,
 )
-from espalier.startup.tree_policy import Machine, choose_trees
+from espalier.startup.tree_policy import PredictedCosts, choose_trees
 from lab.synthetic.checkpoint import Recipe
 from tests.block import block_directories
 from tests.lab.synthetic.mixtures import WITH_EXPERTS, mixture
@@ -77,7 +77,7 @@ def test_the_fastest_tree_is_taken_unless_it_gains_little(weights):
     for batch in range(1, 1025):
         current = by_batch.get(batch, current)
         if batch & (batch - 1) == 0:
-            rates = {tree: accept_length(tree) / weights.round_seconds(tree, batch, H200) for tree in ALL}
+            rates = {tree: assumed_accept_length(tree) / weights.round_seconds(tree, batch, H200) for tree in ALL}
             assert rates[current] >= max(rates.values()) / 1.03
     assert by_batch
 
@@ -148,15 +148,18 @@ def test_the_weights_of_a_block_draft_are_those_of_its_layers(tmp_path):
 
 
 def test_accept_lengths_are_those_known_and_between_them():
-    assert [accept_length(tree) for tree in (PLAIN, NARROW, MIDDLE, WIDE)] == [1.0, 2.85, 3.5, 4.0]
-    assert accept_length(TreeShape(5, 8, 32)) == pytest.approx(3.75) and accept_length(TreeShape(1, 8, 8)) == 2
-    assert accept_length(TreeShape(7, 8, 128)) == 4.0
+    assert [assumed_accept_length(tree) for tree in (PLAIN, NARROW, MIDDLE, WIDE)] == [1.0, 2.85, 3.5, 4.0]
+    assert (
+        assumed_accept_length(TreeShape(5, 8, 32)) == pytest.approx(3.75)
+        and assumed_accept_length(TreeShape(1, 8, 8)) == 2
+    )
+    assert assumed_accept_length(TreeShape(7, 8, 128)) == 4.0
 
 
 def test_a_mixture_takes_predicted_trees_and_a_table_comes_first(caplog):
-    machine = Machine(H200, WEIGHTS)
+    costs = PredictedCosts(WEIGHTS, H200)
     with caplog.at_level("INFO"):
-        assert choose_trees("auto", WIDE, machine, max_batch=64) == trees_by_cost(WIDE, WEIGHTS, 64, H200)
+        assert choose_trees("auto", WIDE, costs, max_batch=64) == trees_by_cost(WIDE, WEIGHTS, 64, H200)
     assert "predicted for uniform routing from 4.4 TB/s and 690 TFLOP/s, as measured on NVIDIA H200" in caplog.text
-    assert choose_trees({}, WIDE, machine, max_batch=64) == {}
-    assert choose_trees("auto", PLAIN, machine, max_batch=64) == {}
+    assert choose_trees({}, WIDE, costs, max_batch=64) == {}
+    assert choose_trees("auto", PLAIN, costs, max_batch=64) == {}

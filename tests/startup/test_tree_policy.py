@@ -13,12 +13,12 @@ from espalier.models import DraftSpec
 from espalier.startup import resolve
 from espalier.startup import tree_policy as trees
 from espalier.startup.tree_cost import ChipFigures, PassWeights
-from espalier.startup.tree_policy import Machine, choose_trees, read, write
+from espalier.startup.tree_policy import PredictedCosts, choose_trees, read_trees, write_trees
 from tests.test_config import CPU, FACTS, HEAD
 
 H100 = ChipFigures("an H100", 3.0e12, 6.9e14)
 # Llama-3.1-8B with an EAGLE-3 head.
-BIG = Machine(H100, PassWeights(7_504_658_432, 391_118_848, layers=32, draft_layers=1, kept=65536))
+BIG = PredictedCosts(PassWeights(7_504_658_432, 391_118_848, layers=32, draft_layers=1, kept=65536), H100)
 WIDE, NARROW = TreeShape(5, 8, 64), TreeShape(3, 2, 8)
 
 
@@ -45,15 +45,15 @@ def test_by_default_wide_trees_are_halved_where_a_batch_would_have_too_many_node
 
 def test_a_table_comes_back_as_it_was_written(tmp_path):
     table = {1: WIDE, 8: TreeShape(5, 4, 16), 32: NARROW, 64: PLAIN}
-    write(tmp_path / "table.json", table)
-    assert read(tmp_path / "table.json") == table
+    write_trees(tmp_path / "table.json", table)
+    assert read_trees(tmp_path / "table.json") == table
     assert list(json.loads((tmp_path / "table.json").read_text())) == ["1", "8", "32", "64"]
     with pytest.raises(EspalierError, match="cannot be written"):
-        write(tmp_path / "no" / "table.json", table)
+        write_trees(tmp_path / "no" / "table.json", table)
 
 
 def test_a_table_becomes_the_layouts_trees(tmp_path):
-    write(tmp_path / "table.json", {2: NARROW, 5: PLAIN})
+    write_trees(tmp_path / "table.json", {2: NARROW, 5: PLAIN})
     for given in (tmp_path / "table.json", {2: NARROW.sizes, "5": {"steps": 0}}, {2: NARROW, 5: PLAIN}):
         config = resolved(given)
         assert config.layout.trees == ((2, NARROW), (5, PLAIN))

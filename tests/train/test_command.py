@@ -69,7 +69,7 @@ def test_a_missing_or_unknown_command_is_said_with_those_that_exist(
     [
         ("espalier.train.command", "espalier"),
         ("espalier.train.data", "espalier train"),
-        ("espalier.train.mtp", "espalier train"),
+        ("espalier.train.kinds", "espalier train"),
     ],
 )
 def test_an_interrupt_while_modules_load_ends_in_a_line(
@@ -164,9 +164,14 @@ def test_accept_lengths_are_a_table(draft: Path, tmp_path: Path, capsys: pytest.
     [
         ([5], 8, "--max-tokens=8 is too few to measure a tree of"),
         ([5], 2048, "a prompt has 1 tokens, and the target has 2048 positions; use at most 2047"),
+        (
+            [5] * 2050,
+            50,
+            "a prompt has 2050 tokens, and the target has 2048 positions; use shorter prompts, or another",
+        ),
         ([], 50, "a prompt of --data has no tokens"),
     ],
-    ids=["few", "many", "none"],
+    ids=["few", "many", "long", "none"],
 )
 def test_texts_too_short_to_measure_are_refused_before_the_target_is_loaded(
     draft: Path,
@@ -177,7 +182,7 @@ def test_texts_too_short_to_measure_are_refused_before_the_target_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for module in ("evaluate.Eagle3Target", "block.Eagle3Target", "mtp.FrozenTarget", "evaluate.Writer"):
+    for module in ("target._load", "evaluate.Writer"):
         monkeypatch.setattr(f"espalier.train.{module}", None)
     data = tmp_path / "p.jsonl"
     data.write_text(json.dumps({"token_ids": tokens}))

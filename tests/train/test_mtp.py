@@ -19,8 +19,9 @@ from torch import Tensor
 from espalier.train.command import make_parser
 from espalier.train.configs import kind_in
 from espalier.train.data import Data
+from espalier.train.kinds import MTP, measure, train
 from espalier.train.llama import LlamaShape, rope_tables, rotate
-from espalier.train.mtp import matches, measure_mtp, train_mtp
+from espalier.train.mtp import agreement_by_depth, matches
 from espalier.train.mtp_checkpoint import load_mtp, save_mtp
 from espalier.train.mtp_head import MtpHead, MtpLayer, mtp_loss
 from espalier.train.settings import MtpConfig
@@ -190,13 +191,13 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @forms
 def test_a_trained_head_predicts_a_chain_text_at_every_depth(form: str, target_dir: Path, tmp_path: Path) -> None:
     config = replace(CONFIG, form=form)
-    train_mtp(target_dir, Data(cycle(3000)), tmp_path / "head", tmp_path / "work", config)
+    train("mtp", target_dir, Data(cycle(3000)), tmp_path / "head", tmp_path / "work", config)
     head, target = load_mtp(tmp_path / "head"), FrozenTarget(target_dir, torch.device("cpu"))
     text = cycle(40, start=3)
     found = matches(head, target, torch.from_numpy(text.astype(np.int64)), 4, 3)
     assert found.shape == (3, 33) and found.all()
-    accept, agreement = measure_mtp(head, target, [text], [4], 3)
-    assert (accept.every_root, agreement) == (4.0, [1.0, 1.0, 1.0])
+    assert agreement_by_depth(head, target, [text], [4], 3) == [1.0, 1.0, 1.0]
+    assert measure(MTP, head, target, [text], [4], (3, 1, 4)).every_root == 4.0
 
 
 @pytest.mark.parametrize("num_layers", [1, 3])

@@ -24,8 +24,8 @@ from espalier.train import own_text
 from espalier.train.command import make_parser, run
 from espalier.train.data import Data
 from espalier.train.draft_run import StepClock, prepare_run
+from espalier.train.kinds import train
 from espalier.train.llama import LlamaShape
-from espalier.train.mtp import train_mtp
 from espalier.train.own_text import (
     load_own_text,
     open_unfinished,
@@ -108,13 +108,15 @@ def test_a_time_limit_ends_a_run_whose_rate_fell_to_zero(
     factors: list[float] = []
     monkeypatch.setattr(StepClock, "progress", property(lambda clock: max(0, clock.num_steps - 1) / 4))
     monkeypatch.setattr("espalier.train.draft_run.set_rate", lambda _, factor: factors.append(factor))
-    figures = train_mtp(
-        target_dir, Data(stream), tmp_path / "cut", tmp_path, replace(RUN, num_tokens=1e6, max_seconds=4)
+    figures = train(
+        "mtp", target_dir, Data(stream), tmp_path / "cut", tmp_path, replace(RUN, num_tokens=1e6, max_seconds=4)
     )
     assert figures["seen_tokens"] == 5 * 2 * 16
     assert factors[-1] == pytest.approx(0.25 / 0.55) and (tmp_path / "cut" / "model.safetensors").exists()
     factors.clear()
-    figures = train_mtp(target_dir, Data(stream), tmp_path / "whole", tmp_path / "2", replace(RUN, num_tokens=3 * 32))
+    figures = train(
+        "mtp", target_dir, Data(stream), tmp_path / "whole", tmp_path / "2", replace(RUN, num_tokens=3 * 32)
+    )
     assert (figures["seen_tokens"], len(factors)) == (3 * 32, 3)
 
 

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from espalier.train.checkpoint import load_draft
 from espalier.train.data import Data
-from espalier.train.eagle3 import choose_vocabulary, train_eagle3
+from espalier.train.eagle3 import choose_vocabulary
+from espalier.train.kinds import train
 from espalier.train.llama import LlamaShape
 from espalier.train.settings import Eagle3Config
 from espalier.train.state import SavedState
@@ -108,7 +109,7 @@ class Stopped(Exception):
 def test_an_interrupted_run_resumes_to_the_same_draft(
     target_dir: Path, stream: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = train_eagle3(target_dir, Data(stream), tmp_path / "whole", tmp_path / "work1", CONFIG)
+    whole = train("eagle3", target_dir, Data(stream), tmp_path / "whole", tmp_path / "work1", CONFIG)
 
     save = SavedState.save
 
@@ -118,8 +119,8 @@ def test_an_interrupted_run_resumes_to_the_same_draft(
 
     with monkeypatch.context() as patch, pytest.raises(Stopped):
         patch.setattr(SavedState, "save", save_and_stop)
-        train_eagle3(target_dir, Data(stream), tmp_path / "parts", tmp_path / "work2", CONFIG)
-    resumed = train_eagle3(target_dir, Data(stream), tmp_path / "parts", tmp_path / "work2", CONFIG)
+        train("eagle3", target_dir, Data(stream), tmp_path / "parts", tmp_path / "work2", CONFIG)
+    resumed = train("eagle3", target_dir, Data(stream), tmp_path / "parts", tmp_path / "work2", CONFIG)
     assert resumed == whole
     drafts = [load_draft(tmp_path / name) for name in ("whole", "parts")]
     for one, two in zip(*(draft.parameters() for draft in drafts), strict=True):

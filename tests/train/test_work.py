@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from espalier.errors import EspalierError
-from espalier.train import checkpoint, command, draft_run, mtp
+from espalier.train import checkpoint, command, draft_run
 from espalier.train.data import Data
 from espalier.train.draft_run import RunFiles, backward, prepare_run, require_own_rows
+from espalier.train.kinds import train
 from espalier.train.llama import LlamaShape
-from espalier.train.mtp import train_mtp
 from espalier.train.own_text import load_own_text, saved_texts
 from espalier.train.settings import BlockConfig, Eagle3Config, MtpConfig, TrainConfig
 from espalier.train.state import SavedState
@@ -160,7 +160,7 @@ def test_data_too_short_are_refused_before_the_target_is_loaded(target: Path, tm
 
 
 def trained(target: Path, tmp_path: Path, config: MtpConfig = MTP) -> dict[str, float]:
-    return train_mtp(target, Data(STREAM), tmp_path / "draft", tmp_path, config)
+    return train("mtp", target, Data(STREAM), tmp_path / "draft", tmp_path, config)
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
@@ -270,7 +270,8 @@ def test_a_full_gpu_is_one_line(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     np.save(tmp_path / "ids.npy", STREAM)
-    monkeypatch.setattr(mtp, "FrozenTarget", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA: 2 GiB")))
+    out_of_memory = torch.OutOfMemoryError("CUDA: 2 GiB")
+    monkeypatch.setattr("espalier.train.target._load", lambda *_: (_ for _ in ()).throw(out_of_memory))
     line = ["mtp", "--target", str(target), "--data", str(tmp_path / "ids.npy"), "--out", str(tmp_path / "draft")]
     sizes = [
         "--length",

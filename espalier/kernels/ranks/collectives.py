@@ -156,10 +156,10 @@ class PeerCollectives:
         two_shot = uses_two_shot(parts, residual.dtype, self.memory.num_ranks)
         return self.kernels.sum_add_norm(self.memory, parts, residual, weight, eps, two_shot)
 
-    def gather_columns(self, x: Tensor, each: int, size: int) -> Tensor:
-        if not self.kernels.supports_gather(self.memory, x, each):
-            return self.nccl.gather_columns(x, each, size)
-        return self.kernels.gather_columns(self.memory, x, each, size)
+    def gather_columns(self, x: Tensor, columns_per_rank: int, size: int) -> Tensor:
+        if not self.kernels.supports_gather(self.memory, x, columns_per_rank):
+            return self.nccl.gather_columns(x, columns_per_rank, size)
+        return self.kernels.gather_columns(self.memory, x, columns_per_rank, size)
 
     def abort(self) -> None:
         # This comes first: NCCL waits for its own kernels, which may stand behind a kernel that waits for a rank.

@@ -3,48 +3,48 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from espalier.errors import EspalierError, shown
-from espalier.models.config import Raw, Windows
+from espalier.models.config import Json, LayerWindows
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 # Layer type -> (the field for the base of its RoPE in older configs, the default base).
-Bases = Mapping[str, tuple[str, float]]
+RopeBases = Mapping[str, tuple[str, float]]
 
 
-def kinds_of(full: Raw, is_full: Callable[[int], bool]) -> list[str]:
+def layer_types_of(full: Json, is_full: Callable[[int], bool]) -> list[str]:
     """The type of each layer, from `layer_types`.
     Without that field, is_full says whether a layer, counted from 1, has full attention."""
     given, count = full.get("layer_types"), full["num_hidden_layers"]
-    return list(given or (FULL if is_full(layer) else SLIDING for layer in range(1, count + 1)))
+    return list(given or (FULL_ATTENTION if is_full(layer) else SLIDING_ATTENTION for layer in range(1, count + 1)))
 
 
-def windows_of(full: Raw, kinds: Sequence[str]) -> Windows:
+def windows_by_type(full: Json, kinds: Sequence[str]) -> LayerWindows:
     """The window of each layer; None for layers with full attention.
     Raises EspalierError for sliding layers without a window."""
     window = full["sliding_window"]
-    if SLIDING in kinds and (not isinstance(window, int) or window < 1):
+    if SLIDING_ATTENTION in kinds and (not isinstance(window, int) or window < 1):
         raise EspalierError(f"sliding_window = {shown(window)}; sliding layers need a positive integer; correct it")
-    return tuple(window if kind == SLIDING else None for kind in kinds)
+    return tuple(window if kind == SLIDING_ATTENTION else None for kind in kinds)
 
 
-def ropes_of(full: Raw, kinds: Sequence[str], bases: Bases) -> list[Raw]:
+def ropes_by_type(full: Json, kinds: Sequence[str], bases: RopeBases) -> list[Json]:
     """The RoPE fields of each layer, by the layer's type.
     As in transformers, rope_scaling applies to layers with full attention only."""
     given = full.get("rope_parameters") or {}
     for name, value in given.items():
         if name not in bases or not isinstance(value, Mapping | None):
             raise EspalierError(
-                f"rope_parameters has {name!r}: {shown(value)}; this family has an object for {FULL!r} and one for "
-                f"{SLIDING!r}; put the parameters of a layer type into its object"
+                f"rope_parameters has {name!r}: {shown(value)}; this family has an object for {FULL_ATTENTION!r} and "
+                f"one for {SLIDING_ATTENTION!r}; put the parameters of a layer type into its object"
             )
     own = {
-        kind: {"rope_scaling": None, "rope_parameters": _rope(full, kind, bases, given.get(kind) or {})}
+        kind: {"rope_scaling": None, "rope_parameters": _rope_of_type(full, kind, bases, given.get(kind) or {})}
         for kind in bases
     }
-    own[FULL]["rope_scaling"] = full.get("rope_scaling")
+    own[FULL_ATTENTION]["rope_scaling"] = full.get("rope_scaling")
     return [own[kind] for kind in kinds]
 
 
-def _rope(full: Raw, kind: str, bases: Bases, given: Raw) -> Raw:
+def _rope_of_type(full: Json, kind: str, bases: RopeBases, given: Json) -> Json:
     field, default = bases[kind]
     base = full.get(field)
     if base is not None and given.get("rope_theta", base) != base:

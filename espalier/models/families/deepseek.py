@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, Raw
+from espalier.models.config import Experts, Family, Json
 from espalier.models.stored_names import NEXTN
 
-# The fields of config.json that this file reads, and which may therefore have any value (Family.honours).
+# The fields of config.json that this file reads, and which may therefore have any value (Family.supported_fields).
 EXPERT_FIELDS = (
     "n_routed_experts",
     "n_shared_experts",
@@ -21,10 +21,10 @@ EXPERT_FIELDS = (
     "routed_scaling_factor",
 )
 # The scoring_func of each topk_method.
-SCORINGS = {"greedy": "softmax", "group_limited_greedy": "softmax", "noaux_tc": "sigmoid"}
+SCORING_OF_METHOD = {"greedy": "softmax", "group_limited_greedy": "softmax", "noaux_tc": "sigmoid"}
 
 
-def routed_experts(full: Raw, methods: tuple[str, ...], layers: frozenset[int]) -> Experts | None:
+def routed_experts(full: Json, methods: tuple[str, ...], layers: frozenset[int]) -> Experts | None:
     """Returns the experts of `layers`; None if there are none.
 
     methods: the values of topk_method that the family supports, the default first.  All have the same scoring_func.
@@ -33,7 +33,7 @@ def routed_experts(full: Raw, methods: tuple[str, ...], layers: frozenset[int]) 
     if not full["n_routed_experts"] or not layers:
         return None
     method = full.get("topk_method") or methods[0]
-    scoring = SCORINGS[methods[0]]
+    scoring = SCORING_OF_METHOD[methods[0]]
     for name, value, supported in (
         ("topk_method", method, methods),
         ("scoring_func", full.get("scoring_func") or scoring, (scoring,)),
@@ -54,7 +54,7 @@ def routed_experts(full: Raw, methods: tuple[str, ...], layers: frozenset[int]) 
     )
 
 
-def _routing(full: Raw, method: str) -> Routing:
+def _routing(full: Json, method: str) -> Routing:
     routing = Routing(
         full["n_routed_experts"],
         full["num_experts_per_tok"],
@@ -69,7 +69,7 @@ def _routing(full: Raw, method: str) -> Routing:
     return replace(routing, scoring="sigmoid", group_score="top2_sum", correction_bias=True)
 
 
-def layers_behind_dense(full: Raw) -> frozenset[int]:
+def expert_layers_after_dense(full: Json) -> frozenset[int]:
     """The layers with experts: index a multiple of moe_layer_freq, and not below first_k_dense_replace."""
     first, every = full["first_k_dense_replace"] or 0, full.get("moe_layer_freq") or 1
     for name, value in (("first_k_dense_replace", first), ("moe_layer_freq", every)):
@@ -78,17 +78,13 @@ def layers_behind_dense(full: Raw) -> frozenset[int]:
     return frozenset(layer for layer in range(first, int(full["num_hidden_layers"])) if layer % every == 0)
 
 
-def _experts_v2(full: Raw) -> Experts | None:
+def _experts_v2(full: Json) -> Experts | None:
     # As in the publisher's code, weights are scaled only if they are not normed.  Transformers never norms them.
     # Published files do not set norm_topk_prob.
     norm = full["norm_topk_prob"] and full["num_experts_per_tok"] != 1
     scale = 1.0 if norm else full["routed_scaling_factor"]
     as_published = {**full, "norm_topk_prob": norm, "routed_scaling_factor": scale}
-    return routed_experts(as_published, ("greedy", "group_limited_greedy"), layers_behind_dense(full))
-
-
-def _experts_v3(full: Raw) -> Experts | None:
-    return routed_experts(full, ("noaux_tc",), layers_behind_dense(full))
+    return routed_experts(as_published, ("greedy", "group_limited_greedy"), expert_layers_after_dense(full))
 
 
 V2 = Family(
@@ -116,8 +112,8 @@ V2 = Family(
         "topk_group": None,
     },
     latent=True,
-    in_drafts=True,
-    honours=EXPERT_FIELDS,
+    usable_in_drafts=True,
+    supported_fields=EXPERT_FIELDS,
     experts=_experts_v2,
 )
 V3 = replace(
@@ -137,7 +133,7 @@ V3 = replace(
         "n_group": 8,
         "topk_group": 4,
     },
-    honours=(*EXPERT_FIELDS, "num_nextn_predict_layers"),
-    experts=_experts_v3,
+    supported_fields=(*EXPERT_FIELDS, "num_nextn_predict_layers"),
+    experts=lambda full: routed_experts(full, ("noaux_tc",), expert_layers_after_dense(full)),
     mtp=NEXTN,
 )

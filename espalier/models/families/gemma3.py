@@ -5,22 +5,29 @@ Gemma 3 has a RoPE for each layer type.  Gemma 2 has one RoPE, and soft caps on 
 
 from dataclasses import replace
 
-from espalier.models.config import Family, Raw, windows_in_every_second
-from espalier.models.config_values import positive, require_counts
-from espalier.models.families.by_type import FULL, SLIDING, Bases, kinds_of, ropes_of, windows_of
+from espalier.models.config import Family, Json, windows_in_every_second
+from espalier.models.config_values import positive_number, require_counts
+from espalier.models.families.by_type import (
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
+    RopeBases,
+    layer_types_of,
+    ropes_by_type,
+    windows_by_type,
+)
 from espalier.models.stored_names import FOUR_NORMS
 
-BASES: Bases = {
-    FULL: ("rope_theta", 1_000_000.0),
-    SLIDING: ("rope_local_base_freq", 10_000.0),
+ROPE_BASES: RopeBases = {
+    FULL_ATTENTION: ("rope_theta", 1_000_000.0),
+    SLIDING_ATTENTION: ("rope_local_base_freq", 10_000.0),
 }
 
 
-def _layer_types(full: Raw) -> list[str]:
+def _layer_types(full: Json) -> list[str]:
     """The type of each layer, from `layer_types`; without it, every sliding_window_pattern-th has full attention."""
     if full.get("layer_types") is None:
         require_counts(full, ("sliding_window_pattern",))
-    return kinds_of(full, lambda layer: layer % full["sliding_window_pattern"] == 0)
+    return layer_types_of(full, lambda layer: layer % full["sliding_window_pattern"] == 0)
 
 
 FAMILY = Family(
@@ -41,14 +48,14 @@ FAMILY = Family(
         "sliding_window_pattern": 6,
         "rope_local_base_freq": None,
     },
-    windows=lambda full: windows_of(full, _layer_types(full)),
+    windows=lambda full: windows_by_type(full, _layer_types(full)),
     qk_norm=True,
     layer_norms=FOUR_NORMS,
     norm_offset=1.0,
     embedding_scale=lambda full: float(full["hidden_size"] ** 0.5),
-    softmax_scale=lambda full: positive(full, "query_pre_attn_scalar") ** -0.5,
-    ropes=lambda full: ropes_of(full, _layer_types(full), BASES),
-    honours=("query_pre_attn_scalar",),
+    softmax_scale=lambda full: positive_number(full, "query_pre_attn_scalar") ** -0.5,
+    ropes=lambda full: ropes_by_type(full, _layer_types(full), ROPE_BASES),
+    supported_fields=("query_pre_attn_scalar",),
     activation_field="hidden_activation",
     multimodal=("Gemma3ForConditionalGeneration",),
 )
@@ -67,6 +74,6 @@ GEMMA2 = replace(
     windows=windows_in_every_second,
     qk_norm=False,
     ropes=None,
-    honours=("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+    supported_fields=("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
     multimodal=(),
 )

@@ -14,31 +14,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.attention import Pass
-from espalier.cache.layer_spec import KVHeads, LayerSpec, of_rank
+from espalier.cache.layer_spec import KVHeads, LayerSpec, specs_of_rank
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.activation import GELU_TANH
 from espalier.kernels.ops.drafts import DraftHidden
 from espalier.kernels.ops.experts import Routing
 from espalier.kernels.ops.rope import HeadNorms
-from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows
-from espalier.models.config_values import heads_and_size
-from espalier.models.families.by_type import FULL, SLIDING, kinds_of
+from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig
+from espalier.models.config_values import kv_heads_and_head_size, naming_path
+from espalier.models.families.by_type import FULL_ATTENTION, SLIDING_ATTENTION, layer_types_of
 from espalier.models.families.gemma3 import FAMILY as GEMMA3
-from espalier.models.layer_loading import HEADS, layer_specs_of, load_embedding, load_experts
+from espalier.models.layer_loading import HEADS_TEXT, layer_specs_of, load_embedding, load_experts
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.mlp import GatedMLP, MixtureMLP, RoutedRows, router_logits
-from espalier.models.layers.norm import AnyNorm, Delta, Normed, RMSNorm
-from espalier.models.layers.stream import Stream
+from espalier.models.layers.norm import AnyNorm, BlockOutput, NormedOutputs, RMSNorm
+from espalier.models.layers.residual import Residual
 from espalier.models.rope import RopeTables
 from espalier.models.weight_formats.sharded import Unsummed
 from espalier.models.weights import Weights
-from espalier.shards import on_every_rank
+from espalier.shards import whole_part
 
 # The default RoPE of each layer type, for a config.json without one.
-ROPES: Mapping[str, Raw] = {
-    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
-    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+ROPES: Mapping[str, Json] = {
+    SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 10_000.0},
+    FULL_ATTENTION: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 # The fields that may differ by layer in per_layer_config.
 BY_LAYER = ("head_dim", "num_key_value_heads")
@@ -60,13 +60,13 @@ class PerLayerEmbedding(Embedding):
         self.project = project
         self.norm = norm
 
-    def __call__(self, p: Pass, rope: RopeTables, beside: DraftHidden | None = None) -> Stream:
-        s = super().__call__(p, rope, beside)
+    def __call__(self, p: Pass, rope: RopeTables, draft_hidden: DraftHidden | None = None) -> Residual:
+        s = super().__call__(p, rope, draft_hidden)
         size = self.norm.weight.shape[0]
         # The values of void rows are never read, so any token will do.
         of_tokens = F.embedding(p.tokens.flatten().clamp(min=0), self.table).unflatten(1, (-1, size))
         of_rows = self.norm(self.project(s.x).unflatten(1, (-1, size)))
-        s.beside = torch.add(of_rows, of_tokens, alpha=self.table_scale)
+        s.layer_inputs = torch.add(of_rows, of_tokens, alpha=self.table_scale)
         return s
 
 
@@ -80,19 +80,19 @@ class LayerInput:
 
     def __call__(self, x: Tensor, given: Tensor) -> Tensor | Unsummed:
         """x [N, H] and the second input `given` [N, P] -> [N, H] before the norm, or parts of it."""
-        return self.project.for_stream(F.gelu(self.gate(x), approximate="tanh") * given)
+        return self.project.for_residual(F.gelu(self.gate(x), approximate="tanh") * given)
 
 
 class BesideRows(NamedTuple):
     """The inputs of the dense MLP and of the experts beside it."""
 
-    of_mlp: Tensor
+    mlp_rows: Tensor
     routed: RoutedRows
 
 
 @dataclass(eq=False, slots=True)
 class BesideMLP:
-    """A dense MLP and, in parallel, routed experts.  Both read the stream, each through its own norm.
+    """A dense MLP and, in parallel, routed experts.  Both read the residual, each through its own norm.
 
     router_norm: the norm before the router; its weight includes the router's scale.  mlp_norm: the norm of the dense
     MLP's output.  norm, after: the norms of the experts' input and output.
@@ -105,15 +105,15 @@ class BesideMLP:
     norm: RMSNorm
     after: RMSNorm
 
-    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, BesideRows]:
-        """Returns (x + delta, the normed inputs of both blocks).  See stream.py:Reader.  delta: a Normed output."""
-        assert isinstance(delta, Normed) and isinstance(norm, RMSNorm)
-        total, (of_mlp, rows, of_router) = delta.added(x, (norm, self.norm, self.router_norm))
-        return total, BesideRows(of_mlp, RoutedRows(rows, rows, router_logits(of_router, self.mixture.router)))
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, BesideRows]:
+        """Returns (x + delta, the normed inputs of both blocks).  See residual.py:NormReader."""
+        assert isinstance(delta, NormedOutputs) and isinstance(norm, RMSNorm)
+        total, (mlp_rows, rows, of_router) = delta.added(x, (norm, self.norm, self.router_norm))
+        return total, BesideRows(mlp_rows, RoutedRows(rows, rows, router_logits(of_router, self.mixture.router)))
 
     def __call__(self, rows: BesideRows, live: Tensor | None) -> tuple[tuple[Tensor | Unsummed, RMSNorm], ...]:
         """Returns the output of each block, with its norm."""
-        return (self.mlp(rows.of_mlp), self.mlp_norm), (self.mixture(rows.routed, live), self.after)
+        return (self.mlp(rows.mlp_rows), self.mlp_norm), (self.mixture(rows.routed, live), self.after)
 
 
 @dataclass(eq=False, slots=True)
@@ -134,28 +134,30 @@ class Gemma4Layer:
     own_input: LayerInput | None
     scale: float
 
-    def __call__(self, s: Stream, p: Pass) -> None:
-        attended = self.attention(self.index, s.normed(self.attention_norm, self.attention), s, p)
+    def __call__(self, s: Residual, p: Pass) -> None:
+        attended = self.attention(self.index, s.add_and_norm(self.attention_norm, self.attention), s, p)
         s.add(attended, self.post_attention_norm)
-        rows = s.normed(self.mlp_norm, self.mlp)
+        rows = s.add_and_norm(self.mlp_norm, self.mlp)
         scale = self.scale if self.own_input is None else 1.0
         if isinstance(self.mlp, BesideMLP):
-            out = Normed(*self.mlp(rows, s.live), norm=self.post_mlp_norm, scale=scale)
+            out = NormedOutputs(*self.mlp(rows, s.live), norm=self.post_mlp_norm, scale=scale)
         else:
-            out = Normed((self.mlp(rows, s.live), self.post_mlp_norm), scale=scale)
+            out = NormedOutputs((self.mlp(rows, s.live), self.post_mlp_norm), scale=scale)
         if self.own_input is not None:
-            assert s.beside is not None
+            assert s.layer_inputs is not None
             s.x, _ = out.added(s.x, ())
-            out = Normed((self.own_input(s.x, s.beside[:, self.index]), self.own_input.norm), scale=self.scale)
+            out = NormedOutputs(
+                (self.own_input(s.x, s.layer_inputs[:, self.index]), self.own_input.norm), scale=self.scale
+            )
         s.add(out)
 
 
-def _layer_types(full: Raw) -> list[str]:
+def _layer_types(full: Json) -> list[str]:
     """The type of each layer, from `layer_types`; without it, every sixth and the last layer have full attention."""
-    return kinds_of(full, lambda layer: layer % 6 == 0 or layer == full["num_hidden_layers"])
+    return layer_types_of(full, lambda layer: layer % 6 == 0 or layer == full["num_hidden_layers"])
 
 
-def _windows(full: Raw) -> Windows:
+def _windows(full: Json) -> LayerWindows:
     if full["use_bidirectional_attention"] not in (None, False, "vision"):
         value = shown(full["use_bidirectional_attention"])
         raise EspalierError(f"use_bidirectional_attention = {value} is not supported, only null or 'vision'")
@@ -163,12 +165,14 @@ def _windows(full: Raw) -> Windows:
     if not isinstance(window, int) or window < 1:
         raise EspalierError(f"sliding_window = {shown(window)}; sliding layers need a positive integer; correct it")
     kinds = _layer_types(full)
-    if kinds and kinds[-1] != FULL:
-        raise EspalierError(f"layer_types ends with {shown(kinds[-1])}; Gemma 4 ends with {FULL!r}; correct it")
-    return tuple(window if kind == SLIDING else None for kind in kinds)
+    if kinds and kinds[-1] != FULL_ATTENTION:
+        raise EspalierError(
+            f"layer_types ends with {shown(kinds[-1])}; Gemma 4 ends with {FULL_ATTENTION!r}; correct it"
+        )
+    return tuple(window if kind == SLIDING_ATTENTION else None for kind in kinds)
 
 
-def _sizes(full: Raw) -> list[Raw]:
+def _sizes(full: Json) -> list[Json]:
     """For each layer, the fields of BY_LAYER whose values differ from the config's.
 
     Transformers writes them into `per_layer_config`.  Published files have global_head_dim and
@@ -179,7 +183,7 @@ def _sizes(full: Raw) -> list[Raw]:
         of_full = {"head_dim": full["global_head_dim"]}
         if full["attention_k_eq_v"] and full["num_global_key_value_heads"] is not None:
             of_full["num_key_value_heads"] = full["num_global_key_value_heads"]
-        return [of_full if kind == FULL else {} for kind in kinds]
+        return [of_full if kind == FULL_ATTENTION else {} for kind in kinds]
     if not isinstance(by_layer, Mapping) or not all(isinstance(own, Mapping) for own in by_layer.values()):
         raise EspalierError(f"per_layer_config = {shown(by_layer)}; an object for each layer is needed; correct it")
     unknown = [name for own in by_layer.values() for name in own if name not in BY_LAYER]
@@ -188,7 +192,7 @@ def _sizes(full: Raw) -> list[Raw]:
     return [dict(by_layer.get(str(layer), {})) for layer in range(len(kinds))]
 
 
-def _ropes(full: Raw) -> list[Raw]:
+def _ropes(full: Json) -> list[Json]:
     """The RoPE fields of each layer, by the layer's type, with the size of the layer's heads."""
     kinds, given = _layer_types(full), full.get("rope_parameters") or ROPES
     for name in ("rope_theta", "rope_scaling"):
@@ -205,13 +209,13 @@ def _ropes(full: Raw) -> list[Raw]:
     return [{"rope_parameters": own[kind], "head_dim": size} for kind, size in zip(kinds, sizes, strict=True)]
 
 
-def _rotating_all(parameters: Raw) -> Raw:
+def _rotating_all(parameters: Json) -> Json:
     """Returns the parameters, for the type `default` without `partial_rotary_factor`: transformers ignores it there."""
     is_default = parameters.get("rope_type", "default") == "default"
     return {name: value for name, value in parameters.items() if not (is_default and name == "partial_rotary_factor")}
 
 
-def _experts(full: Raw) -> Experts | None:
+def _experts(full: Json) -> Experts | None:
     if not full["enable_moe_block"]:
         return None
     return Experts(
@@ -237,7 +241,8 @@ def _specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
         )
     first = config.num_layers - shared
     for layer, own in enumerate(_sizes(full)):
-        kv_heads, size = heads_and_size({**full, **own}, config.path, config.heads, config.hidden_size)
+        with naming_path(config.path):
+            kv_heads, size = kv_heads_and_head_size({**full, **own}, config.heads, config.hidden_size)
         keeps, source = KVHeads(kv_heads, size, size), None
         if layer >= first:
             source = next((i for i in reversed(range(first)) if kinds[i] == kinds[layer]), None)
@@ -248,7 +253,7 @@ def _specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
                 )
         window = config.windows[layer]
         v_is_k = bool(full["attention_k_eq_v"]) and window is None
-        specs.append(LayerSpec(config.heads, keeps, window, scale=1.0, shares=source, v_is_k=v_is_k))
+        specs.append(LayerSpec(config.heads, keeps, window, scale=1.0, shares_with=source, v_is_k=v_is_k))
     return tuple(specs)
 
 
@@ -263,7 +268,7 @@ def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embe
             f"{config.path}: vocab_size_per_layer_input = {rows} is below vocab_size = {vocab}; correct the config"
         )
     table = weights.take("model.embed_tokens_per_layer.weight", rows, columns)
-    project = weights.linear("model.", ("per_layer_model_projection",), (on_every_rank(columns),), hidden, bias=False)
+    project = weights.linear("model.", ("per_layer_model_projection",), (whole_part(columns),), hidden, bias=False)
     # The layers' second inputs are (norm(project · H^-½) + table · P^½) · 2^-½.  The factor of the norm's input becomes
     # a factor of the norm's eps.
     factors = weights.take_exact("model.per_layer_projection_norm.weight", size) * 2**-0.5
@@ -281,13 +286,13 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
         name = f"{prefix}{name}.weight"
         return RMSNorm(weights.take(name, hidden) if factor == 1 else weights.take_exact(name, hidden) * factor, eps)
 
-    is_wide = full["use_double_wide_mlp"] and spec.shares is not None
+    is_wide = full["use_double_wide_mlp"] and spec.shares_with is not None
     inner, size = config.intermediate_size * (2 if is_wide else 1), full["hidden_size_per_layer_input"]
     mlp = weights.mlp(f"{prefix}mlp.", hidden, inner, False, config.activation)
     own_input = None
     if size:
-        gate = weights.linear(prefix, ("per_layer_input_gate",), (on_every_rank(size),), hidden, bias=False)
-        project = weights.linear(prefix, ("per_layer_projection",), (on_every_rank(hidden),), size, bias=False)
+        gate = weights.linear(prefix, ("per_layer_input_gate",), (whole_part(size),), hidden, bias=False)
+        project = weights.linear(prefix, ("per_layer_projection",), (whole_part(hidden),), size, bias=False)
         own_input = LayerInput(gate, project, norm("post_per_layer_input_norm", scale))
     return Gemma4Layer(
         index=layer,
@@ -304,18 +309,21 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
 
 def _load_attention(weights: Weights, config: ModelConfig, prefix: str, spec: LayerSpec, rope: RopeTables) -> Attention:
     shards, size, eps = weights.shards, spec.keeps.k_size, config.rms_norm_eps
-    q_rows, kv_rows = shards.part(spec.heads, HEADS).times(size), shards.kv_heads(spec.keeps.kv_heads).times(size)
-    [own] = of_rank([spec], shards)
-    names = ("q_proj", "k_proj", "v_proj")[: 1 if spec.shares is not None else 2 if spec.v_is_k else 3]
+    q_rows, kv_rows = (
+        shards.part(spec.heads, HEADS_TEXT).scaled(size),
+        shards.kv_heads(spec.keeps.kv_heads).scaled(size),
+    )
+    [own] = specs_of_rank([spec], shards)
+    names = ("q_proj", "k_proj", "v_proj")[: 1 if spec.shares_with is not None else 2 if spec.v_is_k else 3]
     rows = (q_rows, kv_rows, kv_rows)[: len(names)]
     qkv = weights.linear(prefix, names, rows, config.hidden_size, config.attention_bias)
     out = weights.linear(prefix, ("o_proj",), (config.hidden_size,), q_rows, config.out_bias)
     q_norm = weights.take(f"{prefix}q_norm.weight", size)
-    if spec.shares is None:
+    if spec.shares_with is None:
         norms = HeadNorms(q_norm, weights.take(f"{prefix}k_norm.weight", size), eps, norms_v=True, v_is_k=spec.v_is_k)
     else:
         # Published files hold unused K and V weights for layers that read an earlier layer's K and V.
-        weights.ignore_under(tuple(f"{prefix}{name}" for name in ("k_proj.", "v_proj.", "k_norm.")))
+        weights.ignore_prefixes(tuple(f"{prefix}{name}" for name in ("k_proj.", "v_proj.", "k_norm.")))
         norms = HeadNorms(q_norm, q_norm, eps)
     return Attention(qkv, out, own.projected_heads, rope, norms)
 
@@ -366,7 +374,7 @@ FAMILY = Family(
     load_embedding=_load_embedding,
     load_layer=_load_layer,
     layer_specs=_specs,
-    honours=("final_logit_softcapping", "partial_rotary_factor", "use_bidirectional_attention", "num_experts"),
+    supported_fields=("final_logit_softcapping", "partial_rotary_factor", "use_bidirectional_attention", "num_experts"),
     activation_field="hidden_activation",
     multimodal=("Gemma4ForConditionalGeneration",),
 )

@@ -8,7 +8,7 @@ dots.llm1 has the attention of Qwen3.  The layers of DeepSeek-V3.2 and GLM-5 att
 from dataclasses import replace
 
 from espalier.errors import EspalierError
-from espalier.models.config import Experts, Family, Raw, windows_by_layer_type
+from espalier.models.config import Experts, Family, Json, windows_by_layer_type
 from espalier.models.families.deepseek import V3, routed_experts
 from espalier.models.families.qwen import QWEN3 as QWEN3
 from espalier.models.latent_config import INDEX_FIELDS
@@ -18,7 +18,7 @@ from espalier.models.stored_names import NEXTN
 UNGROUPED = {"n_group": 1, "topk_group": 1}
 
 
-def sparse_layers(full: Raw) -> frozenset[int] | None:
+def sparse_layers(full: Json) -> frozenset[int] | None:
     """The layers that `mlp_layer_types` calls sparse; None without that field."""
     types = full.get("mlp_layer_types")
     if types is None:
@@ -31,7 +31,7 @@ def sparse_layers(full: Raw) -> frozenset[int] | None:
     return frozenset(layer for layer, kind in enumerate(types) if kind == "sparse")
 
 
-def experts_by_type(full: Raw) -> Experts | None:
+def experts_by_type(full: Json) -> Experts | None:
     """The experts of the sparse layers; without `mlp_layer_types`, of the layers that DeepSeek-V3's fields name."""
     layers = sparse_layers(full)
     return V3.experts(full) if layers is None else routed_experts(full, ("noaux_tc",), layers)
@@ -59,8 +59,8 @@ GLM = Family(
     },
     out_bias=lambda full: False,
     qk_norm="use_qk_norm",
-    in_drafts=True,
-    honours=(*V3.honours, "partial_rotary_factor"),
+    usable_in_drafts=True,
+    supported_fields=(*V3.supported_fields, "partial_rotary_factor"),
     experts=V3.experts,
     mtp=NEXTN,
 )
@@ -105,7 +105,7 @@ DOTS = replace(
     },
     windows=lambda full: windows_by_layer_type(full, lambda layer: layer >= full["max_window_layers"]),
     experts=V3.experts,
-    honours=V3.honours,
+    supported_fields=V3.supported_fields,
 )
 
 
@@ -114,12 +114,12 @@ DEEPSEEK_V32 = replace(
     architecture="DeepseekV32ForCausalLM",
     model_type="deepseek_v32",
     defaults={**V3.defaults, **INDEX_FIELDS, "max_position_embeddings": 163840, "indexer_rope_interleave": False},
-    honours=(*V3.honours, "index_topk"),
+    supported_fields=(*V3.supported_fields, "index_topk"),
     experts=experts_by_type,
     indexed=True,
-    in_drafts=False,
+    usable_in_drafts=False,
     # Two names for the same layers, from different releases of transformers.
-    layer_kinds=("indexed_attention", "deepseek_sparse_attention"),
+    extra_layer_types=("indexed_attention", "deepseek_sparse_attention"),
 )
 
 

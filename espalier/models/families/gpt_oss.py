@@ -2,11 +2,11 @@
 
 from espalier.kernels.ops.activation import Activation
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, Raw, windows_in_every_second
-from espalier.models.config_values import positive
+from espalier.models.config import Experts, Family, Json, windows_in_every_second
+from espalier.models.config_values import positive_number
 
 
-def _experts(full: Raw) -> Experts:
+def _experts(full: Json) -> Experts:
     return Experts(
         frozenset(range(int(full["num_hidden_layers"]))),
         Routing(full["num_local_experts"], full["num_experts_per_tok"], "topk_softmax", logit_bias=True),
@@ -14,7 +14,9 @@ def _experts(full: Raw) -> Experts:
         router_name="router",
         stored="stacked",
         biases=True,
-        activation=Activation(positive(full, "swiglu_alpha"), up_offset=1.0, limit=positive(full, "swiglu_limit")),
+        activation=Activation(
+            positive_number(full, "swiglu_alpha"), up_offset=1.0, limit=positive_number(full, "swiglu_limit")
+        ),
     )
 
 
@@ -43,7 +45,7 @@ FAMILY = Family(
     },
     windows=windows_in_every_second,
     sinks=True,
-    in_drafts=True,
+    usable_in_drafts=True,
     experts=_experts,
-    honours=("num_experts", "num_local_experts", "swiglu_alpha", "swiglu_limit"),
+    supported_fields=("num_experts", "num_local_experts", "swiglu_alpha", "swiglu_limit"),
 )

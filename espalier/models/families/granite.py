@@ -10,21 +10,20 @@ from typing import Any
 from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows, attention_in_some_layer
-from espalier.models.config_values import positive, require_counts, require_multiple
+from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig, attention_in_some_layer
+from espalier.models.config_values import positive_number, require_counts, require_multiple
 from espalier.models.families.llama import LLAMA
 from espalier.models.layer_loading import load_attention, load_mamba2, specs_by_type
 from espalier.models.layers.decoder import Mixer
-from espalier.models.layers.recurrent import Mamba2
 from espalier.models.rope import RopeTables
 from espalier.models.stored_names import LayerNames, MLPNames
 from espalier.models.weights import Weights
 
-FACTORS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+FACTOR_FIELDS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 SHARED_MLP = MLPNames(gate_up=("input_linear",), down="output_linear")
 
 
-def _experts(full: Raw) -> Experts | None:
+def _experts(full: Json) -> Experts | None:
     if full["num_local_experts"] == 0:
         return None
     return Experts(
@@ -33,11 +32,11 @@ def _experts(full: Raw) -> Experts | None:
         full["intermediate_size"],
         shared_size=full.get("shared_intermediate_size") or 0,
         shared_name="shared_mlp",
-        shared_under="",
+        shared_prefix="",
         shared_names=SHARED_MLP,
         router_name="router.layer",
         stored="joined",
-        under="block_sparse_moe.",
+        prefix="block_sparse_moe.",
         joined_names=("input_linear.weight", "output_linear.weight"),
     )
 
@@ -45,12 +44,12 @@ def _experts(full: Raw) -> Experts | None:
 FAMILY = Family(
     architecture="GraniteForCausalLM",
     model_type="granite",
-    defaults={**LLAMA.defaults, **dict.fromkeys(FACTORS, 1.0)},
-    embedding_scale=lambda full: positive(full, "embedding_multiplier"),
-    softmax_scale=lambda full: positive(full, "attention_multiplier"),
-    residual_scale=lambda full: positive(full, "residual_multiplier"),
-    logit_scale=lambda full: 1 / positive(full, "logits_scaling"),
-    honours=FACTORS,
+    defaults={**LLAMA.defaults, **dict.fromkeys(FACTOR_FIELDS, 1.0)},
+    embedding_scale=lambda full: positive_number(full, "embedding_multiplier"),
+    softmax_scale=lambda full: positive_number(full, "attention_multiplier"),
+    residual_scale=lambda full: positive_number(full, "residual_multiplier"),
+    logit_scale=lambda full: 1 / positive_number(full, "logits_scaling"),
+    supported_fields=FACTOR_FIELDS,
 )
 MOE = replace(
     FAMILY,
@@ -58,20 +57,20 @@ MOE = replace(
     model_type="granitemoe",
     defaults={**FAMILY.defaults, "num_local_experts": 8, "num_experts_per_tok": 2},
     experts=_experts,
-    honours=(*FACTORS, "num_local_experts"),
+    supported_fields=(*FACTOR_FIELDS, "num_local_experts"),
 )
 SHARED = replace(
     MOE,
     architecture="GraniteMoeSharedForCausalLM",
     model_type="granitemoeshared",
     defaults={**MOE.defaults, "shared_intermediate_size": 0},
-    honours=(*MOE.honours, "shared_intermediate_size"),
+    supported_fields=(*MOE.supported_fields, "shared_intermediate_size"),
 )
 
 
-LINEAR, FULL = "linear_attention", "full_attention"
-KINDS = {"mamba": LINEAR, "attention": FULL}
-COUNTS = (
+LINEAR, FULL_ATTENTION = "linear_attention", "full_attention"
+LAYER_TYPES = {"mamba": LINEAR, "attention": FULL_ATTENTION}
+COUNT_FIELDS = (
     *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
     "shared_intermediate_size",
 )
@@ -79,19 +78,19 @@ COUNTS = (
 INFINITY = {"__float__": "Infinity"}
 
 
-def _own_fields(raw: Raw) -> Raw:
+def _normalise_fields(raw: Json) -> Json:
     """Returns the fields, with layer types under the names of other families, and with the size of a state's head."""
     fields, types = dict(raw), raw.get("layer_types") or raw.get("layers_block_type")
     if isinstance(types, list):
-        fields["layer_types"] = [KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
+        fields["layer_types"] = [LAYER_TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
     sizes: list[Any] = [raw.get(name) for name in ("hidden_size", "mamba_n_heads", "mamba_expand")]
     if raw.get("mamba_d_head", "auto") == "auto" and all(type(size) is int and size > 0 for size in sizes):
         hidden, heads, expand = sizes
         fields["mamba_d_head"] = expand * hidden // heads
-    return with_limits(fields)
+    return with_numeric_limits(fields)
 
 
-def with_limits(fields: Raw) -> Raw:
+def with_numeric_limits(fields: Json) -> Json:
     """Returns the fields, in which time_step_limit holds only numbers (see INFINITY)."""
     limits = fields.get("time_step_limit")
     if not isinstance(limits, list):
@@ -99,7 +98,7 @@ def with_limits(fields: Raw) -> Raw:
     return {**fields, "time_step_limit": [float("inf") if each == INFINITY else each for each in limits]}
 
 
-def check_sizes(full: Raw, counts: Sequence[str], heads_and_groups: tuple[str, str]) -> None:
+def require_mamba_sizes(full: Json, counts: Sequence[str], heads_and_groups: tuple[str, str]) -> None:
     """Check the fields of Mamba-2, and that at least one layer has attention.  Raises EspalierError.
 
     counts: the fields that are positive integers.  heads_and_groups: the fields for the number of heads, and for the
@@ -114,14 +113,14 @@ def check_sizes(full: Raw, counts: Sequence[str], heads_and_groups: tuple[str, s
         raise EspalierError(f"time_step_limit = {shown(limits)}; a list of two numbers is needed; correct the config")
 
 
-def _check(full: Raw) -> Windows:
+def _checked_windows(full: Json) -> LayerWindows:
     """Returns None for each layer: no windows.  Raises EspalierError for sizes that no layer can have."""
     if LINEAR in (full["layer_types"] or ()):
-        check_sizes(full, COUNTS, ("mamba_n_heads", "mamba_n_groups"))
+        require_mamba_sizes(full, COUNT_FIELDS, ("mamba_n_heads", "mamba_n_groups"))
     return attention_in_some_layer(full)
 
 
-def _ropes(full: Raw) -> list[Raw | None]:
+def _ropes(full: Json) -> list[Json | None]:
     """The RoPE fields of each layer: all layers have the config's RoPE, or none has a RoPE."""
     kind = full["position_embedding_type"]
     if kind not in (None, "nope", "rope"):
@@ -145,16 +144,12 @@ def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 def _load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Mixer:
     """Loads the first block of a layer, attention or Mamba-2.  See config.py:LoadMixer."""
-    if config.raw["layer_types"][layer] == FULL:
+    if config.raw["layer_types"][layer] == FULL_ATTENTION:
         return load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope)
-    return _load_mamba(weights, config, f"{prefix}mamba.")
-
-
-def _load_mamba(weights: Weights, config: ModelConfig, prefix: str) -> Mamba2:
     raw = config.raw
     biases = {"bias": bool(raw["mamba_proj_bias"]), "conv_bias": bool(raw["mamba_conv_bias"])}
     size, eps, limits = config.hidden_size, config.rms_norm_eps, raw["time_step_limit"]
-    return load_mamba2(weights, prefix, _state_of(config), size, eps, limits=limits, **biases)
+    return load_mamba2(weights, f"{prefix}mamba.", _state_of(config), size, eps, limits=limits, **biases)
 
 
 HYBRID = replace(
@@ -176,13 +171,13 @@ HYBRID = replace(
         "time_step_limit": (0.0, float("inf")),
         "layer_types": None,
     },
-    windows=_check,
+    windows=_checked_windows,
     ropes=_ropes,
-    names=LayerNames(under_mlp="shared_mlp.", mlp=SHARED_MLP),
+    names=LayerNames(mlp_prefix="shared_mlp.", mlp=SHARED_MLP),
     mlp_size_field="shared_intermediate_size",
-    honours=(*SHARED.honours, "position_embedding_type"),
-    fields=_own_fields,
-    layer_kinds=(LINEAR,),
+    supported_fields=(*SHARED.supported_fields, "position_embedding_type"),
+    normalise_fields=_normalise_fields,
+    extra_layer_types=(LINEAR,),
     layer_specs=_layer_specs,
     load_mixer=_load_mixer,
 )

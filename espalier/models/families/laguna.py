@@ -9,25 +9,32 @@ from torch import Tensor
 from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows
-from espalier.models.config_values import positive
-from espalier.models.families.by_type import FULL, SLIDING, Bases, kinds_of, ropes_of, windows_of
+from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig
+from espalier.models.config_values import positive_number
+from espalier.models.families.by_type import (
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
+    RopeBases,
+    layer_types_of,
+    ropes_by_type,
+    windows_by_type,
+)
 from espalier.models.families.glm4_moe import sparse_layers
-from espalier.models.layer_loading import HEADS, load_layer
+from espalier.models.layer_loading import HEADS_TEXT, load_layer
 from espalier.models.layers.attention import Attention, OutputGate
 from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.rope import RopeTables
 from espalier.models.weights import Weights
 
-BASES: Bases = {FULL: ("", 5e5), SLIDING: ("", 1e4)}
+ROPE_BASES: RopeBases = {FULL_ATTENTION: ("", 5e5), SLIDING_ATTENTION: ("", 1e4)}
 PER_HEAD, PER_VALUE = (True, "per-head"), ("per-element",)
 
 
-def _layer_types(full: Raw) -> list[str]:
-    return kinds_of(full, lambda layer: True)
+def _layer_types(full: Json) -> list[str]:
+    return layer_types_of(full, lambda layer: True)
 
 
-def _heads(full: Raw) -> list[int]:
+def _heads(full: Json) -> list[int]:
     """The number of query heads of each layer.  Raises EspalierError for numbers that no layer can have."""
     layers, given = full["num_hidden_layers"], full.get("num_attention_heads_per_layer")
     if given is None:
@@ -42,16 +49,16 @@ def _heads(full: Raw) -> list[int]:
     return given
 
 
-def _windows(full: Raw) -> Windows:
+def _windows(full: Json) -> LayerWindows:
     _heads(full)
     if full["gating"] not in (*PER_HEAD, *PER_VALUE):
         raise EspalierError(
             f"gating = {shown(full['gating'])} is not supported, only true, 'per-head' or 'per-element'"
         )
-    return windows_of(full, _layer_types(full))
+    return windows_by_type(full, _layer_types(full))
 
 
-def _experts(full: Raw) -> Experts:
+def _experts(full: Json) -> Experts:
     layers = sparse_layers(full)
     return Experts(
         frozenset(range(1, full["num_hidden_layers"])) if layers is None else layers,
@@ -60,7 +67,7 @@ def _experts(full: Raw) -> Experts:
             full["num_experts_per_tok"],
             "sigmoid",
             norm_topk_prob=True,
-            routed_scaling_factor=positive(full, "moe_routed_scaling_factor"),
+            routed_scaling_factor=positive_number(full, "moe_routed_scaling_factor"),
             correction_bias=True,
         ),
         full["moe_intermediate_size"],
@@ -80,8 +87,8 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
     heads = _heads(config.raw)[layer]
     made = load_layer(weights, replace(config, heads=heads), prefix, layer, rope)
     assert isinstance(made.attention, Attention)
-    own = weights.shards.part(heads, HEADS)
-    rows = own if config.raw["gating"] in PER_HEAD else own.times(config.head_size)
+    own = weights.shards.part(heads, HEADS_TEXT)
+    rows = own if config.raw["gating"] in PER_HEAD else own.scaled(config.head_size)
     project = weights.linear(f"{prefix}self_attn.", ("g_proj",), (rows,), config.hidden_size, bias=False)
     made.attention.output_gate = OutputGate(project, _softplus)
     return made
@@ -108,17 +115,17 @@ FAMILY = Family(
         "shared_expert_intermediate_size": 512,
         "moe_routed_scaling_factor": 1.0,
         "rope_parameters": {
-            FULL: {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
-            SLIDING: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+            FULL_ATTENTION: {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+            SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
         },
     },
     windows=_windows,
     qk_norm=True,
-    ropes=lambda full: ropes_of(full, _layer_types(full), BASES),
+    ropes=lambda full: ropes_by_type(full, _layer_types(full), ROPE_BASES),
     experts=_experts,
     load_layer=_load_layer,
     layer_specs=_layer_specs,
-    honours=(
+    supported_fields=(
         *("num_experts", "shared_expert_intermediate_size", "partial_rotary_factor"),
         *("num_attention_heads_per_layer", "gating"),
     ),

@@ -6,7 +6,7 @@ from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.experts import Routing
 from espalier.kernels.ops.recurrence import ShortConv
-from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows, attention_in_some_layer
+from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig, attention_in_some_layer
 from espalier.models.config_values import require_counts
 from espalier.models.layer_loading import load_attention, load_layer, specs_by_type
 from espalier.models.layers.decoder import DecoderLayer, Mixer
@@ -15,23 +15,23 @@ from espalier.models.rope import RopeTables
 from espalier.models.stored_names import LayerNames, LayerNorms, MLPNames
 from espalier.models.weights import Weights
 
-CONV, FULL = "conv", "full_attention"
+CONV, FULL_ATTENTION = "conv", "full_attention"
 MLP_NAMES = MLPNames(("w1", "w3"), "w2")
 # Published names -> the names that all families share.
 RENAMED = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
 
 
-def _own_fields(raw: Raw) -> Raw:
+def _normalise_fields(raw: Json) -> Json:
     """Returns the fields under the names of other families, with a type for each layer."""
     fields = {**raw, **{other: raw[name] for name, other in RENAMED.items() if name in raw}}
     count, attending = raw.get("num_hidden_layers"), raw.get("full_attn_idxs")
     if fields.get("layer_types") is None and type(count) is int:
         attending = range(count) if attending is None else attending
-        fields["layer_types"] = [FULL if layer in attending else CONV for layer in range(count)]
+        fields["layer_types"] = [FULL_ATTENTION if layer in attending else CONV for layer in range(count)]
     return fields
 
 
-def _check(full: Raw) -> Windows:
+def _checked_windows(full: Json) -> LayerWindows:
     """Returns None for each layer: no windows.  Raises EspalierError for sizes that no layer can have."""
     require_counts(full, ("conv_L_cache", "block_multiple_of"))
     factor = full["block_ffn_dim_multiplier"]
@@ -52,7 +52,7 @@ def _mlp_size(config: ModelConfig) -> int:
     return -(-int(raw["block_ffn_dim_multiplier"] * size) // unit) * unit
 
 
-def _experts(full: Raw) -> Experts:
+def _experts(full: Json) -> Experts:
     require_counts(full, ("num_experts",))
     routing = Routing(
         full["num_experts"],
@@ -71,7 +71,7 @@ def _experts(full: Raw) -> Experts:
         routing,
         full["moe_intermediate_size"],
         stored="joined",
-        under="feed_forward.",
+        prefix="feed_forward.",
         names=MLP_NAMES,
         correction_name="expert_bias",
     )
@@ -88,12 +88,9 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
 
 def _load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Mixer:
     """Loads the first block of a layer, attention or a short convolution.  See config.py:LoadMixer."""
-    if config.raw["layer_types"][layer] == FULL:
+    if config.raw["layer_types"][layer] == FULL_ATTENTION:
         return load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope)
-    return _load_conv(weights, config, f"{prefix}conv.")
-
-
-def _load_conv(weights: Weights, config: ModelConfig, prefix: str) -> GatedConv:
+    prefix += "conv."
     hidden, taps, has_bias = config.hidden_size, config.raw["conv_L_cache"], bool(config.raw["conv_bias"])
     bias = weights.take(f"{prefix}conv.bias", hidden) if has_bias else None
     return GatedConv(
@@ -121,17 +118,17 @@ FAMILY = Family(
     },
     qkv_bias=lambda full: False,
     out_bias=lambda full: False,
-    windows=_check,
+    windows=_checked_windows,
     qk_norm=True,
     layer_norms=LayerNorms("operator_norm", "ffn_norm"),
     names=LayerNames(
         out="out_proj",
         head_norms=("q_layernorm", "k_layernorm"),
-        under_mlp="feed_forward.",
+        mlp_prefix="feed_forward.",
         mlp=MLP_NAMES,
     ),
-    fields=_own_fields,
-    layer_kinds=(CONV,),
+    normalise_fields=_normalise_fields,
+    extra_layer_types=(CONV,),
     layer_specs=_layer_specs,
     load_layer=_load_layer,
     load_mixer=_load_mixer,
@@ -154,5 +151,5 @@ MOE = replace(
         "routed_scaling_factor": 1.0,
     },
     experts=_experts,
-    honours=("num_experts", "num_local_experts", "routed_scaling_factor"),
+    supported_fields=("num_experts", "num_local_experts", "routed_scaling_factor"),
 )

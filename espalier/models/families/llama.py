@@ -8,9 +8,16 @@ the outputs of blocks; in its models with a window, only sliding layers have RoP
 from dataclasses import replace
 
 from espalier.errors import EspalierError, shown
-from espalier.models.config import Family, Raw, Windows, windows_by_layer_type, windows_if_used
+from espalier.models.config import Family, Json, LayerWindows, windows_by_layer_type, windows_if_used
 from espalier.models.config_values import require_counts
-from espalier.models.families.by_type import FULL, SLIDING, Bases, kinds_of, ropes_of, windows_of
+from espalier.models.families.by_type import (
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
+    RopeBases,
+    layer_types_of,
+    ropes_by_type,
+    windows_by_type,
+)
 from espalier.models.stored_names import LayerNorms
 
 LLAMA = Family(
@@ -24,12 +31,12 @@ LLAMA = Family(
         "attention_bias": False,
         "mlp_bias": False,
     },
-    in_drafts=True,
+    usable_in_drafts=True,
 )
-BASES: Bases = {FULL: ("rope_theta", 5e5), SLIDING: ("rope_theta", 5e5)}
+ROPE_BASES: RopeBases = {FULL_ATTENTION: ("rope_theta", 5e5), SLIDING_ATTENTION: ("rope_theta", 5e5)}
 
 
-def _with_rope(full: Raw) -> list[bool]:
+def _layers_with_rope(full: Json) -> list[bool]:
     """Whether each layer has RoPE.  In `no_rope_layers`, 1 means that a layer has RoPE."""
     layers, given = full["num_hidden_layers"], full["no_rope_layers"]
     if given is None:
@@ -40,11 +47,6 @@ def _with_rope(full: Raw) -> list[bool]:
             f"no_rope_layers = {shown(given)}; 0 or 1 is needed for each of {layers} layers; correct it"
         )
     return [bool(value) for value in given[:layers]]
-
-
-def _smollm3_windows(full: Raw) -> Windows:
-    with_rope = _with_rope(full)
-    return windows_if_used(full, lambda layer: not with_rope[layer])
 
 
 SMOLLM3 = replace(
@@ -62,16 +64,16 @@ SMOLLM3 = replace(
         "no_rope_layer_interval": 4,
         "rope_theta": 2e6,
     },
-    windows=_smollm3_windows,
-    ropes=lambda full: [{} if rope else None for rope in _with_rope(full)],
-    honours=("no_rope_layers",),
-    in_drafts=False,
+    windows=lambda full: windows_if_used(full, lambda layer: not _layers_with_rope(full)[layer]),
+    ropes=lambda full: [{} if rope else None for rope in _layers_with_rope(full)],
+    supported_fields=("no_rope_layers",),
+    usable_in_drafts=False,
 )
 
 
-def _layer_types(full: Raw) -> list[str]:
+def _layer_types(full: Json) -> list[str]:
     """The type of each layer, from `layer_types`; without it, every fourth layer has full attention."""
-    return kinds_of(full, lambda layer: layer % 4 == 0)
+    return layer_types_of(full, lambda layer: layer % 4 == 0)
 
 
 OLMO2 = replace(
@@ -82,19 +84,19 @@ OLMO2 = replace(
     qk_norm=True,
     wide_qk_norm=True,
     layer_norms=LayerNorms(None, None, "post_attention_layernorm", "post_feedforward_layernorm"),
-    in_drafts=False,
+    usable_in_drafts=False,
 )
 OLMO3 = replace(
     OLMO2,
     architecture="Olmo3ForCausalLM",
     model_type="olmo3",
     defaults={**OLMO2.defaults, "sliding_window": 4096},
-    windows=lambda full: windows_of(full, _layer_types(full)),
-    ropes=lambda full: ropes_of(full, _layer_types(full), BASES),
+    windows=lambda full: windows_by_type(full, _layer_types(full)),
+    ropes=lambda full: ropes_by_type(full, _layer_types(full), ROPE_BASES),
 )
 
 
-def _exaone4_windows(full: Raw) -> Windows:
+def _exaone4_windows(full: Json) -> LayerWindows:
     """The window of each layer.  Without `layer_types`, every sliding_window_pattern-th layer has full attention."""
     every = full["sliding_window_pattern"]
     is_number = isinstance(every, int) and not isinstance(every, bool) and every > 0

@@ -10,15 +10,15 @@ from dataclasses import replace
 
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, Raw, Windows, windows_by_layer_type
-from espalier.models.rope import SPELLINGS, with_rope_type
+from espalier.models.config import Experts, Family, Json, LayerWindows, windows_by_layer_type
+from espalier.models.rope import ROPE_FIELDS, with_rope_type
 from espalier.models.stored_names import LayerNames, MLPNames
 
 # Older names of LongRoPE in configs.
-OLD_NAMES = ("su", "yarn")
+OLD_LONGROPE_NAMES = ("su", "yarn")
 
 
-def windows(full: Raw) -> Windows:
+def windows(full: Json) -> LayerWindows:
     """The window of each layer, the same for all.
 
     Transformers ignores `layer_types` for Mistral.  Raises EspalierError if that list names layers with full attention.
@@ -45,7 +45,7 @@ MISTRAL = Family(
     qkv_bias=lambda full: False,
     out_bias=lambda full: False,
     windows=windows,
-    in_drafts=True,
+    usable_in_drafts=True,
     multimodal=("Mistral3ForConditionalGeneration",),
 )
 MINISTRAL = replace(
@@ -77,16 +77,16 @@ MINISTRAL3 = replace(
             "llama_4_scaling_beta": 0.1,
         },
     },
-    honours=("llama_4_scaling_beta",),
+    supported_fields=("llama_4_scaling_beta",),
 )
 
 
-def _experts(full: Raw) -> Experts:
+def _experts(full: Json) -> Experts:
     return Experts(
         frozenset(range(int(full["num_hidden_layers"]))),
         Routing(full["num_local_experts"], full["num_experts_per_tok"], norm_topk_prob=True),
         full["intermediate_size"],
-        under="block_sparse_moe.",
+        prefix="block_sparse_moe.",
         names=MLPNames(("w1", "w3"), "w2"),
     )
 
@@ -104,16 +104,16 @@ MIXTRAL = replace(
         "rope_theta": 1e6,
     },
     experts=_experts,
-    honours=("num_local_experts",),
-    in_drafts=False,
+    supported_fields=("num_local_experts",),
+    usable_in_drafts=False,
     multimodal=(),
 )
 
 
-def _ropes(full: Raw) -> list[Raw]:
-    fields = {name: rope for name, rope in with_rope_type(full).items() if name in SPELLINGS}
+def _ropes(full: Json) -> list[Json]:
+    fields = {name: rope for name, rope in with_rope_type(full).items() if name in ROPE_FIELDS}
     for name, rope in fields.items():
-        if isinstance(rope, Mapping) and rope.get("rope_type") in OLD_NAMES:
+        if isinstance(rope, Mapping) and rope.get("rope_type") in OLD_LONGROPE_NAMES:
             fields[name] = {**rope, "rope_type": "longrope"}
     return [fields] * full["num_hidden_layers"]
 
@@ -132,7 +132,7 @@ PHI3 = replace(
     },
     ropes=_ropes,
     names=LayerNames(qkv=("qkv_proj",), mlp=MLPNames(gate_up=("gate_up_proj",))),
-    honours=("partial_rotary_factor",),
-    in_drafts=False,
+    supported_fields=("partial_rotary_factor",),
+    usable_in_drafts=False,
     multimodal=(),
 )

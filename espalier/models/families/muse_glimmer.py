@@ -9,10 +9,10 @@ import torch
 
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.rope import HeadNorms
-from espalier.models.config import Family, ModelConfig, Raw, Windows
-from espalier.models.config_values import positive
-from espalier.models.families.by_type import kinds_of, windows_of
-from espalier.models.layer_loading import HEADS, load_embedding, load_layer
+from espalier.models.config import Family, Json, LayerWindows, ModelConfig
+from espalier.models.config_values import positive_number
+from espalier.models.families.by_type import layer_types_of, windows_by_type
+from espalier.models.layer_loading import HEADS_TEXT, load_embedding, load_layer
 from espalier.models.layers.attention import Attention, OutputGate
 from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.linear import Embedding
@@ -22,23 +22,23 @@ from espalier.models.stored_names import FOUR_NORMS
 from espalier.models.weights import Weights
 
 
-def _is_fourth(full: Raw, layer: int) -> bool:
+def _has_full_attention(full: Json, layer: int) -> bool:
     """Whether a layer is the last, or the fourth, eighth, ... before it."""
     return (full["num_hidden_layers"] - 1 - layer) % 4 == 0
 
 
-def _windows(full: Raw) -> Windows:
+def _windows(full: Json) -> LayerWindows:
     for name in ("qk_scale_factor", "post_norm_eps"):
-        positive(full, name)
-    return windows_of(full, kinds_of(full, lambda layer: _is_fourth(full, layer - 1)))
+        positive_number(full, name)
+    return windows_by_type(full, layer_types_of(full, lambda layer: _has_full_attention(full, layer - 1)))
 
 
-def _ropes(full: Raw) -> list[Raw | None]:
+def _ropes(full: Json) -> list[Json | None]:
     """The RoPE fields of each layer; None for a layer whose `layer_rope_theta` is 0.
     As in transformers, all other layers have the base of rope_parameters."""
     layers, given = full["num_hidden_layers"], full.get("layer_rope_theta")
     if given is None:
-        return [None if _is_fourth(full, layer) else {} for layer in range(layers)]
+        return [None if _has_full_attention(full, layer) else {} for layer in range(layers)]
     base = (full.get("rope_parameters") or full).get("rope_theta", 10000.0)
     if not isinstance(given, list) or len(given) != layers or any(theta not in (0, base) for theta in given):
         raise EspalierError(
@@ -57,13 +57,13 @@ def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embe
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> DecoderLayer:
     # The stored weights of the layers' norms are reduced by 1; those of the last norm are not.
     made = load_layer(weights, replace(config, family=replace(FAMILY, norm_offset=1.0)), prefix, layer, rope)
-    eps, size = positive(config.raw, "post_norm_eps"), config.head_size
+    eps, size = positive_number(config.raw, "post_norm_eps"), config.head_size
     assert isinstance(made.attention, Attention) and made.post_attention_norm and made.post_mlp_norm
     made.post_attention_norm = RMSNorm(made.post_attention_norm.weight, eps)
     made.post_mlp_norm = RMSNorm(made.post_mlp_norm.weight, eps)
     ones = torch.ones_like(weights.empty(size))
-    made.attention.norms = HeadNorms(ones * positive(config.raw, "qk_scale_factor"), ones, config.rms_norm_eps)
-    rows = weights.shards.part(config.heads, HEADS).times(size)
+    made.attention.norms = HeadNorms(ones * positive_number(config.raw, "qk_scale_factor"), ones, config.rms_norm_eps)
+    rows = weights.shards.part(config.heads, HEADS_TEXT).scaled(size)
     project = weights.linear(f"{prefix}self_attn.", ("gate_proj",), (rows,), config.hidden_size, bias=False)
     made.attention.output_gate = OutputGate(project, torch.sigmoid)
     return made
@@ -87,11 +87,11 @@ FAMILY = Family(
     },
     windows=_windows,
     layer_norms=FOUR_NORMS,
-    logit_scale=lambda full: positive(full, "output_multiplier"),
+    logit_scale=lambda full: positive_number(full, "output_multiplier"),
     ropes=_ropes,
     load_embedding=_load_embedding,
     load_layer=_load_layer,
-    honours=("layer_rope_theta", "qk_scale_factor", "output_multiplier", "final_logit_softcapping"),
+    supported_fields=("layer_rope_theta", "qk_scale_factor", "output_multiplier", "final_logit_softcapping"),
     activation_field="hidden_activation",
     multimodal=("MuseGlimmerForConditionalGeneration",),
 )

@@ -3,12 +3,12 @@
 MLPs have no gate: they are down(relu(up)²).
 """
 
-from espalier.cache.layer_spec import NOTHING, LayerSpec, RecurrentState
+from espalier.cache.layer_spec import NO_MIXING, LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.activation import RELU2
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows, full_attention
-from espalier.models.families.granite import FULL, LINEAR, check_sizes, with_limits
+from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig, full_attention
+from espalier.models.families.granite import FULL_ATTENTION, LINEAR, require_mamba_sizes, with_numeric_limits
 from espalier.models.layer_loading import load_attention, load_experts, load_mamba2, specs_by_type
 from espalier.models.layers.decoder import BlockLayer
 from espalier.models.layers.linear import Embedding
@@ -19,26 +19,26 @@ from espalier.models.weights import Weights
 
 MOE, MLP = "moe", "mlp"
 # The layer types, by the letters of hybrid_override_pattern and by the names in older configs' lists.
-KINDS = {"M": LINEAR, "*": FULL, "E": MOE, "-": MLP, "mamba": LINEAR, "attention": FULL}
-COUNTS = ("mamba_num_heads", "n_groups", "ssm_state_size", "mamba_head_dim", "conv_kernel")
+LAYER_TYPES = {"M": LINEAR, "*": FULL_ATTENTION, "E": MOE, "-": MLP, "mamba": LINEAR, "attention": FULL_ATTENTION}
+COUNT_FIELDS = ("mamba_num_heads", "n_groups", "ssm_state_size", "mamba_head_dim", "conv_kernel")
 RENAMED = {"layer_norm_epsilon": "rms_norm_eps", "layers_block_type": "layer_types"}
 
 
-def _own_fields(raw: Raw) -> Raw:
+def _normalise_fields(raw: Json) -> Json:
     """Returns the fields under the names of other families, with a type for each layer.
     rms_norm_eps is left out, because transformers does not read it in this family."""
     own = {name: value for name, value in raw.items() if name != "rms_norm_eps"}
-    fields = with_limits({**own, **{other: raw[name] for name, other in RENAMED.items() if name in raw}})
+    fields = with_numeric_limits({**own, **{other: raw[name] for name, other in RENAMED.items() if name in raw}})
     types = fields.get("layer_types") or raw.get("hybrid_override_pattern")
     if isinstance(types, list | str):
-        fields["layer_types"] = [KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
+        fields["layer_types"] = [LAYER_TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
         fields["num_hidden_layers"] = len(types)
     return fields
 
 
-def _check(full: Raw) -> Windows:
+def _checked_windows(full: Json) -> LayerWindows:
     """Returns None for each layer: no windows.  Raises EspalierError for values that no layer supports."""
-    check_sizes(full, COUNTS, ("mamba_num_heads", "n_groups"))
+    require_mamba_sizes(full, COUNT_FIELDS, ("mamba_num_heads", "n_groups"))
     for name, only in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu"), ("moe_latent_size", None)):
         if full[name] != only:
             raise EspalierError(f"{name} = {shown(full[name])} is not supported, only {only!r}; use another model")
@@ -48,7 +48,7 @@ def _check(full: Raw) -> Windows:
     return full_attention(full)
 
 
-def _experts(full: Raw) -> Experts | None:
+def _experts(full: Json) -> Experts | None:
     layers = frozenset(layer for layer, kind in enumerate(full["layer_types"] or ()) if kind == MOE)
     if not layers:
         return None
@@ -71,7 +71,7 @@ def _experts(full: Raw) -> Experts | None:
         shared,
         "shared_experts",
         activation=RELU2,
-        under="mixer.",
+        prefix="mixer.",
         names=UP_DOWN,
         shared_names=UP_DOWN,
     )
@@ -85,7 +85,7 @@ def _state_of(config: ModelConfig) -> RecurrentState:
 
 
 def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    state, nothing = _state_of(config), LayerSpec(0, NOTHING)
+    state, nothing = _state_of(config), LayerSpec(0, NO_MIXING)
     return specs_by_type(config, {LINEAR: LayerSpec(state.heads, state), MOE: nothing, MLP: nothing})
 
 
@@ -95,7 +95,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
     norm = weights.norm(f"{prefix}norm", config.hidden_size, config.rms_norm_eps)
     if kind == LINEAR:
         return BlockLayer(layer, norm, mixer=_load_mamba(weights, config, under))
-    if kind == FULL:
+    if kind == FULL_ATTENTION:
         return BlockLayer(layer, norm, mixer=load_attention(weights, config, under, config.hidden_size, rope))
     if kind == MLP:
         sizes = config.hidden_size, config.intermediate_size
@@ -149,15 +149,15 @@ FAMILY = Family(
     },
     qkv_bias=lambda full: False,
     out_bias=lambda full: False,
-    windows=_check,
+    windows=_checked_windows,
     ropes=lambda full: [None] * full["num_hidden_layers"],
     experts=_experts,
-    honours=(
+    supported_fields=(
         *("n_routed_experts", "n_shared_experts", "num_local_experts", "routed_scaling_factor"),
         *("num_nextn_predict_layers", "hidden_act"),
     ),
-    fields=_own_fields,
-    layer_kinds=(LINEAR, MOE, MLP),
+    normalise_fields=_normalise_fields,
+    extra_layer_types=(LINEAR, MOE, MLP),
     layer_specs=_layer_specs,
     load_layer=_load_layer,
     load_embedding=_load_embedding,

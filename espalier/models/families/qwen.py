@@ -9,7 +9,7 @@ layers have experts except those that the config names.  Qwen2-MoE also has a ga
 from dataclasses import replace
 
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, Raw, Windows, windows_if_used
+from espalier.models.config import Experts, Family, Json, LayerWindows, windows_if_used
 from espalier.models.config_values import require_counts
 from espalier.models.stored_names import SPECULATORS
 
@@ -21,7 +21,7 @@ QWEN_WINDOW_DEFAULTS = {
 }
 
 
-def qwen_windows(full: Raw) -> Windows:
+def qwen_windows(full: Json) -> LayerWindows:
     """The window of each layer, if `use_sliding_window`: by `layer_types`, else from layer `max_window_layers` on."""
     return windows_if_used(full, lambda layer: layer >= full["max_window_layers"])
 
@@ -39,7 +39,7 @@ QWEN2 = Family(
     qkv_bias=lambda full: True,
     out_bias=lambda full: False,
     windows=qwen_windows,
-    in_drafts=True,
+    usable_in_drafts=True,
 )
 
 
@@ -47,7 +47,7 @@ MIMO = replace(
     QWEN2,
     architecture="MiMoForCausalLM",
     model_type="mimo",
-    honours=("num_nextn_predict_layers",),
+    supported_fields=("num_nextn_predict_layers",),
     mtp=replace(SPECULATORS, prefix="model.mtp_layers.{}.", hidden_first=True),
 )
 
@@ -65,11 +65,11 @@ QWEN3 = Family(
     },
     windows=qwen_windows,
     qk_norm=True,
-    in_drafts=True,
+    usable_in_drafts=True,
 )
 
 
-def expert_layers(full: Raw) -> frozenset[int]:
+def expert_layers(full: Json) -> frozenset[int]:
     """The layers with experts: every decoder_sparse_step-th layer, counted from 1, except mlp_only_layers."""
     require_counts(full, ("decoder_sparse_step",))
     step = full["decoder_sparse_step"]
@@ -77,7 +77,7 @@ def expert_layers(full: Raw) -> frozenset[int]:
     return sparse - {*(full["mlp_only_layers"] or ())}
 
 
-def routing(full: Raw, default: int) -> Routing | None:
+def routing(full: Json, default: int) -> Routing | None:
     """Qwen's routing; None for a model without experts.  default: how many experts if no field says it."""
     # Transformers 5 writes num_local_experts for some of the families.
     names = ("num_experts", "num_local_experts")
@@ -87,18 +87,13 @@ def routing(full: Raw, default: int) -> Routing | None:
     return Routing(num_experts, full["num_experts_per_tok"], norm_topk_prob=bool(full["norm_topk_prob"]))
 
 
-def experts_beside_shared(full: Raw, default: int = 60) -> Experts | None:
+def experts_with_shared(full: Json, default: int = 60) -> Experts | None:
     """Returns the experts of a family with a gated shared expert; None without experts.  default: as in `routing`."""
     how = routing(full, default)
     if how is None:
         return None
     shared, gate = full["shared_expert_intermediate_size"], "shared_expert_gate"
     return Experts(expert_layers(full), how, full["moe_intermediate_size"], shared, "shared_expert", gate)
-
-
-def _qwen2_windows(full: Raw) -> Windows:
-    """The window of each layer, if `use_sliding_window`: by `layer_types`, else in even layers < max_window_layers."""
-    return windows_if_used(full, lambda layer: layer % 2 == 0 and layer < full["max_window_layers"])
 
 
 QWEN2_MOE = replace(
@@ -117,20 +112,15 @@ QWEN2_MOE = replace(
         "norm_topk_prob": False,
     },
     qkv_bias=lambda full: bool(full["qkv_bias"]),
-    windows=_qwen2_windows,
-    experts=experts_beside_shared,
-    honours=("num_experts", "num_local_experts", "shared_expert_intermediate_size"),
+    windows=lambda full: windows_if_used(full, lambda layer: layer % 2 == 0 and layer < full["max_window_layers"]),
+    experts=experts_with_shared,
+    supported_fields=("num_experts", "num_local_experts", "shared_expert_intermediate_size"),
 )
 
 
-def _experts(full: Raw) -> Experts | None:
+def _experts(full: Json) -> Experts | None:
     how = routing(full, default=128)
     return None if how is None else Experts(expert_layers(full), how, full["moe_intermediate_size"])
-
-
-def _qwen3_moe_windows(full: Raw) -> Windows:
-    """The window of each layer, if `use_sliding_window`: by `layer_types`, else in every layer."""
-    return windows_if_used(full, lambda layer: True)
 
 
 QWEN3_MOE = replace(
@@ -147,7 +137,7 @@ QWEN3_MOE = replace(
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
     },
-    windows=_qwen3_moe_windows,
+    windows=lambda full: windows_if_used(full, lambda layer: True),
     experts=_experts,
-    honours=("num_experts", "num_local_experts"),
+    supported_fields=("num_experts", "num_local_experts"),
 )

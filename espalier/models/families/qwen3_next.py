@@ -10,9 +10,9 @@ from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.recurrence import ShortConv
 from espalier.model_files import MAX_HEAD_SIZE
-from espalier.models.config import Experts, ModelConfig, Raw, Windows, attention_in_some_layer
+from espalier.models.config import Experts, Json, LayerWindows, ModelConfig, attention_in_some_layer
 from espalier.models.config_values import require_counts, require_multiple
-from espalier.models.families.qwen import QWEN3_MOE, experts_beside_shared
+from espalier.models.families.qwen import QWEN3_MOE, experts_with_shared
 from espalier.models.layer_loading import load_head_norms, specs_by_type
 from espalier.models.layers.attention import GatedAttention
 from espalier.models.layers.decoder import Mixer
@@ -22,11 +22,11 @@ from espalier.models.rope import RopeTables
 from espalier.models.stored_names import MTPFamily
 from espalier.models.weights import Weights
 
-LINEAR, FULL = "linear_attention", "full_attention"
-SIZES = ("linear_key_head_dim", "linear_value_head_dim")
-COUNTS = ("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim")
+LINEAR, FULL_ATTENTION = "linear_attention", "full_attention"
+HEAD_SIZE_FIELDS = ("linear_key_head_dim", "linear_value_head_dim")
+COUNT_FIELDS = ("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim")
 # Fields for the positions of images in three directions.  Text has the same position in all three.
-OF_IMAGES = ("mrope_section", "mrope_interleaved")
+IMAGE_ROPE_FIELDS = ("mrope_section", "mrope_interleaved")
 QWEN_MTP = MTPFamily(
     prefix="mtp.layers.{}.",
     shared="mtp.",
@@ -36,29 +36,29 @@ QWEN_MTP = MTPFamily(
     norm="norm",
     embed="mtp.embed_tokens",
     head="mtp.lm_head",
-    layer_type=FULL,
+    layer_type=FULL_ATTENTION,
 )
 
 
-def own_fields(raw: Raw) -> Raw:
+def normalise_fields(raw: Json) -> Json:
     """Returns the fields of a config.json with a type for each layer, the number of MTP layers, and a RoPE for text."""
     count, interval = raw.get("num_hidden_layers"), raw.get("full_attention_interval") or 4
     types = raw.get("layer_types")
     if types is None and type(count) is int and type(interval) is int and interval > 0:
-        types = [FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(count)]
+        types = [FULL_ATTENTION if (layer + 1) % interval == 0 else LINEAR for layer in range(count)]
     mtp = next((raw[name] for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers") if name in raw), 1)
     ropes = {
-        name: {key: value for key, value in raw[name].items() if key not in OF_IMAGES}
+        name: {key: value for key, value in raw[name].items() if key not in IMAGE_ROPE_FIELDS}
         for name in ("rope_parameters", "rope_scaling")
         if isinstance(raw.get(name), dict)
     }
     return {**raw, "layer_types": types, "num_nextn_predict_layers": mtp, **ropes}
 
 
-def check_layers(full: Raw) -> Windows:
+def checked_windows(full: Json) -> LayerWindows:
     """Returns None for each layer: no windows.  Raises EspalierError for sizes that no layer can have."""
-    require_counts(full, SIZES, MAX_HEAD_SIZE)
-    require_counts(full, COUNTS)
+    require_counts(full, HEAD_SIZE_FIELDS, MAX_HEAD_SIZE)
+    require_counts(full, COUNT_FIELDS)
     require_multiple(full, "linear_num_value_heads", "linear_num_key_heads")
     if full.get("attn_output_gate", True) is not True:
         raise EspalierError(
@@ -128,8 +128,8 @@ def load_delta_net(weights: Weights, config: ModelConfig, prefix: str) -> DeltaN
     )
 
 
-def experts(full: Raw) -> Experts | None:
-    beside_shared = experts_beside_shared(full, default=512)
+def experts(full: Json) -> Experts | None:
+    beside_shared = experts_with_shared(full, default=512)
     return None if beside_shared is None else replace(beside_shared, stored="joined")
 
 
@@ -157,16 +157,16 @@ FAMILY = replace(
         "num_experts_per_tok": 10,
         "norm_topk_prob": True,
     },
-    windows=check_layers,
+    windows=checked_windows,
     experts=experts,
     norm_offset=1.0,
-    in_drafts=False,
-    honours=(
+    usable_in_drafts=False,
+    supported_fields=(
         *("num_experts", "num_local_experts", "shared_expert_intermediate_size", "partial_rotary_factor"),
         *("num_nextn_predict_layers", "attn_output_gate"),
     ),
-    fields=own_fields,
-    layer_kinds=(LINEAR,),
+    normalise_fields=normalise_fields,
+    extra_layer_types=(LINEAR,),
     layer_specs=layer_specs,
     load_mixer=load_mixer,
     mtp=QWEN_MTP,
@@ -183,7 +183,7 @@ QWEN3_5 = replace(
         "intermediate_size": 12288,
     },
     experts=lambda full: None,
-    honours=("partial_rotary_factor", "num_nextn_predict_layers", "attn_output_gate"),
+    supported_fields=("partial_rotary_factor", "num_nextn_predict_layers", "attn_output_gate"),
     multimodal=("Qwen3_5ForConditionalGeneration",),
 )
 QWEN3_5_MOE = replace(

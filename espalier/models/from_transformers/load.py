@@ -19,12 +19,12 @@ from torch import Tensor
 
 from espalier.errors import EspalierError, one_line
 from espalier.model_files import MAX_LAYERS
-from espalier.models.config import INERT, Family, ModelConfig, Raw, architecture_of, parse, with_overrides
-from espalier.models.from_transformers.probe import Probed, probe, refusing
-from espalier.models.from_transformers.target import NAME, Body, TransformersTarget
+from espalier.models.config import INERT_FIELDS, Family, Json, ModelConfig, architecture_of, parse, with_overrides
+from espalier.models.from_transformers.probe import ProbeResult, probe, refusal_reason
+from espalier.models.from_transformers.target import ATTENTION_NAME, TransformersModel, TransformersTarget
 from espalier.models.weight_files import stored_weights
 from espalier.models.weight_formats import QUANTISATION_FIELDS
-from espalier.models.weights import HARMLESS, Weights
+from espalier.models.weights import IGNORABLE_NAMES, Weights
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +52,10 @@ def load_by_transformers(
             f"{path}: config.json describes {probed.num_weights} weights, and the files hold {stored}; they do not "
             "belong together: download both again"
         )
-    return made_by_transformers(config, dtype, torch.device(device), capture)
+    return build_by_transformers(config, dtype, torch.device(device), capture)
 
 
-def made_by_transformers(
+def build_by_transformers(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
@@ -80,7 +80,7 @@ def made_by_transformers(
             config=copy.deepcopy(probed.config),
             state_dict=state,
             dtype=dtype,
-            attn_implementation=NAME,
+            attn_implementation=ATTENTION_NAME,
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
@@ -95,14 +95,14 @@ def made_by_transformers(
         if shows_progress:
             bars.enable_progress_bar()
     _require_all(found, config)
-    body = Body(model.to(device).eval().requires_grad_(False), probed.layers, probed.equal, capture)
+    body = TransformersModel(model.to(device).eval().requires_grad_(False), probed.layers, probed.replacements, capture)
     log.info("%s runs by transformers; replaced by ours: %s", config.architecture, probed.replaced)
     return TransformersTarget(config, body, capture)
 
 
 def _require_all(found: Mapping[str, Any], config: ModelConfig) -> None:
     """Check that no weight is missing or unused, by from_pretrained's report `found`.  Raises EspalierError."""
-    unused = [name for name in found["unexpected_keys"] if not HARMLESS.search(name)]
+    unused = [name for name in found["unexpected_keys"] if not IGNORABLE_NAMES.search(name)]
     for names, what in ((found["missing_keys"], "is missing from it"), (unused, "belongs to no parameter")):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -116,13 +116,13 @@ def _require_all(found: Mapping[str, Any], config: ModelConfig) -> None:
 CHANGING_ROPES = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
 
 
-def is_known(raw: Raw) -> bool:
+def has_causal_class(raw: Json) -> bool:
     """Whether transformers has a causal class for a config.json.  Classes that come with a checkpoint do not count."""
     name = causal_class(raw)
     return name is not None and raw.get("architectures") in (None, [], [name])
 
 
-def causal_class(raw: Raw) -> str | None:
+def causal_class(raw: Json) -> str | None:
     """The name of transformers' causal class for the model_type of a config.json."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -131,7 +131,7 @@ def causal_class(raw: Raw) -> str | None:
 
 
 def read_by_transformers(
-    raw: Raw, path: Path, overrides: Mapping[str, Any] | None = None, generation: Raw | None = None
+    raw: Json, path: Path, overrides: Mapping[str, Any] | None = None, generation: Json | None = None
 ) -> ModelConfig:
     """Returns the config of a model that a class of transformers runs.
     Raises EspalierError, with the reason, if no class can run it."""
@@ -143,13 +143,13 @@ def read_by_transformers(
             f"{path}: transformers has no causal model of model_type {raw.get('model_type')!r}; update "
             "transformers, or use another model"
         )
-    if not is_known(raw):
+    if not has_causal_class(raw):
         raise EspalierError(
             f"{path}: architecture {architecture_of(raw)!r} is not the causal model of its model_type, which is "
             f"{name}; use a text generation model that transformers has"
         )
     config_class = CONFIG_MAPPING[raw["model_type"]]
-    known_fields = {*config_class().to_dict(), *config_class.attribute_map, *raw, *INERT, *QUANTISATION_FIELDS}
+    known_fields = {*config_class().to_dict(), *config_class.attribute_map, *raw, *INERT_FIELDS, *QUANTISATION_FIELDS}
     full = with_overrides(raw, overrides or {}, known_fields)
     # Fields that begin with "_" may name code.
     fields = {name: value for name, value in full.items() if not name.startswith("_")}
@@ -166,7 +166,7 @@ def read_by_transformers(
 
 
 @lru_cache(maxsize=16)
-def _probed(model_type: str, fields: str) -> Probed:
+def _probed(model_type: str, fields: str) -> ProbeResult:
     """Probes the class for a config.  fields: the config.json as JSON.  Raises EspalierError with the reason alone."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -174,7 +174,7 @@ def _probed(model_type: str, fields: str) -> Probed:
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
     if getattr(model_class, "_is_stateful", False):
         raise EspalierError("it keeps recurrent state")
-    with refusing("its config is refused"):
+    with refusal_reason("its config is refused"):
         config = config_class.from_dict({**json.loads(fields), "output_router_logits": False})
     if getattr(config, "is_encoder_decoder", False):
         raise EspalierError("it is half of an encoder-decoder")
@@ -186,7 +186,7 @@ def _probed(model_type: str, fields: str) -> Probed:
 
 
 def _config(
-    probed: Probed, full: Raw, path: Path, overrides: Mapping[str, Any] | None, generation: Raw | None
+    probed: ProbeResult, full: Json, path: Path, overrides: Mapping[str, Any] | None, generation: Json | None
 ) -> ModelConfig:
     """Returns the ModelConfig that `parse` would return for a plain model with these sizes.
     Fields that only Espalier's own layers read have neutral values."""

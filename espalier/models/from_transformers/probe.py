@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.errors import EspalierError, one_line
 from espalier.kernels.ops.attention import masked_attention, with_sink
-from espalier.models.from_transformers.shrink import shrunk
+from espalier.models.from_transformers.shrink import shrunk_config
 from espalier.models.from_transformers.target import (
-    NAME,
-    Body,
-    Call,
-    Make,
-    Run,
-    attending,
-    find_equal,
+    ATTENTION_NAME,
+    AttentionCall,
+    AttentionRun,
+    MakeModule,
+    TransformersModel,
+    attention_by,
+    find_replacements,
     fix_ropes,
     register,
 )
@@ -33,12 +33,12 @@ from espalier.models.from_transformers.target import (
 # The largest difference of logits, relative to the largest logit, in float32.
 TOLERANCE = 1e-4
 # The parent row of each row, for two requests: a prefix, then the nodes of a tree.
-PARENTS = ((*range(-1, 13), 13, 13, 14, 14, 15), (*range(-1, 9), 9, 9, 10, 10, 11, 13, 14, 9, 17))
+TREE_PARENTS = ((*range(-1, 13), 13, 13, 14, 14, 15), (*range(-1, 9), 9, 9, 10, 10, 11, 13, 14, 9, 17))
 MOST_WEIGHTS = 50_000_000
 
 
 @contextmanager
-def refusing(reason: str, *, with_kind: bool = False) -> Iterator[None]:
+def refusal_reason(reason: str, *, with_kind: bool = False) -> Iterator[None]:
     """Turn any error into an EspalierError: the reason, then the error's text in brackets.
 
     with_kind: whether the error's type precedes its text.  A class is not Espalier's code and may raise anything.
@@ -53,11 +53,11 @@ def refusing(reason: str, *, with_kind: bool = False) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbeResult:
     """What was measured of a class with a config.
 
     layers: the name of the list of the model's layers.  attention: the name of the module that attends, in each layer.
-    equal: the classes whose modules are replaced by Espalier's.  replaced: how many modules of each, in words.
+    replacements: the classes whose modules are replaced by Espalier's.  replaced: how many modules of each, in words.
     can_capture: whether a layer's input is one row [H] for each token.
     num_weights: the number of values in all matrices; expert_weights: the number in experts' matrices.
     num_experts, top_k: 1 without experts.
@@ -68,7 +68,7 @@ class Probed:
     specs: tuple[LayerSpec, ...]
     layers: str
     attention: tuple[str, ...]
-    equal: Mapping[type, Make]
+    replacements: Mapping[type, MakeModule]
     replaced: str
     can_capture: bool
     vocab_size: int
@@ -79,7 +79,7 @@ class Probed:
 
 
 @dataclass
-class Trial(Run):
+class TrialRun(AttentionRun):
     """A pass in which rows attend as `seen` says.  It records the attention calls.
 
     positions: [B, Q].  seen: [B, Q, Q] bool, the rows to which each row attends.  calls: in order.
@@ -87,9 +87,9 @@ class Trial(Run):
 
     positions: Tensor
     seen: Tensor
-    calls: list[Call] = field(default_factory=list)
+    calls: list[AttentionCall] = field(default_factory=list)
 
-    def __call__(self, call: Call) -> Tensor:
+    def __call__(self, call: AttentionCall) -> Tensor:
         self.calls.append(call)
         q, k, v = (rows.transpose(1, 2) for rows in (call.q, call.k, call.v))
         if q.is_meta or k.shape[1] != self.seen.shape[2]:
@@ -110,8 +110,8 @@ def layers_of(model: nn.Module, modules: Sequence[nn.Module]) -> str:
     """
     lists = ((name, each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList))
     name, layers = next(((name, each) for name, each in lists if modules[0] in set(each.modules())), ("", ()))
-    layer_of = {module: i for i, layer in enumerate(layers) for module in layer.modules()}
-    at = [layer_of.get(module, -1) for module in modules]
+    read_layer_config = {module: i for i, layer in enumerate(layers) for module in layer.modules()}
+    at = [read_layer_config.get(module, -1) for module in modules]
     if without := [i for i in range(len(layers)) if i not in at]:
         kind = type(layers[without[0]]).__name__
         raise EspalierError(f"its layer {without[0]} ({kind}) keeps no K and V: it has recurrent state or no attention")
@@ -120,7 +120,7 @@ def layers_of(model: nn.Module, modules: Sequence[nn.Module]) -> str:
     return name
 
 
-def spec_of(calls: Sequence[Call], layer: int) -> LayerSpec:
+def layer_spec_of(calls: Sequence[AttentionCall], layer: int) -> LayerSpec:
     """Returns the spec of a layer, from its attention call.
 
     A layer whose K and V are the same tensors as an earlier layer's shares that layer's rows.
@@ -136,14 +136,14 @@ def spec_of(calls: Sequence[Call], layer: int) -> LayerSpec:
 
 
 @torch.no_grad()
-def trace(model: nn.Module, tokens: Tensor) -> list[Call]:
+def trace(model: nn.Module, tokens: Tensor) -> list[AttentionCall]:
     """Returns the attention calls of a model over tokens [B, Q], a chain.  Model and tokens may be on the meta device.
 
     Raises EspalierError, with the reason, for attention that Espalier cannot compute.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    trial = Trial(positions, positions[:, None] <= positions[:, :, None])
-    with attending(trial):
+    trial = TrialRun(positions, positions[:, None] <= positions[:, :, None])
+    with attention_by(trial):
         model(input_ids=tokens, position_ids=positions, use_cache=False)
     if not trial.calls:
         raise EspalierError("its attention does not go through transformers' AttentionInterface")
@@ -152,23 +152,23 @@ def trace(model: nn.Module, tokens: Tensor) -> list[Call]:
     return trial.calls
 
 
-def probe(model_class: Any, config: Any) -> Probed:
+def probe(model_class: Any, config: Any) -> ProbeResult:
     """Probes a class.  Raises EspalierError, with the reason, for a class that cannot be a target."""
     register()
     layers, equal, can_capture = try_tree(tiny_model(model_class, tiny_config(config)))
-    full = on_meta(model_class, config)
-    with refusing("it reads values on the host while it runs, which no captured pass can", with_kind=True):
+    full = on_meta_device(model_class, config)
+    with refusal_reason("it reads values on the host while it runs, which no captured pass can", with_kind=True):
         calls = trace(full, torch.ones(1, 3, dtype=torch.int64, device="meta"))
     names = {module: name for name, module in full.named_modules()}
     kinds = Counter(type(module) for module in full.modules())
     experts = [each for each in full.parameters() if each.ndim == 3]
-    return Probed(
+    return ProbeResult(
         model_class=model_class,
         config=config,
-        specs=tuple(spec_of(calls, layer) for layer in range(len(calls))),
+        specs=tuple(layer_spec_of(calls, layer) for layer in range(len(calls))),
         layers=layers,
         attention=tuple(names[call.module] for call in calls),
-        equal=equal,
+        replacements=equal,
         replaced=", ".join(f"{kinds[kind]} {kind.__name__}" for kind in equal) or "none of its modules",
         can_capture=can_capture,
         vocab_size=full.get_output_embeddings().weight.shape[0],
@@ -179,11 +179,11 @@ def probe(model_class: Any, config: Any) -> Probed:
     )
 
 
-@refusing("its class refuses its config")
-def on_meta(model_class: Any, config: Any) -> Any:
+@refusal_reason("its class refuses its config")
+def on_meta_device(model_class: Any, config: Any) -> Any:
     """Returns the model on the meta device: without data."""
     config = copy.deepcopy(config)
-    config._attn_implementation = NAME
+    config._attn_implementation = ATTENTION_NAME
     # This is the only implementation of experts that never reads on the host.
     config._experts_implementation = "batched_mm"
     with torch.device("meta"):
@@ -192,19 +192,22 @@ def on_meta(model_class: Any, config: Any) -> Any:
         return model
 
 
-@refusing("a small model of it cannot be made")
+@refusal_reason("a small model of it cannot be made")
 def tiny_config(config: Any) -> Any:
     """Returns a config of the same class with tiny sizes.  Raises EspalierError if the class refuses them."""
     fields = {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
     for name, own in config.attribute_map.items():
         if own in fields:
             fields[name] = fields.pop(own)
-    tiny = type(config).from_dict(shrunk(fields, config.num_hidden_layers))
+    heads, hidden = (
+        fields.get(config.attribute_map.get(name, name)) for name in ("num_attention_heads", "hidden_size")
+    )
+    tiny = type(config).from_dict(shrunk_config(fields, config.num_hidden_layers, heads, hidden))
     tiny._experts_implementation = "eager"
     return tiny
 
 
-@refusing("a small model of it cannot be made")
+@refusal_reason("a small model of it cannot be made")
 def tiny_model(model_class: Any, config: Any, seed: int = 0) -> Any:
     """Returns a random float32 model whose logits depend on every earlier token.
     Raises EspalierError if the class has no such model."""
@@ -221,26 +224,29 @@ def tiny_model(model_class: Any, config: Any, seed: int = 0) -> Any:
 
 
 @torch.no_grad()
-@refusing("a small model of it does not run", with_kind=True)
-def try_tree(model: Any) -> tuple[str, Mapping[type, Make], bool]:
-    """Returns `layers`, `equal` and `can_capture` of Probed.
+@refusal_reason("a small model of it does not run", with_kind=True)
+def try_tree(model: Any) -> tuple[str, Mapping[type, MakeModule], bool]:
+    """Returns `layers`, `replacements` and `can_capture` of ProbeResult.
 
     Raises EspalierError, with the reason, unless a tree's nodes get the logits of the plain model.
     """
-    size = (len(PARENTS), len(PARENTS[0]))
+    size = (len(TREE_PARENTS), len(TREE_PARENTS[0]))
     vocab = model.get_input_embeddings().weight.shape[0]
     tokens = torch.randint(0, vocab, size, generator=torch.Generator().manual_seed(1))
     # The rows run in reverse order, to find a class that treats the first rows of a pass differently: it is no target.
     rows = range(size[1] - 1, -1, -1)
-    paths = [[_path(parents, row) for row in rows] for parents in PARENTS]
-    wanted = torch.stack([_plain(model, *of_request) for of_request in zip(tokens, paths, strict=True)])
-    model.set_attn_implementation(NAME)
+    paths = [[_path_to_root(parents, row) for row in rows] for parents in TREE_PARENTS]
+    wanted = torch.stack([_plain_logits(model, *of_request) for of_request in zip(tokens, paths, strict=True)])
+    model.set_attn_implementation(ATTENTION_NAME)
     layers = layers_of(model, [call.module for call in trace(model, tokens)])
-    equal = find_equal(model)
+    equal = find_replacements(model)
     seen = torch.tensor([[[row in path for row in rows] for path in of_rows] for of_rows in paths])
     capture = tuple(range(len(model.get_submodule(layers)) + 1))
     for replaced in (equal, {}):
-        trial, body = Trial(seen.sum(2) - 1, seen), Body(copy.deepcopy(model), layers, replaced, capture)
+        trial, body = (
+            TrialRun(seen.sum(2) - 1, seen),
+            TransformersModel(copy.deepcopy(model), layers, replaced, capture),
+        )
         logits = body.logits(body(tokens.flip(1), trial.positions, trial))
         difference = float((logits - wanted).abs().max() / wanted.abs().max())
         if difference <= TOLERANCE:
@@ -252,11 +258,11 @@ def try_tree(model: Any) -> tuple[str, Mapping[type, Make], bool]:
     )
 
 
-def _path(parents: Sequence[int], row: int) -> list[int]:
-    return [] if row < 0 else [*_path(parents, parents[row]), row]
+def _path_to_root(parents: Sequence[int], row: int) -> list[int]:
+    return [] if row < 0 else [*_path_to_root(parents, parents[row]), row]
 
 
-def _plain(model: Any, tokens: Tensor, paths: Sequence[list[int]]) -> Tensor:
+def _plain_logits(model: Any, tokens: Tensor, paths: Sequence[list[int]]) -> Tensor:
     """Returns [Q, V]: for each row of tokens [Q], the logits that the plain model returns for the row's path."""
     model.set_attn_implementation("eager")
     return torch.stack([model(input_ids=tokens[None, path], use_cache=False).logits[0, -1] for path in paths])

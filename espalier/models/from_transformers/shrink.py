@@ -5,7 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 HEADS, HEAD_SIZE, HIDDEN, VOCAB, POSITIONS, WINDOW, MOST_LAYERS = 4, 16, 64, 96, 128, 5, 12
-# Tiny sizes, by patterns of the names in config classes.  The first pattern that matches counts.  Sizes are never
+KV_HEADS = r"(key_value|kv)_heads"
+HEAD_SIZES = r"head_dim|head_size|kv_channels"
+HIDDEN_SIZES = r"hidden_size|d_model|n_embd|embed(ding)?_(dim|size)|proj_dim|model_dim|hidden_dim"
+# Tiny sizes, by patterns of the names in config classes.  The first pattern that matches counts.  These sizes are never
 # raised.
 SIZES: tuple[tuple[str, int], ...] = (
     (r"vocab_size", VOCAB),
@@ -18,19 +21,23 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"shared_experts$", 1),
     (r"experts$|num_expert|expert_num", HEADS),
     (r"qk_head_dim", 2 * HEAD_SIZE),
-    (r"head_dim|head_size|kv_channels|rotary_dim|_lora_rank|lora_dim|low_rank", HEAD_SIZE),
-    (r"(key_value|kv)_heads", 2),
+    (rf"{HEAD_SIZES}|rotary_dim|_lora_rank|lora_dim|low_rank", HEAD_SIZE),
+    (KV_HEADS, 2),
     (r"heads|n_head$", HEADS),
     (r"intermediate|inner|ffn|mlp_(dim|size)|d_ff|ff_", 2 * HIDDEN),
-    (r"hidden_size|d_model|n_embd|embed(ding)?_(dim|size)|proj_dim|model_dim|hidden_dim", HIDDEN),
+    (HIDDEN_SIZES, HIDDEN),
     (r"first_k_dense|num_dense", 1),
 )
 
 
-def shrunk(fields: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """Returns the fields of a config with tiny sizes.  num_layers: the number of layers that `fields` describe.
+Bound = tuple[str, int, int]
 
-    It keeps the first layers, as many as it takes to have a layer of each type.
+
+def shrunk_config(fields: Mapping[str, Any], num_layers: int, heads: Any, hidden: Any) -> dict[str, Any]:
+    """Returns the fields of a config with tiny sizes.
+
+    It keeps the first layers, as many as it takes to have a layer of each type.  num_layers: the number of layers that
+    `fields` describe.  heads: query heads.  hidden: values of a row.  A config may lack both, or have a list of heads.
     """
     lists = [value for value in fields.values() if isinstance(value, list | tuple) and len(value) == num_layers]
     kinds = list(zip(*(map(repr, each) for each in lists), strict=True))
@@ -39,7 +46,22 @@ def shrunk(fields: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     layers = min(max(*firsts, 3, 3) + 1, MOST_LAYERS, num_layers)
     # The config's RoPE is left out, so the class uses its default: factors may fit the config's true sizes alone.
     kept = {name: value for name, value in fields.items() if name not in ("rope_parameters", "rope_scaling")}
-    return {name: _small(name, value, num_layers, layers, fields) for name, value in kept.items()}
+    bound = _bound(heads, hidden)
+    return {name: _shrunk_value(name, value, num_layers, layers, bound) for name, value in kept.items()}
+
+
+def _bound(heads: Any, hidden: Any) -> list[Bound]:
+    """Sizes that a class derives from each other: (pattern of the name, the config's value, the tiny value).
+
+    Half of a head may be rotated, so a head has HEAD_SIZE values, also where the config's has fewer.
+    """
+    if not isinstance(heads, int) or heads < 1:
+        return []
+    tiny = min(HEADS, heads)
+    bound = [(KV_HEADS, heads, tiny)]
+    if isinstance(hidden, int) and hidden % heads == 0:
+        bound += [(HEAD_SIZES, hidden // heads, HEAD_SIZE), (HIDDEN_SIZES, hidden, tiny * HEAD_SIZE)]
+    return bound
 
 
 def _is_by_layer(value: Any) -> bool:
@@ -47,9 +69,9 @@ def _is_by_layer(value: Any) -> bool:
     return isinstance(value, Mapping) and bool(value) and all(str(key).isdecimal() for key in value)
 
 
-def _small(name: str, value: Any, num_layers: int, layers: int, fields: Mapping[str, Any]) -> Any:
+def _shrunk_value(name: str, value: Any, num_layers: int, layers: int, bound: list[Bound]) -> Any:
     if isinstance(value, list | tuple) and len(value) == num_layers:
-        return [_small(name, each, 0, 0, fields) for each in value[:layers]]
+        return [_shrunk_value(name, each, 0, 0, bound) for each in value[:layers]]
     if _is_by_layer(value):
         return {layer: each for layer, each in value.items() if int(layer) < layers}
     if name == "head_dim" and value is None:
@@ -58,7 +80,8 @@ def _small(name: str, value: Any, num_layers: int, layers: int, fields: Mapping[
         return value
     if value == num_layers and re.search(r"layers?$", name):
         return layers
-    if re.search(r"(key_value|kv)_heads", name) and value == fields.get("num_attention_heads"):
-        return HEADS
+    for pattern, given, tiny in bound:
+        if value == given and re.search(pattern, name):
+            return tiny
     size = next((size for pattern, size in SIZES if re.search(pattern, name)), value)
     return min(size, value)

@@ -29,13 +29,13 @@ from espalier.models.layers.norm import RMSNorm
 from espalier.models.weight_formats import dense_weight
 
 # The name of Espalier's attention in transformers' AttentionInterface.
-NAME = "espalier"
+ATTENTION_NAME = "espalier"
 # A function from a module of transformers to the module of Espalier that replaces it.
-Make = Callable[[Any], nn.Module]
+MakeModule = Callable[[Any], nn.Module]
 TOLERANCE = 1e-5
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """A layer's call of the attention function.
 
     q: [B, heads, Q, k_size].  k, v: [B, kv_heads, Q, size], those of the new rows.
@@ -55,7 +55,7 @@ class Call(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Run:
+class AttentionRun:
     """Computes the attention calls of a forward pass.
 
     inputs: the captured inputs by layer, which the forward pass adds.
@@ -68,42 +68,44 @@ class Run:
         """[B · Q] bool, the rows that go to experts; None: all rows."""
         return None
 
-    def __call__(self, call: Call) -> Tensor:
+    def __call__(self, call: AttentionCall) -> Tensor:
         """Returns the result of an attention call, [B, Q, heads, v_size]."""
         raise NotImplementedError
 
 
-# A context variable, because transformers' layers cannot take the Run as an argument.
-RUNNING: ContextVar[Run] = ContextVar("the attention of the forward pass that runs")
+# A context variable, because transformers' layers cannot take the AttentionRun as an argument.
+CURRENT_RUN: ContextVar[AttentionRun] = ContextVar("the attention of the forward pass that runs")
 
 
 @contextmanager
-def attending(run: Run) -> Iterator[None]:
+def attention_by(run: AttentionRun) -> Iterator[None]:
     """Let `run` compute the attention calls of this thread."""
-    token = RUNNING.set(run)
+    token = CURRENT_RUN.set(run)
     try:
         yield
     finally:
-        RUNNING.reset(token)
+        CURRENT_RUN.reset(token)
 
 
 def register() -> None:
-    """Register NAME as an attention function of transformers.
+    """Register ATTENTION_NAME as an attention function of transformers.
 
-    NAME is not registered as a mask function.  So transformers makes no mask, and does not search the positions for
-    packed sequences, which it would do on the host.
+    ATTENTION_NAME is not registered as a mask function.  So transformers makes no mask, and does not search the
+    positions for packed sequences, which it would do on the host.
     """
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, _attend)
+    AttentionInterface.register(ATTENTION_NAME, _attend)
 
 
 def _attend(
     module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, **given: Any
 ) -> tuple[Tensor, None]:
     window, softcap = given.get("sliding_window") or None, given.get("softcap") or None
-    call = Call(module, q, k, v, attention_mask is not None, given.get("scaling"), window, softcap, given.get("s_aux"))
-    return RUNNING.get()(call), None
+    call = AttentionCall(
+        module, q, k, v, attention_mask is not None, given.get("scaling"), window, softcap, given.get("s_aux")
+    )
+    return CURRENT_RUN.get()(call), None
 
 
 class OurLinear(nn.Module):
@@ -142,7 +144,7 @@ class OurExperts(nn.Module):
         self.gate_up, self.down, self.activation = module.gate_up_proj.data, module.down_proj.data, activation
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        run, weights = RUNNING.get(None), top_k_weights.to(torch.promote_types(hidden_states.dtype, torch.float32))
+        run, weights = CURRENT_RUN.get(None), top_k_weights.to(torch.promote_types(hidden_states.dtype, torch.float32))
         parts = grouped_experts(
             *(hidden_states, self.gate_up, self.down, top_k_index, weights),
             live=None if run is None else run.live,
@@ -151,24 +153,25 @@ class OurExperts(nn.Module):
         return sum_parts(parts, hidden_states.dtype)
 
 
-# Candidates that may compute the same as a norm of transformers.
-NORMS: tuple[Make, ...] = (OurNorm, partial(OurNorm, offset=1.0))
-EXPERTS: tuple[Make, ...] = (partial(OurExperts, activation=SILU), partial(OurExperts, activation=GELU_TANH))
-MAKES: Mapping[tuple[str, ...], tuple[Make, ...]] = {("weight",): NORMS, ("down_proj", "gate_up_proj"): EXPERTS}
+# By a module's parameters, the modules of Espalier that may compute the same.
+MAKERS_BY_PARAMETERS: Mapping[tuple[str, ...], tuple[MakeModule, ...]] = {
+    ("weight",): (OurNorm, partial(OurNorm, offset=1.0)),
+    ("down_proj", "gate_up_proj"): tuple(partial(OurExperts, activation=each) for each in (SILU, GELU_TANH)),
+}
 
 
-def find_equal(model: nn.Module) -> dict[type, Make]:
-    """Returns, by class of transformers, the Make of an Espalier module that computes the same.
+def find_replacements(model: nn.Module) -> dict[type, MakeModule]:
+    """Returns, by class of transformers, the MakeModule of an Espalier module that computes the same.
     model: a tiny random model."""
-    found: dict[type, Make] = {nn.Linear: OurLinear}
+    found: dict[type, MakeModule] = {nn.Linear: OurLinear}
     for module in model.modules():
-        makes = MAKES.get(tuple(sorted(name for name, _ in module.named_parameters())), ())
+        makes = MAKERS_BY_PARAMETERS.get(tuple(sorted(name for name, _ in module.named_parameters())), ())
         if type(module) not in found and (equal := [make for make in makes if _are_equal(module, make)]):
             found[type(module)] = equal[0]
     return found
 
 
-def _are_equal(module: Any, make: Make) -> bool:
+def _are_equal(module: Any, make: MakeModule) -> bool:
     """Whether Espalier's module returns the same as a norm or experts of transformers.
     Both are compared on large rows, and on small rows, for which the norm's eps matters."""
     try:
@@ -184,31 +187,33 @@ def _are_equal(module: Any, make: Make) -> bool:
     return all(one.shape == other.shape and torch.allclose(one, other, TOLERANCE, TOLERANCE) for one, other in pairs)
 
 
-class Body:
+class TransformersModel:
     """A causal model of transformers in two parts: tokens to hidden states, and hidden states to logits.
 
-    layers: the name of the list of the model's layers.  equal: the classes whose modules are replaced by Espalier's.
+    layers: the name of the list of the model's layers.  replacements: by class, what replaces a module of transformers.
     capture: the layers whose inputs a pass keeps; the number of layers means the output of the last layer.
     """
 
-    def __init__(self, model: Any, layers: str, equal: Mapping[type, Make], capture: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, model: Any, layers: str, replacements: Mapping[type, MakeModule], capture: tuple[int, ...] = ()
+    ) -> None:
         name = layers.partition(".")[0]
         self.model, self.decoder = model, model.get_submodule(name)
         for parent in list(model.modules()):
             for child, module in parent.named_children():
                 # A norm without parameters is not replaced: some classes of norms have weights in some places only.
-                if type(module) in equal and any(True for _ in module.parameters()):
-                    setattr(parent, child, equal[type(module)](module))
+                if type(module) in replacements and any(True for _ in module.parameters()):
+                    setattr(parent, child, replacements[type(module)](module))
         fix_ropes(model)
         _capture(model.get_submodule(layers), capture)
         head = model.get_output_embeddings()
         self.head: Linear = (head if isinstance(head, OurLinear) else OurLinear(head)).linear
         self._given = copy.copy(model)
-        self._given._modules = {**model._modules, name: GivenHidden()}
+        self._given._modules = {**model._modules, name: HiddenPassthrough()}
 
-    def __call__(self, tokens: Tensor, positions: Tensor, run: Run) -> Tensor:
+    def __call__(self, tokens: Tensor, positions: Tensor, run: AttentionRun) -> Tensor:
         """Returns the hidden states [B, Q, H] after the last norm.  tokens, positions: [B, Q]."""
-        with attending(run):
+        with attention_by(run):
             out = self.decoder(input_ids=tokens, position_ids=positions, use_cache=False)
         return out.last_hidden_state
 
@@ -218,19 +223,19 @@ class Body:
         return rows.to(hidden.dtype).view(*hidden.shape[:-1], -1)
 
 
-class GivenHidden(nn.Module):
+class HiddenPassthrough(nn.Module):
     """Takes the place of a model's body.  It returns the hidden states that it is given."""
 
-    def forward(self, *args: Any, inputs_embeds: Tensor, **options: Any) -> "OnlyHidden":
-        return OnlyHidden((inputs_embeds,))
+    def forward(self, *args: Any, inputs_embeds: Tensor, **options: Any) -> "HiddenOutput":
+        return HiddenOutput((inputs_embeds,))
 
     @property
-    def decoder(self) -> "GivenHidden":
+    def decoder(self) -> "HiddenPassthrough":
         """Returns itself, for heads that read the decoder of the body."""
         return self
 
 
-class OnlyHidden(tuple[Tensor]):
+class HiddenOutput(tuple[Tensor]):
     """The output of a body that holds only the hidden states."""
 
     last_hidden_state = property(itemgetter(0))
@@ -256,10 +261,10 @@ def _capture(layers: nn.ModuleList, capture: tuple[int, ...]) -> None:
     """Copy the inputs of layers when they run, because a class may write to the residual that it gets."""
 
     def before(index: int, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        RUNNING.get().inputs[index] = (args[0] if args else options["hidden_states"]).clone()
+        CURRENT_RUN.get().inputs[index] = (args[0] if args else options["hidden_states"]).clone()
 
     def behind(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        RUNNING.get().inputs[len(layers)] = out[0] if isinstance(out, tuple) else out
+        CURRENT_RUN.get().inputs[len(layers)] = out[0] if isinstance(out, tuple) else out
 
     for index in capture:
         if index == len(layers):
@@ -269,7 +274,7 @@ def _capture(layers: nn.ModuleList, capture: tuple[int, ...]) -> None:
 
 
 @dataclass
-class PassRun(Run):
+class PassRun(AttentionRun):
     """Computes a model's attention calls through a pass.
 
     layers: the layer number of each attention module.  sharing: the layers that share rows and write none.
@@ -283,14 +288,14 @@ class PassRun(Run):
     def live(self) -> Tensor | None:
         return (self.p.tokens >= 0).flatten()
 
-    def __call__(self, call: Call) -> Tensor:
+    def __call__(self, call: AttentionCall) -> Tensor:
         p, layer, k, v = self.p, self.layers[call.module], call.k, call.v
         if layer in self.sharing:
             k, v = k[:, :0], v[:, :0]
         ready = ReadyHeads(*(rows.transpose(1, 2).flatten(0, 1).contiguous() for rows in (call.q, k, v)))
         sink = None if call.sink is None else call.sink.to(torch.promote_types(call.q.dtype, torch.float32))
         attended = p.attend(layer, p.write(layer, ready), sink)
-        kept = p.kept(layer)
+        kept = p.kept_rows(layer)
         if kept is None:
             return attended
         # The class computes all rows of the last layer, but only the kept rows are read.
@@ -301,14 +306,14 @@ class PassRun(Run):
 class TransformersTarget:
     """A CausalLM (espalier/models/base.py), whose config is `probed`."""
 
-    def __init__(self, config: ModelConfig, body: Body, capture: tuple[int, ...]) -> None:
+    def __init__(self, config: ModelConfig, body: TransformersModel, capture: tuple[int, ...]) -> None:
         assert config.probed is not None
         self.config, self.body, self.capture, self.head = config, body, capture, body.head
         self.layer_specs = config.probed.specs
         self.kv_scales: tuple[KVScales | None, ...] = (None,) * len(self.layer_specs)
         # Some embeddings have more rows than the vocabulary, for audio or an unknown token.
         self.embed = Embedding(body.model.get_input_embeddings().weight[: config.vocab_size])
-        self._sharing = frozenset(i for i, spec in enumerate(self.layer_specs) if spec.shares is not None)
+        self._sharing = frozenset(i for i, spec in enumerate(self.layer_specs) if spec.shares_with is not None)
         self._layers = {body.model.get_submodule(name): i for i, name in enumerate(config.probed.attention)}
 
     def __call__(self, p: Pass) -> ModelOutput:

@@ -11,24 +11,24 @@ from espalier.attention import Pass
 from espalier.kernels.layers.quantised import InputRows
 from espalier.kernels.ops.rope import HeadNorms
 from espalier.kernels.ops.states import OutputGate as HeadGate
-from espalier.models.layers.decoder import of_kept
+from espalier.models.layers.decoder import select_kept
 from espalier.models.layers.gated import gated_for
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
-from espalier.models.layers.stream import Stream
+from espalier.models.layers.norm import AnyNorm, BlockOutput, RMSNorm
+from espalier.models.layers.residual import Residual
 from espalier.models.rope import RopeTables
 from espalier.models.weight_formats.sharded import Unsummed
 from espalier.shards import WHOLE, Shards
 
 
-class WideNorms(NamedTuple):
+class AllHeadsNorms(NamedTuple):
     """The norms of q and of k that run over all heads.  Each rank has an equal part of the heads."""
 
     q: RMSNorm
     k: RMSNorm
     shards: Shards = WHOLE
 
-    def of(self, qkv: Tensor) -> Tensor:
+    def norm_q_and_k(self, qkv: Tensor) -> Tensor:
         """qkv [N, q + k + v columns] -> the same shape, with q and k normed."""
         sizes = len(self.q.weight), len(self.k.weight)
         q, k, v = qkv.split((*sizes, qkv.shape[1] - sum(sizes)), 1)
@@ -72,15 +72,15 @@ class AttentionBlock:
         return None
 
     def project(self, attended: Tensor) -> Tensor | Unsummed:
-        """The attention's output [B, Q, heads, size] -> [B · Q, hidden], or parts of it as RMSNorm.after takes them."""
+        """The attention's output [B, Q, heads, size] -> [B · Q, hidden], or parts of it as a BlockOutput."""
         raise NotImplementedError
 
-    def __call__(self, layer: int, rows: InputRows, s: Stream, p: Pass) -> Tensor | Unsummed:
+    def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | Unsummed:
         """Returns the block's output for the rows.  See Mixer."""
-        q, kept = self.write(layer, rows, p), p.kept(layer)
+        q, kept = self.write(layer, rows, p), p.kept_rows(layer)
         gate = self.gate(rows, kept)
         if kept is not None:
-            s.keep(kept)
+            s.keep_rows(kept)
         attended = p.attend(layer, q, self.sink)
         return self.project(attended if gate is None else attended * gate.view(*attended.shape[:3], -1))
 
@@ -90,8 +90,8 @@ class Attention(AttentionBlock):
     """The attention block with K and V heads.
 
     qkv: the stacked weights of q, k and v, [num_heads·head_size, in].  num_heads: heads + 2·kv_heads.
-    norms: the norms of each q and k head.  wide_norms: the norms of all of q and all of k.  Either is None if there are
-    no such norms.  output_gate: None without a gate.
+    norms: the norms of each q and k head.  all_heads_norms: the norms of all of q and all of k.  Either may be None.
+    output_gate: None without a gate.
     """
 
     qkv: Linear
@@ -100,16 +100,19 @@ class Attention(AttentionBlock):
     rope: RopeTables
     norms: HeadNorms | None = None
     sink: Tensor | None = None
-    wide_norms: WideNorms | None = None
+    all_heads_norms: AllHeadsNorms | None = None
     output_gate: OutputGate | None = None
 
-    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, InputRows]:
-        """Returns (x + delta, the norm of that sum as qkv takes it).  See stream.py:Reader."""
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
         # With a gate, the norm is not rounded: the gate may have another format than q, k and v.
-        return self.qkv.read(norm, delta, x) if self.output_gate is None else norm.after(delta, x)
+        return self.qkv.norm_input(norm, delta, x) if self.output_gate is None else norm.add_and_norm(delta, x)
 
     def write(self, layer: int, rows: InputRows, p: Pass) -> Tensor:
-        qkv = self.qkv.in_parts(rows) if self.wide_norms is None else self.wide_norms.of(self.qkv(rows))
+        qkv = (
+            self.qkv.in_parts(rows)
+            if self.all_heads_norms is None
+            else self.all_heads_norms.norm_q_and_k(self.qkv(rows))
+        )
         heads = qkv.view(*qkv.shape[:-1], self.num_heads, qkv.shape[-1] // self.num_heads)
         q, scales = p.write(layer, heads, p.rotation(self.rope), self.norms), self.rope.query_scales
         return q if scales is None else q * p.at_positions(layer, scales)
@@ -121,7 +124,7 @@ class Attention(AttentionBlock):
         return self.output_gate.activation(self.output_gate.project(rows if kept is None else rows[kept]))
 
     def project(self, attended: Tensor) -> Tensor | Unsummed:
-        return self.out.for_stream(attended.reshape(-1, self.out.shape[1]))
+        return self.out.for_residual(attended.reshape(-1, self.out.shape[1]))
 
 
 @dataclass(eq=False, slots=True)
@@ -135,15 +138,14 @@ class GatedAttention:
     rope: RopeTables
     norms: HeadNorms
 
-    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, InputRows]:
-        """Returns (x + delta, the norm of that sum as qkv takes it).  See stream.py:Reader."""
-        return self.qkv.read(norm, delta, x)
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
+        return self.qkv.norm_input(norm, delta, x)
 
-    def __call__(self, layer: int, rows: InputRows, s: Stream, p: Pass) -> Tensor | Unsummed:
+    def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | Unsummed:
         """Returns the block's output for the rows.  See decoder.py:Mixer."""
         qkv = self.qkv.in_parts(rows)
         q = p.write(layer, qkv.unflatten(-1, (-1, self.head_size)), p.rotation(self.rope), self.norms)
-        s.keep(p.kept(layer))
+        s.keep_rows(p.kept_rows(layer))
         attended = p.attend(layer, q).flatten(0, 1)
-        gate = HeadGate(of_kept(qkv, layer, p)[..., self.head_size :], 1, 2 * self.head_size, False)
-        return self.out.for_stream(gated_for(self.out, attended, gate, None))
+        gate = HeadGate(select_kept(qkv, layer, p)[..., self.head_size :], 1, 2 * self.head_size, False)
+        return self.out.for_residual(gated_for(self.out, attended, gate, None))

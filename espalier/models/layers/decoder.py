@@ -18,30 +18,30 @@ from espalier.models.base import Layer, ModelOutput
 from espalier.models.config import ModelConfig
 from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.mlp import GatedMLP, MixtureMLP
-from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
-from espalier.models.layers.stream import Reader, Stream
+from espalier.models.layers.norm import AnyNorm, BlockOutput, RMSNorm
+from espalier.models.layers.residual import NormReader, Residual
 from espalier.models.rope import RopeTables
 from espalier.models.weight_formats.sharded import Unsummed
 
 
-class Mixer(Reader, Protocol):
+class Mixer(NormReader, Protocol):
     """A block in which the rows of a request read one another, such as attention or a recurrence."""
 
-    def __call__(self, layer: int, rows: Any, s: Stream, p: Pass) -> Tensor | Unsummed:
-        """Write what the layer keeps, drop all rows but `p.kept` (`s.keep`), then attend.
+    def __call__(self, layer: int, rows: Any, s: Residual, p: Pass) -> Tensor | Unsummed:
+        """Write what the layer keeps, drop all rows but `p.kept_rows` (`s.keep_rows`), then attend.
 
         layer: the layer's index in the pass.  rows: the result of `read`.
-        Returns [kept rows, hidden], or parts of it as RMSNorm.after takes them.
+        Returns [kept rows, hidden], or parts of it as RMSNorm.add_and_norm takes them.
         """
         ...
 
 
-class Unread:
-    """A Reader whose `read` returns the norm as a plain tensor."""
+class PlainNorm:
+    """A NormReader whose `read` returns the norm as a plain tensor."""
 
     @staticmethod
-    def read(norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Tensor]:
-        return norm.after(delta, x)
+    def norm_input(norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, Tensor]:
+        return norm.add_and_norm(delta, x)
 
 
 @dataclass(eq=False, slots=True)
@@ -56,23 +56,23 @@ class BlockLayer:
     mixer: Mixer | None = None
     mlp: GatedMLP | MixtureMLP | None = None
 
-    def __call__(self, s: Stream, p: Pass) -> None:
+    def __call__(self, s: Residual, p: Pass) -> None:
         if self.mixer is not None:
-            s.add(self.mixer(self.index, s.normed(self.norm, self.mixer), s, p))
+            s.add(self.mixer(self.index, s.add_and_norm(self.norm, self.mixer), s, p))
             return
-        mlp, kept = self.mlp, p.kept(self.index)
+        mlp, kept = self.mlp, p.kept_rows(self.index)
         assert mlp is not None
         if kept is None:
-            s.add(mlp(s.normed(self.norm, mlp), s.live))
+            s.add(mlp(s.add_and_norm(self.norm, mlp), s.live))
             return
-        rows = s.normed(self.norm, Unread)[kept]
-        s.keep(kept)
+        rows = s.add_and_norm(self.norm, PlainNorm)[kept]
+        s.keep_rows(kept)
         s.add(mlp(mlp.routed(rows), s.live) if isinstance(mlp, MixtureMLP) else mlp(rows))
 
 
-def of_kept(values: Tensor, layer: int, p: Pass) -> Tensor:
-    """Returns the rows of values [..., N, columns] with which the layer goes on after its write (Pass.kept)."""
-    kept = p.kept(layer)
+def select_kept(values: Tensor, layer: int, p: Pass) -> Tensor:
+    """Returns the rows of values [..., N, columns] with which the layer goes on after its write (Pass.kept_rows)."""
+    kept = p.kept_rows(layer)
     return values if kept is None else values[..., kept, :]
 
 
@@ -96,10 +96,10 @@ class DecoderLayer:
     post_mlp_norm: RMSNorm | None = None
     residual_scale: float = 1.0
 
-    def __call__(self, s: Stream, p: Pass) -> None:
-        mixed = self.attention(self.index, s.normed(self.attention_norm, self.attention), s, p)
+    def __call__(self, s: Residual, p: Pass) -> None:
+        mixed = self.attention(self.index, s.add_and_norm(self.attention_norm, self.attention), s, p)
         s.add(mixed, self.post_attention_norm, self.residual_scale)
-        s.add(self.mlp(s.normed(self.mlp_norm, self.mlp), s.live), self.post_mlp_norm, self.residual_scale)
+        s.add(self.mlp(s.add_and_norm(self.mlp_norm, self.mlp), s.live), self.post_mlp_norm, self.residual_scale)
 
 
 @dataclass(eq=False)
@@ -122,7 +122,7 @@ class Decoder:
             if i in self.capture:
                 s.capture(i)
             layer(s, p)
-        x, hidden = s.end(self.norm, p.out_shape)
+        x, hidden = s.final_norm(self.norm, p.out_shape)
         inputs = {i: rows.unflatten(0, p.tokens.shape) for i, rows in s.inputs.items()} | {len(self.layers): x}
         return ModelOutput(hidden=hidden, inputs=tuple(inputs[i] for i in self.capture))
 

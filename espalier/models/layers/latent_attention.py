@@ -21,7 +21,7 @@ from espalier.kernels.runtime.launch import chip
 from espalier.models.layers.attention import AttentionBlock
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import router_logits
-from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
+from espalier.models.layers.norm import AnyNorm, BlockOutput, RMSNorm
 from espalier.models.rope import RopeTables
 from espalier.models.weight_formats.sharded import Unsummed
 
@@ -31,26 +31,26 @@ INDEX_EPS = 1e-6
 
 class IndexedRows(NamedTuple):
     """The input of a layer with an indexer.
-    x: [N, hidden], normed rows.  of_products: the same rows in the form that the layer's projections take."""
+    x: [N, hidden], normed rows.  projection_rows: the same rows in the form that the layer's projections take."""
 
     x: Tensor
-    of_products: InputRows
+    projection_rows: InputRows
 
 
-def read_indexed(
-    down: Linear, indexer: "Indexer", norm: AnyNorm, delta: Delta, x: Tensor
+def norm_for_indexer(
+    down: Linear, indexer: "Indexer", norm: AnyNorm, delta: BlockOutput, x: Tensor
 ) -> tuple[Tensor, IndexedRows]:
     """Returns (x + delta, the norm of that sum in the form that `down` and the indexer take)."""
-    rounding = rounding_of_both(down.rounding, indexer.k.rounding) if x.is_cuda else None
+    rounding = common_rounding(down.rounding, indexer.k.rounding) if x.is_cuda else None
     if rounding is not None and (
         len(x) > max_kernel_rows(rounding, chip(x)) or not can_round_norm(x.shape[1], rounding)
     ):
         rounding = None
-    total, normed, rounded = norm.both_after(delta, x, rounding)
+    total, normed, rounded = norm.add_norm_and_round(delta, x, rounding)
     return total, IndexedRows(normed, rounded)
 
 
-def rounding_of_both(one: InputScales | None, other: InputScales | None) -> InputScales | None:
+def common_rounding(one: InputScales | None, other: InputScales | None) -> InputScales | None:
     """How a norm may round the inputs of two products at once; None if the two products take different roundings."""
     if one is None or other is None or one.static is not None or other.static is not None or one.group != other.group:
         return None
@@ -77,7 +77,7 @@ class Indexer:
         # The published scale of scores is left out: it changes no choice.
         weights = sum_parts(parts, parts.dtype)
         q = self.q(q_latent).unflatten(1, (len(self.weights), self.k.shape[0]))
-        return IndexRows(q, self.k(rows.of_products), weights, self.norm, rotation, self.interleaved)
+        return IndexRows(q, self.k(rows.projection_rows), weights, self.norm, rotation, self.interleaved)
 
 
 # The eps of the norms of both latents.  The publishers' code fixes it; rms_norm_eps of config.json is for other norms.
@@ -106,14 +106,13 @@ class LatentAttention(AttentionBlock):
     rope: RopeTables
     indexer: Indexer | None = None
 
-    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, InputRows | IndexedRows]:
-        """Returns (x + delta, the norm of that sum as `down` takes it, or as IndexedRows).  See stream.py:Reader."""
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows | IndexedRows]:
         if self.indexer is None:
-            return self.down.read(norm, delta, x)
-        return read_indexed(self.down, self.indexer, norm, delta, x)
+            return self.down.norm_input(norm, delta, x)
+        return norm_for_indexer(self.down, self.indexer, norm, delta, x)
 
     def write(self, layer: int, rows: InputRows | IndexedRows, p: Pass) -> Tensor:
-        down = self.down(rows.of_products if isinstance(rows, IndexedRows) else rows)
+        down = self.down(rows.projection_rows if isinstance(rows, IndexedRows) else rows)
         q, latent = down[:, : -self.row_size], down[:, -self.row_size :].unsqueeze(1)
         q_latent = q if self.q_norm is None else self.q_norm(q)
         q = q_latent if self.q is None else self.q(q_latent)
@@ -128,4 +127,4 @@ class LatentAttention(AttentionBlock):
         latents = attended.flatten(0, 1)
         values = latents.new_empty(*latents.shape[:2], self.v_up.shape[1])
         head_product(latents, self.v_up.transpose(1, 2), values)
-        return self.out.for_stream(values.flatten(1))
+        return self.out.for_residual(values.flatten(1))

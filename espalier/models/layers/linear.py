@@ -10,8 +10,8 @@ from espalier.attention import Pass
 from espalier.kernels.layers.quantised import InputRows, InputScales, RoundedRows
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.drafts import DraftHidden, EmbeddingTables, embed_rows
-from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
-from espalier.models.layers.stream import Stream
+from espalier.models.layers.norm import AnyNorm, BlockOutput, RMSNorm
+from espalier.models.layers.residual import Residual
 from espalier.models.rope import RopeTables
 from espalier.models.weight_formats import Weight
 from espalier.models.weight_formats.sharded import Unsummed
@@ -38,10 +38,9 @@ class Linear:
         """How a norm must round RoundedRows for this layer; None: the layer takes only plain tensors."""
         return self.weight.rounding
 
-    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, InputRows]:
-        """Returns (x + delta, the norm of that sum as this layer takes it).  See stream.py:Reader."""
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
         rounding = self.weight.rounding
-        return norm.after(delta, x) if rounding is None else norm.rounded_after(delta, x, rounding)
+        return norm.add_and_norm(delta, x) if rounding is None else norm.add_and_round(delta, x, rounding)
 
     def __call__(self, x: InputRows) -> Tensor:
         """x [..., in] -> a new tensor [..., out]."""
@@ -49,13 +48,13 @@ class Linear:
             return self.weight.apply(x, self.bias)
         return self.weight.apply(x.reshape(-1, x.shape[-1]), self.bias).view(*x.shape[:-1], self.shape[0])
 
-    def for_stream(self, x: InputRows) -> Tensor | Unsummed:
+    def for_residual(self, x: InputRows) -> Tensor | Unsummed:
         """Returns the result of in_parts; if ranks divide the columns, as Unsummed, which the next norm sums."""
-        product: Tensor | Unsummed = self.weight.for_stream(x, self.bias)
+        product: Tensor | Unsummed = self.weight.for_residual(x, self.bias)
         return product
 
     def in_parts(self, x: InputRows) -> Tensor:
-        """x [rows, in] -> [rows, out], or partial sums [parts, rows, out] float32, which RMSNorm.after adds."""
+        """x [rows, in] -> [rows, out], or partial sums [parts, rows, out] float32, which RMSNorm.add_and_norm adds."""
         return self.weight.parts(x, self.bias)
 
     def write_parts(self, x: InputRows, out: Tensor) -> None:
@@ -92,22 +91,22 @@ class Embedding:
         """The shape [vocab, hidden] of the whole embedding, over all ranks."""
         return len(self.weight) if self.vocab_size is None else self.vocab_size, self.weight.shape[1]
 
-    def __call__(self, p: Pass, rope: RopeTables, beside: DraftHidden | None = None) -> Stream:
-        """Returns the stream of the pass's B · Q rows.  rope: the RoPE that most layers use.
+    def __call__(self, p: Pass, rope: RopeTables, draft_hidden: DraftHidden | None = None) -> Residual:
+        """Returns the residual of the pass's B · Q rows.  rope: the RoPE that most layers use.
 
-        beside: for a draft, the hidden states that are concatenated to the embeddings.  The residual then starts with
-        these hidden states, and the stream's `given` holds both, normed: [B · Q, 2 · hidden].
+        draft_hidden: for a draft, the hidden states that are concatenated to the embeddings.  The residual then starts
+        with these hidden states, and its `first_input` holds both, normed: [B · Q, 2 · hidden].
         """
-        tokens, table = (p.tokens, self.weight) if self.shards.count == 1 else self._over_ranks(p.tokens)
+        tokens, table = (p.tokens, self.weight) if self.shards.count == 1 else self._gather_over_ranks(p.tokens)
         tables = EmbeddingTables(table, rope.cos, rope.sin)
-        x, residual, rotation, live = embed_rows(tokens, p.positions, tables, beside)
-        p.looked_up(rope, rotation)
-        if beside is not None:
-            return Stream(residual, live, x)
+        x, residual, rotation, live = embed_rows(tokens, p.positions, tables, draft_hidden)
+        p.keep_rotation(rope, rotation)
+        if draft_hidden is not None:
+            return Residual(residual, live, x)
         x = x if self.row_norm is None else self.row_norm(x)
-        return Stream(x if self.scale == 1 else x * self.scale, live)
+        return Residual(x if self.scale == 1 else x * self.scale, live)
 
-    def _over_ranks(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def _gather_over_ranks(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (the index of each token in a table of this pass's embeddings, that table)."""
         own = self.shards.tokens(self.shape[0])
         places = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
@@ -118,13 +117,13 @@ class Embedding:
             rows = F.embedding(local.clamp(0, len(own) - 1), self.weight).masked_fill_(~is_own[:, None], 0)
         return places.masked_fill_(tokens < 0, -1), self.shards.all_reduce(rows)
 
-    def make_whole(self) -> None:
+    def gather_all_rows(self) -> None:
         """Hold all rows on every rank.
 
         A draft needs this, because it reads embeddings at each of its levels, between which ranks do not communicate.
         """
         vocab_size, _ = self.shape
         if self.shards.count > 1:
-            padding = self.shards.tokens_each(vocab_size) - len(self.weight)
+            padding = self.shards.max_tokens_per_rank(vocab_size) - len(self.weight)
             self.weight = self.shards.all_gather(F.pad(self.weight, (0, 0, 0, padding))).flatten(0, 1)[:vocab_size]
             self.shards = WHOLE

@@ -23,7 +23,7 @@ from espalier.kernels.ops.experts import (
 from espalier.kernels.ops.linear import linear_parts
 from espalier.kernels.ops.norm import can_round_norm, norm_router, supports_norm_router
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.norm import AnyNorm, Delta, Normed, is_rounded_before, summed
+from espalier.models.layers.norm import AnyNorm, BlockOutput, NormedOutputs, is_rounded_before, summed
 from espalier.models.weight_formats.sharded import Unsummed
 from espalier.shards import WHOLE, Shards
 
@@ -37,16 +37,15 @@ class GatedMLP:
     down: Linear
     activation: Activation = SILU
 
-    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, InputRows]:
-        """Returns (x + delta, the norm of that sum as gate_up takes it).  See stream.py:Reader."""
-        return self.gate_up.read(norm, delta, x)
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
+        return self.gate_up.norm_input(norm, delta, x)
 
     def __call__(self, x: InputRows, live: Tensor | None = None) -> Tensor | Unsummed:
-        """[B·Q, hidden] -> [B·Q, hidden], or parts of the result as RMSNorm.after takes them.
+        """[B·Q, hidden] -> [B·Q, hidden], or parts of the result as RMSNorm.add_and_norm takes them.
 
         live: not used: a dense MLP computes every row.  MixtureMLP has the same argument.
         """
-        return self.down.for_stream(self._inner(x))
+        return self.down.for_residual(self._inner(x))
 
     def in_parts(self, x: InputRows) -> Tensor:
         """[B·Q, hidden] -> [B·Q, hidden], or parts whose sum is the result.  Each rank returns its own, not summed."""
@@ -77,12 +76,12 @@ ROUTER_PLAN, ROUTER_MAX_ROWS = TritonPlan(block_out=32, block_in=128, splits=8, 
 class RoutedRows(NamedTuple):
     """The input of a MixtureMLP.
 
-    x: [N, hidden], the normed rows; of_experts: these rows in the form that the routed experts take; logits: the
+    x: [N, hidden], the normed rows; expert_rows: these rows in the form that the routed experts take; logits: the
     router's, in the form that `route` takes.
     """
 
     x: Tensor
-    of_experts: InputRows
+    expert_rows: InputRows
     logits: Tensor
 
 
@@ -118,20 +117,20 @@ class MixtureMLP:
         shared = self.shared
         are_silu = self.activation.is_silu and (shared is None or shared.activation.is_silu)
         if shared is not None and self.shared_gate is None and self.biases is None and are_silu:
-            self.shared_tiles = _as_tiles(shared, self.gate_up, self.down)
+            self.shared_tiles = _shared_expert_tiles(shared, self.gate_up, self.down)
 
-    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, RoutedRows]:
-        """Returns (x + delta, the norm of that sum with its router's logits).  See stream.py:Reader.
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, RoutedRows]:
+        """Returns (x + delta, the norm of that sum with its router's logits).  See residual.py:NormReader.
 
         For a few rows one launch computes the norm and the router.  If the experts take rounded inputs, the launch of
         the norm also rounds them.
         """
         rounding = rounding_in_norm(self.gate_up, x)
-        own = summed(delta) if supports_norm_router(x) and not isinstance(delta, Normed) else None
+        own = summed(delta) if supports_norm_router(x) and not isinstance(delta, NormedOutputs) else None
         if own is not None and norm.weight is not None:
             total, normed, rounded, logits = norm_router.triton(own, x, norm.weight, norm.eps, self.router, rounding)
             return total, RoutedRows(normed, rounded, logits)
-        total, normed, rounded = norm.both_after(delta if own is None else own, x, rounding)
+        total, normed, rounded = norm.add_norm_and_round(delta if own is None else own, x, rounding)
         return total, RoutedRows(normed, rounded, router_logits(normed, self.router))
 
     def routed(self, x: Tensor) -> RoutedRows:
@@ -139,24 +138,24 @@ class MixtureMLP:
         return RoutedRows(x, x, router_logits(x, self.router))
 
     def __call__(self, routed: RoutedRows, live: Tensor | None = None) -> Tensor | Unsummed:
-        """N rows -> [parts, N, hidden], float32 at least, or [N, hidden], as RMSNorm.after takes them.
+        """N rows -> [parts, N, hidden], float32 at least, or [N, hidden], as RMSNorm.add_and_norm takes them.
 
         live: [N] bool, the rows that go to experts; None: all rows.
         """
-        parts = self._mixed(*routed, live)
+        parts = self._sum_of_experts(*routed, live)
         return parts if self.shards.count == 1 else Unsummed(parts, self.shards, routed.x.dtype)
 
-    def _mixed(self, x: Tensor, of_experts: InputRows, logits: Tensor, live: Tensor | None) -> Tensor:
+    def _sum_of_experts(self, x: Tensor, expert_rows: InputRows, logits: Tensor, live: Tensor | None) -> Tensor:
         ids, weights = route(logits, self.bias, self.routing, self.scale)
         if self.shared_tiles is not None and len(x) <= MAX_SHARED_ROWS:
             return grouped_experts(
-                of_experts, self.gate_up, self.down, ids, weights, live=live, shared=self.shared_tiles
+                expert_rows, self.gate_up, self.down, ids, weights, live=live, shared=self.shared_tiles
             )
         extra = 0 if self.shared is None else 1 if self.shared_gate is not None else self.shared.num_parts(len(x))
-        experts = (of_experts, self.gate_up, self.down, ids, weights)
+        experts = (expert_rows, self.gate_up, self.down, ids, weights)
         parts = grouped_experts(*experts, live=live, biases=self.biases, activation=self.activation, extra=extra)
         if self.shared is not None and self.shared_gate is not None:
-            rows = _rows_of_shared(self.shared, self.gate_up, x, of_experts)
+            rows = _shared_mlp_rows(self.shared, self.gate_up, x, expert_rows)
             _write_gated(self.shared, self.shared_gate, x, rows, parts[-1])
         elif self.shared is not None:
             self.shared.write_parts(x, parts[-extra:])
@@ -172,14 +171,14 @@ def _write_gated(shared: GatedMLP, gate: Linear, x: Tensor, rows: InputRows, out
         scale_by_gate(shared.in_parts(rows), x, weight, out)
 
 
-def _rows_of_shared(shared: GatedMLP, gate_up: ExpertMatrix, x: Tensor, of_experts: InputRows) -> InputRows:
+def _shared_mlp_rows(shared: GatedMLP, gate_up: ExpertMatrix, x: Tensor, expert_rows: InputRows) -> InputRows:
     """Returns the rows in the form that the shared MLP takes.
-    The result is `of_experts` if those rows are already rounded as the shared MLP would round them, else x."""
+    The result is `expert_rows` if those rows are already rounded as the shared MLP would round them, else x."""
     rounding = shared.gate_up.rounding
     if rounding is None or isinstance(gate_up, Tensor) or gate_up.inputs is None:
         return x
     is_same = rounding.static is gate_up.inputs.static and rounding.group == gate_up.inputs.group
-    return of_experts if is_same and is_rounded_before(x, x.shape[1], rounding) else x
+    return expert_rows if is_same and is_rounded_before(x, x.shape[1], rounding) else x
 
 
 def rounding_in_norm(gate_up: ExpertMatrix, x: Tensor) -> InputScales | None:
@@ -189,7 +188,7 @@ def rounding_in_norm(gate_up: ExpertMatrix, x: Tensor) -> InputScales | None:
     return gate_up.inputs if can_round_norm(x.shape[1], gate_up.inputs) else None
 
 
-def _as_tiles(shared: GatedMLP, gate_up: ExpertMatrix, down: ExpertMatrix) -> SharedExperts | None:
+def _shared_expert_tiles(shared: GatedMLP, gate_up: ExpertMatrix, down: ExpertMatrix) -> SharedExperts | None:
     """The weights of the shared MLP as SharedExperts.
 
     None if the shared MLP or the experts are quantised, if the shared MLP has a bias, or if its intermediate size is no

@@ -1,4 +1,4 @@
-"""RMS norms with a weight, alone or fused with the residual addition before them, and their absence (Unnormed)."""
+"""RMS norms with a weight, alone or fused with the residual addition before them, and their absence (NoNorm)."""
 
 from collections.abc import Sequence
 from typing import ClassVar, TypeAlias
@@ -20,10 +20,10 @@ from espalier.kernels.ops.norm import (
     rounded_norm,
 )
 from espalier.kernels.runtime.launch import chip
-from espalier.models.weight_formats.sharded import Unsummed, over_ranks
+from espalier.models.weight_formats.sharded import Unsummed, sum_over_ranks
 
-# The output of a block, which the next norm adds to the stream.
-Delta: TypeAlias = "Tensor | Unsummed | Normed | None"
+# The output of a block, which the next norm adds to the residual.
+BlockOutput: TypeAlias = "Tensor | Unsummed | NormedOutputs | None"
 
 
 def is_rounded_before(x: Tensor, size: int, rounding: InputScales | None) -> bool:
@@ -56,43 +56,43 @@ class RMSNorm:
             return norm_by_length(x, *self._constants)
         return rms_norm(x, self.weight, self.eps)
 
-    def rounded_after(self, delta: Delta, residual: Tensor, rounding: InputScales) -> tuple[Tensor, InputRows]:
+    def add_and_round(self, delta: BlockOutput, residual: Tensor, rounding: InputScales) -> tuple[Tensor, InputRows]:
         """Returns the results of `after`, the norm as RoundedRows if its launch can round it.
         rounding: how the one reader of the norm rounds its input (Linear.rounding)."""
-        if isinstance(delta, Normed) or not is_rounded_before(residual, residual.shape[1], rounding):
-            return self.after(delta, residual)
+        if isinstance(delta, NormedOutputs) or not is_rounded_before(residual, residual.shape[1], rounding):
+            return self.add_and_norm(delta, residual)
         total, _, rounded = rounded_norm.triton(summed(delta), residual, self.weight, self.eps, rounding)
         return total, rounded
 
-    def both_after(
-        self, delta: Delta, residual: Tensor, rounding: InputScales | None
+    def add_norm_and_round(
+        self, delta: BlockOutput, residual: Tensor, rounding: InputScales | None
     ) -> tuple[Tensor, Tensor, InputRows]:
         """Returns the results of `after`, and the norm rounded by `rounding` in the same launch.
 
         rounding: None: the third result is the norm itself.  Else x must be on a GPU, and `can_round_norm` accept its
         width.
         """
-        if rounding is not None and not isinstance(delta, Normed):
+        if rounding is not None and not isinstance(delta, NormedOutputs):
             given = (summed(delta), residual, self.weight, self.eps, rounding)
             total, kept, rounded = rounded_norm.triton(*given, return_norm=True)
             assert kept is not None
             return total, kept, rounded
-        total, norm = self.after(delta, residual)
+        total, norm = self.add_and_norm(delta, residual)
         return total, norm, norm
 
-    def after(self, delta: Delta, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (residual + delta, norm of that sum), [N, H] each.
 
         delta: a block's output [N, H], or partial sums [parts, N, H], float32 at least (Linear.in_parts, MixtureMLP),
         which are added in order; None before the first block.  An Unsummed delta is first summed over the ranks, if
-        possible in the same launch.  A Normed delta is first normed, on a GPU in the same launch.
+        possible in the same launch.  A NormedOutputs delta is first normed, on a GPU in the same launch.
         """
-        if isinstance(delta, Normed):
+        if isinstance(delta, NormedOutputs):
             total, [normed] = delta.added(residual, (self,))
             return total, normed
         if isinstance(delta, Unsummed):
             joined = delta.add_norm(residual, self.weight, self.eps)
-            return self.after(delta.summed(), residual) if joined is None else joined
+            return self.add_and_norm(delta.summed(), residual) if joined is None else joined
         if delta is None:
             return residual, self(residual)
         if self._constants is not None and residual.dtype == self.weight.dtype:
@@ -101,10 +101,10 @@ class RMSNorm:
         return add_rms_norm(delta, residual, self.weight, self.eps)
 
 
-class Normed:
+class NormedOutputs:
     """Outputs of blocks that are normed before they are added: x · scale + norm(the sum of the normed outputs).
 
-    outputs: one or two pairs of an output and its norm; outputs are in a form that RMSNorm.after takes.
+    outputs: one or two pairs of an output and its norm; outputs are in a form that RMSNorm.add_and_norm takes.
     norm: None: the sum of the normed outputs is added without another norm.
     """
 
@@ -119,8 +119,8 @@ class Normed:
 
     def added(self, x: Tensor, norms: Sequence[RMSNorm]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Returns (the new residual, up to 3 norms of it), [N, H] each.  On a GPU, one launch computes all."""
-        outputs = [(over_ranks(output), own) for output, own in self.outputs]
-        if is_one_launch(x):
+        outputs = [(sum_over_ranks(output), own) for output, own in self.outputs]
+        if adds_in_one_launch(x):
             of_outputs = tuple((output, _weight(own)) for output, own in outputs)
             behind = None if self.norm is None else _weight(self.norm)
             return add_normed(of_outputs, behind, x, self.scale, tuple(map(_weight, norms)))
@@ -131,7 +131,7 @@ class Normed:
         return total, tuple(norm(total) for norm in norms)
 
 
-def is_one_launch(x: Tensor) -> bool:
+def adds_in_one_launch(x: Tensor) -> bool:
     """Whether one kernel norms blocks' outputs and adds them to rows like these."""
     return x.is_cuda
 
@@ -140,23 +140,23 @@ def _weight(norm: RMSNorm) -> NormWeight:
     return NormWeight(norm.weight, norm.eps)
 
 
-class Unnormed:
+class NoNorm:
     """Takes the place of the norm before a block, for families that norm only a block's output."""
 
     weight: ClassVar[None] = None
 
-    def rounded_after(self, delta: Delta, residual: Tensor, rounding: InputScales) -> tuple[Tensor, InputRows]:
-        return self.after(delta, residual)
+    def add_and_round(self, delta: BlockOutput, residual: Tensor, rounding: InputScales) -> tuple[Tensor, InputRows]:
+        return self.add_and_norm(delta, residual)
 
-    def both_after(
-        self, delta: Delta, residual: Tensor, rounding: InputScales | None
+    def add_norm_and_round(
+        self, delta: BlockOutput, residual: Tensor, rounding: InputScales | None
     ) -> tuple[Tensor, Tensor, InputRows]:
-        total, _ = self.after(delta, residual)
+        total, _ = self.add_and_norm(delta, residual)
         return total, total, total
 
-    def after(self, delta: Delta, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (residual + delta, the same sum again).  delta: as RMSNorm.after takes it."""
-        if isinstance(delta, Normed):
+    def add_and_norm(self, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (residual + delta, the same sum again).  delta: as RMSNorm.add_and_norm takes it."""
+        if isinstance(delta, NormedOutputs):
             total, _ = delta.added(residual, ())
             return total, total
         own = summed(delta)
@@ -166,7 +166,7 @@ class Unnormed:
 
 def summed(delta: Tensor | Unsummed | None) -> Tensor | None:
     """Returns delta, summed over the ranks if it is Unsummed."""
-    return None if delta is None else over_ranks(delta)
+    return None if delta is None else sum_over_ranks(delta)
 
 
-AnyNorm = RMSNorm | Unnormed
+AnyNorm = RMSNorm | NoNorm

@@ -11,11 +11,11 @@ from espalier.kernels.layers.quantised import InputRows
 from espalier.kernels.ops.norm import norm_router, supports_norm_router
 from espalier.kernels.ops.recurrence import ShortConv
 from espalier.kernels.ops.states import Columns, GateInputs, OutputGate
-from espalier.models.layers.decoder import of_kept
+from espalier.models.layers.decoder import select_kept
 from espalier.models.layers.gated import gated_for
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.norm import AnyNorm, Delta, Normed, RMSNorm, is_rounded_before, summed
-from espalier.models.layers.stream import Stream
+from espalier.models.layers.norm import AnyNorm, BlockOutput, NormedOutputs, RMSNorm, is_rounded_before, summed
+from espalier.models.layers.residual import Residual
 from espalier.models.weight_formats.sharded import Unsummed
 
 # The most rows of which a convolution reads the product in parts.  It reads a part once for each tap, so for more rows
@@ -50,11 +50,11 @@ class Mamba2:
         # The stored order is the gate, x, B, C, dt.
         self.columns = keeps.columns._replace(q=2 * inner + shared, k=2 * inner, v=inner)
 
-    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, InputRows]:
-        """Returns (x + delta, the norm of that sum as `inputs` takes it).  See stream.py:Reader."""
-        return self.inputs.read(norm, delta, x)
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
+        """Returns (x + delta, the norm of that sum as `inputs` takes it).  See residual.py:NormReader."""
+        return self.inputs.norm_input(norm, delta, x)
 
-    def __call__(self, layer: int, rows: InputRows, s: Stream, p: Pass) -> Tensor | Unsummed:
+    def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | Unsummed:
         """Returns the block's output for the rows [N, H].  See decoder.py:Mixer."""
         inputs, keeps = self.inputs(rows), self.keeps
         low, high = self.limits
@@ -62,10 +62,10 @@ class Mamba2:
         share = keeps.heads // keeps.k_heads
         dt = GateInputs(inputs[:, -keeps.heads :], None, self.A_log, self.dt_bias, share, share, bounds)
         q = p.write(layer, inputs, dt, self.conv, self.columns)
-        s.keep(p.kept(layer))
+        s.keep_rows(p.kept_rows(layer))
         read = p.attend(layer, q, self.skip).flatten(2).view(-1, keeps.k_heads, share * keeps.v_size)
-        gate = OutputGate(of_kept(inputs, layer, p), 1, share * keeps.v_size, True)
-        return self.out.for_stream(gated_for(self.out, read, gate, self.norm))
+        gate = OutputGate(select_kept(inputs, layer, p), 1, share * keeps.v_size, True)
+        return self.out.for_residual(gated_for(self.out, read, gate, self.norm))
 
 
 @dataclass(eq=False, slots=True)
@@ -77,16 +77,16 @@ class GatedConv:
     conv: ShortConv
     out: Linear
 
-    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, InputRows]:
-        """Returns (x + delta, the norm of that sum as `gates` takes it).  See stream.py:Reader."""
-        return self.gates.read(norm, delta, x)
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
+        """Returns (x + delta, the norm of that sum as `gates` takes it).  See residual.py:NormReader."""
+        return self.gates.norm_input(norm, delta, x)
 
-    def __call__(self, layer: int, rows: InputRows, s: Stream, p: Pass) -> Tensor | Unsummed:
+    def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | Unsummed:
         """Returns the block's output for the rows [N, H].  See decoder.py:Mixer."""
         before, behind, inputs = self.gates(rows).chunk(3, -1)
         convolved = p.write(layer, before * inputs, None, self.conv).flatten(0, 1)
-        s.keep(p.kept(layer))
-        return self.out.for_stream(of_kept(behind, layer, p) * convolved)
+        s.keep_rows(p.kept_rows(layer))
+        return self.out.for_residual(select_kept(behind, layer, p) * convolved)
 
 
 @dataclass(eq=False, slots=True)
@@ -127,30 +127,30 @@ class DeltaNet:
             self.columns = keeps.columns._replace(k=keeps.k_size, v=2 * keeps.k_size, k_step=step, v_step=step)
             self.z_at = 2 * keeps.k_size + of_group
 
-    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, tuple[InputRows, Tensor]]:
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, tuple[InputRows, Tensor]]:
         """Returns (x + delta, (the norm of that sum as qkvz takes it, the product of that norm with ba)).
 
-        See stream.py:Reader.  For a few rows one launch computes the norm and the product with ba.  If qkvz takes
+        See residual.py:NormReader.  For a few rows one launch computes the norm and the product with ba.  If qkvz takes
         rounded inputs, the launch of the norm also rounds them.
         """
         rounding = self.qkvz.rounding if is_rounded_before(x, x.shape[1], self.qkvz.rounding) else None
         of_ba = self.ba.weight.dense_tensor() if supports_norm_router(x) else None
-        own = None if of_ba is None or isinstance(delta, Normed) else summed(delta)
+        own = None if of_ba is None or isinstance(delta, NormedOutputs) else summed(delta)
         if of_ba is not None and own is not None and norm.weight is not None:
             total, _, of_qkvz, ba = norm_router.triton(own, x, norm.weight, norm.eps, of_ba, rounding, x.dtype)
             return total, (of_qkvz, ba)
-        total, normed, of_qkvz = norm.both_after(delta if own is None else own, x, rounding)
+        total, normed, of_qkvz = norm.add_norm_and_round(delta if own is None else own, x, rounding)
         return total, (of_qkvz, self.ba.in_parts(normed))
 
-    def __call__(self, layer: int, rows: tuple[InputRows, Tensor], s: Stream, p: Pass) -> Tensor | Unsummed:
+    def __call__(self, layer: int, rows: tuple[InputRows, Tensor], s: Residual, p: Pass) -> Tensor | Unsummed:
         """Returns the block's output for the rows [N, H].  See decoder.py:Mixer."""
         qkvz = self.qkvz.in_parts(rows[0]) if len(rows[0]) <= MAX_ROWS_IN_PARTS else self.qkvz(rows[0])
         ba = rows[1]
         q = p.write(layer, qkvz, self._gates(ba), self.conv, self.columns)
-        s.keep(p.kept(layer))
+        s.keep_rows(p.kept_rows(layer))
         read = p.attend(layer, q).flatten(0, 1)
-        gate = OutputGate(of_kept(qkvz, layer, p)[..., self.z_at :], self.share, self.columns.v_step, False)
-        return self.out.for_stream(gated_for(self.out, read, gate, self.norm))
+        gate = OutputGate(select_kept(qkvz, layer, p)[..., self.z_at :], self.share, self.columns.v_step, False)
+        return self.out.for_residual(gated_for(self.out, read, gate, self.norm))
 
     def _gates(self, ba: Tensor) -> GateInputs:
         """The inputs of the decay and of beta.  ba: [..., N, 2 · heads], the product with `ba`, maybe in parts."""

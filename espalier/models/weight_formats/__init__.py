@@ -4,7 +4,6 @@ To add a format, add a file to this package and an entry to FORMATS.
 """
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from espalier.errors import EspalierError
@@ -72,7 +71,7 @@ def declared_kv_dtype(full: Mapping[str, Any]) -> str | None:
     return kv_scheme(full, QUANTISATION_FIELDS)
 
 
-def read_formats(full: Mapping[str, Any], path: Path) -> FormatOf:
+def read_formats(full: Mapping[str, Any]) -> FormatOf:
     """Returns the format of each matrix, from a completed config.json.  Names are those in the checkpoint.
 
     Raises EspalierError naming a format that is not in FORMATS.
@@ -83,10 +82,6 @@ def read_formats(full: Mapping[str, Any], path: Path) -> FormatOf:
     if not isinstance(method, str | None) or method not in FORMATS:
         known = " or ".join(repr(name) for name in FORMATS)
         raise EspalierError(
-            f"{path}: {field} = {method!r} is not supported, only {known}; use an unquantised copy of the model "
-            "(bfloat16)"
+            f"{field} = {method!r} is not supported, only {known}; use an unquantised copy of the model (bfloat16)"
         )
-    try:
-        return FORMATS[method](quantisation or {})
-    except EspalierError as error:
-        raise EspalierError(f"{path}: {error}") from None
+    return FORMATS[method](quantisation or {})

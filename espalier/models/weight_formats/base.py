@@ -46,10 +46,10 @@ class Weight(ABC):
         """Check that a kernel multiplies inputs of this dtype on the weight's device.  Raises EspalierError."""
 
     def parts(self, x: Any, bias: Tensor | None) -> Tensor:
-        """Returns the result of `apply`, or partial sums of it [parts, rows, out] float32, which RMSNorm.after adds."""
+        """Returns the result of `apply`, or partial sums of it [parts, rows, out] float32, which the next norm adds."""
         return self.apply(x, bias)
 
-    def for_stream(self, x: Any, bias: Tensor | None) -> Any:
+    def for_residual(self, x: Any, bias: Tensor | None) -> Any:
         """Returns the result of `parts`, or Unsummed if ranks divide the columns (sharded.py)."""
         return self.parts(x, bias)
 
@@ -153,15 +153,15 @@ class WeightFormat(ABC):
     name: ClassVar[str]
     has_shards: ClassVar[bool] = False
     # Whether an embedding may be stored in the format too.  It then becomes a table in the model's dtype.
-    embeds: ClassVar[bool] = False
+    can_store_embedding: ClassVar[bool] = False
 
     @property
-    def note(self) -> str | None:
+    def load_warning(self) -> str | None:
         """A message for the log when a checkpoint in this format is loaded.
         It names a property of the format that is not followed.  None: there is no such property."""
         return None
 
-    def spelled(self, stored: Callable[[str], bool]) -> "WeightFormat":
+    def with_stored_suffixes(self, stored: Callable[[str], bool]) -> "WeightFormat":
         """Returns this format with the suffixes that a matrix is stored under.  stored: whether a suffix is stored."""
         return self
 
@@ -178,7 +178,9 @@ class WeightFormat(ABC):
         along it.  If not, they are stacked: an additional first dimension has one entry for each matrix.
         """
 
-    def of_part(self, tensors: Mapping[str, Tensor], rows: Sequence[Part], columns: Part) -> Mapping[str, Tensor]:
+    def tensors_of_part(
+        self, tensors: Mapping[str, Tensor], rows: Sequence[Part], columns: Part
+    ) -> Mapping[str, Tensor]:
         """Returns the tensors of a part as `build` takes them.  Values that count rows or columns count the part's."""
         return tensors
 

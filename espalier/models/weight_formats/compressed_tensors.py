@@ -23,12 +23,12 @@ from espalier.models.weight_formats.quantised import (
     QuantisedFormat,
     common_order,
     groups_of_part,
-    matches,
+    matches_module,
     module_names,
     packed_rows,
     read_group,
     read_object,
-    require_multiple,
+    require_multiple_of,
     unpack_int32,
 )
 from espalier.shards import Part
@@ -56,8 +56,8 @@ class PackedFormat(QuantisedFormat):
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         group = self.group or columns
-        require_multiple(self.name, "columns", columns, NIBBLES_OF_INT32)
-        require_multiple(self.name, "columns", columns, group)
+        require_multiple_of(self.name, "columns", columns, NIBBLES_OF_INT32)
+        require_multiple_of(self.name, "columns", columns, group)
         groups, packed = columns // group, columns // NIBBLES_OF_INT32
         of_groups = None if self.group is None else 1
         tensors = [
@@ -66,7 +66,7 @@ class PackedFormat(QuantisedFormat):
             StoredTensor(".weight_shape", (2,), (torch.int64, torch.int32)),
         ]
         if self.zero_points:
-            require_multiple(self.name, "rows", rows, NIBBLES_OF_INT32)
+            require_multiple_of(self.name, "rows", rows, NIBBLES_OF_INT32)
             shape = (rows // NIBBLES_OF_INT32, groups)
             zeros = StoredTensor(".weight_zero_point", shape, torch.int32, 0, of_groups, NIBBLES_OF_INT32, group)
             tensors.append(zeros)
@@ -74,7 +74,9 @@ class PackedFormat(QuantisedFormat):
             tensors.append(StoredTensor(".weight_g_idx", (columns,), torch.int32, column_dim=0))
         return tuple(tensors)
 
-    def of_part(self, tensors: Mapping[str, Tensor], rows: Sequence[Part], columns: Part) -> Mapping[str, Tensor]:
+    def tensors_of_part(
+        self, tensors: Mapping[str, Tensor], rows: Sequence[Part], columns: Part
+    ) -> Mapping[str, Tensor]:
         _require_shapes(tensors[".weight_shape"], [part.size for part in rows], columns.size)
         own = torch.tensor([(len(part), len(columns)) for part in rows])
         parts = {**tensors, ".weight_shape": own}
@@ -115,10 +117,10 @@ def read_compressed_tensors(quantisation: Mapping[str, Any]) -> FormatOf:
         raise EspalierError("quantization_config has no config_groups; download config.json again")
 
     def format_of(name: str) -> WeightFormat:
-        if any(matches(name, pattern) for pattern in ignored):
+        if any(matches_module(name, pattern) for pattern in ignored):
             return DENSE_FORMAT
         # A name or a pattern has priority over the class of all linear layers, whatever the order of the groups.
-        named = (format for targets, format in groups if any(t != LINEAR and matches(name, t) for t in targets))
+        named = (format for targets, format in groups if any(t != LINEAR and matches_module(name, t) for t in targets))
         linear = (format for targets, format in groups if LINEAR in targets)
         return next(named, next(linear, DENSE_FORMAT))
 

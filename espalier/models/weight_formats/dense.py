@@ -98,7 +98,7 @@ class PackedWeight(Weight):
         return out
 
     # The same results as Weight's methods, without their additional calls: a round has some hundred products.
-    parts = for_stream = apply
+    parts = for_residual = apply
 
 
 class DenseFormat(WeightFormat):

@@ -27,11 +27,11 @@ from espalier.models.weight_formats.fp8 import Fp8Format
 from espalier.models.weight_formats.quantised import (
     QuantisedFormat,
     dense_if_skipped,
-    matches,
+    matches_module,
     module_names,
     read_field,
     read_object,
-    require_multiple,
+    require_multiple_of,
 )
 
 BLOCK = 32
@@ -56,7 +56,7 @@ class Mxfp4Format(QuantisedFormat):
         raise EspalierError(f"format {self.name} is supported for stacked experts only")
 
     def expert_tensors(self, count: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
-        require_multiple(self.name, "columns", columns, BLOCK)
+        require_multiple_of(self.name, "columns", columns, BLOCK)
         shape = (count, rows, columns // BLOCK)
         return (
             StoredTensor("_blocks", (*shape, BLOCK // 2), torch.uint8, 1, 2, column_unit=BLOCK),
@@ -75,7 +75,9 @@ def read_mxfp4(quantisation: Mapping[str, Any]) -> FormatOf:
     skipped, format = module_names(quantisation, "modules_to_not_convert"), Mxfp4Format()
 
     def format_of(name: str) -> Any:
-        is_expert = matches(name, "mlp.experts") and not any(matches(name, pattern) for pattern in skipped)
+        is_expert = matches_module(name, "mlp.experts") and not any(
+            matches_module(name, pattern) for pattern in skipped
+        )
         return format if is_expert else DENSE_FORMAT
 
     return format_of
@@ -84,7 +86,7 @@ def read_mxfp4(quantisation: Mapping[str, Any]) -> FormatOf:
 NVFP4_NAME = "nvfp4"
 GROUP = 16
 # E4M3 bytes from this value on are NaN or negative.
-NO_SCALE = 0x7F
+FIRST_INVALID_SCALE = 0x7F
 # The log message for a checkpoint that declares 4-bit inputs.  It is logged once.
 W4A4 = (
     "asks for inputs in 4 bits too (W4A4), which Espalier does not compute: weights stay in NVFP4 and inputs keep the "
@@ -93,39 +95,41 @@ W4A4 = (
 
 
 @dataclass(frozen=True)
-class Names:
+class Nvfp4Suffixes:
     """The suffixes of a matrix's tensors, in compressed-tensors or in ModelOpt.
 
-    codes: uint8 [out, in / 2], low nibble first.  scales: E4M3 [out, in / 16].  factor: float32 [1].  factor_is:
+    codes: uint8 [out, in / 2], low nibble first.  scales: E4M3 [out, in / 16].  factor: float32 [1].  factor_use:
     whether scales are multiplied or divided by the factor.  inputs: float32 [1], the scale of 4-bit inputs.
     """
 
     codes: str
     scales: str
     factor: str
-    factor_is: Literal["multiplied", "divided"]
+    factor_use: Literal["multiplied", "divided"]
     inputs: str
 
 
-COMPRESSED_TENSORS = Names(".weight_packed", ".weight_scale", ".weight_global_scale", "divided", ".input_global_scale")
-MODELOPT_NAMES = Names(".weight", ".weight_scale", ".weight_scale_2", "multiplied", ".input_scale")
+COMPRESSED_TENSORS = Nvfp4Suffixes(
+    ".weight_packed", ".weight_scale", ".weight_global_scale", "divided", ".input_global_scale"
+)
+MODELOPT_NAMES = Nvfp4Suffixes(".weight", ".weight_scale", ".weight_scale_2", "multiplied", ".input_scale")
 
 
 @dataclass(frozen=True)
 class Nvfp4Format(QuantisedFormat):
     """A matrix in NVFP4.  has_inputs: whether a scale of 4-bit inputs is stored; it is not used."""
 
-    names: Names
+    names: Nvfp4Suffixes
     has_inputs: bool = False
     name = NVFP4_NAME
     has_shards = True
 
     @property
-    def note(self) -> str | None:
+    def load_warning(self) -> str | None:
         return W4A4 if self.has_inputs else None
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
-        require_multiple(self.name, "columns", columns, GROUP)
+        require_multiple_of(self.name, "columns", columns, GROUP)
         names = self.names
         inputs = (StoredTensor(names.inputs, (1,), torch.float32),) if self.has_inputs else ()
         return (
@@ -144,12 +148,12 @@ class Nvfp4Format(QuantisedFormat):
                 f"{self.names.factor.lstrip('.')} has the value {float(wrong[0])}; a positive number is needed: the "
                 "file is corrupt, download it again"
             )
-        if bool((scales.view(torch.uint8) >= NO_SCALE).any()):
+        if bool((scales.view(torch.uint8) >= FIRST_INVALID_SCALE).any()):
             raise EspalierError(
                 f"{self.names.scales.lstrip('.')} has a value that is negative or no number; the file is corrupt, "
                 "download it again"
             )
-        each = factor if self.names.factor_is == "multiplied" else 1 / factor
+        each = factor if self.names.factor_use == "multiplied" else 1 / factor
         lengths = torch.tensor(rows, device=scales.device)
         row_scales = each.repeat_interleave(lengths)
         return nibble_matrix("nvfp4", tensors[self.names.codes], scales, GROUP, row_scales=row_scales)

@@ -26,13 +26,13 @@ from espalier.models.weight_formats.quantised import (
 FP8_NAME = "fp8"
 # The suffixes of a matrix's scale and of its inputs' scale: in most checkpoints, in transformers' copies of Mistral's
 # models, in Mistral's own checkpoints.
-SPELLINGS = (
+SCALE_SUFFIXES = (
     (".weight_scale", ".input_scale"),
     (".weight_scale_inv", ".activation_scale"),
     (".qscale_weight", ".qscale_act"),
 )
 # The suffix of the scales of experts that are stored stacked.
-OF_STACK = "_scale_inv"
+STACK_SCALE_SUFFIX = "_scale_inv"
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Fp8Format(QuantisedFormat):
     name = FP8_NAME
     has_shards = True
 
-    def spelled(self, stored: Callable[[str], bool]) -> "Fp8Format":
-        scale = next((pair for pair in SPELLINGS if stored(pair[0])), None) if self.block == (None, None) else None
+    def with_stored_suffixes(self, stored: Callable[[str], bool]) -> "Fp8Format":
+        scale = next((pair for pair in SCALE_SUFFIXES if stored(pair[0])), None) if self.block == (None, None) else None
         return self if scale is None else replace(self, scale=scale[0], input_scale=scale[1])
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
@@ -72,7 +72,9 @@ class Fp8Format(QuantisedFormat):
         scales, row_block = self._scales(tensors[self.scale], rows)
         inputs = None
         if self.inputs is not None:
-            inputs = InputScales(self.group, _one_scale(tensors[self.input_scale]) if self.inputs == "static" else None)
+            inputs = InputScales(
+                self.group, _common_scale(tensors[self.input_scale]) if self.inputs == "static" else None
+            )
         return QuantisedMatrix("fp8", tensors[".weight"], scales, self.block[1] or columns, row_block, inputs=inputs)
 
     def expert_tensors(self, count: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
@@ -83,11 +85,11 @@ class Fp8Format(QuantisedFormat):
         shape = (count, -(-rows // row_block), -(-columns // column_block))
         return (
             StoredTensor("", (count, rows, columns), FP8, 1, 2),
-            StoredTensor(OF_STACK, shape, SCALE_DTYPES, 1, 2, row_block, column_block),
+            StoredTensor(STACK_SCALE_SUFFIX, shape, SCALE_DTYPES, 1, 2, row_block, column_block),
         )
 
     def expert_matrix(self, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
-        (row_block, column_block), codes, scales = self.block, tensors[""], tensors[OF_STACK]
+        (row_block, column_block), codes, scales = self.block, tensors[""], tensors[STACK_SCALE_SUFFIX]
         assert row_block is not None and column_block is not None
         if codes.shape[1] % row_block:
             # An expert begins inside a block of the stack's rows, so scales are repeated: one for each row.
@@ -111,10 +113,12 @@ class Fp8Format(QuantisedFormat):
         return torch.cat(list(own)), 1
 
     def keeps(self, name: str, dtype: torch.dtype) -> bool:
-        return dtype == FP8 or name.endswith((self.scale, OF_STACK, *(each for pair in SPELLINGS for each in pair)))
+        return dtype == FP8 or name.endswith(
+            (self.scale, STACK_SCALE_SUFFIX, *(each for pair in SCALE_SUFFIXES for each in pair))
+        )
 
 
-def _one_scale(scales: Tensor) -> Tensor:
+def _common_scale(scales: Tensor) -> Tensor:
     """Returns the scale that all stacked matrices have for their inputs, [matrices, 1] -> float32 [1].
     Stacked matrices read the same inputs.  Raises EspalierError if their scales differ."""
     if not bool((scales == scales[0]).all()):

@@ -17,7 +17,7 @@ from espalier.kernels.layers.quantised import DEQUANTISED_VALUES_PER_STEP
 from espalier.kernels.ops.linear import linear_blocks
 from espalier.models.weight_formats.base import FormatOf, StoredTensor, Weight, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
-from espalier.models.weight_formats.quantised import read_object, require_multiple
+from espalier.models.weight_formats.quantised import read_object, require_multiple_of
 
 GGUF_METHOD = "gguf"
 
@@ -56,11 +56,11 @@ class GGUFFormat(WeightFormat):
     type: str
     name = GGUF_METHOD
     has_shards = True
-    embeds = True
+    can_store_embedding = True
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         kind = BLOCK_TYPES[self.type]
-        require_multiple(f"{self.name} ({self.type})", "columns", columns, kind.values)
+        require_multiple_of(f"{self.name} ({self.type})", "columns", columns, kind.values)
         shape = (rows, columns // kind.values, kind.nbytes)
         return (StoredTensor(".weight", shape, torch.uint8, 0, 1, column_unit=kind.values),)
 

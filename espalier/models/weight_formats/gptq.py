@@ -24,18 +24,18 @@ from espalier.models.weight_formats.quantised import (
     common_order,
     dense_if_skipped,
     groups_of_part,
-    matches,
+    matches_module,
     module_names,
     packed_rows,
     read_field,
     read_group,
-    require_multiple,
+    require_multiple_of,
     unpack_int32,
 )
 from espalier.shards import Part
 
 # Added to an int32, this adds 1 to each nibble.  GPTQModel subtracts this number when it saves, even from nibbles of 0.
-ONE_EACH = 0x11111111
+ONE_PER_NIBBLE = 0x11111111
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class GptqFormat(QuantisedFormat):
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         group = self.group or columns
-        require_multiple(self.name, "rows", rows, NIBBLES_OF_INT32)
-        require_multiple(self.name, "columns", columns, NIBBLES_OF_INT32)
-        require_multiple(self.name, "columns", columns, group)
+        require_multiple_of(self.name, "rows", rows, NIBBLES_OF_INT32)
+        require_multiple_of(self.name, "columns", columns, NIBBLES_OF_INT32)
+        require_multiple_of(self.name, "columns", columns, group)
         groups, packed = columns // group, rows // NIBBLES_OF_INT32
         of_groups = None if self.group is None else 0
         return (
@@ -68,7 +68,9 @@ class GptqFormat(QuantisedFormat):
             StoredTensor(".g_idx", (columns,), torch.int32, column_dim=0),
         )
 
-    def of_part(self, tensors: Mapping[str, Tensor], rows: Sequence[Part], columns: Part) -> Mapping[str, Tensor]:
+    def tensors_of_part(
+        self, tensors: Mapping[str, Tensor], rows: Sequence[Part], columns: Part
+    ) -> Mapping[str, Tensor]:
         if columns.is_whole:
             return tensors
         return {**tensors, ".g_idx": groups_of_part(tensors[".g_idx"], columns, self.group)}
@@ -81,7 +83,7 @@ class GptqFormat(QuantisedFormat):
             codes = unpack_int32(packed[:, begin:end], 0).T
             return codes if order is None else codes[:, order]
 
-        zeros = unpack_int32(tensors[".qzeros"] + self.stored_offset * ONE_EACH, 1).T.contiguous()
+        zeros = unpack_int32(tensors[".qzeros"] + self.stored_offset * ONE_PER_NIBBLE, 1).T.contiguous()
         scales = tensors[".scales"].T.contiguous()
         return nibble_matrix("int4", packed_rows(block, sum(rows)), scales, group, zeros, order)
 
@@ -103,7 +105,7 @@ def read_gptq(quantisation: Mapping[str, Any]) -> FormatOf:
     chosen = module_names({"modules_in_block_to_quantize": blocks}, "modules_in_block_to_quantize")
     if not chosen:
         return format_of
-    return lambda name: format_of(name) if any(matches(name, each) for each in chosen) else DENSE_FORMAT
+    return lambda name: format_of(name) if any(matches_module(name, each) for each in chosen) else DENSE_FORMAT
 
 
 # The nibble of an int32 that holds each of its eight rows.
@@ -121,8 +123,8 @@ class AwqFormat(QuantisedFormat):
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         group = self.group or columns
-        require_multiple(self.name, "rows", rows, NIBBLES_OF_INT32)
-        require_multiple(self.name, "columns", columns, group)
+        require_multiple_of(self.name, "rows", rows, NIBBLES_OF_INT32)
+        require_multiple_of(self.name, "columns", columns, group)
         groups, packed = columns // group, rows // NIBBLES_OF_INT32
         of_groups = None if self.group is None else 0
         return (

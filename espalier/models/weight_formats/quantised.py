@@ -87,7 +87,7 @@ def for_device(matrix: QuantisedMatrix) -> QuantisedMatrix:
     return replace(matrix, inputs=None) if matrix.device.type == "cpu" else matrix
 
 
-def require_multiple(name: str, what: str, size: int, unit: int) -> None:
+def require_multiple_of(name: str, what: str, size: int, unit: int) -> None:
     """Check that `unit` divides `size`.  Raises EspalierError."""
     if size % unit:
         raise EspalierError(f"format {name} needs {what} in a multiple of {unit}, but this matrix has {size}")
@@ -119,14 +119,14 @@ def dense_if_skipped(skipped: Sequence[str], format: WeightFormat, lm_head: bool
 
     def format_of(name: str) -> WeightFormat:
         is_dense = (ALWAYS_DENSE.search(name) and not (lm_head and name == "lm_head")) or any(
-            matches(name, pattern) for pattern in skipped
+            matches_module(name, pattern) for pattern in skipped
         )
         return DENSE_FORMAT if is_dense else format
 
     return format_of
 
 
-def matches(name: str, pattern: str) -> bool:
+def matches_module(name: str, pattern: str) -> bool:
     """Whether a pattern of config.json matches the name of a module, or of a module that contains it.
 
     As in transformers, "model.layers.0." with a final dot names the module, and the end of a name matches: "gate"

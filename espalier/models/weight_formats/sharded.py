@@ -31,9 +31,9 @@ class ShardedWeight(Weight):
         return self.own.rounding
 
     def apply(self, x: InputRows, bias: Tensor | None) -> Tensor:
-        return self.joined(self.own.apply(x, None), bias)
+        return self.join_ranks(self.own.apply(x, None), bias)
 
-    def joined(self, own: Tensor, bias: Tensor | None) -> Tensor:
+    def join_ranks(self, own: Tensor, bias: Tensor | None) -> Tensor:
         """Returns the whole product [rows, out].  own: this rank's product."""
         raise NotImplementedError
 
@@ -43,11 +43,11 @@ class SummedWeight(ShardedWeight):
 
     __slots__ = ()
 
-    def joined(self, own: Tensor, bias: Tensor | None) -> Tensor:
+    def join_ranks(self, own: Tensor, bias: Tensor | None) -> Tensor:
         total = self.shards.all_reduce(own)
         return total if bias is None else total + bias
 
-    def for_stream(self, x: InputRows, bias: Tensor | None) -> "Unsummed":
+    def for_residual(self, x: InputRows, bias: Tensor | None) -> "Unsummed":
         """Returns the product without the sum over the ranks, which the reader of the result computes.
         The bias is added on one rank alone."""
         once = bias if bias is None or self.shards.rank == 0 else torch.zeros_like(bias)
@@ -78,7 +78,7 @@ class Unsummed:
         return None if joined is None else joined.all_reduce_add_norm(self.parts, residual, weight, eps)
 
 
-def over_ranks(output: Tensor | Unsummed) -> Tensor:
+def sum_over_ranks(output: Tensor | Unsummed) -> Tensor:
     """Returns a block's output; an Unsummed one is first summed over the ranks."""
     return output.summed() if isinstance(output, Unsummed) else output
 
@@ -92,6 +92,6 @@ class GatheredWeight(ShardedWeight):
 
     __slots__ = ()
 
-    def joined(self, own: Tensor, bias: Tensor | None) -> Tensor:
+    def join_ranks(self, own: Tensor, bias: Tensor | None) -> Tensor:
         whole = self.shards.gather_tokens(own, self.shape[0])
         return whole if bias is None else whole + bias

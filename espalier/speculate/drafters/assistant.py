@@ -15,7 +15,7 @@ from espalier.kernels.ops.state import load_carried, store_carried
 from espalier.models.draft import DraftOutput
 from espalier.slots import BatchState
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter, TreeRows
-from espalier.speculate.drafters.base import Grow
+from espalier.speculate.drafters.base import GrowTree
 from espalier.speculate.drafters.feeds import ModuleRows
 from espalier.speculate.drafters.model_drafter import ModelDrafter
 from espalier.speculate.pieces import LastTokens
@@ -25,7 +25,7 @@ class AssistantDrafter(AutoregressiveDrafter):
     def prepare(self, lengths: CommittedLengths) -> None:
         ModelDrafter.prepare(self, lengths)
 
-    def begin(self, slots: BatchState) -> Grow:
+    def begin(self, slots: BatchState) -> GrowTree:
         positions = slots.prefix_len[:, None].expand(-1, self.layout.beam_rows)
         of_target = ModuleRows(slots, Prefix(slots.page_table, slots.prefix_len))
         rows = TreeRows(slots, positions, positions, torch.empty_like(positions), [of_target])
@@ -34,7 +34,7 @@ class AssistantDrafter(AutoregressiveDrafter):
 
     def _forward(self, out: DraftOutput, rows: TreeRows, level: int) -> DraftOutput:
         tokens = rows.tokens[:, self.layout.beams_above(level - 1) : self.layout.beams_above(level)]
-        return self._run(rows, tokens, out.last(self.layout.topk).hidden, rows.levels[-1].parents)
+        return self._run(rows, tokens, out.last_rows(self.layout.topk).hidden, rows.levels[-1].parents)
 
     def _run(self, rows: TreeRows, tokens: Tensor, hidden: Tensor, parents: Tensor | None) -> DraftOutput:
         """Run the only module over rows [B, Q], all at the root's position."""
@@ -51,6 +51,6 @@ class AssistantDrafter(AutoregressiveDrafter):
             # After a prefill pass, only the last token of each request is kept.
             row = last.row[:, None, None].expand(-1, 1, target_features.shape[2])
             target_features, length = target_features.gather(1, row), torch.ones_like(length)
-            target_features, length = last.of_requests(target_features), last.of_requests(length)
+            target_features, length = last.of_last_pieces(target_features), last.of_last_pieces(length)
             slots = replace(slots, index=last.slots)
         store_carried(slots, "hidden", target_features, length)

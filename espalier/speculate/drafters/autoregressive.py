@@ -22,8 +22,8 @@ from espalier.kernels.ops.tree import SelectedBeams, select_beams
 from espalier.models.draft import DraftModel, DraftModule, DraftOutput
 from espalier.sampling.logit_processors import DraftedAncestors
 from espalier.slots import BatchState
-from espalier.speculate.drafters.base import Grow
-from espalier.speculate.drafters.feeds import Feed, ModuleRows, feed_name, feeds_of, module_rows
+from espalier.speculate.drafters.base import GrowTree
+from espalier.speculate.drafters.feeds import Feed, ModuleRows, feed_name, feeds_class, module_rows
 from espalier.speculate.drafters.model_drafter import ModelDrafter
 from espalier.speculate.pieces import LastTokens
 from espalier.speculate.sampler import DraftRows, Sampler
@@ -34,14 +34,14 @@ from espalier.speculate.tree import VOID, Pool, Tree
 class TreeRows:
     """All draft rows of a tree, level after level.
 
-    slots: the batch; positions: [B, beam_rows], the rows' positions in the pages; above: [B, beam_rows], the positions
-    of one level above; tokens: [B, beam_rows], written when beams are chosen.
+    slots: the batch; positions: [B, beam_rows], the rows' positions in the pages; positions_above: [B, beam_rows], the
+    positions of one level above; tokens: [B, beam_rows], written when beams are chosen.
     modules: the rows of each module; levels: the beams of each level.
     """
 
     slots: BatchState
     positions: Tensor
-    above: Tensor
+    positions_above: Tensor
     tokens: Tensor
     modules: list[ModuleRows]
     levels: list[SelectedBeams] = field(default_factory=list)
@@ -62,7 +62,7 @@ class TreeRows:
 class AutoregressiveDrafter(ModelDrafter[DraftModel]):
     def allocate(self) -> None:
         layout, device = self.layout, self.device
-        self.feeds = feeds_of(self.spec.form)
+        self.feeds = feeds_class(self.spec.form)
         # The depth of each draft row of a tree, after `topk` entries of depth 0.
         self.depths = torch.arange(layout.topk + layout.beam_rows, device=device) // layout.topk
         # The bit of each draft row among ancestor bits.
@@ -74,13 +74,13 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
     def prepare(self, lengths: CommittedLengths) -> None:
         # After a prefix hit, module k attends to k - 1 more cached rows than module 1.
         more = self.spec.modules - 1
-        super().prepare(replace(lengths.longer(more), exact=False) if more else lengths)
+        super().prepare(replace(lengths.with_more_rows(more), exact=False) if more else lengths)
 
-    def begin(self, slots: BatchState) -> Grow:
+    def begin(self, slots: BatchState) -> GrowTree:
         at, topk, modules = slots.prefix_len[:, None] + self.depths, self.layout.topk, self.spec.modules
         positions, above = at[:, topk:], at[:, : self.layout.beam_rows]
         rows = TreeRows(slots, positions, above, torch.empty_like(positions), module_rows(slots, modules))
-        out = self._module(1).output_of(load_carried(slots, "hidden"))
+        out = self._module(1).output_from_hidden(load_carried(slots, "hidden"))
         return partial(self._grow, rows, out, self._logits(out, 1))
 
     def _grow(self, rows: TreeRows, out: DraftOutput, logits: Tensor, sampler: Sampler) -> Tree:
@@ -105,21 +105,21 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
 
     def _module(self, level: int) -> DraftModule:
         """The module that proposes this level."""
-        return self.draft.modules[self._index(level) - 1]
+        return self.draft.modules[self._module_index(level) - 1]
 
-    def _index(self, level: int) -> int:
+    def _module_index(self, level: int) -> int:
         return min(level, self.spec.modules)
 
     def _logits(self, out: DraftOutput, level: int) -> Tensor:
         """[B, Q, draft vocabulary]: the logits of the children at this level, from the last rows of `out`."""
-        return self._module(level).logits(out.last(self.layout.topk))
+        return self._module(level).logits(out.last_rows(self.layout.topk))
 
     def _forward(self, out: DraftOutput, rows: TreeRows, level: int) -> DraftOutput:
         """One forward pass, which gives the children at `level`.  It runs over the beams that the module has not seen.
 
         out: the output of the level before.  Returns the output [B, Q], whose last rows are the beams of that level.
         """
-        module, end = self._index(level), self.layout.beams_above(level)
+        module, end = self._module_index(level), self.layout.beams_above(level)
         first = 0 if level <= self.spec.modules else self.layout.beams_above(level - 1)
         feed, bits = self._tree_feed(out, rows, level)
         nodes = Nodes(rows.positions[:, first:end], rows.positions[:, :end], bits)
@@ -127,31 +127,31 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         if self.draft.has_experts:
             tokens = tokens.masked_fill(~rows.slots.real[:, None], VOID)
         # Module 1's positions are known already, which saves a launch for each level.
-        rope = rows.above[:, first:end] if module == 1 else rope_positions(nodes.positions, module)
+        rope = rows.positions_above[:, first:end] if module == 1 else rope_positions(nodes.positions, module)
         p = self.cache.begin(
             rows.modules[module - 1].prefix,
             nodes,
             tokens,
             rope,
             width=self.layout.beam_rows,
-            at=first,
+            first_staged=first,
             layers=self._layers(module),
         )
         return self._module(level)(p, *feed)
 
     def _tree_feed(self, out: DraftOutput, rows: TreeRows, level: int) -> tuple[Feed, Tensor]:
         """The hidden states that feed the beams of a pass, and the ancestor bits of the beams."""
-        beams, module, topk = rows.levels[-1], self._index(level), self.layout.topk
-        feed: Feed = out.last(topk).hidden, beams.parents
+        beams, module, topk = rows.levels[-1], self._module_index(level), self.layout.topk
+        feed: Feed = out.last_rows(topk).hidden, beams.parents
         bits, end = beams.ancestor_bits, self.layout.beams_above(level)
         if level <= self.spec.modules:
-            feed = self.feeds.of_tree(rows.slots, self.spec.modules, level, out.hidden, rows.parents, topk)
+            feed = self.feeds.tree_feed(rows.slots, self.spec.modules, level, out.hidden, rows.parents, topk)
             bits = rows.ancestor_bits
         if module > 2:
             # After a prompt shorter than the number of modules, the first rows do not exist.  A row still sees itself.
-            late = rows.modules[module - 1].late
-            assert late is not None
-            bits = bits & self.bits_below[late][:, None] | self.own_bits[end - bits.shape[1] : end]
+            num_missing = rows.modules[module - 1].num_missing
+            assert num_missing is not None
+            bits = bits & self.bits_below[num_missing][:, None] | self.own_bits[end - bits.shape[1] : end]
         return feed, bits
 
     def extend(
@@ -168,12 +168,15 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         if feeds is not None:
             feeds.outputs.append(hidden)
             for module in range(2, self.spec.modules + 1):
-                feed = feeds.of(module)
+                feed = feeds.feed_of(module)
                 feeds.outputs.append(self._extend_module(module, modules[module - 1], feed, length, is_split))
-                kept[feed_name(module)] = feeds.kept(module)
+                kept[feed_name(module)] = feeds.state_to_carry(module)
         if last is not None:
             slots = replace(slots, index=last.slots)
-            kept = {name: (last.of_requests(values), last.of_requests(count)) for name, (values, count) in kept.items()}
+            kept = {
+                name: (last.of_last_pieces(values), last.of_last_pieces(count))
+                for name, (values, count) in kept.items()
+            }
         for name, (values, count) in kept.items():
             store_carried(slots, name, values, count)
 
@@ -204,7 +207,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
             layers=self._layers(module),
             page_rows=page_rows.flatten(),
             # Modules fill different rows, so each module commits its own rows.
-            by_layer=is_split or self.spec.modules > 1,
+            commits_by_layer=is_split or self.spec.modules > 1,
             needed=needed,
         )
         out = self.draft.modules[module - 1](p, hidden, parents)

@@ -11,7 +11,7 @@ from torch import Tensor
 from espalier.attention import CommittedLengths, ModelCache
 from espalier.layout import RoundLayout
 from espalier.models.base import CausalLM
-from espalier.models.config import ModelConfig, Raw, architecture_of
+from espalier.models.config import Json, ModelConfig, architecture_of
 from espalier.models.draft import DraftConfig, DraftModel, DraftSpec
 from espalier.models.weights import Weights
 from espalier.slots import BatchState
@@ -20,7 +20,7 @@ from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import RootTrees, Tree
 
 # Grows the tree from its first logits, once the sampler is known.
-Grow = Callable[[Sampler], Tree]
+GrowTree = Callable[[Sampler], Tree]
 
 
 class Drafter(Protocol):
@@ -37,14 +37,14 @@ class Drafter(Protocol):
     def captures_prefill(self) -> bool: ...
 
     def for_layout(self, layout: RoundLayout) -> Self:
-        """The same drafter with the same buffers, for the tree of a smaller layout (RoundLayout.at)."""
+        """The same drafter with the same buffers, for the tree of a smaller layout (RoundLayout.for_batch)."""
         ...
 
     def prepare(self, lengths: CommittedLengths) -> None:
         """Called on the host before each launch.  lengths: how many draft rows of each request are committed."""
         ...
 
-    def begin(self, slots: BatchState) -> Grow:
+    def begin(self, slots: BatchState) -> GrowTree:
         """Begin to propose a tree under the root of each slot: run the model up to the first logits.
 
         No mask of a grammar changes this part.  The function that it returns grows the rest of the tree, of
@@ -57,7 +57,7 @@ class Drafter(Protocol):
     ) -> None:
         """Run the draft over the new tokens n+1 .. n+length.  The slots' history already holds these tokens.
 
-        target_features: [B, W, F], the features in `spec.reads`, at tokens n .. n+W-1; None if `spec.reads` is empty.
+        target_features: [B, W, F], the features in `spec.target_output` at tokens n .. n+W-1; None if that is None.
         length: [B], at most W.
         last: in a prefill pass, the place of each request's last token; `slots` then has one row for each piece
         (speculate/pieces.py).  None in a round, where each row is a request.
@@ -84,7 +84,7 @@ class DrafterWithoutFiles:
     def prepare(self, lengths: CommittedLengths) -> None:
         pass
 
-    def begin(self, slots: BatchState) -> Grow:
+    def begin(self, slots: BatchState) -> GrowTree:
         return partial(self.propose, slots)
 
     def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
@@ -118,8 +118,8 @@ class DraftFormat:
     algorithm: the name that users give; equal to `DraftSpec.algorithm`.
     title: the name of such drafts in error texts, in the plural.
     architectures: names in `architectures` of config.json (or `model_type`, if that is missing) that mean this format.
-    marked: further such names, which mean this format only if config.json has one of the fields `marks`.
-    unmarked: fields that rule this format out if config.json has one of them.
+    marked_architectures: further such names, which mean this format only if config.json has one of `marker_fields`.
+    excluding_fields: fields that rule this format out if config.json has one of them.
     speculators_types: values of `speculators_model_type` of this format; if a config has that field, it alone decides.
     read: (directory, config.json, the target's config) -> a config that fits this target.  Raises EspalierError.
     make: (weights, config, the target, rows of position tables) -> a DraftModel that uses every weight.
@@ -127,33 +127,33 @@ class DraftFormat:
     in_target: (directory of a target, its config) -> whether the directory also holds a draft of this format; None: no
     target's directory does.
     checks: the fields of the draft's config.json to check if almost none of its tokens is accepted.
-    in_parts: whether the ranks split the draft's layers as they split the target's; else each rank holds all layers.
+    is_divided: whether the ranks split the draft's layers as they split the target's; else each rank holds all layers.
     """
 
     algorithm: str
     title: str
     architectures: tuple[str, ...]
     speculators_types: tuple[str, ...]
-    read: Callable[[Path, Raw, ModelConfig], DraftConfig]
+    read: Callable[[Path, Json, ModelConfig], DraftConfig]
     make: Callable[[Weights, Any, CausalLM, int], DraftModel]
     drafter: MakeDrafter
     in_target: Callable[[Path, ModelConfig], bool] | None = None
     checks: str = ""
-    marked: tuple[str, ...] = ()
-    marks: tuple[str, ...] = ()
-    unmarked: tuple[str, ...] = ()
-    in_parts: bool = False
+    marked_architectures: tuple[str, ...] = ()
+    marker_fields: tuple[str, ...] = ()
+    excluding_fields: tuple[str, ...] = ()
+    is_divided: bool = False
 
-    def names(self, by_speculators: bool) -> str:
+    def format_names(self, by_speculators: bool) -> str:
         """The names in a config.json that mean this format.  by_speculators: whether speculators wrote the file."""
         if not by_speculators:
             return ", ".join(self.architectures)
         return f"speculators' {', '.join(self.speculators_types)}" if self.speculators_types else ""
 
-    def takes(self, raw: Raw) -> bool:
+    def matches(self, raw: Json) -> bool:
         declared = raw.get("speculators_model_type")
         if declared is not None:
             return declared in self.speculators_types
         given = {name for name, value in raw.items() if value is not None}
-        marked = self.marked if given.intersection(self.marks) else ()
-        return architecture_of(raw) in (*self.architectures, *marked) and not given.intersection(self.unmarked)
+        marked = self.marked_architectures if given.intersection(self.marker_fields) else ()
+        return architecture_of(raw) in (*self.architectures, *marked) and not given.intersection(self.excluding_fields)

@@ -32,18 +32,18 @@ Feed = tuple[Tensor, Tensor | None]
 class ModuleRows:
     """The rows of one module in a pass.
 
-    slots: advanced by `late`, so that the module's first row belongs to token prefix_len + 1.
+    slots: advanced by `num_missing`, so that the module's first row belongs to token prefix_len + 1.
     prefix: the module's committed rows.  Module k has those of tokens k .. n, where token n is the root.
-    late: [B], how many rows at the start of the pass the module cannot compute; None for module 1, which computes all.
+    num_missing: [B], how many rows at the start of the pass the module cannot compute; None for module 1: none.
     """
 
     slots: BatchState
     prefix: Prefix
-    late: Tensor | None = None
+    num_missing: Tensor | None = None
 
     def length(self, length: Tensor) -> Tensor:
         """[B]: how many rows the module has in a pass with `length` [B] rows; below 1 if it has none."""
-        return length if self.late is None else length - self.late
+        return length if self.num_missing is None else length - self.num_missing
 
 
 def module_rows(slots: BatchState, modules: int) -> list[ModuleRows]:
@@ -53,13 +53,13 @@ def module_rows(slots: BatchState, modules: int) -> list[ModuleRows]:
         # Pages hold the rows below commit_from.  The target ran again from `modules` rows before that, or earlier.
         ahead = (slots.commit_from - modules).clamp(min=0) - slots.prefix_len
     for most in range(1, modules):
-        late = (ahead + most).clamp(min=0, max=most)
-        moved = replace(slots, prefix_len=slots.prefix_len + late, num_tokens=slots.num_tokens + late)
-        rows.append(ModuleRows(moved, Prefix(moved.page_table, moved.num_tokens, first=most + 1), late))
+        num_missing = (ahead + most).clamp(min=0, max=most)
+        moved = replace(slots, prefix_len=slots.prefix_len + num_missing, num_tokens=slots.num_tokens + num_missing)
+        rows.append(ModuleRows(moved, Prefix(moved.page_table, moved.num_tokens, first=most + 1), num_missing))
     return rows
 
 
-class Feeds(ABC):
+class ModuleFeeds(ABC):
     """The feeds of one `extend`.  Modules run in order; after each, its output [B, W, H] is appended to `outputs`."""
 
     def __init__(
@@ -74,18 +74,18 @@ class Feeds(ABC):
         self.offsets = torch.arange(features.shape[1], device=features.device)
 
     @abstractmethod
-    def of(self, module: int) -> Feed:
+    def feed_of(self, module: int) -> Feed:
         """The feed of a module (2 to N) in this pass."""
         ...
 
     @abstractmethod
-    def kept(self, module: int) -> tuple[Tensor, Tensor]:
+    def state_to_carry(self, module: int) -> tuple[Tensor, Tensor]:
         """(values [B, R, H], count [B]): the module (2 to N) reads row count - 1 of values first in the next launch."""
         ...
 
     @staticmethod
     @abstractmethod
-    def of_tree(slots: BatchState, modules: int, module: int, above: Tensor, parents: Tensor, topk: int) -> Feed:
+    def tree_feed(slots: BatchState, modules: int, module: int, above: Tensor, parents: Tensor, topk: int) -> Feed:
         """The feed of a module (2 to N) over the beams [B, (module-1)·topk] of all levels so far.
 
         above: [B, R, H], the output of the module before, over the beams of all levels but the last, or at the root.
@@ -94,52 +94,52 @@ class Feeds(ABC):
         ...
 
 
-class ChainFeeds(Feeds):
-    def of(self, module: int) -> Feed:
+class ChainFeeds(ModuleFeeds):
+    def feed_of(self, module: int) -> Feed:
         before, own = self.rows[module - 2], self.rows[module - 1]
         above = self.outputs[module - 2]
         first = load_carried(self.slots, feed_name(module))
         if self.is_split:
             last = (before.length(self.length) - 1).clamp(min=0)
-            first = _from_piece_before(self.slots, first, gather_rows(last[:, None], above))
-        assert own.late is not None
-        late = own.late if before.late is None else own.late - before.late
-        return torch.cat((first, above), 1), self.offsets + late[:, None]
+            first = _from_previous_piece(self.slots, first, gather_rows(last[:, None], above))
+        assert own.num_missing is not None
+        num_missing = own.num_missing if before.num_missing is None else own.num_missing - before.num_missing
+        return torch.cat((first, above), 1), self.offsets + num_missing[:, None]
 
-    def kept(self, module: int) -> tuple[Tensor, Tensor]:
+    def state_to_carry(self, module: int) -> tuple[Tensor, Tensor]:
         return self.outputs[module - 2], self.rows[module - 2].length(self.length)
 
     @staticmethod
-    def of_tree(slots: BatchState, modules: int, module: int, above: Tensor, parents: Tensor, topk: int) -> Feed:
+    def tree_feed(slots: BatchState, modules: int, module: int, above: Tensor, parents: Tensor, topk: int) -> Feed:
         first = load_carried(slots, feed_name(module))
         return first if module == 2 else torch.cat((first, above), 1), parents
 
 
-class TargetFeeds(Feeds):
+class TargetFeeds(ModuleFeeds):
     @cached_property
     def hidden(self) -> Tensor:
         """The hidden states that the slots carry, then the features."""
         first = _carried_features(self.slots, len(self.rows))
         if self.is_split:
-            first = _from_piece_before(self.slots, first, self.features[:, self.features.shape[1] - first.shape[1] :])
+            first = _from_previous_piece(self.slots, first, self.features[:, self.features.shape[1] - first.shape[1] :])
         return torch.cat((first, self.features), 1)
 
-    def of(self, module: int) -> Feed:
-        late = self.rows[module - 1].late
-        assert late is not None
-        return self.hidden, self.offsets + (late + len(self.rows) - module)[:, None]
+    def feed_of(self, module: int) -> Feed:
+        num_missing = self.rows[module - 1].num_missing
+        assert num_missing is not None
+        return self.hidden, self.offsets + (num_missing + len(self.rows) - module)[:, None]
 
-    def kept(self, module: int) -> tuple[Tensor, Tensor]:
+    def state_to_carry(self, module: int) -> tuple[Tensor, Tensor]:
         return self.hidden, self.length + (len(self.rows) - module + 1)
 
     @staticmethod
-    def of_tree(slots: BatchState, modules: int, module: int, above: Tensor, parents: Tensor, topk: int) -> Feed:
+    def tree_feed(slots: BatchState, modules: int, module: int, above: Tensor, parents: Tensor, topk: int) -> Feed:
         # A beam of depth d reads the feature of the token module - d before the root's successor: feed{module - d + 1}.
         depths = torch.arange(parents.shape[1], device=parents.device) // topk
         return _carried_features(slots, modules), (depths + (modules - module)).expand_as(parents)
 
 
-def feeds_of(form: str) -> type[Feeds]:
+def feeds_class(form: str) -> type[ModuleFeeds]:
     """The class of a form (DraftSpec.form)."""
     return {"chain": ChainFeeds, "target": TargetFeeds}[form]
 
@@ -154,7 +154,7 @@ def _carried_features(slots: BatchState, modules: int) -> Tensor:
     return torch.cat([load_carried(slots, feed_name(module)) for module in range(modules, 1, -1)], 1)
 
 
-def _from_piece_before(slots: BatchState, carried: Tensor, last: Tensor) -> Tensor:
+def _from_previous_piece(slots: BatchState, carried: Tensor, last: Tensor) -> Tensor:
     """[P, R, H]: `carried` for the first piece of each request, `last` of the piece before for the other pieces."""
     follows = slots.index[1:] == slots.index[:-1]
     return torch.cat((carried[:1], torch.where(follows[:, None, None], last[:-1], carried[1:])))

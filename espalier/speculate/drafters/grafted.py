@@ -13,11 +13,17 @@ from torch import Tensor
 from espalier.attention import CommittedLengths
 from espalier.layout import RoundLayout
 from espalier.slots import BatchState
-from espalier.speculate.drafters.base import Drafter, Grow
+from espalier.speculate.drafters.base import Drafter, GrowTree
 from espalier.speculate.pieces import LastTokens
 from espalier.speculate.sampler import Sampler
 from espalier.speculate.sources.base import Paths
-from espalier.speculate.sources.calibrate import calibrated, is_sampled, kinds_of_draft, packed, roots_alone
+from espalier.speculate.sources.calibrate import (
+    calibrate_scores,
+    draft_node_kinds,
+    is_sampled,
+    pack_nodes,
+    root_only_trees,
+)
 from espalier.speculate.sources.graft import graft
 from espalier.speculate.sources.paths_alone import trees_of_guesses
 from espalier.speculate.sources.sent import paths_of_guesses
@@ -43,38 +49,36 @@ class GraftedDrafter:
     def prepare(self, lengths: CommittedLengths) -> None:
         self.drafter.prepare(lengths)
 
-    def begin(self, slots: BatchState) -> Grow:
+    def begin(self, slots: BatchState) -> GrowTree:
         layout = self.layout
         if layout.drafts:
-            return partial(self._grow, slots, self.drafter.begin(slots))
+            grow = self.drafter.begin(slots)
+            return lambda sampler: self._graft(slots, grow(sampler))
         if slots.root.device.type == "cpu" and not layout.text_paths:
-            return partial(self._guesses_alone, slots)
-        return partial(self._graft, slots, roots_alone(slots.root, layout.num_draft_tokens, layout.ancestor_words))
+            return partial(self._tree_of_guesses, slots)
+        return partial(self._graft, slots, root_only_trees(slots.root, layout.num_draft_tokens, layout.ancestor_words))
 
-    def _grow(self, slots: BatchState, grow: Grow, sampler: Sampler) -> Tree:
-        return self._graft(slots, grow(sampler))
-
-    def _guesses_alone(self, slots: BatchState, _sampler: Sampler) -> Tree:
+    def _tree_of_guesses(self, slots: BatchState, _sampler: Sampler) -> Tree:
         layout, table = self.layout, slots.table
         tree, kinds = trees_of_guesses(slots, layout.num_draft_tokens, layout.steps, layout.ancestor_words)
-        table.candidates.index_copy_(0, slots.index, _padded(packed(tree, kinds), table.candidates))
+        table.candidates.index_copy_(0, slots.index, _padded(pack_nodes(tree, kinds), table.candidates))
         return tree
 
     def _graft(self, slots: BatchState, tree: Tree, _sampler: Sampler | None = None) -> Tree:
         paths, table = self._paths(slots), slots.table
-        paths = None if are_none(paths) else paths
+        paths = None if have_no_paths(paths) else paths
         if not self.layout.shared_rows and paths is None:
             # The scores are compared with no other scores, so they need no calibration.
             table.candidates.index_fill_(0, slots.index, VOID)
             return tree
         if self.layout.drafts:
-            kinds = kinds_of_draft(tree, is_sampled(slots))
-            tree = calibrated(tree, kinds, table.survival, table.skill.index_select(0, slots.index))
+            kinds = draft_node_kinds(tree, is_sampled(slots))
+            tree = calibrate_scores(tree, kinds, table.survival, table.skill.index_select(0, slots.index))
         else:
             kinds = torch.zeros_like(tree.tokens)
         if paths is not None:
             tree, kinds = graft(tree, kinds, paths, table.survival, self.layout.steps, self.layout.drafts)
-        table.candidates.index_copy_(0, slots.index, _padded(packed(tree, kinds), table.candidates))
+        table.candidates.index_copy_(0, slots.index, _padded(pack_nodes(tree, kinds), table.candidates))
         return tree
 
     def _paths(self, slots: BatchState) -> Paths | None:
@@ -83,8 +87,8 @@ class GraftedDrafter:
             paths.append(paths_of_guesses(slots, steps))
         if self.layout.text_paths:
             of_text = paths_of_text(slots, self.layout.text_paths, steps)
-            said = torch.cat((of_text.kinds[..., None], of_text.tokens), -1)
-            slots.table.said.index_copy_(0, slots.index, _padded(said, slots.table.said))
+            own_paths = torch.cat((of_text.kinds[..., None], of_text.tokens), -1)
+            slots.table.own_paths.index_copy_(0, slots.index, _padded(own_paths, slots.table.own_paths))
             paths.append(of_text)
         return Paths.join(paths) if paths else None
 
@@ -99,6 +103,6 @@ def _padded(values: Tensor, field: Tensor) -> Tensor:
     return torch.nn.functional.pad(values, (0, field.shape[-1] - values.shape[-1]), value=VOID)
 
 
-def are_none(paths: Paths | None) -> bool:
+def have_no_paths(paths: Paths | None) -> bool:
     """Whether there are no paths.  Always False on a GPU if `paths` is not None, as a look at the values would wait."""
     return paths is None or (not paths.kinds.is_cuda and not bool(paths.kinds.any()))

@@ -26,7 +26,6 @@ class ModelDrafter(Generic[Model]):
         """Make the tensors that depend on the layout alone.  Subclasses override this."""
 
     def for_layout(self, layout: RoundLayout) -> Self:
-        """The same drafter for a smaller layout.  See Drafter.for_layout."""
         # Drafters are kept, because a CUDA graph replays with the tensors of its capture.
         if layout not in self.by_layout:
             self.by_layout[layout] = type(self)(self.draft, layout, self.cache)
@@ -34,9 +33,7 @@ class ModelDrafter(Generic[Model]):
 
     @property
     def captures_prefill(self) -> bool:
-        """Whether a CUDA graph can capture the attention of a prefill pass.  See Drafter.captures_prefill."""
         return self.cache.backend.captures_prefill
 
     def prepare(self, lengths: CommittedLengths) -> None:
-        """Prepare the attention of the next launch.  See Drafter.prepare."""
         self.cache.backend.prepare(lengths)

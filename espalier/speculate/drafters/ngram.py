@@ -25,14 +25,14 @@ class NgramDrafter(DrafterWithoutFiles):
         if sampler.guide is not None:
             return self._propose_guided(slots, sampler.guide)
         length, ends = find_matches(slots.table.history, slots.index, slots.prefix_len, topk)
-        logp = log_probability(length)
+        logp = match_log_probability(length)
         pool = Pool(topk)
         branches = torch.arange(topk, device=ends.device).expand_as(ends)
-        pool.add(slots.history_at(continued_at(ends, slots.prefix_len, 1))[:, None], logp[:, None])
+        pool.add(slots.history_at(continuation_positions(ends, slots.prefix_len, 1))[:, None], logp[:, None])
         for level in range(2, self.layout.steps + 1):
             # Branches keep their order.  From level 2 on, a branch is the first of its beam's topk candidates.
             pool.keep(branches if level == 2 else branches * topk)
-            tokens = slots.history_at(continued_at(ends, slots.prefix_len, level))
+            tokens = slots.history_at(continuation_positions(ends, slots.prefix_len, level))
             pool.add(*only_children(tokens, logp * level))
         return pool.select(slots.root, self.layout.num_draft_tokens)
 
@@ -46,8 +46,8 @@ class NgramDrafter(DrafterWithoutFiles):
         history[places] = torch.where(forced >= 0, forced, history[places])
         end = slots.prefix_len + count[:, 0].clamp(max=steps)
         length, ends = find_matches(history, slots.index, end, topk)
-        logp = log_probability(length)
-        allowed = allows(guide.mask, slots.history_at(continued_at(ends, end, 1)).clamp(min=0))
+        logp = match_log_probability(length)
+        allowed = allows(guide.mask, slots.history_at(continuation_positions(ends, end, 1)).clamp(min=0))
         logp = logp.masked_fill(~(allowed | (guide.level == 0)[:, None]), -torch.inf)
         pool, branches = Pool(topk), torch.arange(topk, device=ends.device).expand_as(ends)
         for level in range(1, steps + 1):
@@ -56,7 +56,7 @@ class NgramDrafter(DrafterWithoutFiles):
             if level > 1:
                 # The branches begin as children of one beam.  Then each branch is the first child of its own beam.
                 pool.keep(torch.where(depth <= 2, branches, branches * topk))
-            tokens = slots.history_at(continued_at(ends, end, depth.clamp(min=1)))
+            tokens = slots.history_at(continuation_positions(ends, end, depth.clamp(min=1)))
             tokens, scores = only_children(tokens, logp * depth) if level > 1 else (tokens[:, None], logp[:, None])
             if level > 1:
                 beginning = torch.full_like(scores, -torch.inf)
@@ -70,7 +70,7 @@ class NgramDrafter(DrafterWithoutFiles):
         return pool.select(slots.root, self.layout.num_draft_tokens)
 
 
-def log_probability(length: Tensor) -> Tensor:
+def match_log_probability(length: Tensor) -> Tensor:
     """[B, K] float32: after a match of m tokens each proposed token has probability m / (m + 1).
 
     Without a match the value is -inf, which makes a void node.
@@ -86,7 +86,7 @@ def only_children(tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     return tokens[..., None].expand(-1, -1, topk), padded
 
 
-def continued_at(ends: Tensor, root: Tensor, level: int | Tensor) -> Tensor:
+def continuation_positions(ends: Tensor, root: Tensor, level: int | Tensor) -> Tensor:
     """[B, K]: the position of the token that comes `level` tokens after `ends` [B, K].  level: a number or [B, 1].
 
     Beyond the root's position `root` [B], the text between match and root is repeated.

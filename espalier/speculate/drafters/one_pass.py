@@ -24,7 +24,7 @@ from espalier.kernels.tree.edges import DepthRows, LowRankEdges
 from espalier.layout import RoundLayout
 from espalier.models.draft import BlockModel
 from espalier.slots import BatchState
-from espalier.speculate.drafters.base import Grow
+from espalier.speculate.drafters.base import GrowTree
 from espalier.speculate.drafters.model_drafter import ModelDrafter
 from espalier.speculate.pieces import LastTokens
 from espalier.speculate.sampler import DraftRows, Sampler
@@ -42,10 +42,10 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
             is_causal: pack_bits(everything.tril() if is_causal else everything) for is_causal in (False, True)
         }
 
-    def begin(self, slots: BatchState) -> Grow:
+    def begin(self, slots: BatchState) -> GrowTree:
         hidden = self._run_block(slots)
         logits = self.draft.block_logits(hidden)
-        edges = None if self.draft.edges is None else self.draft.edges.of_block(logits, hidden)
+        edges = None if self.draft.edges is None else self.draft.edges.block_edges(logits, hidden)
         roots = DepthRows(slots.root[:, None], self.root_trees.scores[: slots.batch])
         return partial(best_paths, roots, logits, edges, self.draft.d2t, self.layout)
 

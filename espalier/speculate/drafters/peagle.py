@@ -16,7 +16,7 @@ from espalier.models.eagle3 import PEagleDraft
 from espalier.slots import BatchState
 from espalier.speculate.drafters import one_pass
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter, rope_positions
-from espalier.speculate.drafters.base import Grow
+from espalier.speculate.drafters.base import GrowTree
 
 
 class PEagleDrafter(AutoregressiveDrafter):
@@ -26,8 +26,8 @@ class PEagleDrafter(AutoregressiveDrafter):
         super().allocate()
         self.known = torch.zeros(self.layout.max_batch, dtype=torch.int64, device=self.device)
 
-    def begin(self, slots: BatchState) -> Grow:
-        out = self.draft.output_of(load_carried(slots, "hidden"))
+    def begin(self, slots: BatchState) -> GrowTree:
+        out = self.draft.output_from_hidden(load_carried(slots, "hidden"))
         if self.layout.steps > 1:
             normed = torch.cat((out.normed, self._mask_rows(slots).normed), 1)
             out = DraftOutput(normed, normed)
@@ -40,4 +40,4 @@ class PEagleDrafter(AutoregressiveDrafter):
         # The rows of tokens 1 .. n are committed; token n is the root.
         prefix = Prefix(slots.page_table, slots.num_tokens, first=1)
         p = self.cache.begin(prefix, Nodes.chain(rows.positions), rows.tokens, rope_positions(rows.positions, 1))
-        return self.draft.of_masks(p)
+        return self.draft.run_mask_rows(p)

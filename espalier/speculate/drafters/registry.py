@@ -17,11 +17,11 @@ from espalier.models import (
     mtp,
 )
 from espalier.models.base import CausalLM
-from espalier.models.config import ModelConfig, Raw, architecture_of
+from espalier.models.config import Json, ModelConfig, architecture_of
 from espalier.models.draft import DraftConfig, DraftModel, DraftSpec
 from espalier.models.families import FAMILIES
 from espalier.models.loading import is_multimodal, read_raw
-from espalier.models.weight_files import shards_of
+from espalier.models.weight_files import safetensors_files
 from espalier.models.weights import Weights
 from espalier.shards import WHOLE, Shards
 from espalier.speculate.drafters.assistant import AssistantDrafter
@@ -45,7 +45,7 @@ FORMATS = (
         algorithm="eagle3",
         title="EAGLE-3 heads",
         architectures=eagle3.ARCHITECTURES,
-        unmarked=eagle3.MASKS,
+        excluding_fields=eagle3.MASK_FIELDS,
         speculators_types=("eagle3",),
         read=eagle3.read_eagle3,
         make=eagle3.make_eagle3,
@@ -56,13 +56,13 @@ FORMATS = (
         algorithm="peagle",
         title="P-EAGLE heads",
         architectures=eagle3.PEAGLE_ARCHITECTURES,
-        marked=eagle3.EAGLE3_ARCHITECTURES,
-        marks=eagle3.MASKS,
+        marked_architectures=eagle3.EAGLE3_ARCHITECTURES,
+        marker_fields=eagle3.MASK_FIELDS,
         speculators_types=("peagle",),
         read=eagle3.read_peagle,
         make=eagle3.make_peagle,
         drafter=PEagleDrafter,
-        checks=f"{CAPTURED} and the mask token ({', '.join(eagle3.MASKS)})",
+        checks=f"{CAPTURED} and the mask token ({', '.join(eagle3.MASK_FIELDS)})",
     ),
     DraftFormat(
         algorithm="mtp",
@@ -73,7 +73,7 @@ FORMATS = (
         make=mtp.make_mtp,
         drafter=AutoregressiveDrafter,
         in_target=mtp.stores_mtp,
-        in_parts=True,
+        is_divided=True,
         checks="mtp_form and num_nextn_predict_layers",
     ),
     DraftFormat(
@@ -104,7 +104,7 @@ FORMATS = (
         read=gemma4_assistant.read_assistant,
         make=gemma4_assistant.make_assistant,
         drafter=AssistantDrafter,
-        in_parts=True,
+        is_divided=True,
     ),
 )
 # The formats, by algorithm.  To add a format from outside this package: DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
@@ -164,18 +164,18 @@ def what_to_check(algorithm: str) -> str:
     )
 
 
-def format_of(raw: Raw, path: Path) -> DraftFormat:
+def format_of(raw: Json, path: Path) -> DraftFormat:
     """The format of the draft at `path`, by its config.json.  Raises EspalierError if no known format has it."""
     for known in DRAFT_FORMATS.values():
-        if known.takes(raw):
+        if known.matches(raw):
             return known
     by_speculators = raw.get("speculators_model_type") is not None
-    names = {known.title: known.names(by_speculators) for known in DRAFT_FORMATS.values()}
+    names = {known.title: known.format_names(by_speculators) for known in DRAFT_FORMATS.values()}
     supported = "; ".join(f"{title} ({named})" for title, named in names.items() if named)
     raise EspalierError(f"{path}: {_why_unknown(raw, path)}; supported are {supported}")
 
 
-def _why_unknown(raw: Raw, path: Path) -> str:
+def _why_unknown(raw: Json, path: Path) -> str:
     declared = raw.get("speculators_model_type")
     name = architecture_of(raw) if declared is None else str(declared)
     if name in eagle3.EAGLE_1_2:
@@ -203,16 +203,12 @@ def is_draft(path: Path, is_expected: bool = False) -> bool:
     if is_multimodal(raw, FAMILIES.values()):
         return False
     is_family = raw.get("speculators_model_type") is None and architecture_of(raw) in FAMILIES
-    if is_family and _holds_first_layer(path):
+    # Without safetensors files, the weights are in files that are not read here.
+    if is_family and (not safetensors_files(path) or FIRST_LAYER in Weights(path, torch.float32, "cpu")):
         return False
     if is_expected:
         format_of(raw, path)
-    return any(known.takes(raw) for known in DRAFT_FORMATS.values())
-
-
-def _holds_first_layer(path: Path) -> bool:
-    """Whether the directory holds a target's layer 0.  Also True if its weights are in files that are not read here."""
-    return not shards_of(path) or FIRST_LAYER in Weights(path, torch.float32, "cpu")
+    return any(known.matches(raw) for known in DRAFT_FORMATS.values())
 
 
 def draft_algorithm(path: Path) -> str:
@@ -220,7 +216,7 @@ def draft_algorithm(path: Path) -> str:
     return format_of(read_json(path / "config.json"), path).algorithm
 
 
-def own_draft(path: Path, target: ModelConfig, algorithm: str) -> Path | None:
+def draft_of_target(path: Path, target: ModelConfig, algorithm: str) -> Path | None:
     """The directory of the target at `path`, if it holds a draft beside the target; else None.
 
     algorithm: the algorithm that must be able to run the draft, or "auto" for any.
@@ -242,7 +238,7 @@ def read_draft(path: Path | str, target: ModelConfig) -> DraftConfig:
 
 def draft_shards(algorithm: str, shards: Shards) -> Shards:
     """The part of a draft of this algorithm that a rank holds, if it holds `shards` of the target; WHOLE for all."""
-    return shards if algorithm in DRAFT_FORMATS and DRAFT_FORMATS[algorithm].in_parts else WHOLE
+    return shards if algorithm in DRAFT_FORMATS and DRAFT_FORMATS[algorithm].is_divided else WHOLE
 
 
 def load_draft(

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from espalier.request import Request
-from espalier.slots import SOURCES, STRENGTHS, Guess
+from espalier.slots import MATCH_STRENGTHS, SOURCES, Guess
 
 
 def kind_of(source: str, strength: int) -> int:
-    """The number that stands for a source and a strength, from 1 on.  strength: from 1 to STRENGTHS."""
-    return 1 + SOURCES.index(source) * STRENGTHS + strength - 1
+    """The number that stands for a source and a strength, from 1 on.  strength: from 1 to MATCH_STRENGTHS."""
+    return 1 + SOURCES.index(source) * MATCH_STRENGTHS + strength - 1
 
 
 def strength_of(matching: int) -> int:
     """The strength of a guess.  matching: how many tokens before it equal the text's last tokens."""
-    return min(STRENGTHS, max(matching, 1).bit_length())
+    return min(MATCH_STRENGTHS, max(matching, 1).bit_length())
 
 
 class Paths(NamedTuple):

@@ -14,55 +14,55 @@ from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import self_bits, unpack_bits
 from espalier.kernels.ops.tree import VOID, Tree
-from espalier.slots import ALONE, LEVELS, PATH_KINDS, RANKS, SOURCES, STRENGTHS, BatchState
+from espalier.slots import ALONE_OFFSET, LEVELS, MATCH_STRENGTHS, PATH_KINDS, RANKS, SOURCES, BatchState
 
 # No step has a higher probability, so a child never scores as high as its parent.
-MOST = 0.98
+MAX_STEP_PROBABILITY = 0.98
 # A level is a root of -log p, so levels are narrow where p is near 1: 0.92, 0.72, 0.48, 0.27, 0.13, 0.05, 0.02.
 LEVELS_A_ROOT = 3.5
 # The weight of the draft's own score, which decides between nodes of the same kind.
-TIE = 1e-3
+TIE_WEIGHT = 1e-3
 # The bits of a candidate packed into one number: the kind from bit 0, then depth, parent and token.
 DEPTH_BIT, PARENT_BIT, TOKEN_BIT = 12, 24, 40
 
 
-def kinds_of_draft(tree: Tree, is_sampled: Tensor) -> Tensor:
+def draft_node_kinds(tree: Tree, is_sampled: Tensor) -> Tensor:
     """[B, D] int64: the kinds of a draft's nodes; 0 for roots and void nodes.  is_sampled: [B] bool."""
-    own = _own(tree)
+    own = _step_log_probability(tree)
     level = (LEVELS_A_ROOT * (-own).clamp(min=0).sqrt()).clamp(max=LEVELS - 1).long()
     is_sibling = tree.parents[:, :, None] == tree.parents[:, None]
     # The root is its own parent, but no sibling of its children.
     is_sibling[:, :, 0] = False
     rank = is_sibling.tril(-1).sum(-1).clamp(max=RANKS - 1)
     kinds = PATH_KINDS + (is_sampled[:, None] * RANKS + rank) * LEVELS + level
-    return kinds.masked_fill(_is_no_guess(tree), 0)
+    return kinds.masked_fill(_is_root_or_void(tree), 0)
 
 
-def first_of_level(level: int) -> float:
+def middle_of_level(level: int) -> float:
     """The probability, in the draft's own scores, at the middle of a level."""
     return math.exp(-(((level + 0.5) / LEVELS_A_ROOT) ** 2))
 
 
-def calibrated(tree: Tree, kinds: Tensor, survival: Tensor, skill: Tensor) -> Tree:
+def calibrate_scores(tree: Tree, kinds: Tensor, survival: Tensor, skill: Tensor) -> Tree:
     """Returns the same trees with calibrated scores.
 
-    kinds: [B, D], from `kinds_of_draft`; survival: [KINDS, S] and skill: [B, 1], both float32 as in SlotTable.
+    kinds: [B, D], from `draft_node_kinds`; survival: [NODE_KINDS, S] and skill: [B, 1], both float32 as in SlotTable.
     """
-    is_no_guess = _is_no_guess(tree)
-    step = (survival[kinds, (tree.depths - 1).clamp(min=0)] + skill).clamp(max=math.log(MOST))
-    step = (step + TIE * _own(tree)).masked_fill(is_no_guess, 0)
+    is_no_guess = _is_root_or_void(tree)
+    step = (survival[kinds, (tree.depths - 1).clamp(min=0)] + skill).clamp(max=math.log(MAX_STEP_PROBABILITY))
+    step = (step + TIE_WEIGHT * _step_log_probability(tree)).masked_fill(is_no_guess, 0)
     scores = torch.where(unpack_bits(tree.ancestors, tree.tokens.shape[1]), step[:, None], 0).sum(-1)
     return tree._replace(scores=torch.where(tree.scores == -torch.inf, -torch.inf, scores))
 
 
-def packed(tree: Tree, kinds: Tensor) -> Tensor:
+def pack_nodes(tree: Tree, kinds: Tensor) -> Tensor:
     """[B, D] int64: each node packed into one number, which the host reads; VOID for roots and void nodes."""
     made = (tree.tokens << TOKEN_BIT) + (tree.parents << PARENT_BIT) + (tree.depths << DEPTH_BIT) + kinds
-    return made.masked_fill(_is_no_guess(tree), VOID)
+    return made.masked_fill(_is_root_or_void(tree), VOID)
 
 
 class Candidates(NamedTuple):
-    """The nodes that `packed` holds, unpacked on the host into arrays of the same shape.
+    """The nodes that `pack_nodes` holds, unpacked on the host into arrays of the same shape.
 
     exists: False for roots and void nodes, whose other fields are 0.
     """
@@ -74,7 +74,7 @@ class Candidates(NamedTuple):
     tokens: np.ndarray
 
     @classmethod
-    def of(cls, packed: np.ndarray) -> Self:
+    def unpack(cls, packed: np.ndarray) -> Self:
         exists = packed != VOID
         cells = np.where(exists, packed, 0)
         ends = ((0, DEPTH_BIT), (DEPTH_BIT, PARENT_BIT), (PARENT_BIT, TOKEN_BIT), (TOKEN_BIT, 63))
@@ -84,10 +84,10 @@ class Candidates(NamedTuple):
     @property
     def sources(self) -> np.ndarray:
         """The index of each node's source in ALL_SOURCES."""
-        return np.where(self.kinds < PATH_KINDS, (self.kinds - 1) % ALONE // STRENGTHS, len(SOURCES))
+        return np.where(self.kinds < PATH_KINDS, (self.kinds - 1) % ALONE_OFFSET // MATCH_STRENGTHS, len(SOURCES))
 
     @property
-    def lineage(self) -> set[tuple[int, ...]]:
+    def draft_sequences(self) -> set[tuple[int, ...]]:
         """The token sequences, from depth 1 down to a node, of all nodes that the draft proposed to one request."""
         above: list[tuple[int, ...]] = []
         for exists, parent, token in zip(self.exists, self.parents.tolist(), self.tokens.tolist(), strict=True):
@@ -100,7 +100,7 @@ def is_sampled(slots: BatchState) -> Tensor:
     return slots.table.temperature.index_select(0, slots.index) > 0
 
 
-def roots_alone(root: Tensor, nodes: int, num_words: int) -> Tree:
+def root_only_trees(root: Tensor, nodes: int, num_words: int) -> Tree:
     """Trees [B, nodes] that hold the roots [B] and otherwise void nodes."""
     blank = root.new_zeros(root.shape[0], nodes)
     tokens, depths = blank.masked_fill(blank == 0, VOID), blank + 1
@@ -110,10 +110,10 @@ def roots_alone(root: Tensor, nodes: int, num_words: int) -> Tree:
     return Tree(tokens, blank, depths, scores, itself.expand(root.shape[0], -1, -1).contiguous())
 
 
-def _own(tree: Tree) -> Tensor:
+def _step_log_probability(tree: Tree) -> Tensor:
     """[B, D]: the draft's own log-probability of a node's last step, at most 0; -inf for a void node."""
     return (tree.scores - tree.scores.gather(1, tree.parents)).clamp(max=0)
 
 
-def _is_no_guess(tree: Tree) -> Tensor:
+def _is_root_or_void(tree: Tree) -> Tensor:
     return (tree.scores == -torch.inf) | (tree.depths == 0)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack_bits, unpack_bits
 from espalier.kernels.ops.tree import VOID, Tree, comparable_scores
-from espalier.slots import ALONE
+from espalier.slots import ALONE_OFFSET
 from espalier.speculate.sources.base import Paths
 
 # Fills a node's sequence of tokens beyond the node's depth.  It differs from every token and from VOID.
-NOTHING = -2
+BEYOND_NODE = -2
 
 
 def graft(
@@ -21,7 +21,7 @@ def graft(
 ) -> tuple[Tree, Tensor]:
     """Make trees of the same size from the best nodes of the draft's trees and of the paths.  Returns their kinds too.
 
-    kinds: [B, D], of the draft's nodes; survival: [KINDS, S] float32, the log-probability that a node of a kind is
+    kinds: [B, D], of the draft's nodes; survival: [NODE_KINDS, S] float32, the log-probability that a node of a kind is
     right at a depth if its parent is right; steps: the greatest depth; is_drafted: whether a draft made the trees.
 
     Nodes are ordered by score.  Of equal scores the draft's node comes first, then the first path's node.  So a parent
@@ -38,7 +38,7 @@ def graft(
     of_paths = paths.kinds[..., None].expand(paths.tokens[..., :steps].shape)
     if is_drafted:
         is_alone = (first[:, num_drafted:] >= num_drafted).view(of_paths.shape)
-        of_paths = of_paths + ALONE * (is_alone & (of_paths > 0))
+        of_paths = of_paths + ALONE_OFFSET * (is_alone & (of_paths > 0))
     depths = torch.arange(steps, device=exists.device)
     path_scores = survival[of_paths, depths].cumsum(-1).flatten(1)
     scores = comparable_scores(torch.cat((tree.scores, path_scores), 1)).masked_fill(~exists, -torch.inf)
@@ -48,23 +48,23 @@ def graft(
     best[:, 0] = torch.inf
     chosen = torch.sort(best, dim=1, descending=True, stable=True).indices[:, :num_drafted]
     kinds = torch.cat((kinds, of_paths.flatten(1)), 1)
-    return _tree_of(tree, paths, chosen, first, best, steps), kinds.gather(1, chosen)
+    return _build_tree(tree, paths, chosen, first, best, steps), kinds.gather(1, chosen)
 
 
 def tree_sequences(tree: Tree, steps: int) -> Tensor:
-    """[B, D, S]: for each node the tokens from depth 1 down to it, then NOTHING."""
+    """[B, D, S]: for each node the tokens from depth 1 down to it, then BEYOND_NODE."""
     nodes = tree.tokens.shape[1]
     lineage = unpack_bits(tree.ancestors, nodes)
     at = torch.where(lineage, tree.depths[:, None], 0)
-    made = tree.tokens.new_full((*tree.tokens.shape, steps + 1), NOTHING)
-    return made.scatter_(2, at, torch.where(lineage, tree.tokens[:, None], NOTHING))[..., 1:]
+    made = tree.tokens.new_full((*tree.tokens.shape, steps + 1), BEYOND_NODE)
+    return made.scatter_(2, at, torch.where(lineage, tree.tokens[:, None], BEYOND_NODE))[..., 1:]
 
 
 def path_sequences(tokens: Tensor) -> Tensor:
-    """[B, P · S, S]: for each node of paths [B, P, S] the tokens from depth 1 down to it, then NOTHING."""
+    """[B, P · S, S]: for each node of paths [B, P, S] the tokens from depth 1 down to it, then BEYOND_NODE."""
     steps = tokens.shape[2]
     above = torch.ones(steps, steps, dtype=torch.bool, device=tokens.device).tril()
-    return torch.where(above, tokens[:, :, None], NOTHING).flatten(1, 2)
+    return torch.where(above, tokens[:, :, None], BEYOND_NODE).flatten(1, 2)
 
 
 def _exists(tree: Tree, paths: Paths, steps: int) -> Tensor:
@@ -76,7 +76,7 @@ def _exists(tree: Tree, paths: Paths, steps: int) -> Tensor:
     return torch.cat((drafted, is_guessed.cumprod(2).bool().flatten(1)), 1)
 
 
-def _tree_of(tree: Tree, paths: Paths, chosen: Tensor, first: Tensor, best: Tensor, steps: int) -> Tree:
+def _build_tree(tree: Tree, paths: Paths, chosen: Tensor, first: Tensor, best: Tensor, steps: int) -> Tree:
     """The tree of the nodes `chosen` [B, D], in this order.  Parents come before their children."""
     (batch, size), drafted = best.shape, tree.tokens.shape[1]
     device = best.device

@@ -29,7 +29,7 @@ class IndexSource:
     def __init__(self, num_bytes: int) -> None:
         self.size = max(num_bytes // BYTES_A_TOKEN, 1)
         self.tokens = np.full(self.size, -1, dtype=np.int32)
-        # For each token, the salt and the number of its text (_text).
+        # For each token, the salt and the number of its text (NUMBER_BITS).
         self.texts = np.zeros(self.size, dtype=np.int64)
         self.tables = {run: np.full(self.size, -1, dtype=np.int64) for run in RUNS}
         self.end = 0
@@ -52,7 +52,7 @@ class IndexSource:
         self.num_texts += 1
         self.tokens[places] = text
         # Salt and number tell neighbouring texts apart, so that no run crosses from one text to the next.
-        self.texts[places] = _text(salt, self.num_texts)
+        self.texts[places] = salt << NUMBER_BITS | self.num_texts % (1 << NUMBER_BITS)
         self.end = (self.end + len(text)) % self.size
         for run, table in self.tables.items():
             if len(text) >= run:
@@ -80,7 +80,7 @@ class IndexSource:
                 continue
             seen.add(place)
             matching = self._num_matching(text, place, salt)
-            ahead = self._following(place, width)
+            ahead = self._tokens_after(place, width)
             if matching >= run and ahead:
                 made.append((matching, ahead))
         return made
@@ -93,7 +93,7 @@ class IndexSource:
         equal = (self.tokens[places] == text[::-1]) & (self.texts[places] == self.texts[place])
         return int(equal.cumprod().sum())
 
-    def _following(self, place: int, width: int) -> tuple[int, ...]:
+    def _tokens_after(self, place: int, width: int) -> tuple[int, ...]:
         places = (place + 1 + np.arange(min(width, self.size - 1))) % self.size
         inside = (self.texts[places] == self.texts[place]).cumprod().sum()
         return tuple(self.tokens[places[:inside]].tolist())
@@ -106,10 +106,6 @@ NUMBER_BITS = 16
 def salt_of(client: str) -> int:
     """A hash of the client's name, of 47 bits."""
     return int.from_bytes(blake2b(client.encode(), digest_size=8).digest()) >> (NUMBER_BITS + 1)
-
-
-def _text(salt: int, number: int) -> int:
-    return salt << NUMBER_BITS | number % (1 << NUMBER_BITS)
 
 
 def _hash(run: Sequence[int], salt: int) -> int:

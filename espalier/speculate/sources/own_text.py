@@ -16,23 +16,23 @@ RUNS = (4, 2, 1)
 MOST_MATCHING = 16
 
 
-class Text:
+class IndexedText:
     """A request's tokens.
 
-    after: for each length of RUNS, a map from a run to the position of the token that followed it last.
+    next_positions: for each length of RUNS, a map from a run to the position of the token that followed it last.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens: list[int] = []
-        self.after: dict[int, dict[tuple[int, ...], int]] = {run: {} for run in RUNS}
+        self.next_positions: dict[int, dict[tuple[int, ...], int]] = {run: {} for run in RUNS}
         self.push(tokens)
 
     def push(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             end = len(self.tokens)
-            for run, after in self.after.items():
+            for run, next_positions in self.next_positions.items():
                 if end >= run:
-                    after[tuple(self.tokens[end - run :])] = end
+                    next_positions[tuple(self.tokens[end - run :])] = end
             self.tokens.append(token)
 
     def find(self, width: int) -> list[tuple[int, tuple[int, ...]]]:
@@ -41,8 +41,8 @@ class Text:
         If the text ends before `width` tokens, the text from the place on is repeated.
         """
         tokens, end, found = self.tokens, len(self.tokens), {}
-        for run, after in self.after.items():
-            place = after.get(tuple(tokens[-run:])) if end >= run else None
+        for run, next_positions in self.next_positions.items():
+            place = next_positions.get(tuple(tokens[-run:])) if end >= run else None
             if place is not None and place not in found:
                 most = min(MOST_MATCHING, place)
                 matching = next((n for n in range(run, most) if tokens[place - 1 - n] != tokens[-1 - n]), most)
@@ -53,11 +53,11 @@ class Text:
 
 class OwnTextSource:
     def __init__(self) -> None:
-        self.texts: dict[str, Text] = {}
+        self.texts: dict[str, IndexedText] = {}
 
     def enter(self, request: Request) -> None:
         if request.id not in self.texts:
-            self.texts[request.id] = Text(request.tokens)
+            self.texts[request.id] = IndexedText(request.tokens)
 
     def read(self, request: Request, tokens: Sequence[int]) -> None:
         if request.id in self.texts:

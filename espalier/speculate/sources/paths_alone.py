@@ -26,54 +26,56 @@ def trees_of_guesses(slots: BatchState, nodes: int, steps: int, num_words: int) 
     for slot, guesses, root, length in zip(
         slots.index.tolist(), rows, slots.root.tolist(), slots.prefix_len.tolist(), strict=True
     ):
-        found: list[Node] = [(root, 0, 0, 0.0, 0, 0)]
+        tree_nodes: list[Node] = [(root, 0, 0, 0.0, 0, 0)]
         places: dict[tuple[int, int], int] = {}
         for start, kind, *tokens in guesses:
             decided = length - start
             since = table.history[slot, start + 1 : length + 1].tolist() if decided > 0 else []
             if kind and decided >= 0 and tokens[:decided] == since:
-                _add(found, places, tokens[decided : decided + steps], kind, survival[kind])
-        trees.append(_best(found, nodes))
+                _add_path(tree_nodes, places, tokens[decided : decided + steps], kind, survival[kind])
+        trees.append(_best_nodes(tree_nodes, nodes))
     tokens, parents, depths, scores, kinds = (
         torch.tensor([[node[part] for node in tree] for tree in trees]) for part in range(5)
     )
-    words = torch.tensor([[[_word(node[5], word) for word in range(num_words)] for node in tree] for tree in trees])
+    words = torch.tensor(
+        [[[_ancestor_word(node[5], word) for word in range(num_words)] for node in tree] for tree in trees]
+    )
     return Tree(tokens, parents, depths, scores, words), kinds
 
 
-def _add(
-    found: list[Node], places: dict[tuple[int, int], int], tokens: list[int], kind: int, survival: list[float]
+def _add_path(
+    tree_nodes: list[Node], places: dict[tuple[int, int], int], tokens: list[int], kind: int, survival: list[float]
 ) -> None:
     """Add a path.  Nodes with the same tokens from the root down become one node, with the higher of their scores.
 
-    places: the index in `found` of each node, by its token and parent.
+    places: the index in `tree_nodes` of each node, by its token and parent.
     """
     parent, score = 0, 0.0
     for depth, token in enumerate(tokens):
         if token == NO_TOKEN:
             return
         score += survival[depth]
-        same = places.setdefault((token, parent), len(found))
-        if same == len(found):
-            found.append((token, parent, depth + 1, score, kind, 0))
-        elif score > found[same][3]:
-            found[same] = (*found[same][:3], score, found[same][4], 0)
+        same = places.setdefault((token, parent), len(tree_nodes))
+        if same == len(tree_nodes):
+            tree_nodes.append((token, parent, depth + 1, score, kind, 0))
+        elif score > tree_nodes[same][3]:
+            tree_nodes[same] = (*tree_nodes[same][:3], score, tree_nodes[same][4], 0)
         parent = same
 
 
-def _best(found: list[Node], nodes: int) -> list[Node]:
+def _best_nodes(tree_nodes: list[Node], nodes: int) -> list[Node]:
     """The root and the best other nodes, in the order of their scores, padded with void nodes."""
-    order = [0, *sorted(range(1, len(found)), key=lambda at: -found[at][3])][:nodes]
+    order = [0, *sorted(range(1, len(tree_nodes)), key=lambda at: -tree_nodes[at][3])][:nodes]
     place = {at: i for i, at in enumerate(order)}
     made: list[Node] = []
     for at in order:
-        token, parent, depth, score, kind, _ = found[at]
+        token, parent, depth, score, kind, _ = tree_nodes[at]
         above = made[place[parent]][5] if at else 0
         made.append((token, place[parent], depth, score, kind, above | 1 << place[at]))
     return made + [(*VOID_NODE, 1 << at) for at in range(len(made), nodes)]
 
 
-def _word(bits: int, word: int) -> int:
+def _ancestor_word(bits: int, word: int) -> int:
     """Word `word` of a node's ancestor bits, as a signed 64-bit number."""
     unsigned = bits >> word * ANCESTOR_BITS & (1 << ANCESTOR_BITS) - 1
     return unsigned - (unsigned >> ANCESTOR_BITS - 1 << ANCESTOR_BITS)

@@ -12,7 +12,7 @@ REJOIN = 3
 
 
 @dataclass
-class Followed:
+class PredictionProgress:
     """A prediction and how far the output has followed it.
 
     tokens: of the prediction; places: for each run of REJOIN tokens, the positions where the run ends, in order;
@@ -49,29 +49,29 @@ class Followed:
 
 class PredictionSource:
     def __init__(self) -> None:
-        self.followed: dict[str, Followed] = {}
+        self.progress: dict[str, PredictionProgress] = {}
 
     def enter(self, request: Request) -> None:
-        if request.id not in self.followed and request.params.prediction:
-            self.followed[request.id] = Followed(request.params.prediction)
+        if request.id not in self.progress and request.params.prediction:
+            self.progress[request.id] = PredictionProgress(request.params.prediction)
             self.read(request, request.output)
 
     def read(self, request: Request, tokens: Sequence[int]) -> None:
-        followed = self.followed.get(request.id)
-        if followed is not None:
+        progress = self.progress.get(request.id)
+        if progress is not None:
             first = len(request.output) - len(tokens)
             for at in range(first + 1, len(request.output) + 1):
-                followed.push(request.output[max(0, at - REJOIN) : at])
-            request.num_predicted = sum(followed.appeared)
+                progress.push(request.output[max(0, at - REJOIN) : at])
+            request.num_predicted = sum(progress.appeared)
 
     def guesses(self, request: Request, width: int) -> list[Guess]:
-        followed = self.followed.get(request.id)
+        progress = self.progress.get(request.id)
         # While the output does not agree with the prediction, there is nothing to guess.
-        if followed is None or (request.output and not followed.matching):
+        if progress is None or (request.output and not progress.matching):
             return []
-        ahead = tuple(followed.tokens[followed.next : followed.next + width])
-        kind = kind_of("prediction", strength_of(followed.matching))
+        ahead = tuple(progress.tokens[progress.next : progress.next + width])
+        kind = kind_of("prediction", strength_of(progress.matching))
         return [Guess(request.num_tokens - 1, kind, ahead)] if ahead else []
 
     def leave(self, request: Request) -> None:
-        self.followed.pop(request.id, None)
+        self.progress.pop(request.id, None)

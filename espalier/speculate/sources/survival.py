@@ -11,18 +11,22 @@ from operator import mul
 
 import numpy as np
 
-from espalier.slots import ALONE, KINDS, LEVELS, PATH_KINDS, RANKS, SOURCES, STRENGTHS
-from espalier.speculate.sources.calibrate import Candidates, first_of_level
+from espalier.slots import ALONE_OFFSET, LEVELS, MATCH_STRENGTHS, NODE_KINDS, PATH_KINDS, RANKS, SOURCES
+from espalier.speculate.sources.calibrate import Candidates, middle_of_level
 
 # The assumed survival of each source's guesses (the share that is right), by strength.  A match of m tokens in "text"
 # is assumed to survive with probability m / (m + 1).  For a draft's nodes the draft's own probability is assumed.
-FIRST = {"text": (1 / 2, 2 / 3, 3 / 4, 4 / 5), "prediction": (0.6, 0.8, 0.9, 0.95), "index": (0.5, 0.7, 0.85, 0.92)}
-# FIRST is multiplied by this where the draft of the same round proposes other tokens.
-ALONE_FIRST = 0.4
-# FIRST is multiplied by this for a request that samples.
-SAMPLED_FIRST = 0.5
-# The assumption weighs as much as PRIOR guesses.  A guess's weight is halved after HALF_LIFE more guesses of its kind.
-PRIOR = 4.0
+INITIAL_SURVIVAL = {
+    "text": (1 / 2, 2 / 3, 3 / 4, 4 / 5),
+    "prediction": (0.6, 0.8, 0.9, 0.95),
+    "index": (0.5, 0.7, 0.85, 0.92),
+}
+# INITIAL_SURVIVAL is multiplied by this where the draft of the same round proposes other tokens.
+ALONE_FACTOR = 0.4
+# INITIAL_SURVIVAL is multiplied by this for a request that samples.
+SAMPLED_FACTOR = 0.5
+# The assumption weighs PRIOR_WEIGHT guesses.  A guess's weight is halved after HALF_LIFE more guesses of its kind.
+PRIOR_WEIGHT = 4.0
 HALF_LIFE = 256.0
 # The table is sent again once a probability has changed by WORTH_SENDING, checked after every LEAST_COUNTED counts.
 WORTH_SENDING, LEAST_COUNTED = 0.02, 8
@@ -34,36 +38,39 @@ OWN_PRIOR, OWN_HALF_LIFE, MOST_SKILL = 2.0, 8.0, 50.0
 class Survival:
     """The counts of right guesses.
 
-    tried: [KINDS, S], how many guesses were right at all depths above; followed: how many of these were right at this
-    depth too.
-    whole: [2, 2, 1 + ALONE, S], both counts again, by whether the request samples, for whole paths of the sources: also
-    the tokens that a draft proposed too.
-    own: by request, how many nodes of its draft were expected to be right by these counts, and how many were right.
+    num_tried: [NODE_KINDS, S], how many guesses were right at all depths above; num_right: how many of these were right
+    at this depth too.
+    path_counts: [2, 2, 1 + ALONE_OFFSET, S], both counts again, by whether the request samples, for whole paths of the
+    sources: also the tokens that a draft proposed too.
+    counts_of_request: by request, how many nodes of its draft were expected to be right by these counts, and are.
     """
 
     def __init__(self, steps: int) -> None:
-        by_kind = [1.0, *(FIRST[source][strength] for source in SOURCES for strength in range(STRENGTHS))]
-        by_kind += [ALONE_FIRST * first for first in by_kind[1:]]
-        by_kind += [first_of_level(level) for level in range(LEVELS)] * (2 * RANKS)
-        self.first = np.array(by_kind)
-        self.tried = np.zeros((KINDS, steps))
-        self.followed = np.zeros((KINDS, steps))
-        self.whole = np.zeros((2, 2, 1 + ALONE, steps))
-        self.own: dict[str, tuple[float, float]] = {}
+        by_kind = [
+            1.0,
+            *(INITIAL_SURVIVAL[source][strength] for source in SOURCES for strength in range(MATCH_STRENGTHS)),
+        ]
+        by_kind += [ALONE_FACTOR * first for first in by_kind[1:]]
+        by_kind += [middle_of_level(level) for level in range(LEVELS)] * (2 * RANKS)
+        self.initial = np.array(by_kind)
+        self.num_tried = np.zeros((NODE_KINDS, steps))
+        self.num_right = np.zeros((NODE_KINDS, steps))
+        self.path_counts = np.zeros((2, 2, 1 + ALONE_OFFSET, steps))
+        self.counts_of_request: dict[str, tuple[float, float]] = {}
         self._sent: np.ndarray | None = None
         self._counted = 0
 
     @property
     def probabilities(self) -> np.ndarray:
-        """[KINDS, S]: the probability that a guess is right at a depth if it was right at all depths above.
+        """[NODE_KINDS, S]: the probability that a guess is right at a depth if it was right at all depths above.
 
         Few guesses reach a great depth, so each depth starts from the probability of the depth above, with the weight
-        of PRIOR guesses.
+        of PRIOR_WEIGHT guesses.
         """
-        made = np.empty_like(self.tried)
-        above = self.first
+        made = np.empty_like(self.num_tried)
+        above = self.initial
         for depth in range(made.shape[1]):
-            above = (self.followed[:, depth] + PRIOR * above) / (self.tried[:, depth] + PRIOR)
+            above = (self.num_right[:, depth] + PRIOR_WEIGHT * above) / (self.num_tried[:, depth] + PRIOR_WEIGHT)
             made[:, depth] = above
         return made
 
@@ -81,27 +88,27 @@ class Survival:
         draft proposed too, None in a round without a draft.
         """
         self._counted += 1
-        pairs = list(zip(path, emitted, strict=False))[: self.tried.shape[1]]
-        followed = next((at for at, (said, got) in enumerate(pairs) if said != got), len(pairs))
+        pairs = list(zip(path, emitted, strict=False))[: self.num_tried.shape[1]]
+        followed = next((at for at, (predicted, got) in enumerate(pairs) if predicted != got), len(pairs))
         fades = 0.5 ** (1 / HALF_LIFE)
         first_alone = len(pairs) if shared is None else min(shared, len(pairs))
-        for of_kind, begin, end in ((kind, 0, first_alone), (kind + ALONE, first_alone, len(pairs))):
+        for of_kind, begin, end in ((kind, 0, first_alone), (kind + ALONE_OFFSET, first_alone, len(pairs))):
             tried = min(followed + 1, end)
             if begin < tried:
-                for counts, last in ((self.tried, tried), (self.followed, min(followed, end))):
+                for counts, last in ((self.num_tried, tried), (self.num_right, min(followed, end))):
                     counts[of_kind] *= fades
                     counts[of_kind, begin:last] += 1
-        whole = self.whole[int(is_sampled), :, kind]
+        whole = self.path_counts[int(is_sampled), :, kind]
         whole *= fades
         whole[0, : min(followed + 1, len(pairs))] += 1
         whole[1, :followed] += 1
         return followed
 
-    def reach(self, kind: int, is_sampled: bool = False) -> list[float]:
+    def path_probabilities(self, kind: int, is_sampled: bool = False) -> list[float]:
         """For each depth, the probability that a path of this kind is right down to it, whatever a draft proposes."""
-        above, steps = float(self.first[kind]) * (SAMPLED_FIRST if is_sampled else 1.0), []
-        for tried, followed in self.whole[int(is_sampled), :, kind].T.tolist():
-            above = (followed + PRIOR * above) / (tried + PRIOR)
+        above, steps = float(self.initial[kind]) * (SAMPLED_FACTOR if is_sampled else 1.0), []
+        for tried, followed in self.path_counts[int(is_sampled), :, kind].T.tolist():
+            above = (followed + PRIOR_WEIGHT * above) / (tried + PRIOR_WEIGHT)
             steps.append(above)
         return list(accumulate(steps, mul))
 
@@ -110,10 +117,10 @@ class Survival:
 
         requests: their ids; candidates: [B, D], as in SlotTable; emitted: the emitted tokens of each request.
         """
-        exists, kinds, depths, parents, tokens = Candidates.of(candidates)
+        exists, kinds, depths, parents, tokens = Candidates.unpack(candidates)
         if not (kinds >= PATH_KINDS).any():
             return
-        known = np.full((len(requests), self.tried.shape[1]), -2)
+        known = np.full((len(requests), self.num_tried.shape[1]), -2)
         for row, of_request in zip(known, emitted, strict=True):
             row[: len(of_request)] = of_request[: len(row)]
         due = np.take_along_axis(known, depths - exists, 1)
@@ -121,35 +128,36 @@ class Survival:
         # A node was tried if its parent came true and the target picked a token there.
         tried = exists & (due >= 0)
         came_true = right | ~exists & (np.arange(candidates.shape[1]) == 0)
-        for depth in range(1, self.tried.shape[1] + 1):
+        for depth in range(1, self.num_tried.shape[1] + 1):
             at_depth = exists & (depths == depth)
             tried &= ~at_depth | np.take_along_axis(came_true, parents, 1)
             came_true &= ~at_depth | tried
         tried &= kinds >= PATH_KINDS
         self._add_own(requests, tried, came_true, self.probabilities[kinds, depths - exists])
         at = kinds[tried], depths[tried] - 1
-        fades = 0.5 ** (np.bincount(at[0], minlength=KINDS) / HALF_LIFE)[:, None]
-        self.tried *= fades
-        self.followed *= fades
-        np.add.at(self.tried, at, 1)
-        np.add.at(self.followed, at, came_true[tried])
+        fades = 0.5 ** (np.bincount(at[0], minlength=NODE_KINDS) / HALF_LIFE)[:, None]
+        self.num_tried *= fades
+        self.num_right *= fades
+        np.add.at(self.num_tried, at, 1)
+        np.add.at(self.num_right, at, came_true[tried])
         self._counted += 1
 
-    def _add_own(self, requests: Sequence[str], tried: np.ndarray, right: np.ndarray, said: np.ndarray) -> None:
+    def _add_own(self, requests: Sequence[str], tried: np.ndarray, right: np.ndarray, predicted: np.ndarray) -> None:
         fades = 0.5 ** (1 / OWN_HALF_LIFE)
-        expected, found = (said * tried).sum(1).tolist(), (right & tried).sum(1).tolist()
+        expected, found = (predicted * tried).sum(1).tolist(), (right & tried).sum(1).tolist()
         for request, more, came_true in zip(requests, expected, found, strict=True):
-            old, was_true = self.own.get(request, (0.0, 0.0))
-            self.own[request] = old * fades + more, was_true * fades + came_true
+            old, was_true = self.counts_of_request.get(request, (0.0, 0.0))
+            self.counts_of_request[request] = old * fades + more, was_true * fades + came_true
 
     def skill(self, request: str) -> float:
         """The logarithm of a ratio: how often nodes of this request's draft are right, over the share expected."""
-        expected, found = self.own.get(request, (0.0, 0.0))
+        expected, found = self.counts_of_request.get(request, (0.0, 0.0))
         ratio = (found + OWN_PRIOR) / (expected + OWN_PRIOR)
         return math.log(min(max(ratio, 1 / MOST_SKILL), MOST_SKILL))
 
-    def to_send(self) -> np.ndarray | None:
-        """[KINDS, S] float32: the log-probabilities to send.  None if they have hardly changed since the last time."""
+    def changed_table(self) -> np.ndarray | None:
+        """[NODE_KINDS, S] float32: the log-probabilities to send.  None if they have hardly changed since the last
+        time."""
         if self._sent is not None and self._counted < LEAST_COUNTED:
             return None
         now, self._counted = self.probabilities, 0

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.bench import timing
-from espalier.bench.linears import Run
+from espalier.bench.linears import ProductRun
 from espalier.bench.shapes import SHAPES, Shape
 from espalier.bench.timing import plain
 from espalier.bench.tune_experts import random_ids
@@ -312,7 +312,7 @@ def test_what_a_norm_rounds_in_its_launch_is_no_part_of_a_chain(rows, monkeypatc
         rounded.add(isinstance(x, RoundedRows))
 
     for name, behind_a_norm in (("qkv", True), ("gate_up", True), ("o", False), ("down", False)):
-        run = Run(name, (128, 128), 1, rows, weights="fp8")
+        run = ProductRun(name, (128, 128), 1, rows, weights="fp8")
         timing._product(run, torch.randn(rows, 128), weight, multiply)()
         assert rounded == {behind_a_norm and rows <= 256}, name
         rounded.clear()

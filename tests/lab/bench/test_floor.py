@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from espalier.bench.drive import drive
-from espalier.bench.linears import Run, model_sizes, with_draft
+from espalier.bench.linears import ProductRun, model_sizes, with_draft
 from espalier.bench.shapes import SHAPES, find_shape
 from espalier.bench.timing import Weights, plain
 from espalier.cache.layer_spec import KVHeads, LayerSpec
@@ -193,7 +193,7 @@ def test_experts_are_counted_as_they_are_stored(name):
 
 def test_layers_share_weights_that_no_cache_holds(monkeypatch):
     monkeypatch.setattr("espalier.bench.timing.MIN_BYTES", 2 * 6 * 8 * 4)
-    run = Run("out", (4, 8), 10, 1)
+    run = ProductRun("out", (4, 8), 10, 1)
     weights = [each.data_ptr() for each in Weights(torch.float32, torch.device("cpu")).of(run)]
     assert len(weights) == 10 and len(set(weights)) == 6 and weights[6:] == weights[:4]
 
@@ -222,7 +222,7 @@ def test_a_state_is_read_and_written_once_in_a_round():
 
 def test_layers_of_other_layers_rows_read_them_again_and_project_queries_alone():
     own = LayerSpec(4, KVHeads(2, 8, 8), window=16)
-    shape = replace(LLAMA, specs=(own, replace(own, shares=0)))
+    shape = replace(LLAMA, specs=(own, replace(own, shares_with=0)))
     assert [(run.name, run.shape[0]) for run in shape.target_pass(1) if run.name == "qkv"] == [("qkv", 64), ("qkv", 32)]
     assert round_attention(shape, RoundSize(1, PLAIN, 100, has_draft=False)).num_bytes == 2 * 16 * 32 * 2
 
@@ -562,7 +562,7 @@ def test_quantised_experts_count_as_they_are_stored(name, weights, share):
 @pytest.mark.parametrize("weights", ["fp8", "fp8-block", "int4"])
 def test_drawn_weights_are_of_the_format(weights):
     drawn = Weights(torch.bfloat16, torch.device("cpu"))
-    matrix = drawn.of(Run("o", (128, 256), 1, 1, weights=weights))[0]
+    matrix = drawn.of(ProductRun("o", (128, 256), 1, 1, weights=weights))[0]
     x = torch.randn(2, 256, dtype=torch.bfloat16)
     # The rounding of the result to bfloat16.
     torch.testing.assert_close(plain(x, matrix), x @ dequantise(matrix, torch.bfloat16).T, rtol=2e-2, atol=2e-2)

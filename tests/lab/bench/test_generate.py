@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from espalier.bench.drive import AS_SET, PLAIN_WAY
+from espalier.bench.drive import AS_CONFIGURED, PLAIN_DECODING
 from espalier.config import SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
@@ -50,10 +50,10 @@ def clock(monkeypatch):
 @pytest.mark.parametrize(
     ("batch", "context", "passes", "way"),
     [
-        (1, 200, 4, AS_SET),
-        (2, 16, 1, PLAIN_WAY),
-        pytest.param(1, 200, 4, PLAIN_WAY, marks=pytest.mark.full),
-        pytest.param(2, 16, 1, AS_SET, marks=pytest.mark.full),
+        (1, 200, 4, AS_CONFIGURED),
+        (2, 16, 1, PLAIN_DECODING),
+        pytest.param(1, 200, 4, PLAIN_DECODING, marks=pytest.mark.full),
+        pytest.param(2, 16, 1, AS_CONFIGURED, marks=pytest.mark.full),
     ],
 )
 def test_a_round_takes_the_slope_and_the_first_token_every_pass(engines, clock, batch, context, passes, way):
@@ -64,7 +64,7 @@ def test_a_round_takes_the_slope_and_the_first_token_every_pass(engines, clock, 
     # A step is a pass or a round.  Prompts that are cached from an earlier call would take fewer passes.
     assert found.first_token_ms == pytest.approx(1e3 * STEP * passes)
     assert found.round_ms == pytest.approx(1e3 * STEP)
-    if way is AS_SET:
+    if way is AS_CONFIGURED:
         assert 1.5 < found.accept_length <= 4
         assert found.tokens_per_second > 1.5 / STEP
     else:
@@ -188,8 +188,8 @@ def test_what_cannot_be_measured_is_refused(flags, says, capsys):
 @pytest.mark.gpu
 def test_on_a_gpu_a_users_engine_is_measured():
     made = OfShape(Recipe(SHAPE, skill=0.9), {}, torch.device("cuda"))
-    for way in (AS_SET, PLAIN_WAY):
+    for way in (AS_CONFIGURED, PLAIN_DECODING):
         with made.open(way) as bench:
             found = generate.measure(bench.llm, bench.prompts([24] * 2), 160, 3)
             assert bench.config.layout.max_batch == 64 and bench.engine.executor.graphs
-        assert (found.accept_length > 1.5) is (way is AS_SET) and found.first_token_ms > 0
+        assert (found.accept_length > 1.5) is (way is AS_CONFIGURED) and found.first_token_ms > 0

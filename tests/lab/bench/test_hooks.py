@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from espalier.bench.drive import drive, rebuilt
-from espalier.engine.launch_input import of_dummies
+from espalier.engine.launch_input import dummy_launch
 from espalier.request import SamplingParams
 from lab.bench.forward_timer import timed_engine
 from lab.bench.instrument import record_launches
@@ -41,9 +41,9 @@ def test_a_pass_is_recorded_with_its_padding():
     record = record_launches(engine)
     pieces = tuple((0, at) for at in range(0, 70, 16))
     for launch_input in (
-        of_dummies(1, 16),
-        replace(of_dummies(1, 16), lengths=(70,), pieces=pieces),
-        of_dummies(2, 17),
+        dummy_launch(1, 16),
+        replace(dummy_launch(1, 16), lengths=(70,), pieces=pieces),
+        dummy_launch(2, 17),
     ):
         record.on_launch(launch_input)
     assert record.prefills == [(1, 16), (6, 16), (2, 17)]

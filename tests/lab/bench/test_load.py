@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier.bench import load
-from espalier.bench.drive import AS_SET, PLAIN_WAY
+from espalier.bench.drive import AS_CONFIGURED, PLAIN_DECODING
 from espalier.bench.load import Arrivals, Load, Timeline, mixed, percentiles, serve
 from espalier.config import SpeculationConfig
 from lab.__main__ import main as lab
@@ -34,7 +34,7 @@ def engines() -> OfShape:
     return OfShape(Recipe(SHAPE, skill=0.9), SETTINGS, CPU)
 
 
-@pytest.mark.parametrize("way", [AS_SET, PLAIN_WAY], ids=["tree", "plain"])
+@pytest.mark.parametrize("way", [AS_CONFIGURED, PLAIN_DECODING], ids=["tree", "plain"])
 @pytest.mark.parametrize("arrivals", [Arrivals(), Arrivals(concurrency=2), Arrivals(rate=50.0)], ids=str)
 def test_every_request_is_served_to_its_length(engines, way, arrivals):
     with engines.open(way) as bench:
@@ -48,7 +48,7 @@ def test_every_request_is_served_to_its_length(engines, way, arrivals):
     assert most <= (arrivals.concurrency or 4)
     figures = served.figures()
     assert (figures["tokens_in"], figures["tokens_out"]) == (90, 48)
-    assert (figures["accept_length"] > 1.5) is (way is AS_SET)
+    assert (figures["accept_length"] > 1.5) is (way is AS_CONFIGURED)
     assert figures["ttft_ms"]["p50"] <= figures["ttft_ms"]["p99"] <= 1e3 * served.seconds
 
 

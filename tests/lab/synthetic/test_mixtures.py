@@ -121,7 +121,7 @@ def routed(recipe: Recipe, text: list[int]) -> list[torch.Tensor]:
 
     class Noting:
         def __init__(self, mlp: MixtureMLP) -> None:
-            self.mlp, self.read, self.router = mlp, mlp.read, mlp.router
+            self.mlp, self.norm_input, self.router = mlp, mlp.norm_input, mlp.router
 
         def __call__(self, rows: RoutedRows, live: torch.Tensor | None = None) -> torch.Tensor:
             seen.append(route(rows.logits, self.mlp.bias, self.mlp.routing)[0])

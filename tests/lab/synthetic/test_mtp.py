@@ -10,8 +10,9 @@ import torch
 
 from espalier.bench.shapes import Shape
 from espalier.errors import EspalierError
+from espalier.train.kinds import MTP, measure
 from espalier.train.llama import LlamaShape
-from espalier.train.mtp import measure_mtp
+from espalier.train.mtp import agreement_by_depth
 from espalier.train.mtp_checkpoint import load_mtp
 from espalier.train.mtp_head import MtpHead
 from espalier.train.target import FrozenTarget
@@ -52,10 +53,12 @@ def test_the_head_is_accepted_as_the_tables_say(
     assert (len(head.layers), head.form) == (layers, form)
     # Every place of the ring once, as a root.
     text = greedy_text(recipe, 512 + steps)
-    accept, agreement = measure_mtp(head, target, [text], [len(text) - steps - 512], steps)
+    firsts = [len(text) - steps - 512]
+    agreement = agreement_by_depth(head, target, [text], firsts, steps)
     by_depth = [float((chain.draft_logp.argmax(1) == 0).double().mean())] * steps
     assert agreement == pytest.approx(by_depth, abs=0.01)
     predicted = predicted_accept_length(chain, steps, 1, steps + 1, samples=8192)
+    accept = measure(MTP, head, target, [text], firsts, (steps, 1, steps + 1))
     assert accept.every_root == pytest.approx(predicted, abs=0.05)
 
 

@@ -8,91 +8,93 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from espalier.models.layers.norm import AnyNorm, Delta, Normed, RMSNorm
-from espalier.models.weight_formats.sharded import Unsummed, over_ranks
+from espalier.models.layers.norm import AnyNorm, BlockOutput, NormedOutputs, RMSNorm
+from espalier.models.weight_formats.sharded import Unsummed, sum_over_ranks
 
 
-class Reader(Protocol):
-    """A block or a linear layer whose input is the norm of the stream."""
+class NormReader(Protocol):
+    """A block or a linear layer whose input is the norm of the residual."""
 
-    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Any]:
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, Any]:
         """Returns (x + delta, the norm of that sum in the form that the block takes).
-        delta: the last block's output, as RMSNorm.after takes it."""
+        delta: the last block's output, as RMSNorm.add_and_norm takes it."""
         ...
 
 
-class Pending(Protocol):
+class PendingAdd(Protocol):
     """A block's output that only a kernel of the block can add to the residual."""
 
-    def after(self, norm: AnyNorm, x: Tensor) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, norm: AnyNorm, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (x + the block's output, the norm of that sum)."""
         ...
 
 
-class Stream:
+class Residual:
     """The residual of the N rows of a pass, from the embedding to the final norm.
 
     x: [N, H], the residual.  delta: the last block's output, which the next norm adds to x.
     live: [N] bool, whether a row's token exists.  Void nodes and padding go to no expert.
-    given: the input of the first block, for draft heads whose embedding makes it.  That block has no norm.
-    beside: [N, layers, P], a second input of each layer, from the embedding; None for families without it.
+    first_input: the input of the first block, for draft heads whose embedding makes it.  That block has no norm.
+    layer_inputs: [N, layers, P], a second input of each layer, from the embedding; None for families without it.
     inputs: the captured inputs of layers, by layer.
     """
 
-    __slots__ = ("x", "delta", "live", "given", "beside", "inputs", "_capturing")
+    __slots__ = ("x", "delta", "live", "first_input", "layer_inputs", "inputs", "_capturing")
 
-    def __init__(self, x: Tensor, live: Tensor | None = None, given: Tensor | None = None) -> None:
+    def __init__(self, x: Tensor, live: Tensor | None = None, first_input: Tensor | None = None) -> None:
         self.x = x
-        self.delta: Delta | Pending = None
+        self.delta: BlockOutput | PendingAdd = None
         self.live = live
-        self.given = given
-        self.beside: Tensor | None = None
+        self.first_input = first_input
+        self.layer_inputs: Tensor | None = None
         self.inputs: dict[int, Tensor] = {}
         self._capturing: int | None = None
 
-    def normed(self, norm: AnyNorm | None, reader: Reader) -> Any:
+    def add_and_norm(self, norm: AnyNorm | None, reader: NormReader) -> Any:
         """Add the last block's output to x.  Returns the norm of the sum in the form that `reader` takes.
 
         norm: None for a first block whose input the embedding made.
         """
         if norm is None:
-            rows, self.given = self.given, None
+            rows, self.first_input = self.first_input, None
             assert rows is not None, "only the first block of a draft head reads what the embedding made"
             return rows
-        if self.delta is None or isinstance(self.delta, Tensor | Unsummed | Normed):
-            self.x, rows = reader.read(norm, self.delta, self.x)
+        if self.delta is None or isinstance(self.delta, Tensor | Unsummed | NormedOutputs):
+            self.x, rows = reader.norm_input(norm, self.delta, self.x)
         else:
-            self.x, rows = self.delta.after(norm, self.x)
+            self.x, rows = self.delta.add_and_norm(norm, self.x)
         self.delta = None
         if self._capturing is not None:
             self.inputs[self._capturing], self._capturing = self.x, None
         return rows
 
-    def add(self, delta: Tensor | Unsummed | Normed | Pending, norm: RMSNorm | None = None, scale: float = 1.0) -> None:
+    def add(
+        self, delta: Tensor | Unsummed | NormedOutputs | PendingAdd, norm: RMSNorm | None = None, scale: float = 1.0
+    ) -> None:
         """Take a block's output, [N, H] or parts of it.  The next norm adds it to x.
 
         norm: the norm of the output, for families that have one; scale: the output's factor.  No family has both.
         """
         if norm is not None or scale != 1:
             assert isinstance(delta, Tensor | Unsummed) and (norm is None or scale == 1)
-            delta = over_ranks(delta) * scale if norm is None else Normed((delta, norm))
+            delta = sum_over_ranks(delta) * scale if norm is None else NormedOutputs((delta, norm))
         self.delta = delta
 
-    def keep(self, rows: Tensor | None) -> None:
+    def keep_rows(self, rows: Tensor | None) -> None:
         """Drop all rows but those at the indices `rows`; None: keep all."""
         if rows is not None:
             self.x = self.x[rows]
             self.live = None if self.live is None else self.live[rows]
-            self.beside = None if self.beside is None else self.beside[rows]
+            self.layer_inputs = None if self.layer_inputs is None else self.layer_inputs[rows]
 
     def capture(self, layer: int) -> None:
         """Let the next norm store its sum in `inputs`: the input of this layer."""
         self._capturing = layer
 
-    def end(self, norm: RMSNorm, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def final_norm(self, norm: RMSNorm, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Returns (the residual after the last block, its final norm), [*shape, H] each."""
-        if self.delta is None or isinstance(self.delta, Tensor | Unsummed | Normed):
-            x, normed = norm.after(self.delta, self.x)
+        if self.delta is None or isinstance(self.delta, Tensor | Unsummed | NormedOutputs):
+            x, normed = norm.add_and_norm(self.delta, self.x)
         else:
-            x, normed = self.delta.after(norm, self.x)
+            x, normed = self.delta.add_and_norm(norm, self.x)
         return x.unflatten(0, shape), normed.unflatten(0, shape)
