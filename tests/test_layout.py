@@ -123,9 +123,9 @@ def test_a_buffer_of_another_layout_is_refused_naming_all_there_is_to_know():
 def test_each_batch_has_the_tree_of_the_greatest_number_up_to_its_own():
     small = TreeShape(3, 2, 8)
     made = layout(max_batch=64, trees=((8, small), (64, PLAIN)))
-    assert [made.at(batch).tree for batch in (1, 7, 8, 63, 64)] == [made.tree, made.tree, small, small, PLAIN]
-    assert made.at(7) is made and made.at(8).trees == ()
-    assert (made.at(8).extend_width, made.at(8).beam_rows, made.at(8).page_size) == (4, 4, made.page_size)
+    assert [made.for_batch(batch).tree for batch in (1, 7, 8, 63, 64)] == [made.tree, made.tree, small, small, PLAIN]
+    assert made.for_batch(7) is made and made.for_batch(8).trees == ()
+    assert (made.for_batch(8).extend_width, made.for_batch(8).beam_rows, made.for_batch(8).page_size) == (4, 4, made.page_size)
 
 
 def test_staging_holds_the_fullest_batch_of_any_tree():

@@ -76,7 +76,7 @@ def delay_streams(engine: Engine, random: Random) -> None:
         return launching
 
     def starting_late(*args: Any) -> Any:
-        with torch.cuda.stream(executor.copies):
+        with torch.cuda.stream(executor.copy_stream):
             sleep_between_streams(random)
         return start_readback(*args)
 

@@ -108,7 +108,7 @@ def stale_launch_input(patch: Patch, executor: CudaExecutor) -> None:
 
 
 def copies_that_do_not_wait(patch: Patch, executor: CudaExecutor) -> None:
-    patch.setattr(executor.copies, "wait_event", lambda event: None)
+    patch.setattr(executor.copy_stream, "wait_event", lambda event: None)
 
 
 def results_read_before_they_are_there(patch: Patch, executor: CudaExecutor) -> None:

@@ -147,7 +147,7 @@ class Mixture:
     def __call__(self) -> list[torch.Tensor]:
         x, delta = self.x, self.norm(self.x)
         for block in self.blocks:
-            x, routed = block.read(self.norm, delta, x)
+            x, routed = block.norm_input(self.norm, delta, x)
             delta = block(routed)
         return list(self.norm.add_and_norm(delta, x))
 
