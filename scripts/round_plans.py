@@ -27,8 +27,8 @@ from espalier.engine.launch_input import dummy_launch
 from espalier.errors import EspalierError
 from espalier.kernels.hopper.plans import takes_format
 from espalier.kernels.layers import linear_quantised, quantised_plans
-from espalier.kernels.layers.linear_plans import DENSE, LinearPlan, TritonPlan, candidates
-from espalier.kernels.layers.quantised import QuantisedMatrix, Rows
+from espalier.kernels.layers.linear_plans import DENSE, LinearPlan, TritonPlan, candidate_plans
+from espalier.kernels.layers.quantised import InputRows, QuantisedMatrix
 from espalier.kernels.runtime.launch import Chip, chip
 from espalier.kernels.runtime.precompile import precompile
 from espalier.layout import PLAIN, LaunchForm
@@ -76,16 +76,16 @@ def chosen(plans: Plans, rows: int, met: dict[Product, Met] | None = None) -> It
     def by_plan(multiply: Callable[..., Any], is_gated: bool) -> Callable[..., Any]:
         return lambda x, weight, bias, plan: multiply(x, weight, bias, choose(weight, len(x), plan, is_gated))
 
-    plan_of = linear_quantised.plan_of
+    plan_of = linear_quantised.quantised_plan_for
 
-    def chosen_plan_of(weight: QuantisedMatrix, x: Rows) -> Any:
+    def chosen_plan_of(weight: QuantisedMatrix, x: InputRows) -> Any:
         return choose(weight, len(x), plan_of(weight, x))
 
     with ExitStack() as stack:
         for name in BY_PLAN:
             changed = by_plan(getattr(dense, name), name == "linear_gated")
             stack.enter_context(patch.object(dense, name, changed))
-        stack.enter_context(patch.object(linear_quantised, "plan_of", chosen_plan_of))
+        stack.enter_context(patch.object(linear_quantised, "quantised_plan_for", chosen_plan_of))
         yield
 
 
@@ -97,12 +97,12 @@ def neighbours(product: Met, rows: int, gpu: Chip) -> list[LinearPlan]:
     """
     plan, weight = product.plan, product.weight
     if isinstance(weight, QuantisedMatrix):
-        found: Sequence[Any] = quantised_plans.candidates(rows, weight, gpu)
+        found: Sequence[Any] = quantised_plans.candidate_plans(rows, weight, gpu)
         if takes_format(weight, torch.bfloat16, rows, gpu):
             # That kernel chooses its stages itself.
             found = [each for each in found if each.stages == plan.stages]
     else:
-        found = [None, *candidates(rows, weight.shape[0], weight.shape[1], gpu)]
+        found = [None, *candidate_plans(rows, weight.shape[0], weight.shape[1], gpu)]
     kernels = [each for each in found if isinstance(each, TritonPlan) and (each.splits == 1 or not product.is_gated)]
     if isinstance(plan, TritonPlan):
         kernels = [each for each in kernels if 0 < sum(map(ne, astuple(each), astuple(plan))) <= 2]

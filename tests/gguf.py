@@ -179,7 +179,7 @@ def convert(
             )
             continue
         blocks = blocks_of(kind, *tensor.shape, seed=number, size=float(tensor.std()))
-        tensors[stored] = Stored(tuple(tensor.shape), BLOCK_TYPES[kind].number, blocks.numpy().tobytes())
+        tensors[stored] = Stored(tuple(tensor.shape), BLOCK_TYPES[kind].gguf_type, blocks.numpy().tobytes())
         values = dequantise_blocks(BlockMatrix(BLOCK_TYPES[kind], blocks)).double()
         meant[name] = values if pairs is None else out_of_pairs(values, pairs)
     if config.get("tie_word_embeddings"):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from espalier.attention import Pass
 from espalier.cache.layer_spec import LatentKV, LayerSpec
-from espalier.kernels.ops.rope import LatentForm
+from espalier.kernels.ops.rope import LatentFormat
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.models import CausalLM, DraftModel
 from espalier.models.layers.attention import AttentionBlock
@@ -50,7 +50,7 @@ class LatentAttention(AttentionBlock):
 
     def write(self, layer: int, rows: Tensor, p: Pass) -> Tensor:
         q, latent = self.q(rows).unflatten(1, (self.heads, -1)), self.latent(rows)[:, None]
-        return p.write(layer, q, latent, p.rotation(self.rope), LatentForm(self.norm, EPS), self.k_up)
+        return p.write(layer, q, latent, p.rotation(self.rope), LatentFormat(self.norm, EPS), self.k_up)
 
     def project(self, attended: Tensor) -> Tensor:
         values = torch.einsum("bqhr,hvr->bqhv", attended, self.v_up)

@@ -125,7 +125,8 @@ def test_each_batch_has_the_tree_of_the_greatest_number_up_to_its_own():
     made = layout(max_batch=64, trees=((8, small), (64, PLAIN)))
     assert [made.for_batch(batch).tree for batch in (1, 7, 8, 63, 64)] == [made.tree, made.tree, small, small, PLAIN]
     assert made.for_batch(7) is made and made.for_batch(8).trees == ()
-    assert (made.for_batch(8).extend_width, made.for_batch(8).beam_rows, made.for_batch(8).page_size) == (4, 4, made.page_size)
+    of_8 = made.for_batch(8)
+    assert (of_8.extend_width, of_8.beam_rows, of_8.page_size) == (4, 4, made.page_size)
 
 
 def test_staging_holds_the_fullest_batch_of_any_tree():

@@ -18,7 +18,7 @@ from espalier.attention.support import Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
-from espalier.kernels.ops.attention import Inputs, Nodes, Prefix, merge, no_prefix, staged_attention
+from espalier.kernels.ops.attention import AttentionInputs, Nodes, Prefix, empty_prefix, merge, staged_attention
 from espalier.kernels.ops.selection import IndexQueries, KVSplits, SelectedRows, scores_of, top_rows
 from espalier.kernels.state.kv_scales import KVScales
 
@@ -114,7 +114,7 @@ class Attention:
         """`select` in plain torch.  rows [B, P]: rows of the pages; held [B, P]: whether they exist."""
         committed = self.pages.layers[layer][1].index_select(0, rows.flatten()).view(*rows.shape, keys.shape[3])
         scores = scores_of(queries, torch.cat((committed, keys[:, :, 0]), 1))
-        seen = torch.cat((held[:, None].expand(-1, scores.shape[1], -1), self.nodes.seen(None)), 2)
+        seen = torch.cat((held[:, None].expand(-1, scores.shape[1], -1), self.nodes.visible(None)), 2)
         topk = self.specs[layer].topk
         assert topk is not None
         return SelectedMask(top_rows(scores.masked_fill_(~seen, -torch.inf), topk))
@@ -127,15 +127,15 @@ class Attention:
         prefix: Prefix,
         splits: KVSplits,
         sink: Tensor | None = None,
-    ) -> Inputs:
+    ) -> AttentionInputs:
         """The arguments of one of our attention kernels in a layer."""
         spec, pages, page_size = self.specs[layer], self.committed(layer), self.pages.page_size
         rows = (q, pages, page_size, prefix, self.nodes, splits, spec.softmax_scale, staged)
-        return Inputs(*rows, spec.window, sink, spec.softcap, self.scales(layer))
+        return AttentionInputs(*rows, spec.window, sink, spec.softcap, self.scales(layer))
 
     @cached_property
     def _no_prefix(self) -> tuple[Prefix, KVSplits]:
-        return no_prefix(self.nodes.positions.shape[0], self.nodes.positions.device)
+        return empty_prefix(self.nodes.positions.shape[0], self.nodes.positions.device)
 
     def scales(self, layer: int) -> KVScales | None:
         """The scales of a layer whose rows are FP8."""

@@ -306,7 +306,7 @@ class Pass:
     @cached_property
     def _needed_nodes(self) -> Nodes:
         assert isinstance(self.nodes, Nodes) and self.needed is not None, "only a chain computes single rows"
-        return self.nodes.only(self.needed)
+        return self.nodes.single_query(self.needed)
 
     def _plan(self, layer: int) -> Attention:
         """The backend's plan, shared by the layers of a group whose queries see the same rows."""

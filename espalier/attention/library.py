@@ -46,7 +46,7 @@ class LibraryAttention(Attention):
         super().__init__(pages, specs, prefix, nodes)
         # The number of pages that hold rows below `first`.
         self.skipped = -(-prefix.first // pages.page_size)
-        self.rest = prefix.shared("rest", self._rest_prefix) if self.skipped else prefix
+        self.rest = prefix.cached("rest", self._rest_prefix) if self.skipped else prefix
         self.our_plans: dict[str, Attention] = {}
 
     def attend_rest(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ class LibraryAttention(Attention):
 
     def int_lengths(self) -> Tensor:
         """[B] int32: each request's rows in `rest`.  They are computed once per prefix."""
-        return self.prefix.shared("lengths", self.rest.length.int)
+        return self.prefix.cached("lengths", self.rest.length.int)
 
     def _rest_prefix(self) -> Prefix:
         rows = self.skipped * self.pages.page_size
@@ -92,7 +92,7 @@ class LibraryAttention(Attention):
     def _our_plan(self, part: str) -> Attention:
         """The attention of our kernels over a part of the prefix: "all", or "head", the pages before `rest`."""
         if part not in self.our_plans:
-            prefix = self.prefix.shared("head", self._head_prefix) if part == "head" else self.prefix
+            prefix = self.prefix.cached("head", self._head_prefix) if part == "head" else self.prefix
             our_plans = TritonAttention if prefix.length.is_cuda else ReferenceAttention
             self.our_plans[part] = our_plans(self.pages, self.specs, prefix, self.nodes)
         return self.our_plans[part]

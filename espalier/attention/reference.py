@@ -42,13 +42,13 @@ class ReferenceAttention(Attention):
 
     def _held_rows(self) -> tuple[Tensor, Tensor, Tensor]:
         """All positions of the page tables, whether they hold a row, and the rows of the pages, [B, P] each."""
-        return self.prefix.shared("held", self._find_held)
+        return self.prefix.cached("held", self._find_held)
 
     def _find_held(self) -> tuple[Tensor, Tensor, Tensor]:
         table = self.prefix.page_table
         capacity = table.shape[1] * self.pages.page_size
         positions = torch.arange(capacity, device=table.device).expand(table.shape[0], -1)
-        exists = self.prefix.holds(positions)
+        exists = self.prefix.contains(positions)
         return positions, exists, self.pages.rows(table, positions, exists)
 
 

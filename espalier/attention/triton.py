@@ -16,15 +16,15 @@ from espalier.attention.support import Provider, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import bits_up_to
-from espalier.kernels.attention.choose import uses_contiguous_blocks
+from espalier.kernels.attention.ancestor_bits import causal_bits
+from espalier.kernels.attention.choose import needs_contiguous_counts
 from espalier.kernels.ops.attention import (
     DTYPES,
     MAX_HEAD_SIZE,
     MAX_LATENT_HEAD_SIZE,
     MAX_ROW_SIZE,
     MAX_V_SIZE,
-    Inputs,
+    AttentionInputs,
     Nodes,
     PartialResults,
     Prefix,
@@ -52,7 +52,7 @@ MAX_SCORES = 2**26
 
 
 # The attention kernel for a layer's rows: (out, lse), as kernels/ops/attention.py:tree_attention returns them.
-AttentionKernel = Callable[[Inputs], tuple[Tensor, Tensor]]
+AttentionKernel = Callable[[AttentionInputs], tuple[Tensor, Tensor]]
 
 
 class TritonAttention(Attention):
@@ -78,7 +78,7 @@ class TritonAttention(Attention):
         assert isinstance(selected, SelectedRows)
         policy = self._policy(spec)
         batch, queries, width = selected.rows.shape
-        rest = self.prefix.shared(
+        rest = self.prefix.cached(
             (spec.topk, k.shape[1], policy), partial(self._short_prefixes, spec, policy, k.shape[1])
         )
         inputs = self.inputs(layer, q, (k, v), *rest)
@@ -92,7 +92,7 @@ class TritonAttention(Attention):
         length = prefix.length.where(prefix.length + staged <= spec.topk, 0)
         return Prefix(prefix.page_table, length, prefix.first), kv_splits.triton(length, prefix.first, policy)
 
-    def _run(self, spec: LayerSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def _run(self, spec: LayerSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         splits, queries = inputs.splits, inputs.q.shape[1]
         if _is_wide_latent(spec):
             if inputs.sink is not None:
@@ -124,25 +124,25 @@ class TritonAttention(Attention):
 
     def _splits(self, policy: KVSplitPolicy, window: int | None) -> KVSplits:
         if window is None:
-            return self.prefix.shared(policy, partial(kv_splits.triton, self.prefix.length, self.prefix.first, policy))
+            return self.prefix.cached(policy, partial(kv_splits.triton, self.prefix.length, self.prefix.first, policy))
         return kv_splits.triton(self.prefix.length, self.prefix.first, policy, self.nodes.positions, window)
 
-    def _contiguous_blocks(self, spec: LayerSpec, inputs: Inputs) -> Tensor | None:
+    def _contiguous_blocks(self, spec: LayerSpec, inputs: AttentionInputs) -> Tensor | None:
         """Counts of contiguous blocks, kept in the prefix; None where the kernel does not use them."""
         key = (spec, inputs.staged is None)
         if key not in self.contiguous_of:
-            self.contiguous_of[key] = self._count_contiguous(inputs) if uses_contiguous_blocks(inputs) else None
+            self.contiguous_of[key] = self._count_contiguous(inputs) if needs_contiguous_counts(inputs) else None
         return self.contiguous_of[key]
 
-    def _count_contiguous(self, inputs: Inputs) -> Tensor:
+    def _count_contiguous(self, inputs: AttentionInputs) -> Tensor:
         pages = inputs.prefix.page_table, inputs.page_size, inputs.prefix.first
         key = (inputs.splits.policy, count_contiguous_blocks)
-        return self.prefix.shared(key, partial(count_contiguous_blocks, inputs.splits, *pages))
+        return self.prefix.cached(key, partial(count_contiguous_blocks, inputs.splits, *pages))
 
     def _partials(self, splits: KVSplits, spec: LayerSpec, queries: int) -> PartialResults:
         key = (splits.policy, len(splits.table), queries, spec.heads, spec.keeps.v_size)
         if key not in self.partials:
-            self.partials[key] = PartialResults.of(splits, queries, spec.heads, spec.keeps.v_size)
+            self.partials[key] = PartialResults.allocate(splits, queries, spec.heads, spec.keeps.v_size)
         return self.partials[key]
 
 
@@ -178,10 +178,10 @@ def _ancestor_bits(nodes: Nodes) -> Tensor:
         return nodes.ancestor_bits
     batch, rows = nodes.row_positions.shape
     row = torch.arange(rows, device=nodes.row_positions.device)
-    return bits_up_to(row, rows).transpose(0, 1).expand(batch, -1, -1)
+    return causal_bits(row, rows).transpose(0, 1).expand(batch, -1, -1)
 
 
-def _attend_chosen(run: AttentionKernel, rest: Inputs, chosen: SelectedRows, policy: KVSplitPolicy) -> Tensor:
+def _attend_chosen(run: AttentionKernel, rest: AttentionInputs, chosen: SelectedRows, policy: KVSplitPolicy) -> Tensor:
     """Attention.attend over chosen rows, by kernels: the kernel of a layer runs twice.
 
     The first launch attends to committed rows.  It treats each query as a request, whose pages are the chosen rows, one

@@ -104,7 +104,7 @@ class RoutedExperts:
         return self.sizes.shape.expert_bytes * value_bytes(self.weights) / value_bytes(DENSE)
 
     def touched_by(self, rows: int) -> float:
-        return self.sizes.shape.touched(rows) if self.touched is None else self.touched
+        return self.sizes.shape.active_experts(rows) if self.touched is None else self.touched
 
 
 @dataclass(frozen=True)

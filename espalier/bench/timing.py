@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.bench.linears import ProductRun, Shape
-from espalier.kernels.layers.linear_plans import DENSE, LINEARS, plans_for
-from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, Rows
-from espalier.kernels.layers.scaled_product import kernel_rows
+from espalier.kernels.layers.linear_plans import DENSE, LINEAR_TUNING, dense_plans_for
+from espalier.kernels.layers.quantised import InputRows, InputScales, QuantisedMatrix, RoundedRows
+from espalier.kernels.layers.scaled_product import max_kernel_rows
 from espalier.kernels.ops.linear import linear, linear_quantised, quantise_rows
 from espalier.kernels.runtime.launch import chip
 from espalier.models.layers.mlp import rounding_in_norm
@@ -34,16 +34,16 @@ TURNS = 8
 # A shorter body is replayed several times between two events, so that the time of an event does not count.
 MIN_MS = 0.2
 MAX_REPLAYS = 50
-# The ends of names of layers that read a norm's output.  Up to `kernel_rows`, the norm's launch rounds for them.  The
-# qkv of an EAGLE head reads two norms in one launch, which does not round, but the floor leaves out the rounding there
-# too.
+# Suffixes of the names of layers that read a norm's output.  Up to `max_kernel_rows`, the norm's launch rounds for
+# them.  The qkv of an EAGLE head reads two norms in one launch, which does not round, but the floor leaves out the
+# rounding there too.
 BEHIND_A_NORM = ("qkv", "q and kv", "gate_up")
 
 # The least copies of a weight (one name and shape), and the least bytes of all its copies.
 MIN_COPIES, MIN_BYTES = 4, 2**30
 
 Matrix = Tensor | QuantisedMatrix
-Multiply = Callable[[Rows, Matrix], Tensor]
+Multiply = Callable[[InputRows, Matrix], Tensor]
 Product = Callable[[], object]
 # Random inputs, by (heads, rows, columns).
 Inputs = dict[tuple[int, int, int], Tensor]
@@ -161,7 +161,7 @@ def _product(run: ProductRun, x: Tensor, weight: Matrix, multiply: Multiply) -> 
     if isinstance(weight, Tensor):
         return partial(torch.bmm, x, weight.transpose(1, 2)) if weight.ndim == 3 else partial(multiply, x, weight)
     rounding = rounding_in_norm(weight, x)
-    if rounding is not None and run.name.endswith(BEHIND_A_NORM) and len(x) <= kernel_rows(rounding, chip(x)):
+    if rounding is not None and run.name.endswith(BEHIND_A_NORM) and len(x) <= max_kernel_rows(rounding, chip(x)):
         return partial(multiply, RoundedRows(*quantise_rows(x, rounding), x.dtype), weight)
     return partial(multiply, x, weight)
 
@@ -177,7 +177,7 @@ def by_layer(runs: Sequence[ProductRun]) -> list[list[ProductRun]]:
     return groups
 
 
-def plain(x: Rows, weight: Matrix) -> Tensor:
+def plain(x: InputRows, weight: Matrix) -> Tensor:
     """Multiply with the library's product, if it takes the weight: a dense one, or FP8 with scales of whole rows.
 
     Other quantised weights are multiplied by our kernels.
@@ -192,10 +192,10 @@ def plain(x: Rows, weight: Matrix) -> Tensor:
     return linear_quantised(x, weight, None)
 
 
-def as_engine(x: Rows, weight: Matrix) -> Tensor:
+def as_engine(x: InputRows, weight: Matrix) -> Tensor:
     """Multiply as the engine does on this GPU."""
     if not isinstance(weight, Tensor):
         return linear_quantised(x, weight, None)
     assert isinstance(x, Tensor)
-    plans = plans_for((weight.shape[0], weight.shape[1]), DENSE, weight.dtype, weight)
-    return plain(x, weight) if plans is None else linear(x, weight, None, LINEARS.at(plans, len(x)))
+    plans = dense_plans_for(weight)
+    return plain(x, weight) if plans is None else linear(x, weight, None, LINEAR_TUNING.plan_at(plans, len(x)))

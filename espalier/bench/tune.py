@@ -28,10 +28,10 @@ from espalier.bench.tune_experts import versions
 from espalier.config import EngineConfig, is_open
 from espalier.errors import EspalierError
 from espalier.kernels.layers import quantised_plans
-from espalier.kernels.layers.experts_plan import EXPERTS as EXPERT_TABLES
+from espalier.kernels.layers.experts_plan import EXPERTS_TUNING as EXPERT_TABLES
 from espalier.kernels.layers.linear_plans import (
     DENSE,
-    LINEARS,
+    LINEAR_TUNING,
     NO_PLANS,
     ROWS_BUCKETS,
     LibraryPlan,
@@ -39,10 +39,10 @@ from espalier.kernels.layers.linear_plans import (
     LinearPlans,
     TritonPlan,
     TuningTable,
-    candidates,
-    own_file,
+    candidate_plans,
+    user_tuning_file,
 )
-from espalier.kernels.layers.quantised import QuantisedMatrix, Rows
+from espalier.kernels.layers.quantised import InputRows, QuantisedMatrix
 from espalier.kernels.ops.linear import (
     linear,
     linear_gated,
@@ -119,12 +119,12 @@ def run(args: Namespace, config: EngineConfig) -> int:
     used = FLAGS_OF_SHAPES if args.shapes else (*FLAGS_OF_SHAPES, *FLAGS_OF_MODEL)
     if refused := [flag_of(name) for name in given_flags(args) if name not in used]:
         raise EspalierError(f"{refused[0]} is not for --tune{' --shapes' if args.shapes else ''}; leave one out")
-    path = args.choices or own_file()
+    path = args.choices or user_tuning_file()
     if path.parent.is_dir():  # else `write` makes it
         require_writable("--choices", path)
     if path.exists():
         # These raise if `write` could not add to the file.
-        LINEARS.read(path)
+        LINEAR_TUNING.read(path)
         EXPERT_TABLES.read(path)
     if args.seconds is not None and not args.seconds > 0:
         raise EspalierError(f"--seconds={args.seconds:g} is not supported; use a number above 0")
@@ -146,7 +146,7 @@ def _run(args: Namespace, config: EngineConfig) -> int:
         models = [shape_named(name, weights=of_target, draft_weights=of_draft) for name in names]
     else:
         models = [_shape_of(args, checkpoint)]
-    path = args.choices or own_file()
+    path = args.choices or user_tuning_file()
     if args.tune == EXPERTS:
         if args.seconds is not None:
             raise EspalierError("--seconds is not for --tune experts, which measures every plan; leave it out")
@@ -162,11 +162,11 @@ def _run(args: Namespace, config: EngineConfig) -> int:
     table: PlanTable = {}
 
     def keep(found: PlanTable) -> None:
-        LINEARS.write(path, TuningTable(tuner.chip, dtype, plans_by_shape(found, kept), versions(), tuner.format))
+        LINEAR_TUNING.write(path, TuningTable(tuner.chip, dtype, plans_by_shape(found, kept), versions(), tuner.format))
 
     # The plans of buckets that are not measured now stay in the table.
-    kept = dict(LINEARS.measured(tuner.chip, DTYPES[dtype], tuner.format))
-    for known in LINEARS.read(path) if path.exists() else ():
+    kept = dict(LINEAR_TUNING.measured(tuner.chip, DTYPES[dtype], tuner.format))
+    for known in LINEAR_TUNING.read(path) if path.exists() else ():
         kept |= known.plans if known.key == (tuner.chip, dtype, tuner.format) else {}
     with progress("measuring", len(ROWS_BUCKETS) + len(models)) as advance:
         for rows in ROWS_BUCKETS:
@@ -304,9 +304,9 @@ class Tuner:
     def _candidates(self, shape: Shape, rows: int) -> Sequence[TritonPlan | LibraryPlan]:
         weight = self.copies(shape)[0]
         if isinstance(weight, QuantisedMatrix):
-            plans: Sequence[TritonPlan | LibraryPlan] = quantised_plans.candidates(rows, weight, self.chip)
+            plans: Sequence[TritonPlan | LibraryPlan] = quantised_plans.candidate_plans(rows, weight, self.chip)
         else:
-            plans = candidates(rows, *shape, self.chip)
+            plans = candidate_plans(rows, *shape, self.chip)
         return plans[:FEW_CANDIDATES] if self.is_limited else plans
 
     def _measure_bucket(
@@ -370,12 +370,12 @@ class Tuner:
         return contenders[best if times[best] < times[0] * (1 - LEAST_GAIN) else 0]
 
 
-def _product(x: Rows, weight: Matrix, plan: LinearPlan, gated: bool = False, parts: bool = False) -> Tensor:
+def _product(x: InputRows, weight: Matrix, plan: LinearPlan, gated: bool = False, parts: bool = False) -> Tensor:
     """x · weightᵀ with the plan: summed, gated, or in parts.  None: F.linear, or for quantised weights the rule."""
     if not isinstance(weight, QuantisedMatrix):
         assert isinstance(x, Tensor)
         return (linear_gated if gated else linear_parts if parts else linear)(x, weight, None, plan)
-    own = plan if isinstance(plan, TritonPlan) else quantised_plans.rule_of(weight, x)
+    own = plan if isinstance(plan, TritonPlan) else quantised_plans.plan_by_rule_for(weight, x)
     if gated:
         activation = linear_quantised_gated(x, weight, None, own)
         assert isinstance(activation, Tensor)
@@ -402,7 +402,7 @@ def _by_table(runs: Sequence[ProductRun], table: PlanTable, rows: int) -> Multip
     in_parts, gated = ({run.shape for run in runs if run.name.split()[-1] in names} for names in (IN_PARTS, GATED))
     norm_inputs: dict[Shape, tuple[Tensor, Tensor]] = {}
 
-    def multiply(x: Rows, weight: Matrix) -> Tensor:
+    def multiply(x: InputRows, weight: Matrix) -> Tensor:
         shape = (weight.shape[0], weight.shape[1])
         if (shape, rows) not in table:
             return as_engine(x, weight)
@@ -423,7 +423,9 @@ def plans_by_shape(table: PlanTable, kept: Mapping[Shape, LinearPlans]) -> dict[
     """The plans of each shape: those of `table`, and those of `kept` for buckets that are not in the table."""
     shapes = dict.fromkeys(shape for shape, _ in table)
     return {
-        shape: tuple(table.get((shape, rows), LINEARS.at(kept.get(shape, NO_PLANS), rows)) for rows in ROWS_BUCKETS)
+        shape: tuple(
+            table.get((shape, rows), LINEAR_TUNING.plan_at(kept.get(shape, NO_PLANS), rows)) for rows in ROWS_BUCKETS
+        )
         for shape in shapes
     }
 

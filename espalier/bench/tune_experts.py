@@ -17,13 +17,13 @@ from espalier.bench.linears import ModelShape
 from espalier.bench.timing import Stopwatch
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import (
-    EXPERTS,
-    ROWS_OF_BUCKET,
+    EXPERTS_TUNING,
+    TILE_ROWS_BY_PAIRS,
     ExpertsPlan,
     ExpertsShape,
     ProductPlan,
-    candidates,
-    rule,
+    candidate_plans,
+    experts_plan_by_rule,
 )
 from espalier.kernels.layers.linear_plans import TuningTable
 from espalier.kernels.ops.experts import grouped_experts
@@ -169,16 +169,18 @@ class ExpertsTuner:
         """The figures of one bucket, with the plan that is fastest over all its numbers of rows (`relative_time`)."""
         [shape] = {each.shape for each in calls}
         plans: list[ExpertsPlan] = []
-        for tile_rows in ROWS_OF_BUCKET[bucket][1]:
+        for tile_rows in TILE_ROWS_BY_PAIRS[bucket][1]:
             best = []
             for matrices in (2, 1):
-                of_product = candidates(tile_rows, matrices, self.chip)
+                of_product = candidate_plans(tile_rows, matrices, self.chip)
                 times = self._alone(calls, tile_rows, matrices, of_product, gate_up if matrices == 2 else down)
                 best.append(sorted(times, key=lambda plan: relative_time(times, plan))[:FINALISTS])
             plans += [ExpertsPlan(tile_rows, *pair) for pair in product(*best)]
         whole = self._whole(calls, plans, gate_up, down)
         plan = min(whole, key=lambda each: relative_time(whole, each))
-        rules = self._whole(calls, [rule(shape, each.rows, self.dtype, self.chip) for each in calls], gate_up, down)
+        rules = self._whole(
+            calls, [experts_plan_by_rule(shape, each.rows, self.dtype, self.chip) for each in calls], gate_up, down
+        )
         return [
             MeasuredExperts(
                 shape,
@@ -186,7 +188,7 @@ class ExpertsTuner:
                 each.touched,
                 plan,
                 whole[plan][i],
-                rules[rule(shape, each.rows, self.dtype, self.chip)][i],
+                rules[experts_plan_by_rule(shape, each.rows, self.dtype, self.chip)][i],
             )
             for i, each in enumerate(calls)
         ]
@@ -196,9 +198,9 @@ class ExpertsTuner:
     ) -> dict[ProductPlan, list[float]]:
         """The µs of one product at each number of rows, without the sort.  matrices: 2 for gate and up, 1 for down."""
         from espalier.kernels.layers.experts import down_triton, gated_triton
-        from espalier.kernels.layers.experts_tiles import tiles_of
+        from espalier.kernels.layers.experts_tiles import make_tiles
 
-        tiles = {each: [tiles_of(ids, None, each.shape.num_experts, tile_rows) for ids in each.ids] for each in calls}
+        tiles = {each: [make_tiles(ids, None, each.shape.num_experts, tile_rows) for ids in each.ids] for each in calls}
 
         def chain(each: ChainInputs, plan: ProductPlan, num_calls: int) -> Callable[[], None]:
             top_k = each.shape.top_k
@@ -268,7 +270,7 @@ def run(models: Sequence[ModelShape], dtype: torch.dtype, path: Path) -> None:
             measured = list(tuner.measure(shape))
             plans = tuple(bucket[0].plan for bucket in measured)
             table = TuningTable(tuner.chip, str(dtype).removeprefix("torch."), {shape.size: plans}, versions())
-            EXPERTS.write(path, table)
+            EXPERTS_TUNING.write(path, table)
             rows += [_row(each, bandwidth) for bucket in measured for each in bucket]
             advance()
     print_table(rows)

@@ -14,8 +14,8 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.ops.rope import (
     HeadNorms,
-    LatentForm,
-    LatentPlace,
+    LatentDestination,
+    LatentFormat,
     Rotation,
     rotate_and_store,
     write_latents,
@@ -135,7 +135,7 @@ class LatentKV:
         q: Tensor,
         latent: Tensor,
         rotation: Rotation,
-        form: LatentForm,
+        form: LatentFormat,
         k_up: Tensor,
     ) -> Tensor:
         """Norm and rotate new latents, and write them to `rows` [N] of the plane.  Returns queries [N, heads, size].
@@ -145,7 +145,7 @@ class LatentKV:
         """
         # Both parts of a query are written into one tensor, so no copy joins them.
         out = q.new_empty(*q.shape[:2], self.size)
-        write_latents(q, k_up, out, latent, LatentPlace(rotation, form, rows, planes[0], scales))
+        write_latents(q, k_up, out, latent, LatentDestination(rotation, form, rows, planes[0], scales))
         return out
 
     def write_index(self, rows: Tensor, planes: Sequence[Tensor], index: IndexRows) -> IndexQueries:

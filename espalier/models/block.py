@@ -15,7 +15,7 @@ from torch import Tensor
 
 from espalier.attention import Pass
 from espalier.errors import EspalierError
-from espalier.kernels.tree.edges import FactorProjection, LowRankEdges, split_columns
+from espalier.kernels.tree.edges import FactorProjection, LowRankEdges, split_projection_columns
 from espalier.models.base import CausalLM
 from espalier.models.config import Json, ModelConfig, architecture_of, parse
 from espalier.models.draft import DraftSpec, Edges, refuse_sizes
@@ -336,7 +336,7 @@ def _edges(weights: Weights, config: BlockConfig) -> MarkovEdges | None:
     parts, read = EDGE_PROJECTION_SIZES[kind]
     whole = weights.take_matrix(name, parts * rank, hidden + read * rank)
     bias = weights.take(f"{name}.bias", parts * rank)
-    hidden_projection, row_projection = split_columns(whole, hidden, is_recurrent)
+    hidden_projection, row_projection = split_projection_columns(whole, hidden, is_recurrent)
     return MarkovEdges(
         *(
             before,

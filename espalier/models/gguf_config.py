@@ -68,7 +68,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )
 # The types of plain tensors, by GGUF's number.
 PLAIN_TYPES = {0: "F32", 1: "F16", 30: "BF16"}
-BLOCK_TYPES_BY_NUMBER = {type.number: type for type in BLOCK_TYPES.values()}
+BLOCK_TYPES_BY_NUMBER = {type.gguf_type: type for type in BLOCK_TYPES.values()}
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ class LatentConfig:
     kv_rank: the size of the latent from which K and V are computed.
     nope_size, rope_size: how many values of a q or k head are not rotated, and how many are.
     v_size: the size of a v head.
-    interleaved: see espalier/kernels/ops/rope.py:LatentForm.
+    interleaved: see espalier/kernels/ops/rope.py:LatentFormat.
     index: the sizes of the indexers; None: layers attend to all rows.
     """
 

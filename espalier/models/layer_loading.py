@@ -13,7 +13,7 @@ from espalier.kernels.layers.quantised import QuantisedMatrix
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.experts import ExpertBiases, ExpertMatrix
 from espalier.kernels.ops.recurrence import ShortConv
-from espalier.kernels.ops.rope import HeadNorms, LatentForm
+from espalier.kernels.ops.rope import HeadNorms, LatentFormat
 from espalier.kernels.ops.selection import IndexNorm
 from espalier.models.config import Experts, ModelConfig
 from espalier.models.latent_config import IndexConfig, LatentConfig
@@ -147,7 +147,7 @@ def _load_stacked_quantised(
     count, own = experts.routing.num_experts, _rank_part_of_size(weights, experts)
     gate_up = weights.stacked_matrix(name, ".gate_up_proj", count, [own.scaled(2)], hidden)
     down = weights.stacked_matrix(name, ".down_proj", count, [hidden], own)
-    return gate_up.rows_taken(torch.arange(2 * len(own)).view(-1, 2).T.flatten()), down
+    return gate_up.permute_rows_in_place(torch.arange(2 * len(own)).view(-1, 2).T.flatten()), down
 
 
 def _rank_part_of_size(weights: Weights, experts: Experts) -> Part:
@@ -275,7 +275,7 @@ def _load_latent_attention(
         down=down,
         q_norm=q_norm,
         q=q,
-        form=LatentForm(weights.take(f"{prefix}kv_a_layernorm.weight", latent.kv_rank), NORM_EPS, latent.interleaved),
+        form=LatentFormat(weights.take(f"{prefix}kv_a_layernorm.weight", latent.kv_rank), NORM_EPS, latent.interleaved),
         k_up=k_up,
         v_up=v_up,
         out=weights.linear(prefix, ("o_proj",), (hidden,), heads.scaled(latent.v_size), config.out_bias),

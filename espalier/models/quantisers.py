@@ -27,7 +27,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.quantised import E2M1, E8M0_BIAS, FP8, FP8_MAX, QuantisedMatrix, pack_nibbles
+from espalier.kernels.layers.quantised import E2M1_VALUES, E8M0_BIAS, FP8, FP8_MAX, QuantisedMatrix, pack_nibbles
 from espalier.models.loading import read_config, read_raw
 from espalier.models.weight_files import INDEX_FILE, safetensors_files, write_weights
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, read_formats
@@ -248,11 +248,11 @@ def to_mxfp4(experts: Tensor, device: torch.device) -> Stored:
 def to_nvfp4(matrix: Tensor, device: torch.device) -> Stored:
     """Quantises a matrix to E2M1: an E4M3 scale for each NV_GROUP columns, a divisor for the largest to be FP8_MAX."""
     largest = matrix.abs().amax().to(device, torch.float32)
-    divisor = torch.where(largest == 0, 1.0, FP8_MAX * E2M1[-1] / largest)
+    divisor = torch.where(largest == 0, 1.0, FP8_MAX * E2M1_VALUES[-1] / largest)
     codes, scales = [], []
     for block in _row_blocks(matrix, device):
         groups = block.unflatten(1, (-1, NV_GROUP))
-        scale = _encode_fp8(groups.abs().amax(2) / E2M1[-1] * divisor)
+        scale = _encode_fp8(groups.abs().amax(2) / E2M1_VALUES[-1] * divisor)
         exact = scale.float() / divisor
         scaled = groups / torch.where(exact == 0, 1.0, exact)[:, :, None]
         codes.append(_encode_e2m1(scaled).flatten(1).to(matrix.device))
@@ -264,7 +264,7 @@ def to_nvfp4(matrix: Tensor, device: torch.device) -> Stored:
 
 def _encode_e2m1(scaled: Tensor) -> Tensor:
     """Returns the 4-bit codes of the E2M1 values nearest to `scaled`.  Magnitudes above 6 get the code of 6."""
-    middles = torch.tensor([(low + high) / 2 for low, high in pairwise(E2M1)], device=scaled.device)
+    middles = torch.tensor([(low + high) / 2 for low, high in pairwise(E2M1_VALUES)], device=scaled.device)
     magnitudes = torch.bucketize(scaled.abs().contiguous(), middles).to(torch.uint8)
     return magnitudes | (scaled < 0).to(torch.uint8) << 3
 

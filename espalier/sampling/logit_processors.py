@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from espalier.kernels.attention.ancestor_bits import unpack
+from espalier.kernels.attention.ancestor_bits import unpack_bits
 from espalier.slots import FLOATS, INTS, BatchState
 
 
@@ -39,7 +39,7 @@ class DraftedAncestors(NamedTuple):
 
     def mask(self) -> Tensor:
         """[B, Q, E] bool: the drafted tokens on each row's path."""
-        return unpack(self.ancestor_bits, self.tokens.shape[1])
+        return unpack_bits(self.ancestor_bits, self.tokens.shape[1])
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from espalier.kernels.ops.state import gather
+from espalier.kernels.ops.state import gather_slots
 from espalier.slots import BatchState
 
 
@@ -61,7 +61,7 @@ class PieceRows:
         piece; pieces: None if each request has one piece."""
         if pieces is None:
             return cls(slots, length, None, slots.index)
-        made = gather(slots.table, slots.index[pieces.request])
+        made = gather_slots(slots.table, slots.index[pieces.request])
         moved = replace(made, prefix_len=made.prefix_len + pieces.offset, num_tokens=made.num_tokens + pieces.offset)
         return cls(moved, (length[pieces.request] - pieces.offset).clamp(max=width), pieces.last, slots.index)
 

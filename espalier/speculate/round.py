@@ -20,7 +20,7 @@ from torch import Tensor
 from espalier.attention import ChosenRows, CommittedLengths, ModelCache, Nodes, Prefix
 from espalier.cache.kv import PagedKV
 from espalier.cache.states import SnapshotTargets, StateAccess
-from espalier.kernels.ops.state import NodeRows, advance, chain, gather
+from espalier.kernels.ops.state import AcceptedNodes, advance, gather_slots, read_chain
 from espalier.kernels.ops.tree import Path, accept, gather_rows
 from espalier.layout import RoundLayout, TreeShape
 from espalier.models.base import CausalLM, ModelOutput
@@ -196,7 +196,7 @@ def begin(
     """Runs the first stage: computes the draft's first logits for each slot.  Arguments: see `decode_round`."""
     runner = runner.for_batch(index.shape[0])
     drafter = runner.drafter
-    slots = gather(runner.table, index, appended)
+    slots = gather_slots(runner.table, index, appended)
     sampler = runner.sampler(slots, needs, slots.num_tokens, runner.layout.extend_width)
     is_plain = runner.layout.num_draft_tokens == 1
     grow = (lambda sampler: drafter.root_trees(slots.root)) if is_plain else drafter.begin(slots)
@@ -212,14 +212,14 @@ def propose(begun: BegunRound, guide: DraftGuide | None = None) -> ProposedRound
     runner = begun.runner
     if runner.shared_rows(begun.slots.batch):
         # A node that cannot be accepted takes no row from another request.
-        tree = tree.within(begun.slots.max_accept_depth)
-        tree = tree.only(tree.best(runner.shared_rows(begun.slots.batch)))
+        tree = tree.limit_depth(begun.slots.max_accept_depth)
+        tree = tree.keep_nodes(tree.best_nodes(runner.shared_rows(begun.slots.batch)))
     if runner.trims_trees:
         nodes = num_nodes_to_run(tree, begun.slots.max_accept_depth)
         if nodes < runner.layout.num_draft_tokens:
             # The drafter still makes trees of the original size.
             layout = runner.layout.with_tree(replace(runner.layout.tree, num_draft_tokens=nodes))
-            runner, tree = replace(runner, layout=layout), tree.first(nodes)
+            runner, tree = replace(runner, layout=layout), tree.first_nodes(nodes)
     return ProposedRound(runner, begun.slots, sampler, begun.snapshots, tree)
 
 
@@ -246,7 +246,7 @@ def chosen_rows(proposed: ProposedRound) -> ChosenRows | None:
     rows = min(proposed.runner.shared_rows(batch), batch * nodes)
     if rows and proposed.runner.trims_trees:
         rows = min(rows, int((proposed.tree.scores > -torch.inf).sum()))
-    return ChosenRows.from_places(proposed.tree.best(rows), batch, nodes) if rows else None
+    return ChosenRows.from_places(proposed.tree.best_nodes(rows), batch, nodes) if rows else None
 
 
 def settle(verified: VerifiedRound, mask: Tensor | None = None) -> RoundOutput:
@@ -306,12 +306,12 @@ def prefill(
     token.
     prompt_rows: the rows whose log-probabilities are wanted.  snapshots: as in `decode_round`.
     """
-    slots = gather(runner.table, index)
+    slots = gather_slots(runner.table, index)
     rows = PieceRows.of_pass(slots, length, width, pieces)
     if snapshots is not None and pieces is not None:
         snapshots = SnapshotTargets(*(values[pieces.request] for values in snapshots))
     runner.layout.require_chunk(rows.slots.batch, width)
-    positions, tokens, page_rows = chain(rows.slots, 0, rows.length, width)
+    positions, tokens, page_rows = read_chain(rows.slots, 0, rows.length, width)
     exists = torch.arange(width, device=tokens.device) < rows.length[:, None]
     last = rows.last_tokens
     reads_all = prompt_rows is not None or runner.reads_all_hidden
@@ -385,7 +385,7 @@ def commit(
     The last token of the path is the new root.  Recurrent states are advanced over the path, and snapshots are taken as
     `snapshots` says.
     """
-    nodes = NodeRows(path.rows, runner.layout.num_draft_tokens)
+    nodes = AcceptedNodes(path.rows, runner.layout.num_draft_tokens)
     copies = advance(slots, path.length, path.tokens, count_tokens, nodes).copies
     assert copies is not None
     access = StateAccess(slots.index, slots.prefix_len, path.length, snapshots)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.ops.drafts import Candidates
-from espalier.kernels.tree.edges import LowRankEdges, Rows, fill_depth
+from espalier.kernels.tree.edges import DepthRows, LowRankEdges, rank_depth
 from espalier.sampling.logit_processors import DraftedAncestors, SamplingNeeds, SamplingRows, process_logits
 from espalier.sampling.mask import DraftGuide, force_only_children, masked, unpack_mask
 from espalier.sampling.pick import SampledTokens, coupled_scores, gumbel, over_temperature, pick
@@ -108,7 +108,9 @@ class Sampler(ABC):
         """
 
     @abstractmethod
-    def next_depth(self, edges: LowRankEdges, d2t: Tensor | None, depth: int, rows: Rows, out: Candidates) -> Rows:
+    def next_depth(
+        self, edges: LowRankEdges, d2t: Tensor | None, depth: int, rows: DepthRows, out: Candidates
+    ) -> DepthRows:
         """Writes the best children of each row of a block draft with edges to `out`, [B, R, K] each.
 
         depth: counts from 0; the children have position `first` + depth.  Returns the rows of the next depth.
@@ -142,11 +144,13 @@ class TorchSampler(Sampler):
         best, index = ordered_topk(logp.float(), topk)
         return (index if ids is None else ids[index]), rows.scores[..., None] + best.clamp(max=0)
 
-    def next_depth(self, edges: LowRankEdges, d2t: Tensor | None, depth: int, rows: Rows, out: Candidates) -> Rows:
+    def next_depth(
+        self, edges: LowRankEdges, d2t: Tensor | None, depth: int, rows: DepthRows, out: Candidates
+    ) -> DepthRows:
         factors, states = edges.factors(depth, rows)
         drafted = DraftRows(edges.logits(depth, factors), d2t, depth, torch.zeros_like(rows.scores))
         children = self.children(drafted, out.tokens.shape[2])
-        return fill_depth(*children, rows, out, edges.is_recurrent)._replace(states=states)
+        return rank_depth(*children, rows, out, edges.is_recurrent)._replace(states=states)
 
     def _child_scores(self, rows: DraftRows, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Returns the scores of all children, [B, Q, columns], and the target id of each column.
@@ -206,7 +210,9 @@ class KernelSampler(Sampler):
             *(logits, d2t, self.slot_rows, self.first, offset, scores, topk, above, self.coupled, mask, stride)
         )
 
-    def next_depth(self, edges: LowRankEdges, d2t: Tensor | None, depth: int, rows: Rows, out: Candidates) -> Rows:
+    def next_depth(
+        self, edges: LowRankEdges, d2t: Tensor | None, depth: int, rows: DepthRows, out: Candidates
+    ) -> DepthRows:
         from espalier.kernels.tree.edge_factors import edge_factors_triton
         from espalier.kernels.tree.edge_topk import edge_topk_triton
 

@@ -9,7 +9,7 @@ committed.
 import torch
 from torch import Tensor
 
-from espalier.kernels.ops.tree import VOID, Tree, ordered_topk, select
+from espalier.kernels.ops.tree import VOID, Tree, ordered_topk, select_tree
 
 __all__ = ["VOID", "Pool", "RootTrees", "Tree", "ordered_topk"]
 
@@ -55,4 +55,4 @@ class Pool:
     def select(self, root: Tensor, nodes: int) -> Tree:
         """Returns the tree of the root [B] and the best nodes - 1 candidates, sorted by (score, level, index in the
         level)."""
-        return select(root, self.tokens, self.scores, self.beams, self.topk, nodes)
+        return select_tree(root, self.tokens, self.scores, self.beams, self.topk, nodes)

@@ -73,9 +73,9 @@ def join(device: torch.device, file: Path, rank: int, count: int) -> Collectives
     """Connects to the other ranks and returns the collectives."""
     if device.type == "cpu":
         return GlooCollectives(file, rank, count)
-    from espalier.kernels.ranks.collectives import join_gpus
+    from espalier.kernels.ranks.collectives import connect_gpus
 
-    return join_gpus(file, rank, count, device)
+    return connect_gpus(file, rank, count, device)
 
 
 MODULE = "espalier.startup.rank_process"

@@ -22,7 +22,7 @@ import torch
 from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.cache.states import bytes_per_state
 from espalier.engine.acceptance import assumed_accept_length
-from espalier.kernels.layers.experts_plan import expected_touched
+from espalier.kernels.layers.experts_plan import expected_active_experts
 from espalier.layout import PLAIN, TreeShape, next_bucket
 from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig
@@ -80,7 +80,7 @@ class PassWeights:
 
     def target_seconds(self, rows: int, chip: ChipFigures) -> float:
         """Seconds of a target pass, without reading the cache."""
-        touched = expected_touched(self.num_experts, self.top_k, rows) if self.expert else 0
+        touched = expected_active_experts(self.num_experts, self.top_k, rows) if self.expert else 0
         read = self.dense + self.expert * touched
         return self._seconds(read, (self.dense + self.expert * self.top_k) * rows, self.layers, chip)
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from espalier.kernels.ops.drafts import Candidates, select_paths
-from espalier.kernels.tree.edges import Rows, fill_depth
+from espalier.kernels.tree.edges import DepthRows, rank_depth
 from espalier.speculate.drafters.one_pass import with_edges, without_edges
 from espalier.train.block_head import BlockHead, BlockShape, block_loss
 from espalier.train.checkpoint import layer_fields, shape_in, write_checkpoint
@@ -142,16 +142,16 @@ def accept_lengths(
         scores, ids = logits.log_softmax(-1).topk(topk, dim=-1)
         return ids, scores
 
-    def next_depth(depth: int, rows: Rows, out: Candidates) -> Rows:
+    def next_depth(depth: int, rows: DepthRows, out: Candidates) -> DepthRows:
         assert edges is not None
         factors, states = edges.factors(depth, rows)
         found = children(edges.logits(depth, factors))
-        return fill_depth(*found, rows, out, edges.is_recurrent)._replace(states=states)
+        return rank_depth(*found, rows, out, edges.is_recurrent)._replace(states=states)
 
     if edges is None:
         candidates = without_edges(*children(logits))
     else:
-        candidates = with_edges(Rows.of_roots(tokens[roots]), steps, topk, next_depth)
+        candidates = with_edges(DepthRows.for_roots(tokens[roots]), steps, topk, next_depth)
     tree = select_paths(tokens[roots], candidates, num_draft_tokens or steps + 1)
     follows = tree.tokens == tokens[roots[:, None] + tree.depths]
     on_path = follows.clone()

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from espalier.kernels.tree.edges import FactorProjection, LowRankEdges, split_columns
+from espalier.kernels.tree.edges import FactorProjection, LowRankEdges, split_projection_columns
 from espalier.train.draft_attention import DraftAttention
 from espalier.train.llama import MLP, LlamaShape, RMSNorm, rope_tables, rotate
 from espalier.train.settings import EdgeKind
@@ -104,10 +104,10 @@ class MarkovHead(nn.Module):
         if projection is None:
             return embedded
         if not projection.is_recurrent:
-            return torch.sigmoid(projection.of_hidden + F.linear(embedded, projection.weight)) * embedded
+            return torch.sigmoid(projection.hidden_part + F.linear(embedded, projection.weight)) * embedded
         of_state, of_token = projection.weight.chunk(2, 1)
         # Only the part from the state has to wait for the depth before.
-        known = projection.of_hidden + F.linear(embedded, of_token)
+        known = projection.hidden_part + F.linear(embedded, of_token)
         state, factors = torch.zeros_like(embedded[..., 0, :]), []
         for at_depth in known.unbind(-2):
             gate, candidate, output = (at_depth + F.linear(state, of_state)).chunk(3, -1)
@@ -122,8 +122,8 @@ class MarkovHead(nn.Module):
             return None
         is_recurrent = self.kind == "rnn"
         linear = self.joint_proj if is_recurrent else self.gate_proj
-        of_hidden, of_rows = split_columns(linear.weight, hidden.shape[-1], is_recurrent)
-        return FactorProjection(F.linear(hidden, of_hidden, linear.bias), of_rows, is_recurrent)
+        hidden_part, of_rows = split_projection_columns(linear.weight, hidden.shape[-1], is_recurrent)
+        return FactorProjection(F.linear(hidden, hidden_part, linear.bias), of_rows, is_recurrent)
 
     def edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
         """The engine's edges of blocks.  logits: [B, S, V], from the lm_head; hidden: [B, S, H], its inputs."""

@@ -116,7 +116,7 @@ def _case(
     layers, lengths = len(made.of_plan[1]), (shape.context,) * shape.batch
     host_us = _host_us(backend, lengths, exact)
     backend.prepare(CommittedLengths(lengths, exact, in_graph=True))
-    made.of_plan[2].planned.clear()
+    made.of_plan[2].plan_cache.clear()
     attention = backend.plan(*made.of_plan)
     error = float((attention.over_prefix(made.q, 0)[0].float() - ours).abs().max())
     run_layers = in_turn([partial(attention.over_prefix, made.q, layer) for layer in range(layers)])

@@ -16,7 +16,7 @@ from espalier.bench.timing import Inputs, Matrix, Multiply, Product, Weights, by
 from espalier.bench.tune_experts import ChainInputs, random_experts
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.linear_plans import DENSE
-from espalier.kernels.layers.quantised import RoundedRows, Rows
+from espalier.kernels.layers.quantised import InputRows, RoundedRows
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.experts import (
     MAX_SHARED_ROWS,
@@ -133,7 +133,7 @@ class ExpertCalls:
         x = self.inputs.x
         rounding = rounding_in_norm(copies[0].gate_up, x)
         # The norm before rounds them, so that is no part of the product.
-        self.rows: Rows = x if rounding is None else RoundedRows(*quantise_rows(x, rounding), dtype)
+        self.rows: InputRows = x if rounding is None else RoundedRows(*quantise_rows(x, rounding), dtype)
         # Decoder passes which rows are live, and here all are.
         self.live = torch.ones(rows, dtype=torch.bool, device=down.device)
 

@@ -21,7 +21,7 @@ from espalier.bench.tune_experts import random_experts
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, with_row_dtype
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import pack
+from espalier.kernels.attention.ancestor_bits import pack_bits
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.ops.attention import count_contiguous_blocks
@@ -172,7 +172,7 @@ def _plan(attention: Attention, shape: Shape) -> Callable[[], object]:
     """A function that repeats the planning of an attention that has run."""
     prefix, pages = attention.prefix, attention.pages
     policy = cast(TritonAttention, attention).splits(shape.spec).policy
-    counts_blocks = (policy, count_contiguous_blocks) in prefix.planned
+    counts_blocks = (policy, count_contiguous_blocks) in prefix.plan_cache
 
     def plan() -> None:
         splits = kv_splits.triton(prefix.length, prefix.first, policy)
@@ -240,4 +240,4 @@ def _nodes(shape: Shape, length: torch.Tensor) -> Nodes:
         return Nodes.chain(length[:, None] + order)
     mask = (order <= order[:, None]) & ((order - order[:, None]) % 2 == 0)
     positions = length[:, None] + mask.sum(1) - 1
-    return Nodes(positions, positions, pack(mask.expand(shape.batch, -1, -1)))
+    return Nodes(positions, positions, pack_bits(mask.expand(shape.batch, -1, -1)))

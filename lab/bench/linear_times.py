@@ -13,10 +13,10 @@ from rich.text import Text
 
 from espalier.bench.linears import ModelShape, shape_named
 from espalier.bench.timing import Matrix, Stopwatch, Weights, in_turn
-from espalier.kernels.layers.linear_plans import DENSE, LINEARS, plans_for
-from espalier.kernels.layers.quantised import QuantisedMatrix, Rows
-from espalier.kernels.layers.quantised_plans import plan_of
-from espalier.kernels.layers.scaled_product import is_scaled_product
+from espalier.kernels.layers.linear_plans import DENSE, LINEAR_TUNING, dense_plans_for
+from espalier.kernels.layers.quantised import InputRows, QuantisedMatrix
+from espalier.kernels.layers.quantised_plans import quantised_plan_for
+from espalier.kernels.layers.scaled_product import library_supports_product
 from espalier.kernels.ops.linear import linear, linear_gated, linear_quantised, linear_quantised_gated
 from espalier.models.quantisers import QUANTISERS
 from espalier.terminal.console import (
@@ -97,16 +97,18 @@ def expert_cases(shape: ModelShape, weights: str, all_rows: Sequence[int], devic
         yield expert_case(names, sizes, *experts, DTYPE, rows)
 
 
-def product(x: torch.Tensor, weight: Matrix, gated: bool) -> Rows:
+def product(x: torch.Tensor, weight: Matrix, gated: bool) -> InputRows:
     """As the engine computes it."""
     if isinstance(weight, QuantisedMatrix):
         return (linear_quantised_gated if gated else linear_quantised)(x, weight, None)
-    plans = plans_for((weight.shape[0], weight.shape[1]), DENSE, x.dtype, weight)
-    return (linear_gated if gated else linear)(x, weight, None, None if plans is None else LINEARS.at(plans, len(x)))
+    plans = dense_plans_for(weight)
+    return (linear_gated if gated else linear)(
+        x, weight, None, None if plans is None else LINEAR_TUNING.plan_at(plans, len(x))
+    )
 
 
 def _plan(weight: Matrix, x: torch.Tensor) -> str:
     if isinstance(weight, QuantisedMatrix):
-        return str(None if is_scaled_product(x, weight) else plan_of(weight, x))
-    plans = plans_for((weight.shape[0], weight.shape[1]), DENSE, x.dtype, weight)
-    return str(None if plans is None else LINEARS.at(plans, len(x)))
+        return str(None if library_supports_product(x, weight) else quantised_plan_for(weight, x))
+    plans = dense_plans_for(weight)
+    return str(None if plans is None else LINEAR_TUNING.plan_at(plans, len(x)))

@@ -47,11 +47,11 @@ class JoinWork:
         self.run(rank)
 
     def run(self, rank: int, connector: Connector = lambda meet: meet()) -> list[Timed]:
-        from espalier.kernels.ranks.collectives import PeerCollectives, join_gpus
+        from espalier.kernels.ranks.collectives import PeerCollectives, connect_gpus
 
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-        ranks = connector(lambda: join_gpus(Path(self.joined), rank, self.count, device, PEER_BYTES))
+        ranks = connector(lambda: connect_gpus(Path(self.joined), rank, self.count, device, PEER_BYTES))
         if not isinstance(ranks, PeerCollectives):
             raise EspalierError("the GPUs reach no memory in common, so there is nothing to compare with NCCL")
         with torch.inference_mode():
@@ -59,16 +59,16 @@ class JoinWork:
             return [Timed(case, microseconds(case.run), 1.0) for case in self.cases(ranks, device)]
 
     def cases(self, ranks: Any, device: torch.device) -> Iterator[Case]:
-        join, memory = ranks.join, ranks.memory
+        kernels, memory = ranks.kernels, ranks.memory
         for rows in self.rows:
             x, residual = (torch.randn(rows, self.hidden, dtype=DTYPE, device=device) for _ in range(2))
             weight, size = torch.ones(self.hidden, dtype=DTYPE, device=device), f"{rows} x {self.hidden}"
             sums: dict[str, Callable[[], Any]] = {"NCCL": partial(ranks.nccl.all_reduce, x.clone())}
             norms: dict[str, Callable[[], Any]] = {"NCCL": partial(nccl_add_norm, ranks, x.clone(), residual, weight)}
-            if join.fits(memory, x, DTYPE):
+            if kernels.supports_sum(memory, x, DTYPE):
                 for way, two_shot in (("one-shot", False), ("two-shot", True)):
-                    sums[way] = partial(join.sum_rows, memory, x, DTYPE, two_shot)
-                    norms[way] = partial(join.sum_add_norm, memory, x, residual, weight, EPS, two_shot)
+                    sums[way] = partial(kernels.sum_rows, memory, x, DTYPE, two_shot)
+                    norms[way] = partial(kernels.sum_add_norm, memory, x, residual, weight, EPS, two_shot)
             for what, ways in (("sum", sums), ("sum, add, norm", norms)):
                 for way, run in ways.items():
                     yield Case((what, size, way), x.nbytes, 0, run)
@@ -77,8 +77,8 @@ class JoinWork:
             x = torch.randn(rows, each, dtype=DTYPE, device=device)
             names = "logits", f"{rows} x {each * self.count}"
             yield Case((*names, "NCCL"), x.nbytes, 0, partial(ranks.nccl.gather_columns, x, each, each * self.count))
-            if join.gathers(memory, x, each):
-                gather = partial(join.gather_columns, memory, x, each, each * self.count)
+            if kernels.supports_gather(memory, x, each):
+                gather = partial(kernels.gather_columns, memory, x, each, each * self.count)
                 yield Case((*names, "peer memory"), x.nbytes, 0, gather)
 
 
@@ -113,7 +113,7 @@ def check(ranks: Any, rank: int, hidden: int) -> None:
 
     Raises EspalierError.
     """
-    join, memory = ranks.join, ranks.memory
+    kernels, memory = ranks.kernels, ranks.memory
     generator = torch.Generator(device=memory.addresses.device).manual_seed(rank)
     make = partial(torch.randn, dtype=DTYPE, device=memory.addresses.device)
     weight = torch.ones(hidden, dtype=DTYPE, device=memory.addresses.device)
@@ -122,13 +122,13 @@ def check(ranks: Any, rank: int, hidden: int) -> None:
         rows, two_shot = (1, 3, 64, 129, 300, 4096)[i % 6], i // 6 % 2 == 1
         x = make(rows, hidden, generator=generator)
         wanted = in_order(ranks.nccl.all_gather(x))
-        wrong += (join.sum_rows(memory, x, DTYPE, two_shot) != wanted).sum()
-        total, norm = join.sum_add_norm(memory, x, wanted, weight, EPS, two_shot)
+        wrong += (kernels.sum_rows(memory, x, DTYPE, two_shot) != wanted).sum()
+        total, norm = kernels.sum_add_norm(memory, x, wanted, weight, EPS, two_shot)
         added, normed = add_rms_norm(wanted, wanted, weight, EPS)
         wrong += (total != added).sum() + (norm.float() - normed.float()).abs().gt(0.05).sum()
         if i % 50 == 0:
             columns = make(1 + i // 50, 1000 - rank, generator=generator)
-            gathered = join.gather_columns(memory, columns, 1000, 1000 * memory.count - memory.count + 1)
+            gathered = kernels.gather_columns(memory, columns, 1000, 1000 * memory.num_ranks - memory.num_ranks + 1)
             wrong += (gathered[:, rank * 1000 :][:, : 1000 - rank] != columns).sum() if rank < 2 else 0
     if failed := int(ranks.nccl.all_reduce(wrong)):
         raise EspalierError(f"{failed} values of {CHECKED} sums differ from those of gathered rows")

@@ -38,7 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 CHOOSERS = (
     (GraftedDrafter, "_graft"),
     (GraftedDrafter, "_tree_of_guesses"),
-    (Tree, "best"),
+    (Tree, "best_nodes"),
     (GuessSources, "ask"),
     (GuessSources, "of_round"),
     (GuessSources, "count"),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from espalier.bench.timing import in_turn
 from espalier.cache.layer_spec import RecurrentState
-from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
+from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack_bits
 from espalier.kernels.ops.recurrence import ShortConv, StateRows
 from espalier.kernels.ops.states import (
     GateInputs,
@@ -60,7 +60,7 @@ def tree_cases(name: str, keeps: RecurrentState, batch: int, nodes: int, device:
     table = drawn(device, layers, batch + 1, keeps.heads, keeps.k_size, keeps.v_size, dtype=torch.float32)
     slots = torch.arange(1, batch + 1, device=device)
     parents = ((torch.arange(nodes) - 1).clamp(min=0) // 4).expand(batch, -1).to(device)
-    bits = pack(ancestor_mask(parents, torch.zeros_like(parents, dtype=torch.bool), nodes))
+    bits = pack_bits(ancestor_mask(parents, torch.zeros_like(parents, dtype=torch.bool), nodes))
     q, rows = random_rows(keeps, device, batch, nodes)
     shape = name, f"{batch} x {nodes}"
     read = batch * state_bytes(keeps)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import own_bits
+from espalier.kernels.attention.ancestor_bits import self_bits
 from espalier.kernels.ops.experts import MAX_SHARED_ROWS
-from espalier.kernels.ops.state import carried
+from espalier.kernels.ops.state import load_carried
 from lab.faults.base import Fault
 from lab.faults.of_ranks import FAULTS_OF_RANKS
 from lab.faults.selection_faults import SELECTION_FAULTS
@@ -44,7 +44,7 @@ def _wrong_ancestor(right):
         if ancestor_bits is None:
             return beams
         return beams._replace(
-            ancestor_bits=ancestor_bits | own_bits(first, ancestor_bits.shape[1], num_words, ancestor_bits.device)
+            ancestor_bits=ancestor_bits | self_bits(first, ancestor_bits.shape[1], num_words, ancestor_bits.device)
         )
 
     return select_beams
@@ -78,7 +78,7 @@ def _stale_hidden(right):
         if len(slots.prefix_len) != len(slots.index):
             return right(slots, name, values, length)
         unchanged = slots.prefix_len[:, None, None] % 2 == 0
-        return right(slots, name, torch.where(unchanged, carried(slots, name), values), length)
+        return right(slots, name, torch.where(unchanged, load_carried(slots, name), values), length)
 
     return carry
 
@@ -253,14 +253,14 @@ FAULTS = {
         Fault(
             "stale-hidden",
             "the slot keeps the hidden state of an earlier launch",
-            "espalier.speculate.drafters.autoregressive:carry",
+            "espalier.speculate.drafters.autoregressive:store_carried",
             _stale_hidden,
             ("22832",),
         ),
         Fault(
             "stale-feed",
             "the slot keeps what fed the second and third MTP layer in an earlier launch",
-            "espalier.speculate.drafters.autoregressive:carry",
+            "espalier.speculate.drafters.autoregressive:store_carried",
             _stale_feed,
         ),
         Fault(

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from espalier.kernels.attention.ancestor_bits import own_bits
+from espalier.kernels.attention.ancestor_bits import self_bits
 from lab.faults.base import Fault
 
 
@@ -12,7 +12,7 @@ def _of_parent(right):
     """Rows are in the order of their depths, so a node's parent is the last of its ancestors."""
 
     def select(plan, layer, queries, keys, rows, held):
-        chosen, seen = right(plan, layer, queries, keys, rows, held), plan.nodes.seen(None)
+        chosen, seen = right(plan, layer, queries, keys, rows, held), plan.nodes.visible(None)
         if plan.nodes.ancestor_bits is None or seen.shape[1] != seen.shape[2]:
             return chosen
         itself = torch.eye(seen.shape[1], dtype=torch.bool)
@@ -31,7 +31,7 @@ def _of_sibling(right):
         if nodes.ancestor_bits is None:
             return right(plan, layer, queries, keys, rows, held)
         count, words = nodes.ancestor_bits.shape[1:]
-        siblings = own_bits(1, count, words, nodes.ancestor_bits.device)
+        siblings = self_bits(1, count, words, nodes.ancestor_bits.device)
         plan.nodes = replace(nodes, ancestor_bits=nodes.ancestor_bits | siblings)
         chosen = right(plan, layer, queries, keys, rows, held)
         plan.nodes = nodes

@@ -28,7 +28,7 @@ SOURCE_FAULTS = (
     Fault(
         "parent-not-chosen",
         "a node gets one of the shared rows and its parent does not",
-        "espalier.kernels.ops.tree:Tree.best",
+        "espalier.kernels.ops.tree:Tree.best_nodes",
         _step_alone,
     ),
     Fault(

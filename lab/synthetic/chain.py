@@ -19,7 +19,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.ops.drafts import Candidates, select_paths
 from espalier.kernels.ops.tree import accept
-from espalier.kernels.tree.edges import Rows, fill_depth
+from espalier.kernels.tree.edges import DepthRows, rank_depth
 from espalier.sampling.pick import SampledTokens
 from espalier.speculate.drafters.one_pass import with_edges
 from espalier.speculate.tree import Pool, Tree, ordered_topk
@@ -323,10 +323,10 @@ def _grow_paths(chain: Chain, roots: Tensor, steps: int, topk: int, num_draft_to
     assert chain.fading is not None
     by_depth = chain.fading.logp(chain.draft_logp, steps)
 
-    def next_depth(depth: int, places: Rows, out: Candidates) -> Rows:
+    def next_depth(depth: int, places: DepthRows, out: Candidates) -> DepthRows:
         best, shift = ordered_topk(by_depth[depth][places.tokens], topk)
         children = (places.tokens[..., None] + chain.shifts[shift]) % chain.size
-        return fill_depth(children, best, places, out)
+        return rank_depth(children, best, places, out)
 
-    candidates = with_edges(Rows.of_roots(roots), steps, topk, next_depth)
+    candidates = with_edges(DepthRows.for_roots(roots), steps, topk, next_depth)
     return select_paths(roots, candidates, num_draft_tokens)

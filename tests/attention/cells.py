@@ -11,7 +11,7 @@ from torch import Tensor
 from espalier.attention import Nodes, Prefix
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
-from espalier.kernels.attention.ancestor_bits import pack
+from espalier.kernels.attention.ancestor_bits import pack_bits
 from espalier.layout import RoundLayout
 
 PAGE_SIZES = (1, 2, 16, 64, 128, 256, 512)
@@ -80,7 +80,7 @@ def pass_of(
         mask = torch.rand(batch, queries, queries, generator=generator).tril() > 0.5
         mask |= torch.eye(queries, dtype=torch.bool)
         positions = length[:, None] + (mask.sum(2) - 1).to(device)
-        nodes = Nodes(positions, positions, pack(mask).to(device))
+        nodes = Nodes(positions, positions, pack_bits(mask).to(device))
     spec = cell.specs[0]
     kept = spec.keeps
     shapes = (spec.heads, kept.k_size), (kept.kv_heads, kept.k_size), (kept.kv_heads, kept.v_size)

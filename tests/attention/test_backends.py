@@ -8,7 +8,7 @@ from espalier.attention.support import Provider, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, with_row_dtype
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import pack
+from espalier.kernels.attention.ancestor_bits import pack_bits
 from espalier.kernels.layers.quantised import FP8
 from espalier.layout import RoundLayout
 from tests.pairwise import fewer, pairwise_params
@@ -45,7 +45,7 @@ def tree_nodes(length: torch.Tensor, queries: int, rows: int, seed: int) -> Node
     mask = torch.rand(len(length), rows, rows, generator=generator).tril() > 0.5
     mask |= torch.eye(rows, dtype=torch.bool)
     positions = length[:, None] + mask.sum(2) - 1
-    return Nodes(positions[:, rows - queries :], positions, pack(mask[:, rows - queries :]))
+    return Nodes(positions[:, rows - queries :], positions, pack_bits(mask[:, rows - queries :]))
 
 
 def in_loops(pages: PagedKV, layer: int, prefix: Prefix, nodes: Nodes, q, k, v, sink=None) -> torch.Tensor:
@@ -53,7 +53,7 @@ def in_loops(pages: PagedKV, layer: int, prefix: Prefix, nodes: Nodes, q, k, v, 
     g = GEOMETRY[layer]
     kv_heads = g.keeps.kv_heads
     out = torch.zeros(*q.shape[:3], g.keeps.v_size, dtype=q.dtype)
-    seen = nodes.seen(None)
+    seen = nodes.visible(None)
     for b in range(q.shape[0]):
         for i in range(q.shape[1]):
             at = int(nodes.positions[b, i])

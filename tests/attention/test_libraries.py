@@ -91,7 +91,7 @@ def test_one_query_of_a_chain(name, window):
     made.prepare(CommittedLengths(tuple(lengths), exact=True))
     requests = torch.arange(3)
     of_all = made.plan(pages, cell.specs, prefix, nodes).attend(0, q, k, v)
-    of_one = made.plan(pages, cell.specs, prefix, nodes.only(row)).attend(0, q[requests, row][:, None], k, v)
+    of_one = made.plan(pages, cell.specs, prefix, nodes.single_query(row)).attend(0, q[requests, row][:, None], k, v)
     torch.testing.assert_close(of_one, of_all[requests, row][:, None], rtol=0, atol=TOLERANCE)
 
 

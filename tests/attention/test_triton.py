@@ -10,7 +10,7 @@ from espalier.attention import Nodes, Prefix, backend, triton
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, with_row_dtype
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import pack
+from espalier.kernels.attention.ancestor_bits import pack_bits
 from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.ops.attention import count_contiguous_blocks, tree_attention
 from espalier.kernels.ops.selection import IndexQueries
@@ -63,7 +63,7 @@ def tree(length: torch.Tensor, queries: int, rows: int) -> Nodes:
     mask = torch.rand(len(length), rows, rows, generator=torch.Generator().manual_seed(rows)).tril() > 0.5
     mask |= torch.eye(rows, dtype=torch.bool)
     positions = length[:, None] + mask.sum(2).to(length.device) - 1
-    return Nodes(positions[:, rows - queries :], positions, pack(mask[:, rows - queries :]).to(length.device))
+    return Nodes(positions[:, rows - queries :], positions, pack_bits(mask[:, rows - queries :]).to(length.device))
 
 
 def drawn(g: LayerSpec, queries: int, rows: int) -> list[torch.Tensor]:
@@ -130,7 +130,7 @@ def test_one_query_of_a_chain(kernel_device, in_fp8):
     chain = Nodes.chain(length[:, None] + torch.arange(70, device=kernel_device))
     pages, table = pages_in(torch.float32, kernel_device, in_fp8=in_fp8)
     exact_pages, _ = pages_in(torch.float64, kernel_device, in_fp8=in_fp8)
-    made = backend("triton").plan(pages, GEOMETRY, Prefix(table, length), chain.only(row))
+    made = backend("triton").plan(pages, GEOMETRY, Prefix(table, length), chain.single_query(row))
     exact = backend("reference").plan(exact_pages, GEOMETRY, Prefix(table, length), chain)
     for layer, g in enumerate(GEOMETRY):
         q, k, v = (value.to(kernel_device) for value in drawn(g, 70, 70))
@@ -190,7 +190,7 @@ def test_chosen_rows(kernel_device, shape, in_fp8):
     queries, rows = {"tree": (4, 4), "levels": (2, 6), "chain": (3, 3), "one of a chain": (1, 3)}[shape]
     nodes = Nodes.chain(length[:, None] + torch.arange(3, device=kernel_device))
     if shape == "one of a chain":
-        nodes = nodes.only(torch.tensor([2, 0, 1, 2], device=kernel_device))
+        nodes = nodes.single_query(torch.tensor([2, 0, 1, 2], device=kernel_device))
     elif shape != "chain":
         nodes = tree(length, queries, rows)
     pages, table = pages_in(torch.float32, kernel_device, 16, in_fp8, CHOOSING)
@@ -249,8 +249,8 @@ def test_splits_are_shared_by_the_passes_over_a_prefix(kernel_device):
     for rows in (2, 4, 6):
         q, k, v = (value.to(kernel_device) for value in drawn(GEOMETRY[0], 2, rows))
         backend("triton").plan(pages, GEOMETRY, prefix, tree(length, 2, rows)).attend(0, q, k, v)
-    assert len(prefix.planned) == 1
-    assert not Prefix(table, length).planned
+    assert len(prefix.plan_cache) == 1
+    assert not Prefix(table, length).plan_cache
 
 
 def test_a_sink_over_wide_latent_rows_is_refused(kernel_device):
@@ -284,7 +284,7 @@ def test_blocks_are_counted_once_for_a_prefix(kernel_device, monkeypatch):
         given.append((inputs.splits, contiguous))
         return launch(inputs, partials, contiguous=contiguous)
 
-    monkeypatch.setattr(triton, "uses_contiguous_blocks", lambda *_: True)
+    monkeypatch.setattr(triton, "needs_contiguous_counts", lambda *_: True)
     monkeypatch.setattr(tree_attention, "triton", seen)
     for broken in (False, True):
         if broken:

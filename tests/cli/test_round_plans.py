@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from espalier.kernels.layers import linear_quantised, quantised_plans
-from espalier.kernels.layers.linear_plans import LibraryPlan, TritonPlan, candidates
+from espalier.kernels.layers.linear_plans import LibraryPlan, TritonPlan, candidate_plans
 from espalier.kernels.runtime.launch import Chip
 from espalier.models.quantisers import QUANTISERS
 from espalier.models.weight_formats import dense
@@ -23,10 +23,10 @@ def test_only_products_of_the_weight_and_the_rows_take_the_plan(name, monkeypatc
     if name == "quantised":
         weight = lambda shape: QUANTISERS["int4"].matrix(torch.zeros(shape, dtype=torch.bfloat16))  # noqa: E731
     kind = "int4-1x128" if name == "quantised" else "dense"
-    monkeypatch.setattr(linear_quantised, "plan_of", lambda weight, x: PLAN)
+    monkeypatch.setattr(linear_quantised, "quantised_plan_for", lambda weight, x: PLAN)
     for each in BY_PLAN:
         monkeypatch.setattr(dense, each, lambda x, weight, bias, plan: taken.append(plan))
-    before = [linear_quantised.plan_of, *(getattr(dense, each) for each in BY_PLAN)]
+    before = [linear_quantised.quantised_plan_for, *(getattr(dense, each) for each in BY_PLAN)]
     met = {}
     for of_kind, expected in ((kind, [OTHER, PLAN, PLAN]), ("another format", [PLAN] * 3)):
         taken.clear()
@@ -34,14 +34,14 @@ def test_only_products_of_the_weight_and_the_rows_take_the_plan(name, monkeypatc
             for rows, shape in ((3, (8, 256)), (2, (8, 256)), (3, (16, 256))):
                 x = torch.zeros(rows, 256)
                 if name == "quantised":
-                    taken.append(linear_quantised.plan_of(weight(shape), x))
+                    taken.append(linear_quantised.quantised_plan_for(weight(shape), x))
                 else:
                     getattr(dense, name)(x, weight(shape), None, PLAN)
         assert taken == expected
     assert {product: (one.plan, one.is_gated) for product, one in met.items()} == dict.fromkeys(
         ((kind, 8, 256), (kind, 16, 256)), (PLAN, name == "linear_gated")
     )
-    assert before == [linear_quantised.plan_of, *(getattr(dense, each) for each in BY_PLAN)]
+    assert before == [linear_quantised.quantised_plan_for, *(getattr(dense, each) for each in BY_PLAN)]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,9 @@ def test_neighbours_are_near_the_plan_and_have_other_splits(weights, rows):
     if weights != "dense":
         weight = QUANTISERS[weights].matrix(weight)
         grouped = weight.group < 4096
-        plan = quantised_plans.rule(rows, 2048, 4096, weight.code, 256, grouped, HOPPER, 2 if weights == "int4" else 1)
+        plan = quantised_plans.plan_by_rule(
+            rows, 2048, 4096, weight.code, 256, grouped, HOPPER, 2 if weights == "int4" else 1
+        )
     found = neighbours(Met(plan, weight), rows, HOPPER)
     kernels = [each for each in found if each is not None]
     assert (len(kernels) < len(found)) == (weights == "dense"), "F.linear takes dense weights alone"
@@ -70,7 +72,7 @@ def test_beside_the_library_all_kernels_and_its_other_plans_are_near():
     assert None in found and LibraryPlan(1, 4) in found and LibraryPlan(1, 2) not in found
     kernels = [plan for plan in found if isinstance(plan, TritonPlan)]
     assert {plan.splits for plan in kernels} > {1}
-    every = {plan for plan in candidates(128, 4096, 14336, HOPPER) if isinstance(plan, TritonPlan)}
+    every = {plan for plan in candidate_plans(128, 4096, 14336, HOPPER) if isinstance(plan, TritonPlan)}
     most = {replace(plan, stages=0): plan.stages for plan in sorted(every, key=lambda plan: plan.stages)}
     assert {replace(plan, stages=0): plan.stages for plan in kernels} == most and len(kernels) == len(most) < len(every)
 

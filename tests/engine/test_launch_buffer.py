@@ -9,7 +9,7 @@ import torch
 from espalier.engine.launch_buffer import LaunchBuffer, pack_launch
 from espalier.engine.launch_input import LaunchInput, slot_init
 from espalier.errors import EspalierError
-from espalier.kernels.ops.state import gather
+from espalier.kernels.ops.state import gather_slots
 from espalier.layout import LaunchForm
 from espalier.request import SamplingParams
 from espalier.sampling.logit_processors import SamplingNeeds
@@ -149,7 +149,7 @@ def test_padding_is_the_dummy_request_and_writes_its_dummy_page():
     arrived = device_launch(into, LaunchInput((3,), SamplingNeeds(), appended_pages=((3, 2, 8),)), batch=3)
     assert arrived.slots.tolist() == [3, 0, 0]
     assert not into.page_table.any(), "a round writes its pages itself"
-    gather(into, arrived.slots, arrived.appended)
+    gather_slots(into, arrived.slots, arrived.appended)
     assert into.page_table.nonzero().tolist() == [[3, 2]]
 
 

@@ -7,7 +7,7 @@ import torch
 
 from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, TreeSize
 from espalier.engine.results import ResultsRing, read_results
-from espalier.kernels.ops.sampling import rows_of as logprob_rows
+from espalier.kernels.ops.sampling import logprob_rows
 from espalier.kernels.ops.tree import Path
 from espalier.logprobs import TokenLogprob, TokenLogprobs, words
 from espalier.sampling.logit_processors import SamplingNeeds

@@ -79,7 +79,7 @@ def engine_of(setup: Setup, where: str, monkeypatch: pytest.MonkeyPatch) -> Engi
     if where == "cpu":
         return setup.engine()
     # What only a CPU's path reads: a GPU's kernels end where the text does.
-    monkeypatch.setattr(drafts, "longest_known", lambda root: setup.layout.history_width)
+    monkeypatch.setattr(drafts, "longest_history", lambda root: setup.layout.history_width)
     fake_cuda(monkeypatch)
     return engine_on_fake_cuda(setup, graph_batch=3 if where == "graphs" else 0)
 

@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from espalier.kernels.attention.triton_config import choose_config
+from espalier.kernels.attention.triton_config import choose_triton_config
 from espalier.kernels.hopper.attention import HopperConfig
 from espalier.kernels.runtime.launch import chip
 from tests.kernels.attending import Case, difference, draw, expected, run
@@ -35,7 +35,7 @@ def main() -> None:
     for case in CASES:
         inputs = draw(case, torch.device("cuda"))
         exact, _ = expected(inputs)
-        plain = choose_config(chip(inputs.q), case.queries * 4, case.rows or case.queries, 128, 128, case.dtype)
+        plain = choose_triton_config(chip(inputs.q), case.queries * 4, case.rows or case.queries, 128, 128, case.dtype)
         out, lse = run(inputs, case.max_splits, config=plain)
         print(f"{case}\n  the Triton kernel is within {float((out.double() - exact).abs().max()):.2e} of float64")
         for config, contiguous in product(CONFIGS, (False, True)):

@@ -53,9 +53,9 @@ def test_ranks_join_in_peer_memory():
         target = llm.engine.executor.runner.target
         joined = target.layers[0].attention.out.weight.shards.collectives
         assert isinstance(joined, PeerCollectives)
-        before = int(joined.memory.uses[0])
+        before = int(joined.memory.num_launches[0])
         llm.generate(PROMPTS[0], PARAMS[1])
-        rounds = int(joined.memory.uses[0]) - before
+        rounds = int(joined.memory.num_launches[0]) - before
     assert rounds > 2 * len(target.layers)
 
 

@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from espalier.kernels.attention.ancestor_bits import pack
+from espalier.kernels.attention.ancestor_bits import pack_bits
 from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.ops.attention import (
-    Inputs,
+    AttentionInputs,
     Nodes,
     Prefix,
     count_contiguous_blocks,
-    no_prefix,
+    empty_prefix,
     tree_attention,
 )
 from espalier.kernels.ops.selection import KVSplitPolicy, kv_splits
@@ -50,14 +50,14 @@ class Case:
     scale: float | None = None
 
 
-def split(inputs: Inputs, max_splits: int) -> Inputs:
+def split(inputs: AttentionInputs, max_splits: int) -> AttentionInputs:
     """With at most so many splits of each request."""
     policy = KVSplitPolicy(max_splits, max_splits)
     prefix, positions = inputs.prefix, inputs.nodes.positions
     return inputs._replace(splits=kv_splits.triton(prefix.length, prefix.first, policy, positions, inputs.window or 0))
 
 
-def only(inputs: Inputs, requests: list[int]) -> Inputs:
+def only(inputs: AttentionInputs, requests: list[int]) -> AttentionInputs:
     """The given requests, in the given order, over the same pages."""
     prefix, nodes, v_size = inputs.prefix, inputs.nodes, inputs.v_size
     bits = nodes.ancestor_bits
@@ -71,11 +71,11 @@ def only(inputs: Inputs, requests: list[int]) -> Inputs:
     )
 
 
-def is_latent(inputs: Inputs) -> bool:
+def is_latent(inputs: AttentionInputs) -> bool:
     return inputs.pages[0].data_ptr() == inputs.pages[1].data_ptr()
 
 
-def draw(case: Case, device: torch.device) -> Inputs:
+def draw(case: Case, device: torch.device) -> AttentionInputs:
     """Normal values.  NaN in unused pages, in rows past a length or below `first`, and around the staged rows."""
     generator = torch.Generator().manual_seed(case.seed)
     batch, dtype = len(case.lengths), case.dtype
@@ -115,13 +115,13 @@ def draw(case: Case, device: torch.device) -> Inputs:
     staged_k, staged_v = staging[:, :num_staged].split((case.k_size, case.v_size), 3)
     prefix = Prefix(table.to(device), length.to(device), case.first)
     bits = None if ancestor_bits is None else ancestor_bits.to(device)
-    inputs = Inputs(
+    inputs = AttentionInputs(
         q[:, :, : case.heads],
         (k.to(device), v.to(device)),
         case.page_size,
         prefix,
         Nodes(positions.to(device), row_positions.to(device), bits),
-        no_prefix(batch, device)[1],
+        empty_prefix(batch, device)[1],
         case.k_size**-0.5 if case.scale is None else case.scale,
         (staged_k, staged_v),
         case.window,
@@ -141,23 +141,23 @@ def _nodes(case: Case, length: Tensor, generator: torch.Generator) -> tuple[Tens
     mask |= torch.eye(case.rows, dtype=torch.bool)
     row_positions = length[:, None] + mask.sum(2) - 1
     first_query = case.rows - case.queries
-    return row_positions, row_positions[:, first_query:], pack(mask[:, first_query:])
+    return row_positions, row_positions[:, first_query:], pack_bits(mask[:, first_query:])
 
 
-def doubled(inputs: Inputs, staged: bool = True) -> Inputs:
+def doubled(inputs: AttentionInputs, staged: bool = True) -> AttentionInputs:
     """In float64, with the staged rows or without them."""
     k, v = (rows.double() for rows in inputs.pages)
     staged_rows = tuple(rows.double() for rows in inputs.staged) if staged else None
     return inputs._replace(q=inputs.q.double(), pages=(k, v), staged=staged_rows)
 
 
-def expected(inputs: Inputs, staged: bool = True) -> tuple[Tensor, Tensor]:
+def expected(inputs: AttentionInputs, staged: bool = True) -> tuple[Tensor, Tensor]:
     """The reference in float64."""
     return tree_attention.reference(doubled(inputs, staged))
 
 
 def run(
-    inputs: Inputs, max_splits: int, staged: bool = True, contiguous: bool = False, **arguments
+    inputs: AttentionInputs, max_splits: int, staged: bool = True, contiguous: bool = False, **arguments
 ) -> tuple[Tensor, Tensor]:
     """contiguous: give the launch the counts of contiguous blocks."""
     inputs = split(inputs if staged else inputs._replace(staged=None), max_splits)

@@ -26,8 +26,8 @@ from espalier.kernels.attention.latent_attention import _constants as latent_con
 from espalier.kernels.attention.latent_attention import _latent_attention_kernel
 from espalier.kernels.attention.merge import _merge_splits_kernel
 from espalier.kernels.attention.tree_attention import _constants, _tree_attention_kernel
-from espalier.kernels.attention.triton_config import choose_config, choose_latent_config
-from espalier.kernels.attention.work_items import ALL, COUNTED, NONE
+from espalier.kernels.attention.triton_config import choose_triton_config, choose_triton_latent_config
+from espalier.kernels.attention.work_items import ALL_CONTIGUOUS, COUNTED, UNKNOWN
 from espalier.kernels.hopper import gated as hopper_gated
 from espalier.kernels.hopper.attention import hopper_attention_kernel, hopper_constants
 from espalier.kernels.hopper.config import (
@@ -66,7 +66,7 @@ def compiled(
     fp8: bool = False,
     softcap: float = 0.0,
 ) -> dict:
-    config = choose_config(CHIP, queries * group_size, queries, size, size, torch.bfloat16)
+    config = choose_triton_config(CHIP, queries * group_size, queries, size, size, torch.bfloat16)
     longest_first = nodes == 1 and queries * group_size >= 8 * config.block_m
     constants = problem_constants(nodes, page_size, window, group_size, longest_first, sink)
     constants |= {"SOFTCAP": softcap} | _constants(config, size, size, torch.bfloat16)
@@ -80,7 +80,7 @@ def compiled(
 
 def compiled_latent(heads: int, queries: int, nodes: int, page_size: int) -> dict:
     """Rows of 512 latent and 64 RoPE values, as in DeepSeek's models."""
-    config = choose_latent_config(CHIP, heads * queries, queries, 2 * 576, torch.bfloat16)
+    config = choose_triton_latent_config(CHIP, heads * queries, queries, 2 * 576, torch.bfloat16)
     longest_first = nodes == 1 and queries * heads >= 8 * config.block_m
     constants = latent_constants(config, 576, 512, torch.bfloat16) | {"HEADS": heads, "PAGE_SIZE": page_size}
     constants |= {"STAGED": nodes, "LONGEST_FIRST": longest_first, "DEPENDENT": True, "row_scale_ptr": None}
@@ -108,7 +108,7 @@ def compiled_hopper(
     constants = problem_constants(nodes, page_size, window, group_size, nodes == 1, sink)
     constants |= {} if fp8 else dict.fromkeys(("k_scale_ptr", "v_scale_ptr"))
     constants |= hopper_constants(config, size, True)
-    kind = NONE if window or config.warpgroups == 1 else COUNTED if page_size % 64 else ALL
+    kind = UNKNOWN if window or config.warpgroups == 1 else COUNTED if page_size % 64 else ALL_CONTIGUOUS
     constants |= {"CONTIGUOUS": kind}
     constants |= {} if kind else dict.fromkeys(("k_descriptor", "v_descriptor", "contiguous_ptr"))
     options = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}
@@ -125,9 +125,9 @@ def compiled_hopper(
         "expected_shared": config.shared_bytes(size),
         "overlapping": list(overlapping(lines)),
         "fences": list(fences(lines)),
-        "fenced_by_writers": kind == ALL or fp8,
+        "fenced_by_writers": kind == ALL_CONTIGUOUS or fp8,
         "converted": converted(lines),
-        "contiguous": kind != NONE,
+        "contiguous": kind != UNKNOWN,
         "tma_loop_barriers": list(tma_loop_barriers(made.asm["ptx"])),
     }
 
@@ -147,8 +147,8 @@ def compiled_hopper_latent(config: HopperLatentConfig, heads: int, nodes: int, p
         "expected_shared": config.shared_bytes,
         "overlapping": list(overlapping(lines)),
         "fences": latent_fences(lines),
-        "fenced_by_writers": constants["CONTIGUOUS"] == ALL or config.raw_stages > 0,
-        "contiguous": constants["CONTIGUOUS"] != NONE,
+        "fenced_by_writers": constants["CONTIGUOUS"] == ALL_CONTIGUOUS or config.raw_stages > 0,
+        "contiguous": constants["CONTIGUOUS"] != UNKNOWN,
         "tma_loop_barriers": list(tma_loop_barriers(made.asm["ptx"])),
     }
 
@@ -174,7 +174,7 @@ def compiled_hopper_latent_few(heads: int, nodes: int, page_size: int) -> dict:
         "spills": sum(re.search(r"\b(LDL|STL)\b", line) is not None for line in lines),
         "products": sum("HGMMA.64x16" in line for line in lines),
         "weights": [sum(FENCE in line for line in between), sum("BAR.SYNC" in line for line in between)],
-        "contiguous": constants["CONTIGUOUS"] != NONE,
+        "contiguous": constants["CONTIGUOUS"] != UNKNOWN,
         "tma_loop_barriers": list(tma_loop_barriers(made.asm["ptx"])),
     }
 
@@ -183,7 +183,7 @@ def compiled_hopper_gated() -> dict:
     gated = hopper_gated
     block = gated.BLOCK_ROWS, gated.BLOCK_OUT, gated.BLOCK_IN
     constants = dict(zip(("BLOCK_ROWS", "BLOCK_OUT", "BLOCK_IN"), block, strict=True))
-    constants |= {"STAGES": gated.STAGES, "TOGETHER": gated.BLOCKS_TOGETHER, "DEPENDENT": True}
+    constants |= {"STAGES": gated.STAGES, "ROW_BLOCKS": gated.GROUP_ROW_BLOCKS, "DEPENDENT": True}
     constants |= {"MULTIPLY_REGISTERS": gated.MULTIPLY_REGISTERS, "LOAD_REGISTERS": gated.LOAD_REGISTERS}
     blocks = {"x": (block[0], block[2]), "weight": (block[1], block[2]), "out": (block[0] // 2, block[1])}
     kinds = {
@@ -226,7 +226,7 @@ def described(constants: dict, kind: str) -> dict[str, str]:
 
 
 # Of the merge: room for 4 of 32 splits, and for 8 of 8.
-FEW, FEW_ALONE = {"PAIRS": 4, "FEW": 4, "BLOCK_SPLITS": 32}, {"PAIRS": 2, "FEW": 8, "BLOCK_SPLITS": 8}
+FEW, FEW_ALONE = {"PAIRS": 4, "FEW_SPLITS": 4, "BLOCK_SPLITS": 32}, {"PAIRS": 2, "FEW_SPLITS": 8, "BLOCK_SPLITS": 8}
 
 
 def errors_of_small_kernels() -> dict[str, str]:

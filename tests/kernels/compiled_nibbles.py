@@ -19,7 +19,7 @@ from espalier.kernels.hopper import quantised_products as hopper_experts
 from espalier.kernels.hopper.plans import BLOCK_IN, BLOCK_OUT, WARPS
 from espalier.kernels.hopper.quantised_products import hopper_linear_kernel
 from espalier.kernels.layers.linear_quantised import _linear_quantised_kernel
-from espalier.kernels.layers.quantised_plans import nibble_rule
+from espalier.kernels.layers.quantised_plans import nibble_plan_by_rule
 from espalier.kernels.layers.quantised_tile import CODES
 from tests.kernels.compiled import CHIP, machine_code
 
@@ -32,10 +32,10 @@ SHAPE = (28672, 4096)
 
 
 def compiled(code: str, group: int, rows: int, zeros: bool, even: bool) -> dict:
-    plan = nibble_rule(max(rows, 16), 1, *SHAPE, code, 1, CHIP)
+    plan = nibble_plan_by_rule(max(rows, 16), 1, *SHAPE, code, 1, CHIP)
     constants = {"x_scales_ptr": None, "bias_ptr": None, "CODE": CODES[code], "GROUP": group, "ROW_BLOCK": 1}
     constants |= {"BLOCK_ROWS": max(rows, 16), "BLOCK_OUT": plan.block_out, "BLOCK_IN": plan.block_in}
-    constants |= {"INPUT_GROUP": 0, "EVEN_OUT": True, "EVEN_IN": even, "GATED": True, "LINES_AHEAD": 4}
+    constants |= {"INPUT_GROUP": 0, "EVEN_OUT": True, "EVEN_IN": even, "GATED": True, "PREFETCHED_LINES": 4}
     constants |= {"DEPENDENT": True}
     constants |= {} if zeros else {"zeros_ptr": None}
     function = _linear_quantised_kernel

@@ -9,9 +9,9 @@ from espalier.kernels.layers.quantised import (
     FP8,
     InputScales,
     QuantisedMatrix,
+    fake_quantise_inputs,
     nibble_matrix,
     pack_nibbles,
-    rounded_inputs,
 )
 
 # float16 where kernels are interpreted: Triton's interpreter does not multiply bfloat16.
@@ -63,4 +63,4 @@ def drawn(kind: str, lead: tuple[int, ...], num_out: int, num_in: int, device: t
 
 def inputs_of(matrix: QuantisedMatrix, x: Tensor) -> Tensor:
     """The inputs that the product has, in float64."""
-    return x.double() if matrix.inputs is None else rounded_inputs(x, matrix.inputs).double()
+    return x.double() if matrix.inputs is None else fake_quantise_inputs(x, matrix.inputs).double()

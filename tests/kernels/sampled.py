@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from espalier.kernels.attention.ancestor_bits import pack
-from espalier.kernels.ops.state import gather
+from espalier.kernels.attention.ancestor_bits import pack_bits
+from espalier.kernels.ops.state import gather_slots
 from espalier.kernels.sampling.logit_processors import SlotRows
 from espalier.layout import RoundLayout
 from espalier.request import ResolvedParams
@@ -61,7 +61,7 @@ def table_of(asked: Sequence[Mapping[str, float]], vocab: int, device: torch.dev
 
 
 def slots_of(table: SlotTable, index: Sequence[int]) -> BatchState:
-    return gather(table, torch.tensor(index, dtype=torch.int64, device=table.root.device))
+    return gather_slots(table, torch.tensor(index, dtype=torch.int64, device=table.root.device))
 
 
 def reference_rows(slots: BatchState) -> SamplingRows:
@@ -83,7 +83,7 @@ def random_above(
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(-1, vocab, (batch, extra), generator=generator)
     on_path = torch.rand(batch, queries, extra, generator=generator) < 0.4
-    return DraftedAncestors(tokens.to(device), pack(on_path).to(device))
+    return DraftedAncestors(tokens.to(device), pack_bits(on_path).to(device))
 
 
 def random_logits(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

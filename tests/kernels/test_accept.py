@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
-from espalier.kernels.ops.tree import VOID, Tree, accept, select
+from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack_bits
+from espalier.kernels.ops.tree import VOID, Tree, accept, select_tree
 from espalier.speculate.tree import RootTrees
 from tests.kernels.treeing import poisoned, random, random_pool, same
 
@@ -16,7 +16,7 @@ def random_inputs(batch, topk, steps, nodes, seed, limited=True):
     """accept's arguments.  Tokens are few, so that random picks often match; a quarter of the requests is padding."""
     generator = random(seed)
     pool = ([values] for values in random_pool(batch, topk, steps, seed, vocab=topk))
-    tree = select.reference(torch.zeros(batch).long(), *pool, topk, nodes)
+    tree = select_tree.reference(torch.zeros(batch).long(), *pool, topk, nodes)
     picks = torch.randint(0, max(topk, 2), (batch, nodes), generator=generator)
     if seed % 2:
         # Each node's pick is the token of its first child, so that whole paths are accepted.
@@ -64,7 +64,7 @@ def test_kernel_is_the_reference_at_size(kernel_device, batch, topk, steps, node
 def chain(nodes):
     line = torch.arange(nodes)[None]
     parents = (line - 1).clamp(min=0)
-    ancestor_bits = pack(ancestor_mask(parents, torch.zeros(1, nodes).bool(), nodes))
+    ancestor_bits = pack_bits(ancestor_mask(parents, torch.zeros(1, nodes).bool(), nodes))
     return Tree(line % TOKENS, parents, line, torch.zeros(1, nodes), ancestor_bits)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.ops.state import NodeRows, advance, gather
+from espalier.kernels.ops.state import AcceptedNodes, advance, gather_slots
 from espalier.layout import RoundLayout
 from espalier.slots import SlotTable
 from tests.kernels.treeing import poisoned, random, same
@@ -79,7 +79,9 @@ def test_the_reference_of_a_round_is_what_loops_find(batch, width, counted):
         table, index, length, picked, rows = drawn(batch, width, seed)
         by_hand = drawn(batch, width, seed)[0]
         num_picked, source, destination = advanced_in_loops(by_hand, index, length, picked, rows, counted)
-        made = advance.reference(gather.reference(table, index), length, picked, counted, NodeRows(rows, NODES))
+        made = advance.reference(
+            gather_slots.reference(table, index), length, picked, counted, AcceptedNodes(rows, NODES)
+        )
         same_tables(table, by_hand)
         assert made.num_picked.tolist() == num_picked
         assert made.copies.source.flatten().tolist() == source
@@ -93,7 +95,7 @@ def test_the_reference_of_a_prefill_pass_is_what_loops_find(batch, width, counte
         table, index, length, picked, rows = drawn(batch, width, seed, picked_width=1)
         by_hand = drawn(batch, width, seed, picked_width=1)[0]
         num_picked, _, _ = advanced_in_loops(by_hand, index, length, picked, rows, counted)
-        made = advance.reference(gather.reference(table, index), length, picked, counted)
+        made = advance.reference(gather_slots.reference(table, index), length, picked, counted)
         same_tables(table, by_hand)
         assert made.copies is None and made.num_picked.tolist() == num_picked
 
@@ -105,10 +107,10 @@ def check(device, batch, width, counted):
             (table, index, length, picked, rows), (wanted, *others) = given, expected
             has_path = picked_width == width
             with poisoned():
-                path = NodeRows(rows, NODES) if has_path else None
-                made = advance.triton(gather.triton(table, index), length, picked, counted, path)
-            path = NodeRows(others[3], NODES) if has_path else None
-            right = advance.reference(gather.reference(wanted, others[0]), *others[1:3], counted, path)
+                path = AcceptedNodes(rows, NODES) if has_path else None
+                made = advance.triton(gather_slots.triton(table, index), length, picked, counted, path)
+            path = AcceptedNodes(others[3], NODES) if has_path else None
+            right = advance.reference(gather_slots.reference(wanted, others[0]), *others[1:3], counted, path)
             assert torch.equal(made.num_picked.cpu(), right.num_picked)
             if has_path:
                 same(made.copies, right.copies)
@@ -128,16 +130,16 @@ def test_kernel_is_the_reference_at_size(kernel_device, batch, width, counted):
 
 def test_sizes_that_disagree_are_refused(kernel_device):
     table, index, length, picked, rows = drawn(2, 3, 0, kernel_device)
-    slots = gather.triton(table, index)
+    slots = gather_slots.triton(table, index)
     with pytest.raises(EspalierError, match="advance: rows"):
-        advance.triton(slots, length, picked, True, NodeRows(rows[:, 1:], NODES))
+        advance.triton(slots, length, picked, True, AcceptedNodes(rows[:, 1:], NODES))
     with pytest.raises(EspalierError, match="advance: length"):
         advance.triton(slots, length[1:], picked, True)
 
 
 def test_a_cpu_needs_no_kernel():
     (table, index, *given, rows), (wanted, *_) = drawn(3, 3, 1), drawn(3, 3, 1)
-    made = advance(gather.reference(table, index), *given, True, NodeRows(rows, NODES))
-    right = advance.reference(gather.reference(wanted, index), *given, True, NodeRows(rows, NODES))
+    made = advance(gather_slots.reference(table, index), *given, True, AcceptedNodes(rows, NODES))
+    right = advance.reference(gather_slots.reference(wanted, index), *given, True, AcceptedNodes(rows, NODES))
     same(made.copies, right.copies)
     same_tables(table, wanted)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from espalier.kernels.attention.ancestor_bits import WORDS_UNIT, ancestor_mask, bits_up_to, pack, unpack
+from espalier.kernels.attention.ancestor_bits import WORDS_UNIT, ancestor_mask, causal_bits, pack_bits, unpack_bits
 from espalier.layout import ANCESTOR_BITS
 
 SIZES = [1, 2, 3, 63, 64, 65, 128, 129]
@@ -46,21 +46,21 @@ def test_mask_equals_a_walk_to_the_root(nodes):
 @pytest.mark.parametrize("nodes", SIZES)
 def test_words_hold_the_mask(nodes):
     mask = torch.rand(2, 5, nodes, generator=torch.Generator().manual_seed(nodes)) < 0.5
-    ancestor_bits = pack(mask)
+    ancestor_bits = pack_bits(mask)
     assert ancestor_bits.shape == (2, 5, -(-nodes // 64)) and ancestor_bits.dtype == torch.int64
-    assert torch.equal(unpack(ancestor_bits, nodes), mask)
+    assert torch.equal(unpack_bits(ancestor_bits, nodes), mask)
 
 
 def test_bit_i_mod_64_of_word_i_over_64_is_node_i():
     for node in (0, 1, 31, 62, 63, 64, 127, 128):
-        ancestor_bits = pack(torch.arange(129) == node)
+        ancestor_bits = pack_bits(torch.arange(129) == node)
         expected = [0, 0, 0]
         expected[node // 64] = 1 << node % 64 if node % 64 < 63 else -(1 << 63)
         assert ancestor_bits.tolist() == expected
 
 
 def test_an_empty_batch_is_legal():
-    assert pack(torch.zeros(0, 7, 70, dtype=torch.bool)).shape == (0, 7, 2)
+    assert pack_bits(torch.zeros(0, 7, 70, dtype=torch.bool)).shape == (0, 7, 2)
     assert ancestor_mask(torch.zeros(0, 5, dtype=torch.int64), torch.zeros(0, 5, dtype=torch.bool), 3).shape == (
         0,
         5,
@@ -71,7 +71,7 @@ def test_an_empty_batch_is_legal():
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 1024, 1025])
 def test_the_bits_up_to_a_row_are_those_of_a_chain(rows):
     row = torch.tensor(sorted({0, min(62, rows - 1), min(63, rows - 1), min(64, rows - 1), rows - 1}))
-    bits = bits_up_to(row, rows)
+    bits = causal_bits(row, rows)
     assert bits.shape[:2] == (len(row), 1) and bits.shape[2] % WORDS_UNIT == 0
-    assert torch.equal(unpack(bits, bits.shape[2] * ANCESTOR_BITS)[:, 0].sum(1), row + 1)
-    assert torch.equal(unpack(bits, rows)[:, 0], torch.arange(rows) <= row[:, None])
+    assert torch.equal(unpack_bits(bits, bits.shape[2] * ANCESTOR_BITS)[:, 0].sum(1), row + 1)
+    assert torch.equal(unpack_bits(bits, rows)[:, 0], torch.arange(rows) <= row[:, None])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.ops.state import carried, carry, chain, gather
+from espalier.kernels.ops.state import gather_slots, load_carried, read_chain, store_carried
 from espalier.layout import RoundLayout
 from espalier.slots import BatchState, ScatterUpdate, SlotTable
 from tests.kernels.treeing import poisoned, random, same
@@ -63,9 +63,9 @@ def drawn(seed, batch, width, layout=LAYOUT, size=HIDDEN):
 def test_the_references_are_what_loops_find():
     for seed in range(5):
         table, index, length, values = drawn(seed, 4, 5)
-        slots = gather.reference(table, index)
+        slots = gather_slots.reference(table, index)
         for first in (0, 1):
-            made, padded = (chain.reference(slots, first, length, 5, padding) for padding in (None, 8))
+            made, padded = (read_chain.reference(slots, first, length, 5, padding) for padding in (None, 8))
             assert torch.equal(made.positions, padded.positions) and torch.equal(made.rows, padded.rows)
             for b, slot in enumerate(index.tolist()):
                 n = int(table.prefix_len[slot])
@@ -81,8 +81,8 @@ def test_the_references_are_what_loops_find():
                     assert tuple(int(part[b, i]) for part in made) == (at, token, row)
                     assert padded.tokens[b, i] == (token if known else 8)
         before = table.carried["hidden"].clone()
-        assert torch.equal(carried(slots, "hidden"), before[index][:, None])
-        carry.reference(slots, "hidden", values, length)
+        assert torch.equal(load_carried(slots, "hidden"), before[index][:, None])
+        store_carried.reference(slots, "hidden", values, length)
         for slot in range(1, LAYOUT.num_slots):
             at = index.tolist().index(slot) if slot in index else None
             expected = before[slot] if at is None else values[at, length[at] - 1]
@@ -93,15 +93,15 @@ def check(device, batch, width, layout=LAYOUT, size=HIDDEN):
     for seed in range(3):
         table, index, length, values = drawn(seed, batch, width, layout, size)
         theirs = moved(table, device)
-        expected = gather.reference(table, index)
+        expected = gather_slots.reference(table, index)
         with poisoned():
-            slots = gather.triton(theirs, index.to(device))
+            slots = gather_slots.triton(theirs, index.to(device))
             same_slots(slots, expected)
             for first, padding in ((0, None), (1, None), (0, 8)):
-                made = chain.triton(slots, first, length.to(device), width, padding)
-                same(made, chain.reference(expected, first, length, width, padding))
-        carry.triton(slots, "hidden", values.to(device), length.to(device))
-        carry.reference(expected, "hidden", values, length)
+                made = read_chain.triton(slots, first, length.to(device), width, padding)
+                same(made, read_chain.reference(expected, first, length, width, padding))
+        store_carried.triton(slots, "hidden", values.to(device), length.to(device))
+        store_carried.reference(expected, "hidden", values, length)
         # The dummy is written by every row of padding, in no order.
         assert torch.equal(theirs.carried["hidden"][1:].cpu(), table.carried["hidden"][1:])
 
@@ -124,8 +124,8 @@ def test_appended_pages_are_written_before_they_are_read(kernel_device, batch, c
         appended = ScatterUpdate(torch.cat((cells + layout.table_width, nothing)), torch.cat((pages, nothing)))
         on_device = ScatterUpdate(*(part.to(kernel_device) for part in appended))
         with poisoned():
-            slots = gather.triton(theirs, index.to(kernel_device), on_device)
-        same_slots(slots, gather.reference(table, index, appended))
+            slots = gather_slots.triton(theirs, index.to(kernel_device), on_device)
+        same_slots(slots, gather_slots.reference(table, index, appended))
         assert torch.equal(theirs.page_table.cpu(), table.page_table)
         assert torch.equal(table.page_table.view(-1)[appended.at].long(), appended.values)
 
@@ -143,21 +143,21 @@ def test_kernels_are_the_references_at_size(kernel_device, batch, width):
 def test_sizes_that_disagree_are_refused(kernel_device):
     table, index, length, values = drawn(0, 3, 4)
     table, index, length, values = moved(table, kernel_device), *(v.to(kernel_device) for v in (index, length, values))
-    slots = gather.triton(table, index)
+    slots = gather_slots.triton(table, index)
     with pytest.raises(EspalierError, match="gather: index"):
-        gather.triton(table, index.int())
+        gather_slots.triton(table, index.int())
     with pytest.raises(EspalierError, match="gather: values"):
-        gather.triton(table, index, ScatterUpdate(index, index[1:]))
+        gather_slots.triton(table, index, ScatterUpdate(index, index[1:]))
     with pytest.raises(EspalierError, match="chain: length"):
-        chain.triton(slots, 0, length[1:], 4)
+        read_chain.triton(slots, 0, length[1:], 4)
     with pytest.raises(EspalierError, match="carry: values"):
-        carry.triton(slots, "hidden", values[..., 1:], length)
+        store_carried.triton(slots, "hidden", values[..., 1:], length)
 
 
 def test_a_cpu_needs_no_kernel():
     table, index, length, values = drawn(1, 3, 4)
-    slots = gather(table, index)
-    same_slots(slots, gather.reference(table, index))
-    same(chain(slots, 1, length, 4), chain.reference(slots, 1, length, 4))
-    carry(slots, "hidden", values, length)
-    same_slots(gather(table, index), slots)
+    slots = gather_slots(table, index)
+    same_slots(slots, gather_slots.reference(table, index))
+    same(read_chain(slots, 1, length, 4), read_chain.reference(slots, 1, length, 4))
+    store_carried(slots, "hidden", values, length)
+    same_slots(gather_slots(table, index), slots)

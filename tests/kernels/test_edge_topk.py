@@ -11,7 +11,7 @@ from espalier.kernels.ops.drafts import Candidates
 from espalier.kernels.tree import edge_topk as edge_topk_module
 from espalier.kernels.tree.edge_factors import edge_factors_triton
 from espalier.kernels.tree.edge_topk import edge_topk_triton
-from espalier.kernels.tree.edges import FactorProjection, LowRankEdges, Rows, fill_depth
+from espalier.kernels.tree.edges import DepthRows, FactorProjection, LowRankEdges, rank_depth
 from espalier.sampling.mask import DraftGuide
 from espalier.speculate.sampler import make_sampler
 from tests.kernels.sampled import ALL_SAMPLING, ASKED, kernel_rows, slots_of, table_of
@@ -60,7 +60,7 @@ def random_rows(batch, rows, vocab, seed=0, states_of=None):
     generator = random(seed)
     tokens = torch.randint(-1, vocab, (batch, rows), generator=generator)
     scores = -torch.rand(batch, rows, generator=generator)
-    given = Rows(tokens, scores.masked_fill(torch.rand(batch, rows, generator=generator) < 0.2, -torch.inf))
+    given = DepthRows(tokens, scores.masked_fill(torch.rand(batch, rows, generator=generator) < 0.2, -torch.inf))
     if states_of is None or not states_of.is_recurrent:
         return given
     before = states_of.before
@@ -80,7 +80,7 @@ def moved(value, device, dtype=None):
 def places(batch, rows, topk, device):
     """Where the candidates of a depth are written: a part of those of all depths."""
     root = torch.zeros(batch, dtype=torch.int64, device=device)
-    return Candidates.empty(root, STEPS, topk).of_rows(DEPTH, rows)
+    return Candidates.empty(root, STEPS, topk).at_depth(DEPTH, rows)
 
 
 def by_kernel(edges, rows, d2t, slots, first, topk, mask=None, only=None, coupled=True):
@@ -129,7 +129,7 @@ def check(device, asked, rows, topk, columns, vocab, rank, dtype=torch.float32, 
     error = (made.scores - expected.scores)[found].abs() / expected.scores[found].abs().clamp(min=1)
     assert error.max() <= tolerance
     follow = places(len(asked), rows, topk, CPU)
-    same(next_rows._replace(states=None), fill_depth(made.tokens, made.scores, given, follow, edges.is_recurrent))
+    same(next_rows._replace(states=None), rank_depth(made.tokens, made.scores, given, follow, edges.is_recurrent))
     same(made, follow)
     if edges.is_recurrent:
         torch.testing.assert_close(next_rows.states, follows.states, rtol=0, atol=8 * torch.finfo(dtype).eps)
@@ -178,7 +178,7 @@ def test_factors_and_states(kernel_device, dtype, kind, rows_and_rank):
 
 
 def test_the_state_before_the_first_depth_is_zero(kernel_device):
-    edges, roots = random_edges(2, 70, 70, 16, kind="rnn"), Rows.of_roots(torch.tensor([3, 5]))
+    edges, roots = random_edges(2, 70, 70, 16, kind="rnn"), DepthRows.for_roots(torch.tensor([3, 5]))
     with poisoned():
         made = edge_factors_triton(moved(edges, kernel_device), 0, moved(roots, kernel_device))
     for ours, theirs in zip(made, edges.factors(0, roots), strict=True):
@@ -233,7 +233,7 @@ def launched(device, asked, edges, rows, topk):
 
 
 def test_ties_go_to_the_lower_column(kernel_device):
-    edges, rows = plain(1, 100), Rows(torch.tensor([[3, 4]]), torch.zeros(1, 2))
+    edges, rows = plain(1, 100), DepthRows(torch.tensor([[3, 4]]), torch.zeros(1, 2))
     made, next_rows = launched(kernel_device, ({},), edges, rows, 4)
     assert made.tokens[0].tolist() == [[0, 1, 2, 3]] * 2 and next_rows.tokens.tolist() == [[0, 1, 2, 3]]
     edges.base[0, DEPTH, [95, 20, 60]] = 1.0
@@ -242,7 +242,7 @@ def test_ties_go_to_the_lower_column(kernel_device):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_row_that_is_not_finite_has_no_children_and_other_rows_do(kernel_device, bad):
-    edges, rows = plain(2, 70), Rows(torch.tensor([[3, 4], [4, 4]]), torch.zeros(2, 2))
+    edges, rows = plain(2, 70), DepthRows(torch.tensor([[3, 4], [4, 4]]), torch.zeros(2, 2))
     edges.before[3, 5], edges.after[40, 5] = bad, 1.0
     made, next_rows = launched(kernel_device, ({}, {"temperature": 1.0}), edges, rows, 3)
     assert (made.scores > -torch.inf).all(2).tolist() == [[False, True], [True, True]]
@@ -271,18 +271,20 @@ def test_a_request_does_not_depend_on_its_batch(kernel_device):
         one = slice(b, b + 1)
         of_one = LowRankEdges(edges.base[one], edges.before, edges.after)
         first = first_of(ASKED, kernel_device)[one]
-        alone = by_kernel(of_one, Rows(*(x[one] for x in rows[:2])), None, slots_of(table, [b + 1]), first, 3)
+        alone = by_kernel(of_one, DepthRows(*(x[one] for x in rows[:2])), None, slots_of(table, [b + 1]), first, 3)
         for ours, of_all in zip(alone, together, strict=True):
             same(ours, type(of_all)(*(x if x is None else x[one] for x in of_all)))
 
 
 def test_an_empty_batch(kernel_device):
-    made, next_rows = launched(kernel_device, (), plain(0, 20), Rows(torch.zeros(0, 2).long(), torch.zeros(0, 2)), 3)
+    made, next_rows = launched(
+        kernel_device, (), plain(0, 20), DepthRows(torch.zeros(0, 2).long(), torch.zeros(0, 2)), 3
+    )
     assert made.tokens.shape == (0, 2, 3) and next_rows.tokens.shape == (0, 3)
 
 
 def test_wrong_shapes_are_refused(kernel_device):
-    rows = Rows(torch.zeros(1, 2).long(), torch.zeros(1, 2))
+    rows = DepthRows(torch.zeros(1, 2).long(), torch.zeros(1, 2))
     edges = plain(1, 20)
     for field, cut in (("base", edges.base[..., :5]), ("before", edges.before[:, :5])):
         with pytest.raises(EspalierError, match="logits needs shape" if field == "base" else "before needs shape"):
@@ -323,9 +325,9 @@ def test_rows_are_the_best_distinct_tokens(batch, rows, topk):
         generator = random(seed)
         tokens = torch.rand((batch, rows, topk + 3), generator=generator).argsort(-1)[..., :topk]
         scores = drawn_scores((batch, rows, topk), generator, seed % 2 > 0)
-        given = Rows(torch.zeros(batch, rows).long(), drawn_scores((batch, rows), generator))
+        given = DepthRows(torch.zeros(batch, rows).long(), drawn_scores((batch, rows), generator))
         out = places(batch, rows, topk, CPU)
-        made = fill_depth(tokens, scores, given, out)
+        made = rank_depth(tokens, scores, given, out)
         for b in range(batch):
             expected = rows_by_sets(tokens[b].tolist(), scores[b].tolist(), given.scores[b].tolist())
             assert (made.tokens[b].tolist(), made.scores[b].tolist(), out.next_rows[b].tolist()) == expected

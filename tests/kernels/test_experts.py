@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from espalier.errors import EspalierError
 from espalier.kernels.layers import experts_tiles
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ProductPlan
-from espalier.kernels.layers.experts_tiles import tiles_of
+from espalier.kernels.layers.experts_tiles import make_tiles
 from espalier.kernels.ops.activation import GELU_TANH, RELU2, SILU, Activation
 from espalier.kernels.ops.experts import ExpertBiases, grouped_experts
 from espalier.kernels.ops.linear import sum_parts
@@ -192,7 +192,7 @@ def test_sorted_pairs(kernel_device, monkeypatch, rows, experts, top_k, with_liv
     ids = drawn(rows, experts, top_k, 1, 1, kernel_device)[3]
     live = torch.rand(rows, generator=torch.Generator().manual_seed(1)).to(ids.device) < 0.6 if with_live else None
     with poisoned():
-        pairs = tiles_of(ids, live, experts, rows=16)
+        pairs = make_tiles(ids, live, experts, rows=16)
     flat = (ids if live is None else ids.masked_fill(~live[:, None], experts)).flatten()
     assert torch.equal(pairs.order.long(), flat.argsort(stable=True))
     assert torch.equal(pairs.ends.long(), flat.bincount(minlength=experts + 1).cumsum(0))

@@ -138,9 +138,9 @@ def test_wrong_shapes_are_refused():
 def test_all_programs_of_a_few_tiles_run_at_once():
     """176 programs on 132 multiprocessors: two must share one, so each holds three stages in place of four."""
     hopper, plan = Chip(227 * 1024, 132, (9, 0)), ProductPlan(64, 128, 4, 4)
-    assert plan.stages_together(hopper, 4, 2, 1, 2, 132) == 4
-    assert plan.stages_together(hopper, 4, 2, 1, 2, 176) == 3
-    assert plan.stages_together(hopper, 4, 2, 1, 2, 1000) == 4
+    assert plan.one_wave_stages(hopper, 4, 2, 1, 2, 132) == 4
+    assert plan.one_wave_stages(hopper, 4, 2, 1, 2, 176) == 3
+    assert plan.one_wave_stages(hopper, 4, 2, 1, 2, 1000) == 4
 
 
 @pytest.mark.parametrize("dtype", [DTYPE, torch.float32, torch.float64], ids=str)

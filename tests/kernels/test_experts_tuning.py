@@ -8,17 +8,17 @@ import torch
 from espalier.errors import EspalierError
 from espalier.kernels.layers import linear_plans
 from espalier.kernels.layers.experts_plan import (
-    EXPERTS,
+    EXPERTS_TUNING,
     PAIRS_BUCKETS,
-    ROWS_OF_BUCKET,
+    TILE_ROWS_BY_PAIRS,
     ExpertsPlan,
     ExpertsShape,
     ProductPlan,
-    candidates,
+    candidate_plans,
+    experts_plan_by_rule,
     plan_for,
-    rule,
 )
-from espalier.kernels.layers.linear_plans import CHOICES_FILE, LINEARS, NO_PLANS, SHIPPED, TuningTable
+from espalier.kernels.layers.linear_plans import CHOICES_FILE, LINEAR_TUNING, NO_PLANS, SHIPPED_TUNING_FILE, TuningTable
 from espalier.kernels.runtime.launch import Chip
 
 CHIP = Chip(shared_memory=100_000, processors=10, capability=(9, 0))
@@ -37,9 +37,9 @@ SMALL, LARGE = plans(100), plans(200)
 @pytest.fixture
 def shipped(tmp_path, monkeypatch):
     path = tmp_path / "shipped.json"
-    LINEARS.write(path, TuningTable(CHIP, "bfloat16", {(8, 16): NO_PLANS}))
-    EXPERTS.write(path, TuningTable(CHIP, "bfloat16", {(2048, 768): SMALL, (4096, 4096): LARGE}, {"gpu": "one"}))
-    monkeypatch.setattr(linear_plans, "SHIPPED", path)
+    LINEAR_TUNING.write(path, TuningTable(CHIP, "bfloat16", {(8, 16): NO_PLANS}))
+    EXPERTS_TUNING.write(path, TuningTable(CHIP, "bfloat16", {(2048, 768): SMALL, (4096, 4096): LARGE}, {"gpu": "one"}))
+    monkeypatch.setattr(linear_plans, "SHIPPED_TUNING_FILE", path)
     monkeypatch.setenv(CHOICES_FILE, str(tmp_path / "own.json"))
     linear_plans.active_plans.cache_clear()
     yield path
@@ -48,14 +48,14 @@ def shipped(tmp_path, monkeypatch):
 
 def test_both_kinds_of_tables_share_a_file(shipped):
     other = TuningTable(replace(CHIP, processors=11), "bfloat16", {(8, 8): LARGE})
-    EXPERTS.write(shipped, other)
-    EXPERTS.write(shipped, TuningTable(CHIP, "bfloat16", {(2048, 768): LARGE}))
-    LINEARS.write(shipped, TuningTable(CHIP, "bfloat16", {(64, 128): NO_PLANS}))
-    assert EXPERTS.read(shipped)[0] == other and EXPERTS.read(shipped)[1].plans == {
+    EXPERTS_TUNING.write(shipped, other)
+    EXPERTS_TUNING.write(shipped, TuningTable(CHIP, "bfloat16", {(2048, 768): LARGE}))
+    LINEAR_TUNING.write(shipped, TuningTable(CHIP, "bfloat16", {(64, 128): NO_PLANS}))
+    assert EXPERTS_TUNING.read(shipped)[0] == other and EXPERTS_TUNING.read(shipped)[1].plans == {
         (2048, 768): LARGE,
         (4096, 4096): LARGE,
     }
-    assert LINEARS.read(shipped)[0].plans == {(8, 16): NO_PLANS, (64, 128): NO_PLANS}
+    assert LINEAR_TUNING.read(shipped)[0].plans == {(8, 16): NO_PLANS, (64, 128): NO_PLANS}
 
 
 @pytest.mark.parametrize("text", ["[]", '{"experts": [{}]}', '{"experts": [{"chip": 1}]}'])
@@ -63,7 +63,7 @@ def test_a_file_of_another_form_is_refused_by_name(tmp_path, text):
     path = tmp_path / "choices.json"
     path.write_text(text)
     with pytest.raises(EspalierError, match=r"choices\.json is no table of experts"):
-        EXPERTS.read(path)
+        EXPERTS_TUNING.read(path)
 
 
 def test_rows_find_their_bucket_by_the_pairs_of_an_expert(shipped):
@@ -86,19 +86,19 @@ def test_a_size_that_was_not_measured_takes_the_nearest(shipped):
 
 
 def test_the_users_plans_come_first(shipped, tmp_path):
-    EXPERTS.write(tmp_path / "own.json", TuningTable(CHIP, "bfloat16", {(2048, 768): LARGE}))
+    EXPERTS_TUNING.write(tmp_path / "own.json", TuningTable(CHIP, "bfloat16", {(2048, 768): LARGE}))
     assert plan_for(SHAPE, 16, torch.bfloat16, CHIP) == LARGE[1]
 
 
 def test_other_chips_and_dtypes_take_the_rule(shipped):
     for dtype, gpu in ((torch.float16, CHIP), (torch.float32, CHIP), (torch.bfloat16, replace(CHIP, processors=9))):
-        assert plan_for(SHAPE, 16, dtype, gpu) == rule(SHAPE, 16, dtype, gpu)
+        assert plan_for(SHAPE, 16, dtype, gpu) == experts_plan_by_rule(SHAPE, 16, dtype, gpu)
 
 
 def test_shipped_plans_fit_their_chips():
-    for table in EXPERTS.read(SHIPPED):
+    for table in EXPERTS_TUNING.read(SHIPPED_TUNING_FILE):
         for of_size in table.plans.values():
-            for plan, (_, tile_rows) in zip(of_size, ROWS_OF_BUCKET, strict=True):
+            for plan, (_, tile_rows) in zip(of_size, TILE_ROWS_BY_PAIRS, strict=True):
                 assert plan.rows in tile_rows
-                assert plan.gated in candidates(plan.rows, 2, table.chip)
-                assert plan.down in candidates(plan.rows, 1, table.chip)
+                assert plan.gated in candidate_plans(plan.rows, 2, table.chip)
+                assert plan.down in candidate_plans(plan.rows, 1, table.chip)

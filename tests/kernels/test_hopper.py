@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.choose import choose
-from espalier.kernels.attention.triton_config import choose_config
-from espalier.kernels.attention.work_items import ALL, COUNTED, NONE
+from espalier.kernels.attention.choose import choose_config
+from espalier.kernels.attention.triton_config import choose_triton_config
+from espalier.kernels.attention.work_items import ALL_CONTIGUOUS, COUNTED, UNKNOWN
 from espalier.kernels.hopper.attention import tma_arguments
 from espalier.kernels.hopper.config import MIN_STAGES, REGISTERS, HopperConfig, choose_hopper_config
 from espalier.kernels.runtime.launch import Chip, chip
@@ -63,7 +63,7 @@ def test_what_the_kernel_lacks_is_not_its(monkeypatch, kernel_device):
         (replace(plain, k_size=512, v_size=512), False),
     ):
         inputs = draw(case, kernel_device)
-        assert isinstance(choose(inputs), HopperConfig) == is_hopper, case
+        assert isinstance(choose_config(inputs), HopperConfig) == is_hopper, case
     with pytest.raises(EspalierError, match="no soft-cap"):
         run(draw(replace(plain, softcap=20.0), kernel_device), 4, config=HopperConfig(1, 3, 1))
 
@@ -71,14 +71,14 @@ def test_what_the_kernel_lacks_is_not_its(monkeypatch, kernel_device):
 @pytest.mark.parametrize(
     ("warpgroups", "page_size", "window", "contiguous", "kind"),
     [
-        (2, 64, 0, False, ALL),
-        (2, 256, 0, False, ALL),
+        (2, 64, 0, False, ALL_CONTIGUOUS),
+        (2, 256, 0, False, ALL_CONTIGUOUS),
         (2, 16, 0, True, COUNTED),
-        (2, 16, 0, False, NONE),
+        (2, 16, 0, False, UNKNOWN),
         (2, 96, 0, True, COUNTED),
-        (2, 64, 100, False, NONE),
-        (1, 64, 0, False, NONE),
-        (1, 1, 0, True, NONE),
+        (2, 64, 100, False, UNKNOWN),
+        (1, 64, 0, False, UNKNOWN),
+        (1, 1, 0, True, UNKNOWN),
     ],
 )
 def test_contiguous_blocks_are_copied_by_tma(warpgroups, page_size, window, contiguous, kind):
@@ -87,15 +87,15 @@ def test_contiguous_blocks_are_copied_by_tma(warpgroups, page_size, window, cont
     pool = torch.zeros(192, 4, 64, dtype=torch.bfloat16)
     counts = torch.zeros(3, dtype=torch.int32) if contiguous else None
     arguments = tma_arguments(config, pool, pool[:, :2], page_size, window, counts)
-    assert arguments["CONTIGUOUS"] == kind and (arguments["k_descriptor"] is None) == (kind == NONE)
-    if kind != NONE:
+    assert arguments["CONTIGUOUS"] == kind and (arguments["k_descriptor"] is None) == (kind == UNKNOWN)
+    if kind != UNKNOWN:
         # A descriptor covers the rows of all heads; a block has one head.  V is here a view of two of four heads.
         k, v = arguments["k_descriptor"], arguments["v_descriptor"]
         assert (list(k.shape), k.block_shape) == ([192, 256], [64, 64])
         assert (list(v.shape), list(v.strides)) == ([192, 128], [256, 1])
         assert k.base.data_ptr() == pool.data_ptr(), "the descriptor must not be of a copy"
     every_other_head = pool[:, ::2]
-    assert tma_arguments(config, pool, every_other_head, page_size, window, counts)["CONTIGUOUS"] == NONE
+    assert tma_arguments(config, pool, every_other_head, page_size, window, counts)["CONTIGUOUS"] == UNKNOWN
 
 
 SHAPES = [
@@ -167,7 +167,7 @@ def test_same_bits_as_the_triton_kernel(kernel_device, monkeypatch, case):
     if choose_hopper_config(on, 64, 1, case.k_size, 64) is None:
         pytest.skip("needs a Hopper GPU with enough shared memory")
     packed_queries = case.queries * case.heads // case.kv_heads
-    plain = choose_config(on, packed_queries, case.rows or case.queries, case.k_size, case.v_size, case.dtype)
+    plain = choose_triton_config(on, packed_queries, case.rows or case.queries, case.k_size, case.v_size, case.dtype)
     configs = HopperConfig(1, 3, 2), HopperConfig(1, 6, 1), HopperConfig(2, 5, 1)
     if case.fp8:
         configs = HopperConfig(1, 3, 1, 6), HopperConfig(1, 3, 1, 2), HopperConfig(2, 3, 1, 6)

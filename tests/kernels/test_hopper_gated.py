@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from espalier.errors import EspalierError
-from espalier.kernels.hopper.gated import fills_chip, hopper_gated, takes_gated
+from espalier.kernels.hopper.gated import fills_chip, hopper_gated, supports_hopper_gated
 from espalier.kernels.ops.activation import gated
 from espalier.kernels.ops.linear import linear_gated
 from espalier.kernels.runtime.launch import HOPPER, Chip
@@ -18,21 +18,21 @@ H200 = Chip(shared_memory=232448, processors=132, capability=HOPPER)
 
 def test_which_layers_it_takes():
     x, weight = torch.zeros(2048, 128, dtype=torch.bfloat16), torch.zeros(2 * 1024, 128, dtype=torch.bfloat16)
-    assert takes_gated(x, weight, None, H200)
-    assert not takes_gated(x, weight, weight[:, 0], H200)
-    assert not takes_gated(x, weight, None, replace(H200, capability=(10, 0)))
-    assert not takes_gated(x.half(), weight.half(), None, H200)
+    assert supports_hopper_gated(x, weight, None, H200)
+    assert not supports_hopper_gated(x, weight, weight[:, 0], H200)
+    assert not supports_hopper_gated(x, weight, None, replace(H200, capability=(10, 0)))
+    assert not supports_hopper_gated(x.half(), weight.half(), None, H200)
     # TMA copies 16 bytes at a time.
-    assert not takes_gated(x[:, 1:113], weight[:, 1:113], None, H200)
-    assert not takes_gated(x[:, ::2], weight[:, ::2], None, H200)
-    assert not takes_gated(x, weight[: 2 * 1020], None, H200)
+    assert not supports_hopper_gated(x[:, 1:113], weight[:, 1:113], None, H200)
+    assert not supports_hopper_gated(x[:, ::2], weight[:, ::2], None, H200)
+    assert not supports_hopper_gated(x, weight[: 2 * 1020], None, H200)
 
 
 def test_what_fills_the_chip():
     """128 tiles for 132 multiprocessors; 136 would need a second wave."""
     for rows, num_out, filled in ((257, 5632, True), (512, 4096, True), (512, 4352, False), (2048, 14336, True)):
         assert fills_chip(rows, num_out, H200) == filled, (rows, num_out)
-    assert not takes_gated(*(torch.zeros(256, 128, dtype=torch.bfloat16),) * 2, None, H200)
+    assert not supports_hopper_gated(*(torch.zeros(256, 128, dtype=torch.bfloat16),) * 2, None, H200)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from espalier.kernels.hopper.plans import TILE, is_hopper_product, splits_of, st
 from espalier.kernels.layers import experts, linear_quantised, quantised_plans
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ProductPlan
 from espalier.kernels.layers.linear_plans import TritonPlan
-from espalier.kernels.layers.quantised import FP8, OF_E2M1, QuantisedMatrix, dequantise, nibble_matrix, pack_nibbles
-from espalier.kernels.layers.quantised_plans import rule_of
+from espalier.kernels.layers.quantised import E2M1_CODES, FP8, QuantisedMatrix, dequantise, nibble_matrix, pack_nibbles
+from espalier.kernels.layers.quantised_plans import plan_by_rule_for
 from espalier.kernels.ops.activation import Activation, gated
 from espalier.kernels.ops.experts import ExpertBiases, grouped_experts
 from espalier.kernels.ops.linear import linear_quantised_gated, linear_quantised_parts
@@ -21,12 +21,12 @@ from tests.kernels.quantised_inputs import drawn
 
 H200 = Chip(shared_memory=232448, processors=132, capability=HOPPER)
 PLAN = TritonPlan(64, 256, 1, 4, 3)
-KINDS = ["int4", "int4-zeros", *OF_E2M1]
+KINDS = ["int4", "int4-zeros", *E2M1_CODES]
 
 
 def matrix(kind: str, num_out: int, num_in: int, device="cpu", lead: tuple[int, ...] = ()) -> QuantisedMatrix:
     """int4 in groups of 128 columns."""
-    if kind in OF_E2M1:
+    if kind in E2M1_CODES:
         return drawn(kind, lead, num_out, num_in, device, seed=num_out)
     generator = torch.Generator().manual_seed(num_out)
     groups = -(-num_in // 128)
@@ -67,9 +67,9 @@ def test_columns_are_split_until_four_programs_share_a_multiprocessor(monkeypatc
     assert [splits_of(*shape, H200) for shape in ((4096, 14336), (6144, 4096), (64, 1024))] == [8, 5, 2]
     for kind, rows, splits in (("mxfp4", 1, 8), ("nvfp4", 1, 8), ("int4", 16, 8), ("mxfp4", 17, 4)):
         x = torch.empty(rows, 4096, dtype=torch.bfloat16)
-        assert rule_of(matrix(kind, 4096, 4096), x).splits == splits
+        assert plan_by_rule_for(matrix(kind, 4096, 4096), x).splits == splits
         # Where nothing was split nothing is: gate and up are multiplied in one launch then.
-        assert rule_of(matrix(kind, 2 * 8192, 512), x[:, :512]).splits == 1
+        assert plan_by_rule_for(matrix(kind, 2 * 8192, 512), x[:, :512]).splits == 1
 
 
 # (rows, out, in, splits, stages): one and two tiles of rows of each size, ragged in every direction, fewer steps than

@@ -8,8 +8,8 @@ import torch
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.ops.rope import (
-    LatentForm,
-    LatentPlace,
+    LatentDestination,
+    LatentFormat,
     Rotation,
     head_product,
     rotate_and_store_latent,
@@ -68,7 +68,7 @@ def test_equals_float64(kernel_device, make, shape, in_place, interleaved, norme
     q_rope = (q if in_place else raw)[..., before:]
     expected = rotated(q_rope.double().cpu(), angle, interleaved)
     left = q[..., : q.shape[2] - rotary].clone()
-    to = LatentPlace(Rotation(cos, sin), LatentForm(weight, 1e-6, interleaved), on_device, plane)
+    to = LatentDestination(Rotation(cos, sin), LatentFormat(weight, 1e-6, interleaved), on_device, plane)
     make(q_rope, q, latent, to)
 
     within = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
@@ -86,25 +86,25 @@ def test_equals_float64(kernel_device, make, shape, in_place, interleaved, norme
 def test_one_pair_by_hand():
     q, latent, plane = torch.tensor([[[9.0, 1, 2]]]), torch.tensor([[[3.0, 4, 1, 0]]]), torch.zeros(3, 1, 4)
     cos, sin = torch.full((1, 2), math.cos(0.5)), math.sin(0.5) * torch.tensor([[-1.0, 1.0]])
-    turn = Rotation(cos, sin), LatentForm(torch.ones(2))
-    rotate_and_store_latent(q[..., 1:], q, latent, LatentPlace(*turn, torch.tensor([2]), plane))
+    turn = Rotation(cos, sin), LatentFormat(torch.ones(2))
+    rotate_and_store_latent(q[..., 1:], q, latent, LatentDestination(*turn, torch.tensor([2]), plane))
     c, s, length = math.cos(0.5), math.sin(0.5), math.sqrt(12.5)
     assert q.flatten().tolist() == pytest.approx([9, c - 2 * s, 2 * c + s])
     assert plane[2, 0].tolist() == pytest.approx([3 / length, 4 / length, c, s])
 
 
 def test_wrong_sizes_are_refused():
-    turn = Rotation(torch.ones(2, 4), torch.ones(2, 4)), LatentForm()
+    turn = Rotation(torch.ones(2, 4), torch.ones(2, 4)), LatentFormat()
     rows, plane = torch.arange(2), torch.zeros(5, 1, 10)
     q, latent = torch.zeros(2, 3, 10), torch.zeros(2, 1, 10)
     for *tensors, turned in (
         (q[..., 7:], q, latent, turn),
         (q[..., 6:], q[..., :3], latent, turn),
         (q[..., 6:], q, latent[..., 1:], turn),
-        (q[..., 7:], q, latent, (Rotation(*torch.ones(2, 2, 3)), LatentForm())),
+        (q[..., 7:], q, latent, (Rotation(*torch.ones(2, 2, 3)), LatentFormat())),
     ):
         with pytest.raises(EspalierError, match="a latent layer needs one latent of 10 values"):
-            rotate_and_store_latent(*tensors, LatentPlace(*turned, rows, plane))
+            rotate_and_store_latent(*tensors, LatentDestination(*turned, rows, plane))
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -118,7 +118,7 @@ def test_an_fp8_row_is_nearest_to_its_values_over_the_scale(kernel_device, make,
     cos, sin = (
         torch.cat(pair, 1).to(kernel_device).float() for pair in ((angle.cos(),) * 2, (-angle.sin(), angle.sin()))
     )
-    turn = Rotation(cos, sin), LatentForm(norm.to(kernel_device, dtype) if normed else None, 1e-6)
+    turn = Rotation(cos, sin), LatentFormat(norm.to(kernel_device, dtype) if normed else None, 1e-6)
     one_scale = torch.tensor([0.013], device=kernel_device)
     planes = []
     for of_fp8 in (False, True):
@@ -126,7 +126,7 @@ def test_an_fp8_row_is_nearest_to_its_values_over_the_scale(kernel_device, make,
         plane = torch.zeros(count, 1, rank + rotary, device=kernel_device).to(FP8 if of_fp8 else dtype)
         scales = KVScales(one_scale, one_scale, dtype) if of_fp8 else None
         rows = torch.arange(count, device=kernel_device)
-        make(q[..., before:], q, latent, LatentPlace(*turn, rows, plane, scales))
+        make(q[..., before:], q, latent, LatentDestination(*turn, rows, plane, scales))
         planes.append(plane.float())
     assert torch.equal(planes[1], nearest((planes[0] / one_scale).cpu()).to(kernel_device))
 
@@ -149,7 +149,7 @@ def test_one_launch_leaves_the_bits_of_two(kernel_device, shape, fp8):
     cos, sin = (
         torch.cat(pair, 1).to(kernel_device).float() for pair in ((angle.cos(),) * 2, (-angle.sin(), angle.sin()))
     )
-    turn = Rotation(cos, sin), LatentForm(torch.ones(rank).to(kernel_device, dtype), 1e-6, interleaved=True)
+    turn = Rotation(cos, sin), LatentFormat(torch.ones(rank).to(kernel_device, dtype), 1e-6, interleaved=True)
     one_scale = torch.tensor([0.013], device=kernel_device)
     scales = KVScales(one_scale, one_scale, dtype) if fp8 else None
     rows = torch.randperm(2 * count, generator=torch.Generator().manual_seed(5))[:count].to(kernel_device)
@@ -158,10 +158,10 @@ def test_one_launch_leaves_the_bits_of_two(kernel_device, shape, fp8):
         q = torch.full((count, heads, rank + rotary), torch.nan).to(kernel_device, dtype)
         plane = torch.full((2 * count, 1, rank + rotary), 7.0, device=kernel_device).to(FP8 if fp8 else dtype)
         if in_one:
-            write_latents.triton(raw, k_up, q, latent, LatentPlace(*turn, rows, plane, scales))
+            write_latents.triton(raw, k_up, q, latent, LatentDestination(*turn, rows, plane, scales))
         else:
             head_product.triton(raw[..., :nope], k_up, q[..., :rank])
-            rotate_and_store_latent.triton(raw[..., nope:], q, latent, LatentPlace(*turn, rows, plane, scales))
+            rotate_and_store_latent.triton(raw[..., nope:], q, latent, LatentDestination(*turn, rows, plane, scales))
         made.append((q, plane.view(torch.uint8)))
     assert torch.equal(made[0][0], made[1][0])
     assert torch.equal(made[0][1], made[1][1])

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.triton_config import TritonConfig, choose_latent_config
+from espalier.kernels.attention.triton_config import TritonConfig, choose_triton_latent_config
 from espalier.kernels.hopper.config import (
     HopperLatentConfig,
     choose_hopper_latent_config,
     choose_hopper_latent_few_config,
 )
-from espalier.kernels.ops.attention import Inputs, latent_attention
+from espalier.kernels.ops.attention import AttentionInputs, latent_attention
 from espalier.kernels.runtime.launch import Chip, chip
 from tests.kernels.attending import LSE_TOLERANCE, TOLERANCE, Case, draw, expected, only, poison_empty, split
 
@@ -22,7 +22,7 @@ def latent_case(lengths, queries=1, rows=None, page_size=16, heads=4, size=80, v
     return Case(lengths, queries, rows, page_size, heads, 1, size, v_size, **fields)
 
 
-def drawn(case: Case, device: torch.device) -> Inputs:
+def drawn(case: Case, device: torch.device) -> AttentionInputs:
     """Inputs in which V is the first part of K's rows."""
     inputs = draw(case, device)
     (k, _), (staged_k, _), scales = inputs.pages, inputs.staged, inputs.scales
@@ -33,7 +33,9 @@ def drawn(case: Case, device: torch.device) -> Inputs:
     )
 
 
-def run(inputs: Inputs, max_splits: int, staged: bool = True, **arguments) -> tuple[torch.Tensor, torch.Tensor]:
+def run(
+    inputs: AttentionInputs, max_splits: int, staged: bool = True, **arguments
+) -> tuple[torch.Tensor, torch.Tensor]:
     return latent_attention.triton(split(inputs if staged else inputs._replace(staged=None), max_splits), **arguments)
 
 
@@ -126,7 +128,7 @@ def test_arguments_are_checked(kernel_device):
 def test_choices_fit_the_chip(shared_memory, dtype):
     on = Chip(shared_memory, 80, (9, 0) if shared_memory > 200 * 1024 else (8, 6))
     for packed, row in product((1, 16, 32, 64, 8192), (80, 576)):
-        config = choose_latent_config(on, packed, 64, row * dtype.itemsize, dtype)
+        config = choose_triton_latent_config(on, packed, 64, row * dtype.itemsize, dtype)
         shared_bytes = config.shared_bytes(on, row * dtype.itemsize, 0)
         assert shared_bytes * config.programs_per_processor <= shared_memory, (packed, row, config)
         assert 128 % config.block_n == 0 and 64 % config.block_r == 0

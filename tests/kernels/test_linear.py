@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.linear_plans import LibraryPlan, TritonPlan, block_rows, candidates
+from espalier.kernels.layers.linear_plans import LibraryPlan, TritonPlan, block_rows, candidate_plans
 from espalier.kernels.ops.activation import gated
 from espalier.kernels.ops.linear import linear, linear_gated, linear_parts, write_parts
 from espalier.kernels.runtime.launch import SMALLEST_SHARED_MEMORY, Chip
@@ -188,7 +188,7 @@ def test_a_plan_for_a_larger_chip_is_refused():
 @pytest.mark.parametrize("rows", [1, 16, 17, 64, 128, 256])
 @pytest.mark.parametrize("shape", [(6144, 4096), (128256, 4096), (2048, 8192), (72, 40)])
 def test_candidates_fit_the_chip(gpu, rows, shape):
-    plans = candidates(rows, *shape, gpu)
+    plans = candidate_plans(rows, *shape, gpu)
     assert plans or shape == (72, 40) or (gpu, rows) == (SMALL, 256)
     for plan in plans:
         assert isinstance(plan, LibraryPlan) or plan.shared_memory(rows) <= gpu.shared_memory
@@ -222,9 +222,9 @@ def test_library_plans_with_empty_inputs(kernel_device, plan, rows, num_out):
 
 
 def test_library_candidates_divide_into_whole_tiles():
-    plans = {plan for plan in candidates(65, 768, 512, H200) if isinstance(plan, LibraryPlan)}
+    plans = {plan for plan in candidate_plans(65, 768, 512, H200) if isinstance(plan, LibraryPlan)}
     assert plans == {LibraryPlan(2, 1), LibraryPlan(3, 1), LibraryPlan(1, 2), LibraryPlan(1, 4)}
-    assert not any(isinstance(plan, LibraryPlan) for plan in candidates(64, 768, 512, H200))
+    assert not any(isinstance(plan, LibraryPlan) for plan in candidate_plans(64, 768, 512, H200))
 
 
 def test_one_to_sixteen_rows_use_the_same_block():
@@ -240,7 +240,7 @@ def test_every_candidate(kernel_device, monkeypatch, rows, shape):
     x, weight, _ = random_inputs(rows, *shape, kernel_device)
     poisoned(monkeypatch)
     exact, seen = linear(x.double(), weight.double(), None, None), {}
-    for plan in candidates(rows, *shape, H200):
+    for plan in candidate_plans(rows, *shape, H200):
         tile = plan if isinstance(plan, LibraryPlan) else (plan.block_out, plan.block_in, plan.warps)
         seen[tile] = seen.get(tile, 0) + 1
         if seen[tile] > 2:

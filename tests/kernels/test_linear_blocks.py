@@ -30,7 +30,7 @@ def test_values_have_the_bits_of_the_library(name):
     matrix = drawn(name, 64, 1024)
     theirs = gguf.dequantize(matrix.blocks.numpy(), gguf.GGMLQuantizationType[name])
     kind = BLOCK_TYPES[name]
-    assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind.number)] == (kind.values, kind.nbytes)
+    assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind.gguf_type)] == (kind.values, kind.nbytes)
     assert torch.equal(dequantise_blocks(matrix).view(torch.int32), torch.from_numpy(theirs).view(torch.int32))
     assert torch.equal(dequantise_blocks(matrix, 7, 40), dequantise_blocks(matrix)[7:40])
 
@@ -44,7 +44,7 @@ def test_any_shape(kernel_device, name, splits, shape):
     bias = torch.randn(num_out, generator=generator).to(kernel_device, DTYPE) if rows % 2 else None
     weight = dequantise_blocks(matrix).double()
     exact = x.double() @ weight.T + (0 if bias is None else bias.double())
-    integers, scales, minima = matrix.type.parts(matrix.blocks.reshape(-1, matrix.type.nbytes))
+    integers, scales, minima = matrix.type.decode(matrix.blocks.reshape(-1, matrix.type.nbytes))
     sizes = integers.abs() * scales.abs() + (0 if minima is None else minima.abs())
     magnitude = x.double().abs() @ sizes.double().reshape(num_out, -1).T + (0 if bias is None else bias.double().abs())
     bound = torch.finfo(DTYPE).eps / 2 * exact.abs() * 1.01 + x.shape[1] * 2.0**-23 * magnitude

@@ -8,26 +8,26 @@ import torch
 from espalier.errors import EspalierError
 from espalier.kernels.layers import quantise_rows as quantise_rows_launcher
 from espalier.kernels.layers import quantised_plans
-from espalier.kernels.layers.linear_plans import DENSE, TritonPlan, TunedKind
-from espalier.kernels.layers.linear_quantised import _launch, lines_ahead
+from espalier.kernels.layers.linear_plans import DENSE, TritonPlan, TuningSchema
+from espalier.kernels.layers.linear_quantised import _launch, prefetched_lines
 from espalier.kernels.layers.quantised import (
     FP8,
     InputScales,
     QuantisedMatrix,
     RoundedRows,
+    deinterleave_nibbles,
     dequantise,
-    in_order_of_columns,
     interleave_nibbles,
     nibble_matrix,
     pack_nibbles,
     quantise_inputs,
 )
 from espalier.kernels.layers.quantised_plans import (
-    candidates,
+    candidate_plans,
     max_block_in,
-    plan_of,
+    plan_by_rule,
+    quantised_plan_for,
     require_supported,
-    rule,
     tuning_name,
 )
 from espalier.kernels.ops.activation import gated
@@ -199,7 +199,7 @@ def test_the_place_of_each_nibble():
         found = (words[..., 4 * block + t] >> 4 * (p + 4 * h)) & 15
         assert torch.equal(found, nibbles[..., column].int()), column
     assert torch.equal(codes[..., 32:], pack_nibbles(nibbles[..., 64:]))
-    assert torch.equal(in_order_of_columns(codes), pack_nibbles(nibbles))
+    assert torch.equal(deinterleave_nibbles(codes), pack_nibbles(nibbles))
 
 
 def test_the_place_of_each_bit_of_e2m1():
@@ -212,7 +212,7 @@ def test_the_place_of_each_bit_of_e2m1():
         block, p, t, h = column // 32, column % 32 // 8, column % 8 // 2, column % 2
         sign, high, low, mantissa = (pairs[p][:, 4 * block + t] >> bit + 16 * h & 1 for bit in (15, 8, 7, 6))
         assert torch.equal(sign << 3 | high << 2 | low << 1 | mantissa, nibbles[:, column].long()), column
-    assert torch.equal(in_order_of_columns(codes, spreads=True), pack_nibbles(nibbles))
+    assert torch.equal(deinterleave_nibbles(codes, spreads=True), pack_nibbles(nibbles))
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])
@@ -252,7 +252,7 @@ def test_groups_of_many_rows_share_a_program(kernel_device, monkeypatch, num_in,
     """To the bits of a program each; the last program of a row has groups that do not exist."""
     x, inputs = x_of(40, num_in, kernel_device), InputScales(16)
     values, scales = quantise_rows.triton(x, inputs)
-    monkeypatch.setattr(quantise_rows_launcher, "GROUPS_A_PROGRAM", 4)
+    monkeypatch.setattr(quantise_rows_launcher, "GROUPS_PER_PROGRAM", 4)
     monkeypatch.setattr(quantise_rows_launcher, "oversubscribed", lambda *_: True)
     together, scales_together = quantise_rows.triton(x, inputs, for_library)
     assert torch.equal(together[:40].view(torch.uint8), values.view(torch.uint8))
@@ -283,7 +283,7 @@ def test_the_rule_fits_the_chip_and_the_groups(code, rows, group, grouped):
     for on in (H200, Chip(99 * 1024, 84, (8, 9))):
         for shape in ((4096, 4096), (1024, 512), (28672, 4096), (16, 32)):
             for input_bytes in (1, 2) if code == "fp8" else (2,):
-                plan = rule(rows, *shape, code, group, grouped, on, input_bytes)
+                plan = plan_by_rule(rows, *shape, code, group, grouped, on, input_bytes)
                 assert (code != "fp8" or group % plan.block_in == 0) and plan.splits >= 1
                 tile = min(max(rows, 16), 128)
                 weights = plan.block_out * plan.block_in // (1 if code == "fp8" else 2)
@@ -294,10 +294,10 @@ def test_the_rule_fits_the_chip_and_the_groups(code, rows, group, grouped):
 def test_few_rounded_rows_have_long_steps_and_fill_the_chip():
     """qkv of 8 billion parameters has 96 blocks: two programs a multiprocessor would leave a quarter of them idle."""
     for shape, splits, stages in (((6144, 4096), 4, 3), ((4096, 14336), 4, 5), ((28672, 4096), 1, 2)):
-        assert rule(16, *shape, "fp8", 256, False, H200, 1) == TritonPlan(64, 256, splits, 4, stages)
+        assert plan_by_rule(16, *shape, "fp8", 256, False, H200, 1) == TritonPlan(64, 256, splits, 4, stages)
         # More rows, scales of groups, inputs that are not rounded.
         for rows, grouped, input_bytes in ((17, False, 1), (16, True, 1), (16, False, 2)):
-            assert rule(rows, *shape, "fp8", 256, grouped, H200, input_bytes).block_in == 128
+            assert plan_by_rule(rows, *shape, "fp8", 256, grouped, H200, input_bytes).block_in == 128
 
 
 @pytest.mark.parametrize(("code", "grouped"), [("fp8", False), ("fp8", True), ("int4", True), ("mxfp4", True)])
@@ -305,19 +305,19 @@ def test_few_rounded_rows_have_long_steps_and_fill_the_chip():
 def test_few_tiles_of_rows_leave_no_half_of_the_chip_idle(code, grouped, shape):
     """A verify pass of 8 trees has 128 rows, one tile: 32 programs without split-K."""
     for first, last in ((65, 128), (129, 256)):
-        plan = rule(last, *shape, code, 128, grouped, H200)
+        plan = plan_by_rule(last, *shape, code, 128, grouped, H200)
         tiles = last // 128
         assert tiles * -(-shape[0] // plan.block_out) * plan.splits >= H200.processors / 2
         # The rows of one bucket have one plan, and so one order of summation.
-        assert rule(first, *shape, code, 128, grouped, H200) == plan
-    assert rule(257, *shape, code, 128, grouped, H200).splits == 1
+        assert plan_by_rule(first, *shape, code, 128, grouped, H200) == plan
+    assert plan_by_rule(257, *shape, code, 128, grouped, H200).splits == 1
 
 
 @pytest.mark.parametrize("kind", ["fp8-channel-inputs", "fp8-block", "int4", "mxfp4"])
 @pytest.mark.parametrize("rows", [16, 40, 200])
 def test_candidates_fit_the_chip_and_one_gives_the_product(kernel_device, kind, rows):
     matrix = drawn(kind, (), 96, 1024, kernel_device)
-    found = candidates(rows, matrix, H200)
+    found = candidate_plans(rows, matrix, H200)
     assert found and all(max_block_in(matrix) % plan.block_in == 0 for plan in found)
     assert all(plan.splits * 96 // plan.block_out <= 4 * H200.processors for plan in found)
     x = x_of(3, 1024, kernel_device)
@@ -328,7 +328,7 @@ def test_the_first_candidates_keep_memory_busy_with_every_tile():
     """Gate and up of 8 billion parameters in FP8: 448 programs of 64 rows are at once where four share a processor."""
     codes = torch.empty(28672, 4096, dtype=FP8, device="meta")
     matrix = QuantisedMatrix("fp8", codes, torch.empty(28672, 1, device="meta"), 4096, inputs=InputScales())
-    found = candidates(16, matrix, H200)
+    found = candidate_plans(16, matrix, H200)
     assert len({(plan.block_out, plan.block_in, plan.warps) for plan in found[:10]}) == 10
     of_one = [plan for plan in found if (plan.block_out, plan.block_in, plan.splits) == (64, 128, 1)]
     assert of_one[0].stages in (4, 5) and of_one[-1].stages in (2, 8)
@@ -336,7 +336,7 @@ def test_the_first_candidates_keep_memory_busy_with_every_tile():
 
 def test_blocks_of_fewer_columns_than_a_table_takes_are_no_candidates():
     matrix = drawn("fp8-block", (), 64, 128, torch.device("cpu"))
-    assert candidates(16, replace(matrix, group=32, scales=matrix.scales.repeat(1, 2)), H200) == []
+    assert candidate_plans(16, replace(matrix, group=32, scales=matrix.scales.repeat(1, 2)), H200) == []
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ def test_blocks_of_fewer_columns_than_a_table_takes_are_no_candidates():
 def test_few_rows_and_rows_behind_a_norm_prefetch_one_line(code, block_in, rows, is_rounded, lines):
     x = torch.zeros(rows, 256, dtype=torch.bfloat16)
     x = RoundedRows(x, torch.ones(rows, 1), x.dtype) if is_rounded else x
-    assert lines_ahead(x, code, TritonPlan(64, block_in, 1, 4, 4)) == lines
+    assert prefetched_lines(x, code, TritonPlan(64, block_in, 1, 4, 4)) == lines
 
 
 def test_a_plan_comes_from_the_table_of_its_format_and_else_from_the_rule(monkeypatch):
@@ -361,15 +361,17 @@ def test_a_plan_comes_from_the_table_of_its_format_and_else_from_the_rule(monkey
     mine, others = TritonPlan(32, 64, 1, 4, 3), TritonPlan(128, 64, 1, 4, 3)
     tables = {"int4-1x64": {(4096, 4096): (mine, *[None] * 4)}, DENSE: {(4096, 4096): others}}
     monkeypatch.setattr(quantised_plans, "chip", lambda tensor: H200)
-    monkeypatch.setattr(TunedKind, "measured", lambda kind, gpu, dtype, format: tables.get(format, {}))
-    by_rule = rule(17, 4096, 4096, "int4", 256, True, H200)
-    assert plan_of(matrix, x) == mine and mine != rule(3, 4096, 4096, "int4", 256, True, H200)
+    monkeypatch.setattr(TuningSchema, "measured", lambda kind, gpu, dtype, format: tables.get(format, {}))
+    by_rule = plan_by_rule(17, 4096, 4096, "int4", 256, True, H200)
+    assert quantised_plan_for(matrix, x) == mine and mine != plan_by_rule(3, 4096, 4096, "int4", 256, True, H200)
     # A bucket that was measured slower than the rule, rows above all buckets, another shape, another format.
-    assert plan_of(matrix, x_of(17, 4096, x.device)) == by_rule
-    assert plan_of(matrix, x_of(300, 4096, x.device)) == rule(300, 4096, 4096, "int4", 256, True, H200)
-    assert plan_of(matrix.rows_from(64), x) == rule(3, 4032, 4096, "int4", 256, True, H200)
+    assert quantised_plan_for(matrix, x_of(17, 4096, x.device)) == by_rule
+    assert quantised_plan_for(matrix, x_of(300, 4096, x.device)) == plan_by_rule(
+        300, 4096, 4096, "int4", 256, True, H200
+    )
+    assert quantised_plan_for(matrix.rows_from(64), x) == plan_by_rule(3, 4032, 4096, "int4", 256, True, H200)
     fp8 = drawn("fp8-block", (), 4096, 64, torch.device("cpu"))
-    assert plan_of(replace(fp8, group=32, scales=fp8.scales.repeat(1, 2)), x[:, :64]).block_in == 32
+    assert quantised_plan_for(replace(fp8, group=32, scales=fp8.scales.repeat(1, 2)), x[:, :64]).block_in == 32
 
 
 def test_names_of_tuning_tables():

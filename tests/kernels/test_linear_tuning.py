@@ -13,21 +13,21 @@ from espalier.kernels.layers.linear_plans import (
     CHOICES_FILE,
     DENSE,
     DTYPES,
-    LINEARS,
+    LINEAR_TUNING,
     NO_PLANS,
     ROWS_BUCKETS,
-    SHIPPED,
+    SHIPPED_TUNING_FILE,
     LibraryPlan,
     TritonPlan,
     TuningTable,
-    candidates,
-    own_file,
-    plans_for,
-    plans_on,
-    rule,
+    candidate_plans,
+    dense_plans_for,
+    plan_by_rule,
+    plans_for_shape,
+    user_tuning_file,
 )
 from espalier.kernels.layers.quantised import Code, InputScales, QuantisedMatrix
-from espalier.kernels.layers.quantised_plans import candidates as quantised_candidates
+from espalier.kernels.layers.quantised_plans import candidate_plans as quantised_candidates
 from espalier.kernels.layers.quantised_plans import tuning_name
 from espalier.kernels.ops.linear import linear, linear_parts
 from espalier.kernels.runtime.launch import Chip
@@ -42,23 +42,23 @@ SOME = (ONE, None, OTHER, None, IN_PIECES)
 
 
 def test_rows_find_their_bucket():
-    plans = [LINEARS.at(SOME, rows) for rows in (0, 1, 16, 17, 32, 33, 64, 65, 256, 257, 4096)]
+    plans = [LINEAR_TUNING.plan_at(SOME, rows) for rows in (0, 1, 16, 17, 32, 33, 64, 65, 256, 257, 4096)]
     assert plans == [ONE, ONE, ONE, None, None, OTHER, OTHER, None, IN_PIECES, None, None]
 
 
 def test_write_then_read(tmp_path):
     path, table = tmp_path / "deep" / "choices.json", TuningTable(CHIP, "bfloat16", {(64, 128): SOME}, {"gpu": "one"})
-    LINEARS.write(path, table)
-    assert LINEARS.read(path) == [table]
+    LINEAR_TUNING.write(path, table)
+    assert LINEAR_TUNING.read(path) == [table]
 
 
 def test_writing_keeps_shapes_that_are_not_overwritten(tmp_path):
     path = tmp_path / "choices.json"
-    LINEARS.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): SOME, (8, 16): SOME}))
-    LINEARS.write(path, TuningTable(CHIP, "float16", {(64, 128): SOME}))
-    LINEARS.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): NO_PLANS}, format="int8"))
-    LINEARS.write(path, TuningTable(CHIP, "bfloat16", {(8, 16): NO_PLANS}))
-    tables = {(table.dtype, table.format): table.plans for table in LINEARS.read(path)}
+    LINEAR_TUNING.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): SOME, (8, 16): SOME}))
+    LINEAR_TUNING.write(path, TuningTable(CHIP, "float16", {(64, 128): SOME}))
+    LINEAR_TUNING.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): NO_PLANS}, format="int8"))
+    LINEAR_TUNING.write(path, TuningTable(CHIP, "bfloat16", {(8, 16): NO_PLANS}))
+    tables = {(table.dtype, table.format): table.plans for table in LINEAR_TUNING.read(path)}
     assert tables == {
         ("bfloat16", DENSE): {(64, 128): SOME, (8, 16): NO_PLANS},
         ("bfloat16", "int8"): {(64, 128): NO_PLANS},
@@ -70,33 +70,33 @@ def test_writing_keeps_shapes_that_are_not_overwritten(tmp_path):
 def test_reading_refuses_plans_that_cannot_be_launched(tmp_path, wrong):
     path = tmp_path / "choices.json"
     plan = replace(TritonPlan(64, 128, 2, 4, 3), **wrong)
-    LINEARS.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): (plan, None, None, None, None)}))
+    LINEAR_TUNING.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): (plan, None, None, None, None)}))
     with pytest.raises(EspalierError, match=r"choices\.json is no table of linear layers"):
-        LINEARS.read(path)
+        LINEAR_TUNING.read(path)
 
 
 @pytest.mark.parametrize("wrong", [(1, 1), (2, 2), (0, 2), (1, -1)])
 def test_reading_refuses_library_plans_without_exactly_one_division(tmp_path, wrong):
     path = tmp_path / "choices.json"
-    LINEARS.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): (None, None, None, None, LibraryPlan(*wrong))}))
+    LINEAR_TUNING.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): (None, None, None, None, LibraryPlan(*wrong))}))
     with pytest.raises(EspalierError, match="one of pieces and splits at 1"):
-        LINEARS.read(path)
+        LINEAR_TUNING.read(path)
 
 
 def test_reading_refuses_splits_that_do_not_divide_in(tmp_path):
     path = tmp_path / "choices.json"
-    LINEARS.write(path, TuningTable(CHIP, "bfloat16", {(64, 100): (None, None, None, None, LibraryPlan(1, 3))}))
+    LINEAR_TUNING.write(path, TuningTable(CHIP, "bfloat16", {(64, 100): (None, None, None, None, LibraryPlan(1, 3))}))
     with pytest.raises(EspalierError, match="do not divide the 100 columns"):
-        LINEARS.read(path)
+        LINEAR_TUNING.read(path)
 
 
 def test_a_user_without_a_home_directory(monkeypatch, tmp_path):
     for name in (CHOICES_FILE, "XDG_CONFIG_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda uid: (_ for _ in ()).throw(KeyError(uid)))
-    assert not own_file().is_file()
+    assert not user_tuning_file().is_file()
     monkeypatch.setenv(CHOICES_FILE, str(tmp_path / "mine.json"))
-    assert own_file() == tmp_path / "mine.json"
+    assert user_tuning_file() == tmp_path / "mine.json"
 
 
 @pytest.mark.parametrize(
@@ -107,27 +107,27 @@ def test_a_file_of_another_format_is_refused_by_name(tmp_path, text):
     path = tmp_path / "choices.json"
     path.write_text(text)
     with pytest.raises(EspalierError, match=r"choices\.json is no table of linear layers"):
-        LINEARS.read(path)
+        LINEAR_TUNING.read(path)
 
 
 def test_a_table_of_other_buckets_is_refused(tmp_path):
     path = tmp_path / "choices.json"
-    LINEARS.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): SOME}))
+    LINEAR_TUNING.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): SOME}))
     path.write_text(path.read_text().replace('"32"', '"48"'))
     with pytest.raises(EspalierError, match="16, 32, 64"):
-        LINEARS.read(path)
+        LINEAR_TUNING.read(path)
 
 
 @pytest.fixture
 def active_plans(tmp_path, monkeypatch):
     """The plans that are used with a shipped table and a user's table for CHIP."""
     shipped, user = tmp_path / "shipped.json", tmp_path / "own.json"
-    LINEARS.write(shipped, TuningTable(CHIP, "bfloat16", {(64, 128): SOME, (8, 16): SOME}))
-    LINEARS.write(user, TuningTable(CHIP, "bfloat16", {(8, 16): NO_PLANS}))
-    monkeypatch.setattr(linear_plans, "SHIPPED", shipped)
+    LINEAR_TUNING.write(shipped, TuningTable(CHIP, "bfloat16", {(64, 128): SOME, (8, 16): SOME}))
+    LINEAR_TUNING.write(user, TuningTable(CHIP, "bfloat16", {(8, 16): NO_PLANS}))
+    monkeypatch.setattr(linear_plans, "SHIPPED_TUNING_FILE", shipped)
     monkeypatch.setenv(CHOICES_FILE, str(user))
     linear_plans.active_plans.cache_clear()
-    yield lambda gpu, dtype=torch.bfloat16, format=DENSE: LINEARS.measured(gpu, dtype, format)
+    yield lambda gpu, dtype=torch.bfloat16, format=DENSE: LINEAR_TUNING.measured(gpu, dtype, format)
     linear_plans.active_plans.cache_clear()
 
 
@@ -149,16 +149,16 @@ def test_another_dtype_does_not_use_the_table(active_plans):
 
 
 def test_another_format_does_not_use_the_table(active_plans):
-    LINEARS.write(own_file(), TuningTable(CHIP, "bfloat16", {(64, 128): (OTHER,) * 5}, format="int8"))
+    LINEAR_TUNING.write(user_tuning_file(), TuningTable(CHIP, "bfloat16", {(64, 128): (OTHER,) * 5}, format="int8"))
     assert active_plans(CHIP) == {(64, 128): SOME, (8, 16): NO_PLANS}
     assert active_plans(CHIP, format="int8") == {(64, 128): (OTHER,) * 5}
 
 
 def test_a_table_without_a_format_is_for_dense_weights(tmp_path):
     path, table = tmp_path / "choices.json", TuningTable(CHIP, "bfloat16", {(64, 128): SOME})
-    LINEARS.write(path, table)
+    LINEAR_TUNING.write(path, table)
     path.write_text(path.read_text().replace('   "format": "dense",\n', ""))
-    assert "format" not in path.read_text() and LINEARS.read(path) == [table]
+    assert "format" not in path.read_text() and LINEAR_TUNING.read(path) == [table]
 
 
 def test_active_plans_are_logged_once(active_plans, caplog):
@@ -180,10 +180,12 @@ H200 = Chip(shared_memory=232448, processors=132, capability=(9, 0))
 
 def test_a_shape_without_an_entry_takes_the_rule_up_to_64_rows():
     measured = {(64, 128): SOME}
-    assert plans_on(H200, (64, 128), measured) is SOME and plans_on(H200, (5120, 2048), {}) is None
-    plans = plans_on(H200, (5120, 2048), measured)
-    assert plans is not None and LINEARS.at(plans, 65) is None
-    assert [LINEARS.at(plans, rows) for rows in (1, 17, 33)] == [rule(rows, 5120, 2048, H200) for rows in (16, 32, 64)]
+    assert plans_for_shape(H200, (64, 128), measured) is SOME and plans_for_shape(H200, (5120, 2048), {}) is None
+    plans = plans_for_shape(H200, (5120, 2048), measured)
+    assert plans is not None and LINEAR_TUNING.plan_at(plans, 65) is None
+    assert [LINEAR_TUNING.plan_at(plans, rows) for rows in (1, 17, 33)] == [
+        plan_by_rule(rows, 5120, 2048, H200) for rows in (16, 32, 64)
+    ]
 
 
 @pytest.mark.parametrize("rows", [16, 32, 64])
@@ -191,7 +193,7 @@ def test_a_shape_without_an_entry_takes_the_rule_up_to_64_rows():
 @pytest.mark.parametrize("gpu", [H200, Chip(101_376, 20, (8, 9))], ids=["H200", "small"])
 def test_the_rule_fills_the_chip_once(rows, shape, gpu):
     """Its programs fit the shared memory, and where it splits, all run at once and fill their pipelines."""
-    plan = rule(rows, *shape, gpu)
+    plan = plan_by_rule(rows, *shape, gpu)
     assert isinstance(plan, TritonPlan)
     programs = -(-shape[0] // plan.block_out) * plan.splits
     together = gpu.shared_memory // plan.shared_memory(rows)
@@ -203,33 +205,32 @@ def test_the_rule_fills_the_chip_once(rows, shape, gpu):
 
 def test_the_rule_splits_what_would_leave_the_chip_idle():
     def splits(rows):
-        return [rule(rows, out, 4096, H200).splits for out in (64, 2048, 6144, 8192, 16384, 28672)]
+        return [plan_by_rule(rows, out, 4096, H200).splits for out in (64, 2048, 6144, 8192, 16384, 28672)]
 
     assert splits(16) == [4, 4, 4, 3, 1, 1] and splits(32) == splits(64) == [4, 4, 1, 1, 1, 1]
 
 
 def test_above_16_rows_the_rule_gives_a_program_a_multiprocessor_if_there_are_enough():
-    assert rule(32, 4096, 4096, H200) == TritonPlan(64, 128, 2, 4, 8)
-    assert rule(64, 4096, 4096, H200) == TritonPlan(64, 64, 2, 4, 8)
-    assert rule(32, 16384, 4096, H200) == TritonPlan(64, 128, 1, 4, 4)
+    assert plan_by_rule(32, 4096, 4096, H200) == TritonPlan(64, 128, 2, 4, 8)
+    assert plan_by_rule(64, 4096, 4096, H200) == TritonPlan(64, 64, 2, 4, 8)
+    assert plan_by_rule(32, 16384, 4096, H200) == TritonPlan(64, 128, 1, 4, 4)
 
 
 def test_a_weight_on_the_cpu_has_no_plans():
-    weight = torch.zeros(64, 128, dtype=torch.bfloat16)
-    assert plans_for((64, 128), DENSE, weight.dtype, weight) is None
+    assert dense_plans_for(torch.zeros(64, 128, dtype=torch.bfloat16)) is None
 
 
 def test_the_users_file_is_in_the_configuration_folder(monkeypatch, tmp_path):
     monkeypatch.delenv(CHOICES_FILE, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    assert own_file() == tmp_path / "espalier" / "choices.json"
+    assert user_tuning_file() == tmp_path / "espalier" / "choices.json"
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 128), (5, 128), (0, 3, 128), (1, 40, 128)])
 def test_a_linear_layer_uses_the_plan_of_its_bucket(kernel_device, monkeypatch, shape):
     """40 rows are in a bucket whose plan is F.linear."""
     used = []
-    monkeypatch.setattr(dense_format, "plans_for", lambda *weight: (ONE, ONE, None, None, None))
+    monkeypatch.setattr(dense_format, "dense_plans_for", lambda *weight: (ONE, ONE, None, None, None))
     monkeypatch.setattr(dense_format, "linear", lambda *args: used.append(args[-1]) or linear(*args))
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(size, generator=generator).half().to(kernel_device) for size in (shape, (64, 128)))
@@ -247,7 +248,7 @@ def test_a_linear_layer_returns_partial_sums(kernel_device, monkeypatch, rows):
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(size, generator=generator).half().to(kernel_device) for size in ((rows, 128), (64, 128)))
     unmeasured = Linear(dense_format.dense_weight(weight))
-    monkeypatch.setattr(dense_format, "plans_for", lambda *weight: (ONE, ONE, None, None, None))
+    monkeypatch.setattr(dense_format, "dense_plans_for", lambda *weight: (ONE, ONE, None, None, None))
     layer = Linear(dense_format.dense_weight(weight))
     assert torch.equal(unmeasured.in_parts(x), unmeasured(x))
     out = layer.in_parts(x)
@@ -276,14 +277,14 @@ FORMATS = {
 
 
 def test_shipped_plans_are_candidates_on_their_chips():
-    for table in LINEARS.read(SHIPPED):
+    for table in LINEAR_TUNING.read(SHIPPED_TUNING_FILE):
         assert getattr(torch, table.dtype) in DTYPES
         for shape, plans in table.plans.items():
             for rows, plan in zip(ROWS_BUCKETS, plans, strict=True):
                 if plan is None:
                     continue
                 if table.format == DENSE:
-                    assert plan in candidates(rows, *shape, table.chip), (shape, rows)
+                    assert plan in candidate_plans(rows, *shape, table.chip), (shape, rows)
                 else:
                     code, group, more = FORMATS[table.format]
                     matrix = quantised(*shape, code, group, **more)
@@ -293,6 +294,6 @@ def test_shipped_plans_are_candidates_on_their_chips():
 
 def test_the_file_is_json_with_one_line_per_plan(tmp_path):
     path = tmp_path / "choices.json"
-    LINEARS.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): SOME}))
+    LINEAR_TUNING.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): SOME}))
     assert json.loads(path.read_text())["tables"][0]["shapes"]["64x128"]["32"] is None
     assert '"16": { "block_out": 64, "block_in": 128, "splits": 2, "warps": 4, "stages": 3 }' in path.read_text()

@@ -5,9 +5,7 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels.ops.sampling import write_logprobs
-from espalier.kernels.runtime.launch import Chip
 from espalier.kernels.sampling import logprobs as kernel
-from espalier.kernels.sampling.logprobs import split_size
 from espalier.logprobs import CHOSEN, RANK, TOKEN, TOP, words
 
 # Of log-probabilities up to some 20: a sum over the vocabulary in another order, and Triton's exp and log.
@@ -107,14 +105,6 @@ def test_what_does_not_fit_is_refused(kernel_device):
         write_logprobs.triton(ring, entry, logits, rows, tokens, length, asked)
     with pytest.raises(EspalierError, match="logprobs: rows"):
         write_logprobs.triton(ring_of(2, 2, kernel_device), entry, logits, rows[:1], tokens, length, asked)
-
-
-def test_splits_grow_with_the_rows(monkeypatch):
-    monkeypatch.setattr(kernel, "SPLIT", 2048)
-    monkeypatch.setattr(kernel, "MAX_SPLIT", 8192)
-    h200 = Chip(227 * 1024, 132, (9, 0))
-    assert [split_size(128256, rows, h200) for rows in (6, 24, 256)] == [2048, 2048, 8192]
-    assert split_size(100, 1, h200) == 128
 
 
 @pytest.mark.gpu

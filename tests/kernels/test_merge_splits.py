@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.merge import MOST_FEW, PROGRAMS_PER_PROCESSOR
+from espalier.kernels.attention.merge import MAX_FEW_SPLITS, PROGRAMS_PER_PROCESSOR
 from espalier.kernels.ops.attention import PartialResults, merge_splits
 from espalier.kernels.ops.selection import KVSplitPolicy, kv_splits
 from espalier.kernels.runtime.launch import chip
@@ -18,7 +18,7 @@ POLICY = KVSplitPolicy(8, 8)
 def drawn(device, lengths=(0, 1, 300, 5000), queries=3, heads=5, v_size=7, seed=0, policy=POLICY):
     generator = torch.Generator().manual_seed(seed)
     splits = kv_splits.reference(torch.tensor(lengths, device=device), 0, policy)
-    partials = PartialResults.of(splits, queries, heads, v_size)
+    partials = PartialResults.allocate(splits, queries, heads, v_size)
     partials.out.copy_(torch.randn(partials.out.shape, generator=generator))
     partials.lse.copy_(torch.randn(partials.lse.shape, generator=generator) * 3)
     used = len(splits.used)
@@ -77,7 +77,7 @@ def test_short_and_long_requests_of_one_batch(kernel_device, num_splits, heads):
     policy = KVSplitPolicy(num_splits, 32)
     partials, splits, out, lse = drawn(kernel_device, (20000, 300, 7, 60000, 3000), 9, heads, 128, policy=policy)
     counts = splits.used[:, 3]
-    assert int(counts.max()) > MOST_FEW and int(counts.min()) == 1 and ((counts > 1) & (counts <= 4)).any()
+    assert int(counts.max()) > MAX_FEW_SPLITS and int(counts.min()) == 1 and ((counts > 1) & (counts <= 4)).any()
     assert_equals_reference(partials, splits, out, lse)
 
 
@@ -94,7 +94,7 @@ def test_bits_do_not_depend_on_the_batch(kernel_device, num_splits, max_splits, 
         alone_splits = kv_splits.reference(torch.tensor([length], device=kernel_device), 0, policy)
         start, count = int(splits.starts[request]), int(splits.starts[len(lengths) + 1 + request])
         of_request = slice(start, start + count)
-        alone_partials = PartialResults.of(alone_splits, 3, heads, 128)
+        alone_partials = PartialResults.allocate(alone_splits, 3, heads, 128)
         (
             alone_partials.out[: of_request.stop - of_request.start],
             alone_partials.lse[: of_request.stop - of_request.start],

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import InputScales, RoundedRows
-from espalier.kernels.layers.scaled_product import MAX_KERNEL_ROWS, kernel_rows
+from espalier.kernels.layers.scaled_product import MAX_KERNEL_ROWS, max_kernel_rows
 from espalier.kernels.ops.linear import quantise_rows
-from espalier.kernels.ops.norm import add_rms_norm, rms_norm, rounded_norm, rounds_norm
+from espalier.kernels.ops.norm import add_rms_norm, can_round_norm, rms_norm, rounded_norm
 from espalier.kernels.runtime.launch import Chip
 from espalier.models.layers.norm import RMSNorm
 from tests.pairwise import fewer
@@ -172,10 +172,10 @@ def test_a_norm_is_rounded_as_by_a_launch_of_its_own(size, group, static, kernel
         else:
             total, norm = add_rms_norm.triton(delta, residual, weight, EPS)
         values, scales = quantise_rows.triton(norm, inputs)
-        for keeps_norm in (False, True):
-            own_total, own_norm, rounded = rounded_norm.triton(delta, residual, weight, EPS, inputs, keeps_norm)
+        for return_norm in (False, True):
+            own_total, own_norm, rounded = rounded_norm.triton(delta, residual, weight, EPS, inputs, return_norm)
             assert torch.equal(own_total, total) and torch.equal(rounded.scales, scales)
-            assert torch.equal(own_norm, norm) if keeps_norm else own_norm is None
+            assert torch.equal(own_norm, norm) if return_norm else own_norm is None
             assert torch.equal(rounded.values.view(torch.uint8), values.view(torch.uint8))
             assert rounded.dtype == torch.float16 and len(rounded) == 3
 
@@ -183,7 +183,11 @@ def test_a_norm_is_rounded_as_by_a_launch_of_its_own(size, group, static, kernel
 def test_groups_that_no_norm_rounds(kernel_device):
     """Groups of other sizes take a launch of their own; so do rows on a CPU, and more of them than our kernel takes."""
     x, weight = random_normal((2, 96), torch.float16, kernel_device), torch.ones(96, device=kernel_device).half()
-    assert not rounds_norm(96, InputScales(48)) and rounds_norm(96, InputScales(96)) and rounds_norm(96, InputScales())
+    assert (
+        not can_round_norm(96, InputScales(48))
+        and can_round_norm(96, InputScales(96))
+        and can_round_norm(96, InputScales())
+    )
     with pytest.raises(EspalierError, match="groups of a power of two, not 48"):
         rounded_norm.triton(None, x, weight, EPS, InputScales(48))
     norm = RMSNorm(weight, EPS)
@@ -193,6 +197,6 @@ def test_groups_that_no_norm_rounds(kernel_device):
     many = x.repeat(MAX_KERNEL_ROWS, 1)
     assert isinstance(norm.add_and_round(None, many, InputScales())[1], torch.Tensor)
     hopper, ada = Chip(232448, 132, (9, 0)), Chip(101376, 142, (8, 9))
-    assert kernel_rows(InputScales(128), hopper) < kernel_rows(InputScales(), hopper) == MAX_KERNEL_ROWS
+    assert max_kernel_rows(InputScales(128), hopper) < max_kernel_rows(InputScales(), hopper) == MAX_KERNEL_ROWS
     # There the library does not take scales of blocks.
-    assert kernel_rows(InputScales(128), ada) == MAX_KERNEL_ROWS
+    assert max_kernel_rows(InputScales(128), ada) == MAX_KERNEL_ROWS

@@ -105,10 +105,10 @@ def test_a_mixtures_block_is_the_norm_and_then_the_block(kernel_device, monkeypa
         Routing(8, 2), router, None, *(tensor.to(kernel_device, router.dtype) for tensor in (gate_up, down))
     )
     norm, live = RMSNorm(weight, eps), torch.arange(rows, device=kernel_device) != 1
-    monkeypatch.setattr(layer, "takes_router", lambda residual: False)
+    monkeypatch.setattr(layer, "supports_norm_router", lambda residual: False)
     expected_total, routed = mlp.norm_input(norm, delta, residual)
     expected = mlp(routed, live)
-    monkeypatch.setattr(layer, "takes_router", lambda residual: True)
+    monkeypatch.setattr(layer, "supports_norm_router", lambda residual: True)
     total, routed = mlp.norm_input(norm, delta, residual)
     parts = mlp(routed, live)
     assert torch.equal(total, expected_total) and parts.any()
@@ -128,7 +128,7 @@ def test_fp8_experts_take_what_the_norm_rounds(kernel_device, monkeypatch, few):
     inputs = InputScales()
     matrices = [fp8_matrix(shape, 1, kernel_device, inputs) for shape in ((8, 64, 64), (8, 64, 32))]
     mlp, norm = MixtureMLP(Routing(8, 2), router, None, *matrices), RMSNorm(weight, eps)
-    monkeypatch.setattr(layer, "takes_router", lambda residual: few)
+    monkeypatch.setattr(layer, "supports_norm_router", lambda residual: few)
     monkeypatch.setattr(layer, "grouped_experts", grouped_experts.triton)
     found = []
     for rounding in (None, inputs):
@@ -146,7 +146,7 @@ def test_a_delta_block_reads_the_same_in_fewer_launches(kernel_device, monkeypat
     block, norm = SimpleNamespace(qkvz=qkvz, ba=Linear(DenseWeight(ba))), RMSNorm(weight, eps)
     found = []
     for in_router, in_norm in ((False, False), (routes, rounds)):
-        monkeypatch.setattr(recurrent, "takes_router", lambda x, taken=in_router: taken)
+        monkeypatch.setattr(recurrent, "supports_norm_router", lambda x, taken=in_router: taken)
         monkeypatch.setattr(recurrent, "is_rounded_before", lambda *_, taken=in_norm: taken)
         total, (of_qkvz, of_ba) = recurrent.DeltaNet.norm_input(block, norm, delta, residual)
         assert isinstance(of_qkvz, RoundedRows) == in_norm

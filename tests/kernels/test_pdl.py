@@ -14,13 +14,13 @@ from espalier.attention import GroupedBackend, ModelCache, Nodes, Prefix
 from espalier.attention.triton import TritonBackend
 from espalier.cache.kv import PagedKV, StagedKV
 from espalier.cache.layer_spec import LatentKV, LayerSpec
-from espalier.kernels.attention.ancestor_bits import pack
+from espalier.kernels.attention.ancestor_bits import pack_bits
 from espalier.kernels.layers.linear_plans import TritonPlan
-from espalier.kernels.ops.attention import Inputs, count_contiguous_blocks, tree_attention
+from espalier.kernels.ops.attention import AttentionInputs, count_contiguous_blocks, tree_attention
 from espalier.kernels.ops.experts import Routing
 from espalier.kernels.ops.linear import linear_gated, linear_parts
 from espalier.kernels.ops.norm import add_rms_norm, rms_norm
-from espalier.kernels.ops.rope import LatentForm, Rotation, rotate_and_store
+from espalier.kernels.ops.rope import LatentFormat, Rotation, rotate_and_store
 from espalier.kernels.ops.selection import KVSplitPolicy, kv_splits
 from espalier.layout import RoundLayout
 from espalier.models.layers.decoder import DecoderLayer
@@ -96,7 +96,7 @@ class Attended:
         self.splits = kv_splits.triton(length, 0, KVSplitPolicy(8, 8))
         positions = 700 + self.rows[None]
         mask = torch.ones(1, rows, rows, dtype=torch.bool, device=device).tril()
-        self.nodes = Nodes(positions, positions, pack(mask))
+        self.nodes = Nodes(positions, positions, pack_bits(mask))
 
     def __call__(self) -> list[torch.Tensor]:
         q = self._stored(0, self.rows, *self.kv)
@@ -105,7 +105,7 @@ class Attended:
             contiguous = count_contiguous_blocks.triton(self.splits, self.prefix.page_table, self.page_size, 0)
         self._stored(1, self.page_size + self.rows, *self.pages)
         rows = (self.pages, self.page_size, self.prefix, self.nodes, self.splits)
-        inputs = Inputs(q[None], *rows, SIZE**-0.5, (self.kv[0][None], self.kv[1][None]))
+        inputs = AttentionInputs(q[None], *rows, SIZE**-0.5, (self.kv[0][None], self.kv[1][None]))
         return list(tree_attention.triton(inputs, contiguous=contiguous))
 
     def _stored(self, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -176,7 +176,7 @@ class LatentLayers(MixtureWithShared):
             down = Linear(dense_weight(random_weight(self.heads * (self.nope + self.rope) + row.size, 2048)))
             up = random_weight(self.heads, 2 * self.nope, self.rank).split(self.nope, 1)
             out = Linear(dense_weight(random_weight(2048, self.heads * self.nope)))
-            form = LatentForm(torch.ones_like(up[0][0, 0]), 1e-6, True)
+            form = LatentFormat(torch.ones_like(up[0][0, 0]), 1e-6, True)
             return LatentAttention(down, None, None, form, *up, out, row.size, rope)
 
         row = LatentKV(self.rank + self.rope, self.rank)

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import pack
-from espalier.kernels.runtime.launch import Chip
+from espalier.kernels.attention.ancestor_bits import pack_bits
+from espalier.kernels.runtime.launch import Chip, split_size
 from espalier.kernels.sampling import pick as kernel_of_pick
-from espalier.kernels.sampling.pick import blocks, pick_triton, split_size
+from espalier.kernels.sampling.pick import block_sizes, pick_triton
 from espalier.sampling.logit_processors import DraftedAncestors
 from espalier.sampling.pick import SampledTokens, pick
 from tests.kernels.sampled import (
@@ -35,7 +35,7 @@ SHARE = 2.0**-19
 def small_blocks(monkeypatch, request):
     """Several splits of several blocks, however small the vocabulary, but on the device."""
     if not request.node.get_closest_marker("gpu"):
-        for name, size in (("SPLIT", 64), ("MOST_SPLIT", 128), ("BLOCK", 32), ("PLAIN_BYTES", 64)):
+        for name, size in (("SPLIT", 64), ("MAX_SPLIT", 128), ("BLOCK", 32), ("PLAIN_BYTES", 64)):
             monkeypatch.setattr(kernel_of_pick, name, size)
 
 
@@ -102,7 +102,7 @@ def test_a_node_counts_where_its_bit_stands_and_nowhere_else(kernel_device, firs
         logits[0, q, node + 2] = 1.0  # the token of that node
     tokens = torch.arange(2, 72)[None].to(kernel_device)
     offsets = torch.zeros(1, len(nodes), dtype=torch.int64, device=kernel_device)
-    above = (tokens, pack(on_path).to(kernel_device))
+    above = (tokens, pack_bits(on_path).to(kernel_device))
     picked, _ = pick_triton(logits.to(kernel_device), kernel_rows(slots), slots.root, offsets, above, first_above)
     assert picked[0].tolist() == [2 if first_above else 0, 0, 0, 0, 0, 0]
 
@@ -234,21 +234,20 @@ def test_one_request_far_down_has_filters(kernel_device, plain):
     agree(random_logits(11, plain + 1, queries, vocab).to(kernel_device), slots, first, offsets)
 
 
-def test_many_rows_are_cut_into_fewer_splits(monkeypatch):
-    monkeypatch.setattr(kernel_of_pick, "SPLIT", 2048)
-    monkeypatch.setattr(kernel_of_pick, "MOST_SPLIT", 32768)
+def test_many_rows_are_cut_into_fewer_splits():
     hopper = Chip(227 * 1024, 132, (9, 0))
-    assert [split_size(128256, rows, hopper) for rows in (1, 25, 64, 512)] == [2048, 2048, 8192, 32768]
-    assert split_size(100, 10_000, hopper) == 32768
+    assert [split_size(128256, rows, hopper, 2048, 32768) for rows in (1, 25, 64, 512)] == [2048, 2048, 8192, 32768]
+    assert [split_size(128256, rows, hopper, 2048, 8192) for rows in (6, 24, 256)] == [2048, 2048, 8192]
+    assert split_size(100, 10_000, hopper, 128, 8192) == 128
 
 
 def test_what_a_thread_reads_at_once_follows_from_where_rows_begin():
     logits = torch.zeros(2, 3, 176, dtype=torch.bfloat16)
-    assert blocks(logits) == {"BLOCK": 32, "PLAIN_BLOCK": 32, "GROUP": 8}
-    assert blocks(logits.double()) == {"BLOCK": 32, "PLAIN_BLOCK": 8, "GROUP": 2}
+    assert block_sizes(logits) == {"BLOCK": 32, "PLAIN_BLOCK": 32, "GROUP": 8}
+    assert block_sizes(logits.double()) == {"BLOCK": 32, "PLAIN_BLOCK": 8, "GROUP": 2}
     for unaligned in (logits[..., :150], logits.flatten()[1:353].view(1, 2, 176), torch.zeros(1, 2, 180)[..., :176]):
-        assert blocks(unaligned)["GROUP"] == 1
-    assert blocks(logits[..., :7]) == {"BLOCK": 4, "PLAIN_BLOCK": 4, "GROUP": 1}
+        assert block_sizes(unaligned)["GROUP"] == 1
+    assert block_sizes(logits[..., :7]) == {"BLOCK": 4, "PLAIN_BLOCK": 4, "GROUP": 1}
 
 
 def test_the_first_nan_is_named_and_padding_is_greedy(kernel_device):

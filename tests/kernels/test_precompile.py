@@ -39,9 +39,9 @@ class FakeJitFunction:
 
 @pytest.fixture
 def kernel():
-    from espalier.kernels.runtime.jit import Hooked
+    from espalier.kernels.runtime.jit import HookedLaunch
 
-    class FakeKernel(Hooked, FakeJitFunction):
+    class FakeKernel(HookedLaunch, FakeJitFunction):
         pass
 
     return FakeKernel()

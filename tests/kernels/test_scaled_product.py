@@ -11,10 +11,10 @@ from espalier.kernels.layers.quantised import (
     InputScales,
     QuantisedMatrix,
     RoundedRows,
+    fake_quantise_inputs,
     quantise_inputs,
-    rounded_inputs,
 )
-from espalier.kernels.layers.scaled_product import MAX_KERNEL_ROWS, is_scaled_product, scaled_product
+from espalier.kernels.layers.scaled_product import MAX_KERNEL_ROWS, library_supports_product, scaled_product
 from espalier.kernels.ops.activation import gated
 from espalier.kernels.ops.linear import linear_quantised, linear_quantised_gated, quantise_rows
 from espalier.kernels.runtime.launch import Chip
@@ -44,7 +44,7 @@ def assert_is_the_product(out, x, matrix, bias):
     """The tolerance of linear_quantised.py for rounded inputs on a GPU."""
     row_scales = matrix.scales.double().repeat_interleave(matrix.row_block, 0)[: matrix.shape[0]]
     weight = matrix.codes.double() * row_scales.repeat_interleave(matrix.group, 1)[:, : matrix.shape[1]]
-    inputs, bias = rounded_inputs(x, matrix.inputs).double(), bias.double()
+    inputs, bias = fake_quantise_inputs(x, matrix.inputs).double(), bias.double()
     exact = inputs @ weight.T + bias
     magnitude = inputs.abs() @ weight.abs().T + bias.abs()
     bound = torch.finfo(out.dtype).eps / 2 * exact.abs() * 1.01 + 2.0**-10 * magnitude
@@ -56,7 +56,7 @@ def assert_is_the_product(out, x, matrix, bias):
 def test_one_scale_for_a_row(device, one_scale):
     matrix, x = drawn(48, 80, device, one_scale=one_scale), inputs_for(80, device)
     bias = x[5, :48].contiguous()
-    assert is_scaled_product(x, matrix)
+    assert library_supports_product(x, matrix)
     assert_is_the_product(scaled_product(x, matrix, bias), x, matrix, bias)
 
 
@@ -66,7 +66,7 @@ def test_one_scale_for_a_row(device, one_scale):
 def test_one_scale_for_a_block(rows, num_out, num_in, has_bias):
     matrix, x = drawn(num_out, num_in, "cuda", block=128), inputs_for(num_in, "cuda", rows)
     bias = x[5, :num_out].contiguous() if has_bias else None
-    assert is_scaled_product(x, matrix)
+    assert library_supports_product(x, matrix)
     product = scaled_product(x, matrix, bias)
     assert_is_the_product(product, x, matrix, torch.zeros(num_out, device="cuda") if bias is None else bias)
 
@@ -101,7 +101,7 @@ def test_other_matrices_stay_with_our_kernel():
         "five blocks of columns": (inputs_for(640, "cpu"), drawn(128, 640, "cpu", block=128)),
         "part of a block of rows": (inputs_for(512, "cpu"), drawn(192, 512, "cpu", block=128)),
     }
-    assert [name for name, case in others.items() if is_scaled_product(*case)] == []
+    assert [name for name, case in others.items() if library_supports_product(*case)] == []
 
 
 def test_fewer_rows_where_one_tile_of_them_fills_the_chip(monkeypatch):
@@ -113,7 +113,9 @@ def test_fewer_rows_where_one_tile_of_them_fills_the_chip(monkeypatch):
         repeats = num_out // 128
         scales = matrix.scales.repeat(repeats if len(matrix.scales) > 1 else 1, 1)
         matrix = replace(matrix, codes=matrix.codes.repeat(repeats, 1), scales=scales)
-        return is_scaled_product(RoundedRows(*quantise_inputs(x, matrix.inputs), x.dtype) if is_rounded else x, matrix)
+        return library_supports_product(
+            RoundedRows(*quantise_inputs(x, matrix.inputs), x.dtype) if is_rounded else x, matrix
+        )
 
     wide, narrow = 132 * 128, 131 * 128
     assert takes(129, wide) and takes(129, wide, is_rounded=True) and takes(257, narrow, is_rounded=True)

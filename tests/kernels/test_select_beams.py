@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import unpack
+from espalier.kernels.attention.ancestor_bits import unpack_bits
 from espalier.kernels.ops.tree import select_beams
 from tests.kernels.treeing import drawn_scores, poisoned, random, same
 
@@ -36,7 +36,7 @@ def beams_by_lists(tokens, scores, ancestor_bits, first, num_words):
     flat = [-math.inf if math.isnan(score) else score for score in scores.flatten().tolist()]
     order = sorted(range(rows * topk), key=lambda i: (-flat[i], i))[:topk]
     ancestors = [
-        set() if ancestor_bits is None else set(unpack(row, num_words * 64).nonzero().flatten().tolist())
+        set() if ancestor_bits is None else set(unpack_bits(row, num_words * 64).nonzero().flatten().tolist())
         for row in (range(rows) if ancestor_bits is None else ancestor_bits)
     ]
     return [
@@ -55,7 +55,7 @@ def test_reference_equals_sorting(rows, topk, first, num_words):
         for b in range(2):
             request = [None if value is None else value[b] for value in inputs]
             expected = beams_by_lists(*request, first, num_words)
-            mask = unpack(beams.ancestor_bits[b], num_words * 64)
+            mask = unpack_bits(beams.ancestor_bits[b], num_words * 64)
             got = [
                 (
                     path[b, first + k].item(),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import unpack
+from espalier.kernels.attention.ancestor_bits import unpack_bits
 from espalier.kernels.ops.drafts import Candidates, select_paths
 from espalier.kernels.ops.tree import VOID
 from tests.kernels.treeing import poisoned, random, same
@@ -77,7 +77,7 @@ def test_reference_is_all_paths_sorted(steps, rows, topk, nodes):
     for seed in range(6):
         root, candidates = random_candidates(2, steps, rows, topk, seed)
         tree = select_paths.reference(root, candidates, nodes)
-        masks = unpack(tree.ancestors, nodes)
+        masks = unpack_bits(tree.ancestors, nodes)
         for b in range(2):
             expected = by_sorting(int(root[b]), *(value[b] for value in candidates), nodes)
             ancestors = [set(row.nonzero().flatten().tolist()) for row in masks[b]]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import unpack
-from espalier.kernels.ops.tree import VOID, select
+from espalier.kernels.attention.ancestor_bits import unpack_bits
+from espalier.kernels.ops.tree import VOID, select_tree
 from tests.kernels.treeing import poisoned, random_pool, same
 
 
@@ -54,8 +54,8 @@ def test_reference_equals_sorting_and_walking(topk, steps):
     size = size_of(topk, steps)
     for seed, nodes in enumerate((1, 2, size // 2 + 1, size, size + 1)):
         inputs = random_inputs(2, topk, steps, seed)
-        tree = select.reference(*whole(inputs), topk, nodes)
-        masks = unpack(tree.ancestors, nodes)
+        tree = select_tree.reference(*whole(inputs), topk, nodes)
+        masks = unpack_bits(tree.ancestors, nodes)
         for b in range(2):
             expected = selected_by_lists(*(value[b].tolist() for value in inputs), topk, nodes)
             ancestors = [set(row.nonzero().flatten().tolist()) for row in masks[b]]
@@ -90,10 +90,10 @@ def check(device, batch, topk, steps, nodes):
     for seed in range(3):
         inputs = random_inputs(batch, topk, steps, seed)
         with poisoned():
-            tree = select.triton(*whole(inputs, device), topk, nodes)
-            of_levels = select.triton(*in_levels(inputs, topk, device), topk, nodes)
-        same(tree, select.reference(*whole(inputs), topk, nodes))
-        same(of_levels, select.reference(*in_levels(inputs, topk), topk, nodes))
+            tree = select_tree.triton(*whole(inputs, device), topk, nodes)
+            of_levels = select_tree.triton(*in_levels(inputs, topk, device), topk, nodes)
+        same(tree, select_tree.reference(*whole(inputs), topk, nodes))
+        same(of_levels, select_tree.reference(*in_levels(inputs, topk), topk, nodes))
         same(of_levels, tree._make(value.cpu() for value in tree))
 
 
@@ -111,24 +111,24 @@ def test_kernel_is_the_reference_at_size(kernel_device, batch, topk, steps, node
 def test_without_candidates_only_the_root_is_left(kernel_device):
     inputs = random_inputs(2, 2, 2, 0)
     inputs[2].fill_(-torch.inf)
-    tree = select.triton(*whole(inputs, kernel_device), 2, 4)
+    tree = select_tree.triton(*whole(inputs, kernel_device), 2, 4)
     assert tree.tokens.tolist() == [[70, -1, -1, -1], [71, -1, -1, -1]]
     assert tree.ancestors.flatten(1).tolist() == [[1, 2, 4, 8]] * 2
-    same(tree, select.reference(*whole(inputs), 2, 4))
+    same(tree, select_tree.reference(*whole(inputs), 2, 4))
 
 
 def test_wrong_sizes_are_refused(kernel_device):
     root, tokens, scores, beams = (value.to(kernel_device) for value in random_inputs(2, 3, 2, 0))
     with pytest.raises(EspalierError, match="whole levels"):
-        select.triton(root, [tokens[:, :11]], [scores[:, :11]], [beams[:, :2]], 3, 4)
+        select_tree.triton(root, [tokens[:, :11]], [scores[:, :11]], [beams[:, :2]], 3, 4)
     with pytest.raises(EspalierError, match="too few for 14 nodes"):
-        select.triton(root, [tokens], [scores], [beams], 3, 14)
+        select_tree.triton(root, [tokens], [scores], [beams], 3, 14)
     with pytest.raises(EspalierError, match="select_tree: beams"):
-        select.triton(root, [tokens], [scores], [beams[:, 1:]], 3, 4)
+        select_tree.triton(root, [tokens], [scores], [beams[:, 1:]], 3, 4)
     with pytest.raises(EspalierError, match="select_tree: tokens"):
-        select.triton(root, tokens.split(6, 1), scores.split(6, 1), [beams], 3, 4)
+        select_tree.triton(root, tokens.split(6, 1), scores.split(6, 1), [beams], 3, 4)
 
 
 def test_cpu_tensors_use_the_reference():
     inputs = whole(random_inputs(2, 3, 2, 1))
-    same(select(*inputs, 3, 9), select.reference(*inputs, 3, 9))
+    same(select_tree(*inputs, 3, 9), select_tree.reference(*inputs, 3, 9))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import pack
+from espalier.kernels.attention.ancestor_bits import pack_bits
 from espalier.kernels.ops import selection
 from espalier.kernels.ops.rope import Rotation
 from espalier.kernels.ops.selection import (
@@ -86,7 +86,7 @@ def test_scores(kernel_device, shape, dtype):
     plane = drawn((batch * columns + 1) * page_size, 1, size)
     keys = IndexKeys(plane, table, length, page_size, first, drawn(batch, staged, 1, size))
     asking = IndexQueries(drawn(batch, queries, heads, size), drawn(batch, queries, heads).float())
-    bits = pack(torch.rand(batch, queries, staged, generator=generator) < 0.6).to(kernel_device)
+    bits = pack_bits(torch.rand(batch, queries, staged, generator=generator) < 0.6).to(kernel_device)
     (expected, _), (made, groups) = index_scores.reference(asking, keys, bits), index_scores.triton(asking, keys, bits)
     capacity = columns * page_size
     column = torch.arange(capacity + staged, device=kernel_device)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from espalier.kernels.ops.attention import Inputs, merge, no_prefix, staged_attention
+from espalier.kernels.ops.attention import AttentionInputs, empty_prefix, merge, staged_attention
 from espalier.kernels.ops.selection import kv_splits
 from tests.kernels.attending import LSE_TOLERANCE, TOLERANCE, Case, doubled, draw, expected, run
 
@@ -25,13 +25,13 @@ CASES = [
 cases = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-def over_staged(inputs: Inputs) -> Inputs:
+def over_staged(inputs: AttentionInputs) -> AttentionInputs:
     """The inputs with empty prefixes."""
-    prefix, splits = no_prefix(len(inputs.q), inputs.q.device)
+    prefix, splits = empty_prefix(len(inputs.q), inputs.q.device)
     return inputs._replace(prefix=prefix, splits=splits)
 
 
-def check(inputs: Inputs) -> None:
+def check(inputs: AttentionInputs) -> None:
     out, lse = staged_attention.triton(over_staged(inputs))
     expected_part = staged_attention.reference(over_staged(doubled(inputs)))
     torch.testing.assert_close(out.double(), expected_part[0], rtol=0, atol=TOLERANCE[inputs.q.dtype])
@@ -44,7 +44,7 @@ def test_kernel_equals_reference(case, kernel_device):
 
 
 def test_no_prefix_equals_splits_of_empty_requests(kernel_device):
-    prefix, splits = no_prefix(3, kernel_device)
+    prefix, splits = empty_prefix(3, kernel_device)
     expected_splits = kv_splits.triton(prefix.length, 0, splits.policy)
     assert torch.equal(splits.table, expected_splits.table) and torch.equal(splits.starts, expected_splits.starts)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from espalier.cache.layer_spec import RecurrentState
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
+from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack_bits
 from espalier.kernels.layers.quantised import InputScales
 from espalier.kernels.ops.linear import quantise_rows, sum_parts
 from espalier.kernels.ops.recurrence import ShortConv, StateRows
@@ -77,7 +77,7 @@ class Drawn:
         is_leaf = torch.ones(batch, nodes, dtype=torch.bool).scatter_(1, parents, False)
         void = is_leaf & (torch.rand(batch, nodes, generator=self.generator) < 0.3)
         void[:, 0] = False
-        return parents.to(self.device), pack(ancestor_mask(parents, void, nodes)).to(self.device)
+        return parents.to(self.device), pack_bits(ancestor_mask(parents, void, nodes)).to(self.device)
 
 
 def exact(values: Any) -> Any:

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.choose import choose
-from espalier.kernels.attention.triton_config import TritonConfig, choose_config
-from espalier.kernels.ops.attention import Inputs, Nodes, Prefix
+from espalier.kernels.attention.choose import choose_config
+from espalier.kernels.attention.triton_config import TritonConfig, choose_triton_config
+from espalier.kernels.ops.attention import AttentionInputs, Nodes, Prefix
 from espalier.kernels.ops.selection import KVSplitPolicy, kv_splits
 from espalier.kernels.runtime.launch import Chip
 from tests.kernels.attending import Case, check, draw, expected, only, run
@@ -143,7 +143,7 @@ def test_choices_fit_the_chip(shared_memory):
     for packed, size, dtype in product(
         (1, 16, 32, 64, 8192), (8, 64, 96, 128, 256, 512), (torch.bfloat16, torch.float32)
     ):
-        config = choose_config(on, packed, 64, size, size, dtype)
+        config = choose_triton_config(on, packed, 64, size, size, dtype)
         row = max(16, 1 << (size - 1).bit_length()) * dtype.itemsize
         assert (
             config.shared_bytes(on, row, row) * config.programs_per_processor <= shared_memory or dtype == torch.float32
@@ -154,7 +154,7 @@ def test_choices_fit_the_chip(shared_memory):
 def test_fp8_rows_take_a_stage_more_and_as_many_programs():
     """Two stages have no copy in flight while a step computes; three of FP8 rows fit four times."""
     on = Chip(227 * 1024, 132, (9, 0))
-    found = [choose_config(on, 4, 1, 128, 128, torch.bfloat16, one_wave=True, fp8=fp8) for fp8 in (False, True)]
+    found = [choose_triton_config(on, 4, 1, 128, 128, torch.bfloat16, one_wave=True, fp8=fp8) for fp8 in (False, True)]
     assert [(config.stages, config.programs_per_processor) for config in found] == [(2, 4), (3, 4)]
     # Of a block of 64 rows: queries in bfloat16, weights, and two steps of K and V.
     assert found[1].shared_bytes(on, 128, 128, 256) == 16 * (256 + 2 * 64) + 2 * 64 * 256
@@ -248,5 +248,5 @@ def test_a_padded_batch_has_the_blocks_of_the_batch():
         prefix = Prefix(torch.zeros(batch, 1, dtype=torch.int32), length)
         splits = kv_splits.reference(length, 0, KVSplitPolicy.of(batch, 1, 6, 2, 8192, 16))
         nodes = Nodes.chain(torch.zeros(batch, 1, dtype=torch.int64))
-        configs.append(choose(Inputs(q, (pages, pages), 8, prefix, nodes, splits, 1.0)))
+        configs.append(choose_config(AttentionInputs(q, (pages, pages), 8, prefix, nodes, splits, 1.0)))
     assert configs[0] == configs[1]

@@ -5,11 +5,8 @@ import struct
 import pytest
 import torch
 
-from espalier.engine.results import ResultColumns
 from espalier.errors import EspalierError
-from espalier.kernels.ops.state import EMPTY, write_results
-from espalier.kernels.state.commit import MOST_FIELDS
-from espalier.layout import RoundLayout
+from espalier.kernels.ops.state import EMPTY_COLUMN, write_results
 from tests.kernels.treeing import random
 
 # After the columns that are written come OTHERS, of something else.
@@ -30,7 +27,7 @@ def drawn(batch, seed, all_of_them=True):
         return fields
     fields |= {8: scores, 13: integers(1), 14: integers(2), 16: scores[:, :2]}
     # As many as a launch has with every source.
-    return fields | {column: integers(1) for column in range(18, 18 + MOST_FIELDS - len(fields))}
+    return fields | {column: integers(1) for column in range(18, WIDTH)}
 
 
 def ring_of(seed, device="cpu"):
@@ -40,7 +37,7 @@ def ring_of(seed, device="cpu"):
 def put_in_loops(ring, entry, fields):
     ring = ring.clone()
     for b in range(fields[0].shape[0]):
-        row = [EMPTY] * WIDTH
+        row = [EMPTY_COLUMN] * WIDTH
         for start, field in fields.items():
             for column, value in enumerate(field[b].tolist(), start):
                 row[column] = value if field.dtype == torch.int64 else struct.unpack("i", struct.pack("f", value))[0]
@@ -82,12 +79,6 @@ def test_what_does_not_fit_is_refused(kernel_device):
         write_results.triton(ring, entry, {0: fields[0], 18: fields[3]})
     with pytest.raises(EspalierError, match="stride 144, not 1"):
         write_results.triton(ring.permute(1, 2, 0), entry, {0: fields[0]})
-
-
-def test_the_kernel_takes_every_field_of_a_row():
-    """With sources beside a draft a launch writes them all; log-probabilities are written by a kernel of their own."""
-    columns = ResultColumns.of(RoundLayout(4, 3, 2, 8, 16, 64, 1, 32), 100)
-    assert sum(isinstance(value, slice) for value in vars(columns).values()) - 1 <= MOST_FIELDS
 
 
 def test_a_cpu_needs_no_kernel():

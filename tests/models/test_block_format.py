@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.tree.edges import LowRankEdges, Rows
+from espalier.kernels.tree.edges import DepthRows, LowRankEdges
 from espalier.models import load_target, read_config
 from espalier.models.block import BlockDraft
 from espalier.speculate.drafters.registry import load_draft, read_draft
@@ -74,7 +74,7 @@ def two_rounds(draft: BlockDraft, expected: dict[str, Tensor]) -> dict[str, Tens
 
 def along(edges: LowRankEdges, before: Tensor) -> Tensor:
     """[S, draft vocabulary]: the logits with edges along one path.  before: [S], the token before each depth."""
-    rows, logits = Rows.of_roots(before[:1]), []
+    rows, logits = DepthRows.for_roots(before[:1]), []
     for depth, token in enumerate(before):
         factors, states = edges.factors(depth, rows._replace(tokens=token.view(1, 1)))
         logits.append(edges.logits(depth, factors)[0, 0])

@@ -82,7 +82,7 @@ def test_stacked_matrices_mean_what_the_format_says(tmp_path, kind, stack):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_product_is_with_the_meant_weights(tmp_path, monkeypatch, kind):
     """In blocks of rows too small for the matrix, and with a bias."""
-    monkeypatch.setattr(kernels, "BLOCK_VALUES", 32 * 16)
+    monkeypatch.setattr(kernels, "DEQUANTISED_VALUES_PER_STEP", 32 * 16)
     path, meant = made(tmp_path, kind)
     x, bias = torch.randn(5, 32, dtype=DTYPE), torch.randn(64, dtype=DTYPE)
     weight = loaded(path).weight(*QKV)

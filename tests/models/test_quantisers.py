@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from espalier.kernels.layers.quantised import E2M1, FP8, QuantisedMatrix, dequantise, nibble_matrix
+from espalier.kernels.layers.quantised import E2M1_VALUES, FP8, QuantisedMatrix, dequantise, nibble_matrix
 from espalier.models.quantisers import QUANTISERS, to_fp8_block, to_mxfp4
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def test_blocks_at_the_edges_are_smaller():
 
 def test_mxfp4_holds_its_own_values_exactly():
     """Every value of E2M1 by blocks of different powers of two: nothing is lost."""
-    values = torch.tensor([*E2M1, *(-value for value in E2M1)]).repeat(2, 2, 2)
+    values = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)]).repeat(2, 2, 2)
     powers = torch.tensor([[-10.0, 3.0], [0.0, 100.0]]).exp2()[:, :, None]
     experts = (values.view(2, 2, 32) * powers).contiguous()
     made = to_mxfp4(experts, CPU)
@@ -42,7 +42,7 @@ def test_mxfp4_holds_its_own_values_exactly():
 
 def test_nvfp4_holds_its_own_values_exactly():
     """Every value of E2M1 by groups of different scales; also groups of zeros, and a matrix of them."""
-    values = torch.tensor([*E2M1, *(-value for value in E2M1)])
+    values = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)])
     scales = torch.tensor([[448.0, 0.0625, 0.0], [13.0, 2.0**-9, 1.75]])
     dense = (values * scales[:, :, None]).flatten(1) / 64
     assert torch.equal(dequantise(QUANTISERS["nvfp4"].matrix(dense), torch.float32), dense)
@@ -55,6 +55,6 @@ def test_mxfp4_takes_the_nearest_value():
     matrix = nibble_matrix("mxfp4", made["_blocks"].flatten(2), made["_scales"], 32)
     for i in range(2):
         scale = (made["_scales"][i].float() - 127).exp2().repeat_interleave(32, 1)
-        choices = scale[..., None] * torch.tensor([*E2M1, *(-value for value in E2M1)])
+        choices = scale[..., None] * torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)])
         nearest = (choices - experts[i][..., None]).abs().amin(2)
         assert torch.equal((dequantise(matrix[i], torch.float32) - experts[i]).abs(), nearest)

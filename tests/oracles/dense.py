@@ -8,7 +8,7 @@ from torch import Tensor
 
 from espalier.attention import Pass
 from espalier.cache.layer_spec import KVHeads, LayerSpec, ReadyHeads, RecurrentState
-from espalier.kernels.ops.rope import HeadNorms, LatentForm, Rotation
+from espalier.kernels.ops.rope import HeadNorms, LatentFormat, Rotation
 from espalier.kernels.ops.selection import IndexRows
 from espalier.kernels.ops.states import GateInputs
 from tests.oracles.fp8_cache import LayerScales
@@ -180,7 +180,7 @@ def states_of(
     return q, v, (torch.stack(states, 1) if states else state[:, None][:, :0], inputs)
 
 
-def latent_of(q: Tensor, latent: Tensor, rotation: Rotation, form: LatentForm) -> tuple[Tensor, Tensor]:
+def latent_of(q: Tensor, latent: Tensor, rotation: Rotation, form: LatentFormat) -> tuple[Tensor, Tensor]:
     """q [B, Q, heads, nope + rope] and the latent row [B, Q, 1, size]: its first part normed, its last rotated, as in
     q."""
     rotary = rotation.cos.shape[1]

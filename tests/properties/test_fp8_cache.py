@@ -55,12 +55,12 @@ def test_a_scale_of_the_batch_would_be_noticed(monkeypatch):
     """Rows rounded by the largest of a pass: neighbours and siblings change a request's tokens."""
     from espalier.kernels.ops import rope
 
-    nearest = rope.rounded
+    nearest = rope.round_to_fp8
 
     def over_the_pass(values, scale):
         largest = values.abs().amax() / 3
         return (nearest(values / largest, scale).double() * largest).to(rope.torch.float8_e4m3fn)
 
-    monkeypatch.setattr(rope, "rounded", over_the_pass)
+    monkeypatch.setattr(rope, "round_to_fp8", over_the_pass)
     with pytest.raises(AssertionError):
         test_tokens_are_those_of_plain_decoding_alone(SETUPS["draft in float64"])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.kernels.ops.tree import VOID, Tree, select
+from espalier.kernels.ops.tree import VOID, Tree, select_tree
 from espalier.request import Request, SamplingParams
 from espalier.speculate import round as of_round
 from tests.harness import Setup, prompts, request, run
@@ -34,14 +34,14 @@ def test_the_best_nodes_of_the_batch_with_all_their_ancestors(batch, topk, steps
     seed = data.draw(st.integers(0, 10_000))
     tokens, scores, beams = random_pool(batch, topk, steps, seed)
     nodes = min(nodes, tokens.shape[1] + 1)
-    tree = select(torch.arange(batch), [tokens], [scores], [beams], topk, nodes)
+    tree = select_tree(torch.arange(batch), [tokens], [scores], [beams], topk, nodes)
     rows = data.draw(st.integers(batch, batch * nodes))
-    places = tree.best(rows).tolist()
+    places = tree.best_nodes(rows).tolist()
     flat = tree.scores.flatten().tolist()
     roots = [row * nodes for row in range(batch)]
     others = sorted((place for place in range(batch * nodes) if place not in roots), key=lambda at: (-flat[at], at))
     assert places == sorted(roots + others[: rows - batch])
-    only = tree.only(torch.tensor(places))
+    only = tree.keep_nodes(torch.tensor(places))
     for place in range(batch * nodes):
         row, node = divmod(place, nodes)
         if place not in places:
@@ -64,7 +64,7 @@ def at_random(tree: Tree, rows: int) -> torch.Tensor:
     return BEST(tree._replace(scores=torch.where(tree.tokens == VOID, -torch.inf, least.float())), rows)
 
 
-BEST = Tree.best
+BEST = Tree.best_nodes
 
 
 FULL = pytest.mark.full
@@ -88,7 +88,7 @@ def test_tokens_are_plain_decodings_as_many_as_the_chosen_nodes_say(
     algorithm, sharing, overlap, rows, styles, monkeypatch
 ):
     if sharing == "at random":
-        monkeypatch.setattr(Tree, "best", at_random)
+        monkeypatch.setattr(Tree, "best_nodes", at_random)
     setup = replace(SHARED, algorithm=algorithm, overlap=overlap, shared_rows=rows, text_paths=rows % 2)
     watch = Watch(setup.engine(), algorithm, reference_of(setup), (TOKENS, CONSERVED))
     run_watched(watch, traffic(styles))

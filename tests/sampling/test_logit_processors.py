@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.kernels.attention.ancestor_bits import pack
+from espalier.kernels.attention.ancestor_bits import pack_bits
 from espalier.request import Request
 from espalier.sampling.logit_processors import DraftedAncestors, SamplingNeeds, process_logits
 from tests.sampling.batch import request, rows_of
@@ -80,7 +80,11 @@ def test_penalties_along_a_path_are_those_of_the_sequence_written_out(tree, deci
     logits = torch.randn(2, size, VOCAB, generator=torch.Generator().manual_seed(seed))
     positions = torch.zeros(2, size, dtype=torch.int64)
     together = process_logits(
-        logits, rows_of([one, mate], VOCAB), ALL, positions, DraftedAncestors(torch.tensor([tokens] * 2), pack(on_path))
+        logits,
+        rows_of([one, mate], VOCAB),
+        ALL,
+        positions,
+        DraftedAncestors(torch.tensor([tokens] * 2), pack_bits(on_path)),
     )
     for node in range(size):
         path = [tokens[n] for n in path_to(node, parents) if tokens[n] >= 0]
@@ -100,7 +104,7 @@ def test_extras_that_are_all_void_count_nowhere():
         rows,
         PENALISED,
         positions,
-        DraftedAncestors(torch.full((1, 3), -1), pack(torch.ones(1, 4, 3, dtype=torch.bool))),
+        DraftedAncestors(torch.full((1, 3), -1), pack_bits(torch.ones(1, 4, 3, dtype=torch.bool))),
     )
     assert torch.equal(void, process_logits(logits, rows, PENALISED, positions))
 
@@ -114,7 +118,7 @@ def test_shaping_leaves_its_inputs_alone():
         rows,
         ALL,
         torch.ones(1, 2),
-        DraftedAncestors(torch.tensor([[4, 5]]), pack(torch.ones(1, 2, 2, dtype=torch.bool))),
+        DraftedAncestors(torch.tensor([[4, 5]]), pack_bits(torch.ones(1, 2, 2, dtype=torch.bool))),
     )
     assert (logits == 1).all()
     assert all(torch.equal(value, before[name]) for name, value in vars(rows).items())

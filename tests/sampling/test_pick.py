@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.engine.launch_input import sampling_needs_of
-from espalier.kernels.attention.ancestor_bits import pack
+from espalier.kernels.attention.ancestor_bits import pack_bits
 from espalier.request import Request
 from espalier.sampling.logit_processors import DraftedAncestors, SamplingNeeds, SamplingRows
 from espalier.sampling.pick import SampledTokens, coupled_scores, filtered, gumbel, logprobs, pick
@@ -180,7 +180,7 @@ def test_no_line_reads_the_device(dtype):
     wide = torch.promote_types(dtype, torch.float32)
     noise = gumbel(rows.seed, positions, VOCAB, wide)
     extra, on_path = positions[:, :4], torch.empty(2, 5, 4, dtype=torch.bool, device="meta")
-    picked = pick(logits, rows, ALL_SAMPLING, positions, noise, DraftedAncestors(extra, pack(on_path)))
+    picked = pick(logits, rows, ALL_SAMPLING, positions, noise, DraftedAncestors(extra, pack_bits(on_path)))
     assert picked.tokens.shape == picked.finite.shape == (2, 5)
     assert picked.tokens.dtype == torch.int64
     assert coupled_scores(logits.to(wide), rows, noise).dtype == wide

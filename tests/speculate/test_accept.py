@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
+from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack_bits
 from espalier.kernels.ops.tree import accept
 from espalier.sampling.pick import SampledTokens
 from espalier.speculate.tree import VOID, RootTrees, Tree
@@ -35,7 +35,7 @@ def trees(draw, nodes: int):
 
 def tree_of(rows) -> Tree:
     tokens, parents, depths = (torch.tensor(list(part)) for part in zip(*rows, strict=True))
-    ancestor_bits = pack(ancestor_mask(parents, tokens == VOID, STEPS))
+    ancestor_bits = pack_bits(ancestor_mask(parents, tokens == VOID, STEPS))
     return Tree(tokens, parents, depths, torch.zeros(tokens.shape), ancestor_bits)
 
 
@@ -77,7 +77,9 @@ def test_the_kept_path_is_what_walking_finds(data, nodes, batch):
 def chain(nodes: int) -> Tree:
     line = torch.arange(nodes)[None]
     parents = (line - 1).clamp(min=0)
-    return Tree(line % TOKENS, parents, line, torch.zeros(1, nodes), pack(torch.ones(1, nodes, nodes).tril().bool()))
+    return Tree(
+        line % TOKENS, parents, line, torch.zeros(1, nodes), pack_bits(torch.ones(1, nodes, nodes).tril().bool())
+    )
 
 
 @pytest.mark.parametrize("depth", [0, 62, 63, 64, 65, 128])

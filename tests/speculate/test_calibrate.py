@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.kernels.ops.tree import VOID, Tree, select
+from espalier.kernels.ops.tree import VOID, Tree, select_tree
 from espalier.speculate.sources.calibrate import calibrate_scores, draft_node_kinds, pack_nodes
 from espalier.speculate.sources.survival import Survival
 from tests.kernels.treeing import random_pool
@@ -37,7 +37,7 @@ class Rounds:
         # The same scores of all.
         tokens, scores, beams = (part.expand(self.batch, -1) for part in random_pool(1, TOPK, STEPS, self.rounds))
         pool = [[part.contiguous()] for part in (tokens, scores, beams)]
-        tree = select(torch.zeros(self.batch, dtype=torch.int64), *pool, TOPK, NODES)
+        tree = select_tree(torch.zeros(self.batch, dtype=torch.int64), *pool, TOPK, NODES)
         kinds, skill = draft_node_kinds(tree, self.is_sampled), [[self.survival.skill(name)] for name in names]
         table = torch.tensor(np.log(self.survival.probabilities), dtype=torch.float32)
         scored = calibrate_scores(tree, kinds, table, torch.tensor(skill))
@@ -47,7 +47,7 @@ class Rounds:
         chance_of_node[:, 0] = 0
         self.said += float(chance_of_node.sum())
         self.found += sum(len(nodes) for _, nodes in paths)
-        only = scored.only(scored.best(ROWS * self.batch))
+        only = scored.keep_nodes(scored.best_nodes(ROWS * self.batch))
         return (only.tokens[:, 1:] != VOID).sum(1).tolist()
 
     def path(self, tree: Tree, row: int, chance: float) -> tuple[list[int], list[int]]:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from espalier.engine.launch_buffer import pack_launch
 from espalier.engine.launch_input import LaunchInput
-from espalier.kernels.ops.state import gather
-from espalier.kernels.ops.tree import VOID, Tree, select
+from espalier.kernels.ops.state import gather_slots
+from espalier.kernels.ops.tree import VOID, Tree, select_tree
 from espalier.layout import LaunchForm
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.slots import ALONE_OFFSET, PATH_KINDS, Guess
@@ -71,7 +71,7 @@ def expected(tree: Tree, paths: Paths, table: torch.Tensor, row: int) -> Sequenc
 )
 def test_the_best_of_both_with_each_sequence_once(batch, topk, steps, count, nodes, seed):
     tokens, scores, beams = random_pool(batch, topk, steps, seed, VOCAB)
-    tree = select(torch.full((batch,), 9), [tokens], [scores], [beams], topk, min(nodes, tokens.shape[1] + 1))
+    tree = select_tree(torch.full((batch,), 9), [tokens], [scores], [beams], topk, min(nodes, tokens.shape[1] + 1))
     drawn = torch.randint(-1, VOCAB, (batch, count, steps), generator=random(seed + 1))
     paths = Paths(drawn, torch.randint(0, 1 + ALONE_OFFSET, (batch, count), generator=random(seed + 2)))
     table = survival(steps, seed + 3)
@@ -109,7 +109,7 @@ def test_a_guess_goes_on_behind_what_was_decided_since(text, data):
     packed.on(torch.from_numpy(packed.vector)).apply(table)
     table.history[2, : len(text)] = torch.tensor(text)
     table.prefix_len[2] = len(text) - 1
-    paths = paths_of_guesses(gather(table, torch.tensor([2])), layout.steps)
+    paths = paths_of_guesses(gather_slots(table, torch.tensor([2])), layout.steps)
     decided = text[start + 1 :]
     agrees = ahead[: len(decided)] == decided
     left = ahead[len(decided) : len(decided) + layout.steps] if agrees else []
@@ -133,7 +133,7 @@ def test_on_a_cpu_guesses_alone_make_the_trees_that_a_gpu_grafts(data, seed):
             said = known + data.draw(st.lists(st.integers(-1, 1), max_size=layout.steps + 1))
             row = [start, data.draw(st.integers(0, ALONE_OFFSET)), *said, *[-1] * table.guesses.shape[2]]
             table.guesses[slot, path] = torch.tensor(row[: table.guesses.shape[2]])
-    batch = gather(table, slots)
+    batch = gather_slots(table, slots)
     nodes = data.draw(st.integers(2, layout.num_draft_tokens))
     roots = root_only_trees(batch.root, nodes, layout.ancestor_words)
     paths = paths_of_guesses(batch, layout.steps)

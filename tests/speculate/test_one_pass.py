@@ -10,7 +10,7 @@ from espalier.cache import kv, layer_spec
 from espalier.cache.kv import PagedKV, StagedKV
 from espalier.kernels.ops.drafts import block_conv, block_conv_norm, embed_rows, select_paths
 from espalier.kernels.ops.rope import rotate_and_store
-from espalier.kernels.ops.state import chain, commit_rows
+from espalier.kernels.ops.state import commit_rows, read_chain
 from espalier.layout import RoundLayout
 from espalier.models import dflash2, load_target, read_config
 from espalier.models.layers import linear
@@ -27,7 +27,7 @@ BLOCK, STEPS, VOCAB, NEW = 5, 4, 16, 3
 # Greedy, sampled, and with penalties, a bias and banned stops.
 SLOTS = (ASKED[0], ASKED[1], ASKED[10], ASKED[11])
 BY_KERNELS = {
-    (one_pass, "chain"): chain.triton,
+    (one_pass, "read_chain"): read_chain.triton,
     (one_pass, "select_paths"): select_paths.triton,
     (dflash2, "block_conv"): block_conv.triton,
     (dflash2, "block_conv_norm"): block_conv_norm.triton,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
+from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack_bits
 from espalier.sampling.logit_processors import DraftedAncestors
 from espalier.speculate import sampler as draws_module
 from espalier.speculate.sampler import DraftRows, KernelSampler, kernel_sampler, make_sampler
@@ -33,7 +33,7 @@ def tree_of(batch: int, seed: int = 0) -> Tree:
     tokens[:, -1] = -1
     void = tokens < 0
     scores = torch.zeros(batch, NODES).masked_fill(void, -torch.inf)
-    return Tree(tokens, parents, depths, scores, pack(ancestor_mask(parents, void, 3)))
+    return Tree(tokens, parents, depths, scores, pack_bits(ancestor_mask(parents, void, 3)))
 
 
 def moved(tree: Tree, device: torch.device) -> Tree:

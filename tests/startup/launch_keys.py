@@ -107,10 +107,11 @@ class Pointer:
 class Keys:
     """The launch hook: collects (kernel, Triton's key).
 
-    arguments: of each kernel that ran, its arguments and their parts of the keys.
+    arguments: of each kernel that ran, its arguments and their parts of the keys.  The keys are functions, because
+    kernels of different modules may have the same name.
     """
 
-    def __init__(self, arguments: dict[str, set[Arguments]]) -> None:
+    def __init__(self, arguments: dict[Any, set[Arguments]]) -> None:
         self.found: set[tuple[str, str]] = set()
         self.arguments = arguments
 
@@ -118,22 +119,21 @@ class Keys:
         binder = function.device_caches[0][-1]
         pointers = [_seen(value) for value in args], {name: _seen(value) for name, value in kwargs.items()}
         _, specialization, options = binder(*pointers[0], **pointers[1], debug=False, instrumentation_mode="")
-        name = function.fn.__name__
-        self.found.add((name, f"{specialization} {options}"))
+        self.found.add((function.fn.__name__, f"{specialization} {options}"))
         parts = (
             (param.name, param.is_constexpr, part) for param, part in zip(function.params, specialization, strict=True)
         )
-        self.arguments.setdefault(name, set()).add((*parts, ("options", True, str(options))))
+        self.arguments.setdefault(function.fn, set()).add((*parts, ("options", True, str(options))))
 
 
-def specialised(kernels: dict[str, set[Arguments]]) -> list[str]:
+def specialised(kernels: dict[Any, set[Arguments]]) -> list[str]:
     """kernel.argument, for each integer argument whose values alone made Triton compile another code."""
     found: set[str] = set()
-    for name, launches in kernels.items():
+    for function, launches in kernels.items():
         for place, (argument, is_constexpr, _) in enumerate(next(iter(launches))):
             others = {(*each[:place], *each[place + 1 :]) for each in launches}
             if not is_constexpr and len(others) < len(launches):
-                found.add(f"{name}.{argument}")
+                found.add(f"{function.__name__}.{argument}")
     return sorted(found)
 
 
@@ -205,7 +205,7 @@ class Simulation:
         vocab_size = runner.target.config.vocab_size
         results = ResultsRing(layout, vocab_size, 3, META)
 
-        arguments: dict[str, set[Arguments]] = {}
+        arguments: dict[Any, set[Arguments]] = {}
 
         def keys_of(launches: Iterable[LaunchInput]) -> set[tuple[str, str]]:
             keys = Keys(arguments)

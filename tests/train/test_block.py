@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from espalier.kernels.tree.edges import Rows
+from espalier.kernels.tree.edges import DepthRows
 from espalier.models import DraftModel, load_target, read_config
 from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.train.block import (
@@ -173,7 +173,7 @@ def test_edges_in_a_text_are_the_engines_edges_of_its_path(kind, ring_target, tm
             assert edges.is_recurrent == (kind == "rnn")
             states, parents, order = None, None, torch.arange(5)
             for depth in range(3):
-                rows = Rows(paths[:, order, depth], torch.zeros(2, 5), parents, states)
+                rows = DepthRows(paths[:, order, depth], torch.zeros(2, 5), parents, states)
                 found, states = edges.factors(depth, rows)
                 torch.testing.assert_close(edges.logits(depth, found), wanted[:, order, depth], rtol=1e-4, atol=1e-4)
                 # The next depth has these paths in another order.
@@ -269,7 +269,7 @@ def test_the_loss_is_that_of_the_engines_edges_of_the_text(kind, ring_target):
         edges, states, expected = head.markov_head.edges(outputs @ target.head.T, outputs), None, 0.0
         for depth in range(3):
             before = tokens[:, anchors + depth].flatten()
-            rows = Rows.of_roots(before)._replace(parents=torch.zeros(6, 1, dtype=torch.int64), states=states)
+            rows = DepthRows.for_roots(before)._replace(parents=torch.zeros(6, 1, dtype=torch.int64), states=states)
             factors, states = edges.factors(depth, rows)
             told, counts = (
                 wanted[:, anchors + depth].flatten(0, 1).softmax(-1),

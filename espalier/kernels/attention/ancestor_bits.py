@@ -28,32 +28,32 @@ def ancestor_mask(parents: Tensor, void: Tensor, levels: int) -> Tensor:
     return torch.where(void[:, :, None], itself, mask)
 
 
-def pack(mask: Tensor) -> Tensor:
+def pack_bits(mask: Tensor) -> Tensor:
     """Pack bits [..., D] bool into words [..., ceil(D / 64)] int64."""
     padded = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % ANCESTOR_BITS))
     bits = torch.arange(ANCESTOR_BITS, device=mask.device)
     return (padded.unflatten(-1, (-1, ANCESTOR_BITS)).long() << bits).sum(-1)
 
 
-def unpack(ancestor_bits: Tensor, nodes: int) -> Tensor:
+def unpack_bits(ancestor_bits: Tensor, nodes: int) -> Tensor:
     """Unpack words [..., W] int64 into bits [..., nodes] bool."""
     bits = torch.arange(ANCESTOR_BITS, device=ancestor_bits.device)
     return (ancestor_bits[..., None] >> bits & 1).flatten(-2)[..., :nodes].bool()
 
 
-def every_ancestor(ancestor_bits: Tensor, holds: Tensor) -> Tensor:
+def whole_path_holds(ancestor_bits: Tensor, holds: Tensor) -> Tensor:
     """[B, D] bool: whether `holds` [B, D] is true for the node and all of its ancestors.  ancestor_bits: [B, D, W]."""
-    return ((ancestor_bits & pack(~holds)[:, None]) == 0).all(-1)
+    return ((ancestor_bits & pack_bits(~holds)[:, None]) == 0).all(-1)
 
 
-def own_bits(first: int, count: int, num_words: int, device: torch.device) -> Tensor:
+def self_bits(first: int, count: int, num_words: int, device: torch.device) -> Tensor:
     """[count, num_words] int64: the ancestor bits of rows first .. first + count, each with only its own bit set."""
     rows = torch.arange(first, first + count, device=device)
     bits = torch.ones_like(rows) << rows % ANCESTOR_BITS
     return bits[:, None] * (torch.arange(num_words, device=device) == (rows // ANCESTOR_BITS)[:, None])
 
 
-def bits_up_to(row: Tensor, rows: int) -> Tensor:
+def causal_bits(row: Tensor, rows: int) -> Tensor:
     """[B, 1, W] int64: the bits of rows 0 .. row of a chain of `rows` rows.  row: [B]; W: a multiple of WORDS_UNIT."""
     words = torch.arange(-(-rows // (ANCESTOR_BITS * WORDS_UNIT)) * WORDS_UNIT, device=row.device)
     seen = (row[:, None] + 1 - ANCESTOR_BITS * words).clamp(0, ANCESTOR_BITS)
@@ -62,7 +62,7 @@ def bits_up_to(row: Tensor, rows: int) -> Tensor:
     return torch.where(seen == ANCESTOR_BITS, -1, some)[:, None]
 
 
-def require_bits(name: str, ancestor_bits: Tensor, rows: int, q: Tensor) -> None:
+def require_ancestor_bits(name: str, ancestor_bits: Tensor, rows: int, q: Tensor) -> None:
     """Check the ancestor bits of queries q [B, Q, ...] over staged rows.
 
     There may be more words than the rows need: the first levels of a draft tree have the words of all its rows.  Raises
@@ -72,7 +72,7 @@ def require_bits(name: str, ancestor_bits: Tensor, rows: int, q: Tensor) -> None
     require(name, ancestor_bits, (*q.shape[:2], words), torch.int64, q)
 
 
-def seen_rows(ancestor_bits: Tensor | None, positions: Tensor, row_positions: Tensor, window: int | None) -> Tensor:
+def visible_mask(ancestor_bits: Tensor | None, positions: Tensor, row_positions: Tensor, window: int | None) -> Tensor:
     """[B, Q, R] bool: the staged rows that each query sees, inside the window.
 
     In a tree the rows are those of its ancestor bits.  In a chain (None) they are its own row and all rows before it.
@@ -82,5 +82,5 @@ def seen_rows(ancestor_bits: Tensor | None, positions: Tensor, row_positions: Te
         order = torch.arange(rows, device=positions.device)
         seen = (order <= order[:, None]).expand(positions.shape[0], -1, -1)
     else:
-        seen = unpack(ancestor_bits, rows)
+        seen = unpack_bits(ancestor_bits, rows)
     return seen if window is None else seen & (positions[:, :, None] - row_positions[:, None, :] < window)

@@ -1,8 +1,8 @@
 """The loops of the Triton attention kernels: a query tile over blocks of rows.
 
-`_over_unmasked` and `over_blocks` read committed rows through a page table, `over_staged` reads staged rows.  Each
-loop takes and returns the tile's online softmax: (max_score, sum_weights, acc).  tree_attention.py uses them for K and
-V heads, and latent_attention.py for latent rows, whose queries come in two parts.
+`_attend_unmasked_blocks` and `attend_blocks` read committed rows through a page table.  `attend_staged` reads staged
+rows.  Each loop takes and returns the tile's online softmax: (max_score, sum_weights, acc).  tree_attention.py uses
+them for K and V heads, and latent_attention.py for latent rows, whose queries come in two parts.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import require_bits
+from espalier.kernels.attention.ancestor_bits import require_ancestor_bits
 from espalier.kernels.attention.work_items import CHAIN, NO_STAGED, TREE, block_index, committed_blocks
-from espalier.kernels.ops.attention import Inputs, PartialResults
+from espalier.kernels.ops.attention import AttentionInputs, PartialResults
 from espalier.kernels.runtime.jit import from_fp8, kernel
 from espalier.kernels.runtime.launch import chip, require
 from espalier.kernels.runtime.pdl import pdl_arguments
-from espalier.kernels.state.kv_scales import require_rows
+from espalier.kernels.state.kv_scales import require_kv_rows
 
 LOG2_E = 1.4426950408889634
 
@@ -29,7 +29,7 @@ class Constants(NamedTuple):
     """Compile-time constants of a kernel.  A variable that holds them is declared `tl.constexpr`.
 
     SOFTCAP: of logits, 0 for none.
-    FIRST_SIZE, SECOND_SIZE: values of a row in its two tiles (`Tiles`); FIRST_BLOCK, SECOND_BLOCK: the tiles' widths.
+    FIRST_SIZE, SECOND_SIZE: values of a row in its two tiles (RowTiles); FIRST_BLOCK, SECOND_BLOCK: the tiles' widths.
     """
 
     PAGE_SIZE: Any
@@ -46,7 +46,7 @@ class Constants(NamedTuple):
     SECOND_BLOCK: Any
 
 
-class Tiles(NamedTuple):
+class RowTiles(NamedTuple):
     """The two tiles of a row: K and V, or for a latent row the latent, which is V, and the RoPE part."""
 
     first_ptr: Any
@@ -101,7 +101,7 @@ def _attend_scores(scores, v, seen, scale, max_score, sum_weights, acc, MASKED: 
     new_max = tl.maximum(max_score, tl.max(scores, 1))
     # All scores are -inf until the first visible row; -inf - -inf would be NaN.
     scaled_max = tl.where(new_max == float("-inf"), 0.0, new_max * scale)
-    weights = tl.exp2(tl.fma(scores, scale, -_shifted(scaled_max, v.dtype)[:, None]))
+    weights = tl.exp2(tl.fma(scores, scale, -shift_exponent(scaled_max, v.dtype)[:, None]))
     decay = tl.exp2(tl.fma(max_score, scale, -scaled_max))
     sum_weights = tl.fma(sum_weights, decay, tl.sum(weights, 1))
     acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
@@ -109,7 +109,7 @@ def _attend_scores(scores, v, seen, scale, max_score, sum_weights, acc, MASKED: 
 
 
 @kernel
-def _shifted(exponent, dtype: tl.constexpr):
+def shift_exponent(exponent, dtype: tl.constexpr):
     """Subtract 15 from the exponent for float16: weights in float16 are stored times 2^15.
 
     A weight is at most 1, and float16's smallest number is 2^-24.  Many rows may each have a smaller weight, and yet
@@ -121,10 +121,10 @@ def _shifted(exponent, dtype: tl.constexpr):
 
 
 @kernel
-def _lse(max_score, sum_weights, scale, dtype: tl.constexpr):
-    """The log-sum-exp in base 2.  sum_weights: the sum of weights as `dtype` stores them, see _shifted."""
+def lse_of(max_score, sum_weights, scale, dtype: tl.constexpr):
+    """The log-sum-exp in base 2.  sum_weights: the sum of weights as `dtype` stores them, see shift_exponent."""
     divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)
-    lse = tl.fma(max_score, scale, _shifted(tl.log2(divisor), dtype))
+    lse = tl.fma(max_score, scale, shift_exponent(tl.log2(divisor), dtype))
     return tl.where(sum_weights == 0.0, float("-inf"), lse)
 
 
@@ -186,10 +186,9 @@ def _load_tiles(tiles, row, exists, MASKED: tl.constexpr, CONSTANTS: tl.constexp
     return first, second
 
 
-# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @kernel
-def _over_unmasked(q, table, tiles, low, high, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr):
+def _attend_unmasked_blocks(q, table, tiles, low, high, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr):
     """Attend to positions low .. high, in whole blocks of BLOCK_N.  Every query sees all of these rows: no mask."""
     PAGE_SIZE: tl.constexpr = CONSTANTS.PAGE_SIZE
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
@@ -205,7 +204,7 @@ def _over_unmasked(q, table, tiles, low, high, scale, max_score, sum_weights, ac
 
 
 @kernel
-def over_blocks(
+def attend_blocks(
     q, q_rope, position, table, tiles, begin, end, first, num_lower, num_unmasked, low, high,
     scale, max_score, sum_weights, acc, MASKED: tl.constexpr, CONSTANTS: tl.constexpr,
 ):
@@ -234,7 +233,7 @@ def over_blocks(
 
 
 @kernel
-def over_staged(
+def attend_staged(
     q, q_rope, query, query_exists, position, tiles, row_position_ptr, row_position_r, bits_ptr, bits_q,
     low, high, rows, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr,
 ):
@@ -265,7 +264,7 @@ def over_staged(
 
 
 @kernel
-def over_committed(
+def attend_committed(
     q, position, table, tiles, begin, end, first, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr,
 ):
     """Attend to positions begin .. end of K and V, unmasked blocks first.  begin is a multiple of BLOCK_N."""
@@ -273,10 +272,10 @@ def over_committed(
     num_blocks, num_lower, num_unmasked = committed_blocks(begin, end, first, CONSTANTS.WINDOW, BLOCK_N)
     if CONSTANTS.WINDOW == 0:
         low = begin + num_lower * BLOCK_N
-        max_score, sum_weights, acc = _over_unmasked(
+        max_score, sum_weights, acc = _attend_unmasked_blocks(
             q, table, tiles, low, low + num_unmasked * BLOCK_N, scale, max_score, sum_weights, acc, CONSTANTS
         )
-    return over_blocks(
+    return attend_blocks(
         q, None, position, table, tiles, begin, end, first, num_lower, num_unmasked, num_unmasked, num_blocks,
         scale, max_score, sum_weights, acc, True, CONSTANTS,
     )
@@ -292,7 +291,7 @@ def times_scale(values, scale_ptr, head):
 
 
 @kernel
-def share_beside_sink(lse, sink_ptr, head):
+def sink_share(lse, sink_ptr, head):
     """The share of the softmax that the rows keep after the sink of their head has joined (ops/attention.py:with_sink).
 
     lse: log-sum-exp of the rows, in base 2.  The fused multiply-add is explicit, as in `_attend_block`.
@@ -300,17 +299,6 @@ def share_beside_sink(lse, sink_ptr, head):
     finite = tl.where(lse == float("-inf"), 0.0, lse)
     sink = tl.load(sink_ptr + head).to(tl.float32)
     return 1.0 / (1.0 + tl.exp2(tl.fma(sink, 1.4426950408889634, -finite)))
-
-
-@kernel
-def _with_sink(out, lse, sink_ptr, head, SINK: tl.constexpr):
-    """Return a tile's out [M, V] after the sinks of its heads [M] have joined the softmax.
-
-    lse: [M], the log-sum-exp without the sinks.
-    """
-    if SINK:
-        out = out * share_beside_sink(lse, sink_ptr, head)[:, None]
-    return out
 
 
 @kernel
@@ -337,9 +325,10 @@ def write_work_item(
     divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)
     # One division per query instead of one per value.
     out = times_scale(acc * (1.0 / divisor)[:, None], v_scale_ptr, kv_head)
-    lse = _lse(max_score, sum_weights, scale, dtype)
+    lse = lse_of(max_score, sum_weights, scale, dtype)
     if request_splits == 1:
-        out = _with_sink(out, lse, sink_ptr, head, SINK)
+        if SINK:
+            out = out * sink_share(lse, sink_ptr, head)[:, None]
         row = (request * queries + query) * HEADS + head
         _write(out_ptr, lse_ptr, row, out, lse * 0.6931471805599453, query_exists, V_SIZE, BLOCK_V)
     else:
@@ -348,15 +337,15 @@ def write_work_item(
 # fmt: on
 
 
-def check_shapes(name: str, inputs: Inputs, kv_heads: int) -> None:
+def check_shapes(name: str, inputs: AttentionInputs, kv_heads: int) -> None:
     """Check the shapes, dtypes and strides that every attention kernel needs.
 
     name: the kernel's name in the error text.  Raises EspalierError.
     """
     q, (k, v), scales, prefix, nodes = inputs.q, inputs.pages, inputs.scales, inputs.prefix, inputs.nodes
     (batch, queries, _, k_size), v_size = q.shape, inputs.v_size
-    require_rows(f"{name}'s k pages", k, (-1, kv_heads, k_size), scales, q)
-    require_rows(f"{name}'s v pages", v, (k.shape[0], kv_heads, v_size), scales, q)
+    require_kv_rows(f"{name}'s k pages", k, (-1, kv_heads, k_size), scales, q)
+    require_kv_rows(f"{name}'s v pages", v, (k.shape[0], kv_heads, v_size), scales, q)
     require(f"{name}'s page table", prefix.page_table, (batch, -1), torch.int32, q)
     require(f"{name}'s positions", nodes.positions, (batch, queries), torch.int64, q)
     if k.shape[0] >= 2**31:
@@ -366,19 +355,19 @@ def check_shapes(name: str, inputs: Inputs, kv_heads: int) -> None:
     if inputs.staged is not None:
         staged_k, staged_v = inputs.staged
         rows = staged_k.shape[1] if nodes.ancestor_bits is not None else queries
-        require_rows(f"{name}'s staged k", staged_k, (batch, rows, kv_heads, k_size), scales, q)
-        require_rows(f"{name}'s staged v", staged_v, (batch, rows, kv_heads, v_size), scales, q)
+        require_kv_rows(f"{name}'s staged k", staged_k, (batch, rows, kv_heads, k_size), scales, q)
+        require_kv_rows(f"{name}'s staged v", staged_v, (batch, rows, kv_heads, v_size), scales, q)
         require(f"{name}'s row positions", nodes.row_positions, (batch, rows), torch.int64, q)
         need_contiguous_last += inputs.staged
         if nodes.ancestor_bits is not None:
-            require_bits(f"{name}'s ancestor bits", nodes.ancestor_bits, rows, q)
+            require_ancestor_bits(f"{name}'s ancestor bits", nodes.ancestor_bits, rows, q)
             need_contiguous_last.append(nodes.ancestor_bits)
     if any(tensor.stride(-1) != 1 and tensor.shape[-1] > 1 for tensor in need_contiguous_last):
         raise EspalierError(f"{name} needs k, v, page table and ancestor bits with a contiguous last dimension")
 
 
-def shared_arguments(
-    inputs: Inputs, partials: PartialResults, out: Tensor, lse: Tensor, num_tiles: int
+def common_launch_arguments(
+    inputs: AttentionInputs, partials: PartialResults, out: Tensor, lse: Tensor, num_tiles: int
 ) -> dict[str, Any]:
     """The launch arguments that all attention kernels share.  num_tiles: number of query tiles."""
     q, prefix, staged, splits = inputs.q, inputs.prefix, inputs.staged, inputs.splits
@@ -400,9 +389,9 @@ def shared_arguments(
         "queries": q.shape[1],
         "rows": 0 if staged is None else staged[0].shape[1],
         "first": prefix.first,
-        **strides(q, "q_b", "q_q", "q_h"),
-        **strides(prefix.page_table, "table_b"),
-        **({"bits_b": 0, "bits_q": 0} if ancestor_bits is None else strides(ancestor_bits, "bits_b", "bits_q")),
+        **named_strides(q, "q_b", "q_q", "q_h"),
+        **named_strides(prefix.page_table, "table_b"),
+        **({"bits_b": 0, "bits_q": 0} if ancestor_bits is None else named_strides(ancestor_bits, "bits_b", "bits_q")),
         "PAGE_SIZE": inputs.page_size,
         "STAGED": staged_kind,
         "LONGEST_FIRST": staged_kind == CHAIN and num_tiles >= 8,
@@ -410,6 +399,6 @@ def shared_arguments(
     }
 
 
-def strides(tensor: Tensor, *names: str) -> dict[str, int]:
+def named_strides(tensor: Tensor, *names: str) -> dict[str, int]:
     """The tensor's leading strides, under these names."""
     return dict(zip(names, tensor.stride(), strict=False))

@@ -5,7 +5,7 @@ Both kernels over K and V heads give the same bits.
 
 from __future__ import annotations
 
-from espalier.kernels.attention.triton_config import TritonConfig, choose_config, choose_latent_config
+from espalier.kernels.attention.triton_config import TritonConfig, choose_triton_config, choose_triton_latent_config
 from espalier.kernels.hopper.config import DTYPES as HOPPER_DTYPES
 from espalier.kernels.hopper.config import (
     HEAD_SIZES,
@@ -16,12 +16,11 @@ from espalier.kernels.hopper.config import (
     choose_hopper_config,
     choose_hopper_latent_config,
     choose_hopper_latent_few_config,
-    copies_by_tma,
-    fits_hopper_latent,
-    needs_counting,
-    takes_few,
+    hopper_latent_supports,
+    needs_block_counts,
+    uses_tma,
 )
-from espalier.kernels.ops.attention import Inputs
+from espalier.kernels.ops.attention import AttentionInputs
 from espalier.kernels.ops.selection import PROGRAMS
 from espalier.kernels.runtime.launch import aligned_for_copies, chip, power_of_two
 from espalier.layout import next_bucket
@@ -29,12 +28,12 @@ from espalier.layout import next_bucket
 LatentConfig = TritonConfig | HopperLatentConfig | HopperLatentFewConfig
 
 
-def choose(inputs: Inputs) -> TritonConfig | HopperConfig:
+def choose_config(inputs: AttentionInputs) -> TritonConfig | HopperConfig:
     """Return the launch configuration.  The Hopper kernel and the Triton kernel give the same bits."""
     q, splits, fp8 = inputs.q, inputs.splits, inputs.scales is not None
     (batch, queries, heads, k_size), (kv_heads, v_size) = q.shape, inputs.pages[1].shape[1:]
     packed_queries = queries * heads // kv_heads
-    if fits_hopper(inputs):
+    if hopper_supports(inputs):
         work_items = splits.table.shape[0] * kv_heads * -(-packed_queries // (2 * WARPGROUP_QUERIES))
         config = choose_hopper_config(chip(q), packed_queries, work_items, k_size, inputs.page_size, fp8)
         if config is not None:
@@ -42,10 +41,10 @@ def choose(inputs: Inputs) -> TritonConfig | HopperConfig:
     rows = queries if inputs.staged is None else inputs.staged[0].shape[1]
     # The batch's bucket counts, as in the policy: a padded graph and an eager launch get the same blocks and bits.
     one_wave = next_bucket(batch) * kv_heads * splits.policy.num_splits <= PROGRAMS
-    return choose_config(chip(q), packed_queries, rows, k_size, v_size, q.dtype, one_wave, fp8)
+    return choose_triton_config(chip(q), packed_queries, rows, k_size, v_size, q.dtype, one_wave, fp8)
 
 
-def fits_hopper(inputs: Inputs) -> bool:
+def hopper_supports(inputs: AttentionInputs) -> bool:
     """Whether the Hopper kernel takes these dtypes, sizes and strides; it has no soft-cap."""
     if inputs.softcap is not None:
         return False
@@ -56,42 +55,42 @@ def fits_hopper(inputs: Inputs) -> bool:
     return fits and (staged is None or staged[0].shape[1] > 0)
 
 
-def uses_contiguous_blocks(inputs: Inputs) -> bool:
+def needs_contiguous_counts(inputs: AttentionInputs) -> bool:
     """Whether tree_attention is faster if it gets `contiguous`."""
-    if not needs_counting(inputs.page_size, inputs.window or 0):
+    if not needs_block_counts(inputs.page_size, inputs.window or 0):
         return False
-    config = choose(inputs)
-    return isinstance(config, HopperConfig) and copies_by_tma(config)
+    config = choose_config(inputs)
+    return isinstance(config, HopperConfig) and uses_tma(config)
 
 
-def choose_latent(inputs: Inputs) -> LatentConfig:
+def choose_latent_config(inputs: AttentionInputs) -> LatentConfig:
     """Return the launch configuration of latent attention.  It does not depend on the batch."""
     q, staged, fp8 = inputs.q, inputs.staged, inputs.scales is not None
     queries, heads, size = q.shape[1:]
-    if _fits_latent(inputs):
+    if _hopper_supports_latent(inputs):
         few = None if fp8 else choose_hopper_latent_few_config(chip(q), queries, heads)
         config = few or choose_hopper_latent_config(chip(q), fp8)
         if config is not None:
             return config
-    row_bytes = sum(block_sizes(size, inputs.v_size)) * q.dtype.itemsize
+    row_bytes = sum(latent_tile_widths(size, inputs.v_size)) * q.dtype.itemsize
     rows = 0 if staged is None else staged[0].shape[1]
-    return choose_latent_config(chip(q), queries * heads, rows, row_bytes, q.dtype)
+    return choose_triton_latent_config(chip(q), queries * heads, rows, row_bytes, q.dtype)
 
 
-def takes_latent(config: HopperLatentConfig | HopperLatentFewConfig, inputs: Inputs) -> bool:
+def latent_config_fits(config: HopperLatentConfig | HopperLatentFewConfig, inputs: AttentionInputs) -> bool:
     """Whether the Hopper kernel of this configuration takes these tensors."""
     fp8, (queries, heads) = inputs.scales is not None, inputs.q.shape[1:3]
     if isinstance(config, HopperLatentFewConfig):
-        return _fits_latent(inputs) and not fp8 and takes_few(queries, heads)
-    return _fits_latent(inputs) and fp8 == (config.raw_stages > 0)
+        return _hopper_supports_latent(inputs) and not fp8 and queries == 1 and heads <= config.block_m
+    return _hopper_supports_latent(inputs) and fp8 == (config.raw_stages > 0)
 
 
-def _fits_latent(inputs: Inputs) -> bool:
+def _hopper_supports_latent(inputs: AttentionInputs) -> bool:
     """Whether the Hopper kernel takes these tensors."""
     rows = [inputs.pages[0], *(inputs.staged or ())[:1]]
-    return fits_hopper_latent(inputs.q, rows, inputs.v_size)
+    return hopper_latent_supports(inputs.q, rows, inputs.v_size)
 
 
-def block_sizes(size: int, v_size: int) -> tuple[int, int]:
+def latent_tile_widths(size: int, v_size: int) -> tuple[int, int]:
     """(width of the latent's tile, width of the RoPE part's tile), powers of two."""
     return max(16, power_of_two(v_size)), max(16, power_of_two(size - v_size))

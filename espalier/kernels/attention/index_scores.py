@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import require_bits
+from espalier.kernels.attention.ancestor_bits import require_ancestor_bits
 from espalier.kernels.attention.attention_blocks import page_of_block, rows_of_block
 from espalier.kernels.ops.attention import DTYPES
 from espalier.kernels.ops.selection import GROUP, MAX_INDEX_SIZE, IndexKeys, IndexQueries, IndexScores
@@ -142,7 +142,7 @@ def _held(on: Chip, queries: int, heads: int, size: int, itemsize: int) -> Held:
     """A score's bits do not depend on it: each query's heads are added alone."""
     block_h, row_bytes = max(power_of_two(heads), 16), max(power_of_two(size), 16) * itemsize
     columns = MAX_COLUMNS if itemsize == 2 else MAX_FLOAT32_COLUMNS
-    room = (on.shared_memory_of(PROGRAMS_A_PROCESSOR) - STAGES * BLOCK_N * row_bytes) // row_bytes
+    room = (on.shared_memory_per_program(PROGRAMS_A_PROCESSOR) - STAGES * BLOCK_N * row_bytes) // row_bytes
     held = power_of_two(queries)
     while held > 1 and held * block_h > min(columns, room):
         held //= 2
@@ -165,7 +165,7 @@ def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) 
     require("index scores: staged", keys.staged, (batch, rows, 1, size), q.dtype, q)
     require("index scores: page_table", keys.page_table, (batch, -1), torch.int32, q)
     require("index scores: length", keys.length, (batch,), torch.int64, q)
-    require_bits("index scores: ancestor_bits", ancestor_bits, rows, q)
+    require_ancestor_bits("index scores: ancestor_bits", ancestor_bits, rows, q)
     if q.stride()[2:] != (size, 1) or weights.stride(2) != 1:
         q, weights = q.contiguous(), weights.contiguous()
     scores = IndexScores.empty(batch, num_queries, capacity, rows, q.device)

@@ -18,24 +18,24 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.attention.attention_blocks import (
     Constants,
-    Tiles,
+    RowTiles,
+    attend_blocks,
+    attend_staged,
     check_shapes,
+    common_launch_arguments,
     load_rows,
-    over_blocks,
-    over_staged,
-    shared_arguments,
-    strides,
+    named_strides,
     times_scale,
     write_work_item,
 )
-from espalier.kernels.attention.choose import LatentConfig, block_sizes, choose_latent, takes_latent
+from espalier.kernels.attention.choose import LatentConfig, choose_latent_config, latent_config_fits, latent_tile_widths
 from espalier.kernels.attention.triton_config import TritonConfig
 from espalier.kernels.attention.work_items import (
-    Plan,
+    WorkPlan,
     committed_blocks,
-    let_merge_start,
     load_work_item,
-    staged_rows_of,
+    trigger_merge,
+    visible_staged_range,
     wait_and_count_splits,
     work_item_of,
 )
@@ -46,7 +46,7 @@ from espalier.kernels.ops.attention import (
     DTYPES,
     MAX_ROW_SIZE,
     MAX_V_SIZE,
-    Inputs,
+    AttentionInputs,
     PartialResults,
     merge_splits,
 )
@@ -54,7 +54,6 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip
 
 
-# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @kernel(do_not_specialize=["batch"])
 def _latent_attention_kernel(
@@ -70,11 +69,11 @@ def _latent_attention_kernel(
     CONSTANTS: tl.constexpr = Constants(
         PAGE_SIZE, 0, 0, STAGED, PRECISION, STAGES, BLOCK_N, BLOCK_R, V_SIZE, ROPE_SIZE, BLOCK_V, BLOCK_ROPE
     )
-    tiles = Tiles(row_ptr, row_stride, row_ptr + V_SIZE, row_stride)
+    tiles = RowTiles(row_ptr, row_stride, row_ptr + V_SIZE, row_stride)
     num_tiles = (queries * HEADS + BLOCK_M - 1) // BLOCK_M
     num_splits = wait_and_count_splits(start_ptr, batch, queries, DEPENDENT)
     num_work_items = num_splits * num_tiles
-    plan = Plan(split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first)
+    plan = WorkPlan(split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first)
     scale = times_scale(scale, row_scale_ptr, 0)
     backwards = 0
     for base in tl.range(0, num_work_items, tl.num_programs(0)):
@@ -96,24 +95,24 @@ def _latent_attention_kernel(
             out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
             num_blocks, num_lower, num_unmasked = committed_blocks(begin, end, first, 0, BLOCK_N)
             table = table_ptr + request * table_b
-            max_score, sum_weights, out = over_blocks(
+            max_score, sum_weights, out = attend_blocks(
                 q, q_rope, query, table, tiles, begin, end, first, num_lower, num_unmasked, 0, num_unmasked,
                 scale, max_score, sum_weights, out, False, CONSTANTS,
             )
-            max_score, sum_weights, out = over_blocks(
+            max_score, sum_weights, out = attend_blocks(
                 q, q_rope, query, table, tiles, begin, end, first, num_lower, num_unmasked, num_unmasked, num_blocks,
                 scale, max_score, sum_weights, out, True, CONSTANTS,
             )
             if STAGED > 0:
                 num_staged = tl.where(is_last, rows, 0)
-                low, high = staged_rows_of(tile, num_staged, STAGED, 0, HEADS, BLOCK_M, BLOCK_R)
+                low, high = visible_staged_range(tile, num_staged, STAGED, 0, HEADS, BLOCK_M, BLOCK_R)
                 staged = staged_ptr + request * staged_b
                 # No window: positions are not needed.
-                max_score, sum_weights, out = over_staged(
-                    q, q_rope, query, query_exists, query, Tiles(staged, staged_r, staged + V_SIZE, staged_r), 0, 0,
+                max_score, sum_weights, out = attend_staged(
+                    q, q_rope, query, query_exists, query, RowTiles(staged, staged_r, staged + V_SIZE, staged_r), 0, 0,
                     bits_ptr + request * bits_b, bits_q, low, high, rows, scale, max_score, sum_weights, out, CONSTANTS,
                 )
-            let_merge_start(base, num_work_items, DEPENDENT)
+            trigger_merge(base, num_work_items, DEPENDENT)
             # There are no sinks.
             write_work_item(
                 (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, None), split, request, request_splits, queries, query,
@@ -124,7 +123,7 @@ def _latent_attention_kernel(
 
 
 def latent_attention(
-    inputs: Inputs,
+    inputs: AttentionInputs,
     partials: PartialResults | None = None,
     config: LatentConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -136,10 +135,10 @@ def latent_attention(
     is_split = splits.policy.max_splits > 1
     if partials is None:
         # Without splits there are no partial results and no buffer, which would take 256 KB per query with 128 heads.
-        partials = PartialResults.of(splits, *out.shape[1:]) if is_split else PartialResults(out, lse)
+        partials = PartialResults.allocate(splits, *out.shape[1:]) if is_split else PartialResults(out, lse)
     if config is None:
-        config = choose_latent(inputs)
-    elif not (isinstance(config, TritonConfig) or takes_latent(config, inputs)):
+        config = choose_latent_config(inputs)
+    elif not (isinstance(config, TritonConfig) or latent_config_fits(config, inputs)):
         raise EspalierError(
             "the Hopper kernels for latent rows need bfloat16 or float16, rows of 512 + 64 values, addresses and "
             "strides divisible by 16, and raw_stages for FP8 rows; the one for few queries takes one node of at most "
@@ -152,7 +151,7 @@ def latent_attention(
 
 
 def _launch(
-    inputs: Inputs,
+    inputs: AttentionInputs,
     partials: PartialResults,
     config: LatentConfig,
     out: Tensor,
@@ -174,34 +173,24 @@ def _launch(
     num_tiles = -(-queries * heads // config.block_m)
     grid = min(inputs.splits.table.shape[0] * num_tiles, chip(q).processors * config.programs_per_processor)
     attention_kernel[(grid,)](
-        **shared_arguments(inputs, partials, out, lse, num_tiles),
+        **common_launch_arguments(inputs, partials, out, lse, num_tiles),
         row_ptr=rows,
         staged_ptr=staged,
         row_scale_ptr=None if scales is None else scales.k,
-        **strides(rows, "row_stride"),
-        **strides(staged, "staged_b", "staged_r"),
+        **named_strides(rows, "row_stride"),
+        **named_strides(staged, "staged_b", "staged_r"),
         HEADS=heads,
         **constants,
     )
 
 
 def _constants(config: TritonConfig, size: int, v_size: int, dtype: torch.dtype) -> dict[str, Any]:
-    block_v, block_rope = block_sizes(size, v_size)
-    return {
-        "V_SIZE": v_size,
-        "ROPE_SIZE": size - v_size,
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_R": config.block_r,
-        "BLOCK_V": block_v,
-        "BLOCK_ROPE": block_rope,
-        "STAGES": config.stages,
-        "num_warps": config.warps,
-    }
+    block_v, block_rope = latent_tile_widths(size, v_size)
+    sizes = {"V_SIZE": v_size, "ROPE_SIZE": size - v_size, "BLOCK_V": block_v, "BLOCK_ROPE": block_rope}
+    return config.constants(dtype) | sizes
 
 
-def _checked(inputs: Inputs) -> Inputs:
+def _checked(inputs: AttentionInputs) -> AttentionInputs:
     """Return the inputs with contiguous values of q.  Raises EspalierError for inputs that do not agree or fit."""
     q = inputs.q
     size, v_size = q.shape[3], inputs.v_size

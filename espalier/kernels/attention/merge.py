@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.attention_blocks import share_beside_sink
-from espalier.kernels.ops.attention import Part, PartialResults
+from espalier.kernels.attention.attention_blocks import sink_share
+from espalier.kernels.ops.attention import OutAndLse, PartialResults
 from espalier.kernels.ops.selection import KVSplits
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
@@ -50,7 +50,7 @@ def _merge_kernel(
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def merge(a: Part, b: Part, sink: Tensor | None = None) -> Tensor:
+def merge(a: OutAndLse, b: OutAndLse, sink: Tensor | None = None) -> Tensor:
     """Equal to the reference up to one rounding.  Raises EspalierError if the sizes do not agree."""
     shape = tuple(a[0].shape)
     heads, v_size = shape[-2:]
@@ -79,13 +79,13 @@ def merge(a: Part, b: Part, sink: Tensor | None = None) -> Tensor:
 # Floats that one program (one warp) loads at once for one pair (query, head).
 PROGRAM_VALUES = 4096
 # A request with few splits is merged in a smaller block than a long one, several pairs at once.  Few means: num_splits
-# of the policy as a power of two, and at least LEAST_FEW.  Above MOST_FEW all requests have the same block.
-LEAST_FEW, MOST_FEW = 4, 8
+# of the policy as a power of two, and at least MIN_FEW_SPLITS.  Above MAX_FEW_SPLITS all requests have the same block.
+MIN_FEW_SPLITS, MAX_FEW_SPLITS = 4, 8
 # Splits that are merged at once, over all pairs of a program.
-ROWS_AT_ONCE = 16
+SPLITS_PER_PROGRAM = 16
 # Values of a pair that one program merges.  If a pair has more values, or more splits, several programs share them:
 # latent attention has few pairs, but up to 128 splits of 512 values.
-MIN_PART_SIZE, MAX_PART_SIZE = 32, 128
+MIN_BLOCK_V, MAX_BLOCK_V = 32, 128
 # Programs of the persistent grid per multiprocessor.  Four times as many would fit, but starting a program costs time
 # even if there is nothing to merge (docs/log.md).
 PROGRAMS_PER_PROCESSOR = 8
@@ -122,7 +122,7 @@ def _merge_pairs(
     lse = tl.where(total_weight == 0.0, float("-inf"), shift + tl.log2(divisor))
     out = tl.sum(weight[:, :, None] * partial_out, 1) / divisor[:, None]
     if SINK:
-        out = out * share_beside_sink(lse, sink_ptr, (pair + pairs) % HEADS)[:, None]
+        out = out * sink_share(lse, sink_ptr, (pair + pairs) % HEADS)[:, None]
     merged = count > 0
     at = pair * V_SIZE + (pairs * V_SIZE)[:, None] + size[None, :]
     tl.store(out_ptr + at, out, mask=merged & (size < V_SIZE)[None, :])
@@ -133,9 +133,9 @@ def _merge_pairs(
 def _merge_splits_kernel(
     partial_ptr, partial_lse_ptr, start_ptr, sink_ptr, out_ptr, lse_ptr, batch, pairs_per_request,
     HEADS: tl.constexpr, V_SIZE: tl.constexpr, SINK: tl.constexpr, PAIRS: tl.constexpr,
-    BLOCK_V: tl.constexpr, FEW: tl.constexpr, BLOCK_SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_V: tl.constexpr, FEW_SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Merge pairs: PAIRS at once for a request with at most FEW splits, else one by one."""
+    """Merge pairs: PAIRS at once for a request with at most FEW_SPLITS splits, else one by one."""
     # Read before the wait: attention waited for the splits before it let this kernel start, or attention has ended.
     num_splits = tl.load(start_ptr + batch)
     pdl_wait(DEPENDENT)
@@ -147,16 +147,16 @@ def _merge_splits_kernel(
         start = tl.load(start_ptr + request)
         count = tl.load(start_ptr + batch + 1 + request)
         count = tl.where(count > 1, count, 0)
-        if FEW == BLOCK_SPLITS:
+        if FEW_SPLITS == BLOCK_SPLITS:
             # Without a branch the addresses are computed while the count is loaded.
             _merge_pairs(
                 partial_ptr, partial_lse_ptr, sink_ptr, out_ptr, lse_ptr, start, count, pair, pairs_per_request,
                 HEADS, V_SIZE, SINK, PAIRS, BLOCK_SPLITS, BLOCK_V,
             )  # fmt: skip
-        elif count <= FEW:
+        elif count <= FEW_SPLITS:
             _merge_pairs(
                 partial_ptr, partial_lse_ptr, sink_ptr, out_ptr, lse_ptr, start, count, pair, pairs_per_request,
-                HEADS, V_SIZE, SINK, PAIRS, FEW, BLOCK_V,
+                HEADS, V_SIZE, SINK, PAIRS, FEW_SPLITS, BLOCK_V,
             )  # fmt: skip
         else:
             for i in range(PAIRS):
@@ -185,13 +185,13 @@ def merge_splits(
     if not out.numel():
         return
     block_splits = power_of_two(splits.policy.max_splits)
-    few = min(max(power_of_two(splits.policy.num_splits), LEAST_FEW), block_splits)
-    few = few if few <= MOST_FEW else block_splits
-    block_v = max(MIN_PART_SIZE, min(power_of_two(v_size), MAX_PART_SIZE, PROGRAM_VALUES // block_splits))
+    few = min(max(power_of_two(splits.policy.num_splits), MIN_FEW_SPLITS), block_splits)
+    few = few if few <= MAX_FEW_SPLITS else block_splits
+    block_v = max(MIN_BLOCK_V, min(power_of_two(v_size), MAX_BLOCK_V, PROGRAM_VALUES // block_splits))
     num_parts = -(-v_size // block_v)
     # A power of two that divides the heads, so that pairs merged at once belong to one request.  It does not depend on
     # the batch, because it decides in which order a thread adds, and so the bits.
-    pairs = min(max(ROWS_AT_ONCE // few, 1), heads & -heads) if queries > 1 else 1
+    pairs = min(max(SPLITS_PER_PROGRAM // few, 1), heads & -heads) if queries > 1 else 1
     most_programs = chip(out).processors * PROGRAMS_PER_PROCESSOR // num_parts
     num_programs = min(batch * pairs_per_request // pairs, most_programs)
     _merge_splits_kernel[(num_programs, num_parts)](
@@ -201,7 +201,7 @@ def merge_splits(
         SINK=sink is not None,
         PAIRS=pairs,
         BLOCK_V=block_v,
-        FEW=few,
+        FEW_SPLITS=few,
         BLOCK_SPLITS=block_splits,
         num_warps=1,
         # With fusion, the compiler could round one pair differently from the next, and a query's bits would depend on

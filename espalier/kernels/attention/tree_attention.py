@@ -16,24 +16,24 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.attention.attention_blocks import (
     Constants,
-    Tiles,
+    RowTiles,
+    attend_committed,
+    attend_staged,
     check_shapes,
+    common_launch_arguments,
     load_rows,
-    over_committed,
-    over_staged,
-    shared_arguments,
-    strides,
+    named_strides,
     times_scale,
     write_work_item,
 )
-from espalier.kernels.attention.choose import choose, fits_hopper
+from espalier.kernels.attention.choose import choose_config, hopper_supports
 from espalier.kernels.attention.triton_config import TritonConfig
 from espalier.kernels.attention.work_items import (
-    let_merge_start,
     load_split,
     split_of,
-    staged_rows_of,
     tile_and_head,
+    trigger_merge,
+    visible_staged_range,
     wait_and_count_splits,
     work_item_of,
 )
@@ -42,7 +42,7 @@ from espalier.kernels.hopper.config import HEAD_SIZES, HopperConfig
 from espalier.kernels.ops.attention import (
     DTYPES,
     MAX_HEAD_SIZE,
-    Inputs,
+    AttentionInputs,
     PartialResults,
     is_wide_latent,
     latent_attention,
@@ -67,7 +67,6 @@ def _queries(q_ptr, offsets, exists, FP8: tl.constexpr, SIZE: tl.constexpr, BLOC
     return q
 
 
-# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @kernel(do_not_specialize=["batch"])
 def _tree_attention_kernel(
@@ -115,24 +114,24 @@ def _tree_attention_kernel(
             score_scale = times_scale(scale, k_scale_ptr, head)
             max_score, sum_weights = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
             out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-            tiles = Tiles(k_ptr + head * k_h, k_row, v_ptr + head * v_h, v_row)
-            max_score, sum_weights, out = over_committed(
+            tiles = RowTiles(k_ptr + head * k_h, k_row, v_ptr + head * v_h, v_row)
+            max_score, sum_weights, out = attend_committed(
                 q, position, table_ptr + request * table_b, tiles, begin, end, first,
                 score_scale, max_score, sum_weights, out, CONSTANTS,
             )
             if STAGED > 0:
                 num_staged = tl.where(split + 1 == tl.load(start_ptr + request) + count, rows, 0)
-                low, high = staged_rows_of(tile, num_staged, STAGED, WINDOW, GROUP_SIZE, BLOCK_M, BLOCK_R)
-                staged = Tiles(
+                low, high = visible_staged_range(tile, num_staged, STAGED, WINDOW, GROUP_SIZE, BLOCK_M, BLOCK_R)
+                staged = RowTiles(
                     staged_k_ptr + request * staged_k_b + head * staged_k_h, staged_k_r,
                     staged_v_ptr + request * staged_v_b + head * staged_v_h, staged_v_r,
                 )
-                max_score, sum_weights, out = over_staged(
+                max_score, sum_weights, out = attend_staged(
                     q, None, query, query_exists, position, staged,
                     row_position_ptr + request * row_position_b, row_position_r, bits_ptr + request * bits_b, bits_q,
                     low, high, rows, score_scale, max_score, sum_weights, out, CONSTANTS,
                 )
-            let_merge_start(base, num_work_items, DEPENDENT)
+            trigger_merge(base, num_work_items, DEPENDENT)
             write_work_item(
                 (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr), split, request, count, queries, query,
                 query_exists, q_head, v_scale_ptr, head, 1.0 if SOFTCAP > 0 else score_scale, max_score, sum_weights,
@@ -142,7 +141,7 @@ def _tree_attention_kernel(
 
 
 def tree_attention(
-    inputs: Inputs,
+    inputs: AttentionInputs,
     partials: PartialResults | None = None,
     config: TritonConfig | HopperConfig | None = None,
     contiguous: Tensor | None = None,
@@ -157,11 +156,11 @@ def tree_attention(
     if sink is not None:
         require("tree attention's sink", sink, (q.shape[2],), None, q)
     if partials is None:
-        partials = PartialResults.of(splits, *out.shape[1:])
+        partials = PartialResults.allocate(splits, *out.shape[1:])
     if config is None:
-        config = choose(inputs)
+        config = choose_config(inputs)
     elif isinstance(config, HopperConfig) and not (
-        fits_hopper(inputs) and (inputs.scales is not None) == (config.raw_stages > 0)
+        hopper_supports(inputs) and (inputs.scales is not None) == (config.raw_stages > 0)
     ):
         raise EspalierError(
             f"the Hopper attention kernel needs bfloat16 or float16, a head size of {HEAD_SIZES}, strides divisible by "
@@ -174,7 +173,7 @@ def tree_attention(
 
 
 def _launch(
-    inputs: Inputs,
+    inputs: AttentionInputs,
     partials: PartialResults,
     config: TritonConfig | HopperConfig,
     contiguous: Tensor | None,
@@ -197,7 +196,7 @@ def _launch(
         constants["SOFTCAP"] = inputs.softcap or 0.0
     grid = min(inputs.splits.table.shape[0] * num_tiles * kv_heads, chip(q).processors * config.programs_per_processor)
     attention_kernel[(grid,)](
-        **shared_arguments(inputs, partials, out, lse, num_tiles),
+        **common_launch_arguments(inputs, partials, out, lse, num_tiles),
         k_ptr=k,
         v_ptr=v,
         staged_k_ptr=staged_k,
@@ -207,12 +206,12 @@ def _launch(
         sink_ptr=out if sink is None else sink,
         k_scale_ptr=None if scales is None else scales.k,
         v_scale_ptr=None if scales is None else scales.v,
-        **strides(k, "k_row", "k_h"),
-        **strides(v, "v_row", "v_h"),
-        **strides(staged_k, "staged_k_b", "staged_k_r", "staged_k_h"),
-        **strides(staged_v, "staged_v_b", "staged_v_r", "staged_v_h"),
-        **strides(nodes.positions, "position_b", "position_q"),
-        **strides(nodes.row_positions, "row_position_b", "row_position_r"),
+        **named_strides(k, "k_row", "k_h"),
+        **named_strides(v, "v_row", "v_h"),
+        **named_strides(staged_k, "staged_k_b", "staged_k_r", "staged_k_h"),
+        **named_strides(staged_v, "staged_v_b", "staged_v_r", "staged_v_h"),
+        **named_strides(nodes.positions, "position_b", "position_q"),
+        **named_strides(nodes.row_positions, "row_position_b", "row_position_r"),
         KV_HEADS=kv_heads,
         GROUP_SIZE=heads // kv_heads,
         WINDOW=window,
@@ -222,21 +221,11 @@ def _launch(
 
 
 def _constants(config: TritonConfig, k_size: int, v_size: int, dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        "K_SIZE": k_size,
-        "V_SIZE": v_size,
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_R": config.block_r,
-        "BLOCK_K": max(16, power_of_two(k_size)),
-        "BLOCK_V": max(16, power_of_two(v_size)),
-        "STAGES": config.stages,
-        "num_warps": config.warps,
-    }
+    block_k, block_v = (max(16, power_of_two(size)) for size in (k_size, v_size))
+    return config.constants(dtype) | {"K_SIZE": k_size, "V_SIZE": v_size, "BLOCK_K": block_k, "BLOCK_V": block_v}
 
 
-def _checked(inputs: Inputs) -> Inputs:
+def _checked(inputs: AttentionInputs) -> AttentionInputs:
     """Return the inputs with contiguous values of q.  Raises EspalierError for inputs that do not agree or fit."""
     q = inputs.q
     (heads, k_size), (kv_heads, v_size) = q.shape[2:], inputs.pages[1].shape[1:]
@@ -250,7 +239,7 @@ def _checked(inputs: Inputs) -> Inputs:
     return inputs if q.stride(3) == 1 else inputs._replace(q=q.contiguous())
 
 
-def staged_attention(inputs: Inputs) -> tuple[Tensor, Tensor]:
+def staged_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     assert inputs.staged is not None
     k, v = inputs.staged
     # The pages are not read.  One staged row stands for them, so pages of all sizes share one compiled kernel.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -24,7 +25,18 @@ class TritonConfig:
     stages: int
     programs_per_processor: int = 1
 
-    def shared_bytes(self, on: Chip, k_bytes: int, v_bytes: int, q_bytes: int | None = None) -> int:
+    def constants(self, dtype: torch.dtype) -> dict[str, Any]:
+        """The constexpr arguments and options that the kernels take from it.  dtype: of the queries."""
+        return {
+            "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_R": self.block_r,
+            "STAGES": self.stages,
+            "num_warps": self.warps,
+        }
+
+    def shared_bytes(self, gpu: Chip, k_bytes: int, v_bytes: int, q_bytes: int | None = None) -> int:
         """Estimated shared memory in bytes: queries, the rows of the stages, and weights.
 
         k_bytes, v_bytes: bytes of one row of K and of V; a latent row is loaded as K, and V takes nothing.  q_bytes:
@@ -32,13 +44,13 @@ class TritonConfig:
         From Hopper on, a product reads its weights from registers, and each stage needs a buffer of its own.
         """
         step, q_bytes = self.block_n * (k_bytes + v_bytes), k_bytes if q_bytes is None else q_bytes
-        if self.block_m >= 64 and on.capability >= (9, 0):
+        if self.block_m >= 64 and gpu.capability >= (9, 0):
             return self.block_m * q_bytes + self.stages * step
         return self.block_m * (q_bytes + 2 * self.block_n) + max(self.stages - 1, 1) * step
 
 
-def choose_config(
-    on: Chip,
+def choose_triton_config(
+    gpu: Chip,
     packed_queries: int,
     rows: int,
     k_size: int,
@@ -69,27 +81,29 @@ def choose_config(
         if fp8:
             k_bytes, v_bytes = k_bytes // dtype.itemsize, v_bytes // dtype.itemsize
     elif wide:
-        takes_64 = packed_queries > 32 and on.capability[0] == 9 and not fp8
+        takes_64 = packed_queries > 32 and gpu.capability[0] == 9 and not fp8
         config = TritonConfig(16 if packed_queries <= 16 else 64 if takes_64 else 32, 32, 64, 8, 3, 1)
     elif packed_queries <= 64 or large:
         # From Hopper on, a product with 64 queries needs no exchange between warps: it is faster than one with 32.
-        block_m = 64 if on.capability >= (9, 0) else min(64, max(16, power_of_two(packed_queries)))
+        block_m = 64 if gpu.capability >= (9, 0) else min(64, max(16, power_of_two(packed_queries)))
         config = TritonConfig(block_m, 32 if large else 64, 64, 8 if large else 4, 3, 2)
     else:
         config = TritonConfig(128, 64, 64, 8, 4, 1)
-    available = on.shared_memory - (SCRATCH if wide else 0)
+    available = gpu.shared_memory - (SCRATCH if wide else 0)
     for min_stages, min_rows in ((3, 32), (2, 16)):
-        while config.stages > min_stages and config.shared_bytes(on, k_bytes, v_bytes, q_bytes) > available:
+        while config.stages > min_stages and config.shared_bytes(gpu, k_bytes, v_bytes, q_bytes) > available:
             config = replace(config, stages=config.stages - 1)
-        while config.block_n > min_rows and config.shared_bytes(on, k_bytes, v_bytes, q_bytes) > available:
+        while config.block_n > min_rows and config.shared_bytes(gpu, k_bytes, v_bytes, q_bytes) > available:
             config = replace(config, block_n=config.block_n // 2)
-    fitting = on.shared_memory // config.shared_bytes(on, k_bytes, v_bytes, q_bytes)
+    fitting = gpu.shared_memory // config.shared_bytes(gpu, k_bytes, v_bytes, q_bytes)
     programs = min(config.programs_per_processor, max(1, fitting))
     block_r = min(config.block_n, max(16, power_of_two(rows)))
     return replace(config, block_r=block_r, programs_per_processor=programs)
 
 
-def choose_latent_config(on: Chip, packed_queries: int, rows: int, row_bytes: int, dtype: torch.dtype) -> TritonConfig:
+def choose_triton_latent_config(
+    gpu: Chip, packed_queries: int, rows: int, row_bytes: int, dtype: torch.dtype
+) -> TritonConfig:
     """Return the configuration.  packed_queries: queries times heads; rows: staged rows.
 
     row_bytes: bytes of one row in shared memory.  A chip with less shared memory gets fewer rows per step, then fewer
@@ -100,14 +114,14 @@ def choose_latent_config(on: Chip, packed_queries: int, rows: int, row_bytes: in
         return TritonConfig(16, 16, 16, 4, 1)
     block_m = 64 if packed_queries > 32 else 32 if packed_queries > 16 else 16
     config = TritonConfig(block_m, 32, 32, 8 if block_m == 64 else 4, 3)
-    if config.shared_bytes(on, row_bytes, 0) > on.shared_memory:
+    if config.shared_bytes(gpu, row_bytes, 0) > gpu.shared_memory:
         config = replace(config, block_n=16)
-    if config.shared_bytes(on, row_bytes, 0) > on.shared_memory:
+    if config.shared_bytes(gpu, row_bytes, 0) > gpu.shared_memory:
         config = replace(config, stages=2)
-    while config.block_m > 16 and config.shared_bytes(on, row_bytes, 0) > on.shared_memory:
+    while config.block_m > 16 and config.shared_bytes(gpu, row_bytes, 0) > gpu.shared_memory:
         config = replace(config, block_m=config.block_m // 2)
     # Two tiles of 64 queries need more registers than a multiprocessor has.
     most = 1 if config.block_m == 64 else 2
-    programs = max(1, min(most, on.shared_memory // config.shared_bytes(on, row_bytes, 0)))
+    programs = max(1, min(most, gpu.shared_memory // config.shared_bytes(gpu, row_bytes, 0)))
     block_r = min(config.block_n, max(16, power_of_two(rows)))
     return replace(config, block_r=block_r, programs_per_processor=programs)

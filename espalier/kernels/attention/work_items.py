@@ -16,12 +16,12 @@ from espalier.kernels.runtime.pdl import pdl_trigger, pdl_wait
 
 # Values of a kernel's STAGED: no staged rows; staged rows of a chain; of a tree, with ancestor bits.
 NO_STAGED, CHAIN, TREE = 0, 1, 2
-# Values of CONTIGUOUS: how many unmasked blocks of a split are contiguous in the pool: unknown (NONE), all, or a
+# Values of CONTIGUOUS: how many unmasked blocks of a split are contiguous in the pool: unknown (UNKNOWN), all, or a
 # counted number of its first blocks (kernels/attention/kv_splits.py).
-NONE, ALL, COUNTED = 0, 1, 2
+UNKNOWN, ALL_CONTIGUOUS, COUNTED = 0, 1, 2
 
 
-class Plan(NamedTuple):
+class WorkPlan(NamedTuple):
     """Values that all work items of a launch share.
 
     split_ptr, start_ptr: the table of splits and their starts (kernels/attention/kv_splits.py); num_splits, num_tiles:
@@ -55,7 +55,7 @@ def wait_and_count_splits(start_ptr, batch, queries, DEPENDENT: tl.constexpr):
     """Wait for the previous kernel, let the merge of splits start if it is small, then return the number of splits.
 
     The trigger comes after the wait, so the merge may read the splits before its own wait (merge.py).  A large merge
-    starts at `let_merge_start`.  If it started earlier, its programs would crowd the processors that are free first.
+    starts at `trigger_merge`.  If it started earlier, its programs would crowd the processors that are free first.
     """
     pdl_wait(DEPENDENT)
     num_splits = tl.load(start_ptr + batch)
@@ -66,7 +66,7 @@ def wait_and_count_splits(start_ptr, batch, queries, DEPENDENT: tl.constexpr):
 
 
 @kernel
-def let_merge_start(base, num_work_items, DEPENDENT: tl.constexpr):
+def trigger_merge(base, num_work_items, DEPENDENT: tl.constexpr):
     """Let the merge start if this is the program's last work item.  Called before each result is written."""
     if base + tl.num_programs(0) >= num_work_items:
         pdl_trigger(DEPENDENT)
@@ -146,7 +146,7 @@ def block_index(t, num_lower, num_unmasked):
 
 
 @kernel
-def staged_rows_of(
+def visible_staged_range(
     tile, rows,
     STAGED: tl.constexpr, WINDOW: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip

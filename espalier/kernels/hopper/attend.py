@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from espalier.kernels.attention.work_items import block_index, let_merge_start, load_work_item, work_item_of
-from espalier.kernels.hopper.work import extent_of, stage_of, wait_until_empty, wait_until_full
+from espalier.kernels.attention.attention_blocks import lse_of, shift_exponent, sink_share
+from espalier.kernels.attention.work_items import block_index, load_work_item, trigger_merge, work_item_of
+from espalier.kernels.hopper.work import stage_of, wait_until_empty, wait_until_full, work_item_extent
 from espalier.kernels.runtime.jit import gluon_kernel
 
 
@@ -36,7 +37,6 @@ class Queries(NamedTuple):
     first_masked_staged: Any
 
 
-# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel
 def packed_queries(plan, item, first_packed, positions, CONSTANTS: gl.constexpr, SCORES: gl.constexpr):
@@ -51,7 +51,7 @@ def packed_queries(plan, item, first_packed, positions, CONSTANTS: gl.constexpr,
 
 
 @gluon_kernel
-def queries_of(plan, item, extent, first_packed, packed, row_positions, ancestor_bits, CONSTANTS: gl.constexpr):
+def make_queries(plan, item, extent, first_packed, packed, row_positions, ancestor_bits, CONSTANTS: gl.constexpr):
     """Build the Queries of 64 packed queries.  packed: the result of `packed_queries`."""
     query, exists, position = packed
     first_masked_staged = extent.num_committed
@@ -69,9 +69,9 @@ def queries_of(plan, item, extent, first_packed, packed, row_positions, ancestor
 
 @gluon_kernel
 def _mask_committed(
-    scores, at, position, end, first, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr,
+    scores, first_position, position, end, first, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr,
 ):
-    key_position = at + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+    key_position = first_position + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     seen = gl.expand_dims((key_position >= first) & (key_position < end), 0)
     if WINDOW > 0:
         seen = seen & (gl.expand_dims(position, 1) - gl.expand_dims(key_position, 0) < WINDOW)
@@ -79,8 +79,8 @@ def _mask_committed(
 
 
 @gluon_kernel
-def _mask_chain(scores, at, query, high, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr):
-    node = gl.expand_dims(at + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES)), 0)
+def _mask_chain(scores, first_node, query, high, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr):
+    node = gl.expand_dims(first_node + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES)), 0)
     seen = (node < high) & (node <= gl.expand_dims(query, 1))
     if WINDOW > 0:
         seen = seen & (gl.expand_dims(query, 1) - node < WINDOW)
@@ -88,9 +88,9 @@ def _mask_chain(scores, at, query, high, WINDOW: gl.constexpr, BLOCK_N: gl.const
 
 
 @gluon_kernel
-def _mask_tree(scores, at, queries, high, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr):
-    node = at + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
-    at_word = queries.bits + queries.query.to(gl.int64) * queries.bits_q + at // 64
+def _mask_tree(scores, first_node, queries, high, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr):
+    node = first_node + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+    at_word = queries.bits + queries.query.to(gl.int64) * queries.bits_q + first_node // 64
     word = gl.load(at_word, mask=queries.exists, other=0)
     bit = (gl.expand_dims(word, 1) >> gl.expand_dims((node % 64).to(gl.int64), 0)) & 1
     seen = gl.expand_dims(node < high, 0) & (bit != 0)
@@ -122,23 +122,7 @@ def _mask(scores, t, queries, extent, CONSTANTS: gl.constexpr, SCORES: gl.conste
 
 
 @gluon_kernel
-def shifted(exponent, dtype: gl.constexpr):
-    """Subtract 15 from the exponent for float16, see kernels/attention/attention_blocks.py:_shifted."""
-    if dtype == gl.float16:
-        exponent = exponent - 15.0
-    return exponent
-
-
-@gluon_kernel
-def lse_of(max_score, sum_weights, scale, dtype: gl.constexpr):
-    """The log-sum-exp in base 2, see kernels/attention/attention_blocks.py:_lse."""
-    divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
-    lse = gl.fma(max_score, scale, shifted(gl.log2(divisor), dtype))
-    return gl.where(sum_weights == 0.0, float("-inf"), lse)
-
-
-@gluon_kernel
-def _weigh(scores, scale, max_score, dtype: gl.constexpr):
+def _softmax_step(scores, scale, max_score, dtype: gl.constexpr):
     """Do one step of an online softmax in base 2 (Milakov and Gimelshein 2018), with weights in dtype.
 
     Returns (weights, sums, max_score, decay).  sums: the sums of the weights, [64, 4] by thread; decay: the factor for
@@ -147,7 +131,7 @@ def _weigh(scores, scale, max_score, dtype: gl.constexpr):
     new_max = gl.maximum(max_score, gl.max(scores, 1))
     # All scores are -inf until the first visible row; -inf - -inf would be NaN.
     scaled_max = gl.where(new_max == float("-inf"), 0.0, new_max * scale)
-    weights = gl.exp2(gl.fma(scores, scale, gl.expand_dims(-shifted(scaled_max, dtype), 1)))
+    weights = gl.exp2(gl.fma(scores, scale, gl.expand_dims(-shift_exponent(scaled_max, dtype), 1)))
     decay = gl.exp2(gl.fma(max_score, scale, -scaled_max))
     # Column 8 i + 2 j + k belongs to thread j of the four threads that share a row.
     by_thread = weights.reshape([64, weights.shape[1] // 8, 4, 2]).permute((0, 2, 1, 3))
@@ -156,13 +140,13 @@ def _weigh(scores, scale, max_score, dtype: gl.constexpr):
 
 
 @gluon_kernel
-def _add_sums(sum_weights, decay, sums, SCORES: gl.constexpr):
+def _update_sum_weights(sum_weights, decay, sums, SCORES: gl.constexpr):
     """sum_weights times decay, plus the sums of a block, [64, 4] by thread."""
     return gl.fma(sum_weights, decay, gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, SCORES)))
 
 
 @gluon_kernel
-def _score(q, stages, stage, zeros, FENCED: gl.constexpr):
+def _start_scores(q, stages, stage, zeros, FENCED: gl.constexpr):
     """Start the product of the queries with the keys of a stage, tile by tile.
 
     FENCED: threads may have written rows or queries without a fence.  The fence makes them visible to the tensor cores.
@@ -178,7 +162,7 @@ def _score(q, stages, stage, zeros, FENCED: gl.constexpr):
 
 
 @gluon_kernel
-def _send(exchange, num_sent, weights, decay):
+def _send_weights(exchange, num_sent, weights, decay):
     """Send the weights of a block, and the factor for earlier results (decay), to another warpgroup."""
     weight_slots, decay_slots = exchange.tiles
     slot = stage_of(exchange, num_sent)
@@ -198,24 +182,24 @@ def _attend_blocks(
     """Compute the weights of blocks first_block .. end_block; add each previous block's weights times values to `out`.
 
     num_done: blocks that the program has finished, over all its work items; num_blocks: blocks of this work item;
-    FENCED: as in `_score`.
+    FENCED: as in `_start_scores`.
     """
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     zeros = gl.full([64, CONSTANTS.BLOCK_N], 0.0, gl.float32, layout=SCORES)
     for t in range(first_block, end_block):
-        next_scores = _score(q, stages, stage_of(stages, num_done + 1), zeros, FENCED)
+        next_scores = _start_scores(q, stages, stage_of(stages, num_done + 1), zeros, FENCED)
         pending_out = hopper.warpgroup_mma(weights, values.index(stage_of(stages, num_done)), out, is_async=True)
         scores = hopper.warpgroup_mma_wait(num_outstanding=1, deps=[next_scores])
         if MASKED:
             scores = _mask(scores, t, queries, extent, CONSTANTS, SCORES)
-        weights_float32, sums, max_score, decay = _weigh(scores, scale, max_score, values.dtype)
+        weights_float32, sums, max_score, decay = _softmax_step(scores, scale, max_score, values.dtype)
         rounded = weights_float32.to(values.dtype)
         if exchange is not None:
-            _send(exchange, num_sent, rounded, decay)
+            _send_weights(exchange, num_sent, rounded, decay)
             num_sent += 1
         weights = gl.convert_layout(rounded, WEIGHTS)
         if exchange is None:
-            sum_weights = _add_sums(sum_weights, decay, sums, SCORES)
+            sum_weights = _update_sum_weights(sum_weights, decay, sums, SCORES)
             # This wait for rows must stay between the weights and the wait for `out`.  Otherwise ptxas moves the wait
             # for `out` before the weights, and nothing overlaps.
             wait_until_full(stages, num_done + 2, t + 1 < num_blocks)
@@ -224,7 +208,7 @@ def _attend_blocks(
         out = out * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, OUT)), 1)
         if exchange is not None:
             # The other warpgroup has these weights already, and does not need their sum.
-            sum_weights = _add_sums(sum_weights, decay, sums, SCORES)
+            sum_weights = _update_sum_weights(sum_weights, decay, sums, SCORES)
             # This wait comes after the stage is given back: with two stages, the next block needs this stage.
             wait_until_full(stages, num_done + 2, t + 1 < num_blocks)
         num_done += 1
@@ -248,16 +232,16 @@ def attend_work_item(
     out = gl.full([64, CONSTANTS.OUT_SIZE], 0.0, gl.float32, layout=OUT)
     zeros = gl.full([64, CONSTANTS.BLOCK_N], 0.0, gl.float32, layout=SCORES)
     wait_until_full(stages, num_done, True)
-    scores = _score(q, stages, stage_of(stages, num_done), zeros, True)
+    scores = _start_scores(q, stages, stage_of(stages, num_done), zeros, True)
     scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[scores])
     scores = _mask(scores, 0, queries, extent, CONSTANTS, SCORES)
-    weights_float32, sums, max_score, decay = _weigh(scores, scale, max_score, values.dtype)
+    weights_float32, sums, max_score, decay = _softmax_step(scores, scale, max_score, values.dtype)
     rounded = weights_float32.to(values.dtype)
     if exchange is not None:
-        _send(exchange, num_sent, rounded, decay)
+        _send_weights(exchange, num_sent, rounded, decay)
         num_sent += 1
     weights = gl.convert_layout(rounded, WEIGHTS)
-    sum_weights = _add_sums(sum_weights, decay, sums, SCORES)
+    sum_weights = _update_sum_weights(sum_weights, decay, sums, SCORES)
     wait_until_full(stages, num_done + 1, extent.num_blocks > 1)
     masked = gl.maximum(extent.num_unmasked, 1)
     # If CONTIGUOUS is 1, TMA copies all unmasked blocks.  Warps that convert FP8 rows make a fence themselves.
@@ -297,21 +281,6 @@ def _write(
 
 
 @gluon_kernel
-def _with_sink(
-    out, lse, sink_ptr, first_packed, head,
-    GROUP_SIZE: gl.constexpr, SINK: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
-):
-    """Let the sinks of 64 packed queries join the softmax, see kernels/attention/attention_blocks.py:_with_sink."""
-    if SINK:
-        packed = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-        sink = gl.load(sink_ptr + head * GROUP_SIZE + packed % GROUP_SIZE).to(gl.float32)
-        finite = gl.where(lse == float("-inf"), 0.0, lse)
-        share = 1.0 / (1.0 + gl.exp2(gl.fma(sink, 1.4426950408889634, -finite)))
-        out = out * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, OUT)), 1)
-    return out
-
-
-@gluon_kernel
 def _write_work_item(
     results, v_scale_ptr, scale, out, max_score, sum_weights, plan, item, first_packed,
     dtype: gl.constexpr, SINK: gl.constexpr, CONSTANTS: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
@@ -330,7 +299,10 @@ def _write_work_item(
     lse = lse_of(max_score, sum_weights, scale, dtype)
     if item.request_splits == 1:
         at = item.request
-        out = _with_sink(out, lse, sink_ptr, first_packed, head, GROUP_SIZE, SINK, SCORES, OUT)
+        if SINK:
+            packed = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
+            share = sink_share(lse, sink_ptr, head * GROUP_SIZE + packed % GROUP_SIZE)
+            out = out * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, OUT)), 1)
         lse = lse * 0.6931471805599453
         _write(out_ptr, lse_ptr, at, queries, out, lse, first_packed, head, KV_HEADS, GROUP_SIZE, SIZE, OUT)
     else:
@@ -395,8 +367,8 @@ def attend_work_items(
                 values = q.to(gl.float32)
                 q = gl.where(gl.abs(values) <= 65504.0, values, float("nan")).to(stages.tiles[0].dtype)
             packed = packed_queries(plan, item, first_packed, positions, CONSTANTS, SCORES)
-            extent = extent_of(plan, item, positions, gl.SliceLayout(1, SCORES), CONSTANTS)
-            queries = queries_of(plan, item, extent, first_packed, packed, row_positions, ancestor_bits, CONSTANTS)
+            extent = work_item_extent(plan, item, positions, gl.SliceLayout(1, SCORES), CONSTANTS)
+            queries = make_queries(plan, item, extent, first_packed, packed, row_positions, ancestor_bits, CONSTANTS)
             score_scale = scale
             if CONSTANTS.RAW_STAGES > 0:
                 score_scale = scale * gl.load(k_scale_ptr + item.head)
@@ -404,7 +376,7 @@ def attend_work_items(
                 (q,), stages, stages.tiles[1], None, num_done, 0, score_scale, queries, extent, CONSTANTS, SCORES, OUT
             )
             num_done += extent.num_blocks
-            let_merge_start(base, num_work_items, CONSTANTS.DEPENDENT)
+            trigger_merge(base, num_work_items, CONSTANTS.DEPENDENT)
             if AHEAD:
                 # The next work item's queries are copied while the results are written.
                 next_item = work_item_of(base + gl.num_programs(0), backwards)

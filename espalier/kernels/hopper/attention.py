@@ -12,16 +12,15 @@ from typing import Any
 import torch
 from triton.experimental.gluon import language as gl
 
-from espalier.kernels.attention.work_items import ALL, COUNTED, NONE, Plan, wait_and_count_splits
+from espalier.kernels.attention.work_items import ALL_CONTIGUOUS, COUNTED, UNKNOWN, WorkPlan, wait_and_count_splits
 from espalier.kernels.hopper.attend import attend_work_items
-from espalier.kernels.hopper.config import BLOCK_N, HopperConfig, copies_by_tma, needs_counting
+from espalier.kernels.hopper.config import BLOCK_N, HopperConfig, needs_block_counts, uses_tma
 from espalier.kernels.hopper.load import convert_work_items, load_work_items
-from espalier.kernels.hopper.work import Constants, Rows, make_stages
+from espalier.kernels.hopper.work import Constants, RowPtrs, make_stages
 from espalier.kernels.runtime.jit import gluon_kernel
 from espalier.kernels.runtime.launch import tma_descriptor
 
 
-# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel(do_not_specialize=["batch"])
 def hopper_attention_kernel(
@@ -58,15 +57,16 @@ def hopper_attention_kernel(
     if FP8:
         loaded = make_stages(k_ptr.dtype.element_ty, RAW_STAGES, 32 * LOAD_WARPS, 1, CONSTANTS)
     num_tiles = (queries * GROUP_SIZE + CONSTANTS.BLOCK_M - 1) // CONSTANTS.BLOCK_M
-    plan = Plan(split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first)
-    q_rows = Rows(q_ptr, q_b, q_q, q_h)
-    committed = (Rows(k_ptr, 0, k_row, k_h), Rows(v_ptr, 0, v_row, v_h))
+    plan = WorkPlan(split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first)
+    q_rows = RowPtrs(q_ptr, q_b, q_q, q_h)
+    committed = (RowPtrs(k_ptr, 0, k_row, k_h), RowPtrs(v_ptr, 0, v_row, v_h))
     staged = (
-        Rows(staged_k_ptr, staged_k_b, staged_k_r, staged_k_h), Rows(staged_v_ptr, staged_v_b, staged_v_r, staged_v_h)
+        RowPtrs(staged_k_ptr, staged_k_b, staged_k_r, staged_k_h),
+        RowPtrs(staged_v_ptr, staged_v_b, staged_v_r, staged_v_h),
     )
-    positions = Rows(position_ptr, position_b, position_q, 0)
-    row_positions = Rows(row_position_ptr, row_position_b, row_position_r, 0)
-    ancestor_bits = Rows(bits_ptr, bits_b, bits_q, 0)
+    positions = RowPtrs(position_ptr, position_b, position_q, 0)
+    row_positions = RowPtrs(row_position_ptr, row_position_b, row_position_r, 0)
+    ancestor_bits = RowPtrs(bits_ptr, bits_b, bits_q, 0)
     results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr)
     scales = (k_scale_ptr, v_scale_ptr)
     # With one warpgroup the list starts after the first function; with two-byte rows it ends before the last.
@@ -96,16 +96,18 @@ def tma_arguments(
     config: HopperConfig, k: torch.Tensor, v: torch.Tensor, page_size: int, window: int, contiguous: torch.Tensor | None
 ) -> dict[str, Any]:
     """The launch arguments that decide which blocks TMA copies.  k, v: [R, heads, size]."""
-    kind = NONE
+    kind = UNKNOWN
     # A row of the heads' values is one row of the descriptor, so the heads must be contiguous.
-    if copies_by_tma(config) and not window and all(rows.stride(1) == rows.shape[2] for rows in (k, v)):
-        kind = ALL if not needs_counting(page_size, window) else NONE if contiguous is None else COUNTED
+    if uses_tma(config) and not window and all(rows.stride(1) == rows.shape[2] for rows in (k, v)):
+        kind = (
+            ALL_CONTIGUOUS if not needs_block_counts(page_size, window) else UNKNOWN if contiguous is None else COUNTED
+        )
     size = k.shape[2]
-    descriptors = [None if kind == NONE else tma_descriptor(rows.flatten(1), BLOCK_N, size) for rows in (k, v)]
+    descriptors = [None if kind == UNKNOWN else tma_descriptor(rows.flatten(1), BLOCK_N, size) for rows in (k, v)]
     return {
         "k_descriptor": descriptors[0],
         "v_descriptor": descriptors[1],
-        "contiguous_ptr": None if kind == NONE else contiguous,
+        "contiguous_ptr": None if kind == UNKNOWN else contiguous,
         "CONTIGUOUS": kind,
     }
 

@@ -22,7 +22,7 @@ MAX_STAGES = 6
 # Stages with FP8 rows: converted rows, which hide the conversion time, and stored rows, which hide the memory latency.
 FP8_STAGES, FP8_RAW_STAGES = 4, 4
 # Shared memory, in bytes, for barriers and for the arguments that Triton passes to the warps.
-RESERVED = 1024
+RESERVED_SHARED_MEMORY = 1024
 # Registers per multiprocessor.
 REGISTERS = 2**16
 # The most registers per thread.
@@ -34,11 +34,11 @@ BLOCK_M = 64
 LATENT_BLOCK_N = 32
 LATENT_STAGES = 4
 # Buffers in shared memory through which the first attending warpgroup sends a block's weights to the second.
-SLOTS = 2
+WEIGHT_SLOTS = 2
 # Stages with FP8 rows: converted blocks, which are attended to, and stored blocks.
 LATENT_FP8_STAGES, LATENT_FP8_RAW_STAGES = 2, 4
 # The most packed queries of hopper/latent_few.py: the columns of its product.
-MAX_QUERIES = 16
+FEW_MAX_QUERIES = 16
 # Rows per block of hopper/latent_few.py: the rows of its product.  Two blocks fill shared memory; one is attended to
 # while the other is loaded.
 FEW_BLOCK_N = 64
@@ -62,7 +62,7 @@ class HopperConfig:
     def shared_bytes(self, size: int) -> int:
         """Shared memory of a program, in bytes, for heads of `size`."""
         two_byte_rows = self.block_m + 2 * self.stages * BLOCK_N
-        return size * (2 * two_byte_rows + 2 * self.raw_stages * BLOCK_N) + RESERVED
+        return size * (2 * two_byte_rows + 2 * self.raw_stages * BLOCK_N) + RESERVED_SHARED_MEMORY
 
     @property
     def block_m(self) -> int:
@@ -98,7 +98,7 @@ class HopperConfig:
 
 
 def choose_hopper_config(
-    on: Chip, packed_queries: int, num_work_items: int, size: int, page_size: int, fp8: bool = False
+    gpu: Chip, packed_queries: int, num_work_items: int, size: int, page_size: int, fp8: bool = False
 ) -> HopperConfig | None:
     """Return the launch configuration, or None if this chip cannot run the kernel or gains nothing.
 
@@ -108,25 +108,25 @@ def choose_hopper_config(
     there are enough such programs, each multiprocessor runs two: one works while the other finishes.
     With few queries and small pages the Triton kernel is faster, because all of its warps gather rows (docs/log.md).
     """
-    if on.capability != HOPPER or size not in HEAD_SIZES or packed_queries <= WARPGROUP_QUERIES // 4:
+    if gpu.capability != HOPPER or size not in HEAD_SIZES or packed_queries <= WARPGROUP_QUERIES // 4:
         return None
     if packed_queries <= WARPGROUP_QUERIES // 2 and page_size < BLOCK_N:
         return None
-    warpgroups = 2 if packed_queries > WARPGROUP_QUERIES and 4 * num_work_items >= 3 * on.processors else 1
+    warpgroups = 2 if packed_queries > WARPGROUP_QUERIES and 4 * num_work_items >= 3 * gpu.processors else 1
     if fp8:
         # The stages of both dtypes fill a multiprocessor's shared memory.
         config = HopperConfig(warpgroups, FP8_STAGES, 1, FP8_RAW_STAGES)
-        return config if config.shared_bytes(size) <= on.shared_memory else None
+        return config if config.shared_bytes(size) <= gpu.shared_memory else None
     num_programs = num_work_items * (1 if packed_queries <= WARPGROUP_QUERIES else 2)
-    programs_per_processor = 2 if warpgroups == 1 and num_programs > on.processors else 1
+    programs_per_processor = 2 if warpgroups == 1 and num_programs > gpu.processors else 1
     for stages in range(MAX_STAGES, MIN_STAGES - 1, -1):
         config = HopperConfig(warpgroups, stages, programs_per_processor)
-        if config.shared_bytes(size) * programs_per_processor <= on.shared_memory:
+        if config.shared_bytes(size) * programs_per_processor <= gpu.shared_memory:
             return config
     return None
 
 
-def needs_counting(page_size: int, window: int) -> bool:
+def needs_block_counts(page_size: int, window: int) -> bool:
     """Whether contiguous blocks must be counted (kernels/attention/kv_splits.py).
 
     If a page holds whole blocks, all blocks are contiguous.  With a window, counts cannot be used.
@@ -134,7 +134,7 @@ def needs_counting(page_size: int, window: int) -> bool:
     return not window and page_size % BLOCK_N > 0
 
 
-def copies_by_tma(config: HopperConfig) -> bool:
+def uses_tma(config: HopperConfig) -> bool:
     """Whether this launch copies contiguous blocks by TMA.
 
     Two attending warpgroups keep the multiprocessor busy, and copies by threads would slow them down.  A single
@@ -159,16 +159,16 @@ class HopperLatentConfig:
         """Shared memory of a program, in bytes."""
         two_byte_rows, fp8_rows = BLOCK_M + self.stages * LATENT_BLOCK_N, self.raw_stages * LATENT_BLOCK_N
         rows = (2 * two_byte_rows + fp8_rows) * (V_SIZE + ROPE_SIZE)
-        return rows + 2 * SLOTS * BLOCK_M * LATENT_BLOCK_N + 4 * SLOTS * BLOCK_M + RESERVED
+        return rows + 2 * WEIGHT_SLOTS * BLOCK_M * LATENT_BLOCK_N + 4 * WEIGHT_SLOTS * BLOCK_M + RESERVED_SHARED_MEMORY
 
 
-def choose_hopper_latent_config(on: Chip, fp8: bool = False) -> HopperLatentConfig | None:
+def choose_hopper_latent_config(gpu: Chip, fp8: bool = False) -> HopperLatentConfig | None:
     """Return the launch configuration, or None if this chip cannot run the kernel.  fp8: whether rows are FP8."""
     config = HopperLatentConfig(LATENT_FP8_STAGES, LATENT_FP8_RAW_STAGES) if fp8 else HopperLatentConfig(LATENT_STAGES)
-    return config if on.capability == HOPPER and config.shared_bytes <= on.shared_memory else None
+    return config if gpu.capability == HOPPER and config.shared_bytes <= gpu.shared_memory else None
 
 
-def fits_hopper_latent(q: Tensor, rows: list[Tensor], v_size: int) -> bool:
+def hopper_latent_supports(q: Tensor, rows: list[Tensor], v_size: int) -> bool:
     """Whether the kernel takes these queries and rows [.., size]: dtypes, sizes, addresses and strides."""
     return v_size == V_SIZE and all(
         tensor.shape[-1] == V_SIZE + ROPE_SIZE
@@ -186,22 +186,17 @@ class HopperLatentFewConfig:
     stages: int
 
     programs_per_processor: ClassVar[int] = 1
-    block_m: ClassVar[int] = MAX_QUERIES
+    block_m: ClassVar[int] = FEW_MAX_QUERIES
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a program, in bytes."""
-        rows = 2 * (MAX_QUERIES + self.stages * FEW_BLOCK_N) * (V_SIZE + ROPE_SIZE)
-        return rows + 2 * MAX_QUERIES * FEW_BLOCK_N + RESERVED
+        rows = 2 * (FEW_MAX_QUERIES + self.stages * FEW_BLOCK_N) * (V_SIZE + ROPE_SIZE)
+        return rows + 2 * FEW_MAX_QUERIES * FEW_BLOCK_N + RESERVED_SHARED_MEMORY
 
 
-def takes_few(queries: int, heads: int) -> bool:
-    """Whether the kernel takes this number of queries per request."""
-    return queries == 1 and heads <= MAX_QUERIES
-
-
-def choose_hopper_latent_few_config(on: Chip, queries: int, heads: int) -> HopperLatentFewConfig | None:
+def choose_hopper_latent_few_config(gpu: Chip, queries: int, heads: int) -> HopperLatentFewConfig | None:
     """Return the launch configuration, or None if the kernel does not take this chip or this number of queries."""
-    config = HopperLatentFewConfig(FEW_STAGES)
-    fits = on.capability == HOPPER and config.shared_bytes <= on.shared_memory
-    return config if fits and takes_few(queries, heads) else None
+    config, is_few = HopperLatentFewConfig(FEW_STAGES), queries == 1 and heads <= FEW_MAX_QUERIES
+    fits = gpu.capability == HOPPER and config.shared_bytes <= gpu.shared_memory
+    return config if fits and is_few else None

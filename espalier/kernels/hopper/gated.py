@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from espalier.errors import EspalierError
+from espalier.kernels.hopper.work import make_barriers
 from espalier.kernels.layers.activation import silu_times
 from espalier.kernels.runtime.jit import gluon_kernel
 from espalier.kernels.runtime.launch import HOPPER, Chip, aligned_for_copies, chip, require, tma_descriptor
@@ -32,12 +33,12 @@ BLOCK_ROWS, BLOCK_OUT, BLOCK_IN = 128, 128, 64
 # Pipeline stages.  With the results of a tile they fill the shared memory.
 STAGES = 4
 # Blocks of rows that are computed with the same weights before the next weights are read.  More do not fit in the L2.
-BLOCKS_TOGETHER = 8
+GROUP_ROW_BLOCKS = 8
 # Registers per thread: at launch, then in multiplying and in loading warps.
 LAUNCH_REGISTERS, MULTIPLY_REGISTERS, LOAD_REGISTERS = 168, 232, 40
 
 
-def takes_gated(x: Tensor, weight: Tensor, bias: Tensor | None, gpu: Chip) -> bool:
+def supports_hopper_gated(x: Tensor, weight: Tensor, bias: Tensor | None, gpu: Chip) -> bool:
     """Whether the kernel takes x [rows, in] and weight [2·out, in], gate over up."""
     if gpu.capability != HOPPER or x.dtype != torch.bfloat16 or bias is not None or len(x) < MIN_ROWS:
         return False
@@ -55,7 +56,7 @@ def num_tiles(rows: int, num_out: int) -> int:
     return -(-rows // BLOCK_ROWS) * -(-num_out // BLOCK_OUT)
 
 
-class Sizes(NamedTuple):
+class ProductSizes(NamedTuple):
     """The sizes of x [rows, columns] and of the result [rows, out]."""
 
     rows: Any
@@ -69,7 +70,7 @@ class Blocks(NamedTuple):
     ROWS: Any
     OUT: Any
     IN: Any
-    TOGETHER: Any
+    ROW_BLOCKS: Any
 
 
 class Stages(NamedTuple):
@@ -84,7 +85,6 @@ class Stages(NamedTuple):
     empty: Any
 
 
-# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel
 def _num_tiles(sizes, BLOCKS: gl.constexpr):
@@ -95,14 +95,14 @@ def _num_tiles(sizes, BLOCKS: gl.constexpr):
 def _tile(index, sizes, BLOCKS: gl.constexpr):
     """(first row, first output) of a tile."""
     row_blocks, out_blocks = gl.cdiv(sizes.rows, BLOCKS.ROWS), gl.cdiv(sizes.out, BLOCKS.OUT)
-    first = index // (BLOCKS.TOGETHER * out_blocks) * BLOCKS.TOGETHER
-    together = gl.minimum(row_blocks - first, BLOCKS.TOGETHER)
-    inside = index % (BLOCKS.TOGETHER * out_blocks)
+    first = index // (BLOCKS.ROW_BLOCKS * out_blocks) * BLOCKS.ROW_BLOCKS
+    together = gl.minimum(row_blocks - first, BLOCKS.ROW_BLOCKS)
+    inside = index % (BLOCKS.ROW_BLOCKS * out_blocks)
     return (first + inside % together) * BLOCKS.ROWS, inside // together * BLOCKS.OUT
 
 
 @gluon_kernel
-def _rounded(values):
+def _round_to_bfloat16(values):
     """Round float32 values to bfloat16, in pairs: one value at a time runs at an eighth of the rate."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }",
@@ -154,7 +154,7 @@ def _multiply(WARPGROUP: gl.constexpr, stages, results, out_descriptor, sizes, B
         hopper.mbarrier.arrive(stages.empty.index((num_done - 1) % STAGES), count=1)
         gate, up = gl.split(sums.reshape([ROWS, 2, BLOCKS.OUT]).permute((0, 2, 1)))
         # Gate and up are rounded before the activation, as the output of a linear layer is.
-        activation = silu_times(_rounded(gate), _rounded(up)).to(result.dtype)
+        activation = silu_times(_round_to_bfloat16(gate), _round_to_bfloat16(up)).to(result.dtype)
         # Wait until the previous tile's results have left shared memory.
         hopper.tma.store_wait(0)
         result.store(activation)
@@ -167,23 +167,19 @@ def _multiply(WARPGROUP: gl.constexpr, stages, results, out_descriptor, sizes, B
 def _hopper_gated_kernel(
     x_descriptor, weight_descriptor, out_descriptor, num_rows, num_out, num_in,
     BLOCK_ROWS: gl.constexpr, BLOCK_OUT: gl.constexpr, BLOCK_IN: gl.constexpr, STAGES: gl.constexpr,
-    TOGETHER: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, DEPENDENT: gl.constexpr,
+    ROW_BLOCKS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """x [num_rows, num_in], weight [2 · num_out, num_in] and out [num_rows, num_out] are TMA descriptors."""
-    BLOCKS: gl.constexpr = Blocks(BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, TOGETHER)
+    BLOCKS: gl.constexpr = Blocks(BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, ROW_BLOCKS)
     dtype: gl.constexpr = x_descriptor.dtype
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        hopper.mbarrier.init(full.index(stage), count=1)
-        hopper.mbarrier.init(empty.index(stage), count=2)
+    full, empty = make_barriers(STAGES, 1, 2)
     stages = Stages(
         gl.allocate_shared_memory(dtype, [STAGES, BLOCK_ROWS, BLOCK_IN], x_descriptor.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 2 * BLOCK_OUT, BLOCK_IN], weight_descriptor.layout),
         full, empty,
     )
     results = gl.allocate_shared_memory(dtype, [2, BLOCK_ROWS // 2, BLOCK_OUT], out_descriptor.layout)
-    sizes = Sizes(num_rows, num_out, num_in)
+    sizes = ProductSizes(num_rows, num_out, num_in)
     pdl_trigger_and_wait(DEPENDENT)
     gl.warp_specialize(
         [
@@ -220,7 +216,7 @@ def hopper_gated(x: Tensor, weight: Tensor) -> Tensor:
         BLOCK_OUT=BLOCK_OUT,
         BLOCK_IN=BLOCK_IN,
         STAGES=STAGES,
-        TOGETHER=BLOCKS_TOGETHER,
+        ROW_BLOCKS=GROUP_ROW_BLOCKS,
         MULTIPLY_REGISTERS=MULTIPLY_REGISTERS,
         LOAD_REGISTERS=LOAD_REGISTERS,
         num_warps=4,

@@ -12,34 +12,34 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
+from espalier.kernels.attention.attention_blocks import lse_of
 from espalier.kernels.attention.work_items import (
-    ALL,
-    NONE,
-    Plan,
-    let_merge_start,
+    ALL_CONTIGUOUS,
+    UNKNOWN,
+    WorkPlan,
     load_work_item,
+    trigger_merge,
     wait_and_count_splits,
     work_item_of,
 )
-from espalier.kernels.hopper.attend import attend_work_item, lse_of, packed_queries, queries_of
-from espalier.kernels.hopper.config import LATENT_BLOCK_N, ROPE_SIZE, SLOTS, V_SIZE, HopperLatentConfig
+from espalier.kernels.hopper.attend import attend_work_item, make_queries, packed_queries
+from espalier.kernels.hopper.config import LATENT_BLOCK_N, ROPE_SIZE, V_SIZE, WEIGHT_SLOTS, HopperLatentConfig
 from espalier.kernels.hopper.load import convert_work_items, load_work_items
 from espalier.kernels.hopper.work import (
     Constants,
-    Rows,
+    RowPtrs,
     Stages,
-    extent_of,
     make_barriers,
     make_stages,
     stage_of,
     wait_until_empty,
     wait_until_full,
+    work_item_extent,
 )
 from espalier.kernels.runtime.jit import gluon_kernel
 from espalier.kernels.runtime.launch import tma_descriptor
 
 
-# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel
 def copy_queries(
@@ -61,14 +61,14 @@ def copy_queries(
 
 
 @gluon_kernel
-def _write_half(results, plan, item, out, factor, at_column, CONSTANTS: gl.constexpr, OUT: gl.constexpr):
-    """Write out * factor to HALF columns from at_column on, of the results or of a split's partial results."""
+def _write_half(results, plan, item, out, factor, first_column, CONSTANTS: gl.constexpr, OUT: gl.constexpr):
+    """Write out * factor to HALF columns from first_column on, of the results or of a split's partial results."""
     HEADS: gl.constexpr = CONSTANTS.GROUP_SIZE
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     out_ptr, _lse_ptr, partial_ptr, _partial_lse_ptr, _row_scale = results
     result = out * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUT)), 1)
     at = gl.expand_dims(item.tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT)), 1)
-    column = gl.expand_dims(at_column + gl.arange(0, HALF, layout=gl.SliceLayout(0, OUT)), 0)
+    column = gl.expand_dims(first_column + gl.arange(0, HALF, layout=gl.SliceLayout(0, OUT)), 0)
     rows = plan.queries * HEADS
     if item.request_splits == 1:
         row = item.request * rows + at
@@ -79,12 +79,12 @@ def _write_half(results, plan, item, out, factor, at_column, CONSTANTS: gl.const
 
 
 @gluon_kernel
-def score_work_items(
-    q_shared, stages, exchange, plan, q_rows, unused, ancestor_bits, results, scale, CONSTANTS: gl.constexpr,
+def score_and_sum_left_half(
+    q_shared, stages, exchange, plan, q_rows, no_positions, ancestor_bits, results, scale, CONSTANTS: gl.constexpr,
 ):
     """Run the first warpgroup: it computes the weights of all work items, and sums the left half of the values.
 
-    unused: takes the place of positions, which only windows need.
+    no_positions: takes the place of positions, which only windows need.
     """
     HEADS: gl.constexpr = CONSTANTS.GROUP_SIZE
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
@@ -102,16 +102,16 @@ def score_work_items(
             item = load_work_item(plan, work_item, 1, CONSTANTS.LONGEST_FIRST)
             first_packed = item.tile * 64
             copy_queries(q_shared, q_rows, item.request, first_packed, plan.queries, HEADS, CONSTANTS.COLUMNS)
-            extent = extent_of(plan, item, unused, gl.SliceLayout(1, SCORES), CONSTANTS)
-            packed = packed_queries(plan, item, first_packed, unused, CONSTANTS, SCORES)
-            queries = queries_of(plan, item, extent, first_packed, packed, unused, ancestor_bits, CONSTANTS)
+            extent = work_item_extent(plan, item, no_positions, gl.SliceLayout(1, SCORES), CONSTANTS)
+            packed = packed_queries(plan, item, first_packed, no_positions, CONSTANTS, SCORES)
+            queries = make_queries(plan, item, extent, first_packed, packed, no_positions, ancestor_bits, CONSTANTS)
             out, max_score, sum_weights = attend_work_item(
                 q_shared, stages, stages.tiles[0], exchange, num_done, num_sent, scale, queries, extent,
                 CONSTANTS, SCORES, OUT,
             )
             num_done += extent.num_blocks
             num_sent += extent.num_blocks
-            let_merge_start(base, num_work_items, CONSTANTS.DEPENDENT)
+            trigger_merge(base, num_work_items, CONSTANTS.DEPENDENT)
             divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
             # One division per query instead of one per value.  row_scale: the scale of FP8 rows, else 1.
             factor = row_scale / divisor
@@ -132,7 +132,7 @@ def score_work_items(
 
 
 @gluon_kernel
-def value_work_items(stages, exchange, plan, unused, results, CONSTANTS: gl.constexpr):
+def sum_right_half(stages, exchange, plan, no_positions, results, CONSTANTS: gl.constexpr):
     """Run the second warpgroup: it sums the right half of the values, with weights from the first warpgroup."""
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -146,7 +146,7 @@ def value_work_items(stages, exchange, plan, unused, results, CONSTANTS: gl.cons
         backwards = 1 - backwards
         if work_item < num_work_items:
             item = load_work_item(plan, work_item, 1, CONSTANTS.LONGEST_FIRST)
-            extent = extent_of(plan, item, unused, gl.SliceLayout(1, OUT), CONSTANTS)
+            extent = work_item_extent(plan, item, no_positions, gl.SliceLayout(1, OUT), CONSTANTS)
             out = gl.full([64, HALF], 0.0, gl.float32, layout=OUT)
             for t in range(extent.num_blocks):
                 slot, stage = stage_of(exchange, num_sent), stage_of(stages, num_done)
@@ -183,7 +183,6 @@ REGISTERS_AT_LAUNCH, VALUE_REGISTERS, LOAD_REGISTERS = 168, 200, 72
 FP8_LOAD_WARPS, CONVERT_WARPS = 2, 2
 
 
-# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel(do_not_specialize=["batch"])
 def hopper_latent_kernel(
@@ -193,7 +192,7 @@ def hopper_latent_kernel(
     q_b, q_q, q_h, row_stride, staged_b, staged_r, table_b, bits_b, bits_q, half_descriptor, rope_descriptor,
     HEADS: gl.constexpr, HALF: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, STAGED: gl.constexpr,
     LONGEST_FIRST: gl.constexpr, CONTIGUOUS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    RAW_STAGES: gl.constexpr, SLOTS: gl.constexpr, DEPENDENT: gl.constexpr,
+    RAW_STAGES: gl.constexpr, WEIGHT_SLOTS: gl.constexpr, DEPENDENT: gl.constexpr,
     VALUE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr, CONVERT_WARPS: gl.constexpr,
 ):
     """RAW_STAGES: stages of FP8 rows.  Extra warps convert these rows and write them to `stages`; 0 for other rows."""
@@ -215,12 +214,12 @@ def hopper_latent_kernel(
         gl.allocate_shared_memory(dtype, [64, ROPE], rope_layout),
     )
     stages = make_stages(dtype, STAGES, 1 if FP8 else 32 * LOAD_WARPS, 2, CONSTANTS)
-    sent, received = make_barriers(SLOTS, 1, 1)
-    weights = gl.allocate_shared_memory(dtype, [SLOTS, 64, BLOCK_N], weight_layout)
-    decays = gl.allocate_shared_memory(gl.float32, [SLOTS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    sent, received = make_barriers(WEIGHT_SLOTS, 1, 1)
+    weights = gl.allocate_shared_memory(dtype, [WEIGHT_SLOTS, 64, BLOCK_N], weight_layout)
+    decays = gl.allocate_shared_memory(gl.float32, [WEIGHT_SLOTS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     exchange = Stages((weights, decays), sent, received)
     num_splits = wait_and_count_splits(start_ptr, batch, queries, DEPENDENT)
-    plan = Plan(split_ptr, start_ptr, num_splits, (queries * HEADS + 63) // 64, queries, rows, first)
+    plan = WorkPlan(split_ptr, start_ptr, num_splits, (queries * HEADS + 63) // 64, queries, rows, first)
     # FP8 rows are loaded into separate stages.
     loaded = stages
     row_scale = gl.to_tensor(1.0)
@@ -228,18 +227,18 @@ def hopper_latent_kernel(
         loaded = make_stages(row_ptr.dtype.element_ty, RAW_STAGES, 32 * LOAD_WARPS, 1, CONSTANTS)
         row_scale = gl.load(row_scale_ptr)
         scale = scale * row_scale
-    committed, staged = Rows(row_ptr, 0, row_stride, 0), Rows(staged_ptr, staged_b, staged_r, 0)
+    committed, staged = RowPtrs(row_ptr, 0, row_stride, 0), RowPtrs(staged_ptr, staged_b, staged_r, 0)
     # There is no window, so nothing reads positions.
-    unused = Rows(bits_ptr, 0, 0, 0)
+    unused = RowPtrs(bits_ptr, 0, 0, 0)
     results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, row_scale)
     # With two-byte rows the list ends before the last function.
     gl.warp_specialize(
         [
-            (score_work_items, (
-                q_shared, stages, exchange, plan, Rows(q_ptr, q_b, q_q, q_h), unused, Rows(bits_ptr, bits_b, bits_q, 0),
-                results, scale, CONSTANTS,
+            (score_and_sum_left_half, (
+                q_shared, stages, exchange, plan, RowPtrs(q_ptr, q_b, q_q, q_h), unused,
+                RowPtrs(bits_ptr, bits_b, bits_q, 0), results, scale, CONSTANTS,
             )),
-            (value_work_items, (stages, exchange, plan, unused, results, CONSTANTS)),
+            (sum_right_half, (stages, exchange, plan, unused, results, CONSTANTS)),
             (load_work_items, (
                 loaded, plan, (committed, committed, committed), (staged, staged, staged), table_ptr, table_b, unused,
                 (half_descriptor, half_descriptor, rope_descriptor), None, CONSTANTS,
@@ -261,7 +260,7 @@ def block_arguments(pages: Tensor, page_size: int, block_n: int) -> dict[str, An
     return {
         "half_descriptor": tma_descriptor(pages[:, 0], block_n, V_SIZE // 2) if whole else None,
         "rope_descriptor": tma_descriptor(pages[:, 0], block_n, ROPE_SIZE) if whole else None,
-        "CONTIGUOUS": ALL if whole else NONE,
+        "CONTIGUOUS": ALL_CONTIGUOUS if whole else UNKNOWN,
         "HALF": V_SIZE // 2,
         "ROPE": ROPE_SIZE,
         "BLOCK_N": block_n,
@@ -273,7 +272,7 @@ def hopper_latent_arguments(config: HopperLatentConfig, pages: Tensor, page_size
     return block_arguments(pages, page_size, LATENT_BLOCK_N) | {
         "STAGES": config.stages,
         "RAW_STAGES": config.raw_stages,
-        "SLOTS": SLOTS,
+        "WEIGHT_SLOTS": WEIGHT_SLOTS,
         "VALUE_REGISTERS": VALUE_REGISTERS,
         "LOAD_REGISTERS": LOAD_REGISTERS,
         "LOAD_WARPS": FP8_LOAD_WARPS if config.raw_stages else LOAD_WARPS,

@@ -15,19 +15,19 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
+from espalier.kernels.attention.attention_blocks import lse_of, shift_exponent
 from espalier.kernels.attention.work_items import (
-    Plan,
+    WorkPlan,
     block_index,
-    let_merge_start,
     load_work_item,
+    trigger_merge,
     wait_and_count_splits,
     work_item_of,
 )
-from espalier.kernels.hopper.attend import lse_of, shifted
-from espalier.kernels.hopper.config import FEW_BLOCK_N, MAX_QUERIES, HopperLatentFewConfig
+from espalier.kernels.hopper.config import FEW_BLOCK_N, FEW_MAX_QUERIES, HopperLatentFewConfig
 from espalier.kernels.hopper.latent import block_arguments, copy_queries
 from espalier.kernels.hopper.load import load_work_items
-from espalier.kernels.hopper.work import Constants, Rows, extent_of, make_stages, stage_of, wait_until_full
+from espalier.kernels.hopper.work import Constants, RowPtrs, make_stages, stage_of, wait_until_full, work_item_extent
 from espalier.kernels.runtime.jit import gluon_kernel
 
 LOAD_WARPS = 4
@@ -35,10 +35,9 @@ LOAD_WARPS = 4
 REGISTERS_AT_LAUNCH, LOAD_REGISTERS = 200, 152
 
 
-# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel
-def _seen(t, plan, extent, bits_ptr, KEYS: gl.constexpr, CONSTANTS: gl.constexpr):
+def _visible(t, plan, extent, bits_ptr, KEYS: gl.constexpr, CONSTANTS: gl.constexpr):
     """[BLOCK_N] bool: the rows of the t-th block that the only node sees.  bits_ptr: the node's ancestor bits."""
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     offset = gl.arange(0, BLOCK_N, layout=KEYS)
@@ -85,12 +84,12 @@ def _attend_work_item(
             )
         scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[scores])
         if t >= extent.num_unmasked:
-            seen = _seen(t, plan, extent, bits_ptr, gl.SliceLayout(1, SCORES), CONSTANTS)
+            seen = _visible(t, plan, extent, bits_ptr, gl.SliceLayout(1, SCORES), CONSTANTS)
             scores = gl.where(gl.expand_dims(seen, 1), scores, float("-inf"))
         new_max = gl.maximum(max_score, gl.max(scores, 0))
         # All scores are -inf until the first visible row; -inf - -inf would be NaN.
         scaled_max = gl.where(new_max == float("-inf"), 0.0, new_max * scale)
-        weights = gl.exp2(gl.fma(scores, scale, gl.expand_dims(-shifted(scaled_max, weight_shared.dtype), 0)))
+        weights = gl.exp2(gl.fma(scores, scale, gl.expand_dims(-shift_exponent(scaled_max, weight_shared.dtype), 0)))
         decay = gl.expand_dims(gl.exp2(gl.fma(max_score, scale, -scaled_max)), 0)
         max_score = new_max
         sums = sums * decay + weights
@@ -126,13 +125,13 @@ def _attend_work_items(
         if work_item < plan.num_splits:
             item = load_work_item(plan, work_item, 1, CONSTANTS.LONGEST_FIRST)
             copy_queries(q_shared, q_rows, item.request, 0, plan.queries, HEADS, CONSTANTS.COLUMNS)
-            extent = extent_of(plan, item, ancestor_bits, gl.SliceLayout(0, SCORES), CONSTANTS)
+            extent = work_item_extent(plan, item, ancestor_bits, gl.SliceLayout(0, SCORES), CONSTANTS)
             left, right, max_score, sum_weights = _attend_work_item(
                 q_shared, weight_shared, stages, num_done, plan, extent,
                 ancestor_bits.pointer + item.request * ancestor_bits.request_stride, scale, CONSTANTS, SCORES,
             )
             num_done += extent.num_blocks
-            let_merge_start(base, plan.num_splits, CONSTANTS.DEPENDENT)
+            trigger_merge(base, plan.num_splits, CONSTANTS.DEPENDENT)
             divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
             factor = gl.expand_dims(1.0 / divisor, 0)
             lse = lse_of(max_score, sum_weights, scale, weight_shared.dtype)
@@ -182,15 +181,15 @@ def hopper_latent_few_kernel(
     weight_shared = gl.allocate_shared_memory(dtype, [COLUMNS, BLOCK_N], weight_layout)
     stages = make_stages(dtype, STAGES, 32 * LOAD_WARPS, 1, CONSTANTS)
     num_splits = wait_and_count_splits(start_ptr, batch, queries, DEPENDENT)
-    plan = Plan(split_ptr, start_ptr, num_splits, 1, queries, rows, first)
-    committed, staged = Rows(row_ptr, 0, row_stride, 0), Rows(staged_ptr, staged_b, staged_r, 0)
+    plan = WorkPlan(split_ptr, start_ptr, num_splits, 1, queries, rows, first)
+    committed, staged = RowPtrs(row_ptr, 0, row_stride, 0), RowPtrs(staged_ptr, staged_b, staged_r, 0)
     # The ancestor bits stand in the place of positions, which nothing reads: there is no window.
-    bits = Rows(bits_ptr, bits_b, bits_q, 0)
+    bits = RowPtrs(bits_ptr, bits_b, bits_q, 0)
     results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr)
     gl.warp_specialize(
         [
             (_attend_work_items, (
-                q_shared, weight_shared, stages, plan, Rows(q_ptr, q_b, q_q, q_h), bits, results, scale, CONSTANTS,
+                q_shared, weight_shared, stages, plan, RowPtrs(q_ptr, q_b, q_q, q_h), bits, results, scale, CONSTANTS,
             )),
             (load_work_items, (
                 stages, plan, (committed, committed, committed), (staged, staged, staged), table_ptr, table_b, bits,
@@ -207,7 +206,7 @@ def hopper_latent_few_arguments(config: HopperLatentFewConfig, pages: Tensor, pa
     """The constexpr arguments, options and TMA descriptors of a launch.  pages: [R, 1, 576]."""
     return block_arguments(pages, page_size, FEW_BLOCK_N) | {
         "STAGES": config.stages,
-        "COLUMNS": MAX_QUERIES,
+        "COLUMNS": FEW_MAX_QUERIES,
         "LOAD_REGISTERS": LOAD_REGISTERS,
         "LOAD_WARPS": LOAD_WARPS,
         "num_warps": 4,

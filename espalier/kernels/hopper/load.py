@@ -19,37 +19,39 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from espalier.kernels.attention.work_items import block_index, load_work_item, work_item_of
-from espalier.kernels.hopper.work import Rows, extent_of, stage_of, wait_until_empty, wait_until_full
+from espalier.kernels.hopper.work import RowPtrs, stage_of, wait_until_empty, wait_until_full, work_item_extent
 from espalier.kernels.runtime.jit import gluon_kernel
 
 
 @gluon_kernel
-def _pages(table, at, end, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr):
-    """The pages of positions at .. at + BLOCK_N - 1; a scalar if one page holds the block.  BLOCK_N divides `at`."""
+def _load_page_ids(table, first_position, end, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr):
+    """The pages of BLOCK_N positions from first_position on, a multiple of BLOCK_N; a scalar if one page holds them."""
     if PAGE_SIZE % BLOCK_N == 0:
-        page = gl.load(table + at // PAGE_SIZE, mask=at < end, other=0)
+        page = gl.load(table + first_position // PAGE_SIZE, mask=first_position < end, other=0)
     else:
         offset = gl.arange(0, BLOCK_N, layout=ROWS)
         if BLOCK_N % PAGE_SIZE == 0:
-            page = gl.load(table + at // PAGE_SIZE + offset // PAGE_SIZE, mask=at + offset < end, other=0)
+            page = gl.load(
+                table + first_position // PAGE_SIZE + offset // PAGE_SIZE, mask=first_position + offset < end, other=0
+            )
         else:
-            page = gl.load(table + (at + offset) // PAGE_SIZE, mask=at + offset < end, other=0)
+            page = gl.load(table + (first_position + offset) // PAGE_SIZE, mask=first_position + offset < end, other=0)
     # The launcher checks that the pool has fewer than 2^31 rows.
     return page.to(gl.int32)
 
 
 @gluon_kernel
-def _row_of(page, at, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr):
-    """(row, row_offset [BLOCK_N]): the positions from `at` on are in pool rows row + row_offset."""
+def _pool_rows(page, first_position, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr):
+    """(row, row_offset [BLOCK_N]): the positions from first_position on are in pool rows row + row_offset."""
     offset = gl.arange(0, BLOCK_N, layout=ROWS)
     row = gl.to_tensor(0)
     if PAGE_SIZE % BLOCK_N == 0:
-        row = page * PAGE_SIZE + at % PAGE_SIZE
+        row = page * PAGE_SIZE + first_position % PAGE_SIZE
         row_offset = offset
     elif BLOCK_N % PAGE_SIZE == 0:
         row_offset = page * PAGE_SIZE + offset % PAGE_SIZE
     else:
-        row_offset = page * PAGE_SIZE + (at + offset) % PAGE_SIZE
+        row_offset = page * PAGE_SIZE + (first_position + offset) % PAGE_SIZE
     return row.to(gl.int64), row_offset
 
 
@@ -77,7 +79,6 @@ def _element_offset(row_offset, stride, SMALL: gl.constexpr):
     return product
 
 
-# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel
 def _copy_rows(
@@ -104,7 +105,7 @@ def _load_block(
     SMALL: gl.constexpr = CONSTANTS.PAGE_SIZE % BLOCK_N == 0
     offset = gl.arange(0, BLOCK_N, layout=ROWS)
     if t < extent.num_committed:
-        row, row_offset = _row_of(page, at, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
+        row, row_offset = _pool_rows(page, at, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
         if (at >= first) & (at + BLOCK_N <= extent.end):
             _copy_rows(
                 stages, stage, committed, row, row_offset, 0,
@@ -124,16 +125,16 @@ def _load_block(
 
 
 @gluon_kernel
-def _load_contiguous(stages, num_done, count, at, end, descriptors, head, table, CONSTANTS: gl.constexpr):
-    """Copy `count` contiguous blocks from position `at` by TMA.  Returns num_done + count."""
+def _load_contiguous(stages, num_done, count, position, end, descriptors, head, table, CONSTANTS: gl.constexpr):
+    """Copy `count` contiguous blocks from `position` on by TMA.  Returns num_done + count."""
     BYTES: gl.constexpr = stages.tiles[0].dtype.primitive_bitwidth // 8
     PAGE_SIZE: gl.constexpr = CONSTANTS.PAGE_SIZE
     # The next block's page is loaded before the wait for a stage.  After the last block, its own page is loaded again.
-    page = gl.load(table + at // PAGE_SIZE, mask=count > 0, other=0)
+    page = gl.load(table + position // PAGE_SIZE, mask=count > 0, other=0)
     for _ in range(count):
-        row = page.to(gl.int32) * PAGE_SIZE + at % PAGE_SIZE
-        at += CONSTANTS.BLOCK_N
-        page = gl.load(table + gl.minimum(at, end - 1) // PAGE_SIZE)
+        row = page.to(gl.int32) * PAGE_SIZE + position % PAGE_SIZE
+        position += CONSTANTS.BLOCK_N
+        page = gl.load(table + gl.minimum(position, end - 1) // PAGE_SIZE)
         wait_until_empty(stages, num_done)
         stage = stage_of(stages, num_done)
         full = stages.full.index(stage)
@@ -153,7 +154,7 @@ def _load_contiguous(stages, num_done, count, at, end, descriptors, head, table,
 def _rows_of(sources, request, head):
     """The sources with pointers to the first row of a request and KV head."""
     return [
-        Rows(rows.pointer + request * rows.request_stride + head * rows.head_stride, 0, rows.row_stride, 0)
+        RowPtrs(rows.pointer + request * rows.request_stride + head * rows.head_stride, 0, rows.row_stride, 0)
         for rows in sources
     ]
 
@@ -182,7 +183,7 @@ def load_work_items(
         backwards = 1 - backwards
         if work_item < num_work_items:
             item = load_work_item(plan, work_item, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
-            extent = extent_of(plan, item, positions, ROWS, CONSTANTS)
+            extent = work_item_extent(plan, item, positions, ROWS, CONSTANTS)
             table = table_ptr + item.request * table_b
             staged_here = _rows_of(staged, item.request, item.head)
             num_contiguous = 0
@@ -197,8 +198,8 @@ def load_work_items(
             # Pages are loaded two blocks ahead, because a copy cannot start without its page.
             at = extent.begin + block_index(num_contiguous, extent.num_lower, extent.num_unmasked) * BLOCK_N
             next_at = extent.begin + block_index(num_contiguous + 1, extent.num_lower, extent.num_unmasked) * BLOCK_N
-            page = _pages(table, at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
-            next_page = _pages(table, next_at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
+            page = _load_page_ids(table, at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
+            next_page = _load_page_ids(table, next_at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
             for t in range(num_contiguous, extent.num_blocks):
                 wait_until_empty(stages, num_done)
                 stage = stage_of(stages, num_done)
@@ -209,7 +210,7 @@ def load_work_items(
                 hopper.async_copy.mbarrier_arrive(stages.full.index(stage), increment_count=False)
                 page, at = next_page, next_at
                 next_at = extent.begin + block_index(t + 2, extent.num_lower, extent.num_unmasked) * BLOCK_N
-                next_page = _pages(table, next_at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
+                next_page = _load_page_ids(table, next_at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
                 num_done += 1
 # fmt: on
 
@@ -229,7 +230,7 @@ def convert_work_items(raw, stages, plan, positions, CONSTANTS: gl.constexpr):
         backwards = 1 - backwards
         if work_item < num_work_items:
             item = load_work_item(plan, work_item, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
-            extent = extent_of(plan, item, positions, gl.SliceLayout(1, LAYOUT), CONSTANTS)
+            extent = work_item_extent(plan, item, positions, gl.SliceLayout(1, LAYOUT), CONSTANTS)
             for _ in range(extent.num_blocks):
                 wait_until_full(raw, num_done, True)
                 wait_until_empty(stages, num_done)

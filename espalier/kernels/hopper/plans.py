@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from espalier.kernels.layers.quantised import OF_E2M1, QuantisedMatrix
+from espalier.kernels.layers.quantised import E2M1_CODES, QuantisedMatrix
 from espalier.kernels.runtime.launch import HOPPER, Chip
 
 # A program's tile of the weight, its warps, and the columns that share a scale of int4.
@@ -23,7 +23,7 @@ def takes_format(weight: QuantisedMatrix, dtype: torch.dtype, rows: int, gpu: Ch
     """Whether the kernels can multiply the weight with `rows` rows, or with tiles of `rows` rows, of this dtype."""
     is_int4 = weight.code == "int4" and weight.group == GROUP < weight.shape[-1]
     is_few = gpu.capability == HOPPER and rows <= MAX_ROWS
-    return is_few and dtype == torch.bfloat16 and (weight.code in OF_E2M1 or is_int4)
+    return is_few and dtype == torch.bfloat16 and (weight.code in E2M1_CODES or is_int4)
 
 
 def is_hopper_product(x: Tensor, weight: QuantisedMatrix, rows: int, tile: tuple[int, int, int], gpu: Chip) -> bool:
@@ -48,4 +48,4 @@ def stages(tile: int, code: str, programs: int, gpu: Chip) -> int:
     values = BLOCK_OUT * BLOCK_IN
     stage = values // 2 + values // (16 if code == "nvfp4" else 32) + tile * BLOCK_IN * 2
     sharing = min(-(-programs // gpu.processors), PROGRAMS)
-    return max(min(gpu.shared_memory_of(sharing) // stage, MAX_STAGES), 2)
+    return max(min(gpu.shared_memory_per_program(sharing) // stage, MAX_STAGES), 2)

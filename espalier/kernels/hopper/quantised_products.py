@@ -12,8 +12,8 @@ from espalier.kernels.hopper.nibbles import Nibbles, nibble_product, rows_of_blo
 from espalier.kernels.hopper.plans import BLOCK_IN, FEW_ROWS, MAX_ROWS, WARPS, is_hopper_product, stages
 from espalier.kernels.layers.activation import apply_activation, silu_times
 from espalier.kernels.layers.experts_plan import ProductPlan
-from espalier.kernels.layers.experts_tiles import Tiles, tile_and_expert
-from espalier.kernels.layers.quantised import OF_E2M1, QuantisedMatrix
+from espalier.kernels.layers.experts_tiles import ExpertTiles, tile_and_expert
+from espalier.kernels.layers.quantised import E2M1_CODES, QuantisedMatrix
 from espalier.kernels.ops.activation import Activation
 from espalier.kernels.runtime.jit import gluon_kernel
 from espalier.kernels.runtime.launch import Chip
@@ -33,7 +33,7 @@ def launch_linear(
 
 def pointers_of(weight: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | None]:
     """(words of codes, scales (for E2M1 words of four), zero points, for NVFP4 the rows' factors, or None)."""
-    scales = weight.scales.view(torch.int32) if weight.code in OF_E2M1 else weight.scales
+    scales = weight.scales.view(torch.int32) if weight.code in E2M1_CODES else weight.scales
     return weight.codes.view(torch.int32), scales, weight.row_scales if weight.code == "nvfp4" else weight.zeros
 
 
@@ -99,7 +99,7 @@ def hopper_linear_kernel(
 
 
 def is_hopper_experts(
-    x: Tensor, weight: QuantisedMatrix, tiles: Tiles, plan: ProductPlan, matrices: int, gpu: Chip
+    x: Tensor, weight: QuantisedMatrix, tiles: ExpertTiles, plan: ProductPlan, matrices: int, gpu: Chip
 ) -> bool:
     """Whether the kernels of this file take a product.  matrices: 2 for gate and up, 1 for down."""
     return is_hopper_product(x, weight, tiles.rows, plan.tile(matrices), gpu)
@@ -109,7 +109,7 @@ def launch_gated(
     x: Tensor,
     gate_up: QuantisedMatrix,
     bias: Tensor | None,
-    tiles: Tiles,
+    tiles: ExpertTiles,
     out: Tensor,
     top_k: int,
     activation: Activation,
@@ -132,7 +132,7 @@ def launch_down(
     down: QuantisedMatrix,
     bias: Tensor | None,
     weights: Tensor,
-    tiles: Tiles,
+    tiles: ExpertTiles,
     parts: Tensor,
     grid: tuple[int, int],
     gpu: Chip,

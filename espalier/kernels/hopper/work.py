@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from espalier.kernels.attention.work_items import committed_blocks, staged_rows_of
+from espalier.kernels.attention.work_items import committed_blocks, visible_staged_range
 from espalier.kernels.runtime.jit import gluon_kernel
 
 
@@ -50,7 +50,7 @@ class Constants(NamedTuple):
     DEPENDENT: Any
 
 
-class Rows(NamedTuple):
+class RowPtrs(NamedTuple):
     """The rows of each request and head in global memory.  For committed rows the stride per request is 0."""
 
     pointer: Any
@@ -71,7 +71,7 @@ class Stages(NamedTuple):
     empty: Any
 
 
-class Extent(NamedTuple):
+class WorkItemExtent(NamedTuple):
     """The blocks of a work item.
 
     The first num_committed blocks are committed rows begin .. end (work_items.py:committed_blocks).  The others are the
@@ -88,7 +88,6 @@ class Extent(NamedTuple):
     num_blocks: Any
 
 
-# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel
 def make_stages(
@@ -138,7 +137,7 @@ def wait_until_empty(stages, block):
 
 
 @gluon_kernel
-def extent_of(plan, item, positions, ROWS: gl.constexpr, CONSTANTS: gl.constexpr):
+def work_item_extent(plan, item, positions, ROWS: gl.constexpr, CONSTANTS: gl.constexpr):
     """The blocks of a work item.  positions: of queries, read only with a window; ROWS: their layout."""
     begin = item.begin
     if CONSTANTS.WINDOW > 0:
@@ -150,13 +149,13 @@ def extent_of(plan, item, positions, ROWS: gl.constexpr, CONSTANTS: gl.constexpr
     low = 0
     high = 0
     if CONSTANTS.STAGED > 0:
-        low, high = staged_rows_of(
+        low, high = visible_staged_range(
             item.tile, gl.where(item.is_last, plan.rows, 0), CONSTANTS.STAGED, CONSTANTS.WINDOW,
             CONSTANTS.GROUP_SIZE, CONSTANTS.BLOCK_M, CONSTANTS.BLOCK_N,
         )
     num_staged = (gl.maximum(high - low, 0) + CONSTANTS.BLOCK_N - 1) // CONSTANTS.BLOCK_N
     num_blocks = gl.maximum(num_committed + num_staged, 1)
-    return Extent(begin, item.end, num_committed, num_lower, num_unmasked, low, high, num_blocks)
+    return WorkItemExtent(begin, item.end, num_committed, num_lower, num_unmasked, low, high, num_blocks)
 
 
 @gluon_kernel

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.quantise_rows import empty_rounded, rounded_arguments, store_rounded
-from espalier.kernels.layers.quantised import InputScales, Rows
+from espalier.kernels.layers.quantise_rows import allocate_rounded_rows, store_rounded, store_rounded_arguments
+from espalier.kernels.layers.quantised import InputRows, InputScales
 from espalier.kernels.ops.activation import SILU, Activation, require_halves
 from espalier.kernels.ops.linear import rounds_activation
 from espalier.kernels.runtime.jit import kernel, load_sum
@@ -58,7 +58,7 @@ def _gated_kernel(
     x_ptr, out_ptr, values_ptr, scales_ptr, static_ptr, x_row_stride, split_stride,
     KIND: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr, SILU: tl.constexpr,
     HALVES: tl.constexpr, SPLITS: tl.constexpr, SIZE: tl.constexpr, EXACT: tl.constexpr, GROUP: tl.constexpr,
-    MOST: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    FP8_MAX: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """values_ptr: if not None, a program has a whole row, which is rounded to FP8 in groups of GROUP columns."""
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
@@ -77,7 +77,7 @@ def _gated_kernel(
         result = apply_activation(gate, up, KIND, ALPHA, UP_OFFSET, LIMIT)
     if values_ptr is not None:
         of_type = tl.where(mask, result.to(TYPE).to(tl.float32), 0.0)
-        store_rounded(of_type, row, values_ptr, scales_ptr, static_ptr, SIZE, BLOCK, GROUP, MOST)
+        store_rounded(of_type, row, values_ptr, scales_ptr, static_ptr, SIZE, BLOCK, GROUP, FP8_MAX)
     else:
         tl.store(out_ptr + row * SIZE + column, result.to(TYPE), mask=mask)
 
@@ -97,7 +97,7 @@ def gated(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
 
 def gated_parts(
     parts: Tensor, dtype: torch.dtype, activation: Activation = SILU, rounding: InputScales | None = None
-) -> Rows:
+) -> InputRows:
     """See ops/linear.py.  The rounded result equals the unrounded result after quantise_rows."""
     parts = parts if parts.ndim == 3 else parts[None]
     require("gated_parts: parts", parts, (-1, -1, -1), None, parts)
@@ -106,7 +106,7 @@ def gated_parts(
         raise EspalierError(f"an activation of {size} columns is not rounded in groups of {rounding.group}")
     parts = parts if parts.stride(2) == 1 else parts.contiguous()
     out = torch.empty(rows, size, dtype=dtype, device=parts.device)
-    rounded = None if rounding is None else empty_rounded(out, rounding)
+    rounded = None if rounding is None else allocate_rounded_rows(out, rounding)
     block = BLOCK if rounding is None else power_of_two(size)
     if rows:
         _gated_kernel[rows, -(-size // block)](
@@ -122,7 +122,7 @@ def gated_parts(
             EXACT=exact_type(dtype),
             BLOCK=block,
             num_warps=4 if rounded is None else min(max(block // VALUES_PER_WARP, 1), MAX_WARPS),
-            **rounded_arguments(rounded, rounding, block),
+            **store_rounded_arguments(rounded, rounding, block),
             **pdl_arguments(chip(parts)),
         )
     return out if rounded is None else rounded

@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.norm import warps_for
+from espalier.kernels.layers.norm import NORM_WARP_VALUES
 from espalier.kernels.ops.norm import MAX_NORMS, MAX_OUTPUTS, NormWeight
 from espalier.kernels.runtime.jit import kernel, load_sum
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
+from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
 
@@ -115,7 +115,7 @@ def add_normed(
         SIZE=size,
         EXACT=exact_type(residual.dtype),
         BLOCK=block,
-        num_warps=warps_for(block),
+        num_warps=warps_for(block, NORM_WARP_VALUES),
         **pdl_arguments(chip(residual)),
     )
     return total, tuple(out)

@@ -28,7 +28,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.ops.drafts import block_conv as contract
 from espalier.kernels.ops.drafts import require_block_conv
 from espalier.kernels.runtime.jit import kernel, load_sum
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
+from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # Per program: the rows (the fewest that tensor cores support), the groups, and the columns of a step of the product.
@@ -131,7 +131,6 @@ def block_conv_norm(
         _block_conv_norm_kernel[(rows,)](
             *(parts.contiguous(), coefficients.contiguous(), base.contiguous(), residual.contiguous()),
             *(weight.contiguous(), total, out, rows * size, width),
-            # A constexpr argument, because a run-time eps would be rounded to float32.
             EPS=eps,
             SIZE=size,
             GROUPS=groups,
@@ -139,7 +138,7 @@ def block_conv_norm(
             SPLITS=parts.shape[0],
             EXACT=exact_type(residual.dtype),
             BLOCK=block,
-            num_warps=min(max(block // 512, 1), 16),
+            num_warps=warps_for(block, 512),
             **pdl_arguments(chip(residual)),
         )
     return total, out

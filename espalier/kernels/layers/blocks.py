@@ -14,25 +14,25 @@ from torch import Tensor
 
 # The decoded parts of blocks: integers [blocks, groups, group]; scales and minima [blocks, groups, 1], float32.  Minima
 # are None for a format without minima.
-Parts = tuple[Tensor, Tensor, Tensor | None]
+DecodedBlocks = tuple[Tensor, Tensor, Tensor | None]
 # Bytes of the scales in a block of Q4_K or Q5_K.  They begin after two float16 numbers.
-K_SCALES = 12
+K_SCALE_BYTES = 12
 
 
 @dataclass(frozen=True)
 class BlockType:
     """One block format.
 
-    number: of GGUF's tensor type.  values: values of a block, which takes nbytes bytes; group: values that share a
-    scale.  parts: decodes blocks uint8 [blocks, nbytes].
+    gguf_type: the number of GGUF's tensor type.  values: values of a block, which takes nbytes bytes; group: values
+    that share a scale.  decode: decodes blocks uint8 [blocks, nbytes].
     """
 
     name: str
-    number: int
+    gguf_type: int
     values: int
     nbytes: int
     group: int
-    parts: Callable[[Tensor], Parts]
+    decode: Callable[[Tensor], DecodedBlocks]
 
     def row_bytes(self, columns: int) -> int:
         """Bytes of a row of `columns` values, a multiple of `values`."""
@@ -63,19 +63,19 @@ class BlockMatrix:
 def dequantise_blocks(matrix: BlockMatrix, begin: int = 0, end: int | None = None) -> Tensor:
     """Return rows begin .. end-1 as float32 [rows, in].  The bits equal those of the package `gguf`."""
     rows = matrix.blocks[begin:end]
-    integers, scales, minima = matrix.type.parts(rows.reshape(-1, matrix.type.nbytes))
+    integers, scales, minima = matrix.type.decode(rows.reshape(-1, matrix.type.nbytes))
     values = integers * scales
     if minima is not None:
         values -= minima
     return values.reshape(len(rows), -1)
 
 
-def _halves(stored: Tensor, at: int) -> Tensor:
+def _read_float16(stored: Tensor, at: int) -> Tensor:
     """Read the float16 number at byte `at` of each block: float32 [blocks, 1]."""
     return stored[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
-def _pieces(stored: Tensor, bits: int, run: int) -> Tensor:
+def _unpack_integers(stored: Tensor, bits: int, run: int) -> Tensor:
     """Unpack integers of `bits` bits: uint8 [blocks, bytes] -> [blocks, values].
 
     A run of bytes holds, in the lowest bits, one value per byte; then, in the next bits, the next values.
@@ -85,27 +85,27 @@ def _pieces(stored: Tensor, bits: int, run: int) -> Tensor:
     return (spread & (1 << bits) - 1).flatten(1)
 
 
-def _of_32(stored: Tensor, has_minimum: bool, has_fifth_bit: bool) -> Parts:
+def _decode_32(stored: Tensor, has_minimum: bool, has_fifth_bit: bool) -> DecodedBlocks:
     """Decode Q4_0, Q4_1, Q5_0, Q5_1.  A block: scale, minimum, fifth bits of all values, their lower four bits."""
     at = 4 if has_minimum else 2
     middle = 16 if has_fifth_bit else 8
     if has_fifth_bit:
         bits = stored[:, at : at + 4, None] >> torch.arange(8, dtype=torch.uint8, device=stored.device) & 1
         at += 4
-    integers = _pieces(stored[:, at:], 4, 16)
+    integers = _unpack_integers(stored[:, at:], 4, 16)
     if has_fifth_bit:
         integers = integers | bits.flatten(1) << 4
-    scale = _halves(stored, 0)[:, None]
+    scale = _read_float16(stored, 0)[:, None]
     if has_minimum:
-        return integers.float()[:, None], scale, -_halves(stored, 2)[:, None]
+        return integers.float()[:, None], scale, -_read_float16(stored, 2)[:, None]
     return integers.float()[:, None] - middle, scale, None
 
 
-def _q8_0(stored: Tensor) -> Parts:
-    return stored[:, None, 2:].contiguous().view(torch.int8).float(), _halves(stored, 0)[:, None], None
+def _decode_q8_0(stored: Tensor) -> DecodedBlocks:
+    return stored[:, None, 2:].contiguous().view(torch.int8).float(), _read_float16(stored, 0)[:, None], None
 
 
-def _k_scales(stored: Tensor) -> tuple[Tensor, Tensor]:
+def _unpack_k_scales(stored: Tensor) -> tuple[Tensor, Tensor]:
     """Unpack the scales and the minima of 8 groups, 6 bits each: uint8 [blocks, 8] for both.
 
     The first four scales are the lower bits of bytes 0 to 3, the first four minima those of bytes 4 to 7.  The last
@@ -116,34 +116,34 @@ def _k_scales(stored: Tensor) -> tuple[Tensor, Tensor]:
     return scales, torch.cat([high & 63, more >> 4 | high >> 2 & 48], 1)
 
 
-def _of_256(stored: Tensor, has_fifth_bit: bool) -> Parts:
+def _decode_256(stored: Tensor, has_fifth_bit: bool) -> DecodedBlocks:
     """Decode Q4_K, Q5_K.  A block: scale of scales, scale of minima, scales and minima, fifth bits, lower four bits."""
-    scales, minima = _k_scales(stored[:, 4 : 4 + K_SCALES])
-    at = 4 + K_SCALES
-    integers = _pieces(stored[:, at + (32 if has_fifth_bit else 0) :], 4, 32)
+    scales, minima = _unpack_k_scales(stored[:, 4 : 4 + K_SCALE_BYTES])
+    at = 4 + K_SCALE_BYTES
+    integers = _unpack_integers(stored[:, at + (32 if has_fifth_bit else 0) :], 4, 32)
     if has_fifth_bit:
-        integers = integers | _pieces(stored[:, at : at + 32], 1, 32) << 4
-    scale, minimum = _halves(stored, 0) * scales.float(), _halves(stored, 2) * minima.float()
+        integers = integers | _unpack_integers(stored[:, at : at + 32], 1, 32) << 4
+    scale, minimum = _read_float16(stored, 0) * scales.float(), _read_float16(stored, 2) * minima.float()
     return integers.unflatten(1, (8, 32)).float(), scale[:, :, None], minimum[:, :, None]
 
 
-def _q6_k(stored: Tensor) -> Parts:
+def _decode_q6_k(stored: Tensor) -> DecodedBlocks:
     """Decode Q6_K.  A block has: lower four bits, upper two bits, 16 scales int8, scale of scales."""
-    integers = _pieces(stored[:, :128], 4, 64) | _pieces(stored[:, 128:192], 2, 32) << 4
-    scales = _halves(stored, 208) * stored[:, 192:208].contiguous().view(torch.int8).float()
+    integers = _unpack_integers(stored[:, :128], 4, 64) | _unpack_integers(stored[:, 128:192], 2, 32) << 4
+    scales = _read_float16(stored, 208) * stored[:, 192:208].contiguous().view(torch.int8).float()
     return (integers.float() - 32).unflatten(1, (16, 16)), scales[:, :, None], None
 
 
 BLOCK_TYPES: Mapping[str, BlockType] = {
     type.name: type
     for type in (
-        BlockType("Q4_0", 2, 32, 18, 32, partial(_of_32, has_minimum=False, has_fifth_bit=False)),
-        BlockType("Q4_1", 3, 32, 20, 32, partial(_of_32, has_minimum=True, has_fifth_bit=False)),
-        BlockType("Q5_0", 6, 32, 22, 32, partial(_of_32, has_minimum=False, has_fifth_bit=True)),
-        BlockType("Q5_1", 7, 32, 24, 32, partial(_of_32, has_minimum=True, has_fifth_bit=True)),
-        BlockType("Q8_0", 8, 32, 34, 32, _q8_0),
-        BlockType("Q4_K", 12, 256, 144, 32, partial(_of_256, has_fifth_bit=False)),
-        BlockType("Q5_K", 13, 256, 176, 32, partial(_of_256, has_fifth_bit=True)),
-        BlockType("Q6_K", 14, 256, 210, 16, _q6_k),
+        BlockType("Q4_0", 2, 32, 18, 32, partial(_decode_32, has_minimum=False, has_fifth_bit=False)),
+        BlockType("Q4_1", 3, 32, 20, 32, partial(_decode_32, has_minimum=True, has_fifth_bit=False)),
+        BlockType("Q5_0", 6, 32, 22, 32, partial(_decode_32, has_minimum=False, has_fifth_bit=True)),
+        BlockType("Q5_1", 7, 32, 24, 32, partial(_decode_32, has_minimum=True, has_fifth_bit=True)),
+        BlockType("Q8_0", 8, 32, 34, 32, _decode_q8_0),
+        BlockType("Q4_K", 12, 256, 144, 32, partial(_decode_256, has_fifth_bit=False)),
+        BlockType("Q5_K", 13, 256, 176, 32, partial(_decode_256, has_fifth_bit=True)),
+        BlockType("Q6_K", 14, 256, 210, 16, _decode_q6_k),
     )
 }

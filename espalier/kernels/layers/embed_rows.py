@@ -14,7 +14,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.ops.drafts import DraftHidden, EmbeddingTables
 from espalier.kernels.ops.rope import Rotation
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
+from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 
@@ -31,27 +31,24 @@ def embed_rows(
     rotation = Rotation(cos.new_empty(count, rotary), cos.new_empty(count, rotary))
     if not count:
         return x, residual, rotation, live
-    parents = None if draft is None else draft.parents
-    hidden = embed[None] if draft is None else draft.hidden
+    # Without a draft the kernel gets other tensors, which it does not read.
+    given = draft or DraftHidden(embed[None], None, embed, 0.0, embed, 0.0, False)
     block = power_of_two(size)
     _embed_rows_kernel[(count, 1 if draft is None else 2)](
         *(tokens, positions, embed, cos, tables.sin, x, residual, *rotation, live),
-        *(hidden, parents, embed if draft is None else draft.embed_norm),
-        embed if draft is None else draft.hidden_norm,
-        queries,
-        *(*tokens.stride(), *positions.stride(), *hidden.stride()[:2]),
-        *((0, 0) if parents is None else parents.stride()),
-        # eps is a constexpr argument, because run-time arguments are rounded to float32.
-        EMBED_EPS=0.0 if draft is None else draft.embed_eps,
-        HIDDEN_EPS=0.0 if draft is None else draft.hidden_eps,
+        *(given.hidden, given.parents, given.embed_norm, given.hidden_norm, queries),
+        *(*tokens.stride(), *positions.stride(), *given.hidden.stride()[:2]),
+        *((0, 0) if given.parents is None else given.parents.stride()),
+        EMBED_EPS=given.embed_eps,
+        HIDDEN_EPS=given.hidden_eps,
         SIZE=size,
         ROTARY=rotary,
         HAS_DRAFT=draft is not None,
-        NORMED_RESIDUAL=draft is not None and draft.normed_residual,
+        NORMED_RESIDUAL=given.normed_residual,
         EXACT=exact_type(embed.dtype),
         BLOCK=block,
         BLOCK_R=power_of_two(rotary),
-        num_warps=min(max(block // 512, 1), 16),
+        num_warps=warps_for(block, 512),
         **pdl_arguments(chip(tokens)),
     )
     return x, residual, rotation, live

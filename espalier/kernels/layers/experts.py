@@ -29,23 +29,23 @@ from espalier.kernels.layers.activation import apply_activation
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, ProductPlan, launch_options, plan_for
 from espalier.kernels.layers.experts_tiles import (
     PREFETCHED_STEPS,
-    Tiles,
+    ExpertTiles,
+    make_tiles,
     prefetch_piece,
     require_shared,
     rows_of_tile,
     tile_and_expert,
-    tiles_of,
 )
 from espalier.kernels.layers.linear import gate_and_up, weight_rows
 from espalier.kernels.layers.linear_plans import block_rows
 from espalier.kernels.layers.linear_quantised import (
-    FEWEST_LINES_AHEAD,
+    MIN_PREFETCHED_LINES,
+    format_constants,
     kernel_inputs,
     kernel_matrix,
-    stored,
-    tile_options,
+    stored_values,
 )
-from espalier.kernels.layers.quantised import QuantisedMatrix, Rows
+from espalier.kernels.layers.quantised import InputRows, QuantisedMatrix
 from espalier.kernels.layers.quantised_tile import prefetch_codes, quantised_dot
 from espalier.kernels.ops.activation import SILU, Activation, require_halves
 from espalier.kernels.ops.experts import ExpertBiases, ExpertMatrix, SharedExperts
@@ -123,14 +123,6 @@ def _dense_gate_and_up(
     return gate, up
 
 
-@kernel
-def _quantised_halves(product, HALVES: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr):
-    gate, up = product, product
-    if HALVES == 2:
-        gate, up = gate_and_up(product, ROWS, 2 * BLOCK_OUT)
-    return gate, up
-
-
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -193,7 +185,7 @@ def _gated_kernel(
             w_ptr, scales_ptr, zeros_ptr, both, x_ptr + row * x_stride, x_scale_ptrs, inside, num_in, 0, num_in,
             CODE, GROUP, ROW_BLOCK, INPUT_GROUP, ROWS, HALVES * BLOCK_OUT, BLOCK_IN, EVEN_IN,
         )  # fmt: skip
-        gate, up = _quantised_halves(acc, HALVES, ROWS, BLOCK_OUT)
+        gate, up = gate_and_up(acc, ROWS, 2 * BLOCK_OUT) if HALVES == 2 else (acc, acc)
     if bias_ptr is not None:
         gate += tl.load(bias_ptr + w_row).to(EXACT)[:, None]
         up += tl.load(bias_ptr + w_row + (HALVES - 1) * num_out).to(EXACT)[:, None]
@@ -213,13 +205,13 @@ def _down_kernel(
     CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
     SHARED: tl.constexpr, SORTED: tl.constexpr, LIVE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, EXACT: tl.constexpr,
-    LINES_AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+    PREFETCHED_LINES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write weight · (x · wᵀ + bias [E, num_out]) to out [K + SHARED, N, num_out], and 0 for rows without an expert.
 
     x: [(K + SHARED) · N, num_in], in order of place.  EVEN_IN: BLOCK_IN divides num_in.  CODE: as in _gated_kernel.
     shared: [num_out, SHARED · num_in].  The weight of its pieces is 1.
-    LINES_AHEAD: as in _linear_quantised_kernel.
+    PREFETCHED_LINES: as in _linear_quantised_kernel.
     """
     pdl_trigger(DEPENDENT)
     tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, SHARED, SORTED, LIVE)
@@ -236,7 +228,7 @@ def _down_kernel(
     if bias_ptr is not None and (DEPENDENT and not SORTED):
         prefetch(bias_ptr + w_row)
     if CODE is not None and DEPENDENT:
-        prefetch_codes(w_ptr, w_row, 0, num_in, num_in, CODE, LINES_AHEAD)
+        prefetch_codes(w_ptr, w_row, 0, num_in, num_in, CODE, PREFETCHED_LINES)
     pdl_wait(DEPENDENT)
     place, inside, row, part = rows_of_tile(
         order_ptr, ends_ptr, tile_begins_ptr, tile, tl.maximum(expert, 0), num_rows, top_k, SHARED, SORTED, ROWS
@@ -269,7 +261,7 @@ def _down_kernel(
 
 
 def grouped_experts(
-    x: Rows,
+    x: InputRows,
     gate_up: ExpertMatrix,
     down: ExpertMatrix,
     ids: Tensor,
@@ -286,29 +278,28 @@ def grouped_experts(
     With one plan, the bits of a row depend neither on the other rows nor on their number.
     Raises EspalierError on other shapes, dtypes or strides.
     """
-    num_rows, hidden = stored(x).shape
+    num_rows, hidden = stored_values(x).shape
     _require(x, gate_up, down, ids, weights, biases, activation)
     gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up, biases.down)
     num_experts, inner, top_k = gate_up.shape[0], down.shape[2], ids.shape[1]
     if shared is not None:
-        require_shared(
-            shared, stored(x), inner, is_plain=isinstance(gate_up, Tensor) and biases is None and activation.is_silu
-        )
+        is_plain = isinstance(gate_up, Tensor) and biases is None and activation.is_silu
+        require_shared(shared, stored_values(x), inner, is_plain)
     if weights.numel() * hidden == 0:
         pieces = 0 if shared is None else shared.pieces(inner)
         return weights.new_empty(top_k + pieces + extra, num_rows, hidden)
     if plan is None:
         shape = ExpertsShape(num_experts, top_k, hidden, inner)
         plan = plan_for(shape, num_rows, x.dtype, chip(ids), (gate_up, down))
-    tiles = tiles_of(ids, live, num_experts, plan.rows)
+    tiles = make_tiles(ids, live, num_experts, plan.rows)
     gated = gated_triton(x, gate_up, tiles, top_k, plan.gated, gate_up_bias, activation, shared)
     return down_triton(gated, down, weights, tiles, plan.down, down_bias, extra, shared)
 
 
 def gated_triton(
-    x: Rows,
+    x: InputRows,
     gate_up: ExpertMatrix,
-    tiles: Tiles,
+    tiles: ExpertTiles,
     top_k: int,
     plan: ProductPlan,
     bias: Tensor | None = None,
@@ -336,7 +327,7 @@ def gated_triton(
         **activation.constants,
         HALVES=halves,
         AHEAD=PREFETCHED_STEPS * max(plan.block_in, 64),
-        **_options(x, gate_up, tiles, plan, halves, pieces, grid),
+        **_options(x.dtype, gate_up, tiles, plan, halves, pieces, grid),
     )
     return out
 
@@ -345,7 +336,7 @@ def down_triton(
     gated: Tensor,
     down: ExpertMatrix,
     weights: Tensor,
-    tiles: Tiles,
+    tiles: ExpertTiles,
     plan: ProductPlan,
     bias: Tensor | None = None,
     extra: int = 0,
@@ -365,14 +356,14 @@ def down_triton(
         *(*operands, bias, None if shared is None else shared.down, weights.contiguous(), *tiles.pointers),
         *(parts, hidden, inner, num_rows, top_k, num_experts),
         **constants,
-        LINES_AHEAD=FEWEST_LINES_AHEAD,
-        **_options(gated, down, tiles, plan, 1, pieces, grid),
+        PREFETCHED_LINES=MIN_PREFETCHED_LINES,
+        **_options(gated.dtype, down, tiles, plan, 1, pieces, grid),
     )
     return parts
 
 
 def _operands(
-    x: Rows, weight: ExpertMatrix
+    x: InputRows, weight: ExpertMatrix
 ) -> tuple[tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None], dict[str, Any]]:
     """(the first arguments: x, its scales, w, its scales and zeros; quantised_dot's constexpr arguments)."""
     if isinstance(weight, Tensor):
@@ -380,18 +371,24 @@ def _operands(
         x = x if x.stride(1) == 1 else x.contiguous()
         return (x, None, weight, None, None), {"CODE": None, "GROUP": 0, "ROW_BLOCK": 1, "INPUT_GROUP": 0}
     inputs, scales = kernel_inputs(x, weight)
-    return (inputs, scales, *kernel_matrix(weight)), tile_options(weight)
+    return (inputs, scales, *kernel_matrix(weight)), format_constants(weight)
 
 
 def _options(
-    x: Rows, weight: ExpertMatrix, tiles: Tiles, plan: ProductPlan, matrices: int, pieces: int, grid: tuple[int, int]
+    dtype: torch.dtype,
+    weight: ExpertMatrix,
+    tiles: ExpertTiles,
+    plan: ProductPlan,
+    matrices: int,
+    pieces: int,
+    grid: Any,
 ) -> dict[str, Any]:
     """Constexpr arguments and launch options.  matrices: of a program, 2 for gate and up, 1 for up alone or down."""
     gpu = chip(tiles.experts)
     if isinstance(weight, Tensor):
-        stages = plan.stages_on(gpu, matrices, tiles.rows, weight.itemsize)
+        stages = plan.fitting_stages(gpu, matrices, tiles.rows, weight.itemsize)
         if pieces:
-            stages = plan.stages_together(gpu, stages, matrices, tiles.rows, weight.itemsize, grid[0] * grid[1])
+            stages = plan.one_wave_stages(gpu, stages, matrices, tiles.rows, weight.itemsize, grid[0] * grid[1])
         own: dict[str, Any] = {"BLOCK_IN": plan.block_in, "num_stages": stages}
     else:
         own = launch_options(plan, weight, matrices, tiles.rows, gpu)
@@ -402,14 +399,14 @@ def _options(
         "ROWS": block_rows(tiles.rows),
         "BLOCK_OUT": plan.block_out,
         "EVEN_IN": weight.shape[2] % own["BLOCK_IN"] == 0,
-        "EXACT": exact_type(x.dtype),
+        "EXACT": exact_type(dtype),
         "num_warps": plan.warps,
         **pdl_arguments(gpu),
     }
 
 
 def _require(
-    x: Rows,
+    x: InputRows,
     gate_up: ExpertMatrix,
     down: ExpertMatrix,
     ids: Tensor,
@@ -418,8 +415,7 @@ def _require(
     activation: Activation,
 ) -> None:
     inner = require_halves(gate_up.shape[1], activation)
-    values = stored(x)
-    num_rows, hidden = values.shape
+    (num_rows, hidden), values = stored_values(x).shape, stored_values(x)
     exact = torch.promote_types(x.dtype, torch.float32)
     contiguous = []
     for name, matrix, shape in (

@@ -26,23 +26,23 @@ from espalier.kernels.layers.linear_plans import (
     Key,
     Size,
     TritonPlan,
-    TunedKind,
+    TuningSchema,
     block_rows,
 )
 from espalier.kernels.layers.quantised import QuantisedMatrix
 from espalier.kernels.layers.quantised_plans import (
-    STREAMED_ROWS,
-    SUM_COLUMNS,
-    fp8_rule,
+    MAX_FP8_SUM_COLUMNS,
+    MEMORY_BOUND_ROWS,
+    fp8_plan_by_rule,
     max_block_in,
-    nibble_rule,
+    nibble_plan_by_rule,
     stage_bytes,
 )
 from espalier.kernels.runtime.launch import Chip, power_of_two
 
 MAX_TILE_ROWS = 128
 # (upper bound of the mean pairs per expert, tile rows worth measuring).  With 1 tile row each pair is a tile.
-ROWS_OF_BUCKET: tuple[tuple[float, tuple[int, ...]], ...] = (
+TILE_ROWS_BY_PAIRS: tuple[tuple[float, tuple[int, ...]], ...] = (
     (1 / 8, (1,)),
     (1, (1, 16)),
     (4, (16,)),
@@ -50,8 +50,8 @@ ROWS_OF_BUCKET: tuple[tuple[float, tuple[int, ...]], ...] = (
     (64, (32, 64, 128)),
     (float("inf"), (64, 128)),
 )
-# The upper bounds of ROWS_OF_BUCKET.  A table has one plan for each bucket.
-PAIRS_BUCKETS = tuple(bound for bound, _ in ROWS_OF_BUCKET)
+# The upper bounds of TILE_ROWS_BY_PAIRS.  A table has one plan for each bucket.
+PAIRS_BUCKETS = tuple(bound for bound, _ in TILE_ROWS_BY_PAIRS)
 # (largest tile rows, (block_out, block_in, warps) worth measuring, stages worth measuring).
 TILES = (
     (
@@ -85,7 +85,7 @@ FEW_PAIRS = 4
 log = logging.getLogger(__name__)
 
 
-def expected_touched(num_experts: int, top_k: int, rows: int) -> float:
+def expected_active_experts(num_experts: int, top_k: int, rows: int) -> float:
     """The expected number of experts with rows, if routing is uniform and rows are independent."""
     return float(num_experts * (1 - (1 - top_k / num_experts) ** rows))
 
@@ -117,9 +117,9 @@ class ExpertsShape:
         """FLOPs of the products of all rows with their experts."""
         return self.expert_bytes * self.top_k * rows
 
-    def touched(self, rows: int) -> float:
-        """The expected number of experts with rows, see expected_touched."""
-        return expected_touched(self.num_experts, self.top_k, rows)
+    def active_experts(self, rows: int) -> float:
+        """The expected number of experts with rows, see expected_active_experts."""
+        return expected_active_experts(self.num_experts, self.top_k, rows)
 
     def bucket(self, rows: int) -> int:
         """The index of the bucket in PAIRS_BUCKETS.
@@ -150,12 +150,12 @@ class ProductPlan:
     def stage_bytes(self, matrices: int, rows: int, itemsize: int) -> int:
         return (matrices * self.block_out + block_rows(rows)) * self.block_in * itemsize
 
-    def stages_on(self, gpu: Chip, matrices: int, rows: int, itemsize: int) -> int:
+    def fitting_stages(self, gpu: Chip, matrices: int, rows: int, itemsize: int) -> int:
         """The number of stages that fit the chip.  It does not change the result."""
         fitting = (gpu.shared_memory - RESERVED_SHARED_MEMORY) // self.stage_bytes(matrices, rows, itemsize)
         return max(min(self.stages, fitting), 1)
 
-    def stages_together(self, gpu: Chip, most: int, matrices: int, rows: int, itemsize: int, programs: int) -> int:
+    def one_wave_stages(self, gpu: Chip, most: int, matrices: int, rows: int, itemsize: int, programs: int) -> int:
         """At most `most` stages, but few enough for all programs to run at once, if MIN_STAGES allows; else `most`."""
         sharing = -(-programs // gpu.processors)
         fitting = (gpu.shared_memory // sharing - RESERVED_SHARED_MEMORY) // self.stage_bytes(matrices, rows, itemsize)
@@ -175,17 +175,17 @@ class ExpertsPlan:
 Plans = tuple[ExpertsPlan, ...]
 
 
-def candidates(rows: int, matrices: int, gpu: Chip) -> list[ProductPlan]:
+def candidate_plans(rows: int, matrices: int, gpu: Chip) -> list[ProductPlan]:
     """The plans of one product that are worth measuring for tiles of `rows` pairs, in a dtype of two bytes.
 
     matrices: matrices that a program reads, 2 for gate and up, 1 for down.
     """
     tiles, stages = next((tiles, stages) for most, tiles, stages in TILES if rows <= most)
     plans = [ProductPlan(*tile, count) for tile in tiles for count in stages]
-    return [plan for plan in plans if plan.stages_on(gpu, matrices, rows, 2) == plan.stages]
+    return [plan for plan in plans if plan.fitting_stages(gpu, matrices, rows, 2) == plan.stages]
 
 
-def rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: Chip) -> ExpertsPlan:
+def experts_plan_by_rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: Chip) -> ExpertsPlan:
     """The plan where nothing is measured: a tile holds the pairs that an expert has on average."""
     pairs = power_of_two(rows) * shape.top_k
     tile_rows = min(max(power_of_two(-(-pairs // shape.num_experts)), MIN_BLOCK_ROWS), MAX_TILE_ROWS)
@@ -196,12 +196,12 @@ def rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: Chip) -> Exper
     num_tiles = min(pairs, shape.num_experts)
     return ExpertsPlan(
         tile_rows,
-        _rule_of_product(tile_rows, num_tiles, shape.inner, gpu),
-        _rule_of_product(tile_rows, num_tiles, shape.hidden, gpu),
+        _product_plan_by_rule(tile_rows, num_tiles, shape.inner, gpu),
+        _product_plan_by_rule(tile_rows, num_tiles, shape.hidden, gpu),
     )
 
 
-def _rule_of_product(tile_rows: int, num_tiles: int, num_out: int, gpu: Chip) -> ProductPlan:
+def _product_plan_by_rule(tile_rows: int, num_tiles: int, num_out: int, gpu: Chip) -> ProductPlan:
     block_out = 64
     while block_out > 16 and num_tiles * -(-num_out // block_out) < MIN_PROGRAMS * gpu.processors:
         block_out //= 2
@@ -210,8 +210,8 @@ def _rule_of_product(tile_rows: int, num_tiles: int, num_out: int, gpu: Chip) ->
 
 
 # Registers of a multiprocessor, and the most and the fewest of a thread: with fewer, values would spill to memory.
-# Registers of a thread are a multiple of UNIT.
-REGISTERS, MAX_REGISTERS, MIN_REGISTERS, UNIT = 65536, 255, 128, 8
+# Registers of a thread are a multiple of REGISTER_UNIT.
+REGISTERS, MAX_REGISTERS, MIN_REGISTERS, REGISTER_UNIT = 65536, 255, 128, 8
 # Registers of a thread beside the sums of an FP8 tile.
 BESIDE_SUMS = 96
 WARP = 32
@@ -219,7 +219,7 @@ WARP = 32
 STEPS_BEHIND_THE_PIPELINE = 2
 
 
-def quantised_rule(
+def quantised_plan_by_rule(
     shape: ExpertsShape,
     rows: int,
     plan: ExpertsPlan,
@@ -238,26 +238,26 @@ def quantised_rule(
     rows = power_of_two(rows)
     pairs = rows * shape.top_k
     halves = gate_up.shape[1] // down.shape[2]
-    num_tiles = pairs if plan.rows == 1 else max(round(shape.touched(rows)), -(-pairs // plan.rows))
+    num_tiles = pairs if plan.rows == 1 else max(round(shape.active_experts(rows)), -(-pairs // plan.rows))
     tile = block_rows(plan.rows)
     return ExpertsPlan(
         plan.rows,
-        plan.gated if isinstance(gate_up, Tensor) else _product(gate_up, tile, num_tiles, halves, gpu),
-        plan.down if isinstance(down, Tensor) else _product(down, tile, num_tiles, 1, gpu),
+        plan.gated if isinstance(gate_up, Tensor) else _product_plan(gate_up, tile, num_tiles, halves, gpu),
+        plan.down if isinstance(down, Tensor) else _product_plan(down, tile, num_tiles, 1, gpu),
     )
 
 
-def _product(weight: QuantisedMatrix, tile: int, num_tiles: int, matrices: int, gpu: Chip) -> ProductPlan:
+def _product_plan(weight: QuantisedMatrix, tile: int, num_tiles: int, matrices: int, gpu: Chip) -> ProductPlan:
     _, num_out, num_in = weight.shape
     if weight.code == "fp8":
         input_bytes = 2 if weight.inputs is None else 1
         # Large tiles of many pairs are slower than the tiles of grouped scales (docs/log.md).
-        grouped = weight.group < num_in or tile > STREAMED_ROWS
+        grouped = weight.group < num_in or tile > MEMORY_BOUND_ROWS
         # Longer steps gain nothing, because the rows of experts are short (docs/log.md).
-        sizes = num_out, num_in, min(max_block_in(weight), SUM_COLUMNS)
-        plan = fp8_rule(tile, num_tiles, tile <= STREAMED_ROWS, *sizes, grouped, 1, gpu, input_bytes)
+        sizes = num_out, num_in, min(max_block_in(weight), MAX_FP8_SUM_COLUMNS)
+        plan = fp8_plan_by_rule(tile, num_tiles, *sizes, grouped, 1, gpu, input_bytes)
     else:
-        plan = nibble_rule(tile, num_tiles, num_out, num_in, weight.code, 1, gpu)
+        plan = nibble_plan_by_rule(tile, num_tiles, num_out, num_in, weight.code, 1, gpu)
     # A pipeline as deep as the loop is long would take shared memory that other programs can use.
     stages = min(plan.stages, max(-(-num_in // plan.block_in) - STEPS_BEHIND_THE_PIPELINE, MIN_STAGES))
     return ProductPlan(plan.block_out // matrices, plan.block_in, plan.warps, stages)
@@ -273,10 +273,10 @@ def launch_options(plan: ProductPlan, weight: QuantisedMatrix, matrices: int, ro
     block_in = min(plan.block_in, max_block_in(weight))
     of_stage = stage_bytes(TritonPlan(matrices * plan.block_out, block_in, 1, plan.warps, 1), block_rows(rows), weight)
     stages = max(min(plan.stages, (gpu.shared_memory - RESERVED_SHARED_MEMORY) // of_stage), 1)
-    sharing = max(gpu.programs_with(stages * of_stage), 1)
+    sharing = max(gpu.programs_per_processor_with(stages * of_stage), 1)
     sums = matrices * plan.block_out * block_rows(rows) // (WARP * plan.warps)
     least = 2 * sums + BESIDE_SUMS if weight.code == "fp8" else 0
-    registers = max(REGISTERS // (WARP * plan.warps * sharing) // UNIT * UNIT, least, MIN_REGISTERS)
+    registers = max(REGISTERS // (WARP * plan.warps * sharing) // REGISTER_UNIT * REGISTER_UNIT, least, MIN_REGISTERS)
     return {
         "BLOCK_IN": block_in,
         "num_stages": stages,
@@ -299,24 +299,24 @@ def plan_for(
         return plan
     is_few = plan.rows == MIN_BLOCK_ROWS and power_of_two(rows) * shape.top_k <= FEW_PAIRS * shape.num_experts
     if is_few and all(isinstance(m, QuantisedMatrix) and takes_format(m, dtype, FEW_ROWS, gpu) for m in matrices):
-        few = quantised_rule(shape, rows, replace(plan, rows=FEW_ROWS), *matrices, gpu)
+        few = quantised_plan_by_rule(shape, rows, replace(plan, rows=FEW_ROWS), *matrices, gpu)
         # Experts without a gate have no such kernel.
         has_gate = matrices[0].shape[1] > matrices[1].shape[2]
         if has_gate and few.gated.tile(2) == few.down.tile(1) == TILE:
             # Tiles of FEW_ROWS rows need half of the products, and an expert seldom has more pairs.
             return few
-    return quantised_rule(shape, rows, plan, *matrices, gpu)
+    return quantised_plan_by_rule(shape, rows, plan, *matrices, gpu)
 
 
 def _measured_or_rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: Chip) -> ExpertsPlan:
     if dtype in DTYPES:
-        plans = EXPERTS.measured(gpu, dtype)
+        plans = EXPERTS_TUNING.measured(gpu, dtype)
         if plans:
-            return _nearest(plans, shape.size)[shape.bucket(rows)]
-    return rule(shape, rows, dtype, gpu)
+            return _plans_of_nearest_size(plans, shape.size)[shape.bucket(rows)]
+    return experts_plan_by_rule(shape, rows, dtype, gpu)
 
 
-def _nearest(plans: Mapping[Size, Plans], size: Size) -> Plans:
+def _plans_of_nearest_size(plans: Mapping[Size, Plans], size: Size) -> Plans:
     """The plans of this size, or else of the size nearest in bytes, the first of equally near ones."""
     own = plans.get(size)
     if own is not None:
@@ -329,13 +329,15 @@ def _log_plans(key: Key, plans: Mapping[Size, Plans], sources: Sequence[str]) ->
     log.info("experts, %s: %s", key[1], f"plans measured for {sizes}" if plans else "no plans measured on this chip")
 
 
-def _plan(fields: dict[str, Any], size: Size) -> ExpertsPlan:
+def _plan_from_json(fields: dict[str, Any], size: Size) -> ExpertsPlan:
     return ExpertsPlan(fields["rows"], ProductPlan(*fields["gated"]), ProductPlan(*fields["down"]))
 
 
-def _fields(plan: ExpertsPlan) -> dict[str, Any]:
+def _plan_to_json(plan: ExpertsPlan) -> dict[str, Any]:
     """The fields of a plan in the file: block_out, block_in, warps and stages of each product."""
     return {"rows": plan.rows, **{name: [*asdict(getattr(plan, name)).values()] for name in ("gated", "down")}}
 
 
-EXPERTS = TunedKind("experts", "experts", "sizes", "pairs an expert", PAIRS_BUCKETS, _fields, _plan, _log_plans)
+EXPERTS_TUNING = TuningSchema(
+    "experts", "experts", "sizes", "pairs an expert", PAIRS_BUCKETS, _plan_to_json, _plan_from_json, _log_plans
+)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import MAX_SHARED_ROWS, Routing, SharedExperts
-from espalier.kernels.runtime.jit import kernel, load_sum
+from espalier.kernels.runtime.jit import float_to_key, kernel, load_sum
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait, prefetch
 
@@ -106,15 +106,6 @@ def _sort_pairs_kernel(
 
 
 @kernel
-def expert_of_tile(experts_ptr, live_ptr, tile, top_k, num_experts, SORTED: tl.constexpr, LIVE: tl.constexpr):
-    """Returns the expert of a tile: num_experts for pairs without expert, -1 if the tile does not exist."""
-    expert = tl.load(experts_ptr + tile).to(tl.int64)
-    if LIVE and not SORTED:
-        expert = tl.where(tl.load(live_ptr + tile // top_k) != 0, expert, num_experts)
-    return expert
-
-
-@kernel
 def pairs_of_tile(
     order_ptr, ends_ptr, begins_ptr, tile, expert, SORTED: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
@@ -131,7 +122,7 @@ def pairs_of_tile(
 
 
 @dataclass(frozen=True)
-class Tiles:
+class ExpertTiles:
     """The pairs (row, choice) in tiles of one expert each.  A pair is the number row · K + choice.
 
     rows: the most pairs of a tile; 1: each pair is a tile, and nothing is sorted.
@@ -154,7 +145,7 @@ class Tiles:
         return self.order, self.ends, self.experts, self.begins, live
 
 
-def tiles_of(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> Tiles:
+def make_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> ExpertTiles:
     """Returns the Tiles of ids [N, K].  rows: the most pairs of a tile.
     Raises EspalierError for wrong shapes or dtypes."""
     if live is not None:
@@ -163,11 +154,11 @@ def tiles_of(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> T
     ids = ids.contiguous()
     if rows == 1:
         flat = ids.flatten()
-        return Tiles(rows, flat, flat, flat, flat, live)
+        return ExpertTiles(rows, flat, flat, flat, flat, live)
     return _sorted_tiles(ids, live, num_experts, rows)
 
 
-def _sorted_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> Tiles:
+def _sorted_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> ExpertTiles:
     num_pairs, top_k = ids.numel(), ids.shape[1]
     block = min(power_of_two(max(num_pairs, MIN_SORT_THREADS)), MAX_SORT_BLOCK)
     # An upper bound: rounding up adds less than one tile for each expert that has pairs.
@@ -192,7 +183,7 @@ def _sorted_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int)
     _sort_pairs_kernel[grid](
         *pairs, counts, order, ends, experts, begins, num_pairs, num_tiles, BINS=bins, ROWS=rows, **options
     )
-    return Tiles(rows, experts, begins, order, ends, live)
+    return ExpertTiles(rows, experts, begins, order, ends, live)
 
 
 # The number of loop steps whose weights a tile prefetches.  More would take bandwidth from the preceding kernels.
@@ -221,12 +212,15 @@ def require_shared(shared: SharedExperts, x: Tensor, inner: int, is_plain: bool)
 def tile_and_expert(
     experts_ptr, live_ptr, top_k, num_experts, SHARED: tl.constexpr, SORTED: tl.constexpr, LIVE: tl.constexpr
 ):  # fmt: skip
-    """Returns (tile, expert) of this program.  For a shared piece, tile < 0 and expert = 0; else see expert_of_tile.
+    """Returns (tile, expert) of this program.  For a shared piece, tile < 0 and expert = 0.
 
-    SHARED: the number of shared pieces.
+    expert: num_experts for pairs without expert, -1 if the tile does not exist.  SHARED: the number of shared pieces.
     """
     tile = tl.program_id(1) - SHARED
-    expert = expert_of_tile(experts_ptr, live_ptr, tl.maximum(tile, 0), top_k, num_experts, SORTED, LIVE)
+    routed = tl.maximum(tile, 0)
+    expert = tl.load(experts_ptr + routed).to(tl.int64)
+    if LIVE and not SORTED:
+        expert = tl.where(tl.load(live_ptr + routed // top_k) != 0, expert, num_experts)
     if SHARED > 0:
         expert = tl.where(tile < 0, 0, expert)
     return tile, expert
@@ -304,9 +298,10 @@ def _route_kernel(
     left = inside
     if N_GROUP > 1:
         left = inside & best_groups(choosing, expert, inside, NUM_EXPERTS // N_GROUP, N_GROUP, TOPK_GROUP, TOP2_SUM)
-    # An integer below all results of `ordered`.
+    # An integer below all keys.  Adding 0.0 turns -0.0 into 0.0.  A warp finds the largest of 32-bit integers in one
+    # instruction.
     LEAST: tl.constexpr = -(1 << (EXACT.primitive_bitwidth - 1))
-    order = tl.where(left, ordered(choosing), LEAST)
+    order = tl.where(left, float_to_key(choosing + 0.0), LEAST)
     chosen = expert < 0
     for _ in tl.static_range(TOP_K):
         best = tl.min(tl.where(order == tl.max(order, 0), expert, BLOCK), 0)
@@ -324,16 +319,6 @@ def _route_kernel(
     if scale_ptr is not None:
         weights *= tl.load(scale_ptr + expert, mask=inside, other=0.0).to(EXACT)
     tl.store(weights_ptr + place, weights, mask=chosen)
-
-
-@kernel
-def ordered(values):
-    """Returns integers in the same order as `values`, floats without NaN.
-    A warp finds the largest of 32-bit integers in one instruction."""
-    BITS: tl.constexpr = values.dtype.primitive_bitwidth
-    # Adding 0.0 turns -0 into 0.  The bits of negative values are in reverse order.
-    bits = (values + 0.0).to(tl.int64 if BITS == 64 else tl.int32, bitcast=True)
-    return bits ^ ((bits >> (BITS - 1)) & ((1 << (BITS - 1)) - 1))
 
 
 @kernel

@@ -14,7 +14,7 @@ Tolerance: sums are in float32, in another order than in other implementations, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -26,13 +26,13 @@ from espalier.kernels.layers.quantised import FP8_MAX
 from espalier.kernels.ops.rope import (
     MAX_HEAD_INPUTS,
     MAX_HEAD_ROWS,
-    LatentPlace,
+    LatentDestination,
     require_latent,
 )
 from espalier.kernels.runtime.jit import kernel, rounded_values
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
-from espalier.kernels.state.kv_scales import require_rows
+from espalier.kernels.state.kv_scales import require_kv_rows
 
 # Numbers of a matrix that a program holds in registers.
 TILE = 8192
@@ -146,146 +146,143 @@ def store_halves(ptrs, left, right, mask, ROTARY: tl.constexpr, BLOCK: tl.conste
     tl.store(ptrs + half + column, right.to(ptrs.dtype.element_ty), mask=mask)
 
 
+class LatentConstants(NamedTuple):
+    """Constexpr arguments.  RANK, Q_AT: values of a latent, and of a query, before the rotated part."""
+
+    EPS: float
+    HEADS: int
+    RANK: int
+    ROTARY: int
+    Q_AT: int
+    INTERLEAVED: bool
+    EXACT: Any
+    FP8_MAX: float
+    BLOCK_H: int
+    BLOCK_RANK: int
+    BLOCK: int
+
+
 @kernel
-def _store_latent(
-    values, to, cos, sin, norm_ptr, scale_ptr, TYPE: tl.constexpr, MOST: tl.constexpr,
-    EPS: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
-    EXACT: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Norm and rotate the latent at `values`, and store it at `to`.  scale_ptr: the scale of FP8 rows; None for other
-    rows."""
-    column = tl.arange(0, BLOCK_RANK)
+def _store_latent(values, to, cos, sin, norm_ptr, scale_ptr, TYPE: tl.constexpr, CONSTANTS: tl.constexpr):
+    """Norm and rotate the latent at `values`, and store it at `to`.
+
+    norm_ptr: None without a norm.  scale_ptr: the scale of FP8 rows; None for other rows.
+    """
+    RANK: tl.constexpr = CONSTANTS.RANK
+    EXACT: tl.constexpr = CONSTANTS.EXACT
+    column = tl.arange(0, CONSTANTS.BLOCK_RANK)
     exists = column < RANK
     x = tl.load(values + column, mask=exists, other=0.0).to(EXACT)
-    if NORM:
+    if norm_ptr is not None:
         weight = tl.load(norm_ptr + column, mask=exists, other=0.0).to(EXACT)
-        x = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / RANK + EPS)) * weight
+        x = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / RANK + CONSTANTS.EPS)) * weight
     one = tl.zeros([1, 1], tl.int32)
-    left, right = rotated_halves(values + RANK + one, cos, sin, one == 0, ROTARY, INTERLEAVED, EXACT, BLOCK)
+    left, right = rotated_halves(
+        values + RANK + one, cos, sin, one == 0, CONSTANTS.ROTARY, CONSTANTS.INTERLEAVED, EXACT, CONSTANTS.BLOCK
+    )
     if scale_ptr is not None:
         scale = tl.load(scale_ptr).to(EXACT)
-        x = rounded_values(x.to(TYPE).to(EXACT), scale, MOST)
-        left = rounded_values(left.to(TYPE).to(EXACT), scale, MOST)
-        right = rounded_values(right.to(TYPE).to(EXACT), scale, MOST)
+        x = rounded_values(x.to(TYPE).to(EXACT), scale, CONSTANTS.FP8_MAX)
+        left = rounded_values(left.to(TYPE).to(EXACT), scale, CONSTANTS.FP8_MAX)
+        right = rounded_values(right.to(TYPE).to(EXACT), scale, CONSTANTS.FP8_MAX)
     tl.store(to + column, x.to(to.dtype.element_ty), mask=exists)
-    store_halves(to + RANK + one, left, right, one == 0, ROTARY, BLOCK)
+    store_halves(to + RANK + one, left, right, one == 0, CONSTANTS.ROTARY, CONSTANTS.BLOCK)
 
 
 @kernel
-def _rotate_or_store(
-    n, block, rope_ptr, q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, row_ptr, plane_ptr, scale_ptr,
-    rope_n, rope_h, q_n, q_h, latent_n, cos_n, sin_n, row_n, plane_row,
-    EPS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, Q_AT: tl.constexpr,
-    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Store the latent of row n (block 0), or rotate the queries of BLOCK_H heads (blocks from 1 on).
-
-    RANK: values of a latent before its rotated part.  Q_AT: values of a query before its rotated part.
-    """
+def _rotate_or_store(n, block, operands, CONSTANTS: tl.constexpr):
+    """Store the latent of row n (block 0), or rotate the queries of BLOCK_H heads (blocks from 1 on)."""
+    (
+        rope_ptr, q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, row_ptr, plane_ptr, scale_ptr,
+        rope_n, rope_h, q_n, q_h, latent_n, cos_n, sin_n, row_n, plane_row,
+    ) = operands  # fmt: skip
+    ROTARY: tl.constexpr = CONSTANTS.ROTARY
     n = n.to(tl.int64)
     cos, sin = cos_ptr + n * cos_n, sin_ptr + n * sin_n
     if block == 0:
         to = plane_ptr + tl.load(row_ptr + n * row_n) * plane_row
-        _store_latent(
-            latent_ptr + n * latent_n, to, cos, sin, norm_ptr, scale_ptr, q_ptr.dtype.element_ty, MOST,
-            EPS, RANK, ROTARY, INTERLEAVED, NORM, EXACT, BLOCK_RANK, BLOCK,
-        )  # fmt: skip
+        dtype: tl.constexpr = q_ptr.dtype.element_ty
+        _store_latent(latent_ptr + n * latent_n, to, cos, sin, norm_ptr, scale_ptr, dtype, CONSTANTS)
     else:
-        head = ((block - 1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
-        mask = head < HEADS
+        head = ((block - 1) * CONSTANTS.BLOCK_H + tl.arange(0, CONSTANTS.BLOCK_H))[:, None]
+        mask, rope = head < CONSTANTS.HEADS, rope_ptr + n * rope_n + head * rope_h
         left, right = rotated_halves(
-            rope_ptr + n * rope_n + head * rope_h, cos, sin, mask, ROTARY, INTERLEAVED, EXACT, BLOCK
+            rope, cos, sin, mask, ROTARY, CONSTANTS.INTERLEAVED, CONSTANTS.EXACT, CONSTANTS.BLOCK
         )
         # q_rope may be a view of q, so all warps must read their values before one of them writes.
         tl.debug_barrier()
-        store_halves(q_ptr + n * q_n + head * q_h + Q_AT, left, right, mask, ROTARY, BLOCK)
+        store_halves(q_ptr + n * q_n + head * q_h + CONSTANTS.Q_AT, left, right, mask, ROTARY, CONSTANTS.BLOCK)
 
 
 @kernel
-def _rotate_latent_kernel(
-    rope_ptr, q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, row_ptr, plane_ptr, scale_ptr,
-    rope_n, rope_h, q_n, q_h, latent_n, cos_n, sin_n, row_n, plane_row,
-    EPS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, Q_AT: tl.constexpr,
-    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
+def _rotate_latent_kernel(operands, CONSTANTS: tl.constexpr, DEPENDENT: tl.constexpr):
     """Store latents and rotate queries, see _rotate_or_store.  Grid: (rows, 1 + blocks of heads)."""
     pdl_trigger_and_wait(DEPENDENT)
-    _rotate_or_store(
-        tl.program_id(0), tl.program_id(1), rope_ptr, q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, row_ptr, plane_ptr,
-        scale_ptr, rope_n, rope_h, q_n, q_h, latent_n, cos_n, sin_n, row_n, plane_row,
-        EPS, HEADS, RANK, ROTARY, Q_AT, INTERLEAVED, NORM, EXACT, MOST, BLOCK_H, BLOCK_RANK, BLOCK,
-    )  # fmt: skip
+    _rotate_or_store(tl.program_id(0), tl.program_id(1), operands, CONSTANTS)
 
 
 @kernel
 def _write_latents_kernel(
-    x_ptr, w_ptr, num_rows, num_in, num_product, x_n, x_h, w_h, w_in, w_out,
-    rope_ptr, q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, row_ptr, plane_ptr, scale_ptr,
-    rope_n, rope_h, q_n, q_h, latent_n, cos_n, sin_n, row_n, plane_row,
-    EPS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, Q_AT: tl.constexpr,
-    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, DEPENDENT: tl.constexpr,
+    x_ptr, w_ptr, q_ptr, num_rows, num_in, num_product, x_n, x_h, w_h, w_in, w_out, q_n, q_h, operands,
+    CONSTANTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: num_product programs for the product with k_up, then the programs of _rotate_latent_kernel, row by row."""
+    HEADS: tl.constexpr = CONSTANTS.HEADS
     pdl_trigger(DEPENDENT)
     program = tl.program_id(0)
     if program < num_product:
         multiply_head(
-            x_ptr, w_ptr, q_ptr, program // HEADS, program % HEADS, num_rows, RANK, num_in,
+            x_ptr, w_ptr, q_ptr, program // HEADS, program % HEADS, num_rows, CONSTANTS.RANK, num_in,
             x_n, x_h, w_h, w_in, w_out, q_n, q_h, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, DEPENDENT,
         )  # fmt: skip
     else:
         pdl_wait(DEPENDENT)
-        at, per_row = program - num_product, 1 + (HEADS + BLOCK_H - 1) // BLOCK_H
-        _rotate_or_store(
-            at // per_row, at % per_row, rope_ptr, q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, row_ptr, plane_ptr,
-            scale_ptr, rope_n, rope_h, q_n, q_h, latent_n, cos_n, sin_n, row_n, plane_row,
-            EPS, HEADS, RANK, ROTARY, Q_AT, INTERLEAVED, NORM, EXACT, MOST, BLOCK_H, BLOCK_RANK, BLOCK,
-        )  # fmt: skip
+        at, per_row = program - num_product, 1 + (HEADS + CONSTANTS.BLOCK_H - 1) // CONSTANTS.BLOCK_H
+        _rotate_or_store(at // per_row, at % per_row, operands, CONSTANTS)
 
 
-def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, to: LatentPlace) -> None:
+def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
     """See ops/rope.py.  Tolerance: one ulp of the dtype and a few ulps of float32 from the reference."""
-    require_latent(q_rope, q, latent, to)
-    arguments, constants, blocks = _rotation(q_rope, q, latent, to)
+    require_latent(q_rope, q, latent, destination)
+    operands, constants, blocks = _rotation(q_rope, q, latent, destination)
     if len(q):
-        _rotate_latent_kernel[len(q), blocks](*arguments, **constants, **pdl_arguments(chip(q)))
+        _rotate_latent_kernel[len(q), blocks](
+            operands, CONSTANTS=constants, num_warps=NUM_WARPS, **pdl_arguments(chip(q))
+        )
 
 
-def write_latents(raw: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, to: LatentPlace) -> None:
+def write_latents(raw: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
     """See ops/rope.py.  q must not be a view of raw.
 
     The bits and the errors are those of head_product and rotate_and_store_latent.
     """
     nope, rank = k_up.shape[1:]
     x, q_rope = raw[..., :nope], raw[..., nope:]
-    require_latent(q_rope, q, latent, to)
+    require_latent(q_rope, q, latent, destination)
     num_blocks, sizes = require_head_product(x, k_up, q[..., :rank])
-    arguments, constants, blocks = _rotation(q_rope, q, latent, to)
+    operands, constants, blocks = _rotation(q_rope, q, latent, destination)
     num_product = num_blocks * x.shape[1]
     _write_latents_kernel[(num_product + len(q) * blocks,)](
-        *(x, k_up, len(x), x.shape[2], num_product, *x.stride()[:2], *k_up.stride()),
-        *arguments,
-        **constants,
+        *(x, k_up, q, len(x), x.shape[2], num_product, *x.stride()[:2], *k_up.stride(), *q.stride()[:2], operands),
+        CONSTANTS=constants,
+        num_warps=NUM_WARPS,
         **sizes,
         **pdl_arguments(chip(q)),
     )
 
 
 def _rotation(
-    q_rope: Tensor, q: Tensor, latent: Tensor, to: LatentPlace
-) -> tuple[tuple[Any, ...], dict[str, Any], int]:
-    """(arguments, constexpr arguments, blocks per row) of _rotate_or_store.  Raises EspalierError."""
-    rotation, form, rows, plane, scales = to
+    q_rope: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination
+) -> tuple[tuple[Any, ...], LatentConstants, int]:
+    """(operands, constexpr arguments, blocks per row) of _rotate_or_store.  Raises EspalierError."""
+    rotation, form, rows, plane, scales = destination
     (count, heads, rotary), size = q_rope.shape, plane.shape[2]
     exact = torch.promote_types(q.dtype, torch.float32)
     require("latent rope: q", q, (count, heads, -1), None, plane)
     require("latent rope: q_rope", q_rope, (count, heads, rotary), q.dtype, plane)
     require("latent rope: latent", latent, (count, 1, size), q.dtype, plane)
-    require_rows("latent rope: plane", plane, (-1, 1, size), scales, q)
+    require_kv_rows("latent rope: plane", plane, (-1, 1, size), scales, q)
     require("latent rope: rows", rows, (count,), torch.int64, plane)
     for name in ("cos", "sin"):
         require(f"latent rope: {name}", getattr(rotation, name), (count, rotary), exact, plane)
@@ -296,26 +293,14 @@ def _rotation(
     if any(tensor.stride(-1) != 1 and tensor.shape[-1] > 1 for tensor in read):
         raise EspalierError("latent rope needs tensors with a contiguous last dimension: pass them contiguous")
     block_h = min(HEADS_PER_PROGRAM, power_of_two(heads))
-    arguments = (
-        *(q_rope, q, latent, rotation.cos, rotation.sin, rotation.cos if norm is None else norm),
+    operands = (
+        *(q_rope, q, latent, rotation.cos, rotation.sin, norm),
         *(rows, plane, None if scales is None else scales.k),
         *(*q_rope.stride()[:2], *q.stride()[:2], latent.stride(0)),
         *(rotation.cos.stride(0), rotation.sin.stride(0), rows.stride(0), plane.stride(0)),
     )
-    constants = {
-        # eps is a constexpr argument, because run-time arguments are rounded to float32.
-        "EPS": form.eps,
-        "HEADS": heads,
-        "RANK": size - rotary,
-        "ROTARY": rotary,
-        "Q_AT": q.shape[2] - rotary,
-        "INTERLEAVED": form.interleaved,
-        "NORM": norm is not None,
-        "EXACT": exact_type(q.dtype),
-        "MOST": FP8_MAX,
-        "BLOCK_H": block_h,
-        "BLOCK_RANK": power_of_two(max(size - rotary, 1)),
-        "BLOCK": power_of_two(rotary // 2),
-        "num_warps": NUM_WARPS,
-    }
-    return arguments, constants, 1 + -(-heads // block_h)
+    constants = LatentConstants(
+        *(form.eps, heads, size - rotary, rotary, q.shape[2] - rotary, form.interleaved, exact_type(q.dtype), FP8_MAX),
+        *(block_h, power_of_two(max(size - rotary, 1)), power_of_two(rotary // 2)),
+    )
+    return operands, constants, 1 + -(-heads // block_h)

@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.hopper.gated import fills_chip, hopper_gated, takes_gated
+from espalier.kernels.hopper.gated import fills_chip, hopper_gated, supports_hopper_gated
 from espalier.kernels.layers.activation import silu_times
 from espalier.kernels.layers.linear_plans import (
     DTYPES,
@@ -41,12 +41,11 @@ from espalier.kernels.layers.linear_plans import (
     LinearPlan,
     TritonPlan,
     block_rows,
-    num_blocks,
 )
 from espalier.kernels.ops.activation import SILU, Activation, require_halves
 from espalier.kernels.ops.linear import gated_parts, linear_parts_library
 from espalier.kernels.runtime.jit import kernel, load_sum
-from espalier.kernels.runtime.launch import Chip, chip, only_compiles, require
+from espalier.kernels.runtime.launch import Chip, chip, is_precompiling, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait, prefetch
 
 SUM_BLOCK = 1024
@@ -147,7 +146,7 @@ def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
         return parts
     splits, rows, num_out = parts.shape
     out = parts.new_empty(rows, num_out, dtype=dtype)
-    _sum_parts_kernel[(num_blocks(out.numel(), SUM_BLOCK),)](
+    _sum_parts_kernel[(-(-out.numel() // SUM_BLOCK),)](
         parts, out, out.numel(), SPLITS=splits, BLOCK=SUM_BLOCK, num_warps=4, **pdl_arguments(chip(parts))
     )
     return out
@@ -178,10 +177,10 @@ def linear_gated(
     require_halves(weight.shape[0], activation)
     if activation.is_silu and isinstance(plan, TritonPlan):
         return _launch(x, weight, bias, replace(plan, splits=1), is_gated=True)
-    if activation.is_silu and plan is None and x.is_cuda and takes_gated(x, weight, bias, chip(x)):
+    if activation.is_silu and plan is None and x.is_cuda and supports_hopper_gated(x, weight, bias, chip(x)):
         if fills_chip(len(x), weight.shape[0] // 2, chip(x)):
             return hopper_gated(x, weight)
-        if only_compiles():
+        if is_precompiling():
             hopper_gated(x, weight)
     out = gated_parts.triton(linear_parts(x, weight, bias, plan), x.dtype, activation)
     assert isinstance(out, Tensor)
@@ -209,7 +208,7 @@ def _launch(
         out = x.new_empty(splits, rows, num_out, dtype=torch.float32) if in_parts else x.new_empty(rows, num_out)
     if out.numel() == 0:
         return out
-    _linear_kernel[num_blocks(num_out, block_written), splits](
+    _linear_kernel[-(-num_out // block_written), splits](
         x, weight, bias, out, rows, num_out, num_in, x.stride(0), weight.stride(0),
         BLOCK_ROWS=block_rows(rows), BLOCK_OUT=plan.block_out, BLOCK_IN=plan.block_in,
         EVEN_OUT=num_out % block_written == 0, EVEN_IN=num_in % plan.block_in == 0,

@@ -43,67 +43,67 @@ def splits_of(rows: int, weight: BlockMatrix, gpu: Chip) -> int:
 
 
 @kernel
-def _half(ptrs):
+def _load_float16(ptrs):
     """Load the float16 numbers at byte pointers ptrs, as float32."""
     low, high = tl.load(ptrs).to(tl.uint16), tl.load(ptrs + 1).to(tl.uint16)
     return (low | high << 8).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @kernel
-def _bits(ptrs, shift, MASK: tl.constexpr):
+def _load_bits(ptrs, shift, MASK: tl.constexpr):
     return (tl.load(ptrs).to(tl.int32) >> shift) & MASK
 
 
 @kernel
-def _of_32(block, TYPE: tl.constexpr):
+def _decode_32(block, TYPE: tl.constexpr):
     """(integers [BLOCK_OUT, 32], scales [BLOCK_OUT], minima [BLOCK_OUT]) of blocks of Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0.
 
     block: [BLOCK_OUT], pointers to the blocks' first bytes.
     """
     i = tl.arange(0, 32)[None, :]
-    scale, minimum = _half(block), 0.0 * _half(block)
+    scale, minimum = _load_float16(block), 0.0 * _load_float16(block)
     if TYPE == 8:
         integers = tl.load(block[:, None] + 2 + i).to(tl.int8, bitcast=True).to(tl.int32)
     else:
         HAS_MINIMUM: tl.constexpr = TYPE % 2 == 1
         HAS_FIFTH_BIT: tl.constexpr = TYPE >= 6
         AT: tl.constexpr = 4 if HAS_MINIMUM else 2
-        integers = _bits(block[:, None] + (AT + (4 if HAS_FIFTH_BIT else 0)) + i % 16, i // 16 * 4, 15)
+        integers = _load_bits(block[:, None] + (AT + (4 if HAS_FIFTH_BIT else 0)) + i % 16, i // 16 * 4, 15)
         if HAS_FIFTH_BIT:
-            integers |= _bits(block[:, None] + AT + i // 8, i % 8, 1) << 4
+            integers |= _load_bits(block[:, None] + AT + i // 8, i % 8, 1) << 4
         if HAS_MINIMUM:
-            minimum = -_half(block + 2)
+            minimum = -_load_float16(block + 2)
         else:
             integers -= 16 if HAS_FIFTH_BIT else 8
     return integers, scale, minimum
 
 
 @kernel
-def _of_256(block, group: tl.constexpr, TYPE: tl.constexpr):
-    """Decode one group of blocks, see _of_32: of Q4_K (12), Q5_K (13), or Q6_K (14), whose groups have 16 columns."""
+def _decode_256(block, group: tl.constexpr, TYPE: tl.constexpr):
+    """See _decode_32: one group of blocks of Q4_K (12), Q5_K (13), or Q6_K (14), whose groups have 16 columns."""
     if TYPE == 14:
         first: tl.constexpr = 16 * group % 128
         i = first + tl.arange(0, 16)[None, :]
         half: tl.constexpr = group // 8
-        integers = _bits(block[:, None] + 64 * half + i % 64, i // 64 * 4, 15)
-        integers |= _bits(block[:, None] + (128 + 32 * half) + i % 32, i // 32 * 2, 3) << 4
+        integers = _load_bits(block[:, None] + 64 * half + i % 64, i // 64 * 4, 15)
+        integers |= _load_bits(block[:, None] + (128 + 32 * half) + i % 32, i // 32 * 2, 3) << 4
         integers -= 32
-        scale = _half(block + 208) * tl.load(block + (192 + group)).to(tl.int8, bitcast=True).to(tl.float32)
+        scale = _load_float16(block + 208) * tl.load(block + (192 + group)).to(tl.int8, bitcast=True).to(tl.float32)
         minimum = 0.0 * scale
     else:
         i = tl.arange(0, 32)[None, :]
         AT: tl.constexpr = 16 if TYPE == 12 else 48
-        integers = _bits(block[:, None] + (AT + group // 2 * 32) + i, group % 2 * 4, 15)
+        integers = _load_bits(block[:, None] + (AT + group // 2 * 32) + i, group % 2 * 4, 15)
         if TYPE == 13:
-            integers |= _bits(block[:, None] + 16 + i, group, 1) << 4
+            integers |= _load_bits(block[:, None] + 16 + i, group, 1) << 4
         four: tl.constexpr = group % 4
-        small, low = _bits(block + (4 + four), 0, 255), _bits(block + (8 + four), 0, 255)
+        small, low = _load_bits(block + (4 + four), 0, 255), _load_bits(block + (8 + four), 0, 255)
         if group < 4:
             small, low = small & 63, low & 63
         else:
-            more = _bits(block + (12 + four), 0, 255)
+            more = _load_bits(block + (12 + four), 0, 255)
             small, low = more & 15 | (small >> 6) << 4, more >> 4 | (low >> 6) << 4
-        scale, minimum = _half(block) * small.to(tl.float32), _half(block + 2) * low.to(tl.float32)
+        scale, minimum = _load_float16(block) * small.to(tl.float32), _load_float16(block + 2) * low.to(tl.float32)
     return integers, scale, minimum
 
 
@@ -130,9 +130,9 @@ def _linear_blocks_kernel(
         for group in tl.static_range(VALUES // GROUP):
             x = tl.load(x_ptrs + number * VALUES + group * GROUP, mask=inside, other=0.0)
             if VALUES == 32:
-                integers, scale, minimum = _of_32(block, TYPE)
+                integers, scale, minimum = _decode_32(block, TYPE)
             else:
-                integers, scale, minimum = _of_256(block, group, TYPE)
+                integers, scale, minimum = _decode_256(block, group, TYPE)
             acc += tl.dot(integers.to(x.dtype), tl.trans(x)) * scale[:, None]
             if HAS_MINIMUM:
                 acc -= minimum[:, None] * tl.sum(x.to(tl.float32), 1)[None, :]
@@ -143,7 +143,7 @@ def _linear_blocks_kernel(
 
 
 # Formats whose values have a minimum.
-MINIMA = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+FORMATS_WITH_MINIMA = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
 
 
 def _launch(x: Tensor, weight: BlockMatrix, bias: Tensor | None, splits: int) -> Tensor:
@@ -164,11 +164,11 @@ def _launch(x: Tensor, weight: BlockMatrix, bias: Tensor | None, splits: int) ->
     tile = min(block_rows(num_rows), MAX_BLOCK_ROWS)
     _linear_blocks_kernel[-(-num_out // BLOCK_OUT), splits, -(-num_rows // tile)](
         *(x, weight.blocks, bias, out, num_rows, num_out, num_in // kind.values, x.stride(0)),
-        TYPE=kind.number,
+        TYPE=kind.gguf_type,
         VALUES=kind.values,
         NBYTES=kind.nbytes,
         GROUP=kind.group,
-        HAS_MINIMUM=kind.name in MINIMA,
+        HAS_MINIMUM=kind.name in FORMATS_WITH_MINIMA,
         BLOCK_ROWS=tile,
         BLOCK_OUT=BLOCK_OUT,
         EVEN_OUT=num_out % BLOCK_OUT == 0,

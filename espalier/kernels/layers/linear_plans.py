@@ -30,11 +30,11 @@ from espalier.kernels.runtime.launch import Chip, chip, power_of_two
 
 # The environment variable with the path of the user's table.
 CHOICES_FILE = "ESPALIER_CHOICES"
-SHIPPED = Path(__file__).with_name("linear_tuning.json")
+SHIPPED_TUNING_FILE = Path(__file__).with_name("linear_tuning.json")
 # The weight format of a weight that is one tensor in the dtype of the activations.
 DENSE = "dense"
 # The key of a list of tables that every file has.
-ALWAYS = "tables"
+REQUIRED_KEY = "tables"
 
 # [out, in] of a linear layer, or (hidden, inner) of one expert.
 Size = tuple[int, int]
@@ -60,7 +60,7 @@ LIBRARY_PIECES = (2, 3, 4)
 LIBRARY_SPLITS = (2, 4)
 # The largest edge of the library's tiles.  Pieces and splits are multiples of it, so that no tile is partly empty.
 LIBRARY_TILE = 128
-# The most rows for which `rule` has a plan.
+# The most rows for which `plan_by_rule` has a plan.
 RULE_ROWS = 64
 # (most rows, block_in) if a program has a multiprocessor alone: faster from 17 rows on, on an H100.
 RULE_ALONE = ((32, 128), (64, 64))
@@ -90,25 +90,26 @@ class TuningTable(Generic[P]):
 
 
 @dataclass(frozen=True, eq=False)
-class TunedKind(Generic[P]):
+class TuningSchema(Generic[P]):
     """A kind of layer with tuning tables, and how a file stores its tables.
 
-    words: its name in errors.  entries: the key of its list of tables in a file; plans: of the plans in a table.
-    buckets: upper bounds of the argument `count` of `at`, such as rows; a size has one plan per bucket.
+    label: its name in errors.  tables_key: the key of its list of tables in a file.  plans_key: the key of the plans in
+    a table.  buckets: upper bounds of the argument `count` of `plan_at`; a size has one plan per bucket.  count_unit:
+    what `count` counts.
     encode, decode: convert a plan to and from JSON; decode raises ValueError for a plan that cannot be used.
     log: called as log(key, plans by size, files with their numbers of sizes) when the plans are first used.
     """
 
-    words: str
-    entries: str
-    plans: str
-    of: str
+    label: str
+    tables_key: str
+    plans_key: str
+    count_unit: str
     buckets: tuple[float, ...]
     encode: Callable[[P], Any]
     decode: Callable[[Any, Size], P]
     log: Callable[[Key, Mapping[Size, tuple[P, ...]], Sequence[str]], None]
 
-    def at(self, plans: Sequence[P], count: float) -> P | None:
+    def plan_at(self, plans: Sequence[P], count: float) -> P | None:
         """The plan of a size for the bucket of `count`; None if count is above the largest bucket."""
         for bound, plan in zip(self.buckets, plans, strict=True):
             if count <= bound:
@@ -118,10 +119,10 @@ class TunedKind(Generic[P]):
     def read(self, path: Path) -> list[TuningTable[P]]:
         """The tables in a file.  Raises EspalierError, naming the file, if it does not have the format of `write`."""
         try:
-            return [self._table(entry) for entry in _content(path).get(self.entries, [])]
+            return [self._table_from_json(entry) for entry in _read_json(path).get(self.tables_key, [])]
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise EspalierError(
-                f"{path} is no table of {self.words} ({error!r}): remove it, or write it again with espalier doctor "
+                f"{path} is no table of {self.label} ({error!r}): remove it, or write it again with espalier doctor "
                 "--tune"
             ) from None
 
@@ -133,11 +134,11 @@ class TunedKind(Generic[P]):
         tables = self.read(path) if path.exists() else []
         known = {size: plan for old in tables if old.key == table.key for size, plan in old.plans.items()}
         merged = [*(old for old in tables if old.key != table.key), replace(table, plans=known | dict(table.plans))]
-        content = _content(path) if path.exists() else {ALWAYS: []}
-        content[self.entries] = [self._entry(each) for each in merged]
+        content = _read_json(path) if path.exists() else {REQUIRED_KEY: []}
+        content[self.tables_key] = [self._table_to_json(each) for each in merged]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(_json(content), encoding="utf-8")
+            path.write_text(_dump_json(content), encoding="utf-8")
         except OSError as error:
             raise EspalierError(f"{path} cannot be written ({error.strerror}): choose another path") from None
 
@@ -146,36 +147,39 @@ class TunedKind(Generic[P]):
 
         dtype: of the activations.  The files are read, and their contents logged, once per process.
         """
-        return active_plans(self, (gpu, str(dtype).removeprefix("torch."), format), own_file())
+        return active_plans(self, (gpu, str(dtype).removeprefix("torch."), format), user_tuning_file())
 
-    def _table(self, entry: dict[str, Any]) -> TuningTable[P]:
+    def _table_from_json(self, entry: dict[str, Any]) -> TuningTable[P]:
         gpu = Chip(**entry["chip"] | {"capability": tuple(entry["chip"]["capability"])})
-        plans = {_size(name): self._decoded(of_size, _size(name)) for name, of_size in entry[self.plans].items()}
+        plans = {
+            _parse_size(name): self._plans_from_json(of_size, _parse_size(name))
+            for name, of_size in entry[self.plans_key].items()
+        }
         # Entries without a format were measured with dense weights.
         return TuningTable(gpu, entry["dtype"], plans, entry["measured"], entry.get("format", DENSE))
 
-    def _decoded(self, of_size: dict[str, Any], size: Size) -> tuple[P, ...]:
+    def _plans_from_json(self, of_size: dict[str, Any], size: Size) -> tuple[P, ...]:
         if list(of_size) != [str(bound) for bound in self.buckets]:
-            raise ValueError(f"the buckets of {self.of} must be {', '.join(map(str, self.buckets))}")
+            raise ValueError(f"the buckets of {self.count_unit} must be {', '.join(map(str, self.buckets))}")
         return tuple(self.decode(plan, size) for plan in of_size.values())
 
-    def _entry(self, table: TuningTable[P]) -> dict[str, Any]:
+    def _table_to_json(self, table: TuningTable[P]) -> dict[str, Any]:
         bounds = list(map(str, self.buckets))
         plans = {
             f"{first}x{second}": dict(zip(bounds, map(self.encode, of_size), strict=True))
             for (first, second), of_size in sorted(table.plans.items())
         }
         key = {"chip": asdict(table.chip), "dtype": table.dtype, "format": table.format}
-        return key | {"measured": dict(table.measured), self.plans: plans}
+        return key | {"measured": dict(table.measured), self.plans_key: plans}
 
 
 @cache
-def active_plans(kind: TunedKind[P], key: Key, user_path: Path) -> Mapping[Size, tuple[P, ...]]:
+def active_plans(kind: TuningSchema[P], key: Key, user_path: Path) -> Mapping[Size, tuple[P, ...]]:
     """The shipped plans and the user's plans, see TunedKind.measured.  The user's file need not exist."""
     plans: dict[Size, tuple[P, ...]] = {}
     sources = []
     # pathlib's is_file would raise if the user may not read the folder.
-    for path in (path for path in (SHIPPED, user_path) if os.path.isfile(path)):
+    for path in (path for path in (SHIPPED_TUNING_FILE, user_path) if os.path.isfile(path)):
         for table in kind.read(path):
             if table.key == key:
                 plans |= table.plans
@@ -184,27 +188,27 @@ def active_plans(kind: TunedKind[P], key: Key, user_path: Path) -> Mapping[Size,
     return plans
 
 
-def own_file() -> Path:
+def user_tuning_file() -> Path:
     """The path of the user's table; the file need not exist."""
     # expanduser does not raise if the user has no home; pathlib's version would.
     config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     return Path(os.environ.get(CHOICES_FILE) or f"{config}/espalier/choices.json")
 
 
-def _content(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     """Read the file as JSON: lists of tables by the kind of layer."""
     content = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict) or ALWAYS not in content:
-        raise ValueError(f"no JSON object with {ALWAYS!r}")
+    if not isinstance(content, dict) or REQUIRED_KEY not in content:
+        raise ValueError(f"no JSON object with {REQUIRED_KEY!r}")
     return content
 
 
-def _size(name: str) -> Size:
+def _parse_size(name: str) -> Size:
     first, second = name.split("x")
     return int(first), int(second)
 
 
-def _json(content: dict[str, Any]) -> str:
+def _dump_json(content: dict[str, Any]) -> str:
     """Write JSON with one line per plan, so that the diff of a changed table is readable."""
     text = json.dumps(content, indent=1)
     return re.sub(r"\{[^{}]*\}", lambda innermost: " ".join(innermost.group().split()), text) + "\n"
@@ -249,34 +253,34 @@ def block_rows(rows: int) -> int:
     return max(power_of_two(rows), MIN_BLOCK_ROWS)
 
 
-def candidates(rows: int, num_out: int, num_in: int, gpu: Chip) -> list[TritonPlan | LibraryPlan]:
+def candidate_plans(rows: int, num_out: int, num_in: int, gpu: Chip) -> list[TritonPlan | LibraryPlan]:
     """The plans worth measuring against F.linear."""
     library = _library_plans(num_out, num_in) if rows >= LIBRARY_MIN_ROWS else []
     return [*_triton_plans(rows, num_out, num_in, gpu), *library]
 
 
-def rule(rows: int, num_out: int, num_in: int, gpu: Chip) -> LinearPlan:
+def plan_by_rule(rows: int, num_out: int, num_in: int, gpu: Chip) -> LinearPlan:
     """The plan of a shape that was not measured, for a bucket of at most `rows` rows; None above RULE_ROWS.
 
     It splits `in` as long as all programs run at once and each program fills its pipeline.
     """
     if rows > RULE_ROWS:
         return None
-    if rows > MIN_BLOCK_ROWS and num_blocks(num_out, RULE_TILE[0]) <= gpu.processors:
-        return _alone(rows, num_out, num_in, gpu)
+    if rows > MIN_BLOCK_ROWS and -(-num_out // RULE_TILE[0]) <= gpu.processors:
+        return _one_per_processor_plan(rows, num_out, num_in, gpu)
     (block_out, block_in), least = RULE_TILE, TritonPlan(*RULE_TILE, 1, RULE_WARPS, min(RULE_STAGES))
     together = max(min(gpu.shared_memory // least.shared_memory(rows), len(RULE_STAGES)), 1)
-    blocks, steps = num_blocks(num_out, block_out), num_blocks(num_in, block_in)
+    blocks, steps = -(-num_out // block_out), -(-num_in // block_in)
     splits = max(min(RULE_SPLITS, together * gpu.processors // blocks, steps // least.stages), 1)
-    sharing = min(num_blocks(blocks * splits, gpu.processors), together)
+    sharing = min(-(-blocks * splits // gpu.processors), together)
     plan = replace(least, splits=splits, stages=RULE_STAGES[sharing - 1])
     return plan if sharing * plan.shared_memory(rows) <= gpu.shared_memory else replace(least, splits=splits)
 
 
-def _alone(rows: int, num_out: int, num_in: int, gpu: Chip) -> TritonPlan:
+def _one_per_processor_plan(rows: int, num_out: int, num_in: int, gpu: Chip) -> TritonPlan:
     """The rule's plan with at most one program per multiprocessor, and as many stages as fit."""
     block_out, block_in = RULE_TILE[0], next(block_in for most, block_in in RULE_ALONE if rows <= most)
-    blocks, steps = num_blocks(num_out, block_out), num_blocks(num_in, block_in)
+    blocks, steps = -(-num_out // block_out), -(-num_in // block_in)
     splits = max(min(RULE_SPLITS, gpu.processors // blocks, steps // max(RULE_STAGES[1:])), 1)
     plans = [TritonPlan(block_out, block_in, splits, RULE_WARPS, stages) for stages in reversed(STAGES)]
     return next(plan for plan in plans if plan.shared_memory(rows) <= gpu.shared_memory)
@@ -307,14 +311,10 @@ def _worth_measuring(plan: TritonPlan, rows: int, num_out: int, num_in: int, gpu
     # Loads in flight must fill at least a third of the shared memory to hide the memory latency.
     if programs_per_sm == 0 or plan.shared_memory(rows) * min(programs_per_sm, 8) < gpu.shared_memory // 3:
         return False
-    if num_blocks(num_in, plan.block_in) < plan.stages * plan.splits:
+    if -(-num_in // plan.block_in) < plan.stages * plan.splits:
         return plan.splits == 1 and plan.stages == STAGES[0]
-    programs = num_blocks(num_out, plan.block_out) * plan.splits
+    programs = -(-num_out // plan.block_out) * plan.splits
     return plan.splits == 1 or 0.45 * gpu.processors <= programs <= gpu.processors * programs_per_sm
-
-
-def num_blocks(count: int, block: int) -> int:
-    return -(-count // block)
 
 
 # Upper bounds of the buckets of rows.  A bucket has one plan; above the largest, F.linear runs.  Within a bucket a
@@ -332,22 +332,20 @@ LinearPlans = tuple[LinearPlan, ...]
 NO_PLANS: LinearPlans = (None,) * len(ROWS_BUCKETS)
 
 
-def plans_for(shape: Size, format: str, dtype: torch.dtype, stored: Tensor) -> LinearPlans | None:
-    """The plans for a dense weight's shape [out, in]; None if nothing was measured on this chip.
-
-    dtype: of the activations; stored: any tensor of the weight, which shows the chip.
-    """
-    if not stored.is_cuda or dtype not in DTYPES:
+def dense_plans_for(weight: Tensor) -> LinearPlans | None:
+    """The plans for a dense weight [out, in], in the dtype of its activations; None if its chip has no table."""
+    if not weight.is_cuda or weight.dtype not in DTYPES:
         return None
-    return plans_on(chip(stored), shape, LINEARS.measured(chip(stored), dtype, format))
+    shape = weight.shape[0], weight.shape[1]
+    return plans_for_shape(chip(weight), shape, LINEAR_TUNING.measured(chip(weight), weight.dtype))
 
 
-def plans_on(gpu: Chip, shape: Size, measured: Mapping[Size, LinearPlans]) -> LinearPlans | None:
+def plans_for_shape(gpu: Chip, shape: Size, measured: Mapping[Size, LinearPlans]) -> LinearPlans | None:
     """The plans for a weight shape, given the plans measured on this chip; None if there are none."""
     if shape in measured or not measured:
         return measured.get(shape)
     _log_rule(shape)
-    return tuple(rule(rows, *shape, gpu) for rows in ROWS_BUCKETS)
+    return tuple(plan_by_rule(rows, *shape, gpu) for rows in ROWS_BUCKETS)
 
 
 def _log_plans(key: Key, plans: Mapping[Size, LinearPlans], sources: Sequence[str]) -> None:
@@ -371,13 +369,13 @@ def _log_rule(shape: Size) -> None:
     )
 
 
-def _plan(fields: dict[str, Any] | None, shape: Size) -> LinearPlan:
+def _plan_from_json(fields: dict[str, Any] | None, shape: Size) -> LinearPlan:
     if fields is None:
         return None
-    return _library_plan(fields, shape) if "pieces" in fields else _triton_plan(fields)
+    return _library_plan_from_json(fields, shape) if "pieces" in fields else _triton_plan_from_json(fields)
 
 
-def _library_plan(fields: dict[str, Any], shape: Size) -> LibraryPlan:
+def _library_plan_from_json(fields: dict[str, Any], shape: Size) -> LibraryPlan:
     plan = LibraryPlan(**fields)
     if min(plan.pieces, plan.splits) != 1 or max(plan.pieces, plan.splits) < 2:
         raise ValueError(f"{plan} must have one of pieces and splits at 1 and the other above 1")
@@ -386,7 +384,7 @@ def _library_plan(fields: dict[str, Any], shape: Size) -> LibraryPlan:
     return plan
 
 
-def _triton_plan(fields: dict[str, Any]) -> TritonPlan:
+def _triton_plan_from_json(fields: dict[str, Any]) -> TritonPlan:
     """Read a plan.  Raises ValueError for a plan that could not be launched."""
     plan = TritonPlan(**fields)
     powers_of_two = plan.block_out, plan.block_in, plan.warps
@@ -397,8 +395,10 @@ def _triton_plan(fields: dict[str, Any]) -> TritonPlan:
     return plan
 
 
-def _fields(plan: LinearPlan) -> dict[str, Any] | None:
+def _plan_to_json(plan: LinearPlan) -> dict[str, Any] | None:
     return None if plan is None else asdict(plan)
 
 
-LINEARS = TunedKind("linear layers", "tables", "shapes", "rows", ROWS_BUCKETS, _fields, _plan, _log_plans)
+LINEAR_TUNING = TuningSchema(
+    "linear layers", "tables", "shapes", "rows", ROWS_BUCKETS, _plan_to_json, _plan_from_json, _log_plans
+)

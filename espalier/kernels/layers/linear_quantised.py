@@ -27,58 +27,60 @@ from espalier.kernels.hopper.plans import is_hopper_product
 from espalier.kernels.hopper.quantised_products import launch_linear
 from espalier.kernels.layers.linear import store_tile, weight_rows
 from espalier.kernels.layers.linear_plans import DTYPES, MIN_BLOCK_ROWS, TritonPlan, block_rows
-from espalier.kernels.layers.quantised import OF_E2M1, InputScales, QuantisedMatrix, RoundedRows, Rows
+from espalier.kernels.layers.quantised import E2M1_CODES, InputRows, InputScales, QuantisedMatrix, RoundedRows
 from espalier.kernels.layers.quantised_nibbles import prefetch_scales
-from espalier.kernels.layers.quantised_plans import MAX_BLOCK_ROWS, in_no_words, max_block_in, plan_of
+from espalier.kernels.layers.quantised_plans import MAX_BLOCK_ROWS, has_split_words, max_block_in, quantised_plan_for
 from espalier.kernels.layers.quantised_tile import CODES, LINE_BYTES, prefetch_codes, quantised_dot
-from espalier.kernels.layers.scaled_product import is_scaled_product, kernel_rows, scaled_product
+from espalier.kernels.layers.scaled_product import library_supports_product, max_kernel_rows, scaled_product
 from espalier.kernels.ops.activation import SILU, Activation, gated, require_halves
 from espalier.kernels.ops.linear import gated_parts, quantise_rows, rounds_activation, sum_parts
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
-# L2 lines of each row of codes that a program prefetches before it waits for the kernel before it: those of STEPS_AHEAD
-# steps.  Only one for inputs that a norm has rounded, and for FP8 up to 16 rows: in a round, more would take bandwidth
-# from the kernel before (docs/log.md).  4 bits are not measured so.
-FEWEST_LINES_AHEAD, STEPS_AHEAD = 1, 4
+# L2 lines of each row of codes that a program prefetches before it waits for the kernel before it: those of
+# PREFETCHED_STEPS steps.  Only one for inputs that a norm has rounded, and for FP8 up to 16 rows: in a round, more
+# would take bandwidth from the kernel before (docs/log.md).  4 bits were not measured in a round.
+MIN_PREFETCHED_LINES, PREFETCHED_STEPS = 1, 4
 
 
-def linear_quantised(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan | None = None) -> Tensor:
+def linear_quantised(
+    x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan | None = None
+) -> Tensor:
     return sum_parts.triton(linear_quantised_parts(x, weight, bias, plan), x.dtype)
 
 
 def linear_quantised_parts(
-    x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan | None = None
+    x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan | None = None
 ) -> Tensor:
-    if plan is None and (product := _product_of_library(x, weight, bias)) is not None:
+    if plan is None and (product := _library_product(x, weight, bias)) is not None:
         return product
-    return _launch(x, weight, bias, plan_of(weight, x) if plan is None else plan, is_gated=False)
+    return _launch(x, weight, bias, quantised_plan_for(weight, x) if plan is None else plan, is_gated=False)
 
 
 def linear_quantised_gated(
-    x: Rows,
+    x: InputRows,
     weight: QuantisedMatrix,
     bias: Tensor | None,
     plan: TritonPlan | None = None,
     activation: Activation = SILU,
     rounding: InputScales | None = None,
-) -> Rows:
+) -> InputRows:
     inner = require_halves(weight.shape[0], activation)
-    if plan is None and (product := _product_of_library(x, weight, bias)) is not None:
+    if plan is None and (product := _library_product(x, weight, bias)) is not None:
         return gated.triton(product, activation)
-    plan = plan_of(weight, x) if plan is None else plan
+    plan = quantised_plan_for(weight, x) if plan is None else plan
     if activation.is_silu and plan.splits == 1:
         return _launch(x, weight, bias, plan, is_gated=True)
     # The library takes many rows unrounded.
-    is_few = rounding is not None and len(x) <= kernel_rows(rounding, chip(weight.codes))
+    is_few = rounding is not None and len(x) <= max_kernel_rows(rounding, chip(weight.codes))
     rounding = rounding if is_few and rounding is not None and rounds_activation(inner, rounding) else None
     return gated_parts.triton(linear_quantised_parts(x, weight, bias, plan), x.dtype, activation, rounding)
 
 
-def _product_of_library(x: Rows, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor | None:
+def _library_product(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor | None:
     """The library's product, where it takes one."""
-    is_taken = weight.codes.is_cuda and is_scaled_product(x, weight)
+    is_taken = weight.codes.is_cuda and library_supports_product(x, weight)
     return scaled_product(x, weight, bias) if is_taken else None
 
 
@@ -87,11 +89,11 @@ def _linear_quantised_kernel(
     x_ptr, x_scales_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, num_out, num_in, x_stride,
     CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_OUT: tl.constexpr,
-    EVEN_IN: tl.constexpr, GATED: tl.constexpr, LINES_AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+    EVEN_IN: tl.constexpr, GATED: tl.constexpr, PREFETCHED_LINES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of weight rows, splits, tiles of rows).  Arguments as _linear_kernel and quantised_dot.
 
-    LINES_AHEAD: L2 lines of a row's codes that are prefetched before the wait, a power of two.
+    PREFETCHED_LINES: L2 lines of a row's codes that are prefetched before the wait, a power of two.
     """
     w_rows = weight_rows(num_out, BLOCK_OUT, EVEN_OUT, GATED).to(tl.int64)
     split, num_splits = tl.program_id(1), tl.num_programs(1)
@@ -101,7 +103,7 @@ def _linear_quantised_kernel(
     x_rows = rows.to(tl.int64)
     pdl_trigger(DEPENDENT)
     if DEPENDENT:
-        prefetch_codes(codes_ptr, w_rows, k_begin, k_end, num_in, CODE, LINES_AHEAD)
+        prefetch_codes(codes_ptr, w_rows, k_begin, k_end, num_in, CODE, PREFETCHED_LINES)
         if CODE == 1:
             prefetch_scales(scales_ptr, zeros_ptr, w_rows, k_begin, k_end, num_in, GROUP)
     pdl_wait(DEPENDENT)
@@ -118,8 +120,8 @@ def _linear_quantised_kernel(
     store_tile(acc, out_ptr, split, rows, num_rows, num_out, BLOCK_ROWS, BLOCK_OUT, GATED)
 
 
-def _launch(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan, is_gated: bool) -> Tensor:
-    rows, num_in = stored(x).shape
+def _launch(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan, is_gated: bool) -> Tensor:
+    rows, num_in = stored_values(x).shape
     _require(x, weight, bias, plan)
     num_out, block_written = weight.shape[0], plan.block_out
     if is_gated:
@@ -139,14 +141,14 @@ def _launch(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonP
     _linear_quantised_kernel[-(-num_out // block_written), plan.splits, -(-rows // tile)](
         *(inputs, input_scales, *kernel_matrix(weight), bias, out),
         *(rows, num_out, num_in, inputs.stride(0)),
-        **tile_options(weight),
+        **format_constants(weight),
         BLOCK_ROWS=tile,
         BLOCK_OUT=plan.block_out,
         BLOCK_IN=plan.block_in,
         EVEN_OUT=num_out % block_written == 0,
         EVEN_IN=num_in % plan.block_in == 0,
         GATED=is_gated,
-        LINES_AHEAD=lines_ahead(x, weight.code, plan),
+        PREFETCHED_LINES=prefetched_lines(x, weight.code, plan),
         num_warps=plan.warps,
         num_stages=plan.stages,
         **pdl_arguments(gpu),
@@ -154,15 +156,15 @@ def _launch(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonP
     return out
 
 
-def lines_ahead(x: Rows, code: str, plan: TritonPlan) -> int:
+def prefetched_lines(x: InputRows, code: str, plan: TritonPlan) -> int:
     """The L2 lines of each row that a product with x prefetches: a power of two."""
     if isinstance(x, RoundedRows) or (code == "fp8" and len(x) <= MIN_BLOCK_ROWS):
-        return FEWEST_LINES_AHEAD
+        return MIN_PREFETCHED_LINES
     step_bytes = plan.block_in if code == "fp8" else plan.block_in // 2
-    return max(STEPS_AHEAD * step_bytes // LINE_BYTES, FEWEST_LINES_AHEAD)
+    return max(PREFETCHED_STEPS * step_bytes // LINE_BYTES, MIN_PREFETCHED_LINES)
 
 
-def kernel_inputs(x: Rows, weight: QuantisedMatrix) -> tuple[Tensor, Tensor | None]:
+def kernel_inputs(x: InputRows, weight: QuantisedMatrix) -> tuple[Tensor, Tensor | None]:
     """(inputs, their scales or None) as quantised_dot takes them: in the order of the columns, maybe rounded."""
     if isinstance(x, RoundedRows):
         return x.values, x.scales
@@ -173,7 +175,7 @@ def kernel_inputs(x: Rows, weight: QuantisedMatrix) -> tuple[Tensor, Tensor | No
     return (x if x.stride(1) == 1 else x.contiguous()), None
 
 
-def stored(x: Rows) -> Tensor:
+def stored_values(x: InputRows) -> Tensor:
     """The values of x as they lie in memory."""
     return x.values if isinstance(x, RoundedRows) else x
 
@@ -188,22 +190,22 @@ def kernel_matrix(weight: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | Non
     return words, weight.scales, weight.zeros
 
 
-def tile_options(weight: QuantisedMatrix) -> dict[str, Any]:
+def format_constants(weight: QuantisedMatrix) -> dict[str, Any]:
     """The constexpr arguments of quantised_dot that depend on the weight's quantisation format."""
     num_in, inputs = weight.shape[-1], weight.inputs
     input_group = 0 if inputs is None or inputs.columns(num_in) == num_in else inputs.columns(num_in)
-    group = 0 if weight.group >= num_in and weight.code not in OF_E2M1 else weight.group
+    group = 0 if weight.group >= num_in and weight.code not in E2M1_CODES else weight.group
     return {"CODE": CODES[weight.code], "GROUP": group, "ROW_BLOCK": weight.row_block, "INPUT_GROUP": input_group}
 
 
-def _require(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> None:
-    num_in = stored(x).shape[1]
+def _require(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> None:
+    num_in = stored_values(x).shape[1]
     packed = num_in if weight.code == "fp8" else num_in // 2
-    require("quantised linear: codes", weight.codes, (-1, packed), None, stored(x))
+    require("quantised linear: codes", weight.codes, (-1, packed), None, stored_values(x))
     if bias is not None:
         require("quantised linear: bias", bias, (weight.shape[0],), x.dtype, weight.codes)
     fits = all(tensor.is_contiguous() for tensor in weight.tensors) and max_block_in(weight) % plan.block_in == 0
-    if x.dtype not in DTYPES or not fits or (weight.code != "fp8" and in_no_words(weight)):
+    if x.dtype not in DTYPES or not fits or (weight.code != "fp8" and has_split_words(weight)):
         raise EspalierError(
             f"quantised linear: the Triton kernel takes bfloat16 or float16, contiguous weights, blocks that divide "
             f"{max_block_in(weight)} columns and, for 4 bits, groups of whole words, but got {x.dtype}, groups of "

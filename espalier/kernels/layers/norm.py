@@ -17,16 +17,16 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear_plans import DTYPES
-from espalier.kernels.layers.quantise_rows import empty_rounded, rounded_arguments, store_rounded
-from espalier.kernels.layers.quantised import InputScales, RoundedRows, Rows
-from espalier.kernels.ops.norm import MAX_ROUTER_ROWS, rounds_norm
+from espalier.kernels.layers.quantise_rows import allocate_rounded_rows, store_rounded, store_rounded_arguments
+from espalier.kernels.layers.quantised import InputRows, InputScales, RoundedRows
+from espalier.kernels.ops.norm import MAX_ROUTER_ROWS, can_round_norm
 from espalier.kernels.runtime.jit import kernel, load_sum
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
+from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
 
-# WARP_VALUES: the values of a row per warp.  MAX_WARPS: the most warps of a program.  A thread loads few values,
-# because with a single row nothing hides the latency of loads (docs/log.md).
-WARP_VALUES, MAX_WARPS = 128, 16
+# The values of a row per warp.  A thread loads few values, because with a single row nothing hides the latency of loads
+# (docs/log.md).
+NORM_WARP_VALUES = 128
 
 
 @kernel
@@ -34,7 +34,7 @@ def _rms_norm_kernel(
     x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, x_row_stride, delta_row_stride, delta_split_stride, values_ptr,
     scales_ptr, static_ptr,
     EPS: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, MOST: tl.constexpr, DEPENDENT: tl.constexpr,
+    GROUP: tl.constexpr, FP8_MAX: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """SPLITS: the number of delta's partial sums; 1 for a delta without splits, 0 for no delta.
 
@@ -60,7 +60,7 @@ def _rms_norm_kernel(
     norm = x * scale * weight
     if values_ptr is not None:
         of_type = norm.to(x_ptr.dtype.element_ty).to(tl.float32)
-        store_rounded(of_type, row, values_ptr, scales_ptr, static_ptr, SIZE, BLOCK, GROUP, MOST)
+        store_rounded(of_type, row, values_ptr, scales_ptr, static_ptr, SIZE, BLOCK, GROUP, FP8_MAX)
     if out_ptr is not None:
         tl.store(out_ptr + row * SIZE + column, norm.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -85,17 +85,17 @@ def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) ->
 
 
 def rounded_norm(
-    delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float, inputs: InputScales, keeps_norm: bool = False
+    delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float, inputs: InputScales, return_norm: bool = False
 ) -> tuple[Tensor, Tensor | None, RoundedRows]:
-    if not rounds_norm(residual.shape[1], inputs):
+    if not can_round_norm(residual.shape[1], inputs):
         raise EspalierError(
             f"a norm of {residual.shape[1]} columns is rounded in groups of a power of two, not {inputs.group}"
         )
     if delta is not None:
         _require_delta(delta, residual)
     total = None if delta is None else torch.empty_like(residual, memory_format=torch.contiguous_format)
-    out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) if keeps_norm else None
-    rounded = empty_rounded(residual, inputs)
+    out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) if return_norm else None
+    rounded = allocate_rounded_rows(residual, inputs)
     _launch(residual, delta, weight, eps, total, out, rounded, inputs)
     return residual if total is None else total, out, rounded
 
@@ -128,21 +128,15 @@ def _launch(
     _rms_norm_kernel[(rows,)](
         *(x, addend, weight.contiguous(), x if total is None else total, out),
         *(x.stride(0), addend.stride(-2), addend.stride(0)),
-        # A constexpr argument, because a run-time eps would be rounded to float32.
         EPS=eps,
         SIZE=size,
         SPLITS=0 if delta is None else delta.shape[0] if delta.ndim == 3 else 1,
         EXACT=exact_type(x.dtype),
         BLOCK=block,
-        num_warps=warps_for(block),
-        **rounded_arguments(rounded, inputs, block),
+        num_warps=warps_for(block, NORM_WARP_VALUES),
+        **store_rounded_arguments(rounded, inputs, block),
         **pdl_arguments(chip(x)),
     )
-
-
-def warps_for(block: int) -> int:
-    """Returns the number of warps for a program that norms a row of `block` values."""
-    return min(max(block // WARP_VALUES, 1), MAX_WARPS)
 
 
 # The number of the router's values that a program holds in registers.
@@ -154,7 +148,7 @@ def _norm_router_kernel(
     x_ptr, delta_ptr, weight_ptr, router_ptr, sum_ptr, out_ptr, logits_ptr,
     x_row_stride, delta_row_stride, delta_split_stride, num_experts, values_ptr, scales_ptr, static_ptr,
     EPS: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
-    GROUP: tl.constexpr, MOST: tl.constexpr, DEPENDENT: tl.constexpr,
+    GROUP: tl.constexpr, FP8_MAX: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """SPLITS: the number of delta's partial sums; 1 for a delta without splits.
 
@@ -184,7 +178,7 @@ def _norm_router_kernel(
         tl.store(out_ptr + row * SIZE + column, normed, mask=mask)
         if values_ptr is not None:
             of_type = normed.to(tl.float32)
-            store_rounded(of_type, row, values_ptr, scales_ptr, static_ptr, SIZE, BLOCK, GROUP, MOST)
+            store_rounded(of_type, row, values_ptr, scales_ptr, static_ptr, SIZE, BLOCK, GROUP, FP8_MAX)
     logits = tl.sum(router.to(tl.float32) * normed.to(tl.float32)[None, :], 1)
     logits = logits.to(logits_ptr.dtype.element_ty)
     tl.store(logits_ptr + row * num_experts + expert, logits, mask=expert < num_experts)
@@ -198,7 +192,7 @@ def norm_router(
     router: Tensor,
     rounding: InputScales | None = None,
     dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor, Rows, Tensor]:
+) -> tuple[Tensor, Tensor, InputRows, Tensor]:
     rows, size = residual.shape
     num_experts = router.shape[0]
     parts = delta if delta.ndim == 3 else delta[None]
@@ -218,18 +212,18 @@ def norm_router(
         )
     if not router.is_contiguous():
         raise EspalierError(f"norm_router: the router must be contiguous, but has strides {router.stride()}")
-    if rounding is not None and not rounds_norm(size, rounding):
+    if rounding is not None and not can_round_norm(size, rounding):
         raise EspalierError(f"norm_router: a norm is rounded in groups of a power of two, not {rounding.group}")
     total, out = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
-    rounded = None if rounding is None else empty_rounded(residual, rounding)
+    rounded = None if rounding is None else allocate_rounded_rows(residual, rounding)
     logits = residual.new_empty(rows, num_experts, dtype=dtype)
     block = power_of_two(size)
     block_e = max(min(TILE // block, power_of_two(num_experts)), 1)
     _norm_router_kernel[rows, -(-num_experts // block_e)](
         residual, parts, weight, router, total, out, logits,
         residual.stride(0), parts.stride(1), parts.stride(0), num_experts,
-        # A constexpr argument, because a run-time eps would be rounded to float32.
         EPS=eps, SIZE=size, SPLITS=parts.shape[0], BLOCK=block, BLOCK_E=block_e,
-        num_warps=warps_for(block), **rounded_arguments(rounded, rounding, block), **pdl_arguments(chip(residual)),
+        num_warps=warps_for(block, NORM_WARP_VALUES),
+        **store_rounded_arguments(rounded, rounding, block), **pdl_arguments(chip(residual)),
     )  # fmt: skip
     return total, out, out if rounded is None else rounded, logits

@@ -20,23 +20,23 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 # largest value, and each program divides a part of the group.  (These numbers were measured with divisions that run one
 # after another, as those of static scales do.)  A short group has up to FEW_WARPS warps that load the smaller number,
 # with any number of programs.
-VALUES_PER_WARP, VALUES_PER_WARP_ALONE = 1024, 256
+VALUES_PER_WARP, VALUES_PER_WARP_SMALL_GRID = 1024, 256
 VALUES_PER_PART, MAX_PARTS = 1024, 8
-FEW_WARPS, MAX_WARPS, MAX_WARPS_ALONE = 4, 16, 32
+FEW_WARPS, MAX_WARPS, MAX_WARPS_SMALL_GRID = 4, 16, 32
 # Groups per program, if one program per group would take longer to start than to run.
-GROUPS_A_PROGRAM = 16
+GROUPS_PER_PROGRAM = 16
 # The library multiplies rows in scaled blocks only if their number is a multiple of this.
-ROWS_FILLED = 16
+LIBRARY_ROW_MULTIPLE = 16
 
 
 @kernel
-def scale_of(largest, static_ptr, MOST: tl.constexpr):
+def fp8_scale(largest, static_ptr, FP8_MAX: tl.constexpr):
     """The FP8 scale of bfloat16 or float16 values, given their largest magnitude in float32.
 
     static_ptr: pointer to the scale of all rows, or None.
     """
     if static_ptr is None:
-        scale = _negated_over(-largest, tl.zeros_like(largest) + MOST)
+        scale = _divide_negated(-largest, tl.zeros_like(largest) + FP8_MAX)
         scale = tl.where(largest == 0, 1.0, tl.where(largest == float("inf"), largest, scale))
     else:
         scale = tl.zeros_like(largest) + tl.load(static_ptr)
@@ -44,25 +44,25 @@ def scale_of(largest, static_ptr, MOST: tl.constexpr):
 
 
 @kernel
-def over_scale(values, scale, static_ptr, MOST: tl.constexpr):
-    """Divide float32 values by their scale, see `scale_of`.  Static scales: quotients are clamped to FP8's range."""
+def divide_by_scale(values, scale, static_ptr, FP8_MAX: tl.constexpr):
+    """Divide float32 values by their scale, see `fp8_scale`.  Static scales: quotients are clamped to FP8's range."""
     if static_ptr is None:
         # A power of two makes tiny values larger, so that float32 holds the remainders.  If a value is
         # infinite, the finite values become 0.
         is_infinite = scale == float("inf")
         power = tl.where(scale < 2.0**-64, 2.0**64, tl.where(is_infinite, 0.0, 1.0))
-        # No clamp is needed: the largest value is MOST, or rounds to it.
-        value = _negated_over(values * -power, tl.where(is_infinite, 1.0, scale * power))
+        # No clamp is needed: the largest value is FP8_MAX, or rounds to it.
+        value = _divide_negated(values * -power, tl.where(is_infinite, 1.0, scale * power))
     else:
         value = tl.div_rn(values, tl.zeros_like(values) + scale)
         # NaN stays NaN: both comparisons are false.
-        value = tl.where(value > MOST, MOST, tl.where(value < -MOST, -MOST, value))
+        value = tl.where(value > FP8_MAX, FP8_MAX, tl.where(value < -FP8_MAX, -FP8_MAX, value))
     return value
 
 
 @kernel
-def _negated_over(negated, by):
-    """Return -negated / by, rounded once (IEEE).  `over_scale` makes tiny numbers larger first.
+def _divide_negated(negated, by):
+    """Return -negated / by, rounded once (IEEE).  `divide_by_scale` makes tiny numbers larger first.
 
     tl.div_rn has a branch for tiny and huge numbers, so the divisions of a thread run one after another.  This function
     has the same steps without the branch: a reciprocal, which may be wrong by 2 units in the last place, and one
@@ -77,29 +77,29 @@ def _negated_over(negated, by):
 @kernel
 def store_rounded(
     x, row, values_ptr, scales_ptr, static_ptr,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FP8_MAX: tl.constexpr,
 ):  # fmt: skip
     """Round one row, x [BLOCK] float32 in registers with zeros from SIZE on, in groups of GROUP columns."""
     group, column = tl.arange(0, BLOCK // GROUP), tl.arange(0, BLOCK)
     grouped = tl.reshape(x, (BLOCK // GROUP, GROUP))
-    scale = scale_of(tl.max(tl.abs(grouped), 1), static_ptr, MOST)
-    value = tl.reshape(over_scale(grouped, scale[:, None], static_ptr, MOST), (BLOCK,))
+    scale = fp8_scale(tl.max(tl.abs(grouped), 1), static_ptr, FP8_MAX)
+    value = tl.reshape(divide_by_scale(grouped, scale[:, None], static_ptr, FP8_MAX), (BLOCK,))
     num_groups = tl.cdiv(SIZE, GROUP)
     tl.store(values_ptr + row * SIZE + column, value.to(values_ptr.dtype.element_ty), mask=column < SIZE)
     tl.store(scales_ptr + row * num_groups + group, scale, mask=group < num_groups)
 
 
-def rounded_arguments(rounded: RoundedRows | None, inputs: InputScales | None, block: int) -> dict[str, object]:
+def store_rounded_arguments(rounded: RoundedRows | None, inputs: InputScales | None, block: int) -> dict[str, object]:
     """The arguments for store_rounded, for rows held in blocks of `block`; placeholders if `rounded` is None."""
     if rounded is None or inputs is None:
-        return {"values_ptr": None, "scales_ptr": None, "static_ptr": None, "GROUP": block, "MOST": FP8_MAX}
+        return {"values_ptr": None, "scales_ptr": None, "static_ptr": None, "GROUP": block, "FP8_MAX": FP8_MAX}
     size = rounded.values.shape[1]
     group = inputs.columns(size)
     pointers = {"values_ptr": rounded.values, "scales_ptr": rounded.scales, "static_ptr": inputs.static}
-    return {**pointers, "GROUP": group if group < size else block, "MOST": FP8_MAX}
+    return {**pointers, "GROUP": group if group < size else block, "FP8_MAX": FP8_MAX}
 
 
-def empty_rounded(x: Tensor, inputs: InputScales) -> RoundedRows:
+def allocate_rounded_rows(x: Tensor, inputs: InputScales) -> RoundedRows:
     """Allocate memory for the rounded rows of x [rows, in]."""
     groups = -(-x.shape[1] // inputs.columns(x.shape[1]))
     values = torch.empty(x.shape, dtype=FP8, device=x.device)
@@ -109,7 +109,7 @@ def empty_rounded(x: Tensor, inputs: InputScales) -> RoundedRows:
 @kernel
 def _quantise_rows_kernel(
     x_ptr, static_ptr, out_ptr, scales_ptr, num_in, x_stride, scale_row, scale_group,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, MOST: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, FP8_MAX: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     pdl_trigger_and_wait(DEPENDENT)
@@ -126,8 +126,8 @@ def _quantise_rows_kernel(
         column = group[:, None] * GROUP + offset
         mask = (offset < GROUP) & (column < num_in)
         own = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
-    scale = scale_of(tl.max(tl.abs(x), 1), static_ptr, MOST)
-    value = over_scale(own, scale[:, None], static_ptr, MOST)
+    scale = fp8_scale(tl.max(tl.abs(x), 1), static_ptr, FP8_MAX)
+    value = divide_by_scale(own, scale[:, None], static_ptr, FP8_MAX)
     tl.store(out_ptr + row * num_in + column, value.to(out_ptr.dtype.element_ty), mask=mask)
     exists = (part == 0) & (group < tl.cdiv(num_in, GROUP))
     tl.store(scales_ptr + row * scale_row + group * scale_group, scale, mask=exists)
@@ -140,21 +140,21 @@ def quantise_rows(x: Tensor, inputs: InputScales, for_library: bool = False) -> 
     rows, num_in = x.shape
     group = inputs.columns(num_in)
     groups = -(-num_in // group)
-    all_rows = -(-rows // ROWS_FILLED) * ROWS_FILLED if for_library else rows
+    all_rows = -(-rows // LIBRARY_ROW_MULTIPLE) * LIBRARY_ROW_MULTIPLE if for_library else rows
     values = torch.empty(all_rows, num_in, dtype=FP8, device=x.device)
     scales = torch.empty((groups, all_rows) if for_library else (rows, groups), dtype=torch.float32, device=x.device)
     scales = scales.t() if for_library else scales
     if values.numel():
         block, gpu = power_of_two(group), chip(x)
-        together = min(power_of_two(groups), GROUPS_A_PROGRAM) if oversubscribed(rows * groups, gpu) else 1
+        together = min(power_of_two(groups), GROUPS_PER_PROGRAM) if oversubscribed(rows * groups, gpu) else 1
         is_alone = rows * groups <= gpu.processors
-        warps = together * block // (VALUES_PER_WARP_ALONE if is_alone else VALUES_PER_WARP)
-        warps = max(warps, min(block // VALUES_PER_WARP_ALONE, FEW_WARPS), 1)
+        warps = together * block // (VALUES_PER_WARP_SMALL_GRID if is_alone else VALUES_PER_WARP)
+        warps = max(warps, min(block // VALUES_PER_WARP_SMALL_GRID, FEW_WARPS), 1)
         parts = min(block // VALUES_PER_PART, MAX_PARTS) if rows * groups * MAX_PARTS <= gpu.processors else 1
         part = block // max(parts, 1)
         _quantise_rows_kernel[rows, -(-groups // together), -(-group // part)](
             *(x, inputs.static, values, scales, num_in, x.stride(0), *scales.stride()),
-            GROUP=group, GROUPS=together, BLOCK=block, PART=part, MOST=FP8_MAX, **pdl_arguments(gpu),
-            num_warps=min(warps, MAX_WARPS_ALONE if is_alone else MAX_WARPS),
+            GROUP=group, GROUPS=together, BLOCK=block, PART=part, FP8_MAX=FP8_MAX, **pdl_arguments(gpu),
+            num_warps=min(warps, MAX_WARPS_SMALL_GRID if is_alone else MAX_WARPS),
         )  # fmt: skip
     return values, scales

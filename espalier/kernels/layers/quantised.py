@@ -18,16 +18,16 @@ from torch import Tensor
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 # The values of E2M1's codes 0 to 7: 1 sign bit, 2 exponent bits, 1 mantissa bit (OCP Microscaling 1.0, 5.3.3).
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # An MXFP4 scale s means 2^(s - 127) (OCP Microscaling 1.0, 5.4.1).
 E8M0_BIAS = 127
 # Rows of E2M1 scales are padded to steps of this many columns, so that a kernel loads scales without a mask.
-SCALED_COLUMNS = 256
+E2M1_SCALE_PADDING = 256
 # Number of columns whose nibbles are interleaved, and their bytes.
 INTERLEAVED = 32
 INTERLEAVED_BYTES = INTERLEAVED // 2
 # How the bits of E2M1 move within the int32 words of `interleave_nibbles`: (bits, shift to the left).
-SPREAD = (
+E2M1_BIT_MOVES = (
     *((0x00000700, 20), (0x00080008, 12), (0x00070007, 6), (0x00800080, 4), (0x00700070, -2), (0x40004000, -4)),
     *((0x88008800, -6), (0x37003000, -12)),
 )
@@ -37,13 +37,13 @@ FOLDS = ((0x01000100, -8), (0x00040004, 8), (0x02000000, -8), (0x00020000, -8), 
 # have exponents like the others.
 SCALE_UNIT, SCALE_SHIFT = 2.0**7, 7
 # Values that the reference dequantises at once: 16 MiB of float32.
-BLOCK_VALUES = 2**22
+DEQUANTISED_VALUES_PER_STEP = 2**22
 
 Code = Literal["fp8", "int4", "mxfp4", "nvfp4"]
 # The codes whose nibbles are E2M1 numbers.
-OF_E2M1 = ("mxfp4", "nvfp4")
+E2M1_CODES = ("mxfp4", "nvfp4")
 # (bits of a word, their shift to the left) pairs.
-Moves = Sequence[tuple[int, int]]
+BitMoves = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class RoundedRows:
 
 
 # Inputs of a product [rows, in].
-Rows = Tensor | RoundedRows
+InputRows = Tensor | RoundedRows
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ class QuantisedMatrix:
     """A matrix [out, in] or a stack of experts [E, out, in].  Its values are (codes - zeros) · scales.
 
     codes: "fp8": float8_e4m3fn [..., out, in].  Other codes: uint8 [..., out, in / 2], two columns per byte, in the
-    order of `interleave_nibbles`; SPREAD moves the bits of E2M1 ("mxfp4", "nvfp4").
+    order of `interleave_nibbles`; E2M1_BIT_MOVES moves the bits of E2M1.
     scales: [..., ceil(out / row_block), ceil(in / group)], floating point.  "mxfp4": uint8 exponents; "nvfp4": uint8,
-    see SCALE_UNIT; both padded to whole steps of SCALED_COLUMNS columns.  Where a scale of "nvfp4" is 0, codes are 0.
+    see SCALE_UNIT; both padded to steps of E2M1_SCALE_PADDING columns.  Where a scale of "nvfp4" is 0, codes are 0.
     row_scales: "nvfp4": float64 [..., out], a factor of each row besides its scales.  A float32 factor or divisor in a
     file has an inverse in float64 that gives the float32 quotients of the format to the bit.
     zeros: "int4": uint8 [..., out, in / group]; None: 8 everywhere.
@@ -145,7 +145,7 @@ class QuantisedMatrix:
         cut = self._each(lambda tensor: tensor[first:])
         return replace(cut, scales=self.scales[first // self.row_block :])
 
-    def rows_taken(self, rows: Tensor) -> "QuantisedMatrix":
+    def permute_rows_in_place(self, rows: Tensor) -> "QuantisedMatrix":
         """Reorder the rows of all experts [E, out, in], in place.  row_block must be 1.
 
         It works expert by expert, so there is never a second copy of all experts.
@@ -171,10 +171,10 @@ def nibble_matrix(
     """
     if code == "nvfp4":
         packed, scales = _without_zero_scales(packed, scales, group), _stored_scales(scales)
-    if code in OF_E2M1:
-        padded = F.pad(scales.view(torch.uint8), (0, -scales.shape[-1] % (SCALED_COLUMNS // group)))
+    if code in E2M1_CODES:
+        padded = F.pad(scales.view(torch.uint8), (0, -scales.shape[-1] % (E2M1_SCALE_PADDING // group)))
         scales = padded.view(scales.dtype)
-    codes = interleave_nibbles(packed, code in OF_E2M1)
+    codes = interleave_nibbles(packed, code in E2M1_CODES)
     return QuantisedMatrix(code, codes, scales, group, zeros=zeros, order=order, row_scales=row_scales)
 
 
@@ -210,7 +210,7 @@ def dequantise(matrix: QuantisedMatrix, dtype: torch.dtype, begin: int = 0, end:
     if matrix.code == "int4":
         grouped -= 8 if matrix.zeros is None else matrix.zeros[rows, :, None]
     scales = matrix.scales[begin // matrix.row_block : -(-(begin + num_rows) // matrix.row_block)]
-    if matrix.code in OF_E2M1:
+    if matrix.code in E2M1_CODES:
         scales = scales[:, : grouped.shape[1]]
     if matrix.code == "mxfp4":
         scales = torch.ldexp(torch.ones_like(scales, dtype=exact), scales.int() - E8M0_BIAS)
@@ -241,10 +241,10 @@ def _fp8_pairs(dtype: torch.dtype) -> Tensor:
 
 
 def _nibble_values(matrix: QuantisedMatrix, codes: Tensor, dtype: torch.dtype) -> Tensor:
-    packed = in_order_of_columns(codes, matrix.code in OF_E2M1)
+    packed = deinterleave_nibbles(codes, matrix.code in E2M1_CODES)
     if matrix.code == "int4":
         return unpack_nibbles(packed, dtype)
-    table = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=dtype, device=packed.device)
+    table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], dtype=dtype, device=packed.device)
     return table[unpack_nibbles(packed, torch.int32)]
 
 
@@ -267,38 +267,38 @@ def interleave_nibbles(packed: Tensor, spreads: bool = False) -> Tensor:
     shift and one mask give the neighbours h = 0 and 1 in the halves of a word.  Four threads share a row in a tensor
     core, and thread t of them finds all of its columns in its own words.  The last in % 32 columns stay in order.
 
-    spreads: SPREAD and FOLDS also move the bits of E2M1 in these words w, so that one mask leaves the bits of two
-    bfloat16 numbers: the sign in bit 15, exponent and mantissa in bits 8 to 6.  The mask is for w, w << 4, w rotated by
-    10 to the left, and (w >> 2) ^ (w << 6) (p = 0 to 3).  No three shifts of these bits are disjoint from them and
-    from each other; the fourth pair's overlap, hence the exclusive or.
+    spreads: E2M1_BIT_MOVES and FOLDS also move the bits of E2M1 in these words w, so that one mask leaves the bits of
+    two bfloat16 numbers: the sign in bit 15, exponent and mantissa in bits 8 to 6.  The mask is for w, w << 4, w
+    rotated by 10 to the left, and (w >> 2) ^ (w << 6) (p = 0 to 3).  No three shifts of these bits are disjoint from
+    them and from each other; the fourth pair's overlap, hence the exclusive or.
     """
     codes = packed.clone(memory_format=torch.contiguous_format)
     rows = codes.view(-1, packed.shape[-1])
-    step = max(BLOCK_VALUES // max(packed.shape[-1], 1), 1)
+    step = max(DEQUANTISED_VALUES_PER_STEP // max(packed.shape[-1], 1), 1)
     # One block at a time, because the copies that this makes are as large as a block.
     for begin in range(0, len(rows), step):
-        whole = rows[begin : begin + step, : _whole(packed)]
+        whole = rows[begin : begin + step, : _interleaved_bytes(packed)]
         pairs = whole.unflatten(1, (-1, 2, 2, 4))
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         halves = torch.stack([first & 15 | second << 4, first >> 4 | second & 0xF0], -1)
         reordered = halves.transpose(-3, -2).transpose(-2, -1).flatten(1)
-        whole.copy_(_folded(_moved(reordered, SPREAD), FOLDS) if spreads else reordered)
+        whole.copy_(_folded(_move_bits(reordered, E2M1_BIT_MOVES), FOLDS) if spreads else reordered)
     return codes
 
 
-def in_order_of_columns(codes: Tensor, spreads: bool = False) -> Tensor:
+def deinterleave_nibbles(codes: Tensor, spreads: bool = False) -> Tensor:
     """The inverse of interleave_nibbles."""
-    end, whole = _whole(codes), codes[..., : _whole(codes)]
+    end, whole = _interleaved_bytes(codes), codes[..., : _interleaved_bytes(codes)]
     if spreads:
-        back = [(_shifted(bits, places), -places) for bits, places in SPREAD]
-        whole = _moved(_folded(whole.clone(memory_format=torch.contiguous_format), FOLDS[::-1]), back)
+        back = [(_shifted(bits, places), -places) for bits, places in E2M1_BIT_MOVES]
+        whole = _move_bits(_folded(whole.clone(memory_format=torch.contiguous_format), FOLDS[::-1]), back)
     halves = whole.unflatten(-1, (-1, 4, 2, 2)).transpose(-2, -1).transpose(-3, -2)
     low, high = halves[..., 0], halves[..., 1]
     pairs = torch.stack([low & 15 | high << 4, low >> 4 | high & 0xF0], -2)
     return torch.cat([pairs.flatten(-4), codes[..., end:]], -1)
 
 
-def _moved(codes: Tensor, moves: Moves) -> Tensor:
+def _move_bits(codes: Tensor, moves: BitMoves) -> Tensor:
     """Move the bits of the codes' int32 words."""
     words = codes.contiguous().view(torch.int32)
     moved = torch.zeros_like(words)
@@ -307,7 +307,7 @@ def _moved(codes: Tensor, moves: Moves) -> Tensor:
     return moved.view(torch.uint8)
 
 
-def _folded(codes: Tensor, folds: Moves) -> Tensor:
+def _folded(codes: Tensor, folds: BitMoves) -> Tensor:
     """Change bits of the codes' int32 words by others, in place; FOLDS in the other order change them back."""
     words = codes.view(torch.int32)
     for bits, places in folds:
@@ -319,19 +319,19 @@ def _bits_of(words: Tensor, bits: int, places: int) -> Tensor:
     """These bits of int32 words, at their shifted places."""
     # A right shift repeats the highest bit; the mask removes the copies.
     shifted = words << places if places > 0 else words >> -places
-    return shifted.bitwise_and_(_signed(_shifted(bits, places)))
+    return shifted.bitwise_and_(_to_int32(_shifted(bits, places)))
 
 
 def _shifted(bits: int, places: int) -> int:
     return bits << places if places > 0 else bits >> -places
 
 
-def _signed(bits: int) -> int:
+def _to_int32(bits: int) -> int:
     """The int32 with these 32 bits."""
     return bits - (bits >> 31 << 32)
 
 
-def _whole(packed: Tensor) -> int:
+def _interleaved_bytes(packed: Tensor) -> int:
     """The number of bytes of a row that are interleaved."""
     return packed.shape[-1] // INTERLEAVED_BYTES * INTERLEAVED_BYTES
 
@@ -352,7 +352,7 @@ def quantise_inputs(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor]:
     return values.flatten(1)[:, :num_in].to(FP8), scales
 
 
-def rounded_inputs(x: Rows, inputs: InputScales) -> Tensor:
+def fake_quantise_inputs(x: InputRows, inputs: InputScales) -> Tensor:
     """x after rounding by quantise_inputs, in float32 at least."""
     values, scales = (x.values, x.scales) if isinstance(x, RoundedRows) else quantise_inputs(x, inputs)
     num_in = values.shape[1]

@@ -1,9 +1,9 @@
 """Plans of quantised linear layers (linear_quantised.py), and the check of weights that their kernels take.
 
-A plan is measured (linear_plans.py), or a rule gives it.  `candidates` are the plans worth measuring, the most
-promising first.  Up to STREAMED_ROWS rows, memory limits the time.  There a plan is rated by how many programs run at
-once, how many bytes they have in flight, and how full the last wave is.  Above, products limit the time, and all plans
-count as equal.
+A plan is measured (linear_plans.py), or a rule gives it.  `candidate_plans` are those worth measuring, the most
+promising first.  Up to MEMORY_BOUND_ROWS rows, memory limits the time.  There a plan is rated by how many programs run
+at once, how many bytes they have in flight, and how full the last wave is.  Above, products limit the time, and all
+plans count as equal.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from espalier.errors import EspalierError
 from espalier.kernels.hopper.plans import splits_of, takes_format
 from espalier.kernels.layers.linear_plans import (
     DTYPES,
-    LINEARS,
+    LINEAR_TUNING,
     MIN_BLOCK_IN,
     MIN_BLOCK_ROWS,
     RESERVED_SHARED_MEMORY,
     TritonPlan,
     block_rows,
 )
-from espalier.kernels.layers.quantised import E8M0_BIAS, INTERLEAVED, OF_E2M1, QuantisedMatrix, Rows
+from espalier.kernels.layers.quantised import E2M1_CODES, E8M0_BIAS, INTERLEAVED, InputRows, QuantisedMatrix
 from espalier.kernels.runtime.launch import Chip, chip
 
 # The most columns that one FP8 sum may have.  Kernels cannot read this constant, so _fp8_dot repeats it.
-SUM_COLUMNS = 128
+MAX_FP8_SUM_COLUMNS = 128
 # Rows per tile if there are more rows than this.
 MAX_BLOCK_ROWS = 128
 # The largest exponent of MXFP4 that the numbers in the kernels can hold: a scale of 2^65.
@@ -38,12 +38,12 @@ MAX_EXPONENT = E8M0_BIAS + 65
 FP8_CAPABILITY = (8, 9)
 # The most rows for which the rule assumes that memory limits the time, and for which it splits columns.  More rows give
 # enough programs without splits.
-STREAMED_ROWS, SPLIT_ROWS = 64, 256
+MEMORY_BOUND_ROWS, SPLIT_ROWS = 64, 256
 # Targets of the rule per multiprocessor: programs with split-K if memory limits the time, and warps if products do.
 PROGRAMS_PER_PROCESSOR, WARPS_PER_PROCESSOR = 2, 8
 MAX_SPLITS = 8
 # The fewest steps of a split of FP8 weights: with fewer the pipeline is never full.
-LEAST_STEPS = 4
+MIN_STEPS_PER_SPLIT = 4
 # Per number of rows, for 4-bit weights: (most rows of a tile, (block_out, most block_in, warps), the most programs
 # whose registers fit a multiprocessor).  Up to 16 rows a step reads 128 bytes of each weight row.  With more rows, more
 # bytes are read of the inputs than of the weight; blocks of 128 weight rows halve the bytes of the inputs.  For MXFP4
@@ -53,26 +53,26 @@ E2M1_TILES = ((16, (64, 256, 4), 4), (32, (64, 256, 4), 3), (64, (128, 128, 4), 
 NIBBLE_TILES = {
     "int4": ((16, (64, 256, 4), 4), (64, (128, 128, 8), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1)),
     # The tiles of NVFP4 are those of MXFP4; they were not measured separately.
-    **dict.fromkeys(OF_E2M1, E2M1_TILES),
+    **dict.fromkeys(E2M1_CODES, E2M1_TILES),
 }
 MAX_STAGES = 6
 # From this number of columns on, the last step may be partly empty.
 RAGGED_IN = 1024
 
 
-def plan_of(weight: QuantisedMatrix, x: Rows) -> TritonPlan:
-    """The measured plan for the weight's shape, its format and x's rows; without a measurement, the plan of `rule`."""
-    plans = LINEARS.measured(chip(weight.codes), x.dtype, tuning_name(weight))
+def quantised_plan_for(weight: QuantisedMatrix, x: InputRows) -> TritonPlan:
+    """The measured plan for the weight's shape, its format and x's rows; if nothing was measured, `plan_by_rule`'s."""
+    plans = LINEAR_TUNING.measured(chip(weight.codes), x.dtype, tuning_name(weight))
     shape = weight.shape[0], weight.shape[1]
-    plan = LINEARS.at(plans[shape], len(x)) if shape in plans else None
-    return plan if isinstance(plan, TritonPlan) else rule_of(weight, x)
+    plan = LINEAR_TUNING.plan_at(plans[shape], len(x)) if shape in plans else None
+    return plan if isinstance(plan, TritonPlan) else plan_by_rule_for(weight, x)
 
 
-def rule_of(weight: QuantisedMatrix, x: Rows) -> TritonPlan:
-    """The plan of `rule` for this weight and these inputs."""
+def plan_by_rule_for(weight: QuantisedMatrix, x: InputRows) -> TritonPlan:
+    """The plan of `plan_by_rule` for this weight and these inputs."""
     (num_out, num_in), grouped = weight.shape, weight.group < weight.shape[-1]
     input_bytes, gpu = 1 if weight.inputs is not None else x.dtype.itemsize, chip(weight.codes)
-    plan = rule(len(x), num_out, num_in, weight.code, max_block_in(weight), grouped, gpu, input_bytes)
+    plan = plan_by_rule(len(x), num_out, num_in, weight.code, max_block_in(weight), grouped, gpu, input_bytes)
     if plan.splits > 1 and takes_format(weight, x.dtype, len(x), gpu):
         return replace(plan, splits=splits_of(num_out, num_in, gpu))
     return plan
@@ -92,12 +92,12 @@ def max_block_in(weight: QuantisedMatrix) -> int:
     groups = [weight.group]
     if weight.inputs is not None and weight.inputs.group is not None:
         groups.append(weight.inputs.group)
-    least = min([group for group in groups if group < weight.shape[-1]], default=SUM_COLUMNS)
-    return 2 * SUM_COLUMNS if least % SUM_COLUMNS == 0 else least
+    least = min([group for group in groups if group < weight.shape[-1]], default=MAX_FP8_SUM_COLUMNS)
+    return 2 * MAX_FP8_SUM_COLUMNS if least % MAX_FP8_SUM_COLUMNS == 0 else least
 
 
 @cache
-def rule(
+def plan_by_rule(
     rows: int, num_out: int, num_in: int, code: str, max_block: int, grouped: bool, gpu: Chip, input_bytes: int = 2
 ) -> TritonPlan:
     """The plan where nothing is measured.
@@ -105,18 +105,17 @@ def rule(
     grouped: whether groups of columns have their own scales.  input_bytes: bytes of an input, in products with FP8.
     """
     tile = min(block_rows(rows), MAX_BLOCK_ROWS)
-    num_tiles, streams = -(-rows // tile), rows <= STREAMED_ROWS
+    num_tiles = -(-rows // tile)
     max_splits = MAX_SPLITS if rows <= SPLIT_ROWS else 1
     if code != "fp8":
-        return nibble_rule(tile, num_tiles, num_out, num_in, code, max_splits, gpu)
-    return fp8_rule(tile, num_tiles, streams, num_out, num_in, max_block, grouped, max_splits, gpu, input_bytes)
+        return nibble_plan_by_rule(tile, num_tiles, num_out, num_in, code, max_splits, gpu)
+    return fp8_plan_by_rule(tile, num_tiles, num_out, num_in, max_block, grouped, max_splits, gpu, input_bytes)
 
 
 @cache
-def fp8_rule(
+def fp8_plan_by_rule(
     tile: int,
     num_tiles: int,
-    streams: bool,
     num_out: int,
     num_in: int,
     max_block: int,
@@ -125,41 +124,39 @@ def fp8_rule(
     gpu: Chip,
     input_bytes: int,
 ) -> TritonPlan:
-    """The plan of FP8 weights where nothing is measured, for `num_tiles` tiles of rows.
-
-    streams: whether memory limits the time.
-    """
+    """The plan of FP8 weights where nothing is measured, for `num_tiles` tiles of `tile` rows."""
+    memory_bound = tile <= MEMORY_BOUND_ROWS
     # For few rounded rows, steps of 256 columns are 3 to 5% faster than steps of 128 (docs/log.md).  Scales of groups
     # were not measured.
-    is_few = streams and tile == MIN_BLOCK_ROWS and input_bytes == 1 and not grouped
+    is_few = memory_bound and tile == MIN_BLOCK_ROWS and input_bytes == 1 and not grouped
     block_in = min(max_block, 256 if is_few and (num_in % 256 == 0 or num_in >= RAGGED_IN) else 128)
     # The scales of groups multiply a tile's sums at every step.  A small tile keeps scales and sums in registers.
-    block_out, warps = (64, 4) if streams or grouped else (128, 8)
+    block_out, warps = (64, 4) if memory_bound or grouped else (128, 8)
     programs, sharing, most = num_tiles * -(-num_out // block_out), 1, 4
     # For few rows, two or three programs share a multiprocessor, whichever number leaves fewer places empty.
-    together = [PROGRAMS_PER_PROCESSOR if streams else WARPS_PER_PROCESSOR // warps]
+    together = [PROGRAMS_PER_PROCESSOR if memory_bound else WARPS_PER_PROCESSOR // warps]
     if is_few:
         together.append(PROGRAMS_PER_PROCESSOR + 1)
-    most_splits = min(max_splits, num_in // block_in // LEAST_STEPS)
+    most_splits = min(max_splits, num_in // block_in // MIN_STEPS_PER_SPLIT)
     found = [max(min(count * gpu.processors // programs, most_splits), 1) for count in together]
-    splits = max(found, key=lambda splits: _filled_share(programs * splits, gpu))
-    if streams:
+    splits = max(found, key=lambda splits: _wave_fill(programs * splits, gpu))
+    if memory_bound:
         # If registers allow, all programs run at once, because a second wave would be mostly empty.
         sharing = min(-(-programs * splits // gpu.processors), 3 if grouped and tile > MIN_BLOCK_ROWS else 4)
         most = MAX_STAGES
     plan = TritonPlan(block_out, block_in, splits, warps, 1)
-    shared = gpu.shared_memory_of(sharing)
+    shared = gpu.shared_memory_per_program(sharing)
     # If products limit the time, one program with deep stages is faster than two on a multiprocessor.
     return replace(plan, stages=max(min(shared // (block_in * (block_out + tile * input_bytes)), most), 1))
 
 
-def _filled_share(programs: int, gpu: Chip) -> float:
+def _wave_fill(programs: int, gpu: Chip) -> float:
     """The share of the multiprocessors' places that `programs` programs fill."""
     return programs / (-(-programs // gpu.processors) * gpu.processors)
 
 
 @cache
-def nibble_rule(
+def nibble_plan_by_rule(
     tile: int, num_tiles: int, num_out: int, num_in: int, code: str, max_splits: int, gpu: Chip
 ) -> TritonPlan:
     """The plan of 4-bit weights where nothing is measured, for `num_tiles` tiles of rows."""
@@ -172,7 +169,7 @@ def nibble_rule(
     splits = max(min(aim // programs, max_splits, num_in // block_in // 4), 1)
     # If a multiprocessor can hold them, all programs run at once, because a second wave would be mostly empty.
     sharing = min(-(-programs * splits // gpu.processors), together)
-    shared = gpu.shared_memory_of(sharing)
+    shared = gpu.shared_memory_per_program(sharing)
     plan = TritonPlan(block_out, block_in, splits, warps, 1)
     # The codes have one stage less, because the running step has its codes in registers.
     codes, inputs = codes_bytes(plan, code), tile * plan.block_in * 2
@@ -194,7 +191,7 @@ def require_supported(weight: QuantisedMatrix, dtype: torch.dtype) -> None:
     """Check that a kernel exists for the weight if it is on a GPU.  Raises EspalierError if not."""
     if not weight.codes.is_cuda:
         return
-    if weight.code != "fp8" and in_no_words(weight):
+    if weight.code != "fp8" and has_split_words(weight):
         raise EspalierError(
             f"on a GPU, 4-bit weights need columns, and columns of a group, in multiples of {INTERLEAVED}, but this "
             f"matrix has {weight.shape[-1]} in groups of {weight.group}; use another copy of the model"
@@ -209,11 +206,11 @@ def require_supported(weight: QuantisedMatrix, dtype: torch.dtype) -> None:
             "FP8 weights need a GPU of compute capability 8.9 or newer (Ada, Hopper); use a 4-bit or bfloat16 copy of "
             "the model"
         )
-    if dtype not in (DTYPES if weight.code not in OF_E2M1 else (torch.bfloat16,)):
+    if dtype not in (DTYPES if weight.code not in E2M1_CODES else (torch.bfloat16,)):
         raise EspalierError(f"{weight.code} weights need dtype=bfloat16 on a GPU, not {dtype}; pass dtype=bfloat16")
 
 
-def in_no_words(weight: QuantisedMatrix) -> bool:
+def has_split_words(weight: QuantisedMatrix) -> bool:
     """Whether the kernels cannot take the nibbles: a word has columns of two groups, or is not interleaved.
 
     A word of NVFP4 may have columns of two groups, because its kernel has two scales per word."""
@@ -222,27 +219,27 @@ def in_no_words(weight: QuantisedMatrix) -> bool:
 
 
 # If memory limits the time, and if products do: (block_out, warps), stages, splits (split-K).
-STREAMED = (((64, 4), (128, 4), (128, 8), (32, 4), (256, 8)), (4, 5, 6, 3, 8, 2), (1, 2, 3, 4, 6, 8))
-MULTIPLIED = (((64, 4), (128, 4), (128, 8)), (2, 3, 4), (1, 2, 4, 3))
+MEMORY_BOUND_CANDIDATES = (((64, 4), (128, 4), (128, 8), (32, 4), (256, 8)), (4, 5, 6, 3, 8, 2), (1, 2, 3, 4, 6, 8))
+COMPUTE_BOUND_CANDIDATES = (((64, 4), (128, 4), (128, 8)), (2, 3, 4), (1, 2, 4, 3))
 # The most weights of a step, and the most sums, that a thread holds in registers.
 NIBBLES_PER_THREAD, SUMS_PER_THREAD, WARP = 128, 128, 32
 # Programs per multiprocessor with split-K.
-FEWEST_PROGRAMS, MOST_PROGRAMS = 0.5, 4
+MIN_PROGRAMS, MAX_PROGRAMS = 0.5, 4
 # The assumptions of `_streaming_us` about a multiprocessor: the warps that its registers allow, the bytes that it reads
 # per microsecond, and the microseconds from a request to its bytes.
 WARPS, BYTES_PER_US, LATENCY_US = 16, 33_000, 1.0
 # Microseconds to add the partial sums of split-K.
-PARTS_US = 1.0
+SUM_SPLITS_US = 1.0
 
 
-def candidates(rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[TritonPlan]:
+def candidate_plans(rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[TritonPlan]:
     """The plans to measure against the rule's plan.  Groups of less than MIN_BLOCK_IN columns have no plans.
 
     Plans with different tiles take turns, so that the first few plans have the best plan of each tile.
     """
     num_in, most, is_fp8 = weight.shape[-1], max_block_in(weight), weight.code == "fp8"
     tile = min(block_rows(rows), MAX_BLOCK_ROWS)
-    tiles, all_stages, all_splits = STREAMED if rows <= STREAMED_ROWS else MULTIPLIED
+    tiles, all_stages, all_splits = MEMORY_BOUND_CANDIDATES if rows <= MEMORY_BOUND_ROWS else COMPUTE_BOUND_CANDIDATES
     by_tile = [
         [
             TritonPlan(block_out, block_in, splits, warps, stages)
@@ -258,7 +255,7 @@ def candidates(rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[TritonPlan
     ]
     for plans in by_tile:
         plans[:] = [plan for plan in plans if _fits(plan, tile, weight, gpu)]
-        if rows <= STREAMED_ROWS:
+        if rows <= MEMORY_BOUND_ROWS:
             plans.sort(key=lambda plan: _streaming_us(plan, tile, weight, gpu))
     return [plan for of_each in zip_longest(*by_tile) for plan in of_each if plan is not None]
 
@@ -266,7 +263,7 @@ def candidates(rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[TritonPlan
 def _fits(plan: TritonPlan, tile: int, weight: QuantisedMatrix, gpu: Chip) -> bool:
     programs = -(-weight.shape[0] // plan.block_out) * plan.splits
     return stage_bytes(plan, tile, weight) * plan.stages + RESERVED_SHARED_MEMORY <= gpu.shared_memory and (
-        plan.splits == 1 or FEWEST_PROGRAMS * gpu.processors <= programs <= MOST_PROGRAMS * gpu.processors
+        plan.splits == 1 or MIN_PROGRAMS * gpu.processors <= programs <= MAX_PROGRAMS * gpu.processors
     )
 
 
@@ -274,7 +271,7 @@ def _streaming_us(plan: TritonPlan, tile: int, weight: QuantisedMatrix, gpu: Chi
     """Microseconds in a model that counts memory alone.  The times are far off, but the best plans come first."""
     num_out, num_in = weight.shape
     programs = -(-num_out // plan.block_out) * plan.splits
-    sharing = min(gpu.programs_with(stage_bytes(plan, tile, weight) * plan.stages), WARPS // plan.warps)
+    sharing = min(gpu.programs_per_processor_with(stage_bytes(plan, tile, weight) * plan.stages), WARPS // plan.warps)
     step = codes_bytes(plan, weight.code)
     bytes_of_one = step * num_in / plan.block_in / plan.splits
     waves, rest = divmod(programs, sharing * gpu.processors)
@@ -284,4 +281,4 @@ def _streaming_us(plan: TritonPlan, tile: int, weight: QuantisedMatrix, gpu: Chi
         return LATENCY_US + together * bytes_of_one / max(rate, 1)
 
     last = us(rest) if rest else 0.0
-    return waves * us(sharing * gpu.processors) + last + (PARTS_US if plan.splits > 1 else 0.0)
+    return waves * us(sharing * gpu.processors) + last + (SUM_SPLITS_US if plan.splits > 1 else 0.0)

@@ -16,7 +16,7 @@ from espalier.kernels.ops.rope import HeadNorms, Rotation, q_heads
 from espalier.kernels.runtime.jit import kernel, load_sum, rounded_values
 from espalier.kernels.runtime.launch import chip, exact_type, oversubscribed, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
-from espalier.kernels.state.kv_scales import KVScales, require_rows
+from espalier.kernels.state.kv_scales import KVScales, require_kv_rows
 
 # Heads of one block.  One warp computes a block for heads of up to 128 values, two warps above that.
 HEADS_PER_BLOCK = 2
@@ -41,7 +41,7 @@ def _normed(values, scale, is_q_head, q_norm_ptr, k_norm_ptr, column, exists, TY
 @kernel
 def _store(
     rows, values, head, column, mask,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, EXACT: tl.constexpr, FP8_MAX: tl.constexpr,
 ):  # fmt: skip
     """Store values [H, C]: those of Q heads in a row of `out`, those of K and V heads in a row of each.
 
@@ -54,7 +54,7 @@ def _store(
     if k_scale_ptr is not None:
         k_scale = tl.load(k_scale_ptr + k_head, mask=is_k, other=1.0)
         scale = tl.where(is_v, tl.load(v_scale_ptr + v_head, mask=is_v, other=1.0), k_scale)
-        values = rounded_values(values.to(EXACT), scale.to(EXACT)[:, None], MOST)
+        values = rounded_values(values.to(EXACT), scale.to(EXACT)[:, None], FP8_MAX)
     tl.store(k_ptr + k_head[:, None] * k_h + column[None, :], values, mask=mask & is_k[:, None])
     tl.store(v_ptr + v_head[:, None] * v_h + column[None, :], values, mask=mask & is_v[:, None])
 
@@ -65,14 +65,14 @@ def _rotate_kernel(
     qkv_split, qkv_n, qkv_h, out_n, out_h, cos_n, sin_n, row_n, k_row, k_h, v_row, v_h,
     EPS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr,
     SPLITS: tl.constexpr, NORMS: tl.constexpr, NORMS_V: tl.constexpr, V_IS_K: tl.constexpr, GATES: tl.constexpr,
-    EXACT: tl.constexpr, MOST: tl.constexpr,
+    EXACT: tl.constexpr, FP8_MAX: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """left, right: the halves of a head's rotated values; rest: its unrotated end.  Strides are tensor_dimension.
 
     V_IS_K: there are no V heads in qkv, and each K head is stored as V too, as it is loaded, or normed (NORMS_V).
     GATES: qkv has a gate behind each Q head.
-    k_scale_ptr, v_scale_ptr: of FP8 rows, whose largest value is MOST; else None.
+    k_scale_ptr, v_scale_ptr: of FP8 rows, whose largest value is FP8_MAX; else None.
     """
     pdl_trigger_and_wait(DEPENDENT)
     n = tl.program_id(0).to(tl.int64)
@@ -118,17 +118,17 @@ def _rotate_kernel(
     right = tl.where(is_v[:, None], v_right, rotated_right).to(TYPE)
     k_row_ptr, v_row_ptr = k_ptr + row * k_row, v_ptr + row * v_row
     rows = (out_ptr + n * out_n, out_h, k_row_ptr, v_row_ptr, k_h, v_h, k_scale_ptr, v_scale_ptr)
-    _store(rows, left, head, column, mask, HEADS, KV_HEADS, EXACT, MOST)
-    _store(rows, right, head, half + column, mask, HEADS, KV_HEADS, EXACT, MOST)
+    _store(rows, left, head, column, mask, HEADS, KV_HEADS, EXACT, FP8_MAX)
+    _store(rows, right, head, half + column, mask, HEADS, KV_HEADS, EXACT, FP8_MAX)
     if ROTARY < SIZE:
         rest = tl.where(is_v[:, None], v_rest, rest).to(TYPE)
-        _store(rows, rest, head, rest_column, rest_mask, HEADS, KV_HEADS, EXACT, MOST)
+        _store(rows, rest, head, rest_column, rest_mask, HEADS, KV_HEADS, EXACT, FP8_MAX)
     if V_IS_K:
         v_head, is_k = head + KV_HEADS, (head >= HEADS)[:, None]
-        _store(rows, v_left.to(TYPE), v_head, column, mask & is_k, HEADS, KV_HEADS, EXACT, MOST)
-        _store(rows, v_right.to(TYPE), v_head, half + column, mask & is_k, HEADS, KV_HEADS, EXACT, MOST)
+        _store(rows, v_left.to(TYPE), v_head, column, mask & is_k, HEADS, KV_HEADS, EXACT, FP8_MAX)
+        _store(rows, v_right.to(TYPE), v_head, half + column, mask & is_k, HEADS, KV_HEADS, EXACT, FP8_MAX)
         if ROTARY < SIZE:
-            _store(rows, v_rest.to(TYPE), v_head, rest_column, rest_mask & is_k, HEADS, KV_HEADS, EXACT, MOST)
+            _store(rows, v_rest.to(TYPE), v_head, rest_column, rest_mask & is_k, HEADS, KV_HEADS, EXACT, FP8_MAX)
 
 
 def rotate_and_store(
@@ -168,7 +168,6 @@ def rotate_and_store(
             *((None, None) if scales is None else (scales.k, scales.v)),
             *(*parts.stride()[:3], *out.stride()[:2], rotation.cos.stride(0), rotation.sin.stride(0)),
             *(rows.stride(0), *k_buffer.stride()[:2], *v_buffer.stride()[:2]),
-            # constexpr: as a run-time argument eps would be rounded to float32.
             EPS=eps,
             HEADS=heads,
             KV_HEADS=kv_heads,
@@ -180,7 +179,7 @@ def rotate_and_store(
             V_IS_K=v_is_k,
             GATES=has_gates,
             EXACT=exact_type(out.dtype),
-            MOST=FP8_MAX,
+            FP8_MAX=FP8_MAX,
             BLOCK_H=blocks * HEADS_PER_BLOCK,
             BLOCK=power_of_two(rotary // 2),
             BLOCK_REST=power_of_two(max(size - rotary, 1)),
@@ -209,8 +208,8 @@ def _check(
     for name in ("cos", "sin"):
         require(f"rope: {name}", getattr(rotation, name), (count, rotary), exact, out)
     require("rope: rows", rows, (count,), torch.int64, out)
-    require_rows("rope: k_buffer", k_buffer, (-1, kv_heads, size), scales, out)
-    require_rows("rope: v_buffer", v_buffer, (-1, kv_heads, size), scales, out)
+    require_kv_rows("rope: k_buffer", k_buffer, (-1, kv_heads, size), scales, out)
+    require_kv_rows("rope: v_buffer", v_buffer, (-1, kv_heads, size), scales, out)
     of_heads = () if norms is None else norms[:2]
     for name, norm in zip(("q_norm", "k_norm"), of_heads, strict=False):
         require(f"rope: {name}", norm, (size,), None, out)

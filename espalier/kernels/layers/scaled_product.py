@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
-from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, Rows
+from espalier.kernels.layers.quantised import InputRows, InputScales, QuantisedMatrix, RoundedRows
 from espalier.kernels.ops.linear import quantise_rows
-from espalier.kernels.runtime.launch import Chip, chip
+from espalier.kernels.runtime.launch import HOPPER, Chip, chip
 
 # The most rows that the kernel of linear_quantised.py multiplies; the second number is for scales of blocks.
 MAX_KERNEL_ROWS, MAX_KERNEL_ROWS_IN_BLOCKS = 256, 64
@@ -19,19 +19,19 @@ MAX_KERNEL_ROWS, MAX_KERNEL_ROWS_IN_BLOCKS = 256, 64
 # second tile of rows doubles the kernel's time, but not the library's time.
 TILE_ROWS, TILE_OUTPUTS = 128, 128
 # The library needs the matrix's rows and columns in multiples of 16 bytes.
-UNIT = 16
+ALIGNMENT_BYTES = 16
 # Edge of the scaled blocks in the second product.  It reads the scales of four blocks at once.
-BLOCK = 128
-BLOCKS_READ = 4
-HOPPER = 9
+SCALE_BLOCK = 128
+SCALE_BLOCKS_PER_READ = 4
 
 
-def kernel_rows(inputs: InputScales, gpu: Chip) -> int:
+def max_kernel_rows(inputs: InputScales, gpu: Chip) -> int:
     """The most rows that the previous norm may round.  The library takes more rows unrounded, if it takes them."""
-    return MAX_KERNEL_ROWS_IN_BLOCKS if inputs.group == BLOCK and gpu.capability[0] == HOPPER else MAX_KERNEL_ROWS
+    in_blocks = inputs.group == SCALE_BLOCK and gpu.capability[0] == HOPPER[0]
+    return MAX_KERNEL_ROWS_IN_BLOCKS if in_blocks else MAX_KERNEL_ROWS
 
 
-def is_scaled_product(x: Rows, weight: QuantisedMatrix) -> bool:
+def library_supports_product(x: InputRows, weight: QuantisedMatrix) -> bool:
     """Whether `scaled_product` multiplies x [rows, in] with this matrix.  With block scales, x must be unrounded."""
     if weight.inputs is None or x.dtype != torch.bfloat16:
         return False
@@ -40,11 +40,11 @@ def is_scaled_product(x: Rows, weight: QuantisedMatrix) -> bool:
         return len(x) > (TILE_ROWS if fills_the_chip else MAX_KERNEL_ROWS)
     if isinstance(x, RoundedRows) or not _has_block_scales(weight):
         return False
-    return len(x) > MAX_KERNEL_ROWS_IN_BLOCKS and chip(weight.codes).capability[0] == HOPPER
+    return len(x) > MAX_KERNEL_ROWS_IN_BLOCKS and chip(weight.codes).capability[0] == HOPPER[0]
 
 
-def scaled_product(x: Rows, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
-    """Return x [rows, in] · weightᵀ + bias as a new tensor [rows, out].  Needs is_scaled_product(x, weight).
+def scaled_product(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
+    """Return x [rows, in] · weightᵀ + bias as a new tensor [rows, out].  Needs library_supports_product(x, weight).
 
     Tolerance: as linear_quantised.py for rounded inputs on a GPU.
     """
@@ -83,12 +83,12 @@ def _has_block_scales(weight: QuantisedMatrix) -> bool:
     return (
         inputs is not None
         and _is_fp8(weight)
-        and weight.group == weight.row_block == inputs.group == BLOCK
-        and num_out % BLOCK == 0
-        and num_in % (BLOCKS_READ * BLOCK) == 0
+        and weight.group == weight.row_block == inputs.group == SCALE_BLOCK
+        and num_out % SCALE_BLOCK == 0
+        and num_in % (SCALE_BLOCKS_PER_READ * SCALE_BLOCK) == 0
     )
 
 
 def _is_fp8(weight: QuantisedMatrix) -> bool:
     """Whether the matrix has FP8 values in the order of the inputs, in sizes that the library takes."""
-    return weight.code == "fp8" and weight.order is None and all(size % UNIT == 0 for size in weight.shape)
+    return weight.code == "fp8" and weight.order is None and all(size % ALIGNMENT_BYTES == 0 for size in weight.shape)

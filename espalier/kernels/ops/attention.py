@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from espalier.kernels.attention.ancestor_bits import bits_up_to, seen_rows
+from espalier.kernels.attention.ancestor_bits import causal_bits, visible_mask
 from espalier.kernels.attention.triton_config import TritonConfig
 from espalier.kernels.hopper.config import BLOCK_N, HopperConfig, HopperLatentConfig, HopperLatentFewConfig
 from espalier.kernels.ops.selection import COLUMNS, KVSplitPolicy, KVSplits
@@ -68,7 +68,7 @@ MAX_LATENT_HEAD_SIZE = 256
 # The output of a tile stays in registers: 64 queries x 512 float32 values take half of a multiprocessor's registers.
 MAX_HEAD_SIZE = MAX_V_SIZE = 512
 MAX_ROW_SIZE = 576
-Part = tuple[Tensor, Tensor]
+OutAndLse = tuple[Tensor, Tensor]
 T = TypeVar("T")
 
 
@@ -78,23 +78,23 @@ class Prefix:
 
     page_table: [B, table_width] int32.  length: [B] int64.  The rows first .. length-1 exist.  first is 1 for an EAGLE
     draft, because a row needs the feature of the previous token.
-    planned: the backend's plan, shared by all passes over this prefix.
+    plan_cache: the backend's plan, shared by all passes over this prefix.
     Make a new Prefix whenever a length may have changed.
     """
 
     page_table: Tensor
     length: Tensor
     first: int = 0
-    planned: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+    plan_cache: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
-    def shared(self, key: Hashable, make: Callable[[], T]) -> T:
+    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         """Returns the result of `make`, which is called once per key for all passes over this prefix."""
-        if key not in self.planned:
-            self.planned[key] = make()
-        made: T = self.planned[key]
+        if key not in self.plan_cache:
+            self.plan_cache[key] = make()
+        made: T = self.plan_cache[key]
         return made
 
-    def holds(self, positions: Tensor) -> Tensor:
+    def contains(self, positions: Tensor) -> Tensor:
         """[B, P] bool: whether a row exists at each position.
         Rows that do not exist must not be read, because pages are not cleared."""
         return (positions >= self.first) & (positions < self.length[:, None])
@@ -120,18 +120,18 @@ class Nodes:
         """Returns the Nodes of a chain at positions [B, Q]."""
         return cls(positions, positions, None)
 
-    def only(self, row: Tensor) -> Nodes:
+    def single_query(self, row: Tensor) -> Nodes:
         """Returns the Nodes of a chain with one query for each request: row `row` [B], over the same staged rows."""
         positions = self.positions.gather(1, row[:, None])
-        return Nodes(positions, self.row_positions, bits_up_to(row, self.row_positions.shape[1]))
+        return Nodes(positions, self.row_positions, causal_bits(row, self.row_positions.shape[1]))
 
-    def seen(self, window: int | None) -> Tensor:
+    def visible(self, window: int | None) -> Tensor:
         """[B, Q, R] bool: the staged rows that each query attends to, which are its ancestors inside the window.
         Every row attends to itself, padding too, so no softmax is empty."""
-        return seen_rows(self.ancestor_bits, self.positions, self.row_positions, window)
+        return visible_mask(self.ancestor_bits, self.positions, self.row_positions, window)
 
 
-class Inputs(NamedTuple):
+class AttentionInputs(NamedTuple):
     """The arguments of one launch of an attention kernel.
 
     q: [B, Q, heads, k_size].  pages: K and V, [rows, kv_heads, size], where row = page * page_size + offset.
@@ -176,13 +176,13 @@ class PartialResults:
     lse: Tensor
 
     @classmethod
-    def of(cls, splits: KVSplits, queries: int, heads: int, v_size: int) -> PartialResults:
+    def allocate(cls, splits: KVSplits, queries: int, heads: int, v_size: int) -> PartialResults:
         shape = (splits.table.shape[0], queries, heads)
         device = splits.table.device
         return cls(torch.empty(*shape, v_size, device=device), torch.empty(shape, device=device))
 
 
-def no_prefix(batch: int, device: torch.device) -> tuple[Prefix, KVSplits]:
+def empty_prefix(batch: int, device: torch.device) -> tuple[Prefix, KVSplits]:
     """Returns empty prefixes and their splits, to run the kernel for committed and staged rows on staged rows alone."""
     starts = torch.ones(2 * batch + 1, dtype=torch.int32, device=device)
     starts[: batch + 1] = torch.arange(batch + 1, dtype=torch.int32, device=device)
@@ -199,7 +199,7 @@ def is_wide_latent(k: Tensor, v: Tensor) -> bool:
     return is_latent and MAX_LATENT_HEAD_SIZE < k.shape[3] <= MAX_ROW_SIZE and v.shape[3] <= MAX_V_SIZE
 
 
-def has_kernel(inputs: Inputs) -> bool:
+def has_staged_kernel(inputs: AttentionInputs) -> bool:
     """Whether one of Espalier's kernels supports the staged rows and options of `inputs`."""
     assert inputs.staged is not None
     (k, v), is_plain = inputs.staged, inputs.window is None and inputs.softcap is None
@@ -229,7 +229,7 @@ def count_contiguous_blocks(splits: KVSplits, page_table: Tensor, page_size: int
 
 
 @op("espalier.kernels.attention.merge", on="a[0]")
-def merge(a: Part, b: Part, sink: Tensor | None = None) -> Tensor:
+def merge(a: OutAndLse, b: OutAndLse, sink: Tensor | None = None) -> Tensor:
     """Merges two partial results.  Returns out [..., heads, v_size] over the keys of both, in the dtype of a's out.
 
     a, b: (out, lse [..., heads] natural log).  An lse may be -inf; if both are, the result is zero.
@@ -269,7 +269,7 @@ def merge_splits(
 
 @op("espalier.kernels.attention.tree_attention", on="inputs.q")
 def tree_attention(
-    inputs: Inputs,
+    inputs: AttentionInputs,
     partials: PartialResults | None = None,
     config: TritonConfig | HopperConfig | None = None,
     contiguous: Tensor | None = None,
@@ -279,19 +279,19 @@ def tree_attention(
     Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads] float32, natural log, without the sink.  A
     query that attends to no rows gets zeros and lse -inf.  float32 products are IEEE, not TF32.
 
-    partials: a buffer to reuse (`PartialResults.of`).  config: overrides the launch configuration, for tests and
+    partials: a buffer to reuse (`PartialResults.allocate`).  config: overrides the launch configuration, for tests and
     benchmarks.  contiguous: the result of count_contiguous_blocks for these splits.  Without these counts the result
     is the same, but the launch is slower.
     """
     # The reference is one masked attention over all rows.  Rows that do not exist are read as zeros.
     (batch, queries), table = inputs.nodes.positions.shape, inputs.prefix.page_table
     row_positions = torch.arange(table.shape[1] * inputs.page_size, device=inputs.q.device).expand(batch, -1)
-    exists = inputs.prefix.holds(row_positions)
+    exists = inputs.prefix.contains(row_positions)
     row = page_rows(table, row_positions, inputs.page_size, exists)
     k, v = (torch.where(exists[..., None, None], pages[row], 0) for pages in inputs.pages)
     seen = exists[:, None].expand(-1, queries, -1)
     if inputs.staged is not None:
-        seen = torch.cat((seen, inputs.nodes.seen(None)), 2)
+        seen = torch.cat((seen, inputs.nodes.visible(None)), 2)
         k, v = (torch.cat(rows, 1) for rows in zip((k, v), inputs.staged, strict=True))
         row_positions = torch.cat((row_positions, inputs.nodes.row_positions), 1)
     if inputs.window is not None:
@@ -302,7 +302,7 @@ def tree_attention(
 
 @op("espalier.kernels.attention.latent_attention", on="inputs.q")
 def latent_attention(
-    inputs: Inputs,
+    inputs: AttentionInputs,
     partials: PartialResults | None = None,
     config: TritonConfig | HopperLatentConfig | HopperLatentFewConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -313,13 +313,13 @@ def latent_attention(
     return tree_attention.reference(inputs)
 
 
-@op("espalier.kernels.attention.tree_attention", when=has_kernel)
-def staged_attention(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Attention of each query over its ancestors' staged rows alone.  inputs: prefix and splits are `no_prefix`'s.
+@op("espalier.kernels.attention.tree_attention", when=has_staged_kernel)
+def staged_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """Attention of each query over its ancestors' staged rows alone.  inputs: prefix and splits are `empty_prefix`'s.
 
     Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads], natural log.  A query that attends to no rows
     gets zeros and lse -inf.
     """
     assert inputs.staged is not None
-    seen = inputs.nodes.seen(inputs.window)
+    seen = inputs.nodes.visible(inputs.window)
     return masked_attention(inputs.q, *inputs.staged, seen, inputs.scale, inputs.scales, inputs.softcap)

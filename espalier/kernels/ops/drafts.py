@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
+from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack_bits
 from espalier.kernels.ops.linear import sum_parts
 from espalier.kernels.ops.norm import add_rms_norm, rms_norm
 from espalier.kernels.ops.rope import Rotation
-from espalier.kernels.ops.tree import VOID, Tree, usable
+from espalier.kernels.ops.tree import VOID, Tree, comparable_scores
 from espalier.kernels.runtime.launch import require
 from espalier.kernels.runtime.op import op
 
@@ -46,7 +46,7 @@ class Candidates(NamedTuple):
         types = (torch.int64, torch.float32, torch.int32)
         return cls(*(torch.empty(shape, dtype=dtype, device=on) for dtype in types))
 
-    def of_rows(self, depth: int, rows: int) -> Candidates:
+    def at_depth(self, depth: int, rows: int) -> Candidates:
         """Returns views [B, rows, K] of the first rows at index `depth` (0 for depth 1)."""
         return Candidates(*(value[:, depth, :rows] for value in self))
 
@@ -96,7 +96,7 @@ def require_paths(root: Tensor, candidates: Candidates, nodes: int) -> tuple[int
     return batch, steps, rows, topk
 
 
-class Matches(NamedTuple):
+class NgramMatches(NamedTuple):
     """The matches of each request, [B, K] int64 each, best first.  Both are 0 for no match.
     length: the number of matching tokens.  ends: the position of the last matching token."""
 
@@ -117,7 +117,7 @@ def match_lengths(known: Tensor, root: Tensor) -> Tensor:
     return length
 
 
-def longest_known(root: Tensor) -> int:
+def longest_history(root: Tensor) -> int:
     """The number of tokens of the longest request.  Only for CPU tensors, because a GPU would have to synchronise."""
     return int(root.max()) + 1 if root.numel() else 1
 
@@ -132,24 +132,24 @@ def select_paths(root: Tensor, candidates: Candidates, nodes: int) -> Tree:
     """
     _, steps, _, _ = require_paths(root, candidates, nodes)
     tokens, next_rows = candidates.tokens.tolist(), candidates.next_rows.tolist()
-    scores = usable(candidates.scores).tolist()
+    scores = comparable_scores(candidates.scores).tolist()
     trees = [_best_paths(*of_request, nodes) for of_request in zip(tokens, scores, next_rows, strict=True)]
     made = torch.tensor([tree for tree, _ in trees], dtype=torch.int64).view(len(trees), nodes, 3)
     made[:, 0, 0] = root
     path_scores = torch.tensor([scored for _, scored in trees], dtype=torch.float32).view(len(trees), nodes)
     drafted, parents, depths = made.unbind(-1)
-    return Tree(drafted, parents, depths, path_scores, pack(ancestor_mask(parents, drafted == VOID, steps)))
+    return Tree(drafted, parents, depths, path_scores, pack_bits(ancestor_mask(parents, drafted == VOID, steps)))
 
 
 @op("espalier.kernels.tree.ngram")
-def find_matches(history: Tensor, index: Tensor, root: Tensor, topk: int) -> Matches:
+def find_matches(history: Tensor, index: Tensor, root: Tensor, topk: int) -> NgramMatches:
     """Returns the topk best earlier occurrences of each request's last tokens.  No two are followed by the same token.
 
     history: [slots, W] int64, contiguous rows of tokens; index: [B] int64, each request's row of history; root: [B]
     int64, below W, the position of the last token.  Position j < root matches m tokens if history[j-m+1 .. j] equals
     history[root-m+1 .. root]; m is at most MAX_NGRAM.  The longest match is first; of equal ones the latest.  Exact.
     """
-    width = longest_known(root)
+    width = longest_history(root)
     known = history[:, :width].index_select(0, index)
     length = match_lengths(known, root)
     next_tokens = torch.roll(known, -1, 1)
@@ -161,10 +161,10 @@ def find_matches(history: Tensor, index: Tensor, root: Tensor, topk: int) -> Mat
         next_token = next_tokens.gather(1, best[-1] % width)
         key = key.masked_fill(next_tokens == next_token, 0)
     keys = torch.cat(best, 1)
-    return Matches(keys // width, keys % width)
+    return NgramMatches(keys // width, keys % width)
 
 
-def convolved(x: Tensor, delta: Tensor, base: Tensor, width: int) -> Tensor:
+def convolve_block(x: Tensor, delta: Tensor, base: Tensor, width: int) -> Tensor:
     """Returns x [N, H], in blocks of `width` rows, convolved with base [T, H] + delta [N, T, G].
     Each channel uses the delta of its group of channels."""
     exact = torch.promote_types(x.dtype, torch.float32)
@@ -202,7 +202,7 @@ def block_conv(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tuple[Ten
     """
     taps, groups = require_block_conv(x, weight, base, width)
     delta = F.linear(x, weight).view(len(x), 2, taps, groups)
-    return convolved(x, delta[:, 0], base, width), delta[:, 1]
+    return convolve_block(x, delta[:, 0], base, width), delta[:, 1]
 
 
 @op("espalier.kernels.layers.block_conv", on="residual")
@@ -217,7 +217,7 @@ def block_conv_norm(
     """
     if delta.ndim == 3:
         delta = sum_parts.reference(delta, residual.dtype)
-    return add_rms_norm.reference(convolved(delta, coefficients, base, width), residual, weight, eps)
+    return add_rms_norm.reference(convolve_block(delta, coefficients, base, width), residual, weight, eps)
 
 
 @dataclass(frozen=True)

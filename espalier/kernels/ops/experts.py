@@ -12,7 +12,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import ExpertsPlan
 from espalier.kernels.layers.linear_plans import MIN_BLOCK_ROWS
-from espalier.kernels.layers.quantised import QuantisedMatrix, Rows
+from espalier.kernels.layers.quantised import InputRows, QuantisedMatrix
 from espalier.kernels.ops.activation import SILU, Activation, rounded_once
 from espalier.kernels.ops.linear import linear_quantised, sum_parts
 from espalier.kernels.runtime.op import op
@@ -89,16 +89,16 @@ class Routing:
         return self.num_experts // self.n_group
 
 
-def _in_best_groups(choosing: Tensor, routing: Routing) -> Tensor:
+def _in_best_groups(selection_scores: Tensor, routing: Routing) -> Tensor:
     """[N, E] bool: whether an expert's group is one of the row's best topk_group."""
-    grouped = choosing.unflatten(-1, (routing.n_group, routing.group_size))
+    grouped = selection_scores.unflatten(-1, (routing.n_group, routing.group_size))
     group_scores = grouped.amax(-1) if routing.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
     best = torch.zeros_like(group_scores, dtype=torch.bool)
-    best.scatter_(1, _top(group_scores, routing.topk_group), True)
+    best.scatter_(1, _stable_topk(group_scores, routing.topk_group), True)
     return best.repeat_interleave(routing.group_size, dim=-1)
 
 
-def _top(scores: Tensor, count: int) -> Tensor:
+def _stable_topk(scores: Tensor, count: int) -> Tensor:
     """[N, count] int64, the indices of the largest scores; among equal scores, the lower index.
     It sorts, because torch.topk is not stable."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
@@ -149,10 +149,10 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor |
         scores = logits.softmax(-1)
     else:
         scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits
-    choosing = scores if bias is None else scores + bias
+    selection_scores = scores if bias is None else scores + bias
     if routing.n_group > 1:
-        choosing = choosing.masked_fill(~_in_best_groups(choosing, routing), -torch.inf)
-    ids = _top(choosing, routing.top_k).sort(-1).values
+        selection_scores = selection_scores.masked_fill(~_in_best_groups(selection_scores, routing), -torch.inf)
+    ids = _stable_topk(selection_scores, routing.top_k).sort(-1).values
     weights = scores.gather(1, ids)
     if routing.scoring == "topk_softmax":
         weights = weights.softmax(-1)
@@ -177,7 +177,7 @@ def scale_by_gate(result: Tensor, x: Tensor, gate: Tensor, out: Tensor) -> None:
 
 @op("espalier.kernels.layers.experts", on="ids")
 def grouped_experts(
-    x: Rows,
+    x: InputRows,
     gate_up: ExpertMatrix,
     down: ExpertMatrix,
     ids: Tensor,

@@ -11,14 +11,14 @@ from torch import Tensor
 from espalier.kernels.layers.blocks import BlockMatrix, dequantise_blocks
 from espalier.kernels.layers.linear_plans import LibraryPlan, LinearPlan, TritonPlan
 from espalier.kernels.layers.quantised import (
-    BLOCK_VALUES,
+    DEQUANTISED_VALUES_PER_STEP,
+    InputRows,
     InputScales,
     QuantisedMatrix,
     RoundedRows,
-    Rows,
     dequantise,
+    fake_quantise_inputs,
     quantise_inputs,
-    rounded_inputs,
 )
 from espalier.kernels.ops.activation import SILU, Activation, gated
 from espalier.kernels.runtime.launch import power_of_two
@@ -118,7 +118,7 @@ def rounds_activation(size: int, inputs: InputScales) -> bool:
 @op("espalier.kernels.layers.activation")
 def gated_parts(
     parts: Tensor, dtype: torch.dtype, activation: Activation = SILU, rounding: InputScales | None = None
-) -> Rows:
+) -> InputRows:
     """Returns the activation of gate and up, the halves of sum_parts(parts, dtype), with the bits of `gated`.
 
     rounding: how the result is rounded to FP8, for sizes that `rounds_activation` accepts; None: not rounded.
@@ -138,7 +138,9 @@ def quantise_rows(x: Tensor, inputs: InputScales, for_library: bool = False) -> 
 
 
 @op("espalier.kernels.layers.linear_quantised", on="weight.codes")
-def linear_quantised(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan | None = None) -> Tensor:
+def linear_quantised(
+    x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan | None = None
+) -> Tensor:
     """x [rows, in] · weightᵀ + bias -> a new tensor [rows, out] in x's dtype.
 
     RoundedRows must have the weight's rounding.  The bits of a row never depend on the other rows' values.
@@ -153,10 +155,10 @@ def linear_quantised(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan
         assert isinstance(x, Tensor)
         inputs = x.to(exact)
     else:
-        inputs = rounded_inputs(x, weight.inputs)
+        inputs = fake_quantise_inputs(x, weight.inputs)
     out = torch.empty(len(x), num_out, dtype=x.dtype, device=inputs.device)
     # Each step is a number of whole row blocks, because `dequantise` starts at the beginning of a row block.
-    step = max(BLOCK_VALUES // max(num_in, 1) // weight.row_block, 1) * weight.row_block
+    step = max(DEQUANTISED_VALUES_PER_STEP // max(num_in, 1) // weight.row_block, 1) * weight.row_block
     for begin in range(0, num_out, step):
         end = min(begin + step, num_out)
         block_bias = None if bias is None else bias[begin:end].to(exact)
@@ -166,7 +168,7 @@ def linear_quantised(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan
 
 @op("espalier.kernels.layers.linear_quantised", on="weight.codes")
 def linear_quantised_parts(
-    x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan | None = None
+    x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan | None = None
 ) -> Tensor:
     """Returns the result of linear_quantised, or its partial sums [splits, rows, out] in float32."""
     return linear_quantised.reference(x, weight, bias)
@@ -174,13 +176,13 @@ def linear_quantised_parts(
 
 @op("espalier.kernels.layers.linear_quantised", on="weight.codes")
 def linear_quantised_gated(
-    x: Rows,
+    x: InputRows,
     weight: QuantisedMatrix,
     bias: Tensor | None,
     plan: TritonPlan | None = None,
     activation: Activation = SILU,
     rounding: InputScales | None = None,
-) -> Rows:
+) -> InputRows:
     """Returns the activation [rows, out / 2] of gate and up, for a weight that stacks gate over up.
 
     rounding: how the reader of the result rounds it.  If a launch of the activation alone follows the product, it
@@ -198,7 +200,7 @@ def linear_blocks(x: Tensor, weight: BlockMatrix, bias: Tensor | None) -> Tensor
     exact = torch.promote_types(x.dtype, torch.float32)
     num_out, num_in = weight.shape
     out = torch.empty(len(x), num_out, dtype=x.dtype, device=x.device)
-    step = max(BLOCK_VALUES // max(num_in, 1), 1)
+    step = max(DEQUANTISED_VALUES_PER_STEP // max(num_in, 1), 1)
     for begin in range(0, num_out, step):
         end = min(begin + step, num_out)
         block_bias = None if bias is None else bias[begin:end].to(exact)

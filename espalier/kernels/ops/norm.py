@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.kernels.layers.linear_plans import DTYPES
-from espalier.kernels.layers.quantised import InputScales, RoundedRows, Rows, quantise_inputs
+from espalier.kernels.layers.quantised import InputRows, InputScales, RoundedRows, quantise_inputs
 from espalier.kernels.ops.linear import sum_parts
 from espalier.kernels.runtime.launch import power_of_two
 from espalier.kernels.runtime.op import op
@@ -17,25 +17,25 @@ from espalier.kernels.runtime.op import op
 MAX_ROUTER_ROWS = 4
 
 
-def takes_router(residual: Tensor) -> bool:
+def supports_norm_router(residual: Tensor) -> bool:
     """Whether the kernel of norm_router supports rows like these."""
     return residual.is_cuda and residual.dtype in DTYPES and 0 < len(residual) <= MAX_ROUTER_ROWS
 
 
-def rounds_norm(size: int, inputs: InputScales) -> bool:
+def can_round_norm(size: int, inputs: InputScales) -> bool:
     """Whether the launch of a norm of `size` columns can also round the result, with the scales of `inputs`."""
     group = inputs.columns(size)
     return group == size or power_of_two(group) == group
 
 
-def length_constants(weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def norm_by_length_constants(weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """norm_by_length's scaled_weight and floor for a weight [H]: weight · sqrt(H) and sqrt(H · eps)."""
     size = weight.numel()
     return weight * size**0.5, weight.new_full((), (size * eps) ** 0.5)
 
 
 def norm_by_length(x: Tensor, scaled_weight: Tensor, floor: Tensor) -> Tensor:
-    """RMS norm of x [..., H], computed from the length of x; see length_constants for the other arguments.
+    """RMS norm of x [..., H], computed from the length of x; see norm_by_length_constants for the other arguments.
     It uses sqrt(sum(x²) + H · eps) = hypot(length of x, floor), so it takes 4 operations; F.rms_norm takes 9."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return (x / torch.hypot(length, floor)).mul_(scaled_weight)
@@ -46,8 +46,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension of x [..., H], in x's dtype."""
     exact = torch.promote_types(x.dtype, torch.float32)
     if x.dtype == weight.dtype == exact:
-        return norm_by_length(x, *length_constants(weight, eps))
-    return norm_by_length(x.to(exact), *length_constants(weight.to(exact), eps)).to(x.dtype)
+        return norm_by_length(x, *norm_by_length_constants(weight, eps))
+    return norm_by_length(x.to(exact), *norm_by_length_constants(weight.to(exact), eps)).to(x.dtype)
 
 
 @op("espalier.kernels.layers.norm", on="residual")
@@ -99,18 +99,18 @@ def add_normed(
 
 @op("espalier.kernels.layers.norm", on="residual")
 def rounded_norm(
-    delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float, inputs: InputScales, keeps_norm: bool = False
+    delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float, inputs: InputScales, return_norm: bool = False
 ) -> tuple[Tensor, Tensor | None, RoundedRows]:
     """Returns (sum, norm, rounded): the results of add_rms_norm, and the norm rounded to FP8 as by quantise_rows.
 
-    delta: None: there is no addition, and sum is `residual`.  keeps_norm: if false, the returned norm is None.
-    Raises EspalierError for sizes that `rounds_norm` refuses.
+    delta: None: there is no addition, and sum is `residual`.  return_norm: if false, the returned norm is None.
+    Raises EspalierError for sizes that `can_round_norm` refuses.
     """
     if delta is None:
         total, out = residual, rms_norm.reference(residual, weight, eps)
     else:
         total, out = add_rms_norm.reference(delta, residual, weight, eps)
-    return total, out if keeps_norm else None, RoundedRows(*quantise_inputs(out, inputs), out.dtype)
+    return total, out if return_norm else None, RoundedRows(*quantise_inputs(out, inputs), out.dtype)
 
 
 @op("espalier.kernels.layers.norm", on="residual")
@@ -122,14 +122,14 @@ def norm_router(
     router: Tensor,
     rounding: InputScales | None = None,
     dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor, Rows, Tensor]:
+) -> tuple[Tensor, Tensor, InputRows, Tensor]:
     """Returns (sum, norm, rows, logits) for 1 to MAX_ROUTER_ROWS rows of bfloat16 or float16.
 
     sum, norm: the results of add_rms_norm, with its tolerance; delta may be partial sums.
     rows: the norm rounded as by quantise_rows, to the bit; without `rounding`, the norm itself.
     router: [E, H], contiguous: a router or another small matrix.
     logits: norm · routerᵀ [rows, E], computed in float32 and returned in `dtype`.
-    Raises EspalierError on other shapes, dtypes or strides, and for a rounding that `rounds_norm` refuses.
+    Raises EspalierError on other shapes, dtypes or strides, and for a rounding that `can_round_norm` refuses.
     """
     total, normed = add_rms_norm.reference(delta, residual, weight, eps)
     rows = normed if rounding is None else RoundedRows(*quantise_inputs(normed, rounding), normed.dtype)

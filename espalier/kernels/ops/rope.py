@@ -14,7 +14,7 @@ from espalier.kernels.layers.linear_plans import DTYPES, MIN_BLOCK_ROWS
 from espalier.kernels.ops.linear import sum_parts
 from espalier.kernels.ops.norm import rms_norm
 from espalier.kernels.runtime.op import op
-from espalier.kernels.state.kv_scales import KVScales, rounded
+from espalier.kernels.state.kv_scales import KVScales, round_to_fp8
 
 # The most rows of head_product's kernel.  They are one tile, so a row's bits do not depend on the number of rows.
 MAX_HEAD_ROWS = MIN_BLOCK_ROWS
@@ -75,7 +75,7 @@ def write_rows(planes: Sequence[Tensor], rows: Tensor, values: Sequence[Tensor],
             plane.index_copy_(0, rows, value)
         return
     for plane, value, scale in zip(planes, values, (scales.k, scales.v), strict=False):
-        plane.view(torch.uint8).index_copy_(0, rows, rounded(value, scale).view(torch.uint8))
+        plane.view(torch.uint8).index_copy_(0, rows, round_to_fp8(value, scale).view(torch.uint8))
 
 
 def _normed(qk: Tensor, heads: int, norms: HeadNorms | None) -> Tensor:
@@ -86,13 +86,13 @@ def _normed(qk: Tensor, heads: int, norms: HeadNorms | None) -> Tensor:
     return torch.cat([rms_norm.reference(part, weight, norms.eps) for part, weight in parts], 1)
 
 
-def takes_head_product(x: Tensor) -> bool:
+def supports_head_product(x: Tensor) -> bool:
     """Whether head_product's kernel supports rows like these."""
     return x.is_cuda and 0 < len(x) <= MAX_HEAD_ROWS and x.shape[2] <= MAX_HEAD_INPUTS and x.dtype in DTYPES
 
 
 @dataclass(frozen=True)
-class LatentForm:
+class LatentFormat:
     """The form of a layer's latent rows, whose last `rotary` values are rotated.
 
     norm: [size - rotary], the weight of the latent's RMS norm, or None.  eps: of the norm.
@@ -105,22 +105,22 @@ class LatentForm:
     interleaved: bool = False
 
 
-class LatentPlace(NamedTuple):
+class LatentDestination(NamedTuple):
     """How latents are computed and where they are stored: in rows [N] int64 of plane [R, 1, size].
 
     rotation: the rotation of the latents and of the queries.  scales: the scales of an FP8 plane, else None.
     """
 
     rotation: Rotation
-    form: LatentForm
+    form: LatentFormat
     rows: Tensor
     plane: Tensor
     scales: KVScales | None = None
 
 
-def require_latent(q_rope: Tensor, q: Tensor, latent: Tensor, to: LatentPlace) -> None:
+def require_latent(q_rope: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
     """Check the sizes of rotate_and_store_latent's arguments.  Raises EspalierError if they do not agree."""
-    rotary, row = to.rotation.cos.shape[1], to.plane.shape[1:]
+    rotary, row = destination.rotation.cos.shape[1], destination.plane.shape[1:]
     size = row[1]
     if q_rope.shape[2] != rotary or latent.shape[1:] != row or rotary % 2 or rotary > min(size, q.shape[2]):
         raise EspalierError(
@@ -130,16 +130,11 @@ def require_latent(q_rope: Tensor, q: Tensor, latent: Tensor, to: LatentPlace) -
         )
 
 
-def _rotated(values: Tensor, rotation: Rotation, form: LatentForm) -> Tensor:
+def _rotated(values: Tensor, rotation: Rotation, form: LatentFormat) -> Tensor:
     """Returns values [N, heads, rotary], rotated."""
     if form.interleaved:
         values = values.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return rotate(values, *rotation)
-
-
-def fits_one_launch(raw: Tensor, k_up: Tensor) -> bool:
-    """Whether write_latents takes one launch for these arguments."""
-    return takes_head_product(raw[..., : k_up.shape[1]])
 
 
 @op("espalier.kernels.layers.rope")
@@ -177,32 +172,32 @@ def rotate_and_store(
     return rotated[:, :heads]
 
 
-@op("espalier.kernels.layers.latent", when=takes_head_product)
+@op("espalier.kernels.layers.latent", when=supports_head_product)
 def head_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """Write x [N, heads, in] times each head's weight [heads, in, out] to `out` [N, heads, out]."""
     torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
 
 
 @op("espalier.kernels.layers.latent", on="q")
-def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, to: LatentPlace) -> None:
+def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
     """Rotate the queries, and norm, rotate and store the latents.
 
     q_rope: [N, heads, rotary]; the result becomes the last values of q [N, heads, ...].  q_rope may be a view of q.
-    latent: [N, 1, size]; the result goes to the rows of `to`.  Raises EspalierError if sizes do not agree.
+    latent: [N, 1, size]; the result goes to the rows of `destination`.  Raises EspalierError if sizes do not agree.
     """
-    require_latent(q_rope, q, latent, to)
-    (rotation, form), rotary = to[:2], to.rotation.cos.shape[1]
+    require_latent(q_rope, q, latent, destination)
+    (rotation, form), rotary = destination[:2], destination.rotation.cos.shape[1]
     rank = latent.shape[2] - rotary
     latent_part = latent[..., :rank]
     if form.norm is not None:
         latent_part = rms_norm.reference(latent_part, form.norm, form.eps)
     row = torch.cat((latent_part, _rotated(latent[..., rank:], rotation, form)), -1)
-    write_rows((to.plane,), to.rows, (row,), to.scales)
+    write_rows((destination.plane,), destination.rows, (row,), destination.scales)
     q[..., q.shape[2] - rotary :] = _rotated(q_rope, rotation, form)
 
 
-@op("espalier.kernels.layers.latent", when=fits_one_launch)
-def write_latents(raw: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, to: LatentPlace) -> None:
+@op("espalier.kernels.layers.latent", when=lambda raw, k_up: supports_head_product(raw[..., : k_up.shape[1]]))
+def write_latents(raw: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
     """Compute the queries q [N, heads, rank + rotary] from raw [N, heads, nope + rotary], and store the latents.
 
     The first `rank` values of a query are the first `nope` values in raw times k_up [heads, nope, rank].  The rotated
@@ -212,4 +207,4 @@ def write_latents(raw: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, to: Late
     nope, rank = k_up.shape[1:]
     x, q_rope = raw[..., :nope], raw[..., nope:]
     head_product(x, k_up, q[..., :rank])
-    rotate_and_store_latent(q_rope, q, latent, to)
+    rotate_and_store_latent(q_rope, q, latent, destination)

@@ -9,32 +9,32 @@ from espalier.kernels.runtime.op import op
 from espalier.logprobs import TOP, words
 
 
-def rows_of(tokens: Tensor, chosen: Tensor, ranks: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+def logprob_rows(tokens: Tensor, chosen: Tensor, ranks: Tensor, ids: Tensor, values: Tensor) -> Tensor:
     """Returns rows [..., words(n)] in espalier/logprobs.py's layout, from the parts of sampling/pick.py:Logprobs."""
-    head = torch.stack((tokens, ranks, _bits(chosen)), -1)
-    return torch.cat((head, torch.stack((ids, _bits(values)), -1).flatten(-2)), -1)
+    head = torch.stack((tokens, ranks, _float64_bits(chosen)), -1)
+    return torch.cat((head, torch.stack((ids, _float64_bits(values)), -1).flatten(-2)), -1)
 
 
-def _bits(values: Tensor) -> Tensor:
+def _float64_bits(values: Tensor) -> Tensor:
     return values.double().view(torch.int64)
 
 
-def _likeliest(logits: Tensor, count: int) -> Tensor:
+def _top_ids(logits: Tensor, count: int) -> Tensor:
     """Returns the ids [N, count] of the largest logits of each row [N, V]; ids of equal logits are in ascending order.
 
     For a vocabulary it takes half the time of ordered_topk.  But the host must read whether topk left out equal logits.
     """
-    vocab, taken = logits.shape[1], 2 * count
-    values, ids = logits.topk(min(taken, vocab))
-    while 0 < taken < vocab and bool((values[:, count - 1] == values[:, -1]).any()):
-        taken *= 2
-        values, ids = logits.topk(min(taken, vocab))
+    vocab, num_read = logits.shape[1], 2 * count
+    values, ids = logits.topk(min(num_read, vocab))
+    while 0 < num_read < vocab and bool((values[:, count - 1] == values[:, -1]).any()):
+        num_read *= 2
+        values, ids = logits.topk(min(num_read, vocab))
     ids = ids.sort(-1).values
     order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices
     return ids.gather(-1, order[:, :count])
 
 
-def exact_of(logits: Tensor) -> torch.dtype:
+def accumulation_dtype(logits: Tensor) -> torch.dtype:
     """The dtype of sums over these logits: float32, or float64 for float64."""
     return torch.promote_types(logits.dtype, torch.float32)
 
@@ -54,15 +54,15 @@ def write_logprobs(
     """
     if not bool((num_logprobs >= 0).any()):
         return
-    asked = (torch.arange(tokens.shape[1], device=length.device) < length[:, None]) & (num_logprobs >= 0)[:, None]
-    b, w = asked.nonzero(as_tuple=True)
+    wanted = (torch.arange(tokens.shape[1], device=length.device) < length[:, None]) & (num_logprobs >= 0)[:, None]
+    b, w = wanted.nonzero(as_tuple=True)
     if not len(b):
         return
-    picked = logits[b, rows[b, w]].to(exact_of(logits))
+    picked = logits[b, rows[b, w]].to(accumulation_dtype(logits))
     tokens = tokens[b, w][:, None]
     logp = torch.log_softmax(picked, -1)
     count = min(int(num_logprobs.max()), (ring.shape[3] - TOP) // 2, logits.shape[2])
-    ids = _likeliest(picked, count)
+    ids = _top_ids(picked, count)
     ranks = 1 + (picked > picked.gather(-1, tokens)).sum(-1)
-    written = rows_of(tokens[:, 0], logp.gather(-1, tokens)[:, 0], ranks, ids, logp.gather(-1, ids))
+    written = logprob_rows(tokens[:, 0], logp.gather(-1, tokens)[:, 0], ranks, ids, logp.gather(-1, ids))
     ring[int(entry), b, w, : words(count)] = written

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from espalier.kernels.attention.ancestor_bits import pack
+from espalier.kernels.attention.ancestor_bits import pack_bits
 from espalier.kernels.ops.rope import Rotation, rotate
 from espalier.kernels.ops.state import page_rows
 from espalier.kernels.runtime.op import op
@@ -237,7 +237,7 @@ def select_rows(scores: IndexScores, length: Tensor, page_table: Tensor, page_si
     order = committed.logical_not().to(torch.uint8).argsort(dim=2, stable=True)[..., :width]
     keep = torch.arange(width, device=rows.device) < count[..., None]
     of_pages = page_rows(page_table, order.flatten(1), page_size, keep.flatten(1)).view(order.shape)
-    return SelectedRows(of_pages.int(), count, pack(staged))
+    return SelectedRows(of_pages.int(), count, pack_bits(staged))
 
 
 @dataclass(frozen=True)

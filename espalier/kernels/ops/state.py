@@ -14,7 +14,7 @@ from espalier.kernels.runtime.op import op
 from espalier.layout import DUMMY_ROW
 from espalier.slots import BatchState, ScatterUpdate, SlotTable
 
-EMPTY = -1
+EMPTY_COLUMN = -1
 
 
 def page_rows(page_table: Tensor, positions: Tensor, page_size: int, keep: Tensor | None = None) -> Tensor:
@@ -28,14 +28,14 @@ def page_rows(page_table: Tensor, positions: Tensor, page_size: int, keep: Tenso
     return rows if keep is None else rows.where(keep, DUMMY_ROW)
 
 
-class NodeRows(NamedTuple):
+class AcceptedNodes(NamedTuple):
     """The accepted nodes of a round.  rows: [B, W], from the root down.  nodes: rows of the staging per request."""
 
     rows: Tensor
     nodes: int
 
 
-class Copies(NamedTuple):
+class RowCopies(NamedTuple):
     """The rows to copy after a round.
 
     source: [B, W], rows of the target's staging.  destination: [B, W], rows of its pages; a row with destination 0 is
@@ -46,15 +46,15 @@ class Copies(NamedTuple):
     destination: Tensor
 
 
-class Advanced(NamedTuple):
+class AdvanceResult(NamedTuple):
     """The result of `advance`.
     num_picked: [B] int64, how many of the decided tokens were not known before.  copies: None without a path."""
 
     num_picked: Tensor
-    copies: Copies | None
+    copies: RowCopies | None
 
 
-class Chain(NamedTuple):
+class TokenChain(NamedTuple):
     """Consecutive known tokens of each request, [B, W] int64 each.  rows: the rows of pages that a commit writes."""
 
     positions: Tensor
@@ -62,12 +62,12 @@ class Chain(NamedTuple):
     rows: Tensor
 
 
-def carried(slots: BatchState, name: str) -> Tensor:
-    """Returns the values [B, 1, H] that `carry` stored.  Exact."""
+def load_carried(slots: BatchState, name: str) -> Tensor:
+    """Returns the values [B, 1, H] that `store_carried` stored.  Exact."""
     return gather_rows(slots.index[None], slots.table.carried[name][None]).transpose(0, 1)
 
 
-def checked_copies(
+def check_copies(
     staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Check the shapes of commit_rows.  Returns (staged, committed).
@@ -85,8 +85,8 @@ def checked_copies(
 
 @op("espalier.kernels.state.batch_state", on="picked")
 def advance(
-    slots: BatchState, length: Tensor, picked: Tensor, count_tokens: bool, path: NodeRows | None = None
-) -> Advanced:
+    slots: BatchState, length: Tensor, picked: Tensor, count_tokens: bool, path: AcceptedNodes | None = None
+) -> AdvanceResult:
     """Decide `length` [B] more tokens of each slot; the last of them becomes its root.
 
     picked: [B, W] int64, the last W decided tokens of each request, or all if there are fewer.  Earlier decided tokens
@@ -114,16 +114,16 @@ def advance(
         table.counts.index_put_((slot, tokens), new.to(table.counts.dtype), accumulate=True)
     num_picked = new.sum(1)
     if path is None:
-        return Advanced(num_picked, None)
+        return AdvanceResult(num_picked, None)
     positions = slots.prefix_len[:, None] + offsets
     kept = decided & (positions >= slots.commit_from[:, None])
     destination = page_rows(slots.page_table, positions, table.layout.page_size, kept)
     first = torch.arange(slots.batch, device=picked.device) * path.nodes
-    return Advanced(num_picked, Copies(path.rows + first[:, None], destination))
+    return AdvanceResult(num_picked, RowCopies(path.rows + first[:, None], destination))
 
 
 @op("espalier.kernels.state.batch_state", on="index")
-def gather(table: SlotTable, index: Tensor, appended: ScatterUpdate | None = None) -> BatchState:
+def gather_slots(table: SlotTable, index: Tensor, appended: ScatterUpdate | None = None) -> BatchState:
     """Write `appended` to the page tables, then return the BatchState of the slots `index` [B] int64.  Exact.
 
     appended: an update of any slots; if it has several values for one cell, they must be equal.
@@ -147,7 +147,7 @@ def gather(table: SlotTable, index: Tensor, appended: ScatterUpdate | None = Non
 
 
 @op("espalier.kernels.state.batch_state", on="length")
-def chain(slots: BatchState, first: int, length: Tensor, width: int, padding: int | None = None) -> Chain:
+def read_chain(slots: BatchState, first: int, length: Tensor, width: int, padding: int | None = None) -> TokenChain:
     """Returns `length` [B] tokens of each slot's history, from position prefix_len + `first` on, in `width` rows.
 
     Rows past length have the token `padding`; None: the root.  Rows past length and rows below commit_from have the
@@ -158,11 +158,11 @@ def chain(slots: BatchState, first: int, length: Tensor, width: int, padding: in
     known = offsets < length[:, None]
     tokens = torch.where(known, slots.history_at(positions), slots.root[:, None] if padding is None else padding)
     kept = known & (positions >= slots.commit_from[:, None])
-    return Chain(positions, tokens, page_rows(slots.page_table, positions, slots.table.layout.page_size, kept))
+    return TokenChain(positions, tokens, page_rows(slots.page_table, positions, slots.table.layout.page_size, kept))
 
 
 @op("espalier.kernels.state.batch_state", on="length")
-def carry(slots: BatchState, name: str, values: Tensor, length: Tensor) -> None:
+def store_carried(slots: BatchState, name: str, values: Tensor, length: Tensor) -> None:
     """Store row length - 1 (row 0 for length 0) of `values` [B, W, H] in each slot, for the slot's next launch.
 
     name: the name of the carried field (DraftSpec.carried).  length: [B].  Exact.
@@ -179,7 +179,7 @@ def commit_rows(staged: Sequence[Tensor], committed: Sequence[Tensor], source: T
     except the dummy row 0, which is not written.
     Raises EspalierError if shapes do not agree.
     """
-    staged, committed = checked_copies(staged, committed, source, rows)
+    staged, committed = check_copies(staged, committed, source, rows)
     for src, dst in zip(staged, committed, strict=True):
         dummy = dst[:, DUMMY_ROW].clone()
         dst.index_copy_(1, rows, src.index_select(1, source))
@@ -192,10 +192,10 @@ def write_results(ring: Tensor, entry: Tensor, fields: Mapping[int, Tensor]) -> 
 
     ring: [entries, rows, width] int64, with adjacent columns.  entry: [1], the entry's index.  fields: tensors
     [B, columns] int64 or float32, by their first column.  float32 is written as its bits.  Columns without a field
-    become EMPTY.  Raises EspalierError if sizes do not agree.  Exact.
+    become EMPTY_COLUMN.  Raises EspalierError if sizes do not agree.  Exact.
     """
     batch = next(iter(fields.values())).shape[0]
-    made = ring.new_full((batch, ring.shape[2]), EMPTY)
+    made = ring.new_full((batch, ring.shape[2]), EMPTY_COLUMN)
     for start, field in fields.items():
         value = field.contiguous().view(torch.int32).to(torch.int64) if field.dtype == torch.float32 else field
         made[:, start : start + field.shape[1]] = value

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from espalier.kernels.attention.ancestor_bits import unpack
-from espalier.kernels.layers.quantised import InputScales, RoundedRows, Rows, quantise_inputs
+from espalier.kernels.attention.ancestor_bits import unpack_bits
+from espalier.kernels.layers.quantised import InputRows, InputScales, RoundedRows, quantise_inputs
 from espalier.kernels.ops.linear import sum_parts
 from espalier.kernels.ops.norm import rms_norm
 from espalier.kernels.ops.recurrence import (
@@ -259,7 +259,7 @@ def tree_outputs(
     delta: whether the update is the delta rule's.  A node with NaN or infinity spoils the outputs of its descendants on
     a GPU, and those of its whole tree elsewhere.
     """
-    before, seen = state.table[state.slots], unpack(bits, q.shape[1])
+    before, seen = state.table[state.slots], unpack_bits(bits, q.shape[1])
     return _in_dtype(outputs(q, solve(rows, before, seen, delta), before, seen), rows, skip)
 
 
@@ -327,7 +327,7 @@ def rounds_groups(size: int, groups: int, rounding: InputScales) -> bool:
 @op("espalier.kernels.recurrence.gated_norm", when=lambda read: _has_kernels(read))
 def gated_norm(
     read: Tensor, gate: OutputGate, weight: Tensor | None, eps: float = 0.0, rounding: InputScales | None = None
-) -> Rows:
+) -> InputRows:
     """Returns [N, groups · size]: each group of read [N, groups, size] with its RMS norm and the factor silu(gate).
 
     gate.is_first decides which of the two is applied first.

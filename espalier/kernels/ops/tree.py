@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import ancestor_mask, every_ancestor, own_bits, pack, unpack
+from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack_bits, self_bits, unpack_bits, whole_path_holds
 from espalier.kernels.runtime.launch import require
 from espalier.kernels.runtime.op import op
 from espalier.layout import ANCESTOR_BITS
 
 VOID = -1
 # The values [B, n] of a pool of candidates, as one tensor or as one tensor for each level.
-Parts = Sequence[Tensor]
+Pool = Sequence[Tensor]
 # The most scores that the reference sorts.
-FEW = 64
+MAX_SORTED = 64
 
 
 class Tree(NamedTuple):
@@ -49,32 +49,32 @@ class Tree(NamedTuple):
     def num_words(self) -> int:
         return self.ancestors.shape[2]
 
-    def first(self, nodes: int) -> Tree:
+    def first_nodes(self, nodes: int) -> Tree:
         """Returns the trees of the first `nodes` nodes."""
         cut = Tree(*(part[:, :nodes].contiguous() for part in self))
         return cut._replace(ancestors=cut.ancestors[..., : -(-nodes // ANCESTOR_BITS)].contiguous())
 
-    def best(self, rows: int) -> Tensor:
+    def best_nodes(self, rows: int) -> Tensor:
         """Returns [rows]: the indices of the batch's best nodes among its B · D nodes, in ascending order.
 
         All roots are among them.  Ties go to the lower index, so a chosen node's ancestors are chosen.  rows: at least
         B.
         """
-        scores = usable(self.scores)
+        scores = comparable_scores(self.scores)
         scores[:, 0] = torch.inf
         return torch.sort(scores.flatten(), descending=True, stable=True).indices[:rows].sort().values
 
-    def only(self, places: Tensor) -> Tree:
-        """Returns the trees with all nodes void but those at the indices `places` (see `best`).  No node moves."""
+    def keep_nodes(self, places: Tensor) -> Tree:
+        """Returns the trees with all nodes void but those at the indices `places` (see best_nodes).  No node moves."""
         left_out = torch.ones_like(self.tokens, dtype=torch.bool).flatten().index_fill(0, places, False)
-        return self._without(left_out.view_as(self.tokens))
+        return self._void_nodes(left_out.view_as(self.tokens))
 
-    def within(self, max_depth: Tensor) -> Tree:
+    def limit_depth(self, max_depth: Tensor) -> Tree:
         """Returns the trees with nodes below `max_depth` [B] void.  The root always stays.  No node moves."""
-        return self._without(self.depths > max_depth.clamp(min=0)[:, None])
+        return self._void_nodes(self.depths > max_depth.clamp(min=0)[:, None])
 
-    def _without(self, left_out: Tensor) -> Tree:
-        itself = own_bits(0, self.tokens.shape[1], self.num_words, self.tokens.device)
+    def _void_nodes(self, left_out: Tensor) -> Tree:
+        itself = self_bits(0, self.tokens.shape[1], self.num_words, self.tokens.device)
         return Tree(
             self.tokens.masked_fill(left_out, VOID),
             self.parents.masked_fill(left_out, 0),
@@ -85,7 +85,7 @@ class Tree(NamedTuple):
 
     def mask(self) -> Tensor:
         """[B, D, D] bool: at [i, j], whether node j is an ancestor of node i, or i itself."""
-        return unpack(self.ancestors, self.tokens.shape[1])
+        return unpack_bits(self.ancestors, self.tokens.shape[1])
 
     def positions(self, prefix_len: Tensor) -> Tensor:
         """[B, D]: the position of each node in the target."""
@@ -99,10 +99,8 @@ def _level_starts(count: int, topk: int, like: Tensor) -> Tensor:
     return torch.where(level > 0, topk + (level - 1) * topk**2, 0)
 
 
-def require_pool(
-    root: Tensor, tokens: Parts, scores: Parts, beams: Parts, topk: int, nodes: int
-) -> tuple[int, int, int]:
-    """Check the arguments of `select`.  Returns the batch size, the size of the pool and its number of levels."""
+def require_pool(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, nodes: int) -> tuple[int, int, int]:
+    """Check the arguments of `select_tree`.  Returns the batch size, the size of the pool and its number of levels."""
     batch, size, in_levels = root.shape[0], sum(part.shape[1] for part in tokens), len(tokens) > 1
     for level, (of_tokens, of_scores) in enumerate(zip(tokens, scores, strict=True)):
         count = size if not in_levels else topk**2 if level else topk
@@ -136,7 +134,7 @@ class SelectedBeams(NamedTuple):
     ancestor_bits: Tensor
 
 
-def usable(scores: Tensor) -> Tensor:
+def comparable_scores(scores: Tensor) -> Tensor:
     """Returns the scores in a form that can be compared: NaN becomes -inf, -0.0 becomes 0.0."""
     return scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).add_(0.0)
 
@@ -148,8 +146,10 @@ def ordered_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     scores, the remaining values are -inf with index 0.
     """
     width = scores.shape[-1]
-    scores = usable(scores)
-    best = scores.sort(dim=-1, descending=True, stable=True).indices if width <= FEW else _topk_of_keys(scores, k)
+    scores = comparable_scores(scores)
+    best = (
+        scores.sort(dim=-1, descending=True, stable=True).indices if width <= MAX_SORTED else _topk_of_keys(scores, k)
+    )
     best = best[..., :k]
     values = scores.gather(-1, best)
     missing = max(k - width, 0)
@@ -161,7 +161,7 @@ def ordered_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def _topk_of_keys(scores: Tensor, k: int) -> Tensor:
     """Returns the indices of ordered_topk.
-    A sort would take 3 to 15 times as long for a vocabulary, but less time for up to FEW scores."""
+    A sort would take 3 to 15 times as long for a vocabulary, but less time for up to MAX_SORTED scores."""
     width, bits = scores.shape[-1], scores.contiguous().view(torch.int32)
     # Integers in the order of the floats.  They are computed in place, because for a vocabulary allocating new tensors
     # would take longer than the rest.
@@ -186,7 +186,7 @@ class Path(NamedTuple):
     num_finite: Tensor
 
 
-def deepest(kept: Tensor, depths: Tensor) -> Tensor:
+def deepest_node(kept: Tensor, depths: Tensor) -> Tensor:
     """Returns the index [B] of each request's deepest kept node; among equally deep nodes, the lowest index."""
     nodes = depths.shape[1]
     rank = torch.arange(nodes - 1, -1, -1, device=depths.device)
@@ -199,13 +199,13 @@ def path_rows(ancestors: Tensor, depths: Tensor, last: Tensor, steps: int) -> Te
     path = ancestors.gather(1, last[:, None, None].expand(-1, 1, ancestors.shape[2]))[:, 0]
     # Nodes that are not on the path are written to one extra column, which is dropped.
     dropped = steps + 1
-    depth = torch.where(unpack(path, nodes), depths, dropped)
+    depth = torch.where(unpack_bits(path, nodes), depths, dropped)
     rows = torch.zeros(batch, dropped + 1, dtype=torch.int64, device=last.device)
     return rows.scatter_(1, depth, torch.arange(nodes, device=last.device).expand_as(depth))[:, :dropped]
 
 
 @op("espalier.kernels.tree.select_tree")
-def select(root: Tensor, tokens: Parts, scores: Parts, beams: Parts, topk: int, nodes: int) -> Tree:
+def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, nodes: int) -> Tree:
     """Returns the tree of the root and the best nodes - 1 candidates, by descending score, then by index in the pool.
 
     root: [B] int64, the root's token.  tokens: [B, n] int64 and scores: [B, n] float32, the pool of n candidates: topk
@@ -218,7 +218,7 @@ def select(root: Tensor, tokens: Parts, scores: Parts, beams: Parts, topk: int, 
     sizes do not agree.  Exact.
     """
     _, _, steps = require_pool(root, tokens, scores, beams, topk, nodes)
-    pool, path_scores = torch.cat(list(tokens), 1), usable(torch.cat(list(scores), 1))
+    pool, path_scores = torch.cat(list(tokens), 1), comparable_scores(torch.cat(list(scores), 1))
     made_from = torch.cat([pool[:, :0], *beams], 1)
     best = torch.sort(path_scores, dim=1, descending=True, stable=True).indices[:, : nodes - 1].sort(1).values
     void = path_scores.gather(1, best) == -torch.inf
@@ -234,7 +234,7 @@ def select(root: Tensor, tokens: Parts, scores: Parts, beams: Parts, topk: int, 
         for value in (parent_node.masked_fill(void, 0), level.masked_fill(void, 1), void)
     )
     drafted = torch.cat((root[:, None], pool.gather(1, best)), 1).masked_fill(void, VOID)
-    ancestor_bits = pack(ancestor_mask(parents, void, steps))
+    ancestor_bits = pack_bits(ancestor_mask(parents, void, steps))
     return Tree(drafted, parents, depths, torch.nn.functional.pad(path_scores.gather(1, best), (1, 0)), ancestor_bits)
 
 
@@ -251,7 +251,7 @@ def select_beams(
     topk = tokens.shape[2]
     best, index = ordered_topk(scores.flatten(1), topk)
     parents = index // topk
-    bits = own_bits(first, topk, num_words, tokens.device).expand(tokens.shape[0], -1, -1)
+    bits = self_bits(first, topk, num_words, tokens.device).expand(tokens.shape[0], -1, -1)
     if ancestor_bits is not None:
         bits = bits | ancestor_bits.gather(1, parents[..., None].expand(-1, -1, num_words))
     path[:, first : first + topk] = tokens.flatten(1).gather(1, index)
@@ -270,7 +270,7 @@ def accept(tree: Tree, picks: Tensor, finite: Tensor, max_accept_depth: Tensor, 
     """
     tokens, parents, depths, _, ancestors = tree
     match = (tokens == picks.gather(1, parents)) & (depths <= max_accept_depth[:, None]) | (depths == 0)
-    last = deepest(every_ancestor(ancestors, match), depths)
+    last = deepest_node(whole_path_holds(ancestors, match), depths)
     rows = path_rows(ancestors, depths, last, steps)
     depth = depths.gather(1, last[:, None])
     bonus = picks.gather(1, last[:, None])

@@ -1,1 +1,1 @@
-"""Joins the results of ranks on GPUs of one host: in memory that all ranks reach, and through NCCL."""
+"""Collectives of ranks on GPUs of one host: in memory that all ranks reach, and through NCCL."""

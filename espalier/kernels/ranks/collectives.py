@@ -1,5 +1,5 @@
-"""Joins ranks on GPUs of one host.  Kernels join small tensors in memory that all GPUs reach, also in CUDA graphs.
-NCCL joins larger tensors.
+"""Collectives of ranks on GPUs of one host.  Small tensors are summed and gathered by kernels, in memory that all GPUs
+reach, also in CUDA graphs.  Larger tensors go through NCCL.
 
 A rank's memory begins with flags, by which programs with the same number on all ranks wait for each other.  Then come
 four slots per program: two for the rank's values and two for sums.  A program uses the two slots of a pair in turn.
@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup, Store
 
 from espalier.shards import Collectives
 
-# The most programs of a kernel that joins ranks, and the most ranks.
+# The most programs of a collective kernel, and the most ranks.
 PROGRAMS, MAX_RANKS = 128, 16
 FLAGS_BYTES = PROGRAMS * MAX_RANKS * torch.int32.itemsize
 # NVLink's multicast is never used: a process that ends while it uses multicast may block the GPUs of its host.
@@ -26,34 +26,31 @@ NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """addresses: [ranks] int64, the address of each rank's memory; uses: [PROGRAMS] int32, the number of launches in
-    which each program of this rank has met its peers; stop: [1] int32 in host memory, nonzero ends all waiting; held:
-    objects that keep the memory mapped.
+    """Memory of each rank that all ranks can read and write.
+
+    addresses: [ranks] int64, the address of each rank's memory; num_launches: [PROGRAMS] int32, the number of launches
+    in which each program of this rank has met its peers; stop_flag: [1] int32 in host memory, nonzero ends all waiting;
+    keep_alive: objects that keep the memory mapped.
     """
 
     rank: int
-    count: int
+    num_ranks: int
     slot_bytes: int
     addresses: Tensor
-    uses: Tensor
-    stop: Tensor
-    held: Any = None
+    num_launches: Tensor
+    stop_flag: Tensor
+    keep_alive: Any = None
 
-    @property
-    def most_bytes(self) -> int:
-        """The most bytes of a rank's values that fit in the slots of all programs."""
-        return PROGRAMS * self.slot_bytes
-
-    def wait_for_nobody(self) -> None:
+    def release_waiters(self) -> None:
         """Let kernels stop waiting.  Their results are wrong.  It calls no CUDA function, which might wait too."""
-        self.stop.numpy()[0] = 1
+        self.stop_flag.numpy()[0] = 1
 
 
-class CountedAnew(Store):
+class RestartedStepStore(Store):
     """A store for one rendezvous, which numbers its steps from 0.
 
-    PyTorch counts steps over all rendezvous of a process.  So a process that joined ranks before would have other step
-    numbers than a new process.
+    PyTorch counts steps over all rendezvous of a process.  So a process that met other ranks before would have other
+    step numbers than a new process.
     """
 
     def __init__(self, store: Store) -> None:
@@ -76,7 +73,7 @@ class CountedAnew(Store):
         self.store.wait([self._own_key(key) for key in keys], *timeout)
 
 
-def peer_memory(name: str, store: Store, rank: int, count: int, device: torch.device, most_bytes: int) -> PeerMemory:
+def peer_memory(name: str, store: Store, rank: int, count: int, device: torch.device, max_bytes: int) -> PeerMemory:
     """Map the memory of all ranks.  Every rank calls it with a store that all ranks share, and with an unused name.
 
     After the call, this rank's flags are zero.  Flags of other ranks may not be zero yet, so ranks must meet before
@@ -88,10 +85,10 @@ def peer_memory(name: str, store: Store, rank: int, count: int, device: torch.de
     if hidden := [each for each in others if not torch.cuda.can_device_access_peer(device, each)]:
         raise RuntimeError(f"GPU {rank} does not reach the memory of GPU {hidden[0]}")
     os.environ[NO_MULTICAST] = "1"
-    slot_bytes = -(-most_bytes // PROGRAMS)
+    slot_bytes = -(-max_bytes // PROGRAMS)
     size = FLAGS_BYTES + 4 * PROGRAMS * slot_bytes
-    own_store = CountedAnew(store)
-    group = register(name, own_store, rank, count)
+    own_store = RestartedStepStore(store)
+    group = register_process_group(name, own_store, rank, count)
     memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
     memory.zero_()
     handle = _SymmetricMemory.rendezvous(memory, name)
@@ -107,7 +104,7 @@ def peer_memory(name: str, store: Store, rank: int, count: int, device: torch.de
     )
 
 
-def register(name: str, store: Store, rank: int, count: int) -> ProcessGroup:
+def register_process_group(name: str, store: Store, rank: int, count: int) -> ProcessGroup:
     """Register with PyTorch the ranks that meet under this name.  Returns the process group.
 
     Newer versions of PyTorch read the ranks from the process group, which the caller keeps; older ones from a table.
@@ -135,9 +132,9 @@ class PeerCollectives:
     """Collectives (espalier/shards/base.py) in peer memory for small tensors, and by NCCL for larger ones."""
 
     def __init__(self, memory: PeerMemory, nccl: Collectives) -> None:
-        from espalier.kernels.ranks import join
+        from espalier.kernels.ranks import collective_kernels
 
-        self.join = join
+        self.kernels = collective_kernels
         self.memory = memory
         self.nccl = nccl
 
@@ -146,30 +143,31 @@ class PeerCollectives:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1, 1)
-        if not self.join.fits(self.memory, rows, x.dtype):
+        if not self.kernels.supports_sum(self.memory, rows, x.dtype):
             return self.nccl.all_reduce(x)
-        return self.join.sum_rows(self.memory, rows, x.dtype, two_shot(rows, x.dtype, self.memory.count)).view(x.shape)
+        two_shot = uses_two_shot(rows, x.dtype, self.memory.num_ranks)
+        return self.kernels.sum_rows(self.memory, rows, x.dtype, two_shot).view(x.shape)
 
     def all_reduce_add_norm(
         self, parts: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
-        if not self.join.fits(self.memory, parts, residual.dtype) or residual.stride(-1) != 1:
+        if not self.kernels.supports_sum(self.memory, parts, residual.dtype) or residual.stride(-1) != 1:
             return None
-        way = two_shot(parts, residual.dtype, self.memory.count)
-        return self.join.sum_add_norm(self.memory, parts, residual, weight, eps, way)
+        two_shot = uses_two_shot(parts, residual.dtype, self.memory.num_ranks)
+        return self.kernels.sum_add_norm(self.memory, parts, residual, weight, eps, two_shot)
 
     def gather_columns(self, x: Tensor, columns_per_rank: int, size: int) -> Tensor:
-        if not self.join.gathers(self.memory, x, columns_per_rank):
+        if not self.kernels.supports_gather(self.memory, x, columns_per_rank):
             return self.nccl.gather_columns(x, columns_per_rank, size)
-        return self.join.gather_columns(self.memory, x, columns_per_rank, size)
+        return self.kernels.gather_columns(self.memory, x, columns_per_rank, size)
 
     def abort(self) -> None:
         # This comes first: NCCL waits for its own kernels, which may stand behind a kernel that waits for a rank.
-        self.memory.wait_for_nobody()
+        self.memory.release_waiters()
         self.nccl.abort()
 
 
-def two_shot(parts: Tensor, dtype: torch.dtype, count: int) -> bool:
+def uses_two_shot(parts: Tensor, dtype: torch.dtype, count: int) -> bool:
     """Whether `count` ranks sum parts [rows, H] or [splits, rows, H] two-shot.
 
     One-shot, a rank reads all values of every other rank.  Two-shot, it reads its share of the values and then the
@@ -180,11 +178,11 @@ def two_shot(parts: Tensor, dtype: torch.dtype, count: int) -> bool:
     return rows * size * dtype.itemsize * saved > MEETING_BYTES
 
 
-def join_gpus(file: Path, rank: int, count: int, device: torch.device, peer_bytes: int = 0) -> Collectives:
+def connect_gpus(file: Path, rank: int, count: int, device: torch.device, peer_bytes: int = 0) -> Collectives:
     """Meet the other ranks.  file, device: see NcclCollectives; peer_bytes: the most bytes of a sum in peer memory; 0
     for the measured bound.
 
-    If a rank cannot map the memory of the others, NCCL joins everything, and the log says so.
+    If a rank cannot map the memory of the others, NCCL does all collectives, and the log says so.
     """
     from espalier.shards.nccl import NcclCollectives
 

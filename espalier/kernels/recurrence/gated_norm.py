@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.quantise_rows import empty_rounded, over_scale, scale_of
-from espalier.kernels.layers.quantised import FP8_MAX, InputScales, Rows
+from espalier.kernels.layers.quantise_rows import allocate_rounded_rows, divide_by_scale, fp8_scale
+from espalier.kernels.layers.quantised import FP8_MAX, InputRows, InputScales
 from espalier.kernels.ops.states import OutputGate, rounds_groups
 from espalier.kernels.recurrence.inputs import num_parts
 from espalier.kernels.runtime.jit import kernel, load_sum
@@ -45,7 +45,7 @@ def _normed(
 def _gated_norm_kernel(
     x_ptr, gate_ptr, weight_ptr, out_ptr, scales_ptr, static_ptr, num_rows, gate_stride, gate_split,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, SHARE: tl.constexpr, STEP: tl.constexpr, GATE_FIRST: tl.constexpr,
-    SPLITS: tl.constexpr, EPS: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr, WHOLE: tl.constexpr,
+    SPLITS: tl.constexpr, EPS: tl.constexpr, EXACT: tl.constexpr, FP8_MAX: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A program holds BLOCK_R groups of BLOCK columns: all groups of a row if WHOLE, else the same group of many rows.
@@ -75,19 +75,19 @@ def _gated_norm_kernel(
     if scales_ptr is not None:
         out = out.to(TYPE).to(EXACT)
         if WHOLE:
-            scale = scale_of(tl.max(tl.max(tl.abs(out), 1), 0) + tl.zeros([1], EXACT), static_ptr, MOST)
-            out = over_scale(out, scale[:, None], static_ptr, MOST)
+            scale = fp8_scale(tl.max(tl.max(tl.abs(out), 1), 0) + tl.zeros([1], EXACT), static_ptr, FP8_MAX)
+            out = divide_by_scale(out, scale[:, None], static_ptr, FP8_MAX)
             tl.store(scales_ptr + tl.program_id(0) + tl.arange(0, 1), scale)
         else:
-            scale = scale_of(tl.max(tl.abs(out), 1), static_ptr, MOST)
-            out = over_scale(out, scale[:, None], static_ptr, MOST)
+            scale = fp8_scale(tl.max(tl.abs(out), 1), static_ptr, FP8_MAX)
+            out = divide_by_scale(out, scale[:, None], static_ptr, FP8_MAX)
             tl.store(scales_ptr + row * GROUPS + group, scale, mask=exists)
     tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def gated_norm(
     read: Tensor, gate: OutputGate, weight: Tensor | None, eps: float = 0.0, rounding: InputScales | None = None
-) -> Rows:
+) -> InputRows:
     """See ops/states.py.  Tolerance: two ulps of the reference.  The rounded result equals the unrounded result after
     quantise_rows."""
     read = read.contiguous()
@@ -96,7 +96,7 @@ def gated_norm(
         raise EspalierError(
             f"a gated norm of {groups} groups of {size} columns is not rounded in groups of {rounding.group}"
         )
-    rounded = None if rounding is None else empty_rounded(read.flatten(1), rounding)
+    rounded = None if rounding is None else allocate_rounded_rows(read.flatten(1), rounding)
     out = torch.empty_like(read) if rounded is None else rounded.values
     if not num_rows:
         return out.flatten(1) if rounded is None else rounded
@@ -117,7 +117,7 @@ def gated_norm(
         SPLITS=num_parts(values),
         EPS=eps,
         EXACT=exact_type(read.dtype),
-        MOST=FP8_MAX,
+        FP8_MAX=FP8_MAX,
         WHOLE=is_whole,
         BLOCK_R=block_r,
         BLOCK=block,

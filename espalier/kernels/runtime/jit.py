@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 from espalier.kernels.runtime.launch import launch_hook
 
 
-class Hooked:
+class HookedLaunch:
     """A kernel whose `kernel[grid](arguments)` is a launch, or a call of the launch hook if one is set."""
 
     def __getitem__(self, grid: Any) -> Any:
@@ -26,11 +26,11 @@ class Hooked:
         return super().__getitem__(grid) if hook is None else partial(hook, self, grid)  # type: ignore[misc]
 
 
-class KernelFunction(Hooked, JITFunction):
+class KernelFunction(HookedLaunch, JITFunction):
     pass
 
 
-class GluonKernelFunction(Hooked, GluonJITFunction):
+class GluonKernelFunction(HookedLaunch, GluonJITFunction):
     pass
 
 
@@ -85,8 +85,8 @@ def from_fp8(values, dtype: tl.constexpr):
 
 
 @kernel
-def rounded_values(values, scale, MOST: tl.constexpr):
-    """The clamped quotient, in float32: kv_scales.py:rounded without the final conversion to FP8, which rounds.
+def rounded_values(values, scale, FP8_MAX: tl.constexpr):
+    """The clamped quotient, in float32: kv_scales.py:round_to_fp8 without the final conversion to FP8, which rounds.
 
     values, scale: float32 or float64, of shapes that broadcast.
     """
@@ -95,7 +95,28 @@ def rounded_values(values, scale, MOST: tl.constexpr):
         quotient = tl.div_rn(values, tl.zeros_like(values) + scale)
     else:
         quotient = values / scale
-    clamped = tl.where(quotient > MOST, MOST, tl.where(quotient < -MOST, -MOST, quotient))
+    clamped = tl.where(quotient > FP8_MAX, FP8_MAX, tl.where(quotient < -FP8_MAX, -FP8_MAX, quotient))
     # Both comparisons are false for NaN, so it stays NaN.
     # A GPU has no direct conversion of float64 to FP8.  PyTorch too converts by way of float32.
     return tl.where(tl.abs(quotient) == float("inf"), float("nan"), clamped).to(tl.float32)
+
+
+@kernel
+def float_to_key(x):
+    """Convert floats to integers in the same order.  -0.0 is below 0.0.  key_to_float is the inverse."""
+    if x.dtype == tl.float32:
+        bits = x.to(tl.int32, bitcast=True)
+        key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    else:
+        bits = x.to(tl.int64, bitcast=True)
+        key = bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
+    return key
+
+
+@kernel
+def key_to_float(key):
+    if key.dtype == tl.int32:
+        x = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    else:
+        x = (key ^ ((key >> 63) & 0x7FFFFFFFFFFFFFFF)).to(tl.float64, bitcast=True)
+    return x

@@ -21,18 +21,18 @@ SHARED_MEMORY_CAP = "ESPALIER_SHARED_MEMORY"
 # Bytes of shared memory per block on the smallest supported GPU.  In Triton's interpreter, launchers assume this size.
 SMALLEST_SHARED_MEMORY = 99 * 1024
 # Bytes of a multiprocessor's shared memory that the driver keeps for each program.
-KEPT_SHARED_MEMORY = 1024
+DRIVER_SHARED_MEMORY = 1024
 # The compute capability of Hopper, the first chip with PDL, TMA and products of warpgroups.
 HOPPER = (9, 0)
 # Above this many programs per SM, starting the programs takes longer than running them (see `oversubscribed`).
-PROGRAMS_A_PROCESSOR = 12
+PROGRAMS_PER_PROCESSOR = 12
 
 # If set, launches become calls hook(jit_function, grid, *arguments).  None: kernels are launched.
 # kernels/runtime/precompile.py sets it.
 launch_hook: ContextVar[Callable[..., None] | None] = ContextVar("launch_hook", default=None)
 
 
-def only_compiles() -> bool:
+def is_precompiling() -> bool:
     """Whether launches of this thread only compile.  Then a launcher requests each kernel that other rows may need."""
     return launch_hook.get() is not None
 
@@ -59,13 +59,13 @@ class Chip:
     processors: int
     capability: tuple[int, int]
 
-    def shared_memory_of(self, programs: int) -> int:
+    def shared_memory_per_program(self, programs: int) -> int:
         """Bytes of shared memory for each of `programs` programs that share a multiprocessor."""
-        return (self.shared_memory + KEPT_SHARED_MEMORY) // programs - KEPT_SHARED_MEMORY
+        return (self.shared_memory + DRIVER_SHARED_MEMORY) // programs - DRIVER_SHARED_MEMORY
 
-    def programs_with(self, shared_memory: int) -> int:
+    def programs_per_processor_with(self, shared_memory: int) -> int:
         """How many programs share a multiprocessor if each takes `shared_memory` bytes."""
-        return (self.shared_memory + KEPT_SHARED_MEMORY) // (shared_memory + KEPT_SHARED_MEMORY)
+        return (self.shared_memory + DRIVER_SHARED_MEMORY) // (shared_memory + DRIVER_SHARED_MEMORY)
 
 
 def chip(tensor: Tensor) -> Chip:
@@ -88,7 +88,17 @@ def oversubscribed(programs: int, on: Chip) -> bool:
     """Whether a grid of `programs` small programs should become fewer and larger programs.
 
     A chip starts about one program per nanosecond, whatever the program does (measured on an H200, docs/log.md)."""
-    return programs > PROGRAMS_A_PROCESSOR * on.processors
+    return programs > PROGRAMS_PER_PROCESSOR * on.processors
+
+
+def split_size(size: int, rows: int, gpu: Chip, least: int, most: int) -> int:
+    """How many of `size` columns a program takes, a power of two times `least`: few, so that programs fill the chip.
+
+    Many rows get larger splits, up to `most`, because starting a program takes time even if the program ends at once.
+    """
+    while least < min(most, size) and oversubscribed(rows * -(-size // least), gpu):
+        least *= 2
+    return least
 
 
 def require(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None, like: Tensor) -> None:
@@ -108,6 +118,11 @@ def require(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtyp
 
 def _fits(need: int, have: int) -> bool:
     return need == have or need == -1
+
+
+def warps_for(values: int, per_warp: int, most: int = 16) -> int:
+    """The number of warps, 1 to `most`, for a program that holds `values` values, `per_warp` in each warp."""
+    return min(max(values // per_warp, 1), most)
 
 
 def exact_type(dtype: torch.dtype) -> object:

@@ -19,12 +19,12 @@ R = TypeVar("R")
 
 
 class Op(Protocol[P, R]):
-    """An operation.  reference: runs it in plain torch; triton: runs its launcher, on any device; launchers: the
-    launcher's module."""
+    """An operation.  reference: runs it in plain torch; triton: runs its launcher, on any device; launcher_module: the
+    module of the launcher."""
 
     reference: Callable[P, R]
     triton: Callable[P, R]
-    launchers: str
+    launcher_module: str
     __name__: str
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
@@ -51,7 +51,7 @@ def op(
             on_gpu = f"when({', '.join(signature(when).parameters)})"
         scope: dict[str, Any] = {"launch": first_launch, "reference": reference, "when": when}
         made = _dispatch(reference, on_gpu, scope)
-        made.reference, made.triton, made.launchers = reference, first_launch, module
+        made.reference, made.triton, made.launcher_module = reference, first_launch, module
         return cast(Op[P, R], made)
 
     return declare
@@ -59,7 +59,7 @@ def op(
 
 def launcher_of(op: Op[P, R]) -> Callable[P, R]:
     """Return the launcher.  It imports the launcher's module, and so Triton."""
-    return cast(Callable[P, R], getattr(import_module(op.launchers), op.__name__))
+    return cast(Callable[P, R], getattr(import_module(op.launcher_module), op.__name__))
 
 
 def _dispatch(reference: Callable[..., Any], on_gpu: str, scope: dict[str, Any]) -> Any:

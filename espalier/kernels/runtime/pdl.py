@@ -27,9 +27,9 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import HOPPER, Chip
 
 
-def pdl_arguments(on: Chip) -> dict[str, Any]:
+def pdl_arguments(gpu: Chip) -> dict[str, Any]:
     """Launch arguments that turn PDL on or off: DEPENDENT for the kernel, launch_pdl for Triton."""
-    return {"DEPENDENT": True, "launch_pdl": True} if on.capability >= HOPPER else {"DEPENDENT": False}
+    return {"DEPENDENT": True, "launch_pdl": True} if gpu.capability >= HOPPER else {"DEPENDENT": False}
 
 
 @kernel

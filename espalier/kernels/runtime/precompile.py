@@ -17,7 +17,7 @@ from espalier.cores import available_cores
 from espalier.kernels.runtime.launch import launch_hook, require_triton
 
 MAX_THREADS = 16
-UNINITIALISED = frozenset(
+UNINITIALISED_ALLOCATIONS = frozenset(
     getattr(torch.ops.aten, name)
     for name in ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
 )
@@ -126,4 +126,4 @@ class ZeroedAllocations(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        return result.zero_() if func.overloadpacket in UNINITIALISED else result
+        return result.zero_() if func.overloadpacket in UNINITIALISED_ALLOCATIONS else result

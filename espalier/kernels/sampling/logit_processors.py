@@ -20,7 +20,7 @@ from espalier.kernels.runtime.launch import chip, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.slots import FLOATS, INTS, Columns, SlotTable
 
-LOGITS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+LOGIT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # The columns of SlotRows, as kernels see them: the slot table's columns, then three more.
 COLUMNS = Columns((*INTS, "slot", "num_bias", "num_stops"), FLOATS)
 
@@ -53,7 +53,7 @@ class SlotArguments(NamedTuple):
     vocab: Any
 
 
-class AboveArguments(NamedTuple):
+class DraftedArguments(NamedTuple):
     """Drafted tokens, ancestor bits and masks.  Tokens from `first` to num_tokens - 1 count as output."""
 
     tokens_ptr: Any
@@ -86,7 +86,7 @@ class RowParams(NamedTuple):
     temperature: Any
 
 
-class RowAbove(NamedTuple):
+class DraftedRow(NamedTuple):
     """The drafted tokens, ancestor bits and mask of one row.  Fields: see AboveArguments."""
 
     tokens_ptr: Any
@@ -173,7 +173,7 @@ def logits_arguments(logits: Tensor, vocab: int, rows: SlotRows, first: Tensor) 
     """
     require("logits", logits, (rows.batch, -1, vocab), None, rows.ints)
     require("first", first, (rows.batch,), torch.int64, rows.ints)
-    if logits.dtype not in LOGITS or (vocab > 1 and logits.stride(2) != 1):
+    if logits.dtype not in LOGIT_DTYPES or (vocab > 1 and logits.stride(2) != 1):
         raise EspalierError(
             f"logits are {logits.dtype} of stride {logits.stride(2)} in the vocabulary; give bfloat16, float16, "
             "float32 or float64 whose last dimension is dense"
@@ -181,7 +181,7 @@ def logits_arguments(logits: Tensor, vocab: int, rows: SlotRows, first: Tensor) 
     return (logits, *logits.stride()[:2], first, first.stride(0))
 
 
-def above_arguments(
+def drafted_arguments(
     above: tuple[Tensor, Tensor] | None, first: int, queries: int, rows: SlotRows, mask: Tensor | None = None
 ) -> tuple[Any, ...]:
     """Build the kernels' argument `above`, in the order of AboveArguments.
@@ -239,7 +239,7 @@ def _gather_kernel(
 
 
 @kernel
-def row_of(out, queries, offset, logits, slots, above, COLUMNS: tl.constexpr):
+def row_args(out, queries, offset, logits, slots, above, COLUMNS: tl.constexpr):
     """(row of the batch, pointer to its logits, position of the token, RowParams, RowAbove) of row `out` of a launch.
 
     logits, slots, above: LogitsArguments, SlotArguments, AboveArguments.
@@ -247,7 +247,7 @@ def row_of(out, queries, offset, logits, slots, above, COLUMNS: tl.constexpr):
     b = out // queries
     q = out % queries
     position = tl.load(logits.first_ptr + b * logits.first_stride) + offset
-    row_above = RowAbove(
+    row_above = DraftedRow(
         tokens_ptr=above.tokens_ptr + b * above.tokens_stride,
         bits_ptr=above.bits_ptr + b * above.bits_batch_stride + q * above.bits_query_stride,
         first=above.first,
@@ -283,13 +283,13 @@ def row_params(b, position, slots, COLUMNS: tl.constexpr):
 
 
 @kernel
-def leaves_logits(row):
+def keeps_logits(row):
     """Whether shaped() returns the row's logits unchanged, apart from the mask.  row: RowParams."""
     return (row.num_bias == 0) & (row.num_banned == 0) & (row.has_penalties == 0) & ~(row.temperature > 0)
 
 
 @kernel
-def divided(x, y):
+def divide_exactly(x, y):
     """x / y, correctly rounded.  Triton's `/` of float32 is not correctly rounded."""
     if x.dtype == tl.float32:
         ratio = tl.div_rn(x, y)
@@ -299,7 +299,7 @@ def divided(x, y):
 
 
 @kernel
-def shaped(x, ids, inside, row, above):
+def process_logits(x, ids, inside, row, above):
     """Apply mask, bias, bans, penalties and temperature to logits x of token ids [BLOCK], in the dtype of x.
 
     x: [BLOCK], or [BLOCK, n] for n rows with the same parameters.  Lanes that are not `inside` hold -inf and keep it.
@@ -308,33 +308,33 @@ def shaped(x, ids, inside, row, above):
     exact: tl.constexpr = x.dtype
     if above.mask_words > 0:
         word = tl.load(above.mask_ptr + ids // 32, mask=inside, other=0)
-        x = tl.where(beside((word >> (ids % 32)) & 1 != 0, x), x, float("-inf"))
+        x = tl.where(as_column((word >> (ids % 32)) & 1 != 0, x), x, float("-inf"))
     for e in range(row.num_bias):
         biased = x + tl.load(row.bias_values_ptr + e).to(exact)
-        x = tl.where(beside(ids == tl.load(row.bias_ids_ptr + e), x), biased, x)
+        x = tl.where(as_column(ids == tl.load(row.bias_ids_ptr + e), x), biased, x)
     for e in range(row.num_banned):
-        x = tl.where(beside(ids == tl.load(row.stop_ids_ptr + e), x), float("-inf"), x)
+        x = tl.where(as_column(ids == tl.load(row.stop_ids_ptr + e), x), float("-inf"), x)
     if row.has_penalties != 0:
         counts = tl.load(row.counts_ptr + ids, mask=inside, other=0)
         for e in range(above.first, above.num_tokens):
             is_above = (tl.load(above.bits_ptr + e // 64) >> (e % 64)) & 1
             counts += ((ids == tl.load(above.tokens_ptr + e)) & (is_above != 0)).to(tl.int32)
-        seen = beside(tl.load(row.seen_ptr + ids, mask=inside, other=0) != 0, x)
-        counts = beside(counts, x)
+        seen = as_column(tl.load(row.seen_ptr + ids, mask=inside, other=0) != 0, x)
+        counts = as_column(counts, x)
         counted = counts > 0
         factor = tl.zeros_like(x) + row.repetition_penalty.to(exact)
-        x = tl.where(counted | seen, tl.where(x > 0, divided(x, factor), x * factor), x)
+        x = tl.where(counted | seen, tl.where(x > 0, divide_exactly(x, factor), x * factor), x)
         frequency, presence = row.frequency_penalty.to(exact), row.presence_penalty.to(exact)
         x = x - (frequency * counts.to(exact) + presence * counted.to(exact))
     if row.temperature > 0:
-        x = divided(x, tl.zeros_like(x) + row.temperature.to(exact))
+        x = divide_exactly(x, tl.zeros_like(x) + row.temperature.to(exact))
     return x
 
 
 @kernel
-def beside(values, x):
-    """Give `values` [BLOCK] a shape that combines with x, see `shaped`.  They are loaded with one dimension: the
-    compiler would give x the layout of a two-dimensional load, with which sums over BLOCK are slow."""
+def as_column(values, x):
+    """Give `values` [BLOCK] a shape that combines with x [BLOCK] or [BLOCK, n].  Values are loaded with one dimension:
+    the compiler would give x the layout of a two-dimensional load, with which sums over BLOCK are slow."""
     if len(x.shape) == 2:
         values = values[:, None]
     return values

@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.ops.sampling import exact_of
+from espalier.kernels.ops.sampling import accumulation_dtype
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import Chip, chip, oversubscribed, power_of_two, require
+from espalier.kernels.runtime.launch import chip, power_of_two, require, split_size
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.logprobs import CHOSEN, RANK, TOKEN, TOP, words
 
@@ -44,10 +44,10 @@ def write_logprobs(
         raise EspalierError(f"logprobs: the ring's rows have strides {ring.stride()[2:]}, not {(num_words, 1)}")
     if not tokens.numel():
         return
-    on, places = chip(logits), batch * width
-    split = split_size(vocab, places, on)
+    gpu, places = chip(logits), batch * width
+    split = split_size(vocab, places, gpu, min(SPLIT, power_of_two(vocab)), MAX_SPLIT)
     splits = -(-vocab // split)
-    exact = exact_of(logits)
+    exact = accumulation_dtype(logits)
     values = torch.empty(places, splits, most, dtype=exact, device=logits.device)
     ids = torch.empty(places, splits, most, dtype=torch.int32, device=logits.device)
     # Per split: its maximum, its sum of exp(logit - maximum), and the number of logits above the chosen one.
@@ -57,10 +57,10 @@ def write_logprobs(
     shared = (tokens, length, num_logprobs, width, splits)
     _split_logprobs_kernel[(places, splits)](
         *(values, ids, parts, dense, rows, *shared, vocab, *dense.stride()[:2]),
-        MOST=most,
+        MAX_LOGPROBS=most,
         SPLIT=split,
         num_warps=4,
-        **pdl_arguments(on),
+        **pdl_arguments(gpu),
     )
     candidates = power_of_two(splits * most)
     _merge_logprobs_kernel[(places,)](
@@ -71,29 +71,20 @@ def write_logprobs(
         CHOSEN=CHOSEN,
         TOP_IDS=TOP,
         TOP_VALUES=TOP + 1,
-        MOST=most,
+        MAX_LOGPROBS=most,
         WORDS=num_words,
         SPLITS=power_of_two(splits),
         CANDIDATES=candidates,
         num_warps=min(max(candidates // 256, 1), 4),
-        **pdl_arguments(on),
+        **pdl_arguments(gpu),
     )
-
-
-def split_size(vocab: int, places: int, on: Chip) -> int:
-    """Token ids per program.  More rows get larger splits, because starting a program costs time even if the program
-    ends at once."""
-    size = min(SPLIT, power_of_two(vocab))
-    while size < min(MAX_SPLIT, vocab) and oversubscribed(places * -(-vocab // size), on):
-        size *= 2
-    return size
 
 
 @kernel
 def _split_logprobs_kernel(
     values_ptr, ids_ptr, parts_ptr, logits_ptr, rows_ptr, tokens_ptr, length_ptr, num_logprobs_ptr,
     width, splits, vocab, batch_stride, row_stride,
-    MOST: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr,
+    MAX_LOGPROBS: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     pdl_trigger_and_wait(DEPENDENT)
     place = tl.program_id(0).to(tl.int64)
@@ -112,11 +103,11 @@ def _split_logprobs_kernel(
         tl.store(parts_ptr + part * 3 + 1, tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), 0))
         tl.store(parts_ptr + part * 3 + 2, tl.sum((x > chosen).to(tl.int32), 0).to(exact))
         left = index < vocab
-        for k in range(tl.minimum(num_logprobs, MOST)):
+        for k in range(tl.minimum(num_logprobs, MAX_LOGPROBS)):
             best = tl.max(tl.where(left, x, float("-inf")), 0)
             at = tl.min(tl.where(left & (x == best), index, 2147483647), 0)
-            tl.store(values_ptr + part * MOST + k, best)
-            tl.store(ids_ptr + part * MOST + k, at)
+            tl.store(values_ptr + part * MAX_LOGPROBS + k, best)
+            tl.store(ids_ptr + part * MAX_LOGPROBS + k, at)
             left = left & (index != at)
 
 
@@ -126,7 +117,8 @@ def _merge_logprobs_kernel(
     values_ptr, ids_ptr, parts_ptr, logits_ptr, rows_ptr, tokens_ptr, length_ptr, num_logprobs_ptr,
     width, splits, ring_entry_stride, ring_batch_stride, batch_stride, row_stride,
     TOKEN: tl.constexpr, RANK: tl.constexpr, CHOSEN: tl.constexpr, TOP_IDS: tl.constexpr, TOP_VALUES: tl.constexpr,
-    MOST: tl.constexpr, WORDS: tl.constexpr, SPLITS: tl.constexpr, CANDIDATES: tl.constexpr, DEPENDENT: tl.constexpr,
+    MAX_LOGPROBS: tl.constexpr, WORDS: tl.constexpr, SPLITS: tl.constexpr, CANDIDATES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of a token.  Candidates are in order of ids, so of equal candidates the lowest id comes first.
 
@@ -154,10 +146,10 @@ def _merge_logprobs_kernel(
         tl.store(words_ptr + out + RANK, 1 + tl.sum(above.to(tl.int32), 0).to(tl.int64))
         tl.store(floats_ptr + out + CHOSEN, ((chosen - top) - total).to(tl.float64))
         candidate = tl.arange(0, CANDIDATES)
-        wanted = tl.minimum(num_logprobs, MOST)
-        left = (candidate < splits * MOST) & (candidate % MOST < wanted)
-        values = tl.load(values_ptr + place * splits * MOST + candidate, mask=left, other=float("-inf"))
-        ids = tl.load(ids_ptr + place * splits * MOST + candidate, mask=left, other=2147483647)
+        wanted = tl.minimum(num_logprobs, MAX_LOGPROBS)
+        left = (candidate < splits * MAX_LOGPROBS) & (candidate % MAX_LOGPROBS < wanted)
+        values = tl.load(values_ptr + place * splits * MAX_LOGPROBS + candidate, mask=left, other=float("-inf"))
+        ids = tl.load(ids_ptr + place * splits * MAX_LOGPROBS + candidate, mask=left, other=2147483647)
         # A split with too few ids pads its candidates with this id.
         left = left & (ids != 2147483647)
         for k in range(wanted):

@@ -14,7 +14,7 @@ from espalier.kernels.runtime.jit import kernel
 
 
 @kernel
-def mix(x):
+def hash_bits(x):
     """A bijection of 32-bit patterns.  x: uint32, so shifts bring in zeros and products wrap around."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
@@ -29,15 +29,15 @@ def noise_keys(seed, position):
     low = seed.to(tl.uint32)
     high = (seed >> 32).to(tl.uint32)
     at = position.to(tl.uint32)
-    k0 = mix(low ^ mix(high ^ mix(at + 0x9E3779B9)))
-    k1 = mix(high ^ mix(low ^ mix(at + 0x85EBCA6B)))
+    k0 = hash_bits(low ^ hash_bits(high ^ hash_bits(at + 0x9E3779B9)))
+    k1 = hash_bits(high ^ hash_bits(low ^ hash_bits(at + 0x85EBCA6B)))
     return k0, k1
 
 
 @kernel
 def random_bits_at(ids, k0, k1):
     """32 random bits per token id, as uint32.  ids: int32 of any shape."""
-    return mix(mix(ids.to(tl.uint32) ^ k0) + k1)
+    return hash_bits(hash_bits(ids.to(tl.uint32) ^ k0) + k1)
 
 
 @kernel

@@ -16,27 +16,27 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import Chip, chip, oversubscribed, power_of_two, require
+from espalier.kernels.runtime.jit import float_to_key, kernel, key_to_float
+from espalier.kernels.runtime.launch import chip, power_of_two, require, split_size
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.sampling.logit_processors import (
     COLUMNS,
-    AboveArguments,
+    DraftedArguments,
     LogitsArguments,
     SlotArguments,
     SlotRows,
-    above_arguments,
-    leaves_logits,
+    drafted_arguments,
+    keeps_logits,
     logits_arguments,
-    row_of,
-    shaped,
+    process_logits,
+    row_args,
 )
 from espalier.kernels.sampling.noise import gumbel_at, noise_keys
-from espalier.kernels.sampling.top_k_top_p import draw_filtered, from_order, in_order
+from espalier.kernels.sampling.top_k_top_p import draw_filtered
 
 # Token ids per split: the fewest, and the most, for many rows.
 SPLIT = 2048
-MOST_SPLIT = 32768
+MAX_SPLIT = 32768
 # Token ids read at once in a row with parameters; in a row without parameters, bytes read at once.
 BLOCK = 1024
 PLAIN_BYTES = 4096
@@ -61,40 +61,30 @@ def pick_triton(
     batch, queries = logits.shape[:2]
     given = logits_arguments(logits, rows.vocab, rows, first)
     require("offsets", offsets, (batch, queries), torch.int64, logits)
-    drafted = above_arguments(above, first_above, queries, rows, mask)
+    drafted = drafted_arguments(above, first_above, queries, rows, mask)
     tokens = torch.empty(batch, queries, dtype=torch.int64, device=logits.device)
     finite = torch.empty(batch, queries, dtype=torch.bool, device=logits.device)
     if not tokens.numel():
         return tokens, finite
-    on, places = chip(logits), batch * queries
-    split = split_size(rows.vocab, places, on)
+    gpu, places = chip(logits), batch * queries
+    split = split_size(rows.vocab, places, gpu, SPLIT, MAX_SPLIT)
     splits = -(-rows.vocab // split)
     exact = torch.int64 if logits.dtype == torch.float64 else torch.int32
     keys = torch.empty(places, splits, dtype=exact, device=logits.device)
     ids = torch.empty(places, splits, dtype=torch.int32, device=logits.device)
     shared = ((offsets, *offsets.stride()), given, rows.arguments, drafted, queries, splits)
-    # A fused multiply-add rounds once where the reference rounds twice.
-    exactly = {"COLUMNS": COLUMNS, "enable_fp_fusion": False, **pdl_arguments(on)}
-    _best_of_split_kernel[(places, splits)](keys, ids, *shared, split, **blocks(logits), num_warps=4, **exactly)
+    exactly = {"COLUMNS": COLUMNS, "enable_fp_fusion": False, **pdl_arguments(gpu)}
+    _best_of_split_kernel[(places, splits)](keys, ids, *shared, split, **block_sizes(logits), num_warps=4, **exactly)
     _merge_kernel[(places,)](
-        tokens, finite, keys, ids, splits, SPLITS=power_of_two(splits), num_warps=1, **pdl_arguments(on)
+        tokens, finite, keys, ids, splits, SPLITS=power_of_two(splits), num_warps=1, **pdl_arguments(gpu)
     )
     # A program reads a row block by block and waits for each block, so its blocks are few and wide.
-    programs, wide = min(places, on.processors), min(4 * BLOCK, power_of_two(rows.vocab))
+    programs, wide = min(places, gpu.processors), min(4 * BLOCK, power_of_two(rows.vocab))
     _draw_filtered_kernel[(programs,)](tokens, finite, keys, *shared, places, BLOCK=wide, num_warps=16, **exactly)
     return tokens, finite
 
 
-def split_size(vocab: int, places: int, on: Chip) -> int:
-    """Token ids per program of the first launch.  With few rows splits are small, so that the programs fill the chip.
-    A row's token does not depend on the split size."""
-    size = SPLIT
-    while size < MOST_SPLIT and oversubscribed(places * -(-vocab // size), on):
-        size *= 2
-    return size
-
-
-def blocks(logits: Tensor) -> dict[str, int]:
+def block_sizes(logits: Tensor) -> dict[str, int]:
     """The constexpr arguments of the first launch.
 
     BLOCK: token ids of a load.  PLAIN_BLOCK: the same in rows whose logits need no change and no noise.  Both are
@@ -115,16 +105,16 @@ def offset_of(out, queries, offsets):
 
 
 @kernel
-def larger(a, b):
+def nan_max(a, b):
     """The maximum of a and b; NaN if a or b is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @kernel
-def key_of(x):
+def argmax_key(x):
     """Convert a block of floats to integers in the order of argmax: both zeros are equal, and NaN is above all."""
-    not_a_number = in_order(tl.full(x.shape, float("nan"), x.dtype))
-    return tl.where(x == x, in_order(x + 0.0), not_a_number)
+    not_a_number = float_to_key(tl.full(x.shape, float("nan"), x.dtype))
+    return tl.where(x == x, float_to_key(x + 0.0), not_a_number)
 
 
 @kernel
@@ -137,53 +127,53 @@ def first_of_block(start, end, BLOCK: tl.constexpr):
 
 
 @kernel
-def whole_block(logits_ptr, first, BLOCK: tl.constexpr):
+def load_whole_block(logits_ptr, first, BLOCK: tl.constexpr):
     return tl.load(logits_ptr + first + tl.arange(0, BLOCK))
 
 
 @kernel
-def scored(x, ids, vocab, row, row_above, noise, exact: tl.constexpr, PLAIN: tl.constexpr):
+def score_block(x, ids, vocab, row, row_above, noise, exact: tl.constexpr, PLAIN: tl.constexpr):
     """The scores of a block of ids: the logits x in a PLAIN row, else shaped(x) plus noise."""
     x = x.to(exact)
     if not PLAIN:
         noisy, k0, k1 = noise
-        x = shaped(x, ids, ids < vocab, row, row_above)
+        x = process_logits(x, ids, ids < vocab, row, row_above)
         if noisy:
             x = x + gumbel_at(ids, k0, k1, exact)
     return x
 
 
 @kernel
-def best_of(
-    logits_ptr, coming, begin, end, vocab, row, row_above, noise,
+def find_best(
+    logits_ptr, loaded_block, begin, end, vocab, row, row_above, noise,
     exact: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """(key, lowest id) of the best id in [begin, end) of a row, perhaps also of some earlier ids.
 
-    coming: the first block, already loaded.  For its GROUP of neighbouring ids each thread keeps only the largest score
-    and the first block with that score, because an id per score would cost several times as much.  At the end the
-    thread finds the id within the GROUP.
+    loaded_block: the first block, already loaded.  For its GROUP of neighbouring ids each thread keeps only the largest
+    score and the first block with that score, because an id per score would cost several times as much.  At the end
+    the thread finds the id within the GROUP.
     """
     groups = tl.arange(0, BLOCK // GROUP) * GROUP
     best = tl.full([BLOCK // GROUP], float("-inf"), exact)
     at = tl.zeros([BLOCK // GROUP], tl.int32) + first_of_block(begin, end, BLOCK)
     for start in range(begin, end, BLOCK):
         first = first_of_block(start, end, BLOCK)
-        x = coming
+        x = loaded_block
         # The next block is loaded while this block is compared.
-        coming = whole_block(logits_ptr, first_of_block(start + BLOCK, end, BLOCK), BLOCK)
-        x = scored(x, first + tl.arange(0, BLOCK), vocab, row, row_above, noise, exact, PLAIN)
-        most = tl.reduce(tl.reshape(x, [BLOCK // GROUP, GROUP]), 1, larger)
+        loaded_block = load_whole_block(logits_ptr, first_of_block(start + BLOCK, end, BLOCK), BLOCK)
+        x = score_block(x, first + tl.arange(0, BLOCK), vocab, row, row_above, noise, exact, PLAIN)
+        most = tl.reduce(tl.reshape(x, [BLOCK // GROUP, GROUP]), 1, nan_max)
         # The first NaN stays the best score.
         at = tl.where((best == best) & ~(most <= best), first, at)
-        best = larger(best, most)
-    keys = key_of(best)
+        best = nan_max(best, most)
+    keys = argmax_key(best)
     key = tl.max(keys, 0)
     index = tl.min(tl.where(keys == key, at + groups, 2147483647), 0)
     if GROUP > 1:
         ids = index + tl.arange(0, GROUP)
-        x = scored(tl.load(logits_ptr + ids), ids, vocab, row, row_above, noise, exact, PLAIN)
-        index = tl.min(tl.where(key_of(x) == key, ids, 2147483647), 0)
+        x = score_block(tl.load(logits_ptr + ids), ids, vocab, row, row_above, noise, exact, PLAIN)
+        index = tl.min(tl.where(argmax_key(x) == key, ids, 2147483647), 0)
     return key, index
 
 
@@ -197,8 +187,8 @@ def _best_of_split_kernel(
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     offset = offset_of(out, queries, offsets)
-    logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), AboveArguments(*above)
-    b, logits_ptr, position, row, row_above = row_of(out, queries, offset, logits, slots, above, COLUMNS)
+    logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*above)
+    b, logits_ptr, position, row, row_above = row_args(out, queries, offset, logits, slots, above, COLUMNS)
     ints, vocab = slots.ints_ptr + b * COLUMNS.num_ints, slots.vocab
     exact: tl.constexpr = tl.float32 if keys_ptr.dtype.element_ty == tl.int32 else tl.float64
     begin = split * split_size
@@ -206,16 +196,16 @@ def _best_of_split_kernel(
     # This load starts before the row's parameters are known.  The mask keeps the compiler from moving it.
     ids = first_of_block(begin, end, PLAIN_BLOCK) + tl.arange(0, PLAIN_BLOCK)
     plain = tl.load(logits_ptr + ids, mask=ids < vocab)
-    if leaves_logits(row) & (above.mask_words == 0):
+    if keeps_logits(row) & (above.mask_words == 0):
         none = (False, 0, 0)
-        key, index = best_of(
+        key, index = find_best(
             logits_ptr, plain, begin, end, vocab, row, row_above, none, exact, True, PLAIN_BLOCK, GROUP
         )
     else:
         k0, k1 = noise_keys(tl.load(ints + COLUMNS.seed), position)
         noise = ((row.temperature > 0) & (tl.load(ints + COLUMNS.has_filters) == 0), k0, k1)
-        coming = whole_block(logits_ptr, first_of_block(begin, end, BLOCK), BLOCK)
-        key, index = best_of(logits_ptr, coming, begin, end, vocab, row, row_above, noise, exact, False, BLOCK, GROUP)
+        coming = load_whole_block(logits_ptr, first_of_block(begin, end, BLOCK), BLOCK)
+        key, index = find_best(logits_ptr, coming, begin, end, vocab, row, row_above, noise, exact, False, BLOCK, GROUP)
     tl.store(keys_ptr + out * splits + split, key)
     tl.store(ids_ptr + out * splits + split, index)
 
@@ -233,7 +223,7 @@ def _merge_kernel(tokens_ptr, finite_ptr, keys_ptr, ids_ptr, splits, SPLITS: tl.
     best = tl.max(keys, 0)
     token = tl.min(tl.where(keys == best, ids, 2147483647), 0)
     tl.store(tokens_ptr + out, token.to(tl.int64))
-    tl.store(finite_ptr + out, tl.abs(from_order(best)) < float("inf"))
+    tl.store(finite_ptr + out, tl.abs(key_to_float(best)) < float("inf"))
     tl.store(keys_ptr + out * splits + split, tl.zeros_like(keys) + best, mask=split == 0)
 
 
@@ -248,7 +238,7 @@ def _draw_filtered_kernel(
     program or one load per row would cost more.
     """
     pdl_trigger_and_wait(DEPENDENT)
-    logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), AboveArguments(*above)
+    logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*above)
     program, programs = tl.program_id(0), tl.num_programs(0)
     has_filters = tl.zeros([32], tl.int64)
     for begin in range(program, rows, 32 * programs):
@@ -260,13 +250,13 @@ def _draw_filtered_kernel(
         floats = slots.floats_ptr + out // queries * COLUMNS.num_floats
         if (tl.load(ints + COLUMNS.has_filters) != 0) & (tl.load(finite_ptr + out) != 0):
             offset = offset_of(out, queries, offsets)
-            _b, logits_ptr, position, row, row_above = row_of(out, queries, offset, logits, slots, above, COLUMNS)
+            _b, logits_ptr, position, row, row_above = row_args(out, queries, offset, logits, slots, above, COLUMNS)
             k0, k1 = noise_keys(tl.load(ints + COLUMNS.seed), position)
             filters = (
                 tl.load(ints + COLUMNS.top_k),
                 tl.load(floats + COLUMNS.top_p),
                 tl.load(floats + COLUMNS.min_p),
             )
-            top = from_order(tl.load(keys_ptr + out * splits))
+            top = key_to_float(tl.load(keys_ptr + out * splits))
             token = draw_filtered(logits_ptr, slots.vocab, row, row_above, top, filters, k0, k1, BLOCK)
             tl.store(tokens_ptr + out, token.to(tl.int64))

@@ -14,51 +14,23 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.sampling.logit_processors import shaped
+from espalier.kernels.runtime.jit import float_to_key, kernel, key_to_float
+from espalier.kernels.sampling.logit_processors import process_logits
 from espalier.kernels.sampling.noise import gumbel_at
 
 
 @kernel
-def block_of(logits_ptr, start, vocab, BLOCK: tl.constexpr):
-    """Load a block of a row's logits; -inf past the vocabulary."""
-    ids = start + tl.arange(0, BLOCK)
-    return tl.load(logits_ptr + ids, mask=ids < vocab, other=float("-inf"))
-
-
-@kernel
-def shaped_block(logits_ptr, start, vocab, exact: tl.constexpr, row, above, BLOCK: tl.constexpr):
+def load_processed_block(logits_ptr, start, vocab, exact: tl.constexpr, row, above, BLOCK: tl.constexpr):
     """(x, ids) of a block of a row: its logits after shaped(); -inf past the vocabulary."""
     ids = start + tl.arange(0, BLOCK)
-    x = block_of(logits_ptr, start, vocab, BLOCK)
-    return shaped(x.to(exact), ids, ids < vocab, row, above), ids
+    x = tl.load(logits_ptr + ids, mask=ids < vocab, other=float("-inf"))
+    return process_logits(x.to(exact), ids, ids < vocab, row, above), ids
 
 
 @kernel
-def mass_of(x, top):
+def probability_mass(x, top):
     """A token's mass as an integer, in units of 2**-40 of the likeliest token's mass.  Sums depend on no order."""
     return (tl.exp(x - top) * 1099511627776.0).to(tl.int64)
-
-
-@kernel
-def in_order(x):
-    """Convert floats to integers in the same order.  from_order is the inverse."""
-    if x.dtype == tl.float32:
-        bits = x.to(tl.int32, bitcast=True)
-        key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    else:
-        bits = x.to(tl.int64, bitcast=True)
-        key = bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
-    return key
-
-
-@kernel
-def from_order(key):
-    if key.dtype == tl.int32:
-        x = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    else:
-        x = (key ^ ((key >> 63) & 0x7FFFFFFFFFFFFFFF)).to(tl.float64, bitcast=True)
-    return x
 
 
 @kernel
@@ -68,9 +40,9 @@ def pivot_of(low, high, step):
     It is the middle, which is fast for usual logits.  From step 24 on it is the median of all floats between low and
     high, whose number of steps does not depend on the values.
     """
-    low_key = in_order(low)
-    high_key = in_order(high)
-    among_floats = from_order((low_key & high_key) + ((low_key ^ high_key) >> 1))
+    low_key = float_to_key(low)
+    high_key = float_to_key(high)
+    among_floats = key_to_float((low_key & high_key) + ((low_key ^ high_key) >> 1))
     middle = tl.where(low == float("-inf"), high - 16.0, low + (high - low) * 0.5)
     pivot = tl.where(step < 24, middle, among_floats)
     return tl.where((pivot >= low) & (pivot < high), pivot, low)
@@ -95,9 +67,9 @@ def find_cut(logits_ptr, vocab, row, above, top, lowest, target, BY_MASS: tl.con
         larger = tl.full([BLOCK], float("inf"), exact)
         rest = tl.full([BLOCK], float("-inf"), exact)
         for start in range(0, vocab, BLOCK):
-            x, _ids = shaped_block(logits_ptr, start, vocab, exact, row, above, BLOCK)
+            x, _ids = load_processed_block(logits_ptr, start, vocab, exact, row, above, BLOCK)
             if BY_MASS:
-                weight += tl.where(x > pivot, mass_of(x, top), 0)
+                weight += tl.where(x > pivot, probability_mass(x, top), 0)
             else:
                 weight += (x > pivot).to(tl.int64)
             larger = tl.minimum(larger, tl.where(x > pivot, x, float("inf")))
@@ -113,23 +85,23 @@ def find_cut(logits_ptr, vocab, row, above, top, lowest, target, BY_MASS: tl.con
 
 
 @kernel
-def mass_left(logits_ptr, vocab, row, above, top, cut, ties, BLOCK: tl.constexpr):
+def remaining_mass(logits_ptr, vocab, row, above, top, cut, ties, BLOCK: tl.constexpr):
     """The mass of all tokens above the cut and of the `ties` tokens at the cut that stay."""
     weight = tl.zeros([BLOCK], tl.int64)
     for start in range(0, vocab, BLOCK):
-        x, _ids = shaped_block(logits_ptr, start, vocab, top.dtype, row, above, BLOCK)
-        weight += tl.where(x > cut, mass_of(x, top), 0)
-    return tl.sum(weight, 0) + ties * mass_at(cut, top, BLOCK)
+        x, _ids = load_processed_block(logits_ptr, start, vocab, top.dtype, row, above, BLOCK)
+        weight += tl.where(x > cut, probability_mass(x, top), 0)
+    return tl.sum(weight, 0) + ties * mass_of_value(cut, top, BLOCK)
 
 
 @kernel
-def mass_at(value, top, BLOCK: tl.constexpr):
+def mass_of_value(value, top, BLOCK: tl.constexpr):
     # It is computed for a whole block, because the interpreter's library may round a single number differently.
-    return tl.max(mass_of(tl.zeros([BLOCK], top.dtype) + value, top), 0)
+    return tl.max(probability_mass(tl.zeros([BLOCK], top.dtype) + value, top), 0)
 
 
 @kernel
-def cut_of(logits_ptr, vocab, row, above, top, top_k, top_p, BLOCK: tl.constexpr):
+def filter_cut(logits_ptr, vocab, row, above, top, top_k, top_p, BLOCK: tl.constexpr):
     """(cut, ties): tokens above the cut stay, and at the cut the `ties` lowest ids.  top_k: int64, 0 for no top-k."""
     cut = top - float("inf")
     ties = top_k * 0 + vocab
@@ -137,12 +109,12 @@ def cut_of(logits_ptr, vocab, row, above, top, top_k, top_p, BLOCK: tl.constexpr
         cut, over = find_cut(logits_ptr, vocab, row, above, top, cut, top_k, False, BLOCK)
         ties = top_k - over
     if top_p < 1:
-        left = mass_left(logits_ptr, vocab, row, above, top, cut, ties, BLOCK)
+        left = remaining_mass(logits_ptr, vocab, row, above, top, cut, ties, BLOCK)
         enough = tl.ceil(left.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64)
         # exp(-28) is less than one unit of 2**-40.
         lowest = tl.maximum(cut, top - 28.0)
         tail, over = find_cut(logits_ptr, vocab, row, above, top, lowest, enough, True, BLOCK)
-        each = tl.maximum(mass_at(tail, top, BLOCK), 1)
+        each = tl.maximum(mass_of_value(tail, top, BLOCK), 1)
         # There are never more ids than top-k left at this value, because `enough` is at most `left`.
         ties = (enough - over + each - 1) // each
         cut = tail
@@ -157,12 +129,12 @@ def draw_filtered(logits_ptr, vocab, row, above, top, filters, k0, k1, BLOCK: tl
     """
     exact: tl.constexpr = top.dtype
     top_k, top_p, min_p = filters
-    cut, ties = cut_of(logits_ptr, vocab, row, above, top, top_k, top_p, BLOCK)
+    cut, ties = filter_cut(logits_ptr, vocab, row, above, top, top_k, top_p, BLOCK)
     best = tl.full([BLOCK], float("-inf"), exact)
     at = tl.arange(0, BLOCK)
     before = ties * 0
     for start in range(0, vocab, BLOCK):
-        x, ids = shaped_block(logits_ptr, start, vocab, exact, row, above, BLOCK)
+        x, ids = load_processed_block(logits_ptr, start, vocab, exact, row, above, BLOCK)
         equal = (x == cut).to(tl.int64)
         rank = before + tl.cumsum(equal, 0) - equal
         kept = (x > cut) | ((equal != 0) & (rank < ties))

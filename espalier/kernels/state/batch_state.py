@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels.ops.state import Advanced, Chain, Copies, NodeRows
+from espalier.kernels.ops.state import AcceptedNodes, AdvanceResult, RowCopies, TokenChain
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
@@ -24,12 +24,12 @@ def page_row(table_ptr, position, page_size, keep):
     return tl.where(keep, page * page_size + position % page_size, 0)
 
 
-LARGEST_BLOCK = 1024
+MAX_BLOCK = 1024
 # Appended pages that a program writes at once: one per thread.
 APPENDED_BLOCK = 128
 
 
-def gather(table: SlotTable, index: Tensor, appended: ScatterUpdate | None = None) -> BatchState:
+def gather_slots(table: SlotTable, index: Tensor, appended: ScatterUpdate | None = None) -> BatchState:
     (batch,), width = index.shape, table.page_table.shape[1]
     require("gather: index", index, (-1,), torch.int64, table.page_table)
     at, values = (index[:0], index[:0]) if appended is None else appended
@@ -38,7 +38,7 @@ def gather(table: SlotTable, index: Tensor, appended: ScatterUpdate | None = Non
     scalars = [torch.empty_like(index) for _ in range(6)]
     real, pages = torch.empty_like(index, dtype=torch.bool), table.page_table.new_empty(batch, width)
     if batch:
-        block = min(power_of_two(width), LARGEST_BLOCK)
+        block = min(power_of_two(width), MAX_BLOCK)
         _gather_slots_kernel[(batch, -(-width // block))](
             *(index, table.ints, table.page_table, *scalars, real, pages, at, values),
             *(index.stride(0), width, at.shape[0]),
@@ -56,12 +56,12 @@ def gather(table: SlotTable, index: Tensor, appended: ScatterUpdate | None = Non
     )
 
 
-def chain(slots: BatchState, first: int, length: Tensor, width: int, padding: int | None = None) -> Chain:
+def read_chain(slots: BatchState, first: int, length: Tensor, width: int, padding: int | None = None) -> TokenChain:
     batch, table, page_size = slots.batch, slots.table, slots.table.layout.page_size
     require("chain: length", length, (batch,), torch.int64, slots.prefix_len)
-    made = Chain(*(length.new_empty(batch, width) for _ in range(3)))
+    made = TokenChain(*(length.new_empty(batch, width) for _ in range(3)))
     if batch:
-        block = min(power_of_two(width), LARGEST_BLOCK)
+        block = min(power_of_two(width), MAX_BLOCK)
         _chain_kernel[(batch, -(-width // block))](
             *(slots.index, slots.prefix_len, slots.root, slots.commit_from, slots.page_table, table.history),
             *(length, *made, slots.index.stride(0), length.stride(0)),
@@ -74,14 +74,14 @@ def chain(slots: BatchState, first: int, length: Tensor, width: int, padding: in
     return made
 
 
-def carry(slots: BatchState, name: str, values: Tensor, length: Tensor) -> None:
+def store_carried(slots: BatchState, name: str, values: Tensor, length: Tensor) -> None:
     kept = slots.table.carried[name]
     batch, size = slots.batch, kept.shape[1]
     require("carry: values", values, (batch, -1, size), kept.dtype, kept)
     require("carry: length", length, (batch,), torch.int64, kept)
     values = values.contiguous()
     if batch:
-        block = min(power_of_two(size), LARGEST_BLOCK)
+        block = min(power_of_two(size), MAX_BLOCK)
         _carry_kernel[(batch, -(-size // block))](
             *(slots.index, length, values, kept, slots.index.stride(0), length.stride(0), values.shape[1]),
             SIZE=size,
@@ -96,7 +96,7 @@ def _gather_slots_kernel(
     index_ptr, ints_ptr, page_table_ptr,
     prefix_len_ptr, root_ptr, commit_from_ptr, num_tokens_ptr, max_accept_depth_ptr, num_logprobs_ptr, real_ptr,
     pages_ptr, at_ptr, values_ptr,
-    index_stride, width, appended, taken,
+    index_stride, width, appended, depth_margin,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, APPENDED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Read the slots of a batch.  Each program writes the appended pages of its slot, the first program all of them."""
@@ -118,7 +118,7 @@ def _gather_slots_kernel(
     if tl.program_id(1) == 0:
         ints = ints_ptr + slot * COLUMNS.num_ints
         prefix_len = tl.load(ints + COLUMNS.prefix_len)
-        left = tl.load(ints + COLUMNS.end) - taken - prefix_len
+        left = tl.load(ints + COLUMNS.end) - depth_margin - prefix_len
         max_accept_depth = tl.maximum(tl.minimum(tl.load(ints + COLUMNS.depth_limit), left), 0)
         tl.store(prefix_len_ptr + b, prefix_len)
         tl.store(root_ptr + b, tl.load(ints + COLUMNS.root))
@@ -167,15 +167,15 @@ def _carry_kernel(
 
 
 def advance(
-    slots: BatchState, length: Tensor, picked: Tensor, count_tokens: bool, path: NodeRows | None = None
-) -> Advanced:
+    slots: BatchState, length: Tensor, picked: Tensor, count_tokens: bool, path: AcceptedNodes | None = None
+) -> AdvanceResult:
     table, (batch, width) = slots.table, picked.shape
     require("advance: picked", picked, (slots.batch, -1), torch.int64, table.history)
     require("advance: length", length, (batch,), torch.int64, picked)
     num_picked, copies = torch.empty_like(length), None
     if path is not None:
         require("advance: rows", path.rows, (batch, width), torch.int64, picked)
-        copies = Copies(*(picked.new_empty(batch, width) for _ in range(2)))
+        copies = RowCopies(*(picked.new_empty(batch, width) for _ in range(2)))
     if batch:
         rows, nodes = (None, 0) if path is None else (path.rows.contiguous(), path.nodes)
         source, destination = (None, None) if copies is None else copies
@@ -190,7 +190,7 @@ def advance(
             num_warps=1,
             **pdl_arguments(chip(picked)),
         )
-    return Advanced(num_picked, copies)
+    return AdvanceResult(num_picked, copies)
 
 
 @kernel

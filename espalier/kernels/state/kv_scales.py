@@ -35,7 +35,7 @@ class KVScales:
         return cls(one, one, dtype)
 
 
-def require_rows(name: str, rows: Tensor, shape: tuple[int, ...], scales: KVScales | None, like: Tensor) -> None:
+def require_kv_rows(name: str, rows: Tensor, shape: tuple[int, ...], scales: KVScales | None, like: Tensor) -> None:
     """Check rows [.., kv_heads, size] of staging or pages on the host: FP8 with scales, else the dtype of `like`.
 
     name: the name of the rows in errors.  Raises EspalierError.
@@ -48,20 +48,20 @@ def require_rows(name: str, rows: Tensor, shape: tuple[int, ...], scales: KVScal
 
 def times_k_scale(q: Tensor, scales: KVScales) -> Tensor:
     """Multiply q [.., heads, size] by K's scale, for products with stored keys."""
-    return q * _of_queries(scales.k, q)
+    return q * _per_query_head(scales.k, q)
 
 
 def times_v_scale(out: Tensor, scales: KVScales) -> Tensor:
     """Turn out [.., heads, size], the weighted sum of stored values, into the weighted sum of V."""
-    return out * _of_queries(scales.v, out)
+    return out * _per_query_head(scales.v, out)
 
 
-def _of_queries(scale: Tensor, values: Tensor) -> Tensor:
+def _per_query_head(scale: Tensor, values: Tensor) -> Tensor:
     """[heads, 1]: the scale of each query head."""
     return scale.to(values.dtype).repeat_interleave(values.shape[-2] // len(scale))[:, None]
 
 
-def rounded(values: Tensor, scale: Tensor) -> Tensor:
+def round_to_fp8(values: Tensor, scale: Tensor) -> Tensor:
     """values [N, heads, size] divided by the scale [heads] of their head, in FP8, rounded to nearest, ties to even.
 
     Quotients beyond ±448 become ±448; infinite quotients become NaN.

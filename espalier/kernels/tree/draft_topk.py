@@ -23,26 +23,26 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, power_of_two, require
+from espalier.kernels.runtime.launch import chip, power_of_two, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.sampling.logit_processors import (
     COLUMNS,
-    AboveArguments,
+    DraftedArguments,
     LogitsArguments,
     SlotArguments,
     SlotRows,
-    above_arguments,
-    beside,
-    leaves_logits,
+    as_column,
+    drafted_arguments,
+    keeps_logits,
     logits_arguments,
-    row_of,
-    shaped,
+    process_logits,
+    row_args,
 )
 from espalier.kernels.sampling.noise import gumbel_at, noise_keys
 
 SPLIT = 2048
-# Splits that a warp merges, over all rows of a program.
-HEADS_A_WARP = 512
+# Splits that a warp merges.  They are many, because each child is one step, which is mostly synchronisation.
+SPLITS_PER_WARP = 512
 
 
 def draft_topk_triton(
@@ -77,7 +77,7 @@ def draft_topk_triton(
     of_target = rows.ints if d2t is None else d2t.contiguous()
     if d2t is not None:
         require("draft_topk: d2t", of_target, (vocab,), torch.int64, logits)
-    hanging = above_arguments(above, 0, queries, rows, mask)
+    hanging = drafted_arguments(above, 0, queries, rows, mask)
     ids = torch.empty(batch, queries, topk, dtype=torch.int64, device=logits.device)
     best = torch.empty(batch, queries, topk, dtype=torch.float32, device=logits.device)
     if not ids.numel():
@@ -88,7 +88,6 @@ def draft_topk_triton(
     values = torch.empty(places, splits, topk, dtype=exact, device=logits.device)
     indices = torch.empty(places, splits, topk, dtype=torch.int32, device=logits.device)
     sums = torch.empty(places, splits, dtype=exact, device=logits.device)
-    # Without fusion: a fused multiply-add rounds once, but the reference rounds twice.
     options = {"HAS_D2T": d2t is not None, "TOPK": topk, "enable_fp_fusion": False}
     options |= pdl_arguments(chip(logits))
     of_splits = (values, indices, sums)
@@ -104,15 +103,10 @@ def draft_topk_triton(
         *(ids, best, *of_splits, of_target, scores, *scores.stride(), queries, splits),
         SPLITS=power_of_two(splits),
         CHILDREN=power_of_two(topk),
-        num_warps=merge_warps(power_of_two(splits)),
+        num_warps=warps_for(power_of_two(splits), SPLITS_PER_WARP),
         **options,
     )
     return ids, best
-
-
-def merge_warps(heads: int) -> int:
-    """Warps for `merge_splits`.  They are few, because each child is one step, which is mostly synchronisation."""
-    return min(max(heads // HEADS_A_WARP, 1), 16)
 
 
 @kernel
@@ -125,8 +119,8 @@ def _block_topk_kernel(
     pdl_trigger_and_wait(DEPENDENT)
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), AboveArguments(*above)
-    b, logits_ptr, position, row, row_above = row_of(
+    logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*above)
+    b, logits_ptr, position, row, row_above = row_args(
         out, queries, offset + out % queries * stride, logits, slots, above, COLUMNS
     )
     index = split * SPLIT + tl.arange(0, SPLIT)
@@ -136,9 +130,9 @@ def _block_topk_kernel(
     ids = index
     if HAS_D2T:
         # A row with unchanged logits needs no token ids, which take more bytes than the logits.
-        needs_ids = ~leaves_logits(row) | (above.mask_words > 0)
+        needs_ids = ~keeps_logits(row) | (above.mask_words > 0)
         ids = tl.load(d2t_ptr + index, mask=inside & needs_ids, other=0).to(tl.int32)
-    x = shaped_with_noise(x, ids, inside, b, position, slots, row, row_above, COLUMNS, COUPLED)
+    x = noisy_logits(x, ids, inside, b, position, slots, row, row_above, COLUMNS, COUPLED)
     nan = tl.max((x != x).to(tl.int32), 0)
     x = tl.where(x != x, float("-inf"), x)
     top = tl.max(x, 0)
@@ -154,14 +148,14 @@ def _block_topk_kernel(
 
 
 @kernel
-def shaped_with_noise(
+def noisy_logits(
     x, ids, inside, b, position, slots, row, above, COLUMNS: tl.constexpr, COUPLED: tl.constexpr,
 ):  # fmt: skip
-    """`shaped` logits of row b of the batch.  If COUPLED and the request samples, its noise is added."""
-    x = shaped(x, ids, inside, row, above)
+    """`process_logits` logits of row b of the batch.  If COUPLED and the request samples, its noise is added."""
+    x = process_logits(x, ids, inside, row, above)
     if COUPLED and row.temperature > 0:
         k0, k1 = noise_keys(tl.load(slots.ints_ptr + b * COLUMNS.num_ints + COLUMNS.seed), position)
-        x = x + beside(gumbel_at(ids, k0, k1, x.dtype), x)
+        x = x + as_column(gumbel_at(ids, k0, k1, x.dtype), x)
     return x
 
 

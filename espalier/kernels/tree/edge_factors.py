@@ -18,28 +18,28 @@ from espalier.errors import EspalierError
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
-from espalier.kernels.tree.edges import LowRankEdges, Rows
+from espalier.kernels.tree.edges import DepthRows, LowRankEdges
 
 # Numbers of the rank per program, and the smallest rank that tensor cores take.
-BLOCK_OUT, LEAST_RANK = 16, 16
+BLOCK_OUT, MIN_RANK = 16, 16
 # Larger ranks get 8 warps.
-FEW_WARPS_RANK = 128
+MAX_4_WARP_RANK = 128
 # Rows per program.
-LEAST_ROWS, MOST_ROWS = 16, 32
+MIN_TILE_ROWS, MAX_TILE_ROWS = 16, 32
 
 
-def edge_factors_triton(edges: LowRankEdges, depth: int, rows: Rows) -> tuple[Tensor, Tensor | None]:
+def edge_factors_triton(edges: LowRankEdges, depth: int, rows: DepthRows) -> tuple[Tensor, Tensor | None]:
     """See LowRankEdges.factors, for edges with a projection.  Raises EspalierError for other shapes and dtypes."""
     projection, before = edges.projection, edges.before
     assert projection is not None
     (batch, num_rows), rank = rows.tokens.shape, before.shape[1]
     parts, inputs = (3, 2) if projection.is_recurrent else (1, 1)
-    of_hidden = projection.of_hidden[:, depth]
-    require("edge_factors: of_hidden", of_hidden, (batch, parts * rank), before.dtype, before)
+    hidden_part = projection.hidden_part[:, depth]
+    require("edge_factors: hidden_part", hidden_part, (batch, parts * rank), before.dtype, before)
     require("edge_factors: weight", projection.weight, (parts * rank, inputs * rank), before.dtype, before)
     require("edge_factors: tokens", rows.tokens, (batch, num_rows), torch.int64, before)
-    if any(value.stride(-1) != 1 for value in (of_hidden, projection.weight, before)):
-        raise EspalierError("edge_factors: of_hidden, weight and before must be dense in their last dimension")
+    if any(value.stride(-1) != 1 for value in (hidden_part, projection.weight, before)):
+        raise EspalierError("edge_factors: hidden_part, weight and before must be dense in their last dimension")
     parents, states = rows.parents, rows.states
     if parents is not None and states is not None:
         require("edge_factors: states", states, (batch, -1, rank), before.dtype, before)
@@ -49,16 +49,16 @@ def edge_factors_triton(edges: LowRankEdges, depth: int, rows: Rows) -> tuple[Te
     made = before.new_empty(batch, num_rows, rank) if projection.is_recurrent else None
     if not factors.numel():
         return factors, made
-    tile = min(max(power_of_two(num_rows), LEAST_ROWS), MOST_ROWS)
-    block_rank = max(power_of_two(rank), LEAST_RANK)
+    tile = min(max(power_of_two(num_rows), MIN_TILE_ROWS), MAX_TILE_ROWS)
+    block_rank = max(power_of_two(rank), MIN_RANK)
     # All weights and inputs of a step are in shared memory at the same time.
     bytes_of_one = (parts * inputs * BLOCK_OUT + tile) * before.element_size()
-    while block_rank > LEAST_RANK and block_rank * bytes_of_one > chip(before).shared_memory // 2:
+    while block_rank > MIN_RANK and block_rank * bytes_of_one > chip(before).shared_memory // 2:
         block_rank //= 2
     _edge_factors_kernel[(batch, -(-num_rows // tile), -(-rank // BLOCK_OUT))](
         *(factors, made, rows.tokens, *rows.tokens.stride(), before, before.stride(0)),
         *(parents, *((0, 0) if parents is None else parents.stride())),
-        *(states, 0 if states is None else states.shape[1], of_hidden, of_hidden.stride(0)),
+        *(states, 0 if states is None else states.shape[1], hidden_part, hidden_part.stride(0)),
         *(projection.weight, projection.weight.stride(0), num_rows),
         RANK=rank,
         ROWS=tile,
@@ -66,7 +66,7 @@ def edge_factors_triton(edges: LowRankEdges, depth: int, rows: Rows) -> tuple[Te
         BLOCK_RANK=block_rank,
         IS_RECURRENT=projection.is_recurrent,
         EXACT=exact_type(before.dtype),
-        num_warps=4 if rank <= FEW_WARPS_RANK else 8,
+        num_warps=4 if rank <= MAX_4_WARP_RANK else 8,
         **pdl_arguments(chip(before)),
     )
     return factors, made
@@ -105,19 +105,19 @@ def _edge_factors_kernel(
     tokens = tokens_ptr + b * tokens_batch_stride + row * tokens_row_stride
     of_row = before_ptr + tl.maximum(tl.load(tokens, mask=exists, other=0), 0) * before_stride
     embedded = tl.load(of_row[:, None] + place[None, :], mask=inside[None, :], other=0.0)
-    of_hidden = of_hidden_ptr + b * of_hidden_stride + out
-    gate = tl.load(of_hidden, mask=is_out, other=0.0).to(EXACT)[None, :]
+    hidden_part = of_hidden_ptr + b * of_hidden_stride + out
+    gate = tl.load(hidden_part, mask=is_out, other=0.0).to(EXACT)[None, :]
     gate += tl.dot(embedded, e_gate, input_precision="ieee", out_dtype=EXACT)
-    gate = _later_steps(gate, of_row, of_weight, is_out, place, RANK, BLOCK_RANK, EXACT)
+    gate = _add_products(gate, of_row, of_weight, is_out, place, RANK, BLOCK_RANK, EXACT)
     mask = exists[:, None] & is_out[None, :]
     written = (b * num_rows + row)[:, None] * RANK + out[None, :]
     if IS_RECURRENT:
-        candidate = tl.load(of_hidden + RANK, mask=is_out, other=0.0).to(EXACT)[None, :]
+        candidate = tl.load(hidden_part + RANK, mask=is_out, other=0.0).to(EXACT)[None, :]
         candidate += tl.dot(embedded, e_candidate, input_precision="ieee", out_dtype=EXACT)
-        candidate = _later_steps(candidate, of_row, of_weight + part, is_out, place, RANK, BLOCK_RANK, EXACT)
-        output = tl.load(of_hidden + 2 * RANK, mask=is_out, other=0.0).to(EXACT)[None, :]
+        candidate = _add_products(candidate, of_row, of_weight + part, is_out, place, RANK, BLOCK_RANK, EXACT)
+        output = tl.load(hidden_part + 2 * RANK, mask=is_out, other=0.0).to(EXACT)[None, :]
         output += tl.dot(embedded, e_output, input_precision="ieee", out_dtype=EXACT)
-        output = _later_steps(output, of_row, of_weight + 2 * part, is_out, place, RANK, BLOCK_RANK, EXACT)
+        output = _add_products(output, of_row, of_weight + 2 * part, is_out, place, RANK, BLOCK_RANK, EXACT)
         own_state = tl.zeros([ROWS, BLOCK_OUT], EXACT)
         if states_ptr is not None:
             parents = parents_ptr + b * parents_batch_stride + row * parents_row_stride
@@ -128,9 +128,9 @@ def _edge_factors_kernel(
             candidate += tl.dot(state, s_candidate, input_precision="ieee", out_dtype=EXACT)
             output += tl.dot(state, s_output, input_precision="ieee", out_dtype=EXACT)
             of_weight -= RANK
-            gate = _later_steps(gate, of_state, of_weight, is_out, place, RANK, BLOCK_RANK, EXACT)
-            candidate = _later_steps(candidate, of_state, of_weight + part, is_out, place, RANK, BLOCK_RANK, EXACT)
-            output = _later_steps(output, of_state, of_weight + 2 * part, is_out, place, RANK, BLOCK_RANK, EXACT)
+            gate = _add_products(gate, of_state, of_weight, is_out, place, RANK, BLOCK_RANK, EXACT)
+            candidate = _add_products(candidate, of_state, of_weight + part, is_out, place, RANK, BLOCK_RANK, EXACT)
+            output = _add_products(output, of_state, of_weight + 2 * part, is_out, place, RANK, BLOCK_RANK, EXACT)
         kept = _sigmoid(gate)
         made = kept * own_state + (1 - kept) * _tanh(candidate)
         tl.store(made_ptr + written, made.to(made_ptr.dtype.element_ty), mask=mask)
@@ -142,7 +142,7 @@ def _edge_factors_kernel(
 
 
 @kernel
-def _later_steps(
+def _add_products(
     total, of_row, of_weight, is_out, place, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Add the products of the inputs from BLOCK_RANK on to total [ROWS, BLOCK_OUT]."""

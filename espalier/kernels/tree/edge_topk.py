@@ -22,23 +22,23 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.ops.drafts import Candidates
-from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
+from espalier.kernels.runtime.jit import float_to_key, kernel, key_to_float
+from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
 from espalier.kernels.sampling.logit_processors import (
     COLUMNS,
-    AboveArguments,
+    DraftedArguments,
     LogitsArguments,
     SlotArguments,
     SlotRows,
-    above_arguments,
-    leaves_logits,
+    drafted_arguments,
+    keeps_logits,
     logits_arguments,
-    row_of,
+    row_args,
 )
-from espalier.kernels.tree.draft_topk import shaped_with_noise
-from espalier.kernels.tree.edges import LowRankEdges, Rows
-from espalier.kernels.tree.select_tree import order_of, score_of, usable_score
+from espalier.kernels.tree.draft_topk import noisy_logits
+from espalier.kernels.tree.edges import DepthRows, LowRankEdges
+from espalier.kernels.tree.select_tree import comparable_score
 
 # Columns per program, and the numbers of the rank that it multiplies in a step.  These take 64 kB of bfloat16, so three
 # programs fit in the shared memory of a multiprocessor.
@@ -47,40 +47,40 @@ WARPS = 8
 # Requests per program.  They share the columns that the program has read.
 REQUESTS = 8
 # Rows per program: at least what tensor cores need, at most what keeps their logits in registers.
-LEAST_ROWS, MOST_ROWS = 8, 16
+MIN_TILE_ROWS, MAX_TILE_ROWS = 8, 16
 # The fewest columns, and the smallest rank, that tensor cores take.
-LEAST_SPLIT, LEAST_RANK = 16, 16
+MIN_SPLIT, MIN_RANK = 16, 16
 # Values per warp in the search for the best.  They are many, because a step of several warps is mostly synchronisation.
-VALUES_A_WARP = 1024
+VALUES_PER_WARP = 1024
 
 
 def edge_topk_triton(
     edges: LowRankEdges,
     depth: int,
-    rows: Rows,
-    made_factors: tuple[Tensor, Tensor | None] | None,
+    rows: DepthRows,
+    factors_and_states: tuple[Tensor, Tensor | None] | None,
     d2t: Tensor | None,
     slots: SlotRows,
     first: Tensor,
     out: Candidates,
     coupled: bool = True,
     mask: Tensor | None = None,
-    only: Tensor | None = None,
-) -> Rows:
+    forced_tokens: Tensor | None = None,
+) -> DepthRows:
     """Write the K best children of each row at `depth` (from 0) to `out`, [B, R, K] each, and return the next rows.
 
-    made_factors: the rows' factors and states, from edge_factors; None: a row's factor is that of its token.
+    factors_and_states: the rows' factors and states, from edge_factors; None: a row's factor is that of its token.
     first [B] + depth: the position of the children.  mask: [B, 1, ceil(V / 32)] int32, bits of target ids that may be
-    drafted; only: [B, 1] int64, the only token that may be drafted, -1 for several.  d2t, slots, coupled and scores:
-    see draft_topk_triton; penalties count no drafted token.  Raises EspalierError for other shapes and dtypes.
+    drafted; forced_tokens: [B, 1] int64, the only token that may be drafted, -1 for several.  d2t, slots, coupled and
+    scores: see draft_topk_triton; penalties count no drafted token.  Raises EspalierError for other shapes and dtypes.
     """
     (batch, num_rows, topk), (columns, rank) = out.tokens.shape, edges.after.shape[-2:]
-    factors, states = made_factors or (None, None)
-    by_path = edges.is_recurrent
-    made = Rows(
+    factors, states = factors_and_states or (None, None)
+    rows_are_paths = edges.is_recurrent
+    made = DepthRows(
         first.new_empty(batch, topk),
         rows.scores.new_empty(batch, topk),
-        first.new_empty(batch, topk) if by_path else None,
+        first.new_empty(batch, topk) if rows_are_paths else None,
         states,
     )
     if not out.tokens.numel():
@@ -91,9 +91,9 @@ def edge_topk_triton(
     ids = edges.ids[:, depth] if edges.ids is not None else None if d2t is None else d2t.expand(batch, -1)
     _require(edges, rows, factors, after, ids, out)
     logits = logits_arguments(edges.base[:, depth : depth + 1], columns, slots, first)
-    split = min(SPLIT, max(power_of_two(columns), LEAST_SPLIT))
+    split = min(SPLIT, max(power_of_two(columns), MIN_SPLIT))
     splits = -(-columns // split)
-    tile = min(max(power_of_two(num_rows), LEAST_ROWS), MOST_ROWS)
+    tile = min(max(power_of_two(num_rows), MIN_TILE_ROWS), MAX_TILE_ROWS)
     x = torch.empty(batch, num_rows, splits, split, dtype=torch.float32, device=edges.base.device)
     tops, sums = x.new_empty(2, batch, num_rows, splits)
     id_arguments = (ids, 0 if ids is None else ids.stride(0))
@@ -105,28 +105,27 @@ def edge_topk_triton(
         *(x, tops, sums, rows.tokens if factors is None else None, *rows.tokens.stride()),
         *(before, before.stride(0), after),
         *(*after.stride()[:2], *id_arguments, depth, logits, slots.arguments),
-        *(above_arguments(None, 0, 1, slots, mask), batch, requests, num_rows, columns, splits),
+        *(drafted_arguments(None, 0, 1, slots, mask), batch, requests, num_rows, columns, splits),
         COLUMNS=COLUMNS,
         COUPLED=coupled,
         RANK=rank,
-        BLOCK_RANK=min(max(power_of_two(rank), LEAST_RANK), BLOCK_RANK) if is_half else LEAST_RANK,
+        BLOCK_RANK=min(max(power_of_two(rank), MIN_RANK), BLOCK_RANK) if is_half else MIN_RANK,
         ROWS=tile,
         SPLIT=split,
         IS_WEIGHT=not own,
         EXACT=exact_type(edges.base.dtype),
         num_warps=WARPS,
         num_stages=1,
-        # Without fusion: a fused multiply-add rounds once, but the reference rounds twice.
         enable_fp_fusion=False,
         **pdl_arguments(chip(x)),
     )
-    _merge_and_rank(out, made, (x, tops, sums), id_arguments, rows.scores, only)
+    _merge_and_rank(out, made, (x, tops, sums), id_arguments, rows.scores, forced_tokens)
     return made
 
 
 def _merge_and_rank(
     out: Candidates,
-    made: Rows,
+    made: DepthRows,
     of_splits: tuple[Tensor, Tensor, Tensor],
     id_arguments: tuple[Tensor | None, int],
     row_scores: Tensor,
@@ -140,7 +139,7 @@ def _merge_and_rank(
         SPLITS=of_splits_block,
         SPLIT=split,
         CHILDREN=children,
-        num_warps=_warps(max(of_splits_block, children * split)),
+        num_warps=warps_for(max(of_splits_block, children * split), VALUES_PER_WARP),
         enable_fp_fusion=False,
         **pdl_arguments(on),
     )
@@ -149,17 +148,13 @@ def _merge_and_rank(
         *(*out, out.tokens.stride(0), *made[:3], row_scores, *row_scores.stride(), num_rows, topk),
         CANDIDATES=candidates,
         TOPK=topk,
-        num_warps=_warps(candidates),
+        num_warps=warps_for(candidates, VALUES_PER_WARP),
         **pdl_arguments(on),
     )
 
 
-def _warps(values: int) -> int:
-    return min(max(values // VALUES_A_WARP, 1), 16)
-
-
 def _require(
-    edges: LowRankEdges, rows: Rows, factors: Tensor | None, after: Tensor, ids: Tensor | None, out: Candidates
+    edges: LowRankEdges, rows: DepthRows, factors: Tensor | None, after: Tensor, ids: Tensor | None, out: Candidates
 ) -> None:
     (batch, num_rows, topk), (_, columns, rank), base = out.tokens.shape, after.shape, edges.base
     if factors is not None:
@@ -213,7 +208,7 @@ def _edge_topk_kernel(
     if IS_WEIGHT:
         pdl_wait(DEPENDENT)
     exists = row_index < num_rows
-    logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), AboveArguments(*above)
+    logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*above)
     for b in range(first, tl.minimum(first + requests, batch)):
         if tokens_ptr is None:
             factor = b * num_rows + tl.where(exists, row_index, 0)
@@ -221,12 +216,12 @@ def _edge_topk_kernel(
             tokens = tokens_ptr + b * tokens_batch_stride + row_index * tokens_row_stride
             factor = tl.maximum(tl.load(tokens, mask=exists, other=0), 0)
         of_row = before_ptr + factor * before_stride
-        _, base_ptr, position, row, row_above = row_of(b, 1, depth, logits, slots, above, COLUMNS)
+        _, base_ptr, position, row, row_above = row_args(b, 1, depth, logits, slots, above, COLUMNS)
         base = tl.load(base_ptr + index, mask=inside, other=0.0).to(EXACT)
         ids = index
         if ids_ptr is not None:
             # A row whose logits do not change needs no token ids.
-            needs_ids = ~leaves_logits(row) | (above.mask_words > 0)
+            needs_ids = ~keeps_logits(row) | (above.mask_words > 0)
             ids = tl.load(ids_ptr + b * ids_stride + index, mask=inside & needs_ids, other=0).to(tl.int32)
         before = tl.load(of_row[None, :] + rank[:, None], mask=rank[:, None] < RANK, other=0.0)
         x = tl.dot(after, before, input_precision="ieee", out_dtype=EXACT)
@@ -236,7 +231,7 @@ def _edge_topk_kernel(
             before_more = tl.load(of_row[None, :] + (start + rank)[:, None], mask=more[:, None], other=0.0)
             x = tl.dot(after_more, before_more, x, input_precision="ieee", out_dtype=EXACT)
         x = tl.where(inside[:, None], x + base[:, None], float("-inf"))
-        x = shaped_with_noise(x, ids, inside, b, position, slots, row, row_above, COLUMNS, COUPLED)
+        x = noisy_logits(x, ids, inside, b, position, slots, row, row_above, COLUMNS, COUPLED)
         out = (b * num_rows + row_index) * splits + split
         tl.store(x_ptr + out[None, :] * SPLIT + place[:, None], x, mask=exists[None, :])
         top, total = _sum_of_exp(x.to(tl.float32))
@@ -266,12 +261,12 @@ def _merge_rows_kernel(
     sums = tl.load(sums_ptr + row * splits + split, mask=split < splits, other=0.0)
     top = tl.max(tops, 0)
     total = tl.sum(sums * tl.exp(tops - tl.where(top == float("-inf"), 0.0, top)), 0)
-    split_tops, chosen = _best(tops, split, CHILDREN, topk)
+    split_tops, chosen = _topk_of(tops, split, CHILDREN, topk)
     column = chosen[:, None] * SPLIT + tl.arange(0, SPLIT)[None, :]
     is_chosen = (split_tops > float("-inf"))[:, None] & (column >= 0)
     x = tl.load(x_ptr + row * splits * SPLIT + column, mask=is_chosen, other=float("-inf"))
     SIZE: tl.constexpr = CHILDREN * SPLIT
-    values, columns = _best(tl.reshape(x, [SIZE]), tl.reshape(column, [SIZE]), CHILDREN, topk)
+    values, columns = _topk_of(tl.reshape(x, [SIZE]), tl.reshape(column, [SIZE]), CHILDREN, topk)
     scores = (values - top) - tl.log(total)
     # False for NaN as well.
     valid = scores > float("-inf")
@@ -290,14 +285,14 @@ def _merge_rows_kernel(
 
 
 @kernel
-def _best(x, index, CHILDREN: tl.constexpr, topk):
+def _topk_of(x, index, CHILDREN: tl.constexpr, topk):
     """The topk best values of x, best first, and their indices, [CHILDREN] each.  Equal values: the lower index first.
 
     NaN counts as -inf.  If fewer than topk values are above -inf, the rest are -inf, with any index.
     """
     child = tl.arange(0, CHILDREN)
     # The keys are integers, because the maximum of integers over a warp is one instruction.
-    keys, none = order_of(usable_score(x)), order_of(tl.full([], float("-inf"), tl.float32))
+    keys, none = float_to_key(comparable_score(x)), float_to_key(tl.full([], float("-inf"), tl.float32))
     best_keys, best_index = tl.zeros([CHILDREN], tl.int32) + none, tl.zeros([CHILDREN], tl.int32)
     # topk is no constexpr argument, because the unrolled steps would not fit in the instruction cache.
     for k in range(topk):
@@ -306,7 +301,7 @@ def _best(x, index, CHILDREN: tl.constexpr, topk):
         best_keys = tl.where(child == k, best, best_keys)
         best_index = tl.where(child == k, at, best_index)
         keys = tl.where(index == at, none, keys)
-    return score_of(best_keys), best_index
+    return key_to_float(best_keys), best_index
 
 
 @kernel
@@ -324,10 +319,10 @@ def _rank_rows_kernel(
     token = tl.load(tokens_ptr + b * out_stride + i, mask=exists, other=0).to(tl.int32)
     score = tl.load(scores_ptr + b * out_stride + i, mask=exists, other=float("-inf"))
     row_score = row_scores_ptr + b * row_scores_batch_stride + i // topk * row_scores_stride
-    score = usable_score(tl.load(row_score, mask=exists, other=float("-inf")) + score)
+    score = comparable_score(tl.load(row_score, mask=exists, other=float("-inf")) + score)
     # The keys are integers, because the maximum of integers over a warp is one instruction.
-    key = order_of(score)
-    none = order_of(tl.full([CANDIDATES], float("-inf"), tl.float32))
+    key = float_to_key(score)
+    none = float_to_key(tl.full([CANDIDATES], float("-inf"), tl.float32))
     next_rows = tl.full([CANDIDATES], -1, tl.int32)
     for next_row in range(TOPK):
         best = tl.max(key, 0)
@@ -336,7 +331,7 @@ def _rank_rows_kernel(
         is_taken = (i == best_i if next_parents_ptr is not None else token == best_token) & (key > none)
         next_rows = tl.where(is_taken, next_row, next_rows)
         key = tl.where(is_taken, none, key)
-        best_score = score_of(best)
+        best_score = key_to_float(best)
         at = b * TOPK + next_row
         tl.store(next_tokens_ptr + at, tl.where(best_score > float("-inf"), best_token, 0).to(tl.int64))
         tl.store(next_scores_ptr + at, best_score)

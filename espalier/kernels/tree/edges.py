@@ -1,7 +1,7 @@
 """Edges of a block draft: logits that depend on earlier drafted tokens, as a product of low rank.
 
 A depth is scored row by row.  The rows of depth 1 are the roots, and each depth's candidates give the next depth's rows
-(`fill_depth`).  edge_topk.py and edge_factors.py are the kernels; this file has their reference.
+(`rank_depth`).  edge_topk.py and edge_factors.py are the kernels; this file has their reference.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.ops.drafts import Candidates
-from espalier.kernels.ops.tree import ordered_topk, usable
+from espalier.kernels.ops.tree import comparable_scores, ordered_topk
 
 
-class Rows(NamedTuple):
+class DepthRows(NamedTuple):
     """The rows of a depth.  The depth's candidates continue these rows.
 
     tokens: [B, R] int64, the previous token, 0 for a row that no candidate leads to.  scores: [B, R] float32, of the
@@ -31,7 +31,7 @@ class Rows(NamedTuple):
     states: Tensor | None = None
 
     @classmethod
-    def of_roots(cls, root: Tensor) -> Rows:
+    def for_roots(cls, root: Tensor) -> DepthRows:
         """The rows of depth 1.  root: [B]."""
         return cls(root[:, None], torch.zeros(len(root), 1, device=root.device))
 
@@ -45,17 +45,17 @@ class FactorProjection:
     The new state is sigmoid(gate) * state + (1 - sigmoid(gate)) * tanh(candidate), and the factor is tanh(output).  The
     state before depth 1 is 0.
 
-    of_hidden: [B, S, rank], or [B, S, 3 * rank] if recurrent: the part of p from the hidden state and the bias, by
+    hidden_part: [B, S, rank], or [B, S, 3 * rank] if recurrent: the part of p from the hidden state and the bias, by
     depth.  weight: the other columns of the projection: [rank, rank] for e, or [3 * rank, 2 * rank] for the state and
     then e.
     """
 
-    of_hidden: Tensor
+    hidden_part: Tensor
     weight: Tensor
     is_recurrent: bool
 
 
-def split_columns(weight: Tensor, hidden_size: int, is_recurrent: bool) -> tuple[Tensor, Tensor]:
+def split_projection_columns(weight: Tensor, hidden_size: int, is_recurrent: bool) -> tuple[Tensor, Tensor]:
     """Split a stored projection into (the columns of the hidden state, FactorProjection.weight).
 
     A gate [rank, H + rank] has columns for the hidden state, then e.  A recurrent projection [3 * rank, 2 * rank + H]
@@ -87,19 +87,19 @@ class LowRankEdges:
         """Whether a row is one path.  If not, all paths that end in the same token share a row."""
         return self.projection is not None and self.projection.is_recurrent
 
-    def factors(self, depth: int, rows: Rows) -> tuple[Tensor, Tensor | None]:
+    def factors(self, depth: int, rows: DepthRows) -> tuple[Tensor, Tensor | None]:
         """The factors of rows, [B, R, rank], and the states after them, [B, R, rank], None if not recurrent."""
         embedded = self.before[rows.tokens.clamp(min=0)]
         if self.projection is None:
             return embedded, None
-        of_hidden, weight = self.projection.of_hidden[:, depth, None], self.projection.weight
+        hidden_part, weight = self.projection.hidden_part[:, depth, None], self.projection.weight
         if not self.is_recurrent:
-            return torch.sigmoid(of_hidden + embedded @ weight.T) * embedded, None
+            return torch.sigmoid(hidden_part + embedded @ weight.T) * embedded, None
         state = torch.zeros_like(embedded)
         if depth > 0:
             assert rows.parents is not None and rows.states is not None
             state = rows.states.gather(1, rows.parents[..., None].expand_as(embedded))
-        gate, candidate, output = (of_hidden + torch.cat((state, embedded), -1) @ weight.T).chunk(3, -1)
+        gate, candidate, output = (hidden_part + torch.cat((state, embedded), -1) @ weight.T).chunk(3, -1)
         gate = torch.sigmoid(gate)
         return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
 
@@ -113,21 +113,23 @@ class LowRankEdges:
         return logits.scatter_(2, self.ids[:, depth, None].expand_as(columns), columns)
 
 
-def fill_depth(tokens: Tensor, scores: Tensor, rows: Rows, out: Candidates, by_path: bool = False) -> Rows:
+def rank_depth(
+    tokens: Tensor, scores: Tensor, rows: DepthRows, out: Candidates, rows_are_paths: bool = False
+) -> DepthRows:
     """Write the candidates of a depth to `out`, and rank the rows of the next depth.
 
     tokens: [B, R, K] int64, scores: [B, R, K] float32: the best children of each row and their log-probabilities.
     out: [B, R, K] each.  The next rows are the K best distinct tokens; a token's score is the score of the best path to
-    it.  With by_path the next rows are the K best candidates.  Scores are ordered as in select_beams.
+    it.  With rows_are_paths the next rows are the K best candidates.  Scores are ordered as in select_beams.
     """
     topk = tokens.shape[2]
-    path_scores = usable(usable(rows.scores)[..., None] + usable(scores)).flatten(1)
+    path_scores = comparable_scores(comparable_scores(rows.scores)[..., None] + comparable_scores(scores)).flatten(1)
     ids = tokens.flatten(1)
     order = torch.arange(ids.shape[1], device=ids.device)
     better = (path_scores[:, None] > path_scores[..., None]) | (
         (path_scores[:, None] == path_scores[..., None]) & (order < order[:, None])
     )
-    same = order == order[:, None] if by_path else ids[:, None] == ids[..., None]
+    same = order == order[:, None] if rows_are_paths else ids[:, None] == ids[..., None]
     # A token's score is the score of its best candidate.
     stands = ~(better & same).any(2)
     rank = (better & stands[:, None]).sum(2)
@@ -138,5 +140,5 @@ def fill_depth(tokens: Tensor, scores: Tensor, rows: Rows, out: Candidates, by_p
     for place, value in zip(out, (tokens, scores, next_rows), strict=True):
         place.copy_(value)
     missing = best == -torch.inf
-    parents = (index // topk).masked_fill(missing, 0) if by_path else None
-    return Rows(ids.gather(1, index).masked_fill(missing, 0), best, parents)
+    parents = (index // topk).masked_fill(missing, 0) if rows_are_paths else None
+    return DepthRows(ids.gather(1, index).masked_fill(missing, 0), best, parents)

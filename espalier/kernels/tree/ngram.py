@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels.ops.drafts import MAX_NGRAM, Matches
+from espalier.kernels.ops.drafts import MAX_NGRAM, NgramMatches
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
@@ -19,14 +19,14 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 BLOCK = 1024
 
 
-def find_matches(history: Tensor, index: Tensor, root: Tensor, topk: int) -> Matches:
+def find_matches(history: Tensor, index: Tensor, root: Tensor, topk: int) -> NgramMatches:
     (batch,), width = index.shape, history.shape[1]
     require("find_matches: history", history, (-1, -1), torch.int64, root)
     require("find_matches: index", index, (batch,), torch.int64, root)
     require("find_matches: root", root, (batch,), torch.int64, root)
     blocks = -(-width // BLOCK)
     keys, next_tokens = (root.new_empty(batch, blocks * topk) for _ in range(2))
-    matches = Matches(root.new_empty(batch, topk), root.new_empty(batch, topk))
+    matches = NgramMatches(root.new_empty(batch, topk), root.new_empty(batch, topk))
     if batch:
         strides = (index.stride(0), root.stride(0))
         _block_matches_kernel[(batch, blocks)](

@@ -17,15 +17,14 @@ from torch import Tensor
 
 from espalier.kernels.ops.drafts import Candidates, require_paths
 from espalier.kernels.ops.tree import Tree
-from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.jit import float_to_key, kernel, key_to_float
 from espalier.kernels.runtime.launch import chip, power_of_two
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
-from espalier.kernels.tree.select_tree import order_of, score_of
 
 # The largest number of keys that one warp holds in registers.
-ONE_WARP = 256
+MAX_ONE_WARP_KEYS = 256
 # The most candidates that are read before the first step: as many as fit in registers, and at least MAX_CANDIDATES.
-MOST_READ = 2048
+MAX_PREFETCHED_CANDIDATES = 2048
 
 
 def select_paths(root: Tensor, candidates: Candidates, nodes: int) -> Tree:
@@ -46,35 +45,35 @@ def select_paths(root: Tensor, candidates: Candidates, nodes: int) -> Tree:
             # A path has at most steps + 1 nodes.
             DOUBLINGS=steps.bit_length(),
             BLOCK=block,
-            READ=min(power_of_two(steps * rows * topk), MOST_READ),
-            num_warps=1 if block <= ONE_WARP else 4,
+            READ=min(power_of_two(steps * rows * topk), MAX_PREFETCHED_CANDIDATES),
+            num_warps=1 if block <= MAX_ONE_WARP_KEYS else 4,
             **pdl_arguments(chip(root)),
         )
     return tree
 
 
 @kernel
-def _rest_of(depth, parent, place, row):
+def _pack_tie_break(depth, parent, place, row):
     """uint32 that breaks ties of scores: lower depth first, then lower parent, then lower place."""
     return ((depth << 26) | (parent << 16) | (place << 8) | row).to(tl.uint32, bitcast=True)
 
 
 @kernel
-def _parts_of(rest):
-    """(depth, parent, place, row): the inverse of _rest_of."""
+def _unpack_tie_break(rest):
+    """(depth, parent, place, row): the inverse of _pack_tie_break."""
     depth, parent = (rest >> 26).to(tl.int32), ((rest >> 16) & 1023).to(tl.int32)
     return depth, parent, ((rest >> 8) & 255).to(tl.int32), (rest & 255).to(tl.int32)
 
 
 @kernel
-def _order_of_path(above, logp):
+def _path_key(above, logp):
     """The integer key of a path's score.  If there is no path, it is below the key of -inf.
 
     above: the score of the path's parent, which is usable.  So the sum is not -0.0.
     """
     score = above + logp
     # False for NaN as well.
-    return tl.where(score > float("-inf"), order_of(score), -2147483648)
+    return tl.where(score > float("-inf"), float_to_key(score), -2147483648)
 
 
 @kernel
@@ -92,14 +91,14 @@ def _select_paths_kernel(
     request = tl.program_id(0).to(tl.int64)
     scores_ptr += request * (STEPS * ROWS * TOPK)
     next_rows_ptr += request * (STEPS * ROWS * TOPK)
-    exists, deepest = _read_first(scores_ptr, next_rows_ptr, STEPS, STEPS * ROWS * TOPK, READ)
+    exists, deepest = _prefetch_candidates(scores_ptr, next_rows_ptr, STEPS, STEPS * ROWS * TOPK, READ)
     i = tl.arange(0, BLOCK)
     # This key is below the key of every score, -inf included.
     empty = tl.full([], -2147483648, tl.int32)
     zero = tl.full([], 0, tl.int32)
-    first = _order_of_path(0.0, tl.load(scores_ptr))
+    first = _path_key(0.0, tl.load(scores_ptr))
     orders = tl.where((i == 0) & exists, first, empty)
-    rests = tl.zeros([BLOCK], tl.uint32) + _rest_of(zero + 1, zero, zero, zero)
+    rests = tl.zeros([BLOCK], tl.uint32) + _pack_tie_break(zero + 1, zero, zero, zero)
     above = tl.zeros([BLOCK], tl.int32)
     selected, selected_rests = tl.zeros([BLOCK], tl.int32) + empty, tl.zeros([BLOCK], tl.uint32)
     for node in range(1, NODES):
@@ -107,8 +106,8 @@ def _select_paths_kernel(
         found = best > empty
         rest = tl.min(tl.where(orders == best, rests, 0xFFFFFFFF), 0)
         is_best = (orders == best) & (rests == rest)
-        score = score_of(best)
-        depth, parent, place, row = _parts_of(rest)
+        score = key_to_float(best)
+        depth, parent, place, row = _unpack_tie_break(rest)
         parent_score = tl.sum(tl.where(is_best, above, 0), 0).to(tl.float32, bitcast=True)
         selected = tl.where(i == node, best, selected)
         selected_rests = tl.where(i == node, rest, selected_rests)
@@ -117,10 +116,10 @@ def _select_paths_kernel(
         next_row = tl.load(next_rows_ptr + at, mask=found & (depth < deepest), other=-1)
         child_at = (depth * ROWS + next_row) * TOPK
         child = tl.load(scores_ptr + child_at, mask=next_row >= 0, other=float("-inf"))
-        orders = tl.where(is_best, _order_of_path(parent_score, beside), orders)
-        rests = tl.where(is_best, _rest_of(depth, parent, place + 1, row), rests)
-        orders = tl.where(i == node, _order_of_path(score, child), orders)
-        rests = tl.where(i == node, _rest_of(depth + 1, zero + node, zero, next_row), rests)
+        orders = tl.where(is_best, _path_key(parent_score, beside), orders)
+        rests = tl.where(is_best, _pack_tie_break(depth, parent, place + 1, row), rests)
+        orders = tl.where(i == node, _path_key(score, child), orders)
+        rests = tl.where(i == node, _pack_tie_break(depth + 1, zero + node, zero, next_row), rests)
         above = tl.where(i == node, score.to(tl.int32, bitcast=True), above)
     _write_tree(
         *(root_ptr, tokens_ptr, out_tokens_ptr, out_parents_ptr, out_depths_ptr, out_scores_ptr, out_words_ptr),
@@ -129,7 +128,7 @@ def _select_paths_kernel(
 
 
 @kernel
-def _read_first(scores_ptr, next_rows_ptr, STEPS: tl.constexpr, COUNT: tl.constexpr, READ: tl.constexpr):
+def _prefetch_candidates(scores_ptr, next_rows_ptr, STEPS: tl.constexpr, COUNT: tl.constexpr, READ: tl.constexpr):
     """Read the first READ candidates into the L1.  All candidates of the first row are among them.
 
     The compiler drops a read whose value is not used.  So the function returns two values: whether one of these
@@ -150,8 +149,8 @@ def _write_tree(
     DOUBLINGS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the tree.  Node i is the path selected[i], rests[i]; without a path it is void, but node 0 is the root."""
-    score = score_of(selected)
-    depth, parent, place, row = _parts_of(rests)
+    score = key_to_float(selected)
+    depth, parent, place, row = _unpack_tie_break(rests)
     is_root = i == 0
     void = (selected == -2147483648) & (i > 0)
     drafted = (selected != -2147483648) & (i < NODES)

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.ops.tree import Parts, SelectedBeams, Tree, require_pool
-from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.ops.tree import Pool, SelectedBeams, Tree, require_pool
+from espalier.kernels.runtime.jit import float_to_key, kernel
 from espalier.kernels.runtime.launch import chip, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.layout import ANCESTOR_BITS
@@ -62,23 +62,10 @@ def select_beams(
 
 
 @kernel
-def usable_score(score):
+def comparable_score(score):
     """Do in a kernel what `usable` does."""
     score = tl.where(score == score, score, float("-inf"))
     return tl.where(score == 0, 0.0, score)
-
-
-@kernel
-def order_of(score):
-    """Convert float32 scores, which must be usable, to int32 keys in the same order."""
-    bits = score.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@kernel
-def score_of(key):
-    """Convert a key back to its score, see order_of."""
-    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
 @kernel
@@ -93,13 +80,13 @@ def _select_beams_kernel(
     request = tl.program_id(0).to(tl.int64)
     candidates = request * (ROWS * TOPK)
     i = tl.arange(0, BLOCK)
-    score = usable_score(tl.load(scores_ptr + candidates + i, mask=i < ROWS * TOPK, other=float("-inf")))
-    key = order_of(score)
+    score = comparable_score(tl.load(scores_ptr + candidates + i, mask=i < ROWS * TOPK, other=float("-inf")))
+    key = float_to_key(score)
     rank = tl.zeros([BLOCK], tl.int32)
     for start in range(0, BLOCK, CHUNK):
         j = start + tl.arange(0, CHUNK)
         other = tl.load(scores_ptr + candidates + j, mask=j < ROWS * TOPK, other=float("-inf"))
-        other = order_of(usable_score(other))
+        other = float_to_key(comparable_score(other))
         tied = (other[None, :] == key[:, None]) & (j[None, :] < i[:, None])
         rank += tl.sum(((other[None, :] > key[:, None]) | tied).to(tl.int32), 1)
     # The block's padding scores -inf and comes last, so the ranks of padding are at least TOPK.
@@ -123,11 +110,11 @@ def _select_beams_kernel(
 
 
 # The most parts of a pool.  The kernel reads each part from its own tensor.
-MOST_PARTS = 16
+MAX_PARTS = 16
 
 
-def select(root: Tensor, tokens: Parts, scores: Parts, beams: Parts, topk: int, nodes: int) -> Tree:
-    if len(tokens) > MOST_PARTS:
+def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, nodes: int) -> Tree:
+    if len(tokens) > MAX_PARTS:
         tokens, scores, beams = ([torch.cat(list(parts), 1)] for parts in (tokens, scores, beams))
     batch, size, steps = require_pool(root, tokens, scores, beams, topk, nodes)
     tree = Tree.empty(root, nodes)
@@ -155,7 +142,7 @@ def select(root: Tensor, tokens: Parts, scores: Parts, beams: Parts, topk: int, 
 
 
 @kernel
-def _load_of_pool(parts, PARTS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, request, i, mask, other):
+def _load_from_pool(parts, PARTS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, request, i, mask, other):
     """Load values i of a request's pool.  The first part has FIRST values per request, the other parts REST."""
     for part in tl.static_range(PARTS):
         if part == 0:
@@ -186,9 +173,9 @@ def _select_tree_kernel(
     exists = i < SIZE
     FIRST: tl.constexpr = SIZE if PARTS == 1 else TOPK
     REST: tl.constexpr = TOPK * TOPK
-    score = usable_score(_load_of_pool(scores, PARTS, FIRST, REST, request, i, exists, float("-inf")))
+    score = comparable_score(_load_from_pool(scores, PARTS, FIRST, REST, request, i, exists, float("-inf")))
     # Keys are at least 0.  Padding gets 0, below the key of every score, -inf included.
-    key = tl.where(exists, order_of(score).to(tl.int64) + 2147483648, 0)
+    key = tl.where(exists, float_to_key(score).to(tl.int64) + 2147483648, 0)
     lowest = tl.zeros([], tl.int64)
     for step in range(32):
         trial = lowest | (tl.full([], 2147483648, tl.int64) >> step)
@@ -206,11 +193,11 @@ def _select_tree_kernel(
     # Beams have one part less than the candidates.
     BEAM_PARTS: tl.constexpr = PARTS - 1 if PARTS > 1 else 1
     BEAMS: tl.constexpr = SIZE // TOPK - 1 if PARTS == 1 else TOPK
-    beam = _load_of_pool(beams, BEAM_PARTS, BEAMS, TOPK, request, beam_index, has_beam, 0).to(tl.int32)
+    beam = _load_from_pool(beams, BEAM_PARTS, BEAMS, TOPK, request, beam_index, has_beam, 0).to(tl.int32)
     beam += tl.where(has_beam & (beam_index >= TOPK), topk + (beam_index // topk - 1) * (topk * topk), 0)
     parent = tl.where(has_beam & (void == 0), tl.gather(node, beam, 0), 0)
     level = tl.where((i < TOPK) | void, 1, 2 + (i - TOPK) // (topk * topk))
-    token = _load_of_pool(tokens, PARTS, FIRST, REST, request, i, selected, 0)
+    token = _load_from_pool(tokens, PARTS, FIRST, REST, request, i, selected, 0)
     out = request * NODES + node
     tl.store(out_tokens_ptr + out, tl.where(void, -1, token), mask=selected)
     tl.store(out_parents_ptr + out, parent.to(tl.int64), mask=selected)

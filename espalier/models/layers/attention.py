@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from espalier.attention import Pass
-from espalier.kernels.layers.quantised import Rows
+from espalier.kernels.layers.quantised import InputRows
 from espalier.kernels.ops.rope import HeadNorms
 from espalier.kernels.ops.states import OutputGate as HeadGate
 from espalier.models.layers.decoder import select_kept
@@ -62,11 +62,11 @@ class AttentionBlock:
     __slots__ = ()
     sink: Tensor | None = None
 
-    def write(self, layer: int, rows: Rows, p: Pass) -> Tensor:
+    def write(self, layer: int, rows: InputRows, p: Pass) -> Tensor:
         """Write what the layer keeps of rows [N, in]: K and V, or latents.  Returns the result of Pass.write."""
         raise NotImplementedError
 
-    def gate(self, rows: Rows, kept: Tensor | None) -> Tensor | None:
+    def gate(self, rows: InputRows, kept: Tensor | None) -> Tensor | None:
         """Returns the gates of the attention's output, [N, heads] or [N, heads · size]; None without gates.
         rows: [N, in].  kept: the indices of the rows that the layer goes on with; None: all."""
         return None
@@ -75,7 +75,7 @@ class AttentionBlock:
         """The attention's output [B, Q, heads, size] -> [B · Q, hidden], or parts of it as a BlockOutput."""
         raise NotImplementedError
 
-    def __call__(self, layer: int, rows: Rows, s: Residual, p: Pass) -> Tensor | Unsummed:
+    def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | Unsummed:
         """Returns the block's output for the rows.  See Mixer."""
         q, kept = self.write(layer, rows, p), p.kept_rows(layer)
         gate = self.gate(rows, kept)
@@ -103,11 +103,11 @@ class Attention(AttentionBlock):
     all_heads_norms: AllHeadsNorms | None = None
     output_gate: OutputGate | None = None
 
-    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, Rows]:
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
         # With a gate, the norm is not rounded: the gate may have another format than q, k and v.
         return self.qkv.norm_input(norm, delta, x) if self.output_gate is None else norm.add_and_norm(delta, x)
 
-    def write(self, layer: int, rows: Rows, p: Pass) -> Tensor:
+    def write(self, layer: int, rows: InputRows, p: Pass) -> Tensor:
         qkv = (
             self.qkv.in_parts(rows)
             if self.all_heads_norms is None
@@ -117,7 +117,7 @@ class Attention(AttentionBlock):
         q, scales = p.write(layer, heads, p.rotation(self.rope), self.norms), self.rope.query_scales
         return q if scales is None else q * p.at_positions(layer, scales)
 
-    def gate(self, rows: Rows, kept: Tensor | None) -> Tensor | None:
+    def gate(self, rows: InputRows, kept: Tensor | None) -> Tensor | None:
         if self.output_gate is None:
             return None
         assert isinstance(rows, Tensor)
@@ -138,10 +138,10 @@ class GatedAttention:
     rope: RopeTables
     norms: HeadNorms
 
-    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, Rows]:
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
         return self.qkv.norm_input(norm, delta, x)
 
-    def __call__(self, layer: int, rows: Rows, s: Residual, p: Pass) -> Tensor | Unsummed:
+    def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | Unsummed:
         """Returns the block's output for the rows.  See decoder.py:Mixer."""
         qkv = self.qkv.in_parts(rows)
         q = p.write(layer, qkv.unflatten(-1, (-1, self.head_size)), p.rotation(self.rope), self.norms)

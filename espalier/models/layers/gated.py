@@ -2,13 +2,13 @@
 
 from torch import Tensor
 
-from espalier.kernels.layers.quantised import Rows
+from espalier.kernels.layers.quantised import InputRows
 from espalier.kernels.ops.states import OutputGate, gated_norm, rounds_groups
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm, is_rounded_before
 
 
-def gated_for(out: Linear, read: Tensor, gate: OutputGate, norm: RMSNorm | None) -> Rows:
+def gated_for(out: Linear, read: Tensor, gate: OutputGate, norm: RMSNorm | None) -> InputRows:
     """Returns the normed and gated rows of read [N, groups, size] in the form that `out` takes.
 
     If `out` takes rounded inputs and the launch of the norm can round them, that launch does it.

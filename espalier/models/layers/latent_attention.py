@@ -11,11 +11,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from espalier.attention import Pass
-from espalier.kernels.layers.quantised import InputScales, Rows
-from espalier.kernels.layers.scaled_product import kernel_rows
+from espalier.kernels.layers.quantised import InputRows, InputScales
+from espalier.kernels.layers.scaled_product import max_kernel_rows
 from espalier.kernels.ops.linear import sum_parts
-from espalier.kernels.ops.norm import rounds_norm
-from espalier.kernels.ops.rope import LatentForm, Rotation, head_product
+from espalier.kernels.ops.norm import can_round_norm
+from espalier.kernels.ops.rope import LatentFormat, Rotation, head_product
 from espalier.kernels.ops.selection import IndexNorm, IndexRows
 from espalier.kernels.runtime.launch import chip
 from espalier.models.layers.attention import AttentionBlock
@@ -34,7 +34,7 @@ class IndexedRows(NamedTuple):
     x: [N, hidden], normed rows.  projection_rows: the same rows in the form that the layer's projections take."""
 
     x: Tensor
-    projection_rows: Rows
+    projection_rows: InputRows
 
 
 def norm_for_indexer(
@@ -42,7 +42,9 @@ def norm_for_indexer(
 ) -> tuple[Tensor, IndexedRows]:
     """Returns (x + delta, the norm of that sum in the form that `down` and the indexer take)."""
     rounding = common_rounding(down.rounding, indexer.k.rounding) if x.is_cuda else None
-    if rounding is not None and (len(x) > kernel_rows(rounding, chip(x)) or not rounds_norm(x.shape[1], rounding)):
+    if rounding is not None and (
+        len(x) > max_kernel_rows(rounding, chip(x)) or not can_round_norm(x.shape[1], rounding)
+    ):
         rounding = None
     total, normed, rounded = norm.add_norm_and_round(delta, x, rounding)
     return total, IndexedRows(normed, rounded)
@@ -96,7 +98,7 @@ class LatentAttention(AttentionBlock):
     down: Linear
     q_norm: RMSNorm | None
     q: Linear | None
-    form: LatentForm
+    form: LatentFormat
     k_up: Tensor
     v_up: Tensor
     out: Linear
@@ -104,12 +106,12 @@ class LatentAttention(AttentionBlock):
     rope: RopeTables
     indexer: Indexer | None = None
 
-    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, Rows | IndexedRows]:
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows | IndexedRows]:
         if self.indexer is None:
             return self.down.norm_input(norm, delta, x)
         return norm_for_indexer(self.down, self.indexer, norm, delta, x)
 
-    def write(self, layer: int, rows: Rows | IndexedRows, p: Pass) -> Tensor:
+    def write(self, layer: int, rows: InputRows | IndexedRows, p: Pass) -> Tensor:
         down = self.down(rows.projection_rows if isinstance(rows, IndexedRows) else rows)
         q, latent = down[:, : -self.row_size], down[:, -self.row_size :].unsqueeze(1)
         q_latent = q if self.q_norm is None else self.q_norm(q)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.attention import Pass
-from espalier.kernels.layers.quantised import InputScales, RoundedRows, Rows
+from espalier.kernels.layers.quantised import InputRows, InputScales, RoundedRows
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.drafts import DraftHidden, EmbeddingTables, embed_rows
 from espalier.models.layers.norm import AnyNorm, BlockOutput, RMSNorm
@@ -38,36 +38,36 @@ class Linear:
         """How a norm must round RoundedRows for this layer; None: the layer takes only plain tensors."""
         return self.weight.rounding
 
-    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, Rows]:
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
         rounding = self.weight.rounding
         return norm.add_and_norm(delta, x) if rounding is None else norm.add_and_round(delta, x, rounding)
 
-    def __call__(self, x: Rows) -> Tensor:
+    def __call__(self, x: InputRows) -> Tensor:
         """x [..., in] -> a new tensor [..., out]."""
         if isinstance(x, RoundedRows) or x.ndim == 2:
             return self.weight.apply(x, self.bias)
         return self.weight.apply(x.reshape(-1, x.shape[-1]), self.bias).view(*x.shape[:-1], self.shape[0])
 
-    def for_residual(self, x: Rows) -> Tensor | Unsummed:
+    def for_residual(self, x: InputRows) -> Tensor | Unsummed:
         """Returns the result of in_parts; if ranks divide the columns, as Unsummed, which the next norm sums."""
         product: Tensor | Unsummed = self.weight.for_residual(x, self.bias)
         return product
 
-    def in_parts(self, x: Rows) -> Tensor:
+    def in_parts(self, x: InputRows) -> Tensor:
         """x [rows, in] -> [rows, out], or partial sums [parts, rows, out] float32, which RMSNorm.add_and_norm adds."""
         return self.weight.parts(x, self.bias)
 
-    def write_parts(self, x: Rows, out: Tensor) -> None:
+    def write_parts(self, x: InputRows, out: Tensor) -> None:
         """x [rows, in] -> partial sums in out [weight.num_parts(rows), rows, out], float32 at least."""
         self.weight.write_parts(x, self.bias, out)
 
-    def gated(self, x: Rows, activation: Activation = SILU, rounding: InputScales | None = None) -> Rows:
+    def gated(self, x: InputRows, activation: Activation = SILU, rounding: InputScales | None = None) -> InputRows:
         """x [rows, in] -> the activation [rows, inner].
 
         The weight stacks gate and up, [2·inner, in]; if the activation has no gate, it is up alone.
         rounding: that of the layer that reads the result, which is RoundedRows if a launch could round it.
         """
-        rows: Rows = self.weight.gated(x, self.bias, activation, rounding)
+        rows: InputRows = self.weight.gated(x, self.bias, activation, rounding)
         return rows
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.kernels.layers.linear_plans import TritonPlan
-from espalier.kernels.layers.quantised import InputScales, Rows
+from espalier.kernels.layers.quantised import InputRows, InputScales
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.experts import (
     MAX_SHARED_ROWS,
@@ -21,7 +21,7 @@ from espalier.kernels.ops.experts import (
     scale_by_gate,
 )
 from espalier.kernels.ops.linear import linear_parts
-from espalier.kernels.ops.norm import norm_router, rounds_norm, takes_router
+from espalier.kernels.ops.norm import can_round_norm, norm_router, supports_norm_router
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import AnyNorm, BlockOutput, NormedOutputs, is_rounded_before, summed
 from espalier.models.weight_formats.sharded import Unsummed
@@ -37,17 +37,17 @@ class GatedMLP:
     down: Linear
     activation: Activation = SILU
 
-    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, Rows]:
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
         return self.gate_up.norm_input(norm, delta, x)
 
-    def __call__(self, x: Rows, live: Tensor | None = None) -> Tensor | Unsummed:
+    def __call__(self, x: InputRows, live: Tensor | None = None) -> Tensor | Unsummed:
         """[B·Q, hidden] -> [B·Q, hidden], or parts of the result as RMSNorm.add_and_norm takes them.
 
         live: not used: a dense MLP computes every row.  MixtureMLP has the same argument.
         """
         return self.down.for_residual(self._inner(x))
 
-    def in_parts(self, x: Rows) -> Tensor:
+    def in_parts(self, x: InputRows) -> Tensor:
         """[B·Q, hidden] -> [B·Q, hidden], or parts whose sum is the result.  Each rank returns its own, not summed."""
         return self.down.in_parts(self._inner(x))
 
@@ -63,7 +63,7 @@ class GatedMLP:
         """[B·Q, hidden] -> [B·Q, hidden].  The result is never in parts."""
         return self.down(self._inner(x))
 
-    def _inner(self, x: Rows) -> Rows:
+    def _inner(self, x: InputRows) -> InputRows:
         """[B·Q, hidden] -> [B·Q, intermediate], in a form that `down` takes."""
         return self.gate_up.gated(x, self.activation, self.down.rounding)
 
@@ -81,7 +81,7 @@ class RoutedRows(NamedTuple):
     """
 
     x: Tensor
-    expert_rows: Rows
+    expert_rows: InputRows
     logits: Tensor
 
 
@@ -126,7 +126,7 @@ class MixtureMLP:
         the norm also rounds them.
         """
         rounding = rounding_in_norm(self.gate_up, x)
-        own = summed(delta) if takes_router(x) and not isinstance(delta, NormedOutputs) else None
+        own = summed(delta) if supports_norm_router(x) and not isinstance(delta, NormedOutputs) else None
         if own is not None and norm.weight is not None:
             total, normed, rounded, logits = norm_router.triton(own, x, norm.weight, norm.eps, self.router, rounding)
             return total, RoutedRows(normed, rounded, logits)
@@ -145,7 +145,7 @@ class MixtureMLP:
         parts = self._sum_of_experts(*routed, live)
         return parts if self.shards.count == 1 else Unsummed(parts, self.shards, routed.x.dtype)
 
-    def _sum_of_experts(self, x: Tensor, expert_rows: Rows, logits: Tensor, live: Tensor | None) -> Tensor:
+    def _sum_of_experts(self, x: Tensor, expert_rows: InputRows, logits: Tensor, live: Tensor | None) -> Tensor:
         ids, weights = route(logits, self.bias, self.routing, self.scale)
         if self.shared_tiles is not None and len(x) <= MAX_SHARED_ROWS:
             return grouped_experts(
@@ -162,7 +162,7 @@ class MixtureMLP:
         return parts
 
 
-def _write_gated(shared: GatedMLP, gate: Linear, x: Tensor, rows: Rows, out: Tensor) -> None:
+def _write_gated(shared: GatedMLP, gate: Linear, x: Tensor, rows: InputRows, out: Tensor) -> None:
     """Write the shared MLP's result, scaled by its gate, to out [N, H].  rows: x in the form that the MLP takes."""
     weight = gate.weight.dense_tensor()
     if weight is None:
@@ -171,7 +171,7 @@ def _write_gated(shared: GatedMLP, gate: Linear, x: Tensor, rows: Rows, out: Ten
         scale_by_gate(shared.in_parts(rows), x, weight, out)
 
 
-def _shared_mlp_rows(shared: GatedMLP, gate_up: ExpertMatrix, x: Tensor, expert_rows: Rows) -> Rows:
+def _shared_mlp_rows(shared: GatedMLP, gate_up: ExpertMatrix, x: Tensor, expert_rows: InputRows) -> InputRows:
     """Returns the rows in the form that the shared MLP takes.
     The result is `expert_rows` if those rows are already rounded as the shared MLP would round them, else x."""
     rounding = shared.gate_up.rounding
@@ -185,7 +185,7 @@ def rounding_in_norm(gate_up: ExpertMatrix, x: Tensor) -> InputScales | None:
     """How the launch of the norm of x also rounds its result for the routed experts; None: it does not round."""
     if isinstance(gate_up, Tensor) or gate_up.inputs is None or gate_up.order is not None or not x.is_cuda:
         return None
-    return gate_up.inputs if rounds_norm(x.shape[1], gate_up.inputs) else None
+    return gate_up.inputs if can_round_norm(x.shape[1], gate_up.inputs) else None
 
 
 def _shared_expert_tiles(shared: GatedMLP, gate_up: ExpertMatrix, down: ExpertMatrix) -> SharedExperts | None:

@@ -6,18 +6,18 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from espalier.kernels.layers.quantised import InputScales, Rows
-from espalier.kernels.layers.scaled_product import kernel_rows
+from espalier.kernels.layers.quantised import InputRows, InputScales
+from espalier.kernels.layers.scaled_product import max_kernel_rows
 from espalier.kernels.ops.linear import sum_parts
 from espalier.kernels.ops.norm import (
     NormWeight,
     add_normed,
     add_rms_norm,
-    length_constants,
+    can_round_norm,
     norm_by_length,
+    norm_by_length_constants,
     rms_norm,
     rounded_norm,
-    rounds_norm,
 )
 from espalier.kernels.runtime.launch import chip
 from espalier.models.weight_formats.sharded import Unsummed, sum_over_ranks
@@ -28,9 +28,9 @@ BlockOutput: TypeAlias = "Tensor | Unsummed | NormedOutputs | None"
 
 def is_rounded_before(x: Tensor, size: int, rounding: InputScales | None) -> bool:
     """Whether the launch that computes rows like x, of `size` columns, also rounds them for a product."""
-    if rounding is None or not x.is_cuda or len(x) > kernel_rows(rounding, chip(x)):
+    if rounding is None or not x.is_cuda or len(x) > max_kernel_rows(rounding, chip(x)):
         return False
-    return rounds_norm(size, rounding)
+    return can_round_norm(size, rounding)
 
 
 class RMSNorm:
@@ -48,7 +48,7 @@ class RMSNorm:
         self.weight = weight
         self.eps = eps
         has_constants = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
-        self._constants = length_constants(weight, eps) if has_constants else None
+        self._constants = norm_by_length_constants(weight, eps) if has_constants else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]."""
@@ -56,7 +56,7 @@ class RMSNorm:
             return norm_by_length(x, *self._constants)
         return rms_norm(x, self.weight, self.eps)
 
-    def add_and_round(self, delta: BlockOutput, residual: Tensor, rounding: InputScales) -> tuple[Tensor, Rows]:
+    def add_and_round(self, delta: BlockOutput, residual: Tensor, rounding: InputScales) -> tuple[Tensor, InputRows]:
         """Returns the results of `after`, the norm as RoundedRows if its launch can round it.
         rounding: how the one reader of the norm rounds its input (Linear.rounding)."""
         if isinstance(delta, NormedOutputs) or not is_rounded_before(residual, residual.shape[1], rounding):
@@ -66,15 +66,15 @@ class RMSNorm:
 
     def add_norm_and_round(
         self, delta: BlockOutput, residual: Tensor, rounding: InputScales | None
-    ) -> tuple[Tensor, Tensor, Rows]:
+    ) -> tuple[Tensor, Tensor, InputRows]:
         """Returns the results of `after`, and the norm rounded by `rounding` in the same launch.
 
-        rounding: None: the third result is the norm itself.  Else x must be on a GPU, and `rounds_norm` accept its
+        rounding: None: the third result is the norm itself.  Else x must be on a GPU, and `can_round_norm` accept its
         width.
         """
         if rounding is not None and not isinstance(delta, NormedOutputs):
             given = (summed(delta), residual, self.weight, self.eps, rounding)
-            total, kept, rounded = rounded_norm.triton(*given, keeps_norm=True)
+            total, kept, rounded = rounded_norm.triton(*given, return_norm=True)
             assert kept is not None
             return total, kept, rounded
         total, norm = self.add_and_norm(delta, residual)
@@ -145,12 +145,12 @@ class NoNorm:
 
     weight: ClassVar[None] = None
 
-    def add_and_round(self, delta: BlockOutput, residual: Tensor, rounding: InputScales) -> tuple[Tensor, Rows]:
+    def add_and_round(self, delta: BlockOutput, residual: Tensor, rounding: InputScales) -> tuple[Tensor, InputRows]:
         return self.add_and_norm(delta, residual)
 
     def add_norm_and_round(
         self, delta: BlockOutput, residual: Tensor, rounding: InputScales | None
-    ) -> tuple[Tensor, Tensor, Rows]:
+    ) -> tuple[Tensor, Tensor, InputRows]:
         total, _ = self.add_and_norm(delta, residual)
         return total, total, total
 

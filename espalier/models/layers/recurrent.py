@@ -7,8 +7,8 @@ from torch import Tensor
 
 from espalier.attention import Pass
 from espalier.cache.layer_spec import RecurrentState
-from espalier.kernels.layers.quantised import Rows
-from espalier.kernels.ops.norm import norm_router, takes_router
+from espalier.kernels.layers.quantised import InputRows
+from espalier.kernels.ops.norm import norm_router, supports_norm_router
 from espalier.kernels.ops.recurrence import ShortConv
 from espalier.kernels.ops.states import Columns, GateInputs, OutputGate
 from espalier.models.layers.decoder import select_kept
@@ -50,11 +50,11 @@ class Mamba2:
         # The stored order is the gate, x, B, C, dt.
         self.columns = keeps.columns._replace(q=2 * inner + shared, k=2 * inner, v=inner)
 
-    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, Rows]:
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
         """Returns (x + delta, the norm of that sum as `inputs` takes it).  See residual.py:NormReader."""
         return self.inputs.norm_input(norm, delta, x)
 
-    def __call__(self, layer: int, rows: Rows, s: Residual, p: Pass) -> Tensor | Unsummed:
+    def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | Unsummed:
         """Returns the block's output for the rows [N, H].  See decoder.py:Mixer."""
         inputs, keeps = self.inputs(rows), self.keeps
         low, high = self.limits
@@ -77,11 +77,11 @@ class GatedConv:
     conv: ShortConv
     out: Linear
 
-    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, Rows]:
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
         """Returns (x + delta, the norm of that sum as `gates` takes it).  See residual.py:NormReader."""
         return self.gates.norm_input(norm, delta, x)
 
-    def __call__(self, layer: int, rows: Rows, s: Residual, p: Pass) -> Tensor | Unsummed:
+    def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | Unsummed:
         """Returns the block's output for the rows [N, H].  See decoder.py:Mixer."""
         before, behind, inputs = self.gates(rows).chunk(3, -1)
         convolved = p.write(layer, before * inputs, None, self.conv).flatten(0, 1)
@@ -127,14 +127,14 @@ class DeltaNet:
             self.columns = keeps.columns._replace(k=keeps.k_size, v=2 * keeps.k_size, k_step=step, v_step=step)
             self.z_at = 2 * keeps.k_size + of_group
 
-    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, tuple[Rows, Tensor]]:
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, tuple[InputRows, Tensor]]:
         """Returns (x + delta, (the norm of that sum as qkvz takes it, the product of that norm with ba)).
 
         See residual.py:NormReader.  For a few rows one launch computes the norm and the product with ba.  If qkvz takes
         rounded inputs, the launch of the norm also rounds them.
         """
         rounding = self.qkvz.rounding if is_rounded_before(x, x.shape[1], self.qkvz.rounding) else None
-        of_ba = self.ba.weight.dense_tensor() if takes_router(x) else None
+        of_ba = self.ba.weight.dense_tensor() if supports_norm_router(x) else None
         own = None if of_ba is None or isinstance(delta, NormedOutputs) else summed(delta)
         if of_ba is not None and own is not None and norm.weight is not None:
             total, _, of_qkvz, ba = norm_router.triton(own, x, norm.weight, norm.eps, of_ba, rounding, x.dtype)
@@ -142,7 +142,7 @@ class DeltaNet:
         total, normed, of_qkvz = norm.add_norm_and_round(delta if own is None else own, x, rounding)
         return total, (of_qkvz, self.ba.in_parts(normed))
 
-    def __call__(self, layer: int, rows: tuple[Rows, Tensor], s: Residual, p: Pass) -> Tensor | Unsummed:
+    def __call__(self, layer: int, rows: tuple[InputRows, Tensor], s: Residual, p: Pass) -> Tensor | Unsummed:
         """Returns the block's output for the rows [N, H].  See decoder.py:Mixer."""
         qkvz = self.qkvz.in_parts(rows[0]) if len(rows[0]) <= MAX_ROWS_IN_PARTS else self.qkvz(rows[0])
         ba = rows[1]

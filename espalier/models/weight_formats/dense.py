@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from espalier.kernels.layers.linear_plans import DENSE, LINEARS, LinearPlans, TritonPlan, plans_for
+from espalier.kernels.layers.linear_plans import DENSE, LINEAR_TUNING, LinearPlans, TritonPlan, dense_plans_for
 from espalier.kernels.layers.quantised import InputScales
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.linear import linear, linear_gated, linear_parts, write_parts
@@ -59,17 +59,17 @@ class TunedWeight(DenseWeight):
         self._plans = plans
 
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return linear(x, self.tensor, bias, LINEARS.at(self._plans, len(x)))
+        return linear(x, self.tensor, bias, LINEAR_TUNING.plan_at(self._plans, len(x)))
 
     def parts(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return linear_parts(x, self.tensor, bias, LINEARS.at(self._plans, len(x)))
+        return linear_parts(x, self.tensor, bias, LINEAR_TUNING.plan_at(self._plans, len(x)))
 
     def num_parts(self, rows: int) -> int:
-        plan = LINEARS.at(self._plans, rows)
+        plan = LINEAR_TUNING.plan_at(self._plans, rows)
         return plan.splits if isinstance(plan, TritonPlan) else 1
 
     def write_parts(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        plan = LINEARS.at(self._plans, len(x))
+        plan = LINEAR_TUNING.plan_at(self._plans, len(x))
         if isinstance(plan, TritonPlan):
             write_parts.triton(x, self.tensor, bias, plan, out)
         else:
@@ -78,7 +78,7 @@ class TunedWeight(DenseWeight):
     def gated(
         self, x: Tensor, bias: Tensor | None, activation: Activation = SILU, rounding: InputScales | None = None
     ) -> Tensor:
-        return linear_gated(x, self.tensor, bias, LINEARS.at(self._plans, len(x)), activation)
+        return linear_gated(x, self.tensor, bias, LINEAR_TUNING.plan_at(self._plans, len(x)), activation)
 
 
 class PackedWeight(Weight):
@@ -123,7 +123,7 @@ def dense_weight(tensor: Tensor) -> Weight:
     """Returns the weight of a tensor [out, in].  It shares the tensor's memory, unless it is a PackedWeight."""
     if can_pack(tensor):
         return PackedWeight(tensor)
-    plans = plans_for((tensor.shape[0], tensor.shape[1]), DENSE, tensor.dtype, tensor)
+    plans = dense_plans_for(tensor)
     return DenseWeight(tensor) if plans is None else TunedWeight(tensor, plans)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from espalier.errors import EspalierError, shown
 from espalier.kernels.layers.blocks import BLOCK_TYPES, BlockMatrix, dequantise_blocks
 from espalier.kernels.layers.linear_plans import DTYPES
-from espalier.kernels.layers.quantised import BLOCK_VALUES
+from espalier.kernels.layers.quantised import DEQUANTISED_VALUES_PER_STEP
 from espalier.kernels.ops.linear import linear_blocks
 from espalier.models.weight_formats.base import FormatOf, StoredTensor, Weight, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
@@ -44,7 +44,7 @@ class BlockWeight(Weight):
 
     def write_to(self, table: Tensor) -> None:
         """Write the values to a dense tensor [out, in] of any floating-point dtype."""
-        step = max(BLOCK_VALUES // table.shape[1], 1)
+        step = max(DEQUANTISED_VALUES_PER_STEP // table.shape[1], 1)
         for begin in range(0, len(table), step):
             table[begin : begin + step].copy_(dequantise_blocks(self.matrix, begin, begin + step))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, Rows, pack_nibbles
+from espalier.kernels.layers.quantised import InputRows, InputScales, QuantisedMatrix, pack_nibbles
 from espalier.kernels.layers.quantised_plans import require_supported
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.linear import linear_quantised, linear_quantised_gated, linear_quantised_parts
@@ -39,15 +39,15 @@ class QuantisedWeight(Weight):
     def require_kernels(self, dtype: torch.dtype) -> None:
         require_supported(self.matrix, dtype)
 
-    def apply(self, x: Rows, bias: Tensor | None) -> Tensor:
+    def apply(self, x: InputRows, bias: Tensor | None) -> Tensor:
         return linear_quantised(x, self.matrix, bias)
 
-    def parts(self, x: Rows, bias: Tensor | None) -> Tensor:
+    def parts(self, x: InputRows, bias: Tensor | None) -> Tensor:
         return linear_quantised_parts(x, self.matrix, bias)
 
     def gated(
-        self, x: Rows, bias: Tensor | None, activation: Activation = SILU, rounding: InputScales | None = None
-    ) -> Rows:
+        self, x: InputRows, bias: Tensor | None, activation: Activation = SILU, rounding: InputScales | None = None
+    ) -> InputRows:
         return linear_quantised_gated(x, self.matrix, bias, None, activation, rounding)
 
     @property

@@ -8,7 +8,7 @@ that use it.  A product may also stay `Unsummed`, for a reader that sums, adds t
 import torch
 from torch import Tensor
 
-from espalier.kernels.layers.quantised import InputScales, Rows
+from espalier.kernels.layers.quantised import InputRows, InputScales
 from espalier.kernels.ops.linear import sum_parts
 from espalier.models.weight_formats.base import Weight
 from espalier.shards import Shards
@@ -30,7 +30,7 @@ class ShardedWeight(Weight):
     def rounding(self) -> InputScales | None:
         return self.own.rounding
 
-    def apply(self, x: Rows, bias: Tensor | None) -> Tensor:
+    def apply(self, x: InputRows, bias: Tensor | None) -> Tensor:
         return self.join_ranks(self.own.apply(x, None), bias)
 
     def join_ranks(self, own: Tensor, bias: Tensor | None) -> Tensor:
@@ -47,7 +47,7 @@ class SummedWeight(ShardedWeight):
         total = self.shards.all_reduce(own)
         return total if bias is None else total + bias
 
-    def for_residual(self, x: Rows, bias: Tensor | None) -> "Unsummed":
+    def for_residual(self, x: InputRows, bias: Tensor | None) -> "Unsummed":
         """Returns the product without the sum over the ranks, which the reader of the result computes.
         The bias is added on one rank alone."""
         once = bias if bias is None or self.shards.rank == 0 else torch.zeros_like(bias)

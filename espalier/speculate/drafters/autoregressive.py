@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from espalier.attention import CommittedLengths, Nodes
-from espalier.kernels.attention.ancestor_bits import own_bits
-from espalier.kernels.ops.state import Chain, carried, carry, chain
+from espalier.kernels.attention.ancestor_bits import self_bits
+from espalier.kernels.ops.state import TokenChain, load_carried, read_chain, store_carried
 from espalier.kernels.ops.tree import SelectedBeams, select_beams
 from espalier.models.draft import DraftModel, DraftModule, DraftOutput
 from espalier.sampling.logit_processors import DraftedAncestors
@@ -66,7 +66,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         # The depth of each draft row of a tree, after `topk` entries of depth 0.
         self.depths = torch.arange(layout.topk + layout.beam_rows, device=device) // layout.topk
         # The bit of each draft row among ancestor bits.
-        self.own_bits = own_bits(0, layout.beam_rows, layout.beam_words, device)
+        self.own_bits = self_bits(0, layout.beam_rows, layout.beam_words, device)
         # Entry d: the bits of all rows deeper than d.
         depths = range(self.spec.modules)
         self.bits_below = torch.stack([self.own_bits[layout.beams_above(depth + 1) :].sum(0) for depth in depths])
@@ -80,7 +80,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         at, topk, modules = slots.prefix_len[:, None] + self.depths, self.layout.topk, self.spec.modules
         positions, above = at[:, topk:], at[:, : self.layout.beam_rows]
         rows = TreeRows(slots, positions, above, torch.empty_like(positions), module_rows(slots, modules))
-        out = self._module(1).output_from_hidden(carried(slots, "hidden"))
+        out = self._module(1).output_from_hidden(load_carried(slots, "hidden"))
         return partial(self._grow, rows, out, self._logits(out, 1))
 
     def _grow(self, rows: TreeRows, out: DraftOutput, logits: Tensor, sampler: Sampler) -> Tree:
@@ -178,7 +178,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
                 for name, (values, count) in kept.items()
             }
         for name, (values, count) in kept.items():
-            carry(slots, name, values, count)
+            store_carried(slots, name, values, count)
 
     def _extend_module(
         self,
@@ -225,6 +225,6 @@ def rope_positions(positions: Tensor, module: int) -> Tensor:
     return positions - 1 if module == 1 else (positions - module).clamp(min=0)
 
 
-def extend_rows(slots: BatchState, length: Tensor, width: int) -> Chain:
+def extend_rows(slots: BatchState, length: Tensor, width: int) -> TokenChain:
     """The draft rows of tokens n+1 .. n+length, padded to `width`.  The padding is not committed."""
-    return chain(slots, 1, length, width)
+    return read_chain(slots, 1, length, width)

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from espalier.attention import Nodes, Prefix
-from espalier.kernels.attention.ancestor_bits import pack
+from espalier.kernels.attention.ancestor_bits import pack_bits
 from espalier.kernels.ops.drafts import Candidates, select_paths
-from espalier.kernels.ops.state import Chain, chain
-from espalier.kernels.tree.edges import LowRankEdges, Rows
+from espalier.kernels.ops.state import TokenChain, read_chain
+from espalier.kernels.tree.edges import DepthRows, LowRankEdges
 from espalier.layout import RoundLayout
 from espalier.models.draft import BlockModel
 from espalier.slots import BatchState
@@ -39,14 +39,14 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         self.known = torch.ones(layout.max_batch, dtype=torch.int64, device=device)
         everything = torch.ones(self.width, self.width, dtype=torch.bool, device=device)
         self.ancestor_bits = {
-            is_causal: pack(everything.tril() if is_causal else everything) for is_causal in (False, True)
+            is_causal: pack_bits(everything.tril() if is_causal else everything) for is_causal in (False, True)
         }
 
     def begin(self, slots: BatchState) -> GrowTree:
         hidden = self._run_block(slots)
         logits = self.draft.block_logits(hidden)
         edges = None if self.draft.edges is None else self.draft.edges.block_edges(logits, hidden)
-        roots = Rows(slots.root[:, None], self.root_trees.scores[: slots.batch])
+        roots = DepthRows(slots.root[:, None], self.root_trees.scores[: slots.batch])
         return partial(best_paths, roots, logits, edges, self.draft.d2t, self.layout)
 
     def _run_block(self, slots: BatchState) -> Tensor:
@@ -73,7 +73,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
     ) -> None:
         assert target_features is not None
         # The context rows of tokens n .. n+length-1.  The padding up to W rows is not committed.
-        positions, tokens, page_rows = chain(slots, 0, length, target_features.shape[1])
+        positions, tokens, page_rows = read_chain(slots, 0, length, target_features.shape[1])
         prefix = Prefix(slots.page_table, slots.prefix_len)
         p = self.cache.begin(prefix, Nodes.chain(positions), tokens, page_rows=page_rows.flatten())
         self.draft.write_context(target_features, p)
@@ -81,7 +81,12 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
 
 
 def best_paths(
-    roots: Rows, logits: Tensor, edges: LowRankEdges | None, d2t: Tensor | None, layout: RoundLayout, sampler: Sampler
+    roots: DepthRows,
+    logits: Tensor,
+    edges: LowRankEdges | None,
+    d2t: Tensor | None,
+    layout: RoundLayout,
+    sampler: Sampler,
 ) -> Tree:
     """Returns the tree of the best paths.  roots: [B, 1]; logits: [B, steps, draft vocabulary], without edges."""
     if edges is None:
@@ -97,20 +102,22 @@ def without_edges(tokens: Tensor, scores: Tensor) -> Candidates:
     return Candidates(tokens[:, :, None], scores[:, :, None], torch.zeros_like(tokens, dtype=torch.int32)[:, :, None])
 
 
-def with_edges(rows: Rows, steps: int, topk: int, next_depth: Callable[[int, Rows, Candidates], Rows]) -> Candidates:
+def with_edges(
+    rows: DepthRows, steps: int, topk: int, next_depth: Callable[[int, DepthRows, Candidates], DepthRows]
+) -> Candidates:
     """Candidates whose scores depend on the tokens before.
 
     rows: the roots.  next_depth: like fill_depth, called with (a depth from 0, its rows, the candidates to fill).
     """
     candidates = Candidates.empty(rows.tokens[:, 0], steps, topk)
     for depth in range(steps):
-        rows = next_depth(depth, rows, candidates.of_rows(depth, rows.tokens.shape[1]))
+        rows = next_depth(depth, rows, candidates.at_depth(depth, rows.tokens.shape[1]))
     return candidates
 
 
-def block_rows(slots: BatchState, first: int, known: Tensor, width: int, mask: int) -> Chain:
+def block_rows(slots: BatchState, first: int, known: Tensor, width: int, mask: int) -> TokenChain:
     """`width` rows of a block, from position prefix_len + `first` on.
 
     known: [B], how many of a request's first rows hold tokens that its history has; the other rows hold `mask`.
     """
-    return chain(slots, first, known, width, mask)
+    return read_chain(slots, first, known, width, mask)

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 
 from espalier.attention import Nodes, Prefix
-from espalier.kernels.ops.state import carried
-from espalier.kernels.tree.edges import Rows
+from espalier.kernels.ops.state import load_carried
+from espalier.kernels.tree.edges import DepthRows
 from espalier.models.draft import DraftOutput
 from espalier.models.eagle3 import PEagleDraft
 from espalier.slots import BatchState
@@ -27,11 +27,11 @@ class PEagleDrafter(AutoregressiveDrafter):
         self.known = torch.zeros(self.layout.max_batch, dtype=torch.int64, device=self.device)
 
     def begin(self, slots: BatchState) -> GrowTree:
-        out = self.draft.output_from_hidden(carried(slots, "hidden"))
+        out = self.draft.output_from_hidden(load_carried(slots, "hidden"))
         if self.layout.steps > 1:
             normed = torch.cat((out.normed, self._mask_rows(slots).normed), 1)
             out = DraftOutput(normed, normed)
-        roots = Rows(slots.root[:, None], self.root_trees.scores[: slots.batch])
+        roots = DepthRows(slots.root[:, None], self.root_trees.scores[: slots.batch])
         return partial(one_pass.best_paths, roots, self.draft.logits(out), None, self.draft.d2t, self.layout)
 
     def _mask_rows(self, slots: BatchState) -> DraftOutput:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.kernels.attention.ancestor_bits import own_bits, unpack
+from espalier.kernels.attention.ancestor_bits import self_bits, unpack_bits
 from espalier.kernels.ops.tree import VOID, Tree
 from espalier.slots import ALONE_OFFSET, LEVELS, MATCH_STRENGTHS, PATH_KINDS, RANKS, SOURCES, BatchState
 
@@ -51,7 +51,7 @@ def calibrate_scores(tree: Tree, kinds: Tensor, survival: Tensor, skill: Tensor)
     is_no_guess = _is_root_or_void(tree)
     step = (survival[kinds, (tree.depths - 1).clamp(min=0)] + skill).clamp(max=math.log(MAX_STEP_PROBABILITY))
     step = (step + TIE_WEIGHT * _step_log_probability(tree)).masked_fill(is_no_guess, 0)
-    scores = torch.where(unpack(tree.ancestors, tree.tokens.shape[1]), step[:, None], 0).sum(-1)
+    scores = torch.where(unpack_bits(tree.ancestors, tree.tokens.shape[1]), step[:, None], 0).sum(-1)
     return tree._replace(scores=torch.where(tree.scores == -torch.inf, -torch.inf, scores))
 
 
@@ -106,7 +106,7 @@ def root_only_trees(root: Tensor, nodes: int, num_words: int) -> Tree:
     tokens, depths = blank.masked_fill(blank == 0, VOID), blank + 1
     scores = torch.full_like(blank, -torch.inf, dtype=torch.float32)
     tokens[:, 0], depths[:, 0], scores[:, 0] = root, 0, 0
-    itself = own_bits(0, nodes, num_words, root.device)
+    itself = self_bits(0, nodes, num_words, root.device)
     return Tree(tokens, blank, depths, scores, itself.expand(root.shape[0], -1, -1).contiguous())
 
 

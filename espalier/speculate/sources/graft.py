@@ -7,8 +7,8 @@ the layout, so a CUDA graph captures this.
 import torch
 from torch import Tensor
 
-from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack, unpack
-from espalier.kernels.ops.tree import VOID, Tree, usable
+from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack_bits, unpack_bits
+from espalier.kernels.ops.tree import VOID, Tree, comparable_scores
 from espalier.slots import ALONE_OFFSET
 from espalier.speculate.sources.base import Paths
 
@@ -41,7 +41,7 @@ def graft(
         of_paths = of_paths + ALONE_OFFSET * (is_alone & (of_paths > 0))
     depths = torch.arange(steps, device=exists.device)
     path_scores = survival[of_paths, depths].cumsum(-1).flatten(1)
-    scores = usable(torch.cat((tree.scores, path_scores), 1)).masked_fill(~exists, -torch.inf)
+    scores = comparable_scores(torch.cat((tree.scores, path_scores), 1)).masked_fill(~exists, -torch.inf)
     best = torch.where(same, scores[:, None], -torch.inf).amax(-1)
     best = best.masked_fill(first != order, -torch.inf)
     # The root always stays.
@@ -54,7 +54,7 @@ def graft(
 def tree_sequences(tree: Tree, steps: int) -> Tensor:
     """[B, D, S]: for each node the tokens from depth 1 down to it, then BEYOND_NODE."""
     nodes = tree.tokens.shape[1]
-    lineage = unpack(tree.ancestors, nodes)
+    lineage = unpack_bits(tree.ancestors, nodes)
     at = torch.where(lineage, tree.depths[:, None], 0)
     made = tree.tokens.new_full((*tree.tokens.shape, steps + 1), BEYOND_NODE)
     return made.scatter_(2, at, torch.where(lineage, tree.tokens[:, None], BEYOND_NODE))[..., 1:]
@@ -92,5 +92,5 @@ def _build_tree(tree: Tree, paths: Paths, chosen: Tensor, first: Tensor, best: T
     depths = torch.cat((tree.depths, (order % steps + 1).expand(batch, -1)), 1).gather(1, chosen)
     scores[:, 0] = 0
     parents = place.gather(1, parents.gather(1, chosen)).masked_fill(void, 0)
-    ancestors = pack(ancestor_mask(parents, void, steps))
+    ancestors = pack_bits(ancestor_mask(parents, void, steps))
     return Tree(tokens.masked_fill(void, VOID), parents, depths.masked_fill(void, 1), scores, ancestors)

@@ -66,7 +66,7 @@ def test_a_measured_number_is_rounded_to_one_that_the_rows_can_touch(rows, measu
     calls = ExpertCalls(router, [LayerExperts(torch.empty(0, 0, 2048), torch.empty(1), torch.float32)]).inputs
     assert len(calls.ids) == 48 and {ids.shape for ids in calls.ids} == {(rows, 8)}
     # 48 calls of 64 independent rows touch 125.9 each.
-    expected = QWEN.experts.shape.touched(rows) if drawn is None else drawn
+    expected = QWEN.experts.shape.active_experts(rows) if drawn is None else drawn
     assert calls.touched == pytest.approx(expected, abs=0.5 if drawn is None else 0)
 
 
@@ -275,7 +275,7 @@ def test_the_command_prints_what_experts_add(told, monkeypatch, capsys, tmp_path
     one, four = (each["experts"] for each in json.loads(file.read_text())["passes"])
     layers, sizes = told.shape.experts.layers, told.shape.experts.shape
     assert one == {"touched": 4.0, "num_bytes": 4 * layers * sizes.expert_bytes, "ms": 0.25 * layers}
-    assert four["touched"] == pytest.approx(sizes.touched(4)) and four["ms"] == 0.25 * layers
+    assert four["touched"] == pytest.approx(sizes.active_experts(4)) and four["ms"] == 0.25 * layers
 
 
 @pytest.mark.gpu

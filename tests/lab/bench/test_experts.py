@@ -10,7 +10,7 @@ from espalier.bench.linears import ExpertSizes, ModelShape
 from espalier.bench.tune_experts import ChainInputs, ExpertsTuner, random_ids
 from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.errors import EspalierError
-from espalier.kernels.layers.experts_plan import ROWS_OF_BUCKET, ExpertsShape, candidates, rule
+from espalier.kernels.layers.experts_plan import TILE_ROWS_BY_PAIRS, ExpertsShape, candidate_plans, experts_plan_by_rule
 from espalier.kernels.ops.experts import Routing, grouped_experts
 from espalier.kernels.runtime.launch import Chip
 from espalier.models.layers.mlp import MixtureMLP
@@ -34,7 +34,7 @@ def test_a_row_goes_through_all_experts_call_by_call():
     assert all(ids.shape == (40, 3) and (ids[:, 1:] > ids[:, :-1]).all() for ids in calls)
     assert torch.stack(calls)[:, 0].unique().tolist() == torch.stack(calls)[:, 0].flatten().sort().values.tolist()
     # Rows are independent: their experts meet as if drawn.
-    assert ChainInputs(SHAPE, 4, torch.float32, CPU).touched == pytest.approx(SHAPE.touched(4), abs=1.5)
+    assert ChainInputs(SHAPE, 4, torch.float32, CPU).touched == pytest.approx(SHAPE.active_experts(4), abs=1.5)
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def tuner(monkeypatch):
     monkeypatch.setattr(tune_experts, "precompile", nullcontext)
     for name in ("CHAIN_BYTES", "CHAIN_FLOPS"):
         monkeypatch.setattr(tune_experts, name, 1)
-    for name in ("experts_tiles.tiles_of", "experts.gated_triton", "experts.down_triton"):
+    for name in ("experts_tiles.make_tiles", "experts.gated_triton", "experts.down_triton"):
         monkeypatch.setattr(f"espalier.kernels.layers.{name}", lambda *args, **named: None)
     monkeypatch.setattr(grouped_experts, "triton", lambda *args, **named: None)
     tuner = ExpertsTuner(torch.bfloat16, Told(3.0, 1.0, 2.0))
@@ -57,10 +57,10 @@ def test_every_bucket_takes_one_of_its_plans(tuner):
     assert [each.rows for bucket in found for each in bucket] == list(rows)
     for bucket in found:
         [plan] = {each.plan for each in bucket}
-        tile_rows = ROWS_OF_BUCKET[SHAPE.bucket(bucket[0].rows)][1]
+        tile_rows = TILE_ROWS_BY_PAIRS[SHAPE.bucket(bucket[0].rows)][1]
         assert plan.rows in tile_rows
         # The stopwatch says that the second of all contenders is the fastest.
-        assert plan.gated == candidates(plan.rows, 2, H200)[1]
+        assert plan.gated == candidate_plans(plan.rows, 2, H200)[1]
         assert all(
             each.us == pytest.approx(1e3 / ChainInputs(SHAPE, each.rows, torch.bfloat16, CPU).num) for each in bucket
         )
@@ -114,9 +114,11 @@ def test_a_dense_target_touches_no_experts():
 
 def test_the_rule_grows_tiles_with_the_pairs_of_an_expert():
     shape = ExpertsShape(128, 8, 2048, 768)
-    tiles = {rows: rule(shape, rows, torch.bfloat16, H200).rows for rows in (2, 128, 512, 2048, 8192)}
+    tiles = {rows: experts_plan_by_rule(shape, rows, torch.bfloat16, H200).rows for rows in (2, 128, 512, 2048, 8192)}
     assert tiles == {2: 16, 128: 16, 512: 32, 2048: 128, 8192: 128}
-    assert rule(shape, 33, torch.bfloat16, H200) == rule(shape, 64, torch.bfloat16, H200)
+    assert experts_plan_by_rule(shape, 33, torch.bfloat16, H200) == experts_plan_by_rule(
+        shape, 64, torch.bfloat16, H200
+    )
 
 
 def test_rows_that_go_to_no_expert_are_not_counted():

@@ -257,7 +257,7 @@ def test_layers_with_products_that_are_not_counted_are_refused(field):
 
 @pytest.mark.parametrize(("rows", "touched"), [(1, 8.0), (16, 82.42), (64, 125.94), (10**6, 128.0)])
 def test_experts_touched_by_uniform_routing(rows, touched):
-    assert QWEN.experts.shape.touched(rows) == pytest.approx(touched, abs=0.01)
+    assert QWEN.experts.shape.active_experts(rows) == pytest.approx(touched, abs=0.01)
 
 
 def expert_bytes(runs):
@@ -379,8 +379,8 @@ def test_edges_of_more_than_a_token_are_projected_too(form, vanilla, parts, inpu
 
     runs = runs_of(form)
     assert tuple(run for run in runs if not run.name.startswith("draft edge ")) == runs_of(vanilla)
-    [of_hidden, *factors] = [run for run in runs if run.name.startswith("draft edge ")]
-    assert (of_hidden.shape, of_hidden.rows) == ((parts * RANK, 32), 3 * 7)
+    [hidden_part, *factors] = [run for run in runs if run.name.startswith("draft edge ")]
+    assert (hidden_part.shape, hidden_part.rows) == ((parts * RANK, 32), 3 * 7)
     assert [run.rows for run in factors] == [3] + [24] * 6
     assert [run.shape for run in factors] == [(parts * RANK, read * RANK) for read in (inputs[0], *[inputs[1]] * 6)]
 

@@ -1,7 +1,7 @@
-"""The kernels by which ranks join, rank after rank in one process: what they give all ranks, to the bit.
+"""The collective kernels, rank after rank in one process: what they give all ranks, to the bit.
 
-Here nobody waits (`_meet`), so each rank runs again until the others have written what it reads.  On GPUs ranks meet in
-tests/gpu/test_ranks.py.
+Here nobody waits (`_barrier`), so each rank runs again until the others have written what it reads.  On GPUs ranks meet
+in tests/gpu/test_ranks.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ import torch
 
 from espalier.kernels.ops.linear import sum_parts
 from espalier.kernels.ops.norm import add_rms_norm
-from espalier.kernels.ranks.collectives import FLAGS_BYTES, CountedAnew, PeerMemory, two_shot
+from espalier.kernels.ranks.collectives import FLAGS_BYTES, PeerMemory, RestartedStepStore, uses_two_shot
 from espalier.shards.base import Shards
 
 EPS = 1e-5
@@ -21,15 +21,15 @@ SLOT, PROGRAMS = 1024, 2
 
 
 @pytest.fixture
-def join(kernel_device, monkeypatch):
+def kernels(kernel_device, monkeypatch):
     if kernel_device.type == "cuda":
         pytest.skip("the interpreter's")
-    from espalier.kernels.ranks import join
+    from espalier.kernels.ranks import collective_kernels
 
-    monkeypatch.setattr(join, "PROGRAMS", PROGRAMS)
-    monkeypatch.setattr(join, "GATHERED", 16)
-    monkeypatch.setattr(join, "_meet", lambda *_: None)
-    return join
+    monkeypatch.setattr(collective_kernels, "PROGRAMS", PROGRAMS)
+    monkeypatch.setattr(collective_kernels, "GATHER_BLOCK", 16)
+    monkeypatch.setattr(collective_kernels, "_barrier", lambda *_: None)
+    return collective_kernels
 
 
 def memories(count: int) -> list[PeerMemory]:
@@ -46,9 +46,9 @@ def on_all(ranks: Sequence[PeerMemory], run: Callable[[PeerMemory], Any]) -> lis
     """What each rank gets once all have written: three times, because two-shot ranks meet twice."""
     for _ in range(2):
         for rank in ranks:
-            before = rank.uses.clone()
+            before = rank.num_launches.clone()
             run(rank)
-            rank.uses.copy_(before)
+            rank.num_launches.copy_(before)
     return [run(rank) for rank in ranks]
 
 
@@ -70,7 +70,7 @@ QUICK = (1, 3, 9, 23)
     [pytest.param(*case, marks=[] if i in QUICK else pytest.mark.full) for i, case in enumerate(CASES)],
     ids=str,
 )
-def test_a_sum_alone_and_in_the_norm(join, count, size, two_shot, dtype, splits):
+def test_a_sum_alone_and_in_the_norm(kernels, count, size, two_shot, dtype, splits):
     """Rows that programs take in turn, in both slots.  float16: the interpreter rounds bfloat16 to zero."""
     ranks, rows = memories(count), 3
     exact = torch.promote_types(dtype, torch.float32)
@@ -83,50 +83,51 @@ def test_a_sum_alone_and_in_the_norm(join, count, size, two_shot, dtype, splits)
         for each in own[1:]:
             total += each
         wanted = total.to(dtype)
-        assert join.fits(ranks[0], parts[0], dtype)
+        assert kernels.supports_sum(ranks[0], parts[0], dtype)
         if not use:
-            sums = on_all(ranks, lambda rank, parts=parts: join.sum_rows(rank, parts[rank.rank], dtype, two_shot))
+            sums = on_all(ranks, lambda rank, parts=parts: kernels.sum_rows(rank, parts[rank.rank], dtype, two_shot))
             assert all(torch.equal(each, wanted) for each in sums)
             continue
         added, norm = add_rms_norm.reference(wanted, residual, weight, EPS)
         for one, other in on_all(
             ranks,
-            lambda rank, parts=parts: join.sum_add_norm(rank, parts[rank.rank], residual, weight, EPS, two_shot),
+            lambda rank, parts=parts: kernels.sum_add_norm(rank, parts[rank.rank], residual, weight, EPS, two_shot),
         ):
             assert torch.equal(one, added)
             torch.testing.assert_close(other, norm, rtol=4 * torch.finfo(dtype).eps, atol=0)
-    assert all(rank.uses.tolist() == [2, 2] for rank in ranks)
+    assert all(rank.num_launches.tolist() == [2, 2] for rank in ranks)
 
 
 @pytest.mark.parametrize(("count", "vocab_size"), [(2, 32), (2, 75), (3, 100)])
-def test_gathered_columns(join, count, vocab_size):
+def test_gathered_columns(kernels, count, vocab_size):
     ranks = memories(count)
     logits = normal(3, vocab_size, dtype=torch.bfloat16, seed=7)
     parts = [Shards(rank, count).tokens(vocab_size).slice for rank in range(count)]
     each = Shards(0, count).max_tokens_per_rank(vocab_size)
     own = [logits[:, part] for part in parts]
-    assert join.gathers(ranks[0], own[0], each)
-    for got in on_all(ranks, lambda rank: join.gather_columns(rank, own[rank.rank], each, vocab_size)):
+    assert kernels.supports_gather(ranks[0], own[0], each)
+    for got in on_all(ranks, lambda rank: kernels.gather_columns(rank, own[rank.rank], each, vocab_size)):
         assert torch.equal(got, logits)
 
 
-def test_a_slot_is_kept_while_the_next_use_runs(join):
+def test_a_slot_is_kept_while_the_next_use_runs(kernels):
     """A rank may still read it."""
     [rank] = memories(1)
     first, second = (normal(1, 32, dtype=torch.float64, seed=seed) for seed in (1, 2))
     area = rank.addresses.untyped_storage()
-    join.sum_rows(rank, first, torch.float64, False)
-    join.sum_rows(rank, second, torch.float64, False)
+    kernels.sum_rows(rank, first, torch.float64, False)
+    kernels.sum_rows(rank, second, torch.float64, False)
     values = torch.tensor([], dtype=torch.float64).set_(area)[FLAGS_BYTES // 8 :]
     assert torch.equal(values[:32], first[0]) and torch.equal(values[PROGRAMS * SLOT // 8 :][:32], second[0])
 
 
-def test_what_does_not_fit_is_left_to_others(join):
+def test_what_does_not_fit_is_left_to_others(kernels):
     [rank] = memories(1)
-    assert join.fits(rank, torch.empty(2 * PROGRAMS, 256, dtype=torch.bfloat16), torch.bfloat16)
+    assert kernels.supports_sum(rank, torch.empty(2 * PROGRAMS, 256, dtype=torch.bfloat16), torch.bfloat16)
     for rows, size in ((2 * PROGRAMS + 1, 256), (0, 256), (1, 4), (1, 520)):
-        assert not join.fits(rank, torch.empty(rows, size, dtype=torch.bfloat16), torch.bfloat16), (rows, size)
-    assert not join.gathers(rank, torch.empty(PROGRAMS * 32 + 1, 16, dtype=torch.bfloat16), 16)
+        x = torch.empty(rows, size, dtype=torch.bfloat16)
+        assert not kernels.supports_sum(rank, x, torch.bfloat16), (rows, size)
+    assert not kernels.supports_gather(rank, torch.empty(PROGRAMS * 32 + 1, 16, dtype=torch.bfloat16), 16)
 
 
 def test_a_rendezvous_counts_from_the_first_step():
@@ -135,7 +136,7 @@ def test_a_rendezvous_counts_from_the_first_step():
 
     base = HashStore()
     base.set_timeout(timedelta(seconds=5))
-    old, new = CountedAnew(base), CountedAnew(base)
+    old, new = RestartedStepStore(base), RestartedStepStore(base)
     for step in range(2):
         PrefixStore(f"memory/{7 + step}", old).set("0", f"of {step}")
         reader = PrefixStore(f"memory/{step}", new)
@@ -146,6 +147,6 @@ def test_a_rendezvous_counts_from_the_first_step():
 @pytest.mark.parametrize(("count", "one_shot", "is_two_shot"), [(2, 2048, None), (4, 64, 128), (8, 16, 64)])
 def test_a_sum_is_two_shot_where_reading_less_is_worth_a_meeting(count, one_shot, is_two_shot):
     """Of rows of 4,096 values.  Two ranks read as much both ways."""
-    assert not two_shot(torch.empty(one_shot, 4096, device="meta"), torch.bfloat16, count)
+    assert not uses_two_shot(torch.empty(one_shot, 4096, device="meta"), torch.bfloat16, count)
     if is_two_shot is not None:
-        assert two_shot(torch.empty(is_two_shot, 4096, device="meta"), torch.bfloat16, count)
+        assert uses_two_shot(torch.empty(is_two_shot, 4096, device="meta"), torch.bfloat16, count)

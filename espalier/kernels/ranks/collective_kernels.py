@@ -1,7 +1,7 @@
-"""Kernels that join ranks: the sum of all ranks' rows, alone or with residual and norm, and the gathering of columns.
+"""All-reduce kernels (the sum of all ranks' rows, alone or with residual and norm), and the gathering of columns.
 
-Ranks meet inside of the kernels (`_meet`).  Programs of the same number on all ranks work together.  A program writes
-its rank's values into its slot, sets a flag on every other rank, and waits for the flags of the others.
+Ranks meet inside of the kernels (`_barrier`).  Programs of the same number on all ranks work together.  A program
+writes its rank's values into its slot, sets a flag on every other rank, and waits for the flags of the others.
 
 - One-shot: each rank reads the rows of all ranks.
 - Two-shot: each rank sums a part of the columns and writes the sums to all ranks.  Ranks meet twice, and read less.
@@ -15,18 +15,20 @@ other ranks, which had then read the slot.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels.layers.norm import warps_for
+from espalier.kernels.layers.norm import NORM_WARP_VALUES
 from espalier.kernels.ranks.collectives import FLAGS_BYTES, PROGRAMS, PeerMemory
 from espalier.kernels.runtime.jit import kernel, load_sum
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two
+from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # Columns that a program gathers at a time.
-GATHERED = 2048
+GATHER_BLOCK = 2048
 # While a thread waits for a flag, it reads the host's stop word only once in 4,096 looks: host memory is slow to read.
 _SIGNAL = """{
 .reg .pred live;
@@ -59,8 +61,8 @@ SIGNAL, WAIT = tl.constexpr(_SIGNAL), tl.constexpr(_WAIT)
 
 
 @kernel
-def _meet(memory_ptr, stop_ptr, rank, program, mark, WORLD: tl.constexpr, LANES: tl.constexpr):
-    """Wait until the programs of this number on all ranks have set their flag to `mark`.
+def _barrier(memory_ptr, stop_ptr, rank, program, flag_value, WORLD: tl.constexpr, LANES: tl.constexpr):
+    """Wait until the programs of this number on all ranks have set their flag to `flag_value`.
 
     Then their earlier writes can be read.  LANES: threads of the program; one for each rank sets a flag and waits.
     """
@@ -69,10 +71,10 @@ def _meet(memory_ptr, stop_ptr, rank, program, mark, WORLD: tl.constexpr, LANES:
     live = peer < WORLD
     theirs = tl.load(memory_ptr + peer, mask=live, other=0) + (program * WORLD + rank) * 4
     own = tl.load(memory_ptr + rank) + (program * WORLD + peer) * 4
-    is_live, marks = live.to(tl.int32), mark + tl.zeros_like(peer)
-    tl.inline_asm_elementwise(SIGNAL, "=r,l,r,r", [theirs, marks, is_live], tl.int32, is_pure=False, pack=1)
+    is_live, flag_values = live.to(tl.int32), flag_value + tl.zeros_like(peer)
+    tl.inline_asm_elementwise(SIGNAL, "=r,l,r,r", [theirs, flag_values, is_live], tl.int32, is_pure=False, pack=1)
     stops = stop_ptr.to(tl.int64) + tl.zeros_like(own)
-    tl.inline_asm_elementwise(WAIT, "=r,l,r,l,r", [own, marks, stops, is_live], tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(WAIT, "=r,l,r,l,r", [own, flag_values, stops, is_live], tl.int32, is_pure=False, pack=1)
     tl.debug_barrier()
 
 
@@ -95,7 +97,7 @@ def _sum_of_ranks(
 
 @kernel(do_not_specialize=["rank", "rows"])
 def _sum_kernel(
-    parts_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, memory_ptr, uses_ptr, stop_ptr,
+    parts_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, memory_ptr, num_launches_ptr, stop_ptr,
     rank, rows, part_row_stride, part_split_stride, residual_row_stride,
     EPS: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
     OWN: tl.constexpr, BLOCK_OWN: tl.constexpr, ROW_BYTES: tl.constexpr, WORLD: tl.constexpr,
@@ -108,18 +110,18 @@ def _sum_kernel(
     pdl_trigger_and_wait(DEPENDENT)
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
     program = tl.program_id(0)
-    uses = tl.load(uses_ptr + program)
+    num_launches = tl.load(num_launches_ptr + program)
     column = tl.arange(0, BLOCK)
     mask = column < SIZE
     own = tl.load(memory_ptr + rank)
-    slot = FLAGS + ((uses & 1) * SLOTS + program).to(tl.int64) * SLOT
+    slot = FLAGS + ((num_launches & 1) * SLOTS + program).to(tl.int64) * SLOT
     place = slot
     for row in range(program, rows, tl.num_programs(0)):
         parts = parts_ptr + tl.cast(row, tl.int64) * part_row_stride + column
         value = load_sum(parts, part_split_stride, mask, SPLITS, TYPE, EXACT)
         tl.store(_values_at(own + place, TYPE) + column, value.to(TYPE), mask=mask)
         place += ROW_BYTES
-    _meet(memory_ptr, stop_ptr, rank, program, 2 * uses + 1, WORLD, LANES)
+    _barrier(memory_ptr, stop_ptr, rank, program, 2 * num_launches + 1, WORLD, LANES)
     if OWN:
         of_own = tl.arange(0, BLOCK_OWN)
         place = slot
@@ -129,7 +131,7 @@ def _sum_kernel(
                 summed = _values_at(tl.load(memory_ptr + peer) + place + 2 * SLOTS * SLOT, TYPE)
                 tl.store(summed + rank * OWN + of_own, total, mask=of_own < OWN)
             place += ROW_BYTES
-        _meet(memory_ptr, stop_ptr, rank, program, 2 * uses + 2, WORLD, LANES)
+        _barrier(memory_ptr, stop_ptr, rank, program, 2 * num_launches + 2, WORLD, LANES)
     place = slot
     for row in range(program, rows, tl.num_programs(0)):
         if OWN:
@@ -150,13 +152,13 @@ def _sum_kernel(
         else:
             tl.store(out_ptr + at, total, mask=mask)
         place += ROW_BYTES
-    tl.store(uses_ptr + program, uses + 1)
+    tl.store(num_launches_ptr + program, num_launches + 1)
 
 
 def sum_rows(memory: PeerMemory, parts: Tensor, dtype: torch.dtype, two_shot: bool) -> Tensor:
     """parts [rows, H] or [splits, rows, H] of each rank -> [rows, H], the sum over the ranks."""
     out = parts.new_empty(parts.shape[-2:], dtype=dtype)
-    _launch_sum(memory, parts, out, two_shot, None, None, 0.0, None)
+    _launch_sum(memory, parts, out, two_shot)
     return out
 
 
@@ -165,11 +167,11 @@ def sum_add_norm(
 ) -> tuple[Tensor, Tensor]:
     """(residual + sum, its norm), as kernels/ops/norm.py:add_rms_norm.  The sum has the bits of `sum_rows`."""
     total, out = (residual.new_empty(residual.shape) for _ in range(2))
-    _launch_sum(memory, parts, out, two_shot, residual, weight, eps, total)
+    _launch_sum(memory, parts, out, two_shot, (residual, weight, total), eps)
     return total, out
 
 
-def fits(memory: PeerMemory, parts: Tensor, dtype: torch.dtype) -> bool:
+def supports_sum(memory: PeerMemory, parts: Tensor, dtype: torch.dtype) -> bool:
     """Whether the kernel takes parts [rows, H] or [splits, rows, H]."""
     rows, size = parts.shape[-2:]
     row_bytes = size * dtype.itemsize
@@ -178,30 +180,24 @@ def fits(memory: PeerMemory, parts: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _launch_sum(
-    memory: PeerMemory,
-    parts: Tensor,
-    out: Tensor,
-    two_shot: bool,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    total: Tensor | None,
+    memory: PeerMemory, parts: Tensor, out: Tensor, two_shot: bool, norm: Any = (None, None, None), eps: float = 0.0
 ) -> None:
+    """norm: the residual, the norm's weight and the output for residual + sum; None without a norm."""
+    (residual, weight, total), warps = norm, warps_for(power_of_two(out.shape[1]), NORM_WARP_VALUES)
     rows, size = out.shape
     row_bytes, block = size * out.itemsize, power_of_two(size)
-    own = size // memory.count if two_shot and row_bytes % (16 * memory.count) == 0 else 0
-    warps = warps_for(block)
+    own = size // memory.num_ranks if two_shot and row_bytes % (16 * memory.num_ranks) == 0 else 0
     _sum_kernel[(min(rows, PROGRAMS),)](
-        parts, residual, weight, total, out, memory.addresses, memory.uses, memory.stop,
+        parts, residual, weight, total, out, memory.addresses, memory.num_launches, memory.stop_flag,
         memory.rank, rows, parts.stride(-2), parts.stride(0), 0 if residual is None else residual.stride(0),
         EPS=eps, SIZE=size, SPLITS=len(parts) if parts.ndim == 3 else 1, EXACT=exact_type(out.dtype), BLOCK=block,
-        OWN=own, BLOCK_OWN=power_of_two(max(own, 1)), ROW_BYTES=row_bytes, num_warps=warps, **_shared(memory, warps),
+        OWN=own, BLOCK_OWN=power_of_two(own), ROW_BYTES=row_bytes, **_barrier_arguments(memory, warps),
     )  # fmt: skip
 
 
 @kernel(do_not_specialize=["rank", "rows"])
 def _gather_kernel(
-    x_ptr, out_ptr, memory_ptr, uses_ptr, stop_ptr, rank, rows, x_row_stride, own_size, size,
+    x_ptr, out_ptr, memory_ptr, num_launches_ptr, stop_ptr, rank, rows, x_row_stride, own_size, size,
     EACH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr, WORLD: tl.constexpr,
     FLAGS: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -210,9 +206,9 @@ def _gather_kernel(
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
     BLOCKS: tl.constexpr = (EACH + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
-    uses = tl.load(uses_ptr + program)
+    num_launches = tl.load(num_launches_ptr + program)
     own = tl.load(memory_ptr + rank)
-    slot = FLAGS + ((uses & 1) * SLOTS + program).to(tl.int64) * SLOT
+    slot = FLAGS + ((num_launches & 1) * SLOTS + program).to(tl.int64) * SLOT
     of_block = tl.arange(0, BLOCK)
     place = slot
     for block in range(program, rows * BLOCKS, tl.num_programs(0)):
@@ -220,7 +216,7 @@ def _gather_kernel(
         value = tl.load(x_ptr + row * x_row_stride + column, mask=column < own_size, other=0.0)
         tl.store(_values_at(own + place, TYPE) + of_block, value)
         place += BLOCK_BYTES
-    _meet(memory_ptr, stop_ptr, rank, program, 2 * uses + 1, WORLD, LANES)
+    _barrier(memory_ptr, stop_ptr, rank, program, 2 * num_launches + 1, WORLD, LANES)
     place = slot
     for block in range(program, rows * BLOCKS, tl.num_programs(0)):
         row, column = (block // BLOCKS).to(tl.int64), block % BLOCKS * BLOCK + of_block
@@ -229,27 +225,27 @@ def _gather_kernel(
             mask = (column < EACH) & (peer * EACH + column < size)
             tl.store(out_ptr + row * size + peer * EACH + column, value, mask=mask)
         place += BLOCK_BYTES
-    tl.store(uses_ptr + program, uses + 1)
+    tl.store(num_launches_ptr + program, num_launches + 1)
 
 
 def gather_columns(memory: PeerMemory, x: Tensor, each: int, size: int) -> Tensor:
     """Collectives.gather_columns of espalier/shards/base.py."""
     rows, own_size = x.shape
     out = x.new_empty(rows, size)
-    _gather_kernel[(min(rows * -(-each // GATHERED), PROGRAMS),)](
-        x, out, memory.addresses, memory.uses, memory.stop, memory.rank, rows, x.stride(0), own_size, size,
-        EACH=each, BLOCK=GATHERED, BLOCK_BYTES=GATHERED * x.itemsize, num_warps=8, **_shared(memory, 8),
+    _gather_kernel[(min(rows * -(-each // GATHER_BLOCK), PROGRAMS),)](
+        x, out, memory.addresses, memory.num_launches, memory.stop_flag, memory.rank, rows, x.stride(0), own_size, size,
+        EACH=each, BLOCK=GATHER_BLOCK, BLOCK_BYTES=GATHER_BLOCK * x.itemsize, **_barrier_arguments(memory, 8),
     )  # fmt: skip
     return out
 
 
-def gathers(memory: PeerMemory, x: Tensor, each: int) -> bool:
+def supports_gather(memory: PeerMemory, x: Tensor, each: int) -> bool:
     """Whether `gather_columns` takes x."""
-    in_turn = -(-len(x) * -(-each // GATHERED) // PROGRAMS)
-    return len(x) > 0 and in_turn * GATHERED * x.itemsize <= memory.slot_bytes and x.stride(-1) == 1
+    in_turn = -(-len(x) * -(-each // GATHER_BLOCK) // PROGRAMS)
+    return len(x) > 0 and in_turn * GATHER_BLOCK * x.itemsize <= memory.slot_bytes and x.stride(-1) == 1
 
 
-def _shared(memory: PeerMemory, warps: int) -> dict[str, object]:
-    """The arguments of both kernels that `_meet` and the slots need."""
-    sizes = {"FLAGS": FLAGS_BYTES, "SLOT": memory.slot_bytes, "SLOTS": PROGRAMS}
-    return {**sizes, "WORLD": memory.count, "LANES": 32 * warps, **pdl_arguments(chip(memory.addresses))}
+def _barrier_arguments(memory: PeerMemory, warps: int) -> dict[str, object]:
+    """The arguments of both kernels that `_barrier` and the slots need."""
+    sizes = {"FLAGS": FLAGS_BYTES, "SLOT": memory.slot_bytes, "SLOTS": PROGRAMS, "WORLD": memory.num_ranks}
+    return {**sizes, "LANES": 32 * warps, "num_warps": warps, **pdl_arguments(chip(memory.addresses))}
