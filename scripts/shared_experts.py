@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from espalier.bench.timing import Stopwatch
+from espalier.bench.timing import GraphTimer
 from espalier.kernels.layers import experts
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ProductPlan
 from espalier.kernels.ops.experts import Routing
@@ -110,14 +110,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__, prog="python -m scripts.shared_experts")
     parser.add_argument("--rows", default="1,2,4,16", help="numbers of rows, with commas (1,2,4,16)")
     rows = [int(count) for count in parser.parse_args(arguments).rows.split(",")]
-    sizes, device, stopwatch = Sizes(), torch.device("cuda"), Stopwatch()
+    sizes, device, timer = Sizes(), torch.device("cuda"), GraphTimer()
     drawn = [draw(sizes, torch.bfloat16, device) for _ in range(2)]
     norm = RMSNorm(torch.ones(sizes.hidden, dtype=torch.bfloat16, device=device), 1e-6)
     for count in rows:
         x = torch.randn(count, sizes.hidden, dtype=torch.bfloat16, device=device)
         bodies = [chain([block(sizes, each, one) for one in drawn], each, norm, x) for each in VARIANTS]
         print(f"{count} rows, us a block")
-        for variant, ms in zip(VARIANTS, stopwatch.ms(bodies, TURNS), strict=True):
+        for variant, ms in zip(VARIANTS, timer.ms(bodies, TURNS), strict=True):
             print(f"  {variant.name:70}{1e3 * ms / CALLS:8.2f}", flush=True)
     return 0
 

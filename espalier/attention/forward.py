@@ -220,8 +220,8 @@ class Pass:
             return self._select_kept(layer, self._states.read(index, q, sink))
         if index not in self.cache.staging.layers:
             # A draft's layer that reads a target's rows: no row of the pass has any.
-            return self._plan(layer).over_committed(index, q)
-        spec, plan = self.cache.specs[index], self._plan(layer)
+            return self._plan_of_layer(layer).over_committed(index, q)
+        spec, plan = self.cache.specs[index], self._plan_of_layer(layer)
         planes = self.cache.staging.staged_planes(index, batch, queries, self.width, self.first_staged)
         k, v = spec.rows.read(planes)
         if self.chosen is not None:
@@ -308,7 +308,7 @@ class Pass:
         assert isinstance(self.nodes, Nodes) and self.needed is not None, "only a chain computes single rows"
         return self.nodes.single_query(self.needed)
 
-    def _plan(self, layer: int) -> Attention:
+    def _plan_of_layer(self, layer: int) -> Attention:
         """The backend's plan, shared by the layers of a group whose queries see the same rows."""
         if self.needed is not None and self.kept_rows(layer) is not None:
             nodes = self._needed_nodes

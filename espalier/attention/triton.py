@@ -19,7 +19,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import causal_bits
 from espalier.kernels.attention.choose import needs_contiguous_counts
 from espalier.kernels.ops.attention import (
-    DTYPES,
+    KERNEL_DTYPES,
     MAX_HEAD_SIZE,
     MAX_LATENT_HEAD_SIZE,
     MAX_ROW_SIZE,
@@ -210,7 +210,7 @@ class TritonBackend(AttentionBackend):
     support = Support(
         name="triton",
         devices=("cuda",),
-        dtypes=DTYPES,
+        dtypes=KERNEL_DTYPES,
         keeps=(KVHeads, LatentKV),
         window_on_chain=Provider.ITSELF,
         window_on_tree=Provider.ITSELF,

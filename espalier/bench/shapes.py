@@ -268,8 +268,9 @@ GPT_OSS_20B = {
     "eos_token_id": 200002,
     "pad_token_id": 199999,
 }
-# The default Gemma 4 config of Transformers 5.24 has the sizes of an E model (E2B, E4B).  These are the sizes that public
-# loaders check the published files against: 50 sliding and 10 full layers (31B), 25 and 5 with 128 experts of 704 (26B-A4B).
+# The default Gemma 4 config of Transformers 5.24 has the sizes of an E model (E2B, E4B).  These are the sizes that
+# public loaders check the published files against: 50 sliding and 10 full layers (31B), 25 and 5 with 128 experts of
+# 704 (26B-A4B).
 GEMMA4_31B = {
     **GEMMA4,
     "vocab_size": 262144,

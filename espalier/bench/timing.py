@@ -49,7 +49,7 @@ Product = Callable[[], object]
 Inputs = dict[tuple[int, int, int], Tensor]
 
 
-class Stopwatch:
+class GraphTimer:
     """Times bodies as CUDA graphs.  The graphs share one memory pool, which the first graph keeps alive."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Stopwatch:
 
 
 def timed(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, seconds: float) -> list[float]:
-    """The median ms of each graph, as in `Stopwatch.ms`."""
+    """The median ms of each graph, as in `GraphTimer.ms`."""
     first_ms = [times[-1] for times in _replay_times(graphs, 2, [1] * len(graphs))]
     num_replays = [max(1, min(MAX_REPLAYS, int(MIN_MS / max(ms, 1e-3)))) for ms in first_ms]
     times_of: list[list[float]] = [[] for _ in graphs]

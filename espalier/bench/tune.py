@@ -23,7 +23,7 @@ from torch import Tensor
 from espalier.bench import tune_experts
 from espalier.bench.flags import EXPERTS
 from espalier.bench.linears import ModelShape, ProductRun, Shape, model_sizes, shape_named, with_draft
-from espalier.bench.timing import Matrix, Multiply, Stopwatch, Weights, as_engine
+from espalier.bench.timing import GraphTimer, Matrix, Multiply, Weights, as_engine
 from espalier.bench.tune_experts import versions
 from espalier.config import EngineConfig, is_open
 from espalier.errors import EspalierError
@@ -256,7 +256,7 @@ class Tuner:
         self.of_format = weights
         self.device = require_gpu("--tune")
         self.weights = Weights(dtype, self.device)
-        self.stopwatch = Stopwatch()
+        self.timer = GraphTimer()
         self.chip = chip(torch.empty(0, device=self.device))
         self.is_limited = seconds < inf
         self.end, self.end_alone = begun + seconds, begun + SHARE_ALONE * seconds
@@ -281,7 +281,7 @@ class Tuner:
             with precompile():
                 for shape, x in inputs.items():
                     for plan in (None, *plans[shape]):
-                        _chain(x, self.copies(shape), plan, 1)()
+                        _repeated_products(x, self.copies(shape), plan, 1)()
         found: dict[Cell, MeasuredPlans] = {}
         buckets = len(ROWS_BUCKETS) - ROWS_BUCKETS.index(rows)
         for i, (shape, x) in enumerate(inputs.items()):
@@ -329,8 +329,8 @@ class Tuner:
     def _us(self, x: Tensor, weights: Sequence[Matrix], contenders: Sequence[LinearPlan], turns: int) -> list[float]:
         """The µs of a call of each contender.  The contenders take turns."""
         calls = max(2, -(-CHAIN_BYTES // weights[0].nbytes))
-        bodies = [_chain(x, weights, plan, calls) for plan in contenders]
-        return [1e3 * ms / calls for ms in self.stopwatch.ms(bodies, turns)]
+        bodies = [_repeated_products(x, weights, plan, calls) for plan in contenders]
+        return [1e3 * ms / calls for ms in self.timer.ms(bodies, turns)]
 
     def among_neighbours(self, model: ModelShape, alone: Mapping[Cell, MeasuredPlans], table: PlanTable) -> None:
         """Add to `table`, shape by shape, the plans with the fastest passes of the model.  Plans already in it stay."""
@@ -365,7 +365,7 @@ class Tuner:
         others = [plan for plan in (None, *measured.ours[:CONTENDERS]) if plan != table[key]]
         contenders = [table[key], *others]
         bodies = [self._pass(runs, weights, measured, plan, table) for plan in contenders]
-        times = self.stopwatch.ms(bodies, 12)
+        times = self.timer.ms(bodies, 12)
         best = min(range(len(times)), key=lambda i: times[i])
         return contenders[best if times[best] < times[0] * (1 - LEAST_GAIN) else 0]
 
@@ -385,7 +385,7 @@ def _product(x: InputRows, weight: Matrix, plan: LinearPlan, gated: bool = False
     return linear_quantised(x, weight, None, own)
 
 
-def _chain(x: Tensor, weights: Sequence[Matrix], plan: LinearPlan, calls: int) -> Callable[[], None]:
+def _repeated_products(x: Tensor, weights: Sequence[Matrix], plan: LinearPlan, calls: int) -> Callable[[], None]:
     def body() -> None:
         for call in range(calls):
             _product(x, weights[call % len(weights)], plan)

@@ -14,7 +14,7 @@ from rich.text import Text
 from torch import Tensor
 
 from espalier.bench.linears import ModelShape
-from espalier.bench.timing import Stopwatch
+from espalier.bench.timing import GraphTimer
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import (
     EXPERTS_TUNING,
@@ -150,10 +150,10 @@ class MeasuredExperts:
 class ExpertsTuner:
     """Measures experts on the GPU of this machine, in one dtype."""
 
-    def __init__(self, dtype: torch.dtype, stopwatch: Stopwatch | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, timer: GraphTimer | None = None) -> None:
         self.device = require_gpu("--tune")
         self.dtype = dtype
-        self.stopwatch = stopwatch or Stopwatch()
+        self.timer = timer or GraphTimer()
         self.chip: Chip = chip(torch.empty(0, device=self.device))
 
     def measure(self, shape: ExpertsShape, rows: Sequence[int] = ROWS) -> Iterator[list[MeasuredExperts]]:
@@ -239,7 +239,7 @@ class ExpertsTuner:
                 for plan in plans:
                     chain(each, plan, 1)()
         times = [
-            [1e3 * ms / each.num for ms in self.stopwatch.ms([chain(each, plan, each.num) for plan in plans], turns)]
+            [1e3 * ms / each.num for ms in self.timer.ms([chain(each, plan, each.num) for plan in plans], turns)]
             for each in calls
         ]
         return {plan: list(of_plan) for plan, of_plan in zip(plans, zip(*times, strict=True), strict=True)}
@@ -263,7 +263,7 @@ def run(models: Sequence[ModelShape], dtype: torch.dtype, path: Path) -> None:
     shapes = tuple(dict.fromkeys(model.experts.shape for model in models if model.experts is not None))
     print_header()
     tuner = ExpertsTuner(dtype)
-    bandwidth = tuner.stopwatch.bandwidth(tuner.device)
+    bandwidth = tuner.timer.bandwidth(tuner.device)
     rows = [COLUMNS]
     with progress("measuring", len(shapes)) as advance:
         for shape in shapes:

@@ -16,7 +16,7 @@ MAX_DEPTH = 64
 SCHEMA_TYPES = ("json_schema", "qwen_xml_parameter")
 
 
-def enforceable_tag(text: str, strict: bool) -> str:
+def rewrite_tag_for_xgrammar(text: str, strict: bool) -> str:
     """Rewrite a structural tag in xgrammar's form, so that its JSON schemas and regular expressions are enforced whole.
 
     text: {"type": "structural_tag", "format": ...}, or SGLang's {"structures": [...], "triggers": [...]}.
@@ -107,7 +107,7 @@ def _quoted(text: str) -> str:
 ENFORCEABLE: Mapping[str, Callable[[Grammar], str]] = {
     "json_object": lambda grammar: '{"type": "object"}',
     "json_schema": lambda grammar: enforceable(grammar.spec, grammar.strict),
-    "structural_tag": lambda grammar: enforceable_tag(grammar.spec, grammar.strict),
+    "structural_tag": lambda grammar: rewrite_tag_for_xgrammar(grammar.spec, grammar.strict),
     "regex": lambda grammar: ebnf_of_regex(grammar.spec),
     "ebnf": lambda grammar: checked_ebnf(grammar.spec),
     "choice": lambda grammar: ebnf_of_choices(grammar.spec),

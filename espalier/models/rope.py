@@ -89,7 +89,7 @@ class RopeConfig:
     def inverse_frequencies(self, context: int = 0) -> Tensor:
         """Returns the frequencies [dim / 2], float32, in radians per position.
         context: the tokens of the longest text; LongRoPE chooses its divisors by it."""
-        plain = 1.0 / self._periods()
+        plain = 1.0 / self._positions_per_radian()
         match self.type:
             case "linear":
                 return plain / self.factor
@@ -104,11 +104,11 @@ class RopeConfig:
                 return self._yarn()
             case "longrope":
                 divisors = self.divisors[context > self.original_max_position]
-                return 1.0 / (torch.tensor(divisors, dtype=torch.float32) * self._periods())
+                return 1.0 / (torch.tensor(divisors, dtype=torch.float32) * self._positions_per_radian())
             case _:
                 return plain
 
-    def _periods(self) -> Tensor:
+    def _positions_per_radian(self) -> Tensor:
         return self.theta ** (torch.arange(0, self.dim, 2, dtype=torch.int64).float() / self.dim)
 
     def _llama3(self, plain: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class RopeConfig:
         low, high = max(low, 0), min(high, self.dim - 1)
         span = high - low if high != low else 0.001
         keep = 1 - ((torch.arange(self.dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
-        periods = self._periods()
+        periods = self._positions_per_radian()
         return 1.0 / (self.factor * periods) * (1 - keep) + 1.0 / periods * keep
 
     def _frequency_index(self, turns: float) -> float:

@@ -204,13 +204,13 @@ class Answer:
         choices = [self._whole_choice(choice) | self._extra_fields(choice.output) for choice in self.choices]
         return {**self.common_fields, "object": self.response_object, "choices": choices, "usage": self.usage()}
 
-    def _first_sample(self, choice: Choice) -> Choice:
+    def _first_choice_of_same_prompt(self, choice: Choice) -> Choice:
         """Returns the first sample of the choice's prompt.  It holds the prompt's log-probabilities."""
         return self.choices[choice.index // self.params.n * self.params.n]
 
     def _prompt_logprobs_field(self, choice: Choice) -> dict[str, Any]:
         """Returns prompt_logprobs, if requested, as vLLM does: null, then an object by token id for each token."""
-        count, entries = self.body.prompt_logprobs, self._first_sample(choice).output.prompt_logprobs
+        count, entries = self.body.prompt_logprobs, self._first_choice_of_same_prompt(choice).output.prompt_logprobs
         if count is None or entries is None:
             return {}
         return {
@@ -313,7 +313,9 @@ class TextAnswer(Answer):
         }
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        output = replace(choice.output, prompt_logprobs=self._first_sample(choice).output.prompt_logprobs)
+        output = replace(
+            choice.output, prompt_logprobs=self._first_choice_of_same_prompt(choice).output.prompt_logprobs
+        )
         text = self._echo(choice) + output.text
         return {**self._chunk_choice(choice, output), "text": text, **self._prompt_logprobs_field(choice)}
 

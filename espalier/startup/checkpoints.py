@@ -15,7 +15,7 @@ FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 # The last file is downloaded to be noticed: a draft that has it is refused (espalier/models/block.py:MASK_EMBEDDING).
 FILES_OF_DRAFT = [*FILES, "pytorch_model*.bin", "mask_embedding.pt"]
 # Folders, and the second copy of all weights, under the publisher's own names, in Mistral's repositories.
-NOT_DOWNLOADED = ["*/*", "consolidated*.safetensors"]
+IGNORED_FILE_PATTERNS = ["*/*", "consolidated*.safetensors"]
 
 
 def find_target(name: str | PathLike[str], what: str = "model") -> Path:
@@ -133,7 +133,7 @@ def _download(what: str, name: str, files: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        path = Path(snapshot_download(name, allow_patterns=files, ignore_patterns=NOT_DOWNLOADED))
+        path = Path(snapshot_download(name, allow_patterns=files, ignore_patterns=IGNORED_FILE_PATTERNS))
     except Exception as error:  # no network, no such repository, no permission, no space: each has another class
         raise EspalierError(
             f"{what}={name!r} is not a directory, and the download from the Hugging Face hub failed "

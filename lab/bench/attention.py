@@ -17,7 +17,7 @@ import torch
 from rich.text import Text
 
 from espalier.attention import BACKENDS, AttentionBackend, CommittedLengths, grouped_backend
-from espalier.bench.timing import Stopwatch, in_turn
+from espalier.bench.timing import GraphTimer, in_turn
 from espalier.errors import EspalierError
 from espalier.terminal.console import (
     QUIET,
@@ -60,13 +60,13 @@ def run(args: Namespace) -> int:
     require_writable("--json", args.json)
     device = require_gpu("attention")
     print_header()
-    stopwatch = Stopwatch()
-    bandwidth = stopwatch.bandwidth(device)
+    timer = GraphTimer()
+    bandwidth = timer.bandwidth(device)
     times: list[Timed] = []
     refused: list[Refused] = []
     with progress("measuring", len(SHAPES) * len(args.page_size)) as advance:
         for shape, page_size in product(SHAPES, args.page_size):
-            times += timed(cases(shape, page_size, backends, device, refused), stopwatch, bandwidth)
+            times += timed(cases(shape, page_size, backends, device, refused), timer, bandwidth)
             advance()
     cells = {"cells": [one.as_dict(HEADS) for one in times], "refused": [asdict(one) for one in refused]}
     write_json(args.json, cells)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from espalier.bench.timing import Stopwatch
+from espalier.bench.timing import GraphTimer
 from lab.bench.ceilings import Ceilings
 
 TURNS = 20
@@ -53,10 +53,10 @@ class Timed:
         return {**dict(zip(heads, self.case.names, strict=True)), **rates, "note": self.case.note}
 
 
-def timed(cases: Iterable[Case], stopwatch: Stopwatch, bandwidth: float) -> Iterator[Timed]:
+def timed(cases: Iterable[Case], timer: GraphTimer, bandwidth: float) -> Iterator[Timed]:
     """Time one case after another.  Cases that are made one by one need the memory of one."""
     for case in cases:
-        [ms] = stopwatch.ms([case.run], TURNS, case.seconds)
+        [ms] = timer.ms([case.run], TURNS, case.seconds)
         yield Timed(case, 1e3 * ms / case.calls, bandwidth)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from espalier.bench.timing import SECONDS, TURNS, Stopwatch, timed
+from espalier.bench.timing import SECONDS, TURNS, GraphTimer, timed
 
 PEAK_SIDE = 8192
 
@@ -17,8 +17,8 @@ class Ceilings:
     peak: float
 
 
-def measured_ceilings(stopwatch: Stopwatch, device: torch.device) -> Ceilings:
-    return Ceilings(stopwatch.bandwidth(device), PeakMeter(stopwatch, device).measure())
+def measured_ceilings(timer: GraphTimer, device: torch.device) -> Ceilings:
+    return Ceilings(timer.bandwidth(device), PeakMeter(timer, device).measure())
 
 
 class PeakMeter:
@@ -27,11 +27,11 @@ class PeakMeter:
     It is made once: while it is made, a hot GPU cools down.
     """
 
-    def __init__(self, stopwatch: Stopwatch, device: torch.device) -> None:
+    def __init__(self, timer: GraphTimer, device: torch.device) -> None:
         a, b = (torch.randn(PEAK_SIDE, PEAK_SIDE, device=device, dtype=torch.bfloat16) for _ in range(2))
         # The graph reads them, and does not keep them.
         self._inputs = (a, b)
-        self._graph = stopwatch.capture(lambda: a @ b)
+        self._graph = timer.capture(lambda: a @ b)
 
     def measure(self) -> float:
         (ms,) = timed([self._graph], TURNS, SECONDS)

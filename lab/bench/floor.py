@@ -20,7 +20,7 @@ import torch
 from rich.text import Text
 
 from espalier.bench.linears import ModelShape, ProductRun, shape_named
-from espalier.bench.timing import SECONDS, TURNS, Stopwatch, as_engine, plain
+from espalier.bench.timing import SECONDS, TURNS, GraphTimer, as_engine, plain
 from espalier.cache.layer_spec import INDEX_PLANE, RecurrentState
 from espalier.config import FP8_KV, is_open
 from espalier.layout import TreeShape
@@ -186,12 +186,12 @@ class Floors:
         self.shape, self.value_bytes, self.ranks = shape, value_bytes, ranks
         self.device = require_gpu("floor")
         self.weights = ExpertWeights(dtype, self.device)
-        self.stopwatch = Stopwatch()
+        self.timer = GraphTimer()
         # Context and page size change no product.
         self._products: dict[tuple[ProductRun, ...], tuple[LinearTimes, ExpertTimes | None]] = {}
 
     def ceilings(self) -> Ceilings:
-        return measured_ceilings(self.stopwatch, self.device)
+        return measured_ceilings(self.timer, self.device)
 
     def linears(self, runs: Sequence[ProductRun], rows: int) -> LinearTimes:
         """Time the linear layers as one CUDA graph, by F.linear and as the engine multiplies."""
@@ -215,7 +215,7 @@ class Floors:
             gc.collect()
             torch.cuda.empty_cache()
         chains = [self.weights.chain(runs, multiply, each) for each in with_experts for multiply in (plain, as_engine)]
-        cublas, ours, *whole = self.stopwatch.ms(chains, TURNS, SECONDS)
+        cublas, ours, *whole = self.timer.ms(chains, TURNS, SECONDS)
         linears = LinearTimes(rows, cublas, min(cublas, ours), sum(run.weight_bytes for run in runs))
         if not whole:
             return linears, None

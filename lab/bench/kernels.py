@@ -16,7 +16,7 @@ from rich.text import Text
 
 from espalier.attention import Attention, Nodes, Prefix
 from espalier.attention.triton import TritonAttention, TritonBackend
-from espalier.bench.timing import SECONDS, Stopwatch
+from espalier.bench.timing import SECONDS, GraphTimer
 from espalier.bench.tune_experts import random_experts
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, with_row_dtype
@@ -116,8 +116,8 @@ def run(args: Namespace) -> int:
     require_writable("--json", args.json)
     device = require_gpu("kernels")
     print_header()
-    stopwatch = Stopwatch()
-    ceilings = measured_ceilings(stopwatch, device)
+    timer = GraphTimer()
+    ceilings = measured_ceilings(timer, device)
     sources: dict[str, tuple[Sequence[str], Iterator[Case]]] = {
         "attention": (HEADS, attention_cases(args.page_size, device, args.in_order)),
         "experts": (EXPERT_HEADS, expert_cases(device)),
@@ -127,7 +127,7 @@ def run(args: Namespace) -> int:
     measured: dict[str, list[Timed]] = {}
     with progress("measuring", len(names)) as advance:
         for name in names:
-            measured[name] = list(timed(sources[name][1], stopwatch, ceilings.bandwidth))
+            measured[name] = list(timed(sources[name][1], timer, ceilings.bandwidth))
             advance()
     order = "in order" if args.in_order else "in no order"
     cells = {name: [one.as_dict(sources[name][0]) for one in rows] for name, rows in measured.items()}

@@ -12,7 +12,7 @@ import torch
 from rich.text import Text
 
 from espalier.bench.linears import ModelShape, shape_named
-from espalier.bench.timing import Matrix, Stopwatch, Weights, in_turn
+from espalier.bench.timing import GraphTimer, Matrix, Weights, in_turn
 from espalier.kernels.layers.linear_plans import DENSE, LINEAR_TUNING, dense_plans_for
 from espalier.kernels.layers.quantised import InputRows, QuantisedMatrix
 from espalier.kernels.layers.quantised_plans import quantised_plan_for
@@ -51,13 +51,13 @@ def run(args: Namespace) -> int:
     require_writable("--json", args.json)
     device = require_gpu("linears")
     print_header()
-    stopwatch = Stopwatch()
-    bandwidth = stopwatch.bandwidth(device)
+    timer = GraphTimer()
+    bandwidth = timer.bandwidth(device)
     shape = shape_named(args.shape)
     times: list[Timed] = []
     for name in formats:
-        times += timed(layer_cases(shape, name, all_rows, device), stopwatch, bandwidth)
-        times += timed(expert_cases(shape, name, all_rows, device), stopwatch, bandwidth)
+        times += timed(layer_cases(shape, name, all_rows, device), timer, bandwidth)
+        times += timed(expert_cases(shape, name, all_rows, device), timer, bandwidth)
     write_json(args.json, {"bytes_per_second": bandwidth, "layers": [time.as_dict(HEADS) for time in times]})
     stdout().print(Text(f"bfloat16 inputs; memory reads {bandwidth / 1e12:.2f} TB/s", QUIET))
     print_table(table(HEADS, times))

@@ -139,7 +139,7 @@ def prefill(bench: BenchEngine, batch: int, length: int, floors: Floors | None) 
     drafts = drafter_without_files(bench.config.algorithm) is None
     # A measured peak takes a second.
     has_bound = floors is not None and bound_ms(floors.shape, batch, length, drafts, 1.0) is not None
-    meter = PeakMeter(floors.stopwatch, floors.device) if floors is not None and has_bound else None
+    meter = PeakMeter(floors.timer, floors.device) if floors is not None and has_bound else None
     for _ in range(1 + TURNS):
         empty_prefix_cache(bench.engine)
         launches.reset()
@@ -209,7 +209,7 @@ def _expert_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], floors: Fl
         {batch * width for batch, width in passes},
     )
     cases = {rows: expert_case((), sizes.shape, *layer, rows) for rows in all_rows}
-    us_of_rows = {rows: one.us for rows, one in zip(cases, timed(cases.values(), floors.stopwatch, 1.0), strict=True)}
+    us_of_rows = {rows: one.us for rows, one in zip(cases, timed(cases.values(), floors.timer, 1.0), strict=True)}
     layers = len(mixed) - (bench.engine.executor.runner.drafter.spec.target_output != "hidden")
     return layers * sum(us_of_rows[batch * width] for batch, width in passes) / 1e3
 

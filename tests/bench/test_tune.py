@@ -26,7 +26,7 @@ FIRST, SECOND = TritonPlan(64, 64, 1, 4, 2), TritonPlan(64, 128, 1, 4, 2)
 
 
 class Told:
-    """A stopwatch that says what it is told to, contender by contender."""
+    """A timer that says what it is told to, contender by contender."""
 
     def __init__(self, *times):
         self.times = times
@@ -45,7 +45,7 @@ def tuner(monkeypatch):
 
 def test_every_bucket_is_measured_and_the_fastest_is_first(tuner):
     # Of a bucket's last measurement, F.linear comes first and takes longest.
-    tuner.stopwatch = Told(5.0, 4.0, 3.0)
+    tuner.timer = Told(5.0, 4.0, 3.0)
     found = [tuner.alone([(4096, 64)], rows)[(4096, 64), rows] for rows in ROWS_BUCKETS]
     assert [each.rows for each in found] == list(ROWS_BUCKETS)
     assert all(each.fastest is not None and each.fastest == each.ours[0] for each in found if len(each.ours) > 1)
@@ -62,7 +62,7 @@ def test_a_shape_that_no_candidate_fits_is_left_to_pytorch():
 )
 def test_among_neighbours_the_fastest_pass_decides(tuner, times, taken):
     """In force is FIRST; contenders are F.linear and SECOND; a gain of half a thousandth is none."""
-    tuner.stopwatch, measured = Told(*times), MeasuredPlans((64, 64), 16, 2.0, 1.0, (FIRST, SECOND))
+    tuner.timer, measured = Told(*times), MeasuredPlans((64, 64), 16, 2.0, 1.0, (FIRST, SECOND))
     assert tuner._fastest_among((), tuner.weights, measured, {((64, 64), 16): FIRST}) == taken
 
 
@@ -89,7 +89,7 @@ def test_a_gate_belongs_to_the_time_of_what_is_in_front_of_it(tuner, monkeypatch
 
 @pytest.mark.parametrize("model", [TINY, LATENT], ids=["heads", "latent"])
 def test_every_shape_of_a_model_is_settled_once(tuner, model):
-    tuner.stopwatch = Told(1.0)
+    tuner.timer = Told(1.0)
     alone = {(s, rows): MeasuredPlans(s, rows, 2.0, 1.0, (FIRST,)) for s in model.shapes() for rows in ROWS_BUCKETS}
     table = {(model.shapes()[0], rows): SECOND for rows in ROWS_BUCKETS}
     tuner.among_neighbours(model, alone, table)
@@ -106,7 +106,7 @@ def test_quantised_shapes_are_measured_and_written_under_their_format(tuner, mon
     monkeypatch.setattr(tune, "print_header", lambda: None)
     monkeypatch.setattr(tune, "versions", dict)
     monkeypatch.setattr(Tuner, "among_neighbours", kept := Kept())
-    monkeypatch.setattr(tune, "Stopwatch", lambda: Told(5.0, 4.0, 3.0))
+    monkeypatch.setattr(tune, "GraphTimer", lambda: Told(5.0, 4.0, 3.0))
     path = tmp_path / "choices.json"
     args = Namespace(shapes="wide", choices=path, tune="linears", weights=weights, draft_weights=None, seconds=None)
     tune._run(args, EngineConfig(dtype="bfloat16"))
@@ -144,7 +144,7 @@ def test_a_limit_ends_the_measurement_and_keeps_what_was_known(tuner, monkeypatc
     monkeypatch.setattr(tune, "shape_named", lambda name, weights, draft_weights: replace(WIDE, weights=weights))
     monkeypatch.setattr(tune, "print_header", lambda: None)
     monkeypatch.setattr(tune, "versions", dict)
-    monkeypatch.setattr(tune, "Stopwatch", lambda: Told(5.0, 4.0, 3.0))
+    monkeypatch.setattr(tune, "GraphTimer", lambda: Told(5.0, 4.0, 3.0))
     monkeypatch.setattr(tune, "perf_counter", Clock())
     monkeypatch.setattr(tune, "FEW_CANDIDATES", 2)
     asked, us = [], Tuner._us

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.weight_formats.base import LastRows, Weight
-from espalier.models.weight_formats.dense import DenseWeight, PackedWeight, can_pack
+from espalier.models.weight_formats.dense import DenseWeight, PackedWeight, has_onednn_layout
 from espalier.models.weight_formats.quantised import QuantisedWeight
 from tests.kernels.quantised_inputs import drawn
 
@@ -17,7 +17,7 @@ from tests.kernels.quantised_inputs import drawn
 def test_packed_linears_agree_with_plain_ones(rows: int, bias: bool) -> None:
     weight, x = torch.randn(48, 40), torch.randn(rows, 40)
     offset = torch.randn(48) if bias else None
-    if not can_pack(weight):
+    if not has_onednn_layout(weight):
         pytest.skip("no packed layout on this machine")
     packed, plain = Linear(PackedWeight(weight), offset), Linear(DenseWeight(weight), offset)
     torch.testing.assert_close(packed(x), plain(x), rtol=1e-5, atol=1e-5)
@@ -34,7 +34,7 @@ def test_the_last_rows_of_a_layer_are_a_layer_in_its_memory(kind: str, first: in
     weight: Weight = DenseWeight(plain)
     memory = plain
     if kind == "packed":
-        if not can_pack(plain):
+        if not has_onednn_layout(plain):
             pytest.skip("no packed layout on this machine")
         weight = PackedWeight(plain)
     elif kind != "dense":
@@ -54,8 +54,8 @@ def test_the_last_rows_of_a_layer_are_a_layer_in_its_memory(kind: str, first: in
 
 
 def test_only_float32_is_packed() -> None:
-    assert not can_pack(torch.zeros(4, 4, dtype=torch.float64))
-    assert not can_pack(torch.zeros(4, 4, dtype=torch.bfloat16))
+    assert not has_onednn_layout(torch.zeros(4, 4, dtype=torch.float64))
+    assert not has_onednn_layout(torch.zeros(4, 4, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -21,7 +21,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import require_ancestor_bits
 from espalier.kernels.attention.attention_blocks import page_of_block, rows_of_block
-from espalier.kernels.ops.attention import DTYPES
+from espalier.kernels.ops.attention import KERNEL_DTYPES
 from espalier.kernels.ops.selection import GROUP, MAX_INDEX_SIZE, IndexKeys, IndexQueries, IndexScores
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import Chip, chip, power_of_two, require
@@ -151,14 +151,14 @@ def _held(on: Chip, queries: int, heads: int, size: int, itemsize: int) -> Held:
 
 
 def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) -> IndexScores:
-    """See ops/selection.py.  Raises EspalierError for sizes that do not agree, dtypes not in DTYPES, and wide keys."""
+    """See ops/selection.py.  Raises EspalierError for sizes that do not agree, other dtypes, and wide keys."""
     q, weights = queries
     batch, num_queries, heads, size = q.shape
     rows, capacity = keys.staged.shape[1], keys.page_table.shape[1] * keys.page_size
-    if q.dtype not in DTYPES or size > MAX_INDEX_SIZE:
+    if q.dtype not in KERNEL_DTYPES or size > MAX_INDEX_SIZE:
         raise EspalierError(
-            f"index scores support {', '.join(map(str, DTYPES))} and keys of up to {MAX_INDEX_SIZE} values, but got "
-            f"{q.dtype} and {size}: use attention='reference'"
+            f"index scores support {', '.join(map(str, KERNEL_DTYPES))} and keys of up to {MAX_INDEX_SIZE} values, but "
+            f"got {q.dtype} and {size}: use attention='reference'"
         )
     require("index scores: weights", weights, (batch, num_queries, heads), torch.float32, q)
     require("index scores: committed", keys.committed, (-1, 1, size), q.dtype, q)

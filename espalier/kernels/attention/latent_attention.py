@@ -43,7 +43,7 @@ from espalier.kernels.hopper.config import HopperLatentConfig, HopperLatentFewCo
 from espalier.kernels.hopper.latent import hopper_latent_arguments, hopper_latent_kernel
 from espalier.kernels.hopper.latent_few import hopper_latent_few_arguments, hopper_latent_few_kernel
 from espalier.kernels.ops.attention import (
-    DTYPES,
+    KERNEL_DTYPES,
     MAX_ROW_SIZE,
     MAX_V_SIZE,
     AttentionInputs,
@@ -194,10 +194,11 @@ def _checked(inputs: AttentionInputs) -> AttentionInputs:
     """Return the inputs with contiguous values of q.  Raises EspalierError for inputs that do not agree or fit."""
     q = inputs.q
     size, v_size = q.shape[3], inputs.v_size
-    if q.dtype not in DTYPES or not v_size < size <= MAX_ROW_SIZE or v_size > MAX_V_SIZE:
+    if q.dtype not in KERNEL_DTYPES or not v_size < size <= MAX_ROW_SIZE or v_size > MAX_V_SIZE:
         raise EspalierError(
-            f"latent attention supports {', '.join(map(str, DTYPES))}, rows of up to {MAX_ROW_SIZE} values and V of up "
-            f"to {MAX_V_SIZE} of them, but got {q.dtype}, rows of {size} and V of {v_size}: use attention='reference'"
+            f"latent attention supports {', '.join(map(str, KERNEL_DTYPES))}, rows of up to {MAX_ROW_SIZE} values and V "
+            f"of up to {MAX_V_SIZE} of them, but got {q.dtype}, rows of {size} and V of {v_size}: use "
+            "attention='reference'"
         )
     check_shapes("latent attention", inputs, 1)
     both = (inputs.pages, inputs.staged or inputs.pages)

@@ -40,7 +40,7 @@ from espalier.kernels.attention.work_items import (
 from espalier.kernels.hopper.attention import hopper_attention_kernel, hopper_constants, tma_arguments
 from espalier.kernels.hopper.config import HEAD_SIZES, HopperConfig
 from espalier.kernels.ops.attention import (
-    DTYPES,
+    KERNEL_DTYPES,
     MAX_HEAD_SIZE,
     AttentionInputs,
     PartialResults,
@@ -229,10 +229,10 @@ def _checked(inputs: AttentionInputs) -> AttentionInputs:
     """Return the inputs with contiguous values of q.  Raises EspalierError for inputs that do not agree or fit."""
     q = inputs.q
     (heads, k_size), (kv_heads, v_size) = q.shape[2:], inputs.pages[1].shape[1:]
-    if q.dtype not in DTYPES or heads % kv_heads or max(k_size, v_size) > MAX_HEAD_SIZE:
+    if q.dtype not in KERNEL_DTYPES or heads % kv_heads or max(k_size, v_size) > MAX_HEAD_SIZE:
         raise EspalierError(
-            f"tree attention supports {', '.join(map(str, DTYPES))}, a multiple of the KV heads, and head sizes up to "
-            f"{MAX_HEAD_SIZE}, but got {q.dtype}, {heads} heads, {kv_heads} KV heads, and head sizes {k_size} (k) and "
+            f"tree attention supports {', '.join(map(str, KERNEL_DTYPES))}, a multiple of the KV heads, and head sizes up "
+            f"to {MAX_HEAD_SIZE}, but got {q.dtype}, {heads} heads, {kv_heads} KV heads, and head sizes {k_size} (k) and "
             f"{v_size} (v): use attention='reference'"
         )
     check_shapes("tree attention", inputs, kv_heads)

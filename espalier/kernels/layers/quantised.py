@@ -24,8 +24,8 @@ E8M0_BIAS = 127
 # Rows of E2M1 scales are padded to steps of this many columns, so that a kernel loads scales without a mask.
 E2M1_SCALE_PADDING = 256
 # Number of columns whose nibbles are interleaved, and their bytes.
-INTERLEAVED = 32
-INTERLEAVED_BYTES = INTERLEAVED // 2
+INTERLEAVED_COLUMNS = 32
+INTERLEAVED_BYTES = INTERLEAVED_COLUMNS // 2
 # How the bits of E2M1 move within the int32 words of `interleave_nibbles`: (bits, shift to the left).
 E2M1_BIT_MOVES = (
     *((0x00000700, 20), (0x00080008, 12), (0x00070007, 6), (0x00800080, 4), (0x00700070, -2), (0x40004000, -4)),

@@ -25,7 +25,7 @@ from espalier.kernels.layers.linear_plans import (
     TritonPlan,
     block_rows,
 )
-from espalier.kernels.layers.quantised import E2M1_CODES, E8M0_BIAS, INTERLEAVED, InputRows, QuantisedMatrix
+from espalier.kernels.layers.quantised import E2M1_CODES, E8M0_BIAS, INTERLEAVED_COLUMNS, InputRows, QuantisedMatrix
 from espalier.kernels.runtime.launch import Chip, chip
 
 # The most columns that one FP8 sum may have.  Kernels cannot read this constant, so _fp8_dot repeats it.
@@ -193,8 +193,8 @@ def require_supported(weight: QuantisedMatrix, dtype: torch.dtype) -> None:
         return
     if weight.code != "fp8" and has_split_words(weight):
         raise EspalierError(
-            f"on a GPU, 4-bit weights need columns, and columns of a group, in multiples of {INTERLEAVED}, but this "
-            f"matrix has {weight.shape[-1]} in groups of {weight.group}; use another copy of the model"
+            f"on a GPU, 4-bit weights need columns, and columns of a group, in multiples of {INTERLEAVED_COLUMNS}, but "
+            f"this matrix has {weight.shape[-1]} in groups of {weight.group}; use another copy of the model"
         )
     if weight.code == "mxfp4" and weight.scales.numel() and (largest := int(weight.scales.max())) > MAX_EXPONENT:
         raise EspalierError(
@@ -215,7 +215,7 @@ def has_split_words(weight: QuantisedMatrix) -> bool:
 
     A word of NVFP4 may have columns of two groups, because its kernel has two scales per word."""
     columns = 2 * weight.group if weight.code == "nvfp4" else min(weight.group, weight.shape[-1])
-    return columns % INTERLEAVED != 0 or weight.shape[-1] % INTERLEAVED != 0
+    return columns % INTERLEAVED_COLUMNS != 0 or weight.shape[-1] % INTERLEAVED_COLUMNS != 0
 
 
 # If memory limits the time, and if products do: (block_out, warps), stages, splits (split-K).

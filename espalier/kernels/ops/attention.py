@@ -62,7 +62,7 @@ def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     return (out * torch.sigmoid(finite - sink.to(lse.dtype))[..., None]).to(out.dtype)
 
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Latent rows with more values than this have a separate kernel.
 MAX_LATENT_HEAD_SIZE = 256
 # The output of a tile stays in registers: 64 queries x 512 float32 values take half of a multiprocessor's registers.
@@ -204,7 +204,7 @@ def has_staged_kernel(inputs: AttentionInputs) -> bool:
     assert inputs.staged is not None
     (k, v), is_plain = inputs.staged, inputs.window is None and inputs.softcap is None
     fits = is_plain if is_wide_latent(k, v) else max(k.shape[3], v.shape[3]) <= MAX_HEAD_SIZE
-    return inputs.q.is_cuda and inputs.q.dtype in DTYPES and fits
+    return inputs.q.is_cuda and inputs.q.dtype in KERNEL_DTYPES and fits
 
 
 @op("espalier.kernels.attention.kv_splits", on="page_table")

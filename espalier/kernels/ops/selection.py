@@ -46,7 +46,7 @@ LARGE_TILE, LARGE_TILE_PROGRAMS = 128, 128
 MAX_MANY_TILES_SPLIT_ROWS = 8192
 # Limits for the kernels of wide latent rows.  Their tiles have 64 packed queries, so one program fills a
 # multiprocessor.  A partial result has up to 512 values, so merging is expensive, and fewer, longer splits pay.
-LATENT_TILE, MAX_LATENT_SPLIT_ROWS = 64, 4096
+LATENT_TILE, MAX_LATENT_ROWS_PER_SPLIT = 64, 4096
 # Most splits of one request.  The second limit is for wide latent rows and for few requests with few KV heads: with
 # MAX_SPLITS, these would leave a part of the GPU without a program.
 MAX_SPLITS, MAX_SPLITS_OF_FEW_HEADS = 32, 128
@@ -275,7 +275,7 @@ class KVSplitPolicy:
         if wide_latent:
             programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LATENT_TILE)
             min_split_rows = MIN_SHORT_SPLIT_ROWS if num_tiles == 1 else MIN_SPLIT_ROWS
-            max_split_rows = MAX_LATENT_SPLIT_ROWS
+            max_split_rows = MAX_LATENT_ROWS_PER_SPLIT
         elif packed_queries > LARGE_TILE // 2:
             programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LARGE_TILE)
             # With so few programs, each has one warpgroup (choose_hopper_config).  With two warpgroups, short requests

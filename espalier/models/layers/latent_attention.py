@@ -29,7 +29,7 @@ from espalier.models.weight_formats.sharded import Unsummed
 INDEX_EPS = 1e-6
 
 
-class IndexedRows(NamedTuple):
+class IndexerLayerInput(NamedTuple):
     """The input of a layer with an indexer.
     x: [N, hidden], normed rows.  projection_rows: the same rows in the form that the layer's projections take."""
 
@@ -39,7 +39,7 @@ class IndexedRows(NamedTuple):
 
 def norm_for_indexer(
     down: Linear, indexer: "Indexer", norm: AnyNorm, delta: BlockOutput, x: Tensor
-) -> tuple[Tensor, IndexedRows]:
+) -> tuple[Tensor, IndexerLayerInput]:
     """Returns (x + delta, the norm of that sum in the form that `down` and the indexer take)."""
     rounding = common_rounding(down.rounding, indexer.k.rounding) if x.is_cuda else None
     if rounding is not None and (
@@ -47,7 +47,7 @@ def norm_for_indexer(
     ):
         rounding = None
     total, normed, rounded = norm.add_norm_and_round(delta, x, rounding)
-    return total, IndexedRows(normed, rounded)
+    return total, IndexerLayerInput(normed, rounded)
 
 
 def common_rounding(one: InputScales | None, other: InputScales | None) -> InputScales | None:
@@ -71,7 +71,7 @@ class Indexer:
     weights: Tensor
     interleaved: bool
 
-    def __call__(self, rows: IndexedRows, q_latent: Tensor, rotation: Rotation) -> IndexRows:
+    def __call__(self, rows: IndexerLayerInput, q_latent: Tensor, rotation: Rotation) -> IndexRows:
         """Returns the indexer's values for new rows.  q_latent: [N, q_rank]."""
         parts = router_logits(rows.x, self.weights)
         # The published scale of scores is left out: it changes no choice.
@@ -106,19 +106,19 @@ class LatentAttention(AttentionBlock):
     rope: RopeTables
     indexer: Indexer | None = None
 
-    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows | IndexedRows]:
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows | IndexerLayerInput]:
         if self.indexer is None:
             return self.down.norm_input(norm, delta, x)
         return norm_for_indexer(self.down, self.indexer, norm, delta, x)
 
-    def write(self, layer: int, rows: InputRows | IndexedRows, p: Pass) -> Tensor:
-        down = self.down(rows.projection_rows if isinstance(rows, IndexedRows) else rows)
+    def write(self, layer: int, rows: InputRows | IndexerLayerInput, p: Pass) -> Tensor:
+        down = self.down(rows.projection_rows if isinstance(rows, IndexerLayerInput) else rows)
         q, latent = down[:, : -self.row_size], down[:, -self.row_size :].unsqueeze(1)
         q_latent = q if self.q_norm is None else self.q_norm(q)
         q = q_latent if self.q is None else self.q(q_latent)
         q, rotation = q.unflatten(1, (self.k_up.shape[0], -1)), p.rotation(self.rope)
         values = q, latent, rotation, self.form, self.k_up
-        if self.indexer is None or not isinstance(rows, IndexedRows):
+        if self.indexer is None or not isinstance(rows, IndexerLayerInput):
             return p.write(layer, *values)
         return p.write(layer, *values, index=self.indexer(rows, q_latent, rotation))
 

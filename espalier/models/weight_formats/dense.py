@@ -121,13 +121,13 @@ DENSE_FORMAT = DenseFormat()
 
 def dense_weight(tensor: Tensor) -> Weight:
     """Returns the weight of a tensor [out, in].  It shares the tensor's memory, unless it is a PackedWeight."""
-    if can_pack(tensor):
+    if has_onednn_layout(tensor):
         return PackedWeight(tensor)
     plans = dense_plans_for(tensor)
     return DenseWeight(tensor) if plans is None else TunedWeight(tensor, plans)
 
 
-def can_pack(tensor: Tensor) -> bool:
+def has_onednn_layout(tensor: Tensor) -> bool:
     """Whether oneDNN's blocked layout is available for this tensor."""
     return (
         tensor.device.type == "cpu"

@@ -13,7 +13,7 @@ from espalier.slots import ALONE_OFFSET
 from espalier.speculate.sources.base import Paths
 
 # Fills a node's sequence of tokens beyond the node's depth.  It differs from every token and from VOID.
-BEYOND_NODE = -2
+SEQUENCE_PADDING = -2
 
 
 def graft(
@@ -52,19 +52,19 @@ def graft(
 
 
 def tree_sequences(tree: Tree, steps: int) -> Tensor:
-    """[B, D, S]: for each node the tokens from depth 1 down to it, then BEYOND_NODE."""
+    """[B, D, S]: for each node the tokens from depth 1 down to it, then SEQUENCE_PADDING."""
     nodes = tree.tokens.shape[1]
     lineage = unpack_bits(tree.ancestors, nodes)
     at = torch.where(lineage, tree.depths[:, None], 0)
-    made = tree.tokens.new_full((*tree.tokens.shape, steps + 1), BEYOND_NODE)
-    return made.scatter_(2, at, torch.where(lineage, tree.tokens[:, None], BEYOND_NODE))[..., 1:]
+    made = tree.tokens.new_full((*tree.tokens.shape, steps + 1), SEQUENCE_PADDING)
+    return made.scatter_(2, at, torch.where(lineage, tree.tokens[:, None], SEQUENCE_PADDING))[..., 1:]
 
 
 def path_sequences(tokens: Tensor) -> Tensor:
-    """[B, P · S, S]: for each node of paths [B, P, S] the tokens from depth 1 down to it, then BEYOND_NODE."""
+    """[B, P · S, S]: for each node of paths [B, P, S] the tokens from depth 1 down to it, then SEQUENCE_PADDING."""
     steps = tokens.shape[2]
     above = torch.ones(steps, steps, dtype=torch.bool, device=tokens.device).tril()
-    return torch.where(above, tokens[:, :, None], BEYOND_NODE).flatten(1, 2)
+    return torch.where(above, tokens[:, :, None], SEQUENCE_PADDING).flatten(1, 2)
 
 
 def _exists(tree: Tree, paths: Paths, steps: int) -> Tensor:

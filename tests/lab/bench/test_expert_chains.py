@@ -212,7 +212,7 @@ def test_layers_take_the_copies_in_turn(monkeypatch):
 
 
 class Counting:
-    """A stopwatch: the ms of a body are 1, and 0.25 for each product with experts."""
+    """A timer: the ms of a body are 1, and 0.25 for each product with experts."""
 
     def __init__(self, recorder):
         self.recorder, self.timed = recorder, 0
@@ -234,7 +234,7 @@ def told(monkeypatch):
     monkeypatch.setattr(floor_module, "as_engine", plain)
     monkeypatch.setattr(lab_experts, "grouped_experts", recorder := Recorder())
     found = Floors(recipe_sizes(Recipe(mixture("qwen3-moe", hot=512))), torch.float32)
-    found.stopwatch = Counting(recorder)
+    found.timer = Counting(recorder)
     return found
 
 
@@ -247,7 +247,7 @@ def test_the_floor_of_a_mixture_is_one_chain_of_linear_layers_and_experts(told):
     runs = [run for of_model in round_runs(told.shape, RoundSize(2, TreeShape(3, 2, 6))) for run in of_model]
     num_bytes = sum(run.weight_bytes for run in runs) + layers * 9.2 * sizes.expert_bytes
     assert floor.weight_bytes_ms == pytest.approx(1e3 * num_bytes / CEILINGS.bandwidth)
-    calls = told.stopwatch.recorder.calls
+    calls = told.timer.recorder.calls
     # By the library and as the engine multiplies.
     assert len(calls) == 2 * layers and {len(call["ids"].unique()) for call in calls} == {9}
 
@@ -255,14 +255,14 @@ def test_the_floor_of_a_mixture_is_one_chain_of_linear_layers_and_experts(told):
 def test_products_are_timed_once_for_each_number_of_touched_experts(told):
     for context in (100.0, 200.0):
         told.round(RoundSize(2, TreeShape(3, 2, 6), context, touched=9.2), CEILINGS)
-    assert told.stopwatch.timed == 1
+    assert told.timer.timed == 1
     told.round(RoundSize(2, TreeShape(3, 2, 6), 100.0, touched=12.0), CEILINGS)
     told.round(RoundSize(2, TreeShape(3, 2, 6), 100.0), CEILINGS)
-    assert told.stopwatch.timed == 3
+    assert told.timer.timed == 3
     # Without experts where only linear layers are asked for, as prefill does.
-    before = len(told.stopwatch.recorder.calls)
+    before = len(told.timer.recorder.calls)
     told.linears(prefill_pass(told.shape, 8, 2), 8)
-    assert len(told.stopwatch.recorder.calls) == before
+    assert len(told.timer.recorder.calls) == before
 
 
 def test_the_command_prints_what_experts_add(told, monkeypatch, capsys, tmp_path):
@@ -288,7 +288,7 @@ def test_on_a_gpu_experts_are_in_the_floor(name, weights):
 
 def test_ranks_share_the_time_of_the_target_alone(monkeypatch):
     monkeypatch.setattr(floor_module, "require_gpu", lambda command: torch.device("cpu"))
-    monkeypatch.setattr(floor_module, "Stopwatch", object)
+    monkeypatch.setattr(floor_module, "GraphTimer", object)
 
     def products(self, runs, rows):
         return LinearTimes(rows, 0.0, sum(run.count * run.rows for run in runs), 0.0), None

@@ -59,7 +59,7 @@ def test_every_bucket_takes_one_of_its_plans(tuner):
         [plan] = {each.plan for each in bucket}
         tile_rows = TILE_ROWS_BY_PAIRS[SHAPE.bucket(bucket[0].rows)][1]
         assert plan.rows in tile_rows
-        # The stopwatch says that the second of all contenders is the fastest.
+        # The timer says that the second of all contenders is the fastest.
         assert plan.gated == candidate_plans(plan.rows, 2, H200)[1]
         assert all(
             each.us == pytest.approx(1e3 / ChainInputs(SHAPE, each.rows, torch.bfloat16, CPU).num) for each in bucket
