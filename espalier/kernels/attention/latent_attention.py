@@ -196,8 +196,8 @@ def _checked(inputs: AttentionInputs) -> AttentionInputs:
     size, v_size = q.shape[3], inputs.v_size
     if q.dtype not in KERNEL_DTYPES or not v_size < size <= MAX_ROW_SIZE or v_size > MAX_V_SIZE:
         raise EspalierError(
-            f"latent attention supports {', '.join(map(str, KERNEL_DTYPES))}, rows of up to {MAX_ROW_SIZE} values and V "
-            f"of up to {MAX_V_SIZE} of them, but got {q.dtype}, rows of {size} and V of {v_size}: use "
+            f"latent attention supports {', '.join(map(str, KERNEL_DTYPES))}, rows of up to {MAX_ROW_SIZE} values and "
+            f"V of up to {MAX_V_SIZE} of them, but got {q.dtype}, rows of {size} and V of {v_size}: use "
             "attention='reference'"
         )
     check_shapes("latent attention", inputs, 1)
