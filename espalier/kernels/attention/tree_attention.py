@@ -232,8 +232,8 @@ def _checked(inputs: AttentionInputs) -> AttentionInputs:
     if q.dtype not in KERNEL_DTYPES or heads % kv_heads or max(k_size, v_size) > MAX_HEAD_SIZE:
         raise EspalierError(
             f"tree attention supports {', '.join(map(str, KERNEL_DTYPES))}, a multiple of the KV heads, and head sizes "
-            f"up to {MAX_HEAD_SIZE}, but got {q.dtype}, {heads} heads, {kv_heads} KV heads, and head sizes {k_size} (k) "
-            f"and {v_size} (v): use attention='reference'"
+            f"up to {MAX_HEAD_SIZE}, but got {q.dtype}, {heads} heads, {kv_heads} KV heads, and head sizes {k_size} "
+            f"(k) and {v_size} (v): use attention='reference'"
         )
     check_shapes("tree attention", inputs, kv_heads)
     return inputs if q.stride(3) == 1 else inputs._replace(q=q.contiguous())
