@@ -346,10 +346,7 @@ class ModelShape:
         return ProductRun(name, shape, count, rows, weights=self.weights if self._quantises(name, shape[1]) else DENSE)
 
     def _quantises(self, name: str, columns: int) -> bool:
-        """Whether the format takes a matrix.
-
-        name: of a ProductRun, such as "draft fc"; its last word is the matrix's name.
-        """
+        """Whether the format takes a matrix.  name: of a ProductRun; its last word is the matrix's name."""
         if self.weights == DENSE:
             return False
         quantiser = QUANTISERS[self.weights]
