@@ -1,6 +1,6 @@
 """Predicts the fastest tree at each batch size from the sizes of the models and two figures of the chip.
 
-The figures, bandwidth and peak, are measured at startup in some 20 ms.
+The figures, bandwidth and peak, are measured at startup in some 0.1 s.
 
 A pass takes the time to read its weights and the time of its products, which overlap, the time to read the cache, a
 fixed time for each layer, and one for the pass.
@@ -12,7 +12,7 @@ The prediction assumes uniform routing, independent rows and CONTEXT tokens a re
 experts, trees are faster than predicted.  `espalier bench choose` measures instead.
 """
 
-import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -238,7 +238,8 @@ def _buckets(most: int) -> Sequence[int]:
 
 # Bytes of a copy that is too large for the L2 cache, and the side of a square product that fills a chip.
 COPIED_BYTES, PRODUCT_SIZE = 2**27, 4096
-REPEATS = 7
+# The work runs for WARM_UP_S before it is timed REPEATS times: an idle GPU raises its clock in some ms.
+WARM_UP_S, REPEATS = 0.05, 16
 
 
 @cache
@@ -248,19 +249,23 @@ def measure_chip(device: torch.device) -> ChipFigures:
         source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
         matrix = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, dtype=torch.bfloat16, device=device)
         into, product = torch.empty_like(source), torch.empty_like(matrix)
-        bandwidth = 2 * COPIED_BYTES / _median_seconds(lambda: into.copy_(source))
-        peak = 2 * PRODUCT_SIZE**3 / _median_seconds(lambda: torch.mm(matrix, matrix, out=product))
+        bandwidth = 2 * COPIED_BYTES / _seconds_of(lambda: into.copy_(source))
+        peak = 2 * PRODUCT_SIZE**3 / _seconds_of(lambda: torch.mm(matrix, matrix, out=product))
     return ChipFigures(torch.cuda.get_device_name(device), bandwidth, peak)
 
 
-def _median_seconds(work: Callable[[], object]) -> float:
-    """The median time of some work in seconds, after warm-up."""
-    times = []
-    for _ in range(3 + REPEATS):
+def _seconds_of(work: Callable[[], object]) -> float:
+    """The time of some work in seconds: the lower quartile.
+
+    A busy host launches late, which makes single times several times as long (docs/log.md).
+    """
+    times: list[float] = []
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < WARM_UP_S or len(times) < 2 * REPEATS:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         work()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 1000)
-    return statistics.median(times[-REPEATS:])
+    return sorted(times[-REPEATS:])[REPEATS // 4]

@@ -1,5 +1,6 @@
 """Trees that are predicted: deep ones at few requests, chains at many; of a mixture, small ones at one request too."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from espalier.bench.shapes import find_shape
 from espalier.layout import PLAIN, TreeShape
 from espalier.models import read_config
 from espalier.speculate.drafters.registry import read_draft
+from espalier.startup import tree_cost
 from espalier.startup.tree_cost import (
     CACHE_SHARE,
     LAYER_OVERHEAD_S,
@@ -102,6 +104,27 @@ def test_a_pass_reads_multiplies_and_launches():
     # Four levels and the extend.
     levels = 4 * weights.draft_seconds(8, H200) + weights.draft_seconds(6, H200)
     assert weights.round_seconds(WIDE, 1, H200) == pytest.approx(weights.target_seconds(64, H200) + cache + levels)
+
+
+def test_a_busy_host_does_not_slow_the_chip_down(monkeypatch):
+    """More than half of the launches come late, so that the median would be four times as long."""
+    times = itertools.cycle([4.0, 1.0, 4.0, 4.0, 1.0])
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            pass
+
+        synchronize = record
+
+        def elapsed_time(self, end):
+            return next(times)
+
+    monkeypatch.setattr(tree_cost.torch.cuda, "Event", Event)
+    monkeypatch.setattr(tree_cost, "WARM_UP_S", 0.0)
+    assert tree_cost._seconds_of(lambda: None) == 1e-3
 
 
 def test_weights_of_four_bits_are_read_as_such():
