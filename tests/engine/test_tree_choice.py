@@ -143,11 +143,10 @@ def test_the_best_form_is_found_and_kept(level: float, more: dict[str, float], b
 @pytest.mark.parametrize("slowness", [0.3, 0.5, 2.5])
 def test_where_all_predictions_are_wrong_by_one_factor_the_best_form_is_found(slowness: float) -> None:
     """Weights in fewer bytes than was supposed, or a slower chip: the forms that did not run look slow, or fast."""
-    for batch in (1, 8, 16, 64):
-        for level in (0.3, 0.9):
-            world = World(batch, level, slowness=slowness)
-            world.run(batch, 200)
-            assert world.run(batch, 400) >= 0.97 * world.best(batch), (batch, level)
+    for batch, level in ((1, 0.3), (8, 0.9), (16, 0.3)):
+        world = World(batch, level, slowness=slowness)
+        world.run(batch, 100)
+        assert world.run(batch, 200) >= 0.97 * world.best(batch), (batch, level)
 
 
 def test_where_the_host_is_slower_than_the_gpu_few_rounds_are_lost() -> None:
