@@ -41,7 +41,7 @@ EXCHANGE = 4096
 
 
 class Held(NamedTuple):
-    """What a program holds in shared memory.
+    """The numbers of queries, heads and key blocks that one program keeps in shared memory.
 
     queries: a power of two.  block_h: heads of a query, padded.  stages: blocks of keys.
     """

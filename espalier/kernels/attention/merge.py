@@ -83,8 +83,8 @@ PROGRAM_VALUES = 4096
 MIN_FEW_SPLITS, MAX_FEW_SPLITS = 4, 8
 # Splits that are merged at once, over all pairs of a program.
 SPLITS_PER_PROGRAM = 16
-# Values of a pair that one program merges.  If a pair has more values, or more splits, several programs share them:
-# latent attention has few pairs, but up to 128 splits of 512 values.
+# The least and the most output columns of one (query, head) pair that a program merges.  If a pair has more columns, or
+# more splits, several programs share them: latent attention has few pairs, but up to 128 splits of 512 columns.
 MIN_BLOCK_V, MAX_BLOCK_V = 32, 128
 # Programs of the persistent grid per multiprocessor.  Four times as many would fit, but starting a program costs time
 # even if there is nothing to merge (docs/log.md).

@@ -97,7 +97,7 @@ def tma_arguments(
 ) -> dict[str, Any]:
     """The launch arguments that decide which blocks TMA copies.  k, v: [R, heads, size]."""
     kind = UNKNOWN
-    # A row of the heads' values is one row of the descriptor, so the heads must be contiguous.
+    # The TMA descriptor is [R, heads · size], so the heads of a row must be adjacent in memory.
     if uses_tma(config) and not window and all(rows.stride(1) == rows.shape[2] for rows in (k, v)):
         kind = (
             ALL_CONTIGUOUS if not needs_block_counts(page_size, window) else UNKNOWN if contiguous is None else COUNTED

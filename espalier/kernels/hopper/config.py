@@ -35,7 +35,8 @@ LATENT_BLOCK_N = 32
 LATENT_STAGES = 4
 # Buffers in shared memory through which the first attending warpgroup sends a block's weights to the second.
 WEIGHT_SLOTS = 2
-# Stages with FP8 rows: converted blocks, which are attended to, and stored blocks.
+# Pipeline stages for an FP8 cache: how many converted blocks, which attention reads, and how many blocks as they are
+# stored.
 LATENT_FP8_STAGES, LATENT_FP8_RAW_STAGES = 2, 4
 # The most packed queries of hopper/latent_few.py: the columns of its product.
 FEW_MAX_QUERIES = 16

@@ -6,8 +6,8 @@ to 256 rows it also splits the columns, as there are fewer tiles than multiproce
 in memory.  quantised_tile.py has the inner loop.  For up to 16 rows and 4 bits, Hopper has a kernel of its own
 (hopper/quantised_products.py), with the same bits.
 
-Inputs that the format rounds to FP8 are rounded by the norm before (norm.py) or by a launch (quantise_rows.py).  Many
-rows of such inputs are multiplied by the library (scaled_product.py).
+Inputs that the format rounds to FP8 are rounded by the norm before (norm.py) or by a launch (quantise_rows.py).  For
+many rows of such inputs, PyTorch's scaled_mm computes the product (scaled_product.py).
 
 Tolerance: as linear.py, with the values of weight and inputs exact, and one rounding more for the scales of each group
 of columns: in · 2⁻²³ times the sum of the products' magnitudes.  For rounded inputs on a GPU it is 2⁻¹⁰ times that sum:

@@ -73,7 +73,7 @@ def tail_after(tail: Tensor, inputs: Tensor, count: Tensor) -> Tensor:
 
 
 def unit(x: Tensor) -> Tensor:
-    """Returns x [..., size] divided by its length over the last dimension."""
+    """Returns x [..., size] divided by its L2 norm over the last dimension."""
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + UNIT_EPS)
 
 

@@ -1,7 +1,7 @@
 """Computes the q, k, v and gates of new rows: a short convolution along each row's path, then norms and gates.
 
-Grid: (blocks of rows, heads of q, k and v).  A program convolves one head's channels.  Then it divides a head of q or k
-by its length, or computes the gates of a head of v.  Padding rows are computed too.
+Grid: (blocks of rows, heads of q, k and v).  A program convolves one head's channels.  Then it L2-normalises a head of
+q or k.  For a head of v it computes the gates.  Padding rows are computed too.
 """
 
 from __future__ import annotations
