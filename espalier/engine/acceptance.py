@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
+from operator import mul
 from typing import NamedTuple
 
 from espalier.layout import TreeShape
@@ -118,6 +119,25 @@ class DecayingRate:
 
 
 @dataclass
+class FormCounts:
+    """What the rounds of a form showed.
+
+    depths: how often the first child was accepted, by depth; samples: [depth + 1], by the depth that they may accept;
+    gained: tokens beyond the first.
+    """
+
+    depths: list[DecayingRate]
+    samples: list[float]
+    gained: float = 0.0
+
+    def fade(self, factor: float) -> None:
+        for count in self.depths:
+            count.fade(factor)
+        self.samples = [factor * count for count in self.samples]
+        self.gained *= factor
+
+
+@dataclass
 class Acceptance:
     """Estimates acceptance from the rounds so far.
 
@@ -130,7 +150,7 @@ class Acceptance:
     min_samples: int
     min_prior: float = PRIOR_SAMPLES
     depths: list[DecayingRate] = field(init=False)
-    forms: dict[TreeShape, DecayingRate] = field(default_factory=dict)
+    forms: dict[TreeShape, FormCounts] = field(default_factory=dict)
     recent: DecayingRate = field(default_factory=DecayingRate)
     prior: float = PRIOR_SAMPLES
 
@@ -144,9 +164,11 @@ class Acceptance:
     def cap_weight(self, samples: float) -> None:
         """Reduce the weight of all rounds so far to at most this many samples."""
         if self.steps and self.depths[0].trials > samples:
-            factor = samples / self.depths[0].trials
-            for each in (*self.depths, *self.forms.values()):
-                each.fade(factor)
+            self._fade(samples / self.depths[0].trials)
+
+    def _fade(self, factor: float) -> None:
+        for each in (*self.depths, *self.forms.values()):
+            each.fade(factor)
 
     @property
     def first_child(self) -> list[float]:
@@ -163,52 +185,60 @@ class Acceptance:
 
     def accept_length(self, tree: TreeShape) -> float:
         """The expected tokens of a round of this tree, for a request that may accept nodes at any depth."""
-        return 1 + gains(tree, self.first_child)[-1] * self._form_factor(tree)
+        first_child = self.first_child
+        return 1 + gains(tree, first_child)[-1] * self._form_factor(tree, first_child)
 
-    def _form_factor(self, tree: TreeShape) -> float:
-        """The real gain of the form, divided by the predicted gain."""
-        count = self.forms.get(tree)
-        return 1.0 if count is None else (count.successes + FORM_PRIOR_TOKENS) / (count.trials + FORM_PRIOR_TOKENS)
+    def _form_factor(self, tree: TreeShape, first_child: Sequence[float]) -> float:
+        """The real gain of the form, divided by the gain that its own rounds' first children predict."""
+        form = self.forms.get(tree)
+        if form is None:
+            return 1.0
+        own = [count.rate(rate, self.prior) for count, rate in zip(form.depths, first_child, strict=False)]
+        predicted = sum(map(mul, form.samples, gains(tree, own)))
+        return (form.gained + FORM_PRIOR_TOKENS) / (predicted + FORM_PRIOR_TOKENS)
 
     def add(self, tree: TreeShape, samples: Sequence[AcceptSample]) -> None:
         """Count a round of this tree."""
         depth = depth_of(tree)
         if not samples or not depth:
             return
-        factor = 1 - 1 / max(self.min_rounds, self.min_samples / len(samples))
-        form = self.forms.setdefault(tree, DecayingRate())
-        expected = gains(tree, self.first_child)
-        predicted = sum(expected[min(sample.max_depth, depth)] for sample in samples)
-        self._cap_weight_if_text_changed(predicted * self._form_factor(tree), samples)
+        self._cap_weight_if_text_changed(tree, samples)
         self.prior = max(PRIOR_DECAY * self.prior, self.min_prior)
-        for count in (*self.depths, *self.forms.values()):
-            count.fade(factor)
+        self._fade(1 - 1 / max(self.min_rounds, self.min_samples / len(samples)))
+        if tree not in self.forms:
+            self.forms[tree] = FormCounts([DecayingRate() for _ in range(depth)], [0.0] * (depth + 1))
+        form = self.forms[tree]
         # In a large batch, many samples are equal.
         for sample, weight in Counter(samples).items():
-            self._count_first_children(sample, min(sample.max_depth, depth), weight)
-            form.trials += weight * expected[min(sample.max_depth, depth)]
-            form.successes += weight * len(sample.ranks)
+            max_depth = min(sample.max_depth, depth)
+            for depths in (self.depths, form.depths):
+                _count_first_children(depths, sample, max_depth, weight)
+            form.samples[max_depth] += weight
+            form.gained += weight * len(sample.ranks)
 
-    def _cap_weight_if_text_changed(self, expected: float, samples: Sequence[AcceptSample]) -> None:
+    def _cap_weight_if_text_changed(self, tree: TreeShape, samples: Sequence[AcceptSample]) -> None:
         """Reduce the weight of older rounds if the latest rounds gain much more or less than expected."""
+        first_child, depth = self.first_child, depth_of(tree)
+        by_depth, factor = gains(tree, first_child), self._form_factor(tree, first_child)
         self.recent.fade(1 - 1 / max(2, RECENT_SAMPLES / len(samples)))
-        self.recent.trials += expected
+        self.recent.trials += factor * sum(by_depth[min(sample.max_depth, depth)] for sample in samples)
         self.recent.successes += sum(len(sample.ranks) for sample in samples)
         expected, gained = self.recent.trials, self.recent.successes
         if abs(gained - expected) > MAX_DEVIATIONS * math.sqrt(VARIANCE_PER_TOKEN * expected + 1):
             self.cap_weight(max(RECENT_SAMPLES / 4, len(samples)))
             self.recent = DecayingRate()
 
-    def _count_first_children(self, sample: AcceptSample, max_depth: int, weight: int) -> None:
-        """Count at each depth whether the first child was accepted, as long as the path follows first children."""
-        ranks = sample.ranks
-        for depth in range(min(max_depth, len(ranks) + 1)):
-            count = self.depths[depth]
-            if depth == len(ranks):
-                # A leaf may have no child because other nodes were more probable.  Then the count learns nothing.
-                count.trials += weight * (not sample.is_leaf or sample.is_short)
-                return
-            count.trials += weight
-            if ranks[depth]:
-                return
-            count.successes += weight
+
+def _count_first_children(depths: Sequence[DecayingRate], sample: AcceptSample, max_depth: int, weight: int) -> None:
+    """Count at each depth whether the first child was accepted, as long as the path follows first children."""
+    ranks = sample.ranks
+    for depth in range(min(max_depth, len(ranks) + 1)):
+        count = depths[depth]
+        if depth == len(ranks):
+            # A leaf may have no child because other nodes were more probable.  Then the count learns nothing.
+            count.trials += weight * (not sample.is_leaf or sample.is_short)
+            return
+        count.trials += weight
+        if ranks[depth]:
+            return
+        count.successes += weight
