@@ -120,7 +120,7 @@ class DecayingRate:
 
 @dataclass
 class FormCounts:
-    """What the rounds of a form showed.
+    """What the rounds of one form showed.
 
     depths: how often the first child was accepted, by depth; samples: [depth + 1], by the depth that they may accept;
     gained: tokens beyond the first.
@@ -129,6 +129,11 @@ class FormCounts:
     depths: list[DecayingRate]
     samples: list[float]
     gained: float = 0.0
+
+    def add(self, sample: AcceptSample, max_depth: int, weight: int) -> None:
+        _count_first_children(self.depths, sample, max_depth, weight)
+        self.samples[max_depth] += weight
+        self.gained += weight * len(sample.ranks)
 
     def fade(self, factor: float) -> None:
         for count in self.depths:
@@ -143,6 +148,8 @@ class Acceptance:
 
     steps: depth of the deepest tree; min_rounds, min_samples: an estimate remembers so many rounds and so many
     samples, whichever takes longer; min_prior: the least weight of the assumptions.
+    first_child: how often the first child is accepted, by depth.  A depth that was rarely tried has the assumed rate,
+    corrected as much as the depth above was.
     """
 
     steps: int
@@ -150,6 +157,7 @@ class Acceptance:
     min_samples: int
     min_prior: float = PRIOR_SAMPLES
     depths: list[DecayingRate] = field(init=False)
+    first_child: list[float] = field(init=False)
     forms: dict[TreeShape, FormCounts] = field(default_factory=dict)
     recent: DecayingRate = field(default_factory=DecayingRate)
     prior: float = PRIOR_SAMPLES
@@ -160,40 +168,36 @@ class Acceptance:
     def reset(self) -> None:
         self.depths = [DecayingRate() for _ in range(self.steps)]
         self.forms, self.recent, self.prior = {}, DecayingRate(), PRIOR_SAMPLES
+        self.first_child = [0.0] * self.steps
+        self._update_first_child()
 
     def cap_weight(self, samples: float) -> None:
         """Reduce the weight of all rounds so far to at most this many samples."""
         if self.steps and self.depths[0].trials > samples:
             self._fade(samples / self.depths[0].trials)
+            self._update_first_child()
 
     def _fade(self, factor: float) -> None:
         for each in (*self.depths, *self.forms.values()):
             each.fade(factor)
 
-    @property
-    def first_child(self) -> list[float]:
-        """How often the first child is accepted, by depth.
-
-        A depth that was rarely tried has the assumed rate, corrected as much as the depth above was.
-        """
-        found: list[float] = []
+    def _update_first_child(self) -> None:
         follows = 1.0
-        for depth, count in enumerate(self.depths, 1):
-            found.append(min(count.rate(min(assumed_rate(depth) * follows, MAX_RATE), self.prior), MAX_RATE))
-            follows = found[-1] / assumed_rate(depth)
-        return found
+        for at, count in enumerate(self.depths):
+            assumed = assumed_rate(at + 1)
+            found = min(count.rate(min(assumed * follows, MAX_RATE), self.prior), MAX_RATE)
+            self.first_child[at], follows = found, found / assumed
 
     def accept_length(self, tree: TreeShape) -> float:
         """The expected tokens of a round of this tree, for a request that may accept nodes at any depth."""
-        first_child = self.first_child
-        return 1 + gains(tree, first_child)[-1] * self._form_factor(tree, first_child)
+        return 1 + gains(tree, self.first_child)[-1] * self._form_factor(tree)
 
-    def _form_factor(self, tree: TreeShape, first_child: Sequence[float]) -> float:
+    def _form_factor(self, tree: TreeShape) -> float:
         """The real gain of the form, divided by the gain that its own rounds' first children predict."""
         form = self.forms.get(tree)
         if form is None:
             return 1.0
-        own = [count.rate(rate, self.prior) for count, rate in zip(form.depths, first_child, strict=False)]
+        own = [count.rate(rate, self.prior) for count, rate in zip(form.depths, self.first_child, strict=False)]
         predicted = sum(map(mul, form.samples, gains(tree, own)))
         return (form.gained + FORM_PRIOR_TOKENS) / (predicted + FORM_PRIOR_TOKENS)
 
@@ -211,15 +215,14 @@ class Acceptance:
         # In a large batch, many samples are equal.
         for sample, weight in Counter(samples).items():
             max_depth = min(sample.max_depth, depth)
-            for depths in (self.depths, form.depths):
-                _count_first_children(depths, sample, max_depth, weight)
-            form.samples[max_depth] += weight
-            form.gained += weight * len(sample.ranks)
+            _count_first_children(self.depths, sample, max_depth, weight)
+            form.add(sample, max_depth, weight)
+        self._update_first_child()
 
     def _cap_weight_if_text_changed(self, tree: TreeShape, samples: Sequence[AcceptSample]) -> None:
         """Reduce the weight of older rounds if the latest rounds gain much more or less than expected."""
-        first_child, depth = self.first_child, depth_of(tree)
-        by_depth, factor = gains(tree, first_child), self._form_factor(tree, first_child)
+        depth = depth_of(tree)
+        by_depth, factor = gains(tree, self.first_child), self._form_factor(tree)
         self.recent.fade(1 - 1 / max(2, RECENT_SAMPLES / len(samples)))
         self.recent.trials += factor * sum(by_depth[min(sample.max_depth, depth)] for sample in samples)
         self.recent.successes += sum(len(sample.ranks) for sample in samples)

@@ -21,9 +21,9 @@ from espalier.layout import PLAIN, RoundLayout, TreeShape, next_bucket
 MIN_SPEEDUP = 1.02
 # The first pause before a trial, in rounds.  Each later pause is twice as long as the one before, up to MAX_PAUSE.
 MIN_PAUSE, MAX_PAUSE = 16, 256
-# A form is tried if its expected tokens a second are at least this share of the best form's: MIN_RIVAL_RATE if it is
-# known, which means that it ran and that the current form is as deep.  Predicted times have errors of up to 15%
-# (tree_cost.py), and depths that do not run show no change of the text.
+# A form is tried if its expected tokens a second are at least this share of the best form's.  MIN_UNKNOWN_RATE holds
+# for forms that have not run, because predicted times have errors of up to 15% (tree_cost.py), and for forms deeper
+# than the current one, because no round shows what their depths accept now.
 MIN_RIVAL_RATE, MIN_UNKNOWN_RATE = 0.85, 0.75
 # Plain decoding and trees without a draft pass do not measure acceptance.  So at a trial, all older rounds together
 # weigh OLD_ROUNDS_WEIGHT times as much as the trial.
@@ -55,7 +55,7 @@ class ChoicePace(NamedTuple):
 
 # Guesses of a draft model succeed about equally everywhere.  The success of guesses looked up in the text varies with
 # the place in the text.
-DRAFT_PACE = ChoicePace(24, 200, trial_rounds=4, single_request_rounds=4, rounds_before_change=8, min_prior=0.25)
+DRAFT_PACE = ChoicePace(24, 400, trial_rounds=4, single_request_rounds=4, rounds_before_change=8, min_prior=0.25)
 LOOKUP_PACE = ChoicePace(16, 24, trial_rounds=2, single_request_rounds=0, rounds_before_change=2, min_prior=1.0)
 
 
@@ -302,6 +302,7 @@ class TreeChoice:
         return bucket.trial_tree
 
     def _min_rival_rate(self, bucket: BucketState, form: TreeShape) -> float:
+        """The least expected tokens a second of a form that is tried, over the best form's."""
         is_known = (bucket.size, form) in self.times.corrections and form.steps <= bucket.current.steps
         return MIN_RIVAL_RATE if is_known else MIN_UNKNOWN_RATE
 
