@@ -6,8 +6,8 @@ batch bucket of the pass.  In the table the requests with the longest splits com
 splits in turns have equally much to do (work_items.py:work_item_of).
 
 TMA copies a block of committed rows with one instruction if the block is contiguous in the pool.  Contiguous blocks are
-counted once a round, for all layers with the same splits and blocks.  If the page size is a multiple of the block, every block is
-contiguous, and nothing is counted.
+counted once a round, for all layers with the same splits and rows per block.  If the page size is a multiple of these
+rows, every block is contiguous, and nothing is counted.
 """
 
 from __future__ import annotations
