@@ -118,7 +118,9 @@ def choose_hopper_config(
     there are enough such programs, each multiprocessor runs two: one works while the other finishes.
     With few queries and small pages the Triton kernel is faster, because all of its warps gather rows (docs/log.md).
     """
-    if gpu.capability != HOPPER or size not in HEAD_SIZES or packed_queries <= WARPGROUP_QUERIES // 4:
+    # For trees over heads of 256 values, only the Triton kernel's time is known.
+    most_of_triton = WARPGROUP_QUERIES // 4 if size <= MAX_REGISTER_HEAD_SIZE else 2 * WARPGROUP_QUERIES
+    if gpu.capability != HOPPER or size not in HEAD_SIZES or packed_queries <= most_of_triton:
         return None
     if packed_queries <= WARPGROUP_QUERIES // 2 and page_size < block_rows(size):
         return None
