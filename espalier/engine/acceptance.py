@@ -178,8 +178,10 @@ class Acceptance:
             self._update_first_child()
 
     def _fade(self, factor: float) -> None:
-        for each in (*self.depths, *self.forms.values()):
-            each.fade(factor)
+        for count in self.depths:
+            count.fade(factor)
+        for form in self.forms.values():
+            form.fade(factor)
 
     def _update_first_child(self) -> None:
         follows = 1.0
