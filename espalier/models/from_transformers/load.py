@@ -76,7 +76,7 @@ def build_by_transformers(
     shows_progress = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
     try:
-        with refusal_reason(f"{config.path}: download the checkpoint again, because transformers cannot load the model"):
+        with refusal_reason(f"{config.path}: transformers cannot load the model; download the checkpoint again"):
             model, found = probed.model_class.from_pretrained(
                 None if state else config.path,
                 config=copy.deepcopy(probed.config),

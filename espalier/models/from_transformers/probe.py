@@ -96,12 +96,11 @@ class TrialAttention:
         return (out if sink is None else with_sink(out, lse, sink)).contiguous()
 
 
-def require_one_call_each(model: nn.Module, modules: Sequence[nn.Module]) -> None:
+def require_one_call_each(layers: Sequence[nn.Module], modules: Sequence[nn.Module]) -> None:
     """Check that each layer attends once, in order.  modules: those that attended.
     Raises EspalierError with the reason."""
     if not modules:
         raise EspalierError("its attention does not go through transformers' AttentionInterface")
-    layers = layers_of(model)
     layer_of = {module: i for i, layer in enumerate(layers) for module in layer.modules()}
     at = [layer_of.get(module, -1) for module in modules]
     if without := [i for i in range(len(layers)) if i not in at]:
@@ -115,14 +114,20 @@ def require_one_call_each(model: nn.Module, modules: Sequence[nn.Module]) -> Non
 def probe(model_class: Any, config: Any) -> ProbeResult:
     """Probes a class.  Raises EspalierError, with the reason, for a class that cannot be a target."""
     replacements, can_capture = try_tree(tiny_model(model_class, tiny_config(config)))
-    full = on_meta_device(model_class, config)
+    meta = copy.deepcopy(config)
+    meta._attn_implementation = ATTENTION_NAME
+    # This is the only implementation of experts that never reads on the host.
+    meta._experts_implementation = "batched_mm"
+    with refusal_reason("its class refuses its config"), torch.device("meta"):
+        full = model_class(meta).eval()
     kinds = Counter(type(module) for module in full.modules())
-    experts = [each for each in full.parameters() if each.ndim == 3]
-    num_weights = sum(each.numel() for each in full.parameters() if each.ndim > 1)
+    matrices = [each for each in full.parameters() if each.ndim > 1]
+    experts = [each for each in matrices if each.ndim == 3]
     tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
     trial = TrialAttention(tokens, tokens)
     with refusal_reason("it reads values on the host while it runs, which no captured pass can"):
-        TransformersModel(full, {}).run(tokens, tokens, trial)
+        body = TransformersModel(full, {})
+        body.logits(body.run(tokens, tokens, trial)[0])
     return ProbeResult(
         model_class=model_class,
         config=config,
@@ -130,23 +135,12 @@ def probe(model_class: Any, config: Any) -> ProbeResult:
         replacements=replacements,
         replaced=", ".join(f"{kinds[kind]} {kind.__name__}" for kind in replacements) or "none of its modules",
         can_capture=can_capture,
-        vocab_size=full.get_output_embeddings().weight.shape[0],
-        num_weights=num_weights,
+        vocab_size=body.head.shape[0],
+        num_weights=sum(each.numel() for each in matrices),
         expert_weights=sum(each.numel() for each in experts),
         num_experts=experts[0].shape[0] if experts else 1,
         top_k=getattr(config, "num_experts_per_tok", None) or 1,
     )
-
-
-@refusal_reason("its class refuses its config")
-def on_meta_device(model_class: Any, config: Any) -> Any:
-    """Returns the model on the meta device: without data."""
-    config = copy.deepcopy(config)
-    config._attn_implementation = ATTENTION_NAME
-    # This is the only implementation of experts that never reads on the host.
-    config._experts_implementation = "batched_mm"
-    with torch.device("meta"):
-        return model_class(config).eval()
 
 
 @torch.no_grad()
@@ -167,30 +161,31 @@ def try_tree(model: Any) -> tuple[Mapping[type, MakeForward], bool]:
     # The rows run in reverse order, to find a class that treats the first rows of a pass differently: it is no target.
     rows = range(size[1] - 1, -1, -1)
     paths = [[_path_to_root(parents, row) for row in rows] for parents in TREE_PARENTS]
-    wanted = torch.stack([_plain_logits(model, *of_request) for of_request in zip(tokens, paths, strict=True)])
+    model.set_attn_implementation("eager")
+    logits = [
+        model(input_ids=of_request[None, path], use_cache=False).logits[0, -1]
+        for of_request, of_rows in zip(tokens, paths, strict=True)
+        for path in of_rows
+    ]
+    wanted = torch.stack(logits).view(*size, -1)
     model.set_attn_implementation(ATTENTION_NAME)
     seen = torch.tensor([[[row in path for row in rows] for path in of_rows] for of_rows in paths])
-    capture = tuple(range(model.config.num_hidden_layers + 1))
-    for replacements in (find_replacements(model), {}):
+    num_layers = len(layers_of(model))
+    capture = tuple(range(num_layers + 1)) if num_layers else ()
+    for replacements in ({}, find_replacements(model)):
         trial = TrialAttention(seen.sum(2) - 1, seen)
         body = TransformersModel(copy.deepcopy(model), replacements, capture)
         hidden, inputs = body.run(tokens.flip(1), trial.positions, trial)
-        require_one_call_each(body.model, trial.modules)
+        require_one_call_each(layers_of(body.model), trial.modules)
         difference = float((body.logits(hidden) - wanted).abs().max() / wanted.abs().max())
-        if difference <= TOLERANCE:
-            shape = (*size, model.config.hidden_size)
-            return replacements, all(i in inputs and inputs[i].shape == shape for i in capture)
-    raise EspalierError(
-        "its rows do not see just the rows before them, at the positions that they are given: a tree's logits differ "
-        f"from the plain model's by {difference:.1e} of the largest"
-    )
+        if difference > TOLERANCE:
+            raise EspalierError(
+                "its rows do not see just the rows before them, at the positions that they are given: a tree's logits "
+                f"differ from the plain model's by {difference:.1e} of the largest"
+            )
+    shape = (*size, model.config.hidden_size)
+    return replacements, all(i in inputs and inputs[i].shape == shape for i in capture)
 
 
 def _path_to_root(parents: Sequence[int], row: int) -> list[int]:
     return [] if row < 0 else [*_path_to_root(parents, parents[row]), row]
-
-
-def _plain_logits(model: Any, tokens: Tensor, paths: Sequence[list[int]]) -> Tensor:
-    """Returns [Q, V]: for each row of tokens [Q], the logits that the plain model returns for the row's path."""
-    model.set_attn_implementation("eager")
-    return torch.stack([model(input_ids=tokens[None, path], use_cache=False).logits[0, -1] for path in paths])

@@ -23,7 +23,7 @@ LARGEST: tuple[tuple[str, int], ...] = (
     (r"experts$|num_expert|expert_num|heads|n_head$", HEADS),
     (r"qk_head_dim", 2 * HEAD_SIZE),
     (rf"{HEAD_SIZES}|rotary_dim|_lora_rank|lora_dim|low_rank", HEAD_SIZE),
-    (r"", HEADS * HEAD_SIZE),
+    (r"(?<!layers)$", HEADS * HEAD_SIZE),
 )
 
 
@@ -46,7 +46,8 @@ def tiny_config(config: Any) -> Any:
     It keeps the first layers, as many as it takes to have a layer of each type.
     """
     fields = {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
-    num_layers, derived = config.num_hidden_layers, _derived_sizes(config)
+    num_layers, own = config.num_hidden_layers, config.attribute_map
+    derived = _derived_sizes(*(fields.get(own.get(name, name)) for name in ("num_attention_heads", "hidden_size")))
     lists = [value for value in fields.values() if isinstance(value, list | tuple) and len(value) == num_layers]
     kinds = list(zip(*(map(repr, each) for each in lists), strict=True))
     layers = min(max(3, *map(kinds.index, kinds), 3) + 1, MOST_LAYERS, num_layers)
@@ -54,12 +55,16 @@ def tiny_config(config: Any) -> Any:
     def shrunk(name: str, value: Any) -> Any:
         if isinstance(value, list | tuple) and len(value) == num_layers:
             return [shrunk(name, each) for each in value[:layers]]
+        if name == "per_layer_config" and value:
+            return {layer: each for layer, each in value.items() if int(layer) < layers}
+        if name == "head_dim" and value is None:
+            return HEAD_SIZE
         if not isinstance(value, int) or isinstance(value, bool):
             return value
         if value == num_layers and re.search(r"layers?$", name):
             return layers
         exact = (tiny for pattern, given, tiny in derived if value == given and re.search(pattern, name))
-        most = next(size for pattern, size in LARGEST if re.search(pattern, name))
+        most = next((size for pattern, size in LARGEST if re.search(pattern, name)), value)
         return next(exact, min(value, most))
 
     # The config's RoPE is left out, so the class uses its default: factors may fit the config's true sizes alone.
@@ -69,12 +74,12 @@ def tiny_config(config: Any) -> Any:
     return tiny
 
 
-def _derived_sizes(config: Any) -> list[tuple[str, int, int]]:
+def _derived_sizes(heads: Any, hidden: Any) -> list[tuple[str, int, int]]:
     """Returns the sizes that a class derives from each other: pattern of the name, the config's value, tiny value.
 
+    heads: query heads.  hidden: values of a row.  A config may lack both, or have a list of heads.
     Half of a head may be rotated, so a head has HEAD_SIZE values, also where the config's has fewer.
     """
-    heads, hidden = (getattr(config, name, None) for name in ("num_attention_heads", "hidden_size"))
     if not isinstance(heads, int) or heads < 1:
         return []
     tiny = min(HEADS, heads)

@@ -124,10 +124,9 @@ def _are_equal(module: Any, make: MakeForward) -> bool:
     return all(one.shape == other.shape and torch.allclose(one, other, TOLERANCE, TOLERANCE) for one, other in pairs)
 
 
-def layers_of(model: Any) -> Sequence[nn.Module]:
-    """Returns the model's layers: the first list of modules that is as long as its config says; without one, none."""
-    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
-    return next((each for each in lists if len(each) == model.config.num_hidden_layers), nn.ModuleList())
+def layers_of(model: nn.Module) -> Sequence[nn.Module]:
+    """Returns the model's layers: its first list of modules; without one, none."""
+    return next((module for module in model.modules() if isinstance(module, nn.ModuleList)), nn.ModuleList())
 
 
 class TransformersModel:
@@ -153,8 +152,7 @@ class TransformersModel:
                 # the model to short texts: in longer ones, every new token would change all cached keys.
                 module.rope_type = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
         _capture(layers_of(model), capture)
-        # Some classes do not say which module is their decoder.
-        decoder = next(each for each in (model.get_decoder(), *model.children()) if each is not model)
+        decoder = next(model.children()).get_decoder()
         self._decode = decoder.forward
         # So the whole model computes logits from the hidden states that it is given.
         decoder.forward = lambda *args, inputs_embeds, **options: HiddenOutput((inputs_embeds,))
