@@ -96,7 +96,7 @@ class TrialAttention:
         return (out if sink is None else with_sink(out, lse, sink)).contiguous()
 
 
-def require_one_call_each(layers: Sequence[nn.Module], modules: Sequence[nn.Module]) -> None:
+def require_one_call_each(layers: nn.ModuleList, modules: Sequence[nn.Module]) -> None:
     """Check that each layer attends once, in order.  modules: those that attended.
     Raises EspalierError with the reason."""
     if not modules:
@@ -170,8 +170,7 @@ def try_tree(model: Any) -> tuple[Mapping[type, MakeForward], bool]:
     wanted = torch.stack(logits).view(*size, -1)
     model.set_attn_implementation(ATTENTION_NAME)
     seen = torch.tensor([[[row in path for row in rows] for path in of_rows] for of_rows in paths])
-    num_layers = len(layers_of(model))
-    capture = tuple(range(num_layers + 1)) if num_layers else ()
+    capture = tuple(range(len(layers_of(model)) + 1))
     for replacements in ({}, find_replacements(model)):
         trial = TrialAttention(seen.sum(2) - 1, seen)
         body = TransformersModel(copy.deepcopy(model), replacements, capture)

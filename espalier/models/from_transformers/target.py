@@ -4,7 +4,7 @@ For speed, Espalier's layers run in place of transformers' layers if both comput
 recognised by their class.  Norms and experts are compared with Espalier's on random rows of a tiny model.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -124,9 +124,9 @@ def _are_equal(module: Any, make: MakeForward) -> bool:
     return all(one.shape == other.shape and torch.allclose(one, other, TOLERANCE, TOLERANCE) for one, other in pairs)
 
 
-def layers_of(model: nn.Module) -> Sequence[nn.Module]:
-    """Returns the model's layers: its first list of modules; without one, none."""
-    return next((module for module in model.modules() if isinstance(module, nn.ModuleList)), nn.ModuleList())
+def layers_of(model: nn.Module) -> nn.ModuleList:
+    """Returns the model's layers: its first list of modules."""
+    return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
 
 
 class TransformersModel:
@@ -151,8 +151,9 @@ class TransformersModel:
                 # A RoPE that changes with the longest position would read positions on the host.  max_position limits
                 # the model to short texts: in longer ones, every new token would change all cached keys.
                 module.rope_type = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
-        _capture(layers_of(model), capture)
-        decoder = next(model.children()).get_decoder()
+        layers = layers_of(model)
+        _capture(layers, capture)
+        decoder = next(child for child in model.children() if layers in child.modules()).get_decoder()
         self._decode = decoder.forward
         # So the whole model computes logits from the hidden states that it is given.
         decoder.forward = lambda *args, inputs_embeds, **options: HiddenOutput((inputs_embeds,))
@@ -185,7 +186,7 @@ class HiddenOutput(tuple[Tensor]):
         return None
 
 
-def _capture(layers: Sequence[nn.Module], capture: tuple[int, ...]) -> None:
+def _capture(layers: nn.ModuleList, capture: tuple[int, ...]) -> None:
     """Copy the inputs of layers when they run, because a class may write to the residual that it gets."""
 
     def before(index: int, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -216,9 +217,11 @@ class TransformersTarget(TransformersModel):
         # Nodes past the end of a context may have positions that the model does not have.  They are never accepted.
         positions = p.positions.clamp(max=self.config.max_position - 1)
         hidden, inputs = self.run(p.tokens, positions, partial(self._attend, p, iter(enumerate(self.layer_specs))))
-        if p.needed is not None:
-            hidden, last = _rows(hidden, p.needed), len(self.layer_specs)
-            inputs |= {i: _rows(x, p.needed) for i, x in inputs.items() if i == last}
+        last = len(self.layer_specs)
+        kept = p.kept_rows(last - 1)
+        if kept is not None:
+            hidden = hidden.flatten(0, 1)[kept][:, None]
+            inputs |= {i: x.flatten(0, 1)[kept][:, None] for i, x in inputs.items() if i == last}
         return ModelOutput(hidden=hidden, inputs=tuple(inputs[i] for i in self.capture))
 
     def _attend(
@@ -238,8 +241,3 @@ class TransformersTarget(TransformersModel):
         # The class computes all rows of the last layer, but only the kept rows are read.
         rows = attended.new_zeros(p.tokens.numel(), *attended.shape[2:])
         return rows.index_copy(0, kept, attended[:, 0]).unflatten(0, p.tokens.shape)
-
-
-def _rows(x: Tensor, needed: Tensor) -> Tensor:
-    """x [B, Q, H] -> [B, 1, H]: the row needed [B] of each request."""
-    return x[torch.arange(len(x), device=x.device), needed][:, None]
