@@ -125,7 +125,7 @@ def probe(model_class: Any, config: Any) -> ProbeResult:
     experts = [each for each in matrices if each.ndim == 3]
     tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
     trial = TrialAttention(tokens, tokens)
-    with refusal_reason("it reads values on the host while it runs, which no captured pass can"):
+    with refusal_reason("with this config it does not run, or it reads values on the host, which no captured pass can"):
         body = TransformersModel(full, {})
         body.logits(body.run(tokens, tokens, trial)[0])
     return ProbeResult(
@@ -133,7 +133,7 @@ def probe(model_class: Any, config: Any) -> ProbeResult:
         config=config,
         specs=tuple(trial.specs),
         replacements=replacements,
-        replaced=", ".join(f"{kinds[kind]} {kind.__name__}" for kind in replacements) or "none of its modules",
+        replaced=", ".join(f"{kinds[kind]} {kind.__name__}" for kind in replacements),
         can_capture=can_capture,
         vocab_size=body.head.shape[0],
         num_weights=sum(each.numel() for each in matrices),

@@ -11,18 +11,17 @@ import torch
 from espalier.errors import EspalierError, one_line
 
 HEADS, HEAD_SIZE, MOST_LAYERS, MOST_WEIGHTS = 4, 16, 12, 50_000_000
-KV_HEADS = r"(key_value|kv)_heads"
-HEAD_SIZES = r"head_dim|head_size|kv_channels"
-HIDDEN_SIZES = r"hidden_size|d_model|n_embd|embed(ding)?_(dim|size)|proj_dim|model_dim|hidden_dim"
-# The largest tiny values, by patterns of the names in config classes.  The first pattern that matches counts.
-LARGEST: tuple[tuple[str, int], ...] = (
-    (r"vocab_size|intermediate|inner|ffn|mlp_(dim|size)|d_ff|ff_", 2 * HEADS * HEAD_SIZE),
+# Sizes that classes derive from each other.  They are the tiny values even where the config has smaller ones.
+DERIVED = r"head_dim|head_size|kv_channels|attention_heads|n_heads?$|hidden_size|d_model|n_embd"
+# The tiny values, by patterns of the names in config classes.  The first pattern that matches counts.
+SIZES: tuple[tuple[str, int], ...] = (
     (r"window|chunk_size", 5),
-    (rf"experts_per_tok|top_?k|moe_k$|num_selected|n_group|^num_layers$|kv_shared|{KV_HEADS}", 2),
+    (r"experts_per_tok|top_?k|moe_k$|num_selected|n_group|^num_layers$|kv_shared|(key_value|kv)_heads", 2),
     (r"shared_experts$|first_k_dense|num_dense", 1),
     (r"experts$|num_expert|expert_num|heads|n_head$", HEADS),
     (r"qk_head_dim", 2 * HEAD_SIZE),
-    (rf"{HEAD_SIZES}|rotary_dim|_lora_rank|lora_dim|low_rank", HEAD_SIZE),
+    (r"head_dim|head_size|kv_channels|rotary_dim|_lora_rank|lora_dim|low_rank", HEAD_SIZE),
+    (r"vocab_size|intermediate|inner|ffn|mlp_(dim|size)|d_ff|ff_", 2 * HEADS * HEAD_SIZE),
     (r"(?<!layers)$", HEADS * HEAD_SIZE),
 )
 
@@ -46,11 +45,11 @@ def tiny_config(config: Any) -> Any:
     It keeps the first layers, as many as it takes to have a layer of each type.
     """
     fields = {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
-    num_layers, own = config.num_hidden_layers, config.attribute_map
-    derived = _derived_sizes(*(fields.get(own.get(name, name)) for name in ("num_attention_heads", "hidden_size")))
+    num_layers = config.num_hidden_layers
+    heads = fields.get(config.attribute_map.get("num_attention_heads", "num_attention_heads"))
     lists = [value for value in fields.values() if isinstance(value, list | tuple) and len(value) == num_layers]
     kinds = list(zip(*(map(repr, each) for each in lists), strict=True))
-    layers = min(max(3, *map(kinds.index, kinds), 3) + 1, MOST_LAYERS, num_layers)
+    layers = min(max([3, *map(kinds.index, kinds)]) + 1, MOST_LAYERS, num_layers)
 
     def shrunk(name: str, value: Any) -> Any:
         if isinstance(value, list | tuple) and len(value) == num_layers:
@@ -63,30 +62,16 @@ def tiny_config(config: Any) -> Any:
             return value
         if value == num_layers and re.search(r"layers?$", name):
             return layers
-        exact = (tiny for pattern, given, tiny in derived if value == given and re.search(pattern, name))
-        most = next((size for pattern, size in LARGEST if re.search(pattern, name)), value)
-        return next(exact, min(value, most))
+        if value == heads and name.endswith("heads"):
+            return HEADS  # of K and V too, because some classes do not group queries
+        size = next((size for pattern, size in SIZES if re.search(pattern, name)), value)
+        return size if value and re.search(DERIVED, name) else min(value, size)
 
     # The config's RoPE is left out, so the class uses its default: factors may fit the config's true sizes alone.
     kept = {name: value for name, value in fields.items() if name not in ("rope_parameters", "rope_scaling")}
     tiny = type(config).from_dict({name: shrunk(name, value) for name, value in kept.items()})
     tiny._experts_implementation = "eager"
     return tiny
-
-
-def _derived_sizes(heads: Any, hidden: Any) -> list[tuple[str, int, int]]:
-    """Returns the sizes that a class derives from each other: pattern of the name, the config's value, tiny value.
-
-    heads: query heads.  hidden: values of a row.  A config may lack both, or have a list of heads.
-    Half of a head may be rotated, so a head has HEAD_SIZE values, also where the config's has fewer.
-    """
-    if not isinstance(heads, int) or heads < 1:
-        return []
-    tiny = min(HEADS, heads)
-    sizes = [(KV_HEADS, heads, tiny)]
-    if isinstance(hidden, int) and hidden % heads == 0:
-        sizes += [(HEAD_SIZES, hidden // heads, HEAD_SIZE), (HIDDEN_SIZES, hidden, tiny * HEAD_SIZE)]
-    return sizes
 
 
 @torch.no_grad()
