@@ -64,7 +64,7 @@ def made(path: Path, kind: str, **fields: Any) -> Path:
         ("recurrent_gemma", {}, "keeps recurrent state"),
         ("minimax", {}, "its layer 1 (MiniMaxDecoderLayer) keeps no K and V: it has recurrent state or no attention"),
         ("bloom", {}, "its attention does not go through transformers' AttentionInterface"),
-        ("bart", {"is_encoder_decoder": True}, "its rows do not see just the rows before them, at the positions"),
+        ("bart", {"is_encoder_decoder": True}, "it is half of an encoder-decoder"),
         ("doge", {}, "its attention has a mask of its own, which may be not causal"),
         ("diffllama", {}, "its layers do not attend once each, in the order of one list"),
         ("llama4_text", {}, "its rows do not see just the rows before them"),

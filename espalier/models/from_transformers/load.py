@@ -160,6 +160,8 @@ def _probed(model_type: str, fields: str) -> ProbeResult:
         raise EspalierError("it keeps recurrent state")
     with refusal_reason("its config is refused"):
         config = config_class.from_dict({**json.loads(fields), "output_router_logits": False})
+    if getattr(config, "is_encoder_decoder", False):
+        raise EspalierError("it is half of an encoder-decoder")
     if not hasattr(config, "num_hidden_layers"):
         raise EspalierError("its config describes several models (text and images or sound), not one of text")
     if not 1 <= config.num_hidden_layers <= MAX_LAYERS:
