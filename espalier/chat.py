@@ -17,12 +17,12 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypedDict
 
-from espalier.errors import EspalierError, one_line, tokenizer_errors
+from espalier.errors import EspalierError, convert_tokenizer_panics, one_line
 
 # Some tokenizers do not declare their turn tokens as special; their names match this pattern.
-CONTROL = re.compile(r"<[|｜].*[|｜]>")
+CONTROL_TOKEN_PATTERN = re.compile(r"<[|｜].*[|｜]>")
 Messages = Sequence[Mapping[str, Any]]
-WITHOUT_1_AND_2 = str.maketrans("12", "89")
+REPLACE_1_AND_2 = str.maketrans("12", "89")
 
 
 class ChatOptions(TypedDict, total=False):
@@ -44,7 +44,7 @@ class ChatOptions(TypedDict, total=False):
     allow_special_tokens_in_messages: bool | None
 
 
-FLAGS = ("add_generation_prompt", "continue_final_message", "add_special_tokens", "allow_special_tokens_in_messages")
+BOOLEANS = ("add_generation_prompt", "continue_final_message", "add_special_tokens", "allow_special_tokens_in_messages")
 
 
 class Rendering(NamedTuple):
@@ -57,10 +57,10 @@ class Rendering(NamedTuple):
 
 # A generator that makes token ids of a conversation.  It yields each Rendering, is sent the rendered text, and returns
 # the token ids.  So its caller chooses in which process a template is rendered.
-Steps = Generator[Rendering, str, list[int]]
+RenderLoop = Generator[Rendering, str, list[int]]
 
 
-def finish(steps: Steps, render: Callable[[Rendering], str]) -> list[int]:
+def run_steps(steps: RenderLoop, render: Callable[[Rendering], str]) -> list[int]:
     """Runs `steps`, with `render` for each rendering.  Returns the token ids.  Raises EspalierError."""
     try:
         rendering = next(steps)
@@ -92,7 +92,7 @@ class ChatTemplate:
         except Exception:  # the template cannot be parsed; `render` reports it
             return False
 
-    def steps(self, messages: Messages, options: ChatOptions, check: Callable[[str], None] | None = None) -> Steps:
+    def steps(self, messages: Messages, options: ChatOptions, check: Callable[[str], None] | None = None) -> RenderLoop:
         """Turns a conversation into token ids, one step for each rendering (see Steps).
 
         check: called with the rendered text before tokenization.  The steps raise EspalierError.
@@ -110,19 +110,19 @@ class ChatTemplate:
             check(text)
         # Roles are not marked: some templates build special tokens from them.
         marked = [
-            self.special.marked(each, mark) | ({"role": each["role"]} if "role" in each else {}) for each in plain
+            self.special.with_marks(each, mark) | ({"role": each["role"]} if "role" in each else {}) for each in plain
         ]
-        marked_tools = self.special.marked(tools, mark)
+        marked_tools = self.special.with_marks(tools, mark)
         if options.get("allow_special_tokens_in_messages") or (marked, marked_tools) == (plain, tools):
             return self._encode(text, adds)
         prompt = self.special.without_marks((yield Rendering(marked, marked_tools, variables)), mark)
-        if prompt.names == self.special.names_in(text):
+        if prompt.names == self.special.special_tokens_in(text):
             return self._encode(text, adds)
         return self.special.encode(prompt, adds)
 
     def _variables(self, options: ChatOptions) -> dict[str, Any]:
         """Returns the variables for apply_chat_template, beside messages and tools.  Raises EspalierError."""
-        for name in FLAGS:
+        for name in BOOLEANS:
             if not isinstance(value := options.get(name), bool | None):
                 raise EspalierError(f"{name}={value!r} is not supported; use True or False")
         continues, generates = bool(options.get("continue_final_message")), options.get("add_generation_prompt")
@@ -135,7 +135,7 @@ class ChatTemplate:
         except EspalierError:
             raise
         except Exception as error:  # the template cannot be parsed
-            raise _refused(error) from None
+            raise _template_error(error) from None
         generates = not continues if generates is None else generates
         return {**kwargs, "add_generation_prompt": generates, "continue_final_message": continues}
 
@@ -147,12 +147,12 @@ class ChatTemplate:
         except MemoryError:
             raise
         except Exception as error:  # a template may raise anything
-            raise _refused(error) from None
+            raise _template_error(error) from None
         # The JSON of a call's arguments may have half of a surrogate pair.  The text has the half as JSON's escape.
         return text.encode(errors="backslashreplace").decode()
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        with tokenizer_errors():
+        with convert_tokenizer_panics():
             return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
 
     def _check_template_kwargs(self, kwargs: Mapping[str, Any]) -> None:
@@ -180,7 +180,7 @@ class ChatTemplate:
                 )
 
 
-def _refused(error: Exception) -> EspalierError:
+def _template_error(error: Exception) -> EspalierError:
     from jinja2 import TemplateSyntaxError
 
     if isinstance(error, TemplateSyntaxError):
@@ -207,44 +207,44 @@ class SpecialTokens:
     def __init__(self, hf: Any):
         self.backend = getattr(hf, "backend_tokenizer", None)
         added = list(getattr(hf, "added_tokens_decoder", {}).values())
-        self.names = {each.content for each in added if each.special or CONTROL.fullmatch(each.content)}
+        self.names = {each.content for each in added if each.special or CONTROL_TOKEN_PATTERN.fullmatch(each.content)}
         # This pattern has all added tokens: if one contains a special token, the tokenizer takes the longer one.
-        self._any = _one_of(each.content for each in added)
-        self._first = _one_of(name[0] for name in self.names)
+        self._any_token = _pattern_of(each.content for each in added)
+        self._first_char = _pattern_of(name[0] for name in self.names)
         # The second character is in a lookahead, since it may also be the first character of another match.
-        self._first_two = re.compile(f"(?={_one_of(name[:2] for name in self.names).pattern}).", re.DOTALL)
-        self._last = re.compile(rf"{self._first.pattern}(?=\s*\Z)")
-        self._rest = _one_of(name[1:] for name in self.names if name[1:])
-        self._joined = "\n".join(self.names)
+        self._two_chars = re.compile(f"(?={_pattern_of(name[:2] for name in self.names).pattern}).", re.DOTALL)
+        self._last_char = re.compile(rf"{self._first_char.pattern}(?=\s*\Z)")
+        self._rest_chars = _pattern_of(name[1:] for name in self.names if name[1:])
+        self._joined_names = "\n".join(self.names)
 
-    def marked(self, value: Any, mark: str) -> Any:
+    def with_marks(self, value: Any, mark: str) -> Any:
         """Returns a message, or a value in it, with marks in everything that may become part of a special token."""
         if isinstance(value, str):
-            return self._marked(value, mark)
+            return self._text_with_marks(value, mark)
         if isinstance(value, Mapping):
-            return {self.marked(name, mark): self.marked(each, mark) for name, each in value.items()}
+            return {self.with_marks(name, mark): self.with_marks(each, mark) for name, each in value.items()}
         if isinstance(value, list | tuple):
-            return [self.marked(each, mark) for each in value]
+            return [self.with_marks(each, mark) for each in value]
         return value
 
-    def _marked(self, text: str, mark: str) -> str:
+    def _text_with_marks(self, text: str, mark: str) -> str:
         """Mark special tokens and parts of special tokens: a template may join texts, or remove part of a text."""
-        first_pattern = self._first if self._first.search(text) and self._rest.search(text) else self._first_two
-        places = {match.start() + 1 for pattern in (first_pattern, self._last) for match in pattern.finditer(text)}
+        first = self._first_char if self._first_char.search(text) and self._rest_chars.search(text) else self._two_chars
+        places = {match.start() + 1 for pattern in (first, self._last_char) for match in pattern.finditer(text)}
         head = text.strip()
-        if self._rest.match(head) or (len(head) > 1 and head in self._joined):
+        if self._rest_chars.match(head) or (len(head) > 1 and head in self._joined_names):
             places.add(text.index(head[0]))
         edges = [0, *sorted(places), len(text)]
         return mark.join(text[start:end] for start, end in pairwise(edges)) if places else text
 
-    def names_in(self, text: str) -> list[str]:
-        return [match[0] for match in self._any.finditer(text) if match[0] in self.names]
+    def special_tokens_in(self, text: str) -> list[str]:
+        return [match[0] for match in self._any_token.finditer(text) if match[0] in self.names]
 
     def without_marks(self, rendered: str, mark: str) -> RenderedPrompt:
         """Returns the text without marks, and the spans of the special tokens that had no mark inside."""
         parts = rendered.split(mark)
         marks, text = list(accumulate(len(part) for part in parts[:-1])), "".join(parts)
-        spans = [match.span() for match in self._any.finditer(text) if match[0] in self.names]
+        spans = [match.span() for match in self._any_token.finditer(text) if match[0] in self.names]
         return RenderedPrompt(text, [(start, end) for start, end in spans if not _any_between(marks, start, end)])
 
     def encode(self, prompt: RenderedPrompt, add_special_tokens: bool) -> list[int]:
@@ -260,16 +260,16 @@ class SpecialTokens:
             done = end
         text = "".join([*parts, prompt.text[done:]])
         # Unlike `encode`, encode_batch releases the GIL.
-        with tokenizer_errors():
+        with convert_tokenizer_panics():
             [encoded] = renamed.backend.encode_batch([text], add_special_tokens=add_special_tokens)
         return list(encoded.ids)
 
     @cached_property
-    def _renamed(self) -> "Renamed":
-        return Renamed(self.backend, sorted(self.names))
+    def _renamed(self) -> "RenamedTokenizer":
+        return RenamedTokenizer(self.backend, sorted(self.names))
 
 
-class Renamed:
+class RenamedTokenizer:
     """A copy of a tokenizer (of the tokenizers library) in which the special tokens have random names.
 
     names: new name by old name.  Token ids, and the tokenization of all other text, are unchanged.
@@ -300,7 +300,7 @@ class Renamed:
             model["merges"] = [merge for merge, (one, two) in pairs if not {one, two, one + two} & self.names.keys()]
 
 
-def _one_of(texts: Iterable[str]) -> re.Pattern[str]:
+def _pattern_of(texts: Iterable[str]) -> re.Pattern[str]:
     """Returns a pattern that matches the longest of the texts, or nothing if there are none."""
     each = sorted(set(texts), key=lambda text: (-len(text), text))
     return re.compile("(?:" + "|".join(map(re.escape, each)) + ")" if each else "(?!)")
@@ -317,7 +317,7 @@ def _random_digits() -> str:
     Two marks cannot overlap: 1 is only the first digit of a mark, and 2 only the last.
     """
     octal = f"{secrets.randbits(3 * 24):024o}"
-    return f"1{octal.translate(WITHOUT_1_AND_2)}2"
+    return f"1{octal.translate(REPLACE_1_AND_2)}2"
 
 
 def require_template(text: str, what: str) -> None:

@@ -18,7 +18,7 @@ from espalier import other_engines
 
 T = TypeVar("T")
 P = ParamSpec("P")
-MAX_SHOWN = 160
+MAX_REPR = 160
 # A name less similar than this is another setting: presence_penalty is not length_penalty.
 MIN_SIMILARITY = 0.8
 
@@ -28,7 +28,7 @@ class EspalierError(ValueError):
 
 
 @contextmanager
-def clearing_frames() -> Iterator[None]:
+def clear_frames_on_error() -> Iterator[None]:
     """Clears the frames of an EspalierError that leaves this block, so that it keeps no local variables alive.
 
     These variables may be models on a GPU.  Whoever handles the error needs their memory for the next try.
@@ -46,7 +46,7 @@ def clearing_frames() -> Iterator[None]:
 def shown(value: Any) -> str:
     """Returns a value's repr in one line; a long repr is shortened in the middle."""
     text = " ".join(line.strip() for line in repr(value).splitlines())
-    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]} ... {text[-MAX_SHOWN // 2 :]}"
+    return text if len(text) <= MAX_REPR else f"{text[: MAX_REPR // 2]} ... {text[-MAX_REPR // 2 :]}"
 
 
 def install_command(extra: str) -> str:
@@ -63,7 +63,7 @@ def prompt_too_long(size: str, max_context: int, max_position: int | None = None
 
     max_position: the positions that the model has, which max_context cannot exceed; None if the caller does not know.
     """
-    limit, or_raise = _limit(max_context, max_position)
+    limit, or_raise = _context_limit(max_context, max_position)
     return ContextOverflow(
         f"the prompt is too long: it has {size}; {limit}; shorten the prompt to {max_context - 1} tokens{or_raise}"
     )
@@ -76,14 +76,14 @@ def output_too_long(
 
     Clients look for the same words as in `prompt_too_long`.  max_position: see `prompt_too_long`.
     """
-    limit, or_raise = _limit(max_context, max_position)
+    limit, or_raise = _context_limit(max_context, max_position)
     return ContextOverflow(
         f"{name}={value} is more than fits behind the prompt of {prompt_tokens} tokens; {limit}; use at most "
         f"{max_context - prompt_tokens}, or leave it out{or_raise}"
     )
 
 
-def _limit(max_context: int, max_position: int | None) -> tuple[str, str]:
+def _context_limit(max_context: int, max_position: int | None) -> tuple[str, str]:
     """Returns (the limit, the advice to raise it).
 
     The limit has the words that clients look for, even if it is the engine's limit.  The advice is empty if the model
@@ -106,14 +106,14 @@ def without_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 @contextmanager
-def tokenizer_errors() -> Iterator[None]:
+def convert_tokenizer_panics() -> Iterator[None]:
     """Turns the panic of the tokenizers library when a match takes too long, no Exception, into an EspalierError."""
     try:
         yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        why = " ".join(str(error).split())[:MAX_SHOWN]
+        why = " ".join(str(error).split())[:MAX_REPR]
         raise EspalierError(f"the text cannot be tokenized ({why}); give token ids, or another text") from None
 
 
@@ -135,22 +135,22 @@ def unknown_name(
     nearest = (
         f"did you mean {near[0]!r}?" if near else listed or f"use {'one of ' * (len(known) > 1)}{', '.join(known)}"
     )
-    return EspalierError(f"{what} has no {name!r}; {other_engines.keyword(name, known, python) or nearest}")
+    return EspalierError(f"{what} has no {name!r}; {other_engines.keyword_advice(name, known, python) or nearest}")
 
 
 def require_number(
-    name: str, value: Any, inside: Callable[[Any], bool], supported: str, *, optional: bool = False
+    name: str, value: Any, is_supported: Callable[[Any], bool], supported_values: str, *, optional: bool = False
 ) -> None:
     """Refuse a value unless it is a finite number and inside(value) is true.  `optional` allows None.
 
-    supported: the supported values in words, which end the message.  Raises EspalierError.
+    supported_values: the supported values in words, which end the message.  Raises EspalierError.
     """
     if optional and value is None:
         return
     # math.isfinite would raise for an integer that no float can hold.
     number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
-    if not (number and inside(value)):
-        raise EspalierError(f"{name}={shown(value)} is not supported; use {supported}")
+    if not (number and is_supported(value)):
+        raise EspalierError(f"{name}={shown(value)} is not supported; use {supported_values}")
 
 
 def require_int(
@@ -190,7 +190,7 @@ def require_fields(what: str, cls: type, names: Iterable[str]) -> None:
             raise unknown_name(what, name, known)
 
 
-def refuses_unknown(cls: type[T]) -> type[T]:
+def refuse_unknown_fields(cls: type[T]) -> type[T]:
     """Class decorator for dataclasses: an unknown keyword raises EspalierError (require_fields)."""
     init: Any = cls.__init__
     known = {f.name for f in fields(cls) if f.init}  # type: ignore[arg-type]
@@ -205,7 +205,7 @@ def refuses_unknown(cls: type[T]) -> type[T]:
     return cls
 
 
-def refuses_unknown_keywords(what: str, options: type) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def refuse_unknown_keywords(what: str, options: type) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorator for the method `what`: an unknown keyword raises EspalierError with the most similar one.
 
     options: a dataclass.  Its fields belong to an argument of the method, so the method refuses them as keywords.

@@ -89,7 +89,7 @@ class TreeShape:
         undrafted = "" if self.drafts else ", without a draft pass"
         return ", ".join(f"{name} {size}" for name, size in self.sizes.items()) + shared + undrafted
 
-    def require(self, other: "TreeShape") -> None:
+    def require_fits(self, other: "TreeShape") -> None:
         """Check that buffers sized for this tree can hold `other`.  Raises EspalierError."""
         for name in TREE_FIELDS:
             size, configured = getattr(other, name), getattr(self, name)
@@ -101,8 +101,8 @@ class TreeShape:
 
 
 TREE_FIELDS = ("steps", "topk", "num_draft_tokens")
-PLAIN = TreeShape(steps=0, topk=1, num_draft_tokens=1)
-TARGET_ALONE = replace(PLAIN, extends=False)
+PLAIN_TREE = TreeShape(steps=0, topk=1, num_draft_tokens=1)
+TARGET_ALONE = replace(PLAIN_TREE, extends=False)
 
 
 def bucket_of(batch: int, buckets: Iterable[int]) -> int:
@@ -204,7 +204,7 @@ class RoundLayout:
             ),
         )
         for shape in (*(shape for _, shape in self.trees), *(shape for _, shapes in self.choices for shape in shapes)):
-            configured.require(shape)
+            configured.require_fits(shape)
         sizes = [batch for batch, _ in self.trees]
         if any(size <= before for before, size in zip([0, *sizes], sizes, strict=False)):
             raise EspalierError(f"batch sizes {sizes} of `trees` are not supported; use 1 or more, ascending")
@@ -220,7 +220,7 @@ class RoundLayout:
     @property
     def without_draft(self) -> TreeShape:
         """The tree for rounds without a request that speculates, now or later."""
-        return TARGET_ALONE if self.has_draft_model else PLAIN
+        return TARGET_ALONE if self.has_draft_model else PLAIN_TREE
 
     @property
     def calibrates_scores(self) -> bool:
@@ -234,7 +234,7 @@ class RoundLayout:
 
         Use it only for the sizes of a launch: page tables and pages follow from this layout.
         """
-        self.tree.require(shape)
+        self.tree.require_fits(shape)
         return replace(self, **asdict(shape), trees=(), choices=())
 
     def for_batch(self, batch: int) -> "RoundLayout":
@@ -242,14 +242,14 @@ class RoundLayout:
         shape = next((shape for least, shape in reversed(self.trees) if least <= batch), self.tree)
         return self if shape == self.tree else self.with_tree(shape)
 
-    def choices_for(self, batch: int) -> tuple[TreeShape, ...]:
+    def tree_choices_for(self, batch: int) -> tuple[TreeShape, ...]:
         """The trees that a round of `batch` requests may choose from; empty if the engine does not choose."""
         return next((shapes for least, shapes in reversed(self.choices) if least <= batch), ())
 
     def round_forms(self, buckets: Sequence[int]) -> list[LaunchForm]:
         """The forms of rounds in these buckets, in descending order of their rows."""
         alone = (self.without_draft,) if self.steps else ()
-        trees = {batch: dict.fromkeys((*(self.choices_for(batch) or (None,)), *alone)) for batch in buckets}
+        trees = {batch: dict.fromkeys((*(self.tree_choices_for(batch) or (None,)), *alone)) for batch in buckets}
         forms = [LaunchForm(batch, tree=tree) for batch in buckets for tree in trees[batch]]
         rows = {form: form.batch * (form.tree or self.for_batch(form.batch).tree).rows for form in forms}
         return sorted(forms, key=lambda form: (rows[form], form.batch), reverse=True)
@@ -285,14 +285,14 @@ class RoundLayout:
     @property
     def beam_rows(self) -> int:
         """Draft rows staged while a tree grows: topk for every level except the last."""
-        return self.beams_above(max(self.steps, 1))
+        return self.draft_rows_above(max(self.steps, 1))
 
     @property
-    def beam_words(self) -> int:
+    def beam_ancestor_words(self) -> int:
         """How many words the ancestor bits of a draft row take."""
         return -(-self.beam_rows // ANCESTOR_BITS)
 
-    def beams_above(self, level: int) -> int:
+    def draft_rows_above(self, level: int) -> int:
         """Draft rows of the levels above `level`; the first level is 1."""
         return (level - 1) * self.topk
 
@@ -346,37 +346,37 @@ class RoundLayout:
         """The most rows of a prefill pass.  decoding: whether running requests wait for the pass."""
         return (decoding and self.busy_chunk_size) or self.chunk_size
 
-    def tokens_ahead(self, rounds: int) -> int:
+    def max_tokens_ahead(self, rounds: int) -> int:
         """The most tokens from the last root that the host has seen: the root and the tokens that the rounds decide.
 
         rounds: rounds in flight, including the one about to be launched.
         """
         return rounds * self.extend_width + 1
 
-    def committed_at_most(self, num_known: int, rounds_in_flight: int) -> int:
+    def max_committed_rows(self, num_known: int, rounds_in_flight: int) -> int:
         """The most target rows that can be committed before a launch.
 
         num_known: index of the last root that the host has seen; rounds_in_flight: without this launch.
         """
         return num_known + rounds_in_flight * self.extend_width
 
-    def pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
 
-    def whole_pages(self, tokens: int) -> int:
-        """Pages that `tokens` rows fill completely."""
-        return tokens // self.page_size
+    def num_full_pages(self, num_tokens: int) -> int:
+        """Pages that `num_tokens` rows fill completely."""
+        return num_tokens // self.page_size
 
-    def tokens_in(self, pages: int) -> int:
-        return pages * self.page_size
+    def tokens_in(self, num_pages: int) -> int:
+        return num_pages * self.page_size
 
-    def reserve(self, num_known: int, rounds: int, end: int) -> int:
+    def pages_needed(self, num_known: int, rounds: int, end: int) -> int:
         """Pages that a request must hold before a launch.
 
         num_known: index of the last root that the host has seen; rounds: rounds in flight, this one included;
         end: number of tokens at which the request finishes; past it, a round decides at most one token.
         """
-        return self.pages_for(min(num_known + self.tokens_ahead(rounds), end + rounds - 1))
+        return self.pages_for(min(num_known + self.max_tokens_ahead(rounds), end + rounds - 1))
 
     def max_accept_depth(self, end: Number, prefix_len: Number) -> Number:
         """The deepest node that a round may accept: tokens left before `end`, minus the root and the target's token.
@@ -387,15 +387,15 @@ class RoundLayout:
 
     def max_appended_pages(self, batch: int) -> int:
         """The most entries that the page tables of a batch gain from one round to the next."""
-        return batch * (1 + self.pages_for(self.tokens_ahead(ROUNDS_IN_FLIGHT)))
+        return batch * (1 + self.pages_for(self.max_tokens_ahead(ROUNDS_IN_FLIGHT)))
 
-    def batch_buckets(self, largest: int) -> tuple[int, ...]:
-        """Padded batch sizes of rounds, up to `largest` (see next_bucket)."""
-        return tuple(sorted({min(next_bucket(batch), largest) for batch in range(1, largest + 1)}))
+    def batch_buckets(self, max_batch_size: int) -> tuple[int, ...]:
+        """Padded batch sizes of rounds, up to `max_batch_size` (see next_bucket)."""
+        return tuple(sorted({min(next_bucket(batch), max_batch_size) for batch in range(1, max_batch_size + 1)}))
 
     @property
     def history_width(self) -> int:
-        return self.max_context + self.tokens_ahead(ROUNDS_IN_FLIGHT)
+        return self.max_context + self.max_tokens_ahead(ROUNDS_IN_FLIGHT)
 
     @property
     def table_width(self) -> int:
@@ -433,7 +433,7 @@ class RoundLayout:
                 f"both follow from {self}: launch fewer or narrower chunks, or raise chunk_size"
             )
 
-    def require(self, name: str, tensor: "Tensor", *shape: int) -> None:
+    def require_shape(self, name: str, tensor: "Tensor", *shape: int) -> None:
         """Check a buffer's shape on the host; -1 accepts any size.
 
         Raises EspalierError with the buffer's name, both shapes, and this layout.

@@ -13,10 +13,10 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from espalier import limits
-from espalier.errors import EspalierError, prompt_too_long, refuses_unknown, require_int
+from espalier.errors import EspalierError, prompt_too_long, refuse_unknown_fields, require_int
 from espalier.grammar.spec import Grammar, require_grammar
 from espalier.grammar.token_masker import TokenMasker
-from espalier.limits import MAX_BIAS, MAX_LOGPROBS, MAX_SAMPLES, MAX_SEED, TEMPERATURES, number, whole_number
+from espalier.limits import MAX_BIAS, MAX_LOGPROBS, MAX_SAMPLES, MAX_SEED, TEMPERATURE_RANGE, int_check, number_check
 from espalier.logprobs import PromptLogprobs, TokenLogprob, TokenLogprobs
 from espalier.stats import SpeculationStats, Usage
 
@@ -32,7 +32,7 @@ def _param(help: str, check: limits.Check, generation_config: str | None = None,
     return field(default=None, metadata={**metadata, "has_own_spelling": has_own_spelling})
 
 
-@refuses_unknown
+@refuse_unknown_fields
 @dataclass(frozen=True)
 class SamplingParams:
     """How to continue one prompt.
@@ -42,82 +42,82 @@ class SamplingParams:
     """
 
     temperature: float | None = _param(
-        f"0 is greedy, as is any value below {TEMPERATURES[0]}; higher is more varied",
-        limits.number_between(0, TEMPERATURES[1], "0 is greedy"),
+        f"0 is greedy, as is any value below {TEMPERATURE_RANGE[0]}; higher is more varied",
+        limits.range_check(0, TEMPERATURE_RANGE[1], "0 is greedy"),
         generation_config="temperature",
     )
     top_k: int | None = _param(
         "keep the k likeliest tokens; 0 or -1 keeps all",
-        whole_number(-1, remark="0 or -1 keeps all tokens"),
+        int_check(-1, remark="0 or -1 keeps all tokens"),
         generation_config="top_k",
     )
     top_p: float | None = _param(
         "keep the likeliest tokens that make up this share",
-        number(lambda p: 0 < p <= 1, "more than 0 and up to 1 (1 keeps all tokens)"),
+        number_check(lambda p: 0 < p <= 1, "more than 0 and up to 1 (1 keeps all tokens)"),
         generation_config="top_p",
     )
     min_p: float | None = _param(
         "keep tokens at least this share as likely as the likeliest",
-        limits.number_between(0, 1, "0 keeps all tokens"),
+        limits.range_check(0, 1, "0 keeps all tokens"),
         generation_config="min_p",
     )
     repetition_penalty: float | None = _param(
         "above 1 discourages tokens of the prompt and the output",
-        limits.number_between(*limits.REPETITION_PENALTIES, "1 is no penalty"),
+        limits.range_check(*limits.REPETITION_PENALTIES, "1 is no penalty"),
         generation_config="repetition_penalty",
     )
     presence_penalty: float | None = _param(
         "subtracted once from a token that is in the output",
-        limits.number_between(-2, 2, "0 is no penalty"),
+        limits.range_check(-2, 2, "0 is no penalty"),
     )
     frequency_penalty: float | None = _param(
         "subtracted from a token once for each time it is in the output",
-        limits.number_between(-2, 2, "0 is no penalty"),
+        limits.range_check(-2, 2, "0 is no penalty"),
     )
     logit_bias: Mapping[int, float] | None = _param(
-        f"token id to added logit, at most {MAX_BIAS} of them", limits.bias_values
+        f"token id to added logit, at most {MAX_BIAS} of them", limits.check_bias_values
     )
     seed: int | None = _param(
         "same seed, same text; unset: drawn from the engine's seed and the order of requests",
-        whole_number(0, MAX_SEED),
+        int_check(0, MAX_SEED),
     )
     max_tokens: int | None = _param(
         "tokens to generate at most, which must fit behind the prompt; unset: up to the context's end",
-        whole_number(0, remark="0 only with prompt_logprobs"),
+        int_check(0, remark="0 only with prompt_logprobs"),
         generation_config="max_new_tokens",
     )
     min_tokens: int | None = _param(
-        "no stop token is generated before this many tokens", whole_number(0), generation_config="min_new_tokens"
+        "no stop token is generated before this many tokens", int_check(0), generation_config="min_new_tokens"
     )
     stop: str | Sequence[str] | None = _param(
         f"text that ends the output, of a chat its content, and is left out; at most {limits.MAX_STOP_STRINGS} strings",
-        limits.stop_strings,
+        limits.check_stop_strings,
     )
     stop_token_ids: Sequence[int] | None = _param(
-        "token ids that end the output, in addition to the model's own", limits.stop_ids
+        "token ids that end the output, in addition to the model's own", limits.check_stop_ids
     )
     include_stop_str_in_output: bool | None = _param(
-        "true: keep the stop string or token in the text", limits.true_or_false
+        "true: keep the stop string or token in the text", limits.check_bool
     )
     skip_special_tokens: bool | None = _param(
-        "false: special tokens appear in the text by name; by default true", limits.true_or_false
+        "false: special tokens appear in the text by name; by default true", limits.check_bool
     )
-    ignore_eos: bool | None = _param("go on after the model's own end tokens", limits.true_or_false)
+    ignore_eos: bool | None = _param("go on after the model's own end tokens", limits.check_bool)
     logprobs: int | None = _param(
         f"log-probabilities of the chosen token and of this many of the likeliest, 0 to {MAX_LOGPROBS}",
-        whole_number(0, MAX_LOGPROBS),
+        int_check(0, MAX_LOGPROBS),
     )
     prompt_logprobs: int | None = _param(
         f"log-probabilities of the prompt's tokens except the first, and of this many of the likeliest, 0 to "
         f"{MAX_LOGPROBS}; max_tokens may then be 0",
-        whole_number(0, MAX_LOGPROBS),
+        int_check(0, MAX_LOGPROBS),
     )
-    n: int | None = _param("outputs per prompt", whole_number(1, MAX_SAMPLES))
-    speculation: bool | None = _param("false: plain decoding for this request", limits.true_or_false)
-    max_draft_depth: int | None = _param("accept at most this many draft tokens per round", whole_number(0))
+    n: int | None = _param("outputs per prompt", int_check(1, MAX_SAMPLES))
+    speculation: bool | None = _param("false: plain decoding for this request", limits.check_bool)
+    max_draft_depth: int | None = _param("accept at most this many draft tokens per round", int_check(0))
     prediction: str | Sequence[int] | None = _param(
         "text or token ids that the output is likely to be: where they agree, more of it is verified at once",
-        limits.prediction,
+        limits.check_prediction,
         has_own_spelling=True,
     )
     grammar: Grammar | None = _param(  # noqa: RUF009  (it is a field)
@@ -132,10 +132,10 @@ class SamplingParams:
         return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in given if value is not None)})"
 
     def __post_init__(self) -> None:
-        for name, check in CHECKS.items():
+        for name, check in PARAM_CHECKS.items():
             if (value := getattr(self, name)) is not None:
                 check(name, value)
-        if self.temperature is not None and 0 < self.temperature < TEMPERATURES[0]:
+        if self.temperature is not None and 0 < self.temperature < TEMPERATURE_RANGE[0]:
             object.__setattr__(self, "temperature", 0.0)
         limits.check_token_limits(self)
 
@@ -152,12 +152,12 @@ class SamplingParams:
         }
         if defaults.get("do_sample") is False:
             values["temperature"] = 0.0
-        values |= {name: value for name in CHECKS if (value := getattr(self, name)) is not None}
+        values |= {name: value for name in PARAM_CHECKS if (value := getattr(self, name)) is not None}
         top_k = values.get("top_k")
         # -1.0 stays: the check refuses it like every float.
         if isinstance(top_k, int) and top_k == -1:
             values["top_k"] = 0
-        values["stop"] = limits.texts_of(values.get("stop", ()))
+        values["stop"] = limits.as_stop_tuple(values.get("stop", ()))
         # A prediction that is text is encoded later, by InputProcessor.with_prediction, which has the tokenizer.
         values["prediction"] = () if isinstance(self.prediction, str) else tuple(self.prediction or ())
         eos = values["eos_token_ids"] = () if values.get("ignore_eos") else tuple(eos_token_ids)
@@ -168,9 +168,9 @@ class SamplingParams:
 
 
 # The check of each field.  Every request runs all checks; calling `fields` each time would build this mapping anew.
-CHECKS: Mapping[str, limits.Check] = {f.name: f.metadata["check"] for f in fields(SamplingParams)}
+PARAM_CHECKS: Mapping[str, limits.Check] = {f.name: f.metadata["check"] for f in fields(SamplingParams)}
 # The fields that flags and request bodies are made from.
-SPELLED_ALIKE: tuple[Field, ...] = tuple(f for f in fields(SamplingParams) if not f.metadata["has_own_spelling"])
+PARAMS_WITH_FLAGS: tuple[Field, ...] = tuple(f for f in fields(SamplingParams) if not f.metadata["has_own_spelling"])
 GENERATION_CONFIG_NAMES = {
     f.metadata["generation_config"]: f.name for f in fields(SamplingParams) if f.metadata["generation_config"]
 }
@@ -195,7 +195,7 @@ class OutputForm:
     answer_start: str
 
 
-@refuses_unknown
+@refuse_unknown_fields
 @dataclass(frozen=True)
 class ResolvedParams(SamplingParams):
     """SamplingParams with every field decided.

@@ -19,7 +19,7 @@ from espalier.limits import MAX_BIAS, MAX_STOP_IDS
 from espalier.request import SLOT_PARAMS
 
 # The int64 numbers of a slot, in the order of their columns: state, then sampling parameters.
-INTS = (
+INT_COLUMNS = (
     "prefix_len",
     "root",
     "known_len",
@@ -34,7 +34,7 @@ INTS = (
     *(f.name for f in SLOT_PARAMS if f.type is int),
 )
 # The float32 numbers of a slot.
-FLOATS = tuple(f.name for f in SLOT_PARAMS if f.type is float)
+FLOAT_COLUMNS = tuple(f.name for f in SLOT_PARAMS if f.type is float)
 
 # The sources of paths beside a draft.  A path's kind is its source and its strength.  The strength is how well the path
 # matches the text, from 1 to MATCH_STRENGTHS.  Kind 0 is no path.  A node of a path that the draft does not propose too
@@ -46,10 +46,10 @@ ALONE_OFFSET = len(SOURCES) * MATCH_STRENGTHS
 PATH_KINDS = 1 + 2 * ALONE_OFFSET
 # The kinds of a draft's nodes follow the kinds of paths.  They differ by whether tokens are sampled, by rank among
 # siblings (the last rank stands for all later ranks), and by level: how sure the draft was of the node's last step.
-RANKS, LEVELS = 3, 8
-NODE_KINDS = PATH_KINDS + 2 * RANKS * LEVELS
+NUM_RANKS, NUM_LEVELS = 3, 8
+NODE_KINDS = PATH_KINDS + 2 * NUM_RANKS * NUM_LEVELS
 # The columns of a guess before its tokens: start and kind.
-GUESS_HEAD = 2
+GUESS_HEAD_COLUMNS = 2
 # Stands for a missing token of a guess.
 NO_TOKEN = -1
 
@@ -72,7 +72,7 @@ class Columns:
         return "Columns(" + ", ".join(f"{name}={column}" for name, column in vars(self).items()) + ")"
 
 
-COLUMNS = Columns(INTS, FLOATS)
+COLUMNS = Columns(INT_COLUMNS, FLOAT_COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,14 @@ class Guess:
     tokens: tuple[int, ...]
 
 
-def guess_width(layout: RoundLayout) -> int:
+def max_guess_length(layout: RoundLayout) -> int:
     """Returns the length of a guess: the most tokens that rounds in flight may decide, and a path after them."""
     return (ROUNDS_IN_FLIGHT - 1) * layout.extend_width + layout.steps
 
 
-def guess_cells(layout: RoundLayout) -> int:
+def guess_numbers_per_slot(layout: RoundLayout) -> int:
     """Returns how many int64 numbers the guesses of one slot take."""
-    return layout.sent_paths * (GUESS_HEAD + guess_width(layout))
+    return layout.sent_paths * (GUESS_HEAD_COLUMNS + max_guess_length(layout))
 
 
 class ScatterUpdate(NamedTuple):
@@ -148,7 +148,7 @@ class SlotTable:
 
     Numbers are columns of `ints` (int64, INTS) and `floats` (float32, FLOATS).  Each column is also an attribute, a
     view [num_slots].  Page tables are int32; row numbers of pages are computed in int64.  carried: what the drafter
-    hands from round to round, by name, shaped per slot.  guesses: [num_slots, P, GUESS_HEAD + W], the host's guesses.
+    hands from round to round, by name, shaped per slot.  guesses: [num_slots, P, GUESS_HEAD_COLUMNS + W], the host's guesses.
     survival: [NODE_KINDS, S], over all requests: the log-probability that a node of a kind at a depth is right if its
     parent is.  skill: [num_slots, 1], added to this logarithm for the draft's nodes of one request.  own_paths:
     [num_slots, P, 1 + S], kind and tokens of the paths that the last round found in the request's own text.
@@ -174,9 +174,9 @@ class SlotTable:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(n, *shape, dtype=dtype, device=device)
 
-        self.ints = zeros(len(INTS))
-        self.floats = zeros(len(FLOATS), dtype=torch.float32)
-        for names, columns in ((INTS, self.ints), (FLOATS, self.floats)):
+        self.ints = zeros(len(INT_COLUMNS))
+        self.floats = zeros(len(FLOAT_COLUMNS), dtype=torch.float32)
+        for names, columns in ((INT_COLUMNS, self.ints), (FLOAT_COLUMNS, self.floats)):
             vars(self).update(zip(names, columns.unbind(1), strict=True))
         self.page_table = zeros(layout.table_width, dtype=torch.int32)
         self.history = zeros(layout.history_width)
@@ -184,7 +184,7 @@ class SlotTable:
         self.bias_ids = zeros(MAX_BIAS)
         self.bias_values = zeros(MAX_BIAS, dtype=torch.float32)
         self.stop_ids = zeros(MAX_STOP_IDS)
-        self.guesses = zeros(layout.sent_paths, GUESS_HEAD + guess_width(layout))
+        self.guesses = zeros(layout.sent_paths, GUESS_HEAD_COLUMNS + max_guess_length(layout))
         self.own_paths = zeros(layout.text_paths, 1 + layout.steps)
         self.candidates = zeros(layout.num_draft_tokens if layout.calibrates_scores else 0)
         self.skill = zeros(1, dtype=torch.float32)
@@ -196,7 +196,7 @@ class SlotTable:
         """Returns the updates that fill these slots, by field.  Their other cells must be cleared before."""
         fields: dict[str, list[ScatterUpdate]] = {}
         for init in slot_inits:
-            for name, values in _row(init).items():
+            for name, values in _slot_rows(init).items():
                 if not isinstance(values, ScatterUpdate):
                     values = ScatterUpdate(np.arange(len(values)), np.asarray(values, dtype=np.int64))
                 first = init.slot * getattr(self, name).shape[1]
@@ -214,7 +214,7 @@ class SlotTable:
             if not (slot < self.layout.num_slots and column < self.layout.table_width):
                 raise EspalierError(
                     f"page table holds {self.layout.num_slots} slots of {self.layout.table_width} pages, and slot "
-                    f"{slot} asks for page {column}; both follow from {self.layout}: reserve pages by layout.reserve"
+                    f"{slot} asks for page {column}; both follow from {self.layout}: reserve pages by layout.pages_needed"
                 )
         slots, columns, pages = np.array(appended_pages, dtype=np.int64).T
         return ScatterUpdate(slots * self.layout.table_width + columns, pages)
@@ -224,13 +224,13 @@ class SlotTable:
 
         guesses: (slot, its guesses, the best first).  The slot's whole row is written, with the first guesses that fit.
         """
-        size = guess_cells(self.layout)
+        size = guess_numbers_per_slot(self.layout)
         values = np.full((len(guesses), *self.guesses.shape[1:]), NO_TOKEN, dtype=np.int64)
-        values[..., :GUESS_HEAD] = 0
+        values[..., :GUESS_HEAD_COLUMNS] = 0
         for row, (_, of_slot) in zip(values, guesses, strict=True):
             for cells, guess in zip(row, of_slot, strict=False):
-                cells[:GUESS_HEAD] = guess.start, guess.kind
-                cells[GUESS_HEAD : GUESS_HEAD + len(guess.tokens)] = guess.tokens
+                cells[:GUESS_HEAD_COLUMNS] = guess.start, guess.kind
+                cells[GUESS_HEAD_COLUMNS : GUESS_HEAD_COLUMNS + len(guess.tokens)] = guess.tokens
         slots = np.array([slot for slot, _ in guesses], dtype=np.int64)
         return ScatterUpdate((slots[:, None] * size + np.arange(size)).reshape(-1), values.reshape(-1))
 
@@ -250,12 +250,12 @@ class SlotTable:
             rows.view(-1).index_copy_(0, at, narrowed)
 
 
-def _row(init: SlotInit) -> dict[str, Any]:
+def _slot_rows(init: SlotInit) -> dict[str, Any]:
     """Returns the first values of each field's row, or a ScatterUpdate of columns and values."""
     numbers = init.numbers
     row: dict[str, Any] = {
-        "ints": [numbers[name] for name in INTS],
-        "floats": float_bits([numbers[name] for name in FLOATS]),
+        "ints": [numbers[name] for name in INT_COLUMNS],
+        "floats": float_bits([numbers[name] for name in FLOAT_COLUMNS]),
         "history": init.tokens,
         "page_table": init.pages,
         "bias_ids": list(init.bias),

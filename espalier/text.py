@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from espalier.chat import ChatTemplate
-from espalier.errors import tokenizer_errors
+from espalier.errors import convert_tokenizer_panics
 from espalier.model_files import is_gguf, read_gguf
 from espalier.tokenizer_files import hugging_face_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-INCOMPLETE = "\ufffd"
+INCOMPLETE_CHAR = "\ufffd"
 # UTF-8 has at most 4 bytes per character, so an incomplete character has at most 3 tokens.
 MAX_TOKENS_PER_CHARACTER = 4
 CONTEXT_TOKENS = 6
@@ -50,30 +50,30 @@ class StopFinder:
         self._ready = ""
         self._held = ""
 
-    def add(self, text: str, counts: bool = True, ahead: str = "") -> None:
-        """Add text.  counts: search stop strings in the text.  ahead: text after it, where a stop string may end."""
-        if not counts:
+    def add(self, text: str, is_searched: bool = True, next_text: str = "") -> None:
+        """Add text.  is_searched: search stop strings in the text.  next_text: text after it, where a stop string may end."""
+        if not is_searched:
             self._ready += text
             return
         self._held += text
-        self._end_at_stop(ahead if self.stop else "")
+        self._end_at_stop(next_text if self.stop else "")
 
     def take(self, final: bool) -> str:
         """Returns the new text since the last take.  final: hold nothing back."""
-        keep = 0 if final or self.stopped or not self.stop else self._may_begin_stop()
+        keep = 0 if final or self.stopped or not self.stop else self._possible_stop_length()
         text = self._ready + self._held[: len(self._held) - keep]
         self._ready, self._held = "", self._held[len(self._held) - keep :]
         return text
 
-    def _end_at_stop(self, ahead: str) -> None:
+    def _end_at_stop(self, next_text: str) -> None:
         """End the text at its first stop string, if any.  If several stop strings begin there, the shortest counts."""
-        text = self._held + ahead
+        text = self._held + next_text
         matches = [(start, len(stop), stop) for stop in self.stop if (start := text.find(stop)) >= 0]
         if matches:
             start, size, self.stopped = min(matches)
             self._held = text[: start + size if self.keep_stop else start]
 
-    def _may_begin_stop(self) -> int:
+    def _possible_stop_length(self) -> int:
         """Returns how many characters at the end of the held text may begin a stop string."""
         longest = max(len(text) for text in self.stop)
         for size in range(min(longest - 1, len(self._held)), 0, -1):
@@ -98,10 +98,10 @@ class Tokenizer:
         self.size = len(tokenizer)
         self.backend = getattr(tokenizer, "backend_tokenizer", None)
         self._added = dict(getattr(tokenizer, "added_tokens_decoder", {}))
-        self._alphabet = _byte_alphabet() if self._decodes_by("ByteLevel") else None
+        self._alphabet = _byte_alphabet() if self._has_decoder_step("ByteLevel") else None
         self._is_byte_level = self._decoder_types()[:1] == ["ByteLevel"]
-        self._has_byte_pieces = self._decodes_by("ByteFallback")
-        self._has_space_pieces = self._has_byte_pieces or self._decodes_by("Metaspace")
+        self._has_byte_pieces = self._has_decoder_step("ByteFallback")
+        self._has_space_pieces = self._has_byte_pieces or self._has_decoder_step("Metaspace")
         self._bytes: dict[int, TokenBytes] = {}
         self.template = ChatTemplate(tokenizer)
 
@@ -111,7 +111,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of a text.  add_special_tokens: add the tokenizer's special tokens, such as BOS."""
-        with tokenizer_errors():
+        with convert_tokenizer_panics():
             return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -128,10 +128,10 @@ class Tokenizer:
         """Returns the bytes that a token adds to a text, or a special token's name.  The result is cached."""
         cached = self._bytes.get(token)
         if cached is None:
-            cached = self._bytes[token] = self._look_up(token)
+            cached = self._bytes[token] = self._token_bytes(token)
         return cached
 
-    def _look_up(self, token: int) -> TokenBytes:
+    def _token_bytes(self, token: int) -> TokenBytes:
         # For the decoder, added tokens that are not special are ordinary pieces.
         if (added := self._added.get(token)) is not None and added.special:
             return TokenBytes(added.content.encode(), False)
@@ -145,7 +145,7 @@ class Tokenizer:
             return TokenBytes(piece.replace("\u2581", " ").encode(), True)
         return TokenBytes(self.name(token).encode(), True)
 
-    def _decodes_by(self, kind: str) -> bool:
+    def _has_decoder_step(self, kind: str) -> bool:
         """Whether the backend's decoder has this type, or a step of this type."""
         return kind in self._decoder_types()
 
@@ -176,14 +176,14 @@ class Tokenizer:
         """Returns the ids of the special tokens with these names.  Names that the tokenizer lacks are left out."""
         return tuple(sorted(id for id, each in self._added.items() if each.special and each.content in names))
 
-    def last_turn(self, prompt: Sequence[int], marks: Collection[str]) -> str | None:
+    def last_turn(self, prompt: Sequence[int], ignored_tokens: Collection[str]) -> str | None:
         """Returns the prompt's text from its last special token on.
 
         Returns None if the prompt has no special token, or only special tokens that begin or end a text.
-        marks: special tokens that do not count.
+        ignored_tokens: special tokens that do not count.
         """
         names = self.template.special.names
-        ids = {id for id, each in self._added.items() if each.content in names and each.content not in marks}
+        ids = {id for id, each in self._added.items() if each.content in names and each.content not in ignored_tokens}
         at = next((i for i in range(len(prompt) - 1, -1, -1) if prompt[i] in ids), None)
         if at is None or prompt[at] in (self.hf.bos_token_id, self.hf.eos_token_id):
             return None
@@ -261,11 +261,11 @@ class TextStream:
         self.decoder = decoder
         self.finder = StopFinder(stop, keep_stop)
         self.min_tokens = min_tokens
-        self.pushed = 0
+        self.num_pushed = 0
 
     def push(self, token_id: int) -> str | None:
         """Add a token.  Returns the stop string once one is complete, else None."""
-        self.pushed += 1
+        self.num_pushed += 1
         self.decoder.push(token_id)
         if self.finder.stop and not self.finder.stopped:
             self._read(final=False)
@@ -273,7 +273,7 @@ class TextStream:
 
     def push_all(self, token_ids: Sequence[int]) -> None:
         """Add tokens without a search for stop strings in between."""
-        self.pushed += len(token_ids)
+        self.num_pushed += len(token_ids)
         self.decoder.push_all(token_ids)
 
     def take(self, final: bool) -> str:
@@ -283,9 +283,9 @@ class TextStream:
         return self.finder.take(final)
 
     def _read(self, final: bool) -> None:
-        text, counts = self.decoder.take(final), self.pushed > self.min_tokens
+        text, counts = self.decoder.take(final), self.num_pushed > self.min_tokens
         # These are complete characters of tokens that take() has not given out: a stop string may end in them.
-        self.finder.add(text, counts, self.decoder.ahead() if counts and self.finder.stop else "")
+        self.finder.add(text, counts, self.decoder.withheld_text() if counts and self.finder.stop else "")
 
 
 class ByteDetokenizer:
@@ -321,7 +321,7 @@ class ByteDetokenizer:
         self._pending_tokens.clear()
         return self.utf8.decode(b"".join(parts), final)
 
-    def ahead(self) -> str:
+    def withheld_text(self) -> str:
         """Returns "": take withholds no complete character."""
         return ""
 
@@ -332,13 +332,13 @@ class Detokenizer:
     def __init__(self, decode: Decode, prompt: Sequence[int] = ()):
         self.decode = decode
         self.window = self._context(list(prompt))
-        self.read = len(self.window)
+        self.num_read = len(self.window)
 
     def _context(self, prompt: list[int]) -> list[int]:
         """Returns the prompt's last tokens from a character's first byte on: without it, later bytes decode wrongly."""
         for size in range(CONTEXT_TOKENS, CONTEXT_TOKENS - MAX_TOKENS_PER_CHARACTER, -1):
             context = prompt[-size:]
-            if not self.decode(context).startswith(INCOMPLETE):
+            if not self.decode(context).startswith(INCOMPLETE_CHAR):
                 break
         return context
 
@@ -350,21 +350,21 @@ class Detokenizer:
 
     def take(self, final: bool) -> str:
         """Returns the text of the tokens since the last take; unless final, only up to the last complete character."""
-        if self.read == len(self.window):
+        if self.num_read == len(self.window):
             return ""
         end, whole = (len(self.window), self.decode(self.window)) if final else self._whole_characters()
-        text = _added(self.decode(self.window[: self.read]), whole)
+        text = _new_text(self.decode(self.window[: self.num_read]), whole)
         # If the tokens just taken have text, they become the next context.  Otherwise the old context stays.
-        drop = self.read if text else max(0, end - MAX_CONTEXT_TOKENS)
+        drop = self.num_read if text else max(0, end - MAX_CONTEXT_TOKENS)
         self.window = self.window[drop:]
-        self.read = end - drop
+        self.num_read = end - drop
         return text
 
-    def ahead(self) -> str:
+    def withheld_text(self) -> str:
         """Returns the complete characters that take withholds because their last token begins an incomplete one."""
-        if self.read == len(self.window):
+        if self.num_read == len(self.window):
             return ""
-        return _added(self.decode(self.window[: self.read]), self.decode(self.window).rstrip(INCOMPLETE))
+        return _new_text(self.decode(self.window[: self.num_read]), self.decode(self.window).rstrip(INCOMPLETE_CHAR))
 
     def _whole_characters(self) -> tuple[int, str]:
         """Returns (number of tokens, their text) up to the last complete character.
@@ -372,26 +372,26 @@ class Detokenizer:
         An incomplete character decodes to U+FFFD and has at most 3 tokens.  So the token before the last 3 ends with a
         complete character, or begins the character that the last 3 continue.  Then the text ends inside that token.
         """
-        first = max(self.read, len(self.window) - MAX_TOKENS_PER_CHARACTER + 1)
+        first = max(self.num_read, len(self.window) - MAX_TOKENS_PER_CHARACTER + 1)
         text = whole = self.decode(self.window)
-        if not whole.endswith(INCOMPLETE):
+        if not whole.endswith(INCOMPLETE_CHAR):
             return len(self.window), whole
         for end in range(len(self.window) - 1, first - 1, -1):
             text = self.decode(self.window[:end])
-            if not text.endswith(INCOMPLETE):
+            if not text.endswith(INCOMPLETE_CHAR):
                 return end, text
-        return first, text[: _common_prefix(text, whole)]
+        return first, text[: _common_prefix_length(text, whole)]
 
 
-def _added(before: str, whole: str) -> str:
+def _new_text(before: str, whole: str) -> str:
     """Returns the text that `whole` adds to `before`.  An incomplete last character of `before` may now be complete."""
     if whole.startswith(before):
         return whole[len(before) :]
     # The window may begin inside a character.  The U+FFFD of that character's bytes are the same in both texts.
-    return whole[max(_common_prefix(before, whole), len(before.rstrip(INCOMPLETE))) :]
+    return whole[max(_common_prefix_length(before, whole), len(before.rstrip(INCOMPLETE_CHAR))) :]
 
 
-def _common_prefix(one: str, other: str) -> int:
+def _common_prefix_length(one: str, other: str) -> int:
     """Length of the common prefix of two texts."""
     differ = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differ, min(len(one), len(other)))

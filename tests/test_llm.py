@@ -18,7 +18,7 @@ from espalier import LLM, EspalierError, Grammar, SamplingParams, SpeculationCon
 from espalier.config import EngineConfig
 from espalier.llm import prepare
 from espalier.request import Output
-from espalier.speculate.drafters.registry import what_to_check
+from espalier.speculate.drafters.registry import low_acceptance_advice
 from espalier.startup import load
 from tests.harness import VOCAB, directories
 
@@ -596,7 +596,7 @@ def test_acceptance_that_stays_near_nothing_is_warned_of_once(llm, monkeypatch, 
     ],
 )
 def test_the_alarm_names_the_checks_to_make(algorithm, checks):
-    assert checks in what_to_check(algorithm)
+    assert checks in low_acceptance_advice(algorithm)
 
 
 def test_the_resolved_configuration_is_logged_once_and_whole(paths, caplog):
@@ -604,4 +604,4 @@ def test_the_resolved_configuration_is_logged_once_and_whole(paths, caplog):
     with caplog.at_level(logging.INFO, "espalier"), LLM(model=target, draft=draft, **SETTINGS) as llm:
         logged = [record.getMessage() for record in caplog.records if "resolved configuration" in record.getMessage()]
     assert len(logged) == 1
-    assert llm.config.block() in logged[0]
+    assert llm.config.as_text() in logged[0]

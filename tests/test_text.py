@@ -22,7 +22,7 @@ from espalier.text import (
     Tokenizer,
     load_tokenizer,
 )
-from espalier.tokenizer_files import PLAIN_MODEL_TYPES, tokenizer_class
+from espalier.tokenizer_files import GENERIC_MODEL_TYPES, tokenizer_class
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = [("a", "b"), ("Ã", "©")]
@@ -312,7 +312,7 @@ def test_a_broken_tokenizer_is_refused_in_one_line(tmp_path):
 PLAIN = {"tokenizer_class": "PreTrainedTokenizerFast"}
 
 
-@pytest.mark.parametrize("model_type", PLAIN_MODEL_TYPES)
+@pytest.mark.parametrize("model_type", GENERIC_MODEL_TYPES)
 @pytest.mark.parametrize(
     "declared", [PLAIN, {"tokenizer_class": "TokenizersBackend"}], ids=lambda d: d["tokenizer_class"]
 )

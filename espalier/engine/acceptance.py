@@ -67,15 +67,15 @@ def depth_of(tree: TreeShape) -> int:
     return min(tree.steps, tree.num_draft_tokens - 1)
 
 
-def gains(tree: TreeShape, first_child: Sequence[float]) -> list[float]:
+def gains(tree: TreeShape, first_child_rates: Sequence[float]) -> list[float]:
     """[depth + 1]: the tokens beyond the first that a round emits if it may accept nodes down to depth 0, 1, 2, ...
 
-    first_child: how often the first child is accepted, by depth from 1 on.
+    first_child_rates: how often the first child is accepted, by depth from 1 on.
     """
     others = _other_child_rate(tree)
     reached, summed = 1.0, [0.0]
     for depth in range(1, depth_of(tree) + 1):
-        first = first_child[depth - 1]
+        first = first_child_rates[depth - 1]
         reached *= first + (1 - first) * min(others * first / assumed_rate(depth), 1.0)
         summed.append(summed[-1] + reached)
     return [SHARED_ROWS_GAIN * gain for gain in summed] if tree.shared_rows else summed
@@ -97,9 +97,9 @@ def _other_child_rate(tree: TreeShape) -> float:
     return low
 
 
-def scaled_first_child_rates(level: float, steps: int) -> list[float]:
-    """How often first children are accepted, by depth: FIRST_CHILD_RATES, scaled to the rate `level` at depth 1."""
-    return [min(level * assumed_rate(depth) / assumed_rate(1), MAX_RATE) for depth in range(1, steps + 1)]
+def scaled_first_child_rates(rate_at_depth_1: float, steps: int) -> list[float]:
+    """How often first children are accepted, by depth: FIRST_CHILD_RATES, scaled to the rate `rate_at_depth_1` at depth 1."""
+    return [min(rate_at_depth_1 * assumed_rate(depth) / assumed_rate(1), MAX_RATE) for depth in range(1, steps + 1)]
 
 
 @dataclass
@@ -109,12 +109,12 @@ class DecayingRate:
     trials: float = 0.0
     successes: float = 0.0
 
-    def fade(self, factor: float) -> None:
+    def decay(self, factor: float) -> None:
         self.trials *= factor
         self.successes *= factor
 
-    def rate(self, prior: float, weight: float) -> float:
-        return (self.successes + weight * prior) / (self.trials + weight)
+    def rate(self, prior_rate: float, prior_weight: float) -> float:
+        return (self.successes + prior_weight * prior_rate) / (self.trials + prior_weight)
 
 
 @dataclass
@@ -141,12 +141,12 @@ class Acceptance:
         self.depths = [DecayingRate() for _ in range(self.steps)]
         self.forms, self.recent, self.prior = {}, DecayingRate(), PRIOR_SAMPLES
 
-    def cap_weight(self, samples: float) -> None:
+    def cap_weight(self, max_samples: float) -> None:
         """Reduce the weight of all rounds so far to at most this many samples."""
-        if self.steps and self.depths[0].trials > samples:
-            factor = samples / self.depths[0].trials
+        if self.steps and self.depths[0].trials > max_samples:
+            factor = max_samples / self.depths[0].trials
             for each in (*self.depths, *self.forms.values()):
-                each.fade(factor)
+                each.decay(factor)
 
     @property
     def first_child(self) -> list[float]:
@@ -182,20 +182,20 @@ class Acceptance:
         self._cap_weight_if_text_changed(predicted * self._form_factor(tree), samples)
         self.prior = max(PRIOR_DECAY * self.prior, self.min_prior)
         for count in (*self.depths, *self.forms.values()):
-            count.fade(factor)
+            count.decay(factor)
         # In a large batch, many samples are equal.
         for sample, weight in Counter(samples).items():
             self._count_first_children(sample, min(sample.max_depth, depth), weight)
             form.trials += weight * expected[min(sample.max_depth, depth)]
             form.successes += weight * len(sample.ranks)
 
-    def _cap_weight_if_text_changed(self, expected: float, samples: Sequence[AcceptSample]) -> None:
+    def _cap_weight_if_text_changed(self, expected_gain: float, samples: Sequence[AcceptSample]) -> None:
         """Reduce the weight of older rounds if the latest rounds gain much more or less than expected."""
-        self.recent.fade(1 - 1 / max(2, RECENT_SAMPLES / len(samples)))
-        self.recent.trials += expected
+        self.recent.decay(1 - 1 / max(2, RECENT_SAMPLES / len(samples)))
+        self.recent.trials += expected_gain
         self.recent.successes += sum(len(sample.ranks) for sample in samples)
-        expected, gained = self.recent.trials, self.recent.successes
-        if abs(gained - expected) > MAX_DEVIATIONS * math.sqrt(VARIANCE_PER_TOKEN * expected + 1):
+        expected_gain, gained = self.recent.trials, self.recent.successes
+        if abs(gained - expected_gain) > MAX_DEVIATIONS * math.sqrt(VARIANCE_PER_TOKEN * expected_gain + 1):
             self.cap_weight(max(RECENT_SAMPLES / 4, len(samples)))
             self.recent = DecayingRate()
 

@@ -100,7 +100,7 @@ class CudaStagedHandle:
     settled: CudaHandle | None = None
 
     @torch.inference_mode()
-    def resume(self, guide: GuideRows | None, ask: AskBeamMasks) -> None:
+    def resume(self, guide: GuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
         """Runs propose, then runs verify while the trees are copied to the host.
 
         The draft asks the host only if at least half of the requests have a grammar, because all wait for the answers.
@@ -110,7 +110,7 @@ class CudaStagedHandle:
         asks = guide is not None and 2 * len(guide.rows) >= batch
         with torch.cuda.stream(self.executor.stream):
             self.stages.set_guide(guide)
-            self.stages.propose(ask if asks else None)
+            self.stages.propose(ask_beam_masks if asks else None)
             self.executor.copy_entry(self.host, batch)
             self.stages.verify()
 
@@ -195,17 +195,17 @@ class CudaExecutor:
         with torch.cuda.stream(self.stream):
             self._prepare(launch_input, form, graph is not None)
             if graph is None:
-                output = self._eager(launch_input, packed, form)
+                output = self._run_eager_launch(launch_input, packed, form)
             else:
-                self._send(launch_input, packed, host, graph)
+                self._copy_to_graph(launch_input, packed, host, graph)
                 self._replay(graph.graph)
         return self.start_readback(host, launch_input, output)
 
-    def _send(self, launch_input: LaunchInput, packed: LaunchBuffer, host: HostEntry, graph: Graph) -> None:
+    def _copy_to_graph(self, launch_input: LaunchInput, packed: LaunchBuffer, host: HostEntry, graph: Graph) -> None:
         """Copies a launch to the vector that its graph reads.  The updates of a prefill pass have any length, so the
         slot table is updated before the graph runs."""
         if not launch_input.is_prefill:
-            graph.vector.copy_(_pinned(host.vector, packed), non_blocking=True)
+            graph.vector.copy_(_copy_to_pinned(host.vector, packed), non_blocking=True)
             return
         device_launch = self._to_device(packed)
         device_launch.apply(self.runner.table)
@@ -255,7 +255,7 @@ class CudaExecutor:
                 stages = self._eager_stages(packed, form.batch).stages
             else:
                 stages = captured
-                stages.vector.copy_(_pinned(host.vector, packed), non_blocking=True)
+                stages.vector.copy_(_copy_to_pinned(host.vector, packed), non_blocking=True)
             stages.begin()
         return CudaStagedHandle(self, host, launch_input, stages)
 
@@ -315,7 +315,7 @@ class CudaExecutor:
             if launch_input.is_staged:
                 self._eager_stages(packed, form.batch).run()
             else:
-                self._eager(launch_input, packed, form)
+                self._run_eager_launch(launch_input, packed, form)
 
     def bucket(self, batch: int) -> int:
         """Returns the batch size that a round of `batch` requests is padded to, eager or captured.  A batch above
@@ -332,7 +332,7 @@ class CudaExecutor:
         """Returns the graph that a launch replays; None for an eager launch, even if a graph has the same form."""
         return None if launch_input.is_eager_only else self.graphs.get(self.form(launch_input))
 
-    def _eager(self, launch_input: LaunchInput, packed: LaunchBuffer, form: LaunchForm) -> RoundOutput:
+    def _run_eager_launch(self, launch_input: LaunchInput, packed: LaunchBuffer, form: LaunchForm) -> RoundOutput:
         masks = None
         if launch_input.masks is not None:
             masks = torch.from_numpy(launch_input.masks).pin_memory().to(self.device, non_blocking=True)
@@ -342,7 +342,7 @@ class CudaExecutor:
 
     def _to_device(self, packed: LaunchBuffer) -> LaunchBuffer:
         vector = torch.from_numpy(packed.vector).pin_memory().to(self.device, non_blocking=True)
-        return packed.on(vector)
+        return packed.with_vector(vector)
 
     def start_readback(self, host: HostEntry, launch_input: LaunchInput, output: RoundOutput | None) -> CudaHandle:
         """Starts copying the results and the prompt's log-probabilities to the host.
@@ -402,7 +402,7 @@ class CudaExecutor:
         with torch.cuda.stream(self.stream):
             self._prepare_capture(dummies, form)
             vector = torch.from_numpy(packed.vector).to(self.device)
-            device_launch = packed.on(vector)
+            device_launch = packed.with_vector(vector)
             # Run once eagerly: libraries load kernels and allocate workspaces, which is not allowed in a capture.
             execute(runner, self.results, device_launch, form.width, ALL_SAMPLING)
             self.stream.synchronize()
@@ -419,13 +419,13 @@ class CudaExecutor:
         buckets = self.captured_buckets[::-1]
         for batch in track(buckets, "capturing staged rounds", console=Console(stderr=True), transient=True):
             try:
-                self.stage_graphs[batch] = self._captured_stages(batch, pool)
+                self.stage_graphs[batch] = self._capture_stages_of(batch, pool)
             except torch.OutOfMemoryError:
                 log.warning("staged rounds of %d requests run without CUDA graphs, which do not fit into memory", batch)
         self._log_captured("staged rounds", began, before)
 
     @torch.inference_mode()
-    def _captured_stages(self, batch: int, pool: Any) -> Stages:
+    def _capture_stages_of(self, batch: int, pool: Any) -> Stages:
         dummies, form = dummy_launch(batch), LaunchForm(batch)
         packed = self._pack(dummies, 0, form)
         with torch.cuda.stream(self.stream):
@@ -443,7 +443,7 @@ class CudaExecutor:
             self._give_streams_back()
 
 
-def _pinned(buffer: Tensor, packed: LaunchBuffer) -> Tensor:
+def _copy_to_pinned(buffer: Tensor, packed: LaunchBuffer) -> Tensor:
     """Copies the packed vector to the start of a pinned buffer.  Returns that part of the buffer."""
     used = buffer[: len(packed.vector)]
     np.copyto(used.numpy(), packed.vector)

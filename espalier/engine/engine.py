@@ -46,7 +46,7 @@ class StartedLaunch:
 
 
 @dataclass
-class InFlight:
+class LaunchesInFlight:
     """The launches that the host has started and not read yet.
 
     unread: with overlap, the launch that the last step started; the host works while the device runs it.  None in
@@ -88,7 +88,7 @@ class Engine:
         self.executor = executor
         self.pool = PagePool(runner.pages.num_pages)
         self.prefixes = PrefixTree(self.pool, self.layout.page_size) if prefix_cache else None
-        self.in_flight = InFlight(overlap)
+        self.in_flight = LaunchesInFlight(overlap)
         self.scheduler = Scheduler(
             self.layout,
             self.pool,

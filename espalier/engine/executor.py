@@ -51,10 +51,10 @@ class Handle(Protocol):
 class StagedHandle(Handle, Protocol):
     """A round whose begin stage was started.  No other launch may be started before `settle`."""
 
-    def resume(self, guide: GuideRows | None, ask: AskBeamMasks) -> None:
+    def resume(self, guide: GuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
         """Starts the propose and the verify stage.
 
-        guide: the forced tokens and masks that grammars give to the draft; None without grammars.  ask: a function that
+        guide: the forced tokens and masks that grammars give to the draft; None without grammars.  ask_beam_masks: a function that
         returns the tokens that may follow draft rows, for an executor that can call it while it drafts.
         """
         ...
@@ -187,12 +187,12 @@ class StagedRound:
         self.results.write(self.device_launch.entry, settle(self.verified, masks))
 
 
-def draft_guide(rows: GuideRows, batch: int, ask: AskBeamMasks) -> DraftGuide:
-    """Returns the draft's guide for a batch, with tensors on the host.  ask: answers about draft rows."""
+def draft_guide(rows: GuideRows, batch: int, ask_beam_masks: AskBeamMasks) -> DraftGuide:
+    """Returns the draft's guide for a batch, with tensors on the host.  ask_beam_masks: answers about draft rows."""
     forced, masks, levels = map(torch.from_numpy, rows.full_batch(batch))
 
     def ask_host(tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
-        only, masks = ask(tokens, ancestor_bits).full_batch(batch)
+        only, masks = ask_beam_masks(tokens, ancestor_bits).full_batch(batch)
         return torch.from_numpy(only), torch.from_numpy(masks)
 
     return DraftGuide(forced, masks, levels, ask_host)
@@ -247,8 +247,8 @@ class CpuExecutor:
         return staged
 
     @torch.inference_mode()
-    def propose(self, staged: StagedRound, batch: int, guide: GuideRows | None, ask: AskBeamMasks) -> Trees:
-        staged.propose(None if guide is None else draft_guide(guide, batch, ask))
+    def propose(self, staged: StagedRound, batch: int, guide: GuideRows | None, ask_beam_masks: AskBeamMasks) -> Trees:
+        staged.propose(None if guide is None else draft_guide(guide, batch, ask_beam_masks))
         return read_trees(self.results.columns, self.results.ring[0, :batch].numpy())
 
     @torch.inference_mode()
@@ -270,7 +270,7 @@ class CpuExecutor:
         self.runner.prepare(launch_input.committed.padded(form.pieces or form.batch))
         self.runner.cache.before_launch(launch_input.cleared_pages, launch_input.state_copies)
         packed = pack_launch(self.runner.table, launch_input, entry=0, form=form)
-        return packed.on(torch.from_numpy(packed.vector))
+        return packed.with_vector(torch.from_numpy(packed.vector))
 
     def _read_rows(self, launch_input: LaunchInput, output: RoundOutput | None) -> list[RequestResult]:
         batch = len(launch_input.slots)
@@ -303,8 +303,8 @@ class CpuStagedHandle(CpuHandle):
         self.launch_input = launch_input
         self.begun: Future[StagedRound] = executor.submit(executor.begin, launch_input)
 
-    def resume(self, guide: GuideRows | None, ask: AskBeamMasks) -> None:
-        self.proposed: Future[Trees] = self.executor.submit(self._propose, guide, ask)
+    def resume(self, guide: GuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
+        self.proposed: Future[Trees] = self.executor.submit(self._propose, guide, ask_beam_masks)
         self.verified: Future[None] = self.executor.submit(self._verify)
 
     def trees(self) -> Trees:
@@ -315,8 +315,8 @@ class CpuStagedHandle(CpuHandle):
 
     # Tasks run in order.  So inside a task, `result` of an earlier task returns at once, or raises that task's error.
 
-    def _propose(self, guide: GuideRows | None, ask: AskBeamMasks) -> Trees:
-        return self.executor.propose(self.begun.result(), len(self.launch_input.slots), guide, ask)
+    def _propose(self, guide: GuideRows | None, ask_beam_masks: AskBeamMasks) -> Trees:
+        return self.executor.propose(self.begun.result(), len(self.launch_input.slots), guide, ask_beam_masks)
 
     def _verify(self) -> None:
         self.proposed.result()

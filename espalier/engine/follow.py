@@ -32,7 +32,7 @@ from espalier.engine.ranks import (
 )
 from espalier.errors import EspalierError
 
-FAILED = 1
+FAILED_EXIT_CODE = 1
 
 
 class Follower:
@@ -63,7 +63,7 @@ class Follower:
             text = f"{error}" if refused else f"{type(error).__name__}: {error}"
             with suppress(OSError):
                 self.send(FailureReport(f"out of memory: {text}" if is_memory else text, refused, is_memory))
-            return FAILED
+            return FAILED_EXIT_CODE
 
     def handle(self, message: Any) -> None:
         """Handles one message."""

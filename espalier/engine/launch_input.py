@@ -142,18 +142,18 @@ class RoundTrace:
 
 @dataclass(frozen=True)
 class TreeSize:
-    """The size of a tree.  at_depth: the number of draft tokens at depths 1, 2, ..."""
+    """The size of a tree.  tokens_by_depth: the number of draft tokens at depths 1, 2, ..."""
 
-    at_depth: tuple[int, ...] = ()
+    tokens_by_depth: tuple[int, ...] = ()
 
     @property
     def depth(self) -> int:
         """The depth of the deepest draft token."""
-        return len(self.at_depth)
+        return len(self.tokens_by_depth)
 
-    def drafted(self, depth: int) -> int:
+    def num_tokens_to_depth(self, depth: int) -> int:
         """Returns the number of draft tokens at depths 1 to `depth`."""
-        return sum(self.at_depth[:depth])
+        return sum(self.tokens_by_depth[:depth])
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from espalier.speculate.round import ModelRunner
 
 
 class LeadExecutor:
-    """An Executor (executor.py) for several ranks.  own: the executor of this rank.  `close` ends the other ranks.
+    """An Executor (executor.py) for several ranks.  own_executor: the executor of this rank.  `close` ends the other ranks.
 
     Every method raises RankFailed if a rank has failed.
     """
 
-    def __init__(self, own: Executor, ranks: Ranks) -> None:
-        self.own = own
+    def __init__(self, own_executor: Executor, ranks: Ranks) -> None:
+        self.own = own_executor
         self.ranks = ranks
 
     @property
@@ -41,12 +41,12 @@ class LeadExecutor:
         return self.ranks.failure
 
     def launch(self, launch_input: LaunchInput) -> Handle:
-        with raising_rank_failure(self.ranks):
+        with replace_by_rank_failure(self.ranks):
             number = self.ranks.launch(launch_input)
             return LeadHandle(self.ranks, number, self.own.launch(launch_input))
 
     def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
-        with raising_rank_failure(self.ranks):
+        with replace_by_rank_failure(self.ranks):
             number = self.ranks.launch(launch_input)
             return LeadStagedHandle(self.ranks, number, self.own.launch_staged(launch_input))
 
@@ -65,17 +65,17 @@ class LeadExecutor:
 
 
 class LeadHandle:
-    def __init__(self, ranks: Ranks, number: int, own: Handle) -> None:
+    def __init__(self, ranks: Ranks, number: int, own_handle: Handle) -> None:
         self.ranks = ranks
         self.number = number
-        self.own = own
+        self.own = own_handle
 
     def wait(self) -> None:
-        with raising_rank_failure(self.ranks):
+        with replace_by_rank_failure(self.ranks):
             self.own.wait()
 
     def result(self) -> list[RequestResult]:
-        with raising_rank_failure(self.ranks):
+        with replace_by_rank_failure(self.ranks):
             self.ranks.send(SendDecisions(self.number))
             results = self.own.result()
             self.ranks.require_equal(self.number, results)
@@ -85,32 +85,32 @@ class LeadHandle:
 class LeadStagedHandle(LeadHandle):
     own: Any  # a StagedHandle
 
-    def resume(self, guide: GuideRows | None, ask: AskBeamMasks) -> None:
+    def resume(self, guide: GuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
         def ask_for_all(tokens: Tensor, ancestor_bits: Tensor) -> BeamRows:
-            answer = ask(tokens, ancestor_bits)
+            answer = ask_beam_masks(tokens, ancestor_bits)
             self.ranks.send(BeamAnswer(answer))
             return answer
 
-        with raising_rank_failure(self.ranks):
+        with replace_by_rank_failure(self.ranks):
             self.ranks.send(ResumeRound(guide))
             self.own.resume(guide, ask_for_all)
 
     def trees(self) -> Trees:
-        with raising_rank_failure(self.ranks):
+        with replace_by_rank_failure(self.ranks):
             return self.own.trees()
 
     def settle(self, masks: RowMasks) -> None:
-        with raising_rank_failure(self.ranks):
+        with replace_by_rank_failure(self.ranks):
             self.ranks.send(SettleRound(masks))
             self.own.settle(masks)
 
 
 @contextmanager
-def raising_rank_failure(ranks: Ranks) -> Iterator[None]:
+def replace_by_rank_failure(ranks: Ranks) -> Iterator[None]:
     """Replaces an error inside the block by the failure of another rank, if that failure caused the error."""
     try:
         yield
     except RankFailed:
         raise
     except Exception as error:
-        raise ranks.failure_behind(error) from error
+        raise ranks.failure_that_caused(error) from error

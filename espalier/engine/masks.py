@@ -21,11 +21,11 @@ from espalier.sampling.mask import ALL_ALLOWED, mask_words, only_token
 Trees = list[tuple[list[int], list[int]]]
 # One masker for each row of a batch; None for a row without a grammar.
 Maskers = Sequence[TokenMasker | None]
-NO_TOKEN_LEFT = (
+NO_TOKEN_LEFT_ERROR = (
     "the grammar leaves no token that may follow the output so far: this model's tokens cannot spell what it asks for; "
     "change the grammar"
 )
-TOOK_TOO_LONG = (
+TOOK_TOO_LONG_ERROR = (
     f"the grammar took more than its share of {GRAMMAR_LIMIT_S:g} s to find the tokens that may follow the output so "
     "far; write it so that each text can be read in one way only, or make it smaller"
 )
@@ -191,8 +191,8 @@ class MaskBuilder:
             return None
         [is_stuck] = self._call_each([masker], lambda _, masker: masker.is_stuck)
         if is_stuck is TOO_SLOW:
-            return TOOK_TOO_LONG
-        return NO_TOKEN_LEFT if is_stuck else None
+            return TOOK_TOO_LONG_ERROR
+        return NO_TOKEN_LEFT_ERROR if is_stuck else None
 
     def _call_each(
         self, maskers: Maskers, question: Callable[[int, TokenMasker], Any], *, all_threads: bool = False

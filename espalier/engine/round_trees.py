@@ -60,13 +60,13 @@ class RoundTrees:
     def read(
         self,
         launch_input: LaunchInput,
-        rows: Sequence[RequestResult],
+        results: Sequence[RequestResult],
         max_depths: Sequence[int],
-        followed: Sequence[int],
+        num_right: Sequence[int],
     ) -> None:
         """Count the results of a launch.
 
-        rows: the results; max_depths: for each row, the greatest depth that the row could accept; followed: from
+        results: the results; max_depths: for each row, the greatest depth that the row could accept; num_right: from
         GuessSources.count.
         """
         tree = launch_input.tree
@@ -74,16 +74,16 @@ class RoundTrees:
             self.chooser.restart()
         if launch_input.is_prefill or tree is None:
             return
-        guesses = [sum(row.tree_size.at_depth) for row in rows]
-        verified = len(rows) + sum(guesses) if tree.shared_rows else len(rows) * (1 + max(guesses))
+        guesses = [sum(row.tree_size.tokens_by_depth) for row in results]
+        verified = len(results) + sum(guesses) if tree.shared_rows else len(results) * (1 + max(guesses))
         is_short = [
-            verified < len(rows) * tree.rows if tree.shared_rows else found < tree.num_draft_tokens - 1
+            verified < len(results) * tree.rows if tree.shared_rows else found < tree.num_draft_tokens - 1
             for found in guesses
         ]
-        counted = [at for at, row in enumerate(rows) if max_depths[at] > 0 and row.finite]
-        samples = [AcceptSample(max_depths[at], rows[at].ranks, rows[at].is_leaf, is_short[at]) for at in counted]
+        counted = [at for at, row in enumerate(results) if max_depths[at] > 0 and row.finite]
+        samples = [AcceptSample(max_depths[at], results[at].ranks, results[at].is_leaf, is_short[at]) for at in counted]
         with_lookup = counted if self.has_lookup_trees else ()
-        lookup_samples = [_lookup_sample(max_depths[at], followed[at], len(rows[at].tokens)) for at in with_lookup]
+        lookup_samples = [_lookup_sample(max_depths[at], num_right[at], len(results[at].tokens)) for at in with_lookup]
         self.chooser.read(samples, verified, lookup_samples)
 
 
@@ -93,9 +93,9 @@ def tree_label(tree: TreeShape) -> str:
     return ",".join(map(str, tree.sizes.values())) + shared + ("" if tree.drafts and tree.extends else " without draft")
 
 
-def _lookup_sample(max_depth: int, followed: int, emitted: int) -> AcceptSample:
+def _lookup_sample(max_depth: int, num_right: int, emitted: int) -> AcceptSample:
     """The sample that the guesses of the other sources alone would have given.
 
     If a guess agrees with all emitted tokens, how far it would have gone on is not known.
     """
-    return AcceptSample(followed if followed == emitted else max_depth, (0,) * min(max_depth, followed), True, True)
+    return AcceptSample(num_right if num_right == emitted else max_depth, (0,) * min(max_depth, num_right), True, True)

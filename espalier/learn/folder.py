@@ -18,7 +18,7 @@ from typing import IO
 
 import numpy as np
 
-from espalier.config import check, option
+from espalier.config import check_fields, option
 from espalier.errors import EspalierError
 from espalier.train.work import require_folder, whole_file
 
@@ -48,7 +48,7 @@ class LearnConfig:
     seconds: int = option("longest time of the steps of a training", 600, low=1)
 
     def __post_init__(self) -> None:
-        check(self, flag_of)
+        check_fields(self, flag_of)
 
 
 @dataclass(frozen=True)

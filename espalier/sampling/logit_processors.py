@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import unpack_bits
-from espalier.slots import FLOATS, INTS, BatchState
+from espalier.slots import FLOAT_COLUMNS, INT_COLUMNS, BatchState
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class SamplingRows:
         def __getattr__(self, column: str) -> Tensor: ...
 
     def __post_init__(self) -> None:
-        for names, columns in ((INTS, self.ints), (FLOATS, self.floats)):
+        for names, columns in ((INT_COLUMNS, self.ints), (FLOAT_COLUMNS, self.floats)):
             vars(self).update(zip(names, columns.unbind(1), strict=True))
 
     @classmethod

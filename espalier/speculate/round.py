@@ -372,8 +372,8 @@ def num_nodes_to_run(tree: Tree, max_accept_depth: Tensor) -> int:
 def check_tree(layout: RoundLayout, tree: Tree, batch: int) -> None:
     """Checks that a drafter's tree fits the buffers of the layout.  Raises EspalierError."""
     for name in ("tokens", "parents", "depths", "scores"):
-        layout.require(f"tree.{name}", getattr(tree, name), batch, layout.num_draft_tokens)
-    layout.require("tree.ancestors", tree.ancestors, batch, layout.num_draft_tokens, layout.ancestor_words)
+        layout.require_shape(f"tree.{name}", getattr(tree, name), batch, layout.num_draft_tokens)
+    layout.require_shape("tree.ancestors", tree.ancestors, batch, layout.num_draft_tokens, layout.ancestor_words)
 
 
 def commit(

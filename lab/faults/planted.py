@@ -291,7 +291,7 @@ FAULTS = {
         Fault(
             "per-branch-reserve",
             "a round reserves pages for every branch of the tree, twice",
-            "espalier.layout:RoundLayout.reserve",
+            "espalier.layout:RoundLayout.pages_needed",
             _per_branch_reserve,
             ("26972",),
         ),

@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from espalier.engine import cuda_stages
-from espalier.engine.cuda_stages import StageMemory, no_garbage_collection, pack, runs_of_rows, unpack
+from espalier.engine.cuda_stages import (
+    StageMemory,
+    no_garbage_collection,
+    pack_side_by_side,
+    runs_of_rows,
+    unpack_side_by_side,
+)
 from espalier.engine.launch_input import dummy_launch
 from espalier.kernels.ops import drafts
 from espalier.request import Request
@@ -98,7 +104,7 @@ def test_adjacent_rows():
 def test_values_and_words_of_a_row_are_one_copy(words):
     values = np.array([[3, -1], [-1, 7]])
     masks = np.arange(2 * words, dtype=np.int32).reshape(2, words) - 3
-    found = unpack(torch.from_numpy(pack(values, masks)), 2, words)
+    found = unpack_side_by_side(torch.from_numpy(pack_side_by_side(values, masks)), 2, words)
     assert found[0].tolist() == values.tolist() and found[1].tolist() == masks.tolist()
 
 

@@ -64,7 +64,7 @@ def watch(engine: Engine) -> None:
                 if not launch.launch_input.is_prefill:
                     certain = r.num_known + r.rounds_in_flight  # this round not included
                     assert certain < r.end(layout.max_context), "a round for a request that is sure to have ended"
-                assert layout.reserve(r.num_known, rounds, r.end(layout.max_context)) <= len(r.pages)
+                assert layout.pages_needed(r.num_known, rounds, r.end(layout.max_context)) <= len(r.pages)
         return launch
 
     scheduler.next_launch = next_launch  # type: ignore[method-assign]

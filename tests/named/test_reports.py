@@ -118,7 +118,7 @@ class TestPage256LongPrompt:
         setup = Setup(page_size=256, overlap=overlap, max_context=context, chunk_size=512, max_batch=2, **TREE)
         for r in ragged(setup, (context - 20, context - 21, 7), most=40):
             assert r.finish_reason == "length"
-        assert setup.layout.table_width * 256 >= context + setup.layout.tokens_ahead(2)
+        assert setup.layout.table_width * 256 >= context + setup.layout.max_tokens_ahead(2)
 
 
 class TestLastPositionOfTheContext:

@@ -8,7 +8,7 @@ import pytest
 
 from espalier.engine.guesses import GuessSources
 from espalier.engine.round_times import CpuCosts
-from espalier.layout import PLAIN
+from espalier.layout import PLAIN_TREE
 from espalier.request import Request, SamplingParams
 from espalier.slots import ALONE_OFFSET, Guess
 from espalier.speculate import round as of_round
@@ -99,7 +99,7 @@ def test_without_a_prediction_rounds_are_those_of_an_engine_without_sources(algo
     for sources in (("prediction",), ()):
         setup = replace(TREE, algorithm=algorithm, overlap=True, text_paths=0, sent_paths=2 * len(sources))
         config = setup.config(sources=sources, round_costs=CpuCosts() if algorithm == "ngram" else None)
-        config = replace(config, layout=replace(config.layout, choices=((1, (config.layout.tree, PLAIN)),)))
+        config = replace(config, layout=replace(config.layout, choices=((1, (config.layout.tree, PLAIN_TREE)),)))
         engine, launches = assemble(LoadedModels(config, *setup.models(setup.layout.position_rows))), []
         launch = engine.executor.launch
         engine.executor.launch = lambda sent, to=launch, noted=launches: (noted.append(sent), to(sent))[1]
@@ -117,7 +117,7 @@ def test_rounds_whose_form_follows_from_their_guesses_say_the_same(temperature):
     setup = replace(TREE, text_paths=0, sent_paths=4)
     config = setup.config(sources=("text", "index"), round_costs=CpuCosts(draft=0.15), index_bytes=2**12)
     tree = config.layout.tree
-    choices = ((1, (tree, replace(tree, drafts=False), PLAIN)),)
+    choices = ((1, (tree, replace(tree, drafts=False), PLAIN_TREE)),)
     engine = assemble(
         LoadedModels(
             replace(config, layout=replace(config.layout, choices=choices)), *setup.models(setup.layout.position_rows)

@@ -221,9 +221,9 @@ def test_a_conversation_that_cannot_fit_is_never_tokenized(monkeypatch):
     monkeypatch.setattr(tokenizer.hf, "encode", lambda text, **_: encoded.append(text) or [1])
     messages = [{"role": "user", "content": "a " * 100_000}]
     with pytest.raises(EspalierError, match=r"the prompt is too long: it has 2000\d\d characters"):
-        inputs.chat(messages, check=inputs.require_fit)
+        inputs.chat(messages, check=inputs.require_text_fits)
     assert encoded == []
-    assert inputs.chat([{"role": "user", "content": "a"}], check=inputs.require_fit) == [1] and len(encoded) == 1
+    assert inputs.chat([{"role": "user", "content": "a"}], check=inputs.require_text_fits) == [1] and len(encoded) == 1
 
 
 def test_a_conversation_is_as_long_as_all_its_texts():

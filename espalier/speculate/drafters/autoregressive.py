@@ -66,10 +66,10 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         # The depth of each draft row of a tree, after `topk` entries of depth 0.
         self.depths = torch.arange(layout.topk + layout.beam_rows, device=device) // layout.topk
         # The bit of each draft row among ancestor bits.
-        self.own_bits = self_bits(0, layout.beam_rows, layout.beam_words, device)
+        self.own_bits = self_bits(0, layout.beam_rows, layout.beam_ancestor_words, device)
         # Entry d: the bits of all rows deeper than d.
         depths = range(self.spec.modules)
-        self.bits_below = torch.stack([self.own_bits[layout.beams_above(depth + 1) :].sum(0) for depth in depths])
+        self.bits_below = torch.stack([self.own_bits[layout.draft_rows_above(depth + 1) :].sum(0) for depth in depths])
 
     def prepare(self, lengths: CommittedLengths) -> None:
         # After a prefix hit, module k attends to k - 1 more cached rows than module 1.
@@ -93,9 +93,9 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
             )
             pool.add(tokens, scores)
             if level < self.layout.steps:
-                first, end = self.layout.beams_above(level), self.layout.beams_above(level + 1)
+                first, end = self.layout.draft_rows_above(level), self.layout.draft_rows_above(level + 1)
                 bits = None if above is None else above.ancestor_bits
-                beams = select_beams(tokens, scores, bits, rows.tokens, first, self.layout.beam_words)
+                beams = select_beams(tokens, scores, bits, rows.tokens, first, self.layout.beam_ancestor_words)
                 pool.keep(beams.places)
                 rows.levels.append(beams)
                 path_scores, above = beams.scores, DraftedAncestors(rows.tokens[:, :end], beams.ancestor_bits)
@@ -119,8 +119,8 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
 
         out: the output of the level before.  Returns the output [B, Q], whose last rows are the beams of that level.
         """
-        module, end = self._module_index(level), self.layout.beams_above(level)
-        first = 0 if level <= self.spec.modules else self.layout.beams_above(level - 1)
+        module, end = self._module_index(level), self.layout.draft_rows_above(level)
+        first = 0 if level <= self.spec.modules else self.layout.draft_rows_above(level - 1)
         feed, bits = self._tree_feed(out, rows, level)
         nodes = Nodes(rows.positions[:, first:end], rows.positions[:, :end], bits)
         tokens = rows.tokens[:, first:end]
@@ -143,7 +143,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         """The hidden states that feed the beams of a pass, and the ancestor bits of the beams."""
         beams, module, topk = rows.levels[-1], self._module_index(level), self.layout.topk
         feed: Feed = out.last_rows(topk).hidden, beams.parents
-        bits, end = beams.ancestor_bits, self.layout.beams_above(level)
+        bits, end = beams.ancestor_bits, self.layout.draft_rows_above(level)
         if level <= self.spec.modules:
             feed = self.feeds.tree_feed(rows.slots, self.spec.modules, level, out.hidden, rows.parents, topk)
             bits = rows.ancestor_bits

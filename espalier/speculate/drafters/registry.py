@@ -150,7 +150,7 @@ def drafter_without_files(algorithm: str) -> type[DrafterWithoutFiles] | None:
     return drafter
 
 
-def what_to_check(algorithm: str) -> str:
+def low_acceptance_advice(algorithm: str) -> str:
     """What a user should check or do if almost no draft token of this algorithm is accepted."""
     if algorithm == NgramDrafter.spec.algorithm:
         return "this text has few repetitions: use a trained draft"

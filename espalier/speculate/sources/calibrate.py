@@ -14,7 +14,7 @@ from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import self_bits, unpack_bits
 from espalier.kernels.ops.tree import VOID, Tree
-from espalier.slots import ALONE_OFFSET, LEVELS, MATCH_STRENGTHS, PATH_KINDS, RANKS, SOURCES, BatchState
+from espalier.slots import ALONE_OFFSET, MATCH_STRENGTHS, NUM_LEVELS, NUM_RANKS, PATH_KINDS, SOURCES, BatchState
 
 # No step has a higher probability, so a child never scores as high as its parent.
 MAX_STEP_PROBABILITY = 0.98
@@ -29,12 +29,12 @@ DEPTH_BIT, PARENT_BIT, TOKEN_BIT = 12, 24, 40
 def draft_node_kinds(tree: Tree, is_sampled: Tensor) -> Tensor:
     """[B, D] int64: the kinds of a draft's nodes; 0 for roots and void nodes.  is_sampled: [B] bool."""
     own = _step_log_probability(tree)
-    level = (LEVELS_A_ROOT * (-own).clamp(min=0).sqrt()).clamp(max=LEVELS - 1).long()
+    level = (LEVELS_A_ROOT * (-own).clamp(min=0).sqrt()).clamp(max=NUM_LEVELS - 1).long()
     is_sibling = tree.parents[:, :, None] == tree.parents[:, None]
     # The root is its own parent, but no sibling of its children.
     is_sibling[:, :, 0] = False
-    rank = is_sibling.tril(-1).sum(-1).clamp(max=RANKS - 1)
-    kinds = PATH_KINDS + (is_sampled[:, None] * RANKS + rank) * LEVELS + level
+    rank = is_sibling.tril(-1).sum(-1).clamp(max=NUM_RANKS - 1)
+    kinds = PATH_KINDS + (is_sampled[:, None] * NUM_RANKS + rank) * NUM_LEVELS + level
     return kinds.masked_fill(_is_root_or_void(tree), 0)
 
 

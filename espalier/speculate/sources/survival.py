@@ -11,7 +11,7 @@ from operator import mul
 
 import numpy as np
 
-from espalier.slots import ALONE_OFFSET, LEVELS, MATCH_STRENGTHS, NODE_KINDS, PATH_KINDS, RANKS, SOURCES
+from espalier.slots import ALONE_OFFSET, MATCH_STRENGTHS, NODE_KINDS, NUM_LEVELS, NUM_RANKS, PATH_KINDS, SOURCES
 from espalier.speculate.sources.calibrate import Candidates, middle_of_level
 
 # The assumed survival of each source's guesses (the share that is right), by strength.  A match of m tokens in "text"
@@ -51,7 +51,7 @@ class Survival:
             *(INITIAL_SURVIVAL[source][strength] for source in SOURCES for strength in range(MATCH_STRENGTHS)),
         ]
         by_kind += [ALONE_FACTOR * first for first in by_kind[1:]]
-        by_kind += [middle_of_level(level) for level in range(LEVELS)] * (2 * RANKS)
+        by_kind += [middle_of_level(level) for level in range(NUM_LEVELS)] * (2 * NUM_RANKS)
         self.initial = np.array(by_kind)
         self.num_tried = np.zeros((NODE_KINDS, steps))
         self.num_right = np.zeros((NODE_KINDS, steps))
