@@ -133,10 +133,10 @@ def guess_numbers_per_slot(layout: RoundLayout) -> int:
 class ScatterUpdate(NamedTuple):
     """New values for some cells of one field of the slot table.  Both arrays are [n] int64, of numpy or torch.
 
-    at: indices into the flattened field.  values: a float32 value is carried as its bits.
+    indices: into the flattened field.  values: a float32 value is carried as its bits.
     """
 
-    at: Any
+    indices: Any
     values: Any
 
 
@@ -200,7 +200,7 @@ class SlotTable:
                 if not isinstance(values, ScatterUpdate):
                     values = ScatterUpdate(np.arange(len(values)), np.asarray(values, dtype=np.int64))
                 first = init.slot * getattr(self, name).shape[1]
-                fields.setdefault(name, []).append(ScatterUpdate(first + values.at, values.values))
+                fields.setdefault(name, []).append(ScatterUpdate(first + values.indices, values.values))
         return {name: ScatterUpdate(*map(np.concatenate, zip(*rows, strict=True))) for name, rows in fields.items()}
 
     def page_table_updates(self, appended_pages: Sequence[tuple[int, int, int]]) -> ScatterUpdate:

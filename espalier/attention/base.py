@@ -27,27 +27,27 @@ from espalier.kernels.state.kv_scales import KVScales
 class CommittedLengths:
     """What the host knows about the committed lengths before a launch.
 
-    at_most: upper bound per request (per piece in a prefill pass), in batch order; 0 for padding at the end.
+    max_lengths: upper bound per request (per piece in a prefill pass), in batch order; 0 for padding at the end.
     exact: the bounds are the lengths, as where no round is in flight.  A capture says True only if every replay of its
     graph will.
     in_graph: whether the launch is a CUDA graph: its capture, the eager run before the capture, or a replay.
     """
 
-    at_most: tuple[int, ...]
+    max_lengths: tuple[int, ...]
     exact: bool
     in_graph: bool = False
 
     @property
     def longest(self) -> int:
-        return max(self.at_most, default=0)
+        return max(self.max_lengths, default=0)
 
     def padded(self, batch: int) -> "CommittedLengths":
         """With padding requests up to `batch`."""
-        return replace(self, at_most=self.at_most + (0,) * (batch - len(self.at_most)))
+        return replace(self, max_lengths=self.max_lengths + (0,) * (batch - len(self.max_lengths)))
 
     def with_more_rows(self, rows: int) -> "CommittedLengths":
         """With `rows` more rows for each request."""
-        return replace(self, at_most=tuple(length + rows for length in self.at_most))
+        return replace(self, max_lengths=tuple(length + rows for length in self.max_lengths))
 
 
 class SelectedMask(NamedTuple):
@@ -68,14 +68,14 @@ def narrow_selection(selection: Selection, kept: Tensor) -> Selection:
 
 @dataclass(eq=False)
 class Attention:
-    """The plan of one pass.  Subclasses implement over_prefix, and may override attend."""
+    """The plan of one pass.  Subclasses implement attend_prefix, and may override attend."""
 
     pages: PagedKV
     specs: Sequence[LayerSpec]
     prefix: Prefix
     nodes: Nodes
 
-    def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def attend_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Attention of q [B, Q, heads, k_size] over the committed rows inside the layer's window.
 
         Returns out [B, Q, heads, v_size] and lse [B, Q, heads] float32 (float64 for float64), natural log.  An empty
@@ -95,11 +95,11 @@ class Attention:
         """
         assert selected is None, "a backend that selects attends to its selections"
         over_staged = staged_attention(self.inputs(layer, q, (k, v), *self._no_prefix))
-        return merge(self.over_prefix(q, layer), over_staged, sink)
+        return merge(self.attend_prefix(q, layer), over_staged, sink)
 
-    def over_committed(self, layer: int, q: Tensor) -> Tensor:
+    def attend_committed(self, layer: int, q: Tensor) -> Tensor:
         """As `attend` where there are no staged rows; zeros for an empty prefix."""
-        return self.over_prefix(q, layer)[0]
+        return self.attend_prefix(q, layer)[0]
 
     def select(self, layer: int, queries: IndexQueries, keys: Tensor) -> Selection | None:
         """The rows that each query attends to, the layer's topk at most; None: all that it sees.
@@ -164,11 +164,11 @@ class AttentionBackend:
 
 
 class GroupedBackend:
-    """groups: for each group its layers and its backend.  of_layer: the backend of each layer."""
+    """groups: for each group its layers and its backend.  by_layer: the backend of each layer."""
 
     def __init__(self, groups: Sequence[tuple[tuple[int, ...], AttentionBackend]]):
         self.groups = tuple(groups)
-        self.of_layer = {layer: backend for layers, backend in self.groups for layer in layers}
+        self.by_layer = {layer: backend for layers, backend in self.groups for layer in layers}
 
     @property
     def captures_prefill(self) -> bool:

@@ -37,7 +37,7 @@ def flash_attn_with_kvcache() -> Callable[..., tuple[Tensor, ...]]:
 class FA3Attention(LibraryAttention):
     def attend_rest(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec = self.specs[layer]
-        k, v = self.paged(layer)
+        k, v = self.paged_rows(layer)
         of_latent = {}
         if isinstance(spec.keeps, LatentKV):
             # The library takes the latent part of queries and rows apart from the rotated part.

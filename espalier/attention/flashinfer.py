@@ -85,13 +85,13 @@ class Plan:
     def __init__(self, shape: PassShape, workspace: Tensor):
         self.shape, device = shape, workspace.device
         sizes = shape.batch + 1, shape.batch * shape.width, shape.batch
-        self.starts, self.pages, self.last = (torch.zeros(n, dtype=torch.int32, device=device) for n in sizes)
+        self.page_starts, self.pages, self.last_rows = (torch.zeros(n, dtype=torch.int32, device=device) for n in sizes)
         self.queries = torch.arange(shape.batch + 1, dtype=torch.int32) * shape.queries
         # The library stages a plan in pinned memory.  The host must not overwrite it before the copy has ended.
         self.copy_event = torch.cuda.Event() if device.type == "cuda" else None
         self.lengths: CommittedLengths | None = None
         self.located_prefix: Prefix | None = None
-        self.wrapper = self._wrapper(workspace, (self.queries.to(device), self.starts, self.pages, self.last))
+        self.wrapper = self._wrapper(workspace, (self.queries.to(device), self.page_starts, self.pages, self.last_rows))
 
     def make(self, lengths: CommittedLengths) -> None:
         """Plan for these lengths.  Raises EspalierError if the plan needs exact lengths and these are upper bounds."""
@@ -100,7 +100,7 @@ class Plan:
         if self.needs_lengths and not lengths.exact:
             raise EspalierError("attention=flashinfer planned a pass with exact lengths, and now has only bounds")
         self.wait()
-        rows = torch.tensor(lengths.at_most, dtype=torch.int32) - self.shape.skipped * self.shape.page_size
+        rows = torch.tensor(lengths.max_lengths, dtype=torch.int32) - self.shape.skipped * self.shape.page_size
         self._plan(rows.clamp(min=0))
         self.lengths = lengths
         if self.copy_event is not None:
@@ -117,11 +117,11 @@ class Plan:
             return
         self.located_prefix = rest
         ends = num_pages(rest.length, self.shape.page_size).cumsum(0)
-        self.starts[1:].copy_(ends)
-        self.last.copy_(self._last(rest.length))
+        self.page_starts[1:].copy_(ends)
+        self.last_rows.copy_(self._last_page_rows(rest.length))
         place = torch.arange(self.pages.shape[0], device=ends.device)
         request = torch.searchsorted(ends, place, right=True).clamp(max=self.shape.batch - 1)
-        column = (place - self.starts[request]).clamp(0, self.shape.width - 1)
+        column = (place - self.page_starts[request]).clamp(0, self.shape.width - 1)
         self.pages.copy_(rest.page_table[request, column])
 
     @property
@@ -141,7 +141,7 @@ class Plan:
         shape, kept = self.shape, self.shape.spec.keeps
         starts = pad(num_pages(rows, shape.page_size).cumsum(0), (1, 0)).int()
         self.wrapper.plan(
-            *(self.queries, starts, self.pages[:0], self._last(rows)),
+            *(self.queries, starts, self.pages[:0], self._last_page_rows(rows)),
             *(shape.spec.heads, *self._sizes(kept), shape.page_size),
             causal=False,
             sm_scale=shape.spec.softmax_scale,
@@ -154,7 +154,7 @@ class Plan:
     def _options(self) -> dict[str, bool]:
         return {"disable_split_kv": not self.shape.is_split}
 
-    def _last(self, rows: Tensor) -> Tensor:
+    def _last_page_rows(self, rows: Tensor) -> Tensor:
         """Rows in each request's last page; 0 for a request without rows."""
         return rows - (num_pages(rows, self.shape.page_size) - 1).clamp(min=0) * self.shape.page_size
 
@@ -179,7 +179,7 @@ class LatentPlan(Plan):
     def _options(self) -> dict[str, bool]:
         return {}
 
-    def _last(self, rows: Tensor) -> Tensor:
+    def _last_page_rows(self, rows: Tensor) -> Tensor:
         return rows
 
     def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,7 +199,7 @@ class FlashInferAttention(LibraryAttention):
         place = self.skipped, width, self.pages.page_size, self.pages.dtype, self.backend.lengths.exact
         plan = self.backend.plan_of(PassShape(batch, q.shape[1], spec, *place, *device_facts(q.device)), q.device)
         plan.locate(self.rest)
-        out, lse = plan.run(q.flatten(0, 1), *self.paged(layer))
+        out, lse = plan.run(q.flatten(0, 1), *self.paged_rows(layer))
         return out.view(*q.shape[:3], -1), lse.view(q.shape[:3]) * LN_2
 
 
@@ -225,13 +225,13 @@ class FlashInferBackend(AttentionBackend):
     def __init__(self) -> None:
         self.lengths = CommittedLengths((), exact=True)
         self.workspace: Tensor | None = None
-        self.captured: dict[int, dict[PassShape, Plan]] = {}
-        self.kept: dict[PassShape, Plan] = {}
+        self.captured_plans: dict[int, dict[PassShape, Plan]] = {}
+        self.eager_plans: dict[PassShape, Plan] = {}
 
     def prepare(self, lengths: CommittedLengths) -> None:
         self.lengths = lengths
         if lengths.in_graph:
-            for plan in self.captured.get(len(lengths.at_most), {}).values():
+            for plan in self.captured_plans.get(len(lengths.max_lengths), {}).values():
                 plan.make(lengths)
 
     def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> FlashInferAttention:
@@ -240,11 +240,11 @@ class FlashInferBackend(AttentionBackend):
     def plan_of(self, shape: PassShape, device: torch.device) -> Plan:
         """The plan of this shape for the lengths of the last `prepare`.  The eager run before a capture makes the plans
         of a graph."""
-        assert len(self.lengths.at_most) == shape.batch, "a launch of other requests than were announced"
-        plans = self.captured.setdefault(shape.batch, {}) if self.lengths.in_graph else self.kept
+        assert len(self.lengths.max_lengths) == shape.batch, "a launch of other requests than were announced"
+        plans = self.captured_plans.setdefault(shape.batch, {}) if self.lengths.in_graph else self.eager_plans
         if shape not in plans:
-            if plans is self.kept and len(plans) == MAX_EAGER_PLANS:
-                self.kept.pop(next(iter(self.kept))).wait()
+            if plans is self.eager_plans and len(plans) == MAX_EAGER_PLANS:
+                self.eager_plans.pop(next(iter(self.eager_plans))).wait()
             plan_class = LatentPlan if isinstance(shape.spec.keeps, LatentKV) else Plan
             plans[shape] = plan_class(shape, self._workspace(shape, device))
         plans[shape].make(self.lengths)

@@ -171,7 +171,7 @@ class Pass:
     chosen: ChosenRows | None = None
 
     def __post_init__(self) -> None:
-        self._looked_up: dict[Hashable, Any] = {}
+        self._lookups: dict[Hashable, Any] = {}
         self._plans: dict[tuple[int, int], Attention] = {}
         # The queries of a layer that chooses rows, until it attends, and what the last such layer chose.
         self._index_queries: IndexQueries | None = None
@@ -220,7 +220,7 @@ class Pass:
             return self._select_kept(layer, self._states.read(index, q, sink))
         if index not in self.cache.staging.layers:
             # A draft's layer that reads a target's rows: no row of the pass has any.
-            return self._plan_of_layer(layer).over_committed(index, q)
+            return self._plan_of_layer(layer).attend_committed(index, q)
         spec, plan = self.cache.specs[index], self._plan_of_layer(layer)
         planes = self.cache.staging.staged_planes(index, batch, queries, self.width, self.first_staged)
         k, v = spec.rows.read(planes)
@@ -265,23 +265,23 @@ class Pass:
 
     def rotation(self, rope: Rope) -> Rotation:
         """cos and sin of the rows' positions, looked up once a pass."""
-        if rope not in self._looked_up:
+        if rope not in self._lookups:
             self.keep_rotation(rope, rope.rows(self.positions))
-        return self._looked_up[rope]
+        return self._lookups[rope]
 
     def at_positions(self, layer: int, table: Tensor) -> Tensor:
         """The entries of `table` [position_rows] at the positions of the rows that the layer computes, [B, Q, 1, 1].
 
         They are looked up once a pass.
         """
-        if table not in self._looked_up:
-            self._looked_up[table] = gather_rows(self.positions.reshape(1, -1), table[None, :, None])
-        found, kept = self._looked_up[table].view(-1), self.kept_rows(layer)
+        if table not in self._lookups:
+            self._lookups[table] = gather_rows(self.positions.reshape(1, -1), table[None, :, None])
+        found, kept = self._lookups[table].view(-1), self.kept_rows(layer)
         return (found if kept is None else found[kept]).view(len(self.tokens), -1, 1, 1)
 
     def keep_rotation(self, rope: Rope, rotation: Rotation) -> None:
         """Keep what a launch for another purpose has looked up (espalier/models/layers/linear.py)."""
-        self._looked_up[rope] = rotation
+        self._lookups[rope] = rotation
 
     @cached_property
     def rows(self) -> Tensor:
@@ -314,7 +314,7 @@ class Pass:
             nodes = self._needed_nodes
         else:
             nodes = self.nodes if isinstance(self.nodes, Nodes) else self.nodes[layer]
-        backend = self.cache.backend.of_layer[self.layers[layer]]
+        backend = self.cache.backend.by_layer[self.layers[layer]]
         key = (id(backend), id(nodes))
         if key not in self._plans:
             self._plans[key] = backend.plan(self.cache.pages, self.cache.specs, self.prefix, nodes)

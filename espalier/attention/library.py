@@ -57,10 +57,10 @@ class LibraryAttention(Attention):
         """
         raise NotImplementedError
 
-    def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def attend_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec, page_size = self.specs[layer], self.pages.page_size
         if spec.window is not None:
-            return self._our_plan("all").over_prefix(q, layer)
+            return self._our_plan("all").attend_prefix(q, layer)
         if q.shape[0] and self.rest.page_table.shape[1]:
             out, lse = self.attend_rest(q, layer)
             rest = out, torch.where(self.rest.length[:, None, None] > 0, lse, -torch.inf)
@@ -69,10 +69,10 @@ class LibraryAttention(Attention):
             rest = q.new_zeros(*q.shape[:3], spec.keeps.v_size), q.new_full(q.shape[:3], -torch.inf, dtype=exact)
         if self.prefix.first == self.skipped * page_size:
             return rest
-        head = self._our_plan("head").over_prefix(q, layer)
+        head = self._our_plan("head").attend_prefix(q, layer)
         return merge(rest, head), torch.logaddexp(rest[1], head[1])
 
-    def paged(self, layer: int) -> tuple[Tensor, Tensor]:
+    def paged_rows(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V [pages, page_size, kv_heads, size] of all pages of a layer: views."""
         k, v = (rows.unflatten(0, (-1, self.pages.page_size)) for rows in self.committed(layer))
         return k, v

@@ -11,7 +11,7 @@ from espalier.kernels.ops.selection import IndexQueries
 
 
 class ReferenceAttention(Attention):
-    def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def attend_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec = self.specs[layer]
         positions, exists, _ = self._held_rows()
         mask = exists[:, None, :].expand(-1, q.shape[1], -1)

@@ -84,7 +84,7 @@ class SdpaAttention(Attention):
         groups = heads // kv_heads
         if self.longest:
             # Of a latent row V is a part of K, which is the whole row.
-            planes = self.pages.layers[layer][: spec.rows.attended]
+            planes = self.pages.layers[layer][: spec.rows.num_read_planes]
             k, v = spec.rows.read(self.committed_rows.gather_with((k, v)[: len(planes)], layer, planes))
         scales = self.scales(layer)
         if scales is not None:
@@ -107,7 +107,7 @@ class SdpaAttention(Attention):
         out = out.view(batch, kv_heads, groups, queries, out.shape[3]).permute(0, 3, 1, 2, 4).flatten(2, 3)
         return out if scales is None else times_v_scale(out, scales)
 
-    def over_committed(self, layer: int, q: Tensor) -> Tensor:
+    def attend_committed(self, layer: int, q: Tensor) -> Tensor:
         if not self.longest:
             return q.new_zeros(*q.shape[:3], self.specs[layer].rows.v_size)
         planes = [plane[:0].expand(len(q), -1, -1, -1) for plane in self.pages.layers[layer]]

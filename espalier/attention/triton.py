@@ -62,9 +62,9 @@ class TritonAttention(Attention):
         self.splits_of: dict[tuple[KVSplitPolicy, int | None], KVSplits] = {}
         self.contiguous_of: dict[tuple[LayerSpec, bool], Tensor | None] = {}
 
-    def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def attend_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec = self.specs[layer]
-        return self._run(spec, self.inputs(layer, q, None, self.prefix, self.splits(spec)))
+        return self._run_kernel(spec, self.inputs(layer, q, None, self.prefix, self.splits(spec)))
 
     def select(self, layer: int, queries: IndexQueries, keys: Tensor) -> SelectedRows | None:
         return _select(self.pages, self.specs[layer], layer, self.prefix, self.nodes, queries, keys)
@@ -74,7 +74,7 @@ class TritonAttention(Attention):
     ) -> Tensor:
         spec = self.specs[layer]
         if selected is None:
-            return self._run(spec, self.inputs(layer, q, (k, v), self.prefix, self.splits(spec), sink))[0]
+            return self._run_kernel(spec, self.inputs(layer, q, (k, v), self.prefix, self.splits(spec), sink))[0]
         assert isinstance(selected, SelectedRows)
         policy = self._policy(spec)
         batch, queries, width = selected.rows.shape
@@ -83,7 +83,7 @@ class TritonAttention(Attention):
         )
         inputs = self.inputs(layer, q, (k, v), *rest)
         of_choice = self._policy_of(spec, batch * queries, 1, width)
-        return _attend_chosen(partial(self._run, spec), inputs, selected, of_choice)
+        return _attend_chosen(partial(self._run_kernel, spec), inputs, selected, of_choice)
 
     def _short_prefixes(self, spec: LayerSpec, policy: KVSplitPolicy, staged: int) -> tuple[Prefix, KVSplits]:
         """The prefixes, which are empty for requests with more than topk rows (committed and staged together)."""
@@ -92,7 +92,7 @@ class TritonAttention(Attention):
         length = prefix.length.where(prefix.length + staged <= spec.topk, 0)
         return Prefix(prefix.page_table, length, prefix.first), kv_splits.triton(length, prefix.first, policy)
 
-    def _run(self, spec: LayerSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    def _run_kernel(self, spec: LayerSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         splits, queries = inputs.splits, inputs.q.shape[1]
         if _is_wide_latent(spec):
             if inputs.sink is not None:
@@ -218,11 +218,11 @@ class TritonBackend(AttentionBackend):
         fp8=Provider.ITSELF,
         softcap=Provider.ITSELF,
         selection=Provider.ITSELF,
-        most_selected=MAX_TOPK,
-        largest_index=MAX_INDEX_SIZE,
+        max_selected=MAX_TOPK,
+        max_index_size=MAX_INDEX_SIZE,
         different_v_size=True,
         head_sizes=range(1, MAX_HEAD_SIZE + 1),
-        largest_latent=LatentKV(MAX_ROW_SIZE, MAX_V_SIZE),
+        max_latent=LatentKV(MAX_ROW_SIZE, MAX_V_SIZE),
         prefill_graph=True,
         tested_on=("H100", "H200"),
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from espalier.cache.layer_spec import LayerSpec, groups_of, plane_dtype
+from espalier.cache.layer_spec import LayerSpec, group_layers, plane_dtype
 from espalier.cache.states import bytes_of_staged_node, bytes_per_state, table_rows
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import FP8
@@ -39,7 +39,7 @@ def allocate_stacks(
     Layers that share another layer's rows have no stack.  dtype: the model's.
     """
     result = []
-    for keeps, members in groups_of(specs, [layer for layer in layers if specs[layer].shares_with is None]).items():
+    for keeps, members in group_layers(specs, [layer for layer in layers if specs[layer].shares_with is None]).items():
         if keeps.planes:
             stacked = tuple(
                 torch.zeros(len(members), rows, *row, dtype=plane_dtype(keeps, name, dtype), device=device)

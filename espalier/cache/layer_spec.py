@@ -48,7 +48,7 @@ class KVHeads:
     """
 
     kind: ClassVar[str] = "K and V heads"
-    attended: ClassVar[int] = 2
+    num_read_planes: ClassVar[int] = 2
 
     kv_heads: int
     k_size: int
@@ -102,7 +102,7 @@ class LatentKV:
 
     kind: ClassVar[str] = "a latent row"
     kv_heads: ClassVar[int] = 1
-    attended: ClassVar[int] = 1
+    num_read_planes: ClassVar[int] = 1
 
     size: int
     v_size: int
@@ -255,7 +255,7 @@ class LayerSpec:
         )
 
 
-def groups_of(specs: Sequence[LayerSpec], layers: Sequence[int]) -> dict[Keeps, tuple[int, ...]]:
+def group_layers(specs: Sequence[LayerSpec], layers: Sequence[int]) -> dict[Keeps, tuple[int, ...]]:
     """Group layers with equal `keeps`, in order of appearance.  A group shares buffers and an attention backend."""
     groups: dict[Keeps, tuple[int, ...]] = {}
     for layer in layers:

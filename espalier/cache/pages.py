@@ -37,15 +37,15 @@ class PagePool:
         self._free = list(range(num_pages - 1, DUMMY_PAGE, -1))
 
     @property
-    def free(self) -> int:
+    def num_free(self) -> int:
         """Number of free pages."""
         return len(self._free)
 
-    def allocate(self, count: int) -> list[int]:
-        """Take `count` free pages, with one reference each.  Raises OutOfPages, and takes none, if fewer are free."""
-        if count > self.free:
-            raise OutOfPages(f"{count} pages requested, {self.free} of {self.num_pages - 1} are free")
-        pages = [self._free.pop() for _ in range(count)]
+    def allocate(self, num_pages: int) -> list[int]:
+        """Take `num_pages` free pages, with one reference each.  Raises OutOfPages, and takes none, if fewer are free."""
+        if num_pages > self.num_free:
+            raise OutOfPages(f"{num_pages} pages requested, {self.num_free} of {self.num_pages - 1} are free")
+        pages = [self._free.pop() for _ in range(num_pages)]
         for page in pages:
             self._references[page] = 1
         return pages
@@ -96,15 +96,15 @@ class PagePool:
         for page in (*holders, *free):
             raise PageDefect(f"page {page} does not exist: pages are 0 to {self.num_pages - 1}")
 
-    def _check_page(self, page: int, holders: int, times_free: int) -> None:
-        if self._references[page] != holders:
-            raise PageDefect(f"page {page} has {self._references[page]} references and {holders} holders")
-        if page == DUMMY_PAGE and (holders or times_free):
+    def _check_page(self, page: int, num_holders: int, times_free: int) -> None:
+        if self._references[page] != num_holders:
+            raise PageDefect(f"page {page} has {self._references[page]} references and {num_holders} holders")
+        if page == DUMMY_PAGE and (num_holders or times_free):
             raise PageDefect(
-                f"page {page} is the dummy page, but has {holders} holders and is {times_free} times in the free list"
+                f"page {page} is the dummy page, but has {num_holders} holders and is {times_free} times in the free list"
             )
-        if page != DUMMY_PAGE and (holders > 0) + times_free != 1:
-            raise PageDefect(f"page {page} has {holders} holders and is {times_free} times in the free list")
+        if page != DUMMY_PAGE and (num_holders > 0) + times_free != 1:
+            raise PageDefect(f"page {page} has {num_holders} holders and is {times_free} times in the free list")
 
     def _require_held(self, page: int, verb: str) -> None:
         if not DUMMY_PAGE < page < self.num_pages:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from espalier.cache.layer_spec import NO_MIXING, LayerSpec, RecurrentState, groups_of
+from espalier.cache.layer_spec import NO_MIXING, LayerSpec, RecurrentState, group_layers
 from espalier.kernels.ops.linear import sum_parts
 from espalier.kernels.ops.recurrence import ShortConv, StateRows
 from espalier.kernels.ops.states import (
@@ -39,7 +39,7 @@ class SnapshotTargets(NamedTuple):
     table row that gets the copy, 0 for no snapshot.  A request gets a snapshot only if this launch takes it from fewer
     than `at` tokens to `at` or more."""
 
-    at: Tensor
+    num_tokens: Tensor
     row: Tensor
 
 
@@ -63,7 +63,7 @@ class StateAccess:
         """[B]: how many rows of this pass come before the snapshot; 0 if this pass does not reach it."""
         if self.snapshots is None or self.length is None:
             return None
-        rows = self.snapshots.at - self.prefix_len
+        rows = self.snapshots.num_tokens - self.prefix_len
         return rows.where((rows > 0) & (rows <= self.length) & (self.snapshots.row > 0), 0)
 
     @cached_property
@@ -136,7 +136,7 @@ class StateTable:
         ]
         self.stacks: list[LayerStates] = []
         self.states: dict[int, LayerStates] = {}
-        for keeps, layers in groups_of(specs, keeping).items():
+        for keeps, layers in group_layers(specs, keeping).items():
             assert isinstance(keeps, RecurrentState)
             stack = _allocate_states(keeps, len(layers), self.num_rows, layout.verify_rows, dtype, device)
             self.stacks.append(stack)
@@ -246,23 +246,23 @@ def _num_bytes(*tensors: Tensor | None) -> int:
 
 
 def _allocate_states(
-    keeps: RecurrentState, layers: int, num_rows: int, staged: int, dtype: torch.dtype, device: torch.device
+    keeps: RecurrentState, num_layers: int, num_rows: int, num_staged: int, dtype: torch.dtype, device: torch.device
 ) -> LayerStates:
     exact = torch.promote_types(dtype, torch.float32)
 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.zeros(layers, *shape, dtype=dtype, device=device)
+        return torch.zeros(num_layers, *shape, dtype=dtype, device=device)
 
     recurrent = rows = None
     if keeps.heads:
         recurrent = zeros(num_rows, keeps.heads, keeps.k_size, keeps.v_size, dtype=exact)
         rows = StateRows(
-            zeros(staged, keeps.k_heads, keeps.k_size, dtype=exact),
-            zeros(staged, keeps.heads, keeps.v_size),
-            zeros(staged, 2, keeps.heads, dtype=exact),
+            zeros(num_staged, keeps.k_heads, keeps.k_size, dtype=exact),
+            zeros(num_staged, keeps.heads, keeps.v_size),
+            zeros(num_staged, 2, keeps.heads, dtype=exact),
         )
     tail = zeros(num_rows, keeps.taps - 1, keeps.channels)
-    return LayerStates(keeps, recurrent, tail, zeros(staged, keeps.channels), rows)
+    return LayerStates(keeps, recurrent, tail, zeros(num_staged, keeps.channels), rows)
 
 
 def _buffers_for(states: LayerStates, count: int, is_tree: bool) -> Prepared:

@@ -63,18 +63,18 @@ class GuessSources:
         self.by_source = np.zeros((len(ALL_SOURCES), 3))
         self.num_counted_rounds = 0
 
-    def enter(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         for source in self.sources:
-            source.enter(request)
+            source.add_request(request)
 
-    def read(self, request: Request, tokens: Sequence[int]) -> None:
+    def add_tokens(self, request: Request, tokens: Sequence[int]) -> None:
         """Called when tokens were appended to the request."""
         for source in self.sources:
-            source.read(request, tokens)
+            source.add_tokens(request, tokens)
 
-    def leave(self, request: Request) -> None:
+    def remove_request(self, request: Request) -> None:
         for source in self.sources:
-            source.leave(request)
+            source.remove_request(request)
         if self.survival is not None:
             self.survival.counts_of_request.pop(request.id, None)
 
@@ -192,7 +192,7 @@ class GuessSources:
                 paths.append((guess.kind, guess.tokens[len(known) :]))
         samples = request.params.temperature > 0
         num_right = [
-            self.survival.add(kind, tokens, result.tokens, _shared_length(tokens, drafted), samples)
+            self.survival.add_path(kind, tokens, result.tokens, _shared_length(tokens, drafted), samples)
             for kind, tokens in paths
         ]
         return max(num_right, default=0)

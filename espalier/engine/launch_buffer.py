@@ -77,7 +77,7 @@ class LaunchBuffer:
     def snapshots(self) -> SnapshotTargets | None:
         """The snapshots of states that the launch takes; None in a launch without snapshots."""
         made = SnapshotTargets(self.parts["snapshot_at"], self.parts["snapshot_row"])
-        return made if made.at.shape[0] else None
+        return made if made.num_tokens.shape[0] else None
 
     @property
     def appended(self) -> ScatterUpdate | None:

@@ -204,7 +204,7 @@ class Scheduler:
         request.prefill_len = request.num_known = prefill_len
         request.num_prefilled, hit = self.states.enter_slot(request, start, cached)
         request.rounds_in_flight = 0
-        self.guesses.enter(request)
+        self.guesses.add_request(request)
         if not request.output:
             request.cached_tokens = hit
         insort(self.running, request, key=lambda r: r.place)
@@ -362,7 +362,7 @@ class Scheduler:
             if reason:
                 break
         request.from_draft += from_draft[:kept]
-        self.guesses.read(request, result.tokens[:kept])
+        self.guesses.add_tokens(request, result.tokens[:kept])
         logprobs = None if result.logprobs is None else request.logprobs.add(result.logprobs[:kept])
         text = request.text.take(final=reason is not None) if request.text else ""
         if reason:
@@ -414,7 +414,7 @@ class Scheduler:
         request.finish_reason = reason
         if request.slot is not None:
             self._release(request)
-        self.guesses.leave(request)
+        self.guesses.remove_request(request)
 
     def _preempt(self, request: Request) -> None:
         """Puts a running request back into the queue.  It keeps its tokens; its full pages go to the prefix cache."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from espalier.grammar.token_masker import ForcedTokens
-from espalier.sampling.mask import ALL_ALLOWED, BITS, mask_words, only_token
+from espalier.sampling.mask import ALL_ALLOWED, WORD_BITS, mask_words, only_token
 from espalier.text import TokenBytes
 
 if TYPE_CHECKING:
@@ -44,18 +44,18 @@ class GrammarMasker:
         self.special_tokens = frozenset(form.tokenizer_info.special_token_ids).difference(end_tokens)
         self.num_words = mask_words(vocab_size)
         # xgrammar may set bits beyond the vocabulary.
-        self.last_word = (1 << vocab_size % BITS) - 1 if vocab_size % BITS else ALL_ALLOWED
+        self.last_word_mask = (1 << vocab_size % WORD_BITS) - 1 if vocab_size % WORD_BITS else ALL_ALLOWED
         self.marker = None if after is None else after.encode()
         self.tail = b""
-        self.unmatched: list[int] = []
+        self.unmatched_tokens: list[int] = []
         self._has_rejected = False
         self.mask_before_marker = np.full(self.num_words, ALL_ALLOWED, dtype=np.int32)
-        self.mask_before_marker[-1] &= self.last_word
+        self.mask_before_marker[-1] &= self.last_word_mask
         for token in end_tokens:
-            self.mask_before_marker[token // BITS] &= ~np.int32(np.uint32(1 << token % BITS).view(np.int32))
+            self.mask_before_marker[token // WORD_BITS] &= ~np.int32(np.uint32(1 << token % WORD_BITS).view(np.int32))
 
     def push(self, token_id: int) -> None:
-        self.unmatched.append(token_id)
+        self.unmatched_tokens.append(token_id)
 
     def _match(self, token_id: int) -> None:
         if self.marker is not None:
@@ -68,7 +68,7 @@ class GrammarMasker:
     @property
     def has_rejected(self) -> bool:
         """Whether a token was pushed that the grammar does not allow."""
-        pushed, self.unmatched = self.unmatched, []
+        pushed, self.unmatched_tokens = self.unmatched_tokens, []
         for token in pushed:
             self._match(token)
         return self._has_rejected
@@ -89,7 +89,7 @@ class GrammarMasker:
         mask = np.zeros((1, self.num_words), dtype=np.int32)
         if not has_rejected and not self.matcher.is_terminated():
             self.matcher.fill_next_token_bitmask(mask)
-            mask[0, -1] &= self.last_word
+            mask[0, -1] &= self.last_word_mask
         return mask[0]
 
     @property

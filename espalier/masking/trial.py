@@ -29,7 +29,7 @@ NUM_TOKENS = 96
 # Longer tokens are not preferred over tokens of this many bytes: the masks behind them might already take too long.
 MAX_TOKEN_BYTES = 8
 # The processor time in seconds after which no further sample begins.
-TRIAL_S = 0.25
+MAX_TRIAL_S = 0.25
 # A matcher needs an end token.  The text of that token cannot be tried.
 END_TOKEN = 0
 
@@ -62,7 +62,7 @@ def try_masks(form: "xgrammar.CompiledGrammar", num_bytes: np.ndarray) -> None:
     num_bytes = np.where(np.arange(len(num_bytes)) == END_TOKEN, 0, num_bytes)
     begun = time.thread_time()
     for seed in range(NUM_SAMPLES):
-        if time.thread_time() - begun < TRIAL_S:
+        if time.thread_time() - begun < MAX_TRIAL_S:
             matcher = xgrammar.GrammarMatcher(form, override_stop_tokens=[END_TOKEN])
             _try_one_text(matcher, num_bytes, random.Random(seed), repeats=seed == 0, prefers_long=seed < 2)
 

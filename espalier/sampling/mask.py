@@ -14,22 +14,22 @@ from torch import Tensor
 # Called with the draft rows' (tokens [B, E], ancestor_bits [B, Q, W]).  It returns, for each of Q rows, the only token
 # [B, Q] that may follow, -1 for several, and the masks [B, Q, words].
 HostQuery = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-BITS = 32
+WORD_BITS = 32
 ALL_ALLOWED = -1
 
 
 def mask_words(vocab_size: int) -> int:
     """The number of int32 words in a mask."""
-    return -(-vocab_size // BITS)
+    return -(-vocab_size // WORD_BITS)
 
 
 def unpack_mask(mask: Tensor, vocab_size: int) -> Tensor:
     """Unpack mask [..., words] int32 into [..., vocab_size] bool, True for allowed tokens."""
-    bits = (mask[..., None] >> torch.arange(BITS, device=mask.device, dtype=torch.int32)) & 1
+    bits = (mask[..., None] >> torch.arange(WORD_BITS, device=mask.device, dtype=torch.int32)) & 1
     return bits.flatten(-2)[..., :vocab_size].bool()
 
 
-def masked(logits: Tensor, mask: Tensor | None) -> Tensor:
+def apply_mask(logits: Tensor, mask: Tensor | None) -> Tensor:
     """Logits [..., V] with -inf for tokens that the mask [..., words] does not allow; None allows all tokens."""
     if mask is None:
         return logits
@@ -42,12 +42,12 @@ def only_token(mask: np.ndarray) -> int | None:
         return None
     word = int(mask.nonzero()[0][0])
     bits = int(mask[word]) & 0xFFFFFFFF
-    return None if bits & (bits - 1) else word * BITS + bits.bit_length() - 1
+    return None if bits & (bits - 1) else word * WORD_BITS + bits.bit_length() - 1
 
 
 def allows(mask: Tensor, tokens: Tensor) -> Tensor:
     """[B, K] bool: whether the mask [B, words] allows each of the tokens [B, K]."""
-    return (mask.gather(1, tokens // BITS) >> (tokens % BITS).int()) & 1 != 0
+    return (mask.gather(1, tokens // WORD_BITS) >> (tokens % WORD_BITS).int()) & 1 != 0
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,13 @@ class DraftGuide:
         return self.forced[:, first - 1 : first - 1 + count], mask
 
 
-def force_only_children(only: Tensor, tokens: Tensor, scores: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
+def force_only_children(only: Tensor, tokens: Tensor, scores: Tensor, row_scores: Tensor) -> tuple[Tensor, Tensor]:
     """If only one token is allowed after a row, make it the row's first child, with the row's own score.
 
-    only: [B, Q] int64, -1 for several; tokens, scores: [B, Q, K], the drafted children; above: [B, Q], path scores of
+    only: [B, Q] int64, -1 for several; tokens, scores: [B, Q, K], the drafted children; row_scores: [B, Q], path scores of
     the rows.
     """
     sure = torch.full_like(scores, -torch.inf)
-    sure[..., 0] = above
+    sure[..., 0] = row_scores
     is_forced = (only >= 0)[..., None]
     return torch.where(is_forced, only[..., None], tokens), torch.where(is_forced, sure, scores)

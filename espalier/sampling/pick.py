@@ -50,13 +50,13 @@ def pick(
     if rows is not None and noise is not None:
         greedy = (rows.temperature == 0)[:, None, None]
         scaled = over_temperature(logits, rows)
-        kept = filtered(scaled, rows) if needs.filtered else scaled
+        kept = mask_filtered(scaled, rows) if needs.filtered else scaled
         logits = torch.where(greedy, logits, kept + noise)
     best = logits.max(-1)
     return SampledTokens(best.indices, best.values.isfinite())
 
 
-def filtered(logits: Tensor, rows: SamplingRows) -> Tensor:
+def mask_filtered(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Logits [B, Q, V] with -inf for tokens that top-k, then top-p of the rest, then min-p remove.
 
     Among equal logits the lower id stays.  At least one token stays.  Probabilities are summed as integers, in units of
@@ -91,18 +91,18 @@ def coupled_scores(logits: Tensor, rows: SamplingRows, noise: Tensor) -> Tensor:
     return torch.log_softmax(torch.where(greedy, logits, over_temperature(logits, rows) + noise), -1)
 
 
-def logprobs(logits: Tensor, tokens: Tensor, count: int) -> Logprobs:
+def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
     """Compute the target's log-probabilities of tokens [...], before temperature and masks.  logits: [..., V].
 
-    count: how many of the likeliest tokens to report besides each token.
+    num_top: how many of the likeliest tokens to report besides each token.
     """
     logits = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
-    values, ids = logits.topk(min(count, logits.shape[-1]), -1)
+    values, ids = logits.topk(min(num_top, logits.shape[-1]), -1)
     chosen = logits.gather(-1, tokens[..., None])
     return Logprobs(tokens, chosen[..., 0], 1 + (logits > chosen).sum(-1), ids, values)
 
 
-def mix(x: Tensor) -> Tensor:
+def mix_bits(x: Tensor) -> Tensor:
     """A bijection of 32-bit patterns; every output bit depends on every input bit.  x: int32, overwritten.
 
     int32 needs half the memory traffic of int64, and its products wrap around.  Its >> copies the sign bit; the masks
@@ -121,10 +121,10 @@ def random_bits(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     halves = torch.stack((seeds, seeds >> 32)).to(torch.int32)[..., None]
     position = positions.to(torch.int32)
     # The start values of both keys are computed together: [2, B, P].
-    begun = mix(torch.stack((position + (0x9E3779B9 - 2**32), position + (0x85EBCA6B - 2**32))))
-    k0, k1 = mix(halves ^ mix(halves.flip(0) ^ begun))
+    begun = mix_bits(torch.stack((position + (0x9E3779B9 - 2**32), position + (0x85EBCA6B - 2**32))))
+    k0, k1 = mix_bits(halves ^ mix_bits(halves.flip(0) ^ begun))
     ids = torch.arange(vocab, dtype=torch.int32, device=seeds.device)
-    return mix(mix(ids ^ k0[..., None]).add_(k1[..., None]))
+    return mix_bits(mix_bits(ids ^ k0[..., None]).add_(k1[..., None]))
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:

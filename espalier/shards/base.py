@@ -125,12 +125,12 @@ class Shards:
         own = size // self.count
         return Part(self.rank * own, (self.rank + 1) * own, size)
 
-    def kv_heads(self, count: int) -> Part:
+    def kv_heads(self, num_kv_heads: int) -> Part:
         """The rank's K/V heads: a part, or one head that several ranks share.  Raises Indivisible."""
-        if self.count % count:
-            return self.part(count, "number of K/V heads")
-        head = self.rank * count // self.count
-        return Part(head, head + 1, count)
+        if self.count % num_kv_heads:
+            return self.part(num_kv_heads, "number of K/V heads")
+        head = self.rank * num_kv_heads // self.count
+        return Part(head, head + 1, num_kv_heads)
 
     def tokens(self, vocab_size: int) -> Part:
         """The rank's part of the vocabulary.  The parts of the last ranks may be shorter, or empty."""

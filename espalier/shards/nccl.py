@@ -34,18 +34,18 @@ class NcclCollectives:
     store: the key-value store of all ranks.
     """
 
-    def __init__(self, file: Path, rank: int, count: int, device: torch.device) -> None:
+    def __init__(self, file: Path, rank: int, num_ranks: int, device: torch.device) -> None:
         os.environ.update(NCCL_ENVIRONMENT)
         nccl: Any = ProcessGroupNCCL  # whose stub lacks most of it
         options = nccl.Options()
         options._timeout = OPERATION_TIMEOUT
-        self.store = FileStore(str(file), count)
+        self.store = FileStore(str(file), num_ranks)
         self.store.set_timeout(CONNECT_TIMEOUT)
-        self.count = count
+        self.num_ranks = num_ranks
         # NCCL would wait for missing ranks forever, so all ranks must be there first.
         self.store.set(f"rank {rank}", "is there")
-        self.store.wait([f"rank {each}" for each in range(count)])
-        self.group = nccl(self.store, rank, count, options)
+        self.store.wait([f"rank {each}" for each in range(num_ranks)])
+        self.group = nccl(self.store, rank, num_ranks, options)
         # Operations run on the caller's stream: otherwise that stream and another would have to wait for each other.
         self.sum_options, self.gather_options = AllreduceOptions(), AllgatherOptions()
         for each in (self.sum_options, self.gather_options):
@@ -55,10 +55,10 @@ class NcclCollectives:
         torch.cuda.synchronize(device)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        gathered = x.new_empty(self.count * x.numel())
+        gathered = x.new_empty(self.num_ranks * x.numel())
         if x.numel():
             wait_on_stream(self.group._allgather_base(gathered, x.reshape(-1), self.gather_options))
-        return gathered.view(self.count, *x.shape)
+        return gathered.view(self.num_ranks, *x.shape)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         total = x.contiguous()

@@ -30,7 +30,7 @@ from espalier.sampling.pick import Logprobs, SampledTokens
 from espalier.sampling.prompt import PromptRows, prompt_logprobs
 from espalier.slots import BatchState, ScatterUpdate, SlotTable
 from espalier.speculate.drafters.base import Drafter, GrowTree
-from espalier.speculate.logit_slices import logit_rows, node_slices
+from espalier.speculate.logit_slices import max_logit_rows, node_slices
 from espalier.speculate.pieces import PieceRows, Pieces
 from espalier.speculate.sampler import Sampler, make_sampler
 from espalier.speculate.tree import VOID, Tree
@@ -173,30 +173,30 @@ class VerifiedRound:
 
 def decode_round(
     runner: ModelRunner,
-    index: Tensor,
+    slot_ids: Tensor,
     needs: SamplingNeeds,
-    appended: ScatterUpdate | None = None,
+    appended_pages: ScatterUpdate | None = None,
     snapshots: SnapshotTargets | None = None,
 ) -> RoundOutput:
     """Runs a whole round.
 
-    index: [B] int64, the slots of the batch; appended: new entries of the page table; snapshots: for each request, the
+    slot_ids: [B] int64, the slots of the batch; appended_pages: new entries of the page table; snapshots: for each request, the
     snapshot of its state that the commit takes.
     """
-    return settle(verify(propose(begin(runner, index, needs, appended, snapshots))))
+    return settle(verify(propose(begin(runner, slot_ids, needs, appended_pages, snapshots))))
 
 
 def begin(
     runner: ModelRunner,
-    index: Tensor,
+    slot_ids: Tensor,
     needs: SamplingNeeds,
-    appended: ScatterUpdate | None = None,
+    appended_pages: ScatterUpdate | None = None,
     snapshots: SnapshotTargets | None = None,
 ) -> BegunRound:
     """Runs the first stage: computes the draft's first logits for each slot.  Arguments: see `decode_round`."""
-    runner = runner.for_batch(index.shape[0])
+    runner = runner.for_batch(slot_ids.shape[0])
     drafter = runner.drafter
-    slots = gather_slots(runner.table, index, appended)
+    slots = gather_slots(runner.table, slot_ids, appended_pages)
     sampler = runner.sampler(slots, needs, slots.num_tokens, runner.layout.extend_width)
     is_plain = runner.layout.num_draft_tokens == 1
     grow = (lambda sampler: drafter.root_trees(slots.root)) if is_plain else drafter.begin(slots)
@@ -290,7 +290,7 @@ def sample_nodes(verified: VerifiedRound, mask: Tensor | None) -> SampledTokens:
 
 def prefill(
     runner: ModelRunner,
-    index: Tensor,
+    slot_ids: Tensor,
     length: Tensor,
     width: int,
     needs: SamplingNeeds,
@@ -299,14 +299,14 @@ def prefill(
     mask: Tensor | None = None,
     snapshots: SnapshotTargets | None = None,
 ) -> RoundOutput:
-    """Enters `length` [B] known tokens of each slot of `index` [B], from the root on, in pieces of `width` rows.
+    """Enters `length` [B] known tokens of each slot of `slot_ids` [B], from the root on, in pieces of `width` rows.
 
     If a request's known tokens end in this pass, its next token is sampled and emitted.
     pieces: None if each request has one piece.  mask: [B, 1, ceil(V / 32)] int32, as in `settle`, for the sampled
     token.
     prompt_rows: the rows whose log-probabilities are wanted.  snapshots: as in `decode_round`.
     """
-    slots = gather_slots(runner.table, index)
+    slots = gather_slots(runner.table, slot_ids)
     rows = PieceRows.of_pass(slots, length, width, pieces)
     if snapshots is not None and pieces is not None:
         snapshots = SnapshotTargets(*(values[pieces.request] for values in snapshots))
@@ -357,7 +357,7 @@ def compute_prompt_logprobs(
     The last of these tokens may be the first token of the next pass.
     """
     following = rows.select(slots.history_at(positions + 1))
-    max_rows = logit_rows(runner.target.config.vocab_size)
+    max_rows = max_logit_rows(runner.target.config.vocab_size)
     return prompt_logprobs(runner.target.logits, rows.select(hidden), following, max_rows, rows.count)
 
 

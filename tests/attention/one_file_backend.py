@@ -16,7 +16,7 @@ from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 class LibraryAttention(Attention):
     longest = 0
 
-    def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def attend_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec, positions = self.specs[layer], torch.arange(self.longest)
         page_table, page_size = self.prefix.page_table, self.pages.page_size
         out = q.new_zeros(*q.shape[:3], spec.keeps.v_size)

@@ -39,7 +39,7 @@ def attends_as_the_reference(name: str, cell: Cell, queries: int, lengths: list[
         sink = None if isinstance(spec.keeps, LatentKV) else torch.randn(spec.heads).double()
         out, expected = (made.attend(layer, q, k, v, sink) for made in (plan, reference))
         torch.testing.assert_close(out, expected, rtol=0, atol=TOLERANCE)
-        for part, expected in zip(plan.over_prefix(q, layer), reference.over_prefix(q, layer), strict=True):
+        for part, expected in zip(plan.attend_prefix(q, layer), reference.attend_prefix(q, layer), strict=True):
             torch.testing.assert_close(part, expected, rtol=0, atol=TOLERANCE)
 
 

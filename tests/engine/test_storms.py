@@ -92,7 +92,7 @@ def storm(seed: int) -> int:
         if turn > 60 and not engine.has_work:
             break
     assert not engine.has_work, "the engine goes nowhere"
-    assert engine.pool.free + len(engine.prefixes or ()) + 1 == pages
+    assert engine.pool.num_free + len(engine.prefixes or ()) + 1 == pages
     for r in requests:
         tokens, reason = continuation(r, layout.max_context)
         if r.finish_reason == "abort":

@@ -116,7 +116,7 @@ def test_logits_of_nodes_in_pieces(algorithm, put_on_record, monkeypatch):
         return [request.output for request in requests]
 
     whole = outputs()
-    monkeypatch.setattr(logit_slices, "NODE_LOGITS_BYTES", 7 * 4 * VOCAB)
+    monkeypatch.setattr(logit_slices, "MAX_NODE_LOGIT_BYTES", 7 * 4 * VOCAB)
     twin = check(setup.engine(), setup.engine(), put_on_record)
     assert set(twin.replayed) == {1, 2, 3, 4, 5} and twin.num_passes > 0
     assert outputs() == whole

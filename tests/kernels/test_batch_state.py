@@ -127,7 +127,7 @@ def test_appended_pages_are_written_before_they_are_read(kernel_device, batch, c
             slots = gather_slots.triton(theirs, index.to(kernel_device), on_device)
         same_slots(slots, gather_slots.reference(table, index, appended))
         assert torch.equal(theirs.page_table.cpu(), table.page_table)
-        assert torch.equal(table.page_table.view(-1)[appended.at].long(), appended.values)
+        assert torch.equal(table.page_table.view(-1)[appended.indices].long(), appended.values)
 
 
 def test_tables_are_wider_than_a_block(kernel_device):

@@ -148,7 +148,7 @@ def test_a_text_that_repeats_itself_is_grafted_onto_a_draft():
 def test_each_path_is_counted_once(overlap, monkeypatch):
     """What was sent with a round and what the device found for it, when its result is read."""
     counted, sent, found = [], [], []
-    add, ask, count = Survival.add, GuessSources.ask, GuessSources.count
+    add, ask, count = Survival.add_path, GuessSources.ask_sources, GuessSources.count_right
 
     def noted_ask(guesses, batch):
         made = ask(guesses, batch)
@@ -159,9 +159,9 @@ def test_each_path_is_counted_once(overlap, monkeypatch):
         found.extend(kind for row in rows for kind, _ in row.own_paths)
         count(guesses, launch, rows)
 
-    monkeypatch.setattr(Survival, "add", lambda to, kind, *of: (counted.append(kind), add(to, kind, *of)))
-    monkeypatch.setattr(GuessSources, "ask", noted_ask)
-    monkeypatch.setattr(GuessSources, "count", noted_count)
+    monkeypatch.setattr(Survival, "add_path", lambda to, kind, *of: (counted.append(kind), add(to, kind, *of)))
+    monkeypatch.setattr(GuessSources, "ask_sources", noted_ask)
+    monkeypatch.setattr(GuessSources, "count_right", noted_count)
     plain = run(replace(TREE, text_paths=0, sent_paths=0).plain().engine(), traffic(0.0))
     counted.clear()
     told(replace(TREE, overlap=overlap), "true", {r.id: r.output for r in plain.requests}, 0.0)

@@ -27,7 +27,7 @@ from espalier.speculate.drafters.feeds import Feed, ModuleRows, feed_name, feeds
 from espalier.speculate.drafters.model_drafter import ModelDrafter
 from espalier.speculate.pieces import LastTokens
 from espalier.speculate.sampler import DraftRows, Sampler
-from espalier.speculate.tree import VOID, Pool, Tree
+from espalier.speculate.tree import VOID, CandidatePool, Tree
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
 
     def _grow(self, rows: TreeRows, out: DraftOutput, logits: Tensor, sampler: Sampler) -> Tree:
         """Grow the tree level by level.  out, logits: the output and the logits of level 1."""
-        pool, path_scores = Pool(self.layout.topk), self.root_trees.scores[: logits.shape[0]]
+        pool, path_scores = CandidatePool(self.layout.topk), self.root_trees.scores[: logits.shape[0]]
         above: DraftedAncestors | None = None
         for level in range(1, self.layout.steps + 1):
             tokens, scores = sampler.children(
@@ -96,7 +96,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
                 first, end = self.layout.draft_rows_above(level), self.layout.draft_rows_above(level + 1)
                 bits = None if above is None else above.ancestor_bits
                 beams = select_beams(tokens, scores, bits, rows.tokens, first, self.layout.beam_ancestor_words)
-                pool.keep(beams.places)
+                pool.set_beams(beams.places)
                 rows.levels.append(beams)
                 path_scores, above = beams.scores, DraftedAncestors(rows.tokens[:, :end], beams.ancestor_bits)
                 out = self._forward(out, rows, level + 1)

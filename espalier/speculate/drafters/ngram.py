@@ -14,7 +14,7 @@ from espalier.sampling.mask import DraftGuide, allows, force_only_children
 from espalier.slots import BatchState
 from espalier.speculate.drafters.base import DrafterWithoutFiles
 from espalier.speculate.sampler import Sampler
-from espalier.speculate.tree import Pool, Tree
+from espalier.speculate.tree import CandidatePool, Tree
 
 
 class NgramDrafter(DrafterWithoutFiles):
@@ -26,12 +26,12 @@ class NgramDrafter(DrafterWithoutFiles):
             return self._propose_guided(slots, sampler.guide)
         length, ends = find_matches(slots.table.history, slots.index, slots.prefix_len, topk)
         logp = match_log_probability(length)
-        pool = Pool(topk)
+        pool = CandidatePool(topk)
         branches = torch.arange(topk, device=ends.device).expand_as(ends)
         pool.add(slots.history_at(continuation_positions(ends, slots.prefix_len, 1))[:, None], logp[:, None])
         for level in range(2, self.layout.steps + 1):
             # Branches keep their order.  From level 2 on, a branch is the first of its beam's topk candidates.
-            pool.keep(branches if level == 2 else branches * topk)
+            pool.set_beams(branches if level == 2 else branches * topk)
             tokens = slots.history_at(continuation_positions(ends, slots.prefix_len, level))
             pool.add(*only_children(tokens, logp * level))
         return pool.select(slots.root, self.layout.num_draft_tokens)
@@ -49,13 +49,13 @@ class NgramDrafter(DrafterWithoutFiles):
         logp = match_log_probability(length)
         allowed = allows(guide.mask, slots.history_at(continuation_positions(ends, end, 1)).clamp(min=0))
         logp = logp.masked_fill(~(allowed | (guide.level == 0)[:, None]), -torch.inf)
-        pool, branches = Pool(topk), torch.arange(topk, device=ends.device).expand_as(ends)
+        pool, branches = CandidatePool(topk), torch.arange(topk, device=ends.device).expand_as(ends)
         for level in range(1, steps + 1):
             # The depth below the last forced token; 0 or less for a forced token.
             depth = level - count
             if level > 1:
                 # The branches begin as children of one beam.  Then each branch is the first child of its own beam.
-                pool.keep(torch.where(depth <= 2, branches, branches * topk))
+                pool.set_beams(torch.where(depth <= 2, branches, branches * topk))
             tokens = slots.history_at(continuation_positions(ends, end, depth.clamp(min=1)))
             tokens, scores = only_children(tokens, logp * depth) if level > 1 else (tokens[:, None], logp[:, None])
             if level > 1:

@@ -33,14 +33,14 @@ from espalier.speculate.drafters.peagle import PEagleDrafter
 from espalier.speculate.tree import RootTrees
 
 # A weight in the first layer of every target.
-FIRST_LAYER = "model.layers.0.input_layernorm.weight"
+FIRST_LAYER_WEIGHT = "model.layers.0.input_layernorm.weight"
 CAPTURED = "eagle_aux_hidden_state_layer_ids (top-level ids name layers' inputs, those in eagle_config their outputs)"
 # Two mistakes leave an accept length near 1: layer ids off by one, and the wrong row for depth 1.
 BLOCK_CHECKS = (
     "the target layers that it reads (target_layer_ids name their outputs, aux_hidden_state_layer_ids their "
     "inputs), mask_token_id and sample_from_anchor"
 )
-FORMATS = (
+BUILT_IN_FORMATS = (
     DraftFormat(
         algorithm="eagle3",
         title="EAGLE-3 heads",
@@ -108,14 +108,14 @@ FORMATS = (
     ),
 )
 # The formats, by algorithm.  To add a format from outside this package: DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
-DRAFT_FORMATS: dict[str, DraftFormat] = {known.algorithm: known for known in FORMATS}
+DRAFT_FORMATS: dict[str, DraftFormat] = {known.algorithm: known for known in BUILT_IN_FORMATS}
 # Drafts, models and MTP layers that are not built, by architecture or speculators_model_type, with a name for each.
-NOT_BUILT = {
+UNSUPPORTED_DRAFTS = {
     "xpress": "XPress",
     "Gemma4DSparkModel": "DSpark with Gemma 4's layers",
     **dict.fromkeys(("eagle", *eagle3.EAGLE_1_2), "EAGLE-1/2 heads"),
 }
-MTP_NOT_BUILT = {
+UNSUPPORTED_MTP = {
     **dict.fromkeys(("MiMoV2FlashForCausalLM", "MiMoV2MTP"), "MiMo-V2"),
     **dict.fromkeys(("Step3p5ForCausalLM", "Step3p5MTP"), "Step-3.5"),
     **dict.fromkeys(("Qwen3NextForCausalLM", "Qwen3NextMTP"), "Qwen3-Next"),
@@ -180,10 +180,10 @@ def _why_unknown(raw: Json, path: Path) -> str:
     name = architecture_of(raw) if declared is None else str(declared)
     if name in eagle3.EAGLE_1_2:
         eagle3.refuse_eagle3_called_eagle(name, path)
-    if name in NOT_BUILT:
-        return f"{name!r} ({NOT_BUILT[name]}) is not supported yet"
-    if name in MTP_NOT_BUILT:
-        return f"{name!r} (the MTP layers of {MTP_NOT_BUILT[name]}) is not supported yet"
+    if name in UNSUPPORTED_DRAFTS:
+        return f"{name!r} ({UNSUPPORTED_DRAFTS[name]}) is not supported yet"
+    if name in UNSUPPORTED_MTP:
+        return f"{name!r} (the MTP layers of {UNSUPPORTED_MTP[name]}) is not supported yet"
     if declared is not None:
         return f"speculators_model_type {shown(declared)} is not supported"
     remedy = " (it is a whole model: pass it as model=)" if name in FAMILIES else ""
@@ -204,7 +204,7 @@ def is_draft(path: Path, is_expected: bool = False) -> bool:
         return False
     is_family = raw.get("speculators_model_type") is None and architecture_of(raw) in FAMILIES
     # Without safetensors files, the weights are in files that are not read here.
-    if is_family and (not safetensors_files(path) or FIRST_LAYER in Weights(path, torch.float32, "cpu")):
+    if is_family and (not safetensors_files(path) or FIRST_LAYER_WEIGHT in Weights(path, torch.float32, "cpu")):
         return False
     if is_expected:
         format_of(raw, path)

@@ -23,7 +23,7 @@ LEVELS_A_ROOT = 3.5
 # The weight of the draft's own score, which decides between nodes of the same kind.
 TIE_WEIGHT = 1e-3
 # The bits of a candidate packed into one number: the kind from bit 0, then depth, parent and token.
-DEPTH_BIT, PARENT_BIT, TOKEN_BIT = 12, 24, 40
+DEPTH_SHIFT, PARENT_SHIFT, TOKEN_SHIFT = 12, 24, 40
 
 
 def draft_node_kinds(tree: Tree, is_sampled: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def calibrate_scores(tree: Tree, kinds: Tensor, survival: Tensor, skill: Tensor)
 
 def pack_nodes(tree: Tree, kinds: Tensor) -> Tensor:
     """[B, D] int64: each node packed into one number, which the host reads; VOID for roots and void nodes."""
-    made = (tree.tokens << TOKEN_BIT) + (tree.parents << PARENT_BIT) + (tree.depths << DEPTH_BIT) + kinds
+    made = (tree.tokens << TOKEN_SHIFT) + (tree.parents << PARENT_SHIFT) + (tree.depths << DEPTH_SHIFT) + kinds
     return made.masked_fill(_is_root_or_void(tree), VOID)
 
 
@@ -77,7 +77,7 @@ class Candidates(NamedTuple):
     def unpack(cls, packed: np.ndarray) -> Self:
         exists = packed != VOID
         cells = np.where(exists, packed, 0)
-        ends = ((0, DEPTH_BIT), (DEPTH_BIT, PARENT_BIT), (PARENT_BIT, TOKEN_BIT), (TOKEN_BIT, 63))
+        ends = ((0, DEPTH_SHIFT), (DEPTH_SHIFT, PARENT_SHIFT), (PARENT_SHIFT, TOKEN_SHIFT), (TOKEN_SHIFT, 63))
         parts = [cells >> first & (1 << end - first) - 1 for first, end in ends]
         return cls(exists, *parts)
 

@@ -28,7 +28,7 @@ def graft(
     comes before its children.
     """
     sequences = torch.cat((tree_sequences(tree, steps), path_sequences(paths.tokens[..., :steps])), 1)
-    exists = _exists(tree, paths, steps)
+    exists = _existing_nodes(tree, paths, steps)
     size = exists.shape[1]
     same = (sequences[:, :, None] == sequences[:, None]).all(-1) & exists[:, :, None] & exists[:, None]
     # Nodes with the same tokens become one: the first of them.
@@ -67,7 +67,7 @@ def path_sequences(tokens: Tensor) -> Tensor:
     return torch.where(above, tokens[:, :, None], SEQUENCE_PADDING).flatten(1, 2)
 
 
-def _exists(tree: Tree, paths: Paths, steps: int) -> Tensor:
+def _existing_nodes(tree: Tree, paths: Paths, steps: int) -> Tensor:
     """[B, D + P · S] bool: whether a node is not void.  A path of kind 0 is void, although it has tokens."""
     drafted = tree.tokens != VOID
     # The root exists, whatever its token.

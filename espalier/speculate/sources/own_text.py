@@ -8,23 +8,23 @@ from collections.abc import Sequence
 
 from espalier.request import Request
 from espalier.slots import Guess
-from espalier.speculate.sources.base import kind_of, strength_of
+from espalier.speculate.sources.base import match_strength, path_kind
 
 # The lengths of the runs that are looked up, the longest first.
-RUNS = (4, 2, 1)
+RUN_LENGTHS = (4, 2, 1)
 # At most this many tokens are compared to find how well a place matches.
-MOST_MATCHING = 16
+MAX_MATCHING = 16
 
 
 class IndexedText:
     """A request's tokens.
 
-    next_positions: for each length of RUNS, a map from a run to the position of the token that followed it last.
+    next_positions: for each length of RUN_LENGTHS, a map from a run to the position of the token that followed it last.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens: list[int] = []
-        self.next_positions: dict[int, dict[tuple[int, ...], int]] = {run: {} for run in RUNS}
+        self.next_positions: dict[int, dict[tuple[int, ...], int]] = {run: {} for run in RUN_LENGTHS}
         self.push(tokens)
 
     def push(self, tokens: Sequence[int]) -> None:
@@ -44,7 +44,7 @@ class IndexedText:
         for run, next_positions in self.next_positions.items():
             place = next_positions.get(tuple(tokens[-run:])) if end >= run else None
             if place is not None and place not in found:
-                most = min(MOST_MATCHING, place)
+                most = min(MAX_MATCHING, place)
                 matching = next((n for n in range(run, most) if tokens[place - 1 - n] != tokens[-1 - n]), most)
                 ahead = tuple(tokens[place + at % (end - place)] for at in range(width))
                 found[place] = (matching, ahead)
@@ -55,20 +55,20 @@ class OwnTextSource:
     def __init__(self) -> None:
         self.texts: dict[str, IndexedText] = {}
 
-    def enter(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         if request.id not in self.texts:
             self.texts[request.id] = IndexedText(request.tokens)
 
-    def read(self, request: Request, tokens: Sequence[int]) -> None:
+    def add_tokens(self, request: Request, tokens: Sequence[int]) -> None:
         if request.id in self.texts:
             self.texts[request.id].push(tokens)
 
     def guesses(self, request: Request, width: int) -> list[Guess]:
         start = request.num_tokens - 1
         return [
-            Guess(start, kind_of("text", strength_of(matching)), ahead)
+            Guess(start, path_kind("text", match_strength(matching)), ahead)
             for matching, ahead in self.texts[request.id].find(width)
         ]
 
-    def leave(self, request: Request) -> None:
+    def remove_request(self, request: Request) -> None:
         self.texts.pop(request.id, None)

@@ -14,7 +14,7 @@ from espalier.layout import ANCESTOR_BITS
 from espalier.slots import NO_TOKEN, BatchState
 
 # A node's token, parent, depth, score, kind, and the bits of its ancestors, which are set once the node has its place.
-Node = tuple[int, int, int, float, int, int]
+GuessNode = tuple[int, int, int, float, int, int]
 VOID_NODE = (VOID, 0, 1, -math.inf, 0)
 
 
@@ -26,7 +26,7 @@ def trees_of_guesses(slots: BatchState, nodes: int, steps: int, num_words: int) 
     for slot, guesses, root, length in zip(
         slots.index.tolist(), rows, slots.root.tolist(), slots.prefix_len.tolist(), strict=True
     ):
-        tree_nodes: list[Node] = [(root, 0, 0, 0.0, 0, 0)]
+        tree_nodes: list[GuessNode] = [(root, 0, 0, 0.0, 0, 0)]
         places: dict[tuple[int, int], int] = {}
         for start, kind, *tokens in guesses:
             decided = length - start
@@ -44,7 +44,7 @@ def trees_of_guesses(slots: BatchState, nodes: int, steps: int, num_words: int) 
 
 
 def _add_path(
-    tree_nodes: list[Node], places: dict[tuple[int, int], int], tokens: list[int], kind: int, survival: list[float]
+    tree_nodes: list[GuessNode], places: dict[tuple[int, int], int], tokens: list[int], kind: int, survival: list[float]
 ) -> None:
     """Add a path.  Nodes with the same tokens from the root down become one node, with the higher of their scores.
 
@@ -63,11 +63,11 @@ def _add_path(
         parent = same
 
 
-def _best_nodes(tree_nodes: list[Node], nodes: int) -> list[Node]:
+def _best_nodes(tree_nodes: list[GuessNode], nodes: int) -> list[GuessNode]:
     """The root and the best other nodes, in the order of their scores, padded with void nodes."""
     order = [0, *sorted(range(1, len(tree_nodes)), key=lambda at: -tree_nodes[at][3])][:nodes]
     place = {at: i for i, at in enumerate(order)}
-    made: list[Node] = []
+    made: list[GuessNode] = []
     for at in order:
         token, parent, depth, score, kind, _ = tree_nodes[at]
         above = made[place[parent]][5] if at else 0

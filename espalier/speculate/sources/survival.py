@@ -28,11 +28,11 @@ SAMPLED_FACTOR = 0.5
 # The assumption weighs PRIOR_WEIGHT guesses.  A guess's weight is halved after HALF_LIFE more guesses of its kind.
 PRIOR_WEIGHT = 4.0
 HALF_LIFE = 256.0
-# The table is sent again once a probability has changed by WORTH_SENDING, checked after every LEAST_COUNTED counts.
-WORTH_SENDING, LEAST_COUNTED = 0.02, 8
-# A request's own share starts with the weight of OWN_PRIOR nodes that were as right as the nodes of all requests.  Its
-# weight is halved after OWN_HALF_LIFE rounds.  No request's skill exceeds MOST_SKILL, nor falls below 1 / MOST_SKILL.
-OWN_PRIOR, OWN_HALF_LIFE, MOST_SKILL = 2.0, 8.0, 50.0
+# The table is sent again once a probability has changed by MIN_CHANGE, checked after every MIN_COUNTS counts.
+MIN_CHANGE, MIN_COUNTS = 0.02, 8
+# A request's own share starts with the weight of OWN_PRIOR_WEIGHT nodes that were as right as the nodes of all requests.  Its
+# weight is halved after OWN_HALF_LIFE rounds.  No request's skill exceeds MAX_SKILL, nor falls below 1 / MAX_SKILL.
+OWN_PRIOR_WEIGHT, OWN_HALF_LIFE, MAX_SKILL = 2.0, 8.0, 50.0
 
 
 class Survival:
@@ -58,7 +58,7 @@ class Survival:
         self.path_counts = np.zeros((2, 2, 1 + ALONE_OFFSET, steps))
         self.counts_of_request: dict[str, tuple[float, float]] = {}
         self._sent: np.ndarray | None = None
-        self._counted = 0
+        self._num_counted = 0
 
     @property
     def probabilities(self) -> np.ndarray:
@@ -74,24 +74,24 @@ class Survival:
             made[:, depth] = above
         return made
 
-    def add(
+    def add_path(
         self,
         kind: int,
         path: Sequence[int],
         emitted: Sequence[int],
-        shared: int | None = None,
+        num_shared: int | None = None,
         is_sampled: bool = False,
     ) -> int:
         """Count a path of a source.  Returns how many of its tokens the target picked too.
 
-        emitted: the tokens that the target picked at the depths of the path; shared: how many of the path's tokens the
+        emitted: the tokens that the target picked at the depths of the path; num_shared: how many of the path's tokens the
         draft proposed too, None in a round without a draft.
         """
-        self._counted += 1
+        self._num_counted += 1
         pairs = list(zip(path, emitted, strict=False))[: self.num_tried.shape[1]]
         followed = next((at for at, (predicted, got) in enumerate(pairs) if predicted != got), len(pairs))
         fades = 0.5 ** (1 / HALF_LIFE)
-        first_alone = len(pairs) if shared is None else min(shared, len(pairs))
+        first_alone = len(pairs) if num_shared is None else min(num_shared, len(pairs))
         for of_kind, begin, end in ((kind, 0, first_alone), (kind + ALONE_OFFSET, first_alone, len(pairs))):
             tried = min(followed + 1, end)
             if begin < tried:
@@ -112,15 +112,15 @@ class Survival:
             steps.append(above)
         return list(accumulate(steps, mul))
 
-    def add_draft(self, requests: Sequence[str], candidates: np.ndarray, emitted: Sequence[Sequence[int]]) -> None:
+    def add_draft(self, request_ids: Sequence[str], candidates: np.ndarray, emitted: Sequence[Sequence[int]]) -> None:
         """Update the acceptance counts with the draft's nodes of a round.
 
-        requests: their ids; candidates: [B, D], as in SlotTable; emitted: the emitted tokens of each request.
+        request_ids: their ids; candidates: [B, D], as in SlotTable; emitted: the emitted tokens of each request.
         """
         exists, kinds, depths, parents, tokens = Candidates.unpack(candidates)
         if not (kinds >= PATH_KINDS).any():
             return
-        known = np.full((len(requests), self.num_tried.shape[1]), -2)
+        known = np.full((len(request_ids), self.num_tried.shape[1]), -2)
         for row, of_request in zip(known, emitted, strict=True):
             row[: len(of_request)] = of_request[: len(row)]
         due = np.take_along_axis(known, depths - exists, 1)
@@ -133,14 +133,14 @@ class Survival:
             tried &= ~at_depth | np.take_along_axis(came_true, parents, 1)
             came_true &= ~at_depth | tried
         tried &= kinds >= PATH_KINDS
-        self._add_own(requests, tried, came_true, self.probabilities[kinds, depths - exists])
+        self._add_own(request_ids, tried, came_true, self.probabilities[kinds, depths - exists])
         at = kinds[tried], depths[tried] - 1
         fades = 0.5 ** (np.bincount(at[0], minlength=NODE_KINDS) / HALF_LIFE)[:, None]
         self.num_tried *= fades
         self.num_right *= fades
         np.add.at(self.num_tried, at, 1)
         np.add.at(self.num_right, at, came_true[tried])
-        self._counted += 1
+        self._num_counted += 1
 
     def _add_own(self, requests: Sequence[str], tried: np.ndarray, right: np.ndarray, predicted: np.ndarray) -> None:
         fades = 0.5 ** (1 / OWN_HALF_LIFE)
@@ -149,19 +149,19 @@ class Survival:
             old, was_true = self.counts_of_request.get(request, (0.0, 0.0))
             self.counts_of_request[request] = old * fades + more, was_true * fades + came_true
 
-    def skill(self, request: str) -> float:
+    def skill(self, request_id: str) -> float:
         """The logarithm of a ratio: how often nodes of this request's draft are right, over the share expected."""
-        expected, found = self.counts_of_request.get(request, (0.0, 0.0))
-        ratio = (found + OWN_PRIOR) / (expected + OWN_PRIOR)
-        return math.log(min(max(ratio, 1 / MOST_SKILL), MOST_SKILL))
+        expected, found = self.counts_of_request.get(request_id, (0.0, 0.0))
+        ratio = (found + OWN_PRIOR_WEIGHT) / (expected + OWN_PRIOR_WEIGHT)
+        return math.log(min(max(ratio, 1 / MAX_SKILL), MAX_SKILL))
 
     def changed_table(self) -> np.ndarray | None:
         """[NODE_KINDS, S] float32: the log-probabilities to send.  None if they have hardly changed since the last
         time."""
-        if self._sent is not None and self._counted < LEAST_COUNTED:
+        if self._sent is not None and self._num_counted < MIN_COUNTS:
             return None
-        now, self._counted = self.probabilities, 0
-        if self._sent is not None and np.abs(now - self._sent).max() < WORTH_SENDING:
+        now, self._num_counted = self.probabilities, 0
+        if self._sent is not None and np.abs(now - self._sent).max() < MIN_CHANGE:
             return None
         self._sent = now
         return np.log(now).astype(np.float32)

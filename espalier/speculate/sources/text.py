@@ -4,7 +4,7 @@ import torch
 
 from espalier.kernels.ops.drafts import find_matches
 from espalier.slots import BatchState
-from espalier.speculate.sources.base import Paths, kind_of
+from espalier.speculate.sources.base import Paths, path_kind
 
 
 def paths_of_text(slots: BatchState, count: int, steps: int) -> Paths:
@@ -15,5 +15,5 @@ def paths_of_text(slots: BatchState, count: int, steps: int) -> Paths:
     # Where a path would go beyond the known text, it repeats the text between match and root.
     positions = matches.ends[..., None] + 1 + depths % period[..., None]
     tokens = slots.history_at(positions.flatten(1)).view(positions.shape)
-    kinds = torch.where(matches.length > 0, matches.length + (kind_of("text", 1) - 1), 0)
+    kinds = torch.where(matches.length > 0, matches.length + (path_kind("text", 1) - 1), 0)
     return Paths(tokens, kinds)
