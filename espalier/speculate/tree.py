@@ -11,7 +11,7 @@ from torch import Tensor
 
 from espalier.kernels.ops.tree import VOID, Tree, ordered_topk, select_tree
 
-__all__ = ["VOID", "Pool", "RootTrees", "Tree", "ordered_topk"]
+__all__ = ["VOID", "CandidatePool", "RootTrees", "Tree", "ordered_topk"]
 
 
 class RootTrees:

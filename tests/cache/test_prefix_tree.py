@@ -64,7 +64,7 @@ class NaiveCache:
             gone.append(self.entries.pop(oldest).page)
         return gone
 
-    def evictable(self, held):
+    def num_evictable(self, held):
         kept = [run for run, entry in self.entries.items() if entry.page in held]
         return sum(not any(other[: len(run)] == run for other in kept) for run in self.entries)
 

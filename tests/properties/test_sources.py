@@ -29,13 +29,13 @@ class Told:
     def __init__(self, outputs: dict[str, list[int]], says: str) -> None:
         self.outputs, self.says, self.random = outputs, says, Random(0)
 
-    def enter(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         pass
 
-    def read(self, request: Request, tokens: Sequence[int]) -> None:
+    def add_tokens(self, request: Request, tokens: Sequence[int]) -> None:
         pass
 
-    def leave(self, request: Request) -> None:
+    def remove_request(self, request: Request) -> None:
         pass
 
     def guesses(self, request: Request, width: int) -> list[Guess]:

@@ -73,7 +73,7 @@ def test_an_index_is_bounded_and_apart_for_each_client():
     assert held == 64 * BYTES_PER_TOKEN
     asked = asking([1, 2, 3], client="one")
     asked.output = [4, 5, 6, 7]
-    index.leave(asked)
+    index.remove_request(asked)
     same, other = asking([2, 3, 4], client="one"), asking([2, 3, 4], client="two")
     assert [guess.tokens for guess in index.guesses(same, 2)] == [(5, 6)]
     assert index.guesses(other, 2) == []
@@ -119,7 +119,7 @@ def test_no_prediction_is_accepted_more_than_it_is_long(predicted, output):
     usage = asked.usage
     assert 0 <= usage.accepted_prediction_tokens <= len(predicted)
     assert usage.accepted_prediction_tokens + usage.rejected_prediction_tokens == len(predicted)
-    assert set(np.array(predicted)[[*map(bool, source.progress["r0"].appeared)]]) <= {*output}
+    assert set(np.array(predicted)[[*map(bool, source.progress["r0"].has_appeared)]]) <= {*output}
     for guess in source.guesses(asked, WIDTH):
         assert len(guess.tokens) <= WIDTH
 
@@ -143,7 +143,7 @@ def test_how_far_a_path_reaches_does_not_depend_on_what_a_draft_proposed_beside_
     alone, beside = Survival(steps=4), Survival(steps=4)
     for emitted in ([1, 1, 0], [1, 1, 1, 1, 0], [0]):
         alone.add_path(3, [1] * 4, emitted)
-        beside.add_path(3, [1] * 4, emitted, shared=1)
+        beside.add_path(3, [1] * 4, emitted, num_shared=1)
     prior = 4 * INITIAL_SURVIVAL["text"][2]
     first = (2 + prior) / (3 + 4)
     assert alone.path_probabilities(3) == beside.path_probabilities(3) and 0.7 < first < 0.8
