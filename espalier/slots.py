@@ -214,7 +214,7 @@ class SlotTable:
             if not (slot < self.layout.num_slots and column < self.layout.table_width):
                 raise EspalierError(
                     f"page table holds {self.layout.num_slots} slots of {self.layout.table_width} pages, and slot "
-                    f"{slot} asks for page {column}; both follow from {self.layout}: reserve pages by layout.pages_needed"
+                    f"{slot} asks for page {column}; both follow from {self.layout}: use layout.pages_needed"
                 )
         slots, columns, pages = np.array(appended_pages, dtype=np.int64).T
         return ScatterUpdate(slots * self.layout.table_width + columns, pages)
