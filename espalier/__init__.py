@@ -48,7 +48,7 @@ MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name at its first use: the command line then starts at once, and Ctrl-C ends it with one line."""
+    """Imports a public name at its first use.  So the command line starts at once, and Ctrl-C prints no traceback."""
     if name == "Piece":
         warnings.warn("espalier.Piece is now espalier.OutputChunk", DeprecationWarning, stacklevel=2)
         name = "OutputChunk"

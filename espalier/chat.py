@@ -1,10 +1,10 @@
 """Turns a conversation into a prompt with the chat template, and protects special tokens against injection.
 
-Only the template may write special tokens.  If a message contains the text of a special token, it stays text, so that a
-user cannot end a turn and forge the assistant's turn.  To tell the two apart, the conversation is rendered twice.  The
-second rendering has a mark inside every part of a message that could become part of a special token, after the part's
-first character.  So a special token with a mark inside comes from a message.  If there is such a token, the template's
-special tokens get random names, and a copy of the tokenizer that knows only these names encodes the prompt.
+Only the template may write special tokens.  The text of a special token in a message stays text.  Otherwise a user
+could end the user's turn and forge the assistant's turn.  To find special tokens that come from messages, the
+conversation is rendered twice.  In the second rendering, each part of a message that could become part of a special
+token has a random mark after its first character.  So a special token with a mark inside comes from a message.  If
+there is one, the template's special tokens get random names, and a tokenizer that knows only these encodes the prompt.
 """
 
 import inspect
@@ -30,10 +30,10 @@ class ChatOptions(TypedDict, total=False):
 
     chat_template_kwargs: variables of the chat template, such as Qwen3's enable_thinking.  A variable that the template
     does not read is refused.  continue_final_message: the output continues the last message.  add_generation_prompt:
-    end the prompt with the start of an assistant turn; None means true unless continue_final_message.  tools:
-    definitions for the template, ignored if it reads no tools.  add_special_tokens: beside the template's special
-    tokens, add those that the tokenizer adds to plain text.  allow_special_tokens_in_messages: the text of a special
-    token in a message becomes that token.
+    end the prompt with the start of an assistant turn; None means true unless continue_final_message.  tools: tool
+    definitions for the template; ignored if the template reads no tools.  add_special_tokens: beside the template's
+    special tokens, add those that the tokenizer adds to plain text.  allow_special_tokens_in_messages: the text of a
+    special token in a message becomes that token.
     """
 
     chat_template_kwargs: Mapping[str, Any] | None
@@ -56,7 +56,7 @@ class Rendering(NamedTuple):
 
 
 # A generator that makes token ids of a conversation.  It yields each Rendering, is sent the rendered text, and returns
-# the token ids.  So its caller chooses in which process a template is rendered.
+# the token ids.  So the caller chooses the process that renders the template.
 RenderLoop = Generator[Rendering, str, list[int]]
 
 
@@ -82,7 +82,7 @@ class ChatTemplate:
 
     @property
     def text(self) -> str:
-        """Returns the template, "" if there is none.  If there are several, the one for conversations with tools."""
+        """Returns the template, or "" without one.  Of several templates, returns that for tool calls."""
         return self.hf.get_chat_template(tools=[{}]) if getattr(self.hf, "chat_template", None) else ""
 
     def reads(self, variable: str) -> bool:
@@ -93,7 +93,7 @@ class ChatTemplate:
             return False
 
     def steps(self, messages: Messages, options: ChatOptions, check: Callable[[str], None] | None = None) -> RenderLoop:
-        """Turns a conversation into token ids, one step for each rendering (see Steps).
+        """Turns a conversation into token ids, one step for each rendering (see RenderLoop).
 
         check: called with the rendered text before tokenization.  The steps raise EspalierError.
         """
@@ -108,7 +108,7 @@ class ChatTemplate:
         text, mark = (yield Rendering(plain, tools, variables)), _random_digits()
         if check is not None:
             check(text)
-        # Roles are not marked: some templates build special tokens from them.
+        # Roles get no marks, because some templates build special tokens from roles.
         marked = [
             self.special.with_marks(each, mark) | ({"role": each["role"]} if "role" in each else {}) for each in plain
         ]
@@ -148,7 +148,7 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template may raise anything
             raise _template_error(error) from None
-        # The JSON of a call's arguments may have half of a surrogate pair.  The text has the half as JSON's escape.
+        # The JSON of a call's arguments may contain half of a surrogate pair, which the text has as JSON's escape.
         return text.encode(errors="backslashreplace").decode()
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -202,13 +202,13 @@ class RenderedPrompt:
 
 
 class SpecialTokens:
-    """A tokenizer's special tokens, and added tokens that look like turn tokens (CONTROL)."""
+    """A tokenizer's special tokens, and added tokens that look like turn tokens (CONTROL_TOKEN_PATTERN)."""
 
     def __init__(self, hf: Any):
         self.backend = getattr(hf, "backend_tokenizer", None)
         added = list(getattr(hf, "added_tokens_decoder", {}).values())
         self.names = {each.content for each in added if each.special or CONTROL_TOKEN_PATTERN.fullmatch(each.content)}
-        # This pattern has all added tokens: if one contains a special token, the tokenizer takes the longer one.
+        # All added tokens count, because the tokenizer prefers an added token to a special token inside it.
         self._any_token = _pattern_of(each.content for each in added)
         self._first_char = _pattern_of(name[0] for name in self.names)
         # The second character is in a lookahead, since it may also be the first character of another match.
@@ -218,7 +218,7 @@ class SpecialTokens:
         self._joined_names = "\n".join(self.names)
 
     def with_marks(self, value: Any, mark: str) -> Any:
-        """Returns a message, or a value in it, with marks in everything that may become part of a special token."""
+        """Returns a message, or a value in it, with marks in each text that may become part of a special token."""
         if isinstance(value, str):
             return self._text_with_marks(value, mark)
         if isinstance(value, Mapping):
@@ -228,7 +228,7 @@ class SpecialTokens:
         return value
 
     def _text_with_marks(self, text: str, mark: str) -> str:
-        """Mark special tokens and parts of special tokens: a template may join texts, or remove part of a text."""
+        """Marks special tokens, and parts of them, because a template may join texts, or remove part of a text."""
         first = self._first_char if self._first_char.search(text) and self._rest_chars.search(text) else self._two_chars
         places = {match.start() + 1 for pattern in (first, self._last_char) for match in pattern.finditer(text)}
         head = text.strip()
@@ -312,7 +312,7 @@ def _any_between(places: Sequence[int], start: int, end: int) -> bool:
 
 
 def _random_digits() -> str:
-    """Returns a random number as a mark.  Digits survive a template that trims, splits, quotes or changes case.
+    """Returns a random number, to use as a mark.  Digits survive a template that trims, splits, quotes or changes case.
 
     Two marks cannot overlap: 1 is only the first digit of a mark, and 2 only the last.
     """
@@ -323,7 +323,7 @@ def _random_digits() -> str:
 def require_template(text: str, what: str) -> None:
     """Refuse a chat template that is empty or cannot be parsed.
 
-    what: names it in the message.  Raises EspalierError.
+    what: the template's name in the message.  Raises EspalierError.
     """
     if not text.strip():
         raise EspalierError(f"{what} is empty; give a Jinja template, or leave it out")

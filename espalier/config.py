@@ -22,7 +22,7 @@ KV_DTYPES = (FP8_KV, *DTYPES)
 
 
 def option(text: str, default: Any = "auto", **limits: Any) -> Any:
-    """A dataclass field with its help text.  limits: low and high, both included; above, excluded; choices."""
+    """Returns a dataclass field with a help text.  limits: low and high (inclusive), above (exclusive), or choices."""
     return field(default=default, metadata={"help": text, **limits})
 
 
@@ -154,11 +154,11 @@ class RoundCosts(Protocol):
     def uses_clock(self) -> bool: ...
 
     def seconds(self, tree: TreeShape, batch: int, context: float) -> float:
-        """The predicted time of a round.  context: the mean number of tokens of a request."""
+        """Returns the predicted time of a round.  context: the mean number of tokens of a request."""
         ...
 
     def seconds_for_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
-        """The time of a round that verified `rows` rows in all.  Called only if `uses_clock` is False."""
+        """The predicted time of a round that verifies `rows` rows in total.  Called only if `uses_clock` is False."""
         ...
 
 
@@ -197,10 +197,10 @@ class ResolvedConfig:
     tensor_parallel: int = 1
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields by name, those of the layout included, but without round_costs.
+        """Returns all fields by name, and those of the layout, but not round_costs.
 
-        by_batch, choices: by the smallest batch to which they apply, the fields of the tree, or of the trees to choose
-        from.
+        by_batch maps a batch size to the fields of the tree that applies from this size on. choices maps it to the
+        fields of several trees.
         """
         sizes = asdict(self.layout)
         del sizes["trees"]
@@ -214,7 +214,7 @@ class ResolvedConfig:
         return values
 
     def as_text(self) -> str:
-        """All fields as text, one per line."""
+        """Returns all fields as text, one per line."""
         values = self.as_dict()
         width = max(map(len, values))
         return "\n".join(f"  {name:<{width}}  {_value_text(value)}" for name, value in values.items())
@@ -237,7 +237,7 @@ def check_fields(config: Any, user_name: Callable[[str], str] = str) -> None:
 
 
 def supported_values(f: Field) -> str:
-    """The supported values of a field, in words."""
+    """Returns the supported values of a field, in words."""
     kinds = annotation_kinds(f.type)
     words = list(f.metadata.get("choices", ()))
     if not words and kinds & {int, float}:
@@ -265,7 +265,7 @@ def _range_text(limits: Mapping[str, Any]) -> str:
 
 
 def annotation_kinds(annotation: Any) -> set[Any]:
-    """The classes and literal values of an annotation."""
+    """Returns the classes and literal values of an annotation."""
     if get_origin(annotation) in (Union, types.UnionType):
         return set().union(*(annotation_kinds(part) for part in get_args(annotation)))
     if get_origin(annotation) is Literal:

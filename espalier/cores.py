@@ -20,9 +20,8 @@ MAX_EXIT_WAIT_S = 10.0
 # A variable of GNU's OpenMP, which runs PyTorch's threads.  OpenMP reads the variable when it is loaded.
 SPIN_COUNT_VARIABLE = "GOMP_SPINCOUNT"
 WAIT_POLICY_VARIABLE = "OMP_WAIT_POLICY"
-# This count takes some microseconds.  By default a waiting thread spins for milliseconds before it sleeps.  The core
-# may be needed by the thread it waits for: on shared cores, two threads are then many times slower than one
-# (docs/log.md).
+# This many spins take some microseconds.  By default a waiting thread spins for milliseconds before it sleeps.  On
+# shared cores, the thread that it waits for may need the same core, and both become many times slower (docs/log.md).
 SHORT_SPIN_COUNT = "1000"
 
 
@@ -33,7 +32,7 @@ def limit_spinning() -> None:
 
 
 def is_wait_policy_set() -> bool:
-    """Whether the environment sets how threads wait.  The user or `limit_spinning` may have set it."""
+    """Whether an environment variable, of the user or of `limit_spinning`, sets how threads wait."""
     return SPIN_COUNT_VARIABLE in os.environ or WAIT_POLICY_VARIABLE in os.environ
 
 
@@ -57,7 +56,7 @@ def lower_priority(native_id: int) -> None:
 def wait_at_exit(is_in_library: Callable[[threading.Thread], bool]) -> None:
     """At exit, wait up to MAX_EXIT_WAIT_S for threads of which is_in_library(thread) is true.
 
-    A thread whose call returns while the interpreter shuts down is ended within C++, which aborts the process.
+    If a thread's library call returns while the interpreter shuts down, C++ ends the thread and aborts the process.
     """
     atexit.register(_wait_for_threads, is_in_library)
 

@@ -1,7 +1,7 @@
-"""A lock that gives one thread at a time its turn at an engine, and keeps parts of a turn from being interrupted.
+"""A lock that lets one thread at a time use an engine, and protects parts of its work from interruption.
 
-Ctrl-C may come at any line.  So may the end of a stream that nobody reads any more: Python's garbage collector closes
-the stream in the middle of whatever a thread does.  That thread may be running a launch for another thread.
+Ctrl-C may come at any line.  Python's garbage collector may also close an abandoned stream at any line, in any thread.
+That thread may be running a launch for another thread.
 """
 
 import signal
@@ -13,7 +13,8 @@ from typing import Any
 
 
 class EngineLock:
-    """`with turn.run_postponed_after(), turn.lock:` is a turn.  A thread that has a turn may take another one inside it.
+    """`with turn.run_postponed_after(), turn.lock:` is a turn, in which only this thread uses the engine.  Turns may
+    nest.
 
     lock: the `with` statement takes and releases this lock in C.  In a method written in Python, Ctrl-C could come
     after the lock is taken or before it is released, and every other thread would wait forever.
@@ -26,7 +27,7 @@ class EngineLock:
 
     @contextmanager
     def run_postponed_after(self) -> Iterator[None]:
-        """Actions that `run` postpones within the block run after the block.  Does not take the lock."""
+        """Runs, after the block, the actions that `run` postponed during the block.  Does not take the lock."""
         try:
             yield
         finally:
@@ -34,7 +35,7 @@ class EngineLock:
 
     @contextmanager
     def uninterrupted_turn(self) -> Iterator[None]:
-        """A turn that nothing interrupts; Ctrl-C takes effect after it.  Must not be nested."""
+        """Takes a turn that nothing interrupts.  Ctrl-C takes effect after the turn.  Must not be nested."""
         with self.run_postponed_after(), self.lock, _defer_interrupts():
             assert not self._is_uninterrupted
             self._is_uninterrupted = True
@@ -44,8 +45,8 @@ class EngineLock:
                 self._is_uninterrupted = False
 
     def run(self, action: Callable[[], None]) -> None:
-        """Run `action` in a turn: now, or once this thread's `uninterrupted_turn` or another thread's turn is over.  Never
-        waits."""
+        """Runs `action` in a turn, without waiting: now, or after another thread's turn or this thread's uninterrupted
+        turn."""
         self._postponed.append(action)
         self._run_postponed()
 

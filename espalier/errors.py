@@ -1,6 +1,6 @@
 """EspalierError, the exception for bad input, and the checks that raise it.
 
-Its message is one line with the value, the supported values and what to do.
+The error's message is one line with the value, the supported values and what to do.
 """
 
 import difflib
@@ -19,7 +19,7 @@ from espalier import other_engines
 T = TypeVar("T")
 P = ParamSpec("P")
 MAX_REPR = 160
-# A name less similar than this is another setting: presence_penalty is not length_penalty.
+# Less similar names belong to different settings, such as presence_penalty and length_penalty.
 MIN_SIMILARITY = 0.8
 
 
@@ -29,9 +29,9 @@ class EspalierError(ValueError):
 
 @contextmanager
 def clear_frames_on_error() -> Iterator[None]:
-    """Clears the frames of an EspalierError that leaves this block, so that it keeps no local variables alive.
+    """Clears the frames of an EspalierError that leaves this block, so that the error keeps no local variables alive.
 
-    These variables may be models on a GPU.  Whoever handles the error needs their memory for the next try.
+    Such variables may be models on a GPU.  The handler of the error needs their memory for the next try.
     """
     try:
         yield
@@ -50,18 +50,18 @@ def shown(value: Any) -> str:
 
 
 def install_command(extra: str) -> str:
-    """Returns the command that installs an extra of pyproject.toml from the clone: the package is on no index."""
+    """Returns the command that installs an extra of pyproject.toml from the clone.  The package is on no index."""
     return f"pip install -e '.[{extra}]'"
 
 
 class ContextOverflow(EspalierError):
-    """A prompt that leaves no token of max_context for the output, or fewer than max_tokens."""
+    """The prompt leaves no token of max_context for the output, or fewer tokens than max_tokens."""
 
 
 def prompt_too_long(size: str, max_context: int, max_position: int | None = None) -> ContextOverflow:
-    """Returns the error for a prompt of `size`.  langchain and litellm look for "maximum context length is" in it.
+    """Returns the error for a prompt of `size`.  Langchain and litellm search it for "maximum context length is".
 
-    max_position: the positions that the model has, which max_context cannot exceed; None if the caller does not know.
+    max_position: the model's number of positions, which max_context cannot exceed; None if the caller does not know it.
     """
     limit, or_raise = _context_limit(max_context, max_position)
     return ContextOverflow(
@@ -84,9 +84,9 @@ def output_too_long(
 
 
 def _context_limit(max_context: int, max_position: int | None) -> tuple[str, str]:
-    """Returns (the limit, the advice to raise it).
+    """Returns (a text with the limit, the advice to raise the limit).
 
-    The limit has the words that clients look for, even if it is the engine's limit.  The advice is empty if the model
+    The text has the words that clients search for, even if the engine sets the limit.  The advice is empty if the model
     has no more positions.
     """
     length = f"this model's maximum context length is {max_context} tokens for prompt and output"
@@ -97,7 +97,7 @@ def _context_limit(max_context: int, max_position: int | None) -> tuple[str, str
 
 
 def without_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A json object_pairs_hook that raises EspalierError for two equal names.  json itself would keep the last one."""
+    """A json object_pairs_hook that raises EspalierError if an object has a name twice. json keeps the last value."""
     value = dict(pairs)
     if len(value) < len(pairs):
         [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
@@ -107,7 +107,7 @@ def without_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @contextmanager
 def convert_tokenizer_panics() -> Iterator[None]:
-    """Turns the panic of the tokenizers library when a match takes too long, no Exception, into an EspalierError."""
+    """Turns a panic of the tokenizers library, which is no Exception, into an EspalierError.  Slow matches panic."""
     try:
         yield
     except BaseException as error:
@@ -129,7 +129,7 @@ def unknown_name(
     """Returns the error for a name that is not in `known`.
 
     The error gives Espalier's name for another engine's setting, else the most similar name, else all names.  listed:
-    where the names are listed, given in place of all names.  python: whether the advice may be Python.
+    says where the names are listed, in place of all names.  python: whether the advice may contain Python code.
     """
     near = difflib.get_close_matches(name, known, n=1, cutoff=MIN_SIMILARITY)
     nearest = (
@@ -180,7 +180,7 @@ def require_text(what: str, text: str) -> None:
 
 
 def require_fields(what: str, cls: type, names: Iterable[str]) -> None:
-    """Refuse a name that is no field of a dataclass's constructor.  Raises EspalierError.
+    """Refuse a name that is not a field of a dataclass's constructor.  Raises EspalierError.
 
     what: names the function or class that takes the fields as keywords.
     """
@@ -197,7 +197,7 @@ def refuse_unknown_fields(cls: type[T]) -> type[T]:
 
     @wraps(init)
     def checked(self: T, *args: Any, **kwargs: Any) -> None:
-        if not kwargs.keys() <= known:  # each request has SamplingParams, so the usual case is fast
+        if not kwargs.keys() <= known:  # every request makes SamplingParams, so this test must be fast
             require_fields(cls.__name__, cls, kwargs)
         init(self, *args, **kwargs)
 

@@ -24,8 +24,8 @@ from espalier.tool_calls.parser import OutputParser
 from espalier.tool_calls.plan import ChatPlan
 
 Step = Mapping[str, Any]
-# The largest ratio of characters before a normalization step to those after it.  A canonical decomposition has 1 to 4
-# characters for each original one (Unicode Standard Annex 15), so NFC leaves at least a quarter.
+# The largest ratio of the text's lengths before and after a normalization step.  A canonical decomposition has 1 to 4
+# characters for each original one (Unicode Standard Annex 15), so NFC leaves at least a quarter of the length.
 MAX_SHRINK_BY_STEP: Mapping[str, int] = MappingProxyType({"NFC": 4, "NFD": 1, "Prepend": 1, "ByteLevel": 1})
 LOSSLESS_STEPS = frozenset({"ByteLevel", "Metaspace", "Digits"})
 # These steps keep all characters unless their behavior is "Removed".
@@ -35,10 +35,10 @@ Messages = Sequence[Mapping[str, str]]
 
 
 class TextLimit:
-    """An upper bound on how many characters one token covers, to refuse a long text before it is tokenized.
+    """An upper bound on the number of characters of a token, to refuse a long text before it is tokenized.
 
-    max_chars_per_token: the bound, None if unknown.  space_matching_tokens: added tokens that also match any number of adjacent
-    spaces.  A text with one of them has no bound.
+    max_chars_per_token: the bound; None if unknown.  space_matching_tokens: added tokens that also match any number of
+    adjacent spaces; for a text with such a token, there is no bound.
     """
 
     def __init__(self, backend: Any):
@@ -133,8 +133,8 @@ class ModelFacts:
     """The properties of a model and engine that requests are checked against.  Plain values, sent between processes.
 
     model: the model's directory.  max_context: tokens of one request, prompt and output.  generation_config: the
-    content of the model's generation_config.json, {} without this file.  max_position: the positions that the model
-    has, None if unknown.  sources: the sources that propose tokens beside the draft (SpeculationConfig).
+    content of the model's generation_config.json, {} without this file.  max_position: the model's number of positions;
+    None if unknown.  sources: the sources that propose tokens beside the draft (SpeculationConfig).
     """
 
     model: str
@@ -195,7 +195,7 @@ class InputProcessor:
     def chat_steps(
         self, messages: Messages, check: Callable[[str], None] | None = None, **options: Unpack[ChatOptions]
     ) -> RenderLoop:
-        """Turns a conversation into token ids, one step for each rendering of the chat template (see chat.Steps).
+        """Turns a conversation into token ids, one step for each rendering of the chat template (see chat.RenderLoop).
 
         check: called with the rendered text.  options: see chat.ChatOptions.  Raises EspalierError during a step.
         """
@@ -224,8 +224,8 @@ class InputProcessor:
     def require_room(self, prompt: Sequence[int], params: SamplingParams | None, name: str = "max_tokens") -> None:
         """Refuse a max_tokens that does not fit behind the prompt.  Raises EspalierError.
 
-        params: as the user gave them.  The max_tokens of resolved parameters is not checked: it was checked before, or
-        is the model's default, which only limits the output, like the context.  name: the user's word for max_tokens.
+        params: the user's parameters.  The max_tokens of ResolvedParams is not checked: it was checked before, or is
+        the model's default, which only limits the output.  name: the user's name for max_tokens.
         """
         limit = None if params is None or isinstance(params, ResolvedParams) else params.max_tokens
         if limit is not None and len(prompt) + limit > self.facts.max_context:
@@ -246,7 +246,7 @@ class InputProcessor:
         return self.with_prediction(resolved, params.prediction) if params.prediction else resolved
 
     def with_prediction(self, params: ResolvedParams, prediction: str | Sequence[int]) -> ResolvedParams:
-        """Returns the parameters with the prediction `prediction`.
+        """Returns the parameters with this prediction.
 
         Raises EspalierError if the engine takes no prediction, or if the prediction is too long.
         """

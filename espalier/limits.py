@@ -9,7 +9,7 @@ from typing import Any
 
 from espalier.errors import EspalierError, require_int, require_number, require_text, shown
 
-# Takes (name, value), and refuses a value that no model supports.
+# A function of (name, value) that refuses a value that no model supports.
 Check = Callable[[str, Any], None]
 
 MAX_BIAS = 512
@@ -19,7 +19,7 @@ MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 1024
 MAX_COUNT = 2**31 - 1
-# Within these limits, scaled logits stay finite and nonzero in float32.  A temperature below the first one is greedy.
+# Within these limits, scaled logits stay finite and nonzero in float32.  A temperature below the lower limit is greedy.
 TEMPERATURE_RANGE = (1e-4, 1e30)
 REPETITION_PENALTIES = (0.01, 100.0)
 MAX_ABS_BIAS = 10_000

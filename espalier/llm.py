@@ -102,7 +102,7 @@ class LLM:
             groups = self._requests(_as_list(prompts), params, streamed=on_chunk is not None)
             requests = [request for group in groups for request in group]
             texts: dict[str, list[str]] = {request.id: [] for request in requests}
-            # Closed at once: whoever keeps an error of on_chunk would keep the requests running.
+            # Close the generator at once: a caller that keeps an error of on_chunk would keep the requests running.
             with closing(self._run(requests)) as chunks:
                 for chunk in chunks:
                     texts[chunk.request_id].append(chunk.text)
@@ -260,7 +260,7 @@ class LLM:
                 self.engine.add(request)
 
     def _run(self, requests: list[Request]) -> Generator[OutputChunk, None, None]:
-        """Queue the requests and yield their chunks until all have ended.  An early close aborts the requests left."""
+        """Queue the requests and yield their chunks until all have ended.  Closing the generator early aborts them."""
         unread: deque[OutputChunk] = deque()
         try:
             with self._engine_lock.run_postponed_after(), self._engine_lock.lock:
@@ -324,7 +324,7 @@ class LLM:
 class Prepared:
     """The parts of an LLM that need no weights.
 
-    config: as the user gave it.  resolved: the configuration with every "auto" decided.  inputs: checks requests.
+    config: the user's configuration.  resolved: the configuration with every "auto" decided.  inputs: checks requests.
     """
 
     config: EngineConfig
@@ -367,7 +367,7 @@ def _require_settings(settings: Mapping[str, Any]) -> None:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """The prompts as a list.  prompts: one text, one list of token ids, or a list of either."""
+    """Returns the prompts as a list.  prompts: one text, one list of token ids, or a list of either."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, BYTES_TYPES) or not isinstance(prompts, Sequence):

@@ -4,7 +4,7 @@ A round may emit hundreds of tokens, and an object costs more than a row.  So ro
 the user reads them.
 
 A row is int64 words: token id, rank, log-probability; then, for each of the likeliest tokens, its id and its
-log-probability.  Each log-probability is the bits of a float64.
+log-probability.  A log-probability is stored as the bits of a float64.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -29,10 +29,10 @@ MAX_DEPTH = 64
 MAX_LAYERS = 1024
 MAX_HEAD_SIZE = 2**14
 MAX_SIZE = 2**31 - 1
-# The largest other number: float32 can hold this number and its square.
+# The largest number in other fields. float32 can hold this number and its square.
 MAX_NUMBER = 1e15
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
-# Suffixes of the files that libraries read.  Their size is checked; of weights, only that the file is regular.
+# Suffixes of the files that libraries read.  Their size is limited, except for weights.  All must be regular files.
 LIBRARY_FILE_SUFFIXES = (".json", ".jinja", ".model", ".txt", *WEIGHT_SUFFIXES)
 TEMPLATE_DIRECTORY = "additional_chat_templates"
 IRREGULAR_FILE_KINDS = (
@@ -43,7 +43,7 @@ IRREGULAR_FILE_KINDS = (
 )
 GGUF_SUFFIX = ".gguf"
 GGUF_MAGIC, GGUF_VERSIONS = b"GGUF", (2, 3)
-# The struct format of each GGUF value type, by the type's number.  The types below have no such format.
+# The struct format of each numeric GGUF value type, by the type's number.
 NUMBER_FORMATS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 GGUF_FLOAT32, GGUF_STRING, GGUF_ARRAY = 6, 8, 9
 MAX_DIMENSIONS, ALIGN_BYTES = 4, 32
@@ -120,7 +120,7 @@ def naming_config(path: Path) -> Iterator[None]:
 
 
 def file_named(directory: Path, name: Any, source: Path) -> Path:
-    """Returns the path of the file `name` that the file `source` names.  Raises EspalierError unless it is a file name."""
+    """Returns the path of the file `name`, as the file `source` calls it.  Raises EspalierError for a bad name."""
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise EspalierError(f"{source} names {name!r}, which is no file of its directory; download {source.name} again")
     return directory / name

@@ -46,7 +46,7 @@ OTHER_NAMES = MappingProxyType(
         "serve.cors_origin": "allowed_origins",
         "serve.log_level": "uvicorn_log_level log_level_http",
         "serve.max_queue": "max_queued_requests",
-        # Also Espalier's name, but a request has no such field.
+        # Espalier has a flag of this name, but a request has no such field.
         "serve.chat_template": "",
         "serve.api_key": "admin_api_key",
         "serve.tool_format": "tool_call_parser",
@@ -88,9 +88,9 @@ _REASONS = MappingProxyType({name: why for why, names in UNSUPPORTED_SETTINGS.it
 
 
 def keyword_advice(name: str, known: Collection[str], python: bool = True) -> str | None:
-    """Returns the advice for an unknown keyword: Espalier's name for it, or why it has none; None if no table has it.
+    """Returns the advice for an unknown keyword: Espalier's name, or why Espalier has none; None if no table has it.
 
-    python: False gives no advice to write Python, for a client of the server.
+    python: whether the advice may contain Python code; False for clients of the server.
     """
     if name in _GRAMMAR_KINDS and {"kind", "spec"} <= set(known):
         return f'use Grammar("{_GRAMMAR_KINDS[name]}", "...")'

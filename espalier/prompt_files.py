@@ -1,7 +1,7 @@
 """Reads the records of a file of prompts: JSON lines, a JSON list or a Parquet file, recognised by its content.
 
 A record is SPEED-Bench's ({"turns"}), ShareGPT's ({"conversations"}), a conversation ({"messages"}), a text ({"prompt"}
-or {"text"}) or {"token_ids"}.  This module checks the texts of the speakers and leaves their use to the callers.
+or {"text"}) or {"token_ids"}.  This module checks the texts of a record.  The callers decide how they are used.
 """
 
 import json
@@ -15,7 +15,7 @@ from espalier.inputs import InputProcessor
 from espalier.terminal.console import read_text
 
 PARQUET_MAGIC = b"PAR1"
-# SPEED-Bench's public file has this in place of a text that only its owner may give out.
+# SPEED-Bench's public file has this text in place of a text that only its owner may publish.
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 ROLES = {
     **dict.fromkeys(("user", "human"), "user"),
@@ -82,7 +82,7 @@ def _parse_json(flag: str, path: Path, line: int, text: str) -> Any:
 
 
 def record_kind(place: str, record: Mapping[str, Any]) -> str:
-    """The field that decides how a record is read.  Raises EspalierError if it has none."""
+    """Returns the field that decides how a record is read.  Raises EspalierError for a record without such a field."""
     kind = next((name for name in ("turns", *MESSAGE_FIELDS, "token_ids", *TEXT_FIELDS) if name in record), None)
     if kind is None:
         raise unexpected_record(place, "an object without a prompt")
@@ -92,7 +92,7 @@ def record_kind(place: str, record: Mapping[str, Any]) -> str:
 
 
 def messages_of(place: str, record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a conversation, with the roles user, system and assistant.  Raises EspalierError."""
+    """Returns the messages of a conversation, with the roles user, system and assistant.  Raises EspalierError."""
     kind = record_kind(place, record)
     if kind not in MESSAGE_FIELDS:
         texts: list[Any] = record[kind] if kind == "turns" else [record[kind]]
@@ -134,10 +134,11 @@ def unexpected_record(place: str, found: str) -> EspalierError:
 def token_ids(
     place: str, record: Mapping[str, Any], vocab_size: int, inputs: Callable[[], InputProcessor]
 ) -> list[int]:
-    """The prompt of a record: its text, its conversation by the chat template up to the last answer, or its token ids.
+    """Returns a record's prompt: its text, its conversation without the last answer (by the template), or its token
+    ids.
 
-    Only the first of "turns" is used, because the model would answer before the second.  inputs: not called for token
-    ids.  Raises EspalierError.
+    Only the first of "turns" is used, because the model would answer before the second.  inputs: returns the
+    InputProcessor; not called for token ids.  Raises EspalierError.
     """
     kind = record_kind(place, record)
     if kind in TEXT_FIELDS:

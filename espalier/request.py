@@ -22,7 +22,7 @@ from espalier.stats import SpeculationStats, Usage
 
 
 def _param(help: str, check: limits.Check, generation_config: str | None = None, has_own_spelling: bool = False) -> Any:
-    """A field that is unset by default.
+    """Returns a field that is unset by default.
 
     help: for the command line, the server and docs.  check: refuses values that no model supports.
     generation_config: the key of its default in generation_config.json.  has_own_spelling: no flag and no field of a
@@ -154,7 +154,7 @@ class SamplingParams:
             values["temperature"] = 0.0
         values |= {name: value for name in PARAM_CHECKS if (value := getattr(self, name)) is not None}
         top_k = values.get("top_k")
-        # -1.0 stays: the check refuses it like every float.
+        # -1.0 is kept, because the check refuses every float.
         if isinstance(top_k, int) and top_k == -1:
             values["top_k"] = 0
         values["stop"] = limits.as_stop_tuple(values.get("stop", ()))
@@ -167,9 +167,9 @@ class SamplingParams:
         return ResolvedParams(**values)
 
 
-# The check of each field.  Every request runs all checks; calling `fields` each time would build this mapping anew.
+# The check of each field.  Every request runs all checks, so this mapping is built once.
 PARAM_CHECKS: Mapping[str, limits.Check] = {f.name: f.metadata["check"] for f in fields(SamplingParams)}
-# The fields that flags and request bodies are made from.
+# The fields for which flags and fields of request bodies are generated.
 PARAMS_WITH_FLAGS: tuple[Field, ...] = tuple(f for f in fields(SamplingParams) if not f.metadata["has_own_spelling"])
 GENERATION_CONFIG_NAMES = {
     f.metadata["generation_config"]: f.name for f in fields(SamplingParams) if f.metadata["generation_config"]
@@ -187,7 +187,7 @@ def _slot_param(neutral: float, part_of: str | None = None) -> Any:
 
 @dataclass(frozen=True)
 class OutputForm:
-    """How to read an output as a message.  Formats: names of parsers or "".  answer_start: its part in the prompt."""
+    """How to parse an output.  Formats: names of parsers or "".  answer_start: the part of the answer in the prompt."""
 
     tool_format: str
     reasoning_format: str
@@ -265,7 +265,7 @@ SLOT_PARAMS: tuple[Field, ...] = tuple(f for f in fields(ResolvedParams) if "in_
 def check_prompt(prompt: Sequence[int], vocab_size: int, max_context: int, max_position: int | None = None) -> None:
     """Refuse a prompt that is empty, too long or has tokens outside the vocabulary.  Raises EspalierError.
 
-    max_position: the positions that the model has, for the message (errors.prompt_too_long).
+    max_position: the model's number of positions, for the message (errors.prompt_too_long).
     """
     if len(prompt) == 0:
         raise EspalierError("the prompt is empty; give it at least one token (the bos token, if the model has one)")
@@ -297,7 +297,7 @@ class TextSink(Protocol):
         ...
 
     def take(self, final: bool) -> str:
-        """New text since the last take.
+        """Returns the new text since the last take.
 
         The text never ends inside a character, and ends before a stop string.  Unless final, text that may begin a
         stop string is held back.
@@ -309,15 +309,16 @@ class TextSink(Protocol):
 class Request:
     """One sequence that the engine runs, from arrival to its last token.  Mutable: only the scheduler writes it.
 
-    prompt: token ids.  seed: of this sample.  arrival: number in the order of requests.  priority: a lower number runs
-    first and is preempted last; equal priorities go by arrival, and several clients take turns (engine/queue.py).
-    stop_ids: tokens that end the request.  text: None if nobody reads text.  masker: None if every token is allowed.
-    index: which of n samples.  after: a sibling with the same prompt; this request waits for the sibling's prefill, to
-    share its pages.  streamed: whether the user reads tokens as they come.  prompt_logprobs: from the second token on,
-    when read.  num_predicted: how many tokens of params.prediction are in output.  generation: how often the request
-    has left a slot.  In a slot: prefill_len, rows to prefill before rounds begin; num_prefilled, how many of these rows
-    are launched so far; num_known, index of the last root that the host knows, which is also the number of rows
-    committed before this root; rounds_in_flight, rounds launched and not yet read.
+    prompt: token ids.  seed: the sample's seed.  arrival: number in the order of arrival.  priority: a lower number
+    runs first and is preempted last; equal priorities go by arrival, and several clients take turns (engine/queue.py).
+    stop_ids: tokens that end the request.  text: None if no text is wanted.  masker: None if every token is allowed.
+    index: the sample's number among n samples.  after: a sibling with the same prompt; this request waits for the
+    sibling's prefill, to share its pages.  streamed: whether the user reads tokens as they come.  prompt_logprobs: of
+    the prompt's tokens from the second on, as far as they were read.  num_predicted: how many tokens of
+    params.prediction are in output.  generation: how often the request has left a slot.  In a slot: prefill_len, rows
+    to prefill before rounds begin; num_prefilled, how many of these rows are launched so far; num_known, index of the
+    last root that the host knows, which is also the number of rows committed before this root; rounds_in_flight, rounds
+    launched and not yet read.
     """
 
     id: str
@@ -377,7 +378,7 @@ class Request:
         return Usage(len(self.prompt), len(self.output), self.cached_tokens, self.num_predicted, rejected)
 
     def end(self, max_context: int) -> int:
-        """The number of tokens, prompt included, after which the request is finished.
+        """Returns the number of tokens, prompt included, after which the request is finished.
 
         A prefill always picks a token.  With max_tokens=0 that token still counts here, and is dropped later.
         """
@@ -407,10 +408,10 @@ class Request:
 class OutputChunk:
     """The output of one engine step for one request.
 
-    index: which of n samples.  text may lag behind token_ids, because the last characters can still change.
-    from_draft: for each token, whether the draft proposed it.  A request's last chunk has finish_reason, stop_reason
-    and error.  prompt_logprobs: of the whole prompt, in the chunk of the first token.  If the request ends without a
-    token, its last chunk has the log-probabilities that were read.
+    index: the sample's number among n samples. text may lag behind token_ids, because the last characters can still
+    change.  from_draft: for each token, whether the draft proposed it.  A request's last chunk has finish_reason,
+    stop_reason and error.  prompt_logprobs: of the whole prompt, in the chunk of the first token.  If the request ends
+    without a token, its last chunk has the log-probabilities that were read.
     """
 
     request_id: str

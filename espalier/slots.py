@@ -36,16 +36,16 @@ INT_COLUMNS = (
 # The float32 numbers of a slot.
 FLOAT_COLUMNS = tuple(f.name for f in SLOT_PARAMS if f.type is float)
 
-# The sources of paths beside a draft.  A path's kind is its source and its strength.  The strength is how well the path
-# matches the text, from 1 to MATCH_STRENGTHS.  Kind 0 is no path.  A node of a path that the draft does not propose too
-# is right less often, so it has its own kind, higher by ALONE_OFFSET.
+# The sources of paths beside a draft.  A path's kind is a number for its source and its strength.  The strength is how
+# well the path matches the text, from 1 to MATCH_STRENGTHS.  Kind 0 means no path.  A node that a path proposes and the
+# draft does not is right less often, so it has its own kind, higher by ALONE_OFFSET.
 SOURCES = ("text", "prediction", "index")
 ALL_SOURCES = (*SOURCES, "draft")
 MATCH_STRENGTHS = 4
 ALONE_OFFSET = len(SOURCES) * MATCH_STRENGTHS
 PATH_KINDS = 1 + 2 * ALONE_OFFSET
-# The kinds of a draft's nodes follow the kinds of paths.  They differ by whether tokens are sampled, by rank among
-# siblings (the last rank stands for all later ranks), and by level: how sure the draft was of the node's last step.
+# The numbers after PATH_KINDS are the kinds of a draft's nodes.  They depend on whether tokens are sampled, on the rank
+# among siblings (the last rank stands for all later ranks), and on the level: how sure the draft was of the last step.
 NUM_RANKS, NUM_LEVELS = 3, 8
 NODE_KINDS = PATH_KINDS + 2 * NUM_RANKS * NUM_LEVELS
 # The columns of a guess before its tokens: start and kind.
@@ -55,7 +55,7 @@ NO_TOKEN = -1
 
 
 class Columns:
-    """Maps each number's name to its column, such as `columns.top_k`.  Kernels take it as a tl.constexpr.
+    """Maps each number's name to its column, such as `columns.top_k`.  Kernels take this object as a tl.constexpr.
 
     num_ints, num_floats: how many columns each type has.  Triton compiles a kernel for each value of repr().
     """
@@ -77,7 +77,7 @@ COLUMNS = Columns(INT_COLUMNS, FLOAT_COLUMNS)
 
 @dataclass(frozen=True)
 class SlotInit:
-    """A request that enters a slot, as plain values, so that a launch input can be sent to another process.
+    """The values of a request that enters a slot.  They are plain, so that a launch input can go to another process.
 
     tokens: all known tokens, prompt first.  start: the first row to compute.  commit_from: rows below this index are in
     shared pages and are never written.  end: the number of tokens after which the request is finished.  sampling: the
@@ -147,8 +147,8 @@ class SlotTable:
     """The table of all requests on the device: every field is [num_slots, ...].
 
     Numbers are columns of `ints` (int64, INTS) and `floats` (float32, FLOATS).  Each column is also an attribute, a
-    view [num_slots].  Page tables are int32; row numbers of pages are computed in int64.  carried: what the drafter
-    hands from round to round, by name, shaped per slot.  guesses: [num_slots, P, GUESS_HEAD_COLUMNS + W], the host's guesses.
+    view [num_slots].  Page tables are int32; row numbers of pages are computed in int64.  carried: the tensors that the
+    drafter passes from round to round, by name.  guesses: [num_slots, P, GUESS_HEAD_COLUMNS + W], the host's guesses.
     survival: [NODE_KINDS, S], over all requests: the log-probability that a node of a kind at a depth is right if its
     parent is.  skill: [num_slots, 1], added to this logarithm for the draft's nodes of one request.  own_paths:
     [num_slots, P, 1 + S], kind and tokens of the paths that the last round found in the request's own text.
@@ -193,7 +193,7 @@ class SlotTable:
         self.seen = zeros(vocab_size, dtype=torch.bool)
 
     def init_updates(self, slot_inits: Sequence[SlotInit]) -> dict[str, ScatterUpdate]:
-        """Returns the updates that fill these slots, by field.  Their other cells must be cleared before."""
+        """Returns the updates that fill these slots, by field.  The slots' other cells must be cleared before."""
         fields: dict[str, list[ScatterUpdate]] = {}
         for init in slot_inits:
             for name, values in _slot_rows(init).items():
@@ -235,7 +235,7 @@ class SlotTable:
         return ScatterUpdate((slots[:, None] * size + np.arange(size)).reshape(-1), values.reshape(-1))
 
     def clear(self, slots: Tensor) -> None:
-        """Clear what the last requests left in slots [A], except `ints` and `floats`, which init_updates overwrites."""
+        """Clears earlier requests' data in slots [A], except `ints` and `floats`, which init_updates overwrites."""
         zeroed = (self.history, self.page_table, self.guesses, self.bias_ids, self.bias_values, self.counts, self.seen)
         for rows in (*zeroed, *self.carried.values()):
             rows.index_fill_(0, slots, 0)

@@ -1,6 +1,6 @@
 """The tokenizer, and the stream that turns output tokens into text.
 
-The stream gives out no incomplete characters and no parts of stop strings.
+The stream never gives out an incomplete character or a part of a stop string.
 
 
 A byte-level tokenizer's tokens are bytes of UTF-8, so new tokens are decoded alone (ByteDetokenizer).  Other tokens are
@@ -40,7 +40,7 @@ Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 class StopFinder:
     """Finds the first stop string in a growing text, and cuts the text there.
 
-    stop: the stop strings.  keep_stop: the text includes the stop string.  stopped: the one that was found, or None.
+    stop: the stop strings.  keep_stop: the text includes the stop string.  stopped: the found stop string, or None.
     """
 
     def __init__(self, stop: Sequence[str], keep_stop: bool = False):
@@ -51,7 +51,7 @@ class StopFinder:
         self._held = ""
 
     def add(self, text: str, is_searched: bool = True, next_text: str = "") -> None:
-        """Add text.  is_searched: search stop strings in the text.  next_text: text after it, where a stop string may end."""
+        """Adds text.  is_searched: whether stop strings count in it.  next_text: the next text, where one may end."""
         if not is_searched:
             self._ready += text
             return
@@ -106,7 +106,7 @@ class Tokenizer:
         self.template = ChatTemplate(tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the cache.  A copy gets its own: the thread that decodes may be writing to this cache."""
+        """Leaves out the cache, because another thread may be writing to it.  A copy gets a cache of its own."""
         return {**vars(self), "_bytes": {}}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -150,7 +150,7 @@ class Tokenizer:
         return kind in self._decoder_types()
 
     def _decoder_types(self) -> list[str]:
-        """The type of the backend's decoder, then the types of its steps."""
+        """Returns the type of the backend's decoder, then the types of its steps."""
         if self.backend is None or self.backend.decoder is None:
             return []
         decoder = json.loads(self.backend.decoder.__getstate__())
@@ -193,7 +193,7 @@ class Tokenizer:
         self, prompt: Sequence[int], skip_special_tokens: bool, shown: Sequence[int]
     ) -> "Detokenizer | ByteDetokenizer":
         if self._is_byte_level and skip_special_tokens:
-            # An output that continues the prompt's last character needs the window.
+            # If the output continues the prompt's last character, a Detokenizer with its window is needed.
             detokenizer = ByteDetokenizer(self.bytes_of, shown)
             for token in prompt[-CONTEXT_TOKENS:]:
                 detokenizer.push(token)
@@ -284,7 +284,7 @@ class TextStream:
 
     def _read(self, final: bool) -> None:
         text, counts = self.decoder.take(final), self.num_pushed > self.min_tokens
-        # These are complete characters of tokens that take() has not given out: a stop string may end in them.
+        # withheld_text() has complete characters that take() has not given out.  A stop string may end in them.
         self.finder.add(text, counts, self.decoder.withheld_text() if counts and self.finder.stop else "")
 
 
@@ -335,7 +335,7 @@ class Detokenizer:
         self.num_read = len(self.window)
 
     def _context(self, prompt: list[int]) -> list[int]:
-        """Returns the prompt's last tokens from a character's first byte on: without it, later bytes decode wrongly."""
+        """Returns the prompt's last tokens, from a character's first byte on, or later bytes would decode wrongly."""
         for size in range(CONTEXT_TOKENS, CONTEXT_TOKENS - MAX_TOKENS_PER_CHARACTER, -1):
             context = prompt[-size:]
             if not self.decode(context).startswith(INCOMPLETE_CHAR):

@@ -1,4 +1,5 @@
-"""Loads transformers' tokenizer from a model's directory.  Refuses one that is code, or that may never finish a text.
+"""Loads transformers' tokenizer from a model's directory.  Refuses a tokenizer that is code, or that may hang on a
+text.
 
 Nothing here depends on the architecture: a tokenizer loads even if transformers does not know the model's type.
 """
@@ -16,7 +17,7 @@ from espalier.errors import EspalierError, one_line, shown
 from espalier.model_files import is_gguf, read_gguf, read_json, require_files
 
 # Transformers has no tokenizer class for these model types, so it takes the class that tokenizer_config.json names.
-# Those classes add nothing to tokenizer.json.
+# GENERIC_CLASSES add nothing to tokenizer.json.
 GENERIC_MODEL_TYPES = ("llama", "gpt_oss")
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # A pattern that may repeat a part more often than this counts as one that repeats it without end.
@@ -32,7 +33,7 @@ QUANTIFIER_PATTERN = re.compile(r"(?:(?P<sign>[*+?])|\{(?P<low>\d*)(?P<comma>,?)
 
 
 def hugging_face_tokenizer(path: Path) -> Any:
-    """The tokenizer of transformers in a directory or a GGUF file.  Code of the directory never runs.
+    """Returns the tokenizer of transformers in a directory or a GGUF file.  Code of the directory never runs.
 
     Raises EspalierError for files that cannot be loaded, that name code, or whose patterns may not end.
     """
@@ -46,7 +47,7 @@ def hugging_face_tokenizer(path: Path) -> Any:
 
 
 def _load_from_gguf(path: Path) -> Any:
-    """The tokenizer that a GGUF file describes, with its chat template.
+    """Returns the tokenizer that a GGUF file describes, with its chat template.
 
     If transformers does not know the file's kind of splits by name, it takes GPT-2's splits, and a warning is logged.
     """
@@ -66,7 +67,7 @@ def _load_from_gguf(path: Path) -> Any:
 
 
 def _known_splits() -> Set[str]:
-    """The names of splits in GGUF files that transformers knows, and the names that mean GPT-2's splits."""
+    """Returns the names of splits in GGUF files that transformers knows, and the names that mean GPT-2's splits."""
     try:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
     except ImportError:
@@ -128,7 +129,7 @@ def _config_of_type(path: Path) -> Any:
 
 
 def tokenizer_class(path: Path) -> Any:
-    """The class of transformers that loads the tokenizer in a directory; for any other path, AutoTokenizer.
+    """Returns the class of transformers that loads the tokenizer in a directory; for any other path, AutoTokenizer.
 
     If the files name no class, tokenizer.json is loaded as it stands: AutoTokenizer would guess by the model's type,
     and some classes replace what the file defines.  AutoTokenizer takes two seconds to import, most of it for PyTorch's
@@ -147,7 +148,7 @@ def tokenizer_class(path: Path) -> Any:
 
 
 def _fields(path: Path) -> dict[str, Any]:
-    """The fields of a JSON file; empty if it cannot be read."""
+    """Returns the fields of a JSON file; empty if it cannot be read."""
     try:
         return read_json(path)
     except EspalierError:
@@ -155,8 +156,8 @@ def _fields(path: Path) -> dict[str, Any]:
 
 
 def unbounded_pattern(backend: Any) -> str | None:
-    """The first pattern of a tokenizer that may take exponential time; None if there is none.  backend: a tokenizer of
-    the tokenizers library.
+    """Returns the first pattern of a tokenizer that may take exponential time, or None.  backend: a tokenizer of the
+    tokenizers library.
 
     The library bounds the time of each match, but a text has a match at each of its characters.
     """
@@ -165,7 +166,7 @@ def unbounded_pattern(backend: Any) -> str | None:
 
 
 def max_growth(backend: Any) -> int:
-    """The most characters that long replacements can make of one, since each may apply to the text of those before."""
+    """Returns the most characters that replacements can make of one.  Each may apply to the text of earlier ones."""
     parts = (part for name in PIPELINE_STEPS for part in _step_objects(getattr(backend, name, None)))
     sizes = [len(str(part[name])) for part in parts for name in REPLACEMENT_FIELDS if name in part]
     return prod(size for size in sizes if size > MAX_SHORT_REPLACEMENT)
@@ -215,7 +216,7 @@ def may_be_exponential(pattern: str) -> bool:
 
 
 def _read_atom(pattern: str, index: int) -> tuple[int, str, bool]:
-    """(end, first character, whether it opens an atomic group) of the atom, or part of a group, at index `index`."""
+    """Returns (end, first character, whether it opens an atomic group) of the atom, or part of a group, at `index`."""
     first = pattern[index]
     if first == "\\":
         end = index + 2
@@ -230,7 +231,7 @@ def _read_atom(pattern: str, index: int) -> tuple[int, str, bool]:
 
 
 def _end_of_class(pattern: str, index: int) -> int:
-    """The end of a character class, which may contain other classes.  A ] in the first place is a character."""
+    """Returns the end of a character class, which may contain other classes.  A ] in the first place is a character."""
     depth, index = 1, index + 1
     if pattern[index : index + 1] == "^":
         index += 1
@@ -243,7 +244,7 @@ def _end_of_class(pattern: str, index: int) -> int:
 
 
 def _read_quantifiers(pattern: str, index: int) -> tuple[int, float, bool]:
-    """(end, most repetitions, whether possessive) of the quantifiers at index `index`; most is 1 without a quantifier."""
+    """Returns (end, most repetitions, whether possessive) of the quantifiers at `index`; most is 1 without any."""
     most, is_possessive = 1.0, False
     while found := QUANTIFIER_PATTERN.match(pattern, index):
         low, comma, high = found["low"], found["comma"], found["high"]

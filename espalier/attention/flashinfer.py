@@ -78,8 +78,8 @@ class Plan:
     """A wrapper of the library for one shape of pass, and the wrapper's int32 device buffers.  Every launch writes the
     buffers.
 
-    queries: [B + 1] on the host, the index of each request's first query; starts: [B + 1], the index of its first page
-    in `pages` [B · width]; last: [B], rows in its last page (for latent rows: all rows of the request).
+    queries: [B + 1] on the host, the index of each request's first query; page_starts: [B + 1], the index of its first
+    page in `pages` [B · width]; last_rows: [B], rows in its last page (for latent rows, all rows of the request).
     """
 
     def __init__(self, shape: PassShape, workspace: Tensor):
@@ -238,8 +238,8 @@ class FlashInferBackend(AttentionBackend):
         return FlashInferAttention(self, pages, specs, prefix, nodes)
 
     def plan_of(self, shape: PassShape, device: torch.device) -> Plan:
-        """The plan of this shape for the lengths of the last `prepare`.  The eager run before a capture makes the plans
-        of a graph."""
+        """Returns the plan of this shape for the lengths of the last `prepare`.  The eager run before a capture makes
+        the plans of a graph."""
         assert len(self.lengths.max_lengths) == shape.batch, "a launch of other requests than were announced"
         plans = self.captured_plans.setdefault(shape.batch, {}) if self.lengths.in_graph else self.eager_plans
         if shape not in plans:
@@ -259,7 +259,7 @@ class FlashInferBackend(AttentionBackend):
 
 
 def device_facts(device: torch.device) -> tuple[int, bool]:
-    """(programs that fill the device: two per multiprocessor; whether the device has FA3)."""
+    """Returns (programs that fill the device, two per multiprocessor; whether the device has FA3)."""
     facts = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return (264, True) if facts is None else (2 * facts.multi_processor_count, facts.major == 9)
 

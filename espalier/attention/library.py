@@ -1,9 +1,9 @@
-"""The common part of backends that call a library: our own kernels attend to the rows that the library cannot take.
+"""The common part of backends that call a library.  Our own kernels attend to the rows that a library does not support.
 
 A library attends to all rows of a request, from the start of a page on.  Rows of a draft begin at 1 or later, so our
 kernels attend to the pages with rows below `first`, and the library attends to the later pages.  Our kernels alone
-attend in layers with a sliding window: in a tree, a node's depth decides which rows it sees, and no library takes a
-depth.
+attend in layers with a sliding window: in a tree, a node's depth decides which rows it sees, and no library has an
+argument for depths.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ library_support = partial(
 
 
 class LibraryAttention(Attention):
-    """Attention of one pass, by a library and our kernels.  Subclasses implement attend_rest.
+    """The attention plan of one pass, for a library and our kernels.  Subclasses implement attend_rest.
 
     rest: the pages that the library attends to.
     """
@@ -73,12 +73,12 @@ class LibraryAttention(Attention):
         return merge(rest, head), torch.logaddexp(rest[1], head[1])
 
     def paged_rows(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V [pages, page_size, kv_heads, size] of all pages of a layer: views."""
+        """Returns K and V [pages, page_size, kv_heads, size] of all pages of a layer: views."""
         k, v = (rows.unflatten(0, (-1, self.pages.page_size)) for rows in self.committed(layer))
         return k, v
 
     def int_lengths(self) -> Tensor:
-        """[B] int32: each request's rows in `rest`.  They are computed once per prefix."""
+        """Returns [B] int32: each request's rows in `rest`.  The lengths are computed once per prefix."""
         return self.prefix.cached("lengths", self.rest.length.int)
 
     def _rest_prefix(self) -> Prefix:
@@ -90,7 +90,7 @@ class LibraryAttention(Attention):
         return Prefix(self.prefix.page_table[:, : self.skipped], self.prefix.length.clamp(max=rows), self.prefix.first)
 
     def _our_plan(self, part: str) -> Attention:
-        """The attention of our kernels over a part of the prefix: "all", or "head", the pages before `rest`."""
+        """Returns the plan of our kernels for a part of the prefix: "all", or "head", the pages before `rest`."""
         if part not in self.our_plans:
             prefix = self.prefix.cached("head", self._head_prefix) if part == "head" else self.prefix
             our_plans = TritonAttention if prefix.length.is_cuda else ReferenceAttention

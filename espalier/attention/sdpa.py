@@ -22,12 +22,12 @@ from espalier.kernels.state.kv_scales import times_k_scale, times_v_scale
 
 @dataclass
 class CommittedRows:
-    """What all passes over a prefix read of it.
+    """The committed rows of a prefix, as all passes over the prefix read them.
 
     positions: [B, longest]; held: [B, longest], whether a row exists there; rows: [B, longest], rows of the pages.
-    gathered: the layer that was gathered last, and its planes [B, longest + R, heads, size].  Only the first `longest`
-    rows of each are read again: by a draft with one layer, for every level.  The others are staged rows of one pass.
-    rows_with_room: [B · (longest + R)], by R: `rows` and, for each request, R rows of the dummy page.
+    gathered: the layer that was gathered last, and its planes [B, longest + R, heads, size].  A draft with one layer
+    reads the first `longest` rows again for every level.  The other rows are staged rows of one pass.  rows_with_room:
+    [B · (longest + R)], by R: `rows` and, for each request, R rows of the dummy page.
     """
 
     positions: Tensor
@@ -45,7 +45,7 @@ class CommittedRows:
         new = staged[0].shape[1]
         if new not in self.rows_with_room:
             self.rows_with_room[new] = F.pad(self.rows, (0, new)).flatten()
-        # Gathered with room for the staged rows, which are written over it: nothing is copied twice.
+        # The gather leaves room for the staged rows, which are then written there, so nothing is copied twice.
         rows, taken = self.rows_with_room[new], []
         for plane, values in zip(planes, staged, strict=True):
             read = plane.index_select(0, rows).view(batch, longest + new, *plane.shape[1:])
@@ -83,7 +83,7 @@ class SdpaAttention(Attention):
         kv_heads = spec.keeps.kv_heads
         groups = heads // kv_heads
         if self.longest:
-            # Of a latent row V is a part of K, which is the whole row.
+            # In a latent row, V is a part of K, which is the whole row.
             planes = self.pages.layers[layer][: spec.rows.num_read_planes]
             k, v = spec.rows.read(self.committed_rows.gather_with((k, v)[: len(planes)], layer, planes))
         scales = self.scales(layer)
@@ -124,7 +124,7 @@ class SdpaAttention(Attention):
         return self.bias[key]
 
     def _visible_rows(self, window: int | None) -> Tensor:
-        """[B, Q, longest] bool: the committed rows that each query sees."""
+        """Returns [B, Q, longest] bool: the committed rows that each query sees."""
         rows = self.committed_rows
         seen = rows.held[:, None].expand(-1, self.nodes.positions.shape[1], -1)
         if window is not None:
@@ -133,13 +133,13 @@ class SdpaAttention(Attention):
 
 
 def _additive_mask(seen: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """The additive mask [B, 1, groups * Q, rows] of seen [B, Q, rows]."""
+    """Returns the additive mask [B, 1, groups * Q, rows] of seen [B, Q, rows]."""
     bias = torch.where(seen, 0.0, -torch.inf).to(dtype)
     return bias[:, None].expand(-1, groups, -1, -1).flatten(1, 2)[:, None]
 
 
 def _capped_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, softcap: float) -> Tensor:
-    """As SDPA of q [B, kv_heads, N, size] over k, v [B, R, kv_heads, size], with logits that end at ±softcap.
+    """Returns SDPA of q [B, kv_heads, N, size] over k, v [B, R, kv_heads, size], with logits limited to ±softcap.
 
     PyTorch's function has no such bound.
     """

@@ -41,18 +41,18 @@ class Library:
 
 @dataclass(frozen=True)
 class Support:
-    """What a backend can run.
+    """The properties of layers, passes and devices that a backend supports.
 
-    keeps: what layers may keep; page_sizes, head_sizes (of K and V): a range or a list, None for any size.
-    latent_page_sizes: page sizes for layers that keep a latent row, None: page_sizes.  max_latent: the largest
-    latent row, None: head_sizes limits latent rows too.  latents: if not empty, the only supported latent rows.
-    window_on_chain, window_on_tree: who computes sliding windows over chains and over trees; left_bound: who attends to
-    prefixes without rows below `first`; sinks: see Attention.attend; fp8: FP8 rows (kv_dtype); softcap: of logits.
-    selection: who runs layers that attend to chosen rows (LayerSpec.topk); max_selected: the most chosen rows;
-    max_index_size: the most values of an index key; None: any number.
-    needs_exact_lengths: the `keeps` of layers for which `prepare` must announce exact lengths; prefill_graph: whether
-    prefill passes are captured, as rounds are; majors: supported major compute capabilities, None for any; tested_on:
-    hardware that its tests have passed on; limits: the library's reason for a limit, by the property's name.
+    keeps: the classes of `keeps` that layers may have; page_sizes, head_sizes (of K and V): a range or a list, None for
+    any size.  latent_page_sizes: page sizes for layers that keep a latent row, None: page_sizes.  max_latent: the
+    largest latent row, None: head_sizes limits latent rows too.  latents: if not empty, the only supported latent rows.
+    window_on_chain, window_on_tree: the provider of sliding windows over chains and over trees; left_bound: the
+    provider of attention to prefixes without rows below `first`; sinks: see Attention.attend; fp8: FP8 rows (kv_dtype);
+    softcap: of logits.  selection: the provider of layers that attend to chosen rows (LayerSpec.topk); max_selected:
+    the most chosen rows; max_index_size: the most values of an index key; None for any number.  needs_exact_lengths:
+    the `keeps` of layers for which `prepare` must announce exact lengths; prefill_graph: whether prefill passes are
+    captured, as rounds are; majors: supported major compute capabilities, None for any; tested_on: hardware that its
+    tests have passed on; limits: the library's reason for a limit, by the property's name.
     """
 
     name: str
@@ -96,8 +96,8 @@ class Support:
     ) -> None:
         """Check, before anything is allocated, that this backend can run the layers.  Raises EspalierError.
 
-        left_bound: whether these layers have no rows below the prefix's `first`.
-        exact_lengths: whether every launch of a round knows exact lengths, as in lock-step with at most one MTP layer.
+        left_bound: whether the layers' prefixes lack rows below `first`.  exact_lengths: whether every launch of a
+        round knows exact lengths, as in lock-step with at most one MTP layer.
         """
         if device in self.devices and self.library is not None and not self.is_installed:
             raise EspalierError(
@@ -142,7 +142,7 @@ class Support:
             yield too_old, f"kv_dtype=fp8_e4m3 on {have}", f"it from compute capability {first} on", "fp8"
 
     def _unsupported_sizes(self, keeps: Keeps) -> list[int]:
-        """The sizes of K and V that the backend does not support."""
+        """Returns the sizes of K and V that the backend does not support."""
         sizes, largest = (keeps.k_size, keeps.v_size), self.max_latent
         if isinstance(keeps, LatentKV) and self.latents:
             return [] if replace(keeps, dtype=None, index_size=0) in self.latents else [keeps.size]
@@ -190,7 +190,7 @@ class Support:
         yield is_inexact, inexact, "overlap=False, with at most one MTP layer", "lengths"
 
     def page_sizes_for(self, kind: type[Keeps]) -> Sequence[int]:
-        """The page sizes for layers whose `keeps` has this class."""
+        """Returns the page sizes for layers whose `keeps` has this class."""
         is_apart = issubclass(kind, LatentKV) and self.latent_page_sizes is not None
         return self.latent_page_sizes or () if is_apart else self.page_sizes
 
@@ -226,7 +226,7 @@ def sizes_text(sizes: Sequence[int] | None) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype, without "torch."."""
+    """Returns the name of a dtype, without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -264,6 +264,6 @@ PROPERTIES: dict[str, Callable[[Support], str]] = {
 
 
 def support_matrix(supports: Sequence[Support]) -> tuple[list[str], list[list[str]]]:
-    """(head, rows) of the support matrix.  A row has a property's name and each backend's value."""
+    """Returns (head, rows) of the support matrix.  A row has a property's name and each backend's value."""
     head = ["", *(support.name for support in supports)]
     return head, [[name, *map(value, supports)] for name, value in PROPERTIES.items()]

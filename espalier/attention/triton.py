@@ -1,7 +1,7 @@
 """The GPU backend: one kernel attends to committed and staged rows, over splits computed on the device.
 
 Nothing here reads a length on the host.  Splits are computed once for each Prefix, for all layers and passes over it;
-with a window, once a pass.  Buffers of partial results are kept in the plan of a pass, for its layers.
+with a window, once a pass.  The plan of a pass keeps the buffers of partial results for all layers of the pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,8 +46,8 @@ from espalier.kernels.ops.selection import (
     select_rows,
 )
 
-# The most scores in memory at once (256 MiB); a selection lists rows in at most as much memory.  Long prompts need more
-# scores, so their queries are taken in turn.
+# The most index scores in memory at once (256 MiB).  A long prompt needs more, so its queries are processed in several
+# steps.
 MAX_SCORES = 2**26
 
 
@@ -103,7 +103,7 @@ class TritonAttention(Attention):
         return tree_attention.triton(inputs, self._partials(splits, spec, queries), contiguous=contiguous)
 
     def splits(self, spec: LayerSpec) -> KVSplits:
-        """The splits for layers with this spec.
+        """Returns the splits for layers with this spec.
 
         Splits without a window are kept in the prefix, for all passes over it with the same policy.
         """
@@ -154,7 +154,7 @@ def _is_wide_latent(spec: LayerSpec) -> bool:
 def _select(
     pages: PagedKV, spec: LayerSpec, layer: int, prefix: Prefix, nodes: Nodes, queries: IndexQueries, keys: Tensor
 ) -> SelectedRows | None:
-    """Attention.select, by kernels.  None if no request can have more rows than the layer's topk."""
+    """Implements Attention.select with kernels.  Returns None if no request can have more rows than topk."""
     table, (batch, staged) = prefix.page_table, keys.shape[:2]
     columns = table.shape[1] * pages.page_size + staged
     assert spec.topk is not None
@@ -173,7 +173,7 @@ def _select(
 
 
 def _ancestor_bits(nodes: Nodes) -> Tensor:
-    """[B, Q, W] int64: the staged rows that each query sees."""
+    """Returns [B, Q, W] int64: the staged rows that each query sees."""
     if nodes.ancestor_bits is not None:
         return nodes.ancestor_bits
     batch, rows = nodes.row_positions.shape
@@ -182,11 +182,11 @@ def _ancestor_bits(nodes: Nodes) -> Tensor:
 
 
 def _attend_chosen(run: AttentionKernel, rest: AttentionInputs, chosen: SelectedRows, policy: KVSplitPolicy) -> Tensor:
-    """Attention.attend over chosen rows, by kernels: the kernel of a layer runs twice.
+    """Implements Attention.attend over chosen rows with kernels.  The kernel of a layer runs twice.
 
     The first launch attends to committed rows.  It treats each query as a request, whose pages are the chosen rows, one
     row a page.  The second launch attends to the chosen staged rows.  A request with at most topk rows has no rows in
-    the first launch.  The second attends to all of its rows, so it has the bits of full attention.
+    the first launch.  The second launch attends to all its rows, so the result has the bits of full attention.
 
     rest: the staged rows of all requests, and the prefixes of requests with at most topk rows (others are empty here).
     policy: how the chosen rows are split over programs.

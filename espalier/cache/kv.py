@@ -1,8 +1,8 @@
 """The tensors of the KV cache: pages hold committed rows, staging holds the rows of the current pass.
 
-Rows get from staging to pages only by `commit` and `commit_layer`.  A page row is `page * page_size + offset`
-(kernels/ops/state.py); cache/pages.py tracks who holds which page.  Destination 0, a row of the dummy page, means
-that a row is not kept.  Row 0 stays zero, so a masked read of it is finite.
+Only `commit` and `commit_layer` copy rows from staging to pages.  A page row is `page * page_size + offset`
+(kernels/ops/state.py); cache/pages.py tracks who holds which page.  A row whose destination is 0, a row of the dummy
+page, is not kept.  Row 0 stays zero, so a masked read of row 0 is finite.
 """
 
 from collections.abc import Mapping, Sequence
@@ -71,7 +71,7 @@ class StagedKV:
         self._views: dict[int, tuple[tuple[int, int, int], tuple[Tensor, ...]]] = {}
 
     def staging_rows(self, positions: Tensor, width: int, first: int) -> Tensor:
-        """[B · Q]: the staging rows of a pass with `positions` [B, Q].
+        """Returns [B · Q]: the staging rows of a pass with `positions` [B, Q].
 
         Each request has `width` rows; the pass writes its rows first .. first+Q-1.
         Raises EspalierError if the buffer is too small.
@@ -105,8 +105,8 @@ class StagedKV:
 class PagedKV:
     """The pages: committed rows of the target's layers, then of the draft's layers.
 
-    layers: planes [rows, heads, size] by layer.  scales: for layers with FP8 rows, in pages and staging; 1 for an FP8
-    layer that has none.
+    layers: planes [rows, heads, size] by layer.  scales: by layer, for layers with FP8 rows; 1 for an FP8 layer without
+    scales in the checkpoint.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class PagedKV:
         }
 
     def rows(self, page_table: Tensor, positions: Tensor, keep: Tensor | None = None) -> Tensor:
-        """[B, P]: the page rows of `positions` [B, P] in a page table [B, T]; row 0 where `keep` is False."""
+        """Returns [B, P]: the page rows of `positions` [B, P] in a page table [B, T]; row 0 where `keep` is False."""
         return page_rows(page_table, positions, self.page_size, keep)
 
     def clear(self, pages: Sequence[int]) -> None:
@@ -147,7 +147,7 @@ class PagedKV:
             return
         index = torch.tensor(pages, device=self.device)
         for stacked in (each for stack in (*self.target, *self.draft) for each in stack.stacked):
-            # Filled as bytes, because PyTorch cannot fill FP8 tensors.
+            # The tensor is filled as bytes, because PyTorch cannot fill FP8 tensors.
             stacked.view(torch.uint8).unflatten(1, (self.num_pages, self.page_size)).index_fill_(1, index, 0)
 
     def commit(self, staged: StagedKV, source: Tensor, rows: Tensor) -> None:
@@ -163,7 +163,7 @@ class PagedKV:
 
 
 def bytes_per_token(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
-    """Bytes that one position takes in the pages of all layers together.  dtype: the model's."""
+    """Returns bytes that one position takes in the pages of all layers together.  dtype: the model's."""
     return sum(spec.bytes_per_token(dtype) for spec in specs)
 
 

@@ -15,7 +15,7 @@ class OutOfPages(Exception):
 
 
 class PageDefect(AssertionError):
-    """A bug in page counting: a free page is shared or released, or counts do not match holders.  Names the page."""
+    """A bug in page counting: a free page is shared or released, or counts do not match holders.  It names the page."""
 
 
 class PagePool:
@@ -42,7 +42,7 @@ class PagePool:
         return len(self._free)
 
     def allocate(self, num_pages: int) -> list[int]:
-        """Take `num_pages` free pages, with one reference each.  Raises OutOfPages, and takes none, if fewer are free."""
+        """Take free pages, with one reference each.  Raises OutOfPages, and takes none, if too few are free."""
         if num_pages > self.num_free:
             raise OutOfPages(f"{num_pages} pages requested, {self.num_free} of {self.num_pages - 1} are free")
         pages = [self._free.pop() for _ in range(num_pages)]
@@ -73,7 +73,7 @@ class PagePool:
                 self.on_shared(page, False)
 
     def references(self, page: int) -> int:
-        """Number of holders of a page; 0 for a free page and for the dummy page."""
+        """Returns number of holders of a page; 0 for a free page and for the dummy page."""
         return self._references[page]
 
     def is_free(self, page: int) -> bool:
@@ -112,7 +112,7 @@ class PagePool:
 
 
 class Snapshots:
-    """Which rows of the state table hold snapshots, and which page of the prefix tree each snapshot belongs to.
+    """Tracks the rows of the state table that hold snapshots, and the page of the prefix tree of each snapshot.
 
     rows: the table rows that may hold snapshots.
     """
@@ -124,7 +124,8 @@ class Snapshots:
         self._row_of_page: OrderedDict[int, int] = OrderedDict()
 
     def allocate(self) -> int | None:
-        """Take a free row, or the least recently used snapshot's.  None if running requests hold all rows."""
+        """Take a free row, or that of the least recently used snapshot.  Returns None if running requests hold all
+        rows."""
         if self._free:
             return self._free.pop()
         return self._row_of_page.popitem(last=False)[1] if self._row_of_page else None
@@ -141,7 +142,7 @@ class Snapshots:
             self._row_of_page[page] = row
 
     def last_with_snapshot(self, pages: Sequence[int]) -> int | None:
-        """The index in `pages` of the last page with a snapshot; None if no page has one."""
+        """Returns the index in `pages` of the last page with a snapshot; None if no page has one."""
         return next((i for i in reversed(range(len(pages))) if pages[i] in self._row_of_page), None)
 
     def mark_used(self, page: int) -> int:
@@ -156,7 +157,7 @@ class Snapshots:
             self.release(row)
 
     def __len__(self) -> int:
-        """The number of all snapshots that are attached to pages."""
+        """Returns the number of all snapshots that are attached to pages."""
         return len(self._row_of_page)
 
     def check(self, held: Iterable[int], cached: Iterable[int]) -> None:

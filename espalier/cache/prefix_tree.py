@@ -16,10 +16,9 @@ from espalier.cache.pages import DUMMY_PAGE, PageDefect, PagePool
 class PageNode:
     """One cached page.
 
-    used: the clock at its last use; at least the clock of each node below it.
-    has_draft_rows: whether a draft ran over its tokens.  Then one ran over the tokens of its ancestors.
-    num_keepers: reasons why the node cannot be evicted: one for each child that cannot, and one if a request holds the
-    page.
+    last_used: the clock at the page's last use; at least the clock of each node below.  has_draft_rows: whether a draft
+    ran over the page's tokens, and so over those of all ancestors.  num_keepers: reasons why the node cannot be
+    evicted: one for each child that cannot, and one if a request holds the page.
     """
 
     page: int
@@ -58,10 +57,10 @@ class PrefixTree:
         pool.on_shared = self._on_page_shared
 
     def match(self, tokens: Sequence[int], needs_draft_rows: bool = False) -> list[int]:
-        """The cached pages of the longest cached prefix of `tokens`, in order.  Marks them as used now.
+        """Returns the cached pages of the longest cached prefix of `tokens`, in order.  Marks them as used now.
 
-        needs_draft_rows: only pages that have them.
-        Takes no reference: the caller shares the pages before anything can evict them.
+        needs_draft_rows: match only pages that have draft rows.  The caller must share the pages before an eviction,
+        because this method takes no reference.
         """
         self._clock += 1
         node = self._root
@@ -78,10 +77,9 @@ class PrefixTree:
     def insert(self, tokens: Sequence[int], pages: Sequence[int], has_draft_rows: bool = True) -> None:
         """Add `pages`, which hold tokens[: len(pages) * page_size].  Marks them as used now.
 
-        has_draft_rows: whether a draft ran over all of these tokens.
-        The tree takes a reference to each page that is new to it.  If another page with equal tokens is cached already,
-        the tree keeps that one, unless only the new one has draft rows.  The caller keeps its references and releases
-        them as usual.
+        has_draft_rows: whether a draft ran over all of these tokens.  The tree takes a reference to each page that is
+        new to it.  If another page with equal tokens is cached already, the tree keeps the cached page, unless only the
+        new page has draft rows.  The caller keeps its references and releases them as usual.
         """
         if len(tokens) < len(pages) * self.page_size:
             raise ValueError(f"{len(pages)} pages of {self.page_size} tokens need more than the {len(tokens)} given")
@@ -169,7 +167,7 @@ class PrefixTree:
         self._release_page(old)
 
     def _on_page_shared(self, page: int, shared: bool) -> None:
-        """Update `evictable`: a first request now holds a page of the tree (shared), or no request holds it any more.
+        """Update `num_evictable`: a first request now holds a page of the tree (shared), or none holds it any more.
 
         Walks up while nodes change between evictable and kept.  On average O(1) for each page of a prefix.
         """
@@ -217,7 +215,7 @@ class PageBudget:
     prefixes: PrefixTree | None
 
     def free_up_to(self, num_pages: int) -> bool:
-        """Evict cached pages that no running request uses until `num_pages` pages are free.  False if too few are free."""
+        """Evict cached pages that no request uses until num_pages are free.  Returns False if too few are free."""
         missing = num_pages - self.pool.num_free
         if missing > 0 and self.prefixes is not None:
             self.prefixes.evict(missing)

@@ -35,9 +35,9 @@ ZERO_ROW = 0
 
 
 class SnapshotTargets(NamedTuple):
-    """The snapshots that a launch writes.  at: [B], the number of tokens after which the state is copied; row: [B], the
-    table row that gets the copy, 0 for no snapshot.  A request gets a snapshot only if this launch takes it from fewer
-    than `at` tokens to `at` or more."""
+    """The snapshots that a launch writes.  num_tokens: [B], the number of tokens after which the state is copied; row:
+    [B], the table row that gets the copy, 0 for no snapshot.  A request gets a snapshot only if this launch takes it
+    from fewer than num_tokens tokens to num_tokens or more."""
 
     num_tokens: Tensor
     row: Tensor
@@ -47,9 +47,9 @@ class SnapshotTargets(NamedTuple):
 class StateAccess:
     """Which states a pass reads, and how many of its rows change them.
 
-    slots: [B]; length: [B], rows that exist; None for a tree, whose path is committed later.
-    prefix_len: [B], tokens before the first row; snapshots: None for no snapshots.
-    is_split: whether several rows of the batch may hold consecutive pieces of one request (speculate/pieces.py).
+    slots: [B]; length: [B], how many rows exist; None for a tree, whose path is committed later.  prefix_len: [B],
+    tokens before the first row; snapshots: None for no snapshots.  is_split: whether several rows of the batch may hold
+    consecutive pieces of one request (speculate/pieces.py).
     """
 
     slots: Tensor
@@ -82,7 +82,7 @@ class StateAccess:
         )
 
     def path(self, source: Tensor | None, width: int, spare: int) -> PathRows:
-        """The PathRows (kernels/ops/states.py) of this pass."""
+        """Returns the PathRows (kernels/ops/states.py) of this pass."""
         assert self.length is not None
         continues_previous, ends = (self.continues_previous, self.is_last_row) if self.is_split else (None, None)
         mark_row = None if self.snapshots is None else self.snapshots.row
@@ -189,7 +189,7 @@ class PassStates:
         """
         states, is_tree = self.table.states[layer], self.access.length is None
         columns = states.keeps.columns if columns is None else columns
-        # A tail is made of whole inputs.
+        # A tail holds sums of the partial inputs.
         inputs = inputs if is_tree else sum_parts(inputs, states.tail.dtype)
         out = _buffers_for(states, inputs.shape[-2], is_tree)
         follows = self.access.continues_previous if self.access.is_split else None
@@ -206,7 +206,7 @@ class PassStates:
         return out.q.unflatten(0, (-1, width))
 
     def read(self, layer: int, q: Tensor, skip: Tensor | None = None) -> Tensor:
-        """[B, R, heads, v_size]: the rows' outputs.  A pass of known tokens also moves the slots' states on.
+        """Returns [B, R, heads, v_size]: the rows' outputs.  A pass of known tokens also advances the slots' states.
 
         skip: [heads], the factor of a row's v that is added to its output.
         """
@@ -221,22 +221,22 @@ class PassStates:
 
 
 def table_rows(layout: RoundLayout, num_snapshots: int) -> int:
-    """The number of rows of a StateTable."""
+    """Returns the number of rows of a StateTable."""
     return layout.num_slots + num_snapshots + 1
 
 
 def bytes_per_state(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
-    """Bytes of one row of the state table, for all layers together.  dtype: the model's."""
+    """Returns bytes of one row of the state table, for all layers together.  dtype: the model's."""
     return sum(_num_bytes(states.recurrent, states.tail) for states in _single_rows(specs, dtype))
 
 
 def bytes_of_staged_node(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
-    """Bytes that one node of a tree takes in staging, for all layers together.  dtype: the model's."""
+    """Returns bytes that one node of a tree takes in staging, for all layers together.  dtype: the model's."""
     return sum(_num_bytes(states.inputs, *(states.rows or ())) for states in _single_rows(specs, dtype))
 
 
 def _single_rows(specs: Sequence[LayerSpec], dtype: torch.dtype) -> list[LayerStates]:
-    """The states of each layer without data: one row of the table, and one staged node."""
+    """Returns the states of each layer without data: one row of the table, and one staged node."""
     kept = [spec.keeps for spec in specs if isinstance(spec.keeps, RecurrentState)]
     return [_allocate_states(keeps, 1, 1, 1, dtype, torch.device("meta")) for keeps in kept]
 
@@ -266,7 +266,7 @@ def _allocate_states(
 
 
 def _buffers_for(states: LayerStates, count: int, is_tree: bool) -> Prepared:
-    """The buffers for `count` prepared rows of a layer: staging if is_tree, else new memory."""
+    """Returns the buffers for `count` prepared rows of a layer: staging if is_tree, else new memory."""
     keeps, inputs = states.keeps, states.inputs
     staged_inputs = inputs[:count] if is_tree else None
     if states.rows is None:

@@ -1,9 +1,9 @@
 """Estimates how many tokens a round of any tree emits, from the rounds that the host has read.
 
 Trees of every form (TreeShape) show how often the first child is accepted at each depth, along paths of first children.
-These rates predict the gain of a form: its tokens beyond the first.  A form that ran also has a factor, its real gain
-over the predicted gain.  For the other children of a node, two things are assumed: they are accepted in proportion to
-the first child (FIRST_CHILD_RATES), and ACCEPT_LENGTHS says how much they add.
+These rates predict the gain of a form: its tokens beyond the first.  A form that ran also has a factor: its real gain
+divided by the predicted gain.  For the other children of a node, two things are assumed: they are accepted in
+proportion to the first child (FIRST_CHILD_RATES), and ACCEPT_LENGTHS says how much they add.
 """
 
 import math
@@ -59,7 +59,7 @@ def assumed_accept_length(tree: TreeShape) -> float:
 
 
 def assumed_rate(depth: int) -> float:
-    """The value of FIRST_CHILD_RATES for a depth, from 1 on."""
+    """Returns the value of FIRST_CHILD_RATES for a depth.  The first depth is 1."""
     return FIRST_CHILD_RATES[min(depth, len(FIRST_CHILD_RATES)) - 1]
 
 
@@ -68,7 +68,7 @@ def depth_of(tree: TreeShape) -> int:
 
 
 def gains(tree: TreeShape, first_child_rates: Sequence[float]) -> list[float]:
-    """[depth + 1]: the tokens beyond the first that a round emits if it may accept nodes down to depth 0, 1, 2, ...
+    """Returns, for each greatest depth 0, 1, 2, ... of accepted nodes, the tokens beyond the first that a round emits.
 
     first_child_rates: how often the first child is accepted, by depth from 1 on.
     """
@@ -83,7 +83,7 @@ def gains(tree: TreeShape, first_child_rates: Sequence[float]) -> list[float]:
 
 @cache
 def _other_child_rate(tree: TreeShape) -> float:
-    """How often another child is accepted if the first child is not: the rate that gives `assumed_accept_length`."""
+    """Returns how often another child is accepted if the first is not, by `assumed_accept_length`."""
     if tree.topk == 1:
         return 0.0
     low, high = 0.0, 1.0
@@ -98,7 +98,7 @@ def _other_child_rate(tree: TreeShape) -> float:
 
 
 def scaled_first_child_rates(rate_at_depth_1: float, steps: int) -> list[float]:
-    """How often first children are accepted, by depth: FIRST_CHILD_RATES, scaled to the rate `rate_at_depth_1` at depth 1."""
+    """Returns FIRST_CHILD_RATES by depth, scaled so that the rate at depth 1 is `rate_at_depth_1`."""
     return [min(rate_at_depth_1 * assumed_rate(depth) / assumed_rate(1), MAX_RATE) for depth in range(1, steps + 1)]
 
 
@@ -162,11 +162,11 @@ class Acceptance:
         return found
 
     def accept_length(self, tree: TreeShape) -> float:
-        """The expected tokens of a round of this tree, for a request that may accept nodes at any depth."""
+        """Returns the expected tokens of a round of this tree, for a request that may accept nodes at any depth."""
         return 1 + gains(tree, self.first_child)[-1] * self._form_factor(tree)
 
     def _form_factor(self, tree: TreeShape) -> float:
-        """The real gain of the form, divided by the predicted gain."""
+        """Returns the real gain of the form, divided by the predicted gain."""
         count = self.forms.get(tree)
         return 1.0 if count is None else (count.successes + FORM_PRIOR_TOKENS) / (count.trials + FORM_PRIOR_TOKENS)
 
@@ -205,7 +205,7 @@ class Acceptance:
         for depth in range(min(max_depth, len(ranks) + 1)):
             count = self.depths[depth]
             if depth == len(ranks):
-                # A leaf may have no child because other nodes were more probable.  Then the count learns nothing.
+                # A leaf may have no child because other nodes were more probable.  Then this is no trial.
                 count.trials += weight * (not sample.is_leaf or sample.is_short)
                 return
             count.trials += weight

@@ -103,7 +103,8 @@ class CudaStagedHandle:
     def resume(self, guide: GuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
         """Runs propose, then runs verify while the trees are copied to the host.
 
-        The draft asks the host only if at least half of the requests have a grammar, because all wait for the answers.
+        The draft asks the host only if half of the requests or more have a grammar, because all requests wait for
+        answers.
         """
         assert self.stages is not None
         batch = len(self.launch_input.slots)

@@ -65,8 +65,8 @@ class RowMemory:
 class GrammarRows:
     """A tensor on the device with one row for each request, such as its mask.
 
-    values: [B, ...]; rows: the rows of requests with a grammar, ascending; unmasked_row: one row, or a number, that all other
-    rows hold, and that allows everything.
+    values: [B, ...]; rows: the rows of requests with a grammar, ascending; unmasked_row: the row, or the number, in the
+    rows of the other requests; it allows all tokens.
 
     The same pinned buffer is filled again and again, because getting a new buffer each time takes longer.  NumPy fills
     it, because PyTorch would use several threads, which wait for one another on a busy host.
@@ -87,7 +87,7 @@ class GrammarRows:
             self.values.copy_(self.unmasked_row.expand_as(self.values))
 
     def set(self, rows: tuple[int, ...], row_values: np.ndarray | None) -> None:
-        """Sets these rows to `row_values` and all others to `free`, on the current stream.
+        """Sets these rows to `row_values` and all others to `unmasked_row`, on the current stream.
 
         row_values: [len(rows), ...]; None without rows.
 
@@ -133,7 +133,7 @@ def packed_row_length(words: int) -> int:
 
 
 def pack_side_by_side(values: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """Returns int64 values [..., n] and int32 words [..., w] side by side, in the form that `unpack_side_by_side` reads."""
+    """Returns int64 values [..., n] and int32 words [..., w] side by side, for `unpack_side_by_side`."""
     packed = np.full((*values.shape[:-1], values.shape[-1] + packed_row_length(words.shape[-1])), ALL_ALLOWED, np.int64)
     packed[..., : values.shape[-1]] = values
     packed[..., values.shape[-1] :].view(np.int32)[..., : words.shape[-1]] = words
@@ -150,7 +150,7 @@ class BeamQuestion:
     """The draft's question at one level and its answer, on the device.
 
     packed: [B, E + Q * W] int64, tokens and ancestor bits (sampling.mask.HostQuery) side by side, so that one copy
-    brings both to the host.  answer: [B, Q, 1 + packed_row_length(words)] int64; for each row its forced token and its mask
+    brings both to the host.  answer: [B, Q, 1 + packed_row_length(words)] int64; each row's forced token and mask
     (`pack_side_by_side`).
     """
 
@@ -161,7 +161,7 @@ class BeamQuestion:
 
     @classmethod
     def new(cls, packed: Tensor, beams: int, num_tokens: int, num_words: int, memory: StageMemory) -> "BeamQuestion":
-        """Returns a question without an answer yet: every token may follow."""
+        """Returns a question without an answer.  Until it has one, every token may follow."""
         # -1 in an answer says both: several tokens may follow, and the mask allows all.
         shape = (len(packed), beams, 1 + packed_row_length(num_words))
         # The levels of a tree ask about different numbers of tokens.
@@ -175,8 +175,8 @@ class BeamQuestion:
         return only[..., 0], masks
 
     def ask_host(self, ask_beam_masks: AskBeamMasks | None) -> None:
-        """Waits for the device, asks the host, and writes its answer to the device.  ask_beam_masks: None if every token may
-        follow."""
+        """Waits for the device, asks the host, and writes the answer to the device.  ask_beam_masks: None if every
+        token may follow."""
         if ask_beam_masks is None:
             self.answer.set((), None)
             return
@@ -250,9 +250,9 @@ class BeamQuestionAsker:
 class Stages:
     """The four stages of a round, for one batch size.  No data passes through this object from one round to the next.
 
-    The stages read these tensors on the device.  vector: [n] int64, the packed launch; guide: [batch, S + 1 +
-    packed_row_length(words)] int64, the forced tokens, the level and the mask of a DraftGuide (`pack_side_by_side`); masks: [batch, D,
-    words] int32.
+    The stages read three tensors on the device.  vector: [n] int64, the packed launch; guide: [batch, S + 1 +
+    packed_row_length(words)] int64, the forced tokens, the level and the mask of a DraftGuide (`pack_side_by_side`);
+    masks: [batch, D, words] int32.
     """
 
     vector: Tensor

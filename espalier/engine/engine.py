@@ -1,4 +1,4 @@
-"""The engine: `Engine.step` is one turn of the main loop.  It starts a launch and reads a launch.
+"""The engine: `Engine.step` is one iteration of the main loop.  A step starts a launch and reads a launch's result.
 
 A round with a grammar runs in stages.  It is started like every other round: with overlap, before the host has read the
 previous round.  Its first stage, begin, needs no mask.  Once the host has read the previous round, the host knows the
@@ -124,7 +124,7 @@ class Engine:
     def drain(self) -> None:
         """Reads the launch in flight.  After that, nothing uses the models until the next step.
 
-        The next step returns the output chunks of this launch.  Requests continue where they are.
+        The next step returns the output chunks of that launch.  Running requests keep their state.
         """
         with self._stop_on_error():
             self._settle_round()
@@ -132,7 +132,7 @@ class Engine:
             self._read_result(previous)
 
     def raise_rank_failure(self) -> None:
-        """Raises the error of another rank that has failed, as `step` would, also while no request runs."""
+        """Raises the error of a failed rank, as `step` does.  This is called while no request runs."""
         if self.executor.failure is not None:
             with self._stop_on_error():
                 raise self.executor.failure

@@ -54,8 +54,8 @@ class StagedHandle(Handle, Protocol):
     def resume(self, guide: GuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
         """Starts the propose and the verify stage.
 
-        guide: the forced tokens and masks that grammars give to the draft; None without grammars.  ask_beam_masks: a function that
-        returns the tokens that may follow draft rows, for an executor that can call it while it drafts.
+        guide: the forced tokens and masks that grammars give to the draft; None without grammars.  ask_beam_masks:
+        returns the tokens that may follow draft rows.  An executor may call it while it drafts.
         """
         ...
 
@@ -81,7 +81,7 @@ class LaunchObserver(Protocol):
 
 
 class Executor(Protocol):
-    """Owns all state on the device, and the order in which it is written."""
+    """Owns all device state, and the order of all writes to the device."""
 
     @property
     def runner(self) -> ModelRunner: ...
@@ -188,7 +188,7 @@ class StagedRound:
 
 
 def draft_guide(rows: GuideRows, batch: int, ask_beam_masks: AskBeamMasks) -> DraftGuide:
-    """Returns the draft's guide for a batch, with tensors on the host.  ask_beam_masks: answers about draft rows."""
+    """Returns the draft's guide for a batch, with tensors on the host.  ask_beam_masks: gives masks of draft rows."""
     forced, masks, levels = map(torch.from_numpy, rows.full_batch(batch))
 
     def ask_host(tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:

@@ -97,7 +97,7 @@ class GuessSources:
         return tuple(by_token.values())[: self.layout.sent_paths]
 
     def _lookup_gain(self, batch: Sequence[Request], guesses: GuessesBySlot) -> LookupGain | None:
-        """The expected gain of these guesses alone in the next round.
+        """Returns the expected gain of the next round if it verifies these guesses alone.
 
         None if the host does not know the gain: a round is in flight, or the device has a source too.
         """
@@ -115,14 +115,14 @@ class GuessSources:
         return LookupGain(gained / len(batch), rows)
 
     def _reach_worth_sending(self, guess: Guess, is_sampled: bool) -> list[float]:
-        """The probability that each token of a guess is reached, for the tokens that are worth a row."""
+        """Returns the probability that each token of a guess is reached, for the tokens that are worth a row."""
         assert self.survival is not None
         reached = self.survival.path_probabilities(guess.kind, is_sampled)[: len(guess.tokens)]
         return [reach for reach in reached if reach >= MIN_REACH]
 
     def fields_for(self, batch: Sequence[Request], asked: SourceGuesses, tree: TreeShape | None) -> RoundGuesses:
-        """The part of a LaunchInput for a round with this tree.  If `lookup_gain` chose the tree, only guesses that are
-        worth their rows are sent."""
+        """Returns the LaunchInput fields of the guesses, for a round with this tree.  If `lookup_gain` chose the tree,
+        only guesses that are worth their rows are sent."""
         if self.survival is None or asked is NO_GUESSES or (tree is not None and not tree.steps):
             return RoundGuesses()
         guesses = asked.by_slot
@@ -145,8 +145,8 @@ class GuessSources:
     def count_right(self, launch: Launch, results: Sequence[RequestResult]) -> list[int]:
         """Count the guesses of a launch that came true, before the launch's tokens are appended to the requests.
 
-        results: the launch's results.  Returns for each row the greatest number of tokens that one guess of a source
-        beside the draft had right.
+        results: the launch's results.  Returns for each request the largest number of right tokens in one guess of a
+        source beside the draft.
         """
         if self.survival is None:
             return [0] * len(results)
@@ -199,7 +199,7 @@ class GuessSources:
 
 
 def _shared_length(path: Sequence[int], drafted: set[tuple[int, ...]] | None) -> int | None:
-    """How many tokens at the start of a path the draft proposed too.  drafted: Candidates.draft_sequences."""
+    """Returns how many tokens at the start of a path the draft proposed too.  drafted: Candidates.draft_sequences."""
     if not drafted:
         return None
     return next((at for at in range(len(path)) if tuple(path[: at + 1]) not in drafted), len(path))

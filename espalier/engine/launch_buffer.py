@@ -22,8 +22,8 @@ from espalier.slots import NODE_KINDS, ScatterUpdate, SlotTable, float_bits, gue
 from espalier.speculate.pieces import Pieces
 
 Parts = tuple[tuple[str, int], ...]
-# In int64 numbers (16 bytes).  Each part begins at a multiple of this.  Triton compiles another kernel for an address
-# that is not aligned to 16 bytes, and without this the number of requests would decide which parts are aligned.
+# Each part begins at a multiple of this many int64 numbers (16 bytes).  Triton compiles another kernel for an address
+# that is not aligned to 16 bytes.  Without padding, the number of requests would decide which parts are aligned.
 ALIGNMENT = 2
 
 

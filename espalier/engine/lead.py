@@ -15,7 +15,7 @@ from espalier.speculate.round import ModelRunner
 
 
 class LeadExecutor:
-    """An Executor (executor.py) for several ranks.  own_executor: the executor of this rank.  `close` ends the other ranks.
+    """An Executor (executor.py) for several ranks.  own_executor: this rank's executor.  `close` ends the other ranks.
 
     Every method raises RankFailed if a rank has failed.
     """

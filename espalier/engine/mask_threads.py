@@ -19,9 +19,9 @@ from typing import Any
 from espalier.cores import available_cores, lower_priority, wait_at_exit
 
 # The processor time that all grammars of a round may take together.  Half of the time that they took in the previous
-# round counts too.  After that the engine goes on without the grammars that took more than their share.  Ordinary
-# grammars take less than a fiftieth of this.  Another request may wait for two such rounds: the round that runs when
-# the request arrives, and its own.
+# round counts too.  Once the time is used up, the engine goes on without the grammars that took more than their share.
+# Ordinary grammars take less than a fiftieth of this.  Another request may wait for two such rounds: the round that
+# runs when the request arrives, and its own.
 GRAMMAR_LIMIT_S = 0.125
 # Half of the time is divided among the grammars.  A share is never less than 1 / MAX_SHARES of that half.
 MAX_SHARES = 8

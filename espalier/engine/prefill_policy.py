@@ -50,8 +50,8 @@ def is_prefill_next(
     """Returns whether the next launch is a prefill pass.
 
     If a decoding request is streamed (is_streamed), passes and rounds alternate.  Else prompts come first, because a
-    full batch makes a round most efficient.  But a small pass waits for more prompts, until the idle slots have cost as
-    much as a pass of its own.  idle_rows: that cost, the rows that these slots could have run since the last pass.
+    full batch makes a round most efficient.  But a small pass waits for more prompts, until idle_rows reaches the fixed
+    cost of a pass.  idle_rows: the rows that idle slots could have run since the last pass.
     """
     if not prefilling or not decoding:
         return bool(prefilling)
@@ -66,12 +66,12 @@ def next_pass(
 ) -> PrefillPass:
     """Returns the pass that enters the most tokens a second, or the smallest captured pass that enters as many tokens.
 
-    The captured pass is taken if it has nearly as few rows as the other pass, whose rows count as at least MIN_EAGER_ROWS.
-    If there is no such captured pass, and the other pass has fewer than MIN_EAGER_ROWS rows, the captured pass that enters
-    the most tokens a second is taken.
+    A captured pass is chosen if it has nearly as few rows as the fastest pass, whose rows count as at least
+    MIN_EAGER_ROWS.  If none has, and the fastest pass has fewer than MIN_EAGER_ROWS rows, the fastest captured pass is
+    chosen.
 
-    left: for each request, in order of place, the number of tokens that it still has to enter; max_rows: the most rows
-    of the pass, at most chunk_size; captured: forms of passes that are CUDA graphs (Executor.captured_passes).
+    tokens_left: for each request, in order of place, the tokens that it still has to enter; max_rows: the most rows of
+    the pass, at most chunk_size; captured: forms of passes that are CUDA graphs (Executor.captured_passes).
     """
     passes = [_pass_of(tokens_left, width, max_rows) for width in layout.chunk_widths if width <= max_rows]
     fastest, rows = _fastest_pass([(prefill, _padded_rows(prefill, captured)) for prefill in passes])

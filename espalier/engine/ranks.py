@@ -5,8 +5,8 @@ Every rank runs the same launches and picks the same tokens, so rank 0 sends no 
 own decisions.  It is an error if they differ from rank 0's.
 
 A thread watches the other ranks.  If one of them fails, all are ended, and one reason is reported.  A rank has failed
-if - its process has ended, which is noticed at once; - it is stopped or hangs: it has sent no heartbeat for
-MAX_SILENCE_S; - it has not taken up the last launch for MAX_LAG_S.
+if its process has ended, if it has sent no heartbeat for MAX_SILENCE_S (it is stopped, or hangs), or if it has not
+started the last launch for MAX_LAG_S.
 """
 
 import threading

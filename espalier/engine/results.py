@@ -30,10 +30,9 @@ class ResultColumns:
     """The columns of a row of the ring: for each field a slice of [0, width).
 
     logprobs: for each emitted token a row as in espalier/logprobs.py.  The values are undefined if the request wants no
-    log-probabilities.
-    own_paths, candidates: as in RoundOutput.
-    max_top_logprobs: the most likeliest tokens in a row of log-probabilities; the vocabulary's size limits it too.
-    weights: int64, the factors of tokens and parents in RequestResult.tree_sum.
+    log-probabilities. own_paths, candidates: as in RoundOutput.  max_top_logprobs: how many likeliest tokens a row of
+    log-probabilities has at most, also by the vocabulary's size.  weights: int64, the factors of tokens and parents in
+    RequestResult.tree_sum.
     """
 
     length: slice
@@ -101,7 +100,7 @@ class ResultsRing:
         write_logprobs(self.logprobs, entry, *picked, output.num_logprobs)
 
     def write_trees(self, entry: Tensor, tree: Tree) -> None:
-        """Writes the trees of a round, which is not settled yet, to ring entry `entry` [1]."""
+        """Writes the trees of a round that is not settled yet to ring entry `entry` [1]."""
         self._write_columns(entry, {"tokens": tree.tokens, "parents": tree.parents})
 
     def _write_columns(self, entry: Tensor, parts: dict[str, Tensor]) -> None:

@@ -43,7 +43,7 @@ class RoundTrees:
         return self.layout.without_draft if tree is None and not drafting else tree
 
     def tree_of_pass(self, batch: Sequence[Request]) -> TreeShape | None:
-        """The value of LaunchInput.tree for a prefill pass of these requests."""
+        """Returns the value of LaunchInput.tree for a prefill pass of these requests."""
         return self.layout.without_draft if self.layout.steps and not self._num_drafting(batch) else None
 
     def _num_drafting(self, batch: Sequence[Request]) -> int:
@@ -54,7 +54,7 @@ class RoundTrees:
         return not self.layout.has_draft_model or request.params.depth_limit(self.layout.steps) > 0
 
     def rows(self, tree: TreeShape | None, batch: int) -> int:
-        """How many nodes a round of this tree verifies."""
+        """Returns how many nodes a round of this tree verifies."""
         return batch * (tree or self.layout.for_batch(batch).tree).rows
 
     def read(
@@ -67,7 +67,7 @@ class RoundTrees:
         """Count the results of a launch.
 
         results: the results; max_depths: for each row, the greatest depth that the row could accept; num_right: from
-        GuessSources.count.
+        GuessSources.count_right.
         """
         tree = launch_input.tree
         if launch_input.is_prefill:
@@ -94,8 +94,8 @@ def tree_label(tree: TreeShape) -> str:
 
 
 def _lookup_sample(max_depth: int, num_right: int, emitted: int) -> AcceptSample:
-    """The sample that the guesses of the other sources alone would have given.
+    """Returns the sample that the guesses of the other sources would have given without the draft.
 
-    If a guess agrees with all emitted tokens, how far it would have gone on is not known.
+    If a guess agrees with all emitted tokens, its later tokens might have been accepted too, so they do not count.
     """
     return AcceptSample(num_right if num_right == emitted else max_depth, (0,) * min(max_depth, num_right), True, True)

@@ -44,7 +44,7 @@ from espalier.stats import SpeculationStats
 
 
 class Scheduler:
-    """num_rounds: the number of rounds launched so far, for each number of requests in the batch.
+    """Chooses launches and processes their results.  num_rounds: how many rounds were launched, by batch size.
 
     on_round: a function that gets a RoundTrace for each request of each round; set it to trace trees.
     captured_passes: see Executor; trees: the trees of rounds, by default the layout's; states: None for a model without
@@ -82,7 +82,7 @@ class Scheduler:
         self.num_rounds: Counter[int] = Counter()
         self._in_flight = 0
         self._last_was_prefill = False
-        # What waiting for a prefill pass has cost: the rows that idle slots could have run since the last pass.
+        # The rows that idle slots could have run since the last prefill pass: the cost of delaying the next pass.
         self._idle_rows = 0.0
         self._chunks: list[OutputChunk] = []
         self._aborted: list[Request] = []
@@ -175,7 +175,8 @@ class Scheduler:
         return self.prefixes is not None and leader is not None and not (leader.prompt_cached or leader.done)
 
     def _enter_slot(self, request: Request) -> bool:
-        """Gives a waiting request a slot, and pages for its prompt and first rounds.  False if they do not fit."""
+        """Gives a waiting request a slot, and pages for its prompt and first rounds.  Returns False if pages are
+        missing."""
         if self._last_misfit == (request, self.pool.num_released):
             # No page was released since the last try.
             return False
@@ -390,7 +391,7 @@ class Scheduler:
 
     def _drop_aborted(self) -> None:
         """Finishes aborted requests that have no slot.  If no launch is in flight, finishes those with a slot too."""
-        # The list is replaced before it is read, so an abort that interrupts this goes to the new list and is not lost.
+        # The list is replaced before it is read, so an abort that interrupts this method goes to the new list.
         aborted, self._aborted = self._aborted, []
         for request in aborted:
             if request.done:
@@ -430,7 +431,7 @@ class Scheduler:
         self.states.on_slot_released(request)
         self.pool.release(request.pages)
         if request.error == NOT_FINITE:
-            # A library may multiply stale rows by zero, and NaN stays NaN.
+            # A library may multiply stale rows by zero, and zero times NaN is NaN.
             self._pages_to_clear += filter(self.pool.is_free, request.pages)
         # Updates that were not launched yet must not reach the next owner of the slot.
         self._slot_inits = [slot_init for slot_init in self._slot_inits if slot_init.slot != request.slot]
@@ -441,7 +442,7 @@ class Scheduler:
         request.generation += 1
 
     def _cache_pages(self, request: Request, num_rows: int) -> None:
-        """Inserts the full pages of the first `num_rows` rows into the prefix tree.  Later rows may be written still."""
+        """Inserts the full pages of the first `num_rows` rows into the prefix tree.  Later rows may still change."""
         if self.prefixes is not None:
             num_full = self.layout.num_full_pages(num_rows)
             tokens = request.tokens[: self.layout.tokens_in(num_full)]

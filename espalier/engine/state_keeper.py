@@ -27,7 +27,7 @@ class NoStates:
     def enter_slot(self, request: Request, first_row: int, num_cached: int) -> tuple[int, int]:
         """Returns (the first row to compute, the tokens that count as cached) of a request that got its slot and pages.
 
-        first_row: the first row to compute in a model without states; num_cached: tokens whose rows are in shared pages.
+        first_row: the first row to compute in a model without states; num_cached: tokens with rows in shared pages.
         """
         return first_row, num_cached
 
@@ -65,8 +65,8 @@ class NoStates:
 class RequestSnapshots:
     """The snapshots of a running request, as (tokens up to the end of the page, row).
 
-    planned: the page ends of the prompt that will get a snapshot, ascending, in tokens.  taken: snapshots that prefill
-    passes take.  pending: the snapshot that rounds will take next; last: the last snapshot that rounds took.
+    planned_ends: the page ends of the prompt that will get a snapshot, ascending, in tokens.  taken: snapshots that
+    prefill passes take.  pending: the snapshot that rounds will take next; last: the last snapshot that rounds took.
     """
 
     planned_ends: list[int]

@@ -23,7 +23,7 @@ from espalier.errors import EspalierError
 from espalier.train.work import require_folder, whole_file
 
 FREE_SPACE = "free some space there"
-# One prompt in HELD_BACK is held back with all its outputs.  The held-back part gets the same share of the bytes.
+# One of HELD_BACK_EVERY prompts is held back with all its outputs.  They get the same share of the bytes.
 HELD_BACK_EVERY = 8
 TEXT_KINDS = ("train", "held-back")
 # The texts of a kind fill about this many files.  The oldest file is dropped for a new one.
@@ -62,9 +62,9 @@ class Text:
 class KeptTexts:
     """The kept texts, in files of int32.  A text is (length of the prompt, length of the text, tokens).
 
-    `add` only queues; `flush` writes.  The two may be called from different threads.
-    max_bytes: of all files and of the queue.  Counted since startup: counts, the texts by kind; num_tokens, their
-    tokens; num_held_back, the output tokens of held-back texts.
+    `add` only queues; `flush` writes.  The two may be called from different threads.  max_bytes: by kind, the limit of
+    its files and queue.  These count since startup: counts, the texts by kind; num_tokens, their tokens; num_held_back,
+    the output tokens of held-back texts.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -187,7 +187,7 @@ class LearnFolder:
         self._lock.close()
 
     def served(self) -> Path | None:
-        """The learned draft that was swapped in last; None before the first.  Raises EspalierError if it is damaged."""
+        """Returns the learned draft that was swapped in last, or None.  Raises EspalierError if it is damaged."""
         try:
             name = json.loads((self.path / "served.json").read_text())["draft"]
         except FileNotFoundError:
@@ -198,12 +198,12 @@ class LearnFolder:
         return self.drafts / str(name)
 
     def next_draft(self) -> Path:
-        """The path for the next draft."""
+        """Returns the path for the next draft."""
         numbers = [int(each.name) for each in self.drafts.iterdir() if each.name.isdecimal()]
         return self.drafts / str(max(numbers, default=0) + 1)
 
     def serve(self, draft: Path) -> None:
-        """Remember the draft to serve, and remove all learned drafts but it.  Raises OSError.
+        """Records the draft to serve, and removes all other learned drafts.  Raises OSError.
 
         A draft outside this folder is the draft given at startup.
         """
@@ -271,7 +271,7 @@ def read_manifest(draft: Path) -> Manifest:
 
 
 def _digest(draft: Path) -> str:
-    """The digest of the names and bytes of all files but the manifest."""
+    """Returns the digest of the names and bytes of all files but the manifest."""
     whole = hashlib.sha256()
     for file in sorted(draft.iterdir()):
         if file.name != MANIFEST:

@@ -50,7 +50,7 @@ TRAINER = (sys.executable, "-m", "espalier.learn.trainer")
 
 @dataclass(frozen=True)
 class TrainerMachine:
-    """Where the trainer runs.
+    """The device on which the trainer runs.
 
     waits: the trainer computes only while the engine has no work, because both share a GPU.
     """
@@ -61,7 +61,7 @@ class TrainerMachine:
 
 
 def require_learnable(prepared: Prepared) -> str:
-    """The kind of the draft.  Called before weights are loaded.
+    """Returns the kind of the draft.  Called before weights are loaded.
 
     Raises EspalierError, which names the part that cannot be trained further or swapped in.
     """
@@ -103,7 +103,7 @@ def _require_trainer_form(kind: str, draft: Path) -> None:
 
 
 def trainers_machine(device: torch.device, num_pages: int | str | None) -> TrainerMachine:
-    """The second GPU if there is one, else the engine's device.  Raises EspalierError for a GPU without room."""
+    """Returns the second GPU if there is one, else the engine's device.  Raises EspalierError without room on a GPU."""
     if device.type == "cpu":
         return TrainerMachine("the CPU, with one thread", {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     own, count = device.index or 0, torch.cuda.device_count()
@@ -143,12 +143,12 @@ class Candidate:
 class Learner:
     """Keeps the texts that one engine serves, and trains its draft on them.
 
-    It is made before the weights are loaded, and attached to the engine after that.
-    figures: for metrics.  trainer: the command of the training process, without the folder.
+    A Learner is made before the weights are loaded, and attached to the engine afterwards.  figures: for metrics.
+    trainer: the command of the training process, without the folder.
     """
 
     def __init__(self, config: LearnConfig, prepared: Prepared, trainer: Sequence[str] = TRAINER) -> None:
-        """Raises EspalierError, and then leaves the folder as it was."""
+        """Raises EspalierError without changing the folder."""
         self.config, self.trainer, self.resolved = config, trainer, prepared.resolved
         self.kind, found = require_learnable(prepared), prepared.checkpoint
         assert found.draft_path is not None
@@ -219,9 +219,9 @@ class Learner:
             self.sample.add(request.prompt, request.output)
 
     def between_steps(self, engine: Engine) -> None:
-        """Swap the draft in that waits, if any.
+        """Swaps in the waiting draft, if any.
 
-        The draft's rows of open requests are then stale, but only guesses follow from them.
+        The draft's rows of running requests are stale afterwards, which affects only guesses.
         """
         self._is_busy = engine.has_work
         if self._candidate is not None:

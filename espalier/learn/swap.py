@@ -21,7 +21,7 @@ PACKAGE_PREFIX = "espalier."
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """A tensor of a model, and the object or list that holds it under `key`.  path: for messages."""
+    """A tensor of a model, and the object or list that holds the tensor under `key`.  path: for messages."""
 
     path: str
     holder: Any

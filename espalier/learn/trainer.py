@@ -1,8 +1,8 @@
 """The training process: `python -m espalier.learn.trainer DIR` trains the served draft further once, and ends.
 
-It reads DIR/run.json and the sample, measures both drafts on held-back traffic, and writes the new draft with its
-manifest.  The server says on stdin when this process may compute.  When stdin is closed, the server has ended, and this
-process ends too.
+The process reads DIR/run.json and the sample, measures both drafts on held-back traffic, and writes the new draft with
+its manifest.  The server signals on stdin when this process may compute.  When stdin is closed, the server has ended,
+and this process ends too.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from espalier.train.target import FrozenTarget, training_device
 from espalier.train.windows import Texts
 
 GO_SIGNAL, WAIT_SIGNAL = b"1", b"0"
-# Tokens of a row, by the device's type; how often the sample is read; and the steps of one reading, if it has enough
-# rows: a few large batches teach nothing.
+# The tokens of a row by the device's type, how often the sample is read, and the optimizer steps of one reading if it
+# has enough rows, because a few large batches teach nothing.
 ROW_LENGTHS, SAMPLE_PASSES, STEPS_PER_PASS = MappingProxyType({"cpu": 256, "cuda": 1024}), 3, 50
 # How many texts are measured, and how many tokens of each before and after the beginning of the output.
 MEASURED_SIDE, MAX_MEASURED_TEXTS = 256, 64
-# A training reads the newest texts with older ones, REPLAYED times as many in all, so that older topics stay.
+# A training reads REPLAY_FACTOR times as many texts as are new, so that older topics stay.
 REPLAY_FACTOR = 2
-# Far lower than the rates of a new draft, which would first undo what the draft has learned.
+# These rates are far lower than for a new draft.  Higher rates would first undo what the draft has learned.
 LEARNING_RATES = MappingProxyType({"matrix_lr": 1e-3, "other_lr": 5e-4})
 FAILED_EXIT_CODE = 1
 # The process's niceness: it gets a tenth of a core while requests use all cores.
@@ -66,7 +66,7 @@ class TrainSignal:
 
 
 def newest_texts(folder: Path, kind: str, num_texts: int, num_before: int, num_behind: int | None = None) -> Texts:
-    """The newest texts of the sample, each cut to `num_before` and `num_behind` tokens around the beginning of its output."""
+    """Returns the newest texts, each cut to num_before and num_behind tokens around its output's beginning."""
     tokens, firsts = [], []
     for text in islice(read_texts(sorted(folder.glob(f"{kind}.*.npy"))), num_texts):
         begin = max(0, text.first - num_before)
@@ -76,7 +76,7 @@ def newest_texts(folder: Path, kind: str, num_texts: int, num_before: int, num_b
 
 
 def run_settings(num_tokens: int, length: int, device: torch.device, max_seconds: int, seed: int) -> dict[str, Any]:
-    """The settings of a run over a sample of num_tokens tokens.  Raises EspalierError if these are too few."""
+    """Returns the settings of a run over a sample of num_tokens tokens.  Raises EspalierError if these are too few."""
     # A row uses up fewer tokens than two rows hold: the rest of its last text is left out.
     batch = min(32 if device.type == "cuda" else 4, max(1, num_tokens // (STEPS_PER_PASS * length)))
     if num_tokens < 2 * length + 2:
@@ -115,7 +115,7 @@ def accept_length(run: DraftRun) -> float:
 
 
 def make_run(kind: DraftKind, sample: Path, run: dict[str, Any], out: Path, seed: int) -> DraftRun:
-    """A run that trains the served draft on the newest texts and as many before these, prompts and outputs."""
+    """Returns a run that trains the served draft on the newest texts and on as many older texts, with prompts."""
     target_dir, device = Path(run["target"]), training_device()
     target = kind.target(target_dir, device)
     side = row_length(target) // 2
@@ -128,7 +128,7 @@ def make_run(kind: DraftKind, sample: Path, run: dict[str, Any], out: Path, seed
 
 
 def row_length(target: FrozenTarget) -> int:
-    """The tokens of a row of this target's batches."""
+    """Returns the tokens of a row of this target's batches."""
     return min(ROW_LENGTHS[target.device.type], int(target.config["max_position_embeddings"]))
 
 

@@ -60,7 +60,7 @@ class CompiledGrammar:
         self.num_bytes = int(form.memory_size_bytes)
 
     def masker(self, end_tokens: Sequence[int], after: str | None = None) -> GrammarMasker:
-        """The masker of one output.  end_tokens: allowed only where the grammar ends; after: as in Grammar."""
+        """Returns the masker of one output.  end_tokens: allowed only where the grammar ends; after: as in Grammar."""
         return GrammarMasker(self.form, self.vocab_size, end_tokens, after, self.tokenizer.bytes_of)
 
 
@@ -84,7 +84,7 @@ class GrammarCompiler:
         self._compilers: dict[bool, tuple[xgrammar.GrammarCompiler, np.ndarray]] = {}
 
     def submit(self, grammar: Grammar) -> "Future[CompiledGrammar]":
-        """Start to compile a grammar, or take the earlier result.
+        """Starts to compile a grammar, or returns the earlier result.
 
         The future raises EspalierError with the reason, which is CompilerBusy if a retry may succeed.
         """
@@ -153,7 +153,7 @@ class GrammarCompiler:
                 self._cached[key].set_exception(EspalierError(why))
 
     def _refuse_waiting(self) -> None:
-        """Refuse the grammars that still wait: none can begin before a thread ends, which may never happen."""
+        """Refuses the grammars that still wait.  None can begin before a thread ends, which may never happen."""
         for key, waiting in [(key, future) for key, future in self._cached.items() if not future.done()]:
             waiting.set_exception(_busy_error())
             del self._cached[key]
@@ -188,7 +188,7 @@ class GrammarCompiler:
         return compiled
 
     def _compiler(self, spells_special_tokens: bool) -> "tuple[xgrammar.GrammarCompiler, np.ndarray]":
-        """The compiler, and the number of bytes of each token.
+        """Returns the compiler, and the number of bytes of each token.
 
         spells_special_tokens: whether the grammar may spell special tokens, as structural tags do.
         """
@@ -197,7 +197,7 @@ class GrammarCompiler:
                 import xgrammar
 
                 vocabulary = token_bytes(copy.deepcopy(self.tokenizer), self.vocab_size, spells_special_tokens)
-                # Stop tokens are set for each output.  One that is set here could not be written as text.
+                # Stop tokens are set for each output.  A stop token that is set here could not be written as text.
                 info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, stop_token_ids=[])
                 threads = min(physical_cores(), MAX_THREADS)
                 compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
@@ -209,7 +209,7 @@ def compile_form(compiler: "xgrammar.GrammarCompiler", grammar: Grammar) -> "xgr
     """Compile a grammar with xgrammar.  Raises EspalierError, or an error of xgrammar."""
     text = ENFORCEABLE[grammar.kind](grammar)
     if grammar.kind in ("json_object", "json_schema"):
-        # One form of spaces: with several, a model may write spaces without end, and fewer tokens are forced.
+        # Only one form of spaces is allowed.  With several, a model may write endless spaces.
         return compiler.compile_json_schema(text, any_whitespace=False, strict_mode=False)
     is_tag = grammar.kind == "structural_tag"
     for part in ebnf_parts(json.loads(text)) if is_tag else [text] if grammar.kind == "ebnf" else []:
@@ -218,7 +218,7 @@ def compile_form(compiler: "xgrammar.GrammarCompiler", grammar: Grammar) -> "xgr
 
 
 def token_bytes(tokenizer: Tokenizer, vocab_size: int, spells_special_tokens: bool) -> list[bytes]:
-    """The bytes of each token id; b"" for an id that a grammar never allows.
+    """Returns the bytes of each token id; b"" for an id that a grammar never allows.
 
     spells_special_tokens: special tokens count as their names.  Otherwise no grammar allows them, because the text
     omits them.

@@ -23,9 +23,9 @@ class GrammarMasker:
 
     A pushed token is matched only at the next call that needs it, since matching may take long.
 
-    end_tokens: allowed only where the grammar ends.
-    after: the marker.  Before it, every token is allowed except end tokens; behind it, the grammar begins.  If the
-    marker's last token has more text, that text is not checked.  None: the grammar begins with the first token.
+    end_tokens: allowed only where the grammar ends.  after: the marker, a text.  Before the marker, every token is
+    allowed except end tokens; behind it, the grammar begins.  If the marker's last token has more text, that text is
+    not checked.  None if the grammar begins at the first token.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class GrammarMasker:
             tail = self._tail_after(self.tail, token_id)
             self.marker, self.tail = (None, b"") if tail is None else (self.marker, tail)
         elif not self.matcher.is_terminated() and not self._accept(token_id):
-            # Correct masks never lead here.  If it happens, only this request ends with an error.
+            # Correct masks never lead here.  A wrong mask ends only this request with an error.
             self._has_rejected = True
 
     @property
@@ -182,5 +182,5 @@ class GrammarMasker:
 
 
 def allowed_tokens(mask: np.ndarray) -> np.ndarray:
-    """The tokens that a mask [words] allows, ascending."""
+    """Returns the tokens that a mask [words] allows, ascending."""
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))

@@ -26,7 +26,7 @@ MAX_S_PER_BYTE = 0.001
 # The number of sample texts, and the tokens of each.
 NUM_SAMPLES = 4
 NUM_TOKENS = 96
-# Longer tokens are not preferred over tokens of this many bytes: the masks behind them might already take too long.
+# Longer tokens are not preferred over tokens of this many bytes, because the masks behind them may take too long.
 MAX_TOKEN_BYTES = 8
 # The processor time in seconds after which no further sample begins.
 MAX_TRIAL_S = 0.25
@@ -97,7 +97,8 @@ def _try_one_text(matcher: Any, num_bytes: np.ndarray, rng: random.Random, repea
 
 
 def _first_index(is_candidate: np.ndarray, start: int) -> int:
-    """The first liked index from `start` on, else from 0 on.  Listing all would take longer than making the mask."""
+    """Returns the first candidate index from `start` on, else from 0 on.  A list of all would take longer than the
+    mask."""
     behind = start + int(is_candidate[start:].argmax())
     return behind if is_candidate[behind] else int(is_candidate.argmax())
 

@@ -38,7 +38,7 @@ class DraftedAncestors(NamedTuple):
     ancestor_bits: Tensor
 
     def mask(self) -> Tensor:
-        """[B, Q, E] bool: the drafted tokens on each row's path."""
+        """Returns [B, Q, E] bool: the drafted tokens on each row's path."""
         return unpack_bits(self.ancestor_bits, self.tokens.shape[1])
 
 
@@ -119,7 +119,7 @@ def _banned(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
 
 
 def _counts(rows: SamplingRows, queries: int, above: DraftedAncestors | None) -> Tensor:
-    """[B, Q or 1, V]: how often each token is in the output before each row."""
+    """Returns [B, Q or 1, V]: how often each token is in the output before each row."""
     assert rows.counts is not None
     if above is None:
         return rows.counts[:, None]

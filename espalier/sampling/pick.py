@@ -13,15 +13,15 @@ from espalier.sampling.logit_processors import DraftedAncestors, SamplingNeeds, 
 
 
 class SampledTokens(NamedTuple):
-    """tokens [B, Q] int64; finite [B, Q] bool: whether the row's best logit is finite (neither NaN nor infinite)."""
+    """tokens: [B, Q] int64, the sampled tokens; finite: [B, Q] bool, False if a row's best logit is NaN or infinite."""
 
     tokens: Tensor
     finite: Tensor
 
 
 class Logprobs(NamedTuple):
-    """tokens [...], their log-probabilities `chosen` [...] and ranks [...], 1 is the likeliest; ids [..., n] of the
-    likeliest tokens and their log-probabilities `values` [..., n]."""
+    """Log-probabilities of tokens. tokens, chosen, ranks: [...], each token, its log-probability and its rank (1 is the
+    likeliest); ids, values: [..., n], the likeliest tokens and their log-probabilities."""
 
     tokens: Tensor
     chosen: Tensor
@@ -41,9 +41,8 @@ def pick(
     """Pick the token of each row of logits [B, Q, V], drawn at positions [B, Q].
 
     The order of operations: bias, bans and penalties; temperature; top-k; top-p; min-p; argmax(logits / T + noise).
-    They are computed in float32, or float64 for float64.  Ties go to the lower id.  Temperature 0 is plain argmax
-    without filters.
-    noise: [B, Q, V], None if no row samples; above: drafted tokens that count as output.
+    All steps compute in float32, or in float64 for float64 logits.  Ties go to the lower id.  Temperature 0 is plain
+    argmax without filters.  noise: [B, Q, V], None if no row samples; above: drafted tokens that count as output.
     """
     if rows is not None:
         logits = process_logits(logits, rows, needs, positions, above)
@@ -57,7 +56,7 @@ def pick(
 
 
 def mask_filtered(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Logits [B, Q, V] with -inf for tokens that top-k, then top-p of the rest, then min-p remove.
+    """Returns logits [B, Q, V] with -inf for tokens that top-k, then top-p of the rest, then min-p remove.
 
     Among equal logits the lower id stays.  At least one token stays.  Probabilities are summed as integers, in units of
     2**-40 of the likeliest token's, so that the cut does not depend on batch, device or order of summation.
@@ -77,7 +76,7 @@ def mask_filtered(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def over_temperature(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Logits [B, Q, V] divided by each row's temperature; rows with temperature 0 do not change."""
+    """Returns logits [B, Q, V] divided by each row's temperature; rows with temperature 0 do not change."""
     return logits / rows.temperature.masked_fill(rows.temperature == 0, 1.0).to(logits.dtype)[:, None, None]
 
 
@@ -117,10 +116,10 @@ def mix_bits(x: Tensor) -> Tensor:
 
 
 def random_bits(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """Random bits [B, P, vocab] int32, 32 per token id.  seeds: [B], positions: [B, P], both int64."""
+    """Returns random bits [B, P, vocab] int32, 32 per token id.  seeds: [B], positions: [B, P], both int64."""
     halves = torch.stack((seeds, seeds >> 32)).to(torch.int32)[..., None]
     position = positions.to(torch.int32)
-    # The start values of both keys are computed together: [2, B, P].
+    # The first hashes of both key halves are computed together: [2, B, P].
     begun = mix_bits(torch.stack((position + (0x9E3779B9 - 2**32), position + (0x85EBCA6B - 2**32))))
     k0, k1 = mix_bits(halves ^ mix_bits(halves.flip(0) ^ begun))
     ids = torch.arange(vocab, dtype=torch.int32, device=seeds.device)
@@ -128,7 +127,7 @@ def random_bits(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
-    """Standard Gumbel noise [B, P, vocab] for tokens drawn at positions [B, P] with seeds [B], both int64.
+    """Returns standard Gumbel noise [B, P, vocab] for tokens drawn at positions [B, P] with seeds [B], both int64.
 
     The noise is -log(-log(u)) with u = ((r >> 9) + 0.5) * 2**-23.  With 24 bits or more, the largest u would round to
     1.0 in float32, and its noise would be infinite: a large vocabulary would now and then draw a random token.

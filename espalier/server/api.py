@@ -90,7 +90,7 @@ async def prepare_chat(front: Front, body: ChatRequest) -> Conversation:
 def _prompt(inputs: InputProcessor, body: ChatRequest, plan: ChatPlan, check: Callable[[str], None]) -> RenderLoop:
     """Returns a generator that makes the token ids of a conversation.
 
-    It yields each rendering of the template, which the caller runs and sends back (chat.Steps).  Raises EspalierError.
+    The generator yields each rendering, and the caller sends back the text (chat.RenderLoop).  Raises EspalierError.
     """
     keep = body.truncate_prompt_tokens
     check = inputs.require_text_fits if keep is None else check
@@ -105,7 +105,7 @@ def chat_steps(
     check: Callable[[str], None],
     plan: ChatPlan,
 ) -> RenderLoop:
-    """Returns a generator that makes the token ids of messages (chat.Steps).  Raises EspalierError."""
+    """Returns a generator that makes the token ids of messages (chat.RenderLoop).  Raises EspalierError."""
     return inputs.chat_steps(plan.messages([message.for_template() for message in messages]), check=check, **options)
 
 
@@ -311,7 +311,7 @@ def _tokenize_text(inputs: InputProcessor, body: TokenizeRequest, check: Callabl
 def _tokenize_conversation(
     inputs: InputProcessor, body: TokenizeRequest, formats: Formats, check: Callable[[str], None]
 ) -> RenderLoop:
-    """Returns a generator that makes the token ids of a conversation for /tokenize (chat.Steps)."""
+    """Returns a generator that makes the token ids of a conversation for /tokenize (chat.RenderLoop)."""
     assert body.messages is not None
     options: ChatOptions = {**body.options(), "add_special_tokens": body.add_special_tokens}
     return chat_steps(inputs, body.messages, options, check, ChatPlan(inputs.tokenizer, formats, Tools()))

@@ -55,4 +55,4 @@ class GlooCollectives:
         return gather_columns_by_all_gather(self, x, columns_per_rank, size)
 
     def abort(self) -> None:
-        """Do nothing: an operation ends with an error when another rank's process has ended."""
+        """Does nothing, because an operation ends with an error when another rank's process has ended."""

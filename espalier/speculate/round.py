@@ -40,9 +40,8 @@ from espalier.speculate.tree import VOID, Tree
 class ModelRunner:
     """Everything that a launch runs on: layout, slot table, target, drafter.
 
-    cache: the rows that the target's layers keep.
-    coupled_scores: whether the draft scores children with the same noise that the target samples with.  Without this,
-    fewer sampled tokens are accepted; False serves to measure how many.
+    cache: the rows that the target's layers keep.  coupled_scores: whether the draft scores children with the noise
+    that the target samples with, so that more sampled tokens are accepted.  False serves for measurements.
     trims_trees: whether a round runs no more nodes than it has guesses.  Then the host waits for the tree, and shapes
     differ from round to round, which a CUDA graph does not allow.
     """
@@ -72,8 +71,8 @@ class ModelRunner:
         return self.cache.backend.captures_prefill and self.drafter.captures_prefill
 
     def for_tree(self, tree: TreeShape | None) -> "ModelRunner":
-        """Returns the runner for rounds with this tree at every batch size; None for the layout's trees.  Models and
-        buffers are shared."""
+        """Returns the runner for rounds with this tree at every batch size.  tree: None for the layout's trees.  Models
+        and buffers are shared."""
         return self if tree is None else self._for_layout(self.layout.with_tree(tree))
 
     def _for_layout(self, layout: RoundLayout) -> "ModelRunner":
@@ -93,13 +92,13 @@ class ModelRunner:
         return self.drafter.spec.target_output == "hidden" or self.target.config.num_layers in self.target.capture
 
     def shared_rows(self, batch: int) -> int:
-        """Returns the number of rows of a verify pass that are shared out over the batch; 0 if they are not."""
+        """Returns how many rows of a verify pass all requests share; 0 if each request has rows of its own."""
         shared = self.layout.shared_rows
         return batch * shared if batch and shared < self.layout.num_draft_tokens else 0
 
     def node_slices(self, batch: int) -> list[slice]:
-        """Returns slices of each tree's nodes; the logits of one slice are computed at a time.  Call this on the runner
-        for this batch (`for_batch`)."""
+        """Returns slices of each tree's nodes.  The logits of one slice are computed at a time.  Call this on the
+        runner for this batch (`for_batch`)."""
         return node_slices(batch, self.layout.num_draft_tokens, self.target.config.vocab_size)
 
     def sampler(self, slots: BatchState, needs: SamplingNeeds, first: Tensor, width: int) -> Sampler:
@@ -146,7 +145,7 @@ class RoundStage:
 
 @dataclass(frozen=True)
 class BegunRound(RoundStage):
-    """The state after the begin stage.  grow: the function that does the rest of the proposal."""
+    """The state after the begin stage.  grow: the function that proposes the tree."""
 
     grow: GrowTree
 
@@ -180,8 +179,8 @@ def decode_round(
 ) -> RoundOutput:
     """Runs a whole round.
 
-    slot_ids: [B] int64, the slots of the batch; appended_pages: new entries of the page table; snapshots: for each request, the
-    snapshot of its state that the commit takes.
+    slot_ids: [B] int64, the slots of the batch; appended_pages: new entries of the page table; snapshots: for each
+    request, the snapshot of its state that the commit takes.
     """
     return settle(verify(propose(begin(runner, slot_ids, needs, appended_pages, snapshots))))
 
@@ -342,7 +341,7 @@ def prefill(
 def void_padding(runner: ModelRunner, tokens: Tensor, exists: Tensor) -> Tensor:
     """Returns the tokens [B, Q] that the target runs.  exists: [B, Q] or [B, 1] bool, False for padding.
 
-    For a target with experts, padding gets token -1, so that no expert's weights are read for padding.
+    For a target with experts, padding gets token -1, so that padding reads no expert's weights.
     """
     if runner.target.config.experts is None:
         return tokens
@@ -401,7 +400,7 @@ def draft_features(drafter: Drafter, out: ModelOutput) -> Tensor | None:
 def path_features(drafter: Drafter, out: ModelOutput, path: Path) -> Tensor | None:
     """Returns [B, W, F]: `draft_features` at the nodes of the accepted path.
 
-    Only the features of these nodes are concatenated.
+    Only the features of the path's nodes are concatenated.
     """
     if drafter.spec.target_output is None:
         return None

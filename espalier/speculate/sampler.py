@@ -121,8 +121,8 @@ class Sampler(ABC):
 class TorchSampler(Sampler):
     """The sampler in plain torch.
 
-    vocab_size: size of the target's vocabulary.  rows: the parameters of each request; noise: [B, width, V], for positions
-    first .. first + width - 1.  Both are None if no request of the batch needs them.
+    vocab_size: size of the target's vocabulary.  rows: the parameters of each request; noise: [B, width, V], for
+    positions first .. first + width - 1. `rows` and `noise` are None if no request of the batch needs them.
     """
 
     vocab_size: int
@@ -254,6 +254,6 @@ def kernel_sampler(slots: BatchState, needs: SamplingNeeds, first: Tensor, coupl
 def noise_offsets(tree: Tree) -> Tensor:
     """Returns [B, D]: the position of the token that follows each node, counted from `first`.
 
-    `first` is the position after the root, so the result is the node's depth.
+    `first` is the position after the root, so the offset is the node's depth.
     """
     return tree.depths

@@ -32,7 +32,7 @@ class RootTrees:
 
 
 class CandidatePool:
-    """The candidates of a batch, level by level, so a parent precedes its children.
+    """The candidates of a batch, level by level.  So a parent precedes its children.
 
     Level 1 has topk candidates.  Each later level has topk candidates for each of its topk beams, in beam order.
     """

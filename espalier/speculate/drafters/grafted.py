@@ -32,7 +32,7 @@ from espalier.speculate.tree import VOID, Tree
 
 
 class GraftedDrafter:
-    """A Drafter that joins the trees of `drafter` with the sources' paths.  layout: of the rounds."""
+    """A Drafter that joins the trees of `drafter` with the sources' paths.  layout: the rounds' layout."""
 
     def __init__(self, drafter: Drafter, layout: RoundLayout):
         self.drafter = drafter
@@ -104,5 +104,5 @@ def _padded(values: Tensor, field: Tensor) -> Tensor:
 
 
 def have_no_paths(paths: Paths | None) -> bool:
-    """Whether there are no paths.  Always False on a GPU if `paths` is not None, as a look at the values would wait."""
+    """Whether there are no paths.  False on a GPU if `paths` is not None, because a check would wait for the GPU."""
     return paths is None or (not paths.kinds.is_cuda and not bool(paths.kinds.any()))

@@ -1,6 +1,6 @@
 """N-gram lookup on the device (prompt lookup decoding, Saxena 2023): proposes tokens that followed the same text.
 
-It needs no model and no K/V, because candidates come from the slot's history.  Each branch follows an earlier
+The drafter needs no model and no K/V, because candidates come from the slot's history.  Each branch follows an earlier
 occurrence of the history's suffix: the longest occurrences first, then the latest.  Branches start with distinct
 tokens, so siblings are distinct.
 """
@@ -71,7 +71,7 @@ class NgramDrafter(DrafterWithoutFiles):
 
 
 def match_log_probability(length: Tensor) -> Tensor:
-    """[B, K] float32: after a match of m tokens each proposed token has probability m / (m + 1).
+    """Returns [B, K] float32: after a match of m tokens each proposed token has probability m / (m + 1).
 
     Without a match the value is -inf, which makes a void node.
     """

@@ -50,7 +50,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         return partial(best_paths, roots, logits, edges, self.draft.d2t, self.layout)
 
     def _run_block(self, slots: BatchState) -> Tensor:
-        """Run the block.  Returns the hidden states of the rows that propose depths 1 to steps: [B, steps, H]."""
+        """Runs the block.  Returns the hidden states of the rows that propose depths 1 to steps: [B, steps, H]."""
         first = self.spec.first_proposing
         rows = block_rows(slots, 0, self.num_known[: slots.batch], self.width, self.spec.mask_token)
         prefix = Prefix(slots.page_table, slots.prefix_len)
@@ -59,7 +59,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         return hidden[:, first : first + self.layout.steps]
 
     def _nodes(self, slots: BatchState, positions: Tensor) -> list[Nodes]:
-        """The Nodes of each layer: which rows the rows of a block attend to."""
+        """Returns the Nodes of each layer: which rows the rows of a block attend to."""
         # Attention uses positions for windows only.
         at = slots.prefix_len[:, None].expand(-1, self.width) if self.spec.windows_from_root else positions
         nodes = {
@@ -98,14 +98,14 @@ def best_paths(
 
 
 def plain_candidates(tokens: Tensor, scores: Tensor) -> Candidates:
-    """Candidates [B, S, K] without edges: the same row of the next depth follows every candidate of a depth."""
+    """Returns candidates [B, S, K] without edges: the same row of the next depth follows every candidate of a depth."""
     return Candidates(tokens[:, :, None], scores[:, :, None], torch.zeros_like(tokens, dtype=torch.int32)[:, :, None])
 
 
 def edge_candidates(
     rows: DepthRows, steps: int, topk: int, next_depth: Callable[[int, DepthRows, Candidates], DepthRows]
 ) -> Candidates:
-    """Candidates whose scores depend on the tokens before.
+    """Returns candidates whose scores depend on the tokens before.
 
     rows: the roots.  next_depth: like fill_depth, called with (a depth from 0, its rows, the candidates to fill).
     """
@@ -116,8 +116,8 @@ def edge_candidates(
 
 
 def block_rows(slots: BatchState, first: int, num_known: Tensor, width: int, mask_token: int) -> TokenChain:
-    """`width` rows of a block, from position prefix_len + `first` on.
+    """Returns `width` rows of a block, from position prefix_len + `first` on.
 
-    num_known: [B], how many of a request's first rows hold tokens that its history has; the other rows hold `mask_token`.
+    num_known: [B], how many of a request's first rows hold tokens of its history; the others hold `mask_token`.
     """
     return read_chain(slots, first, num_known, width, mask_token)

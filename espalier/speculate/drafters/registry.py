@@ -109,7 +109,7 @@ BUILT_IN_FORMATS = (
 )
 # The formats, by algorithm.  To add a format from outside this package: DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
 DRAFT_FORMATS: dict[str, DraftFormat] = {known.algorithm: known for known in BUILT_IN_FORMATS}
-# Drafts, models and MTP layers that are not built, by architecture or speculators_model_type, with a name for each.
+# Names of unsupported drafts, by architecture or speculators_model_type.
 UNSUPPORTED_DRAFTS = {
     "xpress": "XPress",
     "Gemma4DSparkModel": "DSpark with Gemma 4's layers",
@@ -129,12 +129,12 @@ ENTRY_POINTS = "espalier.drafters"
 
 
 def algorithms() -> tuple[str, ...]:
-    """The algorithm names that users may give."""
+    """Returns the algorithm names that users may give."""
     return (*DRAFT_FORMATS, *WITHOUT_FILES, *sorted(entry_points(group=ENTRY_POINTS).names))
 
 
 def drafter_without_files(algorithm: str) -> type[DrafterWithoutFiles] | None:
-    """The drafter class of an algorithm that needs no files; None for other algorithms.
+    """Returns the drafter class of an algorithm that needs no files; None for other algorithms.
 
     Raises EspalierError if the class's `spec` is not that of an algorithm without files.
     """
@@ -151,7 +151,7 @@ def drafter_without_files(algorithm: str) -> type[DrafterWithoutFiles] | None:
 
 
 def low_acceptance_advice(algorithm: str) -> str:
-    """What a user should check or do if almost no draft token of this algorithm is accepted."""
+    """Returns what a user should check if almost no draft token of this algorithm is accepted."""
     if algorithm == NgramDrafter.spec.algorithm:
         return "this text has few repetitions: use a trained draft"
     if algorithm not in DRAFT_FORMATS:
@@ -212,12 +212,12 @@ def is_draft(path: Path, is_expected: bool = False) -> bool:
 
 
 def draft_algorithm(path: Path) -> str:
-    """The algorithm that runs the draft in this directory.  Raises EspalierError for an unknown format."""
+    """Returns the algorithm that runs the draft in this directory.  Raises EspalierError for an unknown format."""
     return format_of(read_json(path / "config.json"), path).algorithm
 
 
 def draft_of_target(path: Path, target: ModelConfig, algorithm: str) -> Path | None:
-    """The directory of the target at `path`, if it holds a draft beside the target; else None.
+    """Returns the directory of the target at `path`, if it holds a draft beside the target; else None.
 
     algorithm: the algorithm that must be able to run the draft, or "auto" for any.
     """
@@ -237,7 +237,7 @@ def read_draft(path: Path | str, target: ModelConfig) -> DraftConfig:
 
 
 def draft_shards(algorithm: str, shards: Shards) -> Shards:
-    """The part of a draft of this algorithm that a rank holds, if it holds `shards` of the target; WHOLE for all."""
+    """Returns the part of an algorithm's draft for a rank that holds `shards` of the target; WHOLE for all parts."""
     return shards if algorithm in DRAFT_FORMATS and DRAFT_FORMATS[algorithm].is_divided else WHOLE
 
 

@@ -1,4 +1,4 @@
-"""The contract of a source: it proposes paths of tokens that may follow a request's text, and says how well each
+"""The contract of a source: it proposes paths of tokens that may follow a request's text, and rates how well each path
 matches the text.
 
 A source on the device makes Paths from the slot table (text.py).  A source on the host makes Guesses.  Each launch
@@ -16,12 +16,12 @@ from espalier.slots import MATCH_STRENGTHS, SOURCES, Guess
 
 
 def path_kind(source: str, strength: int) -> int:
-    """The number that stands for a source and a strength, from 1 on.  strength: from 1 to MATCH_STRENGTHS."""
+    """Returns the number that stands for a source and a strength, from 1 on.  strength: from 1 to MATCH_STRENGTHS."""
     return 1 + SOURCES.index(source) * MATCH_STRENGTHS + strength - 1
 
 
 def match_strength(num_matching: int) -> int:
-    """The strength of a guess.  num_matching: how many tokens before it equal the text's last tokens."""
+    """Returns the strength of a guess.  num_matching: how many tokens before the guess equal the text's last tokens."""
     return min(MATCH_STRENGTHS, max(num_matching, 1).bit_length())
 
 

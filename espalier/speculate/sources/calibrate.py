@@ -1,4 +1,4 @@
-"""Replaces the draft's own scores by the share of such nodes that were right lately.
+"""Replaces the draft's own scores by the share of recent nodes of the same kind that were right.
 
 The draft counts as one more source.  The kind of a node is made of its rank among its siblings, the draft's probability
 for its last step, and whether the request samples.  The score of a step is the survival of the node's kind at its
@@ -18,7 +18,7 @@ from espalier.slots import ALONE_OFFSET, MATCH_STRENGTHS, NUM_LEVELS, NUM_RANKS,
 
 # No step has a higher probability, so a child never scores as high as its parent.
 MAX_STEP_PROBABILITY = 0.98
-# A level is a root of -log p, so levels are narrow where p is near 1: 0.92, 0.72, 0.48, 0.27, 0.13, 0.05, 0.02.
+# The level is this times the square root of -log p.  The bounds of p are 0.92, 0.72, 0.48, 0.27, 0.13, 0.05, 0.02.
 LEVELS_A_ROOT = 3.5
 # The weight of the draft's own score, which decides between nodes of the same kind.
 TIE_WEIGHT = 1e-3
@@ -27,7 +27,7 @@ DEPTH_SHIFT, PARENT_SHIFT, TOKEN_SHIFT = 12, 24, 40
 
 
 def draft_node_kinds(tree: Tree, is_sampled: Tensor) -> Tensor:
-    """[B, D] int64: the kinds of a draft's nodes; 0 for roots and void nodes.  is_sampled: [B] bool."""
+    """Returns [B, D] int64: the kinds of a draft's nodes; 0 for roots and void nodes.  is_sampled: [B] bool."""
     own = _step_log_probability(tree)
     level = (LEVELS_A_ROOT * (-own).clamp(min=0).sqrt()).clamp(max=NUM_LEVELS - 1).long()
     is_sibling = tree.parents[:, :, None] == tree.parents[:, None]
@@ -39,7 +39,7 @@ def draft_node_kinds(tree: Tree, is_sampled: Tensor) -> Tensor:
 
 
 def middle_of_level(level: int) -> float:
-    """The probability, in the draft's own scores, at the middle of a level."""
+    """Returns the probability, in the draft's own scores, at the middle of a level."""
     return math.exp(-(((level + 0.5) / LEVELS_A_ROOT) ** 2))
 
 
@@ -56,7 +56,7 @@ def calibrate_scores(tree: Tree, kinds: Tensor, survival: Tensor, skill: Tensor)
 
 
 def pack_nodes(tree: Tree, kinds: Tensor) -> Tensor:
-    """[B, D] int64: each node packed into one number, which the host reads; VOID for roots and void nodes."""
+    """Returns [B, D] int64: each node packed into one number, which the host reads; VOID for roots and void nodes."""
     made = (tree.tokens << TOKEN_SHIFT) + (tree.parents << PARENT_SHIFT) + (tree.depths << DEPTH_SHIFT) + kinds
     return made.masked_fill(_is_root_or_void(tree), VOID)
 
@@ -96,12 +96,12 @@ class Candidates(NamedTuple):
 
 
 def is_sampled(slots: BatchState) -> Tensor:
-    """[B] bool: whether the draft's scores for a request contain noise, because it samples."""
+    """Returns [B] bool: whether the draft's scores for a request contain noise, because it samples."""
     return slots.table.temperature.index_select(0, slots.index) > 0
 
 
 def root_only_trees(root: Tensor, nodes: int, num_words: int) -> Tree:
-    """Trees [B, nodes] that hold the roots [B] and otherwise void nodes."""
+    """Returns trees [B, nodes] that hold the roots [B] and otherwise void nodes."""
     blank = root.new_zeros(root.shape[0], nodes)
     tokens, depths = blank.masked_fill(blank == 0, VOID), blank + 1
     scores = torch.full_like(blank, -torch.inf, dtype=torch.float32)
@@ -111,7 +111,7 @@ def root_only_trees(root: Tensor, nodes: int, num_words: int) -> Tree:
 
 
 def _step_log_probability(tree: Tree) -> Tensor:
-    """[B, D]: the draft's own log-probability of a node's last step, at most 0; -inf for a void node."""
+    """Returns [B, D]: the draft's own log-probability of a node's last step, at most 0; -inf for a void node."""
     return (tree.scores - tree.scores.gather(1, tree.parents)).clamp(max=0)
 
 

@@ -19,7 +19,7 @@ SEQUENCE_PADDING = -2
 def graft(
     tree: Tree, kinds: Tensor, paths: Paths, survival: Tensor, steps: int, is_drafted: bool = True
 ) -> tuple[Tree, Tensor]:
-    """Make trees of the same size from the best nodes of the draft's trees and of the paths.  Returns their kinds too.
+    """Makes trees of the same size from the best nodes of the draft's trees and of the paths.  Returns (trees, kinds).
 
     kinds: [B, D], of the draft's nodes; survival: [NODE_KINDS, S] float32, the log-probability that a node of a kind is
     right at a depth if its parent is right; steps: the greatest depth; is_drafted: whether a draft made the trees.
@@ -52,7 +52,7 @@ def graft(
 
 
 def tree_sequences(tree: Tree, steps: int) -> Tensor:
-    """[B, D, S]: for each node the tokens from depth 1 down to it, then SEQUENCE_PADDING."""
+    """Returns [B, D, S]: for each node the tokens from depth 1 down to it, then SEQUENCE_PADDING."""
     nodes = tree.tokens.shape[1]
     lineage = unpack_bits(tree.ancestors, nodes)
     at = torch.where(lineage, tree.depths[:, None], 0)
@@ -68,7 +68,7 @@ def path_sequences(tokens: Tensor) -> Tensor:
 
 
 def _existing_nodes(tree: Tree, paths: Paths, steps: int) -> Tensor:
-    """[B, D + P · S] bool: whether a node is not void.  A path of kind 0 is void, although it has tokens."""
+    """Returns [B, D + P · S] bool: whether a node is not void.  A path of kind 0 is void, although it has tokens."""
     drafted = tree.tokens != VOID
     # The root exists, whatever its token.
     drafted[:, 0] = True
@@ -77,7 +77,7 @@ def _existing_nodes(tree: Tree, paths: Paths, steps: int) -> Tensor:
 
 
 def _build_tree(tree: Tree, paths: Paths, chosen: Tensor, first: Tensor, best: Tensor, steps: int) -> Tree:
-    """The tree of the nodes `chosen` [B, D], in this order.  Parents come before their children."""
+    """Returns the tree of the nodes `chosen` [B, D], in this order.  Parents come before their children."""
     (batch, size), drafted = best.shape, tree.tokens.shape[1]
     device = best.device
     order = torch.arange(size - drafted, device=device)

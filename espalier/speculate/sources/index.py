@@ -16,7 +16,7 @@ from espalier.speculate.sources.base import match_strength, path_kind
 
 # The lengths of the runs that are looked up, the longest first.
 RUN_LENGTHS = (12, 6, 3)
-# Bytes for one token: its id, the number of its text, and a place in each table.
+# The memory of one token: its id, the number of its text, and a place in each table.
 BYTES_PER_TOKEN = 4 + 8 + 8 * len(RUN_LENGTHS)
 # At most this many tokens are compared to find how well a place matches.
 MAX_MATCHING = 16
@@ -67,7 +67,7 @@ class IndexSource:
         ]
 
     def find(self, last_tokens: Sequence[int], salt: int, width: int) -> list[tuple[int, tuple[int, ...]]]:
-        """(number of matching tokens, the tokens that followed) for each place with the same last tokens.
+        """Returns (number of matching tokens, the tokens that followed) for each place with the same last tokens.
 
         Places of longer runs come first.
         """
@@ -86,7 +86,7 @@ class IndexSource:
         return made
 
     def _num_matching(self, text: np.ndarray, place: int, salt: int) -> int:
-        """How many tokens up to `place` equal the last tokens of `text`, within one text of this salt."""
+        """Returns how many tokens up to `place` equal the last tokens of `text`, within one text of this salt."""
         if self.texts[place] >> TEXT_NUMBER_BITS != salt:
             return 0
         places = (place - np.arange(len(text))) % self.size
@@ -104,7 +104,7 @@ TEXT_NUMBER_BITS = 16
 
 
 def client_salt(client: str) -> int:
-    """A hash of the client's name, of 47 bits."""
+    """Returns a hash of the client's name, of 47 bits."""
     return int.from_bytes(blake2b(client.encode(), digest_size=8).digest()) >> (TEXT_NUMBER_BITS + 1)
 
 
@@ -118,7 +118,7 @@ def _run_hash(run: Sequence[int], salt: int) -> int:
 
 
 def _run_hashes(text: np.ndarray, run: int, salt: int) -> np.ndarray:
-    """[n - run + 1] uint64: the hashes of all runs of `run` tokens, in order."""
+    """Returns [n - run + 1] uint64: the hashes of all runs of `run` tokens, in order."""
     made = np.full(len(text) - run + 1, salt, dtype=np.uint64)
     for at in range(run):
         made = (made ^ text[at : at + len(made)].astype(np.uint64)) * HASH_FACTOR

@@ -1,7 +1,7 @@
 """The source `text` on the host, which searches a request's own text.
 
-It is used where the host knows all tokens of a request before each round.  Tables map each run of tokens to the place
-after its last occurrence.  Each new token enters the tables once, so the cost of a round does not grow with the text.
+The source is used if the host knows all tokens of a request before each round.  Tables map each run of tokens to the
+place after its last occurrence.  Each token enters the tables once, so the cost of a round is constant.
 """
 
 from collections.abc import Sequence

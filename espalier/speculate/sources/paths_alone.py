@@ -64,7 +64,7 @@ def _add_path(
 
 
 def _best_nodes(tree_nodes: list[GuessNode], nodes: int) -> list[GuessNode]:
-    """The root and the best other nodes, in the order of their scores, padded with void nodes."""
+    """Returns the root and the best other nodes, in the order of their scores, padded with void nodes."""
     order = [0, *sorted(range(1, len(tree_nodes)), key=lambda at: -tree_nodes[at][3])][:nodes]
     place = {at: i for i, at in enumerate(order)}
     made: list[GuessNode] = []
@@ -76,6 +76,6 @@ def _best_nodes(tree_nodes: list[GuessNode], nodes: int) -> list[GuessNode]:
 
 
 def _ancestor_word(bits: int, word: int) -> int:
-    """Word `word` of a node's ancestor bits, as a signed 64-bit number."""
+    """Returns word `word` of a node's ancestor bits, as a signed 64-bit number."""
     unsigned = bits >> word * ANCESTOR_BITS & (1 << ANCESTOR_BITS) - 1
     return unsigned - (unsigned >> ANCESTOR_BITS - 1 << ANCESTOR_BITS)

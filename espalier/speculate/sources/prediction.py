@@ -16,8 +16,8 @@ class PredictionProgress:
     """A prediction and how far the output has followed it.
 
     tokens: of the prediction; places: for each run of REJOIN tokens, the positions where the run ends, in order;
-    next: the position of the expected token; matching: how many tokens before `next` agreed in a row; appeared: for
-    each token of the prediction, whether the output has contained it.
+    next_position: the position of the expected token; num_matching: how many tokens before next_position agreed in a
+    row; has_appeared: for each token of the prediction, whether the output has contained it.
     """
 
     tokens: Sequence[int]
@@ -32,7 +32,7 @@ class PredictionProgress:
             self.places.setdefault(tuple(self.tokens[end - REJOIN_TOKENS : end]), []).append(end)
 
     def push(self, last: Sequence[int]) -> None:
-        """Take in a new token of the output.  last: the last 1 to REJOIN tokens of the output, the new one included."""
+        """Adds a new token of the output.  last: the last 1 to REJOIN tokens of the output, the new one included."""
         if self.next_position < len(self.tokens) and self.tokens[self.next_position] == last[-1]:
             self.has_appeared[self.next_position] = True
             self.next_position += 1
@@ -41,7 +41,7 @@ class PredictionProgress:
         self.num_matching = 0
         places = self.places.get(tuple(last), ())
         if places:
-            # Edits go forward, so take the first place behind `next`, or else the last place.
+            # Edits go forward, so take the first place behind next_position, or else the last place.
             self.next_position = next((end for end in places if end > self.next_position), places[-1])
             self.num_matching = REJOIN_TOKENS
             self.has_appeared[self.next_position - REJOIN_TOKENS : self.next_position] = b"\1" * REJOIN_TOKENS

@@ -1,7 +1,8 @@
 """Counts how often guesses are right, by kind and depth, over all requests, and how much each request's draft differs.
 
 The counts come from results that the host reads anyway.  Each guess is counted once, when the host reads the result of
-its round, whether or not it was verified.  So equal requests in equal order give equal numbers.  Older counts fade.
+its round, whether or not it was verified.  So equal requests in equal order give equal numbers.  Old counts lose
+weight.
 """
 
 import math
@@ -21,17 +22,18 @@ INITIAL_SURVIVAL = {
     "prediction": (0.6, 0.8, 0.9, 0.95),
     "index": (0.5, 0.7, 0.85, 0.92),
 }
-# INITIAL_SURVIVAL is multiplied by this where the draft of the same round proposes other tokens.
+# INITIAL_SURVIVAL is multiplied by this for nodes that the draft of the same round does not propose.
 ALONE_FACTOR = 0.4
 # INITIAL_SURVIVAL is multiplied by this for a request that samples.
 SAMPLED_FACTOR = 0.5
-# The assumption weighs PRIOR_WEIGHT guesses.  A guess's weight is halved after HALF_LIFE more guesses of its kind.
+# The assumption has the weight of PRIOR_WEIGHT guesses.  A guess's weight is halved after HALF_LIFE guesses of its
+# kind.
 PRIOR_WEIGHT = 4.0
 HALF_LIFE = 256.0
 # The table is sent again once a probability has changed by MIN_CHANGE, checked after every MIN_COUNTS counts.
 MIN_CHANGE, MIN_COUNTS = 0.02, 8
-# A request's own share starts with the weight of OWN_PRIOR_WEIGHT nodes that were as right as the nodes of all requests.  Its
-# weight is halved after OWN_HALF_LIFE rounds.  No request's skill exceeds MAX_SKILL, nor falls below 1 / MAX_SKILL.
+# A request's own count starts with OWN_PRIOR_WEIGHT nodes that were right as often as expected.  The weight of a node
+# is halved after OWN_HALF_LIFE rounds.  A request's skill is limited to 1 / MAX_SKILL ..  MAX_SKILL.
 OWN_PRIOR_WEIGHT, OWN_HALF_LIFE, MAX_SKILL = 2.0, 8.0, 50.0
 
 
@@ -39,10 +41,9 @@ class Survival:
     """The counts of right guesses.
 
     num_tried: [NODE_KINDS, S], how many guesses were right at all depths above; num_right: how many of these were right
-    at this depth too.
-    path_counts: [2, 2, 1 + ALONE_OFFSET, S], both counts again, by whether the request samples, for whole paths of the
-    sources: also the tokens that a draft proposed too.
-    counts_of_request: by request, how many nodes of its draft were expected to be right by these counts, and are.
+    at this depth too.  path_counts: [2, 2, 1 + ALONE_OFFSET, S], both counts for whole paths of the sources, by whether
+    the request samples.  They include tokens that a draft proposed too.  counts_of_request: by request, how many nodes
+    of its draft were expected to be right, and how many were.
     """
 
     def __init__(self, steps: int) -> None:
@@ -84,8 +85,8 @@ class Survival:
     ) -> int:
         """Count a path of a source.  Returns how many of its tokens the target picked too.
 
-        emitted: the tokens that the target picked at the depths of the path; num_shared: how many of the path's tokens the
-        draft proposed too, None in a round without a draft.
+        emitted: the tokens that the target picked at the depths of the path; num_shared: how many of the path's tokens
+        the draft proposed too; None without a draft.
         """
         self._num_counted += 1
         pairs = list(zip(path, emitted, strict=False))[: self.num_tried.shape[1]]
@@ -105,7 +106,7 @@ class Survival:
         return followed
 
     def path_probabilities(self, kind: int, is_sampled: bool = False) -> list[float]:
-        """For each depth, the probability that a path of this kind is right down to it, whatever a draft proposes."""
+        """Returns for each depth the probability that a path of this kind is right down to it, beside any draft."""
         above, steps = float(self.initial[kind]) * (SAMPLED_FACTOR if is_sampled else 1.0), []
         for tried, followed in self.path_counts[int(is_sampled), :, kind].T.tolist():
             above = (followed + PRIOR_WEIGHT * above) / (tried + PRIOR_WEIGHT)
@@ -150,14 +151,15 @@ class Survival:
             self.counts_of_request[request] = old * fades + more, was_true * fades + came_true
 
     def skill(self, request_id: str) -> float:
-        """The logarithm of a ratio: how often nodes of this request's draft are right, over the share expected."""
+        """Returns the log-ratio of how often nodes of this request's draft are right to how often they are expected to
+        be."""
         expected, found = self.counts_of_request.get(request_id, (0.0, 0.0))
         ratio = (found + OWN_PRIOR_WEIGHT) / (expected + OWN_PRIOR_WEIGHT)
         return math.log(min(max(ratio, 1 / MAX_SKILL), MAX_SKILL))
 
     def changed_table(self) -> np.ndarray | None:
-        """[NODE_KINDS, S] float32: the log-probabilities to send.  None if they have hardly changed since the last
-        time."""
+        """Returns [NODE_KINDS, S] float32: the log-probabilities to send; None if they have hardly changed since they
+        were sent."""
         if self._sent is not None and self._num_counted < MIN_COUNTS:
             return None
         now, self._num_counted = self.probabilities, 0
