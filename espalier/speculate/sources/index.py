@@ -89,12 +89,14 @@ class IndexSource:
         """Returns how many tokens up to `place` equal the last tokens of `text`, within one text of this salt."""
         if self.texts[place] >> TEXT_NUMBER_BITS != salt:
             return 0
+        # Behind the oldest token of the ring comes the newest, which may belong to the same text.
+        text = text[-((place - self.end) % self.size + 1) :]
         places = (place - np.arange(len(text))) % self.size
         equal = (self.tokens[places] == text[::-1]) & (self.texts[places] == self.texts[place])
         return int(equal.cumprod().sum())
 
     def _tokens_after(self, place: int, width: int) -> tuple[int, ...]:
-        places = (place + 1 + np.arange(min(width, self.size - 1))) % self.size
+        places = (place + 1 + np.arange(min(width, (self.end - place - 1) % self.size))) % self.size
         inside = (self.texts[places] == self.texts[place]).cumprod().sum()
         return tuple(self.tokens[places[:inside]].tolist())
 
